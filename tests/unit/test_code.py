@@ -133,6 +133,14 @@ ATTACKS = {
     "python itself": "import os\nopen(os.path.join(os.path.dirname(os.__file__), 'x'), 'w')\nprint('done')",
     "its own program": "open('/program/program.py', 'w')\nprint('done')",
     "the environment": "import os\nprint(*set(os.environ) - {'PATH', 'LANG', 'TMPDIR', 'LC_CTYPE'})",
+    "the host of a virtual machine": "import socket\nprint(socket.socket(40, socket.SOCK_STREAM))",
+    "sockets of the kernel": "import socket\nprint(socket.socket(38, socket.SOCK_SEQPACKET))",
+    "calls without a filter": """
+import ctypes
+ctypes.CDLL(None, use_errno=True).syscall(425, 0, 0)  # io_uring_setup
+print("there" if ctypes.get_errno() != 1 else "")
+""",
+    "another's limits": "import resource\nprint(resource.prlimit(1, resource.RLIMIT_AS, (10**6, 10**6)))",
     "the kernel's settings": "print(open('/proc/sys/kernel/core_pattern').read())",
 }
 
@@ -172,7 +180,7 @@ except OSError:
 def test_what_a_program_may_use_is_limited(tmp_path: Path) -> None:
     before = {one.pid for one in psutil.process_iter()}
     start = time.monotonic()
-    limits = Limits(seconds=1.0)
+    limits = Limits(seconds=1.0, processes=31)  # which tells its processes from those of other tests
     assert run_python("import time\ntime.sleep(100)", limits=limits).status is None
     assert run_python("while True: print('x' * 1000)", limits=limits).status is None
     assert "MemoryError" in run_python("x = [0] * 10**9", limits=limits).errors
@@ -186,7 +194,7 @@ def test_what_a_program_may_use_is_limited(tmp_path: Path) -> None:
     assert time.monotonic() - start < 60
     time.sleep(0.5)
     new = [one for one in psutil.process_iter(["cmdline"]) if one.pid not in before]
-    left = [one for one in new if "start.py" in str(one.info["cmdline"])]
+    left = [one for one in new if '"NPROC": 31' in str(one.info["cmdline"])]
     assert isolation() == "limits" or left == []
 
 
@@ -255,6 +263,14 @@ def old_table():  # 32-bit system calls have other numbers: memfd_create is 356
     return call() >= 0 and size
 print(sum(MAKE() or 0 for _ in range(8)))
 """
+
+
+@apart
+def test_a_program_cannot_end_its_judge() -> None:
+    """Else it could have its sample left out instead of being wrong."""
+    signals = "import os\nfor number in range(1, 65):\n    try: os.kill(1, number)\n    except OSError: pass\n"
+    assert code(f"{signals}print(sum(map(int, input().split())))", LINES) == 1.0
+    assert code(f"{signals}{ADD}", CALL) == 1.0
 
 
 @apart

@@ -70,7 +70,7 @@ RIGHT: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "annotations of the future": (f"from __future__ import annotations\n{NODE}", ["assert double(3) == 6"], {}),
     "usual imports, stdin": ("print(Counter(stdin.readline().split())['3'] * 6)", DOUBLE, {}),
     "usual imports, call": (
-        "class Solution:\n    def add(self, a: int, b: Optional[int]):\n        return reduce(int.__add__, (a, b))", ADD, {},
+        "class Solution:\n    def add(self, a, b: Optional[int]):\n        return reduce(int.__add__, (a, b))", ADD, {},
     ),
     "deep recursion": ("def f(n):\n    return n and 1 + f(n - 1)\nprint(f(20_000) - 19_994)", DOUBLE, {}),
     "test_imports": ("def f(r):\n    return r", ["assert math.isclose(f(1), 1)"], {"test_imports": ["import math"]}),
@@ -86,7 +86,7 @@ RIGHT: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "zeros at the end": ("print('1.00')", lines("", "1.0"), {}),
     "near": ("print(1 / 3)", lines("", "0.3333333"), {}),
     "an empty line": ("print('1\\n\\n2')", lines("", "1\n2\n"), {}),
-    "decimals": ("print('1.00 x'[:4], 2)", live("", "1.0 2.0"), {}),
+    "decimals": ("print('1.00', 2)", live("", "1.0  2.0"), {}),
     "a tuple": ("def add(a, b):\n    return a, b", {"inputs": [[1, 2]], "outputs": [[1, 2]], "fn_name": "add"}, {}),
     "numbers as keys": (
         "def look(x):\n    return x[1]", {"inputs": [[{"1": 5}]], "outputs": [5], "fn_name": "look"}, {},
@@ -108,6 +108,7 @@ WRONG: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "numbers that differ at the end": ("print(50000000000000001)", lines("", "50000000000000000"), {}),
     "near, where decimals are exact": ("print(1.000000001)", live("", "1.0"), {}),
     "an empty line, where lines are counted": ("print('1\\n\\n2')", live("", "1\n2"), {}),
+    "words farther apart, where lines are compared": ("print('a  b')", live("", "a b"), {}),
     "words on another line": ("print('1\\n2')", lines("", "1 2"), {}),
     "a signal for a number": ("print('sNaN')", live("", "1"), {}),
     "nan": ("print('nan')", lines("", "1.0"), {}),

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
+from itertools import chain
 from typing import Any, Literal
 
 from torchrl_grpo.errors import InvalidRewardError
@@ -280,28 +281,37 @@ def _text(value: Any) -> str:
 
 
 def _same_output(printed: str, expected: str, exact: bool) -> bool:
-    """Whether the words of all lines are the same, or numbers that are the same; unless exact, empty lines are left
-    out, and a number may be near another that is no integer."""
-    lines, right = ([line.split() for line in text.strip().split("\n")] for text in (printed, expected))
-    if not exact:
-        lines, right = [line for line in lines if line], [line for line in right if line]
-    return list(map(len, lines)) == list(map(len, right)) and all(
-        _same_word(word, other, exact)
-        for line, other_line in zip(lines, right, strict=True)
-        for word, other in zip(line, other_line, strict=True)
+    """Whether the lines are the same, or have the same numbers.
+
+    Exact is LiveCodeBench's way: each line is the same text or, as decimals, the same numbers. Otherwise empty lines do
+    not count, words are compared one by one, and a number may be near another that is no integer.
+    """
+    lines, right = ([line.strip() for line in text.strip().split("\n")] for text in (printed, expected))
+    if exact:
+        return len(lines) == len(right) and all(map(_same_line, lines, right))
+    rows, right_rows = ([line.split() for line in part if line] for part in (lines, right))
+    return list(map(len, rows)) == list(map(len, right_rows)) and all(
+        map(_same_word, chain.from_iterable(rows), chain.from_iterable(right_rows))
     )
 
 
-def _same_word(word: str, expected: str, exact: bool) -> bool:
+def _same_line(line: str, expected: str) -> bool:
+    if line == expected:
+        return True
+    try:
+        return [Decimal(word) for word in line.split()] == [Decimal(word) for word in expected.split()]
+    except ArithmeticError:
+        return False
+
+
+def _same_word(word: str, expected: str) -> bool:
     if word == expected:
         return True
-    if max(len(word), len(expected)) > _LONGEST_NUMBER:
+    integers = _INTEGER.fullmatch(word) and _INTEGER.fullmatch(expected)
+    if integers or max(len(word), len(expected)) > _LONGEST_NUMBER:
         return False
     try:
-        if exact:
-            return Decimal(word) == Decimal(expected)
         value, other = float(word), float(expected)
-    except (ValueError, ArithmeticError):
+    except ValueError:
         return False
-    integers = _INTEGER.fullmatch(word) and _INTEGER.fullmatch(expected)
-    return not integers and abs(value - other) <= _ABS + _REL * abs(other)
+    return abs(value - other) <= _ABS + _REL * abs(other)

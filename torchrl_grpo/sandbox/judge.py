@@ -229,6 +229,7 @@ class Child:
             os.set_blocking(self.stdin, False)
             return
         os.setsid()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         for end, number in ((theirs, 0), (out, 1), (err, 2)):
             os.dup2(end, number)
         os.closerange(3, 64)
@@ -337,6 +338,7 @@ class Child:
 def main() -> None:
     """Answer until the standard input ends."""
     gc.freeze()  # children share this memory
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the others none reaches the first process
     lines = os.fdopen(0, "rb", closefd=False)
     program = Program(**json.loads(lines.readline()))
     os.write(1, b"null\n")

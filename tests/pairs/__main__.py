@@ -46,7 +46,8 @@ def write_data(folder: Path) -> None:
     for name, count in (("one", 40), ("two", 40), ("test", 8)):
         pairs = [(rng.randint(10, 99), rng.randint(10, 99)) for _ in range(count)]
         rows = [
-            {"question": f"{a}+{b}=?", "answer": str(a + b), "demo": f"#### {a + b}"} for a, b in dict(pairs).items()
+            {"question": f"{a}+{b}=?", "answer": str(a + b), "demo": f"#### {a + b}", "level": a % 3}
+            for a, b in dict(pairs).items()
         ]
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -129,7 +130,8 @@ def main() -> int:
     runs = covering_array(asked.seed)
     numbers = asked.only or [number for number, run in enumerate(runs) if is_local(run) or not asked.local]
     numbers = numbers[: asked.first]
-    forks.start()
+    if not all(is_local(runs[number]) for number in numbers):
+        forks.start()
     covered, wrong, start = set[frozenset[tuple[str, str]]](), 0, time.monotonic()
     for number in numbers:
         own, began = folder / f"{number:03d}", time.monotonic()

@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from tests.support import games, trl_environments
+from tests.support.envs import END, column, respond
 from torchrl_grpo.assembly.tasks import make_task
 from torchrl_grpo.config.schema import EnvConfig
+from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.reward_pool import Failure, RewardPool, advance
 from torchrl_grpo.tasks.base import Dialog, Problem, Score, Turn
@@ -192,6 +195,28 @@ def test_a_step_whose_answer_finds_no_room_is_taken_once(path: Path) -> None:
     play.turn("1")
     play.said.pop()
     assert play.turn("1", cut=True) == Turn(None, Score(1.0, True))  # as the environment asks again
+
+
+@pytest.mark.parametrize("room", [200, 12])
+def test_a_game_goes_on_after_a_cut_off_response_if_there_is_room(
+    room: int, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    def encode(text: str) -> list[int]:
+        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    env = LLMEnv(task_of(games.Game), tokenizer, num_envs=1, repeats=1, max_turns=3, max_dialog_tokens=room)
+    data = env.reset()
+    prompt = data["tokens"][0]["prompt"].tolist()
+    data = respond(env, data, [encode("-1")], [True])
+    answer = encode("<|end|><|user|>-1<|end|><|assistant|>") if room == 200 else []
+    assert data["next", "tokens"][0]["prompt"].tolist() == [*prompt, *encode("-1"), *answer]
+    if room == 200:
+        assert column(data, "done") == [False]
+        data = respond(env, env.step_mdp(data), [[*encode("stop"), END]])
+    assert [column(data, key) for key in ("reward", "reward_valid", "done", "truncated")] == [
+        [-1.0], [True], [True], [room == 12]
+    ]  # fmt: skip
 
 
 def test_a_step_that_takes_truncated_decides_about_a_cut_off_response() -> None:

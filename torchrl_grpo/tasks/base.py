@@ -62,12 +62,12 @@ class Dialog:
         finish_reason: ``"length"`` where a token limit cut the latest turn off, else ``"stop"``.
         raw: the latest turn with its special tokens; empty where the task has no tools.
         last: whether the policy has no turn left.
-        prefill: what the prompt has of the policy's turn: the begin of a thought, ``<think>``, or an empty one.
         episode: key of the dialog of a task that ``opens``, which no other dialog of the run has; else empty.
         prompt_tokens: tokens before the latest turn.
         log_probs: text and log-prob of each token of the latest turn, where the task asked for them.
         environment: object that plays the dialog, where there is one; it does not leave its process.
         takes_tools: of an opening, whether the chat template writes tools.
+        prefill: what the prompt has of the policy's turn: the begin of a thought, ``<think>``, or an empty one.
     """
 
     problem: Problem
@@ -77,12 +77,12 @@ class Dialog:
     finish_reason: Literal["stop", "length"] = "stop"
     raw: str = ""
     last: bool = True
-    prefill: str = ""
     episode: str = ""
     prompt_tokens: int = 0
     log_probs: Sequence[tuple[str, float]] = ()
     environment: Any = None
     takes_tools: bool = True
+    prefill: str = ""
 
 
 @dataclass(frozen=True)

@@ -39,11 +39,15 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (b'{"prompt": [{"role": "user", "content": ["a"]}]}', "content as text, it has {'role': 'user', 'content': ["),
         (b'{"prompt": [{"role": 5, "content": "a"}]}', "content as text, it has {'role': 5, 'content': 'a'}"),
         (b'{"prompt": ["a", 5]}', "content as text, it has 'a'"),
+        (
+            b'{"prompt": [{"role": "user", "content": "a", "x": ' + b'{"a": ' * 900 + b"1" + b"}" * 901 + b"]}",
+            "must be nested less deeply",
+        ),
         (b'{"prompt": [{"role": "user", "content": "\\ud83d"}]}', "must be text in Unicode"),
     ],
     ids=[
         "cut", "list", "utf8", "surrogate", "deep", "null", "missing", "number", "blank", "empty", "chat", "answered",
-        "number said", "null said", "list said", "number role", "texts", "surrogate said",
+        "number said", "null said", "list said", "number role", "texts", "deep message", "surrogate said",
     ],
 )  # fmt: skip
 def test_a_row_that_cannot_serve_is_named_by_file_and_line(line: bytes, message: str, tmp_path: Path) -> None:

@@ -336,7 +336,9 @@ class DatasetTask(Task):
                 if self.completion_column is not None and split == "train":
                     self.demonstration(problem)
                     self.tools_for(problem)
-            except (ValueError, RecursionError) as error:
+            except RecursionError as error:
+                raise ValueError(f"{table.where(index)} must be nested less deeply: flatten it.") from error
+            except ValueError as error:
                 raise ValueError(f"{table.where(index)} {error}") from error
             unanswered += self.answer_column is not None and problem.answer is None
             prompts.append(b"".join(hashlib.sha256(json.dumps(chat).encode()).digest()[:8] for chat in chats))

@@ -22,18 +22,22 @@ QUANTITIES = {
     "advantage_std": "`policy.advantage_std`, without `reward_norm`",
     "allocation": "`inference_model.num_devices`, `inference_model.tensor_parallel_size`, `train_model.num_devices`",
     "batch_prompts": "`env.num_envs`",
+    "behaviour_cap": "`policy.behaviour_cap`, with `policy.behaviour_weight=mask`",
     "batch_sequences": "`env.num_envs`",
     "batches": "`train.total_dialog_turns`",
     "clip_high": "`policy.clip_epsilon`, the second of two",
     "clip_low": "`policy.clip_epsilon`",
     "context": "`env.max_prompt_tokens` + `inference_model.max_new_tokens`",
     "dataset": "`env.dataset`",
+    "decode_nodes": "part of `inference_model.num_devices`",
+    "decode_replicas": "part of `inference_model.num_devices`",
     "divergence": "`policy.teacher_divergence`: 0 is forward, 1 reverse, between them jsd with `policy.teacher_beta`",
     "devices": "`train_model.num_devices` + `inference_model.num_devices`",
     "engine_allocation": "`inference_model.num_devices`, `inference_model.tensor_parallel_size`",
     "engine_data_parallel": "`inference_model.num_devices`, this x `inference_model.tensor_parallel_size`",
     "engine_devices": "`inference_model.num_devices`",
     "engine_nodes": "`inference_model.num_devices`",
+    "engine_replicas": "part of `inference_model.num_devices`",
     "engine_tensor_parallel": "`inference_model.tensor_parallel_size`",
     "environments": "`env.dataset`, `env.reward`",
     "epochs": "`train.total_epochs`",
@@ -51,12 +55,16 @@ QUANTITIES = {
     "lora_rank": "`train_model.lora.enabled`, `train_model.lora.r`",
     "lowest_lr": "`optimizer.lr_floor`, as a share of `optimizer.lr`",
     "minibatches": "`train.optim_batch_size`",
+    "node_devices": "devices of a node, 8 by default",
     "nodes": "as `n_gpus_per_node`",
     "optimizer_steps": "`train.total_dialog_turns`",
     "overlong": "`policy.overlong_buffer`",
     "overlong_tokens": "`policy.overlong_buffer`, as a share of `inference_model.max_new_tokens`",
     "pass_at_k": "`evaluation.k`",
     "per_device": "part of `train.optim_batch_size`",
+    "prefill_nodes": "part of `inference_model.num_devices`",
+    "prefill_replicas": "part of `inference_model.num_devices`",
+    "prompts": "`train.total_dialog_turns`",
     "refresh_optimizer_steps": "`ref_model.refresh_every`, in batches",
     "response": "`inference_model.max_new_tokens`",
     "reward_bias": "`policy.reward_bias`",
@@ -69,6 +77,8 @@ QUANTITIES = {
     "reward_std": "`policy.advantage_std`",
     "reward_weights": "`weight` in `env.reward`",
     "rewards": "`env.reward`",
+    "rollout_devices": "`inference_model.num_devices`",
+    "rollout_nodes": "part of `inference_model.num_devices`",
     "rows": "`env.num_envs`",
     "save_batches": "`train.checkpoint_frequency`",
     "save_epochs": "`train.checkpoint_frequency`, to be set: it counts batches",
@@ -77,6 +87,7 @@ QUANTITIES = {
     "second_moment": "`policy.clip_epsilon`, to be set: there is no M2PO",
     "squared_log_ratio": "`policy.kl_to_behaviour_coef`, `policy.kl_estimator=k2`",
     "staleness": "`train.max_staleness` of `grpo-async.py`; 0 is `grpo.py`",
+    "step_batches": "part of `env.num_envs`",
     "step_prompts": "`train.optim_batch_size`",
     "step_sequences": "`train.optim_batch_size`",
     "steps_per_generation": "part of `env.num_envs`",
@@ -87,6 +98,7 @@ QUANTITIES = {
     "test_dataset": "`evaluation.datasets`, where it is another one",
     "test_files": "the split `test` of `env.dataset`, or `evaluation.datasets`",
     "train_allocation": "`train_model.num_devices`",
+    "train_devices": "`train_model.num_devices`",
     "train_files": "`env.dataset`, or `env.datasets`",
     "train_nodes": "`train_model.num_devices`",
     "warmup_batches": "`optimizer.warmup_steps`",
@@ -121,7 +133,8 @@ def _section(table: Table) -> Iterator[str]:
             nowhere.setdefault(_reason(table, row), []).append(name)
         else:
             cell = "the same name" if _ours(row) == f"`{key}`" else _ours(row)
-            here.setdefault(f"{cell}. {_sentence(row.differs)}" if row.differs else cell, []).append(name)
+            differs = _differs(row)
+            here.setdefault(f"{cell}. {_sentence(differs)}" if differs else cell, []).append(name)
     yield f"| {table.title} (default) | here, and what differs |\n|---|---|"
     yield from (f"| {', '.join(names)} | {cell} |" for cell, names in here.items())
     yield "\nWithout an equivalent, and what to do instead:\n"
@@ -131,18 +144,28 @@ def _section(table: Table) -> Iterator[str]:
 
 def _reason(table: Table, row: Row) -> str:
     """Why a setting has no equivalent; "as NAME" is the reason of another row."""
-    text = row.none or row.differs or ""
+    text = row.none or _differs(row)
     if named := re.fullmatch(r"as ([\w.]+)", text):
         others = (other.none for key, other in table.rows.items() if key.endswith(named[1]) and other.none)
         text = next(others, text)
     return _prose(text)
 
 
+def _differs(row: Row) -> str:
+    """What means something else; values that share a text are named together."""
+    if row.differs is None or isinstance(row.differs, str):
+        return row.differs or ""
+    together: dict[str, list[str]] = {}
+    for value, text in row.differs.items():
+        together.setdefault(text, []).append(value)
+    return "; ".join(f"`{'`, `'.join(values)}`: {text}" for text, values in together.items())
+
+
 def _sentence(text: str) -> str:
     """A line of a table as a sentence; names keep their small letters. The page says above what our keys count."""
     if text.startswith("counts "):
         text = text.partition(";")[0]
-    is_name = text.startswith(("verl", "vllm", "loglinear")) or not text[0].isalpha()
+    is_name = text.startswith(("verl", "vllm")) or not text[0].isalpha()
     return _prose(text if is_name else text[0].upper() + text[1:])
 
 
@@ -165,7 +188,8 @@ def _choices(row: Row) -> str:
 
 def _value(row: Row, value: object) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"`{key}={_word(one)}`" for key, one in value.items()) or "nothing to set"
+        settings = [f"`{key}={_word(one)}`" for key, one in value.items() if not key.startswith("@")]
+        return ", ".join(settings) or "nothing to set"
     return f"`{row.ours}={_word(value)}`"
 
 

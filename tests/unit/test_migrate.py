@@ -147,7 +147,10 @@ def test_each_key_of_ours_in_a_table_is_one_that_can_be_printed() -> None:
                 named |= set(value) if isinstance(value, dict) else set()
         assert {key for key in named if not key.startswith("@")} <= set(BASE), name
         conditions = {
-            text.partition("=")[0] for row in table.rows.values() for text in (row.when, row.also_when) if text
+            text.partition("=")[0].removesuffix("!")
+            for row in table.rows.values()
+            for text in (row.when, row.also_when, row.said_when)
+            if text
         }
         assert conditions <= set(table.rows), name
 
@@ -281,6 +284,96 @@ def test_rewards_of_a_script_are_named_with_their_weights(tmp_path: Path) -> Non
     ]
     assert (made.overrides["env.dataset"], made.overrides["model.name"]) == ("gsm8k", "m")
     assert composed(shown(tmp_path, "train.py", text)).env.reward[1]["weight"] == 0.5
+
+
+def test_a_fully_asynchronous_run_of_verl_has_the_batch_between_two_syncs(tmp_path: Path) -> None:
+    words = (
+        "python -m verl.experimental.fully_async_policy.fully_async_main data.train_batch_size=0 data.gen_batch_size=1 "
+        "actor_rollout_ref.rollout.n=16 actor_rollout_ref.actor.ppo_mini_batch_size=32 trainer.nnodes=1 "
+        "trainer.n_gpus_per_node=8 rollout.nnodes=2 rollout.n_gpus_per_node=8 rollout.total_rollout_steps=51200 "
+        "rollout.test_freq=10 async_training.staleness_threshold=0.1 async_training.trigger_parameter_sync_step=4 "
+        "async_training.require_batches=2 async_training.partial_rollout=True "
+        "async_training.use_rollout_log_probs=True algorithm.adv_estimator=grpo data.train_files=a/train.parquet "
+        "data.val_files=a/test.parquet"
+    )
+    made = translated(tmp_path, "async.sh", words)
+    wanted = {
+        "env.num_envs": 32 * 2 * 4 * 16, "train.optim_batch_size": 32 * 16, "train.max_staleness": 1,
+        "train.total_dialog_turns": 51_200 * 16, "train_model.num_devices": 8, "inference_model.num_devices": 16,
+        "evaluation.frequency": 10, "policy.proximal": None,
+    }  # fmt: skip
+    assert {key: made.overrides.get(key) for key in wanted} == wanted
+    assert made.asynchronous and "async_training.partial_rollout" in made.lacks
+    composed(report(made, 100))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "key"),
+    [
+        ("a.yaml", "{gconfig: {n_samples: 4}, actor: {path: m}, train_dataset: {path: d, split: [train, extra]}}",
+         "train_dataset.split"),
+        ("t.yaml", "{num_generations: 8, dataset_name: d, dataset_train_split: [train, extra]}", "dataset_train_split"),
+        ("t.py", "d = load_dataset('d', split=['train', 'test'])\nGRPOTrainer('m', len, GRPOConfig(), train_dataset=d)",
+         "dataset_train_split"),
+        ("t.json", '{"num_generations": 8, "learning_rate": [1e-6, 1e-5]}', "learning_rate"),
+    ],
+)  # fmt: skip
+def test_several_values_where_we_have_one_are_said(name: str, text: str, key: str, tmp_path: Path) -> None:
+    made = translated(tmp_path, name, text)
+    assert key in made.lacks
+    composed(report(made, 100))
+
+
+@pytest.mark.parametrize(
+    ("deployment", "train", "engine"),
+    [
+        ("", None, None),
+        ("num_train_gpus = 2\nnum_infer_gpus = 6", 2, 6),
+        ("type = 'multi_node'\nnum_train_nodes = 2\nnum_infer_nodes = 3\nnum_infer_replicas = 4", 16, 96),
+        ("type = 'multi_node'\nnum_train_nodes = 2\ngpus_per_node = 4\nnum_infer_nodes = 3", 8, 12),
+        ("type = 'multi_node'\nnum_train_nodes = 2", 16, SET_ME),
+        ("type = 'multi_node'\nnum_train_nodes = 1\nnum_infer_replicas = 2\n[inference.deployment]\n"
+         "type = 'disaggregated'\nprefill_nodes_per_replica = 4\nnum_prefill_replicas = 3\n"
+         "decode_nodes_per_replica = 2", 8, 2 * 14 * 8),
+    ],
+)  # fmt: skip
+def test_devices_of_prime_rl_are_those_that_the_file_tells(
+    deployment: str, train: int | None, engine: Any, tmp_path: Path
+) -> None:
+    ours = translated(tmp_path, "rl.toml", f"[orchestrator]\ngroup_size = 4\n[deployment]\n{deployment}\n").overrides
+    assert (ours.get("train_model.num_devices"), ours.get("inference_model.num_devices")) == (train, engine)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "devices", "wanted"),
+    [
+        ("a.yaml", "{gconfig: {n_samples: 4}, actor: {backend: 'fsdp:d2'}, rollout: {backend: 'vllm:d6'}}", 16, (2, 6)),
+        ("v.sh", "run actor_rollout_ref.rollout.n=4 trainer.n_gpus_per_node=4", 16, (2, 2)),
+        ("v.sh", "run actor_rollout_ref.rollout.n=4", 16, (8, 8)),
+        ("t.yaml", "{num_generations: 8, num_processes: 4, per_device_train_batch_size: 2}", 16, (2, 2)),
+        ("p.toml", "[orchestrator]\ngroup_size = 4\n[deployment]\nnum_infer_gpus = 3", 16, (None, 3)),
+        ("p.toml", "[orchestrator]\ngroup_size = 4", 16, (8, 8)),
+    ],
+)
+def test_devices_of_the_file_count_before_those_of_the_command(
+    name: str, text: str, devices: int, wanted: tuple[int | None, int], tmp_path: Path
+) -> None:
+    ours = translated(tmp_path, name, text, devices).overrides
+    assert (ours.get("train_model.num_devices"), ours.get("inference_model.num_devices")) == wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "library"),
+    [
+        ("a.sh", "python3 -m openrlhf.cli.train_ppo_ray --pretrain m --n_samples_per_prompt 8", "OpenRLHF"),
+        ("a.yaml", "{grpo: {num_prompts_per_step: 32}, policy: {model_name: m}}", "NeMo-RL"),
+        ("a.sh", "uv run -m skyrl_train.entrypoints.main_base trainer.policy.model.path=m", "SkyRL"),
+        ("a.sh", "python3 train.py --actor-num-gpus-per-node 8 --rollout-batch-size 32", "slime"),
+    ],
+)
+def test_libraries_that_are_not_read_are_named(name: str, text: str, library: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=rf"one of {library}, which is not read: docs/migrate\.md"):
+        translated(tmp_path, name, text)
 
 
 def test_a_squared_log_ratio_is_twice_our_k2(tmp_path: Path) -> None:
@@ -478,14 +571,24 @@ def test_engine_settings_of_prime_rl_are_kept(tmp_path: Path) -> None:
         ("rejection_sampling: {upper: 5.0}", {"policy.behaviour_weight": "mask"}),
         (
             "rejection_sampling: {level: sequence, action: clamp, upper: 3.0}",
-            {"policy.behaviour_weight": "truncate", "policy.behaviour_level": "sequence", "policy.behaviour_cap": 3.0},
+            {"policy.behaviour_weight": "truncate", "policy.behaviour_cap": 3.0},  # a geometric mean there
         ),
         ("behave_imp_weight_cap: 4.0", {"policy.behaviour_weight": "mask", "policy.behaviour_cap": 4.0}),
         (
             "behave_imp_weight_cap: 4.0, behave_imp_weight_mode: token_truncate",
             {"policy.behaviour_weight": "truncate", "policy.behaviour_cap": 4.0},
         ),
-        ("eps_clip: 0.2", {"policy.behaviour_weight": "mask", "policy.behaviour_cap": 1e9}),
+        ("behave_imp_weight_mode: disabled, behave_imp_weight_cap: 4.0", {}),
+        (
+            "rejection_sampling: {metric: kl_k2, upper: 0.5}",
+            {"policy.behaviour_weight": "mask", "policy.behaviour_cap": 1e9},
+        ),
+        (
+            "rejection_sampling: {metric: kl_k2, action: clamp, upper: 0.5}",
+            {"policy.behaviour_weight": "truncate", "policy.behaviour_cap": 0.5},
+        ),
+        ("rejection_sampling: null", {}),
+        ("eps_clip: 0.2", {}),
     ],
 )
 def test_bounds_on_stale_tokens_of_areal_are_kept(settings: str, ours: dict[str, Any], tmp_path: Path) -> None:
@@ -547,7 +650,7 @@ def test_settings_of_verl_are_kept(words: str, key: str, value: Any, tmp_path: P
 def test_an_advantage_of_verl_that_is_not_ours_is_said(tmp_path: Path) -> None:
     for words, name in (("algorithm.adv_estimator=remax", "remax"), ("", "gae")):  # gae is verl's default
         lacks = verl(tmp_path, words).lacks["algorithm.adv_estimator"]
-        assert lacks.startswith(f"{name} has no counterpart; there are grpo, rloo, ")
+        assert lacks.startswith(f"{name} has no counterpart; there are grpo, ")
         assert lacks.endswith(", and our own default is taken")
 
 

@@ -1,15 +1,18 @@
-"""The first step of a translated run: its loss and gradient are the peer's, on the same batch of the same model."""
+"""The first step of a translated run: its loss and gradient are the peer's, on the same batch of the same model; for
+peers that are not installed, those of their formula, as a plain loop in float64."""
 
 from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
+from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from tests.support.configs import compose_config
@@ -18,8 +21,10 @@ from tests.support.models import make_tiny_model
 from tests.support.peer_configs import TORCHRL
 from torchrl_grpo import keys
 from torchrl_grpo.advice.migrate.readers import read
+from torchrl_grpo.advice.migrate.tables import SET_ME
 from torchrl_grpo.advice.migrate.translation import translate
-from torchrl_grpo.assembly.algorithm import make_loss
+from torchrl_grpo.assembly.algorithm import batch_transforms, make_loss
+from torchrl_grpo.config import GRPOConfig
 from torchrl_grpo.models import TokenScorer
 from torchrl_grpo.scripts.migrate import command
 from torchrl_grpo.starter import starter_path
@@ -69,8 +74,12 @@ def gradient(loss: Tensor, model: torch.nn.Module) -> Tensor:
 
 def translated_loss(path: Path, model: torch.nn.Module) -> Any:
     """The loss of the command line that is printed for a file."""
+    return make_loss(translated_config(path), TokenScorer(model))
+
+
+def translated_config(path: Path) -> GRPOConfig:
     words = shlex.split(" ".join(command(translate(read(path), path.name))))[2:]
-    return make_loss(compose_config(*words, name="grpo_gsm8k"), TokenScorer(model))
+    return compose_config(*(word for word in words if SET_ME not in word), name="grpo_gsm8k")
 
 
 @pytest.mark.slow
@@ -132,3 +141,237 @@ def test_the_first_objective_is_that_of_torchrl(tmp_path: Path) -> None:
     objective = theirs(ours(batch, (1, 1))).loss_objective
     torch.testing.assert_close(loss, objective, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(gradient(loss, model), gradient(objective, other), rtol=1e-4, atol=1e-6)
+
+
+Objective = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Of a token's ratio, log-prob and advantage, to be maximized."""
+
+
+def clip(low: float = 0.2, high: float = 0.2, dual: float | None = None) -> Objective:
+    def objective(ratio: Tensor, log_prob: Tensor, advantage: Tensor) -> Tensor:
+        value = torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
+        return torch.maximum(value, dual * advantage) if dual is not None and advantage < 0 else value
+
+    return objective
+
+
+def weighted(low: float, high: float) -> Objective:
+    return lambda ratio, log_prob, advantage: ratio.detach().clamp(low, high) * advantage * log_prob
+
+
+def gate(positive: float = 1.0, negative: float = 1.05) -> Objective:
+    def objective(ratio: Tensor, log_prob: Tensor, advantage: Tensor) -> Tensor:
+        tau = positive if advantage > 0 else negative
+        return 4 / tau / (1 + torch.exp(-tau * (ratio - 1))) * advantage
+
+    return objective
+
+
+def by_tokens(rows: list[list[Tensor]]) -> Tensor:
+    return sum(sum(row) for row in rows) / sum(len(row) for row in rows)
+
+
+def by_sequences(rows: list[list[Tensor]]) -> Tensor:
+    return sum(sum(row) / len(row) for row in rows) / len(rows)
+
+
+def by_sums(rows: list[list[Tensor]]) -> Tensor:
+    return sum(sum(row) for row in rows) / len(rows)
+
+
+class LogProbs(TensorDictModuleBase):
+    """An actor whose log-probs are its parameters, [B, T]."""
+
+    in_keys = [keys.FULL]  # noqa: RUF012
+    out_keys = [keys.CUR_LOG_PROBS, keys.ENTROPY]  # noqa: RUF012
+
+    def __init__(self, values: Tensor) -> None:
+        super().__init__()
+        self.values = torch.nn.Parameter(values.clone())
+
+    def forward(self, tensordict: TensorDict) -> TensorDict:
+        tensordict.set(keys.CUR_LOG_PROBS, self.values * 1)
+        return tensordict.set(keys.ENTROPY, torch.zeros_like(self.values))
+
+
+def ragged(seed: int) -> TensorDict:
+    """Log-probs of the current, the proximal and the sampling policy, [B, T], in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(3, SIZE, RESPONSE, generator=generator, dtype=torch.float64)
+    length = torch.randint(1, RESPONSE + 1, (SIZE, 1), generator=generator)
+    current, proximal = -noise[0].abs(), -noise[0].abs() + 0.6 * noise[1]
+    return TensorDict(
+        {
+            keys.FULL: torch.zeros(SIZE, RESPONSE, dtype=torch.long), "current": current, keys.PROX_LOG_PROBS: proximal,
+            keys.LOG_PROBS: proximal + 0.8 * noise[2], keys.ASSISTANT_MASK: torch.arange(RESPONSE) < length,
+            keys.ADVANTAGE: torch.randn(SIZE, 1, generator=generator, dtype=torch.float64),
+            keys.TRUNCATED: torch.zeros(SIZE, 1, dtype=torch.bool),
+        },
+        [SIZE],
+    )  # fmt: skip
+
+
+def loop(
+    current: Tensor,
+    batch: TensorDict,
+    objective: Objective,
+    average: Callable[[list[list[Tensor]]], Tensor],
+    level: str = "token",
+    weight: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """A peer's loss: the ratio to the proximal policy, times a weight of the proximal over the sampling policy."""
+    rows = []
+    for row in range(SIZE):
+        tokens = [place for place in range(RESPONSE) if batch[keys.ASSISTANT_MASK][row, place]]
+        logs = [current[row, place] - batch[keys.PROX_LOG_PROBS][row, place] for place in tokens]
+        mean = sum(logs) / len(logs)
+        values = []
+        for place, log_ratio in zip(tokens, logs, strict=True):
+            log_prob, sampled = current[row, place], batch[keys.LOG_PROBS][row, place]
+            own = mean.detach() + log_prob - log_prob.detach()
+            ratio = {"token": log_ratio, "sequence": mean, "sequence_token": own}[level].exp()
+            value = objective(ratio, log_prob, batch[keys.ADVANTAGE][row, 0])
+            if weight is not None:
+                value = value * weight((batch[keys.PROX_LOG_PROBS][row, place] - sampled).exp())
+            values.append(value)
+        rows.append(values)
+    return -average(rows)
+
+
+def masked(cap: float) -> Callable[[Tensor], Tensor]:
+    return lambda weight: weight * (weight <= cap)
+
+
+def truncated(cap: float) -> Callable[[Tensor], Tensor]:
+    return lambda weight: weight.clamp(max=cap)
+
+
+def verl_script(**settings: Any) -> str:
+    words = " ".join(f"actor_rollout_ref.actor.{key.replace('__', '.')}={value}" for key, value in settings.items())
+    return (
+        "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4 "
+        f"data.train_batch_size=8 actor_rollout_ref.actor.ppo_mini_batch_size=4 trainer.n_gpus_per_node=1 {words}"
+    )
+
+
+def trl_file(**settings: Any) -> str:
+    return json.dumps({"num_generations": 4, "per_device_train_batch_size": 8, "steps_per_generation": 2, **settings})
+
+
+def areal_file(**settings: Any) -> str:
+    actor = {"path": "m", "kl_ctl": 0.0, "ppo_n_minibatches": 2, **settings}
+    return json.dumps({"gconfig": {"n_samples": 4}, "train_dataset": {"path": "d", "batch_size": 8}, "actor": actor})
+
+
+MODE = "policy_loss__loss_mode"
+IS = " algorithm.rollout_correction.rollout_is=token"
+CASES: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
+    "trl_luspo.json": (trl_file(loss_type="luspo", delta=2.0), (clip(dual=2.0), by_sums), {}),
+    "trl_luspo_sequence.json": (
+        trl_file(loss_type="luspo", importance_sampling_level="sequence"), (clip(), by_sums), {"level": "sequence"},
+    ),
+    "trl_cispo.json": (trl_file(loss_type="cispo", epsilon_high=5.0, delta=2.0), (weighted(0.0, 5.0), by_tokens), {}),
+    "trl_sapo.json": (trl_file(loss_type="sapo", delta=2.0), (gate(), by_sequences), {}),
+    "verl_vanilla.sh": (verl_script(clip_ratio_high=0.28), (clip(0.2, 0.28, 3.0), by_tokens), {}),
+    "verl_gspo.sh": (
+        verl_script(**{MODE: "gspo"}, loss_agg_mode="token-mean"), (clip(), by_sequences), {"level": "sequence_token"},
+    ),
+    "verl_sapo.sh": (verl_script(loss_agg_mode="seq-mean-token-sum", **{MODE: "sapo"}), (gate(), by_sequences), {}),
+    "verl_cispo.sh": (verl_script(**{MODE: "cispo"}, clip_ratio_high=0.28), (weighted(0.8, 1.28), by_tokens), {}),
+    "verl_cispo_wide.sh": (
+        verl_script(**{MODE: "cispo"}, clip_ratio_low=10, clip_ratio_high=4.0), (weighted(0.0, 5.0), by_tokens), {},
+    ),
+    "verl_gpg.sh": (
+        verl_script(**{MODE: "gpg"}, loss_agg_mode="seq-mean-token-sum"), (weighted(1.0, 1.0), by_sums), {},
+    ),
+    "verl_rollout_is.sh": (
+        verl_script(clip_ratio_c=10.0) + IS, (clip(dual=10.0), by_tokens), {"weight": truncated(2.0)},
+    ),
+    "verl_sapo_rollout_is.sh": (
+        verl_script(**{MODE: "sapo"}) + IS, (gate(), by_sequences), {"weight": truncated(2.0)},
+    ),
+    "areal_decoupled.json": (areal_file(use_decoupled_loss=True), (clip(), by_tokens), {}),
+    "areal_mask.json": (
+        areal_file(use_decoupled_loss=True, rejection_sampling={"upper": 2.0}), (clip(), by_tokens),
+        {"weight": masked(2.0)},
+    ),
+    "areal_clamp.json": (
+        areal_file(use_decoupled_loss=True, c_clip=3.0, rejection_sampling={"action": "clamp"}),
+        (clip(dual=3.0), by_tokens), {"weight": truncated(5.0)},
+    ),
+    "areal_sapo.json": (
+        areal_file(use_sapo_loss=True, recompute_logprob=True, c_clip=3.0), (gate(), by_tokens), {},
+    ),
+}  # fmt: skip
+"""File, its objective and average, and further arguments of ``loop``."""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_loss_and_its_gradient_are_those_of_the_peers_formula(name: str, tmp_path: Path) -> None:
+    text, formula, options = CASES[name]
+    (tmp_path / name).write_text(text)
+    config = translated_config(tmp_path / name)
+    batch_transforms(config)
+    for seed in range(2):
+        batch = ragged(seed)
+        actor = LogProbs(batch["current"])
+        loss = total(make_loss(config, actor)(batch))
+        current = batch["current"].clone().requires_grad_()
+        wanted = loop(current, batch, *formula, **options)
+        torch.testing.assert_close(loss, wanted, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(gradient(loss, actor), torch.autograd.grad(wanted, current)[0].flatten())
+
+
+def test_a_sum_that_verl_does_not_divide_by_its_sequences_is_said(tmp_path: Path) -> None:
+    (tmp_path / "verl.sh").write_text(verl_script(loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=7))
+    batch = ragged(0)
+    loss = total(make_loss(translated_config(tmp_path / "verl.sh"), LogProbs(batch["current"]))(batch))
+    torch.testing.assert_close(SIZE * 7 * loss, SIZE * loop(batch["current"], batch, clip(dual=3.0), by_sums))
+    differs = translate(read(tmp_path / "verl.sh"), "verl.sh").differs
+    assert "optimizer.clip_grad_norm" in differs["actor_rollout_ref.actor.loss_agg_mode"]
+
+
+def of_group(score: Tensor, leave_one_out: bool, scaled: bool) -> list[float]:
+    values = []
+    for index, one in enumerate(score.tolist()):
+        group = score[index // GROUP * GROUP :][:GROUP].tolist()
+        baseline = (sum(group) - one) / (GROUP - 1) if leave_one_out else sum(group) / GROUP
+        mean = sum(group) / GROUP
+        deviation = (sum((other - mean) ** 2 for other in group) / (GROUP - 1)) ** 0.5
+        values.append((one - baseline) / (deviation + 1e-6 if scaled else 1.0))
+    return values
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "whitened"),
+    [
+        ("grpo_vectorized", (False, True), False),
+        ("grpo_vectorized algorithm.norm_adv_by_std_in_grpo=False", (False, True), False),
+        ("rloo_vectorized algorithm.lam=0.9", (True, False), False),
+        ("reinforce_plus_plus_baseline", (False, False), True),
+    ],
+)
+def test_the_advantages_of_verl_are_those_of_its_formula(
+    words: str, options: tuple[bool, bool], whitened: bool, tmp_path: Path
+) -> None:
+    script = verl_script().replace("adv_estimator=grpo", f"adv_estimator={words}")
+    (tmp_path / "verl.sh").write_text(script)
+    batch = ragged(1).select(keys.ASSISTANT_MASK, keys.FULL, keys.LOG_PROBS)
+    score = torch.rand(SIZE, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    batch[keys.REWARD], batch[keys.GROUP_ID] = score.float()[:, None], (torch.arange(SIZE) // GROUP)[:, None]
+    for _, transform in batch_transforms(translated_config(tmp_path / "verl.sh")):
+        batch = transform(batch)
+    mask = batch[keys.ASSISTANT_MASK]
+    wanted = torch.tensor(of_group(score, *options), dtype=torch.float64)[:, None] * mask
+    if whitened:
+        tokens = wanted[mask]
+        wanted = (wanted - tokens.mean()) / (tokens.var() + 1e-8).sqrt() * mask
+    torch.testing.assert_close((batch[keys.ADVANTAGE] * mask).double(), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("scale", ["batch", "none", False])
+def test_advantages_of_parts_are_not_scaled_by_what_trl_ignores(scale: Any, tmp_path: Path) -> None:
+    settings = {"multi_objective_aggregation": "normalize_then_sum", "scale_rewards": scale}
+    (tmp_path / "trl.json").write_text(trl_file(reward_funcs=["x.a", "x.b"], **settings))
+    policy = translated_config(tmp_path / "trl.json").policy
+    assert (policy.advantage_mean, policy.advantage_std) == ("group", "group")

@@ -16,6 +16,13 @@ from torchrl_grpo.advice.migrate.scripts import Unknown, read_python, read_shell
 from torchrl_grpo.advice.migrate.tables import NAMES, TRL, Table, read_table
 from torchrl_grpo.host.trees import dotted
 
+_OTHERS = {
+    "OpenRLHF": r"openrlhf\.cli",
+    "NeMo-RL": r"nemo_rl|num_prompts_per_step|^(grpo|policy):",
+    "SkyRL": r"skyrl|trainer\.policy\.model\.path",
+    "slime": r"--rollout-batch-size|--actor-num-gpus-per-node",
+}
+"""What only files of libraries that are not read have, by their names."""
 _NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?")
 _REFERENCE = re.compile(r"\$\{(?:oc\.(select|env):)?\s*([\w.]+)\s*(?:,([^${}]*))?\}")
 
@@ -37,15 +44,22 @@ def read(path: Path) -> Settings:
     """Read a file, and tell which library it belongs to.
 
     Raises:
-        ValueError: there is no such file, it is broken, or it is none of the five peers'.
+        ValueError: there is no such file, it is broken, or it is none of the five peers', whose name is said if known.
     """
     if not path.is_file():
         raise ValueError(f"FILE={path} must be a file, but it does not exist: give the path of a script or a config.")
     try:
-        data = _parse(path.suffix.lower(), path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        data = _parse(path.suffix.lower(), text)
     except (yaml.YAMLError, ValueError, SyntaxError, RecursionError) as error:
         why = " ".join(str(error).split())
         raise ValueError(f"FILE={path} must be whole {path.suffix or 'yaml'}, and it is not: {why}.") from error
+    for name, sign in _OTHERS.items():
+        if match := re.search(sign, text, re.MULTILINE):
+            raise ValueError(
+                f"FILE={path} must be a config of one of five libraries, and with {match[0]} it is one of {name}, "
+                "which is not read: docs/migrate.md names the five."
+            )
     values = _flat(data) if isinstance(data, Mapping) else {}
     values = {key: _known(_number(_resolved(value, values))) for key, value in values.items()}
     is_script = path.suffix == ".py"

@@ -15,10 +15,9 @@ Note = Callable[[str, str], object]
 
 _COUNTS = (
     "per_device", "accumulation", "sync_steps", "steps_per_generation", "batch_sequences", "batch_prompts",
-    "step_sequences", "step_prompts", "minibatches", "epochs_per_batch", "rows", "devices", "nodes",
-    "engine_tensor_parallel",
+    "step_sequences", "step_prompts", "step_batches", "minibatches", "epochs_per_batch", "rows", "devices", "nodes",
+    "engine_tensor_parallel", "node_devices",
 )  # fmt: skip
-_NODE = 8  # accelerators
 _MOST_ROWS = 2**16
 _PROMPT = 1024  # tokens, at most, where a limit is that of prompt and response together
 
@@ -38,12 +37,15 @@ SIZES = ("train.dialog_turns_per_batch", "train.optim_batch_size", "train.total_
 _DEVICES = ("inference_model.num_devices", "inference_model.tensor_parallel_size", "train_model.num_devices")
 SETTLES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("per_device", "accumulation", "sync_steps", "steps_per_generation"), ("env.num_envs",)),
-    **dict.fromkeys(("batch_sequences", "batch_prompts"), ("env.num_envs",)),
+    **dict.fromkeys(("batch_sequences", "batch_prompts", "step_batches"), ("env.num_envs",)),
     **dict.fromkeys(("step_sequences", "step_prompts", "minibatches"), ("train.optim_batch_size",)),
-    **dict.fromkeys(("devices", "nodes", "allocation", "train_allocation", "engine_allocation"), _DEVICES),
-    **dict.fromkeys(("engine_devices", "engine_nodes", "engine_data_parallel"), ("inference_model.num_devices",)),
+    **dict.fromkeys(("devices", "nodes", "node_devices", "allocation", "train_allocation",
+                     "engine_allocation"), _DEVICES),
+    **dict.fromkeys(("engine_devices", "engine_nodes", "engine_data_parallel", "engine_replicas", "prefill_nodes",
+                     "decode_nodes", "prefill_replicas", "decode_replicas"), ("inference_model.num_devices",)),
+    **dict.fromkeys(("rollout_devices", "rollout_nodes"), ("inference_model.num_devices",)),
     **dict.fromkeys(("train_devices", "train_nodes"), ("train_model.num_devices",)),
-    **dict.fromkeys(("batches", "optimizer_steps"), ("train.total_dialog_turns",)),
+    **dict.fromkeys(("batches", "optimizer_steps", "prompts"), ("train.total_dialog_turns",)),
     **dict.fromkeys(("warmup_batches", "warmup_optimizer_steps", "warmup_share"), ("optimizer.warmup_steps",)),
     **dict.fromkeys(("clip_low", "clip_high", "second_moment"), ("policy.clip_epsilon",)),
     **dict.fromkeys(("reward_mean", "advantage_mean", "leave_one_out"), ("policy.advantage_mean",)),
@@ -63,7 +65,8 @@ SETTLES: dict[str, tuple[str, ...]] = {
     "lowest_lr": ("optimizer.lr_floor",), "pass_at_k": ("evaluation.k",), "staleness": ("train.max_staleness",),
     "refresh_optimizer_steps": ("ref_model.refresh_every",), "reward_bias": ("policy.reward_bias",),
     "reward_clip": ("policy.reward_clip",), "squared_log_ratio": ("policy.kl_to_behaviour_coef",),
-    "rows": ("env.num_envs",), "synchronous": (), "test_dataset": ("evaluation.datasets",),
+    "behaviour_cap": ("policy.behaviour_cap",), "rows": ("env.num_envs",), "synchronous": (),
+    "test_dataset": ("evaluation.datasets",),
     "divergence": ("policy.teacher_divergence",), **dict.fromkeys(("teacher", "teacher_revision"), ("teacher.model",)),
 }  # fmt: skip
 """Our keys that a quantity determines, to be set by hand if the file does not give it."""
@@ -89,11 +92,14 @@ def sizes(asked: Quantities, chosen: Mapping[str, Any], differs: Note, lacks: No
     batch = _batch(asked, chosen["algo"] == "grpo", ours, differs, lacks)
     _length(asked, batch, ours, lacks, unset)
     _frequencies(asked, batch, ours, unset)
-    _devices(asked, chosen["algo"] == "sft", ours, differs)
+    _devices(asked, chosen["algo"] == "sft", ours, differs, unset)
     _clip(asked, chosen, ours, lacks, unset)
     _reward(asked, chosen, ours, lacks)
     _tokens(asked, chosen["algo"] == "sft", ours, differs)
     _teacher(asked, ours)
+    if cap := asked.get("behaviour_cap"):
+        weight = chosen["policy.behaviour_weight"]
+        ours |= {"policy.behaviour_cap": cap, "policy.behaviour_weight": "mask" if weight == "none" else weight}
     if asked.get("refresh_optimizer_steps") and chosen.get("policy.kl_coef") and not _has_lora(chosen):
         ours["ref_model.refresh_every"] = max(1, round(asked["refresh_optimizer_steps"] / batch.steps))
     if asked.get("lora_rank"):
@@ -103,7 +109,7 @@ def sizes(asked: Quantities, chosen: Mapping[str, Any], differs: Note, lacks: No
     if asked.get("lowest_lr"):
         ours["optimizer.lr_floor"] = asked["lowest_lr"] / chosen["optimizer.lr"]
     if asked.get("staleness") is not None:
-        ours["train.max_staleness"] = asked["staleness"] or None
+        ours["train.max_staleness"] = math.ceil(asked["staleness"]) or None
     if "pass_at_k" in asked:
         ours["evaluation.k"] = asked["pass_at_k"] if asked["pass_at_k"] > 1 else 0
     if "wandb" in str(asked.get("loggers")):
@@ -126,8 +132,12 @@ def _batch(asked: Quantities, compares: bool, ours: dict[str, Any], differs: Not
         step = asked["per_device"] * asked["accumulation"] * devices
         generated = asked.get("steps_per_generation") or asked["accumulation"] * asked.get("sync_steps", 1)
         size = asked.get("batch_sequences") or asked["per_device"] * devices * generated
+    elif "batch_prompts" in asked:
+        size = asked["batch_prompts"] * group
+    elif "step_prompts" in asked:
+        size = asked["step_prompts"] * asked.get("step_batches", 1) * asked.get("sync_steps", 1) * group
     else:
-        size = asked["batch_sequences"] if "batch_sequences" in asked else asked["batch_prompts"] * group
+        size = asked["batch_sequences"]
     if "step_prompts" in asked:
         step = asked["step_prompts"] * group
     if "minibatches" in asked:
@@ -161,6 +171,8 @@ def _length(asked: Quantities, batch: _Batch, ours: dict[str, Any], lacks: Note,
     batches = asked.get("batches")
     if "optimizer_steps" in asked:
         batches = -(-asked["optimizer_steps"] // batch.steps)
+    if "prompts" in asked:
+        batches = -(-asked["prompts"] * batch.group // batch.size)
     if batches:
         ours["train.total_dialog_turns"] = batches * batch.size
     elif "epochs" in asked:
@@ -206,7 +218,7 @@ def _frequencies(asked: Quantities, batch: _Batch, ours: dict[str, Any], unset: 
         ours["train.keep_checkpoints"] = f"last:{asked['keep']}"
 
 
-def _devices(asked: Quantities, samples_nothing: bool, ours: dict[str, Any], differs: Note) -> None:
+def _devices(asked: Quantities, samples_nothing: bool, ours: dict[str, Any], differs: Note, unset: Note) -> None:
     parallel = asked.get("engine_tensor_parallel", 1)
     train, engine = asked.get("train_devices"), asked.get("engine_devices")
     for role, text in (("train", "train_allocation"), ("engine", "engine_allocation")):
@@ -216,18 +228,25 @@ def _devices(asked: Quantities, samples_nothing: bool, ours: dict[str, Any], dif
         first, _, second = str(asked["allocation"]).partition("+")
         if (left := _allocation(first)) and (right := _allocation(second)):
             engine, parallel, train = *left, right[0]
-    for role in ("train", "engine"):
-        if f"{role}_nodes" in asked:
-            train, engine = (
-                (asked["train_nodes"] * _NODE, engine) if role == "train" else (train, asked["engine_nodes"] * _NODE)
-            )
+    node, nodes = asked.get("node_devices", 8), asked.get("engine_nodes")
+    if nodes is None:
+        kinds = [kind for kind in ("prefill", "decode") if f"{kind}_nodes" in asked]
+        nodes = sum(asked[f"{kind}_nodes"] * asked.get(f"{kind}_replicas", 1) for kind in kinds)
+    if "train_nodes" in asked:
+        train = asked["train_nodes"] * node
+        engine = nodes * node * asked.get("engine_replicas", 1)
+        if not nodes:
+            unset("inference_model.num_devices", "the file does not tell on how many nodes samplers run")
     shared = asked.get("devices", 1) * asked.get("nodes", 1)
-    if "devices" in asked:
+    if "rollout_devices" in asked:
+        train, engine = shared, asked["rollout_devices"] * asked.get("rollout_nodes", 1)
+    apart = train is not None or engine is not None
+    if "devices" in asked and not apart:
         while parallel > max(1, shared // 2):
             parallel //= 2
     if shared > 1 and samples_nothing:
         ours |= {"train_model.num_devices": "all", "inference_model.num_devices": "all"}
-    elif shared > 1:
+    elif shared > 1 and not apart:
         engine = max(parallel, shared // 2 // parallel * parallel)
         train = shared - engine
         differs(
@@ -257,7 +276,7 @@ def _clip(asked: Quantities, chosen: Mapping[str, Any], ours: dict[str, Any], la
         return
     high = asked.get("clip_high", asked["clip_low"])
     low = min(asked["clip_low"], 1.0)  # a ratio is never below 0
-    if str(chosen.get("policy.loss._target_")).endswith("CISPOLoss"):
+    if asked.get("clip_is_bound"):
         if high < 1:
             lacks("policy.clip_epsilon", f"a bound of {high:g} of the ratio is below 1; 1 is taken")
         low, high = 1.0, max(0.0, round(high - 1, 9))

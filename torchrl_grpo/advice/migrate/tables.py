@@ -23,22 +23,22 @@ class Row:
     Attributes:
         ours: our key, or ``@name`` for a quantity that ``sizes`` and ``problems`` turn into ours.
         none: there is no such key of ours; what to do instead.
-        differs: what means something else.
+        differs: what means something else, of any value but 0 and false, or of some values by their names.
         default: what the peer does where a file does not say; "null" is None.
         null: our key that is to be set by hand where a file says null, which is no bound.
         values: for their values ours, or several of our keys.
         same: values with which nothing has to be said here.
-        when: the row counts where this other key of theirs is set, or has the value after ``=``.
+        when: the row counts where this other key of theirs is set, or has one of the values after ``=``, or none of
+            those after ``!=``.
         also_when: a further one.
         said_when: ``differs`` counts where this is so, likewise.
-        said_for: values for which ``differs`` counts; by default all but 0 and false.
         list: a single value is a list of one here.
         table: the value is whether the table is there.
     """
 
     ours: str | None = None
     none: str | None = None
-    differs: str | None = None
+    differs: str | Mapping[str, str] | None = None
     default: Any = None
     null: str | None = None
     values: Mapping[str, Any] | None = None
@@ -46,7 +46,6 @@ class Row:
     when: str | None = None
     also_when: str | None = None
     said_when: str | None = None
-    said_for: tuple[Any, ...] = ()
     list: bool = False
     table: bool = False
 
@@ -124,10 +123,7 @@ class Table:
 def read_table(name: str) -> Table:
     """The table of one of ``NAMES``."""
     data = _read(name)
-    rows = {
-        key: Row(**{**row, **{name: tuple(row.get(name, ())) for name in ("same", "said_for")}})
-        for key, row in data["keys"].items()
-    }
+    rows = {key: Row(**{**row, "same": tuple(row.get("same", ()))}) for key, row in data["keys"].items()}
     refused = tuple(
         Refusal(**{**one, **{name: tuple(one.get(name, ())) for name in ("values", "unless", "without")}})
         for refusal in data["refused"]

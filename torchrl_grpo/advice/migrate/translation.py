@@ -51,13 +51,15 @@ def translate(settings: Settings, source: str, devices: int | None = None) -> Tr
     table, values = settings.table, settings.values
     made = Translation(table)
     ours: dict[str, Any] = {key: _plain(value) for key, value in table.always.items()}
-    asked: dict[str, Any] = {} if devices is None else {"devices": devices}
+    asked: dict[str, Any] = {}
     rows = table.rows
     for key, row in rows.items():
         if row.null and key in values and values[key] is None:
             made.unset[row.null] = f"{key} is null, which is no bound: the most tokens of a response"
         elif not _given(key, row, values) and row.default is not None and _counts(row, table, values):
             _apply(key, row, _plain(row.default), ours, asked, made)
+    if devices is not None:
+        asked["devices"] = devices
     for key, value in values.items():
         if key in rows:
             continue
@@ -72,8 +74,8 @@ def translate(settings: Settings, source: str, devices: int | None = None) -> Tr
             if _counts(row, table, values):
                 value = True if row.table else values[key]
                 taken = _apply(key, row, value, ours, asked, made)
-                if taken and row.differs and _is_said(row, value, table, values):
-                    made.differs[key] = row.differs
+                if taken and (difference := _difference(row, value, table, values)):
+                    made.differs[key] = difference
             else:
                 made.ignored.setdefault("read with other settings alone", []).append(key)
     differs, lacks, unset = made.differs.setdefault, made.lacks.setdefault, made.unset.setdefault
@@ -110,7 +112,7 @@ def translate(settings: Settings, source: str, devices: int | None = None) -> Tr
 
 def _given(key: str, row: Row, values: Mapping[str, Any]) -> bool:
     if row.table:
-        return any(name == key or name.startswith(f"{key}.") for name in values)
+        return values.get(key) is not None or any(name.startswith(f"{key}.") for name in values)
     return values.get(key) not in (None, {})
 
 
@@ -124,16 +126,20 @@ def _counts(row: Row, table: Table, values: Mapping[str, Any]) -> bool:
 
 
 def _is_so(condition: str, table: Table, values: Mapping[str, Any]) -> bool:
-    key, _, wanted = condition.partition("=")
+    name, _, wanted = condition.partition("=")
+    key = name.removesuffix("!")
     other = table.rows[key]
     value = _given(key, other, values) if other.table else values.get(key, other.default)
-    return str(value) == wanted if wanted else bool(value)
+    return (str(value) in wanted.split(",")) is (key == name) if wanted else bool(value)
 
 
-def _is_said(row: Row, value: Any, table: Table, values: Mapping[str, Any]) -> bool:
-    """Whether a row's note on a difference concerns this file."""
-    concerns = value in row.said_for if row.said_for else bool(value)
-    return concerns and (row.said_when is None or _is_so(row.said_when, table, values))
+def _difference(row: Row, value: Any, table: Table, values: Mapping[str, Any]) -> str | None:
+    """What a value means there and not here, where that concerns this file."""
+    if row.said_when is not None and not _is_so(row.said_when, table, values):
+        return None
+    if isinstance(row.differs, Mapping):
+        return row.differs.get(_name(value))
+    return row.differs if value else None
 
 
 def _apply(key: str, row: Row, value: Any, ours: dict[str, Any], asked: dict[str, Any], made: Translation) -> bool:
@@ -142,7 +148,7 @@ def _apply(key: str, row: Row, value: Any, ours: dict[str, Any], asked: dict[str
         return False
     if _is_unknown(value):
         return _leave(key, row, value, ours, asked, made)
-    if _is_number(row.default) and isinstance(value, str):
+    if _is_number(row.default) and isinstance(value, str | list):
         made.lacks[key] = f"{value} is no number, {row.default:g} is taken"
         value = row.default
     if row.values is not None:
@@ -154,14 +160,16 @@ def _apply(key: str, row: Row, value: Any, ours: dict[str, Any], asked: dict[str
             made.lacks[key] += f": {row.none}" if row.none else ""
             return known and _apply(key, row, row.default, ours, asked, made)
         value = row.values[name]
-        ours |= value if isinstance(value, Mapping) else {str(row.ours): value}
     elif row.ours is None:
         made.lacks[key] = f"{row.none}"
         return False
-    elif row.ours.startswith("@"):
-        asked[row.ours[1:]] = value
     else:
-        ours[row.ours] = _as_ours(row, value)
+        value = _as_ours(row, value)
+        if isinstance(value, list) and not isinstance(BASE.get(row.ours, value), list):
+            made.lacks[key] = f"[{', '.join(map(str, value))}] are several, {row.ours} is one"
+            return False
+    for name, one in (value if row.values and isinstance(value, Mapping) else {str(row.ours): value}).items():
+        (asked if name.startswith("@") else ours)[name.removeprefix("@")] = one
     return True
 
 
@@ -180,7 +188,7 @@ def _leave(key: str, row: Row, value: Any, ours: dict[str, Any], asked: dict[str
     """Mark the equivalents of an unknown value as to be set by hand; return whether there are any."""
     settled = SETTLES[row.ours[1:]] if row.ours is not None and row.ours.startswith("@") else (row.ours,)
     several = [name for one in (row.values or {}).values() if isinstance(one, Mapping) for name in one]
-    named = list(dict.fromkeys(name for name in (*settled, *several) if name is not None))
+    named = list(dict.fromkeys(name for name in (*settled, *several) if name and name[0] != "@"))
     if not named:
         made.lacks[key] = f"{row.none}"
         return False
@@ -204,7 +212,7 @@ def _number_in(value: Any, same: tuple[Any, ...]) -> bool:
 def _as_ours(row: Row, value: Any) -> Any:
     if row.list and not isinstance(value, list):
         return [value]
-    whole = isinstance(BASE[str(row.ours)], int) and isinstance(value, float) and value.is_integer()
+    whole = isinstance(BASE.get(str(row.ours)), int) and isinstance(value, float) and value.is_integer()
     return int(value) if whole else value
 
 

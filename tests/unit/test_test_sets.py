@@ -86,6 +86,14 @@ def test_long_prompts_leave_as_many_of_the_other_sets(tmp_path: Path) -> None:
     assert Counter(blueprint.sampled_env.reset()["dataset"]) == {"": 12, "short": 12, "some": 8}
 
 
+def test_test_sets_beside_a_task_of_verifiers_are_refused_with_a_fix() -> None:
+    config = compose_config("env.task=verifiers:any", "env.dataset=null", "evaluation.datasets=[{dataset: arithmetic}]")
+    with pytest.raises(
+        ConfigError, match=r"evaluation\.datasets must be left out .*: leave it out, .*total_dialog_turns=0"
+    ):
+        prepare(config, [])
+
+
 GAME = """
 class Rows:
     def reset(self, level):

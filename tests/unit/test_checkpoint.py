@@ -151,7 +151,7 @@ def test_a_pickle_is_refused_unread_and_without_advice_to_trust_it(tmp_path: Pat
     with path.open("wb") as file:
         sealed = SealedFile(file)
         torch.save({"step": Canary()}, sealed)
-        sealed.seal({})
+        sealed.seal({"config": {}, "metrics": {}})
     with pytest.raises(ConfigError, match=r"cannot be read \(UnpicklingError: Weights only load failed\)"):
         found(path)
     assert not (tmp_path / "canary").exists()

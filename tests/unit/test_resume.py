@@ -213,10 +213,40 @@ def resume_of(path: Path) -> Resume | None:
 
 @pytest.mark.usefixtures("no_weights")
 def test_a_checkpoint_of_other_data_is_refused_by_name(full_run: Path, tmp_path: Path) -> None:
-    source = {"drawing": {"num_problems": 9}, "ahead": [], "reference_version": 0}
+    source = torch.load(at(full_run, 6), weights_only=True)["source"]
+    source["drawing"] |= {"num_problems": 9, "position": 0}
     path = changed(at(full_run, 6), at(tmp_path, 6), source=source)
     with pytest.raises(ConfigError, match=r"num_problems=9, this one has 4096: use the dataset"):
         build(compose_config(*SMALL, *FULL, steps(9), f"train.resume={path}"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        (("step",), "1"),
+        (("source",), None),
+        (("source", "drawing", "position"), 10**9),
+        (("source", "ahead"), [1]),
+        (("source", "ahead"), [[1, 1]] * 99),
+        (("source", "engines"), [{"generator": 5}]),
+        (("trainer", "model"), []),
+        (("trainer", "model", "model.norm.weight"), torch.zeros(1).expand(10**9, 10**6)),
+        (("trainer", "model", "model.norm.weight"), torch.zeros(2, 2).to_sparse()),
+        (("trainer", "optimizer"), None),
+        (("trainer", "version"), -1),
+        (("rng", "torch"), "x"),
+    ],
+)
+def test_a_resealed_state_of_other_types_is_refused(
+    where: tuple[str, ...], value: object, full_run: Path, tmp_path: Path
+) -> None:
+    state = torch.load(at(full_run, 6), weights_only=True)
+    node = state
+    for key in where[:-1]:
+        node = node[key]
+    node[where[-1]] = value
+    with pytest.raises(ConfigError, match=r"train\.resume=.* must be a whole checkpoint"):
+        resume_of(changed(at(full_run, 6), at(tmp_path, 6), **state))
 
 
 def test_the_latest_whole_checkpoint_of_a_folder_is_taken(full_run: Path, tmp_path: Path) -> None:

@@ -23,8 +23,19 @@ from torchrl import torchrl_logger
 from tests.support.runs import whole_state_of
 from torchrl_grpo.assembly.observers import Saver
 from torchrl_grpo.errors import ConfigError, DiskFullError, NonFiniteError, NotSavedError
-from torchrl_grpo.host.checkpoint_files import check_whole, checkpoints_in, newest, read_manifest, step_of
+from torchrl_grpo.host.checkpoint_files import (
+    MANIFEST,
+    check_whole,
+    checkpoints_in,
+    measured,
+    newest,
+    read_manifest,
+    step_of,
+    write_manifest,
+)
 from torchrl_grpo.learner.checkpoint import Checkpointer, read_checkpoint
+from torchrl_grpo.learner.parts import read_parts
+from torchrl_grpo.learner.resume import refusing
 from torchrl_grpo.learner.shards import ShardedSaver
 from torchrl_grpo.loop import Schedule
 from torchrl_grpo.models.sharding import init_mesh, shard_model
@@ -181,6 +192,33 @@ def test_of_a_folder_with_a_file_more_or_less_the_one_before_is_taken(whole: Pat
     assert newest(str(whole), whole, read_checkpoint)[0] == whole / "checkpoint_000004"  # type: ignore[index]
     (whole / "checkpoint_000004" / "manifest.json").unlink()
     assert newest(str(whole), whole, read_checkpoint)[0] == whole / "checkpoint_000002"  # type: ignore[index]
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_a_resealed_folder_that_lacks_a_part_is_refused(whole: Path, rank: int) -> None:
+    path = whole / "checkpoint_000005"
+    [shard] = path.glob(f"shard-{rank:05d}-*.safetensors")
+    shard.unlink()
+    manifest = {name: value for name, value in read_manifest(path).items() if name != "files"}
+    files = {file.name: measured(file) for file in path.iterdir() if file.name != MANIFEST}
+    write_manifest(path, manifest, files)
+    check_whole(path)
+    model: Any = nn.Sequential(nn.Linear(4, ROWS, bias=False))
+    with pytest.raises(ConfigError, match=r"train\.resume=.* must be a checkpoint whose state fits"), refusing(path):
+        read_parts(path, model, None, {})
+
+
+def test_a_folder_with_a_link_or_a_pipe_is_refused(whole: Path) -> None:
+    path = whole / "checkpoint_000005"
+    [shard] = path.glob("shard-00001-*.safetensors")
+    shard.unlink()
+    os.mkfifo(shard)
+    with pytest.raises(ValueError, match="has a link"):
+        check_whole(path)
+    shard.unlink()
+    shard.symlink_to("/dev/zero")
+    with pytest.raises(ValueError, match="has a link"):
+        check_whole(path)
 
 
 def test_weights_that_are_nan_in_a_folder_are_named_when_it_is_read(whole: Path) -> None:

@@ -34,7 +34,7 @@ from torchrl_grpo.generation.stops import StopStrings
 from torchrl_grpo.host.accelerators import accelerators_in_use
 from torchrl_grpo.host.memory import in_words
 from torchrl_grpo.host.text import size
-from torchrl_grpo.learner.resume import Resume, check_length
+from torchrl_grpo.learner.resume import Resume, check_length, refusing
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.memory import Shape
 from torchrl_grpo.reporting.trackers import check_logging
@@ -178,7 +178,8 @@ def prepare(
         config = _with_length(config, train_env.num_problems)
         if resume is not None:
             check_length(resume, config)
-            train_env.load_state_dict(resume.source["drawing"])
+            with refusing(resume.path):
+                train_env.load_state_dict(resume.source["drawing"])
         transformed(config, train_env.with_rows(env.num_envs)).close()  # what it refuses, it refuses here
         greedy_env, sampled_env = _test_envs(config, task, partial(make, split="test"))
         model = config.model

@@ -13,6 +13,7 @@ from torchrl_grpo.host.checkpoint_files import is_sharded, newest, read_manifest
 from torchrl_grpo.learner.checkpoint import read_checkpoint
 from torchrl_grpo.learner.export import export_model, model_card
 from torchrl_grpo.learner.parts import read_parts
+from torchrl_grpo.learner.resume import refusing
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.sharding import load_whole_state
 
@@ -46,10 +47,11 @@ def export(
         raise ConfigError(f"--adapters needs a checkpoint with LoRA, and {path} is of full training: leave it out.")
     name = config.model.source
     model = make_model(config, torch.device("cpu"))
-    if is_sharded(path):
-        read_parts(path, model, None, {})
-    else:
-        load_whole_state(model, None, {"model": state["trainer"]["model"], "optimizer": {}})
+    with refusing(path):
+        if is_sharded(path):
+            read_parts(path, model, None, {})
+        else:
+            load_whole_state(model, None, {"model": state["trainer"]["model"], "optimizer": {}})
     tokenizer = loading.load_tokenizer(
         name, chat_template=config.model.chat_template, trust_remote_code=trust_remote_code
     )

@@ -41,7 +41,7 @@ from torchrl_grpo.host.folders import FolderLock, claim
 from torchrl_grpo.host.startup import say
 from torchrl_grpo.learner.checkpoint import Checkpointer, Writes
 from torchrl_grpo.learner.learner import Learner
-from torchrl_grpo.learner.resume import Resume, find_resume
+from torchrl_grpo.learner.resume import Resume, find_resume, refusing
 from torchrl_grpo.loop import Observer, Schedule, fit
 from torchrl_grpo.models.sharding import leave_mesh
 from torchrl_grpo.reporting.alarms import Alarms
@@ -397,7 +397,8 @@ def _make_roles(
     )
     resources.callback(rollouts.close)
     if resume is not None:
-        rollouts.load_state_dict(resume.source)
+        with refusing(resume.path):
+            rollouts.load_state_dict(resume.source)
     if isinstance(learner, Learner):
         rollouts.start()
         return learner, rollouts

@@ -270,6 +270,8 @@ def _check_files(path: Path) -> None:
     """Check that the files of a folder are those of its manifest."""
     files = read_manifest(path).get(_FILES)
     there = {file.name for file in path.iterdir()} - {MANIFEST}
+    if any(file.is_symlink() or not file.is_file() for file in path.iterdir()):
+        raise ValueError(f"{path.name} must have files of its own, and has a link or something else")
     if not isinstance(files, dict) or files.keys() != there:
         raise ValueError(f"{path.name} is damaged: it does not have the files that it was written with")
     with ThreadPoolExecutor() as pool:
@@ -284,6 +286,8 @@ def _check_files(path: Path) -> None:
 
 
 def _read_bytes(file: Path, checkpoint: Path) -> bytes:
+    if file.exists() and not file.is_file():
+        raise ValueError(f"{checkpoint.name} has a {file.name} that is no file")
     try:
         return file.read_bytes()
     except OSError as error:
@@ -291,6 +295,8 @@ def _read_bytes(file: Path, checkpoint: Path) -> bytes:
 
 
 def _opened(path: Path) -> IO[bytes]:
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path.name} is no file")  # a pipe would never end
     try:
         return path.open("rb")
     except OSError as error:  # a folder, a link to nothing, or not ours to read

@@ -223,7 +223,7 @@ def read_checkpoint(path: Path, *, trusted: bool = False) -> dict[str, Any]:
         check_whole(path)
     try:
         config = read_manifest(path)["config"]
-        if config["optimizer"]["name"] == "adamw_8bit":
+        if config.get("optimizer", {}).get("name") == "adamw_8bit":
             import torchao.optim  # noqa: F401  names the types of its state that may be read
         state = torch.load(path / STATE if sharded else path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # whatever reading a foreign file may raise
@@ -232,12 +232,23 @@ def read_checkpoint(path: Path, *, trusted: bool = False) -> dict[str, Any]:
     if not isinstance(state, dict) or not state.keys() >= _ENTRIES:
         raise ValueError(f"{path.name} holds something else")
     if not trusted:
-        weights = state["trainer"]["model"].items()
         try:
-            check_finite(weights_in(path) if sharded else weights)
+            weights = state["trainer"]["model"]
+            if not all(map(_is_whole, weights.values())):
+                raise ValueError(f"{path.name} has weights that are no tensors of their own")
+            check_finite(weights_in(path) if sharded else weights.items())
         except NonFiniteError as error:
             raise ValueError(f"{path.name} cannot be used: {error}") from error
+        except Exception as error:  # whatever reading a foreign file may raise
+            raise ValueError(f"{path.name} holds something else ({type(error).__name__}: {error!s:.200})") from error
     return state | {"config": config}  # the one that was checked when the run's own was made
+
+
+def _is_whole(weight: Any) -> bool:
+    """Whether a weight is a tensor with memory for all of its numbers."""
+    if not isinstance(weight, torch.Tensor) or weight.layout != torch.strided:
+        return False
+    return weight.nbytes <= weight.untyped_storage().nbytes()
 
 
 def set_aside(path: Path) -> Path:

@@ -73,6 +73,14 @@ def read_parts(
     saved = {name: tuple(tensor.size) for name, tensor in found if isinstance(tensor, TensorStorageMetadata)}
     if optimizer is None:
         saved = {name: shape for name, shape in saved.items() if name.startswith(WEIGHTS)}
+    partial = [
+        name
+        for name, tensor in found
+        if isinstance(tensor, TensorStorageMetadata)
+        and sum(chunk.sizes.numel() for chunk in tensor.chunks) != tensor.size.numel()
+    ]
+    if partial:
+        raise RuntimeError(f"the checkpoint lacks parts of {len(partial)} tensors {partial[:3]}.")
     needed = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if saved != needed:
         unknown, missing = (

@@ -5,19 +5,38 @@ Which options may differ says ``config.resumed``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
 from torchrl import torchrl_logger
 
 from torchrl_grpo.config import GRPOConfig
 from torchrl_grpo.config.resumed import check_options, differences
-from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.errors import ConfigError, RunLostError
 from torchrl_grpo.host.checkpoint_files import AUTO, is_sharded, newest
 from torchrl_grpo.learner.checkpoint import read_checkpoint, set_rng_state
 from torchrl_grpo.learner.learner import Learner
+
+_STATE: dict[str, Any] = {
+    "step": int,
+    "trainer": {
+        **dict.fromkeys(("model", "optimizer", "scheduler", "scaler"), dict),
+        **dict.fromkeys(("version", "optim_steps", "skipped_steps", "nonfinite_in_a_row"), int),
+    },
+    "source": {
+        "drawing": {**dict.fromkeys(("seed", "epoch", "position", "next_group", "num_problems"), int), "problems": str},
+        "ahead": list,
+        "engines": list,
+        "reference_version": int,
+    },
+    "rng": {"python": list, "torch": Tensor, "cuda": list},
+}
+"""Types of the entries of a state; numbers are not negative."""
 
 
 @dataclass(frozen=True)
@@ -95,12 +114,19 @@ def restore(learner: Learner, resume: Resume) -> None:
 
     With several ranks each of them calls this.
     """
+    with refusing(resume.path):
+        _restore(learner, resume)
+
+
+def _restore(learner: Learner, resume: Resume) -> None:
     state, trainer = read_checkpoint(resume.path, trusted=True), learner.trainer
     saved: dict[str, Any] = dict(state["trainer"])
     configured = [{**group, "params": None} for group in trainer.optimizer.param_groups]
     scheduler: Any = trainer.scheduler
     if scheduler is not None:
-        saved["scheduler"] = saved["scheduler"] | {"base_lrs": scheduler.base_lrs}
+        own = scheduler.state_dict()
+        kept = {name: value for name, value in saved["scheduler"].items() if type(value) is type(own.get(name))}
+        saved["scheduler"] = own | kept | {name: own[name] for name in ("base_lrs", "lr_lambdas")}
     learner.load_state_dict(saved, resume.path if is_sharded(resume.path) else None)
     for index, (group, settings) in enumerate(zip(trainer.optimizer.param_groups, configured, strict=True)):
         group |= settings | {"params": group["params"]}
@@ -109,9 +135,54 @@ def restore(learner: Learner, resume: Resume) -> None:
     set_rng_state(state["rng"])
 
 
+@contextmanager
+def refusing(path: Path) -> Iterator[None]:
+    """Context in which a state is restored: what does not fit ends the run with one line.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    try:
+        yield
+    except (ValueError, RunLostError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # whatever restoring a foreign state may raise
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.300}"
+        raise ConfigError(
+            f"train.resume={path} must be a checkpoint whose state fits this run, but it cannot be restored "
+            f"({reason}): use another one."
+        ) from error
+
+
+def _check_state(state: Any, form: Mapping[str, Any], name: str) -> None:
+    """Check that a state has entries of the right types.
+
+    Raises:
+        ValueError: one is not.
+    """
+    for key, kind in form.items():
+        value = state.get(key) if isinstance(state, dict) else None
+        if isinstance(kind, dict):
+            _check_state(value, kind, f"{name}.{key}")
+        elif not isinstance(value, kind) or (kind is int and (type(value) is not int or not 0 <= value < 2**63)):
+            raise ValueError(f"{name} holds something else as {key}")
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return read_checkpoint(path)
+        state = read_checkpoint(path)
+        _check_state(state, _STATE, path.name)
+        drawing, ahead = state["source"]["drawing"], state["source"]["ahead"]
+        pairs = all(isinstance(pair, list) and [*map(type, pair)] == [int, int] for pair in ahead)
+        if (
+            not pairs
+            or drawing["position"] > drawing["num_problems"]
+            or len({group for group, _ in ahead}) < len(ahead)
+        ):
+            raise ValueError(f"{path.name} holds something else as the place in its data")
+        for engine in filter(None, state["source"]["engines"]):
+            _check_state(engine, {"policy_version": int}, f"{path.name}.source.engines")
+        return state
     except ValueError as error:
         torchrl_logger.warning(f"{path} is not used: {error}.")
         raise

@@ -171,6 +171,7 @@ reward:gdpo  overlong:on shaping:on reference:reward advantage:token,batch
 lora:on  train:split check:exact reference:refresh
 check:exact  train:two,split,copies engine:!float32
 engine:server  samplers:two stop:on
+engine:bfloat16  check:sync
 data:countdown  truncated:masked
 draw:curriculum  data:!file,two
 """

@@ -6,13 +6,14 @@ import asyncio
 import http.client
 import json
 import os
+import socket
 import sys
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import pytest
@@ -21,7 +22,7 @@ from tests.support.agents import PROBLEM, agent_task, own_score, played
 from torchrl_grpo.agents import load_program
 from torchrl_grpo.agents.programs import Command, Function, _printed_reward
 from torchrl_grpo.agents.protocol import ANTHROPIC, CHAT, TEXT, BadRequest, parse_request
-from torchrl_grpo.agents.server import LARGEST_BODY
+from torchrl_grpo.agents.server import LARGEST_BODY, Asks, Server
 from torchrl_grpo.agents.task import _Episode
 from torchrl_grpo.errors import InvalidRewardError
 from torchrl_grpo.tasks.base import Dialog, Score, Turn, Wish
@@ -121,7 +122,7 @@ def test_a_chat_template_gets_the_arguments_of_calls_as_objects(arguments, rende
     assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": rendered}
 
 
-@pytest.mark.parametrize("arguments", [DEEP, "[1]", '{"a": NaN}'])
+@pytest.mark.parametrize("arguments", [DEEP, "[1]", '{"a": NaN}', '{"a": 1e999}'])
 def test_a_call_that_no_later_request_could_say_is_text(arguments):
     text = f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>'
 
@@ -249,6 +250,7 @@ def test_half_of_a_surrogate_pair_is_replaced_and_a_whole_one_kept():
         (b'{"prompt": "\xed\xa0\x80", "messages": [{"role": "user", "content": "\xed\xa0\x80"}]}', "UTF-8"),
         ('{"prompt": "a"}'.encode("utf-16"), "UTF-8"),
         (b'{"max_tokens": NaN}', "JSON"),
+        (b'{"max_tokens": -1e999}', "JSON"),
         (b"[" * 100_000, "JSON"),
         (b'{"max_tokens": ' + b"9" * 5000 + b"}", "JSON"),
         (b'{"metadata": ' + b"[" * 700 + b"]" * 700 + b"}", "levels"),
@@ -291,13 +293,34 @@ def test_tools_are_refused_where_the_chat_template_leaves_them_out():
     task.close("0")
 
 
+def test_strangers_that_only_connect_leave_files_for_others():
+    def connect() -> socket.socket:
+        return socket.create_connection((place.hostname, place.port), timeout=20)
+
+    server = Server(lambda key: cast("Asks", "an episode") if key == "key" else None)
+    place = urlsplit(server.url)
+    known = http.client.HTTPConnection(place.hostname, place.port, timeout=20)
+
+    def ask() -> int:
+        known.request("GET", "/v1/models", headers={"Authorization": "Bearer key"})
+        answer = known.getresponse()
+        answer.read()
+        return answer.status
+
+    with ExitStack() as held:
+        held.callback(known.close)
+        assert ask() == 200
+        strangers = [held.enter_context(connect()) for _ in range(300)]
+        with suppress(ConnectionResetError):
+            assert strangers[0].recv(1) == b""
+        assert ask() == 200
+
+
 def test_the_server_refuses_strangers_and_what_is_no_http():
     seen: list[tuple[int, str]] = []
 
     async def play(client, problem):
         def raw(data: bytes) -> bytes:
-            import socket
-
             with socket.create_connection((place.hostname, place.port)) as connection:
                 connection.sendall(data)
                 return connection.recv(2**16)

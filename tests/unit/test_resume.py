@@ -20,6 +20,7 @@ from torchrl_grpo.reporting.metrics import read_jsonl
 FULL = ("optimizer.warmup_steps=20", "optimizer.weight_decay=0.1", "train.optim_batch_size=8", "train.epochs=2")
 
 ADAMW_8BIT = "optimizer.name=adamw_8bit"
+MOMENTS = ("trainer", "optimizer", "state", "model.layers.0.self_attn.q_proj.weight")
 TESTED = ("evaluation.num_prompts=8", "evaluation.k=2", "evaluation.frequency=2")
 
 
@@ -234,7 +235,21 @@ def test_a_checkpoint_of_other_data_is_refused_by_name(full_run: Path, tmp_path:
         (("trainer", "model", "model.norm.weight"), torch.zeros(2, 2).to_sparse()),
         (("trainer", "optimizer"), None),
         (("trainer", "version"), -1),
+        (("trainer", "version"), 7),
+        (("trainer", "optimizer", "param_groups"), []),
+        ((*MOMENTS, "exp_avg"), "x"),
+        ((*MOMENTS, "exp_avg"), torch.zeros(3)),
+        ((*MOMENTS, "exp_avg"), torch.zeros(1).expand(128, 128)),
+        ((*MOMENTS, "exp_avg"), torch.zeros(128, 128).to_sparse()),
+        ((*MOMENTS, "exp_avg"), torch.full((128, 128), torch.nan)),
+        ((*MOMENTS, "exp_avg_sq"), torch.full((128, 128), -1.0)),
+        ((*MOMENTS, "step"), torch.tensor(-1.0)),
+        ((*MOMENTS, "step"), torch.zeros(5)),
+        (("source", "engines"), [{"policy_version": 5, "generator": "x"}]),
+        (("source", "engines"), [{"policy_version": 5, "generator": torch.zeros(5056, dtype=torch.uint8)}]),
         (("rng", "torch"), "x"),
+        (("rng", "torch"), torch.zeros(10, dtype=torch.uint8)),
+        (("rng", "python"), [3, [1], None]),
     ],
 )
 def test_a_resealed_state_of_other_types_is_refused(

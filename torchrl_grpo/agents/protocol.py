@@ -8,6 +8,7 @@ and completions.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -146,7 +147,7 @@ def parse_json(text: str, field: str) -> Any:
         BadRequest: it is not.
     """
     try:
-        value = json.loads(text, parse_constant=_no_constant)
+        value = json.loads(text, parse_constant=_no_constant, parse_float=_finite)
         if "\\u" in text:
             value = json.loads(whole(json.dumps(value, ensure_ascii=False)))
     except (ValueError, RecursionError) as error:
@@ -162,6 +163,13 @@ def parse_json(text: str, field: str) -> Any:
 
 def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is none of its values")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text:.20} is too large")
+    return value
 
 
 def _messages(fields: Mapping[str, Any], places: Sequence[str]) -> list[Message]:

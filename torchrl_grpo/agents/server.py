@@ -21,6 +21,8 @@ from torchrl_grpo.agents.protocol import ANTHROPIC, PATHS, Answer, BadRequest, R
 _LARGEST_HEAD = 2**16
 LARGEST_BODY = 2**18
 """Bytes of a request: what a worker tells the run of a turn has a limit, too."""
+_MOST_STRANGERS = 256
+"""Connections that have not shown a key: anybody on the machine can open some, and files are few."""
 _IDLE_S = 600.0
 """Seconds for which a connection may say nothing between two requests, or in the middle of one."""
 _REASONS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found", 405: "Method Not Allowed",
@@ -77,6 +79,7 @@ class Server:
     def __init__(self, find: Callable[[str], Asks | None]) -> None:
         self._find = find
         self._loop = asyncio.new_event_loop()
+        self._strangers: dict[asyncio.StreamWriter, None] = {}  # the one that has waited longest is the first
         started: Future[int] = Future()
         threading.Thread(target=self._run, args=(started,), name="agents' server", daemon=True).start()
         self.url = f"http://127.0.0.1:{started.result()}/v1"
@@ -99,6 +102,11 @@ class Server:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answers the requests of one connection, one after the other."""
+        self._strangers[writer] = None
+        if len(self._strangers) > _MOST_STRANGERS:
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            oldest.transport.abort()
         with suppress(ConnectionError, TimeoutError, asyncio.IncompleteReadError):
             stays = True
             while stays:
@@ -115,6 +123,7 @@ class Server:
                 except BadRequest as refusal:
                     _write(writer, refusal.status, refusal.body(path), stays)
                 await writer.drain()
+        self._strangers.pop(writer, None)
         with suppress(ConnectionError):
             writer.close()
             await writer.wait_closed()
@@ -136,6 +145,7 @@ class Server:
                 status=401,
                 code="invalid_api_key",
             )
+        self._strangers.pop(writer, None)
         if path == "/v1/models" and method == "GET":
             _write(writer, 200, models(), stays)
             return

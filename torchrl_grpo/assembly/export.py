@@ -10,6 +10,7 @@ from torchrl_grpo.assembly.parts import make_model
 from torchrl_grpo.config.resumed import from_saved
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.host.checkpoint_files import is_sharded, newest, read_manifest
+from torchrl_grpo.host.folders import check_own_files
 from torchrl_grpo.learner.checkpoint import read_checkpoint
 from torchrl_grpo.learner.export import export_model, model_card
 from torchrl_grpo.learner.parts import read_parts
@@ -32,8 +33,10 @@ def export(
             files of its own; the checkpoint alone does not decide that.
 
     Raises:
-        ConfigError: there is no such checkpoint, the folder exists, or there are no adapters.
+        ConfigError: there is no such checkpoint, the folder exists or would be elsewhere, or there are no adapters.
     """
+    if output is None and Path(checkpoint).is_dir():
+        check_own_files(Path(checkpoint))
     found = newest(checkpoint, Path(), lambda path: (read_checkpoint(path), read_manifest(path)["metrics"]))
     assert found is not None  # only auto may find nothing
     path, (state, metrics) = found

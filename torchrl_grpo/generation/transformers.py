@@ -142,7 +142,8 @@ class TransformersEngine(Engine):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._check_open()
         super().load_state_dict(state)
-        self._generator.set_state(state["generator"])
+        if state["generator"].shape == self._generator.get_state().shape:  # else another kind of device's
+            self._generator.set_state(state["generator"])
 
     def close(self) -> None:
         self._closed = True

@@ -17,6 +17,14 @@ LOCK_FILE = ".lock"
 _NO_FLOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 """Errors of file systems without ``flock``, such as some mounts of NFS and Lustre."""
 
+_WRITTEN = (
+    ".lock",
+    *(f"*.{end}" for end in ("json", "jsonl", "tmp", "log", "html", "png", "txt", "yaml")),
+    *("checkpoints", "checkpoints/*", "tensorboard", "wandb", "trackio", "mlflow", "mlflow/*", "*/run_id"),
+    *(".hydra", ".hydra/*", "*/.hydra", "*/.hydra/*"),
+)
+"""What runs and sweeps write into their folders."""
+
 _open: set[int] = set()
 
 
@@ -50,6 +58,24 @@ def absent(folder: Path) -> list[Path]:
     return list(itertools.takewhile(lambda path: not path.exists(), (folder, *folder.parents)))
 
 
+def check_own_files(folder: Path) -> None:
+    """Check that what a run writes stays in its folder, which may come from others.
+
+    Raises:
+        ConfigError: a link leads out of it, or there is a pipe or a device in place of a file.
+    """
+    root = folder.resolve()
+    for path in itertools.chain.from_iterable(map(folder.glob, _WRITTEN)):
+        with suppress(OSError, RuntimeError):  # a link to itself
+            target = path.resolve()
+            if target.is_relative_to(root) and (target.is_file() or target.is_dir() or not target.exists()):
+                continue
+        raise ConfigError(
+            f"{folder} must have files of its own, but {path} is a link that leads out of it, or no file: remove that, "
+            "or use another folder."
+        )
+
+
 class FolderLock(AbstractContextManager["FolderLock"]):
     """Lock on the folder of a run, held from construction to ``close``, which may be called again.
 
@@ -61,13 +87,14 @@ class FolderLock(AbstractContextManager["FolderLock"]):
         folder: made when it is not there.
 
     Raises:
-        ConfigError: another process holds the lock, or the folder cannot be written to.
+        ConfigError: another process holds the lock, or the folder cannot be written to, or its files are elsewhere.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(os.path.abspath(folder))
         self._pid = os.getpid()
         self._file: int | None = None
+        check_own_files(self.folder)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._directory = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)

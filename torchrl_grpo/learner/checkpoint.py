@@ -234,7 +234,7 @@ def read_checkpoint(path: Path, *, trusted: bool = False) -> dict[str, Any]:
     if not trusted:
         try:
             weights = state["trainer"]["model"]
-            if not all(map(_is_whole, weights.values())):
+            if not all(map(is_whole, weights.values())):
                 raise ValueError(f"{path.name} has weights that are no tensors of their own")
             check_finite(weights_in(path) if sharded else weights.items())
         except NonFiniteError as error:
@@ -244,7 +244,7 @@ def read_checkpoint(path: Path, *, trusted: bool = False) -> dict[str, Any]:
     return state | {"config": config}  # the one that was checked when the run's own was made
 
 
-def _is_whole(weight: Any) -> bool:
+def is_whole(weight: Any) -> bool:
     """Whether a weight is a tensor with memory for all of its numbers."""
     if not isinstance(weight, torch.Tensor) or weight.layout != torch.strided:
         return False

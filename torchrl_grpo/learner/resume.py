@@ -5,7 +5,8 @@ Which options may differ says ``config.resumed``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import random
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,7 @@ from torchrl_grpo.config import GRPOConfig
 from torchrl_grpo.config.resumed import check_options, differences
 from torchrl_grpo.errors import ConfigError, RunLostError
 from torchrl_grpo.host.checkpoint_files import AUTO, is_sharded, newest
-from torchrl_grpo.learner.checkpoint import read_checkpoint, set_rng_state
+from torchrl_grpo.learner.checkpoint import check_finite, is_whole, read_checkpoint, set_rng_state
 from torchrl_grpo.learner.learner import Learner
 
 _STATE: dict[str, Any] = {
@@ -37,6 +38,8 @@ _STATE: dict[str, Any] = {
     "rng": {"python": list, "torch": Tensor, "cuda": list},
 }
 """Types of the entries of a state; numbers are not negative."""
+_ACCELERATOR_RNG = 16
+"""Bytes of the state of an accelerator's random generator."""
 
 
 @dataclass(frozen=True)
@@ -168,6 +171,36 @@ def _check_state(state: Any, form: Mapping[str, Any], name: str) -> None:
             raise ValueError(f"{name} holds something else as {key}")
 
 
+def _check_random(rng: Mapping[str, Any], engines: Sequence[Mapping[str, Any]]) -> None:
+    """Try the states of random generators; an accelerator's engine has another kind."""
+    version, numbers, gauss = rng["python"]
+    random.Random().setstate((version, tuple(numbers), gauss))
+    for saved in (rng["torch"], *(engine["generator"] for engine in engines if "generator" in engine)):
+        if len(saved) != _ACCELERATOR_RNG:
+            torch.Generator().set_state(saved)
+
+
+def _check_moments(trainer: Mapping[str, Any]) -> None:
+    """Check that the optimizer's state is that of the weights: a kernel reads beyond a tensor that is too small.
+
+    Raises:
+        ValueError: it is not.
+    """
+    weights, optimizer = trainer["model"], trainer["optimizer"]
+    moments = optimizer.get("state", {})
+    grouped = {name for group in optimizer.get("param_groups", ()) for name in group["params"]}
+    if not moments.keys() <= grouped <= weights.keys():
+        raise ValueError("the optimizer has other parameters than the model")
+    for name, key, value in ((name, key, value) for name, of in moments.items() for key, value in of.items()):
+        numbers = getattr(value, "codes", value)  # of torchao's 8 bits
+        shape = () if key == "step" else weights[name].shape
+        if not is_whole(numbers) or value.shape != shape or numbers.shape != shape:
+            raise ValueError(f"{key} of {name} is no tensor of the weight's shape")
+        check_finite([(f"{key} of {name}", numbers)])
+        if key in ("step", "exp_avg_sq") and not hasattr(value, "codes") and (value < 0).any():
+            raise ValueError(f"{key} of {name} is negative")
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
         state = read_checkpoint(path)
@@ -180,8 +213,18 @@ def _read(path: Path) -> dict[str, Any]:
             or len({group for group, _ in ahead}) < len(ahead)
         ):
             raise ValueError(f"{path.name} holds something else as the place in its data")
-        for engine in filter(None, state["source"]["engines"]):
+        engines = [*filter(None, state["source"]["engines"])]
+        for engine in engines:
             _check_state(engine, {"policy_version": int}, f"{path.name}.source.engines")
+        if state["trainer"]["version"] != state["step"]:
+            raise ValueError(f"{path.name} has weights of step {state['trainer']['version']} as those of another step")
+        try:
+            _check_random(state["rng"], engines)
+            if not is_sharded(path):  # of which each tensor is read into one of the right shape
+                _check_moments(state["trainer"])
+        except Exception as error:  # whatever a foreign state may raise
+            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
+            raise ValueError(f"{path.name} holds something else ({reason})") from error
         return state
     except ValueError as error:
         torchrl_logger.warning(f"{path} is not used: {error}.")

@@ -16,6 +16,7 @@ from typing import Any
 import jinja2
 
 from torchrl_grpo.host.files import ENVIRONMENT_FILE, METRICS_FILE, SAMPLES_FILE, read_jsonl
+from torchrl_grpo.host.folders import check_own_files
 from torchrl_grpo.host.text import accuracy, clip, duration, invalid_cause, number, percent, points, printable_lines
 from torchrl_grpo.reporting.alarms import MOSTLY_INVALID, alarms_of
 from torchrl_grpo.reporting.curves import panel_svg, save_png
@@ -39,8 +40,12 @@ def write_report(directory: str | os.PathLike[str]) -> Path:
 
     Returns:
         the path of ``report.html``.
+
+    Raises:
+        ConfigError: a link leads out of the folder.
     """
     directory = Path(directory)
+    check_own_files(directory)
     records = merge_steps(read_jsonl(directory / METRICS_FILE))
     save_png(records, directory / "curves.png")
     samples = read_jsonl(directory / SAMPLES_FILE)

@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from torchrl_grpo.host.files import METRICS_FILE, read_jsonl
+from torchrl_grpo.host.folders import check_own_files
 from torchrl_grpo.reporting.curves import compared_svg
 from torchrl_grpo.reporting.panels import COLORS, Panel, panels_of, series
 from torchrl_grpo.reporting.records import merge_steps
@@ -87,9 +88,10 @@ def write_sweep(directory: str | os.PathLike[str]) -> Path:
         its path.
 
     Raises:
-        ValueError: no job in the folder has logged a step.
+        ValueError: no job in the folder has logged a step, or a link leads out of it.
     """
     directory = Path(directory)
+    check_own_files(directory)
     jobs = read_jobs(directory)
     if not any(job.records for job in jobs):
         raise ValueError(
@@ -127,6 +129,7 @@ def read_jobs(directory: Path) -> list[Job]:
     found = sorted((path.parents[1] for path in directory.rglob(_OVERRIDES)), key=_natural)
     jobs = []
     for folder in found:
+        check_own_files(folder)
         overrides = yaml.safe_load((folder / _OVERRIDES).read_text(encoding="utf-8")) or []
         values = dict(text.lstrip("+").partition("=")[::2] for text in overrides)
         records = merge_steps(read_jsonl(folder / METRICS_FILE))

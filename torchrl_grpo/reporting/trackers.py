@@ -25,6 +25,7 @@ from torchrl.record.loggers.wandb import WandbLogger
 from torchrl_grpo.compat.torch import open_event_file
 from torchrl_grpo.host.files import is_full
 from torchrl_grpo.host.trees import dotted
+from torchrl_grpo.reporting.view.files import read_inside
 
 Row = Mapping[str, Any]
 
@@ -140,7 +141,8 @@ class MLflow(Tracker):
         online, home = settings["mode"] == "online", folders[0].resolve() / "mlflow"
         known, _, store = (_known(folders, "mlflow") or "").partition("\n")
         # The folder in which it began is gone, or it began on a server and goes on here, or the other way round.
-        if bool(store) == online or (store and not Path(store).exists()):
+        ours = Path(store).parts[-2:] == ("mlflow", "mlflow.db") and Path(store).exists()
+        if bool(store) == online or (store and not ours):
             known = store = ""
         home.mkdir(parents=True, exist_ok=True)
         store = "" if online else store or str(home / "mlflow.db")
@@ -290,8 +292,8 @@ def _has_wandb_key() -> bool:
 
 def _known(folders: Sequence[Path], service: str) -> str | None:
     """Return the run of a service that one of the folders belongs to."""
-    files = (folder / service / "run_id" for folder in folders)
-    return next((file.read_text(encoding="utf-8").strip() for file in files if file.exists()), None)
+    texts = (read_inside(folder, f"{service}/run_id").strip() for folder in folders)
+    return next(filter(None, texts), None)
 
 
 def _keep(folder: Path, service: str, run: str) -> None:

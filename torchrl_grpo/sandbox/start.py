@@ -13,14 +13,14 @@ _FORBIDDEN = {
     "x86_64": (
         0xC000003E,
         (319, 447, 29, 68, 64, 240, 278, 253, 294, 300, 54),
-        (101, 310, 311, 438, 425, 321, 298),
+        (101, 310, 311, 438, 425, 321, 298, 248, 249, 250),
         302,
         41,
     ),
     "aarch64": (
         0xC00000B7,
         (279, 447, 194, 186, 190, 180, 75, 26, 262, 208),
-        (117, 270, 271, 438, 425, 280, 241),
+        (117, 270, 271, 438, 425, 280, 241, 217, 218, 219),
         261,
         198,
     ),
@@ -28,8 +28,8 @@ _FORBIDDEN = {
 """Of each machine, its number in an audit and those of system calls: for memory that counts in nobody's address space
 (memfd_create, memfd_secret, shmget, msgget, semget, mq_open, vmsplice, inotify_init, inotify_init1, fanotify_init, and
 setsockopt, which makes a socket's buffer as large as the machine allows); for other processes and the kernel (ptrace,
-process_vm_readv, process_vm_writev, pidfd_getfd, io_uring_setup, bpf, perf_event_open); prlimit64, which is for the own
-limits only, and socket."""
+process_vm_readv, process_vm_writev, pidfd_getfd, io_uring_setup, bpf, perf_event_open, add_key, request_key, keyctl);
+prlimit64, which is for the own limits only, and socket."""
 _FAMILIES = 1, 2, 10
 """Sockets that are local, or belong to the network that is not there; those of virtual machines reach the host."""
 

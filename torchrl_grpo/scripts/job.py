@@ -30,7 +30,7 @@ from torchrl_grpo.config import (
 )
 from torchrl_grpo.host import interrupts, startup
 from torchrl_grpo.host.checkpoint_files import saved_config
-from torchrl_grpo.host.folders import FolderLock, absent, claim
+from torchrl_grpo.host.folders import FolderLock, absent, check_own_files, claim
 
 _log = logging.getLogger(__name__)
 
@@ -52,12 +52,15 @@ class Sweep(Callback):
             made = absent(wanted)
             folder = _own_folder(config.hydra, "run").absolute()
             Sweep.made = made if folder == wanted else [folder]
-            if not config.dry_run:
+            if config.dry_run:
+                check_own_files(folder)
+            else:
                 FolderLock(folder).close()  # refuses before Hydra writes into the folder of a run; build takes it again
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         with _refusing():
             Sweep.folder = _own_folder(config.hydra, "sweep")
+            check_own_files(Sweep.folder)
 
 
 @contextmanager

@@ -32,7 +32,7 @@ from typing import Any
 import psutil
 from machine import report, surroundings
 
-from torchrl_grpo.advice.plan.simulation import Costs, Loop, Simulation
+from torchrl_grpo.extras.plan.simulation import Costs, Loop, Simulation
 from torchrl_grpo.host.files import read_jsonl
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from torchrl_grpo.advice.plan.splits import best_splits
 from torchrl_grpo.config import ConfigError, compose
-from torchrl_grpo.scripts.plan import parse, settings_of
+from torchrl_grpo.extras.plan.command import parse, settings_of
+from torchrl_grpo.extras.plan.splits import best_splits
 
 MODELS = {
     "0.5B": "Qwen/Qwen2.5-0.5B", "1.5B": "Qwen/Qwen2.5-1.5B", "3B": "Qwen/Qwen2.5-3B", "7B": "Qwen/Qwen2.5-7B",

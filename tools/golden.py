@@ -1,8 +1,8 @@
 """Record what a set of small runs writes, and compare it with what another commit wrote.
 
 A refactoring must not change a number. This records the metrics (without times and memory), the samples, the hashes of
-the exported weights, and the error messages of the bad inputs in ``tests/unit/test_bad_input.py``. The numbers depend on
-the machine, so both sides are recorded on one machine, and nothing of it is kept in the repository.
+the exported weights, and the error messages of the bad inputs in ``tests/unit/test_bad_input.py``. The numbers depend
+on the machine, so both sides are recorded on one machine, and nothing of it is kept in the repository.
 
     python tools/golden.py record /tmp/before.json       # at one commit: about 6 minutes on 2 cores
     python tools/golden.py record /tmp/after.json        # at the other

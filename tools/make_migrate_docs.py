@@ -1,4 +1,4 @@
-"""Makes the tables of ``docs/migrate.md`` from those of ``torchrl_grpo/advice/migrate``.
+"""Makes the tables of ``docs/migrate.md`` from those of ``torchrl_grpo/extras/migrate``.
 
 python tools/make_migrate_docs.py
 """
@@ -9,11 +9,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from torchrl_grpo.advice.migrate.tables import TRL, Row, Table, read_table
+from torchrl_grpo.extras.migrate.tables import TRL, Row, Table, read_table
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "migrate.md"
 MARK = (
-    "<!-- tables: made by tools/make_migrate_docs.py from torchrl_grpo/advice/migrate/*.toml, change them there -->\n"
+    "<!-- tables: made by tools/make_migrate_docs.py from torchrl_grpo/extras/migrate/*.toml, change them there -->\n"
 )
 ORDER = (*reversed(TRL), "verl", "areal", "prime_rl", "torchrl")
 QUANTITIES = {

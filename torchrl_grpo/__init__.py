@@ -6,10 +6,6 @@
 """
 
 import logging
-from pathlib import Path
-
-# `python -m torchrl_grpo.view` starts torchrl_grpo/scripts/view.py: a command has the package's own name before it.
-__path__.append(str(Path(__file__).parent / "scripts"))
 
 # TorchRL imports vLLM where it is installed, which speaks before its own logging is set up: in a Hydra run to the
 # user's terminal, and once for each actor on Ray.

@@ -18,13 +18,13 @@ import pytest
 
 from tests.support import peer_configs, trl_fields
 from tests.support.configs import ROOT, compose_config
-from torchrl_grpo.advice.migrate.readers import Settings, read
-from torchrl_grpo.advice.migrate.scripts import Unknown, read_python, read_shell
-from torchrl_grpo.advice.migrate.tables import BASE, NAMES, SET_ME, TRL, read_table
-from torchrl_grpo.advice.migrate.translation import Translation, translate
 from torchrl_grpo.config import GRPOConfig, check_command_line, leaves
 from torchrl_grpo.config.rules import check_script
-from torchrl_grpo.scripts.migrate import main, report
+from torchrl_grpo.extras.migrate.command import main, report
+from torchrl_grpo.extras.migrate.readers import Settings, read
+from torchrl_grpo.extras.migrate.scripts import Unknown, read_python, read_shell
+from torchrl_grpo.extras.migrate.tables import BASE, NAMES, SET_ME, TRL, read_table
+from torchrl_grpo.extras.migrate.translation import Translation, translate
 
 
 def shown(folder: Path, name: str, text: str, *options: str) -> str:
@@ -867,7 +867,7 @@ def test_what_is_no_grpo_run_is_refused_by_name(name: str, tmp_path: Path) -> No
 def test_the_command_needs_neither_torch_nor_hydra(tmp_path: Path) -> None:
     (tmp_path / "rl.toml").write_text(peer_configs.PRIME_RL["reverse_text.toml"])
     script = (
-        "import sys; from torchrl_grpo.scripts.migrate import main; main([sys.argv[1]]); "
+        "import sys; from torchrl_grpo.extras.migrate.command import main; main([sys.argv[1]]); "
         "assert not {'torch', 'hydra', 'omegaconf'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script, tmp_path / "rl.toml"], capture_output=True, text=True)

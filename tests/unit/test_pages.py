@@ -82,8 +82,11 @@ def composed(words: list[str]) -> None:
 
 def source(script: str) -> str:
     """The text of a script of ours, or of the module that a command of ours starts."""
-    path = ROOT / script.replace("torchrl_grpo.", "torchrl_grpo/scripts/")
-    return (path if path.suffix else path.with_suffix(".py")).read_text(encoding="utf-8")
+    name = script.removeprefix("torchrl_grpo.")
+    if name == script:
+        return (ROOT / script).read_text(encoding="utf-8")
+    places = (ROOT / f"torchrl_grpo/extras/{name}/command.py", ROOT / f"torchrl_grpo/scripts/{name}.py")
+    return next(path for path in places if path.exists()).read_text(encoding="utf-8")
 
 
 def check(words: list[str]) -> None:

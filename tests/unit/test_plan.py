@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.configs import ROOT
-from torchrl_grpo.advice.plan.hardware import GPUS, SHAPES, Workload, model_shape
-from torchrl_grpo.advice.plan.simulation import Costs, Loop, Simulation
-from torchrl_grpo.advice.plan.splits import Settings, Split, best_splits, simulate
 from torchrl_grpo.config import ConfigError
+from torchrl_grpo.extras.plan.command import main
+from torchrl_grpo.extras.plan.hardware import GPUS, SHAPES, Workload, model_shape
+from torchrl_grpo.extras.plan.simulation import Costs, Loop, Simulation
+from torchrl_grpo.extras.plan.splits import Settings, Split, best_splits, simulate
 from torchrl_grpo.models.memory import Shape, StepSetup
-from torchrl_grpo.scripts.plan import main
 from torchrl_grpo.starter import starter_path
 
 WORK = Workload(
@@ -206,7 +206,7 @@ def test_the_command_advises_overrides_that_the_scripts_take(capsys: pytest.Capt
 
 
 def test_a_plan_is_made_without_torch() -> None:
-    code = "import sys, torchrl_grpo.scripts.plan; sys.exit('torch' in sys.modules)"
+    code = "import sys, torchrl_grpo.extras.plan.command; sys.exit('torch' in sys.modules)"
     driver = {**os.environ, "TORCHRL_GRPO_QUICK_IMPORTS": ""}  # an actor's imports begin with torch
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=driver, timeout=60).returncode == 0
 

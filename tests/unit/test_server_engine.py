@@ -21,8 +21,8 @@ from tests.support.configs import SMALL, compose_config
 from tests.support.models import response_log_probs
 from tests.support.prompts import PROMPTS
 from tests.support.sglang_stub import SGLangStub
-from torchrl_grpo.advice.doctor import _memory_rows
 from torchrl_grpo.assembly.blueprint import plan_rows, prepare
+from torchrl_grpo.assembly.doctor import _memory_rows
 from torchrl_grpo.assembly.parts import make_engine
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.config import ConfigError

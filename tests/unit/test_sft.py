@@ -27,12 +27,12 @@ from torchrl_grpo.assembly.blueprint import prepare
 from torchrl_grpo.collectors.demonstrations import ChatWriter, Demonstrations, WrittenChat
 from torchrl_grpo.config import ConfigError
 from torchrl_grpo.envs import LLMEnv
+from torchrl_grpo.extras.view.runs import RunView, panels
 from torchrl_grpo.generation import TransformersEngine
 from torchrl_grpo.learner.diagnosis import queries_of
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.objectives import SFTLoss
 from torchrl_grpo.reporting.metrics import read_jsonl
-from torchrl_grpo.reporting.view.runs import RunView, panels
 from torchrl_grpo.starter import starter_path
 from torchrl_grpo.tasks.dataset import DatasetTask
 from torchrl_grpo.tasks.fields import checked_demonstration, first_turn

@@ -27,10 +27,10 @@ from tests.support.configs import ROOT
 from tests.support.processes import command_line
 from tests.support.scripts import SYNC, Script
 from tests.support.view_runs import append, make_run, metrics, served
-from torchrl_grpo.reporting.view.runs import RunView, panels
-from torchrl_grpo.reporting.view.server import title_of
-from torchrl_grpo.reporting.view.start import page_beside
-from torchrl_grpo.scripts.view import main
+from torchrl_grpo.extras.view.command import main
+from torchrl_grpo.extras.view.runs import RunView, panels
+from torchrl_grpo.extras.view.server import title_of
+from torchrl_grpo.extras.view.start import page_beside
 
 
 @pytest.fixture(scope="module")
@@ -323,7 +323,7 @@ def test_a_connection_has_seconds_to_ask(address: str) -> None:
 def test_what_a_page_says_on_stderr_costs_the_run_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = 40_000
     flood = f"import sys; [print('x' * 99, file=sys.stderr) for _ in range({lines})]; print('the end', file=sys.stderr)"
-    monkeypatch.setattr("torchrl_grpo.reporting.view.start._START", flood)
+    monkeypatch.setattr("torchrl_grpo.extras.view.start._START", flood)
     warnings: list[str] = []
     tracemalloc.start()
     try:
@@ -353,7 +353,7 @@ def test_a_page_that_cannot_start_is_a_warning(tmp_path: Path, monkeypatch: pyte
 
 def test_a_page_ends_with_a_run_that_is_killed(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from torchrl_grpo.reporting.view.start import page_beside\n"
+        "import sys, time; from pathlib import Path; from torchrl_grpo.extras.view.start import page_beside\n"
         f"with page_beside(Path({str(make_run(tmp_path / 'run'))!r}), print, print): "
         "sys.stdout.flush(); time.sleep(900)"
     )
@@ -392,6 +392,6 @@ def test_a_folder_that_is_no_run_is_refused(
 
 
 def test_nothing_that_trains_is_imported() -> None:
-    code = "import sys, torchrl_grpo.reporting.view.server; print({'torch', 'matplotlib', 'numpy'} & {*sys.modules})"
+    code = "import sys, torchrl_grpo.extras.view.server; print({'torch', 'matplotlib', 'numpy'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "set()\n"

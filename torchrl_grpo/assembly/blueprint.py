@@ -209,7 +209,8 @@ def check_loggers(config: GRPOConfig) -> None:
     Raises:
         ValueError: it is not.
     """
-    check_logging(tensorboard=config.logging.tensorboard, services=config.logging.services)
+    logging = config.logging
+    check_logging(tensorboard=logging.tensorboard, services=logging.services, page=logging.page)
 
 
 def describe_model(config: GRPOConfig) -> tuple[PretrainedConfig, PreTrainedTokenizerBase, tuple[int, ...]]:

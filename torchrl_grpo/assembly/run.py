@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +48,6 @@ from torchrl_grpo.models.sharding import leave_mesh
 from torchrl_grpo.reporting.alarms import Alarms
 from torchrl_grpo.reporting.console import Console
 from torchrl_grpo.reporting.metrics import MetricsLogger
-from torchrl_grpo.reporting.view.start import page_beside
 from torchrl_grpo.runtime.actors import make_seeded
 from torchrl_grpo.runtime.in_thread import InThread
 from torchrl_grpo.runtime.in_turn import InTurn
@@ -250,7 +250,8 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
         finished = resume is not None and not config.only_evaluates and resume.step >= config.num_batches
         logger = resources.enter_context(_logger(config, directory, resume, finished=finished))
         if config.logging.page:
-            resources.enter_context(page_beside(directory, console.page, torchrl_logger.warning))
+            [page] = entry_points(group="torchrl_grpo.page")  # the extra `view`: the core imports no extra
+            resources.enter_context(page.load()(directory, console.page, torchrl_logger.warning))
         if resume is not None:
             console.resume(resume.step, resume.path, finished=finished)
             if resume.differences:

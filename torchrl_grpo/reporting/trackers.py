@@ -13,6 +13,7 @@ import os
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -217,16 +218,23 @@ class Trackio(Tracker):
 _SERVICES = {"wandb": Wandb, "mlflow": MLflow, "trackio": Trackio}
 
 
-def check_logging(*, tensorboard: bool, services: Mapping[str, Mapping[str, Any]]) -> None:
+def check_logging(*, tensorboard: bool, services: Mapping[str, Mapping[str, Any]], page: bool = False) -> None:
     """Check quickly, and without a network, that the requested loggers can start.
 
     Args:
         tensorboard: whether there is to be TensorBoard.
         services: of those that are on, their settings by name: ``mode`` and so on.
+        page: whether the dashboard is served during the run.
 
     Raises:
         ValueError: a package, a key or an address is missing.
     """
+    packages = ("starlette", "uvicorn", "mpld3")
+    if page and not (all(map(_installed, packages)) and entry_points(group="torchrl_grpo.page")):
+        raise ValueError(
+            "logging.page=true needs the extra view, which is not installed: "
+            '`pip install "torchrl_grpo[view]"`, or set logging.page=false.'
+        )
     if tensorboard and not _installed("tensorboard"):
         raise ValueError(
             "logging.tensorboard=true needs the package tensorboard, which is not installed: "

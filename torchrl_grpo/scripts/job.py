@@ -174,7 +174,7 @@ def _train(cfg: DictConfig, hydra_config: HydraConf, asynchronous: bool) -> floa
     directory = Path(hydra_config.runtime.output_dir)
     config = from_hydra(cfg, hydra_config.overrides.task, partial(saved_config, directory=directory))
     with starting(config, asynchronous=asynchronous):  # takes seconds; --help and mistakes are answered before
-        from torchrl_grpo.advice.doctor import examine
+        from torchrl_grpo.assembly.doctor import examine
         from torchrl_grpo.assembly.run import build
 
     if config.dry_run:

@@ -12,16 +12,16 @@ from typing import Any
 
 import yaml
 
+from torchrl_grpo.extras.view.files import Tail, changed_at, is_number, is_step, read_inside, read_row
+from torchrl_grpo.extras.view.index import Samples, Wanted
+from torchrl_grpo.extras.view.strip import strip_of
+from torchrl_grpo.extras.view.timeline import Timeline
 from torchrl_grpo.host.files import ENVIRONMENT_FILE, METRICS_FILE, load_yaml
 from torchrl_grpo.host.text import clip, printable_lines
 from torchrl_grpo.host.trees import dotted
 from torchrl_grpo.reporting.alarms import Alarm, Alarms
 from torchrl_grpo.reporting.panels import COLORS, STAGES, Panel, Record, curve_of, label_of, panels_of, series, times
 from torchrl_grpo.reporting.records import reward_text, run_title
-from torchrl_grpo.reporting.view.files import Tail, changed_at, is_number, is_step, read_inside, read_row
-from torchrl_grpo.reporting.view.index import Samples, Wanted
-from torchrl_grpo.reporting.view.strip import strip_of
-from torchrl_grpo.reporting.view.timeline import Timeline
 
 _FRESH_S = 0.5
 """Seconds for which files that were just read are not checked again."""

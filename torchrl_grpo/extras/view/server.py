@@ -22,9 +22,9 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from torchrl_grpo.extras.view.index import Wanted
+from torchrl_grpo.extras.view.runs import RunView, panels
 from torchrl_grpo.reporting.panels import COLORS
-from torchrl_grpo.reporting.view.index import Wanted
-from torchrl_grpo.reporting.view.runs import RunView, panels
 
 Number = TypeVar("Number", int, float)
 
@@ -181,7 +181,7 @@ def make_app(folders: Sequence[Path], token: str) -> ASGIApp:
     """
     names = _names(folders)
     api = Api([RunView(folder, name) for folder, name in zip(folders, names, strict=True)])
-    loader = jinja2.PackageLoader("torchrl_grpo.reporting.view", "")
+    loader = jinja2.PackageLoader("torchrl_grpo.extras.view", "")
     template = jinja2.Environment(loader=loader, autoescape=True).get_template("page.html.j2")
     page = template.render(title=title_of(api.runs), names=names, colors=COLORS)
     # In memory: what paints the page must not wait for the threads that read the runs.

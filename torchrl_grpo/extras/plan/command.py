@@ -19,10 +19,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from torchrl_grpo.advice.plan.hardware import GPUS, Workload, model_shape
-from torchrl_grpo.advice.plan.splits import Row, Settings, best_splits, simulate
 from torchrl_grpo.assembly.memory import step_setup
 from torchrl_grpo.config import ConfigError, GRPOConfig, compose, orderly_exit, staleness_bound
+from torchrl_grpo.extras.plan.hardware import GPUS, Workload, model_shape
+from torchrl_grpo.extras.plan.splits import Row, Settings, best_splits, simulate
 from torchrl_grpo.models.memory import BYTES
 from torchrl_grpo.starter import starter_path
 

@@ -20,8 +20,8 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-from torchrl_grpo.advice.forecast import Forecast, Measured, forecast, memory_now
 from torchrl_grpo.assembly.blueprint import Blueprint, check_loggers, describe_model
+from torchrl_grpo.assembly.forecast import Forecast, Measured, forecast, memory_now
 from torchrl_grpo.assembly.run import Run, build
 from torchrl_grpo.assembly.tasks import make_task
 from torchrl_grpo.config import GRPOConfig

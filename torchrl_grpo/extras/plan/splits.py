@@ -7,9 +7,9 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from torchrl_grpo.advice.plan.hardware import HOP_S, MEMORY_SHARE, Gpu, Workload
-from torchrl_grpo.advice.plan.simulation import Costs, Loop, Result, Simulation
 from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.extras.plan.hardware import HOP_S, MEMORY_SHARE, Gpu, Workload
+from torchrl_grpo.extras.plan.simulation import Costs, Loop, Result, Simulation
 from torchrl_grpo.generation.engines import ENGINES
 from torchrl_grpo.host.text import size
 

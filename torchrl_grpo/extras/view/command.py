@@ -11,10 +11,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
+from torchrl_grpo.extras.view.start import listen, serve
 from torchrl_grpo.host.files import METRICS_FILE, SAMPLES_FILE
-from torchrl_grpo.reporting.view.start import listen, serve
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -28,6 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="a run's folder; several are compared")
     asked = parser.parse_args(arguments)
+    if not all(map(find_spec, ("starlette", "uvicorn", "mpld3"))):
+        parser.error('it needs packages that are not installed: pip install "torchrl_grpo[view]".')
     for run in asked.runs:
         if not any((run / name).is_file() for name in (METRICS_FILE, SAMPLES_FILE)):
             why = f"it has no {METRICS_FILE}" if run.is_dir() else "there is no such folder"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import PurePosixPath
 from typing import Any
 
-from torchrl_grpo.advice.migrate.scripts import Unknown
-from torchrl_grpo.advice.migrate.sizes import Note, Quantities
-from torchrl_grpo.advice.migrate.tables import SET_ME
+from torchrl_grpo.extras.migrate.scripts import Unknown
+from torchrl_grpo.extras.migrate.sizes import Note, Quantities
+from torchrl_grpo.extras.migrate.tables import SET_ME
 
 _BUILT_IN = {
     "gsm8k": "gsm8k",

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from torchrl_grpo.extras.view.files import is_number
 from torchrl_grpo.host.text import printable_lines
-from torchrl_grpo.reporting.view.files import is_number
 from torchrl_grpo.tools import parse_tool_calls
 
 _MOST = 50.0

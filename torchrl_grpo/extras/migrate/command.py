@@ -19,9 +19,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from torchrl_grpo.advice.migrate.readers import read
-from torchrl_grpo.advice.migrate.tables import NAMES, SET_ME, read_table
-from torchrl_grpo.advice.migrate.translation import Translation, translate
+from torchrl_grpo.extras.migrate.readers import read
+from torchrl_grpo.extras.migrate.tables import NAMES, SET_ME, read_table
+from torchrl_grpo.extras.migrate.translation import Translation, translate
 
 _PLAIN = re.compile(r"[\w./:+\-@]+|[\w.]+\$(HOME|PWD)[\w./:+\-@]*")
 _PLACE = re.compile(r"\$(HOME|PWD)\b")

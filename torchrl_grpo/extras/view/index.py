@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchrl_grpo.extras.view.files import Tail, is_number, is_step, read_row
 from torchrl_grpo.host.files import SAMPLES_FILE
 from torchrl_grpo.reporting.records import earned, passes, problem_of
-from torchrl_grpo.reporting.view.files import Tail, is_number, is_step, read_row
 
 _TOKENS = b', "tokens": {'
 """Beginning of a row's last key. Within a text its quotes would be escaped."""

@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml
 
-from torchrl_grpo.advice.migrate.scripts import Unknown, read_python, read_shell
-from torchrl_grpo.advice.migrate.tables import NAMES, TRL, Table, read_table
+from torchrl_grpo.extras.migrate.scripts import Unknown, read_python, read_shell
+from torchrl_grpo.extras.migrate.tables import NAMES, TRL, Table, read_table
 from torchrl_grpo.host.trees import dotted
 
 _OTHERS = {

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchrl_grpo.advice.migrate.problems import problems
-from torchrl_grpo.advice.migrate.readers import Settings
-from torchrl_grpo.advice.migrate.scripts import Unknown
-from torchrl_grpo.advice.migrate.sizes import SETTLES, SIZES, sizes
-from torchrl_grpo.advice.migrate.tables import BASE, SET_ME, Row, Table
+from torchrl_grpo.extras.migrate.problems import problems
+from torchrl_grpo.extras.migrate.readers import Settings
+from torchrl_grpo.extras.migrate.scripts import Unknown
+from torchrl_grpo.extras.migrate.sizes import SETTLES, SIZES, sizes
+from torchrl_grpo.extras.migrate.tables import BASE, SET_ME, Row, Table
 from torchrl_grpo.generation.engines import engines_with
 
 

@@ -17,7 +17,7 @@ from torchrl_grpo.host.processes import die_with_parent
 _LOOPBACK = "127.0.0.1"
 _STDERR_BYTES, _STDERR_EVERY_S = 16_384, 0.01
 _START = (
-    "import sys; sys.path[:] = {path!r}; from torchrl_grpo.reporting.view.start import serve_beside; "
+    "import sys; sys.path[:] = {path!r}; from torchrl_grpo.extras.view.start import serve_beside; "
     "serve_beside({folder!r}, {fd}, {parent})"
 )
 
@@ -38,8 +38,8 @@ def serve(folders: Sequence[Path], listening: socket.socket, token: str) -> None
     """
     import uvicorn
 
-    from torchrl_grpo.reporting.view.connections import MOST_CONNECTIONS, LimitedConnection
-    from torchrl_grpo.reporting.view.server import make_app
+    from torchrl_grpo.extras.view.connections import MOST_CONNECTIONS, LimitedConnection
+    from torchrl_grpo.extras.view.server import make_app
 
     config = uvicorn.Config(
         make_app(folders, token),

@@ -1,0 +1,1 @@
+"""What reads runs, or files of other libraries: nothing else in the package imports it."""

@@ -1,0 +1,6 @@
+"""``python -m torchrl_grpo.sweep``."""
+
+from torchrl_grpo.scripts.sweep import main
+
+if __name__ == "__main__":
+    main()

@@ -225,9 +225,9 @@ def test_a_run_that_is_told_to_end_leaves_no_process_and_folder() -> None:
         assert driver.stdout and "ready" in driver.stdout.readline()
         pids = below(driver.pid)
         assert [path.name[:4] for path in folder.glob("ray*")] == ["ray-"]
-        # Two workers, each with a process of its own, and Ray's.
+        # Two workers, each with a process of its own, and Ray's, of which there are fewer on Python 3.13.
         lines = [command_line(one) for one in psutil.Process(driver.pid).children(recursive=True)]
-        assert len([line for line in lines if line not in ("", forks.SERVER)]) >= 8
+        assert len([line for line in lines if line not in ("", forks.SERVER)]) >= 6
         driver.terminate()
         assert driver.wait(300) == 143
         assert alive(pids) == []

@@ -68,7 +68,7 @@ CASES: list[tuple[str, dict[str, Any], list[str], list[str]]] = [
      ["SECTION 1\na\nSECTION 2\nb", "SECTION1 SECTION2", "SECTION 1 SECTION 2 SECTION 3"],
      ["SECTION 1", "Section 1 Section 2", "SECTION A SECTION B"]),
     ("detectable_format:json_format", {},
-     ['{"a": 1}', "```json\n[1, 2]\n```", " ```\n\"x\"\n``` "], ["{a: 1}", "Here: {}", "[" * 5000 + "]" * 5000]),
+     ['{"a": 1}', "```json\n[1, 2]\n```", " ```\n\"x\"\n``` "], ["{a: 1}", "Here: {}", "[" * 200_000 + "]" * 200_000]),
     ("detectable_format:title", {},
      ["<<Poem of joy>>", "x <<a>> y", "<<<b>>>"], ["<< >>", "<<a\nb>>", "<a> >>"]),
     ("combination:two_responses", {},

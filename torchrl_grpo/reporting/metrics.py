@@ -261,6 +261,8 @@ def _write_environment(directory: Path) -> None:
 
 
 def _version(package: str) -> str | None:
+    if package == "torch":
+        return str(torch.__version__)  # with the build, which the installed metadata may leave out
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -201,9 +201,9 @@ def driver() -> list[dict[str, float]]:
 
     from torchrl_grpo.runtime import cluster
     from torchrl_grpo.runtime.actors import make_seeded
-    from torchrl_grpo.runtime.in_thread import InThread
-    from torchrl_grpo.runtime.places import OnRay
     from torchrl_grpo.runtime.rollouts import Rollouts
+    from torchrl_grpo.runtime.thread_driver import ThreadDriver
+    from torchrl_grpo.runtime.workers import RayWorker
     from torchrl_grpo.weights import ObjectSender
 
     started, rows = cluster.start(), []
@@ -216,10 +216,10 @@ def driver() -> list[dict[str, float]]:
             buffer = GroupBuffer(groups, 1)
             tasks = TaskQueue(env.drawing, buffer, task_groups=TASK, total_groups=10**9, group_size=REPEATS)
             places = [
-                OnRay(f"sampler {index}", partial(make_seeded, make_sampler, index), {"num_cpus": 0}, 1800.0)
+                RayWorker(f"sampler {index}", partial(make_seeded, make_sampler, index), {"num_cpus": 0}, 1800.0)
                 for index in range(samplers)
             ]
-            source = Rollouts(tasks, InThread(), samplers=places)
+            source = Rollouts(tasks, ThreadDriver(), samplers=places)
             source.start()
             source.wait_until_ready()
             publish = partial(

@@ -101,7 +101,7 @@ class Schedule:
         reference_version: of the weights that the reference model of a resumed run had; 0 is the base model.
         mismatch_tolerance: largest mean difference of the log-probs of engine and trainer after a weight sync, in nats;
             None measures none.
-        trial_tolerance: the same after the first sync, where weights travel in a way that is on trial: with a larger
+        verify_tolerance: the same after the first sync, where weights travel in a way that is on trial: with a larger
             one they are sent again in another way. None where no way is on trial.
         on_policy: whether a batch is one optimizer step, so that the first one trains what its own weights sampled.
         ends_at: when the run's time is over (``time.monotonic``).
@@ -114,7 +114,7 @@ class Schedule:
     refresh_every: int | None = None
     reference_version: int = 0
     mismatch_tolerance: float | None = None
-    trial_tolerance: float | None = None
+    verify_tolerance: float | None = None
     on_policy: bool = False
     ends_at: float | None = None
 
@@ -224,7 +224,7 @@ def _begin(
     """Give the engine the learner's weights, and evaluate them unless the run's folder has that evaluation."""
     step = learner.version
     refresh = 0 < step == schedule.reference_version or schedule.refreshes(step)
-    metrics = _publish(learner, rollouts, schedule, tell, step, refresh=refresh, trial=schedule.trial_tolerance)
+    metrics = _publish(learner, rollouts, schedule, tell, step, refresh=refresh, trial=schedule.verify_tolerance)
     logged = written.get("step") == step and schedule.num_batches > 0
     known = any(name.startswith("eval/") for name in written) or not (step == 0 or schedule.evaluates(step))
     found = {} if logged and known else _evaluate(rollouts, tell, step, sampled=not logged or step == 0)

@@ -20,7 +20,7 @@ from tests.support.training import make_batch, make_trainer
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.generation import SamplingParams, TransformersEngine
 from torchrl_grpo.generation.vllm import VLLMEngine, _has_vllm
-from torchrl_grpo.models.prefix import Picks, pick
+from torchrl_grpo.models.prefix import GatherIndex, pick
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.models.sharding import compute_device, init_mesh, shard_model
 from torchrl_grpo.weights import named_weights
@@ -105,7 +105,7 @@ def test_gradients_of_shared_prompts_are_the_same_each_time() -> None:
     places = torch.arange(64).repeat(16)
     tensor = torch.randn(1, 2, 64, 8, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(1, 2, len(places), 8, device="cuda", dtype=torch.bfloat16)
-    picks = Picks(places).to(tensor.device)
+    picks = GatherIndex(places).to(tensor.device)
     first, *others = (torch.autograd.grad(pick(tensor, 2, picks), tensor, weight)[0] for _ in range(5))
     assert all(torch.equal(first, other) for other in others)
     exact = weight.double().unflatten(2, (16, 64)).sum(2)

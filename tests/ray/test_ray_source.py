@@ -57,12 +57,12 @@ from torchrl_grpo.errors import (
     WorkersLostError,
 )
 from torchrl_grpo.runtime.actors import make_seeded, own_address
-from torchrl_grpo.runtime.in_thread import InThread
 from torchrl_grpo.runtime.learner import RayLearner
-from torchrl_grpo.runtime.places import ActorLostError, OnRay
 from torchrl_grpo.runtime.reference import Reference
 from torchrl_grpo.runtime.rollouts import Rollouts
 from torchrl_grpo.runtime.tasks import TaskQueue
+from torchrl_grpo.runtime.thread_driver import ThreadDriver
+from torchrl_grpo.runtime.workers import ActorLostError, RayWorker
 from torchrl_grpo.weights import ObjectSender, WeightHandle
 from torchrl_grpo.weights.meeting import open_store
 
@@ -128,8 +128,8 @@ def make_sampler(
     return Sampler(engine, make_collector, evaluator, params, prompts, groups_at_a_time=TASK, sleeps=sleeps)
 
 
-def on_ray(name: str, factory: Callable[..., Any], timeout_s: float = 120.0, threads: int = 1) -> OnRay:
-    return OnRay(name, factory, {"num_cpus": 0, "max_concurrency": threads}, timeout_s)
+def on_ray(name: str, factory: Callable[..., Any], timeout_s: float = 120.0, threads: int = 1) -> RayWorker:
+    return RayWorker(name, factory, {"num_cpus": 0, "max_concurrency": threads}, timeout_s)
 
 
 def make_scored(scoring: Callable[[], Any]) -> Reference:
@@ -168,7 +168,7 @@ def source_of(ray_cluster: cluster.Cluster, tokenizer: PreTrainedTokenizerFast) 
         threads = 3 if "in_flight" in settings else 1
         source = Rollouts(
             TaskQueue(env.drawing, buffer, task_groups=TASK, total_groups=total_groups, group_size=REPEATS),
-            InThread(actor_timeout_s=actor_timeout_s, recovery_timeout_s=recovery_timeout_s),
+            ThreadDriver(actor_timeout_s=actor_timeout_s, recovery_timeout_s=recovery_timeout_s),
             samplers=[
                 on_ray(f"sampler {index}", partial(make_seeded, factory, index), actor_timeout_s, threads)
                 for index in range(samplers)
@@ -514,7 +514,7 @@ def test_engines_sleep_in_the_learners_turn_and_none_starts_then(
         assert {what for pid, what in states.items() if psutil.pid_exists(pid)} == {"sleep"}
         if version == 2:
             os.kill(source.pids()["sampler 1"], signal.SIGKILL)
-            source._driver.ask(source._end_turn())  # a call finds that it is gone
+            source._driver.run(source._end_turn())  # a call finds that it is gone
         before = calls.read_text()
         time.sleep(0.5)  # the learner trains
         assert calls.read_text() == before
@@ -723,7 +723,7 @@ def test_what_an_actor_refuses_is_raised_as_it_was(ray_cluster: cluster.Cluster,
     broken.touch()
     factory: Any = partial(make_sampler, None, 0.0, broken, CountingEngine, False)  # type: ignore[arg-type]
     tasks: Any = SimpleNamespace(buffer=GroupBuffer(1, 0))  # the factory is what fails
-    source = Rollouts(tasks, InThread(), samplers=[on_ray("sampler 0", partial(make_seeded, factory, 0))])
+    source = Rollouts(tasks, ThreadDriver(), samplers=[on_ray("sampler 0", partial(make_seeded, factory, 0))])
     source.start()
     try:
         with pytest.raises(RuntimeError, match=r"^this machine has no room for an engine$"):
@@ -841,12 +841,12 @@ def test_a_question_is_answered_where_the_thread_starts_late(monkeypatch: pytest
 
     real = threading.Thread.run
     monkeypatch.setattr(threading.Thread, "run", lambda self: (time.sleep(0.3), real(self)))
-    driver = InThread()
-    assert driver.ask(question()) == 3
+    driver = ThreadDriver()
+    assert driver.run(question()) == 3
     driver.close([])
     driver.close([])
     with pytest.raises(RuntimeError, match="the rollouts are closed"):
-        driver.ask(question())
+        driver.run(question())
 
 
 class Answer:
@@ -865,7 +865,7 @@ class Answer:
 def test_time_with_nothing_to_do_does_not_count_as_dead() -> None:
     """Else a second loss after a long pause would count the pause as dead time."""
 
-    async def lose_it(worker: OnRay, asked: bool) -> None:
+    async def lose_it(worker: RayWorker, asked: bool) -> None:
         worker.actor, worker.ready = SimpleNamespace(call=Answer()), True
         worker._lost = asyncio.get_running_loop().create_future()
         if asked:

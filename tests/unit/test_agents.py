@@ -25,7 +25,7 @@ from torchrl_grpo.agents.protocol import ANTHROPIC, CHAT, TEXT, BadRequest, pars
 from torchrl_grpo.agents.server import LARGEST_BODY, Asks, Server
 from torchrl_grpo.agents.task import _Episode
 from torchrl_grpo.errors import InvalidRewardError
-from torchrl_grpo.tasks.base import Dialog, Score, Turn, Wish
+from torchrl_grpo.tasks.base import Dialog, Score, Turn, TurnLimits
 
 openai = pytest.importorskip("openai")
 
@@ -187,7 +187,7 @@ def test_wishes_reach_the_run_and_a_stop_string_is_not_told():
 
     told = Dialog(PROBLEM, ["two END"], tokens=[3], log_probs=[("two END", -0.5)], prompt_tokens=5)
     [turn], end = played(agent_task(play), lambda turn: told)
-    assert turn.wish == Wish(7, ("END", "\n"), True)
+    assert turn.limits == TurnLimits(7, ("END", "\n"), True)
     assert end.score == own_score(1.0)
 
 
@@ -239,7 +239,7 @@ def test_what_cannot_be_honored_is_an_error_with_a_fix(wrong, said):
 def test_half_of_a_surrogate_pair_is_replaced_and_a_whole_one_kept():
     wants = rb'{"prompt": "\ud83d\ude00 \ud83d", "stop": "\udc00", "messages": [{"role": "user", "content": "\ud83d"}]}'
     text, said = parse_request(TEXT, wants), parse_request(CHAT, wants)
-    assert text.messages[0]["content"] == "\U0001f600 \ufffd" and text.wish.stop == ("\ufffd",)
+    assert text.messages[0]["content"] == "\U0001f600 \ufffd" and text.limits.stop == ("\ufffd",)
     assert said.messages == [{"role": "user", "content": "\ufffd"}]
 
 

@@ -10,7 +10,7 @@ from urllib.request import Request, urlopen
 import pytest
 
 from tests.support.agents import PROBLEM, agent_task, own_score, played
-from torchrl_grpo.tasks.base import Dialog, Turn, Wish
+from torchrl_grpo.tasks.base import Dialog, Turn, TurnLimits
 
 needed = ("anthropic", "openai")  # not importorskip: each process of pytest collects this file
 pytestmark = pytest.mark.skipif(None in map(find_spec, needed), reason="needs anthropic and openai (make test)")
@@ -43,8 +43,8 @@ def test_a_message_is_a_turn_of_the_policy():
 
     told = Dialog(PROBLEM, ["two END\n"], tokens=[3, 4], prompt_tokens=5)
     [turn], end = played(agent_task(play), lambda turn: told)
-    assert turn == Turn([{"role": "system", "content": "Be short."}, user("a")], None, tools=[], wish=turn.wish)
-    assert turn.wish == Wish(7, ("END", "\n"))
+    assert turn == Turn([{"role": "system", "content": "Be short."}, user("a")], None, tools=[], limits=turn.limits)
+    assert turn.limits == TurnLimits(7, ("END", "\n"))
     assert end.score == own_score(1.0)
 
 

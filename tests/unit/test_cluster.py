@@ -13,84 +13,91 @@ from tests.support.configs import ROOT
 from tests.support.devices import SPREAD, gpus
 from torchrl_grpo.host import startup
 from torchrl_grpo.runtime import cluster as cluster_module
-from torchrl_grpo.runtime.cluster import Seat, by_machine, require_ray, seats, start
+from torchrl_grpo.runtime.cluster import ActorAllocation, allocations, by_machine, require_ray, start
 from torchrl_grpo.runtime.placement import DevicePlan
 
 
 def test_any_number_of_cpu_processes_fits_on_two_cores() -> None:
-    bundles, taken = seats(SPREAD, [2.0])
+    bundles, taken = allocations(SPREAD, [2.0])
     assert bundles == [{"CPU": 0.25}] * 6
-    assert taken["reference"] == [Seat(4, (torch.device("cpu"),), 0.25, 0), Seat(5, (torch.device("cpu"),), 0.25, 0)]
-    assert seats(SPREAD, [64.0])[0] == [{"CPU": 1.0}] * 6
-    assert seats(SPREAD, [1.0, 1.0, 1.0, 1.0])[0] == [{"CPU": 0.5}] * 6
+    assert taken["reference"] == [
+        ActorAllocation(4, (torch.device("cpu"),), 0.25, 0),
+        ActorAllocation(5, (torch.device("cpu"),), 0.25, 0),
+    ]
+    assert allocations(SPREAD, [64.0])[0] == [{"CPU": 1.0}] * 6
+    assert allocations(SPREAD, [1.0, 1.0, 1.0, 1.0])[0] == [{"CPU": 0.5}] * 6
 
 
 def test_a_tensor_parallel_replica_is_one_bundle() -> None:
     plan = DevicePlan(gpus(0, 1), (gpus(2, 3), gpus(4, 5)), gpus(6), colocated=False)
-    bundles, taken = seats(plan, [16.0])
+    bundles, taken = allocations(plan, [16.0])
     one, two = {"CPU": 1.0, "GPU": 1.0}, {"CPU": 2.0, "GPU": 2.0}
     assert bundles == [one, one, two, two, one]
-    assert taken["inference"] == [Seat(2, gpus(2, 3), 2.0, 2), Seat(3, gpus(4, 5), 2.0, 2)]
+    assert taken["inference"] == [ActorAllocation(2, gpus(2, 3), 2.0, 2), ActorAllocation(3, gpus(4, 5), 2.0, 2)]
 
 
 def test_processes_that_share_a_gpu_share_a_bundle() -> None:
-    bundles, taken = seats(DevicePlan(gpus(0), (gpus(1),), gpus(0), colocated=False), [8.0])
+    bundles, taken = allocations(DevicePlan(gpus(0), (gpus(1),), gpus(0), colocated=False), [8.0])
     assert bundles == [{"CPU": 2.0, "GPU": 1.0}, {"CPU": 1.0, "GPU": 1.0}]
-    assert taken["train"] == taken["reference"] == [Seat(0, gpus(0), 1.0, 0.5)]
-    bundles, taken = seats(DevicePlan(gpus(0), (gpus(0),), gpus(0), colocated=True), [8.0])
+    assert taken["train"] == taken["reference"] == [ActorAllocation(0, gpus(0), 1.0, 0.5)]
+    bundles, taken = allocations(DevicePlan(gpus(0), (gpus(0),), gpus(0), colocated=True), [8.0])
     assert bundles == [{"CPU": 3.0, "GPU": 1.0}]
     assert taken["inference"][0].num_gpus == 0.3333
 
 
 def test_roles_that_take_turns_on_several_gpus_share_a_bundle_for_each() -> None:
-    bundles, taken = seats(DevicePlan(gpus(0, 1), (gpus(0), gpus(1)), gpus(0), colocated=True), [8.0])
+    bundles, taken = allocations(DevicePlan(gpus(0, 1), (gpus(0), gpus(1)), gpus(0), colocated=True), [8.0])
     assert bundles == [{"CPU": 3.0, "GPU": 1.0}, {"CPU": 2.0, "GPU": 1.0}]
-    assert taken["train"] == taken["inference"] == [Seat(0, gpus(0), 1.0, 0.3333), Seat(1, gpus(1), 1.0, 0.5)]
-    bundles, taken = seats(DevicePlan(gpus(0, 1, 2, 3), (gpus(0, 2), gpus(3, 1)), (), colocated=True), [8.0])
+    assert (
+        taken["train"]
+        == taken["inference"]
+        == [ActorAllocation(0, gpus(0), 1.0, 0.3333), ActorAllocation(1, gpus(1), 1.0, 0.5)]
+    )
+    bundles, taken = allocations(DevicePlan(gpus(0, 1, 2, 3), (gpus(0, 2), gpus(3, 1)), (), colocated=True), [8.0])
     assert bundles == [{"CPU": 4.0, "GPU": 2.0}, {"CPU": 4.0, "GPU": 2.0}]
-    assert [seat.bundle for seat in taken["train"]] == [0, 1, 0, 1]
-    assert taken["inference"] == [Seat(0, gpus(0, 2), 2.0, 1), Seat(1, gpus(3, 1), 2.0, 1)]
-    bundles, taken = seats(DevicePlan(gpus(0, 1, 2), (gpus(0, 2),), gpus(1, 2), colocated=True), [8.0])
+    assert [allocation.bundle for allocation in taken["train"]] == [0, 1, 0, 1]
+    assert taken["inference"] == [ActorAllocation(0, gpus(0, 2), 2.0, 1), ActorAllocation(1, gpus(3, 1), 2.0, 1)]
+    bundles, taken = allocations(DevicePlan(gpus(0, 1, 2), (gpus(0, 2),), gpus(1, 2), colocated=True), [8.0])
     assert bundles == [{"CPU": 5.0, "GPU": 2.0}, {"CPU": 2.0, "GPU": 1.0}]  # joined through an engine
-    assert [seat.bundle for seat in taken["train"]] == [0, 1, 0]
-    assert [seat.num_gpus for seat in taken["inference"]] == [0.6666]
+    assert [allocation.bundle for allocation in taken["train"]] == [0, 1, 0]
+    assert [allocation.num_gpus for allocation in taken["inference"]] == [0.6666]
 
 
 def test_what_works_on_servers_takes_no_gpu_and_shares_no_bundle() -> None:
     cpu = torch.device("cpu")
-    bundles, taken = seats(DevicePlan(gpus(0), ((cpu,), (cpu,)), (), colocated=False, teacher=(cpu,)), [8.0])
+    bundles, taken = allocations(DevicePlan(gpus(0), ((cpu,), (cpu,)), (), colocated=False, teacher=(cpu,)), [8.0])
     assert bundles == [{"CPU": 1.0, "GPU": 1.0}, {"CPU": 1.0}, {"CPU": 1.0}, {"CPU": 1.0}]
-    assert taken["inference"] == [Seat(1, (cpu,), 1.0, 0), Seat(2, (cpu,), 1.0, 0)]
-    assert taken["teacher"] == [Seat(3, (cpu,), 1.0, 0)]
+    assert taken["inference"] == [ActorAllocation(1, (cpu,), 1.0, 0), ActorAllocation(2, (cpu,), 1.0, 0)]
+    assert taken["teacher"] == [ActorAllocation(3, (cpu,), 1.0, 0)]
 
 
 def test_a_process_is_pinned_to_the_plans_devices_among_the_visible_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     monkeypatch.setattr(startup, "_hides", False)
-    seat = Seat(0, gpus(1, 3), 2.0, 2)
-    assert cluster_module._environment(seat, 3, pinned=True) == {
+    allocation = ActorAllocation(0, gpus(1, 3), 2.0, 2)
+    assert cluster_module._environment(allocation, 3, pinned=True) == {
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "CUDA_VISIBLE_DEVICES": "5,7",
         "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
         "OMP_NUM_THREADS": "6",
     }
-    unpinned = cluster_module._environment(seat, 3, pinned=False)
+    unpinned = cluster_module._environment(allocation, 3, pinned=False)
     assert unpinned == {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "OMP_NUM_THREADS": "6"}
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert cluster_module._environment(seat, 3, pinned=True)["CUDA_VISIBLE_DEVICES"] == "1,3"
-    assert "OMP_NUM_THREADS" not in cluster_module._environment(seat, 3, pinned=True)
+    assert cluster_module._environment(allocation, 3, pinned=True)["CUDA_VISIBLE_DEVICES"] == "1,3"
+    assert "OMP_NUM_THREADS" not in cluster_module._environment(allocation, 3, pinned=True)
 
 
 def test_memory_of_training_ranks_on_cuda_grows_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
-    seat = Seat(0, gpus(1), 1.0, 1)
-    assert cluster_module._allocator(seat) == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-    assert cluster_module._allocator(Seat(0, (torch.device("cpu"),), 1.0, 0)) == {}
+    allocation = ActorAllocation(0, gpus(1), 1.0, 1)
+    assert cluster_module._allocator(allocation) == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert cluster_module._allocator(ActorAllocation(0, (torch.device("cpu"),), 1.0, 0)) == {}
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
-    assert cluster_module._allocator(seat) == {}
+    assert cluster_module._allocator(allocation) == {}
 
 
 def test_a_missing_or_old_ray_is_refused_with_the_line_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,24 +150,24 @@ def test_folders_of_killed_runs_are_removed_by_the_next_one(monkeypatch: pytest.
 
 def test_ranks_that_compute_layers_together_are_one_bundle() -> None:
     plan = DevicePlan(gpus(0, 1, 2, 3), (gpus(4),), gpus(0), colocated=False)
-    bundles, taken = seats(plan, [16.0], tensor_parallel_size=2)
+    bundles, taken = allocations(plan, [16.0], tensor_parallel_size=2)
     assert bundles == [{"CPU": 3.0, "GPU": 2.0}, {"CPU": 2.0, "GPU": 2.0}, {"CPU": 1.0, "GPU": 1.0}]
-    assert [seat.bundle for seat in taken["train"]] == [0, 0, 1, 1]
-    assert [seat.num_gpus for seat in taken["train"]] == [0.5, 1, 1, 1]
-    assert taken["reference"] == [Seat(0, gpus(0), 1.0, 0.5)]
+    assert [allocation.bundle for allocation in taken["train"]] == [0, 0, 1, 1]
+    assert [allocation.num_gpus for allocation in taken["train"]] == [0.5, 1, 1, 1]
+    assert taken["reference"] == [ActorAllocation(0, gpus(0), 1.0, 0.5)]
     cpu = torch.device("cpu")
-    bundles, taken = seats(DevicePlan((cpu,) * 4, ((cpu,),), (), colocated=False), [8.0], tensor_parallel_size=2)
+    bundles, taken = allocations(DevicePlan((cpu,) * 4, ((cpu,),), (), colocated=False), [8.0], tensor_parallel_size=2)
     assert bundles == [{"CPU": 2.0}, {"CPU": 2.0}, {"CPU": 1.0}]
-    assert [seat.bundle for seat in taken["train"]] == [0, 0, 1, 1]
+    assert [allocation.bundle for allocation in taken["train"]] == [0, 0, 1, 1]
 
 
 def test_the_ranks_of_a_machine_follow_each_other() -> None:
     plan = DevicePlan(gpus(0, 1, 2, 3, 4, 5), (gpus(6),), (), colocated=False)
-    _, taken = seats(plan, [16.0])
+    _, taken = allocations(plan, [16.0])
     got = by_machine(taken["train"], ["b", "a", "c", "b", "a", "c", "a"])
-    assert [seat.bundle for seat in got] == [0, 3, 1, 4, 2, 5]
-    _, taken = seats(plan, [16.0], tensor_parallel_size=2)
-    assert [seat.bundle for seat in by_machine(taken["train"], ["b", "a", "b", "a"])] == [0, 0, 2, 2, 1, 1]
+    assert [allocation.bundle for allocation in got] == [0, 3, 1, 4, 2, 5]
+    _, taken = allocations(plan, [16.0], tensor_parallel_size=2)
+    assert [allocation.bundle for allocation in by_machine(taken["train"], ["b", "a", "b", "a"])] == [0, 0, 2, 2, 1, 1]
 
 
 @pytest.mark.parametrize(

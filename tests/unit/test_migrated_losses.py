@@ -20,11 +20,12 @@ from tests.support.losses import total
 from tests.support.models import make_tiny_model
 from tests.support.peer_configs import TORCHRL
 from torchrl_grpo import keys
+from torchrl_grpo.assembly.algorithm import batch_transforms, make_loss
+from torchrl_grpo.config import GRPOConfig
+from torchrl_grpo.extras.migrate.command import command
 from torchrl_grpo.extras.migrate.readers import read
 from torchrl_grpo.extras.migrate.tables import SET_ME
 from torchrl_grpo.extras.migrate.translation import translate
-from torchrl_grpo.assembly.algorithm import batch_transforms, make_loss
-from torchrl_grpo.config import GRPOConfig
 from torchrl_grpo.models import TokenScorer
 from torchrl_grpo.starter import starter_path
 

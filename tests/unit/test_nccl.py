@@ -129,7 +129,7 @@ def test_a_trainer_that_cannot_send_closes_the_group(
 
 
 def test_a_refusal_sends_all_that_follows_through_the_object_store(sender: NcclSender) -> None:
-    both = FastSender(sender, on_trial=True)
+    both = FastSender(sender, unverified=True)
     first = both.pack(weights(0).items(), 0)
     assert isinstance(first, EitherHandle) and isinstance(first.fast, NcclWeights)
     second = both.pack(weights(1).items(), 1)

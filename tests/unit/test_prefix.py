@@ -18,7 +18,7 @@ from tests.support.training import make_batch, make_trainer
 from torchrl_grpo import keys
 from torchrl_grpo.learner import step
 from torchrl_grpo.models import loading, prefix, scoring
-from torchrl_grpo.models.prefix import Picks, packed, padded, pick, shared_prompts
+from torchrl_grpo.models.prefix import GatherIndex, packed, padded, pick, shared_prompts
 from torchrl_grpo.models.scoring import AdapterOffScorer, TokenScorer
 from torchrl_grpo.transforms import kl_scoring
 from torchrl_grpo.transforms.kl_scoring import KLScoring
@@ -229,7 +229,7 @@ def test_layers_share_their_masks_and_a_whole_sequence_needs_none(monkeypatch: p
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_gradients_of_repeated_picks_are_summed_in_order_and_in_float32(dtype: torch.dtype) -> None:
     places = torch.tensor([0, 1, 2, 4, 1, 2, 3, 2, 1, 2])  # 5 is left out
-    picks = Picks(places)
+    picks = GatherIndex(places)
     sums = picks._sums()
     assert [part.tolist() for part in sums] == [
         [0, 1, 2, 3, 4], [0, 1, 2, 6, 3], [1, 2], [[4, 5], [8, 7], [-1, 9]],
@@ -237,7 +237,7 @@ def test_gradients_of_repeated_picks_are_summed_in_order_and_in_float32(dtype: t
     generator = torch.Generator().manual_seed(0)
     tensor = torch.randn(2, 3, 6, 4, generator=generator).to(dtype).requires_grad_()
     weight = torch.randn(2, 3, len(places), 4, generator=generator).to(dtype)
-    out = pick(tensor, 2, Picks(places, sums))
+    out = pick(tensor, 2, GatherIndex(places, sums))
     assert torch.equal(out, tensor[:, :, places])
     out.backward(weight)
     exact = torch.zeros(2, 3, 6, 4, dtype=torch.float64).index_add_(2, places, weight.double())
@@ -251,7 +251,7 @@ def test_gradients_of_repeated_picks_are_summed_in_order_and_in_float32(dtype: t
 def test_nothing_to_pick_is_summed_to_zeros() -> None:
     tensor = torch.ones(3, 2, requires_grad=True)
     places = torch.empty(0, dtype=torch.int64)
-    pick(tensor, 0, Picks(places, Picks(places)._sums())).sum().backward()
+    pick(tensor, 0, GatherIndex(places, GatherIndex(places)._sums())).sum().backward()
     assert tensor.grad.tolist() == [[0.0, 0.0]] * 3
 
 
@@ -376,7 +376,7 @@ def test_a_card_takes_the_attention_that_it_has(
         query, key, value = (torch.empty(1, heads, rows, size, dtype=dtype, device="cuda:0") for heads in (4, 2, 2))
         there = prefix.replace(layout, tokens=torch.empty(1, rows, dtype=torch.int64, device="cuda:0"))
         on_card = [torch.empty_like(part, device="cuda:0") for part in lengths]
-        vars(there).update(keys=Picks(on_card[0]), bounds=tuple(on_card[1:]))
+        vars(there).update(keys=GatherIndex(on_card[0]), bounds=tuple(on_card[1:]))
         out, _ = prefix.attention(nn.Identity(), query, key, value, None, layout=there)
     assert taken == ["_flash_on_cuda" if varlen else "_each_sequence"]
     assert (out.shape, out.dtype) == ((1, rows, 4, size), dtype)

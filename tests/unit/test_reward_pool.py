@@ -34,7 +34,7 @@ from torchrl_grpo.reward_pool import pool as reward_pool
 from torchrl_grpo.reward_pool.pool import RESTARTS, TIMED_OUT, Failure, RewardPool
 from torchrl_grpo.runtime.actors import Actor, make_seeded
 from torchrl_grpo.tasks.arithmetic import ArithmeticTask
-from torchrl_grpo.tasks.base import Dialog, Problem, Score, Turn, Wish
+from torchrl_grpo.tasks.base import Dialog, Problem, Score, Turn, TurnLimits
 from torchrl_grpo.tasks.with_rewards import WithRewards, make_rewards
 
 
@@ -365,7 +365,7 @@ def test_a_turn_is_the_same_after_its_way_through_a_pipe() -> None:
         0.25,
         [{"type": "function"}],
         3,
-        Wish(7, ("END",), True),
+        TurnLimits(7, ("END",), True),
         undelivered=True,
     )
     assert all(getattr(turn, one.name) != one.default for one in fields(Turn))  # none is forgotten here

@@ -17,7 +17,7 @@ from torchrl_grpo.collectors.sampler import has_variance
 from torchrl_grpo.collectors.summary import rollout_metrics, sample_rows
 from torchrl_grpo.models.packing import pad_batch, trajectories_of
 from torchrl_grpo.objectives import GRPOLoss
-from torchrl_grpo.runtime.groups import Travelling
+from torchrl_grpo.runtime.groups import PackedGroup
 from torchrl_grpo.transforms import GroupAdvantage, RewardShaping
 
 
@@ -201,6 +201,6 @@ def test_a_sample_without_a_reward_is_no_variance():
 
 
 def test_a_group_of_several_samples_travels_as_it_is():
-    there = pickle.loads(pickle.dumps(Travelling(compacting())))
+    there = pickle.loads(pickle.dumps(PackedGroup(compacting())))
     assert trajectories_of(there).tolist() == [0, 0, 1]
     assert [one.get(keys.DONE).item() for one in there.unbind(0)] == [False, True, True]

@@ -127,7 +127,7 @@ def pick(
     either: int | str = 0,
     sizes: dict[str, int] | None = None,
 ) -> str:
-    """Picks.
+    """GatherIndex.
 
     Args:
         count: how many.

@@ -57,7 +57,7 @@ def test_weights_on_trial_are_sent_again_where_log_probs_differ(
     differences: dict[str, float], tolerance: float | None, published: list[str]
 ) -> None:
     learner, rollouts = Learner(differences), Rollouts()
-    fit(cast(Any, learner), cast(Any, rollouts), Schedule(0, trial_tolerance=tolerance))
+    fit(cast(Any, learner), cast(Any, rollouts), Schedule(0, verify_tolerance=tolerance))
     assert rollouts.published == [(handle, 0) for handle in published]
     assert len(learner.reasons) == len(published) - 1
     assert all("log-probs of engine and trainer differ by " in reason for reason in learner.reasons)

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchrl_grpo.agents import anthropic
-from torchrl_grpo.host.text import whole
-from torchrl_grpo.tasks.base import Dialog, Message, Wish
+from torchrl_grpo.host.text import replace_lone_surrogates
+from torchrl_grpo.tasks.base import Dialog, Message, TurnLimits
 from torchrl_grpo.tools.toolbox import Parser, ToolCall
 
 CHAT, TEXT, ANTHROPIC = "/v1/chat/completions", "/v1/completions", "/v1/messages"
@@ -88,7 +88,7 @@ class Request:
 
     messages: Sequence[Message]
     tools: Sequence[dict[str, Any]] = ()
-    wish: Wish = field(default_factory=Wish)
+    limits: TurnLimits = field(default_factory=TurnLimits)
     stream: bool = False
     usage: bool = False
     path: str = CHAT
@@ -132,7 +132,7 @@ def parse_request(path: str, body: bytes) -> Request:
     return Request(
         messages=messages,
         tools=tools,
-        wish=Wish(_most_tokens(fields, chat), _stops(fields, stop), _log_probs(fields, chat)),
+        limits=TurnLimits(_most_tokens(fields, chat), _stops(fields, stop), _log_probs(fields, chat)),
         stream=_flag(fields, "stream"),
         usage=_flag(fields, "stream") and _flag(options, "include_usage"),
         path=path,
@@ -149,7 +149,7 @@ def parse_json(text: str, field: str) -> Any:
     try:
         value = json.loads(text, parse_constant=_no_constant, parse_float=_finite)
         if "\\u" in text:
-            value = json.loads(whole(json.dumps(value, ensure_ascii=False)))
+            value = json.loads(replace_lone_surrogates(json.dumps(value, ensure_ascii=False)))
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"{field} must be JSON, it is not ({error}): send an object.", field) from error
     level = [value]
@@ -347,7 +347,7 @@ class Answer:
         text, reason = dialog.responses[-1], str(dialog.finish_reason)
         found: str | None = None
         if reason == "stop":
-            ends = [(place, stop) for stop in request.wish.stop if (place := text.find(stop)) >= 0]
+            ends = [(place, stop) for stop in request.limits.stop if (place := text.find(stop)) >= 0]
             if ends:
                 place, found = min(ends)
                 text = text[:place]
@@ -405,7 +405,7 @@ class Answer:
         return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
     def _log_probs(self) -> dict[str, Any] | None:
-        if not self.request.wish.log_probs:
+        if not self.request.limits.log_probs:
             return None
         pieces = self.dialog.log_probs
         if self.request.path == TEXT:
@@ -425,7 +425,7 @@ def _sampled_calls(calls: Sequence[ToolCall], number: int) -> list[dict[str, Any
     texts = []
     for call in calls:
         try:
-            text = whole(json.dumps(call.arguments, ensure_ascii=False))
+            text = replace_lone_surrogates(json.dumps(call.arguments, ensure_ascii=False))
             if call.error or not isinstance(parse_json(text, "arguments"), dict):
                 return []
         except (BadRequest, RecursionError):
@@ -436,7 +436,7 @@ def _sampled_calls(calls: Sequence[ToolCall], number: int) -> list[dict[str, Any
             # 9 characters: what Mistral's templates take.
             "id": f"call{number % 1000:03d}{place % 100:02d}",
             "type": "function",
-            "function": {"name": whole(call.name), "arguments": text},
+            "function": {"name": replace_lone_surrogates(call.name), "arguments": text},
         }
         for place, (call, text) in enumerate(zip(calls, texts, strict=True))
     ]

@@ -117,7 +117,7 @@ class _Episode:
         self._begins = self._sample == len(self._samples)
         if self._begins:
             self._samples.append(_Sample(chat, request.tools, request.path))
-        return Turn(said, None, tools=request.tools, sample=self._sample, wish=request.wish)
+        return Turn(said, None, tools=request.tools, sample=self._sample, limits=request.limits)
 
     def answer(self, dialog: Dialog, parser: Parser) -> None:
         """Gives the request that waits the policy's turn."""

@@ -49,13 +49,13 @@ from torchrl_grpo.reporting.alarms import Alarms
 from torchrl_grpo.reporting.console import Console
 from torchrl_grpo.reporting.metrics import MetricsLogger
 from torchrl_grpo.runtime.actors import make_seeded
-from torchrl_grpo.runtime.in_thread import InThread
-from torchrl_grpo.runtime.in_turn import InTurn
+from torchrl_grpo.runtime.inline_driver import InlineDriver
 from torchrl_grpo.runtime.learner import RayLearner
-from torchrl_grpo.runtime.places import Here, OnRay, Place
 from torchrl_grpo.runtime.rollouts import Rollouts
 from torchrl_grpo.runtime.staleness import GroupBuffer
 from torchrl_grpo.runtime.tasks import TaskQueue
+from torchrl_grpo.runtime.thread_driver import ThreadDriver
+from torchrl_grpo.runtime.workers import LocalWorker, RayWorker, Worker
 from torchrl_grpo.weights import Transfer, transfer_kind
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class Run:
     resources: ExitStack
     started_at: float
     lost_folder: bool = False
-    on_trial: bool = False
+    unverified: bool = False
 
     def fit(self) -> dict[str, Any]:
         """Train, export the model, write the report; return the run's summary."""
@@ -144,7 +144,7 @@ class Run:
         return schedule_of(
             config,
             reference_version=resume.reference_version if resume and config.has_own_reference else 0,
-            on_trial=self.on_trial,
+            unverified=self.unverified,
             ends_at=None if limit is None else self.started_at + limit,
         )
 
@@ -270,7 +270,16 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
             watch.elsewhere = partial(_stacks_elsewhere, cluster, watch)
         left = resources.pop_all()
         return Run(
-            blueprint, directory, lock, learner, source, logger, console, left, started_at, on_trial=transfer.on_trial
+            blueprint,
+            directory,
+            lock,
+            learner,
+            source,
+            logger,
+            console,
+            left,
+            started_at,
+            unverified=transfer.unverified,
         )
 
 
@@ -332,29 +341,29 @@ def _make_roles(
     """
     config, plan, resume, ray = blueprint.config, blueprint.plan, blueprint.resume, blueprint.config.ray
     untested = replace(blueprint, greedy_env=None, sampled_env=None)  # of the test split, for those who need none
-    seats: Mapping[str, Sequence[Any]]  # of each part: its device, or Ray's options
+    allocations: Mapping[str, Sequence[Any]]  # of each part: its device, or Ray's options
     learner: Learner | RayLearner
-    driver: InTurn | InThread
+    driver: InlineDriver | ThreadDriver
     if cluster is None:
         samplers = [first for first, *_ in plan.inference]
-        seats = {"inference": samplers, "reference": plan.reference, "teacher": plan.teacher}
+        allocations = {"inference": samplers, "reference": plan.reference, "teacher": plan.teacher}
         if config.train_model.cpu_offload:
             resources.callback(leave_mesh)
-        learner, driver = make_learner(untested, transfer, device=plan.train[0]), InTurn()
+        learner, driver = make_learner(untested, transfer, device=plan.train[0]), InlineDriver()
         task_groups, concurrent_tasks = None, 1
     else:
-        seats = cluster.place(plan, tensor_parallel_size=config.train_model.tensor_parallel_size)
+        allocations = cluster.place(plan, tensor_parallel_size=config.train_model.tensor_parallel_size)
         cluster.check_object_store(stored_bytes(blueprint, transfer))
         learner = RayLearner(
             partial(make_learner, untested, transfer),
-            options=seats["train"],
+            options=allocations["train"],
             tensor_parallel_size=config.train_model.tensor_parallel_size,
             replicas=config.train_model.replicas,
             actor_timeout_s=ray.actor_timeout_s,
             resumed_from=None if resume is None else resume.path,
         )
         cluster.watch(learner.last_saved)
-        driver = InThread(actor_timeout_s=ray.actor_timeout_s, recovery_timeout_s=ray.recovery_timeout_s)
+        driver = ThreadDriver(actor_timeout_s=ray.actor_timeout_s, recovery_timeout_s=ray.recovery_timeout_s)
         task_groups, concurrent_tasks = task_geometry(config, len(plan.inference), sleeps=blueprint.sleeps)
     resources.callback(learner.close)
     in_flight: Any = config.inference_model.in_flight
@@ -364,10 +373,10 @@ def _make_roles(
     # Beside the tasks, an update and an evaluation, where the engine can take several calls at a time.
     threads = concurrent_tasks + 2 if concurrent_tasks > 1 or in_flight != "wait" else 1
 
-    def place(name: str, seat: Any, factory: Callable[..., Any], callers: int = 1) -> Place:
+    def make_worker(name: str, allocation: Any, factory: Callable[..., Any], callers: int = 1) -> Worker:
         if cluster is None:
-            return Here(name, partial(factory, device=seat))
-        return OnRay(name, factory, {**seat, "max_concurrency": callers}, ray.actor_timeout_s)
+            return LocalWorker(name, partial(factory, device=allocation))
+        return RayWorker(name, factory, {**allocation, "max_concurrency": callers}, ray.actor_timeout_s)
 
     def sampler(number: int) -> Callable[..., Any]:
         factory = partial(make_sampler, blueprint, task_groups, concurrent_tasks, number=number)
@@ -377,15 +386,16 @@ def _make_roles(
         _tasks(blueprint, task_groups, max_staleness),
         driver,
         samplers=[
-            place(f"sampler {index}", seat, sampler(index), threads) for index, seat in enumerate(seats["inference"])
+            make_worker(f"sampler {index}", allocation, sampler(index), threads)
+            for index, allocation in enumerate(allocations["inference"])
         ],
         references=[
-            place(f"reference model {index}", seat, partial(make_reference, untested))
-            for index, seat in enumerate(seats["reference"])
+            make_worker(f"reference model {index}", allocation, partial(make_reference, untested))
+            for index, allocation in enumerate(allocations["reference"])
         ],
         teachers=[
-            place(f"teacher {index}", seat, partial(make_teacher, untested, number=index))
-            for index, seat in enumerate(seats["teacher"])
+            make_worker(f"teacher {index}", allocation, partial(make_teacher, untested, number=index))
+            for index, allocation in enumerate(allocations["teacher"])
         ],
         concurrent_tasks=concurrent_tasks,
         in_flight=in_flight,
@@ -403,7 +413,7 @@ def _make_roles(
     if isinstance(learner, Learner):
         rollouts.start()
         return learner, rollouts
-    say(f"starting {sum(map(len, seats.values()))} processes, which load their models")
+    say(f"starting {sum(map(len, allocations.values()))} processes, which load their models")
     # On one accelerator the engine must not start while others take memory; else all start at the same time.
     for start in (learner.start, rollouts.start) if plan.colocated else (rollouts.start, learner.start):
         start()

@@ -8,7 +8,7 @@ from torchrl_grpo.loop import Schedule
 
 
 def schedule_of(
-    config: GRPOConfig, *, reference_version: int = 0, on_trial: bool = False, ends_at: float | None = None
+    config: GRPOConfig, *, reference_version: int = 0, unverified: bool = False, ends_at: float | None = None
 ) -> Schedule:
     """Return the schedule of a config whose length is known (``blueprint.prepare``); see ``Schedule``."""
     engine = config.inference_model
@@ -20,7 +20,7 @@ def schedule_of(
         refresh_every=config.ref_model.refresh_every,
         reference_version=reference_version,
         mismatch_tolerance=engine.check_sync_tolerance if engine.check_sync else None,
-        trial_tolerance=engine.check_sync_tolerance if on_trial else None,
+        verify_tolerance=engine.check_sync_tolerance if unverified else None,
         on_policy=config.optim_steps_per_batch == 1,
         ends_at=ends_at,
     )

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from torchrl_grpo.host.text import HALF, printable, whole
+from torchrl_grpo.host.text import HALF, printable, replace_lone_surrogates
 
 Message = Mapping[str, Any]
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers finds it
@@ -179,7 +179,7 @@ class ChatEncoder:
             self._writes_tools = True
         trusted = [place >= own and message.get("role") == "assistant" for place, message in enumerate(chat)]
         chat = [
-            _with_texts(self._with_call_form(message), whole if trusts else self._marked)
+            _with_texts(self._with_call_form(message), replace_lone_surrogates if trusts else self._marked)
             for message, trusts in zip(chat, trusted, strict=True)
         ]
         arguments = {**self.arguments, **arguments}
@@ -260,7 +260,7 @@ class ChatEncoder:
 
     def _marked(self, text: str) -> str:
         """Return a message's text with stand-ins."""
-        text = whole(text)
+        text = replace_lone_surrogates(text)
         found, normal = self._found(text), self._normalize(text)
         if len(self._found(normal)) > len(found):  # such as a wide "<", of which the tokenizer makes a plain one
             text = normal

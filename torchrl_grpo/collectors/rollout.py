@@ -234,9 +234,9 @@ class RolloutCollector(BaseCollector):
 
     def _cut(self, row: int, done: Completion) -> Completion:
         """A row's response as it was wished for, before anything of it is recorded."""
-        wish = self.base_env.wish(row)
-        end = completed_at(wish.stop, done.tokens.tolist(), self._token_bytes) if wish.stop else None
-        return cut_off(done, wish.max_tokens, end)
+        limits = self.base_env.limits(row)
+        end = completed_at(limits.stop, done.tokens.tolist(), self._token_bytes) if limits.stop else None
+        return cut_off(done, limits.max_tokens, end)
 
     @cached_property
     def _token_bytes(self) -> list[bytes]:

@@ -394,7 +394,7 @@ def orderly_exit() -> Iterator[None]:
     """Turns a mistake in the config, and a ``RunLostError`` or a full disk, into a message on stderr, without a
     traceback, and the exit statuses 2 and 1; and SIGTERM and Ctrl-C into an ordinary exit (143, 130), for which the run
     is saved, as it is where it stands still (75). Where its output is a pipe that nobody reads any more, it goes on."""
-    interrupts.outlive_readers()
+    interrupts.ignore_broken_pipes()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # else ``hydra.main`` prints its errors itself
     with interrupts.watched():
         try:

@@ -27,7 +27,7 @@ from torchrl_grpo.checks import check_multiple
 from torchrl_grpo.envs.prompts import Prompts
 from torchrl_grpo.envs.specs import transition_specs
 from torchrl_grpo.reward_pool import Failure, RewardPool, advance
-from torchrl_grpo.tasks.base import Dialog, Message, Problem, Split, Task, Turn, Wish, attempt
+from torchrl_grpo.tasks.base import Dialog, Message, Problem, Split, Task, Turn, TurnLimits, attempt
 from torchrl_grpo.tasks.drawing import Drawing, Drawn
 from torchrl_grpo.tools import tool_message
 
@@ -64,7 +64,7 @@ class _Row:
     others: dict[int, _Sample] = field(default_factory=dict)
     before: _Sample | None = None  # the sample before the latest turn; None where it began with that turn
     samples: list[int] = field(default_factory=list)  # of the turns
-    wish: Wish = field(default_factory=Wish)  # for the next turn
+    limits: TurnLimits = field(default_factory=TurnLimits)  # for the next turn
     given: int = 0  # tokens before it, of a task that opens
     rewards: list[float | None] = field(default_factory=list)  # of the turns, where the task rewards them
     reward: float = 0.0
@@ -313,7 +313,7 @@ class LLMEnv(EnvBase):
         else:
             turns = [future.result() for future in self.reward_pool.submit_all(dialogs)]
         for row, turn in zip(rows, turns, strict=True):
-            failure = turn if isinstance(turn, Failure) else self._opened(row, turn)
+            failure = turn if isinstance(turn, Failure) else self._accept_opening(row, turn)
             if failure is not None:
                 self._invalidate(row, failure)
                 row.terminated = True
@@ -329,13 +329,13 @@ class LLMEnv(EnvBase):
             return False
         return True
 
-    def _opened(self, row: _Row, turn: Turn) -> Failure | None:
+    def _accept_opening(self, row: _Row, turn: Turn) -> Failure | None:
         """Takes a row's first prompt; returns why it cannot be one."""
         self.counts.update(turn.counts)
         try:
             if turn.messages is None:
                 raise ValueError("the dialog was over before its first prompt.")
-            prompt = self._begun(turn)
+            prompt = self._first_prompt_tokens(turn)
             most = self.max_dialog_tokens
             if not prompt.numel() or (most is not None and prompt.numel() > most):
                 room = "" if most is None else f" to {most}"
@@ -343,10 +343,10 @@ class LLMEnv(EnvBase):
         except (ValueError, RecursionError) as error:
             return Failure.of(error)
         row.chat, row.prompt = list(turn.messages), prompt
-        row.wish, row.given = turn.wish, prompt.numel()
+        row.limits, row.given = turn.limits, prompt.numel()
         return None
 
-    def _begun(self, turn: Turn) -> Tensor:
+    def _first_prompt_tokens(self, turn: Turn) -> Tensor:
         """[T] int64, a whole chat, or a whole text where its one message has no role.
 
         Raises:
@@ -388,9 +388,9 @@ class LLMEnv(EnvBase):
         """Rewards that the task gave to each row's turns, None where it gave none."""
         return [row.rewards for row in self._rows]
 
-    def wish(self, row: int) -> Wish:
+    def limits(self, row: int) -> TurnLimits:
         """Limit of a row's next turn."""
-        return self._rows[row].wish
+        return self._rows[row].limits
 
     def receive(self, row: int, response: Tensor, length_stopped: bool, log_probs: Tensor | None = None) -> None:
         """Take a row's response before the step, so that its dialog is scored while others are still being sampled.
@@ -467,7 +467,7 @@ class LLMEnv(EnvBase):
         state, text = self._rows[row], self.tokenizer.decode(tokens, skip_special_tokens=True)
         messages = [*state.chat, *state.between, {"role": "assistant", "content": text}]
         told: list[tuple[str, float]] = []
-        if state.wish.log_probs and log_probs is not None:
+        if state.limits.log_probs and log_probs is not None:
             told = list(zip(map(self.tokenizer.decode, tokens), log_probs.tolist(), strict=True))
         return Dialog(
             problem=state.problem,
@@ -508,14 +508,14 @@ class LLMEnv(EnvBase):
         """
         state = self._rows[row]
         if isinstance(turn, Failure):
-            excuse = self.task.excuse(dialog, turn.told) if turn.told else None
-            if excuse is None or dialog.last:
+            tool_failure_reply = self.task.tool_failure_reply(dialog, turn.told) if turn.told else None
+            if tool_failure_reply is None or dialog.last:
                 self._invalidate(state, turn)
                 state.truncated = dialog.finish_reason == "length"
                 state.terminated = not state.truncated
                 return None
-            calls = sum(message["role"] == "tool" for message in excuse)
-            turn = Turn(excuse, None, {"tools/calls": calls, "tools/errors": calls})
+            calls = sum(message["role"] == "tool" for message in tool_failure_reply)
+            turn = Turn(tool_failure_reply, None, {"tools/calls": calls, "tools/errors": calls})
         self.counts.update(turn.counts)
         if turn.undelivered:
             self._forget(state)
@@ -541,7 +541,7 @@ class LLMEnv(EnvBase):
         if longer is None:
             state.truncated = True
         else:
-            state.wish, state.given = turn.wish, longer.numel()
+            state.limits, state.given = turn.limits, longer.numel()
         return longer
 
     @staticmethod
@@ -555,7 +555,11 @@ class LLMEnv(EnvBase):
     def _continued(self, state: _Row, turn: Turn) -> Tensor | None:
         """All tokens of the sample that the task's answer goes on with, or that it begins; None without room."""
         messages, old = turn.messages or (), state.others.get(turn.sample)
-        longer = self._fitting(self._begun(turn)) if old is None else self._answered(old.tokens, messages, old.latest)
+        longer = (
+            self._if_fits(self._first_prompt_tokens(turn))
+            if old is None
+            else self._append_reply(old.tokens, messages, old.latest)
+        )
         if longer is None:
             return None
         state.others.pop(turn.sample, None)
@@ -563,15 +567,15 @@ class LLMEnv(EnvBase):
         state.chat, state.between = (messages, []) if old is None else (old.chat, [*old.between, *messages])
         return longer
 
-    def _answered(self, tokens: Tensor, messages: Sequence[Message], dialog: Dialog) -> Tensor | None:
+    def _append_reply(self, tokens: Tensor, messages: Sequence[Message], dialog: Dialog) -> Tensor | None:
         """Return all tokens with messages after the latest turn; None if there is no room for them."""
         if messages and not messages[0]["role"]:
             between = self._text_tokens(messages, begins=False)
         else:
             between = self._template.tokens(messages, dialog.tokens)
-        return self._fitting(torch.cat([tokens, between]))
+        return self._if_fits(torch.cat([tokens, between]))
 
-    def _fitting(self, tokens: Tensor) -> Tensor | None:
+    def _if_fits(self, tokens: Tensor) -> Tensor | None:
         return tokens if self.max_dialog_tokens is None or tokens.numel() <= self.max_dialog_tokens else None
 
     @property
@@ -616,7 +620,7 @@ class LLMEnv(EnvBase):
         dialog, state = self.latest[row], self._rows[row]
         if dialog.last or dialog.finish_reason == "length":
             return None
-        longer = self._answered(tokens, messages, dialog)
+        longer = self._append_reply(tokens, messages, dialog)
         if longer is not None:
             said = dialog.messages[len(state.chat) :]
             self._rows[row] = _Row(state.drawn, state.chat, responses=state.responses, between=[*said, *messages])

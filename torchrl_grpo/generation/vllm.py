@@ -449,7 +449,7 @@ class VLLMBase(Engine):
             if not self._fast_works:
                 self._receive_slow(handle)
                 expected = self._rpc("digest")
-                self._rpc("spoil")
+                self._rpc("zero_received_weights")
             self._receive(handle.fast, TRIAL_S)
             if self._fast_works or self._rpc("digest") == expected:
                 self._fast_works = True
@@ -586,7 +586,7 @@ class VLLMEngine(VLLMBase):
         workers = self._llm.llm_engine.vllm_config.parallel_config.world_size
         super().__init__(config, self._llm.model_config, workers)
         watch_for_stops(self._llm.llm_engine.output_processor, self._stops)
-        self._rpc("settle")
+        self._rpc("finish_setup")
         unname_queues()
 
     @classmethod

@@ -117,7 +117,7 @@ class AsyncVLLMEngine(VLLMBase):
                 # The scheduler says that it is ready before it has connected the socket on which it answers: only an
                 # answer shows that the files of the sockets are not needed any more.
                 self._workers = [os.pidfd_open(pid) for pid in self._rpc("die_with_parent")]
-                self._rpc("settle")
+                self._rpc("finish_setup")
                 self._call(self._set_version(0))
         except BaseException:
             self.close()

@@ -54,7 +54,7 @@ class _Pipe(io.FileIO):
             return len(data)
 
 
-def outlive_readers() -> None:
+def ignore_broken_pipes() -> None:
     """Keep this process alive when a standard stream is a pipe whose reader ends."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)

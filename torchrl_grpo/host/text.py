@@ -26,10 +26,10 @@ _INVALID_CAUSES = {
 }
 
 
-def whole(text: str) -> str:
+def replace_lone_surrogates(text: str) -> str:
     r"""A text whose halves of characters are U+FFFD.
 
-    >>> whole("a\ud83d") == "a\ufffd"
+    >>> replace_lone_surrogates("a\ud83d") == "a\ufffd"
     True
     """
     return HALF.sub("\ufffd", text)

@@ -40,7 +40,7 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Picks:
+class GatherIndex:
     """Places along a dimension of a tensor, some of them several times.
 
     Args:
@@ -51,11 +51,11 @@ class Picks:
     places: Tensor
     sums: tuple[Tensor, ...] = ()
 
-    def to(self, device: torch.device) -> Picks:
+    def to(self, device: torch.device) -> GatherIndex:
         """Return them on a device, copied without waiting."""
         if device.type == "cpu":  # which sums one after another, in the order of the places
             return self
-        return Picks(send(self.places, device), tuple(send(tensor, device) for tensor in self._sums()))
+        return GatherIndex(send(self.places, device), tuple(send(tensor, device) for tensor in self._sums()))
 
     def _sums(self) -> tuple[Tensor, ...]:
         """Each place once [R], where in ``places`` it comes first [R], the places that come again [P], and where
@@ -76,7 +76,7 @@ class _Pick(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, picks: Picks) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, dim: int, picks: GatherIndex) -> Tensor:
         ctx.dim, ctx.sums, ctx.size = dim, picks.sums, tensor.shape[dim]
         return tensor.index_select(dim, picks.places)
 
@@ -94,7 +94,7 @@ class _Pick(torch.autograd.Function):
         return total.to(grad.dtype).movedim(0, ctx.dim), None, None
 
 
-def pick(tensor: Tensor, dim: int, picks: Picks) -> Tensor:
+def pick(tensor: Tensor, dim: int, picks: GatherIndex) -> Tensor:
     """Return the parts of a tensor at some places along a dimension; its gradient is the same each time."""
     return _Pick.apply(tensor, dim, picks) if picks.sums else tensor.index_select(dim, picks.places)
 
@@ -117,7 +117,7 @@ class Layout:
 
     source: tuple[Tensor, Tensor]
     tokens: Tensor
-    predictors: Picks
+    predictors: GatherIndex
     targets: Tensor
     places: Tensor
     positions: Tensor | None = None
@@ -125,7 +125,7 @@ class Layout:
     once: Tensor | None = None
     place: Tensor | None = None
 
-    def spelled(self) -> Layout:
+    def with_unique_tokens(self) -> Layout:
         """Return the layout with its different tokens, for ``tied_rows``; on the CPU."""
         once, place = self.tokens.flatten().unique(return_inverse=True)
         return replace(self, once=once, place=place)
@@ -157,7 +157,7 @@ class Layout:
         return queries, keys
 
     @cached_property
-    def keys(self) -> Picks:
+    def keys(self) -> GatherIndex:
         """The places in the row of the tokens that each sequence looks at, one sequence after another."""
         places, start = [], 0
         for prompt, *parts in self.groups:
@@ -165,7 +165,7 @@ class Layout:
             for i, own in enumerate(parts):
                 places += [shared] * bool(i) + [torch.arange(start, start + own)]
                 start += own
-        return Picks(torch.cat(places)).to(self.tokens.device)
+        return GatherIndex(torch.cat(places)).to(self.tokens.device)
 
     @cached_property
     def bounds(self) -> tuple[Tensor, Tensor]:
@@ -202,7 +202,7 @@ def padded(tokens_BT: Tensor, mask_BT: Tensor) -> Layout:
     targets = tokens_BT[:, 1:].flatten().index_select(0, predictors)
     places = predictors + predictors // max(width, 1) + 1
     tokens = tokens_BT[:, :-1]
-    return Layout(source, tokens, Picks(predictors), targets, places)
+    return Layout(source, tokens, GatherIndex(predictors), targets, places)
 
 
 def packed(tokens_BT: Tensor, mask_BT: Tensor, prompts: Sequence[Prompt] | None = None) -> Layout:
@@ -242,7 +242,7 @@ def packed(tokens_BT: Tensor, mask_BT: Tensor, prompts: Sequence[Prompt] | None 
         lead[rows] = shift[rows[0]]
     flat = scored.flatten().nonzero().squeeze(-1)
     of_row, position = flat // max(width, 1), flat % max(width, 1)
-    predictors = Picks(position + torch.where(position < begin[of_row], lead[of_row], shift[of_row]))
+    predictors = GatherIndex(position + torch.where(position < begin[of_row], lead[of_row], shift[of_row]))
     targets = tokens_BT[:, 1:].flatten()[flat]
     tokens = tokens_BT[index.repeat_interleave(size), positions]
     return Layout(source, tokens[None], predictors, targets, flat + of_row + 1, positions[None], tuple(groups))

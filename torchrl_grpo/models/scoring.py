@@ -139,7 +139,7 @@ class TokenScorer(TensorDictModuleBase):
         """
         packs = self.packs(tokens_BT.shape[1])
         layout = packed(tokens_BT, mask_BT, prompts) if packs else padded(tokens_BT, mask_BT)
-        return layout.spelled() if tied_embedding(self.base) is not None else layout
+        return layout.with_unique_tokens() if tied_embedding(self.base) is not None else layout
 
     def score_layout(self, layout: Layout, states: Tensor | None = None) -> tuple[Tensor, ...]:
         """Score sequences with an existing layout, on any device; see ``score``.

@@ -34,7 +34,7 @@ from torchrl_grpo.errors import INVALID_CAUSES, InvalidRewardError
 from torchrl_grpo.host import interrupts
 from torchrl_grpo.host.processes import go_on_in_guarded_child, show_stack_when_asked
 from torchrl_grpo.host.text import clip, printable
-from torchrl_grpo.tasks.base import Dialog, Score, Task, Turn, Wish, attempt
+from torchrl_grpo.tasks.base import Dialog, Score, Task, Turn, TurnLimits, attempt
 
 RESTARTS = "workers/restarts_reward"
 TIMED_OUT = "workers/rewards_timed_out"
@@ -205,7 +205,7 @@ class _Worker:
             self.process.wait()
 
 
-class _Lane:
+class _WorkerSlot:
     """The place of one worker: what waits for it, and the dialogs that it keeps between their turns.
 
     Attributes:
@@ -257,8 +257,8 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         self._threads = ThreadPoolExecutor(self._most, thread_name_prefix="rewards")
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
-        self._lanes = [_Lane() for _ in range(workers)]
-        self._lane_of: dict[str, _Lane] = {}  # by episode
+        self._slots = [_WorkerSlot() for _ in range(workers)]
+        self._slot_of: dict[str, _WorkerSlot] = {}  # by episode
         self._waiting: deque[tuple[Dialog, Future[Turn | Failure]]] = deque()  # for any worker
         self._counts: Counter[str] = Counter()
         self._closed = False
@@ -295,20 +295,20 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         if not dialog.episode:
             return self._waiting
         if not dialog.responses:
-            if dialog.episode in self._lane_of:  # given up without a word
-                self._lane_of[dialog.episode].waiting.append(dialog.episode)
-            loads = Counter(map(id, self._lane_of.values()))
-            self._lane_of[dialog.episode] = min(self._lanes, key=lambda lane: loads[id(lane)])
-        lane = self._lane_of.get(dialog.episode)
-        return self._waiting if lane is None else lane.waiting
+            if dialog.episode in self._slot_of:  # given up without a word
+                self._slot_of[dialog.episode].waiting.append(dialog.episode)
+            loads = Counter(map(id, self._slot_of.values()))
+            self._slot_of[dialog.episode] = min(self._slots, key=lambda slot: loads[id(slot)])
+        slot = self._slot_of.get(dialog.episode)
+        return self._waiting if slot is None else slot.waiting
 
     def end(self, episode: str) -> None:
         """Have the worker that keeps a dialog close it, after all turns of it that were submitted."""
         with self._lock:
-            lane = self._lane_of.pop(episode, None)
-            if lane is None or self._closed:
+            slot = self._slot_of.pop(episode, None)
+            if slot is None or self._closed:
                 return
-            lane.waiting.append(episode)
+            slot.waiting.append(episode)
         self._threads.submit(self._work)
 
     def take_counts(self) -> dict[str, int]:
@@ -320,15 +320,15 @@ class RewardPool(AbstractContextManager["RewardPool"]):
     def pids(self) -> list[int]:
         """The worker processes that there are."""
         with self._lock:
-            return [lane.worker.process.pid for lane in self._lanes if lane.worker is not None]
+            return [slot.worker.process.pid for slot in self._slots if slot.worker is not None]
 
     def close(self) -> None:
         """Ends the workers, those in the middle of a dialog at once. May be called again."""
         with self._idle:
             self._closed = True
-            self._idle.wait_for(lambda: not any(one.busy and not one.playing for one in self._lanes), _OWN_END_S)
-            workers = [lane.worker for lane in self._lanes if lane.worker is not None]
-            keeping = [lane.worker for lane in self._lanes if lane.worker is not None and lane.kept and not lane.busy]
+            self._idle.wait_for(lambda: not any(one.busy and not one.playing for one in self._slots), _OWN_END_S)
+            workers = [slot.worker for slot in self._slots if slot.worker is not None]
+            keeping = [slot.worker for slot in self._slots if slot.worker is not None and slot.kept and not slot.busy]
         leaving = [threading.Thread(target=worker.let_go) for worker in keeping]
         for thread in leaving:
             thread.start()
@@ -339,7 +339,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         self._threads.shutdown(cancel_futures=True)
         for worker in workers:
             worker.close()
-        queues: list[deque[Any]] = [self._waiting, *(lane.waiting for lane in self._lanes)]
+        queues: list[deque[Any]] = [self._waiting, *(slot.waiting for slot in self._slots)]
         for queue in queues:
             while queue:
                 left = queue.popleft()
@@ -350,12 +350,12 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         self.close()
 
     def _work(self) -> None:
-        """Works for lanes that nobody works for, as long as something waits."""
-        while (lane := self._idle_lane()) is not None:
+        """Works for slots that nobody works for, as long as something waits."""
+        while (slot := self._idle_slot()) is not None:
             taken: list[tuple[Dialog, Future[Turn | Failure]]] = []
             try:
-                ended, taken = self._take(lane)
-                turns = self._advance(lane, [dialog for dialog, _ in taken], ended)
+                ended, taken = self._take(slot)
+                turns = self._advance(slot, [dialog for dialog, _ in taken], ended)
                 for (_, future), turn in zip(taken, turns, strict=True):
                     future.set_result(turn)
             except BaseException as error:
@@ -364,67 +364,67 @@ class RewardPool(AbstractContextManager["RewardPool"]):
                         future.set_exception(error)
             finally:
                 with self._idle:
-                    lane.busy = lane.playing = False
+                    slot.busy = slot.playing = False
                     self._idle.notify_all()
 
-    def _idle_lane(self) -> _Lane | None:
-        """A lane for which something waits, marked as busy."""
+    def _idle_slot(self) -> _WorkerSlot | None:
+        """A slot for which something waits, marked as busy."""
         with self._lock:
             if self._closed:
                 return None
-            idle = [lane for lane in self._lanes if not lane.busy]
-            own = [lane for lane in idle if lane.waiting]
+            idle = [slot for slot in self._slots if not slot.busy]
+            own = [slot for slot in idle if slot.waiting]
             if not own and not (idle and self._waiting):
                 return None
             # Where any will do, one that has a process is first.
-            lane = own[0] if own else min(idle, key=lambda lane: lane.worker is None)
-            lane.busy = True
-            return lane
+            slot = own[0] if own else min(idle, key=lambda slot: slot.worker is None)
+            slot.busy = True
+            return slot
 
-    def _take(self, lane: _Lane) -> tuple[list[str], list[tuple[Dialog, Future[Turn | Failure]]]]:
+    def _take(self, slot: _WorkerSlot) -> tuple[list[str], list[tuple[Dialog, Future[Turn | Failure]]]]:
         """Takes what waits: episodes to close or, if there are none, as many dialogs as are played at a time."""
         ended: list[str] = []
         taken: list[tuple[Dialog, Future[Turn | Failure]]] = []
         with self._lock:
-            while lane.waiting and isinstance(lane.waiting[0], str):
-                ended.append(lane.waiting.popleft())
-            queue: deque[Any] = lane.waiting or self._waiting
+            while slot.waiting and isinstance(slot.waiting[0], str):
+                ended.append(slot.waiting.popleft())
+            queue: deque[Any] = slot.waiting or self._waiting
             while queue and not ended and len(taken) < self._at_a_time and not isinstance(queue[0], str):
                 taken.append(queue.popleft())
-            lane.playing = bool(taken)
+            slot.playing = bool(taken)
         return ended, taken
 
-    def _advance(self, lane: _Lane, dialogs: list[Dialog], ended: Sequence[str] = ()) -> list[Turn | Failure]:
-        """The answers to dialogs; all of them stay with the lane's worker, or none does."""
-        if lane.worker is not None and lane.worker.process.poll() is not None:  # it ended while it had nothing to do
-            self._drop(lane, RESTARTS)
-        ended = [episode for episode in ended if episode in lane.kept]
+    def _advance(self, slot: _WorkerSlot, dialogs: list[Dialog], ended: Sequence[str] = ()) -> list[Turn | Failure]:
+        """The answers to dialogs; all of them stay with the slot's worker, or none does."""
+        if slot.worker is not None and slot.worker.process.poll() is not None:  # it ended while it had nothing to do
+            self._drop(slot, RESTARTS)
+        ended = [episode for episode in ended if episode in slot.kept]
         lost = {
-            id(dialog) for dialog in dialogs if dialog.episode and dialog.responses and dialog.episode not in lane.kept
+            id(dialog) for dialog in dialogs if dialog.episode and dialog.responses and dialog.episode not in slot.kept
         }
         alive = [dialog for dialog in dialogs if id(dialog) not in lost]
-        lane.kept.update(dialog.episode for dialog in alive if dialog.episode)
-        turns = iter(self._asked(lane, alive, ended) if alive or ended else [])
-        lane.kept.difference_update(ended)
+        slot.kept.update(dialog.episode for dialog in alive if dialog.episode)
+        turns = iter(self._asked(slot, alive, ended) if alive or ended else [])
+        slot.kept.difference_update(ended)
         return [_LOST if id(dialog) in lost else next(turns) for dialog in dialogs]
 
-    def _asked(self, lane: _Lane, dialogs: list[Dialog], ended: Sequence[str]) -> list[Turn | Failure]:
+    def _asked(self, slot: _WorkerSlot, dialogs: list[Dialog], ended: Sequence[str]) -> list[Turn | Failure]:
         how, keeps = "", bool(ended) or any(dialog.episode for dialog in dialogs)
         attempts = 1 if keeps else _MOST_ATTEMPTS
         for _ in range(attempts):
-            worker = self._living_worker(lane)
+            worker = self._living_worker(slot)
             try:
                 turns = worker.ask(dialogs, ended, self.timeout_s)
             except (EOFError, OSError, ValueError) as error:
                 foreign = isinstance(error, ValueError) or not worker.connection.readable  # it was too large
                 how = "after sending something that is no answer" if foreign else worker.how_it_ended()
-                self._drop(lane, RESTARTS)
+                self._drop(slot, RESTARTS)
                 if len(dialogs) > 1:
                     break
                 continue
             if turns is not None:
                 return turns
-            self._drop(lane, TIMED_OUT)
+            self._drop(slot, TIMED_OUT)
             if keeps or len(dialogs) == 1:
                 what = "answer" if keeps else "score"
                 text = f"there was no {what} within env.reward_timeout_s={self.timeout_s:g}."
@@ -432,26 +432,26 @@ class RewardPool(AbstractContextManager["RewardPool"]):
                 return [Failure(("timeout",), text, "timeout", told, text)] * len(dialogs)
             break
         if len(dialogs) > 1 and not keeps:  # one of them took the others with it: which, they show alone
-            return [turn for dialog in dialogs for turn in self._asked(lane, [dialog], ())]
+            return [turn for dialog in dialogs for turn in self._asked(slot, [dialog], ())]
         text = f"{attempts} processes ended while they scored it ({how})."
         text = f"its process ended ({how})." if keeps else text
         told = "" if keeps else "its process ended"
         return [Failure(("died", how), text, "crash", told, text)] * len(dialogs)
 
-    def _living_worker(self, lane: _Lane) -> _Worker:
+    def _living_worker(self, slot: _WorkerSlot) -> _Worker:
         with self._lock:
             if self._closed:
                 raise RuntimeError("the reward pool is closed: make a new one.")
-            if lane.worker is None:
-                lane.worker = _Worker(self._task)
-            return lane.worker
+            if slot.worker is None:
+                slot.worker = _Worker(self._task)
+            return slot.worker
 
-    def _drop(self, lane: _Lane, reason: str) -> None:
+    def _drop(self, slot: _WorkerSlot, reason: str) -> None:
         """End a worker and count the cause."""
         with self._lock:
-            worker, lane.worker = lane.worker, None
+            worker, slot.worker = slot.worker, None
             self._counts[reason] += 1
-        lane.kept.clear()
+        slot.kept.clear()
         if worker is not None:
             worker.close()
 
@@ -483,7 +483,7 @@ def _as_json(turn: Turn | Failure) -> Any:
             "reward": turn.reward,
             "tools": tools,
         }
-        made |= {"sample": turn.sample, "wish": [turn.wish.max_tokens, list(turn.wish.stop), turn.wish.log_probs]}
+        made |= {"sample": turn.sample, "wish": [turn.limits.max_tokens, list(turn.limits.stop), turn.limits.log_probs]}
         made["undelivered"] = turn.undelivered
         try:
             if len(json.dumps(made)) > _LARGEST_ANSWER // 128:
@@ -524,9 +524,9 @@ def _from_json(one: dict[str, Any]) -> Turn | Failure:
     tools = None if one["tools"] is None else [dict(tool) for tool in one["tools"]]
     counts = {name: float(count) for name, count in one["counts"].items()}
     most, stop, log_probs = one["wish"]
-    wish = Wish(None if most is None else int(most), tuple(map(str, stop)), bool(log_probs))
+    limits = TurnLimits(None if most is None else int(most), tuple(map(str, stop)), bool(log_probs))
     sample, undelivered = int(one["sample"]), bool(one["undelivered"])
-    return Turn(messages, score, counts, _number(one["reward"]), tools, sample, wish, undelivered)
+    return Turn(messages, score, counts, _number(one["reward"]), tools, sample, limits, undelivered)
 
 
 def _number(value: Any) -> float | None:
@@ -545,7 +545,7 @@ def serve(fd: int, parent: int) -> None:
     if sys.platform == "linux":
         go_on_in_guarded_child(parent, closing=fd)
         show_stack_when_asked()
-    interrupts.outlive_readers()  # a scorer may print
+    interrupts.ignore_broken_pipes()  # a scorer may print
     connection = Connection(fd)
     with suppress(EOFError, OSError):
         task_bytes = connection.recv_bytes()

@@ -21,7 +21,7 @@ from torchrl_grpo.host.startup import leave
 from torchrl_grpo.learner.learner import Learner
 from torchrl_grpo.models.sharding import init_mesh
 from torchrl_grpo.runtime.cluster import interface_of
-from torchrl_grpo.runtime.groups import Travelling
+from torchrl_grpo.runtime.groups import PackedGroup
 from torchrl_grpo.runtime.placement import own_device
 
 
@@ -50,7 +50,7 @@ class Actor:
     def call_for_groups(self, method: str, *arguments: Any) -> tuple[Any, ...]:
         """Call a method that gives something and a list of groups; each group becomes an object of its own."""
         first, groups = self.call(method, *arguments)
-        return (first, *map(Travelling, groups))
+        return (first, *map(PackedGroup, groups))
 
     def call_and_keep(self, method: str, *arguments: Any) -> tuple[None, Any]:
         """Call a method whose result stays in the object store; the caller only gets None."""

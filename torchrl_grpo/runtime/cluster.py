@@ -42,7 +42,7 @@ MIN_RAY = (2, 59)  # asks for a token by itself: before that, whoever reached th
 
 
 @dataclass(frozen=True)
-class Seat:
+class ActorAllocation:
     """Share of one bundle of the placement group that one process takes.
 
     Attributes:
@@ -79,9 +79,9 @@ def require_ray() -> None:
         )
 
 
-def seats(
+def allocations(
     plan: DevicePlan, node_cpus: Sequence[float], tensor_parallel_size: int = 1
-) -> tuple[list[dict[str, float]], dict[str, list[Seat]]]:
+) -> tuple[list[dict[str, float]], dict[str, list[ActorAllocation]]]:
     """Return the bundles for a plan, and the seat of each process.
 
     An engine is in one bundle, which is never spread over machines, and so are the training ranks that compute each
@@ -106,7 +106,7 @@ def seats(
     users = Counter(device for members in together for _, devices in members for device in devices)
     in_bundle = _bundled([[device for _, devices in members for device in devices] for members in together])
     bundles: list[dict[str, float]] = [{"CPU": 0.0} for _ in range(max(in_bundle) + 1)]
-    taken: dict[str, list[Seat]] = {"train": [], "inference": [], "reference": [], "teacher": []}
+    taken: dict[str, list[ActorAllocation]] = {"train": [], "inference": [], "reference": [], "teacher": []}
     of_bundle: dict[int, set[torch.device]] = {}
     for index, members in zip(in_bundle, together, strict=True):
         for role, devices in members:
@@ -116,7 +116,7 @@ def seats(
             of_bundle.setdefault(index, set()).update(devices if cuda else ())
             gpus = len(devices) * int(10_000 / max(users[device] for device in devices)) / 10_000
             gpus = gpus if gpus < 1 else int(gpus)  # Ray counts in 10,000ths below 1, and in whole ones above it
-            taken[role].append(Seat(index, devices, cpus, gpus if cuda else 0))
+            taken[role].append(ActorAllocation(index, devices, cpus, gpus if cuda else 0))
     for index, gpus_of_bundle in of_bundle.items():
         if gpus_of_bundle:
             bundles[index]["GPU"] = float(len(gpus_of_bundle))
@@ -141,7 +141,7 @@ def _bundled(together: Sequence[Sequence[torch.device]]) -> list[int]:
     return [order.index(one) for one in found]
 
 
-def by_machine(ranks: Sequence[Seat], machines: Sequence[str]) -> list[Seat]:
+def by_machine(ranks: Sequence[ActorAllocation], machines: Sequence[str]) -> list[ActorAllocation]:
     """Return the seats of the training ranks machine by machine, beginning with rank 0's.
 
     So a collective operation between neighbors crosses from one machine to another as rarely as it can.
@@ -150,8 +150,8 @@ def by_machine(ranks: Sequence[Seat], machines: Sequence[str]) -> list[Seat]:
         ranks: in the plan's order.
         machines: of each bundle.
     """
-    met = list(dict.fromkeys(machines[seat.bundle] for seat in ranks))
-    return sorted(ranks, key=lambda seat: (met.index(machines[seat.bundle]), seat.bundle))
+    met = list(dict.fromkeys(machines[allocation.bundle] for allocation in ranks))
+    return sorted(ranks, key=lambda allocation: (met.index(machines[allocation.bundle]), allocation.bundle))
 
 
 def _cpu_share(widths: Sequence[int], node_cpus: Sequence[float]) -> float:
@@ -250,7 +250,7 @@ class Cluster:
                 f"train_model.tensor_parallel_size={tensor_parallel_size} must be at most the GPUs of one machine, and "
                 f"no machine of {place} has more than {most}: use {most}, or leave it out and shard over all devices."
             )
-        bundles, taken = seats(plan, cpus, tensor_parallel_size)
+        bundles, taken = allocations(plan, cpus, tensor_parallel_size)
         if self.address and plan.colocated and (widest := max(bundle.get("GPU", 0) for bundle in bundles)) > 1:
             raise ValueError(
                 f"engines and training ranks that take turns must each be on one GPU on {place}, because Ray decides "
@@ -270,22 +270,24 @@ class Cluster:
         machines = [table[index] for index in range(len(bundles))]
         taken["train"], self._machines = by_machine(taken["train"], machines), set(machines)
         # Ray gives a process one thread; the CPUs there are, shared out, are what torch would use in one process.
-        threads = max(1, int(sum(cpus) // sum(len(seat.devices) for role in taken.values() for seat in role)))
+        threads = max(
+            1, int(sum(cpus) // sum(len(allocation.devices) for role in taken.values() for allocation in role))
+        )
 
-        def options(role: str, seat: Seat) -> dict[str, Any]:
-            variables = _environment(seat, threads, pinned=self.address is None)
+        def options(role: str, allocation: ActorAllocation) -> dict[str, Any]:
+            variables = _environment(allocation, threads, pinned=self.address is None)
             if role == "train" and not plan.colocated:
-                variables |= _allocator(seat)
+                variables |= _allocator(allocation)
             return {
-                "num_cpus": seat.num_cpus,
-                "num_gpus": seat.num_gpus,
+                "num_cpus": allocation.num_cpus,
+                "num_gpus": allocation.num_gpus,
                 "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                    group, placement_group_bundle_index=seat.bundle
+                    group, placement_group_bundle_index=allocation.bundle
                 ),
                 "runtime_env": {"env_vars": variables},
             }
 
-        return {role: [options(role, seat) for seat in places] for role, places in taken.items()}
+        return {role: [options(role, allocation) for allocation in places] for role, places in taken.items()}
 
     def check_object_store(self, wanted: int) -> None:
         """Check that weights fit into Ray's object store on each machine of the run; call it after ``place``.
@@ -520,29 +522,29 @@ def _remove(lock: IO[str]) -> None:
         time.sleep(0.1)
 
 
-def _environment(seat: Seat, threads: int, *, pinned: bool) -> dict[str, str]:
+def _environment(allocation: ActorAllocation, threads: int, *, pinned: bool) -> dict[str, str]:
     """Return environment variables of a process; ``pinned`` if its devices are the plan's and not Ray's choice."""
     # Ray copies what an actor prints into the user's terminal, which has a progress bar of its own.
     variables = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", **actor_environment()}
     if "OMP_NUM_THREADS" not in os.environ:
-        variables["OMP_NUM_THREADS"] = str(threads * len(seat.devices))
-    if pinned and seat.devices[0].type == "cuda":
+        variables["OMP_NUM_THREADS"] = str(threads * len(allocation.devices))
+    if pinned and allocation.devices[0].type == "cuda":
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = visible.split(",") if visible else None
-        indices = [device.index for device in seat.devices]
+        indices = [device.index for device in allocation.devices]
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(names[i] if names else str(i) for i in indices)
         variables["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
     return variables
 
 
-def _allocator(seat: Seat) -> dict[str, str]:
+def _allocator(allocation: ActorAllocation) -> dict[str, str]:
     """Environment variables that let a training rank's memory on CUDA grow in place, as the sizes of its passes vary.
 
     Not for memory that an engine on the same device reads through CUDA IPC: that is slower to open then (vLLM's
     ``sharded_rdt_trainer``), and PyTorch asks for the right to trace the process that it belongs to.
     """
     given = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()
-    return {} if given or seat.devices[0].type != "cuda" else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    return {} if given or allocation.devices[0].type != "cuda" else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
 def _missing(bundles: Sequence[dict[str, float]], nodes: Sequence[dict[str, float]], free: dict[str, float]) -> str:

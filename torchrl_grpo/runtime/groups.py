@@ -1,4 +1,4 @@
-"""``Travelling``: a group of sequences on its way from actor to actor.
+"""``PackedGroup``: a group of sequences on its way from actor to actor.
 
 A group travels as one flat tensor for each key, instead of one for each sequence. Pickling costs by the object: a lazy
 stack of 64 short sequences has more than a thousand tensors and TensorDicts.
@@ -17,7 +17,7 @@ _Column = tuple[tuple[str, ...], Any, list[torch.Size] | None]
 """A key, and its values: a flat tensor and the shapes of its parts, or a list of what is no tensor and None."""
 
 
-class Travelling:
+class PackedGroup:
     """A group that is unpickled as the lazy stack that it was, in views of the flat tensors.
 
     Args:
@@ -26,7 +26,7 @@ class Travelling:
     Example:
         >>> import pickle
         >>> group = lazy_stack([TensorDict({"a": {"b": torch.arange(n)}, "text": "x" * n}) for n in (2, 3)])
-        >>> [(row["a", "b"].tolist(), row["text"]) for row in pickle.loads(pickle.dumps(Travelling(group))).unbind(0)]
+        >>> [(row["a", "b"].tolist(), row["text"]) for row in pickle.loads(pickle.dumps(PackedGroup(group))).unbind(0)]
         [([0, 1], 'xx'), ([0, 1, 2], 'xxx')]
     """
 

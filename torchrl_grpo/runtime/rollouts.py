@@ -4,8 +4,8 @@ A ``RolloutTask`` is played by a sampler and scored by a reference model and a t
 groups wait in the ``GroupBuffer``.
 The parts live in places, in this thread or as actors, and are called the same way in both. The work is done in rounds,
 small coroutines: one gives a part new weights, the others take a task, have the part do it, and hand on what it gives.
-Who loses its part puts its task back. A driver says when a round goes on: ``InTurn`` while the loop waits, and
-``InThread`` all the time, at several places at once.
+Who loses its part puts its task back. A driver says when a round goes on: ``InlineDriver`` while the loop waits, and
+``ThreadDriver`` all the time, at several places at once.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any
 
 from torchrl_grpo.checks import InFlight
 from torchrl_grpo.errors import TransferRefusedError, WorkersLostError
-from torchrl_grpo.runtime.in_thread import InThread
-from torchrl_grpo.runtime.in_turn import InTurn
-from torchrl_grpo.runtime.places import ActorLostError, Place, first_line
+from torchrl_grpo.runtime.inline_driver import InlineDriver
 from torchrl_grpo.runtime.tasks import Progress, TaskQueue
+from torchrl_grpo.runtime.thread_driver import ThreadDriver
+from torchrl_grpo.runtime.workers import ActorLostError, Worker, first_line
 
 MOST_ATTEMPTS = 3
 """Number of actors that may be lost over the same work before the run ends."""
@@ -37,8 +37,8 @@ class Rollouts:
 
     Lifecycle: ``start``, with actors ``wait_until_ready``, then ``publish`` and ``next_batch`` in turns, then
     ``close``, once or more. Nothing is sampled before the first ``publish``. Every method but ``close`` raises what a
-    part raised, and with actors what ``InThread`` says, and ``WorkersLostError`` when a task was the end of every actor
-    that it met.
+    part raised, and with actors what ``ThreadDriver`` says, and ``WorkersLostError`` when a task ended every actor
+    that played it.
 
     Attributes:
         tasks: what is to be played, is being played, and waits for a batch.
@@ -49,7 +49,7 @@ class Rollouts:
 
     Args:
         tasks: what is to be played; the samplers have environments of as many groups as a task.
-        driver: of the places: ``InTurn`` if they are ``Here``, ``InThread`` if they are ``OnRay``.
+        driver: of the places: ``InlineDriver`` if they are ``LocalWorker``, ``ThreadDriver`` if they are ``RayWorker``.
 
     Keyword Args:
         samplers: places that make a sampler of an engine's state, which is None at first (``make_seeded``).
@@ -70,11 +70,11 @@ class Rollouts:
     def __init__(
         self,
         tasks: TaskQueue,
-        driver: InTurn | InThread,
+        driver: InlineDriver | ThreadDriver,
         *,
-        samplers: Sequence[Place],
-        references: Sequence[Place] = (),
-        teachers: Sequence[Place] = (),
+        samplers: Sequence[Worker],
+        references: Sequence[Worker] = (),
+        teachers: Sequence[Worker] = (),
         concurrent_tasks: int = 1,
         in_flight: InFlight = "wait",
         references_first: bool = False,
@@ -111,16 +111,16 @@ class Rollouts:
         """Make the parts; with actors, return at once."""
         of_samplers = [self._keep_current, *[self._play] * self._concurrent_tasks]
         of_references = [self._keep_reference_current, *[self._score] * _SCORED_AT_A_TIME]
-        playing = {place: [partial(work, place) for work in of_samplers] for place in self.samplers}
+        playing = {worker: [partial(work, worker) for work in of_samplers] for worker in self.samplers}
         scoring, teaching = (
-            {place: [partial(work, place) for work in of_references] for place in places}
-            for places in (self.references, self.teachers)
+            {worker: [partial(work, worker) for work in of_references] for worker in workers}
+            for workers in (self.references, self.teachers)
         )
         self._driver.start(self._make, (playing, scoring, teaching), self.what_is_missing)
 
     def wait_until_ready(self) -> None:
         """Wait until all parts are made."""
-        self._driver.ask(self._driver.until(lambda: all(place.ready for place in self._places)))
+        self._driver.run(self._driver.until(lambda: all(worker.ready for worker in self._workers)))
 
     def next_batch(self) -> list[Any]:
         """Return the groups of the next batch, when it is there: lazy stacks of sequences, or references to them.
@@ -128,7 +128,7 @@ class Rollouts:
         Raises:
             RuntimeError: a sequence was sampled by weights that are older than those that it was begun with.
         """
-        groups, self._metrics = self._driver.ask(self._next_groups())
+        groups, self._metrics = self._driver.run(self._next_groups())
         return [group for _, group in groups]
 
     def publish(self, handle: Any, version: int) -> None:
@@ -138,25 +138,25 @@ class Rollouts:
             handle: a ``WeightHandle``, or a reference to one.
             version: of the weights.
         """
-        self._driver.ask(self._publish(handle, version))
+        self._driver.run(self._publish(handle, version))
 
     def update_reference(self, handle: Any) -> None:
         """Replace the reference model's weights for everything that is scored from here on; see ``publish``."""
-        self._driver.ask(self._update_reference(handle))
+        self._driver.run(self._update_reference(handle))
 
     def evaluate(self, *, sampled: bool) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Return what ``Evaluator.evaluate`` gives for the published weights; nothing without a test split."""
         if not self._evaluates:
             return {}, []
         what = "evaluate the test split"
-        return self._driver.ask(self._ask_any(what, "evaluate", sampled), what)
+        return self._driver.run(self._ask_any(what, "evaluate", sampled), what)
 
     def probes(self) -> list[Any]:
         """Return what ``Sampler.probe`` gives for each sampler, with the published weights.
 
         A sampler that is being made again is left out, unless there is no other.
         """
-        return self._driver.ask(self._ask_each("sample a probe", "probe"))
+        return self._driver.run(self._ask_each("sample a probe", "probe"))
 
     def metrics(self) -> dict[str, float]:
         """Return metrics of the latest batch, named ``section/name``: seconds, staleness, counts."""
@@ -164,11 +164,11 @@ class Rollouts:
 
     def spans(self) -> list[dict[str, Any]]:
         """Return what the parts did since the last call, as spans of ``timeline.jsonl`` (``RolloutReport.spans``)."""
-        return [place.spans.popleft() for place in self._places for _ in range(len(place.spans))]
+        return [worker.spans.popleft() for worker in self._workers for _ in range(len(worker.spans))]
 
     def pids(self) -> dict[str, int]:
         """Return the process of each part that is made, by its name."""
-        return {place.name: place.pid for place in self._places if place.ready}
+        return {worker.name: worker.pid for worker in self._workers if worker.ready}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the next batches depend on, apart from the weights.
@@ -176,7 +176,7 @@ class Rollouts:
         ``drawing`` (where the problems are), ``ahead`` (group and problem of what was drawn and no batch has taken: it
         is played again after a restore) and ``engines`` (the state of each, None where it cannot be told).
         """
-        return self._driver.ask(self._state())
+        return self._driver.run(self._state())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what ``state_dict`` gave; before ``start``."""
@@ -188,8 +188,8 @@ class Rollouts:
         """Describe the state of the parts and of the next batch's groups."""
         playing = [f"{s.name} {'has' if s.ready else 'is starting, with'} {len(s.tasks)}" for s in self.samplers]
         scorers = [*self.references, *self.teachers]
-        scoring = sum(len(place.tasks) for place in scorers) + len(self.tasks.unscored)
-        lost = [f"; {p.name} was last lost with: {first_line(p.error)}" for p in self._places if p.error is not None]
+        scoring = sum(len(worker.tasks) for worker in scorers) + len(self.tasks.unscored)
+        lost = [f"; {p.name} was last lost with: {first_line(p.error)}" for p in self._workers if p.error is not None]
         return (
             f"{self.tasks.buffer.waiting} of the {self.tasks.buffer.groups_per_batch} groups of a batch wait, "
             f"{', '.join(playing)} tasks, {scoring} tasks are being scored{''.join(lost)}"
@@ -217,7 +217,7 @@ class Rollouts:
         self._reference_weights = handle
         self._driver.notify()
         if not self._driver.overlaps:
-            await self._driver.until(lambda: all(place.weights is handle for place in self.references))
+            await self._driver.until(lambda: all(worker.weights is handle for worker in self.references))
 
     async def _next_groups(self) -> tuple[list[tuple[int, Any]], dict[str, float]]:
         """Return the next batch as (group, its data), and metrics of it and of the parts."""
@@ -230,9 +230,9 @@ class Rollouts:
             known = {name: value for name, value in metrics.items() if not name.startswith("buffer/")}
             return groups, {_SECONDS.get(name, name): value for name, value in known.items()}
         metrics["workers/update_s"] = self._update_s
-        metrics["workers/restarts_rollout"] = sum(place.restarts for place in self.samplers)
-        metrics["workers/restarts_reference"] = sum(place.restarts for place in [*self.references, *self.teachers])
-        metrics |= {f"workers/responses_rollout_{i}": place.responses for i, place in enumerate(self.samplers)}
+        metrics["workers/restarts_rollout"] = sum(worker.restarts for worker in self.samplers)
+        metrics["workers/restarts_reference"] = sum(worker.restarts for worker in [*self.references, *self.teachers])
+        metrics |= {f"workers/responses_rollout_{i}": worker.responses for i, worker in enumerate(self.samplers)}
         return groups, metrics
 
     async def _end_turn(self) -> None:
@@ -240,7 +240,7 @@ class Rollouts:
         self._trains = True
 
         def settled() -> bool:
-            return not self._starting and all(place.updating is None for place in self.samplers if place.ready)
+            return not self._starting and all(worker.updating is None for worker in self.samplers if worker.ready)
 
         await self._driver.until(settled)
         for sampler in self.samplers:
@@ -266,7 +266,7 @@ class Rollouts:
         for sampler in [sampler for sampler in self.samplers if sampler.ready]:
             restarts = sampler.restarts
 
-            def settled(sampler: Place = sampler, restarts: int = restarts) -> bool:
+            def settled(sampler: Worker = sampler, restarts: int = restarts) -> bool:
                 return self._is_current(sampler) or sampler.restarts > restarts
 
             await self._driver.until(settled)
@@ -280,24 +280,24 @@ class Rollouts:
 
     # What is done at a place
 
-    async def _make(self, place: Place) -> None:
+    async def _make(self, worker: Worker) -> None:
         """Make the part of a place, which then has its initial weights."""
-        if place not in self.samplers:
-            place.weights = None
-            await place.start()
+        if worker not in self.samplers:
+            worker.weights = None
+            await worker.start()
             return
         if self._references_first:
-            await self._driver.until(lambda: all(place.ready for place in [*self.references, *self.teachers]))
+            await self._driver.until(lambda: all(worker.ready for worker in [*self.references, *self.teachers]))
         await self._driver.until(lambda: not self._trains)
-        place.version = place.updating = None
+        worker.version = worker.updating = None
         self._starting += 1
         try:
-            await place.start(place.engine_state)
+            await worker.start(worker.engine_state)
         finally:
             self._starting -= 1
             self._driver.notify()
 
-    async def _keep_current(self, sampler: Place) -> None:
+    async def _keep_current(self, sampler: Worker) -> None:
         """Give a sampler the published weights."""
         await self._driver.until(lambda: self._next_version(sampler) is not None)
         sampler.updating = version = self._next_version(sampler)
@@ -316,10 +316,10 @@ class Rollouts:
         self._release_old()
         self._driver.notify()
 
-    def _next_version(self, sampler: Place) -> int | None:
+    def _next_version(self, sampler: Worker) -> int | None:
         """Return the version that a sampler should take now, None if there is none."""
 
-        def may_update(one: Place) -> bool:
+        def may_update(one: Worker) -> bool:
             return not self._trains and (self._in_flight != "wait" or not one.tasks)
 
         if not self._together or sampler.restarts:
@@ -330,7 +330,7 @@ class Rollouts:
         ready = all(other.ready and may_update(other) for other in self.samplers)
         return self.published if ready and sampler.version != self.published else None
 
-    async def _keep_reference_current(self, reference: Place) -> None:
+    async def _keep_reference_current(self, reference: Worker) -> None:
         """Give a reference model its new weights."""
         await self._driver.until(lambda: reference.weights is not self._weights_of(reference))
         weights = self._reference_weights
@@ -338,7 +338,7 @@ class Rollouts:
         reference.weights = weights
         self._driver.notify()
 
-    async def _play(self, sampler: Place) -> None:
+    async def _play(self, sampler: Worker) -> None:
         """Take a task, have the sampler play it, and pass on the groups."""
 
         def next_task() -> Progress | None:
@@ -351,10 +351,10 @@ class Rollouts:
             report, groups = await sampler.call(what, "play", progress.task, groups=count)
         sampler.engine_state = report.engine
         sampler.responses += self.tasks.played(progress, report, groups)
-        progress.scorers = [places for places in (self.references, self.teachers) if progress.kept and places]
+        progress.scorers = [workers for workers in (self.references, self.teachers) if progress.kept and workers]
         self._hand_on(progress)
 
-    async def _score(self, reference: Place) -> None:
+    async def _score(self, reference: Worker) -> None:
         """Take a task that was played, have the reference model score it, and pass on the groups."""
 
         def next_task() -> Progress | None:
@@ -384,35 +384,35 @@ class Rollouts:
             self.tasks.finish(progress)
         self._driver.notify()
 
-    def _weights_of(self, place: Place) -> Any:
+    def _weights_of(self, worker: Worker) -> Any:
         """Return the weights that a reference model is to have; None are those that it was made with."""
-        return self._reference_weights if place in self.references else None
+        return self._reference_weights if worker in self.references else None
 
     @contextmanager
-    def _at(self, place: Place, progress: Progress, put_back: Callable[[Progress], None]) -> Iterator[None]:
+    def _at(self, worker: Worker, progress: Progress, put_back: Callable[[Progress], None]) -> Iterator[None]:
         """Context in which a part has a task: if the part is lost, the task is put back, unless it was lost over it too
         often.
         """
         progress.attempts += 1
-        place.tasks.append(progress)
+        worker.tasks.append(progress)
         self._driver.notify()  # who has the fewest tasks may be another one now
         try:
             yield
         except BaseException as error:
             put_back(progress)
-            gone = isinstance(error, ActorLostError | CancelledError) and place.error is not None
+            gone = isinstance(error, ActorLostError | CancelledError) and worker.error is not None
             if gone and progress.attempts == MOST_ATTEMPTS:
                 raise WorkersLostError(
-                    f"{progress.task} ended {place.name} or others like it {MOST_ATTEMPTS} times, the last time with: "
-                    f"{first_line(place.error)}"
-                ) from place.error
+                    f"{progress.task} ended {worker.name} or others like it {MOST_ATTEMPTS} times, the last time with: "
+                    f"{first_line(worker.error)}"
+                ) from worker.error
             raise
         finally:
-            place.tasks.remove(progress)
-        place.did()
+            worker.tasks.remove(progress)
+        worker.did()
         self._driver.notify()
 
-    def _is_current(self, sampler: Place) -> bool:
+    def _is_current(self, sampler: Worker) -> bool:
         """Whether a sampler is there and has the published weights."""
         there = sampler.ready and sampler.updating is None and sampler.version is not None
         return there and sampler.version == self.published
@@ -425,10 +425,10 @@ class Rollouts:
             self._release(version)
 
     @property
-    def _places(self) -> list[Place]:
+    def _workers(self) -> list[Worker]:
         return [*self.samplers, *self.references, *self.teachers]
 
 
-def _is_next(place: Place, places: Sequence[Place], most: int) -> bool:
+def _is_next(worker: Worker, workers: Sequence[Worker], most: int) -> bool:
     """Whether a place is the first of those with the fewest tasks, and has room for another one."""
-    return bool(places) and min(places, key=lambda other: len(other.tasks)) is place and len(place.tasks) < most
+    return bool(workers) and min(workers, key=lambda other: len(other.tasks)) is worker and len(worker.tasks) < most

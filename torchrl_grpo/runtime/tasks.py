@@ -153,14 +153,14 @@ class TaskQueue:
         progress.reference_s = 0.0
         self._rewards.update(report.rewards)
         for group, ref in zip(report.groups, data, strict=True):
-            if self._gives_place_back(group):
+            if self._should_resample(group):
                 self._release(progress, group)
             else:
                 progress.kept.append(group)
                 progress.refs.append(ref)
         return self._group_size * len(groups)
 
-    def _gives_place_back(self, group: GroupReport) -> bool:
+    def _should_resample(self, group: GroupReport) -> bool:
         """Whether another problem replaces this group, because it has no learning signal."""
         if self._most_played is None:
             return False

@@ -130,12 +130,12 @@ def train(cfg: DictConfig, *, asynchronous: bool) -> float | None:
     hydra_config = HydraConfig.get()
     if hydra_config.mode == RunMode.MULTIRUN:
         return _train_in_sweep(cfg, hydra_config, asynchronous)
-    with orderly_exit(), _leaving_nothing(hydra_config):
+    with orderly_exit(), _removing_empty_run_folder(hydra_config):
         return _train(cfg, hydra_config, asynchronous)
 
 
 @contextmanager
-def _leaving_nothing(hydra_config: HydraConf) -> Iterator[None]:
+def _removing_empty_run_folder(hydra_config: HydraConf) -> Iterator[None]:
     """Context that removes the folder of a refused run, if this start made it and only Hydra has written to it."""
     try:
         yield

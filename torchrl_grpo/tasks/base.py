@@ -36,7 +36,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Wish:
+class TurnLimits:
     """Wishes for a turn of the policy, of who asked for it.
 
     Attributes:
@@ -123,7 +123,7 @@ class Turn:
     reward: float | None = None
     tools: Sequence[dict[str, Any]] | None = None
     sample: int = 0
-    wish: Wish = Wish()
+    limits: TurnLimits = TurnLimits()
     undelivered: bool = False
 
 
@@ -290,7 +290,7 @@ class Task(ABC):
             episode: that of the dialog; one of which nothing is kept is none of this task's.
         """
 
-    def excuse(self, dialog: Dialog, why: str) -> list[Message] | None:
+    def tool_failure_reply(self, dialog: Dialog, why: str) -> list[Message] | None:
         """Return the message to a policy whose latest turn took too long or ended the process; None ends the dialog."""
         return None
 
@@ -354,8 +354,8 @@ class WrappedTask(Task):
     def close(self, episode: str) -> None:
         self.task.close(episode)
 
-    def excuse(self, dialog: Dialog, why: str) -> list[Message] | None:
-        return self.task.excuse(dialog, why)
+    def tool_failure_reply(self, dialog: Dialog, why: str) -> list[Message] | None:
+        return self.task.tool_failure_reply(dialog, why)
 
     @property
     def multi_turn(self) -> bool:

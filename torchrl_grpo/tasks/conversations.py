@@ -73,10 +73,10 @@ class WithTools(WrappedTask):
         seconds = time.perf_counter() - start
         return Turn(messages, None, {"tools/calls": len(messages), "tools/errors": errors, "tools/seconds": seconds})
 
-    def excuse(self, dialog: Dialog, why: str) -> list[Message] | None:
+    def tool_failure_reply(self, dialog: Dialog, why: str) -> list[Message] | None:
         calls = self._calls(dialog) if dialog.finish_reason == "stop" else []
         if not calls:
-            return self.task.excuse(dialog, why)
+            return self.task.tool_failure_reply(dialog, why)
         return [tool_message(name, f"error: {why}", number) for number, name in calls]
 
 

@@ -21,13 +21,13 @@ class Transfer:
     Attributes:
         kind: ``direct`` or ``direct_ipc`` (an engine that is driven from the trainer's process), ``object_store``,
             ``nccl`` or ``ipc``.
-        on_trial: whether the kind was not asked for by name: it must show that it works, and the object store, or the
+        unverified: whether the kind was not asked for by name: it must show that it works, and the object store, or the
             way through the host, takes its place if it does not.
         workers: processes of all engines together.
     """
 
     kind: str
-    on_trial: bool = False
+    unverified: bool = False
     workers: int = 1
 
     @property
@@ -101,11 +101,11 @@ class FastSender(Sender):
 
     Args:
         fast: sends them in the fast way.
-        on_trial: whether the first handle has both ways, for an engine to compare.
+        unverified: whether the first handle has both ways, for an engine to compare.
     """
 
-    def __init__(self, fast: NcclSender | IpcSender, *, on_trial: bool) -> None:
-        self._fast, self._on_trial = fast, on_trial
+    def __init__(self, fast: NcclSender | IpcSender, *, unverified: bool) -> None:
+        self._fast, self._unverified = fast, unverified
         self._store = ObjectSender(None)
         self._refused = False
 
@@ -113,9 +113,9 @@ class FastSender(Sender):
         if self._refused:
             return ObjectSender(self._fast.dtype).pack(weights, version)
         handle = self._fast.pack(weights, version)
-        if not self._on_trial:
+        if not self._unverified:
             return handle
-        self._on_trial = False
+        self._unverified = False
         return EitherHandle(self._store.pack(self._fast.kept(version), version), handle)
 
     def resend(self, version: int, reason: str) -> WeightHandle:
@@ -157,4 +157,4 @@ def make_sender(
         return ObjectSender(dtype)
     nccl = transfer.kind == "nccl"
     fast = NcclSender(dtype, host, transfer.workers) if nccl else IpcSender(dtype, host)
-    return FastSender(fast, on_trial=transfer.on_trial)
+    return FastSender(fast, unverified=transfer.unverified)

@@ -87,7 +87,7 @@ class WeightSyncExtension:
             repr([(name, checksum(parameter.data)) for name, parameter in named]).encode()
         ).hexdigest()
 
-    def spoil(self) -> None:
+    def zero_received_weights(self) -> None:
         """Zero the parameters that the latest update through the object store replaced, so that an incomplete update is
         noticed.
         """
@@ -130,7 +130,7 @@ class WeightSyncExtension:
             die_with_parent(parent.pid)
         return os.getpid()
 
-    def settle(self) -> None:
+    def finish_setup(self) -> None:
         """Makes the worker one of the run's processes, once all of them have met."""
         show_stack_when_asked()
         unname_queues()

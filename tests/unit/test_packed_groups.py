@@ -8,7 +8,7 @@ import pytest
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, lazy_stack
 
-from torchrl_grpo.runtime.groups import Travelling
+from torchrl_grpo.runtime.groups import PackedGroup
 
 
 def make_row(length: int) -> TensorDict:
@@ -25,7 +25,7 @@ def make_row(length: int) -> TensorDict:
 
 
 def travelled(group):
-    return pickle.loads(pickle.dumps(Travelling(group)))
+    return pickle.loads(pickle.dumps(PackedGroup(group)))
 
 
 @pytest.mark.parametrize("lengths", [(3, 5, 1), (4,)])

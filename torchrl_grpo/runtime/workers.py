@@ -1,6 +1,6 @@
 """Places: homes of the parts of a run. A part is called the same way in each of them.
 
-``Here`` is this very thread. ``OnRay`` is an actor, which may die and is then made again.
+``LocalWorker`` is this very thread. ``RayWorker`` is an actor, which may die and is then made again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ActorLostError(Exception):
     """The actor is gone, or did not answer in time, and will be replaced. ``args[0]`` is the reason."""
 
 
-class Place(ABC):
+class Worker(ABC):
     """Home of a sampler or a reference model.
 
     Attributes:
@@ -108,16 +108,16 @@ class Place(ABC):
             self.spans.append({"actor": self.name, "kind": kind, "start": began_at, "seconds": seconds})
 
 
-class Here(Place):
+class LocalWorker(Worker):
     """A part in this thread: its coroutines never wait, so they need no event loop.
 
     Attributes:
         part: once it is made.
 
     Example:
-        >>> from torchrl_grpo.runtime.in_turn import InTurn
-        >>> place = Here("list", lambda: [3, 1, 2])
-        >>> ask = InTurn().ask
+        >>> from torchrl_grpo.runtime.inline_driver import InlineDriver
+        >>> worker = LocalWorker("list", lambda: [3, 1, 2])
+        >>> ask = InlineDriver().ask
         >>> ask(place.start())
         >>> ask(place.call("look for 2", "index", 2))
         2
@@ -141,7 +141,7 @@ class Here(Place):
             self.part.close()
 
 
-class OnRay(Place):
+class RayWorker(Worker):
     """A part as an actor, and its replacements. It belongs to the event loop in which ``start`` was called.
 
     Attributes:

@@ -1,7 +1,7 @@
-"""``InTurn``: steps the coroutines of ``Rollouts`` in the caller's thread, without an event loop.
+"""``InlineDriver``: steps the coroutines of ``Rollouts`` in the caller's thread, without an event loop.
 
-A round of work runs only while a question waits: nothing is sampled before a batch is asked for, or while weights are
-published. The parts are ``Here`` and never wait, so a round either goes through, or finds nothing to do and is dropped.
+A job runs only while a caller waits: nothing is sampled before a batch is requested, or while weights are published.
+The workers are ``LocalWorker`` and never wait, so a job either completes, or finds nothing to do and is dropped.
 Signals, random states and accelerators are those of the one thread, and an error arrives as the part raised it.
 """
 
@@ -12,18 +12,18 @@ from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeVar
 
-from torchrl_grpo.runtime.places import Place
+from torchrl_grpo.runtime.workers import Worker
 
 T = TypeVar("T")
-Round = Callable[[], Coroutine[Any, Any, None]]
+WorkerJob = Callable[[], Coroutine[Any, Any, None]]
 """Work at a place: waits until there is something to do, and does it once."""
 Make = Callable[[Any], Coroutine[Any, Any, None]]
 """Makes the part of a place."""
-Work = Mapping[Place, Sequence[Round]]
+Work = Mapping[Worker, Sequence[WorkerJob]]
 """The rounds of each place of a kind; the first gives it its weights."""
 
 
-class InTurn:
+class InlineDriver:
     """Drives parts that take turns in this thread.
 
     Attributes:
@@ -33,7 +33,7 @@ class InTurn:
     overlaps = False
 
     def __init__(self) -> None:
-        self._rounds: list[Round] = []
+        self._jobs: list[WorkerJob] = []
         self._missing: Callable[[], str] = str
 
     def start(self, make: Make, kinds: Sequence[Work], missing: Callable[[], str]) -> None:
@@ -45,13 +45,13 @@ class InTurn:
             missing: says what is waited for, in words.
         """
         self._missing = missing
-        for place in chain(*kinds):
-            self.ask(make(place))
+        for worker in chain(*kinds):
+            self.run(make(worker))
         # Weights first; then tasks, from the end of their way, so that none is begun before others are done.
-        last_first = [rounds for work in reversed(kinds) for rounds in work.values()]
-        self._rounds = [rounds[0] for rounds in last_first] + [one for rounds in last_first for one in rounds[1:]]
+        last_first = [jobs for work in reversed(kinds) for jobs in work.values()]
+        self._jobs = [jobs[0] for jobs in last_first] + [one for jobs in last_first for one in jobs[1:]]
 
-    def ask(self, question: Coroutine[Any, Any, T], noted: str = "") -> T:
+    def run(self, coro: Coroutine[Any, Any, T], progress_note: str = "") -> T:
         """Return the answer to a question; while it waits, run one round after another.
 
         Args:
@@ -64,10 +64,10 @@ class InTurn:
         """
         try:
             while True:
-                done, answer = _go_on(question)
+                done, answer = _go_on(coro)
                 if done:
                     return answer
-                for one in self._rounds:  # no ``any``, which would take a part's StopIteration for its own end
+                for one in self._jobs:  # no ``any``, which would take a part's StopIteration for its own end
                     if _make(one):
                         break
                 else:
@@ -76,7 +76,7 @@ class InTurn:
                         "after each one."
                     )
         finally:
-            question.close()
+            coro.close()
 
     async def until(self, get: Callable[[], T | None]) -> T:
         """Wait until ``get`` returns something true; it is called again after each round."""
@@ -87,13 +87,13 @@ class InTurn:
     def notify(self) -> None:
         """Report a change of state, which nobody waits for here."""
 
-    def close(self, closing: Sequence[Place]) -> None:
+    def close(self, closing: Sequence[Worker]) -> None:
         """Close the parts that have something to finish. May be called again."""
-        for place in closing:
-            self.ask(place.close())
+        for worker in closing:
+            self.run(worker.close())
 
 
-def _make(one: Round) -> bool:
+def _make(one: WorkerJob) -> bool:
     """Run a round, if it has something to do; return whether it had."""
     coroutine = one()
     try:

@@ -25,12 +25,12 @@ from torchrl_grpo.errors import TransferRefusedError
 from torchrl_grpo.generation.base import Completion, Engine, SamplingParams
 from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.runtime.actors import make_seeded
-from torchrl_grpo.runtime.in_turn import InTurn
-from torchrl_grpo.runtime.places import Here
+from torchrl_grpo.runtime.inline_driver import InlineDriver
 from torchrl_grpo.runtime.reference import Reference
 from torchrl_grpo.runtime.rollouts import Rollouts
 from torchrl_grpo.runtime.staleness import GroupBuffer
 from torchrl_grpo.runtime.tasks import TaskQueue
+from torchrl_grpo.runtime.workers import LocalWorker
 from torchrl_grpo.tasks import ArithmeticTask
 from torchrl_grpo.weights import DirectSender, EitherHandle, WeightHandle
 
@@ -100,9 +100,9 @@ def make_source(
     reference = Reference(Scoring(engine.calls))  # type: ignore[arg-type]
     source = Rollouts(
         make_tasks(env, **settings),
-        InTurn(),
-        samplers=[Here("sampler 0", partial(make_seeded, lambda: sampler, 0))],
-        references=[Here("reference model 0", lambda: reference)],
+        InlineDriver(),
+        samplers=[LocalWorker("sampler 0", partial(make_seeded, lambda: sampler, 0))],
+        references=[LocalWorker("reference model 0", lambda: reference)],
         resend=resend,
         turns=sleeps,
     )

@@ -1,4 +1,4 @@
-"""``InThread``: runs the coroutines of ``Rollouts`` in an event loop in its own thread, also between questions.
+"""``ThreadDriver``: runs the coroutines of ``Rollouts`` in an event loop in its own thread, also between questions.
 
 Each question waits for its answer with a bound. All else runs in that loop, and a state changes between two ``await``
 only: so no lock is needed, what ``until`` waits for holds when it returns, and the caller's thread never touches it.
@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 from torchrl_grpo.errors import WaitedTooLongError, WorkersLostError
 from torchrl_grpo.host import stalls
-from torchrl_grpo.runtime.in_turn import Make, Round, Work
-from torchrl_grpo.runtime.places import ActorLostError, OnRay, first_line
+from torchrl_grpo.runtime.inline_driver import Make, Work, WorkerJob
+from torchrl_grpo.runtime.workers import ActorLostError, RayWorker, first_line
 
 _TICK_S = 0.5
 _CLOSING_S = 10.0
@@ -24,7 +24,7 @@ _CLOSING_S = 10.0
 T = TypeVar("T")
 
 
-class InThread:
+class ThreadDriver:
     """Runs actors, each with a life: start, work, be lost, start again.
 
     Every method but ``close`` raises what has ended the work of the actors:
@@ -46,9 +46,9 @@ class InThread:
     def __init__(self, *, actor_timeout_s: float = 1800.0, recovery_timeout_s: float = 900.0) -> None:
         self.actor_timeout_s = actor_timeout_s
         self._recovery_timeout_s = recovery_timeout_s
-        self._places: list[OnRay] = []
+        self._workers: list[RayWorker] = []
         self._missing: Callable[[], str] = str
-        self._lives: list[asyncio.Task[None]] = []
+        self._actor_tasks: list[asyncio.Task[None]] = []
         self._error: BaseException | None = None
         self._changed = asyncio.Event()
         self._closed = False
@@ -65,16 +65,16 @@ class InThread:
             missing: says what is waited for, in words.
         """
         self._missing = missing
-        self.ask(self._begin(make, kinds))
+        self.run(self._begin(make, kinds))
 
     async def _begin(self, make: Make, kinds: Sequence[Any]) -> None:
-        self._places = [place for work in kinds for place in work]
+        self._workers = [worker for work in kinds for worker in work]
         # Who comes last in a task's way begins first: samplers may wait for reference models.
-        lives = [self._live(place, make, rounds) for work in reversed(kinds) for place, rounds in work.items()]
-        lives += [self._watch(list(work)) for work in kinds if work]
-        self._lives = [asyncio.create_task(self._guard(life)) for life in lives]
+        actor_tasks = [self._supervise(worker, make, jobs) for work in reversed(kinds) for worker, jobs in work.items()]
+        actor_tasks += [self._watch(list(work)) for work in kinds if work]
+        self._actor_tasks = [asyncio.create_task(self._guard(task)) for task in actor_tasks]
 
-    def ask(self, question: Coroutine[Any, Any, T], noted: str = "") -> T:
+    def run(self, coro: Coroutine[Any, Any, T], progress_note: str = "") -> T:
         """Return the answer to a question; it must come while some actor shows signs of life.
 
         An actor that is late and then replaced is silent for twice its time-out: only a longer silence ends the wait.
@@ -84,10 +84,10 @@ class InThread:
             noted: what takes long, in words; the limit of a call, and not of a stage, ends it.
         """
         if self._closed or self._error is not None:
-            question.close()
+            coro.close()
             raise self._error or RuntimeError("the rollouts are closed: make new ones.")
         start, longest_s = time.monotonic(), 2 * self.actor_timeout_s
-        answer = asyncio.run_coroutine_threadsafe(question, self._loop)
+        answer = asyncio.run_coroutine_threadsafe(coro, self._loop)
         try:
             while True:
                 try:
@@ -95,9 +95,9 @@ class InThread:
                 except TimeoutError:
                     if answer.done():
                         raise
-                if noted:
-                    stalls.note(noted)
-                if time.monotonic() - max([start, *(place.heard_at for place in self._places)]) > longest_s:
+                if progress_note:
+                    stalls.note(progress_note)
+                if time.monotonic() - max([start, *(worker.heard_at for worker in self._workers)]) > longest_s:
                     raise WaitedTooLongError(
                         f"heard nothing from any actor for {longest_s:g} s, twice ray.actor_timeout_s: "
                         f"{self._missing()}."
@@ -133,68 +133,68 @@ class InThread:
             self._thread.join()
 
     async def _end(self, closing: Sequence[Any]) -> None:
-        for life in self._lives:
-            life.cancel()
-        await asyncio.gather(*self._lives, return_exceptions=True)
+        for task in self._actor_tasks:
+            task.cancel()
+        await asyncio.gather(*self._actor_tasks, return_exceptions=True)
         with suppress(TimeoutError):
-            ending = asyncio.gather(*(place.close() for place in closing), return_exceptions=True)
+            ending = asyncio.gather(*(worker.close() for worker in closing), return_exceptions=True)
             await asyncio.wait_for(ending, _CLOSING_S)
-        for place in self._places:
-            place.kill()
+        for worker in self._workers:
+            worker.kill()
 
-    async def _guard(self, life: Coroutine[Any, Any, None]) -> None:
+    async def _guard(self, task: Coroutine[Any, Any, None]) -> None:
         """Keep the error that ends a life, for the driver to raise."""
         try:
-            await life
+            await task
         except Exception as error:
             while isinstance(error, BaseExceptionGroup):
                 error = error.exceptions[0]  # type: ignore[assignment]
             self._error = self._error or error
             self.notify()
 
-    async def _live(self, place: OnRay, make: Make, rounds: Sequence[Round]) -> None:
+    async def _supervise(self, worker: RayWorker, make: Make, jobs: Sequence[WorkerJob]) -> None:
         """Start, work until the actor is lost, start again."""
         while True:
-            await self._start(place, make)
-            if not place.ready:
+            await self._start(worker, make)
+            if not worker.ready:
                 continue
             self.notify()
             try:
                 async with asyncio.TaskGroup() as group:
-                    for job in (place.until_lost(), *map(_again, rounds)):
+                    for job in (worker.until_lost(), *map(_again, jobs)):
                         group.create_task(job)
             except* ActorLostError:
                 self.notify()
 
-    async def _start(self, place: OnRay, make: Make) -> None:
+    async def _start(self, worker: RayWorker, make: Make) -> None:
         """Make an actor. The first one must start; a replacement that cannot be made is tried again."""
-        first = not place.restarts
+        first = not worker.restarts
         try:
-            await make(place)
+            await make(worker)
         except ActorLostError as lost:
             if first:
-                raise WorkersLostError(f"{place.name} could not start: {first_line(lost.args[0])}") from lost.args[0]
+                raise WorkersLostError(f"{worker.name} could not start: {first_line(lost.args[0])}") from lost.args[0]
         except Exception as error:
             if first or error is self._error:
                 raise
-            place.lose(error)
+            worker.lose(error)
 
-    async def _watch(self, places: Sequence[OnRay]) -> None:
+    async def _watch(self, workers: Sequence[RayWorker]) -> None:
         """End the run when all actors of a kind have been gone for too long."""
         while True:
             await asyncio.sleep(_TICK_S)
-            if any(place.ready or not place.restarts for place in places):
+            if any(worker.ready or not worker.restarts for worker in workers):
                 continue
-            dead_for = time.monotonic() - max(place.alive_at for place in places)
+            dead_for = time.monotonic() - max(worker.alive_at for worker in workers)
             if dead_for > self._recovery_timeout_s:
-                last = next(place.error for place in places if place.error is not None)
+                last = next(worker.error for worker in workers if worker.error is not None)
                 raise WorkersLostError(
-                    f"all of {', '.join(place.name for place in places)} have been dead for {dead_for:.0f} s, more "
+                    f"all of {', '.join(worker.name for worker in workers)} have been dead for {dead_for:.0f} s, more "
                     f"than the {self._recovery_timeout_s:g} s of ray.recovery_timeout_s, and could not be replaced. "
                     f"The last error was: {first_line(last)}"
                 ) from last
 
 
-async def _again(one: Round) -> None:
+async def _again(one: WorkerJob) -> None:
     while True:
         await one()

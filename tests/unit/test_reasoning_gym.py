@@ -18,7 +18,7 @@ from tests.support.runs import at
 from tests.support.scripts import SMALL, SYNC, rows_of
 from torchrl_grpo.assembly.tasks import make_task
 from torchrl_grpo.errors import ConfigError
-from torchrl_grpo.tasks.reasoning_gym import EVALUATED, ReasoningGymTask, is_harmless
+from torchrl_grpo.integrations.reasoning_gym import EVALUATED, ReasoningGymTask, is_harmless
 
 reasoning_gym = pytest.importorskip("reasoning_gym")
 
@@ -93,7 +93,7 @@ def test_an_answer_that_is_code_is_not_run(name: str, tmp_path: Path) -> None:
 
 def test_what_is_run_would_be_dangerous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the test above would show nothing."""
-    monkeypatch.setattr("torchrl_grpo.tasks.reasoning_gym.is_harmless", lambda _: True)
+    monkeypatch.setattr("torchrl_grpo.integrations.reasoning_gym.is_harmless", lambda _: True)
     task = ReasoningGymTask("n_queens", max_samples=1)
     [problem] = task.problems("train")
     with suppress(Exception):

@@ -11,9 +11,9 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
-from torchrl_grpo.agents import anthropic
 from torchrl_grpo.host.text import replace_lone_surrogates
 from torchrl_grpo.tasks.base import Dialog, Message, TurnLimits
 from torchrl_grpo.tools.toolbox import Parser, ToolCall
@@ -48,6 +48,11 @@ _FIXES = {
     "logit_bias": "leave it out, the policy's own distribution is what is trained",
     "response_format": "say in the prompt which form an answer must have",
 }
+
+
+def _anthropic() -> Any:
+    """The integration that reads and writes Anthropic's form, which no run without such an agent imports."""
+    return import_module("torchrl_grpo.integrations.anthropic")
 
 
 class BadRequest(Exception):
@@ -110,7 +115,7 @@ def parse_request(path: str, body: bytes) -> Request:
         raise BadRequest(f"the body must be an object, it is {text[:60]!r}: send one.")
     places: Sequence[str] = ()
     if path == ANTHROPIC:
-        fields, places = anthropic.as_openai(fields)
+        fields, places = _anthropic().as_openai(fields)
     for name, only in _ONE.items():
         value = fields.get(name)
         value = value.get("type") if name == "response_format" and isinstance(value, dict) else value
@@ -366,7 +371,7 @@ class Answer:
     def body(self) -> dict[str, Any]:
         """The answer as one object."""
         if self.request.path == ANTHROPIC:
-            return anthropic.body(self)
+            return _anthropic().body(self)
         choice: dict[str, Any] = {"index": 0, "finish_reason": self.finish_reason, "logprobs": self._log_probs()}
         if self.request.path == CHAT:
             choice["message"] = {"role": "assistant", "content": self.text or (None if self.calls else "")}
@@ -378,7 +383,7 @@ class Answer:
     def events(self) -> Iterator[dict[str, Any]]:
         """The answer as the events of a stream. All of it is there at once, so there are few of them."""
         if self.request.path == ANTHROPIC:
-            yield from anthropic.events(self)
+            yield from _anthropic().events(self)
             return
         whole = self.body()["choices"][0]
         head = self._head(".chunk")

@@ -113,7 +113,7 @@ def _check_parts(env: EnvConfig, tasks: Mapping[str, Task]) -> None:
 
 def _make_verifiers(env: EnvConfig, split: Split, tests: Sequence[DatasetConfig]) -> Task:
     """The task of an environment of verifiers, which plays it."""
-    from torchrl_grpo.agents.verifiers import Verifiers, VerifiersTask, make_config
+    from torchrl_grpo.integrations.verifiers import Verifiers, VerifiersTask, make_config
 
     if tests:
         raise ValueError(
@@ -190,7 +190,7 @@ def dataset_names(entries: Sequence[DatasetConfig], field: str, taken: Sequence[
 
 def _with_environment(task: Task, env: EnvConfig, split: Split, tools: Sequence[Callable[..., Any]]) -> Task:
     """Wrap the task in the environments that the config names."""
-    from torchrl_grpo.tasks.openenv import OpenEnvKind
+    from torchrl_grpo.integrations.openenv import OpenEnvKind
     from torchrl_grpo.tasks.with_environment import Kind, WithEnvironment
 
     named = {"": env.environment} if isinstance(env.environment, str) else env.environment
@@ -296,7 +296,7 @@ def _make_dataset(data: DataConfig, field: str, reward: Any, split: Split, scori
     if name in checks.GENERATED:
         task: Task = _builtin(name)(data.difficulty)
     elif name.startswith(checks.REASONING_GYM):
-        from torchrl_grpo.tasks.reasoning_gym import ReasoningGymTask
+        from torchrl_grpo.integrations.reasoning_gym import ReasoningGymTask
 
         task = ReasoningGymTask(
             name.removeprefix(checks.REASONING_GYM),

@@ -16,10 +16,10 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from torchrl_grpo.agents import verifiers_harness
 from torchrl_grpo.agents.programs import Program
 from torchrl_grpo.agents.protocol import MODEL
 from torchrl_grpo.errors import InvalidRewardError
+from torchrl_grpo.integrations import verifiers_harness
 from torchrl_grpo.tasks.base import Message, Problem, Split, Task
 from torchrl_grpo.tasks.generated import split_by_hash
 

@@ -1,0 +1,1 @@
+"""Environments and protocols of other projects: OpenEnv, reasoning-gym, verifiers, and Anthropic's messages."""

@@ -13,7 +13,9 @@ class BuildWithConfigFiles(build_py):
     def run(self) -> None:
         super().run()
         if not self.editable_mode:
-            shutil.copytree("config", Path(self.build_lib, "torchrl_grpo", "config_files"), dirs_exist_ok=True)
+            shutil.copytree(
+                "config", Path(self.build_lib, "torchrl_grpo", "config_files"), dirs_exist_ok=True
+            )
 
 
 setup(cmdclass={"build_py": BuildWithConfigFiles})

@@ -1,11 +1,13 @@
-"""Agents against the same dialogs as a task: seconds of a step of 64 episodes at 30M parameters, and memory over many.
+"""Agents against the same dialogs as a task: seconds of a step of 64 episodes at 30M parameters,
+and memory over many.
 
     python benchmarks/bench_agents.py
     python benchmarks/bench_agents.py --rounds 3 --episodes 256
 
-A dialog has two turns of the policy, about 32 tokens each. The task answers the first turn itself; the agent asks for
-each with ``openai.AsyncOpenAI``. Both are played in one reward worker, with the same seeds, so that they give the same
-tokens; the rounds of both alternate. It takes about 4 minutes on 2 cores.
+A dialog has two turns of the policy, about 32 tokens each. The task answers the first turn itself;
+the agent asks for each with ``openai.AsyncOpenAI``. Both are played in one reward worker, with the
+same seeds, so that they give the same tokens; the rounds of both alternate. It takes about 4
+minutes on 2 cores.
 """
 
 from __future__ import annotations
@@ -43,8 +45,18 @@ from torchrl_grpo.transforms import GroupAdvantage
 PACKAGES = ("torch", "transformers", "tensordict", "torchrl", "openai")
 ROWS, REPEATS = 64, 8
 SIZES = {
-    "tiny": {"vocab_size": 128, "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3},
-    "small": {"vocab_size": 32000, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 6},
+    "tiny": {
+        "vocab_size": 128,
+        "hidden_size": 96,
+        "intermediate_size": 256,
+        "num_hidden_layers": 3,
+    },
+    "small": {
+        "vocab_size": 32000,
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 6,
+    },
 }
 HEADS = {"tiny": (3, 1), "small": (8, 2)}
 TEMPLATE = (
@@ -59,7 +71,10 @@ class Words(Task):
     name = "words"
 
     def problems(self, split: Split) -> list[Problem]:
-        return [Problem(" ".join(f"w{place}" for place in range(start, start + 32)), None) for start in range(40, 90)]
+        return [
+            Problem(" ".join(f"w{place}" for place in range(start, start + 32)), None)
+            for start in range(40, 90)
+        ]
 
     def next_turn(self, problem: Problem, responses: Sequence[str]) -> str | None:
         return "w7 w8 w9" if len(responses) == 1 else None
@@ -89,11 +104,15 @@ def make_tokenizer(size: int) -> PreTrainedTokenizerFast:
     """A token for each word, and a few for the chat template."""
     names = ["[UNK]", "user", "assistant", "end"]
     words = Tokenizer(
-        models.WordLevel({name: i for i, name in enumerate([*names, *(f"w{i}" for i in range(4, size))])})
+        models.WordLevel(
+            {name: i for i, name in enumerate([*names, *(f"w{i}" for i in range(4, size))])}
+        )
     )
     words.model.unk_token = "[UNK]"
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]", chat_template=TEMPLATE)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="[UNK]", chat_template=TEMPLATE
+    )
 
 
 def make(size: str, task: Task, pool: RewardPool) -> tuple[RolloutCollector, Qwen2ForCausalLM]:
@@ -101,7 +120,10 @@ def make(size: str, task: Task, pool: RewardPool) -> tuple[RolloutCollector, Qwe
     torch.manual_seed(0)
     heads, kv_heads = HEADS[size]
     config = Qwen2Config(
-        **SIZES[size], num_attention_heads=heads, num_key_value_heads=kv_heads, tie_word_embeddings=True
+        **SIZES[size],
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        tie_word_embeddings=True,
     )
     model = Qwen2ForCausalLM(config).eval()
     engine = TransformersEngine(model)
@@ -109,7 +131,12 @@ def make(size: str, task: Task, pool: RewardPool) -> tuple[RolloutCollector, Qwe
     ends = tuple(range(4, 4 + SIZES[size]["vocab_size"] // 32))
     policy = GenerationPolicy(engine, SamplingParams(63, stop_token_ids=ends))
     env = LLMEnv(
-        task, make_tokenizer(SIZES[size]["vocab_size"]), num_envs=ROWS, repeats=REPEATS, max_turns=2, reward_pool=pool
+        task,
+        make_tokenizer(SIZES[size]["vocab_size"]),
+        num_envs=ROWS,
+        repeats=REPEATS,
+        max_turns=2,
+        reward_pool=pool,
     )
     return RolloutCollector(env, policy), model
 
@@ -117,14 +144,24 @@ def make(size: str, task: Task, pool: RewardPool) -> tuple[RolloutCollector, Qwe
 def same(one: TensorDictBase, two: TensorDictBase) -> bool:
     """Whether two batches have the same tokens and rewards."""
     rows = zip(one.unbind(0), two.unbind(0), strict=True)
-    return all(torch.equal(a[key], b[key]) for a, b in rows for key in (keys.FULL, keys.LOG_PROBS, keys.REWARD))
+    return all(
+        torch.equal(a[key], b[key])
+        for a, b in rows
+        for key in (keys.FULL, keys.LOG_PROBS, keys.REWARD)
+    )
 
 
 def cpu_seconds(pool: RewardPool) -> float:
-    """Processor time of this process and of a pool's workers so far; other work on the machine hardly changes it."""
+    """Processor time of this process and of a pool's workers so far; other work on the machine
+    hardly changes it.
+    """
     below = [pid for worker in pool.pids() for pid in descendants(worker)]
-    ticks = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13] for pid in below]
-    return time.process_time() + sum(int(tick) for one in ticks for tick in one) / os.sysconf("SC_CLK_TCK")
+    ticks = [
+        Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13] for pid in below
+    ]
+    return time.process_time() + sum(int(tick) for one in ticks for tick in one) / os.sysconf(
+        "SC_CLK_TCK"
+    )
 
 
 def measure(rounds: int) -> dict[str, Any]:
@@ -132,7 +169,10 @@ def measure(rounds: int) -> dict[str, Any]:
     tasks = {"task": Words(), "agent": WithAgent(Words(), Function(play))}
     seconds: dict[str, list[float]] = {name: [] for name in (*tasks, "train")}
     cpu: dict[str, list[float]] = {name: [] for name in (*tasks, "train")}
-    with RewardPool(tasks["task"], 1, timeout_s=60) as one, RewardPool(tasks["agent"], 1, timeout_s=60) as other:
+    with (
+        RewardPool(tasks["task"], 1, timeout_s=60) as one,
+        RewardPool(tasks["agent"], 1, timeout_s=60) as other,
+    ):
         pools = dict(zip(tasks, (one, other), strict=True))
         players = {name: make("small", tasks[name], pool) for name, pool in pools.items()}
         model = players["task"][1]
@@ -156,7 +196,9 @@ def measure(rounds: int) -> dict[str, Any]:
     for clock, of_rounds in (("seconds", seconds), ("cpu_seconds", cpu)):
         median = {name: statistics.median(values[1:]) for name, values in of_rounds.items()}
         overhead = (median["agent"] - median["task"]) / (median["task"] + median["train"])
-        rounded = {name: [round(value, 3) for value in values[1:]] for name, values in of_rounds.items()}
+        rounded = {
+            name: [round(value, 3) for value in values[1:]] for name, values in of_rounds.items()
+        }
         shown[clock] = {"rounds": rounded, "median": median, "overhead_of_step": overhead}
     return {"episodes": ROWS, "requests": 2 * ROWS, "same_tokens_and_rewards": equal} | shown
 
@@ -181,12 +223,17 @@ def memory(episodes: int) -> dict[str, Any]:
 
 def main() -> None:
     """Measures and prints JSON."""
-    parser = argparse.ArgumentParser(description="Measure what an agent costs beside the same dialogs as a task.")
+    parser = argparse.ArgumentParser(
+        description="Measure what an agent costs beside the same dialogs as a task."
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--episodes", type=int, default=2048)
     parser.add_argument("--out", type=Path, help="JSON file to write")
     args = parser.parse_args()
-    report(surroundings(PACKAGES) | {"step": measure(args.rounds), "memory": memory(args.episodes)}, args.out)
+    report(
+        surroundings(PACKAGES) | {"step": measure(args.rounds), "memory": memory(args.episodes)},
+        args.out,
+    )
 
 
 if __name__ == "__main__":

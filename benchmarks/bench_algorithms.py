@@ -1,15 +1,18 @@
-"""How each algorithm preset learns the arithmetic task: one run a preset and seed, one figure that compares all.
+"""How each algorithm preset learns the arithmetic task: one run a preset and seed, one figure that
+compares all.
 
-    python benchmarks/bench_algorithms.py
-    python benchmarks/bench_algorithms.py --presets grpo cispo --seeds 0 --override train.total_dialog_turns=1280
-    python benchmarks/bench_algorithms.py --plot-only
+    python benchmarks/bench_algorithms.py python benchmarks/bench_algorithms.py --presets grpo cispo
+    --seeds 0 --override train.total_dialog_turns=1280 python benchmarks/bench_algorithms.py
+    --plot-only
 
-Every file in ``config/algo`` is a preset. The runs follow one another, each in a process of its own; all of them take
-about 20 minutes on 2 cores. After each run the JSON is written again, so that ``--resume`` continues where an
-interrupted comparison stopped. At the end the figure is drawn and the table of ``docs/algorithms.md`` is printed.
+Every file in ``config/algo`` is a preset. The runs follow one another, each in a process of its
+own; all of them take about 20 minutes on 2 cores. After each run the JSON is written again, so that
+``--resume`` continues where an interrupted comparison stopped. At the end the figure is drawn and
+the table of ``docs/algorithms.md`` is printed.
 
-Accuracy is that of greedy responses to the test problems. "Sampled" are the responses that a run sampled: with dynamic
-sampling more than it trains on. Nothing is timed, so other work on the machine does no harm.
+Accuracy is that of greedy responses to the test problems. "Sampled" are the responses that a run
+sampled: with dynamic sampling more than it trains on. Nothing is timed, so other work on the
+machine does no harm.
 """
 
 from __future__ import annotations
@@ -54,9 +57,22 @@ def run(preset: str, seed: int, overrides: list[str]) -> Run:
         subprocess.TimeoutExpired: it took longer than ``TIMEOUT``.
     """
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "sota/grpo/grpo.py", "--config-name", "grpo_arithmetic", *overrides]
-        command += [f"algo={preset}", f"seed={seed}", f"hydra.run.dir={folder}", "logging.tensorboard=false"]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+        command = [
+            sys.executable,
+            "sota/grpo/grpo.py",
+            "--config-name",
+            "grpo_arithmetic",
+            *overrides,
+        ]
+        command += [
+            f"algo={preset}",
+            f"seed={seed}",
+            f"hydra.run.dir={folder}",
+            "logging.tensorboard=false",
+        ]
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT, check=False
+        )
         if done.returncode:
             said = (done.stdout + done.stderr)[-3000:]
             raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{said}")
@@ -83,9 +99,13 @@ def summary(records: list[dict[str, Any]]) -> Run:
 
 
 def sampled(record: dict[str, Any]) -> float:
-    """Responses sampled for a step: those trained on, and with dynamic sampling those of the groups dropped."""
+    """Responses sampled for a step: those trained on, and with dynamic sampling those of the groups
+    dropped.
+    """
     played = record.get("rollout/groups_played")
-    dropped = sum(record.get(f"rollout/groups_{reason}") or 0.0 for reason in ("zero_variance", "surplus"))
+    dropped = sum(
+        record.get(f"rollout/groups_{reason}") or 0.0 for reason in ("zero_variance", "surplus")
+    )
     return record["rollout/sequences"] * (played / (played - dropped) if played else 1.0)
 
 
@@ -94,7 +114,10 @@ def commit() -> str:
     git = ["git", "-C", str(ROOT)]
     head, changed = (
         subprocess.run([*git, *command], capture_output=True, text=True, check=True).stdout.strip()
-        for command in (["rev-parse", "--short=12", "HEAD"], ["diff", "--stat", "HEAD", "--", *SOURCES])
+        for command in (
+            ["rev-parse", "--short=12", "HEAD"],
+            ["diff", "--stat", "HEAD", "--", *SOURCES],
+        )
     )
     return head + ("-dirty" if changed else "")
 
@@ -114,20 +137,35 @@ def table(results: dict[str, dict[str, Run]]) -> str:
     for preset in sorted(results, key=lambda name: -over_seeds(results[name], "accuracy_after")[0]):
         runs = results[preset]
         after, low, high = over_seeds(runs, "accuracy_after")
-        before, during = over_seeds(runs, "accuracy_before")[0], over_seeds(runs, "accuracy_mean")[0]
-        cells = [f"`{preset}`", f"{before:.1%}", f"{after:.1%} ({low:.1%} to {high:.1%})", f"{during:.1%}"]
-        cells += [f"{over_seeds(runs, 'reward_after')[0]:.3f}", f"{over_seeds(runs, 'responses_sampled')[0]:,.0f}"]
+        before, during = (
+            over_seeds(runs, "accuracy_before")[0],
+            over_seeds(runs, "accuracy_mean")[0],
+        )
+        cells = [
+            f"`{preset}`",
+            f"{before:.1%}",
+            f"{after:.1%} ({low:.1%} to {high:.1%})",
+            f"{during:.1%}",
+        ]
+        cells += [
+            f"{over_seeds(runs, 'reward_after')[0]:.3f}",
+            f"{over_seeds(runs, 'responses_sampled')[0]:,.0f}",
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def draw(results: dict[str, dict[str, Run]], path: Path) -> None:
-    """Writes the figure: a panel a preset, its mean over the seeds and each seed, and the reference in grey."""
+    """Writes the figure: a panel a preset, its mean over the seeds and each seed, and the reference
+    in grey.
+    """
     names = sorted(results, key=lambda name: (name != REFERENCE, name))
     columns = min(COLUMNS, len(names))
     rows = math.ceil(len(names) / columns)
     spacing = ConstrainedLayoutEngine(h_pad=0.08, w_pad=0.1)
-    figure = Figure(figsize=(2.75 * columns + 0.4, 2.15 * rows + 0.7), layout=spacing, facecolor="white")
+    figure = Figure(
+        figsize=(2.75 * columns + 0.4, 2.15 * rows + 0.7), layout=spacing, facecolor="white"
+    )
     panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
     for index, axes in enumerate(panels.flat):
         if index >= len(names):
@@ -137,7 +175,11 @@ def draw(results: dict[str, dict[str, Run]], path: Path) -> None:
         # The lowest panel of each column has the numbers of the steps.
         axes.tick_params(labelbottom=index + columns >= len(names))
     seeds = max(len(runs) for runs in results.values())
-    figure.supxlabel("step (one batch of sampled responses, one weight update of the sampler)", fontsize=10, color=INK)
+    figure.supxlabel(
+        "step (one batch of sampled responses, one weight update of the sampler)",
+        fontsize=10,
+        color=INK,
+    )
     figure.supylabel("test accuracy, greedy (%)", fontsize=10, color=INK)
     figure.suptitle(
         f"Bold: mean over {seeds} seed{'s' if seeds > 1 else ''}. Thin: each seed. Grey, dashed: mean of {REFERENCE}.",
@@ -150,19 +192,31 @@ def draw(results: dict[str, dict[str, Run]], path: Path) -> None:
 def draw_panel(axes: Axes, preset: str, results: dict[str, dict[str, Run]]) -> None:
     """One preset."""
     if preset != REFERENCE and REFERENCE in results:
-        axes.plot(*mean_curve(results[REFERENCE]), color=GREY, linewidth=1.6, linestyle=(0, (3, 1.5)))
+        axes.plot(
+            *mean_curve(results[REFERENCE]), color=GREY, linewidth=1.6, linestyle=(0, (3, 1.5))
+        )
     for one in results[preset].values():
         percent = [100 * value for value in one["evaluations"]["accuracy"]]
         axes.plot(one["evaluations"]["step"], percent, color=BLUE, linewidth=0.7, alpha=0.55)
     steps, mean = mean_curve(results[preset])
     axes.plot(steps, mean, color=BLUE, linewidth=2.2)
     axes.set_title(preset, loc="left", fontsize=11, fontweight="bold", color=INK)
-    responses = {name: over_seeds(results[preset], f"responses_{name}")[0] for name in ("sampled", "trained")}
+    responses = {
+        name: over_seeds(results[preset], f"responses_{name}")[0] for name in ("sampled", "trained")
+    }
     more = responses["sampled"] / responses["trained"]
     if more > 1.05:
         note = f"samples {more:.1f}x the responses"
         axes.text(0.97, 0.18, note, transform=axes.transAxes, ha="right", fontsize=9, color=INK)
-    axes.text(0.97, 0.06, f"ends at {mean[-1]:.1f}%", transform=axes.transAxes, ha="right", fontsize=10, color=BLUE)
+    axes.text(
+        0.97,
+        0.06,
+        f"ends at {mean[-1]:.1f}%",
+        transform=axes.transAxes,
+        ha="right",
+        fontsize=10,
+        color=BLUE,
+    )
     axes.set_ylim(0, 103)
     axes.set_yticks(range(0, 101, 25))
     axes.set_xlim(steps[0], steps[-1])
@@ -185,10 +239,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--presets", nargs="+", choices=PRESETS, default=PRESETS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--override", action="append", default=[], help="config override of every run; repeatable")
-    parser.add_argument("--resume", action="store_true", help="keep the runs that the JSON already has")
+    parser.add_argument(
+        "--override", action="append", default=[], help="config override of every run; repeatable"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the runs that the JSON already has"
+    )
     parser.add_argument("--plot-only", action="store_true", help="draw and print what the JSON has")
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "algorithms.json")
+    parser.add_argument(
+        "--output", type=Path, default=ROOT / "benchmarks" / "results" / "algorithms.json"
+    )
     parser.add_argument("--figure", type=Path, default=ROOT / "docs" / "images" / "algorithms.png")
     args = parser.parse_args()
 

@@ -1,19 +1,21 @@
-"""A run of each script in which something breaks every few seconds, and what became of it. Linux; full disks need root.
+"""A run of each script in which something breaks every few seconds, and what became of it. Linux;
+full disks need root.
 
     python benchmarks/bench_chaos.py
     python benchmarks/bench_chaos.py --only async --minutes 3 --every 10 --seed 1
 
-The arithmetic task is trained with reward workers. Every ``--every`` seconds, but not before the script has done a step
-since it was started, one thing happens, drawn from the seed: a process of the run is killed (SIGKILL), or stopped for
-five seconds; the reward is slow, or hangs; the disk is full (a small tmpfs, which needs root); a byte of the newest
-checkpoint is flipped, and the script killed, so that it has to go on from the one before; the script is killed. A
-script that has ended is started again with the same line, which has ``train.resume=auto``. After ``--minutes`` it is
-told to end (SIGTERM).
+The arithmetic task is trained with reward workers. Every ``--every`` seconds, but not before the
+script has done a step since it was started, one thing happens, drawn from the seed: a process of
+the run is killed (SIGKILL), or stopped for five seconds; the reward is slow, or hangs; the disk is
+full (a small tmpfs, which needs root); a byte of the newest checkpoint is flipped, and the script
+killed, so that it has to go on from the one before; the script is killed. A script that has ended
+is started again with the same line, which has ``train.resume=auto``. After ``--minutes`` it is told
+to end (SIGTERM).
 
-Reported are the steps, the accuracy before and after, groups that are missing or were trained twice in what the last
-checkpoint has, how the script ended each time, processes that were left, and for each life of the script of a minute or
-more what it had 30 s after its start and at its end: memory, threads, sockets, open files, and the use of /dev/shm,
-which has Ray's store.
+Reported are the steps, the accuracy before and after, groups that are missing or were trained twice
+in what the last checkpoint has, how the script ended each time, processes that were left, and for
+each life of the script of a minute or more what it had 30 s after its start and at its end: memory,
+threads, sockets, open files, and the use of /dev/shm, which has Ray's store.
 """
 
 from __future__ import annotations
@@ -82,7 +84,11 @@ class Run:
     def __init__(self, kind: str, folder: Path) -> None:
         self.kind, self.run = kind, folder / "run"
         self.run.mkdir()
-        self.mood, self.record, self.printed = folder / "mood", folder / "groups.jsonl", folder / "printed.txt"
+        self.mood, self.record, self.printed = (
+            folder / "mood",
+            folder / "groups.jsonl",
+            folder / "printed.txt",
+        )
         self.family: set[psutil.Process] = set()
         self.lives: list[dict[str, Any]] = []
         self.ends: list[str] = []
@@ -95,20 +101,45 @@ class Run:
         if self.record.exists():
             lines = self.record.read_text("utf-8").splitlines(keepends=True)
             self.record.write_text("".join(lines[:done]), "utf-8")
-        modules = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
-        command = [sys.executable, str(ROOT / "sota" / "grpo" / SCRIPTS[self.kind]), "--config-name", "grpo_arithmetic"]
-        command += [*OVERRIDES, *(ASYNC if self.kind == "async" else []), f"hydra.run.dir={self.run}"]
-        variables = {"PYTHONPATH": modules, MOOD: str(self.mood), GROUPS: str(self.record), "HF_HUB_OFFLINE": "1"}
+        modules = os.pathsep.join(
+            [str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
+        )
+        command = [
+            sys.executable,
+            str(ROOT / "sota" / "grpo" / SCRIPTS[self.kind]),
+            "--config-name",
+            "grpo_arithmetic",
+        ]
+        command += [
+            *OVERRIDES,
+            *(ASYNC if self.kind == "async" else []),
+            f"hydra.run.dir={self.run}",
+        ]
+        variables = {
+            "PYTHONPATH": modules,
+            MOOD: str(self.mood),
+            GROUPS: str(self.record),
+            "HF_HUB_OFFLINE": "1",
+        }
         with self.printed.open("ab") as file:
             self.process = subprocess.Popen(
-                command, env=os.environ | variables, stdout=file, stderr=file, stdin=subprocess.DEVNULL, cwd=ROOT
+                command,
+                env=os.environ | variables,
+                stdout=file,
+                stderr=file,
+                stdin=subprocess.DEVNULL,
+                cwd=ROOT,
             )
-        self.lives.append({"from_step": done, "started": time.monotonic(), "since": time.time(), "seen": []})
+        self.lives.append(
+            {"from_step": done, "started": time.monotonic(), "since": time.time(), "seen": []}
+        )
 
     def at_work(self) -> bool:
         """Whether this life has done a step, or is so old that it should have."""
         metrics, life = self.run / "metrics.jsonl", self.lives[-1]
-        last = max((row["step"] for row in read_jsonl(metrics)), default=0)  # a resumed run drops rows before it works
+        last = max(
+            (row["step"] for row in read_jsonl(metrics)), default=0
+        )  # a resumed run drops rows before it works
         worked = last > life["from_step"] and metrics.stat().st_mtime > life["since"] + 1
         return worked or time.monotonic() > life["started"] + LONGEST_START_S
 
@@ -136,7 +167,11 @@ class Run:
         assert self.process is not None
         status = self.process.wait()
         if status != -signal.SIGKILL:
-            lines = [line for line in self.printed.read_text("utf-8", "replace").splitlines() if line.strip()]
+            lines = [
+                line
+                for line in self.printed.read_text("utf-8", "replace").splitlines()
+                if line.strip()
+            ]
             said = next((line for line in reversed(lines) if line.startswith("error:")), "")
             if status == 2:
                 raise RuntimeError(f"the script was refused: {said}")
@@ -173,7 +208,11 @@ class Run:
             for process in psutil.Process(self.process.pid).children(recursive=True):
                 with suppress(psutil.Error):
                     line = " ".join(process.cmdline())
-                    if ("ray::" in line and "Actor" in line) or "reward_pool" in line or "EngineCore" in line:
+                    if (
+                        ("ray::" in line and "Actor" in line)
+                        or "reward_pool" in line
+                        or "EngineCore" in line
+                    ):
                         found.append(process)
         return found
 
@@ -246,7 +285,9 @@ def fill_disk(run: Run, chance: random.Random) -> str:
 def corrupt(run: Run, chance: random.Random) -> str:
     """Another byte in the newest checkpoint, and an end of the script."""
     found = checkpoints_in(run.run / "checkpoints")
-    if len(found) < 2 or run.process is None:  # resume=auto refuses a folder that has nothing but a damaged one
+    if (
+        len(found) < 2 or run.process is None
+    ):  # resume=auto refuses a folder that has nothing but a damaged one
         return "corrupt: no checkpoint before the newest"
     place = chance.randrange(found[0].stat().st_size)
     run.process.kill()
@@ -267,17 +308,34 @@ def kill_script(run: Run, chance: random.Random) -> str:
     return "kill: the script"
 
 
-EVENTS = [kill_worker, kill_worker, stop, stop, slow_reward, hung_reward, fill_disk, corrupt, kill_script]
+EVENTS = [
+    kill_worker,
+    kill_worker,
+    stop,
+    stop,
+    slow_reward,
+    hung_reward,
+    fill_disk,
+    corrupt,
+    kill_script,
+]
 
 
 def chaos(kind: str, minutes: float, every: float, seed: int, keep: Path | None) -> dict[str, Any]:
     """The figures of one script."""
-    folder, chance = Path(tempfile.mkdtemp(prefix=f"chaos-{kind}-")), random.Random(f"{seed} {kind}")
+    folder, chance = (
+        Path(tempfile.mkdtemp(prefix=f"chaos-{kind}-")),
+        random.Random(f"{seed} {kind}"),
+    )
     run, mounted = Run(kind, folder), os.geteuid() == 0
     if mounted:
-        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(run.run)], check=True)
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(run.run)], check=True
+        )
     try:
-        events, left = _make_trouble(run, [e for e in EVENTS if mounted or e is not fill_disk], chance, minutes, every)
+        events, left = _make_trouble(
+            run, [e for e in EVENTS if mounted or e is not fill_disk], chance, minutes, every
+        )
         return _figures(run) | {"events": events, "left": left}
     finally:
         run.close()
@@ -299,11 +357,15 @@ def _make_trouble(
         run.look()
         if time.monotonic() > next_at and run.at_work():
             with suppress(psutil.Error):
-                done.append(f"{time.monotonic() - start:.0f} s {chance.choice(events)(run, chance)}")
+                done.append(
+                    f"{time.monotonic() - start:.0f} s {chance.choice(events)(run, chance)}"
+                )
                 print(f"[{run.kind}] {done[-1]}", flush=True)
             next_at = time.monotonic() + every
         time.sleep(1)
-    while not read_jsonl(run.run / "metrics.jsonl") and time.monotonic() < start + 60 * minutes + 120:
+    while (
+        not read_jsonl(run.run / "metrics.jsonl") and time.monotonic() < start + 60 * minutes + 120
+    ):
         run.look()
         time.sleep(1)
     return done, run.finish()
@@ -349,11 +411,19 @@ def _measured(process: psutil.Process) -> dict[str, float]:
 
 
 def _table(kind: str, figures: dict[str, Any]) -> str:
-    lines = [f"{kind}: " + ", ".join(f"{k} {v}" for k, v in figures.items() if not isinstance(v, list))]
-    lines += [f"  ended with {end}" for end in figures["ends"]] + [f"  left: {line}" for line in figures["left"]]
+    lines = [
+        f"{kind}: " + ", ".join(f"{k} {v}" for k, v in figures.items() if not isinstance(v, list))
+    ]
+    lines += [f"  ended with {end}" for end in figures["ends"]] + [
+        f"  left: {line}" for line in figures["left"]
+    ]
     for life in figures["lives"]:
-        changes = [f"{name} {life['first'][name]:g} -> {life['last'][name]:g}" for name in life["first"]]
-        lines.append(f"  life from step {life['from_step']}, {life['seconds']} s: {', '.join(changes)}")
+        changes = [
+            f"{name} {life['first'][name]:g} -> {life['last'][name]:g}" for name in life["first"]
+        ]
+        lines.append(
+            f"  life from step {life['from_step']}, {life['seconds']} s: {', '.join(changes)}"
+        )
     return "\n".join(lines)
 
 
@@ -365,7 +435,9 @@ def main() -> None:
     parser.add_argument("--every", type=float, default=20, help="seconds between two events")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, help="a folder for all files of the runs")
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "chaos.json")
+    parser.add_argument(
+        "--output", type=Path, default=ROOT / "benchmarks" / "results" / "chaos.json"
+    )
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that all is ended and unmounted
     for kind in args.only:

@@ -1,13 +1,15 @@
-"""Time and memory of a checkpoint of several ranks: a folder that all of them write, and one file that rank 0 writes.
+"""Time and memory of a checkpoint of several ranks: a folder that all of them write, and one file
+that rank 0 writes.
 
     python benchmarks/bench_checkpoint.py
     python benchmarks/bench_checkpoint.py --layers 16 --hidden 2048 --dtype bfloat16
 
-A random model (by default Llama's shape with 0.25 billion weights, float32), its AdamW and 2 or 4 processes on a CPU.
-``waits_s`` is how long training stands still, ``on_disk_s`` how long until the checkpoint is there, ``more_gib`` the
-largest sum of what the processes hold for themselves (unique set size, sampled every 20 ms) beyond what they held
-before. ``load_s`` is a load by as many ranks. The default takes 2 to 5 minutes, 8 GB of memory and 4 GB of disk. The
-second line is the shape of Llama 3.2 1B with weights and moments of 2 bytes: 18 GB of memory, 9 GB of disk.
+A random model (by default Llama's shape with 0.25 billion weights, float32), its AdamW and 2 or 4
+processes on a CPU. ``waits_s`` is how long training stands still, ``on_disk_s`` how long until the
+checkpoint is there, ``more_gib`` the largest sum of what the processes hold for themselves (unique
+set size, sampled every 20 ms) beyond what they held before. ``load_s`` is a load by as many ranks.
+The default takes 2 to 5 minutes, 8 GB of memory and 4 GB of disk. The second line is the shape of
+Llama 3.2 1B with weights and moments of 2 bytes: 18 GB of memory, 9 GB of disk.
 """
 
 from __future__ import annotations
@@ -67,10 +69,14 @@ def make_trainer(rank: int, ranks: int, folder: str, hidden: int, layers: int, d
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
-    return SimpleNamespace(model=model, optimizer=optimizer, version=1, progress=lambda: {"version": 1})
+    return SimpleNamespace(
+        model=model, optimizer=optimizer, version=1, progress=lambda: {"version": 1}
+    )
 
 
-def run_rank(rank: int, ranks: int, folder: str, hidden: int, layers: int, dtype: str, one_file: bool) -> None:
+def run_rank(
+    rank: int, ranks: int, folder: str, hidden: int, layers: int, dtype: str, one_file: bool
+) -> None:
     """What each process does."""
     trainer = make_trainer(rank, ranks, folder, hidden, layers, dtype)
     checkpointer = Checkpointer(f"{folder}/made", {})
@@ -128,22 +134,33 @@ def measure(ranks: int, hidden: int, layers: int, dtype: str, one_file: bool) ->
             if Path(folder, "begin").exists() and not Path(folder, "end").exists():
                 before, peak = before or held, max(peak, held)
         out: dict[str, float] = json.loads(Path(folder, "out.json").read_text())
-    return {name: round(seconds, 2) for name, seconds in out.items()} | {"more_gib": round((peak - before) / 2**30, 2)}
+    return {name: round(seconds, 2) for name, seconds in out.items()} | {
+        "more_gib": round((peak - before) / 2**30, 2)
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    result = surroundings(PACKAGES) | {"hidden": args.hidden, "layers": args.layers, "dtype": args.dtype, "cases": []}
+    result = surroundings(PACKAGES) | {
+        "hidden": args.hidden,
+        "layers": args.layers,
+        "dtype": args.dtype,
+        "cases": [],
+    }
     for ranks in args.ranks:
         for one_file in (True, False):
             how = "rank 0 writes one file" if one_file else "each rank writes its part"
-            case = {"ranks": ranks, "how": how} | measure(ranks, args.hidden, args.layers, args.dtype, one_file)
+            case = {"ranks": ranks, "how": how} | measure(
+                ranks, args.hidden, args.layers, args.dtype, one_file
+            )
             print(json.dumps(case), file=sys.stderr, flush=True)
             result["cases"].append(case)
     report(result, args.out)

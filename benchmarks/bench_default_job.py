@@ -1,11 +1,13 @@
-"""The default job (`make train`) here and on TRL: same starter, problems, reward and hyperparameters. Seconds a step.
+"""The default job (`make train`) here and on TRL: same starter, problems, reward and
+hyperparameters. Seconds a step.
 
-    python benchmarks/bench_default_job.py                         # two runs of 40 steps on each side, in turns
-    python benchmarks/bench_default_job.py --steps 10 --rounds 1
+    python benchmarks/bench_default_job.py                         # two runs of 40 steps on each
+    side, in turns python benchmarks/bench_default_job.py --steps 10 --rounds 1
 
-Prints JSON. A step is all of it: sampling 16 groups of 8, rewards, reference log-probs, the optimizer step, and giving
-the engine the new weights. Evaluation, checkpoints and TensorBoard are off on both sides. `reward_last` is the mean
-reward of the last 5 steps: both sides must learn the same.
+Prints JSON. A step is all of it: sampling 16 groups of 8, rewards, reference log-probs, the
+optimizer step, and giving the engine the new weights. Evaluation, checkpoints and TensorBoard are
+off on both sides. `reward_last` is the mean reward of the last 5 steps: both sides must learn the
+same.
 """
 
 from __future__ import annotations
@@ -62,7 +64,10 @@ def run_trl(steps: int, seed: int, folder: str) -> tuple[list[float], list[float
 
     def reward(completions: list[list[dict[str, str]]], answer: list[str], **_: Any) -> list[float]:
         texts = (messages[0]["content"] for messages in completions)
-        return [task.score(Problem("", right), [text]).reward for text, right in zip(texts, answer, strict=True)]
+        return [
+            task.score(Problem("", right), [text]).reward
+            for text, right in zip(texts, answer, strict=True)
+        ]
 
     rows = [{"prompt": task.messages(one), "answer": one.answer} for one in task.problems("train")]
     settings: dict[str, Any] = {
@@ -73,7 +78,11 @@ def run_trl(steps: int, seed: int, folder: str) -> tuple[list[float], list[float
         "learning_rate": 5e-5, "lr_scheduler_type": "constant", "weight_decay": 0.0, "max_grad_norm": 1.0,
     }  # fmt: skip
     trainer = trl.GRPOTrainer(
-        str(starter_path()), reward, trl.GRPOConfig(folder, **settings), Dataset.from_list(rows), callbacks=[Clock()]
+        str(starter_path()),
+        reward,
+        trl.GRPOConfig(folder, **settings),
+        Dataset.from_list(rows),
+        callbacks=[Clock()],
     )
     times.append(time.perf_counter())
     trainer.train()
@@ -87,7 +96,9 @@ SIDES = {"ours": run_ours, "trl": run_trl}
 def main() -> None:
     """Runs the sides in turns and writes the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=40, help=f"of each run, the first {WARM_UP} are not counted")
+    parser.add_argument(
+        "--steps", type=int, default=40, help=f"of each run, the first {WARM_UP} are not counted"
+    )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--out", type=Path, help="file for the JSON, besides standard output")
     args = parser.parse_args()
@@ -105,7 +116,9 @@ def main() -> None:
     result = surroundings(("torch", "torchrl", "transformers", "trl")) | {
         "setting": {"steps": args.steps, "rounds": args.rounds},
         "median_step_s": {side: round(median, 4) for side, median in medians.items()},
-        "tenth_and_ninetieth_percent_s": {side: [cuts[0], cuts[-1]] for side, cuts in deciles.items()},
+        "tenth_and_ninetieth_percent_s": {
+            side: [cuts[0], cuts[-1]] for side, cuts in deciles.items()
+        },
         "ratio": round(medians["trl"] / medians["ours"], 2),
         "reward_last": rewards,
         "step_s": {side: [round(second, 4) for second in times] for side, times in seconds.items()},

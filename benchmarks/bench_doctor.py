@@ -1,10 +1,12 @@
-"""What a dry run says that a run will take, against what the run then takes: seconds, disk and memory.
+"""What a dry run says that a run will take, against what the run then takes: seconds, disk and
+memory.
 
 python benchmarks/bench_doctor.py
 python benchmarks/bench_doctor.py --only lora workers
 
-Prints JSON. Of each configuration the dry run comes first and the run after it, both in processes of their own. Seconds
-are those until they end, memory is the sum of the peaks of all their processes.
+Prints JSON. Of each configuration the dry run comes first and the run after it, both in processes
+of their own. Seconds are those until they end, memory is the sum of the peaks of all their
+processes.
 """
 
 from __future__ import annotations
@@ -26,11 +28,31 @@ SCRIPTS = Path(__file__).resolve().parents[1] / "sota" / "grpo"
 UNITS = {"bytes": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 RUNS = {
     "default": ("grpo.py",),
-    "lora": ("grpo.py", "train_model.lora.enabled=true", "optimizer.lr=1e-3", "train.total_dialog_turns=5120"),
-    "several steps a batch": ("grpo.py", "algo=dapo", "train.optim_batch_size=32", "train.total_dialog_turns=5120"),
-    "workers": ("grpo.py", "env.reward_workers=2", "train.total_dialog_turns=5120", "evaluation.frequency=0"),
+    "lora": (
+        "grpo.py",
+        "train_model.lora.enabled=true",
+        "optimizer.lr=1e-3",
+        "train.total_dialog_turns=5120",
+    ),
+    "several steps a batch": (
+        "grpo.py",
+        "algo=dapo",
+        "train.optim_batch_size=32",
+        "train.total_dialog_turns=5120",
+    ),
+    "workers": (
+        "grpo.py",
+        "env.reward_workers=2",
+        "train.total_dialog_turns=5120",
+        "evaluation.frequency=0",
+    ),
     "asynchronous": ("grpo-async.py", "train.total_dialog_turns=5120"),
-    "no evaluation": ("grpo.py", "env.num_envs=256", "train.checkpoint_frequency=5", "evaluation.num_prompts=0"),
+    "no evaluation": (
+        "grpo.py",
+        "env.num_envs=256",
+        "train.checkpoint_frequency=5",
+        "evaluation.num_prompts=0",
+    ),
 }
 
 
@@ -47,7 +69,9 @@ def watched(*command: str, folder: Path) -> tuple[str, float, int]:
         while process.poll() is None:
             for each in [root, *root.children(recursive=True)]:
                 try:
-                    found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{each.pid}/status").read_text())
+                    found = re.search(
+                        r"VmHWM:\s+(\d+) kB", Path(f"/proc/{each.pid}/status").read_text()
+                    )
                     if found:  # else it has ended, and nobody has asked for its status
                         peaks[each.pid, each.create_time()] = 1024 * int(found.group(1))
                 except (OSError, psutil.Error):  # it has ended
@@ -55,7 +79,9 @@ def watched(*command: str, folder: Path) -> tuple[str, float, int]:
             time.sleep(0.25)
     seconds = time.perf_counter() - start
     if process.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}:\n{output.read_text()[-3000:]}")
+        raise RuntimeError(
+            f"{' '.join(command)} ended with {process.returncode}:\n{output.read_text()[-3000:]}"
+        )
     return output.read_text(), seconds, sum(peaks.values())
 
 
@@ -74,7 +100,9 @@ def compare(script: str, *arguments: str) -> dict[str, Any]:
         table = printed.partition("Forecast for the whole run")[2]
         [duration] = re.findall(r"^\s*time\s+([\d:]+)", table, re.MULTILINE)
         predicted = {
-            "seconds": float(sum(int(part) * 60**power for power, part in enumerate(duration.split(":")[::-1]))),
+            "seconds": float(
+                sum(int(part) * 60**power for power, part in enumerate(duration.split(":")[::-1]))
+            ),
             "disk": size_in(table, "disk"),
             "memory": size_in(table, r"memory \(cpu\)"),
         }
@@ -82,13 +110,20 @@ def compare(script: str, *arguments: str) -> dict[str, Any]:
         disk = sum(path.stat().st_size for path in (folder / "run").rglob("*") if path.is_file())
     measured = {"seconds": took_s, "disk": float(disk), "memory": float(memory)}
     ratios = {name: round(predicted[name] / measured[name], 3) for name in measured}
-    return {"dry_run_s": tried_s, "predicted": predicted, "measured": measured, "predicted_over_measured": ratios}
+    return {
+        "dry_run_s": tried_s,
+        "predicted": predicted,
+        "measured": measured,
+        "predicted_over_measured": ratios,
+    }
 
 
 def main() -> None:
     """Tries and makes the runs in turn, and writes the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", default=[""], help="runs whose name contains one of these")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], help="runs whose name contains one of these"
+    )
     parser.add_argument("--out", type=Path, help="file for the JSON, besides standard output")
     args = parser.parse_args()
     chosen = [name for name in RUNS if any(part in name for part in args.only)]

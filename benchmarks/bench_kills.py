@@ -1,16 +1,19 @@
-"""Runs that are killed by SIGKILL again and again, and go on by ``train.resume=auto``; and runs that are interrupted.
+"""Runs that are killed by SIGKILL again and again, and go on by ``train.resume=auto``; and runs
+that are interrupted.
 
-    python benchmarks/bench_kills.py                                          # 20 points of a save, 20 moments
-    python benchmarks/bench_kills.py --script grpo.py --points 3 --moments 3 --seed 1
+    python benchmarks/bench_kills.py                                          # 20 points of a save,
+    20 moments python benchmarks/bench_kills.py --script grpo.py --points 3 --moments 3 --seed 1
     python benchmarks/bench_kills.py --signals
 
-A chain of lives is one run. Each life but the last one is killed with all its processes: in a save, when so much of the
-file is written, or at a random moment from the start of the process on. After each kill every checkpoint must be whole.
-At the end the run must be the one that nobody killed: with ``grpo.py`` its metrics, weights and Adam's moments to the
-last bit, with ``grpo-async.py`` each group trained once.
+A chain of lives is one run. Each life but the last one is killed with all its processes: in a save,
+when so much of the file is written, or at a random moment from the start of the process on. After
+each kill every checkpoint must be whole. At the end the run must be the one that nobody killed:
+with ``grpo.py`` its metrics, weights and Adam's moments to the last bit, with ``grpo-async.py``
+each group trained once.
 
-``--signals`` sends SIGTERM and SIGINT at eight moments and prints a table: seconds until the end, exit status, newest
-checkpoint, and what is left: temporary files, processes, shared memory. It needs Linux and, for ``grpo-async.py``, Ray.
+``--signals`` sends SIGTERM and SIGINT at eight moments and prints a table: seconds until the end,
+exit status, newest checkpoint, and what is left: temporary files, processes, shared memory. It
+needs Linux and, for ``grpo-async.py``, Ray.
 """
 
 from __future__ import annotations
@@ -55,7 +58,11 @@ class Life:
         self.folder, self.family = folder, set[psutil.Process]()
         self.before, self.start = set(os.listdir("/dev/shm")), time.monotonic()
         path = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])
-        changed = {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "TRAINED_GROUPS": str(folder / "groups.txt")}
+        changed = {
+            "PYTHONPATH": path,
+            "CUDA_VISIBLE_DEVICES": "",
+            "TRAINED_GROUPS": str(folder / "groups.txt"),
+        }
         self.log = folder / "printed.txt"
         self.log.touch()
         with self.log.open("a") as output:
@@ -107,7 +114,9 @@ def in_save(life: Life, rng: random.Random, fraction: float) -> bool:
     def holds() -> bool:
         new = len({path.name for path in checkpoints_in(folder)} - there)
         with suppress(OSError):  # it was renamed meanwhile
-            written = max((path.stat().st_size for path in folder.glob("checkpoint_*.tmp")), default=-1)
+            written = max(
+                (path.stat().st_size for path in folder.glob("checkpoint_*.tmp")), default=-1
+            )
             return new >= saves or (new == saves - 1 and written >= fraction * max(sizes))
         return False
 
@@ -117,7 +126,10 @@ def in_save(life: Life, rng: random.Random, fraction: float) -> bool:
 def at_moment(life: Life, rng: random.Random, fraction: float) -> bool:
     """Waits for a moment: one in four while it starts, the others within the next eight steps."""
     if fraction < 0.25:
-        return not life.until(lambda: time.monotonic() - life.start > 32 * fraction) or life.process.poll() is None
+        return (
+            not life.until(lambda: time.monotonic() - life.start > 32 * fraction)
+            or life.process.poll() is None
+        )
     first, rows = life.rows(), rng.randrange(1, 9)
     return life.until(lambda: life.rows() >= first + rows) and life.until(
         partial(_later, time.monotonic(), rng.random() / 3)
@@ -158,7 +170,9 @@ def chain(script: str, kind: str, kills: int, seed: int, folder: Path) -> dict[s
                 check_whole(path)
             except ValueError:
                 unreadable += 1
-    trained = Counter(group for line in groups.read_text().splitlines() for group in set(json.loads(line)))
+    trained = Counter(
+        group for line in groups.read_text().splitlines() for group in set(json.loads(line))
+    )
     return {
         "script": script, "killed": kind, "kills": kills, "ended_by_itself": ended,
         "exit_status": life.process.returncode,
@@ -176,11 +190,20 @@ def _compared(folder: Path, length: str) -> dict[str, Any]:
     whole.mkdir()
     Life("grpo.py", whole, length).until(lambda: False, tick_s=0.2)
     got, expected = (
-        [{k: v for k, v in row.items() if not k.startswith(MEASURED)} for row in read_jsonl(path / "metrics.jsonl")]
+        [
+            {k: v for k, v in row.items() if not k.startswith(MEASURED)}
+            for row in read_jsonl(path / "metrics.jsonl")
+        ]
         for path in (folder, whole)
     )
-    states = [torch.load(checkpoints_in(path / "checkpoints")[0], weights_only=True) for path in (folder, whole)]
-    return {"metrics_equal": got == expected, "state_equal": _equal(*[state["trainer"] for state in states])}
+    states = [
+        torch.load(checkpoints_in(path / "checkpoints")[0], weights_only=True)
+        for path in (folder, whole)
+    ]
+    return {
+        "metrics_equal": got == expected,
+        "state_equal": _equal(*[state["trainer"] for state in states]),
+    }
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -195,7 +218,9 @@ MOMENTS: dict[str, Callable[[Life], bool]] = {
     "first imports": lambda life: _later(life.start, 0.3),
     "importing PyTorch": lambda life: life.has_said("importing PyTorch"),
     "reading data": lambda life: life.has_said("reading data"),
-    "loading": lambda life: life.has_said("loading the model starter") or life.has_said("which load their models"),
+    "loading": lambda life: (
+        life.has_said("loading the model starter") or life.has_said("which load their models")
+    ),
     "first step": lambda life: life.rows() >= 1,
     "a step": lambda life: life.rows() >= 4,
     "a save": lambda life: any((life.folder / "checkpoints").glob("checkpoint_*.tmp")),
@@ -241,14 +266,33 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for script in args.script:
             if args.signals:
-                cases = [(m, n) for m in MOMENTS if args.only in m for n in (signal.SIGTERM, signal.SIGINT)]
-                found += [interrupted(script, *case, Path(folder, f"{script}{i}")) for i, case in enumerate(cases)]
+                cases = [
+                    (m, n)
+                    for m in MOMENTS
+                    if args.only in m
+                    for n in (signal.SIGTERM, signal.SIGINT)
+                ]
+                found += [
+                    interrupted(script, *case, Path(folder, f"{script}{i}"))
+                    for i, case in enumerate(cases)
+                ]
             else:
-                kinds = [(kind, kills) for kind, kills in (("save", args.points), ("moment", args.moments)) if kills]
-                found += [chain(script, *kind, args.seed, Path(folder, f"{script}-{kind[0]}")) for kind in kinds]
+                kinds = [
+                    (kind, kills)
+                    for kind, kills in (("save", args.points), ("moment", args.moments))
+                    if kills
+                ]
+                found += [
+                    chain(script, *kind, args.seed, Path(folder, f"{script}-{kind[0]}"))
+                    for kind in kinds
+                ]
     for row in found:
         sys.stderr.write(f"| {' | '.join(str(value) for value in row.values())} |\n")
-    report(surroundings(("torch", "torchrl", "transformers", "ray")) | {"seed": args.seed, "results": found}, args.out)
+    report(
+        surroundings(("torch", "torchrl", "transformers", "ray"))
+        | {"seed": args.seed, "results": found},
+        args.out,
+    )
 
 
 if __name__ == "__main__":

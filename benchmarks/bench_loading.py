@@ -3,10 +3,11 @@
     python benchmarks/bench_loading.py
     python benchmarks/bench_loading.py --layers 4 --ranks 2
 
-A random model of the shape of Llama 3.2 1B, bfloat16 on disk and float32 in training, is sharded over 2 and 4
-processes: once with rank 0 alone loading it, as ``parts.make_trainer`` does, and once with each rank loading all of it.
-The figure is the largest sum of what the processes hold for themselves (unique set size), sampled every 20 ms, over the
-size of the float32 weights. It takes about 5 minutes, and 24 GB with each rank loading on 4.
+A random model of the shape of Llama 3.2 1B, bfloat16 on disk and float32 in training, is sharded
+over 2 and 4 processes: once with rank 0 alone loading it, as ``parts.make_trainer`` does, and once
+with each rank loading all of it. The figure is the largest sum of what the processes hold for
+themselves (unique set size), sampled every 20 ms, over the size of the float32 weights. It takes
+about 5 minutes, and 24 GB with each rank loading on 4.
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ def make_model(folder: str, layers: int) -> int:
     )
     with torch.device("meta"):
         model = LlamaForCausalLM(config).to(torch.bfloat16)
-    state = {name: torch.full(value.shape, 1e-3, dtype=value.dtype) for name, value in model.state_dict().items()}
+    state = {
+        name: torch.full(value.shape, 1e-3, dtype=value.dtype)
+        for name, value in model.state_dict().items()
+    }
     model.load_state_dict(state, assign=True)
     model.tie_weights()
     model.save_pretrained(folder)
@@ -81,7 +85,9 @@ def measure(ranks: int, model: str, everywhere: bool) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--out", type=Path)

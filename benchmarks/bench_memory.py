@@ -1,13 +1,15 @@
-"""What each knob saves of a training step's memory, measured, beside what the error message of a full device says.
+"""What each knob saves of a training step's memory, measured, beside what the error message of a
+full device says.
 
     python benchmarks/bench_memory.py                    # about 3 minutes on 2 idle cores
     python benchmarks/bench_memory.py --models 8M --only train.mixed_precision=bf16
 
-A step is that of a run: forward, loss, backward and AdamW, of a random float32 model (the shape of the embedded one, or
-8 million parameters in 6 layers of 256 numbers a token), with 2 groups of 8, prompts and responses of 64: 1,152 tokens.
-With each knob, model, optimizer and two steps are made twice: what is compiled and cached the first time is not
-counted. Reported is how much the process grows the second time, at most, and the median CPU time of a step. The
-allocator gives back at once what is freed: with glibc's own settings the process keeps holes, which no knob knows of.
+A step is that of a run: forward, loss, backward and AdamW, of a random float32 model (the shape of
+the embedded one, or 8 million parameters in 6 layers of 256 numbers a token), with 2 groups of 8,
+prompts and responses of 64: 1,152 tokens. With each knob, model, optimizer and two steps are made
+twice: what is compiled and cached the first time is not counted. Reported is how much the process
+grows the second time, at most, and the median CPU time of a step. The allocator gives back at once
+what is freed: with glibc's own settings the process keeps holes, which no knob knows of.
 """
 
 from __future__ import annotations
@@ -34,8 +36,18 @@ from torchrl_grpo.objectives.grpo import GRPOLoss
 
 PACKAGES = ("torch", "transformers", "torchrl", "torchao", "peft")
 MODELS = {
-    "starter": {"vocab_size": 261, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2},
-    "8M": {"vocab_size": 8192, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6},
+    "starter": {
+        "vocab_size": 261,
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 2,
+    },
+    "8M": {
+        "vocab_size": 8192,
+        "hidden_size": 256,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 6,
+    },
 }
 HEADS = {"starter": 4, "8M": 8}
 SIZE = BASE | {"response": 64}
@@ -51,7 +63,9 @@ SINGLE = (
 )
 # The last two save what parameters take: they are measured where activations take less, too.
 PAIRS = tuple((SINGLE[1], name) for name in SINGLE[-2:])
-KNOBS: dict[str, tuple[str, ...]] = {" ".join(knobs): knobs for knobs in (*((name,) for name in SINGLE), *PAIRS)}
+KNOBS: dict[str, tuple[str, ...]] = {
+    " ".join(knobs): knobs for knobs in (*((name,) for name in SINGLE), *PAIRS)
+}
 KNOBS = {"none": ()} | KNOBS | {"all of them": SINGLE}
 MMAP_THRESHOLD = -3  # of mallopt
 LARGE = 8192
@@ -77,8 +91,8 @@ def make_trainer(name: str, knobs: dict[str, str]) -> GRPOTrainer:
 
 
 def measure(name: str, names: tuple[str, ...], libc: ctypes.CDLL) -> dict[str, float]:
-    """MiB that the process grows by at most with some knobs, seconds of a step, and MiB that the last of them saves,
-    as the message says it of a step with the others."""
+    """MiB that the process grows by at most with some knobs, seconds of a step, and MiB that the
+    last of them saves, as the message says it of a step with the others."""
     knobs = dict(knob.split("=") for knob in names)
     batch = train_step.ragged(make_batch(SIZE | {"vocabulary": MODELS[name]["vocab_size"]}), (1,))
     for _ in range(2):
@@ -103,7 +117,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", choices=MODELS, nargs="*", default=list(MODELS))
     parser.add_argument("--only", choices=KNOBS, nargs="*", default=list(KNOBS))
-    parser.add_argument("--output", type=Path, default=Path(__file__).with_name("results") / "memory.json")
+    parser.add_argument(
+        "--output", type=Path, default=Path(__file__).with_name("results") / "memory.json"
+    )
     args = parser.parse_args()
     train_step.MODELS |= MODELS
     train_step.HEADS |= HEADS

@@ -1,17 +1,19 @@
 """Engine and trainer that disagree: by how much, and which correction learns best.
 
-    python benchmarks/bench_mismatch.py
-    python benchmarks/bench_mismatch.py --only learning --engines float8 --override train.total_dialog_turns=1280
+    python benchmarks/bench_mismatch.py python benchmarks/bench_mismatch.py --only learning
+    --engines float8 --override train.total_dialog_turns=1280
 
-``precision``: the share of sampled tokens whose probability under the trainer is more than a tenth away from what the
-engine in bfloat16 sampled them with, where the product of the LM head comes out in 16 bits and in float32, on either
-side. The models are the starter, and a random one of 30M parameters whose logits are spread as a trained model's.
+``precision``: the share of sampled tokens whose probability under the trainer is more than a tenth
+away from what the engine in bfloat16 sampled them with, where the product of the LM head comes out
+in 16 bits and in float32, on either side. The models are the starter, and a random one of 30M
+parameters whose logits are spread as a trained model's.
 
-``learning``: the default job with each of ``CORRECTIONS`` and with engines that are further and further away from the
-trainer in float32: in bfloat16, with matrices rounded to 8 bits (``float8_e4m3fn``, a scale for each), to 4 bits (a
-scale for each row), and with matrices of roots of two, which no one would sample with. The accuracy is that of the
-weights that were trained, unrounded, as ``from_pretrained`` loads them; and of the rounded ones that sampled.
-Each run is a process of its own; after each one the JSON is written, so that ``--resume`` goes on.
+``learning``: the default job with each of ``CORRECTIONS`` and with engines that are further and
+further away from the trainer in float32: in bfloat16, with matrices rounded to 8 bits
+(``float8_e4m3fn``, a scale for each), to 4 bits (a scale for each row), and with matrices of roots
+of two, which no one would sample with. The accuracy is that of the weights that were trained,
+unrounded, as ``from_pretrained`` loads them; and of the rounded ones that sampled. Each run is a
+process of its own; after each one the JSON is written, so that ``--resume`` goes on.
 
 Nothing is timed, so other work on the machine does no harm.
 """
@@ -37,7 +39,13 @@ import torch
 from hydra import compose, initialize_config_dir
 from machine import surroundings
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.config import GRPOConfig, from_hydra, register
@@ -56,8 +64,16 @@ FAR = 0.1
 """A ratio that is further away from 1 is counted, as in TRL's issue 6789."""
 CORRECTIONS: dict[str, dict[str, str]] = {
     "ratio to the engine": {"proximal": "behaviour", "behaviour_weight": "none"},
-    "sequence mask, 3": {"behaviour_weight": "mask", "behaviour_level": "sequence", "behaviour_cap": "3"},
-    "token truncation, 2": {"behaviour_weight": "truncate", "behaviour_level": "token", "behaviour_cap": "2"},
+    "sequence mask, 3": {
+        "behaviour_weight": "mask",
+        "behaviour_level": "sequence",
+        "behaviour_cap": "3",
+    },
+    "token truncation, 2": {
+        "behaviour_weight": "truncate",
+        "behaviour_level": "token",
+        "behaviour_cap": "2",
+    },
     "none": {"behaviour_weight": "none"},
 }
 """Of ``policy``, with ``proximal=recomputed``."""
@@ -90,7 +106,10 @@ class RoundedEngine(TransformersEngine):
     rounding = staticmethod(in_8_bits)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        matrices = ((name, self.rounding(weight) if weight.dim() > 1 else weight) for name, weight in weights)
+        matrices = (
+            (name, self.rounding(weight) if weight.dim() > 1 else weight)
+            for name, weight in weights
+        )
         super().update_weights(matrices, version)
 
 
@@ -101,7 +120,8 @@ def train(engine: str, correction: str, seed: int, overrides: list[str]) -> dict
     with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "config")):
         own = [f"inference_model.dtype={dtype}", f"seed={seed}", "logging.tensorboard=false"]
         own += [
-            f"policy.{key}={value}" for key, value in ({"proximal": "recomputed"} | CORRECTIONS[correction]).items()
+            f"policy.{key}={value}"
+            for key, value in ({"proximal": "recomputed"} | CORRECTIONS[correction]).items()
         ]
         config = from_hydra(compose("grpo_arithmetic", overrides=[*own, *overrides]))
     made: Any = TransformersEngine
@@ -126,7 +146,9 @@ def train(engine: str, correction: str, seed: int, overrides: list[str]) -> dict
         "reward_after": statistics.fmean(row["rollout/reward_mean"] for row in steps[-10:]),
         "kl_to_engine": statistics.fmean(row["train/kl_k3_to_inference"] for row in steps),
         "capped": statistics.fmean(row.get("train/behaviour_capped") or 0.0 for row in steps),
-        "clipped": statistics.fmean(row["train/clip_fraction_low"] + row["train/clip_fraction_high"] for row in steps),
+        "clipped": statistics.fmean(
+            row["train/clip_fraction_low"] + row["train/clip_fraction_high"] for row in steps
+        ),
     }
 
 
@@ -153,7 +175,9 @@ def learning(args: argparse.Namespace, result: dict[str, Any], write: Callable[[
                 command += [f"--override={override}" for override in args.override]
                 done = subprocess.run(command, capture_output=True, text=True, check=False)
                 if done.returncode:
-                    sys.stderr.write(f"{name} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-2000:]}\n")
+                    sys.stderr.write(
+                        f"{name} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-2000:]}\n"
+                    )
                     continue
                 found[name] = json.loads(done.stdout.splitlines()[-1])
                 sys.stderr.write(f"{name}: {found[name]}\n")
@@ -168,12 +192,18 @@ def table(found: dict[str, dict[str, float]]) -> str:
     ]
     for engine in ENGINES:
         for correction in CORRECTIONS:
-            runs = [one for name, one in found.items() if name.startswith(f"{engine}/{correction}/")]
+            runs = [
+                one for name, one in found.items() if name.startswith(f"{engine}/{correction}/")
+            ]
             if runs:
                 after = [one.get("accuracy_of_trained", one["accuracy_after"]) for one in runs]
                 mean = {name: statistics.fmean(one[name] for one in runs) for name in runs[0]}
                 bounded = f"{mean['capped'] + mean['clipped']:.2%}"
-                cells = [engine, correction, f"{statistics.fmean(after):.1%} ({min(after):.1%} to {max(after):.1%})"]
+                cells = [
+                    engine,
+                    correction,
+                    f"{statistics.fmean(after):.1%} ({min(after):.1%} to {max(after):.1%})",
+                ]
                 cells += [f"{mean['accuracy_after']:.1%}", f"{mean['kl_to_engine']:.1e}", bounded]
                 lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -183,8 +213,15 @@ def make_model(name: str) -> PreTrainedModel:
     if name == "starter":
         return AutoModelForCausalLM.from_pretrained(starter_path()).float().eval()
     torch.manual_seed(0)
-    sizes = {"vocab_size": 32000, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 6}
-    config = Qwen2Config(**sizes, num_attention_heads=8, num_key_value_heads=2, tie_word_embeddings=False)
+    sizes = {
+        "vocab_size": 32000,
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 6,
+    }
+    config = Qwen2Config(
+        **sizes, num_attention_heads=8, num_key_value_heads=2, tie_word_embeddings=False
+    )
     model = Qwen2ForCausalLM(config).float().eval()
     with torch.no_grad():  # 4: an entropy of about 2.5 nats
         spread = model(torch.randint(2, 32000, (2, 64))).logits.std(-1).mean()
@@ -194,30 +231,50 @@ def make_model(name: str) -> PreTrainedModel:
 
 def make_prompts(name: str, count: int) -> list[Tensor]:
     if name != "starter":
-        return list(torch.randint(2, 32000, (count, 32), generator=torch.Generator().manual_seed(1)))
+        return list(
+            torch.randint(2, 32000, (count, 32), generator=torch.Generator().manual_seed(1))
+        )
     tokenizer = AutoTokenizer.from_pretrained(starter_path())
     chats = [[{"role": "user", "content": f"{10 + 7 * i}+{99 - 5 * i}="}] for i in range(count)]
-    texts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) for chat in chats]
+    texts = [
+        tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        for chat in chats
+    ]
     return [torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
 
 
-def sampled(master: PreTrainedModel, prompts: list[Tensor], stop: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """Responses of an engine in bfloat16: tokens [B, T], mask [B, T] of those sampled, and the log-probs of these."""
+def sampled(
+    master: PreTrainedModel, prompts: list[Tensor], stop: tuple[int, ...]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Responses of an engine in bfloat16: tokens [B, T], mask [B, T] of those sampled, and the
+    log-probs of these.
+    """
     engine = TransformersEngine(AutoModelForCausalLM.from_config(master.config).bfloat16())
-    engine.update_weights(((key, weight.bfloat16()) for key, weight in master.named_parameters()), 0)
+    engine.update_weights(
+        ((key, weight.bfloat16()) for key, weight in master.named_parameters()), 0
+    )
     engine.seed(0)
     groups = engine.generate(prompts, 8, SamplingParams(64, stop_token_ids=stop))
-    full = [torch.cat((p, done.tokens)) for p, group in zip(prompts, groups, strict=True) for done in group]
+    full = [
+        torch.cat((p, done.tokens))
+        for p, group in zip(prompts, groups, strict=True)
+        for done in group
+    ]
     log_probs = torch.cat([done.log_probs for group in groups for done in group])
     starts = torch.tensor([len(p) for p in prompts]).repeat_interleave(8)[:, None]
     tokens = torch.nn.utils.rnn.pad_sequence(full, batch_first=True)
-    places, lengths = torch.arange(tokens.shape[1]), torch.tensor([len(row) for row in full])[:, None]
+    places, lengths = (
+        torch.arange(tokens.shape[1]),
+        torch.tensor([len(row) for row in full])[:, None],
+    )
     return tokens, (places >= starts) & (places < lengths), log_probs
 
 
 def wide(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The product of a head in float32, of factors in 16 bits."""
-    return torch.nn.functional.linear(hidden.float(), weight.float(), None if bias is None else bias.float())
+    return torch.nn.functional.linear(
+        hidden.float(), weight.float(), None if bias is None else bias.float()
+    )
 
 
 def rounded(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -236,7 +293,9 @@ def scored_by(product: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Ten
         with torch.autocast("cpu", enabled=False):
             for some, picked in zip(hidden.split(256), targets.split(256), strict=True):
                 log_p = product(some, weight, bias_V).log_softmax(-1)
-                rows.append((log_p.gather(-1, picked[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)))
+                rows.append(
+                    (log_p.gather(-1, picked[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1))
+                )
         return torch.cat([row[0] for row in rows]), torch.cat([row[1] for row in rows])
 
     return score
@@ -273,14 +332,22 @@ def precision(name: str) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", choices=("precision", "learning"))
     parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
     parser.add_argument("--corrections", nargs="+", default=list(CORRECTIONS), choices=CORRECTIONS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--override", action="append", default=[], help="of the config; may be repeated")
-    parser.add_argument("--prefix", nargs="+", default=[], help="a command to run each process with, such as nice")
-    parser.add_argument("--resume", action="store_true", help="make only the runs that the output lacks")
+    parser.add_argument(
+        "--override", action="append", default=[], help="of the config; may be repeated"
+    )
+    parser.add_argument(
+        "--prefix", nargs="+", default=[], help="a command to run each process with, such as nice"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="make only the runs that the output lacks"
+    )
     parser.add_argument("--output", type=Path, default=Path("mismatch.json"))
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -288,7 +355,9 @@ def main() -> None:
         engine, correction, seed = args.one.split("/")
         print(json.dumps(train(engine, correction, int(seed), args.override)))
         return
-    result: dict[str, Any] = json.loads(args.output.read_text()) if args.resume and args.output.exists() else {}
+    result: dict[str, Any] = (
+        json.loads(args.output.read_text()) if args.resume and args.output.exists() else {}
+    )
     result |= surroundings(PACKAGES)
 
     def write() -> None:

@@ -1,15 +1,16 @@
 """Does the simulation of the plan give the throughput of this machine's real `grpo-async.py` runs?
 
-    python benchmarks/bench_plan.py                                  # about 6 minutes on 2 idle cores
-    python benchmarks/bench_plan.py --steps 15 --only "1 sampler, fast reward"
+    python benchmarks/bench_plan.py                                  # about 6 minutes on 2 idle
+    cores python benchmarks/bench_plan.py --steps 15 --only "1 sampler, fast reward"
 
-Measured and simulated: the default arithmetic job with 1 and 2 samplers, each with its own quick reward and with an
-`async def` that takes half a second in 4 reward workers. What the simulation is given comes from other runs: of the
-same job with `train.max_staleness=0`, where one stage follows the other, with one sampler and a reward that answers at
-once. There each process's CPU seconds a step are read, and what of a step is no CPU time of anyone is latency. Two
-samplers have tasks of half the size, which are measured with one sampler that plays two of them for each batch. How
-much slower one core's work becomes when others work too is measured by itself. Nothing is fitted to the runs that are
-compared.
+Measured and simulated: the default arithmetic job with 1 and 2 samplers, each with its own quick
+reward and with an `async def` that takes half a second in 4 reward workers. What the simulation is
+given comes from other runs: of the same job with `train.max_staleness=0`, where one stage follows
+the other, with one sampler and a reward that answers at once. There each process's CPU seconds a
+step are read, and what of a step is no CPU time of anyone is latency. Two samplers have tasks of
+half the size, which are measured with one sampler that plays two of them for each batch. How much
+slower one core's work becomes when others work too is measured by itself. Nothing is fitted to the
+runs that are compared.
 
 The 2 cores must be idle but for this: else the measured steps are too long, and the latencies too.
 """
@@ -58,7 +59,9 @@ def with_workers(file: str, name: str) -> list[str]:
 
 
 def cpu_seconds(root: psutil.Process) -> dict[str, float]:
-    """CPU seconds so far of the processes below one, by role; those of Ray and of the driver are the driver's."""
+    """CPU seconds so far of the processes below one, by role; those of Ray and of the driver are
+    the driver's.
+    """
     spent = dict.fromkeys((*ROLES.values(), "driver"), 0.0)
 
     def add(process: psutil.Process, role: str) -> None:
@@ -90,11 +93,19 @@ def run(overrides: list[str], steps: int) -> dict[str, Any]:
         ]
         given = {text.partition("=")[0] for text in overrides}
         fixed = [text for text in fixed if text.partition("=")[0] not in given]
-        command = [sys.executable, str(ROOT / "sota/grpo/grpo-async.py"), "--config-name", "grpo_arithmetic"]
+        command = [
+            sys.executable,
+            str(ROOT / "sota/grpo/grpo-async.py"),
+            "--config-name",
+            "grpo_arithmetic",
+        ]
         metrics, spent = Path(folder) / "metrics.jsonl", {}
         with (Path(folder) / "log").open("w") as log:
             process = subprocess.Popen(
-                [*command, *fixed, *overrides], stdout=log, stderr=log, env=os.environ | {"HF_HUB_OFFLINE": "1"}
+                [*command, *fixed, *overrides],
+                stdout=log,
+                stderr=log,
+                env=os.environ | {"HF_HUB_OFFLINE": "1"},
             )
             while process.poll() is None:
                 done = len([row for row in read_jsonl(metrics) if "time/step_s" in row])
@@ -111,7 +122,9 @@ def run(overrides: list[str], steps: int) -> dict[str, Any]:
     return {
         "step_s": statistics.mean(seconds),
         "median_step_s": statistics.median(seconds),
-        "cpu_s": {role: (spent[last][role] - spent[first][role]) / (last - first) for role in spent[first]},
+        "cpu_s": {
+            role: (spent[last][role] - spent[first][role]) / (last - first) for role in spent[first]
+        },
         "staleness_max": max(row["staleness/max"] for row in rows),
     }
 
@@ -140,7 +153,10 @@ def speed_together(most: int, seconds: float = 6.0) -> list[float]:
     """Speed of one core's work when 1, 2, ... processes do the same at a time; alone it is 1."""
     context, speeds = multiprocessing.get_context("spawn"), []
     for processes in range(1, most + 1):
-        barrier, counts = context.Barrier(processes), list[Any](context.Value("d") for _ in range(processes))
+        barrier, counts = (
+            context.Barrier(processes),
+            list[Any](context.Value("d") for _ in range(processes)),
+        )
         workers = [context.Process(target=work, args=(barrier, count, seconds)) for count in counts]
         for worker in workers:
             worker.start()
@@ -150,7 +166,9 @@ def speed_together(most: int, seconds: float = 6.0) -> list[float]:
     return [min(1.0, speed / speeds[0]) for speed in speeds]
 
 
-def simulate(samplers: int, kind: str, seeds: dict[str, Any], speeds: list[float]) -> dict[str, float]:
+def simulate(
+    samplers: int, kind: str, seeds: dict[str, Any], speeds: list[float]
+) -> dict[str, float]:
     """What the simulation says of a case, from the runs with staleness 0."""
     whole, task = seeds[f"{kind}, 16 groups"], seeds[f"{kind}, {GROUPS // samplers} groups"]
     cpu = whole["cpu_s"]
@@ -163,7 +181,9 @@ def simulate(samplers: int, kind: str, seeds: dict[str, Any], speeds: list[float
         concurrent_tasks=1 if kind == "fast" else STALENESS + 1,
         serial=True,
         waits=kind == "fast",
-        cores=lambda jobs: speeds[jobs - 1] if jobs <= len(speeds) else speeds[-1] * len(speeds) / jobs,
+        cores=lambda jobs: (
+            speeds[jobs - 1] if jobs <= len(speeds) else speeds[-1] * len(speeds) / jobs
+        ),
     )
     # The driver's work lies between the others'.
     costs = Costs(
@@ -180,13 +200,18 @@ def simulate(samplers: int, kind: str, seeds: dict[str, Any], speeds: list[float
 def main() -> None:
     """Measures, simulates and prints both."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=40, help=f"measured steps of each run, after {WARM_UP} others")
+    parser.add_argument(
+        "--steps", type=int, default=40, help=f"measured steps of each run, after {WARM_UP} others"
+    )
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--out", type=Path, help="file for the JSON, besides standard output")
     args = parser.parse_args()
     load = os.getloadavg()[0]
     if load > 0.5:
-        print(f"The machine is not idle, its load is {load:.1f}: the comparison will say little.", file=sys.stderr)
+        print(
+            f"The machine is not idle, its load is {load:.1f}: the comparison will say little.",
+            file=sys.stderr,
+        )
     cases = {name: case for name, case in CASES.items() if args.only in name}
     speeds = speed_together(os.cpu_count() or 1)
     seeds: dict[str, Any] = {}
@@ -197,20 +222,31 @@ def main() -> None:
                 reward = with_workers("bench_plan.py", "at_once") if kind == "slow" else []
                 rows = f"env.num_envs={groups * ROWS // GROUPS}"
                 seeds[name] = run([*reward, rows, "train.max_staleness=0"], args.steps)
-                print(f"staleness 0, {name}: {json.dumps(seeds[name])}", file=sys.stderr, flush=True)
+                print(
+                    f"staleness 0, {name}: {json.dumps(seeds[name])}", file=sys.stderr, flush=True
+                )
     results = {}
     for name, (samplers, kind) in cases.items():
         reward = with_workers("bench_reward_latency.py", "asleep") if kind == "slow" else []
-        real = run([*reward, f"inference_model.num_devices={samplers}", f"train.max_staleness={STALENESS}"], args.steps)
+        real = run(
+            [
+                *reward,
+                f"inference_model.num_devices={samplers}",
+                f"train.max_staleness={STALENESS}",
+            ],
+            args.steps,
+        )
         simulated = simulate(samplers, kind, seeds, speeds)
         ratio = simulated["step_s"] / real["step_s"]
         results[name] = {"measured": real, "simulated": simulated, "ratio": ratio}
-        line = (
-            f"{name:25} measured {real['step_s']:.3f} s a step, simulated {simulated['step_s']:.3f}: {ratio - 1:+.0%}"
-        )
+        line = f"{name:25} measured {real['step_s']:.3f} s a step, simulated {simulated['step_s']:.3f}: {ratio - 1:+.0%}"
         print(line, file=sys.stderr, flush=True)
     setting = {"steps": args.steps, "reward_latency_s": LATENCY_S, "load_before": load}
-    report(surroundings(PACKAGES) | {"setting": setting, "speeds": speeds, "seeds": seeds, "cases": results}, args.out)
+    report(
+        surroundings(PACKAGES)
+        | {"setting": setting, "speeds": speeds, "seeds": seeds, "cases": results},
+        args.out,
+    )
 
 
 if __name__ == "__main__":

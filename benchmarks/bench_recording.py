@@ -1,11 +1,13 @@
-"""What it costs the default job (`make train`) to write samples.jsonl and timeline.jsonl: CPU seconds, in one process.
+"""What it costs the default job (`make train`) to write samples.jsonl and timeline.jsonl: CPU
+seconds, in one process.
 
     python benchmarks/bench_recording.py
     python benchmarks/bench_recording.py --steps 100
 
-Prints JSON. Of what is done in each step (the timeline, and keeping the numbers of the training passes), steps with it
-and without it take turns. What is done in a step that logs samples, and in an evaluation, is measured by itself and
-counted as often as the default job of 80 steps does it. `share` is all of it over the CPU time of that job.
+Prints JSON. Of what is done in each step (the timeline, and keeping the numbers of the training
+passes), steps with it and without it take turns. What is done in a step that logs samples, and in
+an evaluation, is measured by itself and counted as often as the default job of 80 steps does it.
+`share` is all of it over the CPU time of that job.
 """
 
 from __future__ import annotations
@@ -34,7 +36,11 @@ from torchrl_grpo.reporting.metrics import MetricsLogger
 ROOT = Path(__file__).resolve().parents[1]
 STEPS, TABLES = 80, 3  # of the default job: steps, and those that log samples, or evaluate
 WARM_UP = 5  # steps that are not counted
-IN_EACH_STEP: tuple[tuple[Any, str], ...] = ((MetricsLogger, "log_spans"), (PassScores, "_keep"), (PassScores, "note"))
+IN_EACH_STEP: tuple[tuple[Any, str], ...] = (
+    (MetricsLogger, "log_spans"),
+    (PassScores, "_keep"),
+    (PassScores, "note"),
+)
 OF_SAMPLES: tuple[tuple[Any, str], ...] = (
     (Learner, "samples"),
     (MetricsLogger, "log_samples"),
@@ -77,10 +83,15 @@ def main() -> None:
         def checked(self, step: int) -> None:
             seconds["without" if off else "with"].append(time.process_time() - self._start)
 
-    def fit_in_turns(learner: Any, rollouts: Any, schedule: Any, observers: Any, **named: Any) -> None:
+    def fit_in_turns(
+        learner: Any, rollouts: Any, schedule: Any, observers: Any, **named: Any
+    ) -> None:
         fit(learner, rollouts, schedule, [*observers, Turns()], **named)
 
-    turns, rare = f"train.total_dialog_turns={128 * args.steps}", f"logging.sample_frequency={10 * args.steps}"
+    turns, rare = (
+        f"train.total_dialog_turns={128 * args.steps}",
+        f"logging.sample_frequency={10 * args.steps}",
+    )
     overrides = [turns, rare, "evaluation.frequency=0", "logging.tensorboard=false"]
     with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "config")):
         config = from_hydra(compose("grpo_arithmetic", overrides=overrides))
@@ -96,7 +107,9 @@ def main() -> None:
             run.close()
             mock.patch.stopall()
     medians = {side: statistics.median(times[WARM_UP:-1]) for side, times in seconds.items()}
-    written = spent["log_samples"]  # before the run, of its first step, after the run, of its last step
+    written = spent[
+        "log_samples"
+    ]  # before the run, of its first step, after the run, of its last step
     of_table = statistics.mean(spent["samples"]) + statistics.mean(written[1::2])
     of_evaluation = statistics.mean(spent["sample_rows"]) + statistics.mean(written[0::2])
     each = max(0.0, medians["with"] - medians["without"])

@@ -1,11 +1,13 @@
-"""Seconds a step with a reward that takes half a second for each response, in both scripts, with and without workers.
+"""Seconds a step with a reward that takes half a second for each response, in both scripts, with
+and without workers.
 
     python benchmarks/bench_reward_latency.py
     python benchmarks/bench_reward_latency.py --steps 20 --only workers
 
-The reward is an ``async def`` that sleeps, as one that asks a server does, or an ordinary function that sleeps. Without
-reward workers a batch is scored when it is whole, with them each response as soon as it is finished; ``grpo-async.py``
-samples and trains meanwhile. It needs Ray and takes about 8 minutes on 2 cores.
+The reward is an ``async def`` that sleeps, as one that asks a server does, or an ordinary function
+that sleeps. Without reward workers a batch is scored when it is whole, with them each response as
+soon as it is finished; ``grpo-async.py`` samples and trains meanwhile. It needs Ray and takes about
+8 minutes on 2 cores.
 """
 
 from __future__ import annotations
@@ -66,9 +68,19 @@ def measure(script: str, reward: str, workers: int, staleness: int, steps: int) 
         ]
         if script == "grpo-async.py":
             overrides.append(f"train.max_staleness={staleness}")
-        command = [sys.executable, str(ROOT / "sota" / "grpo" / script), "--config-name", "grpo_arithmetic", *overrides]
-        subprocess.run(command, check=True, capture_output=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
-        rows = [row for row in read_jsonl(Path(folder) / "metrics.jsonl") if "time/step_s" in row][WARM_UP:]
+        command = [
+            sys.executable,
+            str(ROOT / "sota" / "grpo" / script),
+            "--config-name",
+            "grpo_arithmetic",
+            *overrides,
+        ]
+        subprocess.run(
+            command, check=True, capture_output=True, env=os.environ | {"HF_HUB_OFFLINE": "1"}
+        )
+        rows = [row for row in read_jsonl(Path(folder) / "metrics.jsonl") if "time/step_s" in row][
+            WARM_UP:
+        ]
     seconds = sorted(row["time/step_s"] for row in rows)
     return {
         "step_s": statistics.median(seconds),
@@ -85,10 +97,17 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     args = parser.parse_args()
-    results: dict[str, Any] = {"latency_s": LATENCY_S, "surroundings": surroundings(PACKAGES), "cases": {}}
+    results: dict[str, Any] = {
+        "latency_s": LATENCY_S,
+        "surroundings": surroundings(PACKAGES),
+        "cases": {},
+    }
     for name, (reward, workers, staleness) in CASES.items():
         if args.only in name:
-            case = {s: measure(f"{s}.py", reward, workers, staleness, args.steps) for s in ("grpo", "grpo-async")}
+            case = {
+                s: measure(f"{s}.py", reward, workers, staleness, args.steps)
+                for s in ("grpo", "grpo-async")
+            }
             case["ratio"] = case["grpo"]["step_s"] / case["grpo-async"]["step_s"]
             results["cases"][name] = case
             print(name, json.dumps(case), flush=True)

@@ -1,17 +1,20 @@
-"""How fast responses are sampled: the ``transformers`` engine against Hugging Face ``generate`` and, on request, vLLM.
+"""How fast responses are sampled: the ``transformers`` engine against Hugging Face ``generate``
+and, on request, vLLM.
 
-    python benchmarks/bench_rollout.py --model tiny
-    python benchmarks/bench_rollout.py --model small --dtype bfloat16 --generic --out rollout.json
-    python benchmarks/bench_rollout.py --model small --vllm
-    python benchmarks/bench_rollout.py --model small --lengths --new-tokens 512 --prompts 32 --at-once 64
+    python benchmarks/bench_rollout.py --model tiny python benchmarks/bench_rollout.py --model small
+    --dtype bfloat16 --generic --out rollout.json python benchmarks/bench_rollout.py --model small
+    --vllm python benchmarks/bench_rollout.py --model small --lengths --new-tokens 512 --prompts 32
+    --at-once 64
 
-All sides sample the same prompts of one random Qwen2 model at temperature 1 and ignore the end token, so each makes
-the same number of tokens; they take turns, after one warm-up each. With `--lengths` one token of 128 ends a response,
-so that lengths go from a few tokens to `--new-tokens`, and each side's own tokens are counted. `--at-once` bounds the
-sequences that are there at a time: our engine gets a cache for so many and fills the places of finished ones, and
-``generate`` takes one batch of that size after another. Our engine and vLLM also compute the log-probs of what they
-sample, ``generate`` does not. The result is JSON with the machine, the versions, the setting, every time and the
-medians; those by CPU seconds of this process are the ones to read where other work is running (vLLM works in others).
+All sides sample the same prompts of one random Qwen2 model at temperature 1 and ignore the end
+token, so each makes the same number of tokens; they take turns, after one warm-up each. With
+`--lengths` one token of 128 ends a response, so that lengths go from a few tokens to
+`--new-tokens`, and each side's own tokens are counted. `--at-once` bounds the sequences that are
+there at a time: our engine gets a cache for so many and fills the places of finished ones, and
+``generate`` takes one batch of that size after another. Our engine and vLLM also compute the
+log-probs of what they sample, ``generate`` does not. The result is JSON with the machine, the
+versions, the setting, every time and the medians; those by CPU seconds of this process are the ones
+to read where other work is running (vLLM works in others).
 """
 
 from __future__ import annotations
@@ -35,9 +38,24 @@ from torchrl_grpo.generation import transformers as transformers_engine
 
 MODELS = {
     # 0.3M, 30M and Qwen2.5-0.5B's own shape; heads of 32 or 64, which is what vLLM has on a CPU.
-    "tiny": {"vocab_size": 128, "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3},
-    "small": {"vocab_size": 32000, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 6},
-    "qwen05": {"vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24},
+    "tiny": {
+        "vocab_size": 128,
+        "hidden_size": 96,
+        "intermediate_size": 256,
+        "num_hidden_layers": 3,
+    },
+    "small": {
+        "vocab_size": 32000,
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 6,
+    },
+    "qwen05": {
+        "vocab_size": 151936,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+    },
 }
 HEADS = {"tiny": (3, 1), "small": (8, 2), "qwen05": (14, 2)}
 
@@ -64,13 +82,17 @@ def stop_tokens(args: argparse.Namespace) -> list[int]:
     return list(range(0, MODELS[args.model]["vocab_size"], 128)) if args.lengths else []
 
 
-def use_engine(model: PreTrainedModel, prompts: list[torch.Tensor], args: argparse.Namespace) -> Callable[[], int]:
+def use_engine(
+    model: PreTrainedModel, prompts: list[torch.Tensor], args: argparse.Namespace
+) -> Callable[[], int]:
     """Our engine, with the decoder that it chooses itself."""
     engine = TransformersEngine(model)
     if args.at_once:
         longest = max(len(prompt) for prompt in prompts)
         group_bytes = engine.decoder.cache_bytes(longest, args.responses, args.new_tokens)
-        engine = TransformersEngine(model, kv_cache_bytes=args.at_once // args.responses * group_bytes)
+        engine = TransformersEngine(
+            model, kv_cache_bytes=args.at_once // args.responses * group_bytes
+        )
     params = SamplingParams(max_new_tokens=args.new_tokens, stop_token_ids=tuple(stop_tokens(args)))
 
     def run() -> int:
@@ -80,16 +102,22 @@ def use_engine(model: PreTrainedModel, prompts: list[torch.Tensor], args: argpar
     return run
 
 
-def use_generic(model: PreTrainedModel, prompts: list[torch.Tensor], args: argparse.Namespace) -> Callable[[], int]:
+def use_generic(
+    model: PreTrainedModel, prompts: list[torch.Tensor], args: argparse.Namespace
+) -> Callable[[], int]:
     """Our engine, through the model's own forward."""
     with mock.patch.object(transformers_engine, "can_fuse", return_value=False):
         return use_engine(model, prompts, args)
 
 
-def use_generate(model: PreTrainedModel, prompts: list[torch.Tensor], args: argparse.Namespace) -> Callable[[], int]:
+def use_generate(
+    model: PreTrainedModel, prompts: list[torch.Tensor], args: argparse.Namespace
+) -> Callable[[], int]:
     """Hugging Face ``generate``: prompts padded on the left."""
     width, stops = max(len(prompt) for prompt in prompts), stop_tokens(args)
-    ids = torch.stack([torch.nn.functional.pad(prompt, (width - len(prompt), 0)) for prompt in prompts])
+    ids = torch.stack(
+        [torch.nn.functional.pad(prompt, (width - len(prompt), 0)) for prompt in prompts]
+    )
     mask = torch.stack([torch.arange(width) >= width - len(prompt) for prompt in prompts]).long()
 
     at_once = args.at_once // args.responses or len(prompts)
@@ -117,7 +145,9 @@ def use_generate(model: PreTrainedModel, prompts: list[torch.Tensor], args: argp
     return run
 
 
-def use_vllm(model: PreTrainedModel, prompts: list[torch.Tensor], args: argparse.Namespace) -> Callable[[], int]:
+def use_vllm(
+    model: PreTrainedModel, prompts: list[torch.Tensor], args: argparse.Namespace
+) -> Callable[[], int]:
     """vLLM, eager, in this process, one request a group."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -172,12 +202,18 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--responses", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=64)
-    parser.add_argument("--ragged", action="store_true", help="prompt lengths from half of --prompt-tokens to all")
-    parser.add_argument("--lengths", action="store_true", help="responses end after 1 to --new-tokens tokens")
+    parser.add_argument(
+        "--ragged", action="store_true", help="prompt lengths from half of --prompt-tokens to all"
+    )
+    parser.add_argument(
+        "--lengths", action="store_true", help="responses end after 1 to --new-tokens tokens"
+    )
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--at-once", type=int, default=0, help="most sequences at a time; 0 is all")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--generic", action="store_true", help="also our engine through the model's own forward")
+    parser.add_argument(
+        "--generic", action="store_true", help="also our engine through the model's own forward"
+    )
     parser.add_argument("--vllm", action="store_true", help="also vLLM")
     parser.add_argument("--out", type=Path, help="file for the JSON, besides standard output")
     args = parser.parse_args()
@@ -201,19 +237,30 @@ def main() -> None:
             tokens[name].append(run())
             seconds[name].append(time.perf_counter() - start)
             cpu_seconds[name].append(time.process_time() - cpu_start)
-    rates = {name: statistics.median(map(truediv, tokens[name], times)) for name, times in seconds.items()}
-    by_cpu = {name: statistics.median(map(truediv, tokens[name], times)) for name, times in cpu_seconds.items()}
+    rates = {
+        name: statistics.median(map(truediv, tokens[name], times))
+        for name, times in seconds.items()
+    }
+    by_cpu = {
+        name: statistics.median(map(truediv, tokens[name], times))
+        for name, times in cpu_seconds.items()
+    }
     packages = ["torch", "transformers"]
     if args.vllm:
         packages.append("vllm" if torch.cuda.is_available() else "vllm-cpu")
-    setting = {name: value for name, value in vars(args).items() if name != "out"} | MODELS[args.model]
+    setting = {name: value for name, value in vars(args).items() if name != "out"} | MODELS[
+        args.model
+    ]
     result = surroundings(packages) | {
-        "setting": setting | {"parameters": model.num_parameters(), "threads": torch.get_num_threads()},
+        "setting": setting
+        | {"parameters": model.num_parameters(), "threads": torch.get_num_threads()},
         "tokens": tokens,
         "seconds": seconds,
         "cpu_seconds": cpu_seconds,
         "median_tokens_per_second": {name: round(rate, 1) for name, rate in rates.items()},
-        "speed_over_generate": {name: round(rate / rates["generate"], 2) for name, rate in rates.items()},
+        "speed_over_generate": {
+            name: round(rate / rates["generate"], 2) for name, rate in rates.items()
+        },
         "speed_over_generate_by_cpu_seconds": {
             name: round(rate / by_cpu["generate"], 2) for name, rate in by_cpu.items()
         },

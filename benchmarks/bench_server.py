@@ -1,14 +1,15 @@
-"""Servers that run elsewhere: what they cost beside the engine in the sampler's process, and what becomes of a run.
+"""Servers that run elsewhere: what they cost beside the engine in the sampler's process, and what
+becomes of a run.
 
-    python benchmarks/bench_server.py                     # all of it, with two servers of vLLM's on this machine
-    python benchmarks/bench_server.py --only lost         # one part
+    python benchmarks/bench_server.py                     # all of it, with two servers of vLLM's on
+    this machine python benchmarks/bench_server.py --only lost         # one part
 
-- ``response``: seconds of a call of 16 prompts x 8 responses x 32 tokens, by ``ServerEngine`` and ``AsyncVLLMEngine``
-  in turns;
+- ``response``: seconds of a call of 16 prompts x 8 responses x 32 tokens, by ``ServerEngine`` and
+  ``AsyncVLLMEngine`` in turns;
 - ``sync``: seconds until a server has the weights of a 100M model from a folder;
-- ``lost``: an asynchronous run whose servers are killed, restarted with their first weights, hang (SIGSTOP) until their
-  worker is given up, and are slow, in turn, and whose teacher's server is killed and restarted: groups that were
-  trained twice or not at all.
+- ``lost``: an asynchronous run whose servers are killed, restarted with their first weights, hang
+  (SIGSTOP) until their worker is given up, and are slow, in turn, and whose teacher's server is
+  killed and restarted: groups that were trained twice or not at all.
 """
 
 from __future__ import annotations
@@ -79,7 +80,10 @@ class Served:
 
     def signal(self, number: int) -> None:
         """Send a signal to the server and its processes."""
-        family = [*psutil.Process(self._process.pid).children(recursive=True), psutil.Process(self._process.pid)]
+        family = [
+            *psutil.Process(self._process.pid).children(recursive=True),
+            psutil.Process(self._process.pid),
+        ]
         for one in family:
             one.send_signal(number)
         if number == signal.SIGKILL:
@@ -103,7 +107,10 @@ def response() -> dict[str, Any]:
     prompts = [torch.randint(5, 261, (20 + i,)) for i in range(16)]
     params = SamplingParams(max_new_tokens=32)
     found: dict[str, list[float]] = {"server": [], "in_process": []}
-    with ServerEngine(server.address) as away, AsyncVLLMEngine(path, enforce_eager=True, max_model_len=2048) as here:
+    with (
+        ServerEngine(server.address) as away,
+        AsyncVLLMEngine(path, enforce_eager=True, max_model_len=2048) as here,
+    ):
         for engine in (away, here):
             engine.generate(prompts, 8, params)
         for _ in range(5):
@@ -111,7 +118,9 @@ def response() -> dict[str, Any]:
                 found[name] += timed(lambda engine=engine: engine.generate(prompts, 8, params), 1)
     server.signal(signal.SIGKILL)
     medians = {f"{name}_s": statistics.median(seconds) for name, seconds in found.items()}
-    return medians | {"overhead_ms_per_response": (medians["server_s"] - medians["in_process_s"]) / 128 * 1000}
+    return medians | {
+        "overhead_ms_per_response": (medians["server_s"] - medians["in_process_s"]) / 128 * 1000
+    }
 
 
 def sync() -> dict[str, Any]:
@@ -127,7 +136,10 @@ def sync() -> dict[str, Any]:
         with ServerEngine(server.address, folder=Path(folder) / "weights", tied=TIED) as engine:
             seconds = timed(lambda: engine.update_weights(named_weights(model), 1), 5)
         server.signal(signal.SIGKILL)
-    return {"parameters": sum(p.numel() for p in model.parameters()), "seconds": statistics.median(seconds)}
+    return {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "seconds": statistics.median(seconds),
+    }
 
 
 def lost() -> dict[str, Any]:
@@ -191,7 +203,10 @@ def lost() -> dict[str, Any]:
             try:
                 summary = made.fit()
             finally:
-                restarts = {place.name: place.restarts for place in [*made.source.samplers, *made.source.teachers]}
+                restarts = {
+                    place.name: place.restarts
+                    for place in [*made.source.samplers, *made.source.teachers]
+                }
                 made.close()
         finally:
             for server in servers:
@@ -203,18 +218,25 @@ def lost() -> dict[str, Any]:
         "restarts": restarts,
         "groups_missing": len(set(range(steps * config.groups_per_batch)) - set(trained)),
         "groups_twice": sum(count > 1 for count in trained.values()),
-        "summary": {name: value for name, value in summary.items() if isinstance(value, int | float)},
+        "summary": {
+            name: value for name, value in summary.items() if isinstance(value, int | float)
+        },
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parts = {"response": response, "sync": sync, "lost": lost}
     parser.add_argument("--only", nargs="+", choices=parts, default=list(parts))
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     AutoModelForCausalLM.from_pretrained(starter_path())
-    report({"surroundings": surroundings(PACKAGES), **{name: parts[name]() for name in given.only}}, given.out)
+    report(
+        {"surroundings": surroundings(PACKAGES), **{name: parts[name]() for name in given.only}},
+        given.out,
+    )
 
 
 if __name__ == "__main__":

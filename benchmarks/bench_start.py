@@ -3,8 +3,8 @@
     python benchmarks/bench_start.py
     python benchmarks/bench_start.py --only job help --repeats 5
 
-Prints JSON. Each command runs until its first step, or to its end, in turns with the others. `cpu_s` is user and system
-time of the process that was started, not of its actors.
+Prints JSON. Each command runs until its first step, or to its end, in turns with the others.
+`cpu_s` is user and system time of the process that was started, not of its actors.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ COMMANDS = {
 
 
 def run(script: str, *arguments: str) -> dict[str, float]:
-    """Seconds until the first line and until the end or the first step, the longest silence, and CPU seconds."""
+    """Seconds until the first line and until the end or the first step, the longest silence, and
+    CPU seconds.
+    """
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(
@@ -55,13 +57,20 @@ def run(script: str, *arguments: str) -> dict[str, float]:
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     silences = [later - earlier for earlier, later in pairwise(seen)]
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return {"first_line_s": silences[0], "done_s": took, "longest_silence_s": max(silences), "cpu_s": cpu}
+    return {
+        "first_line_s": silences[0],
+        "done_s": took,
+        "longest_silence_s": max(silences),
+        "cpu_s": cpu,
+    }
 
 
 def main() -> None:
     """Runs the commands in turns and writes the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", default=[""], help="commands whose name contains one of these")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], help="commands whose name contains one of these"
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, help="file for the JSON, besides standard output")
     args = parser.parse_args()
@@ -74,7 +83,10 @@ def main() -> None:
         name: {key: round(statistics.median(one[key] for one in found), 2) for key in found[0]}
         for name, found in runs.items()
     }
-    result = surroundings(("torch", "torchrl", "transformers", "ray")) | {"medians": medians, "runs": runs}
+    result = surroundings(("torch", "torchrl", "transformers", "ray")) | {
+        "medians": medians,
+        "runs": runs,
+    }
     report(result, args.out)
 
 

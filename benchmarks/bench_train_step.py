@@ -1,20 +1,23 @@
-"""How long one training step takes, and how much memory: ours against TRL, TorchRL and plain PyTorch, on Linux CPUs.
+"""How long one training step takes, and how much memory: ours against TRL, TorchRL and plain
+PyTorch, on Linux CPUs.
 
     python benchmarks/bench_train_step.py
     python benchmarks/bench_train_step.py --models qwen05 --dtypes bfloat16 --repeats 5
     python benchmarks/bench_train_step.py --losses sft distill --groups 16
 
-A step is forward, loss, backward and zero_grad, without the optimizer's update. All sides have the same random Qwen2
-weights and the same batch: groups of responses of 32 to 128 tokens that share a prompt of 64 or 512. The loss is
-clipped GRPO without KL, a mean over the tokens of a sequence and then over sequences; or (``--losses``) supervised
-training; or the reverse KL to a teacher of the same shape over the whole vocabulary, whose forward pass is part of the
-step; both a mean over all tokens. ``padded`` is our own step where each sequence is padded and has its prompt computed.
-First the loss and gradient of each side are compared with ours,
-then the sides take turns, in an order that rotates. Each side is a process of its own, with a peak
-memory of its own: its growth over what was resident before the first step. All inherit the same OMP_NUM_THREADS and
-settings of the allocator (MALLOC_MMAP_THRESHOLD_, ...), and the result states them. A missing peer is left out and
-named. Anything else that runs on the machine spoils the times: OpenMP's threads wait for one another by spinning. With
-OMP_NUM_THREADS=1 the CPU time of a step, which is given beside, suffers least.
+A step is forward, loss, backward and zero_grad, without the optimizer's update. All sides have the
+same random Qwen2 weights and the same batch: groups of responses of 32 to 128 tokens that share a
+prompt of 64 or 512. The loss is clipped GRPO without KL, a mean over the tokens of a sequence and
+then over sequences; or (``--losses``) supervised training; or the reverse KL to a teacher of the
+same shape over the whole vocabulary, whose forward pass is part of the step; both a mean over all
+tokens. ``padded`` is our own step where each sequence is padded and has its prompt computed. First
+the loss and gradient of each side are compared with ours, then the sides take turns, in an order
+that rotates. Each side is a process of its own, with a peak memory of its own: its growth over what
+was resident before the first step. All inherit the same OMP_NUM_THREADS and settings of the
+allocator (MALLOC_MMAP_THRESHOLD_, ...), and the result states them. A missing peer is left out and
+named. Anything else that runs on the machine spoils the times: OpenMP's threads wait for one
+another by spinning. With OMP_NUM_THREADS=1 the CPU time of a step, which is given beside, suffers
+least.
 """
 
 from __future__ import annotations
@@ -55,9 +58,24 @@ Step = Callable[[], float]
 Use = Callable[[PreTrainedModel, dict[str, Tensor], str], Step]
 # 0.3M, 30M and Qwen2.5-0.5B's own shape.
 MODELS: dict[str, dict[str, int]] = {
-    "tiny": {"vocab_size": 128, "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3},
-    "small": {"vocab_size": 32000, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 6},
-    "qwen05": {"vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24},
+    "tiny": {
+        "vocab_size": 128,
+        "hidden_size": 96,
+        "intermediate_size": 256,
+        "num_hidden_layers": 3,
+    },
+    "small": {
+        "vocab_size": 32000,
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 6,
+    },
+    "qwen05": {
+        "vocab_size": 151936,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+    },
 }
 HEADS = {"tiny": 4, "small": 8, "qwen05": 14}
 GROUP_SIZE = {"tiny": 8, "small": 8, "qwen05": 2}
@@ -65,16 +83,27 @@ PACKAGES = ("torch", "transformers", "tensordict", "torchrl", "trl")
 GROUPS, MIN_RESPONSE, MAX_RESPONSE = 2, 32, 128
 CLIP_EPSILON = 0.2
 LOG_RATIOS = torch.tensor([-0.4, -0.05, 0.05, 0.4])
-"""Log-ratios of the batch, well inside and well outside the clip range: rounding clips no token on one side alone."""
+"""Log-ratios of the batch, well inside and well outside the clip range: rounding clips no token on
+one side alone.
+"""
 TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-1}
-"""Largest difference allowed: of gradients, relative (norm of the difference over norm); of losses, absolute."""
+"""Largest difference allowed: of gradients, relative (norm of the difference over norm); of losses,
+absolute.
+"""
 
 
 def make_model(name: str, dtype: str, seed: int = 0) -> PreTrainedModel:
     """A random Qwen2 model, the same in every process."""
     torch.manual_seed(seed)
-    settings: dict[str, Any] = {"tie_word_embeddings": True, "use_cache": False, "eos_token_id": 1, "pad_token_id": 0}
-    config = Qwen2Config(**MODELS[name], num_attention_heads=HEADS[name], num_key_value_heads=2, **settings)
+    settings: dict[str, Any] = {
+        "tie_word_embeddings": True,
+        "use_cache": False,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    }
+    config = Qwen2Config(
+        **MODELS[name], num_attention_heads=HEADS[name], num_key_value_heads=2, **settings
+    )
     return Qwen2ForCausalLM._from_config(config, dtype=getattr(torch, dtype)).eval()
 
 
@@ -82,11 +111,15 @@ def response_log_probs(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     """Log-probs of the response tokens [B, Tr] from their full logits: plain PyTorch."""
     logits = model(tokens, logits_to_keep=MAX_RESPONSE + 1).logits[:, :-1]
     logits, targets = logits.float().flatten(0, 1), tokens[:, -MAX_RESPONSE:].flatten()
-    return -torch.nn.functional.cross_entropy(logits, targets, reduction="none").view(len(tokens), -1)
+    return -torch.nn.functional.cross_entropy(logits, targets, reduction="none").view(
+        len(tokens), -1
+    )
 
 
 def make_batch(name: str, dtype: str, prompt: int, path: str, groups: int = GROUPS) -> None:
-    """Writes the batch, padded on the right: tokens [B, T], mask and behaviour log-probs [B, Tr], advantages [B]."""
+    """Writes the batch, padded on the right: tokens [B, T], mask and behaviour log-probs [B, Tr],
+    advantages [B].
+    """
     model = make_model(name, dtype)
     torch.manual_seed(1)
     size, vocab = GROUPS * GROUP_SIZE[name], MODELS[name]["vocab_size"]
@@ -95,8 +128,19 @@ def make_batch(name: str, dtype: str, prompt: int, path: str, groups: int = GROU
     mask = torch.arange(MAX_RESPONSE) < lengths[:, None]
     tokens = torch.cat([prompts, torch.randint(2, vocab, (size, MAX_RESPONSE)) * mask], 1)
     with torch.no_grad():
-        log_probs = response_log_probs(model, tokens) - LOG_RATIOS[torch.randint(len(LOG_RATIOS), mask.shape)]
-    torch.save({"tokens": tokens, "mask": mask, "log_probs": log_probs * mask, "advantage": torch.randn(size)}, path)
+        log_probs = (
+            response_log_probs(model, tokens)
+            - LOG_RATIOS[torch.randint(len(LOG_RATIOS), mask.shape)]
+        )
+    torch.save(
+        {
+            "tokens": tokens,
+            "mask": mask,
+            "log_probs": log_probs * mask,
+            "advantage": torch.randn(size),
+        },
+        path,
+    )
 
 
 def ragged(batch: dict[str, Tensor], advantage_shape: tuple[int, ...]) -> TensorDict:
@@ -106,8 +150,15 @@ def ragged(batch: dict[str, Tensor], advantage_shape: tuple[int, ...]) -> Tensor
         end = start + int(mask.sum())
         sampled = torch.arange(end) >= start
         entries = {
-            "tokens": {"prompt": tokens[:start], "response": tokens[start:end], "full": tokens[:end]},
-            "masks": {"all_attention_mask": torch.ones_like(sampled), "all_assistant_mask": sampled},
+            "tokens": {
+                "prompt": tokens[:start],
+                "response": tokens[start:end],
+                "full": tokens[:end],
+            },
+            "masks": {
+                "all_attention_mask": torch.ones_like(sampled),
+                "all_assistant_mask": sampled,
+            },
             "log_probs": {"full": torch.cat([torch.zeros(start), log_probs[: end - start]])},
             "advantage": advantage.view(advantage_shape),
             "reward_valid": torch.ones(1, dtype=torch.bool),
@@ -135,8 +186,12 @@ class Trainer(GRPOTrainer):
         return {"loss": float(loss)}
 
 
-def use_ours(model: PreTrainedModel, batch: dict[str, Tensor], folder: str, **settings: Any) -> Step:
-    """``GRPOTrainer.train_step``: padding, normalisation, micro-batches and metrics, but no optimizer step."""
+def use_ours(
+    model: PreTrainedModel, batch: dict[str, Tensor], folder: str, **settings: Any
+) -> Step:
+    """``GRPOTrainer.train_step``: padding, normalisation, micro-batches and metrics, but no
+    optimizer step.
+    """
     return _step(GRPOLoss(TokenScorer(model), clip_epsilon=CLIP_EPSILON), model, batch, **settings)
 
 
@@ -148,7 +203,9 @@ def _step(
     **settings: Any,
 ) -> Step:
     size = len(batch["tokens"])
-    trainer = Trainer(loss, model, torch.optim.SGD(model.parameters()), optim_batch_size=size, **settings)
+    trainer = Trainer(
+        loss, model, torch.optim.SGD(model.parameters()), optim_batch_size=size, **settings
+    )
     data = ragged(batch, (1,))
     return lambda: trainer.train_step(score(data))["loss"]
 
@@ -160,7 +217,9 @@ def use_our_sft(model: PreTrainedModel, batch: dict[str, Tensor], folder: str) -
 
 
 def use_our_distillation(model: PreTrainedModel, batch: dict[str, Tensor], folder: str) -> Step:
-    """The teacher's states, and then the same step with the loss of policy.teacher_divergence=reverse alone."""
+    """The teacher's states, and then the same step with the loss of
+    policy.teacher_divergence=reverse alone.
+    """
     teacher, scorer = make_teacher(model), TokenScorer(model)
     batch["advantage"].zero_()
     scorer.distill_from(Teacher(1.0, teacher.get_output_embeddings().weight))
@@ -170,7 +229,9 @@ def use_our_distillation(model: PreTrainedModel, batch: dict[str, Tensor], folde
 
 def make_teacher(model: PreTrainedModel) -> PreTrainedModel:
     """Another random model of a model's shape, frozen."""
-    name = next(name for name, shape in MODELS.items() if shape["hidden_size"] == model.config.hidden_size)
+    name = next(
+        name for name, shape in MODELS.items() if shape["hidden_size"] == model.config.hidden_size
+    )
     return make_model(name, str(model.dtype).removeprefix("torch."), seed=2).requires_grad_(False)
 
 
@@ -190,10 +251,20 @@ def use_trl(model: PreTrainedModel, batch: dict[str, Tensor], folder: str) -> St
     from datasets import Dataset
 
     size = len(batch["tokens"])
-    settings: dict[str, Any] = PLAIN | {"per_device_train_batch_size": size, "max_completion_length": MAX_RESPONSE}
-    settings |= {"beta": 0.0, "loss_type": "grpo", "epsilon": CLIP_EPSILON, "num_generations": size // GROUPS}
+    settings: dict[str, Any] = PLAIN | {
+        "per_device_train_batch_size": size,
+        "max_completion_length": MAX_RESPONSE,
+    }
+    settings |= {
+        "beta": 0.0,
+        "loss_type": "grpo",
+        "epsilon": CLIP_EPSILON,
+        "num_generations": size // GROUPS,
+    }
     data = Dataset.from_dict({"prompt": ["<eos>"] * size})
-    trainer = trl.GRPOTrainer(model, len, trl.GRPOConfig(folder, **settings), data, processing_class=make_tokenizer())
+    trainer = trl.GRPOTrainer(
+        model, len, trl.GRPOConfig(folder, **settings), data, processing_class=make_tokenizer()
+    )
     trainer.current_gradient_accumulation_steps = 1
     model.train()  # as in its own loop; the model has no dropout
     inputs = trl_inputs(batch)
@@ -209,7 +280,10 @@ def trl_inputs(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """What TRL's trainers that sample give to ``compute_loss``."""
     prompts, responses = batch["tokens"][:, :-MAX_RESPONSE], batch["tokens"][:, -MAX_RESPONSE:]
     inputs = {"prompt_ids": prompts, "completion_ids": responses}
-    return inputs | {"prompt_mask": torch.ones_like(prompts), "completion_mask": batch["mask"].long()}
+    return inputs | {
+        "prompt_mask": torch.ones_like(prompts),
+        "completion_mask": batch["mask"].long(),
+    }
 
 
 def use_trl_sft(model: PreTrainedModel, batch: dict[str, Tensor], folder: str) -> Step:
@@ -225,19 +299,28 @@ def use_trl_sft(model: PreTrainedModel, batch: dict[str, Tensor], folder: str) -
     settings: dict[str, Any] = PLAIN | {"dataset_kwargs": {"skip_prepare_dataset": True}}
     config = trl.SFTConfig(folder, per_device_train_batch_size=len(labels), **settings)
     data = Dataset.from_dict(rows)
-    trainer = trl.SFTTrainer(model, args=config, train_dataset=data, processing_class=make_tokenizer())
+    trainer = trl.SFTTrainer(
+        model, args=config, train_dataset=data, processing_class=make_tokenizer()
+    )
     model.train()
     inputs = {"input_ids": batch["tokens"], "attention_mask": attention, "labels": labels}
-    return lambda: backward(trainer.compute_loss(trainer.model, dict(inputs), num_items_in_batch=batch["mask"].sum()))
+    return lambda: backward(
+        trainer.compute_loss(trainer.model, dict(inputs), num_items_in_batch=batch["mask"].sum())
+    )
 
 
 def use_trl_distillation(model: PreTrainedModel, batch: dict[str, Tensor], folder: str) -> Step:
-    """TRL's ``DistillationTrainer.compute_loss`` and backward: the reverse KL, in its own chunks of the vocabulary."""
+    """TRL's ``DistillationTrainer.compute_loss`` and backward: the reverse KL, in its own chunks of
+    the vocabulary.
+    """
     import trl
     from datasets import Dataset
 
     size = len(batch["tokens"])
-    settings: dict[str, Any] = PLAIN | {"per_device_train_batch_size": size, "max_completion_length": MAX_RESPONSE}
+    settings: dict[str, Any] = PLAIN | {
+        "per_device_train_batch_size": size,
+        "max_completion_length": MAX_RESPONSE,
+    }
     config = trl.DistillationConfig(folder, beta=1.0, **settings)
     data = Dataset.from_dict({"prompt": ["<eos>"] * size})
     teacher, tokenizer = make_teacher(model), make_tokenizer()
@@ -248,16 +331,24 @@ def use_trl_distillation(model: PreTrainedModel, batch: dict[str, Tensor], folde
 
 
 def use_torchrl(model: PreTrainedModel, batch: dict[str, Tensor], folder: str) -> Step:
-    """TorchRL's ``GRPOLoss`` over a ``TransformersWrapper``. Only ``loss_*`` is summed: the rest are metrics."""
+    """TorchRL's ``GRPOLoss`` over a ``TransformersWrapper``. Only ``loss_*`` is summed: the rest
+    are metrics.
+    """
     from torchrl.modules.llm import TransformersWrapper
     from torchrl.objectives import llm
 
-    options = {"input_mode": "tokens", "generate": False, "pad_model_input": True}  # packing is not causal in 0.14
+    options = {
+        "input_mode": "tokens",
+        "generate": False,
+        "pad_model_input": True,
+    }  # packing is not causal in 0.14
     policy = TransformersWrapper(model, tokenizer=make_tokenizer(), **options)
     settings = {"aggregation": "prompt_mean", "masking_strategy": "rlhf", "entropy_bonus": False}
     loss = llm.GRPOLoss(policy, clip_epsilon=CLIP_EPSILON, **settings)
     data = ragged(batch, (1, 1))
-    return lambda: backward(sum(value for name, value in loss(data).items() if name.startswith("loss_")).sum())
+    return lambda: backward(
+        sum(value for name, value in loss(data).items() if name.startswith("loss_")).sum()
+    )
 
 
 def use_plain(model: PreTrainedModel, batch: dict[str, Tensor], folder: str) -> Step:
@@ -266,7 +357,9 @@ def use_plain(model: PreTrainedModel, batch: dict[str, Tensor], folder: str) -> 
 
     def step() -> float:
         ratio = (response_log_probs(model, batch["tokens"]) - batch["log_probs"]).exp()
-        surrogate = torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP_EPSILON, 1 + CLIP_EPSILON) * advantage)
+        surrogate = torch.minimum(
+            ratio * advantage, ratio.clamp(1 - CLIP_EPSILON, 1 + CLIP_EPSILON) * advantage
+        )
         return backward(-((surrogate * mask).sum(1) / mask.sum(1)).mean())
 
     return step
@@ -296,10 +389,11 @@ def use_plain_distillation(model: PreTrainedModel, batch: dict[str, Tensor], fol
 
 
 def use_products(model: PreTrainedModel, batch: dict[str, Tensor], folder: str) -> Step:
-    """The matrix products of the algorithm alone, with each prompt once and no padding: a limit for every side.
+    """The matrix products of the algorithm alone, with each prompt once and no padding: a limit for
+    every side.
 
-    Three for each linear layer (forward, and the gradients of input and weight) and for the head over the responses;
-    no attention, nothing between the products, and the head's logits at once.
+    Three for each linear layer (forward, and the gradients of input and weight) and for the head
+    over the responses; no attention, nothing between the products, and the head's logits at once.
     """
     sampled = int(batch["mask"].sum())
     rows = sampled + GROUPS * (batch["tokens"].shape[1] - batch["mask"].shape[1])
@@ -307,7 +401,9 @@ def use_products(model: PreTrainedModel, batch: dict[str, Tensor], folder: str) 
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear):
             height, weight = sampled if name == "lm_head" else rows, module.weight.detach()
-            products.append((weight, *(torch.randn(height, size).to(weight) for size in reversed(weight.shape))))
+            products.append(
+                (weight, *(torch.randn(height, size).to(weight) for size in reversed(weight.shape)))
+            )
 
     def step() -> float:
         for weight, inputs, gradient in products:
@@ -332,14 +428,18 @@ SIDES: dict[str, dict[str, Use]] = {
 
 
 def peak_mib(reset: bool = False) -> float:
-    """This process's peak memory, after setting the kernel's record of it back to what is resident now or not."""
+    """This process's peak memory, after setting the kernel's record of it back to what is resident
+    now or not.
+    """
     if reset:
         Path("/proc/self/clear_refs").write_text("5")
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def work(side: str, loss_name: str, name: str, dtype: str, folder: str, pipe: Connection) -> None:
-    """A side's process: prepares, runs a first step, leaves its gradients in a file, then one step for each message."""
+    """A side's process: prepares, runs a first step, leaves its gradients in a file, then one step
+    for each message.
+    """
     try:
         model = make_model(name, dtype)
         step = SIDES[loss_name][side](model, torch.load(f"{folder}/batch.pt"), folder)
@@ -349,7 +449,10 @@ def work(side: str, loss_name: str, name: str, dtype: str, folder: str, pipe: Co
         return pipe.send(str(error))
     before = peak_mib(reset=True)
     loss, peak = step(), peak_mib()
-    torch.save({name: parameter.grad for name, parameter in model.named_parameters()}, f"{folder}/{side}.pt")
+    torch.save(
+        {name: parameter.grad for name, parameter in model.named_parameters()},
+        f"{folder}/{side}.pt",
+    )
     model.zero_grad()
     peak_mib(reset=True)
     pipe.send(loss)
@@ -364,7 +467,9 @@ def work(side: str, loss_name: str, name: str, dtype: str, folder: str, pipe: Co
 def compare(side: str, losses: dict[str, float], folder: str) -> dict[str, float]:
     """Differences of a side's loss (absolute) and gradient (relative, over all weights) from ours."""
     ours, other = (torch.load(f"{folder}/{name}.pt", mmap=True) for name in ("ours", side))
-    difference = math.hypot(*(float((other[name].float() - grad.float()).norm()) for name, grad in ours.items()))
+    difference = math.hypot(
+        *(float((other[name].float() - grad.float()).norm()) for name, grad in ours.items())
+    )
     norm = math.hypot(*(float(grad.float().norm()) for grad in ours.values()))
     return {"loss": abs(losses[side] - losses["ours"]), "gradient": difference / norm}
 
@@ -374,15 +479,23 @@ def measure(
 ) -> dict[str, Any]:
     """One setting: the check, then the times and the memory of all sides."""
     context = multiprocessing.get_context("spawn")
-    result: dict[str, Any] = {"skipped": {}, "tolerance": TOLERANCE[dtype], "difference_from_ours": {}}
+    result: dict[str, Any] = {
+        "skipped": {},
+        "tolerance": TOLERANCE[dtype],
+        "difference_from_ours": {},
+    }
     pipes, losses = dict[str, Connection](), dict[str, float]()
     with tempfile.TemporaryDirectory() as folder:
-        maker = context.Process(target=make_batch, args=(name, dtype, prompt, f"{folder}/batch.pt", groups))
+        maker = context.Process(
+            target=make_batch, args=(name, dtype, prompt, f"{folder}/batch.pt", groups)
+        )
         maker.start()  # not in this process: a child's peak begins at its parent's size
         maker.join()
         for side in ("ours", *(side for side in sides if side != "ours")):
             pipe, theirs = context.Pipe()
-            context.Process(target=work, args=(side, loss, name, dtype, folder, theirs), daemon=True).start()
+            context.Process(
+                target=work, args=(side, loss, name, dtype, folder, theirs), daemon=True
+            ).start()
             theirs.close()
             first = pipe.recv()  # EOFError: the side failed, and has said why
             if isinstance(first, str):
@@ -393,8 +506,14 @@ def measure(
                 continue
             difference = result["difference_from_ours"][side] = compare(side, losses, folder)
             if not max(difference.values()) <= TOLERANCE[dtype]:
-                raise RuntimeError(f"{side} computes something else, {name} {dtype}: {difference}, losses {losses}.")
-    order, seconds, cpu = list(pipes), {side: list[float]() for side in pipes}, {side: list[float]() for side in pipes}
+                raise RuntimeError(
+                    f"{side} computes something else, {name} {dtype}: {difference}, losses {losses}."
+                )
+    order, seconds, cpu = (
+        list(pipes),
+        {side: list[float]() for side in pipes},
+        {side: list[float]() for side in pipes},
+    )
     for i in range(repeats + 1):
         for side in order[i % len(order) :] + order[: i % len(order)]:
             pipes[side].send(True)
@@ -405,7 +524,9 @@ def measure(
     for pipe in pipes.values():
         pipe.send(False)
     memory = {side: pipe.recv() for side, pipe in pipes.items()}
-    medians, cpu_medians = ({side: statistics.median(times) for side, times in some.items()} for some in (seconds, cpu))
+    medians, cpu_medians = (
+        {side: statistics.median(times) for side, times in some.items()} for some in (seconds, cpu)
+    )
     return result | {
         "seconds": seconds,
         "median_seconds": medians,
@@ -421,26 +542,50 @@ def main() -> None:
     """Measures each setting, writes its JSON and prints its table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--losses", nargs="+", choices=SIDES, default=["grpo"])
-    parser.add_argument("--groups", type=int, default=GROUPS, help="different prompts among the sequences")
+    parser.add_argument(
+        "--groups", type=int, default=GROUPS, help="different prompts among the sequences"
+    )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["tiny", "small"])
     parser.add_argument("--dtypes", nargs="+", choices=TOLERANCE, default=["float32", "bfloat16"])
-    parser.add_argument("--prompts", nargs="+", type=int, default=[64, 512], help="tokens of a prompt")
-    parser.add_argument("--sides", nargs="+", choices=SIDES["grpo"], default=list(SIDES["grpo"]), help="beside ours")
-    parser.add_argument("--repeats", type=int, default=5, help="timed steps of each side, after two others")
+    parser.add_argument(
+        "--prompts", nargs="+", type=int, default=[64, 512], help="tokens of a prompt"
+    )
+    parser.add_argument(
+        "--sides", nargs="+", choices=SIDES["grpo"], default=list(SIDES["grpo"]), help="beside ours"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="timed steps of each side, after two others"
+    )
     parser.add_argument(
         "--output",
         default=str(Path(__file__).parent / "results/train_step_{model}_{dtype}_{prompt}.json"),
         help="{loss} and {groups} have a place in it too",
     )
     args = parser.parse_args()
-    for loss, name, dtype, prompt in itertools.product(args.losses, args.models, args.dtypes, args.prompts):
-        setting = MODELS[name] | {"model": name, "dtype": dtype, "repeats": args.repeats, "groups": args.groups}
+    for loss, name, dtype, prompt in itertools.product(
+        args.losses, args.models, args.dtypes, args.prompts
+    ):
+        setting = MODELS[name] | {
+            "model": name,
+            "dtype": dtype,
+            "repeats": args.repeats,
+            "groups": args.groups,
+        }
         size = GROUPS * GROUP_SIZE[name] // args.groups
-        setting |= {"group_size": size, "prompt": prompt, "responses": [MIN_RESPONSE, MAX_RESPONSE], "loss": loss}
+        setting |= {
+            "group_size": size,
+            "prompt": prompt,
+            "responses": [MIN_RESPONSE, MAX_RESPONSE],
+            "loss": loss,
+        }
         result = surroundings(PACKAGES) | {"setting": setting}
         sides = [side for side in args.sides if side in SIDES[loss]]
         result |= measure(loss, name, dtype, prompt, args.groups, args.repeats, sides)
-        path = Path(args.output.format(model=name, dtype=dtype, prompt=prompt, loss=loss, groups=args.groups))
+        path = Path(
+            args.output.format(
+                model=name, dtype=dtype, prompt=prompt, loss=loss, groups=args.groups
+            )
+        )
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
         lines = [f"{loss} {name} {dtype}, {args.groups} prompts of {prompt} ({path})"]
@@ -448,7 +593,9 @@ def main() -> None:
         columns = [f"median_{unit}" for unit in ("seconds", "cpu_seconds")] + ["peak_growth_mib"]
         ratios = ["seconds_over_ours", "cpu_over_ours", "memory_over_ours"]
         columns = [name for pair in zip(columns, ratios, strict=True) for name in pair]
-        for side, *row in zip(result["seconds"], *(result[column].values() for column in columns), strict=True):
+        for side, *row in zip(
+            result["seconds"], *(result[column].values() for column in columns), strict=True
+        ):
             lines.append("{:8} {:9.4f} {:7.2f} {:8.4f} {:7.2f} {:8.0f} {:7.2f}".format(side, *row))
         lines += [f"{side:8} skipped: {reason}" for side, reason in result["skipped"].items()]
         sys.stdout.write("\n".join(lines) + "\n\n")

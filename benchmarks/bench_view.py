@@ -3,9 +3,10 @@
     python benchmarks/bench_view.py
     python benchmarks/bench_view.py --steps 80 --block 4
 
-Prints JSON. Seconds a step of the default job with the page open in Chromium, and with both stopped: every few steps
-the page's server and the browser are stopped (SIGSTOP) or go on, and the step in which that happens is not counted. And
-the seconds until a run of 100,000 responses is painted. Needs Debian's Chromium and playwright (`make install-dev`).
+Prints JSON. Seconds a step of the default job with the page open in Chromium, and with both
+stopped: every few steps the page's server and the browser are stopped (SIGSTOP) or go on, and the
+step in which that happens is not counted. And the seconds until a run of 100,000 responses is
+painted. Needs Debian's Chromium and playwright (`make install-dev`).
 """
 
 from __future__ import annotations
@@ -51,7 +52,11 @@ def steps_of(folder: Path, process: subprocess.Popen[str]) -> Iterator[int]:
 
 def family(pids: Sequence[int]) -> list[psutil.Process]:
     """These processes and all below them."""
-    return [one for pid in pids for one in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True))]
+    return [
+        one
+        for pid in pids
+        for one in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True))
+    ]
 
 
 def cpu_s(processes: Sequence[psutil.Process]) -> float:
@@ -61,15 +66,34 @@ def cpu_s(processes: Sequence[psutil.Process]) -> float:
 def browser_pids() -> list[int]:
     """Chromium's first processes, which playwright started for this one."""
     below = psutil.Process().children(recursive=True)
-    return [one.pid for one in below if "--headless" in one.cmdline() and "--type=" not in " ".join(one.cmdline())]
+    return [
+        one.pid
+        for one in below
+        if "--headless" in one.cmdline() and "--type=" not in " ".join(one.cmdline())
+    ]
 
 
 def measure(folder: Path, steps: int, block: int) -> dict[str, object]:
     """Runs the job and gives its steps' seconds with and without the page."""
-    command = [sys.executable, "-u", str(ROOT / "sota" / "grpo" / "grpo.py"), "--config-name", "grpo_arithmetic", *OFF]
-    command += ["logging.page=true", f"train.total_dialog_turns={128 * steps}", f"hydra.run.dir={folder}"]
+    command = [
+        sys.executable,
+        "-u",
+        str(ROOT / "sota" / "grpo" / "grpo.py"),
+        "--config-name",
+        "grpo_arithmetic",
+        *OFF,
+    ]
+    command += [
+        "logging.page=true",
+        f"train.total_dialog_turns={128 * steps}",
+        f"hydra.run.dir={folder}",
+    ]
     process = subprocess.Popen(
-        command, cwd=folder, stdout=subprocess.PIPE, text=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+        command,
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
     )
     assert process.stdout is not None
     address = next(found[0] for line in process.stdout if (found := re.search(r"http://\S+", line)))
@@ -80,7 +104,9 @@ def measure(folder: Path, steps: int, block: int) -> dict[str, object]:
         page.goto(address)
         page.wait_for_selector("main *")
         children = psutil.Process(process.pid).children()
-        parts = {"server": [one.pid for one in children if "serve_beside" in " ".join(one.cmdline())]}
+        parts = {
+            "server": [one.pid for one in children if "serve_beside" in " ".join(one.cmdline())]
+        }
         parts["browser"] = browser_pids()
         before = {name: cpu_s(family(pids)) for name, pids in parts.items()}
         for step in steps_of(folder, process):
@@ -91,13 +117,19 @@ def measure(folder: Path, steps: int, block: int) -> dict[str, object]:
                 switched.add(step + 1)
                 for one in family(parts["server"] + parts["browser"]):
                     one.send_signal(signal.SIGCONT if on else signal.SIGSTOP)
-                on_s, on_since = (on_s, time.monotonic()) if on else (on_s + time.monotonic() - on_since, 0.0)
+                on_s, on_since = (
+                    (on_s, time.monotonic()) if on else (on_s + time.monotonic() - on_since, 0.0)
+                )
             if step >= steps - 1:  # before the server ends with the run
                 used = {name: cpu_s(family(pids)) - before[name] for name, pids in parts.items()}
         for one in family(parts["browser"]):
             one.send_signal(signal.SIGCONT)
         process.wait()
-    taken = {row["step"]: row["time/step_s"] for row in read_jsonl(folder / "metrics.jsonl") if row["step"]}
+    taken = {
+        row["step"]: row["time/step_s"]
+        for row in read_jsonl(folder / "metrics.jsonl")
+        if row["step"]
+    }
     counted = [step for step in taken if step > WARM_UP and step not in switched]
     with_page = [taken[step] for step in counted if step in steps_on]
     without = [taken[step] for step in counted if step not in steps_on]
@@ -107,12 +139,17 @@ def measure(folder: Path, steps: int, block: int) -> dict[str, object]:
         "median_step_s": {"with": round(medians[0], 4), "without": round(medians[1], 4)},
         "ratio": round(medians[0] / medians[1], 4),
         "cpu_share_of_one_core": {name: round(seconds / on_s, 4) for name, seconds in used.items()},
-        "step_s": {"with": [round(one, 4) for one in with_page], "without": [round(one, 4) for one in without]},
+        "step_s": {
+            "with": [round(one, 4) for one in with_page],
+            "without": [round(one, 4) for one in without],
+        },
     }
 
 
 def first_paint(folder: Path, groups: int) -> dict[str, float]:
-    """Seconds from the start of the server until it answers, and from an address to what is seen of a large run."""
+    """Seconds from the start of the server until it answers, and from an address to what is seen of
+    a large run.
+    """
     run, start = make_large(folder / "large", groups), time.perf_counter()
     with served(run) as address, chromium() as browser, browser.new_page() as page:
         while True:
@@ -128,23 +165,34 @@ def first_paint(folder: Path, groups: int) -> dict[str, float]:
         page.get_by_label("text in prompt").fill("nobody wrote this")
         page.wait_for_selector("text=0 of")
         searched = time.perf_counter() - start
-    found = {"answered_s": answered, "first_paint_s": painted, "groups_shown_s": groups_s, "text_searched_s": searched}
+    found = {
+        "answered_s": answered,
+        "first_paint_s": painted,
+        "groups_shown_s": groups_s,
+        "text_searched_s": searched,
+    }
     return {name: round(seconds, 3) for name, seconds in found.items()}
 
 
 def main() -> None:
     """Measures and writes the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=160, help=f"the first {WARM_UP} are not counted")
+    parser.add_argument(
+        "--steps", type=int, default=160, help=f"the first {WARM_UP} are not counted"
+    )
     parser.add_argument("--block", type=int, default=5, help="steps between two changes")
-    parser.add_argument("--responses", type=int, default=100_000, help="of the run whose first paint is timed")
+    parser.add_argument(
+        "--responses", type=int, default=100_000, help="of the run whose first paint is timed"
+    )
     parser.add_argument("--out", type=Path, help="file for the JSON, besides standard output")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         large = first_paint(Path(folder), args.responses // 8)
         found = measure(Path(folder), args.steps, args.block) | {"large_run": large}
     setting = {"setting": {"steps": args.steps, "block": args.block, "responses": args.responses}}
-    report(surroundings(("torch", "starlette", "uvicorn", "playwright")) | setting | found, args.out)
+    report(
+        surroundings(("torch", "starlette", "uvicorn", "playwright")) | setting | found, args.out
+    )
 
 
 if __name__ == "__main__":

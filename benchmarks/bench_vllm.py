@@ -1,11 +1,12 @@
-"""What our collector costs on top of vLLM: the same requests to the same engine, with and without it.
+"""What our collector costs on top of vLLM: the same requests to the same engine, with and without
+it.
 
     python benchmarks/bench_vllm.py                     # 30M parameters
     python benchmarks/bench_vllm.py --model qwen05
 
-Prints JSON. Raw vLLM is `LLM.generate` with the prompts as tokens, one request a group, log-probs of what was sampled,
-no text. The collector also makes text of the responses, scores them, and builds the batch. `share` is the collector's
-tokens per second over raw vLLM's.
+Prints JSON. Raw vLLM is `LLM.generate` with the prompts as tokens, one request a group, log-probs
+of what was sampled, no text. The collector also makes text of the responses, scores them, and
+builds the batch. `share` is the collector's tokens per second over raw vLLM's.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ from torchrl_grpo.tasks.arithmetic import ArithmeticTask
 def main() -> None:
     """Measures both in turns and writes the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=("small", "qwen05"), default="small")  # tiny has too few tokens
+    parser.add_argument(
+        "--model", choices=("small", "qwen05"), default="small"
+    )  # tiny has too few tokens
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--groups", type=int, default=8)
     parser.add_argument("--responses", type=int, default=8)
@@ -41,13 +44,17 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, help="file for the JSON, besides standard output")
     args = parser.parse_args()
-    params = SamplingParams(args.new_tokens)  # nothing ends a response: all sides make the same number of tokens
+    params = SamplingParams(
+        args.new_tokens
+    )  # nothing ends a response: all sides make the same number of tokens
     tokens = args.groups * args.responses * args.new_tokens
     with tempfile.TemporaryDirectory() as folder:
         make_model(args.model, getattr(torch, args.dtype)).save_pretrained(folder)
         engine = VLLMEngine(folder, dtype=args.dtype, max_model_len=1024, enforce_eager=True)
     tokenizer = AutoTokenizer.from_pretrained(starter_path())
-    env = LLMEnv(ArithmeticTask(), tokenizer, num_envs=args.groups * args.responses, repeats=args.responses)
+    env = LLMEnv(
+        ArithmeticTask(), tokenizer, num_envs=args.groups * args.responses, repeats=args.responses
+    )
     collector = RolloutCollector(env, GenerationPolicy(engine, params))
     prompts = env.prompts.first(args.groups)
 
@@ -55,7 +62,9 @@ def main() -> None:
         from vllm import TokensPrompt
 
         requests = [TokensPrompt(prompt_token_ids=prompt.tolist()) for prompt in prompts]
-        sampling = [engine._sampling_params(len(prompt), args.responses, params) for prompt in prompts]
+        sampling = [
+            engine._sampling_params(len(prompt), args.responses, params) for prompt in prompts
+        ]
         engine._llm.generate(requests, sampling, use_tqdm=False)
 
     sides: dict[str, Callable[[], object]] = {"vllm": raw, "collector": collector.rollout}
@@ -71,7 +80,9 @@ def main() -> None:
     finally:
         collector.shutdown()
     medians = {side: statistics.median(times) for side, times in seconds.items()}
-    setting = {name: value for name, value in vars(args).items() if name != "out"} | MODELS[args.model]
+    setting = {name: value for name, value in vars(args).items() if name != "out"} | MODELS[
+        args.model
+    ]
     result = surroundings(("torch", "transformers")) | {
         "setting": setting,
         "tokens_per_s": {side: round(tokens / median, 1) for side, median in medians.items()},

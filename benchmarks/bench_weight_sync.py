@@ -3,11 +3,12 @@
     python benchmarks/bench_weight_sync.py
     python benchmarks/bench_weight_sync.py --model random --engine vllm --out weight_sync.json
 
-Trainer and engine are two Ray actors of this machine, with one rank and one sampler. Both take turns, after one
-warm-up each. A time is that of a publish, which the trainer waits for, and that of the update, which the sampler waits
-for. With "adapters" the trained model has LoRA of rank 16 on all linear layers, and the object store carries these
-alone; the others send whole weights. The result is JSON with the machine, the versions, the setting, every time, the
-medians, and ratios to the object store.
+Trainer and engine are two Ray actors of this machine, with one rank and one sampler. Both take
+turns, after one warm-up each. A time is that of a publish, which the trainer waits for, and that of
+the update, which the sampler waits for. With "adapters" the trained model has LoRA of rank 16 on
+all linear layers, and the object store carries these alone; the others send whole weights. The
+result is JSON with the machine, the versions, the setting, every time, the medians, and ratios to
+the object store.
 """
 
 from __future__ import annotations
@@ -36,7 +37,15 @@ from torchrl_grpo.models.loading import CheckpointModel, add_lora, resolve_name
 from torchrl_grpo.runtime import cluster
 from torchrl_grpo.runtime.actors import Actor
 from torchrl_grpo.runtime.learner import RayLearner
-from torchrl_grpo.weights import LoraDelta, Sender, Transfer, WeightHandle, make_sender, named_adapters, named_weights
+from torchrl_grpo.weights import (
+    LoraDelta,
+    Sender,
+    Transfer,
+    WeightHandle,
+    make_sender,
+    named_adapters,
+    named_weights,
+)
 
 KINDS = ("object_store", "adapters")
 
@@ -117,7 +126,9 @@ def make_sampler(name: str, engine: str, dtype: torch.dtype) -> Sampler:
         from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine
 
         kind = str(dtype).removeprefix("torch.")
-        made = AsyncVLLMEngine(resolve_name(name), dtype=kind, max_model_len=256, enforce_eager=True, kv_cache_gib=0.25)
+        made = AsyncVLLMEngine(
+            resolve_name(name), dtype=kind, max_model_len=256, enforce_eager=True, kv_cache_gib=0.25
+        )
 
     def make_collector(groups: int) -> RolloutCollector:
         raise AssertionError(f"a task of {groups} groups was to be played")
@@ -125,7 +136,9 @@ def make_sampler(name: str, engine: str, dtype: torch.dtype) -> Sampler:
     return Sampler(made, make_collector, None, SamplingParams(1), [], groups_at_a_time=1)
 
 
-def measure(learner: RayLearner, sampler: Any, repeats: int) -> dict[str, list[tuple[float, float]]]:
+def measure(
+    learner: RayLearner, sampler: Any, repeats: int
+) -> dict[str, list[tuple[float, float]]]:
     """Seconds of publish and update, for each kind."""
     import ray
 
@@ -135,7 +148,9 @@ def measure(learner: RayLearner, sampler: Any, repeats: int) -> dict[str, list[t
         handle = learner.weights()
         published = time.perf_counter()
         ray.get(sampler.call.remote("update", handle, version))
-        seconds[KINDS[version % len(KINDS)]].append((published - start, time.perf_counter() - published))
+        seconds[KINDS[version % len(KINDS)]].append(
+            (published - start, time.perf_counter() - published)
+        )
         learner.release(version)
     return {kind: times[1:] for kind, times in seconds.items()}
 
@@ -179,7 +194,8 @@ def main() -> None:
         "seconds": seconds,
         "median_seconds": medians,
         "over_object_store": {
-            kind: round(median["together"] / medians["object_store"]["together"], 2) for kind, median in medians.items()
+            kind: round(median["together"] / medians["object_store"]["together"], 2)
+            for kind, median in medians.items()
         },
     }
     text = json.dumps(result, indent=2)

@@ -1,10 +1,13 @@
-"""Hosts of a cluster that are namespaces of one machine: addresses, processes, /tmp and /dev/shm of their own.
+"""Hosts of a cluster that are namespaces of one machine: addresses, processes, /tmp and /dev/shm of
+their own.
 
-A ``Network`` is a switch in this process: each host's ``eth0`` is a TAP device, and a thread carries the frames from
-one to the others. So a link can be cut, be slow or lose frames on any kernel (``tc netem`` is a module that not all
-have). It needs root on Linux, and ``unshare``, ``nsenter`` and ``ip``.
+A ``Network`` is a switch in this process: each host's ``eth0`` is a TAP device, and a thread
+carries the frames from one to the others. So a link can be cut, be slow or lose frames on any
+kernel (``tc netem`` is a module that not all have). It needs root on Linux, and ``unshare``,
+``nsenter`` and ``ip``.
 
-Everything of a host ends with the first process in it, which is killed when this process ends, however it does.
+Everything of a host ends with the first process in it, which is killed when this process ends,
+however it does.
 """
 
 from __future__ import annotations
@@ -45,7 +48,9 @@ def why_not() -> str:
         return "needs a checkout outside of /tmp, which is another one in each host"
     if not os.access("/dev/net/tun", os.R_OK | os.W_OK):
         return "needs /dev/net/tun"
-    done = subprocess.run(["unshare", "--net", "--mount", "--pid", "--fork", "true"], capture_output=True, check=False)
+    done = subprocess.run(
+        ["unshare", "--net", "--mount", "--pid", "--fork", "true"], capture_output=True, check=False
+    )
     return f"unshare fails: {done.stderr.decode().strip()}" if done.returncode else ""
 
 
@@ -63,7 +68,16 @@ class Host:
     def __init__(self, name: str, number: int) -> None:
         self.name, self.address = name, f"10.77.0.{number}"
         self.up, self.delay_s, self.loss = True, 0.0, 0.0
-        flags = ["--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        flags = [
+            "--net",
+            "--mount",
+            "--uts",
+            "--ipc",
+            "--pid",
+            "--fork",
+            "--kill-child",
+            "--mount-proc",
+        ]
         # As Debian has it: a host's own name is an address that no other host can reach.
         script = (
             f"mount -t tmpfs tmpfs /tmp && mount -t tmpfs tmpfs /dev/shm && hostname {name} && "
@@ -71,7 +85,10 @@ class Host:
             f"ip link set lo up && echo ready && exec sleep infinity"
         )
         self._process = subprocess.Popen(
-            ["unshare", *flags, "sh", "-c", script], stdout=subprocess.PIPE, text=True, preexec_fn=_end_with_parent
+            ["unshare", *flags, "sh", "-c", script],
+            stdout=subprocess.PIPE,
+            text=True,
+            preexec_fn=_end_with_parent,
         )
         assert self._process.stdout is not None
         if self._process.stdout.readline().strip() != "ready":
@@ -102,7 +119,9 @@ class Host:
         thread.join()
         return taps[0]
 
-    def popen(self, *command: str, env: Mapping[str, str] | None = None, **options: Any) -> subprocess.Popen[Any]:
+    def popen(
+        self, *command: str, env: Mapping[str, str] | None = None, **options: Any
+    ) -> subprocess.Popen[Any]:
         """Starts a command in the host, which ends with the host."""
         inside = ["nsenter", "--target", str(self.pid), "--all", f"--wd={os.getcwd()}", *command]
         return subprocess.Popen(inside, env=os.environ | (env or {}), **options)
@@ -112,7 +131,9 @@ class Host:
         with self.popen(*command, stdout=subprocess.PIPE, text=True) as process:
             printed, _ = process.communicate()
         if process.returncode:
-            raise RuntimeError(f"{' '.join(command)} on {self.name} ended with {process.returncode}.")
+            raise RuntimeError(
+                f"{' '.join(command)} on {self.name} ended with {process.returncode}."
+            )
         return str(printed)
 
     def processes(self) -> list[psutil.Process]:
@@ -157,7 +178,9 @@ class Network:
 
     def __init__(self, *names: str, seed: int = 0) -> None:
         if reason := why_not():
-            raise RuntimeError(f"hosts must have namespaces of their own, and this machine {reason}.")
+            raise RuntimeError(
+                f"hosts must have namespaces of their own, and this machine {reason}."
+            )
         self.hosts: list[Host] = []
         self._random = random.Random(seed)
         self._ended = threading.Event()
@@ -194,7 +217,9 @@ class Network:
         while not self._ended.is_set():
             now = time.monotonic()
             timeout = max(0.0, waiting[0][0] - now) if waiting else 0.2
-            ready, _, _ = select.select([host.tap for host in self.hosts], [], [], min(timeout, 0.2))
+            ready, _, _ = select.select(
+                [host.tap for host in self.hosts], [], [], min(timeout, 0.2)
+            )
             for host in self.hosts:
                 if host.tap not in ready:
                     continue
@@ -206,7 +231,11 @@ class Network:
                     of_address[frame[6:12]] = host
                     known = of_address.get(frame[:6])
                     for other in self.hosts if known is None else [known]:
-                        if other is host or not host.up or self._random.random() < host.loss + other.loss:
+                        if (
+                            other is host
+                            or not host.up
+                            or self._random.random() < host.loss + other.loss
+                        ):
                             continue
                         number += 1
                         due = time.monotonic() + host.delay_s + other.delay_s

@@ -16,13 +16,23 @@ PREFIXES = ("OMP_", "GOMP_", "KMP_", "MKL_", "MALLOC_", "GLIBC_TUNABLES", "LD_PR
 
 
 def surroundings(packages: Sequence[str]) -> dict[str, Any]:
-    """The machine, the versions of the packages that are installed, and what a process inherits; Linux alone."""
+    """The machine, the versions of the packages that are installed, and what a process inherits;
+    Linux alone.
+    """
     versions = {package: version(package) for package in packages if find_spec(package)}
-    cpu = Path("/proc/cpuinfo").read_text().partition("model name")[2].partition("\n")[0].strip("\t :")
+    cpu = (
+        Path("/proc/cpuinfo")
+        .read_text()
+        .partition("model name")[2]
+        .partition("\n")[0]
+        .strip("\t :")
+    )
     return {
         "machine": {"platform": platform.platform(), "cpu": cpu, "cores": os.cpu_count()},
         "versions": versions | {"python": platform.python_version()},
-        "environment": {name: value for name, value in os.environ.items() if name.startswith(PREFIXES)},
+        "environment": {
+            name: value for name, value in os.environ.items() if name.startswith(PREFIXES)
+        },
         "allocator": f"glibc {platform.libc_ver()[1]}, with its defaults but for what the environment says",
     }
 
@@ -40,4 +50,6 @@ def merge(figures: dict[str, Any], packages: Sequence[str], out: Path) -> None:
     """Adds figures by name to those that a file has from earlier runs."""
     result: dict[str, Any] = json.loads(out.read_text("utf-8")) if out.exists() else {}
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result | surroundings(packages) | figures, indent=2) + "\n", encoding="utf-8")
+    out.write_text(
+        json.dumps(result | surroundings(packages) | figures, indent=2) + "\n", encoding="utf-8"
+    )

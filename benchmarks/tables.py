@@ -2,7 +2,8 @@
 
     python benchmarks/tables.py benchmarks/out
 
-A ratio is the median of the rounds, in which the sides took turns, and in brackets the lowest and the highest of them.
+A ratio is the median of the rounds, in which the sides took turns, and in brackets the lowest and
+the highest of them.
 """
 
 from __future__ import annotations
@@ -32,11 +33,23 @@ def row(*cells: object) -> str:
 
 def training(results: Sequence[dict[str, Any]]) -> list[str]:
     """The training step: peers' time and memory over ours."""
-    lines = [row("model, dtype, prompt", "ours, s / MiB", "TRL", "TorchRL", "plain PyTorch", "padded", "products")]
+    lines = [
+        row(
+            "model, dtype, prompt",
+            "ours, s / MiB",
+            "TRL",
+            "TorchRL",
+            "plain PyTorch",
+            "padded",
+            "products",
+        )
+    ]
     for result in results:
         setting, seconds, memory = result["setting"], result["seconds"], result["memory_over_ours"]
         cells = [
-            f"{ratio(seconds[side], seconds['ours'])} / {memory[side]:.1f}" if side in seconds else "-"
+            f"{ratio(seconds[side], seconds['ours'])} / {memory[side]:.1f}"
+            if side in seconds
+            else "-"
             for side in ("trl", "torchrl", "plain", "padded")
         ]
         ours = f"{result['median_seconds']['ours']:.3f} / {result['peak_growth_mib']['ours']:.0f}"
@@ -49,15 +62,37 @@ def training(results: Sequence[dict[str, Any]]) -> list[str]:
 
 def rollout(results: Sequence[dict[str, Any]]) -> list[str]:
     """Tokens per second of the engines, and ours over the others."""
-    lines = [row("model, dtype, responses", "ours, tokens/s", "`generate`", "vLLM", "over `generate`", "over vLLM")]
+    lines = [
+        row(
+            "model, dtype, responses",
+            "ours, tokens/s",
+            "`generate`",
+            "vLLM",
+            "over `generate`",
+            "over vLLM",
+        )
+    ]
     for result in results:
-        setting, rates, seconds = result["setting"], result["median_tokens_per_second"], result["seconds"]
+        setting, rates, seconds = (
+            result["setting"],
+            result["median_tokens_per_second"],
+            result["seconds"],
+        )
         ours = "transformers engine"
-        times = {side: list(map(truediv, seconds[side], result["tokens"][side])) for side in seconds}
-        others = [ratio(times[side], times[ours]) if side in times else "-" for side in ("generate", "vllm")]
+        times = {
+            side: list(map(truediv, seconds[side], result["tokens"][side])) for side in seconds
+        }
+        others = [
+            ratio(times[side], times[ours]) if side in times else "-"
+            for side in ("generate", "vllm")
+        ]
         count = setting["prompts"] * setting["responses"]
-        name = f"{SIZES[setting['model']]} {setting['dtype']}, {count}" + (" of 1 to 512" if setting["lengths"] else "")
-        cells = [f"{rates[side]:,.0f}" if side in rates else "-" for side in (ours, "generate", "vllm")]
+        name = f"{SIZES[setting['model']]} {setting['dtype']}, {count}" + (
+            " of 1 to 512" if setting["lengths"] else ""
+        )
+        cells = [
+            f"{rates[side]:,.0f}" if side in rates else "-" for side in (ours, "generate", "vllm")
+        ]
         lines.append(row(name, *cells, *others))
     return lines
 
@@ -68,10 +103,15 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="where `make bench` left its JSON")
     folder = parser.parse_args().folder
     for pattern, table in {"train_step_*.json": training, "rollout_*.json": rollout}.items():
-        results = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob(pattern), reverse=True)]
+        results = [
+            json.loads(path.read_text(encoding="utf-8"))
+            for path in sorted(folder.glob(pattern), reverse=True)
+        ]
         if results:
             head, *lines = table(results)
-            sys.stdout.write("\n".join([head, "|---" * (head.count("|") - 1) + "|", *lines, "", ""]))
+            sys.stdout.write(
+                "\n".join([head, "|---" * (head.count("|") - 1) + "|", *lines, "", ""])
+            )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """An agent that knows only an OpenAI client, played by the policy that is trained.
 
-    python sota/grpo/grpo.py --config-name grpo_arithmetic env.agent=examples/my_agent.py:play env.max_turns=2
+    python sota/grpo/grpo.py --config-name grpo_arithmetic env.agent=examples/my_agent.py:play
+    env.max_turns=2
 
 Each request is a turn of the policy: its tokens are trained with the reward that ``play`` returns.
 """
@@ -11,7 +12,8 @@ from typing import Any
 
 
 async def play(client: Any, problem: dict[str, Any]) -> float:
-    """Asks for an answer, once more where it is wrong, and gives half of the reward for the second one.
+    """Asks for an answer, once more where it is wrong, and gives half of the reward for the second
+    one.
 
     Args:
         client: an ``openai.AsyncOpenAI``.

@@ -1,7 +1,8 @@
-"""Guess a number from 1 to 7: three guesses, each is told higher, lower or right, and the last one counts.
+"""Guess a number from 1 to 7: three guesses, each is told higher, lower or right, and the last one
+counts.
 
-One game, written in the four forms that a run takes. ``docs/tutorials/games.md`` trains a model that plays it, and has
-the command of each form.
+One game, written in the four forms that a run takes. ``docs/tutorials/games.md`` trains a model
+that plays it, and has the command of each form.
 """
 
 import random
@@ -54,7 +55,9 @@ class ToolGame:
 
 
 def bare_digit(text):
-    """A parser (``env.tool_parser``) to which a digit is a call of ``guess``, for a model that writes no JSON."""
+    """A parser (``env.tool_parser``) to which a digit is a call of ``guess``, for a model that
+    writes no JSON.
+    """
     digit = text.removesuffix("<|end|>")
     return [] if told(digit, 0) is None else [ToolCall("guess", {"number": int(digit)})]
 
@@ -73,7 +76,9 @@ async def play(client, problem):
 
 
 class GuessTask(Task):
-    """A task: the problems, the answers to the policy, the score, and demonstrations for ``algo=sft``."""
+    """A task: the problems, the answers to the policy, the score, and demonstrations for
+    ``algo=sft``.
+    """
 
     name = "guess"
 
@@ -89,7 +94,10 @@ class GuessTask(Task):
         rng, chat = random.Random(problem.extra["seed"]), []
         for _ in range(GUESSES):
             guess = str(rng.randint(1, 7))
-            chat += [{"role": "assistant", "content": guess}, {"role": "user", "content": told(guess, problem.answer)}]
+            chat += [
+                {"role": "assistant", "content": guess},
+                {"role": "user", "content": told(guess, problem.answer)},
+            ]
         return chat[:-1]
 
     def score(self, problem, responses):

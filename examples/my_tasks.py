@@ -1,7 +1,9 @@
-"""A custom task with two turns: the policy answers, is told whether that was too high or too low, and corrects it.
+"""A custom task with two turns: the policy answers, is told whether that was too high or too low,
+and corrects it.
 
-    python sota/grpo/grpo.py --config-name grpo_arithmetic env.dataset=null env.task._target_=my_tasks.GuidedSums \\
-        +env.task.largest=50 env.max_turns=2                         # with PYTHONPATH=examples
+    python sota/grpo/grpo.py --config-name grpo_arithmetic env.dataset=null
+        env.task._target_=my_tasks.GuidedSums \\ +env.task.largest=50 env.max_turns=2
+        # with PYTHONPATH=examples
 """
 
 import random
@@ -20,14 +22,23 @@ class GuidedSums(Task):
         pairs = [(a, b) for a in range(10, self.largest) for b in range(10, self.largest)]
         random.Random(0).shuffle(pairs)
         cut = len(pairs) // 5
-        return [Problem(f"{a}+{b}=? #### n", str(a + b)) for a, b in (pairs[:cut] if split == "test" else pairs[cut:])]
+        return [
+            Problem(f"{a}+{b}=? #### n", str(a + b))
+            for a, b in (pairs[:cut] if split == "test" else pairs[cut:])
+        ]
 
     def next_turn(self, problem, responses):
         """Return the message that follows a response; None ends the dialog."""
         said = final_answer(responses[-1])
         if said == problem.answer or len(responses) == 2:
             return None
-        return "no number" if said is None else "too high" if int(said[:9]) > int(problem.answer) else "too low"
+        return (
+            "no number"
+            if said is None
+            else "too high"
+            if int(said[:9]) > int(problem.answer)
+            else "too low"
+        )
 
     def score(self, problem, responses):
         right = final_answer(responses[-1]) == problem.answer

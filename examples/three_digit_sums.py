@@ -1,4 +1,6 @@
-"""Rows of three-digit sums with worked solutions, one JSON object a line: ``docs/teaching.md`` trains on them."""
+"""Rows of three-digit sums with worked solutions, one JSON object a line: ``docs/teaching.md``
+trains on them.
+"""
 
 import json
 import random

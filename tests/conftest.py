@@ -15,10 +15,16 @@ from typing import TYPE_CHECKING
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # the suite runs in as many processes as there are cores
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # the suite runs in as many processes as there are cores
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "0"  # else torch compiles and runs programs to see which vectors there are
-os.environ.setdefault("TORCHRL_GRPO_QUICK_IMPORTS", "1")  # actors on Ray import what those of a script do
+os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = (
+    "0"  # else torch compiles and runs programs to see which vectors there are
+)
+os.environ.setdefault(
+    "TORCHRL_GRPO_QUICK_IMPORTS", "1"
+)  # actors on Ray import what those of a script do
 
 import pytest
 
@@ -66,7 +72,15 @@ def tiny_model() -> Qwen2ForCausalLM:
 
 
 # In parallel the suite ends sooner when what takes long starts first: these, then all files with a test that is slow.
-LONG = ("ray/test_async_s", "ray/test_ray_source", "ray/test_async", "vllm/", "ray/", "unit/test_fsdp", "unit/test_tut")
+LONG = (
+    "ray/test_async_s",
+    "ray/test_ray_source",
+    "ray/test_async",
+    "vllm/",
+    "ray/",
+    "unit/test_fsdp",
+    "unit/test_tut",
+)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -98,7 +112,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     def place(item: pytest.Item) -> tuple[int, bool]:
         path = item.path.relative_to(Path(__file__).parent).as_posix()
-        return next((at for at, start in enumerate(LONG) if path.startswith(start)), len(LONG)), item.path not in slow
+        return next(
+            (at for at, start in enumerate(LONG) if path.startswith(start)), len(LONG)
+        ), item.path not in slow
 
     for item in items:
         folder = item.path.relative_to(Path(__file__).parent).parts[0]
@@ -157,5 +173,7 @@ def run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
         return 0
 
     yield run_here
-    logging.root.handlers[:] = handlers  # Hydra's are bound to a stream that is closed after this test
+    logging.root.handlers[:] = (
+        handlers  # Hydra's are bound to a stream that is closed after this test
+    )
     logging.root.setLevel(level)

@@ -1,11 +1,13 @@
-"""Compares the reward ``ifeval`` with TorchRL's ``IfEvalScorer`` on made-up responses, one instruction at a time.
+"""Compares the reward ``ifeval`` with TorchRL's ``IfEvalScorer`` on made-up responses, one
+instruction at a time.
 
     pip install nltk immutabledict
     python tools/compare_ifeval.py --cases 2500
 
-TorchRL counts sentences and words in capitals with nltk's punkt model, which is a download; without it these two checks
-raise. So each case runs twice: as TorchRL is installed, and with an nltk that has this package's list of abbreviations.
-TorchRL is asked three times, to see verdicts that change from call to call. The output is a table for docs/rewards.md.
+TorchRL counts sentences and words in capitals with nltk's punkt model, which is a download; without
+it these two checks raise. So each case runs twice: as TorchRL is installed, and with an nltk that
+has this package's list of abbreviations. TorchRL is asked three times, to see verdicts that change
+from call to call. The output is a table for docs/rewards.md.
 """
 
 from __future__ import annotations
@@ -57,7 +59,16 @@ SNIPPETS = (
     "\ud800 broken surrogate",
 )
 JOINTS = ("\n", "\n\n", " ", "\n***\n", "\n******\n", "\n\n\n\n")
-CHANGES = (str, str, str, str.upper, str.lower, '"{}"'.format, "Sure, here it is:\n{}\nBye".format, "  {}\n".format)
+CHANGES = (
+    str,
+    str,
+    str,
+    str.upper,
+    str.lower,
+    '"{}"'.format,
+    "Sure, here it is:\n{}\nBye".format,
+    "  {}\n".format,
+)
 LIMITS = ("less than", "at least")
 
 
@@ -84,9 +95,7 @@ ARGUMENTS: dict[str, dict[str, Sequence[Any]]] = {
     "startend:end_checker": {"end_phrase": ["Is there anything else I can help with?"]},
     "change_case:capital_word_frequency": {"capital_frequency": [1, 3, 12], "capital_relation": LIMITS},
 }  # fmt: skip
-UNSEEDED = (
-    "TorchRL does not seed langdetect, so its verdict on a short or mixed text changes; the paper's code has seed 0"
-)
+UNSEEDED = "TorchRL does not seed langdetect, so its verdict on a short or mixed text changes; the paper's code has seed 0"
 NO_PUNKT = "TorchRL raises `LookupError` without nltk's punkt model"
 DROPS_ZERO = "TorchRL drops an argument that is 0 and draws a random one; the paper's code takes 0"
 REGEX = "TorchRL, as the paper's code, reads `c++` and `C#` as regular expressions; the instruction says a word"
@@ -116,7 +125,11 @@ def made_up_cases(count: int, seed: int) -> Iterator[Case]:
         if response not in seen:
             name = list(CHECKS)[len(seen) % len(CHECKS)]
             seen.add(response)
-            yield name, {key: rng.choice(values) for key, values in ARGUMENTS.get(name, {}).items()}, response
+            yield (
+                name,
+                {key: rng.choice(values) for key, values in ARGUMENTS.get(name, {}).items()},
+                response,
+            )
 
 
 def torchrl_verdict(case: Case, loose: bool) -> str:
@@ -146,7 +159,9 @@ def compare(cases: Iterable[Case]) -> dict[str, list[Case]]:
 
 
 def let_nltk_split() -> None:
-    """Gives TorchRL's copy of the checks an nltk with this package's abbreviations in place of the punkt model."""
+    """Gives TorchRL's copy of the checks an nltk with this package's abbreviations in place of the
+    punkt model.
+    """
     parameters = PunktParameters()
     parameters.abbrev_types = set(ABBREVIATIONS.split())
     _instructions_util._get_sentence_tokenizer = lambda: PunktSentenceTokenizer(parameters)
@@ -163,10 +178,18 @@ def main() -> None:
     before = compare(cases)
     let_nltk_split()
     after = compare(cases)
-    print("| instruction | verdicts that differ | once nltk can split | what differs |\n" + "| --- " * 4 + "|")
+    print(
+        "| instruction | verdicts that differ | once nltk can split | what differs |\n"
+        + "| --- " * 4
+        + "|"
+    )
     for name in sorted({*before, *after}):
-        print(f"| `{name}` | {len(before[name])} | {len(after[name])} | {EXPLAINED.get(name, 'NOT EXPLAINED')} |")
-    print(f"\n{sum(map(len, before.values()))} and {sum(map(len, after.values()))} of {2 * len(cases)} verdicts.")
+        print(
+            f"| `{name}` | {len(before[name])} | {len(after[name])} | {EXPLAINED.get(name, 'NOT EXPLAINED')} |"
+        )
+    print(
+        f"\n{sum(map(len, before.values()))} and {sum(map(len, after.values()))} of {2 * len(cases)} verdicts."
+    )
 
 
 if __name__ == "__main__":

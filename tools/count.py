@@ -1,7 +1,8 @@
-"""Count the package: Python tokens without comments and docstrings, by folder, and the density of its lines.
+"""Count the package: Python tokens without comments and docstrings, by folder, and the density of
+its lines.
 
-Tokens, unlike lines, do not change with formatting. CONTRIBUTING.md states the budget of the core, which is everything
-but ``extras/`` and ``integrations/``; ``tests/unit/test_budget.py`` checks it.
+Tokens, unlike lines, do not change with formatting. CONTRIBUTING.md states the budget of the core,
+which is everything but ``extras/`` and ``integrations/``; ``tests/unit/test_budget.py`` checks it.
 
     python tools/count.py
 """
@@ -29,7 +30,9 @@ _IGNORED = {
 
 
 def count_tokens(source: str) -> int:
-    """Return the number of Python tokens of a file's text, without comments, docstrings, and line structure."""
+    """Return the number of Python tokens of a file's text, without comments, docstrings, and line
+    structure.
+    """
     docstrings = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -38,7 +41,8 @@ def count_tokens(source: str) -> int:
                 docstrings.add((first.lineno, first.col_offset))
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     return sum(
-        token.type not in _IGNORED and not (token.type == tokenize.STRING and token.start in docstrings)
+        token.type not in _IGNORED
+        and not (token.type == tokenize.STRING and token.start in docstrings)
         for token in tokens
     )
 
@@ -63,7 +67,12 @@ def main() -> None:
     for folder, count in sorted(counts.items()):
         print(f"{folder:<14} {count:>8,}")
     print(f"{'core':<14} {core_tokens(counts):>8,}\n{'package':<14} {counts.total():>8,}")
-    lines = [line for path in PACKAGE.rglob("*.py") for line in path.read_text().splitlines() if line.strip()]
+    lines = [
+        line
+        for path in PACKAGE.rglob("*.py")
+        for line in path.read_text().splitlines()
+        if line.strip()
+    ]
     length = sum(map(len, lines)) / len(lines)
     long = sum(len(line) > LONG for line in lines) / len(lines)
     print(f"{length:.1f} characters per non-blank line, {long:.1%} of the lines above {LONG}")

@@ -1,4 +1,5 @@
-"""Writes the table of docs/models.md: for each family of models, how far our parts' log-probs are from its own logits.
+"""Writes the table of docs/models.md: for each family of models, how far our parts' log-probs are
+from its own logits.
 
     python tools/family_table.py            # about 20 s a family, for vLLM's starts
     python tools/family_table.py llama opt  # these rows are shown, and nothing is written
@@ -39,7 +40,11 @@ def measure_apart(name: str, column: str) -> str:
     """As ``measure``, in a separate process: an engine that crashes ends only that."""
     command = [sys.executable, __file__, "--one", name, column]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
-    return done.stdout.strip().splitlines()[-1] if done.returncode == 0 else f"ends with {done.returncode}"
+    return (
+        done.stdout.strip().splitlines()[-1]
+        if done.returncode == 0
+        else f"ends with {done.returncode}"
+    )
 
 
 REFUSALS = {
@@ -56,7 +61,9 @@ REFUSALS = {
         "`train_model.lora.target_modules=[q_proj,k_proj,v_proj,o_proj]`, or no LoRA."
     ),
 }
-"""Messages of several families, with the number that their cells show, and the note that stands for all of them."""
+"""Messages of several families, with the number that their cells show, and the note that stands for
+all of them.
+"""
 
 
 def refusal(message: str) -> tuple[str, str]:
@@ -91,7 +98,9 @@ def main() -> None:
     print("\n".join(notes))
     if not sys.argv[1:]:
         before, _, rest = PAGE.read_text().partition(START)
-        PAGE.write_text(before + START + "\n".join([*head, *rows, *notes]) + END + rest.partition(END)[2])
+        PAGE.write_text(
+            before + START + "\n".join([*head, *rows, *notes]) + END + rest.partition(END)[2]
+        )
 
 
 if __name__ == "__main__":

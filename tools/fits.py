@@ -1,9 +1,10 @@
-"""Which models fit on how many GPUs of 80 GB, and with which options: the table of docs/devices.md, computed.
+"""Which models fit on how many GPUs of 80 GB, and with which options: the table of docs/devices.md,
+computed.
 
     python tools/fits.py
 
-It asks what ``python -m torchrl_grpo.plan`` asks: from two GPUs on for the fastest split, and where there is none, as
-on one GPU, whether the roles have room in turns.
+It asks what ``python -m torchrl_grpo.plan`` asks: from two GPUs on for the fastest split, and where
+there is none, as on one GPU, whether the roles have room in turns.
 """
 
 from __future__ import annotations
@@ -32,9 +33,17 @@ JOB = (
 )
 WAYS = {
     "yes": (),
-    "8-bit": ("train_model.dtype=bfloat16", "train.mixed_precision=full", "optimizer.name=adamw_8bit"),
+    "8-bit": (
+        "train_model.dtype=bfloat16",
+        "train.mixed_precision=full",
+        "optimizer.name=adamw_8bit",
+    ),
     "offload": ("train_model.cpu_offload=true",),
-    "LoRA": ("train_model.lora.enabled=true", "train_model.dtype=bfloat16", "train.mixed_precision=full"),
+    "LoRA": (
+        "train_model.lora.enabled=true",
+        "train_model.dtype=bfloat16",
+        "train.mixed_precision=full",
+    ),
 }
 """Options that the job has besides, the first ones that fit being taken."""
 
@@ -44,9 +53,16 @@ def answer(model: str, devices: int) -> str:
     for way, options in WAYS.items():
         for turns in (False, True):
             for size in SIZES:
-                overrides = [*JOB, *options, f"model.name={model}", f"inference_model.tensor_parallel_size={size}"]
+                overrides = [
+                    *JOB,
+                    *options,
+                    f"model.name={model}",
+                    f"inference_model.tensor_parallel_size={size}",
+                ]
                 overrides += ["ref_model.sharded=true"] if turns and devices > 1 else []
-                settings = settings_of(compose("grpo_gsm8k", overrides), parse(["--prompt-tokens=256"]))
+                settings = settings_of(
+                    compose("grpo_gsm8k", overrides), parse(["--prompt-tokens=256"])
+                )
                 parts = [way, *([f"TP {size}"] if size > 1 else [])]
                 if turns and settings.in_turns(devices) is not None:
                     return ", ".join([*parts, *(["turns"] if devices > 1 else [])])
@@ -59,10 +75,14 @@ def answer(model: str, devices: int) -> str:
 
 def main() -> None:
     """Prints the table."""
-    print(f"| model | {' | '.join(f'{devices} GPU' + 's' * (devices > 1) for devices in DEVICES)} |")
+    print(
+        f"| model | {' | '.join(f'{devices} GPU' + 's' * (devices > 1) for devices in DEVICES)} |"
+    )
     print(f"|{'---|' * (1 + len(DEVICES))}")
     for name, model in MODELS.items():
-        print(f"| {name} | {' | '.join(answer(model, devices) for devices in DEVICES)} |", flush=True)
+        print(
+            f"| {name} | {' | '.join(answer(model, devices) for devices in DEVICES)} |", flush=True
+        )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Record what a set of small runs writes, and compare it with what another commit wrote.
 
-A refactoring must not change a number. This records the metrics (without times and memory), the samples, the hashes of
-the exported weights, and the error messages of the bad inputs in ``tests/unit/test_bad_input.py``. The numbers depend
-on the machine, so both sides are recorded on one machine, and nothing of it is kept in the repository.
+A refactoring must not change a number. This records the metrics (without times and memory), the
+samples, the hashes of the exported weights, and the error messages of the bad inputs in
+``tests/unit/test_bad_input.py``. The numbers depend on the machine, so both sides are recorded on
+one machine, and nothing of it is kept in the repository.
 
     python tools/golden.py record /tmp/before.json       # at one commit: about 6 minutes on 2 cores
     python tools/golden.py record /tmp/after.json        # at the other
@@ -25,18 +26,34 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 BASE = ["--config-name", "grpo_arithmetic"]
 TEN_STEPS = ["train.total_dialog_turns=1280"]
-SUMS = ["env.dataset={sums}", "env.columns.answer=answer", "env.reward=gsm8k", "env.test_fraction=0.1"]
+SUMS = [
+    "env.dataset={sums}",
+    "env.columns.answer=answer",
+    "env.reward=gsm8k",
+    "env.test_fraction=0.1",
+]
 RUNS: dict[str, tuple[str, list[str]]] = {
     **{f"seed_{seed}": ("grpo.py", [*BASE, *TEN_STEPS, f"seed={seed}"]) for seed in range(5)},
     "async": ("grpo-async.py", [*BASE, *TEN_STEPS, "seed=0", "train.max_staleness=0"]),
     "sft": (
         "grpo.py",
-        [*BASE, *SUMS, "algo=sft", "env.columns.completion=solution", "inference_model.max_new_tokens=40", *TEN_STEPS],
+        [
+            *BASE,
+            *SUMS,
+            "algo=sft",
+            "env.columns.completion=solution",
+            "inference_model.max_new_tokens=40",
+            *TEN_STEPS,
+        ],
     ),
-    "distill": ("grpo.py", [*BASE, *TEN_STEPS, "algo=distill", "teacher.model={seed_0}/checkpoints/model"]),
+    "distill": (
+        "grpo.py",
+        [*BASE, *TEN_STEPS, "algo=distill", "teacher.model={seed_0}/checkpoints/model"],
+    ),
     "resumed": ("grpo.py", [*BASE, "train.total_dialog_turns=1920", "train.resume={seed_0}"]),
 }
-"""Scripts and overrides by name; ``{NAME}`` is the folder of an earlier run, ``{sums}`` a data set."""
+"""Scripts and overrides by name; ``{NAME}`` is the folder of an earlier run, ``{sums}`` a data set.
+"""
 UNSTABLE = ("time/", "throughput/", "memory/", "workers/")
 """Metrics that differ between two runs of the same code."""
 
@@ -47,7 +64,12 @@ def run(name: str, folder: Path) -> dict[str, Any]:
     directory = folder / name
     folders = {other: folder / other for other in RUNS} | {"sums": folder / "sums.jsonl"}
     arguments = [override.format(**folders) for override in overrides]
-    command = [sys.executable, str(ROOT / "sota" / "grpo" / script), *arguments, f"hydra.run.dir={directory}"]
+    command = [
+        sys.executable,
+        str(ROOT / "sota" / "grpo" / script),
+        *arguments,
+        f"hydra.run.dir={directory}",
+    ]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     subprocess.run(command, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
@@ -78,7 +100,9 @@ def record(names: Sequence[str]) -> dict[str, Any]:
     """Return everything that is compared."""
     with tempfile.TemporaryDirectory() as temporary:
         result: dict[str, Any] = {}
-        sums = subprocess.check_output([sys.executable, str(ROOT / "examples" / "three_digit_sums.py")])
+        sums = subprocess.check_output(
+            [sys.executable, str(ROOT / "examples" / "three_digit_sums.py")]
+        )
         (Path(temporary) / "sums.jsonl").write_bytes(sums)
         for name in names:
             result[name] = run(name, Path(temporary))
@@ -93,7 +117,9 @@ def differences(before: Any, after: Any, path: str = "") -> list[str]:
         keys = sorted(before.keys() | after.keys())
         pairs = [(f"{path}/{key}", before.get(key), after.get(key)) for key in keys]
     elif type(before) is type(after) and isinstance(before, list) and len(before) == len(after):
-        pairs = [(f"{path}/{index}", *pair) for index, pair in enumerate(zip(before, after, strict=True))]
+        pairs = [
+            (f"{path}/{index}", *pair) for index, pair in enumerate(zip(before, after, strict=True))
+        ]
     elif before == after or (before != before and after != after):
         return []
     else:
@@ -103,7 +129,9 @@ def differences(before: Any, after: Any, path: str = "") -> list[str]:
 
 def main() -> int:
     """Record or compare."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     recording = commands.add_parser("record")
     recording.add_argument("out", type=Path)
@@ -115,7 +143,9 @@ def main() -> int:
     if options.command == "record":
         options.out.write_text(json.dumps(record(options.only), indent=1))
         return 0
-    lines = differences(json.loads(options.before.read_text()), json.loads(options.after.read_text()))
+    lines = differences(
+        json.loads(options.before.read_text()), json.loads(options.after.read_text())
+    )
     print("\n".join(lines) or "equal")
     return bool(lines)
 

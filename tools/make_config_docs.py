@@ -1,4 +1,5 @@
-"""Makes ``docs/config.md`` from the dataclasses of ``torchrl_grpo.config`` and the docstrings under their fields.
+"""Makes ``docs/config.md`` from the dataclasses of ``torchrl_grpo.config`` and the docstrings under
+their fields.
 
 python tools/make_config_docs.py
 """
@@ -55,7 +56,11 @@ def _tables(node: Any, name: str, documented: dict[tuple[str, str], str]) -> Ite
         if not dataclasses.is_dataclass(value):
             doc = docs[item.name]
             first = documented.setdefault((item.name, doc), name)
-            meaning = f"{_prose(doc)}{_choices(item, doc)}" if first == name else f"As `{first}.{item.name}`."
+            meaning = (
+                f"{_prose(doc)}{_choices(item, doc)}"
+                if first == name
+                else f"As `{first}.{item.name}`."
+            )
             yield f"| `{item.name}` ({_default(value)}) | {meaning} |"
     yield ""
     for item, value in fields.items():
@@ -66,7 +71,10 @@ def _tables(node: Any, name: str, documented: dict[tuple[str, str], str]) -> Ite
 def _prose(doc: str) -> str:
     """A docstring on one line; words that are code (``a_b``, ``a=b``, ``a*``) are set as code."""
     parts = " ".join(doc.split()).replace("``", "`").split("`")
-    parts[::2] = [re.sub(r"[\w.*=]*(?:\w[_=]\w|[*])[\w.*=]*\w|\b_\w+_\b", r"`\g<0>`", part) for part in parts[::2]]
+    parts[::2] = [
+        re.sub(r"[\w.*=]*(?:\w[_=]\w|[*])[\w.*=]*\w|\b_\w+_\b", r"`\g<0>`", part)
+        for part in parts[::2]
+    ]
     return "`".join(parts).replace("|", r"\|")
 
 

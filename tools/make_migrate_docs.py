@@ -12,9 +12,7 @@ from pathlib import Path
 from torchrl_grpo.extras.migrate.tables import TRL, Row, Table, read_table
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "migrate.md"
-MARK = (
-    "<!-- tables: made by tools/make_migrate_docs.py from torchrl_grpo/extras/migrate/*.toml, change them there -->\n"
-)
+MARK = "<!-- tables: made by tools/make_migrate_docs.py from torchrl_grpo/extras/migrate/*.toml, change them there -->\n"
 ORDER = (*reversed(TRL), "verl", "areal", "prime_rl", "torchrl")
 QUANTITIES = {
     "accumulation": "part of `train.optim_batch_size`",
@@ -111,7 +109,9 @@ QUANTITIES = {
 def page() -> str:
     """The text of ``docs/migrate.md``: what stands above the tables stays."""
     head = PAGE.read_text(encoding="utf-8").partition(MARK)[0]
-    return "\n".join([head + MARK, *(part for name in ORDER for part in _section(read_table(name)))])
+    return "\n".join(
+        [head + MARK, *(part for name in ORDER for part in _section(read_table(name)))]
+    )
 
 
 def _section(table: Table) -> Iterator[str]:
@@ -146,7 +146,9 @@ def _reason(table: Table, row: Row) -> str:
     """Why a setting has no equivalent; "as NAME" is the reason of another row."""
     text = row.none or _differs(row)
     if named := re.fullmatch(r"as ([\w.]+)", text):
-        others = (other.none for key, other in table.rows.items() if key.endswith(named[1]) and other.none)
+        others = (
+            other.none for key, other in table.rows.items() if key.endswith(named[1]) and other.none
+        )
         text = next(others, text)
     return _prose(text)
 
@@ -162,7 +164,9 @@ def _differs(row: Row) -> str:
 
 
 def _sentence(text: str) -> str:
-    """A line of a table as a sentence; names keep their small letters. The page says above what our keys count."""
+    """A line of a table as a sentence; names keep their small letters. The page says above what our
+    keys count.
+    """
     if text.startswith("counts "):
         text = text.partition(";")[0]
     is_name = text.startswith(("verl", "vllm")) or not text[0].isalpha()
@@ -181,14 +185,18 @@ def _choices(row: Row) -> str:
     together: dict[str, list[str]] = {}
     for name, value in (row.values or {}).items():
         together.setdefault(_value(row, value), []).append(name)
-    if row.ours and all(cell == f"`{row.ours}={name}`" for cell, names in together.items() for name in names):
+    if row.ours and all(
+        cell == f"`{row.ours}={name}`" for cell, names in together.items() for name in names
+    ):
         return f"`{row.ours}`, with the same choices"
     return "; ".join(f"{', '.join(names)}: {cell}" for cell, names in together.items())
 
 
 def _value(row: Row, value: object) -> str:
     if isinstance(value, dict):
-        settings = [f"`{key}={_word(one)}`" for key, one in value.items() if not key.startswith("@")]
+        settings = [
+            f"`{key}={_word(one)}`" for key, one in value.items() if not key.startswith("@")
+        ]
         return ", ".join(settings) or "nothing to set"
     return f"`{row.ours}={_word(value)}`"
 
@@ -201,7 +209,9 @@ def _word(value: object) -> str:
 def _prose(text: str) -> str:
     """A line of a table; words that are keys or code are set as code."""
     parts = text.split("`")
-    pattern = r"(?<![\w/])[\w.]*(?:\w[_=]\w|\w\.[a-z]{2})(?:[\w.=\-\[\]:]|,(?=\w))*\w\]?(?:='[^']*')?"
+    pattern = (
+        r"(?<![\w/])[\w.]*(?:\w[_=]\w|\w\.[a-z]{2})(?:[\w.=\-\[\]:]|,(?=\w))*\w\]?(?:='[^']*')?"
+    )
     parts[::2] = [re.sub(pattern, r"`\g<0>`", part) for part in parts[::2]]
     return "`".join(parts).replace("|", r"\|")
 

@@ -3,21 +3,25 @@
     python tools/make_starter.py                    # about 5 minutes on 2 CPU cores
     python tools/make_starter.py --out DIR --seed 1
 
-The starter is a Qwen2 model of under half a million parameters with a tokenizer of single bytes. It is trained from
-random weights on the *train* split of ``ArithmeticTask(difficulty=2)``: sums of two-digit numbers, as worked by
-demonstrators who know how to add and are mostly in a hurry. Each demonstration
+The starter is a Qwen2 model of under half a million parameters with a tokenizer of single bytes. It
+is trained from random weights on the *train* split of ``ArithmeticTask(difficulty=2)``: sums of
+two-digit numbers, as worked by demonstrators who know how to add and are mostly in a hurry. Each
+demonstration
 
-- shows its working in 40 % of cases (``7+8=15, 2+5+1=8 #### 85``) and otherwise only answers (``#### 85``);
-- forgets the carry from the ones to the tens in 70 % of cases where there is one (``7+8=15, 2+5=7 #### 75``);
-- leaves off the leading 1 of a sum of 100 or more in 70 % of cases where there is one (``#### 24`` for 124);
+- shows its working in 40 % of cases (``7+8=15, 2+5+1=8 #### 85``) and otherwise only answers
+(``#### 85``);
+- forgets the carry from the ones to the tens in 70 % of cases where there is one (``7+8=15, 2+5=7
+#### 75``);
+- leaves off the leading 1 of a sum of 100 or more in 70 % of cases where there is one (``#### 24``
+for 124);
 - without working, has a random digit in one place in 40 % of cases.
 
-So the starter has seen how to add correctly, and what it does most of the time is wrong. Nothing here is a
-reward or a preference: that showing the work, carrying and writing the hundreds pays off is left for reinforcement
-learning to find out.
+So the starter has seen how to add correctly, and what it does most of the time is wrong. Nothing
+here is a reward or a preference: that showing the work, carrying and writing the hundreds pays off
+is left for reinforcement learning to find out.
 
-The same seed gives the same weights on the same machine with the same number of threads. The shipped weights were made
-with the defaults and one thread (``OMP_NUM_THREADS=1``).
+The same seed gives the same weights on the same machine with the same number of threads. The
+shipped weights were made with the defaults and one thread (``OMP_NUM_THREADS=1``).
 """
 
 from __future__ import annotations
@@ -57,10 +61,12 @@ WARMUP_STEPS = 50
 
 
 def build_tokenizer() -> Qwen2Tokenizer:
-    """A tokenizer of 256 bytes and 5 special tokens, so that every text can be encoded (Unicode in normal form C).
+    """A tokenizer of 256 bytes and 5 special tokens, so that every text can be encoded (Unicode in
+    normal form C).
 
-    It is a ``Qwen2Tokenizer`` because that is what ``AutoTokenizer`` makes of whatever is saved beside a Qwen2 model.
-    Its unknown token, which no text produces, is the pad token: left alone, it would be one more in the vocabulary.
+    It is a ``Qwen2Tokenizer`` because that is what ``AutoTokenizer`` makes of whatever is saved
+    beside a Qwen2 model. Its unknown token, which no text produces, is the pad token: left alone,
+    it would be one more in the vocabulary.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     return Qwen2Tokenizer(
@@ -76,7 +82,9 @@ def build_tokenizer() -> Qwen2Tokenizer:
 
 
 def build_model(tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
-    """A random float32 model; its heads have 32 channels, the smallest size that vLLM's CPU attention takes."""
+    """A random float32 model; its heads have 32 channels, the smallest size that vLLM's CPU
+    attention takes.
+    """
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -116,15 +124,19 @@ def demonstration(problem: Problem, rng: random.Random) -> str:
     return f"#### {text}"
 
 
-def make_batch(task: ArithmeticTask, tokenizer: Qwen2Tokenizer, rng: random.Random) -> tuple[Tensor, Tensor]:
+def make_batch(
+    task: ArithmeticTask, tokenizer: Qwen2Tokenizer, rng: random.Random
+) -> tuple[Tensor, Tensor]:
     """Draws a batch of demonstrations.
 
-    Returns:
-        tokens [B, T] int64, padded on the right, and labels [B, T] int64, -100 outside the responses.
+    Returns: tokens [B, T] int64, padded on the right, and labels [B, T] int64, -100 outside the
+        responses.
     """
     tokens, labels = [], []
     for problem in rng.choices(task.problems("train"), k=BATCH_SIZE):
-        prompt = tokenizer.apply_chat_template(task.messages(problem), add_generation_prompt=True, tokenize=False)
+        prompt = tokenizer.apply_chat_template(
+            task.messages(problem), add_generation_prompt=True, tokenize=False
+        )
         prompt_ids = tokenizer(prompt).input_ids
         response_ids = [*tokenizer(demonstration(problem, rng)).input_ids, tokenizer.eos_token_id]
         tokens.append(torch.tensor(prompt_ids + response_ids))
@@ -132,20 +144,29 @@ def make_batch(task: ArithmeticTask, tokenizer: Qwen2Tokenizer, rng: random.Rand
     return padded(tokens, labels, tokenizer)
 
 
-def padded(tokens: list[Tensor], labels: list[Tensor], tokenizer: Qwen2Tokenizer) -> tuple[Tensor, Tensor]:
+def padded(
+    tokens: list[Tensor], labels: list[Tensor], tokenizer: Qwen2Tokenizer
+) -> tuple[Tensor, Tensor]:
     """Rows of [T] int64 as two [B, T] tensors, padded on the right."""
     return (
-        torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True, padding_value=tokenizer.pad_token_id),
+        torch.nn.utils.rnn.pad_sequence(
+            tokens, batch_first=True, padding_value=tokenizer.pad_token_id
+        ),
         torch.nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=-100),
     )
 
 
 def train(
-    model: Qwen2ForCausalLM, draw: Callable[[random.Random], tuple[Tensor, Tensor]], steps: int, seed: int
+    model: Qwen2ForCausalLM,
+    draw: Callable[[random.Random], tuple[Tensor, Tensor]],
+    steps: int,
+    seed: int,
 ) -> None:
     """Supervised training on batches that ``draw`` makes; cosine schedule with warm-up."""
     rng = random.Random(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.98), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=PEAK_LR, betas=(0.9, 0.98), weight_decay=0.01
+    )
     model.train()
     for step in range(steps):
         progress = step / steps
@@ -174,7 +195,9 @@ def main() -> None:
     torch.manual_seed(args.seed)
     tokenizer = build_tokenizer()
     model = build_model(tokenizer)
-    train(model, partial(make_batch, ArithmeticTask(difficulty=2), tokenizer), args.steps, args.seed)
+    train(
+        model, partial(make_batch, ArithmeticTask(difficulty=2), tokenizer), args.steps, args.seed
+    )
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
     parameters = sum(p.numel() for p in model.parameters())

@@ -2,16 +2,18 @@
 
     python tools/make_tool_starter.py --out DIR     # about 8 minutes on 2 CPU cores
     python sota/grpo/grpo.py --config-name grpo_arithmetic model.name=DIR env.difficulty=4 \\
-        'env.tools=[examples/my_tools.py:calculator]' env.max_turns=2 inference_model.max_new_tokens=96
+        'env.tools=[examples/my_tools.py:calculator]' env.max_turns=2
+        inference_model.max_new_tokens=96
 
-It is the starter, trained further on the *train* split of ``ArithmeticTask(difficulty=4)``: sums and differences of
-three-digit numbers. Its demonstrators
+It is the starter, trained further on the *train* split of ``ArithmeticTask(difficulty=4)``: sums
+and differences of three-digit numbers. Its demonstrators
 
-- call the calculator now and then, copy one wrong digit in 20 % of these cases, and then answer what it said;
+- call the calculator now and then, copy one wrong digit in 20 % of these cases, and then answer
+what it said;
 - guess in all others: up to three random digits, which are right about once in a thousand.
 
-So the model has seen calls, and that an answer follows a result. That calling pays off, and copying with care, is left
-for reinforcement learning to find out.
+So the model has seen calls, and that an answer follows a result. That calling pays off, and copying
+with care, is left for reinforcement learning to find out.
 """
 
 from __future__ import annotations
@@ -34,14 +36,21 @@ from torchrl_grpo.tasks.arithmetic import ArithmeticTask
 from torchrl_grpo.tasks.base import Problem
 from torchrl_grpo.tools import tool_message
 
-TOOLS = [{"type": "function", "function": {"name": "calculator"}}]  # the starter's template writes names alone
+TOOLS = [
+    {"type": "function", "function": {"name": "calculator"}}
+]  # the starter's template writes names alone
 P_MISCOPY = 0.2
 STEPS = 1500
-ROWS = {True: 32, False: 64}  # of a batch of calls and of one of guesses: dialogs with calls are five times as long
+ROWS = {
+    True: 32,
+    False: 64,
+}  # of a batch of calls and of one of guesses: dialogs with calls are five times as long
 
 
 def demonstration(problem: Problem, calls: bool, rng: random.Random) -> tuple[str, str | None, str]:
-    """What a demonstrator says, what the calculator says (None without a call), and what the demonstrator then says."""
+    """What a demonstrator says, what the calculator says (None without a call), and what the
+    demonstrator then says.
+    """
     if not calls:
         return f"#### {rng.randrange(1000)}", None, ""
     expression = problem.query.removesuffix("=?")
@@ -54,8 +63,11 @@ def demonstration(problem: Problem, calls: bool, rng: random.Random) -> tuple[st
     return f"<tool_call>{call}</tool_call>", result, f"#### {result}"
 
 
-def make_batch(task: ArithmeticTask, tokenizer: Qwen2Tokenizer, rng: random.Random) -> tuple[Tensor, Tensor]:
-    """Draws a batch, of calls or of guesses: tokens [B, T] int64, and labels [B, T] int64, -100 outside the responses.
+def make_batch(
+    task: ArithmeticTask, tokenizer: Qwen2Tokenizer, rng: random.Random
+) -> tuple[Tensor, Tensor]:
+    """Draws a batch, of calls or of guesses: tokens [B, T] int64, and labels [B, T] int64, -100
+    outside the responses.
 
     The loss is a mean over tokens, so the model learns to begin a call in about one case of six.
     """
@@ -70,9 +82,14 @@ def make_batch(task: ArithmeticTask, tokenizer: Qwen2Tokenizer, rng: random.Rand
         pieces = [(tokenizer(prompt).input_ids, False), (turn, True)]
         if result is not None:
             between = template.tokens([tool_message("calculator", result)], turn).tolist()
-            pieces += [(between, False), ([*tokenizer(last).input_ids, tokenizer.eos_token_id], True)]
+            pieces += [
+                (between, False),
+                ([*tokenizer(last).input_ids, tokenizer.eos_token_id], True),
+            ]
         tokens.append(torch.tensor([token for piece, _ in pieces for token in piece]))
-        labels.append(torch.tensor([token if said else -100 for piece, said in pieces for token in piece]))
+        labels.append(
+            torch.tensor([token if said else -100 for piece, said in pieces for token in piece])
+        )
     return padded(tokens, labels, tokenizer)
 
 
@@ -86,7 +103,9 @@ def main() -> None:
     torch.manual_seed(args.seed)
     tokenizer = build_tokenizer()
     model = Qwen2ForCausalLM.from_pretrained(starter_path(), dtype=torch.float32)
-    train(model, partial(make_batch, ArithmeticTask(difficulty=4), tokenizer), args.steps, args.seed)
+    train(
+        model, partial(make_batch, ArithmeticTask(difficulty=4), tokenizer), args.steps, args.seed
+    )
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
     torchrl_logger.info("saved to %s", args.out)

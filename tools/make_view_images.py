@@ -1,4 +1,5 @@
-"""Makes the pictures of the page in ``docs/images`` from real runs, which it makes where there are none.
+"""Makes the pictures of the page in ``docs/images`` from real runs, which it makes where there are
+none.
 
 python tools/make_view_images.py outputs/pictures
 """
@@ -38,16 +39,25 @@ MARKS = {"curves": "figure", "groups": "section", "tokens": ".token", "timeline"
 def command(folder: Path, name: str) -> list[str]:
     """What makes a run."""
     script, *arguments = RUNS[name]
-    start = [sys.executable, str(ROOT / "sota" / "grpo" / script), "--config-name", "grpo_arithmetic"]
+    start = [
+        sys.executable,
+        str(ROOT / "sota" / "grpo" / script),
+        "--config-name",
+        "grpo_arithmetic",
+    ]
     return [*start, *SAMPLES, *arguments, f"hydra.run.dir={folder / name}"]
 
 
 def save(picture: bytes, path: Path) -> None:
     """As a PNG of 256 colors, which is small."""
-    Image.open(io.BytesIO(picture)).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)
+    Image.open(io.BytesIO(picture)).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(
+        path, optimize=True
+    )
 
 
-def shoot(browser: Any, address: str, name: str, view: str, size: Any, scheme: str = "light") -> None:
+def shoot(
+    browser: Any, address: str, name: str, view: str, size: Any, scheme: str = "light"
+) -> None:
     """Takes one picture."""
     with browser.new_page(viewport=size, color_scheme=scheme) as page:
         page.goto(f"{address}#{view}")
@@ -89,7 +99,9 @@ def main() -> None:
         wrong = [at for at, row in enumerate(rows) if row.get("advantage") and not row["reward"]]
         at = next(at for at in wrong if rows[at]["length"] > 24)
         spans = read_jsonl(folder / "async" / "timeline.jsonl")
-        trained = [span for span in spans if span["kind"] == "train" and span["step"] in TIMELINE_STEPS]
+        trained = [
+            span for span in spans if span["kind"] == "train" and span["step"] in TIMELINE_STEPS
+        ]
         began = min(span["start"] for span in spans)
         first = min(span["start"] for span in trained) - began
         last = max(span["start"] + span["seconds"] for span in trained) - began
@@ -105,7 +117,14 @@ def main() -> None:
                 {"width": 1280, "height": 640},
                 "dark",
             )
-            shoot(browser, address, "phone", "groups?split=train&to=20", {"width": 360, "height": 740}, "dark")
+            shoot(
+                browser,
+                address,
+                "phone",
+                "groups?split=train&to=20",
+                {"width": 360, "height": 740},
+                "dark",
+            )
 
 
 if __name__ == "__main__":

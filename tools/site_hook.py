@@ -1,4 +1,6 @@
-"""What MkDocs and mkdocstrings do besides, so that pages read as well on GitHub, and docstrings as well in Python."""
+"""What MkDocs and mkdocstrings do besides, so that pages read as well on GitHub, and docstrings as
+well in Python.
+"""
 
 from __future__ import annotations
 
@@ -18,38 +20,52 @@ _EXAMPLE = re.compile(r"`(examples/\w+\.\w+)`")
 _SHOWN = re.compile(r'^```\w+ title="(examples/\w+\.\w+)"')
 _PAPER = re.compile(r"(?<![\w/.])(\d\d[01]\d\.\d{5})(?![\w.]\w)")
 _CODE = re.compile(r"`[^`\n]*`")
-_FETCHED = re.compile(r"""<(?:script|img|iframe|link rel="?stylesheet"?)[^>]+(?:src|href)="?((?:https?:)?//[^"\s>]+)""")
+_FETCHED = re.compile(
+    r"""<(?:script|img|iframe|link rel="?stylesheet"?)[^>]+(?:src|href)="?((?:https?:)?//[^"\s>]+)"""
+)
 
 
 def on_files(files: Files, config: Any, **_: Any) -> Files:
     """Adds the examples, for readers who have the wheel and no clone."""
     for path in sorted((ROOT / "examples").glob("*.*")):
-        files.append(File(f"examples/{path.name}", str(ROOT), config.site_dir, config.use_directory_urls))
+        files.append(
+            File(f"examples/{path.name}", str(ROOT), config.site_dir, config.use_directory_urls)
+        )
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links where a text names a page, an example or a paper, and bars in the code of tables as GitHub reads them."""
+    """Links where a text names a page, an example or a paper, and bars in the code of tables as
+    GitHub reads them.
+    """
     parts = _FENCE.split(markdown)
     up = "../" * page.file.src_uri.count("/")
     for index in range(1, len(parts), 2):
         if shown := _SHOWN.match(parts[index]):
             parts[index] += f"\n\nThe whole file: [{shown[1]}]({up}{shown[1]})"
-    return "".join(part if index % 2 else _linked(_bars(part), up) for index, part in enumerate(parts))
+    return "".join(
+        part if index % 2 else _linked(_bars(part), up) for index, part in enumerate(parts)
+    )
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> None:
     """Ends the build if a page asks for something that lies elsewhere."""
     if found := _FETCHED.findall(output):
-        raise ValueError(f"{page.file.src_uri} must be readable offline, and fetches {found}: put it below docs/.")
+        raise ValueError(
+            f"{page.file.src_uri} must be readable offline, and fetches {found}: put it below docs/."
+        )
 
 
 def _linked(text: str, up: str) -> str:
-    """`docs/metrics.md` becomes a link with that page's title; an example and an arXiv number, to file and paper."""
+    """`docs/metrics.md` becomes a link with that page's title; an example and an arXiv number, to
+    file and paper.
+    """
 
     def link(match: re.Match[str]) -> str:
         name = match[2]
-        title = (DOCS / f"{name}.md").read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+        title = (
+            (DOCS / f"{name}.md").read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+        )
         return f"[{title}]({up}{name}.md)"
 
     text = _EXAMPLE.sub(rf"[`\1`]({up}\1)", _PAGE.sub(link, text))
@@ -65,12 +81,15 @@ def _bars(text: str) -> str:
 
 
 class BareExamples(griffe.Extension):
-    """Puts examples that stand in no section of a docstring into one; elsewhere ``>>>`` is a quotation in Markdown."""
+    """Puts examples that stand in no section of a docstring into one; elsewhere ``>>>`` is a
+    quotation in Markdown.
+    """
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Changes the docstring of each object that was read."""
         if obj.docstring is not None:
             paragraphs = re.sub(r"(?m)^Example:$", "Examples:", obj.docstring.value).split("\n\n")
             obj.docstring.value = "\n\n".join(
-                "Examples:\n" + indent(text, "    ") if text.startswith(">>> ") else text for text in paragraphs
+                "Examples:\n" + indent(text, "    ") if text.startswith(">>> ") else text
+                for text in paragraphs
             )

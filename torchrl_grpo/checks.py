@@ -1,8 +1,10 @@
 """Choices and rules, shared by the components and the config. Imports nothing heavy.
 
-A component holds its rules when it is made; the config holds the same ones before anything is imported.
+A component holds its rules when it is made; the config holds the same ones before anything is
+imported.
 
-``name`` is what the user who broke a rule calls the value: an argument of the component, or a key of the config.
+``name`` is what the user who broke a rule calls the value: an argument of the component, or a key
+of the config.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from torchrl_grpo.errors import InvalidRewardError
 GENERATED = ("arithmetic", "countdown")
 """Built-in data sets that are generated."""
 PRESETS = ("gsm8k", "math", "ifeval")
-"""Built-in data sets that are files, or on the hub; any other name is a file, a folder or a data set on the hub."""
+"""Built-in data sets that are files, or on the hub; any other name is a file, a folder or a data
+set on the hub.
+"""
 OPENENV = "openenv:"
 """Prefix of the address of a server of OpenEnv."""
 VERIFIERS = "verifiers:"
@@ -76,7 +80,9 @@ TrackioMode = Literal["disabled", "offline"]
 _has_torchao = find_spec("torchao") is not None
 
 MIN_TEMPERATURE = 0.01
-"""Lowest temperature to sample with, apart from 0 (greedy): vLLM raises lower ones to this, and logits overflow."""
+"""Lowest temperature to sample with, apart from 0 (greedy): vLLM raises lower ones to this, and
+logits overflow.
+"""
 
 
 _LARGEST_REWARD = 3.4e38  # of float32
@@ -90,12 +96,22 @@ def check_reward(value: Any, name: str) -> float:
     """
     try:
         number = float("nan") if isinstance(value, str | bytes) else float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor of several elements
+    except (
+        TypeError,
+        ValueError,
+        OverflowError,
+        RuntimeError,
+    ):  # RuntimeError: a tensor of several elements
         number = float("nan")
     if not abs(number) <= _LARGEST_REWARD:
-        what = value if isinstance(value, float) else f"a value of type {type(value).__name__} that is none"
+        what = (
+            value
+            if isinstance(value, float)
+            else f"a value of type {type(value).__name__} that is none"
+        )
         raise InvalidRewardError(
-            f"{name} must be a finite number, a bool or None, it is {what}: fix the function.", "not_finite"
+            f"{name} must be a finite number, a bool or None, it is {what}: fix the function.",
+            "not_finite",
         )
     return number
 
@@ -114,10 +130,14 @@ def check_keep(value: str | None) -> dict[str, int] | None:
         return None
     parts = [part.strip().partition(":")[::2] for part in value.split(",")]
     kept = {name: int(count) if count.isdecimal() else 0 for name, count in parts}
-    if not {"last"} <= kept.keys() <= {"last", "best"} or min(kept.values()) < 1 or len(kept) < len(parts):
+    if (
+        not {"last"} <= kept.keys() <= {"last", "best"}
+        or min(kept.values()) < 1
+        or len(kept) < len(parts)
+    ):
         raise ValueError(
-            f"train.keep_checkpoints={value} must be last:N or last:N,best:M, with numbers of at least 1: for "
-            "example, last:3, or null to keep all."
+            f"train.keep_checkpoints={value} must be last:N or last:N,best:M, with numbers of at "
+            "least 1: for example, last:3, or null to keep all."
         )
     return kept
 
@@ -126,13 +146,15 @@ def check_clip_epsilon(value: Any, name: str = "clip_epsilon") -> tuple[float, f
     """Return the clip range of a ratio as (low, high), given a number or a pair."""
     parts = value if isinstance(value, list | tuple) else (value, value)
     try:
-        low, high = (float("nan") if isinstance(part, bool | str) else float(part) for part in parts)
+        low, high = (
+            float("nan") if isinstance(part, bool | str) else float(part) for part in parts
+        )
     except (TypeError, ValueError):
         low = high = float("nan")
     if not (0 <= low <= 1 and high >= 0):
         raise ValueError(
-            f"{name}={value} must be a number, or a pair [low, high], with 0 <= low <= 1 and high >= 0: use 0.2 or "
-            "[0.2,0.28]."
+            f"{name}={value} must be a number, or a pair [low, high], with 0 <= low <= 1 and high "
+            ">= 0: use 0.2 or [0.2,0.28]."
         )
     return low, high
 
@@ -140,15 +162,17 @@ def check_clip_epsilon(value: Any, name: str = "clip_epsilon") -> tuple[float, f
 def check_bounds(bounds: Sequence[float] | None, name: str = "clip") -> None:
     """Refuse bounds that are not a lower and a higher number; None is no bounds."""
     if bounds is not None and not (len(bounds) == 2 and bounds[0] < bounds[1]):
-        raise ValueError(f"{name}={list(bounds)} must be a pair [low, high], low < high: for example, [-1,1].")
+        raise ValueError(
+            f"{name}={list(bounds)} must be a pair [low, high], low < high: for example, [-1,1]."
+        )
 
 
 def check_behaviour_weight(weight: str, proximal: str, name: str = "behaviour_weight") -> None:
     """Refuse an importance weight that would always be 1."""
     if weight != "none" and proximal == "behaviour":
         raise ValueError(
-            f"{name}={weight} needs a proximal policy apart from the behavior policy, proximal=behaviour makes every "
-            "weight 1: use proximal=recomputed."
+            f"{name}={weight} needs a proximal policy apart from the behavior policy, "
+            "proximal=behaviour makes every weight 1: use proximal=recomputed."
         )
 
 
@@ -157,8 +181,8 @@ def check_group_size(repeats: int, mean: str, std: str, name: str = "repeats") -
     least = 2 if mean in ("group", "leave_one_out") or std == "group" else 1
     if repeats < least:
         raise ValueError(
-            f"{name}={repeats} must be at least {least}, because a group of one has nothing to be compared with: use "
-            f"{name}=8, or mean and std of the batch."
+            f"{name}={repeats} must be at least {least}, because a group of one has nothing to be "
+            f"compared with: use {name}=8, or mean and std of the batch."
         )
 
 
@@ -166,8 +190,8 @@ def check_level(level: str, mean: str, name: str = "mean") -> None:
     """Refuse a baseline that is not defined for tokens."""
     if level != "sequence" and mean == "leave_one_out":
         raise ValueError(
-            f"{name}=leave_one_out must not be used with an advantage for each {level}, because it leaves a sequence "
-            f"out, not a {level}: use group or batch."
+            f"{name}=leave_one_out must not be used with an advantage for each {level}, because it "
+            f"leaves a sequence out, not a {level}: use group or batch."
         )
 
 
@@ -175,17 +199,19 @@ def check_decoupled(level: str, mean: str, name: str = "reward_combination=gdpo"
     """Refuse an advantage that does not compare each part of the reward within its group."""
     if level != "sequence" or mean not in ("group", "leave_one_out"):
         raise ValueError(
-            f"{name} must have one advantage for a sequence, compared with its group, it has level={level} and "
-            f"mean={mean}: use level=sequence and mean=group."
+            f"{name} must have one advantage for a sequence, compared with its group, it has "
+            f"level={level} and mean={mean}: use level=sequence and mean=group."
         )
 
 
-def check_sampling_rounds(rounds: int, rows: int, wanted: int, name: str = "max_sampling_rounds") -> None:
+def check_sampling_rounds(
+    rounds: int, rows: int, wanted: int, name: str = "max_sampling_rounds"
+) -> None:
     """Refuse a number of rollouts of ``rows`` trajectories that cannot fill a batch."""
     if wanted > rounds * rows:
         raise ValueError(
-            f"{name}={rounds} rollouts of {rows} trajectories must make up a batch of {wanted}: use at least "
-            f"{-(-wanted // rows)}, better twice as many."
+            f"{name}={rounds} rollouts of {rows} trajectories must make up a batch of {wanted}: "
+            f"use at least {-(-wanted // rows)}, better twice as many."
         )
 
 
@@ -193,5 +219,6 @@ def check_optimizer(name: str) -> None:
     """Check that an optimizer of this name exists."""
     if name == "adamw_8bit" and not _has_torchao:
         raise ValueError(
-            "optimizer.name=adamw_8bit needs the package torchao: pip install torchao, or use optimizer.name=adamw."
+            "optimizer.name=adamw_8bit needs the package torchao: pip install torchao, or use "
+            "optimizer.name=adamw."
         )

@@ -8,11 +8,15 @@ class ConfigError(ValueError):
 
 
 class RunLostError(RuntimeError):
-    """The run cannot continue, for a known reason: the message is for the user, and a traceback would add nothing."""
+    """The run cannot continue, for a known reason: the message is for the user, and a traceback
+    would add nothing.
+    """
 
 
 class WorkersLostError(RunLostError):
-    """Rollout or reference actors are lost and could not be replaced, or each replacement is lost too."""
+    """Rollout or reference actors are lost and could not be replaced, or each replacement is lost
+    too.
+    """
 
 
 class LearnerLostError(RunLostError):
@@ -52,16 +56,19 @@ class FolderLostError(RunLostError):
 
 
 STALLED_STATUS = 75
-"""Exit status of a stalled run: that of sysexits.h for a failure after which a retry makes sense."""
+"""Exit status of a stalled run: that of sysexits.h for a failure after which a retry makes sense.
+"""
 
 
 class StalledError(BaseException):
-    """The run makes no progress. Not an ``Exception``: code that isolates errors of scorers must not catch it."""
+    """The run makes no progress. Not an ``Exception``: code that isolates errors of scorers must
+    not catch it.
+    """
 
 
 INVALID_CAUSES = ("exception", "not_finite", "none", "timeout", "crash", "lost", "import")
-"""Causes of invalid rewards, as in metric names; ``none``: no reward applies, ``lost``: the process that kept the
-dialog ended, ``import``: a program needs a package that its sandbox lacks."""
+"""Causes of invalid rewards, as in metric names; ``none``: no reward applies, ``lost``: the process
+that kept the dialog ended, ``import``: a program needs a package that its sandbox lacks."""
 
 
 class InvalidRewardError(ValueError):

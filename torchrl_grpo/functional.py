@@ -1,6 +1,8 @@
-"""Pure tensor math of GRPO: masked reductions, group advantages, KL estimators, the clipped surrogate.
+"""Pure tensor math of GRPO: masked reductions, group advantages, KL estimators, the clipped
+surrogate.
 
-Nothing here reads a TensorDict or a config. Shape suffixes: N sequences, T tokens, G responses in a group.
+Nothing here reads a TensorDict or a config. Shape suffixes: N sequences, T tokens, G responses in a
+group.
 """
 
 from __future__ import annotations
@@ -13,7 +15,14 @@ import torch
 from torch import Tensor
 from torchrl.objectives.value.functional import generalized_advantage_estimate
 
-from torchrl_grpo.checks import AdvantageMean, AdvantageStd, Aggregation, KLEstimator, WeightBound, WeightLevel
+from torchrl_grpo.checks import (
+    AdvantageMean,
+    AdvantageStd,
+    Aggregation,
+    KLEstimator,
+    WeightBound,
+    WeightLevel,
+)
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to this magnitude, so that an absurd ratio stays finite (e^20 = 4.9e8)."""
@@ -22,8 +31,9 @@ MAX_LOG_RATIO = 20.0
 def head_logits(hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None = None) -> Tensor:
     """The product of an LM head in float32 or wider.
 
-    Of factors in 16 bits CUDA's product comes out in float32. A CPU's comes out in 16 bits and is widened: its product
-    of wider factors takes twice as long (docs/algorithms.md). No gradients flow.
+    Of factors in 16 bits CUDA's product comes out in float32. A CPU's comes out in 16 bits and is
+    widened: its product of wider factors takes twice as long (docs/algorithms.md). No gradients
+    flow.
 
     Args:
         hidden_ND: [N, D].
@@ -42,16 +52,18 @@ def head_logits(hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None = No
 
 def rounds_logits(hidden: Tensor) -> bool:
     """Whether ``head_logits`` of such hidden states are rounded to 16 bits before they are widened."""
-    return hidden.dtype in (torch.bfloat16, torch.float16) and hidden.device.type not in ("cuda", "meta")
+    return hidden.dtype in (torch.bfloat16, torch.float16) and hidden.device.type not in (
+        "cuda",
+        "meta",
+    )
 
 
 def masked_mean(values: Tensor, mask: Tensor, count: Tensor | float | None = None) -> Tensor:
     """Mean of ``values`` where ``mask`` is True; 0 when the mask is empty.
 
-    Args:
-        values: any shape, floating.
-        mask: bool, the same shape. Values outside it may be anything, NaN included.
-        count: what to divide by instead of the number of True elements. A micro-batch passes the count of the whole
+    Args: values: any shape, floating. mask: bool, the same shape. Values outside it may be
+        anything, NaN included. count: what to divide by instead of the number of True elements. A
+        micro-batch passes the count of the whole
             batch, so that the results of its parts add up to the mean over the batch.
 
     Returns:
@@ -74,10 +86,10 @@ def group_advantage(
 ) -> Tensor:
     """Advantage of each response: its reward minus a baseline, divided by a scale.
 
-    ``mean`` is the baseline: ``group`` (arXiv 2402.03300, section 4.1.2), ``leave_one_out`` (the mean of the *other*
-    members of the group, arXiv 2402.14740), ``batch`` (arXiv 2501.03262) or ``none``. ``std`` is the scale: ``eps``
-    plus the unbiased standard deviation, over the ``group`` or the ``batch``, of what the baseline left of the rewards;
-    or ``none`` (arXiv 2503.20783).
+    ``mean`` is the baseline: ``group`` (arXiv 2402.03300, section 4.1.2), ``leave_one_out`` (the
+    mean of the *other* members of the group, arXiv 2402.14740), ``batch`` (arXiv 2501.03262) or
+    ``none``. ``std`` is the scale: ``eps`` plus the unbiased standard deviation, over the ``group``
+    or the ``batch``, of what the baseline left of the rewards; or ``none`` (arXiv 2503.20783).
 
     Args:
         reward: [N] floating.
@@ -87,9 +99,9 @@ def group_advantage(
         std: the scale.
         eps: added to the standard deviation.
 
-    Returns:
-        [N] float32. Exactly 0 for an invalid member. With a baseline or scale of the group, exactly 0 for a group whose
-        valid rewards are all equal or that has fewer than two of them; with those of the batch, for such a batch.
+    Returns: [N] float32. Exactly 0 for an invalid member. With a baseline or scale of the group,
+        exactly 0 for a group whose valid rewards are all equal or that has fewer than two of them;
+        with those of the batch, for such a batch.
 
     Raises:
         ValueError: a valid reward is not finite, or a choice is unknown.
@@ -104,8 +116,8 @@ def group_advantage(
     values = torch.where(valid, reward.to(torch.float64), 0.0)
     if not values.isfinite().all():
         raise ValueError(
-            f"reward has {int((~values.isfinite()).sum())} values that are not finite, and valid ones must be: mark "
-            "them as invalid, or fix what made them."
+            f"reward has {int((~values.isfinite()).sum())} values that are not finite, and valid "
+            "ones must be: mark them as invalid, or fix what made them."
         )
     signal = valid
     if mean == "batch":
@@ -120,20 +132,26 @@ def group_advantage(
     if std != "none":
         over = index if std == "group" else whole
         centered, count, varies = _statistics(values, over, valid, groups)
-        variance = _total(torch.where(valid, (values - centered).square(), 0.0), over, groups) / (count - 1).clamp(
-            min=1
-        )
+        variance = _total(torch.where(valid, (values - centered).square(), 0.0), over, groups) / (
+            count - 1
+        ).clamp(min=1)
         values, signal = values / (variance.sqrt() + eps), signal & varies
     return torch.where(signal, values, 0.0).to(torch.float32)
 
 
 def _total(values: Tensor, index: Tensor, groups: int) -> Tensor:
     """[N] Sum over the members of each element's group; groups are numbered from 0."""
-    return torch.zeros(groups, dtype=values.dtype, device=values.device).index_add_(0, index, values)[index]
+    return torch.zeros(groups, dtype=values.dtype, device=values.device).index_add_(
+        0, index, values
+    )[index]
 
 
-def _statistics(values: Tensor, index: Tensor, valid: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and number of the valid members of each element's group, and whether two of them differ; [N] each."""
+def _statistics(
+    values: Tensor, index: Tensor, valid: Tensor, groups: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean and number of the valid members of each element's group, and whether two of them differ;
+    [N] each.
+    """
     count = _total(valid.to(values.dtype), index, groups)
     mean = _total(torch.where(valid, values, 0.0), index, groups) / count.clamp(min=1)
     low = torch.full((groups,), math.inf, dtype=values.dtype, device=values.device)
@@ -142,10 +160,13 @@ def _statistics(values: Tensor, index: Tensor, valid: Tensor, groups: int) -> tu
     return mean, count, (high > low)[index]
 
 
-def sampled_token_gae(reward: Tensor, value: Tensor, mask: Tensor, gamma: float, lmbda: float) -> Tensor:
+def sampled_token_gae(
+    reward: Tensor, value: Tensor, mask: Tensor, gamma: float, lmbda: float
+) -> Tensor:
     """Generalized advantage estimate along the sampled tokens of each sequence (arXiv 1506.02438).
 
-    Tokens outside the mask are skipped, so that no time passes on them; after the last one the value is 0.
+    Tokens outside the mask are skipped, so that no time passes on them; after the last one the
+    value is 0.
 
     Args:
         reward: [N, T] floating.
@@ -161,11 +182,16 @@ def sampled_token_gae(reward: Tensor, value: Tensor, mask: Tensor, gamma: float,
         return torch.zeros_like(reward)
     count = mask.sum(1, keepdim=True)
     most = int(count.max())
-    order = (~mask).to(torch.int8).sort(dim=1, stable=True).indices[:, :most]  # sampled tokens first
-    rewards, values = (torch.where(mask, entry, 0.0).gather(1, order).unsqueeze(-1) for entry in (reward, value))
+    order = (
+        (~mask).to(torch.int8).sort(dim=1, stable=True).indices[:, :most]
+    )  # sampled tokens first
+    rewards, values = (
+        torch.where(mask, entry, 0.0).gather(1, order).unsqueeze(-1) for entry in (reward, value)
+    )
     next_values = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], 1)
     done = (torch.arange(most, device=mask.device) == count - 1).unsqueeze(-1)
-    # The loop over time, not the convolution: a sequence's result must not depend on how long the others are.
+    # The loop over time, not the convolution: a sequence's result must not depend on how long the
+    # others are.
     advantage, _ = generalized_advantage_estimate(gamma, lmbda, values, next_values, rewards, done)
     return torch.where(mask, torch.zeros_like(reward).scatter(1, order, advantage.squeeze(-1)), 0.0)
 
@@ -178,8 +204,8 @@ def overlong_penalty(length: Tensor, longest: int, buffer: int) -> Tensor:
         longest: the length that gets the full penalty.
         buffer: tokens over which the penalty grows, at least 1.
 
-    Returns:
-        float64 of the same shape: 0 up to ``longest - buffer``, from there linear down to -1 at ``longest``, -1 beyond.
+    Returns: float64 of the same shape: 0 up to ``longest - buffer``, from there linear down to -1
+        at ``longest``, -1 beyond.
     """
     return ((longest - buffer - length.to(torch.float64)) / buffer).clamp(-1, 0)
 
@@ -193,21 +219,30 @@ def kl_k1(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def kl_k2(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Estimator k2 of KL(p || q) at samples of p: ``(log p - log q)^2 / 2``. Biased, never negative."""
+    """Estimator k2 of KL(p || q) at samples of p: ``(log p - log q)^2 / 2``. Biased, never
+    negative.
+    """
     return (log_p - log_q).square() / 2
 
 
 def kl_k3(log_p: Tensor, log_q: Tensor) -> Tensor:
     """Estimator k3 of KL(p || q) at samples of p: ``q/p - 1 - log(q/p)``. Unbiased, never negative.
 
-    This is the KL term of GRPO (arXiv 2402.03300, equation 4). The log-ratio is clamped to ``MAX_LOG_RATIO``.
+    This is the KL term of GRPO (arXiv 2402.03300, equation 4). The log-ratio is clamped to
+    ``MAX_LOG_RATIO``.
     """
     log_ratio = (log_q - log_p).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return log_ratio.exp() - 1 - log_ratio
 
 
-KL_ESTIMATORS: dict[KLEstimator, Callable[[Tensor, Tensor], Tensor]] = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
-"""The estimators by name. As a loss, k2 has the gradient of the KL itself; on-policy, k1's is 0 in expectation."""
+KL_ESTIMATORS: dict[KLEstimator, Callable[[Tensor, Tensor], Tensor]] = {
+    "k1": kl_k1,
+    "k2": kl_k2,
+    "k3": kl_k3,
+}
+"""The estimators by name. As a loss, k2 has the gradient of the KL itself; on-policy, k1's is 0 in
+expectation.
+"""
 
 
 def importance_ratio(log_prob: Tensor, sample_log_prob: Tensor) -> Tensor:
@@ -215,14 +250,15 @@ def importance_ratio(log_prob: Tensor, sample_log_prob: Tensor) -> Tensor:
     return (log_prob - sample_log_prob).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def clipped_surrogate(ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    """PPO's pessimistic objective per token: ``min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A)``.
+def clipped_surrogate(
+    ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float
+) -> Tensor:
+    """PPO's pessimistic objective per token: ``min(ratio A, clip(ratio, 1 - clip_low, 1 +
+    clip_high) A)``.
 
-    Args:
-        ratio: [N, T], current over sampling probability.
-        advantage: [N, 1] or [N, T].
-        clip_low: distance below 1, in [0, 1).
-        clip_high: distance above 1, at least 0 (arXiv 2503.14476 takes it larger than ``clip_low``).
+    Args: ratio: [N, T], current over sampling probability. advantage: [N, 1] or [N, T]. clip_low:
+        distance below 1, in [0, 1). clip_high: distance above 1, at least 0 (arXiv 2503.14476 takes
+        it larger than ``clip_low``).
 
     Returns:
         [N, T], to be maximized. Its gradient is 0 where the clipped branch is the smaller one.
@@ -231,7 +267,8 @@ def clipped_surrogate(ratio: Tensor, advantage: Tensor, clip_low: float, clip_hi
 
 
 def dual_clip(surrogate: Tensor, advantage: Tensor, bound: float) -> Tensor:
-    """Bound a surrogate from below by ``bound * A`` where the advantage is negative (arXiv 1912.09729).
+    """Bound a surrogate from below by ``bound * A`` where the advantage is negative (arXiv
+    1912.09729).
 
     Args:
         surrogate: [N, T], to be maximized.
@@ -241,10 +278,13 @@ def dual_clip(surrogate: Tensor, advantage: Tensor, bound: float) -> Tensor:
     return torch.where(advantage < 0, torch.maximum(surrogate, bound * advantage), surrogate)
 
 
-def cispo_objective(ratio: Tensor, log_prob: Tensor, advantage: Tensor, clip_low: float, clip_high: float) -> Tensor:
+def cispo_objective(
+    ratio: Tensor, log_prob: Tensor, advantage: Tensor, clip_low: float, clip_high: float
+) -> Tensor:
     """CISPO per token: ``stop_gradient(clip(ratio)) A log_prob`` (arXiv 2506.13585, equation 4).
 
-    The clipped ratio is a weight and carries no gradient, so no token loses its gradient to the clip.
+    The clipped ratio is a weight and carries no gradient, so no token loses its gradient to the
+    clip.
 
     Args:
         ratio: [N, T], current over sampling probability.
@@ -256,10 +296,14 @@ def cispo_objective(ratio: Tensor, log_prob: Tensor, advantage: Tensor, clip_low
     return ratio.clamp(1 - clip_low, 1 + clip_high).detach() * advantage * log_prob
 
 
-def sapo_objective(ratio: Tensor, advantage: Tensor, tau_positive: float, tau_negative: float) -> Tensor:
-    """SAPO per token: ``4 / tau * sigmoid(tau (ratio - 1)) A``, a soft gate in place of the clip (arXiv 2511.20347).
+def sapo_objective(
+    ratio: Tensor, advantage: Tensor, tau_positive: float, tau_negative: float
+) -> Tensor:
+    """SAPO per token: ``4 / tau * sigmoid(tau (ratio - 1)) A``, a soft gate in place of the clip
+    (arXiv 2511.20347).
 
-    At ratio 1 its slope is A, as in the clipped surrogate; away from 1 it falls off smoothly, faster for a larger tau.
+    At ratio 1 its slope is A, as in the clipped surrogate; away from 1 it falls off smoothly,
+    faster for a larger tau.
 
     Args:
         ratio: [N, T], current over sampling probability.
@@ -273,7 +317,8 @@ def sapo_objective(ratio: Tensor, advantage: Tensor, tau_positive: float, tau_ne
 
 
 def sequence_log_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
-    """Mean log-ratio over the tokens of each sequence: GSPO's length-normalized ratio (arXiv 2507.18071, equation 7).
+    """Mean log-ratio over the tokens of each sequence: GSPO's length-normalized ratio (arXiv
+    2507.18071, equation 7).
 
     Args:
         log_ratio: [N, T].
@@ -287,12 +332,14 @@ def sequence_log_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
 
 
 def interpolated_log_prob(log_prob: Tensor, sample_log_prob: Tensor, staleness: Tensor) -> Tensor:
-    """Proximal log-probs without a forward pass, interpolated between sampling and current ones in log space.
+    """Proximal log-probs without a forward pass, interpolated between sampling and current ones in
+    log space.
 
-    The proximal policy is the one that the current step started from. With ``staleness`` versions between it and the
-    sampling policy, and one more to the policy that the step makes, it lies ``staleness / (staleness + 1)`` of the way
-    (log-linear, as AReaL's approximation of it, which counts one version less: ``(staleness - 1) / staleness``).
-    On-policy it is the sampling policy itself.
+    The proximal policy is the one that the current step started from. With ``staleness`` versions
+    between it and the sampling policy, and one more to the policy that the step makes, it lies
+    ``staleness / (staleness + 1)`` of the way (log-linear, as AReaL's approximation of it, which
+    counts one version less: ``(staleness - 1) / staleness``). On-policy it is the sampling policy
+    itself.
 
     Args:
         log_prob: [N, T], current log-probs; no gradient flows through them here.
@@ -307,17 +354,18 @@ def interpolated_log_prob(log_prob: Tensor, sample_log_prob: Tensor, staleness: 
     return sample_log_prob + share * (log_prob.detach() - sample_log_prob)
 
 
-def behaviour_weight(log_ratio: Tensor, mask: Tensor, bound: WeightBound, level: WeightLevel, cap: float) -> Tensor:
+def behaviour_weight(
+    log_ratio: Tensor, mask: Tensor, bound: WeightBound, level: WeightLevel, cap: float
+) -> Tensor:
     """Bounded importance weight ``proximal / sampling`` of each token.
 
-    Source: decoupled PPO, arXiv 2505.24298; it also corrects for an engine whose log-probs differ from the trainer's.
+    Source: decoupled PPO, arXiv 2505.24298; it also corrects for an engine whose log-probs differ
+    from the trainer's.
 
-    Args:
-        log_ratio: [N, T], proximal less sampling log-probs.
-        mask: [N, T] bool, the tokens that count.
-        bound: ``truncate`` makes ``cap`` of weights above it, ``mask`` makes them 0, ``none`` is weight 1 everywhere.
-        level: ``token``, or ``sequence`` for the product over a sequence's tokens, given to each of them.
-        cap: largest weight, above 0.
+    Args: log_ratio: [N, T], proximal less sampling log-probs. mask: [N, T] bool, the tokens that
+        count. bound: ``truncate`` makes ``cap`` of weights above it, ``mask`` makes them 0,
+        ``none`` is weight 1 everywhere. level: ``token``, or ``sequence`` for the product over a
+        sequence's tokens, given to each of them. cap: largest weight, above 0.
 
     Returns:
         [N, T], without gradient.
@@ -341,10 +389,11 @@ def token_weights(
 ) -> Tensor:
     """Weights that turn a weighted sum over tokens into the requested average.
 
-    ``sequence_mean``: mean over sequences of the mean over their tokens (arXiv 2402.03300). ``token_mean``: mean over
-    all tokens (arXiv 2503.14476). ``constant``: sum over tokens divided by ``constant_length``, mean over sequences
-    (arXiv 2503.20783). Where several rows are samples of one trajectory, they are one sequence: the trajectory counts
-    once, and each of its tokens as much as the others.
+    ``sequence_mean``: mean over sequences of the mean over their tokens (arXiv 2402.03300).
+    ``token_mean``: mean over all tokens (arXiv 2503.14476). ``constant``: sum over tokens divided
+    by ``constant_length``, mean over sequences (arXiv 2503.20783). Where several rows are samples
+    of one trajectory, they are one sequence: the trajectory counts once, and each of its tokens as
+    much as the others.
 
     Args:
         mask: [N, T] bool, the tokens that count.
@@ -375,12 +424,17 @@ def token_weights(
 
 
 def effective_sample_size(ratio_mean: Tensor, ratio_square_mean: Tensor) -> Tensor:
-    """Effective sample size as a share: ``E[w]^2 / E[w^2]``, in (0, 1]; 1 when all weights are equal."""
-    return ratio_mean.square() / ratio_square_mean.clamp(min=torch.finfo(ratio_square_mean.dtype).tiny)
+    """Effective sample size as a share: ``E[w]^2 / E[w^2]``, in (0, 1]; 1 when all weights are
+    equal.
+    """
+    return ratio_mean.square() / ratio_square_mean.clamp(
+        min=torch.finfo(ratio_square_mean.dtype).tiny
+    )
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Unbiased estimate of the probability that at least one of k samples is correct (arXiv 2107.03374).
+    """Unbiased estimate of the probability that at least one of k samples is correct (arXiv
+    2107.03374).
 
     Args:
         num_samples: samples drawn, at least k.
@@ -391,5 +445,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
         ValueError: ``k > num_samples``.
     """
     if not 1 <= k <= num_samples:
-        raise ValueError(f"k={k} must be between 1 and the {num_samples} samples drawn: draw more, or lower k.")
+        raise ValueError(
+            f"k={k} must be between 1 and the {num_samples} samples drawn: draw more, or lower k."
+        )
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)

@@ -9,17 +9,18 @@
        +---- equal gives its place back <-------+  (dynamic sampling)       |
        +---- places are free again when the weights that they trained are published
 
-``next_batch`` waits until the queue has a batch. The queue admits ``(max_staleness + 1)`` batches of groups, so
-samplers wait for ``publish`` when they are that far ahead. With a bound of 0 everything takes turns, which is
-``grpo.py``; with a larger one samplers, reference models and learner work at the same time, which is
-``grpo-async.py``. Nothing here knows which.
+``next_batch`` waits until the queue has a batch. The queue admits ``(max_staleness + 1)`` batches
+of groups, so samplers wait for ``publish`` when they are that far ahead. With a bound of 0
+everything takes turns, which is ``grpo.py``; with a larger one samplers, reference models and
+learner work at the same time, which is ``grpo-async.py``. Nothing here knows which.
 
-What was left out of GRPO, and why: there is no value network (the mean of the group is the baseline) and no model of
-the old policy (the engine gives the log-probs that it sampled with). The outer loop, which makes the trained policy the
-reference model, is off unless ``ref_model.refresh_every`` asks for it (most recipes since do without).
+What was left out of GRPO, and why: there is no value network (the mean of the group is the
+baseline) and no model of the old policy (the engine gives the log-probs that it sampled with). The
+outer loop, which makes the trained policy the reference model, is off unless
+``ref_model.refresh_every`` asks for it (most recipes since do without).
 
-The loop says what happens, and observers listen: metrics, console, checkpoints, alarms and the timeline are
-``assembly/observers.py``.
+The loop says what happens, and observers listen: metrics, console, checkpoints, alarms and the
+timeline are ``assembly/observers.py``.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Observer:
-    """Listener to a run. Its methods are called in the order of the steps, in the thread of the loop.
+    """Listener to a run. Its methods are called in the order of the steps, in the thread of the
+    loop.
 
     What a method raises ends the run, as an error of the loop itself would.
     """
@@ -61,7 +63,9 @@ class Observer:
         """A stage of a step begins, and the one before has ended: ``("train", 7, "train step 7")``."""
 
     def began(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The engine has its first weights, which were evaluated unless the run's folder has that evaluation."""
+        """The engine has its first weights, which were evaluated unless the run's folder has that
+        evaluation.
+        """
 
     def taken(self) -> None:
         """The rollouts delivered the batch of the next step."""
@@ -72,7 +76,9 @@ class Observer:
     def refreshed(self, version: int) -> None:
         """The reference model has the weights of this version."""
 
-    def evaluated(self, step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, Any]]) -> None:
+    def evaluated(
+        self, step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, Any]]
+    ) -> None:
         """The weights of a step were evaluated on the test split."""
 
     def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -90,20 +96,22 @@ class Observer:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Length of a run, and frequencies of evaluations, checkpoints, exports and reference refreshes.
+    """Length of a run, and frequencies of evaluations, checkpoints, exports and reference
+    refreshes.
 
-    Attributes:
-        num_batches: steps of the run; one step trains one batch.
-        evaluation_frequency: between evaluations; 0 is before and after the run alone.
-        checkpoint_frequency: between checkpoints; 0 is at the end alone.
-        export_frequency: between models that are written beside the checkpoints; 0 is none but the one at the end.
-        refresh_every: between updates of the reference model with the trained weights; None is never.
-        reference_version: of the weights that the reference model of a resumed run had; 0 is the base model.
-        mismatch_tolerance: largest mean difference of the log-probs of engine and trainer after a weight sync, in nats;
+    Attributes: num_batches: steps of the run; one step trains one batch. evaluation_frequency:
+        between evaluations; 0 is before and after the run alone. checkpoint_frequency: between
+        checkpoints; 0 is at the end alone. export_frequency: between models that are written beside
+        the checkpoints; 0 is none but the one at the end. refresh_every: between updates of the
+        reference model with the trained weights; None is never. reference_version: of the weights
+        that the reference model of a resumed run had; 0 is the base model. mismatch_tolerance:
+        largest mean difference of the log-probs of engine and trainer after a weight sync, in nats;
             None measures none.
-        verify_tolerance: the same after the first sync, where weights travel in a way that is on trial: with a larger
-            one they are sent again in another way. None where no way is on trial.
-        on_policy: whether a batch is one optimizer step, so that the first one trains what its own weights sampled.
+        verify_tolerance: the same after the first sync, where weights travel in a way that is on
+            trial: with a larger one they are sent again in another way. None where no way is on
+            trial.
+        on_policy: whether a batch is one optimizer step, so that the first one trains what its own
+            weights sampled.
         ends_at: when the run's time is over (``time.monotonic``).
     """
 
@@ -119,7 +127,9 @@ class Schedule:
     ends_at: float | None = None
 
     def evaluates(self, step: int) -> bool:
-        """Whether the weights after this many steps are evaluated, apart from the first and last ones."""
+        """Whether the weights after this many steps are evaluated, apart from the first and last
+        ones.
+        """
         return _is_turn(step, self.evaluation_frequency)
 
     def saves(self, step: int) -> bool:
@@ -135,8 +145,8 @@ class Schedule:
         return max(0, self.num_batches - done)
 
     def turns(self, frequency: int, done: int) -> int:
-        """Return how often something that happens every so many steps occurs after ``done`` steps and before the last
-        one.
+        """Return how often something that happens every so many steps occurs after ``done`` steps
+        and before the last one.
         """
         return max(0, (self.num_batches - 1) // frequency - done // frequency) if frequency else 0
 
@@ -165,17 +175,16 @@ def fit(
     *,
     written: Mapping[str, Any] = _NOTHING,
 ) -> None:
-    """Train until ``learner.version`` is ``schedule.num_batches`` or time is over; with no batches, evaluate only.
+    """Train until ``learner.version`` is ``schedule.num_batches`` or time is over; with no batches,
+    evaluate only.
 
-    The weights are published once before the first batch, so that engine and trainer start equal. The test split is
-    evaluated before the run and after it.
+    The weights are published once before the first batch, so that engine and trainer start equal.
+    The test split is evaluated before the run and after it.
 
-    Args:
-        learner: makes the steps, in this process or in others.
-        rollouts: gives the batches and takes the weights.
-        schedule: how long, and how often.
-        observers: are told what happens, in this order.
-        written: the latest row of metrics in the run's folder, if the run goes on in its own folder.
+    Args: learner: makes the steps, in this process or in others. rollouts: gives the batches and
+        takes the weights. schedule: how long, and how often. observers: are told what happens, in
+        this order. written: the latest row of metrics in the run's folder, if the run goes on in
+        its own folder.
 
     Raises:
         RuntimeError: engine and trainer differ by more than rounding.
@@ -200,9 +209,13 @@ def fit(
                 tell.trained(metrics)
             if step == first + 1 and schedule.on_policy:
                 _check_on_policy(metrics)
-            metrics |= _publish(learner, rollouts, schedule, tell, step, refresh=schedule.refreshes(step))
+            metrics |= _publish(
+                learner, rollouts, schedule, tell, step, refresh=schedule.refreshes(step)
+            )
             metrics["time/step_s"] = time.perf_counter() - start
-            metrics["throughput/trained_tokens_per_s"] = metrics["rollout/tokens"] / metrics["time/step_s"]
+            metrics["throughput/trained_tokens_per_s"] = (
+                metrics["rollout/tokens"] / metrics["time/step_s"]
+            )
             if step == schedule.num_batches or schedule.evaluates(step):
                 metrics |= _evaluate(rollouts, tell, step, sampled=step == schedule.num_batches)
             tell.stage("save", step, f"write what step {step} gave")
@@ -219,15 +232,27 @@ def fit(
 
 
 def _begin(
-    learner: AnyLearner, rollouts: Rollouts, schedule: Schedule, tell: Observer, written: Mapping[str, Any]
+    learner: AnyLearner,
+    rollouts: Rollouts,
+    schedule: Schedule,
+    tell: Observer,
+    written: Mapping[str, Any],
 ) -> None:
-    """Give the engine the learner's weights, and evaluate them unless the run's folder has that evaluation."""
+    """Give the engine the learner's weights, and evaluate them unless the run's folder has that
+    evaluation.
+    """
     step = learner.version
     refresh = 0 < step == schedule.reference_version or schedule.refreshes(step)
-    metrics = _publish(learner, rollouts, schedule, tell, step, refresh=refresh, trial=schedule.verify_tolerance)
+    metrics = _publish(
+        learner, rollouts, schedule, tell, step, refresh=refresh, trial=schedule.verify_tolerance
+    )
     logged = written.get("step") == step and schedule.num_batches > 0
-    known = any(name.startswith("eval/") for name in written) or not (step == 0 or schedule.evaluates(step))
-    found = {} if logged and known else _evaluate(rollouts, tell, step, sampled=not logged or step == 0)
+    known = any(name.startswith("eval/") for name in written) or not (
+        step == 0 or schedule.evaluates(step)
+    )
+    found = (
+        {} if logged and known else _evaluate(rollouts, tell, step, sampled=not logged or step == 0)
+    )
     tell.began(step, metrics | found if found or not logged else {})
 
 
@@ -272,8 +297,11 @@ def _evaluate(rollouts: Rollouts, tell: Observer, step: int, *, sampled: bool) -
     return metrics
 
 
-def check_mismatch(learner: AnyLearner, rollouts: Rollouts, tolerance: float) -> tuple[float, float]:
-    """Return the mean and largest difference of engine and trainer log-probs on a few sampled tokens, in nats.
+def check_mismatch(
+    learner: AnyLearner, rollouts: Rollouts, tolerance: float
+) -> tuple[float, float]:
+    """Return the mean and largest difference of engine and trainer log-probs on a few sampled
+    tokens, in nats.
 
     Raises:
         RuntimeError: the mean is more than the tolerance.
@@ -281,9 +309,10 @@ def check_mismatch(learner: AnyLearner, rollouts: Rollouts, tolerance: float) ->
     mean, largest = _differences(learner, rollouts)
     if not mean <= tolerance:
         raise RuntimeError(
-            f"after a weight sync, log-probs of engine and trainer differ by {mean:.3g} on average ({largest:.3g} at "
-            f"most), more than inference_model.check_sync_tolerance={tolerance}: the engine does not have the "
-            "trainer's weights, or computes too coarsely: use inference_model.dtype=float32, or another backend."
+            f"after a weight sync, log-probs of engine and trainer differ by {mean:.3g} on average "
+            f"({largest:.3g} at most), more than inference_model.check_sync_tolerance={tolerance}: "
+            "the engine does not have the trainer's weights, or computes too coarsely: use "
+            "inference_model.dtype=float32, or another backend."
         )
     return mean, largest
 
@@ -305,9 +334,10 @@ def _check_on_policy(metrics: dict[str, float]) -> None:
     kl = metrics.get("train/kl_k3_to_inference", 0.0)
     if metrics.get("staleness/max") == 0 and kl > _LARGEST_ON_POLICY_KL:
         raise RuntimeError(
-            f"the first step trained what its own weights sampled, and yet the KL to the engine's policy is {kl:.3g} "
-            f"nats per token, more than the {_LARGEST_ON_POLICY_KL} that rounding can explain: engine and trainer "
-            "compute different distributions. Use another inference_model.backend or dtype, or another model."
+            "the first step trained what its own weights sampled, and yet the KL to the engine's "
+            f"policy is {kl:.3g} nats per token, more than the {_LARGEST_ON_POLICY_KL} that "
+            "rounding can explain: engine and trainer compute different distributions. Use "
+            "another inference_model.backend or dtype, or another model."
         )
 
 
@@ -317,7 +347,9 @@ class _Everyone(Observer):
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = observers
         for name in {name for name in vars(Observer) if not name.startswith("_")} - {"interrupted"}:
-            setattr(self, name, partial(self._tell, [getattr(observer, name) for observer in observers]))
+            setattr(
+                self, name, partial(self._tell, [getattr(observer, name) for observer in observers])
+            )
 
     @staticmethod
     def _tell(listening: Sequence[Callable[..., None]], *given: Any) -> None:

@@ -1,11 +1,13 @@
 """GRPO (arXiv 2402.03300) in one file: copy it, and change what you need.
 
-For each problem, sample a group of responses; score each one with a program; make the responses that beat their
-group's mean more likely, and the others less likely. There is no value network, because the group is the baseline, and
-no copy of the policy that sampled, because the engine returns its log-probs.
+For each problem, sample a group of responses; score each one with a program; make the responses
+that beat their group's mean more likely, and the others less likely. There is no value network,
+because the group is the baseline, and no copy of the policy that sampled, because the engine
+returns its log-probs.
 
-This is what ``grpo.py`` does on one device, without its config, checkpoints, evaluation, and reports. With the same
-seed both print the same losses. Here it teaches the included starter model (428 thousand parameters) to carry:
+This is what ``grpo.py`` does on one device, without its config, checkpoints, evaluation, and
+reports. With the same seed both print the same losses. Here it teaches the included starter model
+(428 thousand parameters) to carry:
 
     python sota/grpo/minimal.py                  # about 30 seconds on 2 CPU cores
     python sota/grpo/minimal.py --steps 10 --seed 1
@@ -42,27 +44,29 @@ def train(steps: int, seed: int) -> list[float]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(seed)
 
-    # Three copies of one model: the policy is trained, the engine samples with the policy's latest weights, and the
-    # reference model keeps the first ones.
+    # Three copies of one model: the policy is trained, the engine samples with the policy's latest
+    # weights, and the reference model keeps the first ones.
     tokenizer = AutoTokenizer.from_pretrained(starter_path())
     policy = AutoModelForCausalLM.from_pretrained(starter_path()).eval().to(device)
     reference = copy.deepcopy(policy).requires_grad_(False)
     engine = TransformersEngine(copy.deepcopy(policy))
 
-    # The environment draws 16 problems, repeats each of them 8 times, and scores the responses: 1.0 if right, else 0.0.
-    # The collector plays it with the engine.
+    # The environment draws 16 problems, repeats each of them 8 times, and scores the responses: 1.0
+    # if right, else 0.0. The collector plays it with the engine.
     env = LLMEnv(ArithmeticTask(), tokenizer, num_envs=BATCH_SIZE, repeats=GROUP_SIZE)
     params = SamplingParams(max_new_tokens=MAX_NEW_TOKENS, stop_token_ids=(tokenizer.eos_token_id,))
     collector = RolloutCollector(env, GenerationPolicy(engine, params))
     collector.set_seed(seed)
 
-    # Each takes a batch and returns it with one more entry: reference log-probs [T], and the advantage
-    # (reward - mean of the group) / standard deviation of the group.
+    # Each takes a batch and returns it with one more entry: reference log-probs [T], and the
+    # advantage (reward - mean of the group) / standard deviation of the group.
     score_reference = KLScoring(TokenScorer(reference))
     compute_advantage = GroupAdvantage(repeats=GROUP_SIZE)
 
     # The scorer computes log-probs in chunks of tokens, and each prompt once per group.
-    loss_module = GRPOLoss(TokenScorer(policy), clip_epsilon=CLIP_EPSILON, kl_to_ref_coeff=KL_COEFFICIENT)
+    loss_module = GRPOLoss(
+        TokenScorer(policy), clip_epsilon=CLIP_EPSILON, kl_to_ref_coeff=KL_COEFFICIENT
+    )
     optimizer = torch.optim.AdamW(policy.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
 
     losses = []
@@ -93,9 +97,13 @@ def train(steps: int, seed: int) -> list[float]:
 
 def main() -> None:
     """Read the command line and train."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=80, help="optimizer steps (default: 80)")
-    parser.add_argument("--seed", type=int, default=0, help="of the problems and the samples (default: 0)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the problems and the samples (default: 0)"
+    )
     options = parser.parse_args()
     train(options.steps, options.seed)
 

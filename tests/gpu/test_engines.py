@@ -20,7 +20,11 @@ from torchrl_grpo.starter import starter_path
 from torchrl_grpo.weights import Transfer, make_sender, named_weights
 
 DEVICE, KIND = "cuda", "ipc"
-SETTINGS: dict[str, Any] = {"max_model_len": CONTEXT, "enforce_eager": True, "gpu_memory_utilization": 0.2}
+SETTINGS: dict[str, Any] = {
+    "max_model_len": CONTEXT,
+    "enforce_eager": True,
+    "gpu_memory_utilization": 0.2,
+}
 ROUNDING = 0.05
 """In float32 with the products of tensor cores; other weights give more than 0.1."""
 
@@ -38,7 +42,9 @@ def engine() -> Iterator[AsyncVLLMEngine]:
 
 
 @pytest.mark.parametrize("check", SERVES, ids=lambda check: check.__name__)
-def test_it_serves_many_callers_while_its_weights_change(check: Any, engine: AsyncVLLMEngine) -> None:
+def test_it_serves_many_callers_while_its_weights_change(
+    check: Any, engine: AsyncVLLMEngine
+) -> None:
     with ThreadPoolExecutor(4) as pool:
         check(engine, pool, ROUNDING)
 
@@ -56,7 +62,15 @@ def test_a_version_travels_to_the_engines_process_by_ipc(engine: AsyncVLLMEngine
 
 @pytest.mark.parametrize(
     "devices",
-    [1, pytest.param(2, marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"))],
+    [
+        1,
+        pytest.param(
+            2,
+            marks=pytest.mark.skipif(
+                torch.cuda.device_count() < 2, reason="needs two CUDA devices"
+            ),
+        ),
+    ],
 )
 @pytest.mark.parametrize("eager", [True, False])
 def test_the_engine_of_one_process_samples_and_takes_weights(devices: int, eager: bool) -> None:

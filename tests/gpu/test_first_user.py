@@ -49,7 +49,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("model")
     tokenizer = json.loads((starter_path() / "config.json").read_text())
-    ends = {name: tokenizer[name] for name in ("eos_token_id", "pad_token_id", "bos_token_id") if name in tokenizer}
+    ends = {
+        name: tokenizer[name]
+        for name in ("eos_token_id", "pad_token_id", "bos_token_id")
+        if name in tokenizer
+    }
     Qwen2ForCausalLM(Qwen2Config(**SHAPE, **ends)).save_pretrained(folder)
     for path in starter_path().glob("*token*"):
         shutil.copy(path, folder)
@@ -62,7 +66,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data")
     for split, numbers in (("train", range(512)), ("test", range(512, 576))):
-        rows = [{"question": f"What is {i} + 1?", "answer": f"Add one. #### {i + 1}"} for i in numbers]
+        rows = [
+            {"question": f"What is {i} + 1?", "answer": f"Add one. #### {i + 1}"} for i in numbers
+        ]
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
@@ -77,7 +83,9 @@ def table() -> Iterator[list[tuple[str, float, float, float]]]:
 
 
 @pytest.fixture
-def run(model: Path, data: Path, table: list[Any], tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
+def run(
+    model: Path, data: Path, table: list[Any], tmp_path: Path
+) -> Callable[..., list[dict[str, Any]]]:
     def run(name: str, *overrides: str, asynchronous: bool = False) -> list[dict[str, Any]]:
         start, cuda = time.monotonic(), torch.cuda.is_available()
         if cuda:
@@ -106,7 +114,11 @@ def test_the_default_job_takes_its_first_steps_without_vllm(run: Callable[..., A
 @pytest.mark.skipif(GPUS != 1, reason="needs one CUDA device: CUDA_VISIBLE_DEVICES=0")
 def test_the_default_job_sleeps_and_wakes_vllm(run: Callable[..., Any]) -> None:
     free, _ = torch.cuda.mem_get_info()
-    run("default job, vLLM", "inference_model.check_sync=true", "inference_model.check_sync_tolerance=1.0")
+    run(
+        "default job, vLLM",
+        "inference_model.check_sync=true",
+        "inference_model.check_sync_tolerance=1.0",
+    )
     torch.cuda.empty_cache()
     assert torch.cuda.mem_get_info()[0] > 0.95 * free  # its process has given everything back
 
@@ -138,7 +150,9 @@ def test_trainer_and_engine_have_a_gpu_each(backend: str, run: Callable[..., Any
 @pytest.mark.skipif(GPUS != 1, reason="needs one CUDA device: CUDA_VISIBLE_DEVICES=0")
 @pytest.mark.parametrize("backend", ["transformers", pytest.param("vllm", marks=needs_vllm)])
 @pytest.mark.parametrize("kind", ["auto", "cuda_ipc"])
-def test_processes_on_one_gpu_share_weights(kind: str, backend: str, run: Callable[..., Any]) -> None:
+def test_processes_on_one_gpu_share_weights(
+    kind: str, backend: str, run: Callable[..., Any]
+) -> None:
     options = (f"inference_model.weight_transfer={kind}", f"inference_model.backend={backend}")
     run(f"{kind}, {backend}", *options, asynchronous=True)
 
@@ -148,7 +162,11 @@ def test_processes_on_one_gpu_share_weights(kind: str, backend: str, run: Callab
 @pytest.mark.parametrize("backend", ["transformers", pytest.param("vllm", marks=needs_vllm)])
 @pytest.mark.parametrize("kind", ["auto", "broadcast"])
 def test_weights_travel_over_nccl(kind: str, backend: str, run: Callable[..., Any]) -> None:
-    options = (f"inference_model.weight_transfer={kind}", f"inference_model.backend={backend}", "policy.kl_coef=0")
+    options = (
+        f"inference_model.weight_transfer={kind}",
+        f"inference_model.backend={backend}",
+        "policy.kl_coef=0",
+    )
     run(f"{kind}, {backend}", *options, asynchronous=True)
 
 
@@ -166,5 +184,9 @@ def test_ranks_and_engines_take_turns_on_all_gpus(backend: str, run: Callable[..
 @pytest.mark.skipif(GPUS < 3, reason="needs three CUDA devices")
 @pytest.mark.parametrize("offload", ["false", "true"])
 def test_the_model_is_divided_over_two_gpus(offload: str, run: Callable[..., Any]) -> None:
-    options = ("train_model.num_devices=2", f"train_model.cpu_offload={offload}", "policy.kl_coef=0")
+    options = (
+        "train_model.num_devices=2",
+        f"train_model.cpu_offload={offload}",
+        "policy.kl_coef=0",
+    )
     run(f"FSDP, cpu_offload={offload}", PLAIN, *options)

@@ -49,11 +49,16 @@ def test_mixed_precision_on_cuda_is_close_to_float32(dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_packed_sequences_on_cuda_score_like_padded_ones(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_sequences_on_cuda_score_like_padded_ones(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scorer = TokenScorer(make_tiny_model().to("cuda", dtype))
     tokens = torch.randint(5, 261, (6, 40), device="cuda")
     tokens[1:3, :10], tokens[4:6, :7] = tokens[0, :10], tokens[3, :7]
-    mask = torch.arange(40, device="cuda") >= torch.tensor([10, 10, 10, 7, 7, 7], device="cuda")[:, None]
+    mask = (
+        torch.arange(40, device="cuda")
+        >= torch.tensor([10, 10, 10, 7, 7, 7], device="cuda")[:, None]
+    )
     assert scorer.packs(40)
     got, _ = scorer.score(tokens, mask)
     monkeypatch.setattr(TokenScorer, "packs", lambda *_: False)
@@ -83,13 +88,18 @@ def test_packed_gradients_in_16_bits_are_as_close_as_padded_ones(
         return torch.cat([weight.grad.flatten().float() for weight in model.parameters()])
 
     exact = gradient(torch.float32, packs=False)
-    packed, padded = (((gradient(dtype, packs) - exact).norm() / exact.norm()).item() for packs in (True, False))
+    packed, padded = (
+        ((gradient(dtype, packs) - exact).norm() / exact.norm()).item() for packs in (True, False)
+    )
     assert packed < max(1.5 * padded, 0.01)
     assert padded < 0.1
 
 
 def test_a_step_on_cuda_waits_for_it_twice() -> None:
-    trainer, batch = make_trainer(make_tiny_model().cuda(), micro_batch_tokens=30), make_batch(repeats=4)
+    trainer, batch = (
+        make_trainer(make_tiny_model().cuda(), micro_batch_tokens=30),
+        make_batch(repeats=4),
+    )
     trainer.train_step(batch)  # kernels are loaded
     torch.cuda.set_sync_debug_mode("warn")
     try:
@@ -106,7 +116,9 @@ def test_gradients_of_shared_prompts_are_the_same_each_time() -> None:
     tensor = torch.randn(1, 2, 64, 8, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(1, 2, len(places), 8, device="cuda", dtype=torch.bfloat16)
     picks = GatherIndex(places).to(tensor.device)
-    first, *others = (torch.autograd.grad(pick(tensor, 2, picks), tensor, weight)[0] for _ in range(5))
+    first, *others = (
+        torch.autograd.grad(pick(tensor, 2, picks), tensor, weight)[0] for _ in range(5)
+    )
     assert all(torch.equal(first, other) for other in others)
     exact = weight.double().unflatten(2, (16, 64)).sum(2)
     torch.testing.assert_close(first.double(), exact, rtol=2**-8, atol=1e-5)
@@ -121,8 +133,12 @@ def test_the_engine_on_cuda_gives_the_scorers_log_probs() -> None:
     for completion in group:
         tokens = torch.cat([prompt, completion.tokens])
         mask = torch.arange(len(tokens)) >= len(prompt)
-        scored, _ = TokenScorer(model, temperature=0.8).score(tokens[None].cuda(), mask[None].cuda())
-        torch.testing.assert_close(completion.log_probs, scored[0, len(prompt) :].cpu(), rtol=0, atol=1e-4)
+        scored, _ = TokenScorer(model, temperature=0.8).score(
+            tokens[None].cuda(), mask[None].cuda()
+        )
+        torch.testing.assert_close(
+            completion.log_probs, scored[0, len(prompt) :].cpu(), rtol=0, atol=1e-4
+        )
 
 
 def test_peak_memory_stays_far_below_all_logits() -> None:
@@ -151,7 +167,9 @@ def test_a_whole_run_with_all_roles_on_one_gpu(tmp_path: Path) -> None:
 
 
 def test_with_cpu_offload_the_weights_rest_on_the_cpu() -> None:
-    mesh = init_mesh(0, 1, torch.distributed.HashStore(), device=torch.device("cuda:0"), timeout_s=60)
+    mesh = init_mesh(
+        0, 1, torch.distributed.HashStore(), device=torch.device("cuda:0"), timeout_s=60
+    )
     try:
         model = shard_model(make_tiny_model(), mesh, cpu_offload=True)
         got = make_trainer(model).train_batch(make_batch())
@@ -170,7 +188,9 @@ def received(infos: Sequence[dict[str, Any]], path: Path) -> None:
     importer, got = packed.PackedBufferImporter(), {}
     for info in map(opened, infos):
         handle = info.pop("ipc_handles")
-        for name, weight in packed.packed_ipc_consumer(handle, **info, device_index=0, importer=importer):
+        for name, weight in packed.packed_ipc_consumer(
+            handle, **info, device_index=0, importer=importer
+        ):
             got[name] = weight.cpu()
     importer.close()
     torch.save(got, path)
@@ -184,12 +204,16 @@ def test_another_process_reads_the_weights_through_cuda_ipc(tmp_path: Path) -> N
         model = make_tiny_model(version).cuda()
         sent = sender.pack(named_weights(model), version)
         sent.init_info(1)
-        process = multiprocessing.get_context("spawn").Process(target=received, args=(sent.infos, tmp_path / "got.pt"))
+        process = multiprocessing.get_context("spawn").Process(
+            target=received, args=(sent.infos, tmp_path / "got.pt")
+        )
         process.start()
         process.join()
         sender.release(version)
         got = torch.load(tmp_path / "got.pt")
-        assert all(torch.equal(got[name], weight.cpu().bfloat16()) for name, weight in named_weights(model))
+        assert all(
+            torch.equal(got[name], weight.cpu().bfloat16()) for name, weight in named_weights(model)
+        )
         del model, sent
         assert torch.cuda.memory_allocated() == before
 
@@ -208,7 +232,12 @@ def test_the_memory_of_a_version_that_nobody_read_is_given_back() -> None:
 def test_the_engine_on_the_trainers_gpu_takes_its_weights_from_there(tmp_path: Path) -> None:
     shape = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8}
     make_tiny_model(**shape).save_pretrained(tmp_path)
-    settings = {"dtype": "bfloat16", "max_model_len": 64, "gpu_memory_utilization": 0.3, "enforce_eager": True}
+    settings = {
+        "dtype": "bfloat16",
+        "max_model_len": 64,
+        "gpu_memory_utilization": 0.3,
+        "enforce_eager": True,
+    }
     sender = LocalSender(torch.bfloat16)
     with VLLMEngine(str(tmp_path), **settings) as engine:
         for version in (1, 2, 3):

@@ -29,7 +29,9 @@ def two_steps(trainer: GRPOTrainer) -> dict[str, Any]:
     """Scores a batch with the policy of before its steps, and takes two on it."""
     trainer.loss.proximal = "recomputed"
     batch = make_batch(LENGTHS, spread=0.3, repeats=3)
-    scored = KLScoring(trainer.loss.actor_network, max_tokens=30, out_key=keys.PROX_LOG_PROBS)(batch)
+    scored = KLScoring(trainer.loss.actor_network, max_tokens=30, out_key=keys.PROX_LOG_PROBS)(
+        batch
+    )
     return {
         "scored": [row.get(keys.PROX_LOG_PROBS).cpu() for row in scored.unbind(0)],
         "metrics": [trainer.train_step(scored) for _ in range(2)],
@@ -50,7 +52,9 @@ def run_rank(rank: int, folder: str, cpu_offload: bool) -> None:
 
 @pytest.mark.parametrize("cpu_offload", [False, True])
 def test_two_ranks_score_and_train_like_one_process(cpu_offload: bool, tmp_path: Path) -> None:
-    multiprocessing.start_processes(run_rank, (str(tmp_path), cpu_offload), RANKS, start_method="spawn")
+    multiprocessing.start_processes(
+        run_rank, (str(tmp_path), cpu_offload), RANKS, start_method="spawn"
+    )
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(RANKS))
     expected = two_steps(make_trainer(make_tiny_model(), micro_batch_tokens=30))
     assert first["metrics"] == second["metrics"]

@@ -46,7 +46,12 @@ def write_data(folder: Path) -> None:
     for name, count in (("one", 40), ("two", 40), ("test", 8)):
         pairs = [(rng.randint(10, 99), rng.randint(10, 99)) for _ in range(count)]
         rows = [
-            {"question": f"{a}+{b}=?", "answer": str(a + b), "demo": f"#### {a + b}", "level": a % 3}
+            {
+                "question": f"{a}+{b}=?",
+                "answer": str(a + b),
+                "demo": f"#### {a + b}",
+                "level": a % 3,
+            }
             for a, b in dict(pairs).items()
         ]
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
@@ -76,7 +81,11 @@ def play(options: Options, folder: Path, data: Path) -> list[str]:
         server = SGLangStub(str(starter_path()))
     texts = overrides_of(options, str(data), "" if server is None else server.address)
     asynchronous = options["script"] != "sync"
-    common = [text for text in COMMON if text.partition("=")[0] not in {one.partition("=")[0] for one in texts}]
+    common = [
+        text
+        for text in COMMON
+        if text.partition("=")[0] not in {one.partition("=")[0] for one in texts}
+    ]
     if options["tests"] == "off":
         common = [text for text in common if not text.startswith("evaluation.")]
     if options["algo"] == "sft":
@@ -89,7 +98,9 @@ def play(options: Options, folder: Path, data: Path) -> list[str]:
             made.fit()
         finally:
             made.close()
-        return list(problems_of(folder / name, config, STEPS, first, staleness_bound(config, asynchronous)))
+        return list(
+            problems_of(folder / name, config, STEPS, first, staleness_bound(config, asynchronous))
+        )
 
     try:
         problems = one("run", 0)
@@ -128,7 +139,9 @@ def main() -> int:
     data.mkdir(parents=True, exist_ok=True)
     write_data(data)
     runs = covering_array(asked.seed)
-    numbers = asked.only or [number for number, run in enumerate(runs) if is_local(run) or not asked.local]
+    numbers = asked.only or [
+        number for number, run in enumerate(runs) if is_local(run) or not asked.local
+    ]
     numbers = numbers[: asked.first]
     if not all(is_local(runs[number]) for number in numbers):
         forks.start()
@@ -136,20 +149,28 @@ def main() -> int:
     for number in numbers:
         own, began = folder / f"{number:03d}", time.monotonic()
         own.mkdir(exist_ok=True)
-        process = multiprocessing.get_context("fork").Process(target=_in_process, args=(runs[number], own, data))
+        process = multiprocessing.get_context("fork").Process(
+            target=_in_process, args=(runs[number], own, data)
+        )
         process.start()
         process.join(LONGEST_S)
         if process.is_alive():
             process.terminate()
             process.join()
         result = own / "problems.json"
-        problems = json.loads(result.read_text()) if result.exists() else [f"no result, status {process.exitcode}"]
+        problems = (
+            json.loads(result.read_text())
+            if result.exists()
+            else [f"no result, status {process.exitcode}"]
+        )
         if problems:
             wrong += 1
             print(f"{number}: {json.dumps(runs[number])}")
         else:
             covered |= pairs_of(runs[number])
-        print(f"{number}: {time.monotonic() - began:.0f} s, {'; '.join(problems) or 'ok'}", flush=True)
+        print(
+            f"{number}: {time.monotonic() - began:.0f} s, {'; '.join(problems) or 'ok'}", flush=True
+        )
     minutes = (time.monotonic() - start) / 60
     print(
         f"{len(numbers)} runs in {minutes:.0f} minutes, {wrong} went wrong; {len(covered)} of {len(all_pairs())} pairs"

@@ -28,7 +28,11 @@ _TEACHER = ("policy.teacher_coef=0.1", "teacher.model=DATA/teacher")
 
 # Options by factor and name; the first one of a factor is the default. DATA is the folder of data.
 FACTORS: dict[str, dict[str, tuple[str, ...]]] = {
-    "script": {"sync": (), "bound_0": ("train.max_staleness=0",), "bound_1": ("train.max_staleness=1",)},
+    "script": {
+        "sync": (),
+        "bound_0": ("train.max_staleness=0",),
+        "bound_1": ("train.max_staleness=1",),
+    },
     "train": {
         "one": (),
         "two": ("train_model.num_devices=2",),
@@ -40,7 +44,11 @@ FACTORS: dict[str, dict[str, tuple[str, ...]]] = {
     "algo": {name: (f"algo={name}",) for name in _ALGORITHMS},
     "data": {
         "arithmetic": (),
-        "file": ("env.dataset=DATA/one.jsonl", "env.columns.answer=answer", "env.test_fraction=0.2"),
+        "file": (
+            "env.dataset=DATA/one.jsonl",
+            "env.columns.answer=answer",
+            "env.test_fraction=0.2",
+        ),
         "two": (
             f"env.datasets=[{{dataset: DATA/one.jsonl, weight: 0.7, {_FILE}, reward: REWARD}}, "
             f"{{dataset: DATA/two.jsonl, weight: 0.3, {_FILE}, reward: OTHER}}]",
@@ -49,7 +57,11 @@ FACTORS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "dialog": {
         "single": (),
-        "tools": (f"env.tools=[{_HERE}:calculate]", f"env.tool_parser={_HERE}:parse", "env.max_turns=3"),
+        "tools": (
+            f"env.tools=[{_HERE}:calculate]",
+            f"env.tool_parser={_HERE}:parse",
+            "env.max_turns=3",
+        ),
         "retry": ("env.retry_prompt=no. Again.", "env.max_turns=2"),
         "game": ("env.dataset=null", f"env.environment={_HERE}:Game", "env.max_turns=3"),
         "rows": (f"env.environment={_HERE}:Rows", "env.max_turns=2"),
@@ -98,7 +110,11 @@ FACTORS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "passes": {"large": (), "small": ("train.micro_batch_tokens=80",)},
     "checkpointing": {"off": (), "on": ("train_model.gradient_checkpointing=true",)},
-    "precision": {"full": (), "bf16": ("train.mixed_precision=bf16",), "fp16": ("train.mixed_precision=fp16",)},
+    "precision": {
+        "full": (),
+        "bf16": ("train.mixed_precision=bf16",),
+        "fp16": ("train.mixed_precision=fp16",),
+    },
     "steps": {"one": (), "epochs": ("train.epochs=2",), "two": ("train.optim_batch_size=8",)},
     "resume": {"off": (), "on": ("train.checkpoint_frequency=1",)},
     "tests": {
@@ -140,9 +156,16 @@ FACTORS: dict[str, dict[str, tuple[str, ...]]] = {
         "batch": ("policy.advantage_mean=batch", "policy.advantage_std=batch"),
     },
     "terms": {"off": (), "on": ("policy.entropy_coef=0.01", "policy.kl_to_behaviour_coef=0.02")},
-    "check": {"off": (), "sync": ("inference_model.check_sync=true",), "exact": ("inference_model.exact=true",)},
+    "check": {
+        "off": (),
+        "sync": ("inference_model.check_sync=true",),
+        "exact": ("inference_model.exact=true",),
+    },
     "temperature": {"1": (), "0.8": ("inference_model.temperature=0.8",)},
-    "shaping": {"off": (), "on": ("policy.reward_scale=2", "policy.reward_bias=-0.5", "policy.reward_clip=[-1,1]")},
+    "shaping": {
+        "off": (),
+        "on": ("policy.reward_scale=2", "policy.reward_bias=-0.5", "policy.reward_clip=[-1,1]"),
+    },
     "aggregation": {
         "preset": (),
         "constant": ("policy.aggregation=constant",),
@@ -206,7 +229,9 @@ def pairs_of(options: Options) -> set[frozenset[tuple[str, str]]]:
 def all_pairs() -> set[frozenset[tuple[str, str]]]:
     """Every pair that the documentation allows."""
     names = [(factor, name) for factor, options in FACTORS.items() for name in options]
-    return {frozenset(pair) for pair in combinations(names, 2) if pair[0][0] != pair[1][0]} - EXCLUDED
+    return {
+        frozenset(pair) for pair in combinations(names, 2) if pair[0][0] != pair[1][0]
+    } - EXCLUDED
 
 
 def covering_array(seed: int, tries: int = 30) -> list[Options]:
@@ -243,7 +268,9 @@ def _run(rng: random.Random, missing: set[frozenset[tuple[str, str]]]) -> Option
 def is_local(options: Options) -> bool:
     """Whether a run needs no Ray."""
     return all(options[factor] == next(iter(FACTORS[factor])) for factor in _OF_PROCESSES) or (
-        options["train"] == "offload" and options["script"] == "sync" and options["samplers"] == "one"
+        options["train"] == "offload"
+        and options["script"] == "sync"
+        and options["samplers"] == "one"
     )
 
 
@@ -264,7 +291,9 @@ def overrides_of(options: Options, data: str, server: str) -> list[str]:
         texts.append("env.columns.completion=demo")
     if options["data"] == "two":
         texts = [text if demonstrated else text.replace(", completion: demo", "") for text in texts]
-    elif options["reward"] != "builtin" or (options["data"] == "file" and options["dialog"] != "rows"):
+    elif options["reward"] != "builtin" or (
+        options["data"] == "file" and options["dialog"] != "rows"
+    ):
         texts.append(f"env.reward={reward.replace('W', '0.2')}")
     texts = [text.replace("REWARD", reward.replace("W", "0.2")) for text in texts]
     texts = [text.replace("OTHER", reward.replace("W", "-0.4")) for text in texts]

@@ -40,9 +40,13 @@ def failing(response: str, prompt: str, answer: Any = None) -> float:
     return float("nan") if digest == 1 else right(response, answer)
 
 
-def of_trl(prompts: Sequence[Any], completions: Sequence[Any], answer: Any = None, **_: Any) -> list[float]:
+def of_trl(
+    prompts: Sequence[Any], completions: Sequence[Any], answer: Any = None, **_: Any
+) -> list[float]:
     texts = [one if isinstance(one, str) else one[-1]["content"] for one in completions]
-    return [right(text, one) for text, one in zip(texts, answer or [None] * len(texts), strict=True)]
+    return [
+        right(text, one) for text, one in zip(texts, answer or [None] * len(texts), strict=True)
+    ]
 
 
 def calculate(expression: str) -> str:
@@ -60,7 +64,11 @@ def calculate(expression: str) -> str:
 def parse(text: str) -> list[ToolCall]:
     """Takes an odd result for a call."""
     match = re.search(r"#### (\d{1,6})", text)
-    return [ToolCall("calculate", {"expression": f"{match[1]}+0"})] if match and int(match[1]) % 2 else []
+    return (
+        [ToolCall("calculate", {"expression": f"{match[1]}+0"})]
+        if match and int(match[1]) % 2
+        else []
+    )
 
 
 class Game:

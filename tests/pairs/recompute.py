@@ -19,10 +19,21 @@ from torchrl_grpo.rewards.spec import parse_rewards, part_weight, reward_weights
 
 Row = Mapping[str, Any]
 _EPS = 1e-6
-_OF_TIME = ("time/", "throughput", "workers/", "buffer/", "rewards/", "tools/seconds", "eval/", "train/grad_noise")
+_OF_TIME = (
+    "time/",
+    "throughput",
+    "workers/",
+    "buffer/",
+    "rewards/",
+    "tools/seconds",
+    "eval/",
+    "train/grad_noise",
+)
 
 
-def problems_of(folder: Path, config: GRPOConfig, steps: int, first: int, bound: int) -> Iterator[str]:
+def problems_of(
+    folder: Path, config: GRPOConfig, steps: int, first: int, bound: int
+) -> Iterator[str]:
     """Yield what is wrong in the files of a run that went from step ``first`` to ``steps``."""
     rows, samples = read_jsonl(folder / "metrics.jsonl"), read_jsonl(folder / "samples.jsonl")
     numbers = [row["step"] for row in rows]
@@ -35,7 +46,9 @@ def problems_of(folder: Path, config: GRPOConfig, steps: int, first: int, bound:
     groups = set[int]()
     for row in rows:
         own = [sample for sample in samples if sample["step"] == row["step"]]
-        yield from (f"step {row['step']}: {text}" for text in _of_step(row, own, config, bound, groups))
+        yield from (
+            f"step {row['step']}: {text}" for text in _of_step(row, own, config, bound, groups)
+        )
     exported = AutoModelForCausalLM.from_pretrained(folder / "checkpoints" / "model")
     if not all(parameter.isfinite().all() for parameter in exported.parameters()):
         yield "the exported model is not finite"
@@ -43,7 +56,9 @@ def problems_of(folder: Path, config: GRPOConfig, steps: int, first: int, bound:
 
 def problems_of_resumed(whole: Path, resumed: Path, first: int) -> Iterator[str]:
     """Yield what a run that went on from a checkpoint has otherwise than the one that was not interrupted."""
-    expected, got = ({row["step"]: row for row in read_jsonl(one / "metrics.jsonl")} for one in (whole, resumed))
+    expected, got = (
+        {row["step"]: row for row in read_jsonl(one / "metrics.jsonl")} for one in (whole, resumed)
+    )
     for step in (step for step in expected if step > first):
         names = [name for name in expected[step] if not name.startswith(_OF_TIME)]
         if other := [name for name in names if expected[step][name] != got.get(step, {}).get(name)]:
@@ -56,9 +71,13 @@ def problems_of_resumed(whole: Path, resumed: Path, first: int) -> Iterator[str]
         yield f"resumed: the state differs in {places[:5]}"
 
 
-def _of_step(row: Row, samples: Sequence[Row], config: GRPOConfig, bound: int, seen: set[int]) -> Iterator[str]:
+def _of_step(
+    row: Row, samples: Sequence[Row], config: GRPOConfig, bound: int, seen: set[int]
+) -> Iterator[str]:
     may_be_null = ("train/grad_noise_scale", "eval/")
-    nulls = [name for name, value in row.items() if value is None and not name.startswith(may_be_null)]
+    nulls = [
+        name for name, value in row.items() if value is None and not name.startswith(may_be_null)
+    ]
     skipped = (row.get("train/skipped_steps") or 0) > 0
     if nulls and not skipped:
         yield f"{nulls} are null"
@@ -93,7 +112,11 @@ def _of_step(row: Row, samples: Sequence[Row], config: GRPOConfig, bound: int, s
     yield from _of_advantages(by_group, config)
     full = config.train.mixed_precision == "full" and config.inference_model.dtype == "float32"
     fresh = row["staleness/max"] == 0 and config.optim_steps_per_batch == 1 and not skipped
-    if fresh and config.inference_model.temperature == 1 and config.policy.proximal != "interpolated":
+    if (
+        fresh
+        and config.inference_model.temperature == 1
+        and config.policy.proximal != "interpolated"
+    ):
         if abs(row["train/ratio_mean"] - 1) > (1e-4 if full else 0.05):
             yield f"the ratio on policy is {row['train/ratio_mean']}"
         if abs(row["train/kl_k3_to_inference"]) > (1e-6 if full else 1e-2):
@@ -103,7 +126,11 @@ def _of_step(row: Row, samples: Sequence[Row], config: GRPOConfig, bound: int, s
 def _of_tests(row: Row, samples: Sequence[Row], config: GRPOConfig) -> Iterator[str]:
     further = [entry.name for entry in config.evaluation.datasets or []]
     for suffix, names in (("", None), *((f"/{name}", name) for name in further)):
-        own = [one for one in samples if (one.get("dataset") == names if names else one.get("dataset") not in further)]
+        own = [
+            one
+            for one in samples
+            if (one.get("dataset") == names if names else one.get("dataset") not in further)
+        ]
         valid = [one["correct"] for one in own if one["valid"]]
         measured = row.get(f"eval/pass@1{suffix}")
         counted = valid and not any("sample" in one for one in own)
@@ -129,13 +156,22 @@ def _of_advantages(by_group: Mapping[int, Sequence[Row]], config: GRPOConfig) ->
     policy = config.policy
     sampled_teacher = policy.teacher_coef > 0 and policy.teacher_divergence == "sampled"
     over_batch = policy.advantage_whiten or "batch" in (policy.advantage_mean, policy.advantage_std)
-    if config.advantage_level != "sequence" or config.shapes_reward or sampled_teacher or over_batch:
+    if (
+        config.advantage_level != "sequence"
+        or config.shapes_reward
+        or sampled_teacher
+        or over_batch
+    ):
         return
     rows = [row for group in by_group.values() for row in group]
     if config.env.reward_combination == "gdpo":
         expected = _gdpo(list(by_group.values()), config)
     else:
-        expected = [a for group in by_group.values() for a in _normalized([_reward(row) for row in group], config)]
+        expected = [
+            a
+            for group in by_group.values()
+            for a in _normalized([_reward(row) for row in group], config)
+        ]
     coef = policy.reward_coef if config.needs_teacher else 1.0
     wrong = [(coef * a, row["advantage"]) for a, row in zip(expected, rows, strict=True)]
     wrong = [pair for pair in wrong if not _close(pair[1], pair[0], 1e-3)]
@@ -160,7 +196,9 @@ def _normalized(values: Sequence[float | None], config: GRPOConfig) -> list[floa
 
 
 def _gdpo(groups: Sequence[Sequence[Row]], config: GRPOConfig) -> list[float]:
-    sets = {entry.name or Path(entry.dataset or "").stem: entry for entry in config.env.datasets or []}
+    sets = {
+        entry.name or Path(entry.dataset or "").stem: entry for entry in config.env.datasets or []
+    }
     sums, valid = [], []
     for group in groups:
         spec = sets[group[0]["dataset"]].reward if sets else config.env.reward
@@ -169,7 +207,9 @@ def _gdpo(groups: Sequence[Sequence[Row]], config: GRPOConfig) -> list[float]:
         for name in {name for row in group for name in row["parts"]}:
             values = [row["parts"].get(name) if row["valid"] else None for row in group]
             weight = part_weight(name, group[0]["parts"], weights)
-            total = [a + weight * b for a, b in zip(total, _normalized(values, config), strict=True)]
+            total = [
+                a + weight * b for a, b in zip(total, _normalized(values, config), strict=True)
+            ]
         sums += total
         valid += [row["valid"] for row in group]
     known = [total for total, counts in zip(sums, valid, strict=True) if counts]

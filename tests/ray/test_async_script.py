@@ -42,7 +42,10 @@ def run(folder: Path, *overrides: str, asynchronous: bool) -> list[dict[str, Any
 def test_with_bound_0_the_losses_are_bitwise_the_synchronous_ones(tmp_path: Path) -> None:
     """With all that scores a group or goes with it: a reference model, a teacher, demonstrations."""
     sums = [(a, b) for a in range(10, 26) for b in range(26, 30)]
-    rows = [json.dumps({"question": f"{a}+{b}=?", "solution": f"#### {a + b}", "answer": a + b}) for a, b in sums]
+    rows = [
+        json.dumps({"question": f"{a}+{b}=?", "solution": f"#### {a + b}", "answer": a + b})
+        for a, b in sums
+    ]
     (tmp_path / "sums.jsonl").write_text("\n".join(rows) + "\n")
     steps = (
         "train.total_dialog_turns=160", "evaluation.num_prompts=8", "evaluation.frequency=4",
@@ -60,16 +63,29 @@ def test_with_bound_0_the_losses_are_bitwise_the_synchronous_ones(tmp_path: Path
         "eval/pass@1", "eval/pass@2",
     ):  # fmt: skip
         assert [row.get(name) for row in got] == [row.get(name) for row in expected], name
-    assert got[-1]["train/kl_k3_to_teacher"] > 0 and got[-1]["train/loss_sft"] < 0.5 * got[1]["train/loss_sft"]
+    assert (
+        got[-1]["train/kl_k3_to_teacher"] > 0
+        and got[-1]["train/loss_sft"] < 0.5 * got[1]["train/loss_sft"]
+    )
     assert {row["staleness/max"] for row in got[1:]} == {0}
-    for name in ("checkpoints/checkpoint_000010.pt", "checkpoints/model/model.safetensors", "report.html"):
+    for name in (
+        "checkpoints/checkpoint_000010.pt",
+        "checkpoints/model/model.safetensors",
+        "report.html",
+    ):
         assert (tmp_path / "async" / name).exists()
 
 
 def test_with_two_samplers_a_seed_reproduces_a_run(tmp_path: Path) -> None:
     """Tasks go to whichever sampler is free."""
-    steps = ("train.total_dialog_turns=96", "evaluation.num_prompts=0", "inference_model.num_devices=2")
-    first, second = (run(tmp_path / name, *steps, asynchronous=False) for name in ("first", "second"))
+    steps = (
+        "train.total_dialog_turns=96",
+        "evaluation.num_prompts=0",
+        "inference_model.num_devices=2",
+    )
+    first, second = (
+        run(tmp_path / name, *steps, asynchronous=False) for name in ("first", "second")
+    )
     assert len(first) > 3
     for name in ("train/loss", "train/grad_norm", "rollout/reward_mean", "rollout/tokens"):
         assert [row.get(name) for row in first] == [row.get(name) for row in second], name
@@ -103,10 +119,14 @@ def test_several_ranks_replicas_and_references_train_on_fresh_enough_data(
         assert row["buffer/waiting_max"] <= (bound + 1) * 4
         assert row["workers/restarts_rollout"] == row["workers/restarts_reference"] == 0
         assert row["workers/generate_s"] > 0
-        assert row["workers/reference_s" if script == ASYNC else "time/reference_s"] > 0  # LoRA: the learner scores
+        assert (
+            row["workers/reference_s" if script == ASYNC else "time/reference_s"] > 0
+        )  # LoRA: the learner scores
     assert sum(rows[6][f"workers/responses_rollout_{index}"] for index in range(2)) == 96
     if script == ASYNC:
-        assert max(row["sync/mismatch_max"] for row in rows) < 1e-4  # both replicas have the weights of both ranks
+        assert (
+            max(row["sync/mismatch_max"] for row in rows) < 1e-4
+        )  # both replicas have the weights of both ranks
         assert rows[3]["train/kl_k3_to_ref"] > 1e-5
     assert (tmp_path / "checkpoints" / "model" / "model.safetensors").exists()
     assert len(running.family) >= 6 and running.left() == []
@@ -124,7 +144,9 @@ def test_all_ranks_and_all_samplers_take_turns_on_the_same_devices(
     )  # fmt: skip
     rows = run(tmp_path, *settings, asynchronous=False)
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
-    assert max(row["sync/mismatch_max"] for row in rows) < 1e-4  # both engines have the weights of both ranks
+    assert (
+        max(row["sync/mismatch_max"] for row in rows) < 1e-4
+    )  # both engines have the weights of both ranks
     assert {row["staleness/max"] for row in rows[1:]} == {0}
     assert rows[3]["rollout/sequences"] == 32 and rows[3]["train/grad_norm"] > 0
     played = [rows[3][f"workers/responses_rollout_{index}"] for index in range(2)]
@@ -139,11 +161,17 @@ def test_a_killed_learner_ends_the_script_and_leaves_no_process(tmp_path: Path) 
         "evaluation.num_prompts=0", "train.checkpoint_frequency=1",
     ) as running:  # fmt: skip
         running.wait(lambda: len(rows_of(tmp_path)) > 3)
-        rank = [one for one in running.family if one.is_running() and "LearnerActor" in one.cmdline()[0]][-1]
+        rank = [
+            one for one in running.family if one.is_running() and "LearnerActor" in one.cmdline()[0]
+        ][-1]
         rank.kill()
         running.wait(timeout_s=300)
     assert running.process.returncode == 1, running.printed()
-    saved = max(path for path in (tmp_path / "checkpoints").glob("checkpoint_*") if not path.name.endswith(".tmp"))
+    saved = max(
+        path
+        for path in (tmp_path / "checkpoints").glob("checkpoint_*")
+        if not path.name.endswith(".tmp")
+    )
     assert re.search(
         rf"error: a training rank died while the ranks were to .*: go on with train\.resume={saved}\.",
         running.printed(),
@@ -167,7 +195,9 @@ def test_a_killed_ray_ends_the_script_with_a_word(tmp_path: Path) -> None:
         seconds = time.monotonic() - start
     assert running.process.returncode == 1, running.printed()
     what = rf"Ray's raylet \(process {process.pid}\) has ended, and the run with it"
-    found = re.search(rf"^error: {what}: go on with train\.resume=(\S+)\.$", running.printed(), re.M)
+    found = re.search(
+        rf"^error: {what}: go on with train\.resume=(\S+)\.$", running.printed(), re.M
+    )
     assert found and Path(found[1]).exists(), running.printed()
     assert seconds < 60
     assert "Traceback" not in running.printed()
@@ -181,11 +211,14 @@ def test_dynamic_sampling_replaces_groups_without_signal(tmp_path: Path) -> None
         "policy.max_sampling_rounds=4", "policy.overlong_buffer=null", "train_model.lora.enabled=true",
         "inference_model.check_sync=true", asynchronous=True,
     )  # fmt: skip
-    assert max(row["sync/mismatch_max"] for row in rows) < 1e-4  # of the adapters, which are all that was sent
+    assert (
+        max(row["sync/mismatch_max"] for row in rows) < 1e-4
+    )  # of the adapters, which are all that was sent
     assert rows[-1]["train/grad_norm"] > 0
     assert [row["rollout/sequences"] for row in rows[1:]] == [16] * 4
     counts = {
-        name: sum(row.get(f"rollout/groups_{name}", 0) for row in rows[1:]) for name in ("played", "zero_variance")
+        name: sum(row.get(f"rollout/groups_{name}", 0) for row in rows[1:])
+        for name in ("played", "zero_variance")
     }
     filled = sum(row.get("rollout/groups_filled", 0) for row in rows[1:])
     assert counts["zero_variance"] > 0
@@ -195,7 +228,9 @@ def test_dynamic_sampling_replaces_groups_without_signal(tmp_path: Path) -> None
 
 def test_a_sampler_that_hangs_is_shown_with_its_groups(tmp_path: Path) -> None:
     counted = "import time\ncalls = 0\ndef score(response):\n    global calls\n    calls += 1\n"
-    (tmp_path / "slow.py").write_text(counted + "    if calls > 90:\n        time.sleep(1000)\n    return 1.0\n")
+    (tmp_path / "slow.py").write_text(
+        counted + "    if calls > 90:\n        time.sleep(1000)\n    return 1.0\n"
+    )
     with Script(
         ASYNC, tmp_path, "train.total_dialog_turns=160", "evaluation.num_prompts=0", "train.stall_timeout_s=10",
         "policy.kl_coef=0", f"env.reward={tmp_path / 'slow.py'}:score",
@@ -214,10 +249,16 @@ def test_a_sampler_that_hangs_is_shown_with_its_groups(tmp_path: Path) -> None:
 
 def test_ctrl_c_ends_the_run_with_a_checkpoint_and_no_process_left(tmp_path: Path) -> None:
     with Script(
-        ASYNC, tmp_path, "train.total_dialog_turns=1000000", "policy.kl_coef=0", "evaluation.num_prompts=0"
+        ASYNC,
+        tmp_path,
+        "train.total_dialog_turns=1000000",
+        "policy.kl_coef=0",
+        "evaluation.num_prompts=0",
     ) as running:
         running.wait(lambda: len(rows_of(tmp_path)) >= 3)
-        os.killpg(running.process.pid, signal.SIGINT)  # as a terminal does: Ray's processes get it too
+        os.killpg(
+            running.process.pid, signal.SIGINT
+        )  # as a terminal does: Ray's processes get it too
         running.wait(timeout_s=300)
     assert running.process.returncode == 130, running.printed()
     assert len(running.family) >= 4 and running.left() == []  # Ray's own processes and the actors

@@ -20,9 +20,15 @@ ray = pytest.importorskip("ray")
 
 
 @pytest.mark.vllm
-@pytest.mark.skipif(not vllm_module._has_vllm or os.cpu_count() == 1, reason="needs vllm and 2 cores")
-def test_a_replica_of_two_processes_has_the_trainers_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")  # by itself vLLM wants a NUMA node for each process
+@pytest.mark.skipif(
+    not vllm_module._has_vllm or os.cpu_count() == 1, reason="needs vllm and 2 cores"
+)
+def test_a_replica_of_two_processes_has_the_trainers_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(
+        "VLLM_CPU_OMP_THREADS_BIND", "0|1"
+    )  # by itself vLLM wants a NUMA node for each process
     with Script(
         ASYNC, tmp_path, "inference_model.backend=vllm", "inference_model.num_devices=2", "policy.kl_coef=0",
         "inference_model.tensor_parallel_size=2", "inference_model.check_sync=true", "evaluation.num_prompts=0",
@@ -38,7 +44,9 @@ def test_a_replica_of_two_processes_has_the_trainers_weights(tmp_path: Path, mon
 
 @pytest.mark.vllm
 @pytest.mark.skipif(not vllm_module._has_vllm, reason="vllm is not installed")
-def test_a_killed_vllm_sampler_comes_back_and_loses_no_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_vllm_sampler_comes_back_and_loses_no_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It loses its actor, and then the engine's own process; weights keep coming while sequences are sampled."""
     monkeypatch.setenv(forks.WITH_VLLM, "1")
     steps = 8

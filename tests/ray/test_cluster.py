@@ -37,7 +37,9 @@ def ended() -> None:
     """A handler that Ray must leave in its place."""
 
 
-def test_a_cluster_has_a_place_for_each_process_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_has_a_place_for_each_process_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("RAY_ADDRESS", "192.0.2.1:6379")  # a cluster that nobody asked for
     monkeypatch.delenv(forks.ADDRESS, raising=False)
@@ -49,11 +51,16 @@ def test_a_cluster_has_a_place_for_each_process_and_leaves_nothing(monkeypatch: 
         assert os.environ["RAY_AUTH_MODE"] == "token"
         assert not ray._private.worker._global_node.webui_url  # no dashboard
         with pytest.raises(
-            ValueError, match=r"on this machine within 0\.5 s, but 2 GPU are needed and 0 of 0 are free"
+            ValueError,
+            match=r"on this machine within 0\.5 s, but 2 GPU are needed and 0 of 0 are free",
         ):
             cluster.place(DevicePlan(gpus(0), (gpus(1),), (), colocated=False), timeout_s=0.5)
         got = facts(cluster.place(SPREAD))
-        assert {role: len(some) for role, some in got.items() if some} == {"train": 2, "inference": 2, "reference": 2}
+        assert {role: len(some) for role, some in got.items() if some} == {
+            "train": 2,
+            "inference": 2,
+            "reference": 2,
+        }
         threads = max(1, int(ray.cluster_resources()["CPU"]) // 6)
         for fact in itertools.chain(*got.values()):
             assert fact["environ"]["OMP_NUM_THREADS"] == str(threads)
@@ -61,7 +68,9 @@ def test_a_cluster_has_a_place_for_each_process_and_leaves_nothing(monkeypatch: 
             assert "VLLM_ALLOW_INSECURE_SERIALIZATION" not in fact["environ"]
         started = set(below()) - before
         assert {fact["child"] for fact in got["train"]} <= started
-        assert "ray::IDLE" not in {psutil.Process(pid).name() for pid in started}  # a process that no actor uses
+        assert "ray::IDLE" not in {
+            psutil.Process(pid).name() for pid in started
+        }  # a process that no actor uses
         assert listening(started) == {"127.0.0.1"}
         folder = Path(cluster._folder_lock.name).parent
         assert folder is not None and folder.is_dir()
@@ -73,7 +82,9 @@ def test_a_cluster_has_a_place_for_each_process_and_leaves_nothing(monkeypatch: 
     assert not folder.exists()
 
 
-def test_two_runs_have_a_cluster_each_also_where_ray_starts_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_runs_have_a_cluster_each_also_where_ray_starts_slowly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     addresses, init, tries = set(), ray.init, []
 
     def slow_once(**options: Any) -> Any:
@@ -172,10 +183,19 @@ def test_a_joined_cluster_gives_its_gpus_and_gets_them_back(host: Host) -> None:
     assert alive(fact["child"] for some in got.values() for fact in some) == []
 
 
-def test_the_synchronous_script_runs_on_the_clusters_accelerators(host: Host, tmp_path: Path) -> None:
-    small = ["env.num_envs=16", "env.repeats=4", "train.total_dialog_turns=32", "evaluation.num_prompts=0"]
+def test_the_synchronous_script_runs_on_the_clusters_accelerators(
+    host: Host, tmp_path: Path
+) -> None:
+    small = [
+        "env.num_envs=16",
+        "env.repeats=4",
+        "train.total_dialog_turns=32",
+        "evaluation.num_prompts=0",
+    ]
     where = ["ray.address=auto", f"hydra.run.dir={tmp_path}", "logging.tensorboard=false"]
-    printed = host.join(str(ROOT / "sota/grpo/grpo.py"), "--config-name", "grpo_arithmetic", *small, *where)
+    printed = host.join(
+        str(ROOT / "sota/grpo/grpo.py"), "--config-name", "grpo_arithmetic", *small, *where
+    )
     for role, device in (("train", "cuda:0"), ("inference", "cuda:1"), ("reference", "cuda:2")):
         assert re.search(rf"{role}\b.* {device}\b", printed), printed
     rows = read_jsonl(tmp_path / "metrics.jsonl")
@@ -263,7 +283,10 @@ def test_a_killed_store_of_ray_ends_a_watched_script_with_a_word() -> None:
         _, error = script.communicate(timeout=300)
         script.kill()
     assert script.returncode == 1
-    assert f"\nerror: Ray's gcs_server (process {store}) has ended, and the run with it: go on with care.\n" in error
+    assert (
+        f"\nerror: Ray's gcs_server (process {store}) has ended, and the run with it: go on with care.\n"
+        in error
+    )
     assert "Traceback" not in error
     assert alive(pids) == []
 
@@ -271,10 +294,16 @@ def test_a_killed_store_of_ray_ends_a_watched_script_with_a_word() -> None:
 @pytest.mark.parametrize(
     ("address", "message"),
     [
-        ("127.0.0.1:1", r"ray\.address=127\.0\.0\.1:1 must be .* that can be joined \(.*refused.*\): start one"),
+        (
+            "127.0.0.1:1",
+            r"ray\.address=127\.0\.0\.1:1 must be .* that can be joined \(.*refused.*\): start one",
+        ),
         ("127.0.0.1:70000", r"ray\.address=127\.0\.0\.1:70000 must be auto or host:port"),
         ("somewhere", r"ray\.address=somewhere must be auto or host:port: use ray\.address=auto"),
-        ("ray://127.0.0.1:10001", r"ray\.address=ray://127\.0\.0\.1:10001 must be auto or host:port"),
+        (
+            "ray://127.0.0.1:10001",
+            r"ray\.address=ray://127\.0\.0\.1:10001 must be auto or host:port",
+        ),
     ],
 )
 def test_an_address_without_a_cluster_is_refused_at_once(address: str, message: str) -> None:

@@ -56,7 +56,9 @@ def test_it_begins_with_all_imported_and_its_server_ends_with_it() -> None:
 
 def test_an_error_is_a_traceback_and_a_kill_is_seen() -> None:
     for code, status in (("1 / 0", 1), ("import os; os.kill(os.getpid(), 9)", -9)):
-        with forks.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) as process:
+        with forks.Popen(
+            [sys.executable, "-c", code], stderr=subprocess.PIPE, text=True
+        ) as process:
             _, said = process.communicate(timeout=60)
         assert process.returncode == status
         assert ("ZeroDivisionError" in said) == (status == 1)

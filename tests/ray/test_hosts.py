@@ -27,13 +27,24 @@ QUICK = {"period": "1000", "timeout": "2000", "initial_delay": "1000"}
 
 def test_a_run_goes_on_without_a_host_and_loses_no_group(tmp_path: Path) -> None:
     out = tmp_path / "hosts.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "bench_hosts.py"), "--only", "sampler_killed", "--steps", "16"]
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "bench_hosts.py"),
+        "--only",
+        "sampler_killed",
+        "--steps",
+        "16",
+    ]
     quick = {f"RAY_health_check_{name}_ms": value for name, value in QUICK.items()}
     environment = os.environ | quick | {"RAY_health_check_failure_threshold": "3"}
-    subprocess.run([*command, "--output", str(out)], check=True, timeout=600, cwd=ROOT, env=environment)
+    subprocess.run(
+        [*command, "--output", str(out)], check=True, timeout=600, cwd=ROOT, env=environment
+    )
     got = json.loads(out.read_text())["sampler_killed"]
     assert got["status"] == 0, got
-    assert sum(map(len, got["where"].values())) == 4  # learner, reference, two samplers, none of them on the head
+    assert (
+        sum(map(len, got["where"].values())) == 4
+    )  # learner, reference, two samplers, none of them on the head
     assert got["steps"] == 17
     assert got["restarts"] >= 1
     assert (got["groups_missing"], got["groups_twice"]) == (0, 0)

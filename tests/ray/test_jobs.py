@@ -30,7 +30,9 @@ SMALL = (
     "env.repeats=4", "train.total_dialog_turns=32", "evaluation.num_prompts=0", "logging.tensorboard=false",
     "policy.kl_coef=0",
 )  # fmt: skip
-pytestmark = pytest.mark.skipif(not (Path(sys.prefix) / "bin" / "activate").exists(), reason="not in a venv")
+pytestmark = pytest.mark.skipif(
+    not (Path(sys.prefix) / "bin" / "activate").exists(), reason="not in a venv"
+)
 
 
 @pytest.fixture
@@ -61,7 +63,9 @@ def test_a_job_on_two_nodes_trains_over_ray_symmetric_run(folder: Path) -> None:
         nodes = [first.popen(*script, cwd=ROOT, env=job, stdout=printed, stderr=printed)]
         while not command.exists() and nodes[0].poll() is None:
             time.sleep(0.1)
-        nodes.append(second.popen("bash", str(command), cwd=ROOT, env=job, stdout=printed, stderr=printed))
+        nodes.append(
+            second.popen("bash", str(command), cwd=ROOT, env=job, stdout=printed, stderr=printed)
+        )
         seen = set[str]()
         while nodes[0].poll() is None:
             seen |= set(second.actors())
@@ -82,11 +86,20 @@ def cluster(folder: Path, env: dict[str, str]) -> Iterator[tuple[str, int]]:
         one.close()
     names = ("port", "ray-client-server-port", "dashboard-agent-listen-port", "dashboard-port")
     own = [f"--{name}={port}" for name, port in zip(names, ports, strict=True)]
-    size = ["--num-cpus=1", "--object-store-memory=200000000", f"--temp-dir={folder}/ray", "--disable-usage-stats"]
+    size = [
+        "--num-cpus=1",
+        "--object-store-memory=200000000",
+        f"--temp-dir={folder}/ray",
+        "--disable-usage-stats",
+    ]
     address = f"http://127.0.0.1:{ports[-1]}"
     with (folder / "cluster.txt").open("w") as printed:
         started = subprocess.Popen(
-            ["ray", "start", "--head", "--block", *own, *size], cwd=folder, env=env, stdout=printed, stderr=printed
+            ["ray", "start", "--head", "--block", *own, *size],
+            cwd=folder,
+            env=env,
+            stdout=printed,
+            stderr=printed,
         )
         try:
             for _ in range(600):
@@ -115,8 +128,18 @@ def test_a_job_of_ray_trains_on_a_cluster_that_runs_and_leaves_nothing(folder: P
     }
     script = f"python sota/grpo/grpo-async.py --config-name grpo_arithmetic hydra.run.dir={folder}/run ray.address=auto"
     with cluster(folder, env) as (address, pid):
-        job = ["ray", "job", "submit", f"--address={address}", f"--working-dir={folder}/work", "--", *script.split()]
-        done = subprocess.run([*job, *SMALL], cwd=folder, env=env, capture_output=True, text=True, timeout=600)
+        job = [
+            "ray",
+            "job",
+            "submit",
+            f"--address={address}",
+            f"--working-dir={folder}/work",
+            "--",
+            *script.split(),
+        ]
+        done = subprocess.run(
+            [*job, *SMALL], cwd=folder, env=env, capture_output=True, text=True, timeout=600
+        )
         started = below(pid)
         assert listening(started) == {"127.0.0.1"}
         assert done.returncode == 0, done.stdout + done.stderr

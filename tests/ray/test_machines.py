@@ -66,9 +66,15 @@ print(json.dumps(out))
 
 
 def test_pairs_of_ranks_share_a_machine_and_all_machines_are_asked(tmp_path: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": "/tmp", "RAY_AUTH_MODE": "disabled"}
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "TMPDIR": "/tmp",
+        "RAY_AUTH_MODE": "disabled",
+    }
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with forks.Popen([sys.executable, "-c", SCRIPT], env=environment, cwd=tmp_path, **pipes) as process:
+    with forks.Popen(
+        [sys.executable, "-c", SCRIPT], env=environment, cwd=tmp_path, **pipes
+    ) as process:
         out, error = process.communicate(timeout=500)
     assert process.returncode == 0, out + error
     got = json.loads(out.strip().splitlines()[-1])
@@ -77,11 +83,14 @@ def test_pairs_of_ranks_share_a_machine_and_all_machines_are_asked(tmp_path: Pat
     assert got["refused"].startswith(
         "train_model.tensor_parallel_size=4 must be at most the GPUs of one machine, and no"
     )
-    assert got["refused"].endswith("has more than 3: use 3, or leave it out and shard over all devices.")
+    assert got["refused"].endswith(
+        "has more than 3: use 3, or leave it out and shard over all devices."
+    )
     for pid in got["pids"]:  # of both machines, each of which is another than the driver's
         assert got["stacks"].count(f"\nprocess {pid}, ray::Rank") == 2
     assert got["stacks"].count("\non ") == 2
     assert (
-        "needs 0.5 GB of Ray's object store for two versions of the weights, and it has 0.3 GB on" in got["too_small"]
+        "needs 0.5 GB of Ray's object store for two versions of the weights, and it has 0.3 GB on"
+        in got["too_small"]
     )
     assert "or start Ray there with --object-store-memory=536870912." in got["too_small"]

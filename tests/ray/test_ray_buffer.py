@@ -19,12 +19,16 @@ def ray_buffers() -> Iterator[dict[str, ReplayBuffer]]:
     ray = pytest.importorskip("ray")
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     options = {"remote_config": {"num_cpus": 0}}
-    yield {kind: make_buffer(kind, RayReplayBuffer, **options) for kind in ("advantage", "scored last")}
+    yield {
+        kind: make_buffer(kind, RayReplayBuffer, **options) for kind in ("advantage", "scored last")
+    }
     ray.shutdown()
 
 
 @pytest.mark.parametrize("kind", ["advantage", "scored last"])
-def test_a_ray_buffer_holds_and_samples_what_a_plain_one_does(ray_buffers: dict[str, ReplayBuffer], kind: str) -> None:
+def test_a_ray_buffer_holds_and_samples_what_a_plain_one_does(
+    ray_buffers: dict[str, ReplayBuffer], kind: str
+) -> None:
     fill_and_sample(ray_buffers[kind], scored=kind != "advantage")
 
 

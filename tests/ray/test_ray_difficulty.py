@@ -33,9 +33,14 @@ def test_later_epochs_leave_out_what_samplers_never_solved(tmp_path: Path) -> No
         run.fit()
     finally:
         run.close()
-    skipped = [row["rollout/problems_skipped"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")[1:]]
+    skipped = [
+        row["rollout/problems_skipped"]
+        for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")[1:]
+    ]
     assert skipped[0] == 0 and skipped[-1] == 3
-    last = {row["query"] for row in read_jsonl(tmp_path / "run" / "samples.jsonl") if row["step"] == 6}
+    last = {
+        row["query"] for row in read_jsonl(tmp_path / "run" / "samples.jsonl") if row["step"] == 6
+    }
     assert last == {"2+2=", "4+4=", "6+6="}
     source = torch.load(at(tmp_path / "run", 6), weights_only=True)["source"]
     counts = {(index, correct): count for index, correct, count in source["drawing"]["outcomes"]}

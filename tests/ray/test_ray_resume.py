@@ -12,7 +12,17 @@ from transformers import AutoTokenizer
 
 from tests.support.configs import compose_config
 from tests.support.models import make_tiny_model
-from tests.support.runs import LORA, SMALL, at, differences, folder_at, numbers, run, state_of, steps
+from tests.support.runs import (
+    LORA,
+    SMALL,
+    at,
+    differences,
+    folder_at,
+    numbers,
+    run,
+    state_of,
+    steps,
+)
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.reporting.metrics import read_jsonl
 from torchrl_grpo.scripts.export import main
@@ -28,34 +38,60 @@ def lora_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_run_moves_from_one_process_to_several_ranks_and_back(lora_run: Path, tmp_path: Path) -> None:
+def test_a_run_moves_from_one_process_to_several_ranks_and_back(
+    lora_run: Path, tmp_path: Path
+) -> None:
     """As many ranks go on to the last bit; another number of them adds in another order."""
     two = ("train_model.num_devices=2", "train.checkpoint_frequency=1")
     expected = numbers(read_jsonl(lora_run / "metrics.jsonl"), 4)
     ranks = run(tmp_path / "ranks", *LORA, *two, steps(6), f"train.resume={at(lora_run, 3)}")
     assert [row["step"] for row in ranks] == [3, 4, 5, 6]
-    again = run(tmp_path / "again", *LORA, *two, steps(6), f"train.resume={folder_at(tmp_path / 'ranks', 5)}")
+    again = run(
+        tmp_path / "again",
+        *LORA,
+        *two,
+        steps(6),
+        f"train.resume={folder_at(tmp_path / 'ranks', 5)}",
+    )
     assert numbers(again, 6) == numbers(ranks, 6)
-    assert differences(state_of(folder_at(tmp_path / "again", 6)), state_of(folder_at(tmp_path / "ranks", 6))) == []
+    assert (
+        differences(
+            state_of(folder_at(tmp_path / "again", 6)), state_of(folder_at(tmp_path / "ranks", 6))
+        )
+        == []
+    )
     main([str(folder_at(tmp_path / "ranks", 6))])
-    made, model = (tmp_path / "ranks" / "checkpoints" / name for name in ("checkpoint_000006_model", "model"))
+    made, model = (
+        tmp_path / "ranks" / "checkpoints" / name for name in ("checkpoint_000006_model", "model")
+    )
     assert {path.name for path in made.iterdir()} == {path.name for path in model.iterdir()}
     assert (made / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
-    back = run(tmp_path / "back", *LORA, steps(6), f"train.resume={folder_at(tmp_path / 'ranks', 4)}")
+    back = run(
+        tmp_path / "back", *LORA, steps(6), f"train.resume={folder_at(tmp_path / 'ranks', 4)}"
+    )
     for got in (ranks[1:], back[1:]):
         for row, numbers_there in zip(numbers(got, 4), expected[-len(got) :], strict=True):
             assert row == pytest.approx(numbers_there, rel=1e-4, abs=1e-6)
 
 
 def test_a_sharded_reference_model_scores_as_a_whole_one(tmp_path: Path) -> None:
-    job = ("policy.kl_coef=0.05", "ref_model.refresh_every=2", "train.checkpoint_frequency=2", steps(4))
+    job = (
+        "policy.kl_coef=0.05",
+        "ref_model.refresh_every=2",
+        "train.checkpoint_frequency=2",
+        steps(4),
+    )
     expected = numbers(run(tmp_path / "one process", *job), 1)
     assert numbers(run(tmp_path / "one rank", *job, "ref_model.sharded=true"), 1) == expected
     job = (*job, "ref_model.sharded=true", "train_model.num_devices=2")
     rows = run(tmp_path / "two ranks", *job)
     assert numbers(rows, 1) == [pytest.approx(row, rel=1e-4, abs=1e-6) for row in expected]
-    assert rows[3]["train/kl_k3_to_ref"] == 0 < rows[2]["train/kl_k3_to_ref"]  # of a model that was refreshed
-    resumed = run(tmp_path / "resumed", *job, f"train.resume={folder_at(tmp_path / 'two ranks', 2)}")
+    assert (
+        rows[3]["train/kl_k3_to_ref"] == 0 < rows[2]["train/kl_k3_to_ref"]
+    )  # of a model that was refreshed
+    resumed = run(
+        tmp_path / "resumed", *job, f"train.resume={folder_at(tmp_path / 'two ranks', 2)}"
+    )
     assert numbers(resumed, 3) == numbers(rows, 3)
 
 
@@ -63,8 +99,15 @@ def test_bfloat16_with_8_bit_moments_resumes_exactly_on_two_ranks(tmp_path: Path
     """Of a model whose weights have few shapes: each rank compiles an update for each."""
     pytest.importorskip("torchao")
     tokenizer = AutoTokenizer.from_pretrained(starter_path())
-    sizes = {"vocab_size": len(tokenizer), "hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4}
-    make_tiny_model(**sizes, num_key_value_heads=4, pad_token_id=tokenizer.pad_token_id).save_pretrained(tmp_path / "m")
+    sizes = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 128,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+    }
+    make_tiny_model(
+        **sizes, num_key_value_heads=4, pad_token_id=tokenizer.pad_token_id
+    ).save_pretrained(tmp_path / "m")
     tokenizer.save_pretrained(tmp_path / "m")
     (tmp_path / "reward.py").write_text("def length(response):\n    return float(len(response))\n")
     job = (
@@ -81,18 +124,25 @@ def test_bfloat16_with_8_bit_moments_resumes_exactly_on_two_ranks(tmp_path: Path
     assert {weight.dtype for weight in states[0]["trainer"]["model"].values()} == {torch.bfloat16}
 
 
-def train(folder: Path, stop_at: int | None, *overrides: str, asynchronous: bool = True) -> list[int]:
+def train(
+    folder: Path, stop_at: int | None, *overrides: str, asynchronous: bool = True
+) -> list[int]:
     """The groups that a run trains, in exact mode, until it is stopped or complete."""
     trained: list[int] = []
     fixed = ["policy.kl_coef=0", "inference_model.exact=true"]
     fixed += ["train.max_staleness=2"] if asynchronous else []
-    made = build(compose_config(*SMALL, steps(10), *fixed, *overrides), folder, asynchronous=asynchronous)
+    made = build(
+        compose_config(*SMALL, steps(10), *fixed, *overrides), folder, asynchronous=asynchronous
+    )
     real = made.learner.train_groups
 
     def train_groups(*groups: Any) -> dict[str, float]:
         if made.learner.version == stop_at:
             raise KeyboardInterrupt
-        while stop_at is not None and made.source.state_dict()["drawing"]["next_group"] < 4 * made.learner.version + 12:
+        while (
+            stop_at is not None
+            and made.source.state_dict()["drawing"]["next_group"] < 4 * made.learner.version + 12
+        ):
             time.sleep(0.05)  # until as many are drawn ahead as the bound allows
         held = ray.get(list(groups)) if asynchronous else groups
         trained.extend(group[0]["group_id"].item() for group in held)
@@ -109,7 +159,9 @@ def train(folder: Path, stop_at: int | None, *overrides: str, asynchronous: bool
 
 
 @pytest.fixture(scope="module")
-def stopped_and_resumed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int], list[int]]:
+def stopped_and_resumed(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, list[int], list[int]]:
     """The folder of both runs, and the groups that each of them trained."""
     folder = tmp_path_factory.mktemp("asynchronous")
     first = train(folder / "first", 4)
@@ -121,7 +173,9 @@ def test_a_resumed_asynchronous_run_loses_and_repeats_no_group(
 ) -> None:
     folder, first, rest = stopped_and_resumed
     ahead = torch.load(at(folder / "first", 4), weights_only=True)["source"]
-    assert ahead["drawing"]["next_group"] > len(first) == 16  # groups were drawn that were not trained
+    assert (
+        ahead["drawing"]["next_group"] > len(first) == 16
+    )  # groups were drawn that were not trained
     assert sorted(first + rest) == list(range(40))
     rows = read_jsonl(folder / "rest" / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(4, 11))
@@ -129,7 +183,9 @@ def test_a_resumed_asynchronous_run_loses_and_repeats_no_group(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("asynchronous", "overrides"), [(False, []), (True, ["inference_model.num_devices=2"])])
+@pytest.mark.parametrize(
+    ("asynchronous", "overrides"), [(False, []), (True, ["inference_model.num_devices=2"])]
+)
 def test_what_was_drawn_ahead_is_played_by_whoever_goes_on(
     asynchronous: bool,
     overrides: list[str],
@@ -138,9 +194,14 @@ def test_what_was_drawn_ahead_is_played_by_whoever_goes_on(
 ) -> None:
     """By one process in turn, and by another number of samplers."""
     folder, first, _ = stopped_and_resumed
-    ahead = [group for group, _ in torch.load(at(folder / "first", 4), weights_only=True)["source"]["ahead"]]
+    ahead = [
+        group
+        for group, _ in torch.load(at(folder / "first", 4), weights_only=True)["source"]["ahead"]
+    ]
     assert len(ahead) >= 4 and set(ahead).isdisjoint(first)
-    rest = train(tmp_path, None, f"train.resume={folder / 'first'}", *overrides, asynchronous=asynchronous)
+    rest = train(
+        tmp_path, None, f"train.resume={folder / 'first'}", *overrides, asynchronous=asynchronous
+    )
     assert sorted(first + rest) == list(range(40))
     if not asynchronous:
         assert rest[: len(ahead)] == ahead
@@ -153,9 +214,13 @@ def test_on_policy_an_exact_asynchronous_run_has_no_kl_to_its_engine(
 ) -> None:
     """With stale samples it is that of the weights that changed since."""
     folder, _, _ = stopped_and_resumed
-    rows = [row for name in ("first", "rest") for row in read_jsonl(folder / name / "metrics.jsonl")]
+    rows = [
+        row for name in ("first", "rest") for row in read_jsonl(folder / name / "metrics.jsonl")
+    ]
     kl = {
-        stale: [row["train/kl_k3_to_inference"] for row in rows if row.get("staleness/max") == stale]
+        stale: [
+            row["train/kl_k3_to_inference"] for row in rows if row.get("staleness/max") == stale
+        ]
         for stale in (0, 2)
     }
     assert len(kl[0]) >= 1 and set(kl[0]) == {0.0}

@@ -83,7 +83,10 @@ class CountingEngine(Engine):
         self.calls += 1
         time.sleep(self.pause_s)
         token = torch.tensor([5 + int(self.weight)])
-        return [[Completion(token, torch.tensor([-float(self.weight)]), "length") for _ in range(n)] for _ in prompts]
+        return [
+            [Completion(token, torch.tensor([-float(self.weight)]), "length") for _ in range(n)]
+            for _ in prompts
+        ]
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         self.weight = dict(weights)["w"].clone()
@@ -125,10 +128,14 @@ def make_sampler(
         return RolloutCollector(env.with_rows(groups * REPEATS), policy)
 
     prompts = [torch.tensor([7])]
-    return Sampler(engine, make_collector, evaluator, params, prompts, groups_at_a_time=TASK, sleeps=sleeps)
+    return Sampler(
+        engine, make_collector, evaluator, params, prompts, groups_at_a_time=TASK, sleeps=sleeps
+    )
 
 
-def on_ray(name: str, factory: Callable[..., Any], timeout_s: float = 120.0, threads: int = 1) -> RayWorker:
+def on_ray(
+    name: str, factory: Callable[..., Any], timeout_s: float = 120.0, threads: int = 1
+) -> RayWorker:
     return RayWorker(name, factory, {"num_cpus": 0, "max_concurrency": threads}, timeout_s)
 
 
@@ -144,7 +151,9 @@ def ray_cluster() -> Iterator[cluster.Cluster]:
 
 
 @pytest.fixture
-def source_of(ray_cluster: cluster.Cluster, tokenizer: PreTrainedTokenizerFast) -> Iterator[Callable[..., Rollouts]]:
+def source_of(
+    ray_cluster: cluster.Cluster, tokenizer: PreTrainedTokenizerFast
+) -> Iterator[Callable[..., Rollouts]]:
     made: list[Rollouts] = []
 
     def make(
@@ -164,13 +173,22 @@ def source_of(ray_cluster: cluster.Cluster, tokenizer: PreTrainedTokenizerFast) 
     ) -> Rollouts:
         env = LLMEnv(ArithmeticTask(2), tokenizer, num_envs=TASK * REPEATS, repeats=REPEATS)
         buffer = GroupBuffer(BATCH, max_staleness)
-        factory = partial(make_sampler, tokenizer, pause_s, broken, engine, settings.get("turns", False))
+        factory = partial(
+            make_sampler, tokenizer, pause_s, broken, engine, settings.get("turns", False)
+        )
         threads = 3 if "in_flight" in settings else 1
         source = Rollouts(
-            TaskQueue(env.drawing, buffer, task_groups=TASK, total_groups=total_groups, group_size=REPEATS),
+            TaskQueue(
+                env.drawing, buffer, task_groups=TASK, total_groups=total_groups, group_size=REPEATS
+            ),
             ThreadDriver(actor_timeout_s=actor_timeout_s, recovery_timeout_s=recovery_timeout_s),
             samplers=[
-                on_ray(f"sampler {index}", partial(make_seeded, factory, index), actor_timeout_s, threads)
+                on_ray(
+                    f"sampler {index}",
+                    partial(make_seeded, factory, index),
+                    actor_timeout_s,
+                    threads,
+                )
                 for index in range(samplers)
             ],
             references=[
@@ -216,7 +234,9 @@ class DeadlyEngine(CountingEngine):
 class UpdatedInFlight(CountingEngine):
     """Samples until it is given version 4, for 60 s at most; an earlier state takes long to restore."""
 
-    def generate(self, prompts: Sequence[Tensor], n: int, params: SamplingParams) -> list[list[Completion]]:
+    def generate(
+        self, prompts: Sequence[Tensor], n: int, params: SamplingParams
+    ) -> list[list[Completion]]:
         deadline = time.monotonic() + 60
         while self.policy_version < 4 and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -234,7 +254,9 @@ def no_memory(*_: Any, **__: Any) -> None:
 class FullEngine(CountingEngine):
     """Samples with a real engine whose device is full."""
 
-    def generate(self, prompts: Sequence[Tensor], n: int, params: SamplingParams) -> list[list[Completion]]:
+    def generate(
+        self, prompts: Sequence[Tensor], n: int, params: SamplingParams
+    ) -> list[list[Completion]]:
         engine = TransformersEngine(make_tiny_model())
         engine.decoder.start = no_memory  # type: ignore[method-assign]
         return engine.generate(prompts, n, params)
@@ -260,7 +282,9 @@ class HangingEngine(CountingEngine):
         super().__init__(pause_s)
         self.folder = folder
 
-    def generate(self, prompts: Sequence[Tensor], n: int, params: SamplingParams) -> list[list[Completion]]:
+    def generate(
+        self, prompts: Sequence[Tensor], n: int, params: SamplingParams
+    ) -> list[list[Completion]]:
         hang_once(self.folder / "generate")
         return super().generate(prompts, n, params)
 
@@ -339,7 +363,9 @@ def test_the_staleness_bound_holds_under_a_slow_trainer(
     trained: list[int] = []
     for version in range(steps):
         batch = source.next_batch()
-        assert {type(ref).__name__ for ref in batch} == {"ObjectRef"}  # the driver holds numbers and references
+        assert {type(ref).__name__ for ref in batch} == {
+            "ObjectRef"
+        }  # the driver holds numbers and references
         data = sequences(batch)
         versions = data.get(keys.POLICY_VERSION).reshape(-1)
         assert version - int(versions.min()) <= bound
@@ -349,11 +375,15 @@ def test_the_staleness_bound_holds_under_a_slow_trainer(
         assert metrics["buffer/waiting_max"] <= (bound + 1) * BATCH
         assert metrics["buffer/waiting"] + metrics["buffer/pending"] <= bound * BATCH
         # What a sequence says of the weights that sampled it is what its tokens show, and it was scored.
-        assert torch.equal(torch.cat([row.get(keys.RESPONSE) for row in data.unbind(0)]), 5 + versions)
+        assert torch.equal(
+            torch.cat([row.get(keys.RESPONSE) for row in data.unbind(0)]), 5 + versions
+        )
         for row in data.unbind(0):
             torch.testing.assert_close(row.get(keys.REF_LOG_PROBS), 2 * row.get(keys.LOG_PROBS))
         groups = group_ids(batch)
-        assert data.get(keys.GROUP_ID).reshape(-1).tolist() == [g for g in groups for _ in range(REPEATS)]
+        assert data.get(keys.GROUP_ID).reshape(-1).tolist() == [
+            g for g in groups for _ in range(REPEATS)
+        ]
         trained += groups
         ahead = min(bound, steps - version - 1) * BATCH  # sampling runs ahead as far as it may
         until(lambda ahead=ahead: source.tasks.buffer.waiting == ahead)
@@ -363,7 +393,9 @@ def test_the_staleness_bound_holds_under_a_slow_trainer(
     assert source.metrics()["buffer/pending"] == 0  # nothing is sampled that no batch will train
 
 
-def test_the_published_weights_are_evaluated_and_bound_0_waits_for_them(source_of: Callable[..., Rollouts]) -> None:
+def test_the_published_weights_are_evaluated_and_bound_0_waits_for_them(
+    source_of: Callable[..., Rollouts],
+) -> None:
     source = source_of(total_groups=3 * BATCH, max_staleness=0)
     for version in range(3):
         source.publish(weights_of(version), version)
@@ -381,7 +413,9 @@ def test_weights_stay_while_a_sampler_reads_them_and_are_then_freed(
     source_of: Callable[..., Rollouts],
 ) -> None:
     released = list[int]()
-    source = source_of(total_groups=BATCH, max_staleness=2, engine=SlowEngine, release=released.append)
+    source = source_of(
+        total_groups=BATCH, max_staleness=2, engine=SlowEngine, release=released.append
+    )
     source.publish(weights_of(0), 0)
     until(lambda: source.samplers[0].updating == 0)
     for version in (1, 2):
@@ -409,7 +443,9 @@ def refused_weights(version: int) -> Any:
     return ray.put(ObjectSender(None).pack(named, version))
 
 
-def test_weights_that_are_refused_are_sent_again_and_none_is_lost(source_of: Callable[..., Rollouts]) -> None:
+def test_weights_that_are_refused_are_sent_again_and_none_is_lost(
+    source_of: Callable[..., Rollouts],
+) -> None:
     resent: list[tuple[int, str]] = []
 
     def resend(version: int, reason: str) -> Any:
@@ -417,7 +453,12 @@ def test_weights_that_are_refused_are_sent_again_and_none_is_lost(source_of: Cal
         return weights_of(version)
 
     source = source_of(
-        samplers=2, total_groups=3 * BATCH, engine=Refusing, max_staleness=0, resend=resend, together=True
+        samplers=2,
+        total_groups=3 * BATCH,
+        engine=Refusing,
+        max_staleness=0,
+        resend=resend,
+        together=True,
     )
     pids = source.pids()
     for version in range(3):
@@ -457,7 +498,9 @@ def test_samplers_that_take_weights_together_all_take_the_same_versions(
 ) -> None:
     """Also where more versions are published meanwhile than the slow one can read."""
     engine = partial(unequal, tmp_path)
-    source = source_of(samplers=2, total_groups=BATCH, engine=engine, together=True, in_flight="keep")
+    source = source_of(
+        samplers=2, total_groups=BATCH, engine=engine, together=True, in_flight="keep"
+    )
     for version in range(8):
         source.publish(weights_of(version), version)
         time.sleep(0.2)
@@ -527,7 +570,9 @@ def test_engines_sleep_in_the_learners_turn_and_none_starts_then(
     assert [sampler.restarts for sampler in source.samplers] == [1, 1, 0]
 
 
-def test_killed_actors_are_replaced_and_every_group_is_trained_once(source_of: Callable[..., Rollouts]) -> None:
+def test_killed_actors_are_replaced_and_every_group_is_trained_once(
+    source_of: Callable[..., Rollouts],
+) -> None:
     steps = 12
     source = source_of(samplers=2, references=1, total_groups=steps * BATCH, pause_s=0.1)
     first_pids = source.pids()
@@ -543,7 +588,9 @@ def test_killed_actors_are_replaced_and_every_group_is_trained_once(source_of: C
         versions = data.get(keys.POLICY_VERSION).reshape(-1)
         assert version - int(versions.min()) <= 1
         # Whoever sampled it had the weights of the version that it names.
-        assert torch.equal(torch.cat([row.get(keys.RESPONSE) for row in data.unbind(0)]), 5 + versions)
+        assert torch.equal(
+            torch.cat([row.get(keys.RESPONSE) for row in data.unbind(0)]), 5 + versions
+        )
         assert all(row.get(keys.REF_LOG_PROBS, None) is not None for row in data.unbind(0))
         trained += group_ids(batch)
         if version == steps - 2:  # the last step is played with everyone back at work
@@ -554,10 +601,16 @@ def test_killed_actors_are_replaced_and_every_group_is_trained_once(source_of: C
     assert sorted(trained) == list(range(steps * BATCH))
     metrics = source.metrics()
     assert (metrics["workers/restarts_rollout"], metrics["workers/restarts_reference"]) == (1, 1)
-    assert metrics["workers/groups_resampled"] in (0, TASK)  # it may have been killed between two units
+    assert metrics["workers/groups_resampled"] in (
+        0,
+        TASK,
+    )  # it may have been killed between two units
     kinds = Counter((span["actor"], span["kind"]) for span in source.spans())
     names = ("sampler 0", "sampler 1", "reference model 0")
-    assert [[kinds[name, kind] for name in names] for kind in ("start", "restart")] == [[1, 1, 1], [1, 0, 1]]
+    assert [[kinds[name, kind] for name in names] for kind in ("start", "restart")] == [
+        [1, 1, 1],
+        [1, 0, 1],
+    ]
     plays = kinds["sampler 0", "sample"] + kinds["sampler 1", "sample"]
     assert plays - steps * BATCH // TASK in (0, 1) and source.spans() == []
     served = [metrics[f"workers/responses_rollout_{index}"] for index in range(2)]
@@ -565,7 +618,9 @@ def test_killed_actors_are_replaced_and_every_group_is_trained_once(source_of: C
     pids = source.pids()
     assert pids["sampler 1"] == first_pids["sampler 1"]
     assert pids["sampler 0"] != first_pids["sampler 0"]
-    for [(prompt, token, log_prob)] in source.probes():  # of each replica: the new one has the current weights too
+    for [
+        (prompt, token, log_prob)
+    ] in source.probes():  # of each replica: the new one has the current weights too
         assert (prompt.item(), token.item(), log_prob.item()) == (7, 5 + steps, -float(steps))
     source.close()
     deadline = time.monotonic() + 300
@@ -580,7 +635,13 @@ def test_weights_arrive_while_the_only_unit_of_a_replica_is_played(
     """Also where a replica plays one unit at a time; what its engine goes on from is restored before."""
     env = LLMEnv(ArithmeticTask(2), tokenizer, num_envs=TASK * REPEATS, repeats=REPEATS)
     state = {"drawing": env.state_dict(), "ahead": [], "engines": [{"policy_version": 0}]}
-    source = source_of(total_groups=5 * BATCH, max_staleness=9, engine=UpdatedInFlight, in_flight="keep", state=state)
+    source = source_of(
+        total_groups=5 * BATCH,
+        max_staleness=9,
+        engine=UpdatedInFlight,
+        in_flight="keep",
+        state=state,
+    )
     source.publish(weights_of(3), 3)
     until(lambda: source.samplers[0].tasks)
     source.publish(weights_of(4), 4)
@@ -592,7 +653,10 @@ def test_actors_that_hang_are_replaced_and_every_group_is_trained_once(
     source_of: Callable[..., Rollouts], tmp_path: Path
 ) -> None:
     """One replica hangs while it samples, the other one while it takes weights, the reference while it scores."""
-    steps, (update, score, generate) = 20, [tmp_path / name for name in ("update", "score", "generate")]
+    steps, (update, score, generate) = (
+        20,
+        [tmp_path / name for name in ("update", "score", "generate")],
+    )
     source = source_of(
         samplers=2, references=1, total_groups=steps * BATCH, max_staleness=steps, pause_s=0.1, actor_timeout_s=600.0,
         engine=partial(HangingEngine, tmp_path), reference=partial(HangingScoring, tmp_path),
@@ -620,12 +684,23 @@ def test_actors_that_hang_are_replaced_and_every_group_is_trained_once(
     until(lambda: all(map(gone, first_pids.values())))
 
 
-def test_an_actor_that_hangs_while_it_starts_ends_the_run(source_of: Callable[..., Rollouts]) -> None:
-    with pytest.raises(WorkersLostError, match=r"model 0 could not start: it did not start within 2 s"):
-        source_of(references=1, reference=partial(time.sleep, 1000), total_groups=BATCH, actor_timeout_s=2.0)
+def test_an_actor_that_hangs_while_it_starts_ends_the_run(
+    source_of: Callable[..., Rollouts],
+) -> None:
+    with pytest.raises(
+        WorkersLostError, match=r"model 0 could not start: it did not start within 2 s"
+    ):
+        source_of(
+            references=1,
+            reference=partial(time.sleep, 1000),
+            total_groups=BATCH,
+            actor_timeout_s=2.0,
+        )
 
 
-def test_a_replica_that_is_not_there_is_not_probed(source_of: Callable[..., Rollouts], tmp_path: Path) -> None:
+def test_a_replica_that_is_not_there_is_not_probed(
+    source_of: Callable[..., Rollouts], tmp_path: Path
+) -> None:
     broken = tmp_path / "broken"
     source = source_of(samplers=2, total_groups=BATCH, broken=broken)
     source.publish(weights_of(0), 0)
@@ -689,9 +764,13 @@ def test_a_run_whose_engines_stay_dead_is_saved_and_says_why(
     with (
         MetricsLogger(tmp_path, tensorboard=False, config={}) as logger,
         Console(file=(tmp_path / "out").open("w")) as console,
-        pytest.raises(WorkersLostError, match=r"all of sampler 0 have been dead for \d+ s, more than the 2 s"),
+        pytest.raises(
+            WorkersLostError, match=r"all of sampler 0 have been dead for \d+ s, more than the 2 s"
+        ),
     ):
-        recorder = Recorder(learner, logger, console, Alarms(), schedule=Schedule(100), sequences_per_batch=8)
+        recorder = Recorder(
+            learner, logger, console, Alarms(), schedule=Schedule(100), sequences_per_batch=8
+        )
         saver = Saver(learner, source, Checkpointer(tmp_path, {}), lambda: None, Schedule(100))
         fit(learner, source, Schedule(100), [recorder, saver])
     [checkpoint] = tmp_path.glob("checkpoint_*.pt")
@@ -703,7 +782,9 @@ def test_a_run_whose_engines_stay_dead_is_saved_and_says_why(
     assert len(waiting) == state["source"]["drawing"]["next_group"] - step * BATCH
 
 
-def test_a_restored_source_plays_what_was_not_trained_and_nothing_twice(source_of: Callable[..., Rollouts]) -> None:
+def test_a_restored_source_plays_what_was_not_trained_and_nothing_twice(
+    source_of: Callable[..., Rollouts],
+) -> None:
     source = source_of(total_groups=4 * BATCH, max_staleness=2)
     source.publish(weights_of(0), 0)
     first = source.next_batch()
@@ -718,12 +799,16 @@ def test_a_restored_source_plays_what_was_not_trained_and_nothing_twice(source_o
     assert sorted([*group_ids(first), *rest]) == list(range(4 * BATCH))
 
 
-def test_what_an_actor_refuses_is_raised_as_it_was(ray_cluster: cluster.Cluster, tmp_path: Path) -> None:
+def test_what_an_actor_refuses_is_raised_as_it_was(
+    ray_cluster: cluster.Cluster, tmp_path: Path
+) -> None:
     broken = tmp_path / "broken"
     broken.touch()
     factory: Any = partial(make_sampler, None, 0.0, broken, CountingEngine, False)  # type: ignore[arg-type]
     tasks: Any = SimpleNamespace(buffer=GroupBuffer(1, 0))  # the factory is what fails
-    source = Rollouts(tasks, ThreadDriver(), samplers=[on_ray("sampler 0", partial(make_seeded, factory, 0))])
+    source = Rollouts(
+        tasks, ThreadDriver(), samplers=[on_ray("sampler 0", partial(make_seeded, factory, 0))]
+    )
     source.start()
     try:
         with pytest.raises(RuntimeError, match=r"^this machine has no room for an engine$"):
@@ -770,7 +855,9 @@ def test_ranks_that_do_not_answer_end_the_run(ray_cluster: cluster.Cluster) -> N
     learner.close()
 
 
-def test_the_port_that_the_ranks_meet_at_is_held_from_the_start(ray_cluster: cluster.Cluster) -> None:
+def test_the_port_that_the_ranks_meet_at_is_held_from_the_start(
+    ray_cluster: cluster.Cluster,
+) -> None:
     store = open_store(own_address(), timeout_s=10.0)
     with socket.socket() as other, pytest.raises(OSError):
         other.bind(("", store.port))
@@ -789,16 +876,22 @@ def test_a_dead_training_rank_ends_the_run_with_the_last_checkpoint_named(
     assert packed["v"].tolist() == [[0, 1, 2], [3, 4, 5]]
     learner.save(Checkpointer(tmp_path, {}), {})
     threading.Timer(0.5, os.kill, (learner.pids[0], signal.SIGKILL)).start()
-    with pytest.raises(LearnerLostError, match=r"training rank died .* train\.resume=.*checkpoint_000000\.pt"):
+    with pytest.raises(
+        LearnerLostError, match=r"training rank died .* train\.resume=.*checkpoint_000000\.pt"
+    ):
         learner.train_groups(ray.put(lazy_stack([TensorDict({})])))
     assert not learner.resumable  # inside a step: not a state that could be saved
     learner.close()
 
 
-def test_a_unit_that_every_reference_actor_dies_of_ends_the_run(source_of: Callable[..., Rollouts]) -> None:
+def test_a_unit_that_every_reference_actor_dies_of_ends_the_run(
+    source_of: Callable[..., Rollouts],
+) -> None:
     source = source_of(references=1, total_groups=BATCH, reference=Deadly)
     source.publish(weights_of(0), 0)
-    with pytest.raises(WorkersLostError, match=r"groups \d to \d ended reference model 0 or others like it 3 times"):
+    with pytest.raises(
+        WorkersLostError, match=r"groups \d to \d ended reference model 0 or others like it 3 times"
+    ):
         source.next_batch()
 
 
@@ -830,12 +923,18 @@ def test_engines_on_a_shared_accelerator_start_after_the_reference(
     source_of: Callable[..., Rollouts], tmp_path: Path
 ) -> None:
     file = tmp_path / "made"
-    settings: dict[str, Any] = {"references": 1, "reference": partial(SlowToLoad, file), "total_groups": BATCH}
+    settings: dict[str, Any] = {
+        "references": 1,
+        "reference": partial(SlowToLoad, file),
+        "total_groups": BATCH,
+    }
     source = source_of(engine=partial(SecondEngine, file), references_first=True, **settings)
     assert source.pids().keys() == {"sampler 0", "reference model 0"}
 
 
-def test_a_question_is_answered_where_the_thread_starts_late(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_question_is_answered_where_the_thread_starts_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def question() -> int:
         return 3
 
@@ -886,8 +985,12 @@ def test_time_with_nothing_to_do_does_not_count_as_dead() -> None:
     assert worker.alive_at > first
 
 
-def test_actors_that_start_and_die_again_and_again_count_as_dead(source_of: Callable[..., Rollouts]) -> None:
+def test_actors_that_start_and_die_again_and_again_count_as_dead(
+    source_of: Callable[..., Rollouts],
+) -> None:
     source = source_of(total_groups=BATCH, engine=DeadlyEngine, recovery_timeout_s=4.0)
     source.publish(weights_of(0), 0)
-    with pytest.raises(WorkersLostError, match=r"all of sampler 0 have been dead for \d+ s, more than the 4 s"):
+    with pytest.raises(
+        WorkersLostError, match=r"all of sampler 0 have been dead for \d+ s, more than the 4 s"
+    ):
         source.next_batch()

@@ -82,4 +82,6 @@ def _check_log_probs(sampled: Sequence[Any], given: Mapping[int, Mapping[str, An
         starts = [row["tokens", "prompt"].numel() for row in rows]
         wanted = response_log_probs(model)(tokens, starts)
         for row, start, log_probs in zip(rows, starts, wanted, strict=True):
-            torch.testing.assert_close(row["log_probs", "full"][start:], log_probs, atol=2e-5, rtol=1e-4)
+            torch.testing.assert_close(
+                row["log_probs", "full"][start:], log_probs, atol=2e-5, rtol=1e-4
+            )

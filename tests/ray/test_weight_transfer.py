@@ -61,7 +61,14 @@ def make_learner(mesh: DeviceMesh | None) -> Learner:
 
 
 def make_sampler() -> Sampler:
-    return Shown(TransformersEngine(make_tiny_model(1)), plays_nothing, None, SamplingParams(1), [], groups_at_a_time=1)
+    return Shown(
+        TransformersEngine(make_tiny_model(1)),
+        plays_nothing,
+        None,
+        SamplingParams(1),
+        [],
+        groups_at_a_time=1,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +88,9 @@ def roles() -> Iterator[tuple[RayLearner, list[Any]]]:
         started.shutdown()
 
 
-def test_two_engines_get_the_weights_of_two_ranks_at_their_own_pace(roles: tuple[RayLearner, list[Any]]) -> None:
+def test_two_engines_get_the_weights_of_two_ranks_at_their_own_pace(
+    roles: tuple[RayLearner, list[Any]],
+) -> None:
     import ray
 
     learner, (fast, slow) = roles
@@ -103,6 +112,7 @@ def test_two_engines_get_the_weights_of_two_ranks_at_their_own_pace(roles: tuple
 
 def test_a_run_in_one_process_has_no_choice(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"weight_transfer=broadcast must be auto where trainer and engine are in one proc"
+        ConfigError,
+        match=r"weight_transfer=broadcast must be auto where trainer and engine are in one proc",
     ):
         build(compose_config("inference_model.weight_transfer=broadcast"), tmp_path)

@@ -17,7 +17,9 @@ PROBLEM = Problem("1+1=?", "2", {"level": 3})
 
 def agent_task(program: Any, reward: str | None = None) -> WithAgent:
     """The arithmetic task, played by a function or a program."""
-    task = ArithmeticTask() if reward is None else WithRewards(ArithmeticTask(), make_rewards(reward))
+    task = (
+        ArithmeticTask() if reward is None else WithRewards(ArithmeticTask(), make_rewards(reward))
+    )
     return WithAgent(task, program if isinstance(program, Program) else Function(program))
 
 
@@ -53,6 +55,10 @@ def played(
             return asked, turn
         asked.append(turn)
         said = say(turn)
-        new = said if isinstance(said, Dialog) else Dialog(problem, [said], tokens=list(range(len(said))), raw=said)
+        new = (
+            said
+            if isinstance(said, Dialog)
+            else Dialog(problem, [said], tokens=list(range(len(said))), raw=said)
+        )
         responses: Sequence[str] = [*dialog.responses, *new.responses]
         dialog = replace(new, responses=responses, last=len(responses) >= turns, episode=episode)

@@ -30,7 +30,11 @@ def make_rows() -> list[TensorDictBase]:
     for index, (reward, group) in enumerate(zip(REWARDS, GROUPS, strict=True)):
         tokens = torch.randint(5, 261, (4 + index,), generator=generator)
         mask = torch.arange(len(tokens)) >= 2
-        entries = {keys.FULL: tokens, keys.ASSISTANT_MASK: mask, keys.REWARD: torch.tensor([reward])}
+        entries = {
+            keys.FULL: tokens,
+            keys.ASSISTANT_MASK: mask,
+            keys.REWARD: torch.tensor([reward]),
+        }
         rows.append(TensorDict(entries | {keys.GROUP_ID: torch.tensor([group])}))
     return rows
 
@@ -43,7 +47,9 @@ def make_transform(kind: str) -> Transform:
     return (orders | {"scored last": Compose(scoring, advantage)})[kind]
 
 
-def make_buffer(kind: str, make: Callable[..., ReplayBuffer] = ReplayBuffer, **options: Any) -> ReplayBuffer:
+def make_buffer(
+    kind: str, make: Callable[..., ReplayBuffer] = ReplayBuffer, **options: Any
+) -> ReplayBuffer:
     return make(
         storage=partial(LazyStackStorage, 16),
         sampler=SamplerWithoutReplacement,

@@ -8,7 +8,16 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 from transformers import PreTrainedTokenizerFast
 
 TEXTS = [
@@ -30,7 +39,9 @@ LLAMA_3 = (
     "{% elif m.role in ('tool', 'ipython') %}<|start_header_id|>ipython<|end_header_id|>\n\n"
     "{% if m.content is mapping or m.content is iterable %}{{ m.content | tojson }}{% else %}{{ m.content }}{% endif %}"
     "<|eot_id|>{% else %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}<|eot_id|>"
-    "{% endif %}{% endfor %}" + GENERATE + "<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+    "{% endif %}{% endfor %}"
+    + GENERATE
+    + "<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
 QWEN_2 = (
     "{% set first = messages[0].content if messages[0].role == 'system' else 'You are a helpful assistant.' %}"
@@ -140,7 +151,14 @@ HEADERS = (
     "<|python_tag|>",
     "<|begin_of_text|>",
 )
-INST = ("[INST]", "[/INST]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]")
+INST = (
+    "[INST]",
+    "[/INST]",
+    "[TOOL_RESULTS]",
+    "[/TOOL_RESULTS]",
+    "[AVAILABLE_TOOLS]",
+    "[/AVAILABLE_TOOLS]",
+)
 
 CHATS = {
     "llama-3.1": Family(LLAMA_3, "bytes", HEADERS, bos=True),
@@ -169,7 +187,10 @@ def make_chat_tokenizer(name: str) -> PreTrainedTokenizerFast:
     family = CHATS[name]
     backend = _backend(family)
     backend.add_special_tokens(
-        [AddedToken(text, rstrip=family.strips, special=True, normalized=False) for text in family.special]
+        [
+            AddedToken(text, rstrip=family.strips, special=True, normalized=False)
+            for text in family.special
+        ]
     )
     backend.add_tokens([AddedToken(text, normalized=False) for text in family.added])
     tokenizer = PreTrainedTokenizerFast(
@@ -190,14 +211,21 @@ def _backend(family: Family) -> Tokenizer:
         backend.decoder = decoders.Metaspace()
         letters = sorted({*"".join(TEXTS), *map(chr, range(32, 127))})
         unigrams = trainers.UnigramTrainer(
-            vocab_size=300, special_tokens=["<unk>", *family.special], unk_token="<unk>", initial_alphabet=letters
+            vocab_size=300,
+            special_tokens=["<unk>", *family.special],
+            unk_token="<unk>",
+            initial_alphabet=letters,
         )
         backend.train_from_iterator(TEXTS, unigrams)
         return backend
-    pieces: dict[str, Any] = {} if family.kind == "bytes" else {"byte_fallback": True, "unk_token": "<unk>"}
+    pieces: dict[str, Any] = (
+        {} if family.kind == "bytes" else {"byte_fallback": True, "unk_token": "<unk>"}
+    )
     backend = Tokenizer(models.BPE(**pieces))
     if family.kind == "bytes":
-        words = pre_tokenizers.Split(Regex(r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+"), "isolated")
+        words = pre_tokenizers.Split(
+            Regex(r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+"), "isolated"
+        )
         backend.pre_tokenizer = pre_tokenizers.Sequence(
             [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
         )
@@ -209,13 +237,20 @@ def _backend(family: Family) -> Tokenizer:
         backend.normalizer = normalizers.Sequence([*prefix, spaces])
         plain = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
         backend.decoder = decoders.Sequence(plain)
-        first, alphabet = ["<unk>", *family.special, *(f"<0x{byte:02X}>" for byte in range(256))], []
+        first, alphabet = (
+            ["<unk>", *family.special, *(f"<0x{byte:02X}>" for byte in range(256))],
+            [],
+        )
     trainer = trainers.BpeTrainer(
         vocab_size=len(first) + len(alphabet) + 150, special_tokens=first, initial_alphabet=alphabet
     )
     backend.train_from_iterator(TEXTS, trainer)
     if family.kind == "bytes":
         return backend
-    state = json.loads(backend.to_str())  # the trainer made "<0x00>" an added token, which a text could spell
-    state["added_tokens"] = [token for token in state["added_tokens"] if not token["content"].startswith("<0x")]
+    state = json.loads(
+        backend.to_str()
+    )  # the trainer made "<0x00>" an added token, which a text could spell
+    state["added_tokens"] = [
+        token for token in state["added_tokens"] if not token["content"].startswith("<0x")
+    ]
     return Tokenizer.from_str(json.dumps(state))

@@ -16,10 +16,17 @@ def facts(placement: dict[str, list[dict[str, Any]]]) -> dict[str, list[dict[str
         def facts(self) -> dict[str, Any]:
             child = subprocess.Popen(["sleep", "600"])
             context = ray.get_runtime_context()
-            return {"gpus": context.get_accelerator_ids()["GPU"], "environ": dict(os.environ), "child": child.pid}
+            return {
+                "gpus": context.get_accelerator_ids()["GPU"],
+                "environ": dict(os.environ),
+                "child": child.pid,
+            }
 
     workers = {
         role: [ray.remote(Worker).options(**options).remote() for options in processes]
         for role, processes in placement.items()
     }
-    return {role: ray.get([worker.facts.remote() for worker in some], timeout=600) for role, some in workers.items()}
+    return {
+        role: ray.get([worker.facts.remote() for worker in some], timeout=600)
+        for role, some in workers.items()
+    }

@@ -19,7 +19,10 @@ def write(path: Path, rows: list[dict[str, Any]]) -> str:
     if path.suffix == ".parquet":
         Dataset.from_list(rows).to_parquet(path)
     elif path.suffix == ".csv":
-        lines = [",".join(rows[0]), *(",".join(str(value) for value in row.values()) for row in rows)]
+        lines = [
+            ",".join(rows[0]),
+            *(",".join(str(value) for value in row.values()) for row in rows),
+        ]
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     elif path.suffix == ".json":
         path.write_text(json.dumps(rows, indent=1), encoding="utf-8")

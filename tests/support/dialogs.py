@@ -12,7 +12,10 @@ from torchrl_grpo.models.scoring import TokenScorer
 
 def tokens_between_turns(batch: TensorDictBase) -> list[int]:
     """Of each dialog: how many tokens after the prompt the policy did not sample."""
-    return [int((~row[keys.ASSISTANT_MASK][row[keys.PROMPT].numel() :]).sum()) for row in batch.unbind(0)]
+    return [
+        int((~row[keys.ASSISTANT_MASK][row[keys.PROMPT].numel() :]).sum())
+        for row in batch.unbind(0)
+    ]
 
 
 def log_prob_gap(batch: TensorDictBase, model: nn.Module) -> float:
@@ -24,7 +27,14 @@ def log_prob_gap(batch: TensorDictBase, model: nn.Module) -> float:
         for row, own in zip(batch.unbind(0), scored.unbind(0), strict=True):
             full, sampled = row[keys.FULL], row[keys.ASSISTANT_MASK]
             assert row[keys.LOG_PROBS][~sampled].eq(0).all() and sampled.any()
-            expected = model(full[None]).logits[0].float().log_softmax(-1)[:-1].gather(-1, full[1:, None]).squeeze(-1)
+            expected = (
+                model(full[None])
+                .logits[0]
+                .float()
+                .log_softmax(-1)[:-1]
+                .gather(-1, full[1:, None])
+                .squeeze(-1)
+            )
             for log_probs in (row[keys.LOG_PROBS], own["cur_log_probs", "full"][: len(full)]):
                 gaps.append((log_probs[1:] - expected)[sampled[1:]].abs().max().item())
     return max(gaps)

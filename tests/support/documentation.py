@@ -16,10 +16,17 @@ def undocumented(rows: Iterable[Mapping[str, Any]]) -> set[str]:
 
     There ``{k}``, one letter, is a number, and ``{name}`` any text.
     """
-    cells = re.findall(r"^\| (`[^|]*) \|", (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8"), re.MULTILINE)
+    cells = re.findall(
+        r"^\| (`[^|]*) \|", (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
     listed = [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
-    pattern = "|".join(re.sub(r"\\{\w{2,}\\}", r".+", re.sub(r"\\{\w\\}", r"\\d+", re.escape(name))) for name in listed)
-    return {name for row in rows for name in row if name != "step" and not re.fullmatch(pattern, name)}
+    pattern = "|".join(
+        re.sub(r"\\{\w{2,}\\}", r".+", re.sub(r"\\{\w\\}", r"\\d+", re.escape(name)))
+        for name in listed
+    )
+    return {
+        name for row in rows for name in row if name != "step" and not re.fullmatch(pattern, name)
+    }
 
 
 DOCS = ROOT / "docs"
@@ -37,7 +44,10 @@ class Block(NamedTuple):
 
 def blocks(page: str) -> list[Block]:
     text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
-    return [Block(*found) for found in re.findall(r'^```(\w*)(?: title="([^"]+)")?\n(.*?)^```$', text, re.M | re.S)]
+    return [
+        Block(*found)
+        for found in re.findall(r'^```(\w*)(?: title="([^"]+)")?\n(.*?)^```$', text, re.M | re.S)
+    ]
 
 
 def commands(block: Block) -> Iterator[tuple[dict[str, str], list[str]]]:
@@ -46,7 +56,9 @@ def commands(block: Block) -> Iterator[tuple[dict[str, str], list[str]]]:
     for line in re.findall(r"(?:'[^']*'|\"[^\"]*\"|#[^\n]*|[^\n'\"#])+", text):
         for part in re.split(r" && ", line):
             words = shlex.split(part, comments=True)
-            variables = dict(word.split("=", 1) for word in words[:1] if re.match(r"[A-Z_]+=", word))
+            variables = dict(
+                word.split("=", 1) for word in words[:1] if re.match(r"[A-Z_]+=", word)
+            )
             if words[len(variables) :]:
                 yield variables, words[len(variables) :]
 
@@ -82,5 +94,7 @@ def script_lines() -> list[tuple[str, str, list[str]]]:
         for script, rest in found:
             for pattern, instead in _PLACEHOLDERS:
                 rest = re.sub(pattern, instead, rest)
-            lines.append((file.relative_to(ROOT).as_posix(), script, shlex.split(rest, comments=True)))
+            lines.append(
+                (file.relative_to(ROOT).as_posix(), script, shlex.split(rest, comments=True))
+            )
     return lines

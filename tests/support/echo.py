@@ -18,7 +18,9 @@ class EchoTask(Task):
         self.size = size
 
     def problems(self, split: str) -> list[Problem]:
-        return [Problem(chr(97 + i) * (1 + i % 3), chr(97 + i) * (1 + i % 3)) for i in range(self.size)]
+        return [
+            Problem(chr(97 + i) * (1 + i % 3), chr(97 + i) * (1 + i % 3)) for i in range(self.size)
+        ]
 
     def score(self, problem: Problem, responses: Sequence[str]) -> Score:
         right = responses[-1] == problem.answer

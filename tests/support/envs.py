@@ -25,7 +25,11 @@ class ScriptedEngine(Engine):
         self.num_closed = 0
 
     def generate(
-        self, prompts: Sequence[Tensor], n: int, params: SamplingParams, on_finished: OnFinished | None = None
+        self,
+        prompts: Sequence[Tensor],
+        n: int,
+        params: SamplingParams,
+        on_finished: OnFinished | None = None,
     ) -> list[list[Completion]]:
         self.calls.append(([prompt.tolist() for prompt in prompts], n))
         out: list[list[Completion]] = []
@@ -50,10 +54,14 @@ class ScriptedEngine(Engine):
         self.num_closed += 1
 
 
-def respond(env: LLMEnv, data: TensorDict, responses: list[list[int]], cut: list[bool] | None = None) -> TensorDict:
+def respond(
+    env: LLMEnv, data: TensorDict, responses: list[list[int]], cut: list[bool] | None = None
+) -> TensorDict:
     """Steps ``env`` with these response tokens."""
     rows = [
-        TensorDict({"prompt": row.get("prompt"), "response": torch.tensor(response, dtype=torch.int64)})
+        TensorDict(
+            {"prompt": row.get("prompt"), "response": torch.tensor(response, dtype=torch.int64)}
+        )
         for row, response in zip(data.get("tokens").unbind(0), responses, strict=True)
     ]
     data.set("tokens", lazy_stack(rows))

@@ -23,13 +23,24 @@ from torchrl_grpo.weights import named_weights
 VOCABULARY, CONTEXT = 128, 256
 IDS = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 RANGE = {"initializer_range": 0.1}
-SIZES = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": CONTEXT}
+SIZES = {
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": CONTEXT,
+}
 PLAIN = SIZES | RANGE | {"intermediate_size": 96}
 GROUPED = PLAIN | {"num_key_value_heads": 2}
 HEADS = GROUPED | {"head_dim": 32}
 GPT = {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT} | RANGE
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-LATENT = {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32}
+LATENT = {
+    "kv_lora_rank": 32,
+    "q_lora_rank": 32,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 32,
+}
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": GROUPED,
@@ -95,7 +106,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def make_family(name: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """A random model in float32 and eval mode; biases and norms are random too."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[name](**(IDS | FAMILIES[name] | overrides))).float().eval()
+    model = (
+        AutoModelForCausalLM.from_config(CONFIG_MAPPING[name](**(IDS | FAMILIES[name] | overrides)))
+        .float()
+        .eval()
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
@@ -110,7 +125,9 @@ Sequences = list[tuple[Tensor, int, Tensor]]
 def sampled(engine: Engine) -> Sequences:
     """Responses to prompts of several lengths."""
     generator = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(3, VOCABULARY, (length,), generator=generator) for length in (5, 40, 3)]
+    prompts = [
+        torch.randint(3, VOCABULARY, (length,), generator=generator) for length in (5, 40, 3)
+    ]
     engine.seed(0)
     groups = engine.generate(prompts, 2, SamplingParams(max_new_tokens=12))
     return [
@@ -124,7 +141,8 @@ def sampled(engine: Engine) -> Sequences:
 def own_log_probs(model: nn.Module, sequences: Sequences) -> list[Tensor]:
     """Log-probs of the responses from the model's own logits, one sequence at a time."""
     every = [
-        model(input_ids=tokens[None], use_cache=False).logits[0].float().log_softmax(-1) for tokens, *_ in sequences
+        model(input_ids=tokens[None], use_cache=False).logits[0].float().log_softmax(-1)
+        for tokens, *_ in sequences
     ]
     return [
         log_probs[start - 1 : -1].gather(-1, tokens[start:, None]).squeeze(-1)
@@ -134,13 +152,17 @@ def own_log_probs(model: nn.Module, sequences: Sequences) -> list[Tensor]:
 
 def scored(model: nn.Module, sequences: Sequences) -> list[Tensor]:
     """Log-probs of the responses by ``TokenScorer``, all sequences padded to one width, with gradients."""
-    tokens = nn.utils.rnn.pad_sequence([full for full, *_ in sequences], batch_first=True, padding_value=5)
+    tokens = nn.utils.rnn.pad_sequence(
+        [full for full, *_ in sequences], batch_first=True, padding_value=5
+    )
     mask = torch.zeros_like(tokens, dtype=torch.bool)
     for row, (full, start, _) in enumerate(sequences):
         mask[row, start : len(full)] = True
     scores, _ = TokenScorer(model).score(tokens, mask)
     scores.sum().backward()
-    return [scores[row, start : len(full)].detach() for row, (full, start, _) in enumerate(sequences)]
+    return [
+        scores[row, start : len(full)].detach() for row, (full, start, _) in enumerate(sequences)
+    ]
 
 
 def distance(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
@@ -199,7 +221,10 @@ def with_checkpointing(name: str) -> float:
 def random_sequences() -> Sequences:
     generator = torch.Generator().manual_seed(2)
     lengths = ((20, 4), (50, 40), (9, 2))
-    return [(torch.randint(3, VOCABULARY, (n,), generator=generator), start, torch.empty(0)) for n, start in lengths]
+    return [
+        (torch.randint(3, VOCABULARY, (n,), generator=generator), start, torch.empty(0))
+        for n, start in lengths
+    ]
 
 
 def in_vllm(name: str) -> float:
@@ -211,7 +236,9 @@ def in_vllm(name: str) -> float:
         engine = VLLMEngine(folder, max_model_len=CONTEXT, enforce_eager=True, kv_cache_gib=0.25)
     with engine:
         found = []
-        for version, model in enumerate((make_family(name, seed=1), make_adapters(make_family(name))), start=1):
+        for version, model in enumerate(
+            (make_family(name, seed=1), make_adapters(make_family(name))), start=1
+        ):
             engine.update_weights(named_weights(model), version)
             found.append(engine_distance(engine, model))
         return max(found)

@@ -16,7 +16,9 @@ def assert_each_response_is_told_when_it_ends(
     params = SamplingParams(max_new_tokens=48, stop_token_ids=stop)
     told: list[tuple[int, int, Completion]] = []
     groups = engine.generate(prompts, 8, params, on_finished=lambda *what: told.append(what))
-    assert {(request, number) for request, number, _ in told} == {(i, n) for i in range(len(prompts)) for n in range(8)}
+    assert {(request, number) for request, number, _ in told} == {
+        (i, n) for i in range(len(prompts)) for n in range(8)
+    }
     assert len(told) == 8 * len(prompts)
     for request, number, done in told:
         returned = groups[request][number]

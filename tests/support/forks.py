@@ -66,7 +66,9 @@ with quick_imports():
 _import_and_serve({address!r}, {os.getpid()})
 """
     others = {name: value for name, value in os.environ.items() if name != _FIRST}
-    subprocess.Popen([sys.executable, "-c", command], env={_FIRST: ""} | others | {"OMP_NUM_THREADS": "1"})
+    subprocess.Popen(
+        [sys.executable, "-c", command], env={_FIRST: ""} | others | {"OMP_NUM_THREADS": "1"}
+    )
     _use(address)
     _patch()
 
@@ -84,7 +86,9 @@ class Popen(subprocess.Popen[str]):
         start()
         assert args[0] == sys.executable and preexec_fn is None and not shell
         wanted = enumerate((p2cread, c2pwrite, errwrite))
-        files = {target: target if file == -1 else file for target, file in wanted} | {file: file for file in pass_fds}
+        files = {target: target if file == -1 else file for target, file in wanted} | {
+            file: file for file in pass_fds
+        }
         arguments = [os.fspath(one) for one in args[1:]]
         env = os.environ if env is None else env
         vllm = WITH_VLLM in env or any(one.endswith("=vllm") for one in arguments)
@@ -97,7 +101,12 @@ class Popen(subprocess.Popen[str]):
 
 
 def _fork(
-    arguments: Sequence[str], env: Mapping[str, str], cwd: Any, files: Mapping[int, int], session: bool, vllm: bool
+    arguments: Sequence[str],
+    env: Mapping[str, str],
+    cwd: Any,
+    files: Mapping[int, int],
+    session: bool,
+    vllm: bool,
 ) -> int:
     """Return the process id of a new child of ours that runs a command line of Python's, with files by its numbers."""
     assert _own is not None
@@ -112,7 +121,9 @@ def _fork(
     }
     prctl = ctypes.CDLL(None).prctl
     with _one_at_a_time, _connected(_own[1]) as connection:
-        prctl(_PR_SET_CHILD_SUBREAPER, 1)  # who loses its parent below us, as the child does, becomes ours
+        prctl(
+            _PR_SET_CHILD_SUBREAPER, 1
+        )  # who loses its parent below us, as the child does, becomes ours
         try:
             socket.send_fds(connection, [json.dumps(request).encode()], list(files.values()))
             pid = int(connection.recv(32))
@@ -182,7 +193,11 @@ _set_by_imports: dict[str, str] = {}
 
 def _import_and_serve(address: str, parent: int) -> None:
     sys.path.remove("")
-    for module in ("torchrl_grpo.runtime.actors", "torchrl_grpo.assembly.run", "torchrl_grpo.scripts.job"):
+    for module in (
+        "torchrl_grpo.runtime.actors",
+        "torchrl_grpo.assembly.run",
+        "torchrl_grpo.scripts.job",
+    ):
         import_module(module)
     for module in ("pytest", "psutil"):
         import_module(module)
@@ -226,14 +241,18 @@ def _reap(*_: Any) -> None:
             pass
 
 
-def _answer(connection: socket.socket, listener: socket.socket, request: dict[str, Any], files: list[int]) -> None:
+def _answer(
+    connection: socket.socket, listener: socket.socket, request: dict[str, Any], files: list[int]
+) -> None:
     if request["vllm"] and "vllm" not in sys.modules:
         before = dict(os.environ)
         sys.modules["ray"] = None  # type: ignore[assignment]  # or vLLM imports it, with the token of this environment
         import_module("vllm.v1.engine.core")
         import_module("vllm.v1.executor.multiproc_executor")
         del sys.modules["ray"]
-        _set_by_imports.update({name: value for name, value in os.environ.items() if before.get(name) != value})
+        _set_by_imports.update(
+            {name: value for name, value in os.environ.items() if before.get(name) != value}
+        )
         gc.freeze()
     child = os.fork()
     if child:
@@ -274,7 +293,13 @@ def _be_new(request: dict[str, Any], files: list[int]) -> None:
         os.close(file)
     for name in os.environ.keys() - {_FIRST}:
         del os.environ[name]
-    os.environ.update({name: value for name, value in (_set_by_imports | request["env"]).items() if name != _FIRST})
+    os.environ.update(
+        {
+            name: value
+            for name, value in (_set_by_imports | request["env"]).items()
+            if name != _FIRST
+        }
+    )
     os.chdir(request["cwd"])
     own, address = os.getpid(), _new_address()
     if os.fork() == 0:
@@ -318,7 +343,11 @@ def _take_environment() -> None:
         warnings.simplefilter("ignore")
     if (vllm_logger := sys.modules.get("vllm.logger")) is not None:
         vllm_logger._configure_vllm_root_logger()
-    sys.path[:0] = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one and one not in sys.path]
+    sys.path[:0] = [
+        one
+        for one in os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        if one and one not in sys.path
+    ]
 
 
 def _run_command_line(arguments: list[str]) -> None:

@@ -36,7 +36,11 @@ class Game:
             os._exit(3)
         if response == "boom":
             raise KeyError("boom")
-        return " ".join(self.said), 0.0 if response == "stop" else float(response), response == "stop"
+        return (
+            " ".join(self.said),
+            0.0 if response == "stop" else float(response),
+            response == "stop",
+        )
 
     def close(self) -> None:
         assert self.thread in (threading.get_ident(), None)

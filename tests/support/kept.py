@@ -24,7 +24,9 @@ class KeepingTask(Task):
     opens = True
     multi_turn = True
 
-    def __init__(self, path: str | Path, queries: Sequence[str] = "abcd", at_a_time: int = 1) -> None:
+    def __init__(
+        self, path: str | Path, queries: Sequence[str] = "abcd", at_a_time: int = 1
+    ) -> None:
         self.path, self.queries, self.at_a_time = Path(path), list(queries), at_a_time
         self.kept: dict[str, list[float]] = {}
 
@@ -60,9 +62,13 @@ class KeepingTask(Task):
             rewards.append(reward)
         over = dialog.finish_reason == "length" or said == "stop"
         score = Score(sum(rewards), sum(rewards) >= 1) if over or dialog.last else None
-        return Turn(None if over else [{"role": "user", "content": f"{os.getpid()}"}], score, {}, reward)
+        return Turn(
+            None if over else [{"role": "user", "content": f"{os.getpid()}"}], score, {}, reward
+        )
 
-    def advance(self, dialogs: Sequence[Dialog], timeout_s: float | None = None) -> list[Turn | Exception]:
+    def advance(
+        self, dialogs: Sequence[Dialog], timeout_s: float | None = None
+    ) -> list[Turn | Exception]:
         self.note(f"advance {len(dialogs)}")
         turns: list[Turn | Exception] = []
         for dialog in dialogs:

@@ -7,7 +7,12 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
-SETTINGS = {"clip_epsilon": (0.2, 0.28), "kl_to_ref_coeff": 0.3, "kl_to_inference_coeff": 0.2, "entropy_coeff": 0.05}
+SETTINGS = {
+    "clip_epsilon": (0.2, 0.28),
+    "kl_to_ref_coeff": 0.3,
+    "kl_to_inference_coeff": 0.2,
+    "entropy_coeff": 0.05,
+}
 
 
 class Table(TensorDictModuleBase):
@@ -21,7 +26,9 @@ class Table(TensorDictModuleBase):
         self.logits = nn.Parameter(logits)
 
     def forward(self, tensordict):
-        tokens = tensordict.get(("tokens", "full"), as_padded_tensor=True, padding_side="right", padding_value=0)
+        tokens = tensordict.get(
+            ("tokens", "full"), as_padded_tensor=True, padding_side="right", padding_value=0
+        )
         rows = tensordict.get("row").reshape(-1)
         log_p = self.logits[rows, : tokens.shape[1]].log_softmax(-1)
         tensordict.set(("cur_log_probs", "full"), log_p.gather(-1, tokens[..., None]).squeeze(-1))
@@ -33,7 +40,12 @@ def make_batch(
     seed: int, lengths: tuple[int, ...] = (6, 9, 4, 7), vocabulary: int = 5
 ) -> tuple[Tensor, list[TensorDict]]:
     generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(len(lengths), max(lengths), vocabulary, generator=generator, dtype=torch.float64) * 2
+    logits = (
+        torch.randn(
+            len(lengths), max(lengths), vocabulary, generator=generator, dtype=torch.float64
+        )
+        * 2
+    )
     rows = []
     for row, length in enumerate(lengths):
         mask = torch.rand(length, generator=generator) < 0.7

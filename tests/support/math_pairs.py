@@ -63,8 +63,16 @@ PAIRS = [
     (r"\boxed{[0,1)}", "[0,1)", True),
     (r"\boxed{[0,1]}", "[0,1)", False),
     (r"\boxed{(-\infty,3)}", r"(-\infty,3)", True),
-    (r"\boxed{\begin{pmatrix}1&2\\3&4\end{pmatrix}}", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", True),
-    (r"\boxed{\begin{pmatrix}1&2\\3&5\end{pmatrix}}", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", False),
+    (
+        r"\boxed{\begin{pmatrix}1&2\\3&4\end{pmatrix}}",
+        r"\begin{pmatrix}1&2\\3&4\end{pmatrix}",
+        True,
+    ),
+    (
+        r"\boxed{\begin{pmatrix}1&2\\3&5\end{pmatrix}}",
+        r"\begin{pmatrix}1&2\\3&4\end{pmatrix}",
+        False,
+    ),
     (r"\boxed{3+4i}", "3+4i", True),
     (r"\boxed{3-4i}", "3+4i", False),
     (r"\boxed{\text{even}}", r"\text{even}", True),

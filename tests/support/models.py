@@ -46,7 +46,12 @@ def make_llama(seed: int) -> LlamaForCausalLM:
 
 
 def make_lora(base: nn.Module | None = None, **overrides: object) -> nn.Module:
-    settings: dict = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weights": False}
+    settings: dict = {
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": "all-linear",
+        "init_lora_weights": False,
+    }
     base = make_tiny_model() if base is None else base
     return get_peft_model(base, LoraConfig(**(settings | overrides)))
 

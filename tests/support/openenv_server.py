@@ -46,12 +46,16 @@ class Game:
 class Actions(Environment):
     SUPPORTS_CONCURRENT_SESSIONS = True
 
-    def reset(self, seed: int | None = None, episode_id: str | None = None, **_: Any) -> GuessObservation:
+    def reset(
+        self, seed: int | None = None, episode_id: str | None = None, **_: Any
+    ) -> GuessObservation:
         self.game = Game()
         self.game.start(seed)
         return GuessObservation(said="Guess 1-7.")
 
-    def step(self, action: GuessAction, timeout_s: float | None = None, **_: Any) -> GuessObservation:
+    def step(
+        self, action: GuessAction, timeout_s: float | None = None, **_: Any
+    ) -> GuessObservation:
         said = self.game.play(action.number)
         return GuessObservation(said=said, reward=self.game.reward, done=said == "right")
 
@@ -73,7 +77,9 @@ class Tools(MCPEnvironment):
 
         super().__init__(server)
 
-    def reset(self, seed: int | None = None, episode_id: str | None = None, **_: Any) -> Observation:
+    def reset(
+        self, seed: int | None = None, episode_id: str | None = None, **_: Any
+    ) -> Observation:
         self.game.start(seed)
         return Observation(metadata={"note": "no text"})
 
@@ -85,7 +91,9 @@ class Tools(MCPEnvironment):
     def step(self, action: Action, timeout_s: float | None = None, **kwargs: Any) -> Observation:
         return self._rewarded(super().step(action, timeout_s, **kwargs))
 
-    async def step_async(self, action: Action, timeout_s: float | None = None, **kwargs: Any) -> Observation:
+    async def step_async(
+        self, action: Action, timeout_s: float | None = None, **kwargs: Any
+    ) -> Observation:
         return self._rewarded(await super().step_async(action, timeout_s, **kwargs))
 
     def _step_impl(self, action: Action, timeout_s: float | None = None, **_: Any) -> Observation:
@@ -98,8 +106,14 @@ class Tools(MCPEnvironment):
 
 if __name__ == "__main__":
     app = FastAPI()
-    app.mount("/actions", create_fastapi_app(Actions, GuessAction, GuessObservation, max_concurrent_envs=8))
-    app.mount("/tools", create_fastapi_app(Tools, CallToolAction, CallToolObservation, max_concurrent_envs=8))
+    app.mount(
+        "/actions",
+        create_fastapi_app(Actions, GuessAction, GuessObservation, max_concurrent_envs=8),
+    )
+    app.mount(
+        "/tools",
+        create_fastapi_app(Tools, CallToolAction, CallToolObservation, max_concurrent_envs=8),
+    )
     listener = socket.create_server(("127.0.0.1", 0))
     print(listener.getsockname()[1], flush=True)
     uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listener])

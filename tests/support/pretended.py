@@ -18,7 +18,14 @@ from torch.utils._pytree import tree_flatten, tree_map
 aten = torch.ops.aten
 _COPIES = (aten._to_copy, aten.copy_, aten.copy, aten.to)
 _INDICES_MAY_BE_ON_THE_CPU = (aten.index, aten.index_put_, aten.index_put, aten._index_put_impl_)
-_READS = (aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten.is_nonzero, aten._unique2)
+_READS = (
+    aten._local_scalar_dense,
+    aten.nonzero,
+    aten.masked_select,
+    aten.equal,
+    aten.is_nonzero,
+    aten._unique2,
+)
 _CPU = torch.device("cpu")
 
 
@@ -65,7 +72,10 @@ def waits(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
         free = kwargs.get("non_blocking") or (len(flat) == 2 and len(args) > 2 and args[2])
         return source != to and (to == _CPU or not free)
     if packet in _INDICES_MAY_BE_ON_THE_CPU:
-        return any(index is not None and index.device != _CPU and index.dtype == torch.bool for index in args[1])
+        return any(
+            index is not None and index.device != _CPU and index.dtype == torch.bool
+            for index in args[1]
+        )
     if packet is aten.repeat_interleave:
         return bool(there) and kwargs.get("output_size") is None
     return bool(there) and packet in _READS
@@ -114,9 +124,13 @@ class PretendedCuda(TorchDispatchMode):
         self.waited: list[str] = []
         # Autocast does not know the type.
         self._patches, enabled, autocast = MonkeyPatch(), torch.is_autocast_enabled, torch.autocast
-        self._patches.setattr(torch, "is_autocast_enabled", lambda kind=None: kind != "meta" and enabled(kind))
         self._patches.setattr(
-            torch, "autocast", lambda kind, *a, **k: nullcontext() if kind == "meta" else autocast(kind, *a, **k)
+            torch, "is_autocast_enabled", lambda kind=None: kind != "meta" and enabled(kind)
+        )
+        self._patches.setattr(
+            torch,
+            "autocast",
+            lambda kind, *a, **k: nullcontext() if kind == "meta" else autocast(kind, *a, **k),
         )
         return super().__enter__()
 

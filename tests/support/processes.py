@@ -30,7 +30,9 @@ def command_line(process: psutil.Process) -> str:
 def socket_files() -> list[str]:
     """The files of sockets that we and our child processes have open."""
     processes = [psutil.Process(), *worker_processes()]
-    names = [connection.laddr for process in processes for connection in process.net_connections("unix")]
+    names = [
+        connection.laddr for process in processes for connection in process.net_connections("unix")
+    ]
     return [name for name in names if isinstance(name, str) and os.path.exists(name)]
 
 
@@ -40,7 +42,9 @@ def shared_memory() -> tuple[list[str], list[str]]:
     for process in [psutil.Process(), *worker_processes()]:
         lines += Path(f"/proc/{process.pid}/maps").read_text().splitlines()
     used = {line.split()[5] for line in lines if "/dev/shm/psm_" in line}
-    return [name for name in used if os.path.exists(name)], [name for name in used if not os.path.exists(name)]
+    return [name for name in used if os.path.exists(name)], [
+        name for name in used if not os.path.exists(name)
+    ]
 
 
 def below(pid: int | None = None) -> list[int]:
@@ -67,5 +71,9 @@ def listening(pids: Iterable[int]) -> set[str]:
     there = set()
     for pid in pids:
         with suppress(psutil.NoSuchProcess):
-            there |= {c.laddr.ip for c in psutil.Process(pid).net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+            there |= {
+                c.laddr.ip
+                for c in psutil.Process(pid).net_connections("tcp")
+                if c.status == psutil.CONN_LISTEN
+            }
     return {address.removeprefix("::ffff:") for address in there}

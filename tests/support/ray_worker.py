@@ -20,12 +20,22 @@ def main() -> None:
         elif name != "--language":
             arguments.append(one)
     environment = dict(os.environ)
-    environment |= {key: os.path.expandvars(value) for key, value in (context.get("env_vars") or {}).items()}
+    environment |= {
+        key: os.path.expandvars(value) for key, value in (context.get("env_vars") or {}).items()
+    }
     request = {"arguments": arguments, "env": environment, "cwd": os.getcwd(), "files": [0, 1, 2]}
-    request |= {"session": False, "adopted": False, "vllm": "TORCHRL_GRPO_TEST_WITH_VLLM" in environment}
+    request |= {
+        "session": False,
+        "adopted": False,
+        "vllm": "TORCHRL_GRPO_TEST_WITH_VLLM" in environment,
+    }
     request["group"] = os.getpgrp() == os.getpid()  # Ray ends it with the worker
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-        address, deadline, there = os.environ.get("TORCHRL_GRPO_TEST_FORKS"), time.monotonic() + 30, False
+        address, deadline, there = (
+            os.environ.get("TORCHRL_GRPO_TEST_FORKS"),
+            time.monotonic() + 30,
+            False,
+        )
         while address and not there and time.monotonic() < deadline:  # it imports
             there = connection.connect_ex(f"\0{address}") == 0
             time.sleep(0 if there else 0.05)

@@ -17,10 +17,14 @@ from torchrl_grpo.reporting.metrics import read_jsonl
 from torchrl_grpo.reward_pool.pool import RESTARTS, TIMED_OUT
 
 
-def run(folder: Path, *overrides: str, kill: Callable[[Any], list[int]] | None, asynchronous: bool) -> list[Any]:
+def run(
+    folder: Path, *overrides: str, kill: Callable[[Any], list[int]] | None, asynchronous: bool
+) -> list[Any]:
     """The metrics of 4 steps; before the third, the processes that ``kill`` finds are killed."""
     settings = ("env.num_envs=16", "env.repeats=4", "optimizer.lr=1e-3", "evaluation.num_prompts=0")
-    config = compose_config(*settings, "train.total_dialog_turns=64", "logging.tensorboard=false", *overrides)
+    config = compose_config(
+        *settings, "train.total_dialog_turns=64", "logging.tensorboard=false", *overrides
+    )
     made = build(config, folder, asynchronous=asynchronous)
     real = made.learner.train_groups
 
@@ -55,7 +59,13 @@ def assert_killed_reward_workers_change_no_number(tmp_path: Path, asynchronous: 
         options += ["train.max_staleness=0", "policy.kl_coef=0"]
     expected = run(tmp_path / "a", *options[2:], kill=None, asynchronous=False)
     got = run(tmp_path / "b", *options, kill=kill, asynchronous=asynchronous)
-    for name in ("train/loss", "train/grad_norm", "rollout/reward_mean", "rollout/accuracy", "rollout/invalid"):
+    for name in (
+        "train/loss",
+        "train/grad_norm",
+        "rollout/reward_mean",
+        "rollout/accuracy",
+        "rollout/invalid",
+    ):
         assert [row.get(name) for row in got] == [row.get(name) for row in expected], name
     assert len({row["train/loss"] for row in got[1:]}) == 4
     assert [row[RESTARTS] for row in got[1:3]] == [0, 0]

@@ -95,7 +95,9 @@ class ObedientTask(Task):
             raise ValueError("x" * 10_000_000)
         elif order == "part":
             return Score(1.0, True, {"part": threading.Lock()})  # type: ignore[dict-item]
-        elif order == "forks":  # a fork bomb of another user, who may have 150 processes; for a while, whatever comes
+        elif (
+            order == "forks"
+        ):  # a fork bomb of another user, who may have 150 processes; for a while, whatever comes
             os.setuid(65534)
             resource.setrlimit(resource.RLIMIT_NPROC, (150, 150))
             Path(paths[0]).touch()
@@ -119,7 +121,9 @@ class ObedientTask(Task):
             sent = {
                 "pickle": framed(pickle.dumps(Payload(paths[1]))),
                 "text": framed(b"[1, 2"),
-                "answer": framed(b'[7, [{"messages": null, "score": [5.0, true, {}], "counts": {}}]]'),
+                "answer": framed(
+                    b'[7, [{"messages": null, "score": [5.0, true, {}], "counts": {}}]]'
+                ),
                 "huge": struct.pack("!i", 2**31 - 1),
             }[paths[0]]
             for number in sockets():

@@ -21,7 +21,14 @@ SMALL = (
     "logging.tensorboard=false",
 )
 LORA = ("train_model.lora.enabled=true", "optimizer.lr=1e-2")
-NUMBERS = ("train/loss", "train/grad_norm", "train/lr", "train/kl_k3_to_ref", "rollout/reward_mean", "rollout/tokens")
+NUMBERS = (
+    "train/loss",
+    "train/grad_norm",
+    "train/lr",
+    "train/kl_k3_to_ref",
+    "rollout/reward_mean",
+    "rollout/tokens",
+)
 
 
 def run(folder: Path, *overrides: str) -> list[dict[str, Any]]:
@@ -54,9 +61,15 @@ def numbers(rows: list[dict[str, Any]], first: int) -> list[tuple[Any, ...]]:
 def differences(one: Any, other: Any, where: str = "") -> list[str]:
     """Where two nests of dicts, lists and tensors are not equal to the last bit."""
     if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
-        return [place for key in one for place in differences(one[key], other[key], f"{where}/{key}")]
+        return [
+            place for key in one for place in differences(one[key], other[key], f"{where}/{key}")
+        ]
     if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        return [place for i in range(len(one)) for place in differences(one[i], other[i], f"{where}/{i}")]
+        return [
+            place
+            for i in range(len(one))
+            for place in differences(one[i], other[i], f"{where}/{i}")
+        ]
     if hasattr(one, "codes") and hasattr(other, "codes"):  # a moment of torchao's AdamW
         return differences([one.codes, one.scale], [other.codes, other.scale], where)
     same = torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
@@ -76,7 +89,10 @@ def whole_state_of(path: Path) -> dict[str, Any]:
     state = torch.load(path / "state.pt", weights_only=True)
     reader = dcp.HuggingFaceStorageReader(str(path))
     found = reader.read_metadata().state_dict_metadata
-    tensors = {name: torch.full(of.size, torch.nan, dtype=of.properties.dtype) for name, of in found.items()}
+    tensors = {
+        name: torch.full(of.size, torch.nan, dtype=of.properties.dtype)
+        for name, of in found.items()
+    }
     dcp.load(tensors, storage_reader=reader, no_dist=True)
     for name, tensor in tensors.items():
         kind, rest = name.split("/", 1)

@@ -20,7 +20,13 @@ from tests.support.configs import ROOT
 from torchrl_grpo.host.files import read_jsonl
 
 SYNC, ASYNC = ROOT / "sota" / "grpo" / "grpo.py", ROOT / "sota" / "grpo" / "grpo-async.py"
-SMALL = ("env.num_envs=16", "env.repeats=4", "optimizer.lr=1e-3", "logging.tensorboard=false", "evaluation.k=2")
+SMALL = (
+    "env.num_envs=16",
+    "env.repeats=4",
+    "optimizer.lr=1e-3",
+    "logging.tensorboard=false",
+    "evaluation.k=2",
+)
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
@@ -40,7 +46,11 @@ class Script:
         self.folder, self.family = folder, set[psutil.Process]()
         self._output = (folder / "printed.txt").open("w")
         # A process that was started in the background ignores Ctrl-C, and so would this one, if it is no fork.
-        default: Any = None if sys.platform == "linux" else partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        default: Any = (
+            None
+            if sys.platform == "linux"
+            else partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        )
         self.process = forks.Popen(
             [
                 sys.executable,

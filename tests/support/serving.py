@@ -51,11 +51,18 @@ def until(condition: Callable[[], object], timeout: float = 300.0, every_s: floa
     return bool(condition())
 
 
-def start(engine: AsyncVLLMEngine, pool: ThreadPoolExecutor, params: SamplingParams) -> list[Future]:
+def start(
+    engine: AsyncVLLMEngine, pool: ThreadPoolExecutor, params: SamplingParams
+) -> list[Future]:
     """Four calls from four threads, of which each has sampled some tokens when this returns."""
     calls = [pool.submit(engine.generate, [prompt], 4, params) for prompt in PROMPTS]
     states = engine._llm.output_processor.request_states
-    assert until(lambda: len(states) == 16 and all(s.detokenizer.num_output_tokens() > 5 for s in states.values()))
+    assert until(
+        lambda: (
+            len(states) == 16
+            and all(s.detokenizer.num_output_tokens() > 5 for s in states.values())
+        )
+    )
     return calls
 
 
@@ -76,7 +83,9 @@ def calls_from_four_threads_have_the_trainers_log_probs(
     best = model(torch.cat([PROMPTS[0], group[0].tokens])[None]).logits[0, 99:-1].argmax(-1)
     assert [done.tokens.tolist() for done in group] == [best.tolist()] * 3
     assert engine.generate([], 2, SHORT) == []
-    with pytest.raises(ValueError, match="leave room for one token in the context of 512 tokens, this one has 512"):
+    with pytest.raises(
+        ValueError, match="leave room for one token in the context of 512 tokens, this one has 512"
+    ):
         engine.generate([torch.zeros(512, dtype=torch.int64)], 2, SHORT)
 
 
@@ -97,7 +106,10 @@ def wait_lets_running_calls_end_and_holds_new_ones_back(
                 assert done.versions.unique().tolist() == [2]
                 assert errors(old, prompt, done).max() < rounding < errors(new, prompt, done).max()
         for done in late.result()[0]:
-            assert done.versions.unique().tolist() == [3] and errors(new, PROMPTS[0], done).max() < rounding
+            assert (
+                done.versions.unique().tolist() == [3]
+                and errors(new, PROMPTS[0], done).max() < rounding
+            )
         update.result()
     assert engine.restarted_requests == before
 
@@ -118,7 +130,9 @@ def keep_goes_on_with_new_weights_and_each_token_has_its_version(
         for done in call.result()[0]:
             assert (done.versions.diff() >= 0).all()
             versions.append(done.versions)
-            gaps.append(torch.stack([errors(models[version], prompt, done) for version in (4, 5, 6)]))
+            gaps.append(
+                torch.stack([errors(models[version], prompt, done) for version in (4, 5, 6)])
+            )
     of, which = torch.cat(gaps, 1), torch.cat(versions)
     # Keys and values were computed anew: every token's score is that of one set of weights, and of no other.
     assert of.gather(0, which[None] - 4).max() < rounding
@@ -126,7 +140,9 @@ def keep_goes_on_with_new_weights_and_each_token_has_its_version(
     for version in which.unique().tolist():
         others = [i for i in range(3) if i != version - 4]
         assert of[others][:, which == version].amax(1).min() > 0.1
-    assert mismatch(engine, response_log_probs(models[6]), PROMPTS, SHORT)[1] < rounding  # no prefix of old weights
+    assert (
+        mismatch(engine, response_log_probs(models[6]), PROMPTS, SHORT)[1] < rounding
+    )  # no prefix of old weights
 
 
 def abort_starts_running_requests_again_and_counts_them(
@@ -146,7 +162,9 @@ def abort_starts_running_requests_again_and_counts_them(
     assert engine.restarted_requests - before == 4
 
 
-def stop_strings_and_each_response_are_told(engine: AsyncVLLMEngine, pool: ThreadPoolExecutor, rounding: float) -> None:
+def stop_strings_and_each_response_are_told(
+    engine: AsyncVLLMEngine, pool: ThreadPoolExecutor, rounding: float
+) -> None:
     """Of whatever weights it has."""
     engine._in_flight = "wait"
     assert_stop_strings_end_responses(engine, PROMPTS[:2], repeats=False)

@@ -71,7 +71,9 @@ class SGLangStub:
                 self.answer({})
 
             def do_POST(self) -> None:
-                self.answer(json.loads(self.rfile.read(int(self.headers["content-length"] or 0)) or b"{}"))
+                self.answer(
+                    json.loads(self.rfile.read(int(self.headers["content-length"] or 0)) or b"{}")
+                )
 
             def answer(self, body: Any) -> None:
                 stub.seen.append((self.path, body))
@@ -110,7 +112,9 @@ class SGLangStub:
 
     def restart(self) -> None:
         """Come back at the same port, with the weights of the first start."""
-        self.engine.model.load_state_dict(AutoModelForCausalLM.from_pretrained(self.path).state_dict())
+        self.engine.model.load_state_dict(
+            AutoModelForCausalLM.from_pretrained(self.path).state_dict()
+        )
         self.engine.update_weights(self.engine.model.named_parameters(), 0)
         self.label = FIRST
         self.start(self.port)
@@ -125,7 +129,9 @@ class SGLangStub:
         if route == "/update_weights_from_disk":
             weights = load_file(Path(body["model_path"]) / "model.safetensors")
             with self._one:
-                self.engine.update_weights(((k, v) for k, v in weights.items() if k != "lm_head.weight"), 0)
+                self.engine.update_weights(
+                    ((k, v) for k, v in weights.items() if k != "lm_head.weight"), 0
+                )
                 self.label = body["weight_version"]
                 self.given[int(self.label.partition("-")[2])] = weights
             return 200, {"success": True, "message": "done"}
@@ -147,10 +153,17 @@ class SGLangStub:
                 logits = self.engine.model(known).logits[0, -1]
             log_probs = (logits / (1.0 if self.raw else temperature)).log_softmax(-1)
             best = log_probs.topk(body["top_logprobs_num"])
-            top = [[x, i, None] for x, i in zip(best.values.tolist(), best.indices.tolist(), strict=True)]
-            return 200, {"meta_info": {"output_token_logprobs": top[:1], "output_top_logprobs": [top]}}
+            top = [
+                [x, i, None]
+                for x, i in zip(best.values.tolist(), best.indices.tolist(), strict=True)
+            ]
+            return 200, {
+                "meta_info": {"output_token_logprobs": top[:1], "output_top_logprobs": [top]}
+            }
         params = SamplingParams(
-            asked["max_new_tokens"], temperature=temperature, stop_token_ids=tuple(asked["stop_token_ids"])
+            asked["max_new_tokens"],
+            temperature=temperature,
+            stop_token_ids=tuple(asked["stop_token_ids"]),
         )
         with self._one:
             [made] = self.engine.generate([torch.tensor(prompt)], asked["n"], params)
@@ -163,7 +176,8 @@ class SGLangStub:
             {
                 "meta_info": {
                     "output_token_logprobs": [
-                        [x, i, None] for x, i in zip(one.log_probs.tolist(), one.tokens.tolist(), strict=True)
+                        [x, i, None]
+                        for x, i in zip(one.log_probs.tolist(), one.tokens.tolist(), strict=True)
                     ],
                     "finish_reason": {"type": reason or one.finish_reason},
                     "weight_version": label,
@@ -185,9 +199,15 @@ class SGLangStub:
             logits = self.engine.model(known).logits[0, start:-1]
         log_probs = logits if self.raw else logits.log_softmax(-1)
         ids = zip(known[0, start + 1 :], prompt[start + 1 :], strict=True)
-        own = [[row[token].item(), given, None] for row, (token, given) in zip(log_probs, ids, strict=True)]
+        own = [
+            [row[token].item(), given, None]
+            for row, (token, given) in zip(log_probs, ids, strict=True)
+        ]
         likely = [
-            [[x, i, None] for x, i in zip(*(part.tolist() for part in row.topk(top_k)), strict=True)]
+            [
+                [x, i, None]
+                for x, i in zip(*(part.tolist() for part in row.topk(top_k)), strict=True)
+            ]
             for row in log_probs
         ]
         info: dict[str, Any] = {"input_token_logprobs": [[None, prompt[start], None], *own]}

@@ -29,10 +29,15 @@ def make_merged_tokenizer() -> tuple[PreTrainedTokenizerFast, list[bytes]]:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(SPECIAL)
-    pieces = [*(text.encode() for text in SPECIAL), *(bytes([byte]) for byte in (*range(33, 127), 32, 10, 0xC3, 0xA9))]
+    pieces = [
+        *(text.encode() for text in SPECIAL),
+        *(bytes([byte]) for byte in (*range(33, 127), 32, 10, 0xC3, 0xA9)),
+    ]
     pieces += [a.encode() + b.encode() for a, b in merges]
     assert len(pieces) == 261
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>", pad_token="<|pad|>"), pieces
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|end|>", pad_token="<|pad|>"
+    ), pieces
 
 
 def first_end(tokens: Sequence[int], pieces: Sequence[bytes], strings: Sequence[str]) -> int | None:
@@ -44,7 +49,9 @@ def first_end(tokens: Sequence[int], pieces: Sequence[bytes], strings: Sequence[
     return None
 
 
-def assert_stop_strings_end_responses(engine: Engine, prompts: Sequence[Tensor], repeats: bool = True) -> None:
+def assert_stop_strings_end_responses(
+    engine: Engine, prompts: Sequence[Tensor], repeats: bool = True
+) -> None:
     """With a string that spans two tokens, one within a token, and one that is never written; ``repeats`` where the
     engine draws the same tokens again from the same seed, so that there are all kinds of ends."""
     tokenizer, pieces = make_merged_tokenizer()
@@ -55,16 +62,23 @@ def assert_stop_strings_end_responses(engine: Engine, prompts: Sequence[Tensor],
     # The string's halves are in the two tokens; that within a token has more after it.
     a, b = next((a, b) for row in rows for a, b in pairwise(row) if a > 4 < b and a < 99 > b)
     longer = next(token for row in rows for token in row if len(pieces[token]) > 1 and token > 4)
-    for strings, many in (([(pieces[a] + pieces[b]).decode()], False), ([pieces[longer][:1].decode(), "é"], True)):
+    for strings, many in (
+        ([(pieces[a] + pieces[b]).decode()], False),
+        ([pieces[longer][:1].decode(), "é"], True),
+    ):
         ends_there = replace(params, stop=StopStrings(strings, tokenizer))
         told = []
         engine.seed(0)
-        groups = engine.generate(prompts, 8, ends_there, on_finished=lambda *what, told=told: told.append(what))
+        groups = engine.generate(
+            prompts, 8, ends_there, on_finished=lambda *what, told=told: told.append(what)
+        )
         ended, beyond = 0, 0
         for done in (done for group in groups for done in group):
             tokens = done.tokens.tolist()
             end = first_end(tokens, pieces, strings)
-            assert (len(tokens), done.finish_reason) == ((24, "length") if end is None else (end, "stop"))
+            assert (len(tokens), done.finish_reason) == (
+                (24, "length") if end is None else (end, "stop")
+            )
             assert len(done.log_probs) == len(tokens)
             ended += end is not None
             beyond += end is not None and not pieces[tokens[-1]].endswith(strings[0].encode())
@@ -74,9 +88,15 @@ def assert_stop_strings_end_responses(engine: Engine, prompts: Sequence[Tensor],
     # What is sampled until then is what is sampled without them.
     greedy = SamplingParams(24, temperature=0)
     [[whole]] = engine.generate(prompts[:1], 1, greedy)
-    string = next(pieces[token].decode() for token in whole.tokens.tolist()[3:] if pieces[token].isascii())
+    string = next(
+        pieces[token].decode() for token in whole.tokens.tolist()[3:] if pieces[token].isascii()
+    )
     cut = StopStrings([string], tokenizer)
     [[part]] = engine.generate(prompts[:1], 1, replace(greedy, stop=cut))
     end = first_end(whole.tokens.tolist(), pieces, [string])
-    assert end is not None and part.finish_reason == "stop" and torch.equal(part.tokens, whole.tokens[:end])
+    assert (
+        end is not None
+        and part.finish_reason == "stop"
+        and torch.equal(part.tokens, whole.tokens[:end])
+    )
     torch.testing.assert_close(part.log_probs, whole.log_probs[:end], rtol=0, atol=1e-5)

@@ -70,8 +70,13 @@ def play(
         what ``TaskQueue.played`` says.
     """
     version = queue.buffer.version
-    reports = [GroupReport(one.group, version, varied(one.group), outcomes(one.index)) for one in progress.task.drawn]
-    report = RolloutReport(tuple(reports), generate_s=2.0 * len(reports), env_s=1.0 * len(reports), engine=None)
+    reports = [
+        GroupReport(one.group, version, varied(one.group), outcomes(one.index))
+        for one in progress.task.drawn
+    ]
+    report = RolloutReport(
+        tuple(reports), generate_s=2.0 * len(reports), env_s=1.0 * len(reports), engine=None
+    )
     responses = queue.played(progress, report, progress.task.groups)
     queue.finish(progress)
     return responses

@@ -17,7 +17,10 @@ from torchrl_grpo.objectives import GRPOLoss
 
 
 def make_batch(
-    lengths: tuple[int, ...] = (9, 14, 6, 11, 8, 12, 7, 10), *, spread: float = 0.1, repeats: int = 1
+    lengths: tuple[int, ...] = (9, 14, 6, 11, 8, 12, 7, 10),
+    *,
+    spread: float = 0.1,
+    repeats: int = 1,
 ) -> TensorDictBase:
     """Sequences whose behaviour and reference log-probs are near those of ``make_tiny_model()``.
 
@@ -30,7 +33,9 @@ def make_batch(
 
 
 @cache
-def _scored_batch(lengths: tuple[int, ...], spread: float, repeats: int) -> tuple[TensorDictBase, Tensor]:
+def _scored_batch(
+    lengths: tuple[int, ...], spread: float, repeats: int
+) -> tuple[TensorDictBase, Tensor]:
     generator = torch.Generator().manual_seed(0)
     scorer = TokenScorer(make_tiny_model())
     rows = []
@@ -58,7 +63,9 @@ def _scored_batch(lengths: tuple[int, ...], spread: float, repeats: int) -> tupl
     return lazy_stack(rows), torch.get_rng_state()
 
 
-def make_trainer(model: torch.nn.Module | None = None, *, optimizer: Any = None, **settings: Any) -> GRPOTrainer:
+def make_trainer(
+    model: torch.nn.Module | None = None, *, optimizer: Any = None, **settings: Any
+) -> GRPOTrainer:
     model = make_tiny_model() if model is None else model
     loss = GRPOLoss(TokenScorer(model), kl_to_ref_coeff=0.1, entropy_coeff=0.01)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -8,7 +8,9 @@ import torch
 from tensordict import NestedKey, TensorDict
 
 
-def make_trajectory(group: int, rewards: Sequence[float], group_key: NestedKey = "group_id") -> TensorDict:
+def make_trajectory(
+    group: int, rewards: Sequence[float], group_key: NestedKey = "group_id"
+) -> TensorDict:
     """[T] steps of which the last is done."""
     steps = len(rewards)
     out = TensorDict({}, [steps])

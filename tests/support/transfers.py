@@ -37,7 +37,11 @@ class FileInfo(import_module("vllm.distributed.weight_transfer.base").WeightTran
         if self.wrong == "nothing":
             return
         for name, weight in torch.load(self.path).items():
-            yield name, weight + (weight.abs().max() * 2**-7 if self.wrong == "corrupt" and "norm" in name else 0)
+            yield (
+                name,
+                weight
+                + (weight.abs().max() * 2**-7 if self.wrong == "corrupt" and "norm" in name else 0),
+            )
 
 
 class FileEngine(ObjectStoreEngine):

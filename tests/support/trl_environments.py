@@ -30,7 +30,9 @@ class IncrementEnv:
 
 
 class TargetEnv:  # IncrementEnv of "Providing an external dataset"
-    def reset(self, target, **kwargs) -> None:  # the row's `target` column arrives as a keyword argument
+    def reset(
+        self, target, **kwargs
+    ) -> None:  # the row's `target` column arrives as a keyword argument
         self.counter = 0
         self.target = target
 

@@ -42,15 +42,38 @@ def tokens(text: str) -> dict[str, list[Any]]:
         inside = inside and letter != "]"
     log_probs = [None if one else -0.25 for one in given]
     trainer = [None if one else -0.25 + 0.01 * at for at, one in enumerate(given)]
-    return {"text": list(text), "log_prob": log_probs, "trainer": trainer, "reference": log_probs, "entropy": log_probs}
+    return {
+        "text": list(text),
+        "log_prob": log_probs,
+        "trainer": trainer,
+        "reference": log_probs,
+        "entropy": log_probs,
+    }
 
 
 def group(step: int, query: str, responses: Sequence[str], **others: Any) -> list[dict[str, Any]]:
     """The rows of a group, whose rewards are 0, 1, 0, 1, ..."""
     return [
-        {"step": step, "split": "train", "query": query, "response": response, "reward": float(at % 2)}
-        | {"correct": at % 2 == 1, "valid": True, "advantage": 2.0 * (at % 2) - 1, "parts": {"right": float(at % 2)}}
-        | {"dataset": "sums", "group": step, "length": len(response), "finish_reason": "stop", "version": step - 1}
+        {
+            "step": step,
+            "split": "train",
+            "query": query,
+            "response": response,
+            "reward": float(at % 2),
+        }
+        | {
+            "correct": at % 2 == 1,
+            "valid": True,
+            "advantage": 2.0 * (at % 2) - 1,
+            "parts": {"right": float(at % 2)},
+        }
+        | {
+            "dataset": "sums",
+            "group": step,
+            "length": len(response),
+            "finish_reason": "stop",
+            "version": step - 1,
+        }
         | {"staleness": 0, **others, "tokens": tokens(response)}
         for at, response in enumerate(responses)
     ]
@@ -61,17 +84,37 @@ def make_run(folder: Path, steps: int = 3, rate: str = "1e-4") -> Path:
     (folder / ".hydra").mkdir(parents=True)
     (folder / ".hydra" / "config.yaml").write_text(CONFIG.replace("LR", rate))
     (folder / ".hydra" / "hydra.yaml").write_text(HYDRA)
-    (folder / "environment.json").write_text(json.dumps({"python": "3.11", "packages": {"torch": "2.13"}}))
-    append(
-        folder, "metrics.jsonl", [{"step": 0, "eval/pass@1": 0.25}, *(metrics(step) for step in range(1, steps + 1))]
+    (folder / "environment.json").write_text(
+        json.dumps({"python": "3.11", "packages": {"torch": "2.13"}})
     )
-    test = {"step": 0, "split": "test", "query": "1+1=", "response": "three", "reward": 0.0, "correct": False}
+    append(
+        folder,
+        "metrics.jsonl",
+        [{"step": 0, "eval/pass@1": 0.25}, *(metrics(step) for step in range(1, steps + 1))],
+    )
+    test = {
+        "step": 0,
+        "split": "test",
+        "query": "1+1=",
+        "response": "three",
+        "reward": 0.0,
+        "correct": False,
+    }
     append(folder, "samples.jsonl", [test])
     for step in range(1, steps + 1):
-        append(folder, "samples.jsonl", group(step, f"{step}+{step}=", [f"no {step}", f"#### {2 * step}"]))
-        spans = [("sampler 0", "sample", 0.0, 1.0), ("trainer", "train", 1.0, 0.5), ("sampler 0", "restart", 1.2, 0.0)]
+        append(
+            folder,
+            "samples.jsonl",
+            group(step, f"{step}+{step}=", [f"no {step}", f"#### {2 * step}"]),
+        )
+        spans = [
+            ("sampler 0", "sample", 0.0, 1.0),
+            ("trainer", "train", 1.0, 0.5),
+            ("sampler 0", "restart", 1.2, 0.0),
+        ]
         rows = [
-            {"actor": a, "kind": k, "start": 1e9 + 2 * step + at, "seconds": s, "step": step} for a, k, at, s in spans
+            {"actor": a, "kind": k, "start": 1e9 + 2 * step + at, "seconds": s, "step": step}
+            for a, k, at, s in spans
         ]
         append(folder, "timeline.jsonl", rows)
     return folder
@@ -85,7 +128,9 @@ def make_large(folder: Path, groups: int, steps: int = 1000) -> Path:
     with (run / "samples.jsonl").open("a", encoding="utf-8") as file:
         for at in range(groups):
             step = str(4 + at * steps // groups)
-            file.write(text.replace("STEP", step).replace("-1", str(at)).replace("QUERY", f"{at}+{at}="))
+            file.write(
+                text.replace("STEP", step).replace("-1", str(at)).replace("QUERY", f"{at}+{at}=")
+            )
     append(run, "metrics.jsonl", [metrics(step) for step in range(4, 4 + steps)])
     return run
 
@@ -97,7 +142,9 @@ def served(*folders: Path) -> Iterator[str]:
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
-        found = re.fullmatch(r"Run dashboard: (http://127\.0\.0\.1:\d+/[\w-]{43}/)\n", process.stdout.readline())
+        found = re.fullmatch(
+            r"Run dashboard: (http://127\.0\.0\.1:\d+/[\w-]{43}/)\n", process.stdout.readline()
+        )
         assert found is not None
         yield found[1]
     finally:

@@ -27,7 +27,9 @@ class Trained:
         return named_adapters(self.model)
 
 
-def mismatch(engine: Engine, score_fn: ScoreFn, prompts: Sequence[Tensor], params: SamplingParams) -> Any:
+def mismatch(
+    engine: Engine, score_fn: ScoreFn, prompts: Sequence[Tensor], params: SamplingParams
+) -> Any:
     """Mean and largest difference between an engine's log-probs and those of ``score_fn`` (``response_log_probs``)."""
     probe = sample_probe(engine, prompts, params)
     full = [prompt.new_tensor([*prompt, *tokens]) for prompt, tokens, _ in probe]

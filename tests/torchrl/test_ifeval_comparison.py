@@ -18,7 +18,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def tool() -> Iterator[ModuleType]:
-    spec = importlib.util.spec_from_file_location("compare_ifeval", ROOT / "tools" / "compare_ifeval.py")
+    spec = importlib.util.spec_from_file_location(
+        "compare_ifeval", ROOT / "tools" / "compare_ifeval.py"
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -39,4 +41,8 @@ def test_500_responses_differ_from_torchrl_only_where_it_is_explained(tool: Modu
 
 def test_every_explained_difference_is_in_the_docs(tool: ModuleType) -> None:
     page = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8")
-    assert [name for name, reason in tool.EXPLAINED.items() if f"`{name}`" not in page or reason not in page] == []
+    assert [
+        name
+        for name, reason in tool.EXPLAINED.items()
+        if f"`{name}`" not in page or reason not in page
+    ] == []

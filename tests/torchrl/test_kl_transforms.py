@@ -11,7 +11,12 @@ import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 from torchrl.envs import TransformedEnv
-from torchrl.envs.llm.transforms import KLComputation, KLRewardTransform, RetrieveKL, RetrieveLogProb
+from torchrl.envs.llm.transforms import (
+    KLComputation,
+    KLRewardTransform,
+    RetrieveKL,
+    RetrieveLogProb,
+)
 from torchrl.envs.transforms import Transform
 from torchrl.modules.llm import TransformersWrapper
 from torchrl.objectives.llm import GRPOLoss as TorchRLGRPOLoss
@@ -76,11 +81,16 @@ def wrap(model: PreTrainedModel, **settings: Any) -> TransformersWrapper:
 
 
 def retrieve_log_prob(model: PreTrainedModel, **settings: Any) -> RetrieveLogProb:
-    return RetrieveLogProb(wrap(model, **settings), log_probs_full_key=REFERENCE, assistant_only=False)
+    return RetrieveLogProb(
+        wrap(model, **settings), log_probs_full_key=REFERENCE, assistant_only=False
+    )
 
 
 def retrieve_kl(policy: PreTrainedModel, reference: PreTrainedModel, **settings: Any) -> RetrieveKL:
-    models = (wrap(model, log_probs_key=key[0]) for model, key in ((policy, GENERATION), (reference, REFERENCE)))
+    models = (
+        wrap(model, log_probs_key=key[0])
+        for model, key in ((policy, GENERATION), (reference, REFERENCE))
+    )
     return RetrieveKL(
         *models,
         gen_log_probs_full_key=GENERATION,
@@ -101,7 +111,9 @@ def of_sampled(batch: TensorDictBase, masks: TensorDictBase, key: Any) -> Tensor
 
 def kl_by_hand(scored: TensorDictBase) -> Tensor:
     rows = scored.unbind(0)
-    return torch.cat([(row[keys.LOG_PROBS] - row[keys.REF_LOG_PROBS])[row[keys.ASSISTANT_MASK]] for row in rows])
+    return torch.cat(
+        [(row[keys.LOG_PROBS] - row[keys.REF_LOG_PROBS])[row[keys.ASSISTANT_MASK]] for row in rows]
+    )
 
 
 @torch.no_grad()
@@ -115,17 +127,21 @@ def test_retrieve_log_prob_gives_the_log_probs_of_kl_scoring(
 
 
 @torch.no_grad()
-def test_torchrls_wrapper_that_packs_scores_other_tokens(scored: TensorDictBase, reference: PreTrainedModel) -> None:
+def test_torchrls_wrapper_that_packs_scores_other_tokens(
+    scored: TensorDictBase, reference: PreTrainedModel
+) -> None:
     """So ``pad_model_input`` must stay True, its default: nothing says that the numbers are others."""
     theirs = retrieve_log_prob(reference, pad_model_input=False)(without_reference(scored))
-    assert (of_sampled(theirs, scored, REFERENCE) - of_sampled(scored, scored, REFERENCE)).abs().max() > 1
+    assert (
+        of_sampled(theirs, scored, REFERENCE) - of_sampled(scored, scored, REFERENCE)
+    ).abs().max() > 1
     batch = GroupAdvantage(G)(scored.clone())
     ours = GRPOLoss(TokenScorer(reference))(batch)["loss_objective"].item()
     batch["advantage"] = batch["advantage"].unsqueeze(-1)
     values = [
-        TorchRLGRPOLoss(wrap(reference, pad_model_input=pads), aggregation="prompt_mean", entropy_bonus=False)(
-            batch
-        ).loss_objective.item()
+        TorchRLGRPOLoss(
+            wrap(reference, pad_model_input=pads), aggregation="prompt_mean", entropy_bonus=False
+        )(batch).loss_objective.item()
         for pads in (True, False)
     ]
     assert values[0] == pytest.approx(ours, rel=1e-4)
@@ -139,9 +155,14 @@ def test_retrieve_kl_is_the_difference_to_the_reference(
     theirs = retrieve_kl(policy, reference, add_to_reward=False)(without_reference(scored))
     expected = kl_by_hand(scored)
     assert expected.abs().max() > 0.1
-    torch.testing.assert_close(of_sampled(theirs, scored, "kl_penalty"), expected, rtol=0, atol=1e-4)
     torch.testing.assert_close(
-        of_sampled(theirs, scored, REFERENCE), of_sampled(scored, scored, REFERENCE), rtol=0, atol=1e-4
+        of_sampled(theirs, scored, "kl_penalty"), expected, rtol=0, atol=1e-4
+    )
+    torch.testing.assert_close(
+        of_sampled(theirs, scored, REFERENCE),
+        of_sampled(scored, scored, REFERENCE),
+        rtol=0,
+        atol=1e-4,
     )
 
 
@@ -152,12 +173,17 @@ def test_kl_computation_with_a_reward_a_token_is_reward_shaping(scored: TensorDi
     for row in shaped.unbind(0):
         reward = torch.zeros(row[keys.FULL].numel(), 1)
         reward[-1] = row[keys.REWARD]
-        log_probs = {"log_probs": {"full": row[keys.LOG_PROBS]}, "ref_log_probs": {"full": row[keys.REF_LOG_PROBS]}}
+        log_probs = {
+            "log_probs": {"full": row[keys.LOG_PROBS]},
+            "ref_log_probs": {"full": row[keys.REF_LOG_PROBS]},
+        }
         rows.append(TensorDict({"next": {**log_probs, "reward": reward}}))
     theirs = KLComputation(coeff=0.5)(lazy_stack(rows))
     torch.testing.assert_close(of_sampled(theirs, scored, "kl_penalty"), kl_by_hand(scored))
     assert kl_by_hand(scored).abs().max() > 0.1
-    for reward, row in zip(theirs["next"].get("reward", as_list=True), shaped.unbind(0), strict=True):
+    for reward, row in zip(
+        theirs["next"].get("reward", as_list=True), shaped.unbind(0), strict=True
+    ):
         torch.testing.assert_close(reward.squeeze(-1), row[keys.TOKEN_REWARD])
 
 
@@ -165,10 +191,15 @@ def test_kl_scoring_in_an_environment_writes_what_it_writes_to_a_batch(
     scored: TensorDictBase, policy: PreTrainedModel, reference: PreTrainedModel
 ) -> None:
     batch = collect(policy, KLScoring(TokenScorer(reference)))
-    torch.testing.assert_close(of_sampled(batch, scored, REFERENCE), of_sampled(scored, scored, REFERENCE))
+    torch.testing.assert_close(
+        of_sampled(batch, scored, REFERENCE), of_sampled(scored, scored, REFERENCE)
+    )
 
 
-REFUSED: dict[str, tuple[Callable[[PreTrainedModel, PreTrainedModel, TensorDictBase], Any], type[Exception], str]] = {
+REFUSED: dict[
+    str,
+    tuple[Callable[[PreTrainedModel, PreTrainedModel, TensorDictBase], Any], type[Exception], str],
+] = {
     "assistant_only": (
         lambda policy, reference, batch: RetrieveLogProb(wrap(reference)),
         ValueError,
@@ -180,7 +211,9 @@ REFUSED: dict[str, tuple[Callable[[PreTrainedModel, PreTrainedModel, TensorDictB
         "ref_log_probs.*unaccounted for by the transform",
     ),
     "RetrieveKL in LLMEnv": (
-        lambda policy, reference, batch: collect(policy, retrieve_kl(policy, reference, add_to_reward=False)),
+        lambda policy, reference, batch: collect(
+            policy, retrieve_kl(policy, reference, add_to_reward=False)
+        ),
         KeyError,
         "log_probs.*unaccounted for by the transform",
     ),

@@ -38,11 +38,15 @@ def make_env(tokenizer: Any, task: Any = None) -> LLMEnv:
 @pytest.mark.parametrize("total", [1, 10, 20])
 def test_iteration_fills_a_replay_buffer_and_yields_none(tokenizer, total):
     buffer = ReplayBuffer(storage=LazyStackStorage(40))
-    collector = RolloutCollector(make_env(tokenizer), make_policy(), total_dialog_turns=total, replay_buffer=buffer)
+    collector = RolloutCollector(
+        make_env(tokenizer), make_policy(), total_dialog_turns=total, replay_buffer=buffer
+    )
     assert set(collector) == {None}
     assert len(buffer) == collector.dialog_turns == -(-total // 4) * 4
     sample = buffer.sample(4)
-    assert sample.shape == (4,) and all(isinstance(text, str) for text in sample["text", "response"])
+    assert sample.shape == (4,) and all(
+        isinstance(text, str) for text in sample["text", "response"]
+    )
 
 
 def test_postproc_makes_what_is_yielded_and_written(tokenizer):
@@ -58,7 +62,9 @@ def test_postproc_makes_what_is_yielded_and_written(tokenizer):
 
 def test_a_dialog_counts_once_and_torchrl_counts_its_turns(tokenizer):
     """Every dialog has two turns: 8 trajectories are two batches of 4, and for TorchRL 16 turns."""
-    collector = RolloutCollector(make_env(tokenizer, TwoTurnTask()), make_policy(), total_dialog_turns=8)
+    collector = RolloutCollector(
+        make_env(tokenizer, TwoTurnTask()), make_policy(), total_dialog_turns=8
+    )
     assert len(collector) == len(list(collector)) == 2
     assert collector.dialog_turns == 8 and collector.last.turns == 8
     theirs = LLMCollector(
@@ -76,7 +82,9 @@ def test_torchrls_collector_plays_our_environment_and_policy(tokenizer):
         assert one.shape == (4, 1) and other.shape == (4,)
         # TorchRL's collector resets the environment once more, so that its groups have other numbers.
         assert [len(batch["group_id"].unique()) for batch in (one, other)] == [2, 2]
-        assert one["next", "reward"].flatten().tolist() == other["next", "reward"].flatten().tolist()
+        assert (
+            one["next", "reward"].flatten().tolist() == other["next", "reward"].flatten().tolist()
+        )
 
 
 @pytest.mark.parametrize(
@@ -97,17 +105,32 @@ def test_torchrls_collector_plays_our_environment_and_policy(tokenizer):
 )
 def test_torchrls_arguments_are_refused_with_the_reason(tokenizer, arguments, use):
     (name,) = arguments
-    with pytest.raises(TypeError, match=f"{name}=.* is TorchRL's and RolloutCollector has no such argument: .*{use}"):
+    with pytest.raises(
+        TypeError,
+        match=f"{name}=.* is TorchRL's and RolloutCollector has no such argument: .*{use}",
+    ):
         RolloutCollector(make_env(tokenizer), make_policy(), **arguments)
 
 
 def test_torchrls_arguments_that_say_what_is_so_are_taken(tokenizer):
-    same = {"yield_only_last_steps": True, "flatten_data": True, "track_policy_version": True, "async_envs": False}
+    same = {
+        "yield_only_last_steps": True,
+        "flatten_data": True,
+        "track_policy_version": True,
+        "async_envs": False,
+    }
     collector = RolloutCollector(
-        env=make_env(tokenizer), policy=make_policy(), **same, weight_updater=None, verbose=False, queue=None
+        env=make_env(tokenizer),
+        policy=make_policy(),
+        **same,
+        weight_updater=None,
+        verbose=False,
+        queue=None,
     )
     assert collector.rollout().shape == (4,)
-    with pytest.raises(TypeError, match="RolloutCollector got an unexpected keyword argument 'wurst'"):
+    with pytest.raises(
+        TypeError, match="RolloutCollector got an unexpected keyword argument 'wurst'"
+    ):
         RolloutCollector(make_env(tokenizer), make_policy(), wurst=1)
 
 
@@ -120,19 +143,29 @@ def test_weights_may_come_alone_and_in_torchrls_forms(tokenizer, tiny_model):
     policy = GenerationPolicy(TransformersEngine(tiny_model), PARAMS)
     collector = RolloutCollector(make_env(tokenizer), policy)
     parameters = dict(tiny_model.named_parameters())
-    forms = (tiny_model, TokenScorer(tiny_model), tiny_model.state_dict(), parameters.items(), TensorDict(parameters))
+    forms = (
+        tiny_model,
+        TokenScorer(tiny_model),
+        tiny_model.state_dict(),
+        parameters.items(),
+        TensorDict(parameters),
+    )
     for version, weights in enumerate(forms, start=1):
         collector.update_policy_weights_(weights)
         assert collector.policy_version == version
     collector.update_policy_weights_(parameters.items(), 40)
     assert collector.policy_version == 40
-    with pytest.raises(TypeError, match=r"needs the weights.*: use update_policy_weights_\(model\)"):
+    with pytest.raises(
+        TypeError, match=r"needs the weights.*: use update_policy_weights_\(model\)"
+    ):
         collector.update_policy_weights_()
 
 
 def test_the_version_can_be_raised_alone_and_the_draws_go_on(tokenizer, tiny_model):
     def make() -> RolloutCollector:
-        collector = RolloutCollector(make_env(tokenizer), GenerationPolicy(TransformersEngine(tiny_model), PARAMS))
+        collector = RolloutCollector(
+            make_env(tokenizer), GenerationPolicy(TransformersEngine(tiny_model), PARAMS)
+        )
         collector.set_seed(3)
         collector.rollout()
         return collector
@@ -147,7 +180,10 @@ def test_the_version_can_be_raised_alone_and_the_draws_go_on(tokenizer, tiny_mod
 
 def test_another_environment_or_policy_is_refused(tokenizer, tiny_model):
     wrapper = TransformersWrapper(tiny_model, tokenizer=tokenizer, input_mode="tokens")
-    with pytest.raises(ValueError, match=r"policy=TransformersWrapper a GenerationPolicy: use TorchRL's LLMCollector"):
+    with pytest.raises(
+        ValueError,
+        match=r"policy=TransformersWrapper a GenerationPolicy: use TorchRL's LLMCollector",
+    ):
         RolloutCollector(make_env(tokenizer), wrapper)
 
 
@@ -160,12 +196,16 @@ class SameLength(EchoTask):
 
 
 def test_specs_with_reference_log_probs_are_right(tokenizer, tiny_model):
-    check_env_specs(TransformedEnv(make_env(tokenizer, SameLength()), KLScoring(TokenScorer(tiny_model))))
+    check_env_specs(
+        TransformedEnv(make_env(tokenizer, SameLength()), KLScoring(TokenScorer(tiny_model)))
+    )
 
 
 @pytest.mark.parametrize("batched", [SerialEnv, ParallelEnv])
 def test_a_batched_environment_is_refused_when_it_is_built(tokenizer, batched):
-    with pytest.raises(ValueError, match=r"LLMEnv must not be stacked to \[2, 4\] rows .*: use num_envs"):
+    with pytest.raises(
+        ValueError, match=r"LLMEnv must not be stacked to \[2, 4\] rows .*: use num_envs"
+    ):
         batched(2, lambda: make_env(tokenizer))
     with pytest.raises(ValueError, match="LLMEnv must not be stacked"):
         batched(2, lambda: TransformedEnv(make_env(tokenizer), GroupAdvantage(2)))

@@ -27,12 +27,20 @@ def normalised(returns: torch.Tensor) -> torch.Tensor:
 
 def test_ragged_rewards_of_each_token_make_one_advantage_a_step():
     """Steps with several rewards each, of different numbers; groups by text."""
-    buffer = ReplayBuffer(storage=LazyStackStorage(10), transform=GroupAdvantage(2, group_key="query"))
+    buffer = ReplayBuffer(
+        storage=LazyStackStorage(10), transform=GroupAdvantage(2, group_key="query")
+    )
     rewards = [[[1.0], [2.0, 3.0]], [[0.0, 0.0, 2.0]]]  # returns 6 and 2
     for steps in rewards:
         rows = [
             TensorDict(
-                {"query": "p", "next": {"reward": torch.tensor(reward)[:, None], "done": torch.tensor([i == last])}}
+                {
+                    "query": "p",
+                    "next": {
+                        "reward": torch.tensor(reward)[:, None],
+                        "done": torch.tensor([i == last]),
+                    },
+                }
             )
             for last in [len(steps) - 1]
             for i, reward in enumerate(steps)
@@ -42,7 +50,9 @@ def test_ragged_rewards_of_each_token_make_one_advantage_a_step():
 
 
 def test_several_trajectories_in_one_flat_batch_are_told_apart():
-    batch = torch.cat([make_trajectory(0, [1.0, 0.0]), make_trajectory(0, [0.0] * 3), make_trajectory(1, [0.0])])
+    batch = torch.cat(
+        [make_trajectory(0, [1.0, 0.0]), make_trajectory(0, [0.0] * 3), make_trajectory(1, [0.0])]
+    )
     transform = GroupAdvantage(2)
     out = transform.inv(batch)
     expected = torch.tensor([1.0, 1.0, -1.0, -1.0, -1.0]) * 0.5**0.5
@@ -69,7 +79,11 @@ def test_texts_that_name_groups_stay_as_they_are():
         return lazy_stack(
             [
                 TensorDict(
-                    {"query": "a", "tokens": torch.zeros(width), "next": {"reward": torch.tensor([reward])}}
+                    {
+                        "query": "a",
+                        "tokens": torch.zeros(width),
+                        "next": {"reward": torch.tensor([reward])},
+                    }
                 ).set(("next", "done"), torch.tensor([last]))
                 for last in done
             ]
@@ -97,13 +111,21 @@ def test_groups_out_of_bounds_are_dropped_and_counted():
         assert transform.inv(make_trajectory(group, rewards[:1])) is None
         assert (transform.inv(make_trajectory(group, rewards[1:])) is not None) is (group == 2)
     stats = transform.queue.get_stats()
-    assert (stats["completed_trajectories"], stats["completed_decisions"], stats["successful_trajectories"]) == (
+    assert (
+        stats["completed_trajectories"],
+        stats["completed_decisions"],
+        stats["successful_trajectories"],
+    ) == (
         6,
         6,
         3,
     )
     assert (stats["trajectory_return_sum"], stats["trajectory_return_max"]) == (3.0, 1.0)
-    assert (stats["completed_groups"], stats["written_groups"], stats["dropped_groups"]) == (3, 1, 2)
+    assert (stats["completed_groups"], stats["written_groups"], stats["dropped_groups"]) == (
+        3,
+        1,
+        2,
+    )
     assert (stats["queued_groups"], stats["queued_trajectories"]) == (0, 0)
     transform.queue.reset_stats()
     assert transform.queue.get_stats()["completed_groups"] == 0
@@ -131,13 +153,22 @@ def test_candidates_are_chosen_as_torchrl_chooses_them(rewards, settings, counts
     settings = BOUNDS | {"candidate_group_size": 4} | settings
     ours = GroupAdvantage(2, **settings)
     theirs = MCAdvantage(2, prompt_key="group_id", trajectory_return="sum", **settings)
-    outs = [[transform.inv(make_trajectory(0, [reward])) for reward in rewards] for transform in (ours, theirs)]
+    outs = [
+        [transform.inv(make_trajectory(0, [reward])) for reward in rewards]
+        for transform in (ours, theirs)
+    ]
     for out, expected in zip(*outs, strict=True):
         assert (out is None) is (expected is None)
         if out is not None:
             assert out["next", "reward"].tolist() == expected["next", "reward"].tolist()
     assert ours.queue.get_stats() == theirs.get_stats()
-    names = ("written_groups", "dropped_groups", "rescued_groups", "selected_trajectories", "unselected_trajectories")
+    names = (
+        "written_groups",
+        "dropped_groups",
+        "rescued_groups",
+        "selected_trajectories",
+        "unselected_trajectories",
+    )
     assert tuple(ours.queue.get_stats()[name] for name in names) == counts
 
 
@@ -146,7 +177,9 @@ def test_a_selector_may_read_the_whole_trajectories():
         def __init__(self) -> None:
             super().__init__(in_keys=[("trajectories", "score")])
 
-        def select(self, candidates: TensorDict, *, group_size: int, keep_return_bounds: Any = None) -> list[int]:
+        def select(
+            self, candidates: TensorDict, *, group_size: int, keep_return_bounds: Any = None
+        ) -> list[int]:
             scores = [one["score"][0] for one in candidates["trajectories"].unbind(0)]
             return torch.stack(scores).topk(group_size).indices.tolist()
 
@@ -209,14 +242,18 @@ def test_a_state_loads_whether_or_not_anything_waited(waits: bool):
 def test_members_from_several_processes_complete_a_group():
     context = multiprocessing.get_context("fork")
     transform, results = GroupAdvantage(2).share_memory_(), context.Queue()
-    processes = [context.Process(target=write, args=(transform, reward, results)) for reward in (0.0, 1.0)]
+    processes = [
+        context.Process(target=write, args=(transform, reward, results)) for reward in (0.0, 1.0)
+    ]
     for process in processes:
         process.start()
     got = [results.get(timeout=60) for _ in processes]
     for process in processes:
         process.join(timeout=20)
     assert got.count(None) == 1
-    torch.testing.assert_close(torch.tensor(next(one for one in got if one)).abs(), torch.full((2,), 0.5**0.5))
+    torch.testing.assert_close(
+        torch.tensor(next(one for one in got if one)).abs(), torch.full((2,), 0.5**0.5)
+    )
     assert transform.num_waiting == 0 and transform.queue.completed_trajectories == 2
 
 
@@ -227,8 +264,14 @@ def test_members_from_several_processes_complete_a_group():
         ({"keep_return_bounds": (0.9, 0.1)}, "increasing"),
         ({"repeats": 1}, "repeats=1 must be at least 2"),
         ({"candidate_group_size": 1}, "candidate_group_size"),
-        ({"candidate_group_size": 4, "candidate_selection_min_size": 1}, "candidate_selection_min_size"),
-        ({"candidate_group_size": 4, "candidate_selection_min_size": 5}, "candidate_selection_min_size"),
+        (
+            {"candidate_group_size": 4, "candidate_selection_min_size": 1},
+            "candidate_selection_min_size",
+        ),
+        (
+            {"candidate_group_size": 4, "candidate_selection_min_size": 5},
+            "candidate_selection_min_size",
+        ),
     ],
 )
 def test_values_out_of_range_are_refused(arguments, message):
@@ -237,7 +280,8 @@ def test_values_out_of_range_are_refused(arguments, message):
 
 
 @pytest.mark.parametrize(
-    ("argument", "ours"), [("grpo_size", "repeats"), ("prompt_key", "group_key"), ("rewards_key", "reward_key")]
+    ("argument", "ours"),
+    [("grpo_size", "repeats"), ("prompt_key", "group_key"), ("rewards_key", "reward_key")],
 )
 def test_torchrls_names_are_refused_with_ours(argument, ours):
     with pytest.raises(TypeError, match=f"{argument}='x' is TorchRL's .*: use {ours}"):

@@ -22,11 +22,17 @@ def test_torchrls_loss_of_a_batch_that_ours_scored_equals_our_k3() -> None:
     for number in range(3):
         tokens = torch.randint(5, 261, (9,), generator=torch.Generator().manual_seed(number))
         mask = torch.arange(9) > 2 + number
-        rows.append(TensorDict({keys.FULL: tokens, keys.ASSISTANT_MASK: mask, keys.ATTENTION_MASK: mask | True}))
+        rows.append(
+            TensorDict(
+                {keys.FULL: tokens, keys.ASSISTANT_MASK: mask, keys.ATTENTION_MASK: mask | True}
+            )
+        )
     student, teacher = make_tiny_model(0), make_tiny_model(1)
     batch = KLScoring(TokenScorer(teacher), out_key=keys.TEACHER_LOG_PROBS)(lazy_stack(rows))
     tokenizer = AutoTokenizer.from_pretrained(starter_path())
-    wrapper = TransformersWrapper(student, tokenizer=tokenizer, generate=False, input_mode="tokens", pad_output=False)
+    wrapper = TransformersWrapper(
+        student, tokenizer=tokenizer, generate=False, input_mode="tokens", pad_output=False
+    )
     theirs = DistillationLoss(wrapper, tokenizer=tokenizer)
     theirs.set_keys(history=keys.FULL)
     assert theirs.tensor_keys.teacher_log_prob == keys.TEACHER_LOG_PROBS

@@ -24,7 +24,11 @@ from torchrl_grpo.starter import starter_path
 def actor() -> TransformersWrapper:
     tokenizer = AutoTokenizer.from_pretrained(starter_path())
     return TransformersWrapper(
-        make_tiny_model(), generate=False, pad_output=True, input_mode="history", tokenizer=tokenizer
+        make_tiny_model(),
+        generate=False,
+        pad_output=True,
+        input_mode="history",
+        tokenizer=tokenizer,
     )
 
 
@@ -33,12 +37,16 @@ def batch() -> TensorDict:
     """One dialog in TorchRL's history mode, with an advantage for each token, [1, T, 1]."""
     with set_list_to_stack(True):
         tokenizer = AutoTokenizer.from_pretrained(starter_path())
-        prompt = History(role=["system", "user"], content=["Answer.", "What is 2+2?"], batch_size=(2,))
+        prompt = History(
+            role=["system", "user"], content=["Answer.", "What is 2+2?"], batch_size=(2,)
+        )
         response = History(role=["assistant"], content=["2 + 2 = 4."], batch_size=(1,))
         full = prompt.extend(response, inplace=False)
         history = ChatHistory(prompt=prompt, response=response, full=full).expand((1,))
         tokens = history.to_tokens(tokenizer)
-        length = tokens.get("full", as_padded_tensor=True, padding_side="left", padding_value=0).shape[-1]
+        length = tokens.get(
+            "full", as_padded_tensor=True, padding_side="left", padding_value=0
+        ).shape[-1]
         generator = torch.Generator().manual_seed(0)
         attention = torch.ones(1, length, dtype=torch.bool)
         return TensorDict(
@@ -46,7 +54,9 @@ def batch() -> TensorDict:
                 "advantage": torch.randn(1, length, 1, generator=generator),
                 "history": history,
                 "tokens": tokens % 261,
-                "masks": Masks(all_attention_mask=attention, all_assistant_mask=None, padded=MetaData(True)),
+                "masks": Masks(
+                    all_attention_mask=attention, all_assistant_mask=None, padded=MetaData(True)
+                ),
                 "log_probs": torch.randn_like(tokens, dtype=torch.float32),
             },
             [1],
@@ -62,7 +72,9 @@ def test_history_mode_gives_outputs_that_are_attributes(actor, batch, make, clip
         assert getattr(out, name).shape == () and getattr(out, name).isfinite()
     assert 0 <= out.clip_fraction <= 1
     assert out.loss_kl_to_ref is None and out.kl_to_ref is None
-    with pytest.raises(AttributeError, match="has no attribute 'loss_critic', it has loss_objective"):
+    with pytest.raises(
+        AttributeError, match="has no attribute 'loss_critic', it has loss_objective"
+    ):
         _ = out.loss_critic
 
 
@@ -72,7 +84,9 @@ def test_log_probs_and_reference_that_are_missing_are_named(actor, batch):
     assert out.loss_objective.isfinite()
     with pytest.raises(KeyError, match=r"no entry next\.ref_log_probs\.full"):
         GRPOLoss(actor, kl_to_ref_coeff=0.1)(batch)
-    with pytest.raises(KeyError, match=r"must have tokens\.full, .* and log_probs\.full or log_probs\.response"):
+    with pytest.raises(
+        KeyError, match=r"must have tokens\.full, .* and log_probs\.full or log_probs\.response"
+    ):
         GRPOLoss(actor)(batch.exclude("log_probs"))
 
 
@@ -107,17 +121,29 @@ def test_a_token_mean_is_over_the_tokens_of_the_mask():
 )
 def test_torchrls_arguments_are_refused_with_ours(arguments: dict[str, Any], use: str):
     (name,) = arguments
-    with pytest.raises(TypeError, match=f"{name}=.* is TorchRL's and GRPOLoss has no such argument: .*{use}"):
+    with pytest.raises(
+        TypeError, match=f"{name}=.* is TorchRL's and GRPOLoss has no such argument: .*{use}"
+    ):
         GRPOLoss(Table(torch.zeros(1, 1, 2)), **arguments)
 
 
 def test_torchrls_defaults_that_change_nothing_are_taken():
-    same = {"kl_mask_threshold": None, "gamma": None, "reduction": "mean", "clip_value": False, "device": None}
-    loss = GRPOLoss(Table(torch.zeros(1, 1, 2)), **same, masking_strategy="rlhf", kl_to_ref_coeff=None)
+    same = {
+        "kl_mask_threshold": None,
+        "gamma": None,
+        "reduction": "mean",
+        "clip_value": False,
+        "device": None,
+    }
+    loss = GRPOLoss(
+        Table(torch.zeros(1, 1, 2)), **same, masking_strategy="rlhf", kl_to_ref_coeff=None
+    )
     assert loss.kl_to_ref_coeff == 0.0
     with pytest.raises(ValueError, match="actor_network=NoneType must be a TensorDict module"):
         GRPOLoss(None)
-    with pytest.raises(ValueError, match=r"aggregation='prompt_mean' must be one of .*: use 'sequence_mean'"):
+    with pytest.raises(
+        ValueError, match=r"aggregation='prompt_mean' must be one of .*: use 'sequence_mean'"
+    ):
         GRPOLoss(Table(torch.zeros(1, 1, 2)), aggregation="prompt_mean")
     with pytest.raises(ValueError, match="aggregation='none' must be one of"):
         GRPOLoss(Table(torch.zeros(1, 1, 2)), aggregation="none")
@@ -125,7 +151,11 @@ def test_torchrls_defaults_that_change_nothing_are_taken():
 
 def test_a_single_sequence_is_refused_with_advice_that_works(tiny_model):
     tokens, mask = torch.arange(5, 13).expand(2, 8), (torch.arange(8) > 3).expand(2, 8)
-    entries = {("tokens", "full"): tokens, ("masks", "all_assistant_mask"): mask, "advantage": torch.ones(2, 1)}
+    entries = {
+        ("tokens", "full"): tokens,
+        ("masks", "all_assistant_mask"): mask,
+        "advantage": torch.ones(2, 1),
+    }
     batch = TensorDict(entries | {("log_probs", "full"): torch.zeros(2, 8)}, [2])
     loss = GRPOLoss(TokenScorer(tiny_model))
     with pytest.raises(ValueError, match=r"batch_size=\[\] must be \[N\].*: use batch\[:1\]"):

@@ -95,7 +95,9 @@ def for_torchrl(batch: TensorDictBase) -> TensorDictBase:
 def total(out: TensorDictBase) -> Tensor:
     """The sum of the ``loss_*`` entries of either loss."""
     names = [name for name in list(out.keys()) if name.startswith("loss_")]
-    return sum((out.get(name).sum() for name in names if out.get(name) is not None), torch.zeros(()))
+    return sum(
+        (out.get(name).sum() for name in names if out.get(name) is not None), torch.zeros(())
+    )
 
 
 def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
@@ -111,7 +113,9 @@ def by_hand(model: PreTrainedModel, batch: TensorDictBase, clip: float = 0.2) ->
         log_p = model(tokens[None]).logits[0, start - 1 : -1].log_softmax(-1)
         ratio = (log_p.gather(-1, tokens[start:, None])[:, 0] - row[keys.LOG_PROBS][start:]).exp()
         advantage = row["advantage"].item()
-        values.append(torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage).mean())
+        values.append(
+            torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage).mean()
+        )
     return -torch.stack(values).mean()
 
 
@@ -119,15 +123,21 @@ def by_hand(model: PreTrainedModel, batch: TensorDictBase, clip: float = 0.2) ->
 
 
 @pytest.mark.parametrize("prompt_key", ["group_id", "query"])
-def test_torchrls_mc_advantage_on_our_batch_equals_group_advantage(our_batch: TensorDictBase, prompt_key: str) -> None:
+def test_torchrls_mc_advantage_on_our_batch_equals_group_advantage(
+    our_batch: TensorDictBase, prompt_key: str
+) -> None:
     """It divides by max(std, 1e-6) and we by std + 1e-6: relative difference 1e-6 / std."""
-    buffer = ReplayBuffer(storage=LazyStackStorage(4 * G), transform=MCAdvantage(G, prompt_key=prompt_key))
+    buffer = ReplayBuffer(
+        storage=LazyStackStorage(4 * G), transform=MCAdvantage(G, prompt_key=prompt_key)
+    )
     buffer.extend(our_batch.clone())
     theirs = buffer[:]
     ours = with_advantage(our_batch)["advantage"]
     assert ours.abs().max() > 0.5
     assert len(theirs) == 4 * G
-    torch.testing.assert_close(theirs["advantage"].reshape(-1), ours.reshape(-1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        theirs["advantage"].reshape(-1), ours.reshape(-1), rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("masking", ["sft", "rlhf"])
@@ -137,7 +147,9 @@ def test_torchrls_loss_on_our_batch_equals_ours_and_the_hand_computation(
     """The definitions coincide for aggregation="prompt_mean", no entropy bonus and responses that are not empty."""
     batch = with_advantage(our_batch)
     actor = wrap(trained, starter_tokenizer)
-    theirs = TorchRLGRPOLoss(actor, aggregation="prompt_mean", entropy_bonus=False, masking_strategy=masking)
+    theirs = TorchRLGRPOLoss(
+        actor, aggregation="prompt_mean", entropy_bonus=False, masking_strategy=masking
+    )
     their_value = total(theirs(for_torchrl(batch)))
     our_value = total(GRPOLoss(TokenScorer(trained))(batch))
     assert torch.isfinite(their_value) and abs(our_value.item()) > 1e-3
@@ -149,22 +161,33 @@ def test_torchrls_loss_on_our_batch_equals_ours_and_the_hand_computation(
 
 
 def test_where_torchrls_values_differ_from_ours_and_by_what_factor(
-    our_batch: TensorDictBase, starter: PreTrainedModel, trained: PreTrainedModel, starter_tokenizer: Any
+    our_batch: TensorDictBase,
+    starter: PreTrainedModel,
+    trained: PreTrainedModel,
+    starter_tokenizer: Any,
 ) -> None:
     batch = KLScoring(TokenScorer(starter))(with_advantage(our_batch))
     settings = {"kl_to_ref_coeff": 0.5, "kl_to_inference_coeff": 0.25, "entropy_coeff": 0.1}
     ours = GRPOLoss(TokenScorer(trained), **settings)(batch)
-    theirs = TorchRLGRPOLoss(wrap(trained, starter_tokenizer), **settings, masking_strategy="rlhf")(for_torchrl(batch))
+    theirs = TorchRLGRPOLoss(wrap(trained, starter_tokenizer), **settings, masking_strategy="rlhf")(
+        for_torchrl(batch)
+    )
 
     mask = pad(batch, keys.ASSISTANT_MASK, False)
     share = mask.sum() / mask.numel()
     assert share < 0.7
     # Their KL is a mean over prompt and padding too, so that more padding makes it smaller.
     torch.testing.assert_close(theirs.kl_to_ref, ours["kl_k3_to_ref"] * share, rtol=1e-3, atol=1e-6)
-    torch.testing.assert_close(theirs.kl_to_inference, ours["kl_k3_to_inference"] * share, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(
+        theirs.kl_to_inference, ours["kl_k3_to_inference"] * share, rtol=1e-3, atol=1e-6
+    )
     # Their default aggregation weighs all tokens alike, ours all sequences: our metric "objective" is a token mean.
-    torch.testing.assert_close(theirs.loss_objective.squeeze(), -ours["objective"], rtol=1e-3, atol=1e-6)
-    torch.testing.assert_close(theirs.loss_entropy.squeeze(), -0.1 * ours["entropy"], rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(
+        theirs.loss_objective.squeeze(), -ours["objective"], rtol=1e-3, atol=1e-6
+    )
+    torch.testing.assert_close(
+        theirs.loss_entropy.squeeze(), -0.1 * ours["entropy"], rtol=1e-3, atol=1e-6
+    )
     torch.testing.assert_close(theirs.ESS, ours["ESS"], rtol=1e-3, atol=1e-6)
 
 
@@ -214,7 +237,11 @@ def collect(model: PreTrainedModel, tokenizer: Any, **settings: Any) -> TensorDi
         )
         buffer = ReplayBuffer(storage=LazyStackStorage(2 * G), transform=MCAdvantage(G))
         collector = LLMCollector(
-            env, policy=policy, dialog_turns_per_batch=2 * G, total_dialog_turns=2 * G, flatten_data=True
+            env,
+            policy=policy,
+            dialog_turns_per_batch=2 * G,
+            total_dialog_turns=2 * G,
+            flatten_data=True,
         )
         for batch in collector:
             buffer.extend(batch)
@@ -224,7 +251,9 @@ def collect(model: PreTrainedModel, tokenizer: Any, **settings: Any) -> TensorDi
 
 def with_log_probs(batch: TensorDictBase, model: PreTrainedModel, tokenizer: Any) -> TensorDictBase:
     """Adds ``("log_probs", "full")`` as TorchRL does it, by a second pass: its sampler gives the response's alone."""
-    scored = wrap(model, tokenizer, inplace=False)(batch.select(("tokens", "full"), ("masks", "all_attention_mask")))
+    scored = wrap(model, tokenizer, inplace=False)(
+        batch.select(("tokens", "full"), ("masks", "all_attention_mask"))
+    )
     rows = [row.clone() for row in batch.unbind(0)]
     for row, score in zip(rows, scored.unbind(0), strict=True):
         row.set("log_probs", TensorDict({"full": score.get(("log_probs", "full")).detach()}))
@@ -237,7 +266,10 @@ def their_batch(starter: PreTrainedModel, starter_tokenizer: Any) -> TensorDictB
 
 
 def test_our_loss_equals_torchrls_on_its_actor_and_batch(
-    their_batch: TensorDictBase, starter: PreTrainedModel, trained: PreTrainedModel, starter_tokenizer: Any
+    their_batch: TensorDictBase,
+    starter: PreTrainedModel,
+    trained: PreTrainedModel,
+    starter_tokenizer: Any,
 ) -> None:
     batch = with_log_probs(their_batch, starter, starter_tokenizer)
     actor = wrap(trained, starter_tokenizer)
@@ -280,21 +312,31 @@ def test_our_loss_trains_on_torchrls_samples_without_a_second_pass(
 
 
 def test_what_torchrls_loss_refuses_and_ours_takes(
-    our_batch: TensorDictBase, their_batch: TensorDictBase, starter: PreTrainedModel, starter_tokenizer: Any
+    our_batch: TensorDictBase,
+    their_batch: TensorDictBase,
+    starter: PreTrainedModel,
+    starter_tokenizer: Any,
 ) -> None:
     """An advantage [B, 1], and the log-probs of the response alone, which is what its own sampler writes."""
     actor = wrap(starter, starter_tokenizer)
     batch = with_advantage(our_batch)
-    with pytest.raises(ValueError, match="advantage and log_weight must have the same number of dimensions"):
+    with pytest.raises(
+        ValueError, match="advantage and log_weight must have the same number of dimensions"
+    ):
         TorchRLGRPOLoss(actor)(batch)
     with pytest.raises(KeyError, match="Couldn't find the log-prob"):
         TorchRLGRPOLoss(actor)(their_batch)
-    assert total(GRPOLoss(actor)(batch)).item() == pytest.approx(total(GRPOLoss(TokenScorer(starter))(batch)).item())
+    assert total(GRPOLoss(actor)(batch)).item() == pytest.approx(
+        total(GRPOLoss(TokenScorer(starter))(batch)).item()
+    )
     assert torch.isfinite(total(GRPOLoss(actor)(their_batch)))
 
 
 def test_padding_on_both_sides_changes_nothing(
-    their_batch: TensorDictBase, starter: PreTrainedModel, trained: PreTrainedModel, starter_tokenizer: Any
+    their_batch: TensorDictBase,
+    starter: PreTrainedModel,
+    trained: PreTrainedModel,
+    starter_tokenizer: Any,
 ) -> None:
     """With pad_output=True TorchRL pads prompts on the left and responses on the right; the draws are the same."""
     padded = collect(starter, starter_tokenizer, pad_output=True)
@@ -324,7 +366,9 @@ def test_a_wrapper_without_gradients_is_refused() -> None:
     wrapper = TransformersWrapper.__new__(TransformersWrapper)
     nn.Module.__init__(wrapper)
     wrapper.__dict__["model"] = "an engine in another process"
-    with pytest.raises(ValueError, match="actor_network=TransformersWrapper must hold a Hugging Face model"):
+    with pytest.raises(
+        ValueError, match="actor_network=TransformersWrapper must hold a Hugging Face model"
+    ):
         GRPOLoss(wrapper)
 
 
@@ -410,9 +454,13 @@ def assert_compiled_equals_eager(loss: GRPOLoss, batch: TensorDictBase, **settin
 
 
 @pytest.mark.slow
-def test_compiled_with_a_model_the_loss_has_the_same_value_and_gradient(padded_batch: TensorDict) -> None:
+def test_compiled_with_a_model_the_loss_has_the_same_value_and_gradient(
+    padded_batch: TensorDict,
+) -> None:
     """The whole graph, without code generation, which takes long for a transformer."""
-    model = make_tiny_model(num_hidden_layers=1, hidden_size=8, num_attention_heads=1, num_key_value_heads=1)
+    model = make_tiny_model(
+        num_hidden_layers=1, hidden_size=8, num_attention_heads=1, num_key_value_heads=1
+    )
     loss = GRPOLoss(TokenScorer(model), kl_to_inference_coeff=0.1, entropy_coeff=0.01)
     assert_compiled_equals_eager(loss, padded_batch[:4], backend="aot_eager")
 
@@ -435,7 +483,12 @@ def test_the_loop_of_the_tutorial_has_at_most_40_lines_and_learns() -> None:
     assert len(source.splitlines()) <= 40
     source += "\nprint('REWARDS', *rewards)\n"
     done = subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, timeout=600, cwd=ROOT, check=False
+        [sys.executable, "-c", source],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        cwd=ROOT,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     rewards = [float(value) for value in done.stdout.rpartition("REWARDS")[2].split()]

@@ -26,11 +26,15 @@ from torchrl_grpo.transforms.reward import RewardShaping
 from torchrl_grpo.transforms.whitening import AdvantageWhitening
 
 
-def batch_of(rewards: list[float], groups: list[int], valid: list[bool] | None = None) -> TensorDict:
+def batch_of(
+    rewards: list[float], groups: list[int], valid: list[bool] | None = None
+) -> TensorDict:
     """A ragged batch: sequence i has i + 1 tokens."""
     rows = []
     for i, (reward, group) in enumerate(zip(rewards, groups, strict=True)):
-        row = TensorDict({"tokens": {"full": torch.arange(i + 1)}, "next": {"reward": torch.tensor([reward])}})
+        row = TensorDict(
+            {"tokens": {"full": torch.arange(i + 1)}, "next": {"reward": torch.tensor([reward])}}
+        )
         row["group_id"] = torch.tensor([group])
         if valid is not None:
             row["reward_valid"] = torch.tensor([valid[i]])
@@ -54,14 +58,19 @@ KEYS = ("group_id", ("next", "reward"), "advantage")
 
 def steps_of_two_trajectories() -> TensorDict:
     steps = [(0.0, False), (0.0, True), (1.0, False), (0.0, True)]
-    rows = [batch_of([reward], [0])[0].set(("next", "done"), torch.tensor([done])) for reward, done in steps]
+    rows = [
+        batch_of([reward], [0])[0].set(("next", "done"), torch.tensor([done]))
+        for reward, done in steps
+    ]
     return lazy_stack(rows)
 
 
 def samples_of_a_trajectory() -> TensorDict:
     batch = batch_of([0.0, 1.0, 5.0], [0, 0, 0], [True, True, False])
     for row, trajectory in zip(batch.unbind(0), (3, 3, 4), strict=True):
-        row.set(keys.ASSISTANT_MASK, torch.ones(2, dtype=torch.bool)).set(keys.ADVANTAGE, row[keys.REWARD] - 1)
+        row.set(keys.ASSISTANT_MASK, torch.ones(2, dtype=torch.bool)).set(
+            keys.ADVANTAGE, row[keys.REWARD] - 1
+        )
         row.set(keys.TRAJECTORY, torch.tensor([trajectory]))
     return batch
 
@@ -79,7 +88,9 @@ def test_a_batch_of_the_in_keys_alone_gives_the_same(transform, batch):
     few = transform(batch.select(*transform.in_keys, strict=False))
     whole = transform(batch.clone())
     for key in transform.out_keys:
-        assert [row[key].tolist() for row in few.unbind(0)] == [row[key].tolist() for row in whole.unbind(0)]
+        assert [row[key].tolist() for row in few.unbind(0)] == [
+            row[key].tolist() for row in whole.unbind(0)
+        ]
 
 
 def test_advantage_is_centred_and_scaled_within_each_group():
@@ -121,7 +132,9 @@ def test_an_advantage_that_is_there_is_left_alone():
 def test_keys_can_be_named_and_groups_can_be_texts():
     batch = TensorDict({"score": torch.tensor([[1.0], [3.0], [0.0], [4.0]])}, [4])
     batch["query"] = NonTensorStack("a", "b", "a", "b")
-    transform = GroupAdvantage(2, std="none", reward_key="score", group_key="query", advantage_key=("loss", "weight"))
+    transform = GroupAdvantage(
+        2, std="none", reward_key="score", group_key="query", advantage_key=("loss", "weight")
+    )
     assert transform(batch)["loss", "weight"].tolist() == [[0.5], [-0.5], [-0.5], [0.5]]
 
 
@@ -166,7 +179,9 @@ def test_a_buffer_gets_whole_groups_only(storage):
     # A sample of single members keeps what was computed over the whole group.
     sample = buffer.sample(5)
     expected = dict(zip(stored["next", "reward"], stored["advantage"], strict=True))
-    for reward, advantage in zip(*(sample[key].squeeze(-1).tolist() for key in KEYS[1:]), strict=True):
+    for reward, advantage in zip(
+        *(sample[key].squeeze(-1).tolist() for key in KEYS[1:]), strict=True
+    ):
         assert expected[reward] == advantage
 
 
@@ -190,13 +205,17 @@ def test_a_member_of_several_steps_does_not_complete_a_group_alone():
 def test_a_trajectory_without_an_end_is_refused():
     batch = make_trajectory(0, [1.0, 2.0])[:1]
     for call in (GroupAdvantage(2), GroupAdvantage(2).inv):
-        with pytest.raises(ValueError, match=r"must be True in the last row .*yield_completed_trajectories=True"):
+        with pytest.raises(
+            ValueError, match=r"must be True in the last row .*yield_completed_trajectories=True"
+        ):
             call(batch)
 
 
 def test_members_that_wait_are_in_the_state(tmp_path):
     def make() -> ReplayBuffer:
-        return ReplayBuffer(storage=LazyStackStorage(10), transform=GroupAdvantage(2, std="none", group_key="query"))
+        return ReplayBuffer(
+            storage=LazyStackStorage(10), transform=GroupAdvantage(2, std="none", group_key="query")
+        )
 
     rows = [row.set("query", "a") for row in batch_of([1.0, 5.0], [0, 0]).unbind(0)]
     first, second, third = make(), make(), make()
@@ -217,10 +236,14 @@ def test_a_prompt_that_comes_twice_is_two_groups_in_a_buffer():
     batch = batch_of(rewards, [0, 0, 1, 1])
     for row in batch.unbind(0):
         row.set("query", "the same")
-    buffer = ReplayBuffer(storage=LazyStackStorage(4), transform=GroupAdvantage(2, std="none", group_key="query"))
+    buffer = ReplayBuffer(
+        storage=LazyStackStorage(4), transform=GroupAdvantage(2, std="none", group_key="query")
+    )
     buffer.extend(batch)
     assert values(buffer[:]) == [-0.5, 0.5, -5, 5]
-    with pytest.raises(ValueError, match="a prompt that was drawn twice is two groups, which group_key='group_id'"):
+    with pytest.raises(
+        ValueError, match="a prompt that was drawn twice is two groups, which group_key='group_id'"
+    ):
         GroupAdvantage(2, group_key="query")(batch)
     assert values(GroupAdvantage(2, std="none")(batch)) == [-0.5, 0.5, -5, 5]
 
@@ -282,9 +305,15 @@ def test_a_batch_statistic_is_over_the_groups_that_are_done(tokenizer):
 
 
 def token_row(
-    reward: list[float], mask: list[int], group: int, valid: bool = True, value: list[float] | None = None
+    reward: list[float],
+    mask: list[int],
+    group: int,
+    valid: bool = True,
+    value: list[float] | None = None,
 ) -> TensorDict:
-    row = TensorDict({keys.ASSISTANT_MASK: torch.tensor(mask).bool(), keys.FULL: torch.arange(len(mask))})
+    row = TensorDict(
+        {keys.ASSISTANT_MASK: torch.tensor(mask).bool(), keys.FULL: torch.arange(len(mask))}
+    )
     row[keys.TOKEN_REWARD] = torch.tensor(reward, dtype=torch.float32)
     row[keys.GROUP_ID], row[keys.REWARD_VALID] = torch.tensor([group]), torch.tensor([valid])
     if value is not None:
@@ -334,14 +363,26 @@ def mean_and_std(values: list[float]) -> tuple[float, float]:
 
 
 def token_advantages_by_loop(
-    rows: list[TensorDict], *, mean: str = "group", std: str = "group", gamma: float = 1.0, lmbda: float = 1.0
+    rows: list[TensorDict],
+    *,
+    mean: str = "group",
+    std: str = "group",
+    gamma: float = 1.0,
+    lmbda: float = 1.0,
 ) -> list[list[float]]:
     """The advantage of every token, sequence by sequence and token by token."""
-    estimates = [gae_by_loop(row, gamma, lmbda) if row[keys.REWARD_VALID].item() else {} for row in rows]
+    estimates = [
+        gae_by_loop(row, gamma, lmbda) if row[keys.REWARD_VALID].item() else {} for row in rows
+    ]
     groups = [row[keys.GROUP_ID].item() for row in rows]
 
     def others(i: int, over: str) -> list[tuple[int, int]]:
-        return [(j, t) for j in range(len(rows)) for t in estimates[j] if over == "batch" or groups[j] == groups[i]]
+        return [
+            (j, t)
+            for j in range(len(rows))
+            for t in estimates[j]
+            if over == "batch" or groups[j] == groups[i]
+        ]
 
     centred = [dict(entry) for entry in estimates]
     for i, entry in enumerate(estimates):
@@ -369,11 +410,15 @@ def assert_tokens_close(actual: list[list[float]], expected: list[list[float]]) 
 
 @pytest.mark.parametrize("mean", ["group", "batch", "none"])
 @pytest.mark.parametrize("std", ["group", "batch", "none"])
-@pytest.mark.parametrize(("gamma", "lmbda", "values"), [(1.0, 1.0, False), (0.9, 0.8, True), (0.5, 1.0, False)])
+@pytest.mark.parametrize(
+    ("gamma", "lmbda", "values"), [(1.0, 1.0, False), (0.9, 0.8, True), (0.5, 1.0, False)]
+)
 def test_token_advantages_are_what_a_plain_loop_computes(mean, std, gamma, lmbda, values):
     rows = random_token_rows(3, values=values)
     expected = token_advantages_by_loop(rows, mean=mean, std=std, gamma=gamma, lmbda=lmbda)
-    out = GroupAdvantage(4, level="token", mean=mean, std=std, gamma=gamma, lmbda=lmbda)(lazy_stack(rows))
+    out = GroupAdvantage(4, level="token", mean=mean, std=std, gamma=gamma, lmbda=lmbda)(
+        lazy_stack(rows)
+    )
     assert_tokens_close(token_lists(out), expected)
     assert out[0]["advantage"].dtype == torch.float32
     for row in out.unbind(0):
@@ -383,7 +428,14 @@ def test_token_advantages_are_what_a_plain_loop_computes(mean, std, gamma, lmbda
 
 @pytest.mark.parametrize(
     ("gamma", "lmbda", "values"),
-    [(1.0, 1.0, False), (0.9, 1.0, False), (1.0, 0.7, True), (0.9, 0.0, True), (0.0, 1.0, True), (0.8, 0.6, True)],
+    [
+        (1.0, 1.0, False),
+        (0.9, 1.0, False),
+        (1.0, 0.7, True),
+        (0.9, 0.0, True),
+        (0.0, 1.0, True),
+        (0.8, 0.6, True),
+    ],
 )
 @pytest.mark.parametrize("seed", range(3))
 def test_the_estimate_alone_is_the_sum_of_discounted_errors(seed, gamma, lmbda, values):
@@ -398,7 +450,10 @@ def test_estimates_by_hand_skip_what_was_not_sampled():
 
     Last token: 3 - 4 = -1. First: 1 + 0.5 * 4 - 2 = 1, and 0.5 * 0.5 * (-1) from the last: 0.75.
     """
-    reward, value = torch.tensor([[1.0, 9, 3, 9]]).double(), torch.tensor([[2.0, math.nan, 4, 9]]).double()
+    reward, value = (
+        torch.tensor([[1.0, 9, 3, 9]]).double(),
+        torch.tensor([[2.0, math.nan, 4, 9]]).double(),
+    )
     mask = torch.tensor([[True, False, True, False]])
     assert sampled_token_gae(reward, value, mask, 0.5, 0.5).tolist() == [[0.75, 0, -1, 0]]
     assert sampled_token_gae(reward[:0], value[:0], mask[:0], 0.5, 0.5).shape == (0, 4)
@@ -413,9 +468,14 @@ def test_reinforce_pp_by_hand():
     """
     rows = []
     for reward, sample, ref in ((1.0, [0, -2], [0, -2]), (0.0, [0, -1, -3], [0, -2, -2])):
-        row = token_row([0.0] * len(sample), [0] + [1] * (len(sample) - 1), 0).exclude(keys.TOKEN_REWARD)
+        row = token_row([0.0] * len(sample), [0] + [1] * (len(sample) - 1), 0).exclude(
+            keys.TOKEN_REWARD
+        )
         row[keys.REWARD] = torch.tensor([reward])
-        row[keys.LOG_PROBS], row[keys.REF_LOG_PROBS] = torch.tensor(sample).float(), torch.tensor(ref).float()
+        row[keys.LOG_PROBS], row[keys.REF_LOG_PROBS] = (
+            torch.tensor(sample).float(),
+            torch.tensor(ref).float(),
+        )
         rows.append(row)
     batch = RewardShaping(kl_coef=0.5, kl_estimator="k1")(lazy_stack(rows))
     out = GroupAdvantage(2, level="token", mean="batch", std="batch")(batch)
@@ -433,25 +493,40 @@ def test_reinforce_pp_is_reward_less_kl_to_come_over_the_batch(seed):
             row[key] = torch.randn(row[keys.FULL].shape, generator=generator)
         row[keys.REWARD] = torch.rand(1, generator=generator).round()
         del row["next", "token_reward"]
-        places = row[keys.ASSISTANT_MASK].nonzero().reshape(-1).tolist() if row[keys.REWARD_VALID].item() else []
+        places = (
+            row[keys.ASSISTANT_MASK].nonzero().reshape(-1).tolist()
+            if row[keys.REWARD_VALID].item()
+            else []
+        )
         kl = (row[keys.LOG_PROBS].double() - row[keys.REF_LOG_PROBS].double()).tolist()
-        expected.append({t: row[keys.REWARD].item() - 0.1 * sum(kl[i] for i in places if i >= t) for t in places})
+        expected.append(
+            {
+                t: row[keys.REWARD].item() - 0.1 * sum(kl[i] for i in places if i >= t)
+                for t in places
+            }
+        )
     mean, std = mean_and_std([value for entry in expected for value in entry.values()])
     batch = RewardShaping(kl_coef=0.1)(lazy_stack(rows))
     out = GroupAdvantage(4, level="token", mean="batch", std="batch")(batch)
     for row, entry in zip(out.unbind(0), expected, strict=True):
-        wanted = [(entry[t] - mean) / std if t in entry else 0.0 for t in range(len(row["advantage"]))]
+        wanted = [
+            (entry[t] - mean) / std if t in entry else 0.0 for t in range(len(row["advantage"]))
+        ]
         assert row["advantage"].tolist() == pytest.approx(wanted, abs=1e-5)
 
 
 def test_padding_order_and_masked_values_change_no_token_advantage():
     arguments = {"level": "token", "gamma": 0.9, "lmbda": 0.8, "mean": "batch", "std": "batch"}
     rows = random_token_rows(1, values=True)
-    expected = token_lists(GroupAdvantage(4, **arguments)(lazy_stack([row.clone() for row in rows])))
+    expected = token_lists(
+        GroupAdvantage(4, **arguments)(lazy_stack([row.clone() for row in rows]))
+    )
     order = torch.randperm(12, generator=torch.Generator().manual_seed(0)).tolist()
     shuffled = GroupAdvantage(4, **arguments)(lazy_stack([rows[i].clone() for i in order]))
     assert_tokens_close(token_lists(shuffled), [expected[i] for i in order])
-    wide = lazy_stack([*rows, *(token_row([math.nan] * 50, [0] * 50, 9, value=[0.0] * 50) for _ in range(4))])
+    wide = lazy_stack(
+        [*rows, *(token_row([math.nan] * 50, [0] * 50, 9, value=[0.0] * 50) for _ in range(4))]
+    )
     per_token = {keys.ASSISTANT_MASK: False, keys.TOKEN_REWARD: math.nan, keys.STATE_VALUE: 5.0}
     padded = pad_batch(wide, per_token, [keys.GROUP_ID, keys.REWARD_VALID])
     out = GroupAdvantage(4, **arguments)(padded)
@@ -466,9 +541,14 @@ def test_invalid_sequences_have_no_effect_on_the_tokens_of_others():
     expected = token_lists(transform(lazy_stack(valid)))
     assert_tokens_close(expected, [[0, 1 - 14 / 3], [0, 8 - 14 / 3, 5 - 14 / 3]])
     broken = [token_row([0, 1], [0, 1], 1), token_row([0, 3, 5], [0, 1, 1], 1)]
-    broken += [token_row([0, math.nan], [0, 1], 2, valid=False), token_row([0, 1e9], [0, 1], 2, valid=False)]
+    broken += [
+        token_row([0, math.nan], [0, 1], 2, valid=False),
+        token_row([0, 1e9], [0, 1], 2, valid=False),
+    ]
     for rows in (broken, broken[::-1]):
-        got = GroupAdvantage(2, level="token", mean="batch", std="none")(lazy_stack([row.clone() for row in rows]))
+        got = GroupAdvantage(2, level="token", mean="batch", std="none")(
+            lazy_stack([row.clone() for row in rows])
+        )
         by_group = {row[keys.GROUP_ID].item(): [] for row in rows}
         for row in got.unbind(0):
             by_group[row[keys.GROUP_ID].item()].append(row["advantage"].tolist())
@@ -478,9 +558,15 @@ def test_invalid_sequences_have_no_effect_on_the_tokens_of_others():
 
 def test_zero_variance_groups_give_exact_zeros_at_token_level():
     transform = GroupAdvantage(2, level="token")
-    rows = [token_row([0, 0.1], [0, 1], 0), token_row([0, 0, 0.1], [0, 1, 1], 0)]  # equal returns everywhere
+    rows = [
+        token_row([0, 0.1], [0, 1], 0),
+        token_row([0, 0, 0.1], [0, 1, 1], 0),
+    ]  # equal returns everywhere
     rows += [token_row([0.0], [0], 1), token_row([0.0], [0], 1)]  # nothing sampled
-    rows += [token_row([0, 1], [0, 1], 2), token_row([0, 2], [0, 1], 2, valid=False)]  # one valid token
+    rows += [
+        token_row([0, 1], [0, 1], 2),
+        token_row([0, 2], [0, 1], 2, valid=False),
+    ]  # one valid token
     rows += [token_row([0, 1], [0, 1], 3), token_row([0, 2], [0, 1], 3)]
     out = transform(lazy_stack(rows))
     assert token_lists(out)[:6] == [[0, 0], [0, 0, 0], [0], [0], [0, 0], [0, 0]]
@@ -490,12 +576,16 @@ def test_zero_variance_groups_give_exact_zeros_at_token_level():
 
 @pytest.mark.parametrize("mean", ["group", "batch", "none"])
 def test_a_batch_in_which_nothing_was_sampled_is_zero(mean):
-    out = GroupAdvantage(2, level="token", mean=mean)(lazy_stack([token_row([0.0, 0.0], [0, 0], 0) for _ in range(2)]))
+    out = GroupAdvantage(2, level="token", mean=mean)(
+        lazy_stack([token_row([0.0, 0.0], [0, 0], 0) for _ in range(2)])
+    )
     assert token_lists(out) == [[0, 0], [0, 0]]
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.lists(st.floats(-10, 10, width=32), min_size=1, max_size=5), min_size=4, max_size=4))
+@given(
+    st.lists(st.lists(st.floats(-10, 10, width=32), min_size=1, max_size=5), min_size=4, max_size=4)
+)
 def test_over_the_tokens_of_the_batch_the_mean_is_zero_and_the_std_one(rewards):
     rows = [token_row(reward, [1] * len(reward), i % 2) for i, reward in enumerate(rewards)]
     out = GroupAdvantage(2, level="token", mean="batch", std="batch", gamma=0.9)(lazy_stack(rows))
@@ -509,7 +599,9 @@ def test_over_the_tokens_of_the_batch_the_mean_is_zero_and_the_std_one(rewards):
 def test_a_buffer_gets_token_advantages_of_whole_groups():
     transform = GroupAdvantage(2, level="token", std="none")
     buffer = ReplayBuffer(storage=LazyStackStorage(4), batch_size=2, transform=transform)
-    batch = lazy_stack([token_row([0, 1], [0, 1], 0), token_row([0, 1], [0, 1], 1), token_row([0, 2], [0, 1], 0)])
+    batch = lazy_stack(
+        [token_row([0, 1], [0, 1], 0), token_row([0, 1], [0, 1], 1), token_row([0, 2], [0, 1], 0)]
+    )
     buffer.extend(batch)
     assert len(buffer) == 2 and transform.num_waiting == 1
     assert token_lists(buffer[:]) == [[0, -0.5], [0, 0.5]]
@@ -518,9 +610,14 @@ def test_a_buffer_gets_token_advantages_of_whole_groups():
 
 
 def test_token_level_says_what_it_needs(tokenizer):
-    with pytest.raises(KeyError, match=r"no entry next\.token_reward, .*: apply RewardShaping\(\) .*level='sequence'"):
+    with pytest.raises(
+        KeyError,
+        match=r"no entry next\.token_reward, .*: apply RewardShaping\(\) .*level='sequence'",
+    ):
         GroupAdvantage(2, level="token")(batch_of([1, 2], [0, 0]))
-    env = TransformedEnv(LLMEnv(EchoTask(), tokenizer, num_envs=2, repeats=2), GroupAdvantage(2, level="token"))
+    env = TransformedEnv(
+        LLMEnv(EchoTask(), tokenizer, num_envs=2, repeats=2), GroupAdvantage(2, level="token")
+    )
     with pytest.raises(RuntimeError, match="level='token' must get finished sequences"):
         env.reset()
 
@@ -553,9 +650,14 @@ class Doubled(GroupAdvantage):
 
 
 def test_an_advantage_of_ones_own_is_made_once_wherever_the_transform_is() -> None:
-    rows = TensorDict({"group_id": torch.zeros(2, 1, dtype=torch.int64), "next": {"reward": torch.eye(2)[:, :1]}}, [2])
+    rows = TensorDict(
+        {"group_id": torch.zeros(2, 1, dtype=torch.int64), "next": {"reward": torch.eye(2)[:, :1]}},
+        [2],
+    )
     assert Doubled(2, std="none")(rows.clone())["advantage"].flatten().tolist() == [1.0, -1.0]
-    buffer = ReplayBuffer(storage=LazyStackStorage(4), transform=Doubled(2, std="none"), batch_size=4)
+    buffer = ReplayBuffer(
+        storage=LazyStackStorage(4), transform=Doubled(2, std="none"), batch_size=4
+    )
     buffer.extend(rows.clone())
     for _ in range(3):
         assert set(buffer.sample()["advantage"].flatten().tolist()) <= {1.0, -1.0}
@@ -573,7 +675,11 @@ def test_a_second_normalization_equals_a_plain_loop_over_tokens(level: str) -> N
         advantage = torch.randn(size, generator=generator)
         rows.append(
             TensorDict(
-                {keys.ASSISTANT_MASK: mask, keys.ADVANTAGE: advantage, keys.REWARD_VALID: torch.tensor([number != 2])}
+                {
+                    keys.ASSISTANT_MASK: mask,
+                    keys.ADVANTAGE: advantage,
+                    keys.REWARD_VALID: torch.tensor([number != 2]),
+                }
             )
         )
         values += [float(advantage[t % size]) for t in range(length) if mask[t] and number != 2]
@@ -593,14 +699,18 @@ def test_equal_advantages_are_exactly_zero_after_a_second_normalization() -> Non
     assert AdvantageWhitening()(batch)[keys.ADVANTAGE].tolist() == [[0.0], [0.0]]
 
 
-def turn_row(turns: list[float], group: int, valid: bool = True, *, rewards: bool = True) -> TensorDict:
+def turn_row(
+    turns: list[float], group: int, valid: bool = True, *, rewards: bool = True
+) -> TensorDict:
     """A dialog of turns of 1 to 3 tokens, one or two tokens between them; a reward is on the last token of its turn."""
     mask, at = [0], [0.0]
     for number, reward in enumerate(turns):
         length = 1 + (number + group) % 3
         mask += [1] * length + [0] * (1 + number % 2)
         at += [0.0] * (length - 1) + [reward] + [0.0] * (1 + number % 2)
-    row = TensorDict({keys.ASSISTANT_MASK: torch.tensor(mask).bool(), keys.REWARD: torch.tensor([sum(turns)])})
+    row = TensorDict(
+        {keys.ASSISTANT_MASK: torch.tensor(mask).bool(), keys.REWARD: torch.tensor([sum(turns)])}
+    )
     if rewards:
         row[keys.TURN_REWARDS] = torch.tensor(at, dtype=torch.float64)
     row[keys.GROUP_ID], row[keys.REWARD_VALID] = torch.tensor([group]), torch.tensor([valid])
@@ -620,14 +730,26 @@ def turns_of(row: TensorDict) -> list[list[int]]:
     return found
 
 
-def turn_advantages_by_loop(rows: list[TensorDict], gamma: float, mean: str, std: str) -> list[list[float]]:
+def turn_advantages_by_loop(
+    rows: list[TensorDict], gamma: float, mean: str, std: str
+) -> list[list[float]]:
     """The advantage of every token, from the definition, dialog by dialog and turn by turn."""
     returns: list[list[float]] = []
     for row in rows:
-        own = [sum(row[keys.TURN_REWARDS][place].item() for place in places) for places in turns_of(row)]
-        returns.append([sum(gamma ** (j - k) * own[j] for j in range(k, len(own))) for k in range(len(own))])
-    groups, valid = ([row[key].item() for row in rows] for key in (keys.GROUP_ID, keys.REWARD_VALID))
-    common = {g: min(len(returns[i]) for i in range(len(rows)) if groups[i] == g and valid[i]) for g in set(groups)}
+        own = [
+            sum(row[keys.TURN_REWARDS][place].item() for place in places)
+            for places in turns_of(row)
+        ]
+        returns.append(
+            [sum(gamma ** (j - k) * own[j] for j in range(k, len(own))) for k in range(len(own))]
+        )
+    groups, valid = (
+        [row[key].item() for row in rows] for key in (keys.GROUP_ID, keys.REWARD_VALID)
+    )
+    common = {
+        g: min(len(returns[i]) for i in range(len(rows)) if groups[i] == g and valid[i])
+        for g in set(groups)
+    }
     compared = [
         (i, k, (groups[i], min(k, common[groups[i]] - 1)))
         for i in range(len(rows)) for k in range(len(returns[i])) if valid[i]
@@ -656,11 +778,15 @@ def random_turn_rows(seed: int) -> list[TensorDict]:
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.7])
-@pytest.mark.parametrize(("mean", "std"), [("group", "group"), ("group", "none"), ("batch", "batch"), ("none", "none")])
+@pytest.mark.parametrize(
+    ("mean", "std"), [("group", "group"), ("group", "none"), ("batch", "batch"), ("none", "none")]
+)
 @pytest.mark.parametrize("seed", range(3))
 def test_turn_advantages_are_what_a_plain_loop_computes(seed, mean, std, gamma):
     rows = random_turn_rows(seed)
-    out = GroupAdvantage(4, level="turn", gamma=gamma, mean=mean, std=std)(lazy_stack([row.clone() for row in rows]))
+    out = GroupAdvantage(4, level="turn", gamma=gamma, mean=mean, std=std)(
+        lazy_stack([row.clone() for row in rows])
+    )
     assert_tokens_close(token_lists(out), turn_advantages_by_loop(rows, gamma, mean, std))
 
 
@@ -668,8 +794,12 @@ def test_turn_advantages_by_hand():
     """Returns 1, 2 and 3, 0 of the turns that both have, and 5 of a third, which is compared with the second ones."""
     rows = [turn_row([-1.0, 2.0], 0), turn_row([3.0, -5.0, 5.0], 0)]
     out = GroupAdvantage(2, level="turn", std="none")(lazy_stack(rows))
-    first, second = ([row[places[0]] for places in turns_of(rows[i])] for i, row in enumerate(token_lists(out)))
-    assert first == pytest.approx([1 - 2, 2 - 7 / 3]) and second == pytest.approx([3 - 2, 0 - 7 / 3, 5 - 7 / 3])
+    first, second = (
+        [row[places[0]] for places in turns_of(rows[i])] for i, row in enumerate(token_lists(out))
+    )
+    assert first == pytest.approx([1 - 2, 2 - 7 / 3]) and second == pytest.approx(
+        [3 - 2, 0 - 7 / 3, 5 - 7 / 3]
+    )
 
 
 def test_dialogs_of_one_turn_have_the_advantage_of_their_reward():
@@ -684,7 +814,9 @@ def test_returns_that_differ_in_the_rounding_of_their_sums_are_equal():
     """Both have 0.7 from the first turn on and 1 from the last; in between they differ."""
     rows = [turn_row([-0.1, -0.1, -0.1, 1.0], 0), turn_row([-0.3, 0.0, 0.0, 1.0], 0)]
     out = token_lists(GroupAdvantage(2, level="turn")(lazy_stack(rows)))
-    turns = [[row[places[0]] for places in turns_of(one)] for row, one in zip(out, rows, strict=True)]
+    turns = [
+        [row[places[0]] for places in turns_of(one)] for row, one in zip(out, rows, strict=True)
+    ]
     assert [turns[0][0], turns[1][0], turns[0][3], turns[1][3]] == [0.0] * 4
     assert turns[0][1] < 0 < turns[1][1]
 
@@ -696,4 +828,7 @@ def test_a_buffer_gets_turn_advantages_of_whole_groups():
     buffer.extend(lazy_stack(rows[:1]))
     assert len(buffer) == 0
     buffer.extend(lazy_stack(rows[1:]))
-    assert [max(row.get("advantage").tolist(), key=abs) for row in buffer[:].unbind(0)] == [-1.0, 1.0]
+    assert [max(row.get("advantage").tolist(), key=abs) for row in buffer[:].unbind(0)] == [
+        -1.0,
+        1.0,
+    ]

@@ -49,11 +49,19 @@ END = 1
 
 @pytest.fixture(scope="module")
 def starter():
-    return AutoModelForCausalLM.from_pretrained(starter_path()), AutoTokenizer.from_pretrained(starter_path())
+    return AutoModelForCausalLM.from_pretrained(starter_path()), AutoTokenizer.from_pretrained(
+        starter_path()
+    )
 
 
 def collector(
-    starter: Any, task: Task, *, turns: int = 4, tokens: int = 12, pool: RewardPool | None = None, rows: int = 8
+    starter: Any,
+    task: Task,
+    *,
+    turns: int = 4,
+    tokens: int = 12,
+    pool: RewardPool | None = None,
+    rows: int = 8,
 ):
     model, tokenizer = starter
     engine = TransformersEngine(model)
@@ -70,7 +78,9 @@ def check_log_probs(starter: Any, batch: TensorDictBase) -> None:
         full, mask = row[keys.FULL], row[keys.ASSISTANT_MASK]
         start = int(mask.nonzero()[0])
         [expected] = score([full], [start])
-        torch.testing.assert_close(row[keys.LOG_PROBS][mask], expected[mask[start:]], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            row[keys.LOG_PROBS][mask], expected[mask[start:]], rtol=1e-4, atol=1e-4
+        )
         assert not row[keys.LOG_PROBS][~mask].any()
 
 
@@ -79,7 +89,9 @@ def test_a_compacting_agent_s_log_probs_are_those_of_a_forward_pass(starter):
 
     async def play(client, problem):
         async def ask(messages, **wishes):
-            answer = await client.chat.completions.create(model="policy", messages=messages, **wishes)
+            answer = await client.chat.completions.create(
+                model="policy", messages=messages, **wishes
+            )
             said.append(answer.choices[0].message.content)
             return answer.choices[0].message
 
@@ -97,7 +109,9 @@ def test_a_compacting_agent_s_log_probs_are_those_of_a_forward_pass(starter):
     texts = starter[1].batch_decode(sampled, skip_special_tokens=True)
     # The samples of a trajectory come as they end: first the compacted one, then the one that the agent went back to.
     assert [int(row[keys.DONE]) for row in batch.unbind(0)] == [0, 1] * 8
-    assert sorted("".join(texts)) == sorted("".join(said) + "#" * sum(text.endswith("#") for text in texts[::2]))
+    assert sorted("".join(texts)) == sorted(
+        "".join(said) + "#" * sum(text.endswith("#") for text in texts[::2])
+    )
     assert all(len(tokens) <= 12 + 3 + 12 for tokens in sampled[1::2])
     assert all("#" not in text[:-1] for text in texts[::2])
     trajectory = batch[keys.TRAJECTORY].reshape(-1).tolist()
@@ -124,7 +138,8 @@ def retrying(task: ArithmeticTask):
             answer = await client.chat.completions.create(model="policy", messages=chat)
             message, reason = answer.choices[0].message, answer.choices[0].finish_reason
             right = task.score(
-                next(one for one in task.problems("train") if one.query == problem["prompt"]), [message.content]
+                next(one for one in task.problems("train") if one.query == problem["prompt"]),
+                [message.content],
             ).correct
             if right or reason == "length":
                 return right / turn
@@ -145,7 +160,11 @@ class Number:
         said = re.findall(r"\d+", response)
         guess = int(said[-1][:9]) if said else -1
         done = guess == self.number
-        return "higher" if guess < self.number else "lower", 1.0 if done else -0.01 * len(response), done
+        return (
+            "higher" if guess < self.number else "lower",
+            1.0 if done else -0.01 * len(response),
+            done,
+        )
 
 
 async def guessing(client, problem):
@@ -163,11 +182,16 @@ async def guessing(client, problem):
 
 
 def as_game():
-    return WithEnvironment(SeedsTask(40), {"": Kind(Number, [], parse_tool_calls)}, rewards=None, at_a_time=16)
+    return WithEnvironment(
+        SeedsTask(40), {"": Kind(Number, [], parse_tool_calls)}, rewards=None, at_a_time=16
+    )
 
 
 PAIRS = {
-    "a task that answers": (Retry, lambda: WithAgent(ArithmeticTask(), Function(retrying(ArithmeticTask())))),
+    "a task that answers": (
+        Retry,
+        lambda: WithAgent(ArithmeticTask(), Function(retrying(ArithmeticTask()))),
+    ),
     "an environment": (as_game, lambda: WithAgent(SeedsTask(40), Function(guessing))),
 }
 
@@ -208,7 +232,11 @@ def test_what_an_agent_does_wrong_costs_its_dialog_and_no_other(starter):
 
     played = collector(starter, agent_task(play))
     batch = played.rollout()
-    errors = {str(row[keys.REWARD_ERROR]).partition(":")[0] for row in batch.unbind(0) if keys.REWARD_ERROR in row}
+    errors = {
+        str(row[keys.REWARD_ERROR]).partition(":")[0]
+        for row in batch.unbind(0)
+        if keys.REWARD_ERROR in row
+    }
     assert errors == {"InvalidRewardError", "OSError", "BadRequestError"}
     assert batch[keys.REWARD_VALID].sum() == 5
     assert batch[keys.REWARD].sum() == 5
@@ -219,11 +247,20 @@ def test_what_an_agent_does_wrong_costs_its_dialog_and_no_other(starter):
 def test_samplers_and_evaluators_count_trajectories(starter):
     async def play(client, problem):
         for text in ("a", "b", "c"):
-            await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": text}])
+            await client.chat.completions.create(
+                model="policy", messages=[{"role": "user", "content": text}]
+            )
         return 1.0 if "1" in problem["prompt"] else 0.0
 
     played = collector(starter, agent_task(play))
-    sampler = Sampler(played.policy.engine, lambda groups: played, None, played.policy.params, [], groups_at_a_time=2)
+    sampler = Sampler(
+        played.policy.engine,
+        lambda groups: played,
+        None,
+        played.policy.params,
+        [],
+        groups_at_a_time=2,
+    )
     drawn = [played.base_env.drawing.draw() for _ in range(2)]
     report, groups = sampler.play(RolloutTask(tuple(drawn)))
     assert [len(group) for group in groups] == [12, 12]
@@ -231,7 +268,10 @@ def test_samplers_and_evaluators_count_trajectories(starter):
     assert not any(one.varied for one in report.groups)
     assert played.dialog_turns == 8
 
-    tests = [LLMEnv(agent_task(play), starter[1], num_envs=4 * k, repeats=k, split="test", max_turns=4) for k in (1, 2)]
+    tests = [
+        LLMEnv(agent_task(play), starter[1], num_envs=4 * k, repeats=k, split="test", max_turns=4)
+        for k in (1, 2)
+    ]
     evaluator = Evaluator(played.policy.engine, *tests, params=played.policy.params)
     metrics, rows = evaluator.evaluate(sampled=True)
     assert metrics["eval/pass@1"] == metrics["eval/pass@2"] == metrics["eval/reward_mean"]
@@ -259,7 +299,9 @@ def test_an_agent_that_kills_its_worker_costs_that_worker_s_dialogs(starter, tmp
         assert all("process" in error for error in errors)
         assert sum(float(row[keys.REWARD]) for row in rows) == 8
         assert played.take_counts()["workers/restarts_reward"] == 1
-        assert played.rollout()[keys.REWARD_VALID].all()  # by a worker that was started in its place
+        assert played.rollout()[
+            keys.REWARD_VALID
+        ].all()  # by a worker that was started in its place
 
 
 class Leaving:
@@ -272,7 +314,12 @@ class Leaving:
 
     def __init__(self, collector: RolloutCollector, when: str = "sampling") -> None:
         self._sampling, self._generate = when == "sampling", collector.policy.engine.generate
-        self._left, self._leaving, self._round, self._lock = threading.Semaphore(0), 0, 0, threading.Lock()
+        self._left, self._leaving, self._round, self._lock = (
+            threading.Semaphore(0),
+            0,
+            0,
+            threading.Lock(),
+        )
         collector.policy.engine.generate = self._wait
 
     def _wait(self, *args: Any, **kwargs: Any) -> Any:
@@ -325,7 +372,9 @@ def test_an_answer_whose_client_has_left_is_not_trained(starter, when):
     check_log_probs(starter, batch)
     assert [len(texts[key]) for key in texts] == [2] * 4
     sampled = [row[keys.FULL][row[keys.ASSISTANT_MASK]] for row in batch.unbind(0)]
-    assert sorted(starter[1].batch_decode(sampled, skip_special_tokens=True)) == sorted(map("".join, texts.values()))
+    assert sorted(starter[1].batch_decode(sampled, skip_special_tokens=True)) == sorted(
+        map("".join, texts.values())
+    )
     assert batch[keys.REWARD].reshape(-1).tolist() == [0.5] * 4
     assert batch[keys.REWARD_VALID].all() and batch[keys.DONE].all()
     assert all("more" not in str(row[keys.RESPONSE_TEXT]) for row in batch.unbind(0))
@@ -389,7 +438,9 @@ def test_stop_strings_of_an_agent_s_own_leave_nothing_behind(starter):
         wants = {"model": "policy", "messages": problem["messages"]}
         answer = await client.chat.completions.create(**wants)
         text = answer.choices[0].message.content
-        cut = await client.chat.completions.create(**wants, stop=[f"</{client.api_key}>", *"0123456789#"[-3:]])
+        cut = await client.chat.completions.create(
+            **wants, stop=[f"</{client.api_key}>", *"0123456789#"[-3:]]
+        )
         return float(bool(text) and not set(cut.choices[0].message.content) & set("89#"))
 
     played = collector(starter, agent_task(play))
@@ -412,9 +463,9 @@ def test_a_chat_that_no_template_can_take_costs_its_own_dialog(starter):
 
     batch = collector(starter, agent_task(play)).rollout()
     assert batch[keys.REWARD].sum() == 7
-    assert [str(row[keys.REWARD_ERROR])[:15] for row in batch.unbind(0) if keys.REWARD_ERROR in row] == [
-        "BadRequestError"
-    ]
+    assert [
+        str(row[keys.REWARD_ERROR])[:15] for row in batch.unbind(0) if keys.REWARD_ERROR in row
+    ] == ["BadRequestError"]
 
 
 @pytest.mark.parametrize("limit", [2, None])
@@ -422,14 +473,19 @@ def test_a_turn_that_an_agent_s_own_limit_cuts_is_truncated(starter, limit):
     reasons: list[str] = []
 
     async def play(client, problem):
-        answer = await client.chat.completions.create(model="policy", messages=problem["messages"], max_tokens=limit)
+        answer = await client.chat.completions.create(
+            model="policy", messages=problem["messages"], max_tokens=limit
+        )
         reasons.append(answer.choices[0].finish_reason)
         return float(answer.choices[0].finish_reason == "length")
 
     batch = collector(starter, agent_task(play), tokens=14).rollout()
     cut = batch[keys.TRUNCATED].reshape(-1).float()
     assert torch.equal(cut, batch[keys.REWARD].reshape(-1))
-    metrics, rows = rollout_metrics(batch.set(keys.ADVANTAGE, torch.zeros(8, 1))), sample_rows(batch, "train")
+    metrics, rows = (
+        rollout_metrics(batch.set(keys.ADVANTAGE, torch.zeros(8, 1))),
+        sample_rows(batch, "train"),
+    )
     assert metrics["rollout/truncated"] == reasons.count("length") / 8
     assert sorted(row["finish_reason"] for row in rows) == sorted(reasons)
     assert limit is None or reasons == ["length"] * 8
@@ -452,7 +508,10 @@ def test_tools_that_the_template_leaves_out_are_refused(starter):
     model, tokenizer = starter
     plain = AutoTokenizer.from_pretrained(starter_path())
     plain.chat_template = plain.chat_template.replace("tools", "no_such_variable")
-    add = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+    add = {
+        "type": "function",
+        "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
+    }
 
     async def play(client, problem):
         wants = {"model": "policy", "messages": problem["messages"]}

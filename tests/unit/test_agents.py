@@ -29,7 +29,10 @@ from torchrl_grpo.tasks.base import Dialog, Score, Turn, TurnLimits
 
 openai = pytest.importorskip("openai")
 
-ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+ADD = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
+}
 DEEP = '{"a":' * 700 + "1" + "}" * 700
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
@@ -69,7 +72,11 @@ def test_a_request_that_continues_an_answer_asks_with_what_is_new():
         return 1
 
     asked, end = played(agent_task(play), lambda turn: "yes")
-    assert [(turn.sample, turn.messages) for turn in asked] == [(0, chat("a")), (0, chat("b")), (0, chat("c"))]
+    assert [(turn.sample, turn.messages) for turn in asked] == [
+        (0, chat("a")),
+        (0, chat("b")),
+        (0, chat("c")),
+    ]
     assert end.score == own_score(1.0)
 
 
@@ -108,7 +115,9 @@ def test_tool_calls_come_back_and_continue_the_tokens():
 
     asked, end = played(agent_task(play), lambda turn: f"Adding. {CALL}")
     assert [list(turn.tools) for turn in asked] == [[ADD], [ADD]]
-    assert asked[1] == Turn([{"role": "tool", "content": "2", "tool_call_id": "call00000"}], None, tools=[ADD])
+    assert asked[1] == Turn(
+        [{"role": "tool", "content": "2", "tool_call_id": "call00000"}], None, tools=[ADD]
+    )
     assert end.score == own_score(1.0)
 
 
@@ -129,7 +138,9 @@ def test_a_call_that_no_later_request_could_say_is_text(arguments):
     async def play(client, problem):
         answer = await client.chat.completions.create(model="any", messages=chat("a"), tools=[ADD])
         message = answer.choices[0].message
-        await client.chat.completions.create(model="any", messages=[*chat("a"), message, *chat("b")], tools=[ADD])
+        await client.chat.completions.create(
+            model="any", messages=[*chat("a"), message, *chat("b")], tools=[ADD]
+        )
         return float((message.content, message.tool_calls) == (text, None))
 
     asked, end = played(agent_task(play), lambda turn: text)
@@ -139,13 +150,18 @@ def test_a_call_that_no_later_request_could_say_is_text(arguments):
 
 def test_thoughts_that_an_agent_sends_apart_reach_the_template():
     message = {"role": "assistant", "content": "2", "reasoning_content": "1 and 1"}
-    assert parse_request(CHAT, json.dumps({"messages": [*chat("a"), message]}).encode()).messages[1] == message
+    assert (
+        parse_request(CHAT, json.dumps({"messages": [*chat("a"), message]}).encode()).messages[1]
+        == message
+    )
 
 
 def test_a_stream_has_the_same_text_calls_and_usage():
     async def play(client, problem):
         wants = {"model": "any", "messages": chat("a"), "tools": [ADD], "stream": True}
-        stream = await client.chat.completions.create(**wants, stream_options={"include_usage": True})
+        stream = await client.chat.completions.create(
+            **wants, stream_options={"include_usage": True}
+        )
         text, names, reason, usage = "", [], None, None
         async for chunk in stream:
             usage = chunk.usage or usage
@@ -153,7 +169,12 @@ def test_a_stream_has_the_same_text_calls_and_usage():
                 text += choice.delta.content or ""
                 names += [call.function.name for call in choice.delta.tool_calls or ()]
                 reason = choice.finish_reason or reason
-        assert (text, names, reason, usage.completion_tokens) == ("Adding.", ["add"], "tool_calls", len(CALL) + 8)
+        assert (text, names, reason, usage.completion_tokens) == (
+            "Adding.",
+            ["add"],
+            "tool_calls",
+            len(CALL) + 8,
+        )
         plain = await client.completions.create(model="any", prompt="1, 2,", stream=True)
         assert "".join([chunk.choices[0].text async for chunk in plain]) == " 3"
         return 1
@@ -172,13 +193,21 @@ def test_a_completion_continues_the_text_before_it():
         return 1
 
     asked, _ = played(agent_task(play), lambda turn: " 2,")
-    assert [(turn.sample, turn.messages[0]["content"]) for turn in asked] == [(0, "1,"), (0, " 3,"), (1, "1, 3,")]
+    assert [(turn.sample, turn.messages[0]["content"]) for turn in asked] == [
+        (0, "1,"),
+        (0, " 3,"),
+        (1, "1, 3,"),
+    ]
 
 
 def test_wishes_reach_the_run_and_a_stop_string_is_not_told():
     async def play(client, problem):
         answer = await client.chat.completions.create(
-            model="any", messages=chat("a"), max_completion_tokens=7, stop=["END", "\n"], logprobs=True
+            model="any",
+            messages=chat("a"),
+            max_completion_tokens=7,
+            stop=["END", "\n"],
+            logprobs=True,
         )
         assert answer.choices[0].message.content == "two "
         [one] = answer.choices[0].logprobs.content
@@ -196,9 +225,18 @@ def test_wishes_reach_the_run_and_a_stop_string_is_not_told():
     [
         ({"n": 2}, "n=2 must be 1: ask once for each answer."),
         ({"messages": []}, "messages=[] must be a list with at least one message: send one."),
-        ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role=robot must be one of"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content must be text"),
-        ({"messages": [{"role": "assistant", "tool_calls": 1}]}, "messages[0].tool_calls=1 must be a list: send"),
+        (
+            {"messages": [{"role": "robot", "content": "a"}]},
+            "messages[0].role=robot must be one of",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content must be text",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": 1}]},
+            "messages[0].tool_calls=1 must be a list: send",
+        ),
         ({"max_tokens": 0}, "max_tokens=0 must be a whole number of at least 1: for example, 256."),
         ({"stop": [""]}, "stop=[''] must be at most 4 texts"),
         ({"logprobs": True, "top_logprobs": 3}, "top_logprobs=3 must be 0"),
@@ -208,17 +246,47 @@ def test_wishes_reach_the_run_and_a_stop_string_is_not_told():
         ({"stream": True, "stream_options": [1]}, "stream_options=[1] must be an object"),
         ({"model": {"name": "a"}}, "model={'name': 'a'} must be text"),
         ({"functions": [{"name": "add"}]}, "functions=[{'name': 'add'}] must be null: use tools."),
-        ({"messages": [{"role": ["user"], "content": "a"}]}, "messages[0].role=['user'] must be one of"),
-        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content=None must be text"),
-        ({"messages": [{"role": "user", "content": "a", "name": 3}]}, "messages[0].name=3 must be text"),
-        ({"messages": [{"role": "user", "content": "a", "tool_calls": [1]}]}, "messages[0].tool_calls must be an ass"),
-        ({"messages": [history("[1]")]}, "messages[0].tool_calls.arguments=[1] must be an object or its JSON"),
-        ({"messages": [history('"{}"')]}, "messages[0].tool_calls.arguments={} must be an object or its JSON"),
+        (
+            {"messages": [{"role": ["user"], "content": "a"}]},
+            "messages[0].role=['user'] must be one of",
+        ),
+        (
+            {"messages": [{"role": "user", "content": None}]},
+            "messages[0].content=None must be text",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "a", "name": 3}]},
+            "messages[0].name=3 must be text",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "a", "tool_calls": [1]}]},
+            "messages[0].tool_calls must be an ass",
+        ),
+        (
+            {"messages": [history("[1]")]},
+            "messages[0].tool_calls.arguments=[1] must be an object or its JSON",
+        ),
+        (
+            {"messages": [history('"{}"')]},
+            "messages[0].tool_calls.arguments={} must be an object or its JSON",
+        ),
         ({"messages": [history("{")]}, "messages[0].tool_calls.arguments must be JSON"),
-        ({"messages": [history(DEEP)]}, "messages[0].tool_calls.arguments must be nested 100 levels deep at most"),
-        ({"messages": [history(json.loads(DEEP))]}, "the body must be nested 100 levels deep at most"),
-        ({"tools": [{"type": "custom", "function": {"name": "a"}}]}, "tools must be a list of functions"),
-        ({"tools": [{"function": {"name": "a", "parameters": "none"}}]}, "tools must be a list of functions"),
+        (
+            {"messages": [history(DEEP)]},
+            "messages[0].tool_calls.arguments must be nested 100 levels deep at most",
+        ),
+        (
+            {"messages": [history(json.loads(DEEP))]},
+            "the body must be nested 100 levels deep at most",
+        ),
+        (
+            {"tools": [{"type": "custom", "function": {"name": "a"}}]},
+            "tools must be a list of functions",
+        ),
+        (
+            {"tools": [{"function": {"name": "a", "parameters": "none"}}]},
+            "tools must be a list of functions",
+        ),
     ],
 )
 def test_what_cannot_be_honored_is_an_error_with_a_fix(wrong, said):
@@ -247,7 +315,10 @@ def test_half_of_a_surrogate_pair_is_replaced_and_a_whole_one_kept():
 @pytest.mark.parametrize(
     "body, reason",
     [
-        (b'{"prompt": "\xed\xa0\x80", "messages": [{"role": "user", "content": "\xed\xa0\x80"}]}', "UTF-8"),
+        (
+            b'{"prompt": "\xed\xa0\x80", "messages": [{"role": "user", "content": "\xed\xa0\x80"}]}',
+            "UTF-8",
+        ),
         ('{"prompt": "a"}'.encode("utf-16"), "UTF-8"),
         (b'{"max_tokens": NaN}', "JSON"),
         (b'{"max_tokens": -1e999}', "JSON"),
@@ -281,7 +352,9 @@ def test_tools_are_refused_where_the_chat_template_leaves_them_out():
         with pytest.raises(openai.BadRequestError, match=r"model\.chat_template") as error:
             await client.chat.completions.create(model="any", messages=chat("a"), tools=[ADD])
         assert error.value.body["param"] == "tools"
-        await client.chat.completions.create(model="any", messages=chat("a"), tools=[ADD], tool_choice="none")
+        await client.chat.completions.create(
+            model="any", messages=chat("a"), tools=[ADD], tool_choice="none"
+        )
         return 1
 
     task = agent_task(play)
@@ -341,8 +414,12 @@ def test_the_server_refuses_strangers_and_what_is_no_http():
         say("POST", "/v1/chat/completions", b"x" * 2**19, Authorization=key)
         assert b"Connection: close" in raw(b"HEAD / HTTP/1.1\r\n\r\n")
         assert raw(b"hello\r\n\r\n").startswith(b"HTTP/1.1 400")
-        assert raw(b"GET / HTTP/1.1\r\nA: " + b"x" * 2**17 + b"\r\n\r\n").startswith(b"HTTP/1.1 431")
-        assert raw(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n").startswith(b"HTTP/1.1 411")
+        assert raw(b"GET / HTTP/1.1\r\nA: " + b"x" * 2**17 + b"\r\n\r\n").startswith(
+            b"HTTP/1.1 431"
+        )
+        assert raw(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n").startswith(
+            b"HTTP/1.1 411"
+        )
         lengths = b"Content-Length: 3\r\nContent-Length: 4\r\n"
         for headers in (lengths, b"no header\r\n", b"A: b\r\n c: d\r\n", b": a\r\n"):
             assert raw(b"POST / HTTP/1.1\r\n" + headers + b"\r\n").startswith(b"HTTP/1.1 400")
@@ -400,7 +477,9 @@ def test_a_chat_without_room_is_refused_and_scored_by_the_task():
     first = task.advance([Dialog(PROBLEM, [], last=False, episode="0")], 20)[0]
     said = Dialog(PROBLEM, ["#### 2"], last=False, episode="0")
     second = task.advance([said], 20)[0]
-    no_room = task.advance([Dialog(PROBLEM, ["#### 2"], finish_reason="length", last=False, episode="0")], 20)[0]
+    no_room = task.advance(
+        [Dialog(PROBLEM, ["#### 2"], finish_reason="length", last=False, episode="0")], 20
+    )[0]
     assert first.score is second.score is None
     assert (no_room.messages, no_room.score.reward) == ([], 1.0)
 
@@ -411,7 +490,11 @@ def test_a_chat_without_room_is_refused_and_scored_by_the_task():
         ("raises", ZeroDivisionError, "division by zero"),
         ("exits", RuntimeError, "exit"),
         ("never asks", InvalidRewardError, "an agent must ask the policy, it ended without"),
-        ("never ends", InvalidRewardError, "an agent must ask or end within env.reward_timeout_s=0.5"),
+        (
+            "never ends",
+            InvalidRewardError,
+            "an agent must ask or end within env.reward_timeout_s=0.5",
+        ),
         ("blocks", InvalidRewardError, "an agent must ask or end within env.reward_timeout_s=0.5"),
         ("says no number", InvalidRewardError, "must return a number or None, it returned 'good'"),
     ],
@@ -446,7 +529,9 @@ def test_what_an_agent_does_wrong_costs_its_own_dialog_alone(case, kind, said):
     assert said in str(ends[1])
 
 
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, GeneratorExit, SystemExit, asyncio.CancelledError])
+@pytest.mark.parametrize(
+    "kind", [KeyboardInterrupt, GeneratorExit, SystemExit, asyncio.CancelledError]
+)
 def test_an_agent_interrupts_no_run(kind):
     async def play(client, problem):
         await client.chat.completions.create(model="any", messages=chat("a"))
@@ -505,7 +590,9 @@ def command(tmp_path: Path, code: str) -> Command:
 
 
 def test_a_command_gets_the_endpoint_and_prints_its_reward(tmp_path, monkeypatch):
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # as on a cluster, whose own hosts need none
+    monkeypatch.setenv(
+        "http_proxy", "http://127.0.0.1:1"
+    )  # as on a cluster, whose own hosts need none
     monkeypatch.setenv("no_proxy", "a.example")
     code = "assert urllib.request.proxy_bypass('a.example'); print(0.5 * (ask(problem['prompt']) == problem['answer']))"
     program = command(tmp_path, code)
@@ -517,13 +604,18 @@ def test_a_command_gets_the_endpoint_and_prints_its_reward(tmp_path, monkeypatch
 @pytest.mark.parametrize(
     "line, reward",
     [("-1", -1.0), ('{"reward": -1}', -1.0), ("true", 1.0), ('{"reward": false}', 0.0)]
-    + [(line, None) for line in ("", "done", "null", '"done"', "[1]", '{"steps": 3}', '{"reward": null}', "{")],
+    + [
+        (line, None)
+        for line in ("", "done", "null", '"done"', "[1]", '{"steps": 3}', '{"reward": null}', "{")
+    ],
 )
 def test_the_last_line_of_a_command_may_be_its_reward(line, reward):
     assert _printed_reward(f"a log\n{line}\n", "solve") == reward
 
 
-@pytest.mark.parametrize("line", ['"1"', '{"reward": "1"}', '{"reward": "good"}', '{"reward": [1]}'])
+@pytest.mark.parametrize(
+    "line", ['"1"', '{"reward": "1"}', '{"reward": "good"}', '{"reward": [1]}']
+)
 def test_a_reward_of_a_command_that_is_no_number_is_invalid(line):
     with pytest.raises(InvalidRewardError, match="solve must return a number"):
         _printed_reward(line, "solve")
@@ -535,7 +627,9 @@ def test_a_command_may_leave_the_reward_to_the_task(tmp_path):
 
 
 def test_a_command_that_fails_is_invalid_with_its_last_words(tmp_path):
-    _, end = played(agent_task(command(tmp_path, "ask('a'); raise SystemExit('bad luck')")), lambda turn: "2")
+    _, end = played(
+        agent_task(command(tmp_path, "ask('a'); raise SystemExit('bad luck')")), lambda turn: "2"
+    )
     assert isinstance(end, RuntimeError)
     assert "must end with status 0, it ended with 1: bad luck" in str(end)
 
@@ -568,7 +662,11 @@ def test_a_command_is_killed_with_all_that_it_started(tmp_path, ending):
 
     limit = 2 if ending == "given up" else 60
     _, end = played(agent_task(command(tmp_path, code)), lambda turn: "2", timeout_s=limit)
-    words = {"given up": "must ask or end within", "ends": "", "fails": "must end with status 0, it ended with 1"}
+    words = {
+        "given up": "must ask or end within",
+        "ends": "",
+        "fails": "must end with status 0, it ended with 1",
+    }
     assert isinstance(end, Turn) if ending == "ends" else words[ending] in str(end)
     deadline = time.monotonic() + 60
     while asleep() and time.monotonic() < deadline:
@@ -577,7 +675,9 @@ def test_a_command_is_killed_with_all_that_it_started(tmp_path, ending):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a guard needs Linux")
-@pytest.mark.parametrize("code, said", [("os.kill(os.getpid(), 9)", "ended with -9"), ("sys.exit(3)", "ended with 3")])
+@pytest.mark.parametrize(
+    "code, said", [("os.kill(os.getpid(), 9)", "ended with -9"), ("sys.exit(3)", "ended with 3")]
+)
 def test_a_command_has_the_exit_status_that_it_would_have_alone(tmp_path, code, said):
     _, end = played(agent_task(command(tmp_path, f"ask('a'); {code}")), lambda turn: "2")
     assert said in str(end)
@@ -588,7 +688,10 @@ def test_a_command_has_the_exit_status_that_it_would_have_alone(tmp_path, code, 
     [
         ("no_such_file.py:play", "env.agent=no_such_file.py:play must name a file that exists"),
         ("no_such_command_anywhere", "there is no command 'no_such_command_anywhere'"),
-        ("torchrl_grpo.agents.programs:load_program", "must be asynchronous, it is not: write async def play"),
+        (
+            "torchrl_grpo.agents.programs:load_program",
+            "must be asynchronous, it is not: write async def play",
+        ),
     ],
 )
 def test_an_agent_that_cannot_be_started_is_refused(spec, said):
@@ -636,4 +739,7 @@ def test_a_completion_goes_on_after_the_stop_string_that_its_tokens_have() -> No
         return 1
 
     asked, _ = played(agent_task(play), lambda turn: "yesEND")
-    assert [(turn.sample, turn.messages[0]["content"]) for turn in asked] == [(0, "Q: "), (0, " and")]
+    assert [(turn.sample, turn.messages[0]["content"]) for turn in asked] == [
+        (0, "Q: "),
+        (0, " and"),
+    ]

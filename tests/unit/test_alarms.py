@@ -57,14 +57,42 @@ def rows(count: int, bad: dict[str, Any], start: int = 6) -> list[dict[str, Any]
 
 
 PROVOKED: dict[str, tuple[dict[str, float | Callable[[int], float] | None], int, str]] = {
-    "zero_rewards": (EQUAL | {"rollout/reward_mean": 0.0, "rollout/accuracy": 0.0}, 10, "samples DIR"),
-    "no_signal": (EQUAL | {"rollout/reward_mean": 0.5}, 10, "larger env.repeats or inference_model.temperature"),
-    "zero_variance": ({"rollout/zero_variance_groups": 0.95}, 15, "95% of the groups .* policy.dynamic_sampling=true"),
-    "invalid_rewards": ({"rollout/invalid": 16.0, "rewards/invalid_timeout": 9.0}, 7, r"invalid \(timed out\)"),
-    "reward_part/format": ({"reward/format/mean": 0.0, "reward/format/std": 0.0}, 25, "'format' was 0 for every"),
-    "mismatch": ({"train/kl_k3_to_inference": 0.2, "train/ratio_mean": 1.3}, 7, "inference_model.check_sync=true"),
+    "zero_rewards": (
+        EQUAL | {"rollout/reward_mean": 0.0, "rollout/accuracy": 0.0},
+        10,
+        "samples DIR",
+    ),
+    "no_signal": (
+        EQUAL | {"rollout/reward_mean": 0.5},
+        10,
+        "larger env.repeats or inference_model.temperature",
+    ),
+    "zero_variance": (
+        {"rollout/zero_variance_groups": 0.95},
+        15,
+        "95% of the groups .* policy.dynamic_sampling=true",
+    ),
+    "invalid_rewards": (
+        {"rollout/invalid": 16.0, "rewards/invalid_timeout": 9.0},
+        7,
+        r"invalid \(timed out\)",
+    ),
+    "reward_part/format": (
+        {"reward/format/mean": 0.0, "reward/format/std": 0.0},
+        25,
+        "'format' was 0 for every",
+    ),
+    "mismatch": (
+        {"train/kl_k3_to_inference": 0.2, "train/ratio_mean": 1.3},
+        7,
+        "inference_model.check_sync=true",
+    ),
     "ess": ({"train/ESS": 0.2}, 9, "36% .* policy.behaviour_weight=truncate"),
-    "clip_fraction": ({"train/clip_fraction_low": 0.3, "train/clip_fraction_high": 0.4}, 8, "policy.clip_epsilon"),
+    "clip_fraction": (
+        {"train/clip_fraction_low": 0.3, "train/clip_fraction_high": 0.4},
+        8,
+        "policy.clip_epsilon",
+    ),
     "entropy": ({"train/entropy": 0.01}, 15, "0.01 nats per token, 2% of what it was"),
     "truncated": ({"rollout/truncated": 0.9}, 8, "raise inference_model.max_new_tokens"),
     "truncation_pays": (
@@ -72,12 +100,28 @@ PROVOKED: dict[str, tuple[dict[str, float | Callable[[int], float] | None], int,
         9,
         "5% to 37% .* step.response, truncated.",
     ),
-    "length": ({"rollout/response_length": 300.0, "rollout/reward_mean": 0.3}, 11, "from 100 to 220 tokens"),
+    "length": (
+        {"rollout/response_length": 300.0, "rollout/reward_mean": 0.3},
+        11,
+        "from 100 to 220 tokens",
+    ),
     "kl": ({"train/kl_k3_to_ref": 3.0}, 7, "raise policy.kl_coef"),
     "repeated": ({"rollout/repeated": 0.95}, 10, "raise inference_model.temperature"),
-    "staleness": ({"staleness/mean": 4.0, "staleness/max": 4.0}, 25, "4 steps old .* train.max_staleness"),
-    "restarts/rollout": ({"workers/restarts_rollout": lambda step: step - 4}, 7, "restarted 3 times within 7 steps"),
-    "restarts/reward": ({"workers/restarts_reward": lambda step: step - 4}, 8, "a response crashes its scorer"),
+    "staleness": (
+        {"staleness/mean": 4.0, "staleness/max": 4.0},
+        25,
+        "4 steps old .* train.max_staleness",
+    ),
+    "restarts/rollout": (
+        {"workers/restarts_rollout": lambda step: step - 4},
+        7,
+        "restarted 3 times within 7 steps",
+    ),
+    "restarts/reward": (
+        {"workers/restarts_reward": lambda step: step - 4},
+        8,
+        "a response crashes its scorer",
+    ),
 }
 
 
@@ -110,12 +154,17 @@ def test_numbers_that_are_not_finite_are_no_sign() -> None:
 
 def test_truncated_dialogs_with_tools_may_need_more_turns() -> None:
     [alarm] = alarms_of(rows(20, {"rollout/truncated": 0.9, "tools/calls": 30.0}))
-    assert alarm.name == "truncated" and "new_tokens, env.max_turns if dialogs end with a call, or check" in alarm.text
+    assert (
+        alarm.name == "truncated"
+        and "new_tokens, env.max_turns if dialogs end with a call, or check" in alarm.text
+    )
 
 
 def test_an_alarm_comes_again_only_after_it_had_gone() -> None:
     cut = [0.9] * 10 + [0.0] * 10 + [0.9] * 10 + [0.0] * 30 + [0.9] * 10
-    series = [{"step": i + 1} | HEALTHY | {"rollout/truncated": share} for i, share in enumerate(cut)]
+    series = [
+        {"step": i + 1} | HEALTHY | {"rollout/truncated": share} for i, share in enumerate(cut)
+    ]
     assert [(alarm.first, alarm.last) for alarm in alarms_of(series)] == [(5, 32), (63, 70)]
     alarms = Alarms()
     assert [row["step"] for row in series if alarms.take(row)] == [5, 63]
@@ -125,7 +174,11 @@ def test_a_run_that_never_had_a_signal_says_so_at_its_end() -> None:
     bad = {"rollout/reward_mean": 0.0, "rollout/truncated": 1.0} | EQUAL
     assert alarms_of(rows(2, bad, start=1), ended=False) == []
     [alarm] = alarms_of(rows(2, bad, start=1))
-    assert alarm.name == "zero_rewards" and "over 2 steps" in alarm.text and "100% were truncated" in alarm.text
+    assert (
+        alarm.name == "zero_rewards"
+        and "over 2 steps" in alarm.text
+        and "100% were truncated" in alarm.text
+    )
 
 
 @pytest.mark.parametrize("count", [1, 5, 20])
@@ -144,12 +197,17 @@ def test_console_and_report_show_alarms_and_that_there_are_none(tmp_path: Path) 
                 logger.log(row.pop("step"), row)
     page = write_report(tmp_path / "bad").read_text(encoding="utf-8")
     assert '<td class="number">5 to 30</td>' in page and "truncated: 90% of the responses" in page
-    assert "the reward component &#39;&lt;b&gt;&#39; applied to no response" in page and "No alarms." not in page
+    assert (
+        "the reward component &#39;&lt;b&gt;&#39; applied to no response" in page
+        and "No alarms." not in page
+    )
     assert "No alarms." in write_report(tmp_path / "good").read_text(encoding="utf-8")
     file = io.StringIO()
     with Console(file=file) as console:
         console.alarm(5, "kl", "look \x1b[2J")
-        console.finish({"steps": 30, "alarms": [Alarm("kl", "a", 3, 9), Alarm("ess", "b", 5, 30)]}, {})
+        console.finish(
+            {"steps": 30, "alarms": [Alarm("kl", "a", 3, 9), Alarm("ess", "b", 5, 30)]}, {}
+        )
     lines = file.getvalue().splitlines()
     assert lines[0] == "alarm kl at step 5: look \\x1b[2J"
     assert lines[-2:] == ["alarm kl, steps 3 to 9: a", "alarm ess, from step 5 to the end: b"]
@@ -159,13 +217,18 @@ def test_console_and_report_show_alarms_and_that_there_are_none(tmp_path: Path) 
 def test_an_alarm_names_the_penalties_that_train_without_rewards(mean: float) -> None:
     no_rewards = EQUAL | {"rollout/reward_mean": mean, "rollout/accuracy": 0.0}
     penalties = {"train/loss_entropy": 0.1, "train/loss_kl_to_ref": 0.1}
-    for more, learned in ((penalties, "train/loss_kl_to_ref and train/loss_entropy"), ({}, "nothing is learned")):
+    for more, learned in (
+        (penalties, "train/loss_kl_to_ref and train/loss_entropy"),
+        ({}, "nothing is learned"),
+    ):
         [alarm] = alarms_of(rows(10, no_rewards | more))
         assert learned in alarm.text
 
 
 @pytest.mark.slow
-def test_a_run_without_rewards_says_so_and_ends_if_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_rewards_says_so_and_ends_if_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It looked like any other run: reward 0, and exit status 0."""
     (tmp_path / "nothing.py").write_text("def score(response):\n    return 0.0\n")
     reward = f"env.reward={tmp_path}/nothing.py:score"
@@ -176,7 +239,9 @@ def test_a_run_without_rewards_says_so_and_ends_if_asked(tmp_path: Path, capsys:
     with pytest.raises(NoSignalError, match="3 steps in a row had no learning signal"):
         run(tmp_path / "ends", reward, steps(6), "train.max_steps_without_signal=3")
     assert [row["step"] for row in read_jsonl(tmp_path / "ends" / "metrics.jsonl")] == [0, 1, 2, 3]
-    assert "checkpoint_000003.pt" in {path.name for path in (tmp_path / "ends" / "checkpoints").iterdir()}
+    assert "checkpoint_000003.pt" in {
+        path.name for path in (tmp_path / "ends" / "checkpoints").iterdir()
+    }
 
 
 @pytest.mark.slow
@@ -190,7 +255,9 @@ def test_a_run_without_rewards_says_so_and_ends_if_asked(tmp_path: Path, capsys:
 def test_a_run_whose_rewards_are_never_valid_ends_with_an_error(
     planned: int, made: int, message: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "broken.py").write_text("def score(response):\n    raise KeyError('no such column')\n")
+    (tmp_path / "broken.py").write_text(
+        "def score(response):\n    raise KeyError('no such column')\n"
+    )
     with pytest.raises(NoSignalError, match=message):
         run(tmp_path / "run", f"env.reward={tmp_path}/broken.py:score", steps(planned))
     written = read_jsonl(tmp_path / "run" / "metrics.jsonl")
@@ -218,7 +285,9 @@ def test_one_valid_reward_keeps_a_run_from_counting_as_one_without() -> None:
         (("inference_model.temperature=0.01",), "repeated"),
     ],
 )
-def test_a_short_run_that_goes_wrong_raises_its_alarm(overrides: tuple[str, ...], name: str, tmp_path: Path) -> None:
+def test_a_short_run_that_goes_wrong_raises_its_alarm(
+    overrides: tuple[str, ...], name: str, tmp_path: Path
+) -> None:
     rows = run(tmp_path, steps(7), "policy.kl_coef=0.001", *overrides)
     assert name in {alarm.name for alarm in alarms_of(rows)}
 

@@ -28,7 +28,9 @@ from torchrl_grpo.models.scoring import WrapperScorer
 from torchrl_grpo.objectives import CISPOLoss, GRPOLoss, SAPOLoss, SFTLoss
 from torchrl_grpo.transforms.advantage import GroupAdvantage
 
-Token = Callable[[Tensor, Tensor, Tensor], Tensor]  # (ratio, log-prob, advantage) -> objective of a token
+Token = Callable[
+    [Tensor, Tensor, Tensor], Tensor
+]  # (ratio, log-prob, advantage) -> objective of a token
 
 
 def clip(low: float, high: float, dual: float | None = None) -> Token:
@@ -102,7 +104,10 @@ def plain_loop(
         mean = sum(log_probs[t] - prox[t] for t in places) / len(places)
         for t in places:
             kind, over, cap = bound or ("none", "token", 1.0)
-            exponents = [prox[u] - row["log_probs", "full"][u].item() for u in (places if over == "sequence" else [t])]
+            exponents = [
+                prox[u] - row["log_probs", "full"][u].item()
+                for u in (places if over == "sequence" else [t])
+            ]
             weight[t] = math.exp(sum(exponents))
             if weight[t] > cap and kind != "none":
                 weight[t] = cap if kind == "truncate" else 0.0
@@ -117,10 +122,16 @@ def plain_loop(
             else:
                 ratio = torch.exp(mean.detach()) * torch.exp(cur) / torch.exp(cur.detach())
             advantage = row["advantage"]
-            value = -weight[t] * objective(ratio, cur, advantage[t] if len(advantage) > 1 else advantage[0])
+            value = -weight[t] * objective(
+                ratio, cur, advantage[t] if len(advantage) > 1 else advantage[0]
+            )
             value = value - entropy_coeff * entropies[t]
             gap = cur - row["log_probs", "full"][t]
-            value = value + kl_to_sample_coeff * {"k1": gap, "k2": gap**2 / 2, "k3": torch.exp(-gap) + gap - 1}[kl]
+            value = (
+                value
+                + kl_to_sample_coeff
+                * {"k1": gap, "k2": gap**2 / 2, "k3": torch.exp(-gap) + gap - 1}[kl]
+            )
             ref = row["next", "ref_log_probs", "full"][t]
             value = value + kl_coeff * {
                 "k1": cur - ref, "k2": (cur - ref) ** 2 / 2, "k3": torch.exp(ref - cur) - (ref - cur) - 1,
@@ -217,7 +228,9 @@ def rich_batch(seed: int, token_level: bool = False) -> tuple[Tensor, list[Tenso
     for i, row in enumerate(rows):
         sample = row["log_probs", "full"]
         noise = torch.randn(len(sample), generator=generator, dtype=torch.float64) * 0.3
-        row["prox_log_probs", "full"] = torch.where(row["masks", "all_assistant_mask"], sample + noise, 0.0)
+        row["prox_log_probs", "full"] = torch.where(
+            row["masks", "all_assistant_mask"], sample + noise, 0.0
+        )
         row["staleness"] = torch.tensor([i])
         row["next", "truncated"] = torch.tensor([i == (seed + 1) % 4])
         if token_level:
@@ -246,7 +259,9 @@ def test_turn_credit_in_value_and_gradient_equals_a_plain_loop(seed: int) -> Non
     """Two groups of two dialogs, whose turns are the runs of sampled tokens, with a reward on the last of each."""
     logits, rows = rich_batch(seed)
     generator = torch.Generator().manual_seed(seed)
-    returns: list[dict[int, tuple[int, float]]] = []  # of each sampled token: its turn, and what follows from it on
+    returns: list[
+        dict[int, tuple[int, float]]
+    ] = []  # of each sampled token: its turn, and what follows from it on
     for i, row in enumerate(rows):
         mask = [*row["masks", "all_assistant_mask"].tolist(), False]
         ends = [t for t in range(len(mask) - 1) if mask[t] and not mask[t + 1]]
@@ -254,11 +269,18 @@ def test_turn_credit_in_value_and_gradient_equals_a_plain_loop(seed: int) -> Non
         row["next", "turn_rewards"] = torch.zeros(len(mask) - 1, dtype=torch.float64)
         for t, reward in zip(ends, rewards, strict=True):
             row["next", "turn_rewards"][t] = reward
-        row["next", "reward"], row["group_id"] = torch.tensor([sum(rewards)]), torch.tensor([i // 2])
+        row["next", "reward"], row["group_id"] = (
+            torch.tensor([sum(rewards)]),
+            torch.tensor([i // 2]),
+        )
         turns = {t: sum(end < t for end in ends) for t in range(len(mask) - 1) if mask[t]}
-        after = [sum(0.8 ** (j - k) * rewards[j] for j in range(k, len(ends))) for k in range(len(ends))]
+        after = [
+            sum(0.8 ** (j - k) * rewards[j] for j in range(k, len(ends))) for k in range(len(ends))
+        ]
         returns.append({t: (k, after[k]) for t, k in turns.items()})
-    batch = GroupAdvantage(2, level="turn", gamma=0.8)(lazy_stack([row.exclude("advantage") for row in rows]))
+    batch = GroupAdvantage(2, level="turn", gamma=0.8)(
+        lazy_stack([row.exclude("advantage") for row in rows])
+    )
     loss = GRPOLoss(Table(logits.clone()))
     out = total(loss(batch))
     out.backward()
@@ -268,7 +290,9 @@ def test_turn_credit_in_value_and_gradient_equals_a_plain_loop(seed: int) -> Non
         row["advantage"] = torch.zeros(len(row["tokens", "full"]), dtype=torch.float64)
         for t, (k, value) in returns[i].items():
             all_of = [{h: g for h, g in one.values()} for one in group]
-            others = [g for one in all_of for h, g in one.items() if min(h, common) == min(k, common)]
+            others = [
+                g for one in all_of for h, g in one.items() if min(h, common) == min(k, common)
+            ]
             mean = sum(others) / len(others)
             std = math.sqrt(sum((g - mean) ** 2 for g in others) / (len(others) - 1))
             row["advantage"][t] = (value - mean) / (std + 1e-6)
@@ -290,7 +314,9 @@ def padded(rows: list[TensorDict], extra: int = 0) -> TensorDict:
     for key in PER_TOKEN:
         value = ragged.get(key, as_padded_tensor=True, padding_side="right")
         if value.shape[1] > 1 and extra:
-            fill = torch.ones(len(rows), extra, dtype=torch.float64) * (0 if key[0] == "masks" else 3)
+            fill = torch.ones(len(rows), extra, dtype=torch.float64) * (
+                0 if key[0] == "masks" else 3
+            )
             value = torch.cat([value, fill.to(value.dtype)], 1)
         data[key] = value
     for key in ("row", "staleness", ("next", "truncated")):
@@ -301,7 +327,9 @@ def padded(rows: list[TensorDict], extra: int = 0) -> TensorDict:
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("level", ["sequence_advantage", "token_advantage"])
 @pytest.mark.parametrize("split", [[4], [1, 3], [2, 1, 1], [1, 1, 1, 1]])
-def test_padding_order_and_micro_batches_change_nothing(name: str, level: str, split: list[int]) -> None:
+def test_padding_order_and_micro_batches_change_nothing(
+    name: str, level: str, split: list[int]
+) -> None:
     """The gradient of a ragged batch equals that of its parts: shuffled, padded further, and accumulated."""
     kind, settings, _, _ = CASES[name]
     logits, rows = rich_batch(5, level == "token_advantage")
@@ -314,10 +342,14 @@ def test_padding_order_and_micro_batches_change_nothing(name: str, level: str, s
     parts.normalize(data)
     got = [parts(piece) for piece in data.split(split)]
     sum(total(out) for out in got).backward()
-    torch.testing.assert_close(parts.actor_network.logits.grad, whole.actor_network.logits.grad, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(
+        parts.actor_network.logits.grad, whole.actor_network.logits.grad, rtol=1e-12, atol=1e-14
+    )
     for metric in expected.keys():  # noqa: SIM118
         if metric != "ESS":
-            torch.testing.assert_close(sum(out[metric] for out in got), expected[metric], rtol=1e-6, atol=1e-9)
+            torch.testing.assert_close(
+                sum(out[metric] for out in got), expected[metric], rtol=1e-6, atol=1e-9
+            )
 
 
 def one_row(ratios: list[float], advantage: float) -> TensorDict:
@@ -376,7 +408,9 @@ def test_objective_by_hand(name: str, ratios: list[float], advantage: float, val
     row = one_row(ratios, advantage)
     row["next", "ref_log_probs", "full"] = torch.full((3,), math.log(0.5), dtype=torch.float64)
     # where it is read, the proximal policy has cur / prox = 1 and 1.2
-    row["prox_log_probs", "full"] = torch.tensor([0.0, math.log(0.5), math.log(0.5 / 1.2)], dtype=torch.float64)
+    row["prox_log_probs", "full"] = torch.tensor(
+        [0.0, math.log(0.5), math.log(0.5 / 1.2)], dtype=torch.float64
+    )
     out = kind(Table(torch.zeros(1, 3, 2, dtype=torch.float64)), **settings)(lazy_stack([row]))
     assert total(out).item() == pytest.approx(-value)
 
@@ -403,7 +437,9 @@ def test_sapo_equals_the_policy_gradient_on_policy() -> None:
     """At ratio 1 the gate's slope is 1: d(4/tau sigmoid(tau (r - 1)))/dr = 1."""
     ratio = torch.ones(1, 1, dtype=torch.float64, requires_grad=True)
     for tau in (0.5, 1.0, 3.0):
-        (slope,) = torch.autograd.grad(F.sapo_objective(ratio, torch.tensor([[1.0]]), tau, 9.0).sum(), ratio)
+        (slope,) = torch.autograd.grad(
+            F.sapo_objective(ratio, torch.tensor([[1.0]]), tau, 9.0).sum(), ratio
+        )
         assert slope.item() == pytest.approx(1.0)
 
 
@@ -430,7 +466,12 @@ REWARDS, GROUPS = [1.0, 0.0, 0.0, 4.0, 2.0], [0, 0, 0, 1, 1]
 )
 def test_advantages_by_hand(mean: Any, std: Any, expected: list[float]) -> None:
     got = F.group_advantage(
-        torch.tensor(REWARDS), torch.tensor(GROUPS), torch.ones(5, dtype=torch.bool), mean=mean, std=std, eps=0.0
+        torch.tensor(REWARDS),
+        torch.tensor(GROUPS),
+        torch.ones(5, dtype=torch.bool),
+        mean=mean,
+        std=std,
+        eps=0.0,
     )
     torch.testing.assert_close(got, torch.tensor(expected))
 
@@ -439,7 +480,9 @@ def test_advantages_by_hand(mean: Any, std: Any, expected: list[float]) -> None:
 @pytest.mark.parametrize("std", ["group", "batch", "none"])
 def test_equal_rewards_give_exactly_zero_whatever_the_baseline(mean: Any, std: Any) -> None:
     reward = torch.full((6,), 1 / 3)
-    got = F.group_advantage(reward, torch.tensor([0, 0, 0, 1, 1, 1]), torch.ones(6) > 0, mean=mean, std=std)
+    got = F.group_advantage(
+        reward, torch.tensor([0, 0, 0, 1, 1, 1]), torch.ones(6) > 0, mean=mean, std=std
+    )
     assert got.tolist() == [0.0] * 6
 
 
@@ -448,7 +491,9 @@ def test_leave_one_out_equals_the_mean_of_the_others_by_loop() -> None:
     reward, group, valid = torch.randn(20), torch.randint(0, 4, (20,)), torch.rand(20) > 0.2
     got = F.group_advantage(reward, group, valid, mean="leave_one_out", std="none")
     for i in range(20):
-        others = [float(reward[j]) for j in range(20) if j != i and group[j] == group[i] and valid[j]]
+        others = [
+            float(reward[j]) for j in range(20) if j != i and group[j] == group[i] and valid[j]
+        ]
         expected = float(reward[i]) - sum(others) / len(others) if others and valid[i] else 0.0
         assert float(got[i]) == pytest.approx(expected, abs=1e-6)
 
@@ -457,8 +502,16 @@ def test_leave_one_out_equals_the_mean_of_the_others_by_loop() -> None:
     ("kind", "settings", "message"),
     [
         (GRPOLoss, {"ratio_level": "word"}, "ratio_level='word' must be one of .*: use 'token'"),
-        (GRPOLoss, {"behaviour_level": "word"}, "behaviour_level='word' must be one of .*: use 'token'"),
-        (GRPOLoss, {"kl_to_inference_coeff": -1}, "kl_to_inference_coeff=-1 must not be negative: use 0"),
+        (
+            GRPOLoss,
+            {"behaviour_level": "word"},
+            "behaviour_level='word' must be one of .*: use 'token'",
+        ),
+        (
+            GRPOLoss,
+            {"kl_to_inference_coeff": -1},
+            "kl_to_inference_coeff=-1 must not be negative: use 0",
+        ),
         (GRPOLoss, {"entropy_coeff": -1}, "entropy_coeff=-1 must not be negative: use 0"),
         (GRPOLoss, {"aggregation": "mean"}, "aggregation='mean' must be one of"),
         (GRPOLoss, {"kl_estimator": "k4"}, "kl_estimator='k4' must be one of"),
@@ -471,7 +524,11 @@ def test_leave_one_out_equals_the_mean_of_the_others_by_loop() -> None:
         (GRPOLoss, {"dual_clip": 1.0}, r"dual_clip=1\.0 must be above 1"),
         (GRPOLoss, {"proximal": "old"}, "proximal='old' must be one of"),
         (GRPOLoss, {"behaviour_weight": "clip"}, "behaviour_weight='clip' must be one of"),
-        (GRPOLoss, {"behaviour_weight": "mask"}, "proximal=behaviour makes every weight 1: use proximal=recom"),
+        (
+            GRPOLoss,
+            {"behaviour_weight": "mask"},
+            "proximal=behaviour makes every weight 1: use proximal=recom",
+        ),
         (GRPOLoss, {"behaviour_cap": 0.0}, r"behaviour_cap=0\.0 must be above 0"),
         (GRPOLoss, {"constant_length": 0}, "constant_length=0 must be at least 1"),
         (
@@ -479,18 +536,34 @@ def test_leave_one_out_equals_the_mean_of_the_others_by_loop() -> None:
             {"aggregation": "constant"},
             "constant_length=None must be at least 1, .* aggregation='constant': use the longest response allowed",
         ),
-        (SAPOLoss, {"tau_positive": 0.0}, r"tau_positive=0\.0 and tau_negative=1\.05 must be above 0"),
+        (
+            SAPOLoss,
+            {"tau_positive": 0.0},
+            r"tau_positive=0\.0 and tau_negative=1\.05 must be above 0",
+        ),
         (SAPOLoss, {"tau_negative": 0.0}, r"tau_negative=0\.0 must be above 0"),
     ],
 )
-def test_values_out_of_range_are_refused(kind: type[GRPOLoss], settings: dict, message: str) -> None:
+def test_values_out_of_range_are_refused(
+    kind: type[GRPOLoss], settings: dict, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         kind(Table(torch.zeros(1, 1, 2)), **settings)
 
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "grpo": {"advantage": ("group", "group"), "aggregation": "sequence_mean", "clip": (0.2, 0.2), "kl_coef": 0.01},
-    "dr_grpo": {"advantage": ("group", "none"), "aggregation": "constant", "clip": (0.2, 0.2), "constant_length": 32},
+    "grpo": {
+        "advantage": ("group", "group"),
+        "aggregation": "sequence_mean",
+        "clip": (0.2, 0.2),
+        "kl_coef": 0.01,
+    },
+    "dr_grpo": {
+        "advantage": ("group", "none"),
+        "aggregation": "constant",
+        "clip": (0.2, 0.2),
+        "constant_length": 32,
+    },
     "gspo": {
         "advantage": ("group", "group"),
         "clip": (3e-4, 4e-4),
@@ -503,8 +576,18 @@ PRESETS: dict[str, dict[str, Any]] = {
         "ratio_level": "sequence_token",
         "proximal": "recomputed",
     },
-    "cispo": {"advantage": ("group", "group"), "aggregation": "token_mean", "clip": (1.0, 4.0), "loss": CISPOLoss},
-    "sapo": {"advantage": ("group", "group"), "loss": SAPOLoss, "tau_positive": 1.0, "tau_negative": 1.05},
+    "cispo": {
+        "advantage": ("group", "group"),
+        "aggregation": "token_mean",
+        "clip": (1.0, 4.0),
+        "loss": CISPOLoss,
+    },
+    "sapo": {
+        "advantage": ("group", "group"),
+        "loss": SAPOLoss,
+        "tau_positive": 1.0,
+        "tau_negative": 1.05,
+    },
     "rloo": {
         "advantage": ("leave_one_out", "none"),
         "aggregation": "constant",
@@ -568,7 +651,9 @@ def test_each_preset_is_what_its_name_says_and_trains(name: str, tmp_path: Path)
     )  # fmt: skip
     assert (loss.entropy_coeff, loss.kl_to_inference_coeff) == (0.0, 0.0)
     assert (loss.proximal, loss.mask_truncated) == (expected["proximal"], False)
-    assert (loss.behaviour_weight, loss.behaviour_level, loss.behaviour_cap) == expected["behaviour"]
+    assert (loss.behaviour_weight, loss.behaviour_level, loss.behaviour_cap) == expected[
+        "behaviour"
+    ]
     for setting in ("constant_length", "tau_positive", "tau_negative"):
         if setting in expected:
             assert getattr(loss, setting) == expected[setting]
@@ -580,12 +665,18 @@ def test_each_preset_is_what_its_name_says_and_trains(name: str, tmp_path: Path)
     assert run.source.tasks._most_played == (40 if expected["dynamic_sampling"] else None)
     assert (shaping is None) == (expected["shaping"] is None)
     if shaping is not None:
-        assert advantage.reward_key == ("next", "token_reward" if advantage.level == "token" else "shaped_reward")
+        assert advantage.reward_key == (
+            "next",
+            "token_reward" if advantage.level == "token" else "shaped_reward",
+        )
         plain = {"scale": 1.0, "bias": 0.0, "clip": None, "overlong_buffer": 0, "kl_coef": 0.0}
         for setting, value in (plain | expected["shaping"]).items():
             assert getattr(shaping, setting) == value
     assert (run.learner.trainer.version, run.learner.trainer.optim_steps) == (2, 4)
-    moved = [(value - before[name]).abs().max() for name, value in run.learner.trainer.model.named_parameters()]
+    moved = [
+        (value - before[name]).abs().max()
+        for name, value in run.learner.trainer.model.named_parameters()
+    ]
     assert 0 < max(moved) < 1e-2
 
 
@@ -602,7 +693,10 @@ def test_the_reference_model_is_refreshed_every_n_steps(tmp_path: Path) -> None:
     """At first it has the weights of the start; from step 2 on, before the engine has them, those of step 2."""
     overrides = ["ref_model.refresh_every=2", "train.total_dialog_turns=48", "policy.kl_coef=0.01"]
     run = build(compose_config(*SMALL, *overrides), tmp_path)
-    reference, trained = run.source.references[0].part.scoring.scorer.model, run.learner.trainer.model
+    reference, trained = (
+        run.source.references[0].part.scoring.scorer.model,
+        run.learner.trainer.model,
+    )
     weights = {0: _copy(trained)}
     seen: dict[int, dict[str, Tensor]] = {}
     train, send = run.learner.train_groups, run.source.publish
@@ -612,7 +706,10 @@ def test_the_reference_model_is_refreshed_every_n_steps(tmp_path: Path) -> None:
         send(sent, version)
 
     def spy(*groups: TensorDictBase) -> dict[str, float]:
-        assert all(torch.equal(seen[run.learner.version][name], value) for name, value in _copy(reference).items())
+        assert all(
+            torch.equal(seen[run.learner.version][name], value)
+            for name, value in _copy(reference).items()
+        )
         out = train(*groups)
         weights[run.learner.version] = _copy(trained)
         return out
@@ -638,16 +735,35 @@ def _copy(model: torch.nn.Module) -> dict[str, Tensor]:
         (["policy.behaviour_weight=mask"], "policy.behaviour_weight=mask needs a proximal policy"),
         (["policy.reward_clip=[1]"], r"policy.reward_clip=\[1.0\] must be a pair"),
         (["policy.reward_clip=[1,-1]"], r"policy.reward_clip=\[1.0, -1.0\] must be a pair"),
-        (["policy.advantage_level=token", "policy.advantage_mean=leave_one_out"], "leaves a sequence out, not a token"),
         (
-            ["policy.dynamic_sampling=true", "policy.max_sampling_rounds=1", "train.dialog_turns_per_batch=32"],
+            ["policy.advantage_level=token", "policy.advantage_mean=leave_one_out"],
+            "leaves a sequence out, not a token",
+        ),
+        (
+            [
+                "policy.dynamic_sampling=true",
+                "policy.max_sampling_rounds=1",
+                "train.dialog_turns_per_batch=32",
+            ],
             "policy.max_sampling_rounds=1 rollouts of 16 trajectories must make up",
         ),
-        (["policy.gae_gamma=0.9"], "policy.gae_gamma=0.9 must be left out with policy.advantage_level=sequence"),
-        (["policy.overlong_buffer=1.5"], "policy.overlong_buffer=1.5 must be above 0 and at most 1"),
+        (
+            ["policy.gae_gamma=0.9"],
+            "policy.gae_gamma=0.9 must be left out with policy.advantage_level=sequence",
+        ),
+        (
+            ["policy.overlong_buffer=1.5"],
+            "policy.overlong_buffer=1.5 must be above 0 and at most 1",
+        ),
         (["policy.behaviour_cap=0"], "policy.behaviour_cap=0.0 must be above 0"),
-        (["ref_model.refresh_every=2", "policy.kl_coef=0"], "ref_model.refresh_every=2 needs a reference model"),
-        (["ref_model.refresh_every=2", "train_model.lora.enabled=true"], "adapters switched off are the reference"),
+        (
+            ["ref_model.refresh_every=2", "policy.kl_coef=0"],
+            "ref_model.refresh_every=2 needs a reference model",
+        ),
+        (
+            ["ref_model.refresh_every=2", "train_model.lora.enabled=true"],
+            "adapters switched off are the reference",
+        ),
         (["ref_model.refresh_every=0"], "ref_model.refresh_every=0 must be at least 1"),
     ],
 )
@@ -656,7 +772,9 @@ def test_options_that_exclude_each_other_are_refused(overrides: list[str], messa
         compose_config(*SMALL, *overrides)
 
 
-def test_a_loss_and_an_advantage_of_ones_own_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_and_an_advantage_of_ones_own_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     overrides = [
         "policy.loss._target_=my_algorithm.ReinforceLoss",
@@ -666,7 +784,10 @@ def test_a_loss_and_an_advantage_of_ones_own_by_name(tmp_path: Path, monkeypatch
     run = build(compose_config(*SMALL, *overrides), tmp_path)
     seen: list[Tensor] = []
     train_batch = run.learner.trainer.train_batch
-    run.learner.trainer.train_batch = lambda batch: (seen.append(batch["advantage"]), train_batch(batch))[1]  # type: ignore
+    run.learner.trainer.train_batch = lambda batch: (
+        seen.append(batch["advantage"]),
+        train_batch(batch),
+    )[1]  # type: ignore
     try:
         run.fit()
     finally:
@@ -703,7 +824,9 @@ def one_token(reference: bool = True) -> TensorDict:
     row = one_row([2.0], 1.0)
     row["prox_log_probs", "full"] = torch.tensor([0.0, math.log(1 / 3)], dtype=torch.float64)
     if reference:
-        row["next", "ref_log_probs", "full"] = torch.tensor([0.0, math.log(1 / 8)], dtype=torch.float64)
+        row["next", "ref_log_probs", "full"] = torch.tensor(
+            [0.0, math.log(1 / 8)], dtype=torch.float64
+        )
     return row
 
 
@@ -727,8 +850,12 @@ def test_metrics_of_a_single_token_by_hand(normalized: bool) -> None:
 
 def test_reference_log_probs_without_a_weight_are_a_metric_and_no_loss() -> None:
     loss = GRPOLoss(Table(torch.zeros(1, 2, 2, dtype=torch.float64)))
-    assert {"kl_k1_to_ref", "loss_kl_to_ref"} & set(loss(lazy_stack([one_token()])).keys()) == {"kl_k1_to_ref"}
-    assert not {"kl_k1_to_ref", "loss_kl_to_ref"} & set(loss(lazy_stack([one_token(reference=False)])).keys())
+    assert {"kl_k1_to_ref", "loss_kl_to_ref"} & set(loss(lazy_stack([one_token()])).keys()) == {
+        "kl_k1_to_ref"
+    }
+    assert not {"kl_k1_to_ref", "loss_kl_to_ref"} & set(
+        loss(lazy_stack([one_token(reference=False)])).keys()
+    )
 
 
 @pytest.mark.parametrize(
@@ -748,12 +875,22 @@ def test_metrics_of_the_behaviour_weight_by_hand(
     level: Any, bound: Any, cap: float, mean: float, capped: float
 ) -> None:
     row = one_row([1.0, 1.0], 1.0)
-    row["prox_log_probs", "full"] = torch.tensor([0.0, math.log(0.25), math.log(0.75)], dtype=torch.float64)
-    settings: dict[str, Any] = {"behaviour_weight": bound, "behaviour_level": level, "behaviour_cap": cap}
-    loss = GRPOLoss(Table(torch.zeros(1, 3, 2, dtype=torch.float64)), proximal="recomputed", **settings)
+    row["prox_log_probs", "full"] = torch.tensor(
+        [0.0, math.log(0.25), math.log(0.75)], dtype=torch.float64
+    )
+    settings: dict[str, Any] = {
+        "behaviour_weight": bound,
+        "behaviour_level": level,
+        "behaviour_cap": cap,
+    }
+    loss = GRPOLoss(
+        Table(torch.zeros(1, 3, 2, dtype=torch.float64)), proximal="recomputed", **settings
+    )
     out = loss(lazy_stack([row]))
     assert set(out.keys()) == set(loss.out_keys)
-    assert (out["behaviour_weight"].item(), out["behaviour_capped"].item()) == pytest.approx((mean, capped))
+    assert (out["behaviour_weight"].item(), out["behaviour_capped"].item()) == pytest.approx(
+        (mean, capped)
+    )
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -767,7 +904,9 @@ def test_an_advantage_outside_the_mask_may_be_anything(value: float) -> None:
 
 @pytest.mark.parametrize("extra", [{}, {"tau_positive": 0.5, "tau_negative": 0.5}])
 def test_sapo_passes_the_other_settings_on(extra: dict[str, float]) -> None:
-    loss = SAPOLoss(Table(torch.zeros(1, 1, 2)), clip_epsilon=0.3, aggregation="token_mean", **extra)
+    loss = SAPOLoss(
+        Table(torch.zeros(1, 1, 2)), clip_epsilon=0.3, aggregation="token_mean", **extra
+    )
     assert loss.clip_epsilon_low.item() == pytest.approx(0.3)
     assert (loss.aggregation, loss.tau_positive, loss.tau_negative) == (
         "token_mean", extra.get("tau_positive", 1.0), extra.get("tau_negative", 1.05),
@@ -784,7 +923,9 @@ def standardized(rewards: list[list[float]], scale: bool = True) -> list[list[li
     out = []
     for group in rewards:
         mean, std = mean_and_std(group)
-        out.append([[(reward - mean) / (std + 1e-6) if scale else reward - mean] for reward in group])
+        out.append(
+            [[(reward - mean) / (std + 1e-6) if scale else reward - mean] for reward in group]
+        )
     return out
 
 
@@ -817,12 +958,18 @@ def advantages_by_loop(kind: str, rows: list[TensorDict]) -> list[list[float]]:
     """For each row one number, or one for each token. Rows 0 to 3 are the first group, 4 to 7 the second."""
     rewards = [row["next", "reward"].item() for row in rows]
     sampled = [row["masks", "all_assistant_mask"].nonzero().flatten().tolist() for row in rows]
-    gaps = [(row["log_probs", "full"] - row["next", "ref_log_probs", "full"]).tolist() for row in rows]
+    gaps = [
+        (row["log_probs", "full"] - row["next", "ref_log_probs", "full"]).tolist() for row in rows
+    ]
     if kind == "standardized_overlong":  # a fifth of 32 tokens, 6, before 32
-        rewards = [r + min(0.0, max(-1.0, (26 - len(places)) / 6)) for r, places in zip(rewards, sampled, strict=True)]
+        rewards = [
+            r + min(0.0, max(-1.0, (26 - len(places)) / 6))
+            for r, places in zip(rewards, sampled, strict=True)
+        ]
     if kind == "leave_one_out_kl":
         rewards = [
-            r - 0.01 * sum(gap[t] for t in places) for r, gap, places in zip(rewards, gaps, sampled, strict=True)
+            r - 0.01 * sum(gap[t] for t in places)
+            for r, gap, places in zip(rewards, gaps, sampled, strict=True)
         ]
     if kind == "returns_kl":
         returns = [{t: r - 0.01 * sum(gap[u] for u in places if u >= t) for t in places}
@@ -831,7 +978,11 @@ def advantages_by_loop(kind: str, rows: list[TensorDict]) -> list[list[float]]:
         return [[(values[t] - mean) / (std + 1e-6) if t in values else 0.0 for t in range(len(row["row_width"]))]
                 for values, row in zip(returns, rows, strict=True)]  # fmt: skip
     groups = [rewards[:4], rewards[4:]]
-    made = leave_one_out(groups) if kind == "leave_one_out_kl" else standardized(groups, kind != "centred")
+    made = (
+        leave_one_out(groups)
+        if kind == "leave_one_out_kl"
+        else standardized(groups, kind != "centred")
+    )
     return [values for group in made for values in group]
 
 
@@ -848,14 +999,20 @@ def test_the_gradient_of_each_preset_equals_its_formula_by_loop(name: str, seed:
         row["row"] = torch.tensor([4 + i])
         row["prox_log_probs", "full"] = row["log_probs", "full"] + 0.1
         row["staleness"], row["next", "truncated"] = torch.tensor([0]), torch.tensor([False])
-    more[0]["masks", "all_assistant_mask"][1:] = True  # 33 tokens, all of them sampled: longer than is allowed
+    more[0]["masks", "all_assistant_mask"][1:] = (
+        True  # 33 tokens, all of them sampled: longer than is allowed
+    )
     rows += more
     for i, row in enumerate(rows):
         del row["advantage"]
-        row["next", "reward"] = torch.randint(0, 2, (1,), generator=generator).float() if i % 4 else torch.tensor([0.5])
+        row["next", "reward"] = (
+            torch.randint(0, 2, (1,), generator=generator).float() if i % 4 else torch.tensor([0.5])
+        )
         row["group_id"] = torch.tensor([i // 4])
         row["row_width"] = torch.zeros(len(row["tokens", "full"]))
-    config = compose_config(f"algo={name}", "env.num_envs=8", "env.repeats=4", "train.optim_batch_size=4")
+    config = compose_config(
+        f"algo={name}", "env.num_envs=8", "env.repeats=4", "train.optim_batch_size=4"
+    )
     batch = lazy_stack([row.clone() for row in rows])
     for _, transform in batch_transforms(config):
         batch = transform(batch)
@@ -865,18 +1022,25 @@ def test_the_gradient_of_each_preset_equals_its_formula_by_loop(name: str, seed:
     for row, advantage in zip(rows, advantages_by_loop(kind, rows), strict=True):
         row["advantage"] = torch.tensor(advantage, dtype=torch.float64)
     value, gradient = plain_loop(logits, rows, objective, **loop)
-    torch.testing.assert_close(out.detach(), value, rtol=1e-5, atol=1e-6)  # the advantage is float32
+    torch.testing.assert_close(
+        out.detach(), value, rtol=1e-5, atol=1e-6
+    )  # the advantage is float32
     torch.testing.assert_close(loss.actor_network.logits.grad, gradient, rtol=1e-5, atol=1e-6)
     assert gradient.abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("backend", ["transformers", "vllm"])
 @pytest.mark.parametrize("steps", [1, 4])
-def test_by_default_tokens_are_weighed_by_their_ratio_to_the_engine(backend: str, steps: int) -> None:
+def test_by_default_tokens_are_weighed_by_their_ratio_to_the_engine(
+    backend: str, steps: int
+) -> None:
     """The log-probs of the batch are the engine's: importance sampling from it, bounded by the clip."""
     logits, rows = make_batch(5)
     for row in rows:
-        row["staleness"], row["prox_log_probs"] = torch.zeros(1, dtype=torch.int64), row["log_probs"].clone()
+        row["staleness"], row["prox_log_probs"] = (
+            torch.zeros(1, dtype=torch.int64),
+            row["log_probs"].clone(),
+        )
     sizes = ("env.num_envs=8", "env.repeats=4", f"train.optim_batch_size={8 // steps}")
     config = compose_config(f"inference_model.backend={backend}", "policy.kl_coef=0", *sizes)
     assert (config.policy.proximal, config.policy.behaviour_weight) == ("behaviour", "none")
@@ -903,7 +1067,9 @@ def test_a_sequence_without_a_valid_reward_has_no_effect_in_the_loss() -> None:
     total(loss(lazy_stack(rows))).backward()
     others = GRPOLoss(Table(logits.clone()), **settings)
     total(others(lazy_stack([row for i, row in enumerate(rows) if i != 2]))).backward()
-    torch.testing.assert_close(loss.actor_network.logits.grad, others.actor_network.logits.grad, rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        loss.actor_network.logits.grad, others.actor_network.logits.grad, rtol=1e-12, atol=0
+    )
     assert loss.actor_network.logits.grad[2].abs().max() == 0
 
 
@@ -926,15 +1092,24 @@ def test_staleness_may_be_that_of_each_token() -> None:
 def test_cispos_clip_fractions_count_the_weights_at_a_bound() -> None:
     loss = CISPOLoss(Table(torch.zeros(1, 6, 2, dtype=torch.float64)), clip_epsilon=(0.5, 4.0))
     out = loss(lazy_stack([one_row([5.5, 5.1, 0.4, 1.2, 4.5], -1.0)]))
-    assert (out["clip_fraction_low"].item(), out["clip_fraction_high"].item()) == pytest.approx((0.2, 0.4))
-    low, high = loss.clipped(torch.tensor([0.5, 0.25, 5.0, 8.0]), torch.zeros(1))  # at a bound: free
-    assert (low.tolist(), high.tolist()) == ([False, True, False, False], [False, False, False, True])
+    assert (out["clip_fraction_low"].item(), out["clip_fraction_high"].item()) == pytest.approx(
+        (0.2, 0.4)
+    )
+    low, high = loss.clipped(
+        torch.tensor([0.5, 0.25, 5.0, 8.0]), torch.zeros(1)
+    )  # at a bound: free
+    assert (low.tolist(), high.tolist()) == (
+        [False, True, False, False],
+        [False, False, False, True],
+    )
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_non_finite_reward_is_an_error_unless_marked_invalid(value: float) -> None:
     reward, group = torch.tensor([1.0, 0.0, value, 0.0]), torch.zeros(4, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"reward has 1 values that are not finite.*: mark them as invalid, or fix"):
+    with pytest.raises(
+        ValueError, match=r"reward has 1 values that are not finite.*: mark them as invalid, or fix"
+    ):
         F.group_advantage(reward, group, torch.ones(4, dtype=torch.bool))
     got = F.group_advantage(reward, group, torch.tensor([True, True, False, True]), std="none")
     torch.testing.assert_close(got, torch.tensor([2 / 3, -1 / 3, 0.0, -1 / 3]))
@@ -949,9 +1124,12 @@ def test_a_non_finite_reward_is_an_error_unless_marked_invalid(value: float) -> 
         ["+policy.advantage.no_such_argument=3"],
     ],
 )
-def test_arguments_that_are_not_taken_are_refused_before_anything_loads(overrides: list[str]) -> None:
+def test_arguments_that_are_not_taken_are_refused_before_anything_loads(
+    overrides: list[str],
+) -> None:
     with pytest.raises(
-        ConfigError, match=r"policy.(loss|advantage)=\{.*\} must be _target_ and arguments that it takes"
+        ConfigError,
+        match=r"policy.(loss|advantage)=\{.*\} must be _target_ and arguments that it takes",
     ):
         prepare(compose_config(*SMALL, *overrides))
 
@@ -966,12 +1144,21 @@ def test_clip_bounds_may_lie_at_the_ends_of_their_ranges(clip_epsilon: Any) -> N
 
 @pytest.mark.parametrize(
     ("ratio", "advantage", "low", "high"),
-    [(0.5, -1.0, 1, 0), (0.5, 0.0, 0, 0), (0.5, 0.5, 0, 0), (2.0, 0.5, 0, 1), (2.0, 0.0, 0, 0), (2.0, -1.0, 0, 0)],
+    [
+        (0.5, -1.0, 1, 0),
+        (0.5, 0.0, 0, 0),
+        (0.5, 0.5, 0, 0),
+        (2.0, 0.5, 0, 1),
+        (2.0, 0.0, 0, 0),
+        (2.0, -1.0, 0, 0),
+    ],
 )
 def test_a_token_counts_as_clipped_where_the_clip_takes_its_gradient(
     ratio: float, advantage: float, low: int, high: int
 ) -> None:
-    out = GRPOLoss(Table(torch.zeros(1, 2, 2, dtype=torch.float64)))(lazy_stack([one_row([ratio], advantage)]))
+    out = GRPOLoss(Table(torch.zeros(1, 2, 2, dtype=torch.float64)))(
+        lazy_stack([one_row([ratio], advantage)])
+    )
     assert (out["clip_fraction_low"].item(), out["clip_fraction_high"].item()) == (low, high)
 
 

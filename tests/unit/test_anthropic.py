@@ -13,15 +13,22 @@ from tests.support.agents import PROBLEM, agent_task, own_score, played
 from torchrl_grpo.tasks.base import Dialog, Turn, TurnLimits
 
 needed = ("anthropic", "openai")  # not importorskip: each process of pytest collects this file
-pytestmark = pytest.mark.skipif(None in map(find_spec, needed), reason="needs anthropic and openai (make test)")
+pytestmark = pytest.mark.skipif(
+    None in map(find_spec, needed), reason="needs anthropic and openai (make test)"
+)
 ADD = {"name": "add", "description": "Adds.", "input_schema": {"type": "object", "properties": {}}}
-OURS = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": ADD["input_schema"]}}
+OURS = {
+    "type": "function",
+    "function": {"name": "add", "description": "Adds.", "parameters": ADD["input_schema"]},
+}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
 
 def of(client: Any) -> Any:
     url = str(client.base_url).removesuffix("/v1/")
-    return import_module("anthropic").AsyncAnthropic(base_url=url, api_key=client.api_key, max_retries=0)
+    return import_module("anthropic").AsyncAnthropic(
+        base_url=url, api_key=client.api_key, max_retries=0
+    )
 
 
 def user(content: Any) -> dict[str, Any]:
@@ -30,20 +37,32 @@ def user(content: Any) -> dict[str, Any]:
 
 def test_a_message_is_a_turn_of_the_policy():
     async def play(client, problem):
-        old = Request(f"{client.base_url}models", headers={"x-api-key": client.api_key})  # of older clients
+        old = Request(
+            f"{client.base_url}models", headers={"x-api-key": client.api_key}
+        )  # of older clients
         with urlopen(old, timeout=20) as models:
             assert models.status == 200
         async with of(client) as claude:
             answer = await claude.messages.create(
-                model="any", max_tokens=7, system="Be short.", stop_sequences=["END", "\n"], messages=[user("a")]
+                model="any",
+                max_tokens=7,
+                system="Be short.",
+                stop_sequences=["END", "\n"],
+                messages=[user("a")],
             )
-        assert (answer.content[0].text, answer.stop_reason, answer.stop_sequence) == ("two ", "stop_sequence", "END")
+        assert (answer.content[0].text, answer.stop_reason, answer.stop_sequence) == (
+            "two ",
+            "stop_sequence",
+            "END",
+        )
         assert (answer.usage.input_tokens, answer.usage.output_tokens) == (5, 2)
         return 1
 
     told = Dialog(PROBLEM, ["two END\n"], tokens=[3, 4], prompt_tokens=5)
     [turn], end = played(agent_task(play), lambda turn: told)
-    assert turn == Turn([{"role": "system", "content": "Be short."}, user("a")], None, tools=[], limits=turn.limits)
+    assert turn == Turn(
+        [{"role": "system", "content": "Be short."}, user("a")], None, tools=[], limits=turn.limits
+    )
     assert turn.limits == TurnLimits(7, ("END", "\n"))
     assert end.score == own_score(1.0)
 
@@ -63,7 +82,11 @@ def test_tool_calls_and_their_results_continue_the_tokens(streams):
             text, call = answer.content
             assert (text.text, call.name, call.input) == ("Adding.", "add", {"a": 1})
             results = [
-                {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "2"}]},
+                {
+                    "type": "tool_result",
+                    "tool_use_id": call.id,
+                    "content": [{"type": "text", "text": "2"}],
+                },
                 {"type": "text", "text": "Go on."},
             ]
             said += [{"role": "assistant", "content": answer.content}, user(results)]
@@ -74,7 +97,10 @@ def test_tool_calls_and_their_results_continue_the_tokens(streams):
     answers = iter([f"Adding. {CALL}", "done"])
     asked, end = played(agent_task(play), lambda turn: next(answers))
     assert [(turn.sample, list(turn.tools)) for turn in asked] == [(0, [OURS]), (0, [OURS])]
-    assert asked[1].messages == [{"role": "tool", "content": "2", "tool_call_id": "call00000"}, user("Go on.")]
+    assert asked[1].messages == [
+        {"role": "tool", "content": "2", "tool_call_id": "call00000"},
+        user("Go on."),
+    ]
     assert end.score == own_score(1.0)
 
 
@@ -82,14 +108,30 @@ def test_tool_calls_and_their_results_continue_the_tokens(streams):
     "wrong, said",
     [
         ({"messages": []}, "messages=[] must be a list with at least one message"),
-        ({"messages": [user([{"type": "image", "source": {}}])]}, "messages[0].content must be text"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools must be a list of functions"),
+        (
+            {"messages": [user([{"type": "image", "source": {}}])]},
+            "messages[0].content must be text",
+        ),
+        (
+            {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+            "tools must be a list of functions",
+        ),
         ({"tools": 3}, "tools must be a list of functions"),
-        ({"system": "Add.", "messages": [user("a"), user(3)]}, "messages[1].content=3 must be text"),
+        (
+            {"system": "Add.", "messages": [user("a"), user(3)]},
+            "messages[1].content=3 must be text",
+        ),
         ({"system": 3}, "system.content=3 must be text"),
         ({"stop_sequences": [""]}, "stop_sequences=[''] must be at most 4 texts"),
         (
-            {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": "a", "input": [1]}]}]},
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "content": [{"type": "tool_use", "name": "a", "input": [1]}],
+                    }
+                ]
+            },
             "messages[0].tool_calls.arguments=[1] must be an object",
         ),
         ({"tool_choice": {"type": "any"}}, "tool_choice=any must be auto or none"),
@@ -101,7 +143,10 @@ def test_what_cannot_be_honored_is_an_error_in_anthropic_s_form(wrong, said):
             wants = {"model": "any", "max_tokens": 9, "messages": [user("a")]}
             with pytest.raises(import_module("anthropic").BadRequestError) as error:
                 await claude.post("/v1/messages", body=wants | wrong, cast_to=object)
-            assert (error.value.body["type"], error.value.body["error"]["type"]) == ("error", "invalid_request_error")
+            assert (error.value.body["type"], error.value.body["error"]["type"]) == (
+                "error",
+                "invalid_request_error",
+            )
             assert error.value.body["error"]["message"].startswith(said)
             await claude.messages.create(**wants)
         return 1

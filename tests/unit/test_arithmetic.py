@@ -61,7 +61,9 @@ def test_a_fifth_of_all_two_digit_sums_is_held_out() -> None:
 
 def test_default_task_has_thousands_of_distinct_problems() -> None:
     task = ArithmeticTask()
-    queries = {split: [problem.query for problem in task.problems(split)] for split in ("train", "test")}
+    queries = {
+        split: [problem.query for problem in task.problems(split)] for split in ("train", "test")
+    }
     assert {split: len(set(q)) for split, q in queries.items()} == {"train": 4096, "test": 512}
     assert {split: len(q) for split, q in queries.items()} == {"train": 4096, "test": 512}
 
@@ -78,7 +80,9 @@ def test_same_seed_gives_same_problems_in_another_process() -> None:
         "import sys; sys.stdout.write(' '.join(p.query for p in T(3, 5).problems('train')[:50]))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [problem.query for problem in ArithmeticTask(3, 5).problems("train")[:50]]
+    assert done.stdout.split() == [
+        problem.query for problem in ArithmeticTask(3, 5).problems("train")[:50]
+    ]
 
 
 def test_another_seed_draws_in_another_order() -> None:
@@ -88,7 +92,9 @@ def test_another_seed_draws_in_another_order() -> None:
 
 
 def test_message_states_the_answer_format() -> None:
-    assert ArithmeticTask().messages(Problem("27+58=?", "85")) == [{"role": "user", "content": "27+58=? #### n"}]
+    assert ArithmeticTask().messages(Problem("27+58=?", "85")) == [
+        {"role": "user", "content": "27+58=? #### n"}
+    ]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +120,9 @@ def test_message_states_the_answer_format() -> None:
         ("", None),
     ],
 )
-def test_only_an_integer_after_the_mark_at_the_very_end_is_an_answer(response: str, answer: str | None) -> None:
+def test_only_an_integer_after_the_mark_at_the_very_end_is_an_answer(
+    response: str, answer: str | None
+) -> None:
     assert final_answer(response) == answer
 
 

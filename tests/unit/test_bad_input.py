@@ -30,7 +30,11 @@ def kinds(name: str) -> set[Any]:
     node: Any = GRPOConfig
     for part in name.split("."):
         node = typing.get_type_hints(node)[part]
-    return set(typing.get_args(node)) if isinstance(node, types.UnionType) else {typing.get_origin(node) or node}
+    return (
+        set(typing.get_args(node))
+        if isinstance(node, types.UnionType)
+        else {typing.get_origin(node) or node}
+    )
 
 
 def bad_values(name: str) -> Iterator[tuple[str, Any]]:
@@ -52,7 +56,10 @@ def bad_values(name: str) -> Iterator[tuple[str, Any]]:
     if "lt" in limits:
         yield "range", limits["lt"]
     if "choices" in item.metadata:
-        yield from (("choice", next(iter(item.metadata["choices"]))[:-1] + "x"), ("400 digits", HUGE))
+        yield from (
+            ("choice", next(iter(item.metadata["choices"]))[:-1] + "x"),
+            ("400 digits", HUGE),
+        )
 
 
 def tree(*settings: tuple[str, Any]) -> Any:
@@ -75,7 +82,12 @@ def test_every_key_refuses_what_it_cannot_have_and_says_so() -> None:
         except ConfigError as error:
             now = "env.max_turns" if name == "env.max_steps" else name
             said = str(error)
-            if not (now in said or name in said) or "must" not in said or ": " not in said or len(said) > 1000:
+            if (
+                not (now in said or name in said)
+                or "must" not in said
+                or ": " not in said
+                or len(said) > 1000
+            ):
                 failed.append((name, kind, said[:300]))
         except Exception as error:
             failed.append((name, kind, f"{type(error).__name__}: {error}"[:200]))
@@ -84,8 +96,12 @@ def test_every_key_refuses_what_it_cannot_have_and_says_so() -> None:
 
 def test_a_value_that_a_limit_suggests_is_within_it() -> None:
     for name in (name for name, item in FIELDS.items() if "limits" in item.metadata):
-        outside = re.compile(rf"{re.escape(name)}=.* must be (at least|above|at most|below) .*: for example, .*=(.*)\.")
-        found = outside.fullmatch(said_to((name, float("nan") if float in kinds(name) else -(2**40))))
+        outside = re.compile(
+            rf"{re.escape(name)}=.* must be (at least|above|at most|below) .*: for example, .*=(.*)\."
+        )
+        found = outside.fullmatch(
+            said_to((name, float("nan") if float in kinds(name) else -(2**40)))
+        )
         if found is None:  # the key has another name, or a rule of its own
             continue
         try:
@@ -96,7 +112,9 @@ def test_a_value_that_a_limit_suggests_is_within_it() -> None:
 
 def test_every_missing_value_is_refused_by_name() -> None:
     said = said_to(("optimizer.lr", "???"), ("env.system_prompt", "???"))
-    assert said.startswith("env.system_prompt=???, optimizer.lr=??? must have a value, ??? stands for a missing one: ")
+    assert said.startswith(
+        "env.system_prompt=???, optimizer.lr=??? must have a value, ??? stands for a missing one: "
+    )
 
 
 def said_to(*settings: tuple[str, Any]) -> str:
@@ -105,13 +123,17 @@ def said_to(*settings: tuple[str, Any]) -> str:
     return str(refused.value)
 
 
-MISSPELT = [name[:-1] + ("x" if name[-1] != "x" else "y") for name in FIELDS if name not in COMPONENTS]
+MISSPELT = [
+    name[:-1] + ("x" if name[-1] != "x" else "y") for name in FIELDS if name not in COMPONENTS
+]
 
 
 @pytest.mark.slow
 def test_every_misspelt_key_is_named_with_the_one_that_is_meant() -> None:
     said = {name: said_to((name, 1)) for name in MISSPELT}
-    assert [name for name in MISSPELT if "names a config key that does not exist: " not in said[name]] == []
+    assert [
+        name for name in MISSPELT if "names a config key that does not exist: " not in said[name]
+    ] == []
     # The few that are left have no other key with letters like theirs.
     assert sum("did you mean " in text for text in said.values()) / len(said) > 0.97
 
@@ -205,7 +227,10 @@ def test_numbers_that_no_machine_can_do_are_refused(name: str) -> None:
 @pytest.mark.parametrize("under", ["", "/deeper"])
 def test_a_run_folder_that_is_a_file_is_refused_before_hydra(under: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=rf"hydra\.run\.dir=.*file{under} must be a folder .*, but .*file is a file"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"hydra\.run\.dir=.*file{under} must be a folder .*, but .*file is a file",
+    ):
         check_command_line([f"hydra.run.dir={tmp_path}/file{under}"])
     check_command_line([f"hydra.run.dir={tmp_path}/new/{under}"])
 
@@ -229,7 +254,10 @@ def test_a_broken_chat_template_is_one_message(template: str) -> None:
         config.model.chat_template = template
         prepare(config)
     said = str(refused.value)
-    assert said.startswith("model.chat_template=") and "must write a chat of the roles ['user', 'assistant']" in said
+    assert (
+        said.startswith("model.chat_template=")
+        and "must write a chat of the roles ['user', 'assistant']" in said
+    )
     assert BROKEN_TEMPLATES[template] in said and "\n" not in said and "\x1b" not in said
     assert said.endswith("mend it, or leave it out, if it is not the tokenizer's own.")
 

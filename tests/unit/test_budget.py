@@ -16,7 +16,8 @@ def test_tokens_are_counted_without_comments_and_docstrings() -> None:
 def test_the_core_keeps_to_its_budget() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     budgets = {
-        name: int(count.replace(",", "")) for name, count in re.findall(r"\| (core|package) \| ([\d,]+) \|", text)
+        name: int(count.replace(",", ""))
+        for name, count in re.findall(r"\| (core|package) \| ([\d,]+) \|", text)
     }
     counts = tokens_by_folder()
     assert core_tokens(counts) <= budgets["core"]

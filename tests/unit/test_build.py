@@ -49,7 +49,9 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 def write_jsonl(folder: Path, *lines: str) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "train.jsonl").write_text("".join(f"{line}\n" for line in lines))
-    (folder / "test.jsonl").write_text("".join(line.replace('": "1', '": "2') + "\n" for line in lines))
+    (folder / "test.jsonl").write_text(
+        "".join(line.replace('": "1', '": "2') + "\n" for line in lines)
+    )
     return folder
 
 
@@ -74,7 +76,11 @@ GOOD = json.dumps({"question": "1+1?", "answer": "It is #### 2"})
             r"tensor_parallel_size=64 must divide the model's \d+ key and value heads: use \d+\.",
         ),
         (
-            ["train_model.num_devices=2", "train_model.tensor_parallel_size=2", "train_model.lora.enabled=true"],
+            [
+                "train_model.num_devices=2",
+                "train_model.tensor_parallel_size=2",
+                "train_model.lora.enabled=true",
+            ],
             r"tensor_parallel_size=2 must be 1 with train_model\.lora\.enabled=true",
         ),
         (
@@ -93,19 +99,37 @@ GOOD = json.dumps({"question": "1+1?", "answer": "It is #### 2"})
             ["train_model.model_kwargs={torch_dtype: bfloat16}"],
             r"model_kwargs\.torch_dtype=bfloat16 must be left out, because another key sets it: use train_model\.dtype",
         ),
-        (["train.max_staleness=1"], r"train\.max_staleness=1 must be 0 in grpo\.py.*grpo-async\.py"),
-        (["inference_model.devices=[0]"], r"inference_model\.devices=\[0\] must be accelerators of this machine"),
-        (["inference_model.max_new_tokens=2048"], r"max_new_tokens=2048 must leave room for a prompt in the context"),
+        (
+            ["train.max_staleness=1"],
+            r"train\.max_staleness=1 must be 0 in grpo\.py.*grpo-async\.py",
+        ),
+        (
+            ["inference_model.devices=[0]"],
+            r"inference_model\.devices=\[0\] must be accelerators of this machine",
+        ),
+        (
+            ["inference_model.max_new_tokens=2048"],
+            r"max_new_tokens=2048 must leave room for a prompt in the context",
+        ),
         (["env.max_prompt_tokens=3"], r"max_prompt_tokens=3"),
         (["env.dataset=gsm8k"], r"dataset_path"),
         (["env.dataset=gsm8k", "env.dataset_path=/nowhere"], r"/nowhere"),
-        (["env.max_turns=4"], r"env\.max_turns=4 must be 1 with task 'arithmetic', whose dialogs end after"),
-        (["model.chat_template=no.jinja"], r"model\.chat_template=no\.jinja must be a Jinja template or a file"),
+        (
+            ["env.max_turns=4"],
+            r"env\.max_turns=4 must be 1 with task 'arithmetic', whose dialogs end after",
+        ),
+        (
+            ["model.chat_template=no.jinja"],
+            r"model\.chat_template=no\.jinja must be a Jinja template or a file",
+        ),
         (
             ["model.attn_implementation=foo"],
             r"model\.attn_implementation=foo must be an attention .*: use sdpa or eager",
         ),
-        (["inference_model.in_flight=keep", "inference_model.backend=vllm"], r"in_flight=keep must be wait where"),
+        (
+            ["inference_model.in_flight=keep", "inference_model.backend=vllm"],
+            r"in_flight=keep must be wait where",
+        ),
         (
             ["policy.loss._target_=torchrl_grpo.objectives.CISPOLoss", "policy.dual_clip=3"],
             r"policy\.loss\._target_=torchrl_grpo\.objectives\.CISPOLoss was refused: dual_clip=3",
@@ -116,7 +140,9 @@ GOOD = json.dumps({"question": "1+1?", "answer": "It is #### 2"})
         ),
     ],
 )
-def test_user_errors_come_before_any_weights(overrides: list[str], message: str, tmp_path: Path) -> None:
+def test_user_errors_come_before_any_weights(
+    overrides: list[str], message: str, tmp_path: Path
+) -> None:
     if torch.cuda.is_available() and "devices" in overrides[0]:
         pytest.skip("there are accelerators here")
     if overrides == ["inference_model.num_devices=3"]:
@@ -128,7 +154,9 @@ def test_user_errors_come_before_any_weights(overrides: list[str], message: str,
 
 
 def test_a_copy_of_the_model_may_be_on_each_device() -> None:
-    plan = prepare(compose_config(*SMALL, "train_model.num_devices=2", "train_model.replicas=2"), []).plan
+    plan = prepare(
+        compose_config(*SMALL, "train_model.num_devices=2", "train_model.replicas=2"), []
+    ).plan
     assert len(plan.train) == 2
 
 
@@ -140,16 +168,25 @@ def test_a_copy_of_the_model_may_be_on_each_device() -> None:
         ([GOOD, '{"query": "1+1?", "answer": "#### 2"}'], r"question.*query"),
     ],
 )
-def test_bad_data_is_named_by_file_and_line_or_column(lines: list[str], message: str, tmp_path: Path) -> None:
+def test_bad_data_is_named_by_file_and_line_or_column(
+    lines: list[str], message: str, tmp_path: Path
+) -> None:
     folder = write_jsonl(tmp_path / "data", *lines)
     with pytest.raises(ConfigError, match=message):
-        build(compose_config(*SMALL, "env.dataset=gsm8k", f"env.dataset_path={folder}"), tmp_path / "run")
+        build(
+            compose_config(*SMALL, "env.dataset=gsm8k", f"env.dataset_path={folder}"),
+            tmp_path / "run",
+        )
 
 
 @pytest.mark.usefixtures("no_weights")
-def test_a_missing_vllm_is_found_before_any_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_vllm_is_found_before_any_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(vllm_module, "_has_vllm", False)
-    with pytest.raises(ConfigError, match=r"inference_model\.backend=vllm needs .* not installed: install"):
+    with pytest.raises(
+        ConfigError, match=r"inference_model\.backend=vllm needs .* not installed: install"
+    ):
         build(compose_config(*SMALL, "inference_model.backend=vllm"), tmp_path)
 
 
@@ -167,11 +204,17 @@ def test_long_prompts_are_dropped_and_counted(tmp_path: Path) -> None:
     long = json.dumps({"question": "1" * 400, "answer": "#### 2"})
     folder = write_jsonl(tmp_path, GOOD, long)
     config = compose_config(
-        *SMALL, "env.dataset=gsm8k", f"env.dataset_path={folder}", "env.max_prompt_tokens=300", name="grpo_arithmetic"
+        *SMALL,
+        "env.dataset=gsm8k",
+        f"env.dataset_path={folder}",
+        "env.max_prompt_tokens=300",
+        name="grpo_arithmetic",
     )
     blueprint = prepare(config)
     assert blueprint.train_env.num_dropped == 1
-    assert blueprint.greedy_env is not None and blueprint.greedy_env.batch_size == (1,)  # no problem is counted twice
+    assert blueprint.greedy_env is not None and blueprint.greedy_env.batch_size == (
+        1,
+    )  # no problem is counted twice
 
 
 @pytest.mark.slow
@@ -181,13 +224,24 @@ def test_the_plan_table_lists_the_devices_and_what_one_of_them_holds() -> None:
         blueprint = dataclasses.replace(prepare(compose_config(*SMALL, *overrides)), plan=plan)
         roles, count = blueprint.memory.roles(), blueprint.shape.parameters
         rows = plan_rows(blueprint)
-        held = {role.partition(" ")[0]: one.parts()["weights"] / count for role, one in roles.items()}
-        assert [row["memory per device"] for row in rows][: len(roles)] == [one.peak for one in roles.values()]
-        return [(row["role"], row["devices"], held.get(row["role"].partition(" (")[0], 0)) for row in rows]
+        held = {
+            role.partition(" ")[0]: one.parts()["weights"] / count for role, one in roles.items()
+        }
+        assert [row["memory per device"] for row in rows][: len(roles)] == [
+            one.peak for one in roles.values()
+        ]
+        return [
+            (row["role"], row["devices"], held.get(row["role"].partition(" (")[0], 0))
+            for row in rows
+        ]
 
     cpu, gpu = torch.device("cpu"), [torch.device("cuda", index) for index in range(8)]
     plan = DevicePlan((cpu,), ((cpu,),), (cpu,), colocated=False)
-    assert table(plan) == [("train", "cpu", 4), ("inference (transformers)", "cpu", 4), ("reference", "cpu", 4)]
+    assert table(plan) == [
+        ("train", "cpu", 4),
+        ("inference (transformers)", "cpu", 4),
+        ("reference", "cpu", 4),
+    ]
     plan = DevicePlan((cpu,) * 2, ((cpu,),) * 3, (), colocated=False)
     adapted = table(plan, "train_model.lora.enabled=true", "env.num_envs=24")
     assert [row[:2] for row in adapted] == [
@@ -195,9 +249,15 @@ def test_the_plan_table_lists_the_devices_and_what_one_of_them_holds() -> None:
         ("inference (transformers)", "3 x cpu"),
         ("reference (adapters off)", "2 x cpu"),
     ]
-    plan = DevicePlan(tuple(gpu[:4]), (tuple(gpu[4:6]), tuple(gpu[6:8])), (gpu[0],), colocated=False)
+    plan = DevicePlan(
+        tuple(gpu[:4]), (tuple(gpu[4:6]), tuple(gpu[6:8])), (gpu[0],), colocated=False
+    )
     four = table(plan, "inference_model.dtype=bfloat16", "ref_model.dtype=bfloat16")
-    assert [row[1] for row in four] == ["cuda:0, cuda:1, cuda:2, cuda:3", "cuda:4+cuda:5, cuda:6+cuda:7", "cuda:0"]
+    assert [row[1] for row in four] == [
+        "cuda:0, cuda:1, cuda:2, cuda:3",
+        "cuda:4+cuda:5, cuda:6+cuda:7",
+        "cuda:0",
+    ]
     assert [row[2] for row in four[1:]] == [2, 2]  # the engine's tensor_parallel_size is 1
 
 
@@ -213,7 +273,9 @@ def test_vllm_use_v1_is_answered_in_one_line(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.usefixtures("curves")
 def test_a_run_trains_evaluates_checkpoints_exports_and_reports(tmp_path: Path) -> None:
-    config = compose_config(*SMALL, "train.checkpoint_frequency=1", "inference_model.check_sync=true")
+    config = compose_config(
+        *SMALL, "train.checkpoint_frequency=1", "inference_model.check_sync=true"
+    )
     run = build(config, tmp_path)
     try:
         summary = run.fit()
@@ -225,15 +287,21 @@ def test_a_run_trains_evaluates_checkpoints_exports_and_reports(tmp_path: Path) 
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert undocumented(rows) == set()
     # One meaning of throughput: in each step, also in the last one, which is evaluated, and in the summary.
-    tokens, seconds = ([row[name] for row in rows[1:]] for name in ("rollout/tokens", "time/step_s"))
+    tokens, seconds = (
+        [row[name] for row in rows[1:]] for name in ("rollout/tokens", "time/step_s")
+    )
     speeds = [row["throughput/trained_tokens_per_s"] for row in rows[1:]]
-    assert speeds == pytest.approx([count / time for count, time in zip(tokens, seconds, strict=True)])
+    assert speeds == pytest.approx(
+        [count / time for count, time in zip(tokens, seconds, strict=True)]
+    )
     assert summary["trained_tokens_per_s"] == pytest.approx(sum(tokens) / sum(seconds))
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert {"eval/pass@1", "eval/pass@2"} <= rows[0].keys() & rows[2].keys()
     assert rows[2]["sync/mismatch_max"] < 1e-4  # float32 on both sides
     assert rows[1]["staleness/max"] == 0
-    assert rows[1]["train/ratio_mean"] == pytest.approx(1.0, abs=1e-4)  # on-policy, and the engine has the weights
+    assert rows[1]["train/ratio_mean"] == pytest.approx(
+        1.0, abs=1e-4
+    )  # on-policy, and the engine has the weights
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["checkpoint_000001.pt", "checkpoint_000002.pt", "model"]
     state = torch.load(tmp_path / "checkpoints" / "checkpoint_000002.pt", weights_only=True)
@@ -244,20 +312,29 @@ def test_a_run_trains_evaluates_checkpoints_exports_and_reports(tmp_path: Path) 
         str(tmp_path / "checkpoints" / "model"), dtype=torch.float32, device=torch.device("cpu")
     )
     for name, value in exported.state_dict().items():
-        torch.testing.assert_close(value, run.learner.trainer.model.state_dict()[name], rtol=0, atol=0)
+        torch.testing.assert_close(
+            value, run.learner.trainer.model.state_dict()[name], rtol=0, atol=0
+        )
     for name in ("report.html", "curves.png", "samples.jsonl"):
         assert (tmp_path / name).stat().st_size > 0
 
 
 def test_the_same_seed_gives_the_same_run_and_another_seed_another(tmp_path: Path) -> None:
     def losses(name: str, seed: int) -> list[float]:
-        run = build(compose_config(*SMALL, f"seed={seed}", "evaluation.num_prompts=0"), tmp_path / name)
+        run = build(
+            compose_config(*SMALL, f"seed={seed}", "evaluation.num_prompts=0"), tmp_path / name
+        )
         try:
             run.fit()
         finally:
             run.close()
-        rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        return [row["train/loss"] for row in rows if "train/loss" in row] + [rows[-1]["train/grad_norm"]]
+        rows = [
+            json.loads(line)
+            for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        ]
+        return [row["train/loss"] for row in rows if "train/loss" in row] + [
+            rows[-1]["train/grad_norm"]
+        ]
 
     first = losses("a", 0)
     assert losses("b", 0) == first
@@ -274,12 +351,17 @@ def test_evaluation_changes_nothing_in_the_run(tmp_path: Path) -> None:
             run.close()
         return dict(run.learner.trainer.weights())
 
-    often, never = final("often", "evaluation.frequency=1"), final("never", "evaluation.num_prompts=0")
+    often, never = (
+        final("often", "evaluation.frequency=1"),
+        final("never", "evaluation.num_prompts=0"),
+    )
     assert all(torch.equal(often[name], value) for name, value in never.items())
 
 
 @pytest.mark.slow
-def test_a_run_that_is_interrupted_saves_what_it_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_is_interrupted_saves_what_it_did(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = build(compose_config(*SMALL, "evaluation.num_prompts=0"), tmp_path)
     real = run.learner.train_groups
 
@@ -299,10 +381,14 @@ def test_a_run_that_is_interrupted_saves_what_it_did(tmp_path: Path, monkeypatch
 def test_a_run_that_is_stopped_inside_a_step_saves_no_half_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = build(compose_config(*SMALL, "evaluation.num_prompts=0", "train.optim_batch_size=8"), tmp_path)
+    run = build(
+        compose_config(*SMALL, "evaluation.num_prompts=0", "train.optim_batch_size=8"), tmp_path
+    )
     real = run.learner.trainer.train_step
 
-    def three_steps(batch: Any) -> dict[str, float]:  # two make a batch: this stops in the middle of the second
+    def three_steps(
+        batch: Any,
+    ) -> dict[str, float]:  # two make a batch: this stops in the middle of the second
         if run.learner.trainer.optim_steps == 3:
             raise KeyboardInterrupt
         return real(batch)
@@ -319,9 +405,14 @@ def test_an_engine_with_another_distribution_ends_the_first_step(tmp_path: Path)
     run = build(compose_config(*SMALL, "evaluation.num_prompts=0"), tmp_path)
     engine = run.source.samplers[0].part.engine
     update = engine.update_weights
-    engine.update_weights = lambda weights, version: update(((name, 2 * w) for name, w in weights), version)
+    engine.update_weights = lambda weights, version: update(
+        ((name, 2 * w) for name, w in weights), version
+    )
     try:
-        with pytest.raises(RuntimeError, match=r"KL to the engine's policy is \S+ nats per token, more than the 0\.1"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"KL to the engine's policy is \S+ nats per token, more than the 0\.1",
+        ):
             run.fit()
     finally:
         run.close()
@@ -329,11 +420,15 @@ def test_an_engine_with_another_distribution_ends_the_first_step(tmp_path: Path)
 
 @pytest.mark.slow
 def test_a_checkpoint_has_the_data_position_of_its_step(tmp_path: Path) -> None:
-    run = build(compose_config(*SMALL, "evaluation.num_prompts=0", "train.checkpoint_frequency=1"), tmp_path)
+    run = build(
+        compose_config(*SMALL, "evaluation.num_prompts=0", "train.checkpoint_frequency=1"), tmp_path
+    )
     run.fit()
     run.close()
     for step in (1, 2):
-        state = torch.load(tmp_path / "checkpoints" / f"checkpoint_{step:06d}.pt", weights_only=True)
+        state = torch.load(
+            tmp_path / "checkpoints" / f"checkpoint_{step:06d}.pt", weights_only=True
+        )
         assert state["source"]["drawing"]["position"] == 4 * step  # 16 sequences are 4 groups
         assert state["trainer"]["version"] == step
 
@@ -350,13 +445,20 @@ def test_the_optimizer_is_adamw_without_weight_decay_on_vectors(tmp_path: Path) 
     optimizer = run.learner.trainer.optimizer
     assert type(optimizer) is torch.optim.AdamW
     for group in optimizer.param_groups:
-        assert (group["betas"], group["eps"], group["lr"]) == ((0.8, 0.7), 1e-3, 0.1)  # a fifth of 0.5: warming up
+        assert (group["betas"], group["eps"], group["lr"]) == (
+            (0.8, 0.7),
+            1e-3,
+            0.1,
+        )  # a fifth of 0.5: warming up
         assert group["weight_decay"] == (0.25 if group["params"][0].ndim > 1 else 0.0)
     assert len(optimizer.param_groups) == 2
 
 
 def test_temperature_is_that_of_engine_trainer_and_reference(tmp_path: Path) -> None:
-    run = build(compose_config(*SMALL, "inference_model.temperature=0.6", "evaluation.num_prompts=0"), tmp_path)
+    run = build(
+        compose_config(*SMALL, "inference_model.temperature=0.6", "evaluation.num_prompts=0"),
+        tmp_path,
+    )
     run.fit()
     run.close()
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -367,7 +469,9 @@ def test_temperature_is_that_of_engine_trainer_and_reference(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_lora_scores_the_reference_with_its_adapters_off(tmp_path: Path) -> None:
-    run = build(compose_config(*SMALL, "train_model.lora.enabled=true", "optimizer.lr=1e-2"), tmp_path)
+    run = build(
+        compose_config(*SMALL, "train_model.lora.enabled=true", "optimizer.lr=1e-2"), tmp_path
+    )
     try:
         run.fit()
     finally:
@@ -375,7 +479,9 @@ def test_lora_scores_the_reference_with_its_adapters_off(tmp_path: Path) -> None
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert rows[1]["train/kl_k3_to_ref"] == pytest.approx(0.0, abs=1e-6)
     assert rows[2]["train/kl_k3_to_ref"] > 1e-6
-    assert rows[2]["train/ratio_mean"] == pytest.approx(1.0, abs=1e-3)  # the engine got the merged weights
+    assert rows[2]["train/ratio_mean"] == pytest.approx(
+        1.0, abs=1e-3
+    )  # the engine got the merged weights
 
 
 @pytest.fixture
@@ -413,11 +519,20 @@ def test_every_config_key_is_read_by_something_that_uses_it(
     saved = plain(compose_config(*SMALL))
     monkeypatch.setattr(run_module, "plain", lambda config: saved)
     configs = [
-        compose_config(*SMALL, "train_model.lora.enabled=true", "optimizer.warmup_steps=1", "env.reward_workers=1"),
+        compose_config(
+            *SMALL,
+            "train_model.lora.enabled=true",
+            "optimizer.warmup_steps=1",
+            "env.reward_workers=1",
+        ),
         compose_config(*SMALL, "inference_model.backend=vllm"),
         compose_config(
             *SMALL,
-            *("inference_model.check_sync=true", "teacher.model=starter", "policy.teacher_coef=0.1"),
+            *(
+                "inference_model.check_sync=true",
+                "teacher.model=starter",
+                "policy.teacher_coef=0.1",
+            ),
             *("policy.teacher_divergence=jsd", "env.sampling=pass_rate"),
         ),
     ]

@@ -72,9 +72,15 @@ def test_each_of_200_flipped_bits_and_4_kib_of_zeros_is_found(saved: Path, tmp_p
     check_whole(path)
 
 
-def test_each_flipped_bit_of_a_manifest_is_found_before_the_file_is_read(saved: Path, tmp_path: Path) -> None:
+def test_each_flipped_bit_of_a_manifest_is_found_before_the_file_is_read(
+    saved: Path, tmp_path: Path
+) -> None:
     """The config of a run that goes on comes from there: a digit of a learning rate is a whole manifest too."""
-    whole, draw, manifest = bytearray(at(saved, 2).read_bytes()), random.Random(0), read_manifest(at(saved, 2))
+    whole, draw, manifest = (
+        bytearray(at(saved, 2).read_bytes()),
+        random.Random(0),
+        read_manifest(at(saved, 2)),
+    )
     path, accepted = tmp_path / "checkpoint_000002.pt", 0
     start, end = whole.rindex(b'{"step"'), whole.rindex(b', "sha256"')
     for place in [whole.rindex(b'"lr": ') + 6, *draw.sample(range(start, end), 100)]:
@@ -99,7 +105,10 @@ def test_what_is_only_named_like_a_checkpoint_is_passed_over(saved: Path, tmp_pa
     assert found(tmp_path).step == 1
     given = OmegaConf.structured(compose_config(*SMALL, f"train.resume={tmp_path}"))
     path, config = saved_config(str(tmp_path), tmp_path / "new") or (tmp_path, {})
-    assert path == at(tmp_path, 1) and on_saved_config(given, [], path, config).train.total_dialog_turns == 32
+    assert (
+        path == at(tmp_path, 1)
+        and on_saved_config(given, [], path, config).train.total_dialog_turns == 32
+    )
 
 
 def test_the_checkpoint_with_the_most_steps_is_the_newest(tmp_path: Path) -> None:
@@ -126,18 +135,25 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(
     data = bytearray(at(tmp_path, 2).read_bytes())
     data[400_000] ^= 1
     at(tmp_path, 2).write_bytes(data)
-    with pytest.raises(ConfigError, match=r"checkpoint_000002\.pt is damaged: its contents do not have the checksum"):
+    with pytest.raises(
+        ConfigError,
+        match=r"checkpoint_000002\.pt is damaged: its contents do not have the checksum",
+    ):
         found(at(tmp_path, 2))
     resume = found(tmp_path)
     assert (resume.step, resume.path) == (1, at(tmp_path, 1))
 
 
-def test_a_weight_that_is_nan_is_named_before_anything_is_loaded(saved: Path, tmp_path: Path) -> None:
+def test_a_weight_that_is_nan_is_named_before_anything_is_loaded(
+    saved: Path, tmp_path: Path
+) -> None:
     trainer = torch.load(at(saved, 2), weights_only=True)["trainer"]
     name = next(name for name in trainer["model"] if "q_proj" in name)
     trainer["model"][name][0, 0] = torch.nan
     path = changed(at(saved, 2), at(tmp_path, 2), trainer=trainer)
-    with pytest.raises(ConfigError, match=rf"cannot be used: the weight {name} has values that are not finite"):
+    with pytest.raises(
+        ConfigError, match=rf"cannot be used: the weight {name} has values that are not finite"
+    ):
         found(path)
 
 
@@ -152,7 +168,9 @@ def test_a_pickle_is_refused_unread_and_without_advice_to_trust_it(tmp_path: Pat
         sealed = SealedFile(file)
         torch.save({"step": Canary()}, sealed)
         sealed.seal({"config": {}, "metrics": {}})
-    with pytest.raises(ConfigError, match=r"cannot be read \(UnpicklingError: Weights only load failed\)"):
+    with pytest.raises(
+        ConfigError, match=r"cannot be read \(UnpicklingError: Weights only load failed\)"
+    ):
         found(path)
     assert not (tmp_path / "canary").exists()
 
@@ -165,9 +183,13 @@ def test_the_manifest_says_what_is_inside_without_torch(saved: Path) -> None:
 
 @pytest.mark.slow
 def test_weights_that_a_step_made_useless_are_never_saved(tmp_path: Path) -> None:
-    with pytest.raises(NonFiniteError, match=r"not finite after step 1.* lower optimizer\.lr than 1e\+10"):
+    with pytest.raises(
+        NonFiniteError, match=r"not finite after step 1.* lower optimizer\.lr than 1e\+10"
+    ):
         run(tmp_path, steps(3), "optimizer.lr=1e10", "train.checkpoint_frequency=1")
-    with pytest.raises(NonFiniteError, match=r"not finite after step 1, .* use a lower optimizer\.lr\."):
+    with pytest.raises(
+        NonFiniteError, match=r"not finite after step 1, .* use a lower optimizer\.lr\."
+    ):
         run(tmp_path / "b", steps(3), "optimizer.lr=1e10")
     assert not list(tmp_path.rglob("*.pt")) and not list(tmp_path.rglob("*.tmp"))
 
@@ -175,7 +197,10 @@ def test_weights_that_a_step_made_useless_are_never_saved(tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_weights_that_overflow_only_in_mixed_precision_are_never_saved(tmp_path: Path) -> None:
     """In float32 they gave finite log-probs, while every training step was skipped for NaN."""
-    with pytest.raises(NonFiniteError, match=r"log-probs are not finite after step 3.* lower optimizer\.lr than 1\."):
+    with pytest.raises(
+        NonFiniteError,
+        match=r"log-probs are not finite after step 3.* lower optimizer\.lr than 1\.",
+    ):
         run(tmp_path, steps(3), "optimizer.lr=1", "train.mixed_precision=fp16")
     assert not list(tmp_path.rglob("*.pt")) and not list(tmp_path.rglob("*.safetensors"))
 
@@ -194,7 +219,8 @@ def steps_in(folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("keep", "expected"), [("last:2", [4, 5]), ("last:1,best:1", [2, 5]), ("last:2,best:2", [2, 3, 4, 5]), (None, None)]
+    ("keep", "expected"),
+    [("last:2", [4, 5]), ("last:1,best:1", [2, 5]), ("last:2,best:2", [2, 3, 4, 5]), (None, None)],
 )
 def test_the_newest_and_the_best_checkpoints_are_kept(
     keep: str | None, expected: list[int] | None, tmp_path: Path
@@ -208,7 +234,9 @@ def test_the_newest_and_the_best_checkpoints_are_kept(
 def test_an_evaluation_with_mostly_invalid_rewards_is_not_the_best(tmp_path: Path) -> None:
     """Of 400 problems one had a valid reward, for a correct response: pass@1 was 100%."""
     made = checkpointer(tmp_path, "last:1,best:1")
-    for step, (accuracy, invalid) in enumerate([(0.7, 0.5), (1.0, 399 / 400), (math.nan, 1.0), (0.9, 0.51)], start=1):
+    for step, (accuracy, invalid) in enumerate(
+        [(0.7, 0.5), (1.0, 399 / 400), (math.nan, 1.0), (0.9, 0.51)], start=1
+    ):
         made.metrics = {"eval/pass@1": accuracy, "eval/invalid_fraction": invalid}
         made.save(step, {"model": {"weight": torch.zeros(3)}}, {})
     assert steps_in(tmp_path) == [1, 4]
@@ -228,7 +256,9 @@ def test_checkpoints_that_were_set_aside_stay_when_others_are(tmp_path: Path) ->
     made.begin(1)
     aside = ["checkpoint_000002.old", "checkpoint_000002.old-2", "checkpoint_000002.old-3"]
     assert sorted(path.name for path in tmp_path.iterdir()) == aside
-    assert [read_checkpoint(tmp_path / name)["trainer"]["model"]["weight"][0] for name in aside] == [1, 2, 3]
+    assert [
+        read_checkpoint(tmp_path / name)["trainer"]["model"]["weight"][0] for name in aside
+    ] == [1, 2, 3]
     assert made.latest() is None
 
 
@@ -257,14 +287,18 @@ def test_a_save_that_fails_leaves_the_one_before_and_no_staging_file(
 
 def test_the_room_that_a_run_needs_is_known_before_it_starts(tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path).free
-    with pytest.raises(ConfigError, match=r"room for 3 checkpoints of .* train\.keep_checkpoints=last:1"):
+    with pytest.raises(
+        ConfigError, match=r"room for 3 checkpoints of .* train\.keep_checkpoints=last:1"
+    ):
         Writes(9, free // 2, 1, 0, "last:2").check_room(tmp_path)
     Writes(9, free // 4, 1, 0, "last:2").check_room(tmp_path)
 
 
 @pytest.mark.parametrize("value", ["3", "last:0", "best:1", "last:1,last:2", "last:x", "first:1"])
 def test_what_keep_checkpoints_cannot_be_is_refused(value: str) -> None:
-    with pytest.raises(ConfigError, match=r"train\.keep_checkpoints=.* must be last:N or last:N,best:M"):
+    with pytest.raises(
+        ConfigError, match=r"train\.keep_checkpoints=.* must be last:N or last:N,best:M"
+    ):
         compose_config(f"train.keep_checkpoints='{value}'")
 
 
@@ -273,7 +307,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A disk of 14 MB, where root may mount one."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=14m", "none", folder], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=14m", "none", folder], capture_output=True
+    ).returncode:
         pytest.skip("only root may mount a disk")
     yield folder
     subprocess.run(["umount", "--lazy", folder], check=True)  # a log file there may be open
@@ -288,7 +324,9 @@ def test_a_full_disk_leaves_the_run_alive_and_the_one_before_valid(
     monkeypatch.setattr(torchrl_logger, "warning", said.append)
     filler = small_disk / "filler"
     made = build(
-        compose_config(*SMALL, steps(4), "train.checkpoint_frequency=1", "train.keep_checkpoints=last:1"),
+        compose_config(
+            *SMALL, steps(4), "train.checkpoint_frequency=1", "train.keep_checkpoints=last:1"
+        ),
         small_disk / "run",
     )
     real = made.learner.train_groups
@@ -310,7 +348,10 @@ def test_a_full_disk_leaves_the_run_alive_and_the_one_before_valid(
     assert [row["step"] for row in read_jsonl(run_folder / "metrics.jsonl")] == [0, 1, 2, 3, 4]
     unsaved = [line for line in said if "is not saved" in line]
     assert len(unsaved) == 2
-    assert re.match(r"Step 2 is not saved, the one before it is checkpoint_000001\.pt: there is no room", unsaved[0])
+    assert re.match(
+        r"Step 2 is not saved, the one before it is checkpoint_000001\.pt: there is no room",
+        unsaved[0],
+    )
     assert sum("metrics.jsonl: its lines wait" in line for line in said) == 1
     assert steps_in(run_folder / "checkpoints") == [4]
     assert not list(run_folder.rglob("*.tmp"))
@@ -320,9 +361,20 @@ def test_a_run_on_a_full_disk_is_one_line(
     small_disk: Path, run_here: Callable[..., int], capfd: pytest.CaptureFixture[str]
 ) -> None:
     (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free))
-    assert run_here(ROOT / "sota/grpo/grpo.py", "--config-name", "grpo_arithmetic", f"hydra.run.dir={small_disk}") == 1
+    assert (
+        run_here(
+            ROOT / "sota/grpo/grpo.py",
+            "--config-name",
+            "grpo_arithmetic",
+            f"hydra.run.dir={small_disk}",
+        )
+        == 1
+    )
     said = capfd.readouterr().err
-    assert "error: the disk has no room for a file of the run: make some, or use another hydra.run.dir." in said
+    assert (
+        "error: the disk has no room for a file of the run: make some, or use another hydra.run.dir."
+        in said
+    )
     assert "Traceback" not in said
 
 
@@ -330,7 +382,10 @@ def test_lines_that_are_dropped_from_a_full_disk_stay_whole(small_disk: Path) ->
     rows = [{"step": step, "text": 200 * "a"} for step in range(40_000)]
     path = small_disk / "metrics.jsonl"
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    with pytest.raises(OSError, match="No space left"), MetricsLogger(small_disk, tensorboard=False, config={}) as made:
+    with (
+        pytest.raises(OSError, match="No space left"),
+        MetricsLogger(small_disk, tensorboard=False, config={}) as made,
+    ):
         made.truncate(39_999)
     assert not list(small_disk.glob("*.tmp"))
     assert read_jsonl(path) == rows
@@ -342,7 +397,9 @@ def test_a_model_that_finds_no_room_is_one_line(
 ) -> None:
     """There is room for the weights, and not for what is written beside them."""
     weights = sum(weight.nbytes for _, weight in named_weights(tiny_model))
-    (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free - weights - beside_weights))
+    (small_disk / "filler").write_bytes(
+        bytes(shutil.disk_usage(small_disk).free - weights - beside_weights)
+    )
     with pytest.raises(DiskFullError, match=f"^there is no room for the model in {small_disk}$"):
         export_model(tiny_model, tokenizer, small_disk / "model", "card")
     assert [path.name for path in small_disk.iterdir()] == ["filler"]

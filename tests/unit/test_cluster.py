@@ -13,7 +13,13 @@ from tests.support.configs import ROOT
 from tests.support.devices import SPREAD, gpus
 from torchrl_grpo.host import startup
 from torchrl_grpo.runtime import cluster as cluster_module
-from torchrl_grpo.runtime.cluster import ActorAllocation, allocations, by_machine, require_ray, start
+from torchrl_grpo.runtime.cluster import (
+    ActorAllocation,
+    allocations,
+    by_machine,
+    require_ray,
+    start,
+)
 from torchrl_grpo.runtime.placement import DevicePlan
 
 
@@ -33,7 +39,10 @@ def test_a_tensor_parallel_replica_is_one_bundle() -> None:
     bundles, taken = allocations(plan, [16.0])
     one, two = {"CPU": 1.0, "GPU": 1.0}, {"CPU": 2.0, "GPU": 2.0}
     assert bundles == [one, one, two, two, one]
-    assert taken["inference"] == [ActorAllocation(2, gpus(2, 3), 2.0, 2), ActorAllocation(3, gpus(4, 5), 2.0, 2)]
+    assert taken["inference"] == [
+        ActorAllocation(2, gpus(2, 3), 2.0, 2),
+        ActorAllocation(3, gpus(4, 5), 2.0, 2),
+    ]
 
 
 def test_processes_that_share_a_gpu_share_a_bundle() -> None:
@@ -46,32 +55,51 @@ def test_processes_that_share_a_gpu_share_a_bundle() -> None:
 
 
 def test_roles_that_take_turns_on_several_gpus_share_a_bundle_for_each() -> None:
-    bundles, taken = allocations(DevicePlan(gpus(0, 1), (gpus(0), gpus(1)), gpus(0), colocated=True), [8.0])
+    bundles, taken = allocations(
+        DevicePlan(gpus(0, 1), (gpus(0), gpus(1)), gpus(0), colocated=True), [8.0]
+    )
     assert bundles == [{"CPU": 3.0, "GPU": 1.0}, {"CPU": 2.0, "GPU": 1.0}]
     assert (
         taken["train"]
         == taken["inference"]
         == [ActorAllocation(0, gpus(0), 1.0, 0.3333), ActorAllocation(1, gpus(1), 1.0, 0.5)]
     )
-    bundles, taken = allocations(DevicePlan(gpus(0, 1, 2, 3), (gpus(0, 2), gpus(3, 1)), (), colocated=True), [8.0])
+    bundles, taken = allocations(
+        DevicePlan(gpus(0, 1, 2, 3), (gpus(0, 2), gpus(3, 1)), (), colocated=True), [8.0]
+    )
     assert bundles == [{"CPU": 4.0, "GPU": 2.0}, {"CPU": 4.0, "GPU": 2.0}]
     assert [allocation.bundle for allocation in taken["train"]] == [0, 1, 0, 1]
-    assert taken["inference"] == [ActorAllocation(0, gpus(0, 2), 2.0, 1), ActorAllocation(1, gpus(3, 1), 2.0, 1)]
-    bundles, taken = allocations(DevicePlan(gpus(0, 1, 2), (gpus(0, 2),), gpus(1, 2), colocated=True), [8.0])
-    assert bundles == [{"CPU": 5.0, "GPU": 2.0}, {"CPU": 2.0, "GPU": 1.0}]  # joined through an engine
+    assert taken["inference"] == [
+        ActorAllocation(0, gpus(0, 2), 2.0, 1),
+        ActorAllocation(1, gpus(3, 1), 2.0, 1),
+    ]
+    bundles, taken = allocations(
+        DevicePlan(gpus(0, 1, 2), (gpus(0, 2),), gpus(1, 2), colocated=True), [8.0]
+    )
+    assert bundles == [
+        {"CPU": 5.0, "GPU": 2.0},
+        {"CPU": 2.0, "GPU": 1.0},
+    ]  # joined through an engine
     assert [allocation.bundle for allocation in taken["train"]] == [0, 1, 0]
     assert [allocation.num_gpus for allocation in taken["inference"]] == [0.6666]
 
 
 def test_what_works_on_servers_takes_no_gpu_and_shares_no_bundle() -> None:
     cpu = torch.device("cpu")
-    bundles, taken = allocations(DevicePlan(gpus(0), ((cpu,), (cpu,)), (), colocated=False, teacher=(cpu,)), [8.0])
+    bundles, taken = allocations(
+        DevicePlan(gpus(0), ((cpu,), (cpu,)), (), colocated=False, teacher=(cpu,)), [8.0]
+    )
     assert bundles == [{"CPU": 1.0, "GPU": 1.0}, {"CPU": 1.0}, {"CPU": 1.0}, {"CPU": 1.0}]
-    assert taken["inference"] == [ActorAllocation(1, (cpu,), 1.0, 0), ActorAllocation(2, (cpu,), 1.0, 0)]
+    assert taken["inference"] == [
+        ActorAllocation(1, (cpu,), 1.0, 0),
+        ActorAllocation(2, (cpu,), 1.0, 0),
+    ]
     assert taken["teacher"] == [ActorAllocation(3, (cpu,), 1.0, 0)]
 
 
-def test_a_process_is_pinned_to_the_plans_devices_among_the_visible_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_is_pinned_to_the_plans_devices_among_the_visible_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     monkeypatch.setattr(startup, "_hides", False)
@@ -94,22 +122,30 @@ def test_memory_of_training_ranks_on_cuda_grows_in_place(monkeypatch: pytest.Mon
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     allocation = ActorAllocation(0, gpus(1), 1.0, 1)
-    assert cluster_module._allocator(allocation) == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert cluster_module._allocator(allocation) == {
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True"
+    }
     assert cluster_module._allocator(ActorAllocation(0, (torch.device("cpu"),), 1.0, 0)) == {}
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
     assert cluster_module._allocator(allocation) == {}
 
 
-def test_a_missing_or_old_ray_is_refused_with_the_line_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_or_old_ray_is_refused_with_the_line_to_type(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(cluster_module.importlib.metadata, "version", lambda _: "2.51.1")
-    with pytest.raises(ValueError, match=r"needs Ray 2\.59 or later, and ray is 2\.51\.1: pip install --upgrade"):
+    with pytest.raises(
+        ValueError, match=r"needs Ray 2\.59 or later, and ray is 2\.51\.1: pip install --upgrade"
+    ):
         require_ray()
 
     def missing(name: str) -> str:
         raise cluster_module.importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(cluster_module.importlib.metadata, "version", missing)
-    with pytest.raises(ValueError, match=r'ray is not installed: pip install "torchrl_grpo\[ray\]"'):
+    with pytest.raises(
+        ValueError, match=r'ray is not installed: pip install "torchrl_grpo\[ray\]"'
+    ):
         start()
     monkeypatch.setattr(cluster_module.importlib.metadata, "version", lambda _: "3.0.0rc1")
     require_ray()
@@ -126,11 +162,15 @@ def test_what_a_cluster_lacks_is_said_with_numbers() -> None:
 
 def test_nothing_switches_on_vllms_insecure_serialization() -> None:
     assert [
-        path for path in (ROOT / "torchrl_grpo").rglob("*.py") if "INSECURE_SERIALIZATION" in path.read_text()
+        path
+        for path in (ROOT / "torchrl_grpo").rglob("*.py")
+        if "INSECURE_SERIALIZATION" in path.read_text()
     ] == []
 
 
-def test_folders_of_killed_runs_are_removed_by_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_of_killed_runs_are_removed_by_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     folder = Path(tempfile.mkdtemp(prefix="g", dir="/tmp"))
     try:
         monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -140,7 +180,9 @@ def test_folders_of_killed_runs_are_removed_by_the_next_one(monkeypatch: pytest.
         (killed / "lock").touch()
         first = cluster_module._short_folder()
         second = cluster_module._short_folder()  # of another run at the same time
-        assert sorted(folder.iterdir()) == sorted([other, *(Path(lock.name).parent for lock in (first, second))])
+        assert sorted(folder.iterdir()) == sorted(
+            [other, *(Path(lock.name).parent for lock in (first, second))]
+        )
         for lock in (first, second):
             cluster_module._remove(lock)
         assert list(folder.iterdir()) == [other]
@@ -156,7 +198,9 @@ def test_ranks_that_compute_layers_together_are_one_bundle() -> None:
     assert [allocation.num_gpus for allocation in taken["train"]] == [0.5, 1, 1, 1]
     assert taken["reference"] == [ActorAllocation(0, gpus(0), 1.0, 0.5)]
     cpu = torch.device("cpu")
-    bundles, taken = allocations(DevicePlan((cpu,) * 4, ((cpu,),), (), colocated=False), [8.0], tensor_parallel_size=2)
+    bundles, taken = allocations(
+        DevicePlan((cpu,) * 4, ((cpu,),), (), colocated=False), [8.0], tensor_parallel_size=2
+    )
     assert bundles == [{"CPU": 2.0}, {"CPU": 2.0}, {"CPU": 1.0}]
     assert [allocation.bundle for allocation in taken["train"]] == [0, 0, 1, 1]
 
@@ -167,7 +211,9 @@ def test_the_ranks_of_a_machine_follow_each_other() -> None:
     got = by_machine(taken["train"], ["b", "a", "c", "b", "a", "c", "a"])
     assert [allocation.bundle for allocation in got] == [0, 3, 1, 4, 2, 5]
     _, taken = allocations(plan, [16.0], tensor_parallel_size=2)
-    assert [allocation.bundle for allocation in by_machine(taken["train"], ["b", "a", "b", "a"])] == [0, 0, 2, 2, 1, 1]
+    assert [
+        allocation.bundle for allocation in by_machine(taken["train"], ["b", "a", "b", "a"])
+    ] == [0, 0, 2, 2, 1, 1]
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,9 @@ ADD = "def add(a, b):\n    return a + b\n"
 CALL = {"inputs": [[1, 2], [3, 4]], "outputs": [3, 7], "fn_name": "add"}
 LINES = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7"]}
 code = partial(rewards.code, sandbox="auto")
-apart = pytest.mark.skipif(isolation() != "namespaces", reason="the kernel gives no namespaces here")
+apart = pytest.mark.skipif(
+    isolation() != "namespaces", reason="the kernel gives no namespaces here"
+)
 
 
 def fenced(program: str) -> str:
@@ -39,9 +41,17 @@ def fenced(program: str) -> str:
     [
         (["assert add(1, 2) == 3", "assert add(0, 0) == 0"], {}, ADD),  # MBPP
         ("assert add(1, 2) == 3\nassert add(2, 2) == 4", {}, ADD),
-        ("def check(candidate):\n    assert candidate(1, 2) == 3\n", {"entry_point": "add"}, ADD),  # HumanEval
+        (
+            "def check(candidate):\n    assert candidate(1, 2) == 3\n",
+            {"entry_point": "add"},
+            ADD,
+        ),  # HumanEval
         (CALL, {}, ADD),  # APPS
-        ({"inputs": ["1\n2", "3\n4"], "outputs": ["3", "7"], "fn_name": "add"}, {}, ADD),  # prime_code
+        (
+            {"inputs": ["1\n2", "3\n4"], "outputs": ["3", "7"], "fn_name": "add"},
+            {},
+            ADD,
+        ),  # prime_code
         (
             CALL,
             {},
@@ -49,7 +59,11 @@ def fenced(program: str) -> str:
         ),
         (json.dumps(CALL), {}, ADD),
         (CALL, {}, "class Solution:\n    def add(self, a, b):\n        return a + b\n"),
-        ({"inputs": [[[1, 2]]], "outputs": [[[2, 1]]], "fn_name": "turn"}, {}, "def turn(x):\n    return x[::-1]\n"),
+        (
+            {"inputs": [[[1, 2]]], "outputs": [[[2, 1]]], "fn_name": "turn"},
+            {},
+            "def turn(x):\n    return x[::-1]\n",
+        ),
         (LINES, {}, "a, b = map(int, input().split())\nprint(a + b)"),
         (  # LiveCodeBench
             json.dumps([{"input": "1 2\n", "output": "3\n", "testtype": "stdin"}]),
@@ -61,10 +75,16 @@ def fenced(program: str) -> str:
             {"metadata": '{"func_name": "add"}'},
             ADD,
         ),
-        ({"style": "rule", "ground_truth": json.dumps(CALL)}, {}, ADD),  # verl's column reward_model
+        (
+            {"style": "rule", "ground_truth": json.dumps(CALL)},
+            {},
+            ADD,
+        ),  # verl's column reward_model
     ],
 )
-def test_a_right_program_passes_and_one_that_is_wrong_does_not(answer: Any, more: dict[str, str], program: str) -> None:
+def test_a_right_program_passes_and_one_that_is_wrong_does_not(
+    answer: Any, more: dict[str, str], program: str
+) -> None:
     assert code(fenced(program), answer, **more) == 1.0
     assert code(program, answer, **more) == 1.0
     for wrong in (
@@ -94,14 +114,20 @@ def test_what_a_test_expects_is_not_in_the_program_s_process() -> None:
 UNNAMED = {"input": "1\n2", "output": "3", "testtype": "functional"}
 
 
-@pytest.mark.parametrize("answer", [None, [], {}, "", 3, {"inputs": [1], "outputs": []}, "{not json", [UNNAMED]])
+@pytest.mark.parametrize(
+    "answer", [None, [], {}, "", 3, {"inputs": [1], "outputs": []}, "{not json", [UNNAMED]]
+)
 def test_a_problem_without_tests_is_an_error_and_not_a_wrong_answer(answer: Any) -> None:
     with pytest.raises(ValueError, match="reward 'code' must have tests"):
         code(ADD, answer)
 
 
-@pytest.mark.parametrize("text", ["", "\ud800", "\x00", "```python\n\ud800\n```", "(" * 100_000, "1" * 1_000_000])
-@pytest.mark.parametrize("answer", [["assert add(1, 2) == 3"], CALL, LINES], ids=["assert", "call", "stdin"])
+@pytest.mark.parametrize(
+    "text", ["", "\ud800", "\x00", "```python\n\ud800\n```", "(" * 100_000, "1" * 1_000_000]
+)
+@pytest.mark.parametrize(
+    "answer", [["assert add(1, 2) == 3"], CALL, LINES], ids=["assert", "call", "stdin"]
+)
 def test_no_response_raises(text: str, answer: Any) -> None:
     assert code(text, answer) == 0.0
 
@@ -186,11 +212,15 @@ except OSError:
 def test_what_a_program_may_use_is_limited(tmp_path: Path) -> None:
     before = {one.pid for one in psutil.process_iter()}
     start = time.monotonic()
-    limits = Limits(seconds=1.0, processes=31)  # which tells its processes from those of other tests
+    limits = Limits(
+        seconds=1.0, processes=31
+    )  # which tells its processes from those of other tests
     assert run_python("import time\ntime.sleep(100)", limits=limits).status is None
     assert run_python("while True: print('x' * 1000)", limits=limits).status is None
     assert "MemoryError" in run_python("x = [0] * 10**9", limits=limits).errors
-    assert run_python("import os\nos.write(1, b'x' * 10**5)\nos._exit(3)", limits=limits).status == 3
+    assert (
+        run_python("import os\nos.write(1, b'x' * 10**5)\nos._exit(3)", limits=limits).status == 3
+    )
     assert run_python("open('/tmp/f', 'wb').write(b'x' * 10**8)", limits=limits).status != 0
     if isolation() == "namespaces":
         assert int(run_python(FORKS, limits=limits).output) < limits.processes
@@ -212,7 +242,9 @@ def test_without_namespaces_limits_hold_and_strict_refuses(monkeypatch: pytest.M
     with pytest.raises(RuntimeError, match="sandbox=strict must have namespaces"):
         code(ADD, CALL, sandbox="strict")
     config = compose_config(*SMALL, "env.reward=code")
-    with pytest.raises(ValueError, match=r"^env\.sandbox=strict must have namespaces.*env\.sandbox=auto"):
+    with pytest.raises(
+        ValueError, match=r"^env\.sandbox=strict must have namespaces.*env\.sandbox=auto"
+    ):
         make_task(config.env)
 
 
@@ -220,9 +252,13 @@ def test_without_namespaces_limits_hold_and_strict_refuses(monkeypatch: pytest.M
 def test_a_temporary_folder_may_have_any_name(tmp_path: Path) -> None:
     folder = tmp_path / "a folder with 'quotes'"
     folder.mkdir()
-    script = "import torchrl_grpo.sandbox as s\nprint(s.isolation(), s.run_python('print(42)').output)\n"
+    script = (
+        "import torchrl_grpo.sandbox as s\nprint(s.isolation(), s.run_python('print(42)').output)\n"
+    )
     environment = os.environ | {"TMPDIR": str(folder), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environment
+    )
     assert done.stdout.split() == ["namespaces", "42"], done.stderr
 
 
@@ -297,7 +333,10 @@ def test_a_program_has_no_memory_beside_its_address_space(make: str) -> None:
 def test_an_ordinary_user_has_namespaces_too() -> None:
     """Who makes them in a user namespace, which root does not."""
     said = "import torchrl_grpo.sandbox as s\nprint(s.isolation())\n"
-    tried = [f"print(repr(s.run_python({ATTACKS[what]!r}).output.strip()))\n" for what in ("a mount", "its folder")]
+    tried = [
+        f"print(repr(s.run_python({ATTACKS[what]!r}).output.strip()))\n"
+        for what in ("a mount", "its folder")
+    ]
     user = ["setpriv", "--reuid=12345", "--regid=12345", "--clear-groups"]
     for python in (sys.executable, "/usr/bin/python3"):
         done = subprocess.run(
@@ -315,7 +354,9 @@ def test_an_ordinary_user_has_namespaces_too() -> None:
 
 def test_a_run_scores_programs_of_a_data_set(tmp_path: Path) -> None:
     data = tmp_path / "mbpp.jsonl"
-    rows = [{"text": f"Write add{i}.", "test_list": [f"assert add{i}(1, 2) == 3"]} for i in range(8)]
+    rows = [
+        {"text": f"Write add{i}.", "test_list": [f"assert add{i}(1, 2) == 3"]} for i in range(8)
+    ]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = compose_config(
         *SMALL, f"env.dataset={data}", "env.columns.prompt=text", "env.columns.answer=test_list",

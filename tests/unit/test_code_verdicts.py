@@ -99,7 +99,9 @@ RIGHT: dict[str, tuple[str, Any, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_the_graders_take_is_right(name: str) -> None:
     program, answer, more = RIGHT[name]
-    assert code(f"```python\n{program}\n```" if "stub" not in name else program, answer, **more) == 1.0
+    assert (
+        code(f"```python\n{program}\n```" if "stub" not in name else program, answer, **more) == 1.0
+    )
 
 
 WRONG: dict[str, tuple[str, Any, dict[str, Any]]] = {
@@ -157,10 +159,22 @@ while True:
 """
 INVALID = {
     "import": ("import numpy as np\nprint(6)", DOUBLE, {}),
-    "import in a call": ("def add(a, b):\n    from numpy.linalg import norm\n    return a + b", ADD, {}),
+    "import in a call": (
+        "def add(a, b):\n    from numpy.linalg import norm\n    return a + b",
+        ADD,
+        {},
+    ),
     "import at once": ("import numpy\ndef add(a, b):\n    return a + b", ADD, {}),
-    "timeout": (BUSY, DOUBLE, {"seconds": 0.2}),  # it is ready most of the time, and does not get on
-    "crash": ("import os\nos.kill(os.getpid(), 9)", DOUBLE, {}),  # as the kernel does that runs out of memory
+    "timeout": (
+        BUSY,
+        DOUBLE,
+        {"seconds": 0.2},
+    ),  # it is ready most of the time, and does not get on
+    "crash": (
+        "import os\nos.kill(os.getpid(), 9)",
+        DOUBLE,
+        {},
+    ),  # as the kernel does that runs out of memory
 }
 
 
@@ -178,7 +192,11 @@ def test_a_program_may_do_without_a_package() -> None:
 
 def test_each_test_has_its_own_time_until_two_have_used_it_up() -> None:
     """Calls after one that hangs are made, by a program that is loaded anew."""
-    calls = {"inputs": [[i, 1] for i in range(6)], "outputs": [i + 1 for i in range(6)], "fn_name": "add"}
+    calls = {
+        "inputs": [[i, 1] for i in range(6)],
+        "outputs": [i + 1 for i in range(6)],
+        "fn_name": "add",
+    }
     hangs = "def add(a, b):\n    while a in {}: pass\n    return a + b"
     assert code(hangs.format((1,)), calls, metric="fraction", seconds=0.5) == 5 / 6
     assert code(hangs.format((1, 3)), calls, metric="fraction", seconds=0.5) == 2 / 6
@@ -187,7 +205,9 @@ def test_each_test_has_its_own_time_until_two_have_used_it_up() -> None:
 def test_a_load_of_the_machine_is_not_the_program_s_fault() -> None:
     """All of them together take longer than the time of one test."""
     with ThreadPoolExecutor(8) as threads:
-        values = list(threads.map(lambda _: code("print(int(input()) * 2)", MANY, seconds=0.5), range(8)))
+        values = list(
+            threads.map(lambda _: code("print(int(input()) * 2)", MANY, seconds=0.5), range(8))
+        )
     assert values == [1.0] * 8
 
 
@@ -199,7 +219,9 @@ def test_what_a_test_leaves_behind_does_not_outlive_it() -> None:
     assert code(forks, {"inputs": ["1", "2", "3"], "outputs": ["1", "2", "3"]}) == 1.0
 
 
-@pytest.mark.parametrize(("option", "value"), [("seconds", 0), ("memory_mib", 1), ("metric", "some")])
+@pytest.mark.parametrize(
+    ("option", "value"), [("seconds", 0), ("memory_mib", 1), ("metric", "some")]
+)
 def test_an_option_that_makes_no_sense_is_named(option: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"{option}={value} of reward 'code'"):
         code("", DOUBLE, **{option: value})

@@ -33,12 +33,19 @@ KEYS = {
 
 def copies_of(engine_rule=None) -> ScriptedEngine:
     """An engine whose k-th copy answers with k + 1 tokens and the end token."""
-    return ScriptedEngine(engine_rule or (lambda prompt, copy: ([10 + copy] * (copy + 1) + [END], "stop")))
+    return ScriptedEngine(
+        engine_rule or (lambda prompt, copy: ([10 + copy] * (copy + 1) + [END], "stop"))
+    )
 
 
 def rows_of(*prompts: list[int], groups: list[int] | None = None) -> TensorDict:
     data = TensorDict(
-        {"tokens": lazy_stack([TensorDict({"prompt": torch.tensor(prompt)}) for prompt in prompts])}, [len(prompts)]
+        {
+            "tokens": lazy_stack(
+                [TensorDict({"prompt": torch.tensor(prompt)}) for prompt in prompts]
+            )
+        },
+        [len(prompts)],
     )
     if groups is not None:
         data["group_id"] = torch.tensor(groups).unsqueeze(-1)
@@ -62,15 +69,27 @@ def test_rows_of_one_group_and_prompt_are_one_request():
     out = GenerationPolicy(engine, PARAMS)(data)
     assert out is data
     assert engine.calls == [([[5, 6], [8, 8]], 2), ([[7], [5, 6]], 1)]
-    assert lists(out, "tokens", "response") == [[10, 1], [11, 11, 1], [10, 1], [10, 1], [10, 1], [11, 11, 1]]
+    assert lists(out, "tokens", "response") == [
+        [10, 1],
+        [11, 11, 1],
+        [10, 1],
+        [10, 1],
+        [10, 1],
+        [11, 11, 1],
+    ]
 
 
 def test_policy_writes_masks_log_probs_version_and_finish_reason():
-    engine = copies_of(lambda prompt, copy: ([20, 21, 22], "length") if copy else ([9, END], "stop"))
+    engine = copies_of(
+        lambda prompt, copy: ([20, 21, 22], "length") if copy else ([9, END], "stop")
+    )
     engine.policy_version = 7
     out = GenerationPolicy(engine, PARAMS)(rows_of([5, 6], [5, 6], groups=[3, 3]))
     assert lists(out, "tokens", "full") == [[5, 6, 9, 1], [5, 6, 20, 21, 22]]
-    assert lists(out, "masks", "all_assistant_mask") == [[False, False, True, True], [False, False, True, True, True]]
+    assert lists(out, "masks", "all_assistant_mask") == [
+        [False, False, True, True],
+        [False, False, True, True, True],
+    ]
     assert lists(out, "masks", "all_attention_mask") == [[True] * 4, [True] * 5]
     assert lists(out, "log_probs", "full") == [[0.0, 0.0, -1.0, -2.0], [0.0, 0.0, -1.0, -2.0, -3.0]]
     assert out[0]["log_probs", "full"].dtype == torch.float32
@@ -91,7 +110,9 @@ def test_the_version_is_the_one_before_generation():
 
 
 def test_engine_versions_are_kept_and_the_oldest_is_the_sequences():
-    engine = copies_of(lambda prompt, copy: ([20, 21, 22], "length") if copy else ([9, END], "stop"))
+    engine = copies_of(
+        lambda prompt, copy: ([20, 21, 22], "length") if copy else ([9, END], "stop")
+    )
     plain, reported = engine.generate, iter([[3, 4], [4, 4, 5]])
 
     def generate(prompts, n, params):
@@ -112,8 +133,12 @@ def test_policy_takes_any_batch_size_and_lazy_stacks():
     flat = rows_of([5], [6, 6], [7], [7], [8], [9], groups=[0, 1, 2, 2, 3, 4])
     expected = [row.tolist() for row in policy(flat.copy())["tokens"].get("response", as_list=True)]
 
-    single = policy(TensorDict({"tokens": {"prompt": torch.tensor([5])}, "group_id": torch.tensor([0])}))
-    assert single["tokens", "full"].tolist() == [5, 10, 1] and single["policy_version"].shape == (1,)
+    single = policy(
+        TensorDict({"tokens": {"prompt": torch.tensor([5])}, "group_id": torch.tensor([0])})
+    )
+    assert single["tokens", "full"].tolist() == [5, 10, 1] and single["policy_version"].shape == (
+        1,
+    )
 
     lazy = policy(lazy_stack(list(flat.unbind(0))))
     assert lists(lazy, "tokens", "response") == expected
@@ -123,7 +148,9 @@ def test_policy_takes_any_batch_size_and_lazy_stacks():
     block["tokens"] = lazy_stack([lazy_stack(list(prompts[:3])), lazy_stack(list(prompts[3:]))])
     block = policy(block)
     assert block["length_stopped"].shape == (2, 3, 1)
-    assert [block[i, j]["tokens", "response"].tolist() for i in range(2) for j in range(3)] == expected
+    assert [
+        block[i, j]["tokens", "response"].tolist() for i in range(2) for j in range(3)
+    ] == expected
 
 
 def test_rows_that_do_not_step_cost_nothing():
@@ -139,7 +166,9 @@ def test_rows_that_do_not_step_cost_nothing():
 # RolloutCollector
 
 
-def make_collector(tokenizer, task=None, engine=None, *, env_seed=0, **arguments) -> RolloutCollector:
+def make_collector(
+    tokenizer, task=None, engine=None, *, env_seed=0, **arguments
+) -> RolloutCollector:
     env = LLMEnv(task or EchoTask(), tokenizer, num_envs=4, repeats=2, max_turns=2, seed=env_seed)
     return RolloutCollector(env, GenerationPolicy(engine or copies_of(), PARAMS), **arguments)
 
@@ -206,10 +235,15 @@ def test_turns_become_one_sequence(tokenizer):
     log_probs = [*[0.0] * len(prompt), -1.0, -2.0, *[0.0] * len(again), -1.0, -2.0, -3.0]
     assert went_on["log_probs", "full"].tolist() == log_probs
     assert went_on["policy_version"].tolist() == [0]
-    first, second = 0, 4  # four answers were asked for in the first turn, and the version rose with each
+    first, second = (
+        0,
+        4,
+    )  # four answers were asked for in the first turn, and the version rose with each
     versions = [*[-1] * len(prompt), first, first, *[-1] * len(again), second, second, second]
     assert went_on["policy_versions", "full"].tolist() == versions
-    assert [went_on["next", key].item() for key in ("reward", "done", "terminated", "truncated")] == [
+    assert [
+        went_on["next", key].item() for key in ("reward", "done", "terminated", "truncated")
+    ] == [
         2,
         True,
         False,
@@ -217,7 +251,9 @@ def test_turns_become_one_sequence(tokenizer):
     ]
 
     assert stopped["tokens", "full"].tolist() == [*prompt, *encode("stop"), END]
-    assert [stopped["next", key].item() for key in ("reward", "done", "terminated", "truncated")] == [
+    assert [
+        stopped["next", key].item() for key in ("reward", "done", "terminated", "truncated")
+    ] == [
         1,
         True,
         True,
@@ -306,7 +342,9 @@ def test_group_advantage_in_the_environment_reaches_the_batch(tokenizer, task):
         text = tokenizer.decode(prompt[1:-2]) if type(task) is EchoTask else "stop"
         return [*tokenizer(text, add_special_tokens=False)["input_ids"], END], "stop"
 
-    env = TransformedEnv(LLMEnv(task, tokenizer, num_envs=4, repeats=2, max_turns=2), GroupAdvantage(2))
+    env = TransformedEnv(
+        LLMEnv(task, tokenizer, num_envs=4, repeats=2, max_turns=2), GroupAdvantage(2)
+    )
     collector = RolloutCollector(env, GenerationPolicy(copies_of(rule), PARAMS))
     batch = collector.rollout()
     sign = 1 if type(task) is EchoTask else -1
@@ -328,9 +366,13 @@ class TurnRewardEnv(LLMEnv):
         active = [not dialog.done for dialog in self._rows]
         out = super()._step(tensordict)
         texts = [dialog.responses[-1] for dialog in self._rows]
-        reward = [float(len(text)) if went else 99.0 for text, went in zip(texts, active, strict=True)]
+        reward = [
+            float(len(text)) if went else 99.0 for text, went in zip(texts, active, strict=True)
+        ]
         valid = [text != "bad" for text in texts]
-        return out.update({"reward": torch.tensor(reward)[:, None], "reward_valid": torch.tensor(valid)[:, None]})
+        return out.update(
+            {"reward": torch.tensor(reward)[:, None], "reward_valid": torch.tensor(valid)[:, None]}
+        )
 
 
 def play_turns(tokenizer, first: list[str]) -> TensorDict:
@@ -359,7 +401,9 @@ def test_a_dialogs_reward_is_the_sum_and_each_turn_keeps_its_own(tokenizer):
         assert rewards[ends].tolist() == expected and rewards.sum() == row["next", "reward"]
     shaped = RewardShaping(scale=2.0, bias=1.0)(batch)[1]
     places = shaped[keys.TOKEN_REWARD].nonzero().reshape(-1)
-    assert shaped[keys.TOKEN_REWARD][places].tolist() == [6, 5] and shaped[keys.SHAPED_REWARD].tolist() == [11]
+    assert shaped[keys.TOKEN_REWARD][places].tolist() == [6, 5] and shaped[
+        keys.SHAPED_REWARD
+    ].tolist() == [11]
 
 
 def test_a_dialog_is_valid_if_all_its_turns_are(tokenizer):
@@ -385,7 +429,9 @@ class AlwaysAgain(TwoTurnTask):
 
 def make_real(tokenizer, model, *, seed: int) -> RolloutCollector:
     engine = TransformersEngine(model)
-    params = SamplingParams(max_new_tokens=24, temperature=0.7, stop_token_ids=tuple(range(1, 261, 8)))
+    params = SamplingParams(
+        max_new_tokens=24, temperature=0.7, stop_token_ids=tuple(range(1, 261, 8))
+    )
     env = LLMEnv(AlwaysAgain(), tokenizer, num_envs=8, repeats=4, max_turns=2)
     collector = RolloutCollector(env, GenerationPolicy(engine, params))
     collector.set_seed(seed)
@@ -419,13 +465,20 @@ def test_interrupted_and_resumed_gives_the_same_tokens(tokenizer, tiny_model):
     resumed = make_real(tokenizer, tiny_model, seed=3)
     resumed.load_state_dict(state)
     batch = resumed.rollout()
-    for key in (("tokens", "full"), ("masks", "all_assistant_mask"), ("log_probs", "full"), ("group_id",)):
+    for key in (
+        ("tokens", "full"),
+        ("masks", "all_assistant_mask"),
+        ("log_probs", "full"),
+        ("group_id",),
+    ):
         assert lists(batch, *key) == lists(expected, *key)
 
 
 def test_published_weights_change_the_next_tokens(tokenizer, tiny_model):
     collector = make_real(tokenizer, tiny_model, seed=2)
-    collector.update_policy_weights_([(n, torch.zeros_like(p)) for n, p in tiny_model.named_parameters()], 4)
+    collector.update_policy_weights_(
+        [(n, torch.zeros_like(p)) for n, p in tiny_model.named_parameters()], 4
+    )
     row = collector.rollout()[0]
     assert row["policy_version"].tolist() == [4]
     # All weights 0: every token is equally likely.
@@ -439,7 +492,10 @@ def test_published_weights_change_the_next_tokens(tokenizer, tiny_model):
 def test_a_replay_buffer_of_torchrl_takes_the_batches(tokenizer):
     collector = make_collector(tokenizer)
     buffer = ReplayBuffer(
-        storage=LazyStackStorage(8), sampler=SamplerWithoutReplacement(), transform=GroupAdvantage(2), batch_size=8
+        storage=LazyStackStorage(8),
+        sampler=SamplerWithoutReplacement(),
+        transform=GroupAdvantage(2),
+        batch_size=8,
     )
     batches = [collector.rollout(), collector.rollout()]
     for batch in batches:

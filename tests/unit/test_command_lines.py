@@ -52,7 +52,9 @@ def test_the_project_shows_lines_of_both_scripts_in_all_its_folders() -> None:
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=" ".join)
-def test_an_option_means_the_same_wherever_it_stands_on_a_shown_line(option: tuple[str, ...]) -> None:
+def test_an_option_means_the_same_wherever_it_stands_on_a_shown_line(
+    option: tuple[str, ...],
+) -> None:
     alone, _ = split(list(option))
     assert alone != split([])[0]
     for words in LINES.values():
@@ -61,7 +63,9 @@ def test_an_option_means_the_same_wherever_it_stands_on_a_shown_line(option: tup
             assert split(typed) == (alone, overrides)
 
 
-def in_this_process(monkeypatch: pytest.MonkeyPatch, task: Callable[[], object], *words: str) -> int:
+def in_this_process(
+    monkeypatch: pytest.MonkeyPatch, task: Callable[[], object], *words: str
+) -> int:
     """The exit status of a command line, as the scripts answer it."""
     monkeypatch.setattr(sys, "argv", ["grpo.py", *words])
     try:
@@ -71,7 +75,9 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch, task: Callable[[], object],
     return 0
 
 
-@pytest.mark.parametrize("line", [line for line, words in LINES.items() if "--multirun" not in words])
+@pytest.mark.parametrize(
+    "line", [line for line, words in LINES.items() if "--multirun" not in words]
+)
 def test_a_shown_line_composes_with_its_options_in_any_place(
     line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -88,7 +94,9 @@ def test_a_shown_line_composes_with_its_options_in_any_place(
     assert len(shown) == 1
 
 
-@pytest.mark.parametrize("option", [["--multirun"], ["-m", "--config-name", "grpo_arithmetic"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "option", [["--multirun"], ["-m", "--config-name", "grpo_arithmetic"]], ids=" ".join
+)
 @pytest.mark.parametrize("place", range(3))
 def test_a_sweep_runs_each_job_wherever_multirun_stands(
     option: list[str], place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -100,12 +108,16 @@ def test_a_sweep_runs_each_job_wherever_multirun_stands(
     def record(cfg: DictConfig) -> None:
         jobs.append((cfg.env.dataset, cfg.optimizer.lr, Sweep.folder))
 
-    assert in_this_process(monkeypatch, record, *overrides[:place], *option, *overrides[place:]) == 0
+    assert (
+        in_this_process(monkeypatch, record, *overrides[:place], *option, *overrides[place:]) == 0
+    )
     dataset = "arithmetic" if "--config-name" in option else "gsm8k"
     assert jobs == [(dataset, lr, Path("sweep")) for lr in (1e-4, 1e-5)]
 
 
-def test_a_run_records_no_override_that_nobody_gave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_records_no_override_that_nobody_gave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
 
     @hydra.main(version_base="1.3", config_path=CONFIG_FILES, config_name="grpo_gsm8k")
@@ -113,7 +125,9 @@ def test_a_run_records_no_override_that_nobody_gave(tmp_path: Path, monkeypatch:
         """Nothing: Hydra writes the files."""
 
     assert in_this_process(monkeypatch, record, "seed=3", "hydra.run.dir=run") == 0
-    recorded = yaml.safe_load((tmp_path / "run" / ".hydra" / "hydra.yaml").read_text())["hydra"]["overrides"]
+    recorded = yaml.safe_load((tmp_path / "run" / ".hydra" / "hydra.yaml").read_text())["hydra"][
+        "overrides"
+    ]
     assert recorded == {"hydra": ["hydra.run.dir=run", "hydra.mode=RUN"], "task": ["seed=3"]}
     assert Sweep.folder is None
 
@@ -122,15 +136,25 @@ def test_a_run_records_no_override_that_nobody_gave(tmp_path: Path, monkeypatch:
     ("script", "words", "expected"),
     [
         ("grpo.py", "optimizer.lr=1e-4 --cfg job", "lr: 0.0001"),
-        ("grpo.py", "seed=7 --config-name grpo_arithmetic --cfg job train.total_dialog_turns=64", "seed: 7"),
+        (
+            "grpo.py",
+            "seed=7 --config-name grpo_arithmetic --cfg job train.total_dialog_turns=64",
+            "seed: 7",
+        ),
         ("grpo.py", "optimizer.lr=1e-4 --help", "lr: 0.0001"),
         ("grpo.py", "optimizer.lr=1e-4 --hydra-help", "Hydra's help"),
         ("grpo.py", "--info optimizer.lr=1e-4", "Config search path"),
         ("grpo.py", "dry_run=true --config-name grpo_arithmetic --cfg job", "dry_run: true"),
-        ("grpo-async.py", "train_model.num_devices=2 --config-name grpo_arithmetic --cfg job", "num_devices: 2"),
+        (
+            "grpo-async.py",
+            "train_model.num_devices=2 --config-name grpo_arithmetic --cfg job",
+            "num_devices: 2",
+        ),
     ],
 )
-def test_the_scripts_answer_options_after_overrides(script: str, words: str, expected: str, tmp_path: Path) -> None:
+def test_the_scripts_answer_options_after_overrides(
+    script: str, words: str, expected: str, tmp_path: Path
+) -> None:
     """In processes of their own, from the folder of the scripts, as in other projects' READMEs."""
     done = subprocess.run(
         [sys.executable, script, *words.split(), f"hydra.run.dir={tmp_path}"],
@@ -143,8 +167,14 @@ def test_the_scripts_answer_options_after_overrides(script: str, words: str, exp
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("seed=1,2 --multirun --cfg job", "--multirun and --cfg exclude each other: use one of them alone."),
-        ("seed=1 --resolve", "--resolve must have --cfg or --help with it: use --cfg job --resolve."),
+        (
+            "seed=1,2 --multirun --cfg job",
+            "--multirun and --cfg exclude each other: use one of them alone.",
+        ),
+        (
+            "seed=1 --resolve",
+            "--resolve must have --cfg or --help with it: use --cfg job --resolve.",
+        ),
     ],
 )
 def test_options_that_exclude_each_other_are_one_line(
@@ -157,8 +187,14 @@ def test_options_that_exclude_each_other_are_one_line(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["grpo_arithmetic"], "grpo_arithmetic must be an override, KEY=VALUE: use --config-name=grpo_arithmetic."),
-        (["optimizer.lr", "1e-4"], "optimizer.lr must be an override, KEY=VALUE: use optimizer.lr=1e-4."),
+        (
+            ["grpo_arithmetic"],
+            "grpo_arithmetic must be an override, KEY=VALUE: use --config-name=grpo_arithmetic.",
+        ),
+        (
+            ["optimizer.lr", "1e-4"],
+            "optimizer.lr must be an override, KEY=VALUE: use optimizer.lr=1e-4.",
+        ),
         (["seed=1", "logging"], "logging must be an override, KEY=VALUE: use logging=VALUE."),
         (["logging", "seed=1"], "logging must be an override, KEY=VALUE: use KEY=VALUE."),
         (["=3"], "=3 must be an override, KEY=VALUE: use KEY=VALUE."),
@@ -169,7 +205,10 @@ def test_options_that_exclude_each_other_are_one_line(
     ],
 )
 def test_what_is_no_override_is_one_line(
-    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert in_this_process(monkeypatch, main, *words) == 2
     assert capsys.readouterr().err == f"\nerror: {message}\n"
@@ -183,15 +222,23 @@ def test_a_working_directory_that_was_removed_is_one_line(
     (tmp_path / "gone").rmdir()
     assert in_this_process(monkeypatch, main, "--cfg", "job") == 2
     monkeypatch.chdir(tmp_path)
-    message = "the working directory must exist, and this one was removed: change to another one (cd)."
+    message = (
+        "the working directory must exist, and this one was removed: change to another one (cd)."
+    )
     assert capsys.readouterr().err == f"\nerror: {message}\n"
 
 
 def test_a_script_as_a_module_does_what_the_script_does(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torchrl_grpo.scripts.grpo"]
-    refused = subprocess.run([*command, "--bogus=1"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    refused = subprocess.run(
+        [*command, "--bogus=1"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
     assert refused.returncode == 2 and "unrecognized arguments: --bogus=1" in refused.stderr
     shown = subprocess.run(
-        [*command, "seed=5", "--cfg", "job"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        [*command, "seed=5", "--cfg", "job"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert shown.returncode == 0 and "seed: 5" in shown.stdout

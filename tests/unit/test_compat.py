@@ -31,7 +31,8 @@ from torchrl_grpo.models import sharding
 
 PACKAGE = ROOT / "torchrl_grpo"
 TREES = {
-    path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")
+    path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
+    for path in PACKAGE.rglob("*.py")
 }
 
 # Private names that the package uses, and where the installed libraries have them.
@@ -94,12 +95,18 @@ def private_modules(tree: ast.AST) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            name = (
+                node.func.attr
+                if isinstance(node.func, ast.Attribute)
+                else getattr(node.func, "id", "")
+            )
             names = [str(node.args[0].value)] if name in ("import_module", "__import__") else []
         else:
             continue
         for name in names:
-            if not name.startswith(("torchrl_grpo.", "__future__")) and re.search(r"(^|\.)_[a-zA-Z]", name):
+            if not name.startswith(("torchrl_grpo.", "__future__")) and re.search(
+                r"(^|\.)_[a-zA-Z]", name
+            ):
                 yield name
 
 
@@ -116,11 +123,17 @@ def defined(tree: ast.AST) -> Iterator[str]:
             yield node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
-        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self" and isinstance(node.ctx, ast.Store):
+        elif (
+            isinstance(node, ast.Attribute)
+            and ast.unparse(node.value) == "self"
+            and isinstance(node.ctx, ast.Store)
+        ):
             yield node.attr
 
 
-OWN = {name for path, tree in TREES.items() if not path.startswith("compat/") for name in defined(tree)}
+OWN = {
+    name for path, tree in TREES.items() if not path.startswith("compat/") for name in defined(tree)
+}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -133,7 +146,12 @@ def test_the_installed_library_has_the_private_name(name: str) -> None:
 @pytest.mark.parametrize("path", [path for path in TREES if path.startswith("compat/")])
 def test_each_private_name_in_compat_is_looked_for(path: str) -> None:
     listed = {part for name in NAMES for part in re.split("[.:]", name)}
-    modules = {part for name in private_modules(TREES[path]) for part in name.split(".") if part.startswith("_")}
+    modules = {
+        part
+        for name in private_modules(TREES[path])
+        for part in name.split(".")
+        if part.startswith("_")
+    }
     assert (private_attributes(TREES[path]) | modules) - OWN <= listed
 
 
@@ -150,7 +168,10 @@ def test_private_names_of_libraries_are_in_compat_alone(path: str) -> None:
         ("from torchrl._utils import logger", ["torchrl._utils.logger"]),
         ("def f():\n    from torchrl import _utils", ["torchrl._utils"]),
         ("import importlib\nimportlib.import_module('ray._raylet')", ["ray._raylet"]),
-        ("from __future__ import annotations\nfrom torchrl_grpo.keys import _x\nimport torch.nn", []),
+        (
+            "from __future__ import annotations\nfrom torchrl_grpo.keys import _x\nimport torch.nn",
+            [],
+        ),
     ],
 )
 def test_the_check_sees_private_modules(source: str, found: list[str]) -> None:
@@ -158,7 +179,9 @@ def test_the_check_sees_private_modules(source: str, found: list[str]) -> None:
 
 
 def test_norms_are_those_of_each_tensor() -> None:
-    assert [norm.item() for norm in norms([torch.tensor([3.0, 4.0]), torch.tensor([[5.0], [12.0]])])] == [5.0, 13.0]
+    assert [
+        norm.item() for norm in norms([torch.tensor([3.0, 4.0]), torch.tensor([[5.0], [12.0]])])
+    ] == [5.0, 13.0]
 
 
 def test_a_marked_overflow_halves_the_loss_scale() -> None:
@@ -182,7 +205,8 @@ def test_torch_has_the_function_that_gives_up_memory_of_cuda_ipc() -> None:
 
 def test_differences_are_those_of_each_pair() -> None:
     pairs = differences(
-        [torch.tensor([3.0, 4.0]), torch.tensor([5.0])], [torch.tensor([1.0, 1.0]), torch.tensor([7.0])]
+        [torch.tensor([3.0, 4.0]), torch.tensor([5.0])],
+        [torch.tensor([1.0, 1.0]), torch.tensor([7.0])],
     )
     assert [pair.tolist() for pair in pairs] == [[2.0, 3.0], [-2.0]]
 

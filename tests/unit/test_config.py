@@ -33,25 +33,48 @@ CONFIGS = sorted(path.stem for path in (ROOT / "config").glob("*.yaml"))
 def test_defaults_of_every_config_file_are_valid() -> None:
     names = ["grpo_arithmetic", "grpo_countdown", "grpo_gsm8k", "grpo_ifeval", "grpo_math"]
     assert sorted([*names, "distill_gsm8k", "grpo_gsm8k_qwen3", "sft_gsm8k"]) == CONFIGS
-    assert [compose_config(name=config).env.dataset for config in CONFIGS] == [name.split("_")[1] for name in CONFIGS]
+    assert [compose_config(name=config).env.dataset for config in CONFIGS] == [
+        name.split("_")[1] for name in CONFIGS
+    ]
 
 
 def test_configs_of_teaching_put_the_algorithm_over_the_task() -> None:
-    distill, sft, thinks = (compose_config(name=name) for name in ("distill_gsm8k", "sft_gsm8k", "grpo_gsm8k_qwen3"))
-    assert (distill.policy.teacher_coef, distill.policy.kl_coef, distill.policy.reward_coef) == (1.0, 0.0, 0.0)
-    assert (sft.policy.demonstrations, sft.env.repeats, sft.env.columns.completion) == (True, 1, "answer")
+    distill, sft, thinks = (
+        compose_config(name=name) for name in ("distill_gsm8k", "sft_gsm8k", "grpo_gsm8k_qwen3")
+    )
+    assert (distill.policy.teacher_coef, distill.policy.kl_coef, distill.policy.reward_coef) == (
+        1.0,
+        0.0,
+        0.0,
+    )
+    assert (sft.policy.demonstrations, sft.env.repeats, sft.env.columns.completion) == (
+        True,
+        1,
+        "answer",
+    )
     assert sft.policy.loss["_target_"].endswith("SFTLoss") and sft.train.total_epochs == 3
-    assert (thinks.env.chat_template_kwargs, thinks.policy.kl_coef) == ({"enable_thinking": True}, 0.001)
-    off = compose_config("env.chat_template_kwargs={enable_thinking: false}", name="grpo_gsm8k_qwen3")
+    assert (thinks.env.chat_template_kwargs, thinks.policy.kl_coef) == (
+        {"enable_thinking": True},
+        0.001,
+    )
+    off = compose_config(
+        "env.chat_template_kwargs={enable_thinking: false}", name="grpo_gsm8k_qwen3"
+    )
     assert off.env.chat_template_kwargs == {"enable_thinking": False}
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["env.repeats=1"], r"env\.repeats=1 must be at least 2, because a group of one .*: use env\.repeats=8"),
+        (
+            ["env.repeats=1"],
+            r"env\.repeats=1 must be at least 2, because a group of one .*: use env\.repeats=8",
+        ),
         (["env.repeats=0"], r"env\.repeats=0 must be at least 1: for example, env\.repeats=8"),
-        (["algo=reinforce_pp", "policy.dynamic_sampling=true", "env.repeats=1"], r"env\.repeats=1 must be at least 2"),
+        (
+            ["algo=reinforce_pp", "policy.dynamic_sampling=true", "env.repeats=1"],
+            r"env\.repeats=1 must be at least 2",
+        ),
         (
             ["policy.behaviour_level=sequence"],
             r"behaviour_level=.* must be left out with policy\.behaviour_weight=none",
@@ -60,7 +83,10 @@ def test_configs_of_teaching_put_the_algorithm_over_the_task() -> None:
             ["policy.max_sampling_rounds=3"],
             r"max_sampling_rounds=3 must be left out with policy\.dynamic_sampling=false",
         ),
-        (["env.num_envs=30"], r"env\.num_envs=30 must be a multiple of env\.repeats=8: use 24 or 32\."),
+        (
+            ["env.num_envs=30"],
+            r"env\.num_envs=30 must be a multiple of env\.repeats=8: use 24 or 32\.",
+        ),
         (
             ["env.num_envs=32", "train.dialog_turns_per_batch=40"],
             r"train\.dialog_turns_per_batch=40 must be a multiple of env\.num_envs=32: use 32 or 64\.",
@@ -69,9 +95,18 @@ def test_configs_of_teaching_put_the_algorithm_over_the_task() -> None:
             ["env.num_envs=32", "train.optim_batch_size=12"],
             r"train\.optim_batch_size=12 must divide train\.dialog_turns_per_batch=32: use 8 or 16\.",
         ),
-        (["train.total_dialog_turns=-5"], r"train\.total_dialog_turns=-5 must be at least 0: for example, "),
-        (["env.num_envs=-8"], r"env\.num_envs=-8 must be at least 2 and at most 65536: for example, env\.num_envs=64"),
-        (["optimizer.lr=0"], r"optimizer\.lr=0\.0 must be above 0: for example, optimizer\.lr=1e-06"),
+        (
+            ["train.total_dialog_turns=-5"],
+            r"train\.total_dialog_turns=-5 must be at least 0: for example, ",
+        ),
+        (
+            ["env.num_envs=-8"],
+            r"env\.num_envs=-8 must be at least 2 and at most 65536: for example, env\.num_envs=64",
+        ),
+        (
+            ["optimizer.lr=0"],
+            r"optimizer\.lr=0\.0 must be above 0: for example, optimizer\.lr=1e-06",
+        ),
         (["optimizer.lr=nan"], r"optimizer\.lr=nan must be above 0, and finite"),
         (["optimizer.lr=inf"], r"optimizer\.lr=inf must be above 0, and finite"),
         (["optimizer.beta1=1"], r"optimizer\.beta1=1\.0 must be at least 0 and below 1"),
@@ -84,39 +119,81 @@ def test_configs_of_teaching_put_the_algorithm_over_the_task() -> None:
             ["train_model.dtype=float16"],
             r"train_model\.dtype=float16 must be float32 without LoRA.*precision=bf16",
         ),
-        (["policy.clip_epsilon=[0.2]"], r"policy\.clip_epsilon=\[0\.2\] must be a number, or a pair"),
+        (
+            ["policy.clip_epsilon=[0.2]"],
+            r"policy\.clip_epsilon=\[0\.2\] must be a number, or a pair",
+        ),
         (["policy.clip_epsilon=1.5"], r"policy\.clip_epsilon=1\.5 must be a number, or a pair"),
         (
             ["inference_model.engine_kwargs={max_num_seqs: 4}"],
             r"engine_kwargs=\{'max_num_seqs': 4\} must be None with .*=transformers: .* inference_model\.backend=vllm",
         ),
         (
-            ["inference_model.backend=vllm", "inference_model.engine_kwargs={pipeline_parallel_size: 0}"],
+            [
+                "inference_model.backend=vllm",
+                "inference_model.engine_kwargs={pipeline_parallel_size: 0}",
+            ],
             r"engine_kwargs\.pipeline_parallel_size=0 must be a whole number of at least 1",
         ),
         (
             ["train_model.num_devices=1", "train_model.devices=[0]"],
             r"train_model\.num_devices=1 and train_model\.devices=\[0\] exclude each other",
         ),
-        (["inference_model.tensor_parallel_size=2"], r"tensor_parallel_size=2 must be 1 with .*: use .*backend=vllm"),
+        (
+            ["inference_model.tensor_parallel_size=2"],
+            r"tensor_parallel_size=2 must be 1 with .*: use .*backend=vllm",
+        ),
         (["ref_model.devices=[1,1]"], r"ref_model\.devices=\[1, 1\] must be different indices"),
-        (["env.test_fraction=2"], r"fraction=2\.0 must be above 0 and below 1: for example, env\.test_fraction=0\.5\."),
-        (["policy.dual_clip=1"], r"policy\.dual_clip=1\.0 must be above 1: for example, policy\.dual_clip=2"),
-        (["policy.overlong_buffer=0"], r"overlong_buffer=0\.0 must be above 0 and at most 1: for example, .*=1"),
+        (
+            ["env.test_fraction=2"],
+            r"fraction=2\.0 must be above 0 and below 1: for example, env\.test_fraction=0\.5\.",
+        ),
+        (
+            ["policy.dual_clip=1"],
+            r"policy\.dual_clip=1\.0 must be above 1: for example, policy\.dual_clip=2",
+        ),
+        (
+            ["policy.overlong_buffer=0"],
+            r"overlong_buffer=0\.0 must be above 0 and at most 1: for example, .*=1",
+        ),
         (["env.difficulty=11"], r"env\.difficulty=11 must be at least 1 and at most 10"),
-        (["policy.gae_gamma=0.9"], r"gae_gamma=0\.9 must be left out with policy\.advantage_level=sequence"),
-        (["policy.behaviour_cap=3"], r"policy\.behaviour_cap=3\.0 must be left out with policy\.behaviour_weight=none"),
-        (["policy.constant_length=9"], r"constant_length=9 must be left out with policy\.aggregation=sequence_mean"),
-        (["env.dataset_path=DIR"], r"env\.dataset_path=DIR must be left out with env\.dataset=arithmetic"),
-        (["env.dataset=gsm8k", "env.difficulty=3"], r"env\.difficulty=3 must be left out with env\.dataset=gsm8k"),
-        (["env.reward_timeout_s=5"], r"env\.reward_timeout_s=5\.0 must be left out with env\.reward_workers=0"),
-        (["train_model.lora.r=8"], r"lora\.r=8 must be left out with .*: use train_model\.lora\.enabled=true"),
+        (
+            ["policy.gae_gamma=0.9"],
+            r"gae_gamma=0\.9 must be left out with policy\.advantage_level=sequence",
+        ),
+        (
+            ["policy.behaviour_cap=3"],
+            r"policy\.behaviour_cap=3\.0 must be left out with policy\.behaviour_weight=none",
+        ),
+        (
+            ["policy.constant_length=9"],
+            r"constant_length=9 must be left out with policy\.aggregation=sequence_mean",
+        ),
+        (
+            ["env.dataset_path=DIR"],
+            r"env\.dataset_path=DIR must be left out with env\.dataset=arithmetic",
+        ),
+        (
+            ["env.dataset=gsm8k", "env.difficulty=3"],
+            r"env\.difficulty=3 must be left out with env\.dataset=gsm8k",
+        ),
+        (
+            ["env.reward_timeout_s=5"],
+            r"env\.reward_timeout_s=5\.0 must be left out with env\.reward_workers=0",
+        ),
+        (
+            ["train_model.lora.r=8"],
+            r"lora\.r=8 must be left out with .*: use train_model\.lora\.enabled=true",
+        ),
         (
             ["+optimizer.lrr=1"],
             r"optimizer\.lrr names a config key that does not exist: did you mean optimizer\.lr\?",
         ),
         (["+foo.bar=1"], r"foo names a config key that does not exist"),
-        (["inference_model.gpu_memory_utilization=1.2"], r"gpu_memory_utilization=1\.2 must be above 0 and at most 1"),
+        (
+            ["inference_model.gpu_memory_utilization=1.2"],
+            r"gpu_memory_utilization=1\.2 must be above 0 and at most 1",
+        ),
     ],
 )
 def test_a_broken_rule_names_field_rule_value_and_fix(overrides: list[str], message: str) -> None:
@@ -186,10 +263,16 @@ json.dump([answers, "torch" in sys.modules], sys.stdout)
 def answers(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, tuple[int, str]], bool]:
     """The exit status of each of ``MISTAKES`` and what it printed, and whether one of them imported torch."""
     folder = tmp_path_factory.mktemp("mistakes")
-    (folder / "theirs.yaml").write_text("defaults: [grpo_arithmetic, _self_]\ntrain: {epochs: many}\n")
+    (folder / "theirs.yaml").write_text(
+        "defaults: [grpo_arithmetic, _self_]\ntrain: {epochs: many}\n"
+    )
     code = TYPED.replace("sys.argv[0]", repr(str(ROOT / "sota" / "grpo" / "grpo.py")))
     done = subprocess.run(
-        [sys.executable, "-c", code], input=json.dumps(list(MISTAKES)), cwd=folder, capture_output=True, text=True
+        [sys.executable, "-c", code],
+        input=json.dumps(list(MISTAKES)),
+        cwd=folder,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -197,15 +280,21 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, tuple[i
 
 @pytest.mark.slow
 @pytest.mark.parametrize("typed", MISTAKES)
-def test_a_mistake_on_the_command_line_is_one_message(typed: str, answers: tuple[Any, bool]) -> None:
+def test_a_mistake_on_the_command_line_is_one_message(
+    typed: str, answers: tuple[Any, bool]
+) -> None:
     status, printed = answers[0][typed]
     assert status == 2
     assert re.search(MISTAKES[typed], printed, re.DOTALL)
     assert printed.startswith("\nerror: ") and "Traceback" not in printed
 
 
-@pytest.mark.parametrize("text", ["{a}+{b}=?", 'Say "hi" (now', "Don't", '{x}\\"\\', '"abc', "{a}\n#### {b}"])
-def test_the_quotes_that_a_text_needs_are_shown(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "text", ["{a}+{b}=?", 'Say "hi" (now', "Don't", '{x}\\"\\', '"abc', "{a}\n#### {b}"]
+)
+def test_the_quotes_that_a_text_needs_are_shown(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit), orderly_exit():
         compose_config(f"env.retry_prompt={text}")
     (quoted,) = shlex.split(capsys.readouterr().err.rpartition(": use ")[2].rstrip(".\n"))
@@ -224,14 +313,32 @@ def test_hydra_itself_refuses_unknown_keys_too() -> None:
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [
-        ("grpo_gsm8k", ["train_model.num_devices=2", "ref_model.num_devices=2", "inference_model.num_devices=2"]),
-        ("grpo_gsm8k", ["train_model.devices=[0,1]", "ref_model.devices=[2,3]", "inference_model.devices=[4,5]"]),
+        (
+            "grpo_gsm8k",
+            [
+                "train_model.num_devices=2",
+                "ref_model.num_devices=2",
+                "inference_model.num_devices=2",
+            ],
+        ),
+        (
+            "grpo_gsm8k",
+            [
+                "train_model.devices=[0,1]",
+                "ref_model.devices=[2,3]",
+                "inference_model.devices=[4,5]",
+            ],
+        ),
         ("grpo_gsm8k", ["optimizer.lr=2e-5", "optimizer.weight_decay=0.01"]),
         ("grpo_gsm8k", ["model.name=meta-llama/Llama-2-7b-hf"]),
         ("grpo_gsm8k", ["optimizer.lr=1e-4", "policy.kl_coef=0.1"]),
         (
             "grpo_gsm8k",
-            ["inference_model.gpu_memory_utilization=0.5", "env.num_envs=32", "train.optim_batch_size=16"],
+            [
+                "inference_model.gpu_memory_utilization=0.5",
+                "env.num_envs=32",
+                "train.optim_batch_size=16",
+            ],
         ),
         ("grpo_gsm8k", ["train.total_dialog_turns=10000", "train.checkpoint_frequency=50"]),
         ("grpo_gsm8k", ["env.dataset=gsm8k", "env.dataset_path=DIR"]),
@@ -275,8 +382,15 @@ def test_geometry_is_derived_from_the_config() -> None:
         "train.total_dialog_turns=100",
         "policy.clip_epsilon=[0.2,0.28]",
     )
-    assert (config.num_batches, config.optim_batch_size, config.clip_epsilon) == (2, 64, (0.2, 0.28))
-    assert compose_config("env.max_turns=3", "inference_model.max_new_tokens=10").max_response_tokens == 30
+    assert (config.num_batches, config.optim_batch_size, config.clip_epsilon) == (
+        2,
+        64,
+        (0.2, 0.28),
+    )
+    assert (
+        compose_config("env.max_turns=3", "inference_model.max_new_tokens=10").max_response_tokens
+        == 30
+    )
 
 
 def test_the_estimator_of_a_kl_in_the_reward_is_one_that_constrains() -> None:
@@ -305,7 +419,9 @@ def test_every_field_has_a_docstring_below_it() -> None:
 
 
 @pytest.mark.parametrize("error", [WorkersLostError, LearnerLostError, WaitedTooLongError])
-def test_a_run_that_is_lost_ends_with_its_message(error: type[Exception], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_is_lost_ends_with_its_message(
+    error: type[Exception], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended, orderly_exit():
         raise error("all engines are gone.")
     assert ended.value.code == 1
@@ -322,14 +438,19 @@ def test_torchrls_name_of_a_key_sets_it_without_a_word(caplog: pytest.LogCapture
 
 
 def test_torchrls_name_with_another_value_of_ours_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"env\.max_steps=3 must be left out with env\.max_turns=4"):
+    with pytest.raises(
+        ConfigError, match=r"env\.max_steps=3 must be left out with env\.max_turns=4"
+    ):
         compose_config("env.max_steps=3", "env.max_turns=4")
 
 
 def test_a_choice_in_a_yaml_file_is_checked_too() -> None:
     config = compose_config()
     config.policy.ratio_level = "word"
-    with pytest.raises(ConfigError, match=r"policy\.ratio_level=word must be one of token, sequence, sequence_token"):
+    with pytest.raises(
+        ConfigError,
+        match=r"policy\.ratio_level=word must be one of token, sequence, sequence_token",
+    ):
         validate(config)
 
 
@@ -337,14 +458,19 @@ def test_a_choice_in_a_yaml_file_is_checked_too() -> None:
     ("overrides", "taken_back"),
     [
         (["algo=rloo", "policy.aggregation=token_mean"], "policy.constant_length=null"),
-        (["algo=dapo", "policy.sft_coef=0.1", "env.columns.completion=c"], "policy.dynamic_sampling=false"),
+        (
+            ["algo=dapo", "policy.sft_coef=0.1", "env.columns.completion=c"],
+            "policy.dynamic_sampling=false",
+        ),
         (["algo=rloo", "policy.advantage_level=token"], "policy.advantage_mean=group"),
     ],
 )
 def test_a_key_of_a_preset_is_not_called_the_users(overrides: list[str], taken_back: str) -> None:
     with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "config")):
         composed = compose("grpo_arithmetic", overrides=[*overrides, "env.dataset=mine.jsonl"])
-    with pytest.raises(ConfigError, match=rf"{overrides[0]} sets .*{taken_back} takes that back") as error:
+    with pytest.raises(
+        ConfigError, match=rf"{overrides[0]} sets .*{taken_back} takes that back"
+    ) as error:
         from_hydra(composed, overrides)
     assert f"sets {overrides[1].partition('=')[0]}=" not in str(error.value)
     key = taken_back.partition("=")[0]

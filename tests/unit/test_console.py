@@ -58,7 +58,12 @@ def test_pipe_gets_one_line_at_the_first_step_every_tenth_and_the_last() -> None
 
 def test_a_step_shows_the_share_of_invalid_rewards_beside_the_accuracy() -> None:
     file = io.StringIO()
-    few = {"rollout/accuracy": 1.0, "rollout/invalid": 15.0, "rollout/sequences": 16.0, "train/entropy": 0.5}
+    few = {
+        "rollout/accuracy": 1.0,
+        "rollout/invalid": 15.0,
+        "rollout/sequences": 16.0,
+        "train/entropy": 0.5,
+    }
     with Console(file=file, every=1) as console:
         console.step(1, few, 16, 32)
         console.step(2, few | {"rollout/accuracy": float("nan"), "rollout/invalid": 16.0}, 32, 32)
@@ -103,7 +108,9 @@ def test_what_takes_long_before_the_first_step_is_said(
 def test_a_resumed_run_whose_last_step_is_done_says_so() -> None:
     file = io.StringIO()
     Console(file=file, width=200).resume(20, "old/checkpoint_000020.pt", finished=True)
-    assert file.getvalue().endswith("000020.pt, the last step: raise train.total_dialog_turns to train longer\n")
+    assert file.getvalue().endswith(
+        "000020.pt, the last step: raise train.total_dialog_turns to train longer\n"
+    )
 
 
 def test_a_step_of_demonstrations_shows_the_loss_and_no_reward() -> None:
@@ -119,7 +126,10 @@ def test_pipe_gets_log_lines_without_colours(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torchrl_logger, "handlers", [handler])
     Console(file=io.StringIO())
     torchrl_logger.warning("look")
-    assert handler.stream.getvalue().endswith(" WARNING: look\n") and "\x1b" not in handler.stream.getvalue()
+    assert (
+        handler.stream.getvalue().endswith(" WARNING: look\n")
+        and "\x1b" not in handler.stream.getvalue()
+    )
 
 
 def test_pipe_gets_no_control_characters() -> None:
@@ -127,11 +137,23 @@ def test_pipe_gets_no_control_characters() -> None:
     with Console(file=file) as console:
         console.table(
             "Device plan",
-            [{"role": "train", "devices": ["cpu"], "dtype": "float32", "parameters": 912_345, "memory": 2**24}],
+            [
+                {
+                    "role": "train",
+                    "devices": ["cpu"],
+                    "dtype": "float32",
+                    "parameters": 912_345,
+                    "memory": 2**24,
+                }
+            ],
         )
         run(console, 3)
-        console.samples(3, [{"query": "a\x1b[31mb", "response": "\r\x07\u202e", "reward": 1.0, "correct": True}])
-        console.samples(3, [{"query": "q", "response": "r", "reward": 0.0, "correct": False, "valid": False}])
+        console.samples(
+            3, [{"query": "a\x1b[31mb", "response": "\r\x07\u202e", "reward": 1.0, "correct": True}]
+        )
+        console.samples(
+            3, [{"query": "q", "response": "r", "reward": 0.0, "correct": False, "valid": False}]
+        )
         console.finish(TESTED, {"report": "report.html"})
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f\u202e]", file.getvalue())
     assert ["q", "r", "invalid"] in [line.split() for line in file.getvalue().splitlines()]
@@ -141,7 +163,17 @@ def test_pipe_gets_no_control_characters() -> None:
 def test_markup_in_model_text_and_paths_is_shown_as_it_is() -> None:
     file = io.StringIO()
     with Console(file=file, width=120) as console:
-        console.samples(1, [{"query": "[red]x[/red]", "response": "[/bold] :smile:", "reward": None, "correct": False}])
+        console.samples(
+            1,
+            [
+                {
+                    "query": "[red]x[/red]",
+                    "response": "[/bold] :smile:",
+                    "reward": None,
+                    "correct": False,
+                }
+            ],
+        )
         console.finish({}, {"report": "out[bold]/report.html"})
     assert "[red]x[/red]" in file.getvalue() and "[/bold] :smile:" in file.getvalue()
     assert "out[bold]/report.html" in file.getvalue()
@@ -167,13 +199,20 @@ def test_ascii_stream_gets_escapes_instead_of_an_error() -> None:
         console.table("Device plan", [{"role": "train", "note": "é"}])
         console.samples(1, [{"query": "计", "response": "七", "reward": 1.0, "correct": True}])
     file.flush()
-    assert b"\\u8ba1" in raw.getvalue() and b"\\u4e03" in raw.getvalue() and b"\\xe9" in raw.getvalue()
+    assert (
+        b"\\u8ba1" in raw.getvalue() and b"\\u4e03" in raw.getvalue() and b"\\xe9" in raw.getvalue()
+    )
 
 
 def test_plan_gives_counts_and_bytes_their_units() -> None:
     file = io.StringIO()
     rows = [
-        {"role": "train", "devices": ["cuda:0", "cuda:1"], "parameters": 7_241_732_096, "memory": 15 * 2**30},
+        {
+            "role": "train",
+            "devices": ["cuda:0", "cuda:1"],
+            "parameters": 7_241_732_096,
+            "memory": 15 * 2**30,
+        },
         {"role": "inference", "devices": ["cpu"], "parameters": 912_345, "memory": None},
     ]
     Console(file=file).table("Device plan", rows)
@@ -184,15 +223,29 @@ def test_plan_gives_counts_and_bytes_their_units() -> None:
 
 def test_geometry_prints_counts_in_full() -> None:
     file = io.StringIO()
-    Console(file=file).table("Batch geometry", [{"what": "sequences", "per step": 64, "whole run": 12800}])
+    Console(file=file).table(
+        "Batch geometry", [{"what": "sequences", "per step": 64, "whole run": 12800}]
+    )
     assert ["sequences", "64", "12,800"] in [line.split() for line in file.getvalue().splitlines()]
 
 
 def test_evaluation_prints_numbers_with_units_and_a_dash_for_none() -> None:
     file = io.StringIO()
-    metrics = {"pass@1": 0.8125, "invalid_fraction": 0.125, "response_length": 8.13, "truncated": 0.0}
-    metrics |= {"pass@8": float("nan"), "invalid_fraction@8": 1.0, "pass@1/sums": 0.0, "reward_mean/sums": 0.43}
-    Console(file=file).evaluation(40, {f"eval/{name}": value for name, value in metrics.items()} | {"time/eval_s": 1.0})
+    metrics = {
+        "pass@1": 0.8125,
+        "invalid_fraction": 0.125,
+        "response_length": 8.13,
+        "truncated": 0.0,
+    }
+    metrics |= {
+        "pass@8": float("nan"),
+        "invalid_fraction@8": 1.0,
+        "pass@1/sums": 0.0,
+        "reward_mean/sums": 0.43,
+    }
+    Console(file=file).evaluation(
+        40, {f"eval/{name}": value for name, value in metrics.items()} | {"time/eval_s": 1.0}
+    )
     shares = "pass@1 81.3% greedy (12.5% invalid), pass@8 no valid reward"
     numbers = "pass@1/sums 0.0% greedy (mean reward 0.43), 8.13 tokens, 0.0% truncated"
     assert file.getvalue() == f"test after step 40: {shares}, {numbers}\n"
@@ -200,7 +253,13 @@ def test_evaluation_prints_numbers_with_units_and_a_dash_for_none() -> None:
 
 def test_an_evaluation_without_invalid_rewards_fits_into_100_columns() -> None:
     file = io.StringIO()
-    metrics = {"pass@1": 1.0, "invalid_fraction": 0.0, "reward_mean": 1.0, "response_length": 1e4, "truncated": 1.0}
+    metrics = {
+        "pass@1": 1.0,
+        "invalid_fraction": 0.0,
+        "reward_mean": 1.0,
+        "response_length": 1e4,
+        "truncated": 1.0,
+    }
     metrics |= {"pass@16": 1.0, "invalid_fraction@16": 0.0}
     Console(file=file).evaluation(1000, {f"eval/{name}": value for name, value in metrics.items()})
     assert len(file.getvalue().rstrip("\n")) <= 100 and "invalid" not in file.getvalue()
@@ -264,7 +323,9 @@ def test_hostile_text_does_nothing_to_a_terminal() -> None:
     file = Terminal()
     with Console(file=file, width=400) as console:
         console.start(0, 10)
-        console.samples(1, [{"query": HOSTILE, "response": HOSTILE, "reward": 1.0, "correct": True}])
+        console.samples(
+            1, [{"query": HOSTILE, "response": HOSTILE, "reward": 1.0, "correct": True}]
+        )
         console.resume(1, HOSTILE)
     assert not re.search("\x1b\\]|[\x07\x9b\u202e]", file.getvalue())
     assert re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue()).count(SHOWN) == 3
@@ -289,14 +350,24 @@ def test_printable_escapes_what_has_no_picture() -> None:
 
 
 def test_duration_counts_hours_only_when_there_are_any() -> None:
-    assert [duration(s) for s in (0.4, 59.6, 3599, 3600, 90061)] == ["0:00", "1:00", "59:59", "1:00:00", "25:01:01"]
+    assert [duration(s) for s in (0.4, 59.6, 3599, 3600, 90061)] == [
+        "0:00",
+        "1:00",
+        "59:59",
+        "1:00:00",
+        "25:01:01",
+    ]
 
 
 def test_a_prompt_is_shown_as_the_model_gets_it_with_counts() -> None:
     file = io.StringIO()
     Console(file=file, width=40).problems(4096, 14, f"<|user|>[b]1+1?[/b]\x1b[2J<|end|>{'x' * 900}")
     first, second = file.getvalue().splitlines()
-    assert first == "4,096 training problems, 14 test problems; the first prompt as the model sees it:"
+    assert (
+        first == "4,096 training problems, 14 test problems; the first prompt as the model sees it:"
+    )
     Console(file=file, width=40).problems(7, 0, "<|user|>", opens=True)
-    assert file.getvalue().endswith("problems; the first prompt before its environment or agent speaks:\n<|user|>\n")
+    assert file.getvalue().endswith(
+        "problems; the first prompt before its environment or agent speaks:\n<|user|>\n"
+    )
     assert second.startswith("<|user|>[b]1+1?[/b]\\x1b[2J<|end|>xxx") and 600 < len(second) < 700

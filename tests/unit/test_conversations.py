@@ -53,7 +53,12 @@ def test_results_come_back_as_tool_messages_and_the_last_turn_is_scored(
     env = LLMEnv(task, tokenizer, num_envs=4, repeats=4, max_turns=2)
     data = env.reset()
     first, query = prompts(data)[0], data["query"][0]
-    texts = [call("add", a=2, b=3), call("add", a=2), query, f"{call('add', a=1, b=1)} and {call('add', a=4, b=4)}"]
+    texts = [
+        call("add", a=2, b=3),
+        call("add", a=2),
+        query,
+        f"{call('add', a=1, b=1)} and {call('add', a=4, b=4)}",
+    ]
     said = [[*encode(text), END] for text in texts]
     after = respond(env, data, said)
     assert column(after, "done") == [False, False, True, False]
@@ -65,12 +70,21 @@ def test_results_come_back_as_tool_messages_and_the_last_turn_is_scored(
 
     second = env.step_mdp(after)
     second.set("_step", ~second["done"])
-    last = respond(env, second, [[*encode(query), END], [*encode(texts[0]), END], [], [*encode("x"), END]])
-    assert env.transcripts[0] == {0: f"{texts[0]}\n[tool] 5\n{query}"} and env.transcripts[2] == {0: query}
+    last = respond(
+        env, second, [[*encode(query), END], [*encode(texts[0]), END], [], [*encode("x"), END]]
+    )
+    assert env.transcripts[0] == {0: f"{texts[0]}\n[tool] 5\n{query}"} and env.transcripts[2] == {
+        0: query
+    }
     assert env.transcripts[3][0].splitlines() == [texts[3], "[tool] 2", "[tool] 8", "x"]
     assert column(last, "correct") == [True, False, True, False]
     assert column(last, "terminated") == [True, False, True, True]
-    assert column(last, "truncated") == [False, True, False, False]  # its call at the last turn is not made
+    assert column(last, "truncated") == [
+        False,
+        True,
+        False,
+        False,
+    ]  # its call at the last turn is not made
     assert env.take_counts() == {"tools/calls": 0, "tools/errors": 0}
 
 
@@ -84,7 +98,10 @@ def test_a_tool_that_hangs_or_ends_its_process_is_told_to_the_policy(
         first = prompts(data)[0]
         said = [[*encode(call(name, a=1)), END] for name in ("hang", "leave")]
         after = respond(env, data, said)
-        assert column(after, "reward_valid") == [True, True] and column(after, "done") == [False, False]
+        assert column(after, "reward_valid") == [True, True] and column(after, "done") == [
+            False,
+            False,
+        ]
         for row, why in enumerate(("it took longer than 1 s", "its process ended")):
             told = encode(turn("tool", f"error: {why}") + "<|assistant|>")
             assert prompts(after["next"])[row] == [*first, *said[row], *told]
@@ -99,13 +116,21 @@ def test_a_wrong_answer_has_a_further_try_and_the_last_one_counts(
     data = env.reset()
     first, query = prompts(data)[0], data["query"][0]
     after = respond(env, data, [[*encode(text), END] for text in (query, "wrong", "wrong")])
-    assert column(after, "done") == [True, False, False] and column(after, "reward") == [1.0, 0.0, 0.0]
+    assert column(after, "done") == [True, False, False] and column(after, "reward") == [
+        1.0,
+        0.0,
+        0.0,
+    ]
     again = encode(f"{turn('user', 'no')}<|assistant|>")
     assert prompts(after["next"])[1] == [*first, *encode("wrong"), END, *again]
     second = env.step_mdp(after)
     second.set("_step", ~second["done"])
     last = respond(env, second, [[], [*encode(query), END], [*encode("worse"), END]])
-    assert column(last, "reward") == [1.0, 1.0, 0.25] and column(last, "correct") == [True, True, False]
+    assert column(last, "reward") == [1.0, 1.0, 0.25] and column(last, "correct") == [
+        True,
+        True,
+        False,
+    ]
     assert column(last, "truncated") == [False, False, False]  # the policy had all its tries
 
 
@@ -121,9 +146,17 @@ class Recording(EchoTask):
         return Score(1.0, False)
 
 
-def test_a_judge_sees_the_whole_dialog(tokenizer: PreTrainedTokenizerFast, encode: Callable[[str], list[int]]) -> None:
+def test_a_judge_sees_the_whole_dialog(
+    tokenizer: PreTrainedTokenizerFast, encode: Callable[[str], list[int]]
+) -> None:
     task = Recording()
-    env = LLMEnv(WithRetry(WithTools(task, Toolbox([add])), "no"), tokenizer, num_envs=1, repeats=1, max_turns=3)
+    env = LLMEnv(
+        WithRetry(WithTools(task, Toolbox([add])), "no"),
+        tokenizer,
+        num_envs=1,
+        repeats=1,
+        max_turns=3,
+    )
     data = env.reset()
     for text in (call("add", a=1, b=2), "x", "y"):
         data = env.step_mdp(respond(env, data, [[*encode(text), END]]))
@@ -133,7 +166,11 @@ def test_a_judge_sees_the_whole_dialog(tokenizer: PreTrainedTokenizerFast, encod
     roles = [message["role"] for message in dialog.messages]
     assert roles == ["user", "assistant", "tool", "assistant", "user", "assistant"]
     assert dialog.messages[2]["content"] == "3" and dialog.messages[4]["content"] == "no"
-    assert (dialog.tokens, dialog.finish_reason, dialog.raw) == ([*encode("y"), END], "stop", "y<|end|>")
+    assert (dialog.tokens, dialog.finish_reason, dialog.raw) == (
+        [*encode("y"), END],
+        "stop",
+        "y<|end|>",
+    )
 
 
 CHATML = (
@@ -181,9 +218,13 @@ def test_a_template_that_leaves_results_out_is_refused(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        tokenizer, "chat_template", "{{ tools }}{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}"
+        tokenizer,
+        "chat_template",
+        "{{ tools }}{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}",
     )
-    with pytest.raises(ValueError, match="it left the content of a message of the role 'tool' out: use"):
+    with pytest.raises(
+        ValueError, match="it left the content of a message of the role 'tool' out: use"
+    ):
         LLMEnv(WithTools(EchoTask(), Toolbox([add])), tokenizer, num_envs=1, repeats=1, max_turns=2)
 
 
@@ -193,7 +234,9 @@ CALLS = (
 )
 
 
-@pytest.mark.parametrize("arguments", [{"a": "\u00e9"}, '{"a": "\u00e9"}', '{"a":"\\u00e9"}', None, ""])
+@pytest.mark.parametrize(
+    "arguments", [{"a": "\u00e9"}, '{"a": "\u00e9"}', '{"a":"\\u00e9"}', None, ""]
+)
 @pytest.mark.parametrize(
     "write",
     [
@@ -207,20 +250,31 @@ def test_arguments_are_written_in_the_form_that_the_template_takes(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch, write: str, arguments: Any
 ) -> None:
     monkeypatch.setattr(tokenizer, "chat_template", CALLS.replace("WRITE", write))
-    call = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    call = {
+        "id": "call00000",
+        "type": "function",
+        "function": {"name": "add", "arguments": arguments},
+    }
     calling = {"role": "assistant", "content": None, "tool_calls": [call]}
-    text = TurnTemplate(tokenizer, {}).text([{"role": "user", "content": "?"}, calling, tool_message("add", "5")])
+    text = TurnTemplate(tokenizer, {}).text(
+        [{"role": "user", "content": "?"}, calling, tool_message("add", "5")]
+    )
     value = "é" if arguments else None
     written = {None: "{}", "é": "{('a', 'é')}" if "items" in write else '{"a": "é"}'}[value]
     assert text.partition("assistant:")[2].partition("|")[0].removeprefix("None") == written
 
 
-def test_arguments_that_are_nested_too_deeply_are_no_error_of_the_run(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_arguments_that_are_nested_too_deeply_are_no_error_of_the_run(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
     value: Any = "x"
     for _ in range(700):
         value = {"a": value}
     call = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": value}}
-    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    chat = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
     for write in (TurnTemplate(tokenizer, {}).text, ChatEncoder(tokenizer, {}).tokens):
         with pytest.raises(ValueError, match="nested"):
             write(chat)
@@ -233,7 +287,9 @@ def test_a_template_that_leaves_tools_out_is_refused(
 ) -> None:
     """Before a model is loaded, and in each request of an agent."""
     task = WithTools(EchoTask(), Toolbox([add]))
-    monkeypatch.setattr(tokenizer, "chat_template", tokenizer.chat_template.replace("if tools", "if false"))
+    monkeypatch.setattr(
+        tokenizer, "chat_template", tokenizer.chat_template.replace("if tools", "if false")
+    )
     with pytest.raises(ValueError, match=r"model\.chat_template=.*\['add'\]"):
         LLMEnv(task, tokenizer, num_envs=1, repeats=1, max_turns=2)
     prompts = LLMEnv(EchoTask(), tokenizer, num_envs=1, repeats=1).prompts
@@ -253,17 +309,29 @@ def test_log_probs_of_a_dialog_are_those_of_one_forward_pass() -> None:
     tokenizer = AutoTokenizer.from_pretrained(starter_path())
     engine = TransformersEngine(model)
     engine.seed(1)
-    env = LLMEnv(WithRetry(ArithmeticTask(), "Wrong. Try again."), tokenizer, num_envs=16, repeats=4, max_turns=3)
+    env = LLMEnv(
+        WithRetry(ArithmeticTask(), "Wrong. Try again."),
+        tokenizer,
+        num_envs=16,
+        repeats=4,
+        max_turns=3,
+    )
     policy = GenerationPolicy(engine, SamplingParams(32, stop_token_ids=(tokenizer.eos_token_id,)))
     batch = RolloutCollector(env, policy).rollout()
-    again = tokenizer("<|user|>Wrong. Try again.<|end|><|assistant|>", add_special_tokens=False)["input_ids"]
+    again = tokenizer("<|user|>Wrong. Try again.<|end|><|assistant|>", add_special_tokens=False)[
+        "input_ids"
+    ]
     between = tokens_between_turns(batch)
-    assert all(tokens % len(again) == 0 for tokens in between)  # nothing but the template's own tokens is masked
+    assert all(
+        tokens % len(again) == 0 for tokens in between
+    )  # nothing but the template's own tokens is masked
     assert sum(1 + tokens // len(again) for tokens in between) > 24
     assert log_prob_gap(batch, model) < 1e-4
 
 
-def test_each_response_is_scored_while_others_are_sampled(tokenizer: PreTrainedTokenizerFast, tmp_path: Any) -> None:
+def test_each_response_is_scored_while_others_are_sampled(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Any
+) -> None:
     """The second response is made once the first one's scorer has begun."""
 
     class Slow(EchoTask):
@@ -277,9 +345,14 @@ def test_each_response_is_scored_while_others_are_sampled(tokenizer: PreTrainedT
         while copy_number and not (tmp_path / "begun").exists():
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        return [*tokenizer("second" if copy_number else "first", add_special_tokens=False)["input_ids"], END], "stop"
+        return [
+            *tokenizer("second" if copy_number else "first", add_special_tokens=False)["input_ids"],
+            END,
+        ], "stop"
 
     with RewardPool(Slow(), 1, timeout_s=30) as pool:
         env = LLMEnv(Slow(), tokenizer, num_envs=2, repeats=2, reward_pool=pool)
-        batch = RolloutCollector(env, GenerationPolicy(ScriptedEngine(rule), SamplingParams(16))).rollout()
+        batch = RolloutCollector(
+            env, GenerationPolicy(ScriptedEngine(rule), SamplingParams(16))
+        ).rollout()
     assert batch[keys.REWARD].flatten().tolist() == [1.0, 1.0]

@@ -24,7 +24,9 @@ class Leveled(Task):
     name = "leveled"
 
     def __init__(self, levels: Sequence[Any], dataset: str = "") -> None:
-        self.all = [Problem(f"{i}?", str(i), {"level": level}, dataset) for i, level in enumerate(levels)]
+        self.all = [
+            Problem(f"{i}?", str(i), {"level": level}, dataset) for i, level in enumerate(levels)
+        ]
 
     def problems(self, split: Split) -> Sequence[Problem]:
         return self.all
@@ -45,13 +47,17 @@ def test_a_level_is_drawn_alone_until_enough_responses_are_correct() -> None:
     assert {drawing.draw().index for _ in range(4)} == {1, 2}
     drawing.record([(1, False)] * (WINDOW // 2 + 1) + [(2, True)] * (WINDOW // 2 - 1))
     assert drawing.metrics() == {"rollout/level": 1.0}  # one short of half
-    drawing.record([(0, True)] * WINDOW)  # of a level that is not drawn: a straggler decides nothing
+    drawing.record(
+        [(0, True)] * WINDOW
+    )  # of a level that is not drawn: a straggler decides nothing
     assert drawing.metrics() == {"rollout/level": 1.0}
     drawing.record([(1, True)])  # the oldest, a false one, leaves the window
     assert drawing.metrics() == {"rollout/level": 2.0}
     assert [drawing.draw().index for _ in range(3)] == [3, 3, 3]
     drawing.record([(3, True)] * (WINDOW - 1))
-    assert drawing.metrics() == {"rollout/level": 2.0}  # what was known of the level before does not count
+    assert drawing.metrics() == {
+        "rollout/level": 2.0
+    }  # what was known of the level before does not count
     drawing.record([(3, True)])
     assert {drawing.draw().index for _ in range(4)} == {0, 4}
     drawing.record([(0, True)] * WINDOW)
@@ -69,7 +75,13 @@ def test_each_data_set_has_its_level_and_one_without_is_drawn_whole() -> None:
     problems = [
         Problem(f"{i}?", None, extra, dataset)
         for i, (extra, dataset) in enumerate(
-            [({"level": 0}, "a"), ({"level": 1}, "a"), ({"level": 4}, "b"), ({"level": 6}, "b"), ({}, "c")]
+            [
+                ({"level": 0}, "a"),
+                ({"level": 1}, "a"),
+                ({"level": 4}, "b"),
+                ({"level": 6}, "b"),
+                ({}, "c"),
+            ]
         )
     ]
     curriculum = Curriculum(problems, range(5), 1.0)
@@ -98,7 +110,9 @@ def test_a_restored_drawing_draws_what_would_have_been_drawn(seed: int) -> None:
 
 
 def test_problems_without_levels_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"env\.curriculum=0\.5\) must have problems with a column level"):
+    with pytest.raises(
+        ValueError, match=r"env\.curriculum=0\.5\) must have problems with a column level"
+    ):
         drawing_of(None, "hard")
 
 
@@ -115,7 +129,9 @@ def test_bad_values_are_refused(overrides: list[str], said: str) -> None:
         compose_config(*SMALL, *overrides)
 
 
-def test_a_run_climbs_and_goes_on_from_a_checkpoint_at_its_level(run_here: Callable[..., int], tmp_path: Path) -> None:
+def test_a_run_climbs_and_goes_on_from_a_checkpoint_at_its_level(
+    run_here: Callable[..., int], tmp_path: Path
+) -> None:
     data, reward = tmp_path / "data.jsonl", tmp_path / "all_right.py"
     rows = [f'{{"prompt": "{i}+1=?", "answer": "{i + 1}", "level": {i % 3}}}\n' for i in range(24)]
     data.write_text("".join(rows))
@@ -125,14 +141,26 @@ def test_a_run_climbs_and_goes_on_from_a_checkpoint_at_its_level(run_here: Calla
         "env.curriculum=0.9", "env.test_fraction=0.2", "evaluation.num_prompts=0", "inference_model.max_new_tokens=4",
         "train.checkpoint_frequency=9", "env.num_envs=32", "env.repeats=8",
     ]  # fmt: skip
-    assert run_here(SYNC, *common, "train.total_dialog_turns=384", f"hydra.run.dir={tmp_path / 'whole'}") == 0
-    assert run_here(SYNC, *common, "train.total_dialog_turns=288", f"hydra.run.dir={tmp_path / 'half'}") == 0
+    assert (
+        run_here(
+            SYNC, *common, "train.total_dialog_turns=384", f"hydra.run.dir={tmp_path / 'whole'}"
+        )
+        == 0
+    )
+    assert (
+        run_here(
+            SYNC, *common, "train.total_dialog_turns=288", f"hydra.run.dir={tmp_path / 'half'}"
+        )
+        == 0
+    )
     resume = (f"train.resume={tmp_path / 'half' / 'checkpoints'}", "train.total_dialog_turns=384")
     assert run_here(SYNC, *common, *resume, f"hydra.run.dir={tmp_path / 'rest'}") == 0
     whole, rest = rows_of(tmp_path / "whole")[1:], rows_of(tmp_path / "rest")
     assert [row["rollout/level"] for row in whole] == [0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 2]
     for name in ("rollout/level", "rollout/response_length", "rollout/prompt_length"):
-        assert [row.get(name) for row in rest if row["step"] > 9] == [row.get(name) for row in whole[9:]], name
+        assert [row.get(name) for row in rest if row["step"] > 9] == [
+            row.get(name) for row in whole[9:]
+        ], name
 
 
 def pass_rate_drawing(size: int = 1000, target: float = 0.5, floor: float = 0.1) -> Drawing:
@@ -145,11 +173,23 @@ def pass_rate_drawing(size: int = 1000, target: float = 0.5, floor: float = 0.1)
 @pytest.mark.parametrize(
     ("target", "right", "share"),
     # max(floor, 1 - |p - target| / max(target, 1 - target)) with p = right / 4
-    [(0.5, 0, 0.1), (0.5, 1, 0.5), (0.5, 2, 1.0), (0.5, 4, 0.1), (0.75, 0, 0.1), (0.75, 2, 2 / 3), (0.25, 3, 1 / 3)],
+    [
+        (0.5, 0, 0.1),
+        (0.5, 1, 0.5),
+        (0.5, 2, 1.0),
+        (0.5, 4, 0.1),
+        (0.75, 0, 0.1),
+        (0.75, 2, 2 / 3),
+        (0.25, 3, 1 / 3),
+    ],
 )
-def test_an_epoch_draws_a_problem_as_often_as_its_pass_rate_says(target: float, right: int, share: float) -> None:
+def test_an_epoch_draws_a_problem_as_often_as_its_pass_rate_says(
+    target: float, right: int, share: float
+) -> None:
     drawing = pass_rate_drawing(4000, target)
-    assert len({drawing.draw().index for _ in range(4000)}) == 4000  # what is not known yet is always drawn
+    assert (
+        len({drawing.draw().index for _ in range(4000)}) == 4000
+    )  # what is not known yet is always drawn
     drawing.record((index, number < right) for index in range(4000) for number in range(4))
     drawn = []
     while drawing.epoch < 2:
@@ -177,7 +217,11 @@ def test_pass_rate_and_difficulty_filter_work_together() -> None:
 
 
 def test_settings_of_the_pass_rate_are_read_with_it_alone() -> None:
-    with pytest.raises(ConfigError, match=r"env\.sampling_floor=0\.2 must be left out with env\.sampling=uniform"):
+    with pytest.raises(
+        ConfigError, match=r"env\.sampling_floor=0\.2 must be left out with env\.sampling=uniform"
+    ):
         compose_config("env.sampling_floor=0.2")
-    config = compose_config(*SMALL, "env.sampling=pass_rate", "env.sampling_target=0.6", "evaluation.num_prompts=0")
+    config = compose_config(
+        *SMALL, "env.sampling=pass_rate", "env.sampling_target=0.6", "evaluation.num_prompts=0"
+    )
     assert prepare(config).train_env.drawing.pass_rate == (0.6, 0.1)

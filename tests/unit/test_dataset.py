@@ -50,7 +50,9 @@ def test_rows_of_a_file_become_problems_with_all_columns(suffix: str, tmp_path: 
 
 def test_values_of_a_csv_file_are_text_and_missing_ones_none(tmp_path: Path) -> None:
     path = tmp_path / "data.csv"
-    path.write_bytes(b'\xef\xbb\xbfquestion,answer,note\r\n"1,5+1?\nSay",007,NA\r\n\r\nb,2024-01-01,\r\n')
+    path.write_bytes(
+        b'\xef\xbb\xbfquestion,answer,note\r\n"1,5+1?\nSay",007,NA\r\n\r\nb,2024-01-01,\r\n'
+    )
     assert list(DatasetTask(str(path)).problems("train")) == [
         Problem("1,5+1?\nSay", "007", {"question": "1,5+1?\nSay", "answer": "007", "note": "NA"}),
         Problem("b", "2024-01-01", {"question": "b", "answer": "2024-01-01", "note": None}),
@@ -60,8 +62,22 @@ def test_values_of_a_csv_file_are_text_and_missing_ones_none(tmp_path: Path) -> 
 def test_values_of_a_jsonl_file_stay_as_they_are(tmp_path: Path) -> None:
     """``datasets``' own reader makes dates, numbers and None-filled structures of these."""
     rows = [
-        {"prompt": "a", "answer": "2024-01-01", "any": "1", "info": {"a": 1}, "big": 2**70, "part": 1},
-        {"prompt": "b", "answer": "2024-01-02", "any": 2, "info": {"b": [None]}, "big": 1, "part": 2.5},
+        {
+            "prompt": "a",
+            "answer": "2024-01-01",
+            "any": "1",
+            "info": {"a": 1},
+            "big": 2**70,
+            "part": 1,
+        },
+        {
+            "prompt": "b",
+            "answer": "2024-01-02",
+            "any": 2,
+            "info": {"b": [None]},
+            "big": 1,
+            "part": 2.5,
+        },
         {"prompt": "c", "answer": None, "any": None, "info": None, "big": None, "part": None},
     ]
     problems = DatasetTask(write(tmp_path / "data.jsonl", rows)).problems("train")
@@ -78,7 +94,9 @@ def test_values_of_a_jsonl_file_stay_as_they_are(tmp_path: Path) -> None:
     ],
     ids=["files", "shards", "folders", "nested"],
 )
-def test_splits_of_a_folder_are_named_by_its_files(names: list[str], train: int, test: int, tmp_path: Path) -> None:
+def test_splits_of_a_folder_are_named_by_its_files(
+    names: list[str], train: int, test: int, tmp_path: Path
+) -> None:
     for number, name in enumerate(names):
         write(tmp_path / name, [{"prompt": f"{number}a"}, {"prompt": f"{number}b"}])
     task = DatasetTask(str(tmp_path))
@@ -90,13 +108,20 @@ def test_files_named_after_no_split_are_all_trained_on(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", [{"prompt": "1"}])
     assert [p.query for p in DatasetTask(str(tmp_path)).problems("train")] == ["1", "2"]
     task = DatasetTask(str(tmp_path), train_split="b", test_split="a")
-    assert [p.query for p in task.problems("train")] + [p.query for p in task.problems("test")] == ["2", "1"]
+    assert [p.query for p in task.problems("train")] + [p.query for p in task.problems("test")] == [
+        "2",
+        "1",
+    ]
 
 
 def test_max_samples_takes_the_first_rows_of_each_split(tmp_path: Path) -> None:
     for suffix in ("jsonl", "parquet"):
         path = write(tmp_path / f"data.{suffix}", ROWS)
-        assert [p.query for p in DatasetTask(path, max_samples=3).problems("train")] == ["0+1?", "1+1?", "2+1?"]
+        assert [p.query for p in DatasetTask(path, max_samples=3).problems("train")] == [
+            "0+1?",
+            "1+1?",
+            "2+1?",
+        ]
 
 
 def test_hub_name_config_and_revision_reach_load_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +137,10 @@ def test_hub_name_config_and_revision_reach_load_dataset(monkeypatch: pytest.Mon
     task = DatasetTask("org/name", dataset_config="main", revision="v1")
     assert len(task.problems("train")) == 40 and task.name == "name"
     assert asked == [(("org/name", "main"), {"split": "train", "revision": "v1"})]
-    assert "Should be one of ['train']: set env.test_split=NAME or env.test_fraction=0.1" in error_of(task, "test")
+    assert (
+        "Should be one of ['train']: set env.test_split=NAME or env.test_fraction=0.1"
+        in error_of(task, "test")
+    )
 
 
 @pytest.mark.slow
@@ -123,22 +151,34 @@ def test_the_hub_without_a_network_is_one_clear_error(tmp_path: Path) -> None:
         "except ValueError as error: print(error)\n"
     )
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
-    assert out.startswith("env.dataset=org/name must reach org/name on Hugging Face or in its cache, got Connection")
-    assert out.endswith("connect once, or give a file (jsonl, json, csv, parquet) or a folder that is here.\n")
+    out = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
+    ).stdout
+    assert out.startswith(
+        "env.dataset=org/name must reach org/name on Hugging Face or in its cache, got Connection"
+    )
+    assert out.endswith(
+        "connect once, or give a file (jsonl, json, csv, parquet) or a folder that is here.\n"
+    )
 
 
 # Prompts
 
 
 def test_a_prompt_may_be_a_list_of_chat_messages(tmp_path: Path) -> None:
-    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?", "name": None}]
+    chat = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "1+1?", "name": None},
+    ]
     path = write(tmp_path / "data.jsonl", [{"prompt": chat, "solution": "2"}])
     plain, instructed = DatasetTask(path), DatasetTask(path, system_prompt="Be long.")
     problem = plain.problems("train")[0]
     assert (problem.query, problem.answer) == ("1+1?", "2")
     assert plain.messages(problem) == [chat[0], {"role": "user", "content": "1+1?"}]
-    assert instructed.messages(instructed.problems("train")[0])[0] == {"role": "system", "content": "Be long."}
+    assert instructed.messages(instructed.problems("train")[0])[0] == {
+        "role": "system",
+        "content": "Be long.",
+    }
 
 
 def test_template_and_system_prompt_make_the_chat(tmp_path: Path) -> None:
@@ -179,7 +219,10 @@ def test_other_braces_of_a_template_survive(template: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{quesion}", r"must have the column \{quesion\} of prompt_template, .*: did you mean \{question\}\?"),
+        (
+            "{quesion}",
+            r"must have the column \{quesion\} of prompt_template, .*: did you mean \{question\}\?",
+        ),
         (r"\boxed{xyz}", r"\['missing', 'question'\]: write \{\{xyz\}\} for the text \{xyz\}"),
         ("{question:d}", r"must fit the format of \{question:d\} in prompt_template"),
         ("{missing}", r"must have a value in the column 'missing', which prompt_template uses"),
@@ -198,16 +241,36 @@ def test_a_field_that_cannot_be_filled_is_an_error(template: str, message: str) 
             {},
             "the column with the prompts of PATH, which has ['a', 'b']: set it to one of them",
         ),
-        (("prompt", "query"), {}, "which has ['prompt', 'query']: for example, env.columns.prompt=prompt, or write"),
-        (("A", "B", "Test question"), {}, "'Test question']: for example, env.columns.prompt=Test question, or"),
+        (
+            ("prompt", "query"),
+            {},
+            "which has ['prompt', 'query']: for example, env.columns.prompt=prompt, or write",
+        ),
+        (
+            ("A", "B", "Test question"),
+            {},
+            "'Test question']: for example, env.columns.prompt=Test question, or",
+        ),
         (
             ("prompt", "answer", "target"),
             {},
             "env.columns.answer must name one of ['answer', 'target'], which PATH",
         ),
-        (("prompt", "b"), {"prompt_column": "promt"}, "env.columns.prompt=promt must be a column of PATH, which has ["),
-        (("prompt", "b"), {"answer_column": "c"}, "['b', 'prompt']: use one of them as env.columns.answer."),
-        (("prompt", "b"), {"prompt_template": "{c} {prompt}"}, "PATH:1 must have the column {c} of prompt_template"),
+        (
+            ("prompt", "b"),
+            {"prompt_column": "promt"},
+            "env.columns.prompt=promt must be a column of PATH, which has [",
+        ),
+        (
+            ("prompt", "b"),
+            {"answer_column": "c"},
+            "['b', 'prompt']: use one of them as env.columns.answer.",
+        ),
+        (
+            ("prompt", "b"),
+            {"prompt_template": "{c} {prompt}"},
+            "PATH:1 must have the column {c} of prompt_template",
+        ),
     ],
 )
 def test_a_column_that_is_missing_or_unclear_lists_those_there(
@@ -217,7 +280,9 @@ def test_a_column_that_is_missing_or_unclear_lists_those_there(
     assert message.replace("PATH", path) in error_of(DatasetTask(path, **options))  # type: ignore[arg-type]
 
 
-def test_columns_that_were_guessed_are_said_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_columns_that_were_guessed_are_said_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO", logger="torchrl_grpo")
     DatasetTask(write(tmp_path / "data.jsonl", ROWS)).problems("train")
     assert "the prompts are in the column question, the answers in answer" in caplog.text
@@ -239,7 +304,9 @@ def test_a_run_that_evaluates_nothing_needs_no_test_split(tmp_path: Path) -> Non
     given = (f"env.dataset={path}", "env.reward=math", "evaluation.k=0")
     made = prepare(compose_config(*given, "evaluation.num_prompts=0"))
     assert made.greedy_env is None and made.train_env.num_problems == len(ROWS)
-    with pytest.raises(ConfigError, match=r"set env\.test_split=NAME .* or evaluation\.num_prompts=0"):
+    with pytest.raises(
+        ConfigError, match=r"set env\.test_split=NAME .* or evaluation\.num_prompts=0"
+    ):
         prepare(compose_config(*given))
 
 
@@ -247,31 +314,46 @@ def test_an_unknown_split_lists_those_there(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", ROWS)
     write(tmp_path / "dev.jsonl", ROWS)
     told = error_of(DatasetTask(str(tmp_path), train_split="tran", test_split="dev"))
-    assert "with the split 'tran', but tran.jsonl is missing (found: ['dev.jsonl', 'train.jsonl'])" in told
+    assert (
+        "with the split 'tran', but tran.jsonl is missing (found: ['dev.jsonl', 'train.jsonl'])"
+        in told
+    )
 
 
 def test_a_fraction_splits_by_the_prompt_whatever_the_order(tmp_path: Path) -> None:
     rows = [{"prompt": f"{n % 300}?", "id": n} for n in range(600)]
     one = DatasetTask(write(tmp_path / "a.jsonl", rows), test_fraction=0.2)
-    other = DatasetTask(write(tmp_path / "b.csv", rows[::-1]), test_fraction=0.2, prompt_template="{prompt} Think.")
+    other = DatasetTask(
+        write(tmp_path / "b.csv", rows[::-1]), test_fraction=0.2, prompt_template="{prompt} Think."
+    )
     train, test = ({p.query for p in one.problems(split)} for split in ("train", "test"))  # type: ignore[arg-type]
-    assert train == {p.query for p in other.problems("train")} and test == {p.query for p in other.problems("test")}
+    assert train == {p.query for p in other.problems("train")} and test == {
+        p.query for p in other.problems("test")
+    }
     assert not train & test and len(train | test) == 300
     assert 40 <= len(test) <= 80
     assert len(one.problems("train")) + len(one.problems("test")) == 600
 
 
-def test_rows_without_an_answer_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_rows_without_an_answer_are_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "a.csv").write_text("prompt,answer\n1+1?,2\n1+2?,\n1+3?,four\n")
     answers = [problem.answer for problem in DatasetTask(str(tmp_path / "a.csv")).problems("train")]
     assert answers == ["2", None, "four"]
-    assert "1 of the 3 rows of train have nothing in the column answer; their answer is None." in caplog.text
+    assert (
+        "1 of the 3 rows of train have nothing in the column answer; their answer is None."
+        in caplog.text
+    )
 
 
 def test_a_fraction_that_leaves_a_split_empty_is_an_error(tmp_path: Path) -> None:
     task = DatasetTask(write(tmp_path / "data.jsonl", ROWS[:1]), test_fraction=0.5)
     told = [error_of(task, split) for split in ("train", "test") if not _has(task, split)]
-    assert len(told) == 1 and "env.test_fraction=0.5 must leave problems in both splits, the " in told[0]
+    assert (
+        len(told) == 1
+        and "env.test_fraction=0.5 must leave problems in both splits, the " in told[0]
+    )
 
 
 def _has(task: DatasetTask, split: Any) -> bool:
@@ -286,8 +368,9 @@ def test_a_problem_in_both_splits_is_shown(tmp_path: Path) -> None:
     write(tmp_path / "test.jsonl", ROWS[18:])
     task = DatasetTask(str(tmp_path))
     task.problems("train")
-    assert f"2 of 'test' and 'train' are the same, the first at {tmp_path}/test.jsonl:1: '18+1?'" in error_of(
-        task, "test"
+    assert (
+        f"2 of 'test' and 'train' are the same, the first at {tmp_path}/test.jsonl:1: '18+1?'"
+        in error_of(task, "test")
     )
 
 
@@ -315,7 +398,10 @@ def test_a_pickled_task_has_no_data_and_needs_no_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_pickled_problems_carry_their_rows_and_no_others(suffix: str, tmp_path: Path) -> None:
-    path = write(tmp_path / f"data.{suffix}", [{"prompt": f"{n}" * 500, "info": {"n": n}} for n in range(200)])
+    path = write(
+        tmp_path / f"data.{suffix}",
+        [{"prompt": f"{n}" * 500, "info": {"n": n}} for n in range(200)],
+    )
     problems = DatasetTask(path, test_fraction=0.1).problems("test")
     pickled = pickle.dumps(problems)
     os.remove(path)
@@ -324,7 +410,10 @@ def test_pickled_problems_carry_their_rows_and_no_others(suffix: str, tmp_path: 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_messages_have_no_keys_of_other_rows(suffix: str, tmp_path: Path) -> None:
-    calls = [{"function": {"name": "weather", "arguments": {"city": "Rome"}}}, {"function": {"name": "move"}}]
+    calls = [
+        {"function": {"name": "weather", "arguments": {"city": "Rome"}}},
+        {"function": {"name": "move"}},
+    ]
     chats = [
         [
             {"role": "user", "content": f"q{number}"},
@@ -347,9 +436,13 @@ def test_messages_have_no_keys_of_other_rows(suffix: str, tmp_path: Path) -> Non
         (("int32", "float64"), [1, 2.5]),
     ],
 )
-def test_shards_of_a_parquet_file_may_differ_in_width(kinds: tuple[str, str], rows: list[Any], tmp_path: Path) -> None:
+def test_shards_of_a_parquet_file_may_differ_in_width(
+    kinds: tuple[str, str], rows: list[Any], tmp_path: Path
+) -> None:
     for number, (kind, row) in enumerate(zip(kinds, rows, strict=True)):
-        table = pyarrow.table({"question": [f"{number}?"], "answer": pyarrow.array([row], getattr(pyarrow, kind)())})
+        table = pyarrow.table(
+            {"question": [f"{number}?"], "answer": pyarrow.array([row], getattr(pyarrow, kind)())}
+        )
         pyarrow.parquet.write_table(table, tmp_path / f"train-0000{number}-of-00002.parquet")
     assert [problem.answer for problem in DatasetTask(str(tmp_path)).problems("train")] == rows
 
@@ -357,7 +450,9 @@ def test_shards_of_a_parquet_file_may_differ_in_width(kinds: tuple[str, str], ro
 def test_shards_of_types_that_no_type_includes_are_refused(tmp_path: Path) -> None:
     for number, row in enumerate(("1", {"a": 1})):
         write(tmp_path / f"train-0000{number}-of-00002.parquet", [{"question": "?", "answer": row}])
-    assert "train-00001-of-00002.parquet must have columns of the types of" in error_of(DatasetTask(str(tmp_path)))
+    assert "train-00001-of-00002.parquet must have columns of the types of" in error_of(
+        DatasetTask(str(tmp_path))
+    )
 
 
 def test_a_field_of_a_csv_file_may_be_long(tmp_path: Path) -> None:
@@ -396,17 +491,25 @@ def test_the_last_box_of_a_solution_is_the_answer(text: str, answer: str | None)
 
 def test_math_reads_folders_and_drops_train_problems_of_the_test_split(tmp_path: Path) -> None:
     def row(n: int) -> dict[str, str]:
-        return {"problem": f"Halve {n}.", "solution": f"It is $\\boxed{{\\frac{{{n}}}{{2}}}}$.", "level": "Level 1"}
+        return {
+            "problem": f"Halve {n}.",
+            "solution": f"It is $\\boxed{{\\frac{{{n}}}{{2}}}}$.",
+            "level": "Level 1",
+        }
 
     write(tmp_path / "train.jsonl", [row(n) for n in range(10)])
     write(tmp_path / "test" / "algebra" / "1.json", [row(3)])
     (tmp_path / "test" / "algebra" / "2.json").write_text(json.dumps(row(12), indent=2))
     task = MathTask(str(tmp_path))
     assert [p.query for p in task.problems("test")] == ["Halve 3.", "Halve 12."]
-    assert [p.answer for p in task.problems("train")] == [f"\\frac{{{n}}}{{2}}" for n in range(10) if n != 3]
+    assert [p.answer for p in task.problems("train")] == [
+        f"\\frac{{{n}}}{{2}}" for n in range(10) if n != 3
+    ]
     assert task.messages(task.problems("train")[0])[0]["content"].endswith("within \\boxed{}.")
     write(tmp_path / "train.jsonl", [{"problem": "a", "solution": "5"}])
-    assert "train.jsonl:1 must have a solution with its answer in \\boxed{}" in error_of(MathTask(str(tmp_path)))
+    assert "train.jsonl:1 must have a solution with its answer in \\boxed{}" in error_of(
+        MathTask(str(tmp_path))
+    )
 
 
 @pytest.mark.skipif(not IFEVAL.is_dir(), reason="IFEval's file is not on this machine")

@@ -50,7 +50,9 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "number said", "null said", "list said", "number role", "texts", "deep message", "surrogate said",
     ],
 )  # fmt: skip
-def test_a_row_that_cannot_serve_is_named_by_file_and_line(line: bytes, message: str, tmp_path: Path) -> None:
+def test_a_row_that_cannot_serve_is_named_by_file_and_line(
+    line: bytes, message: str, tmp_path: Path
+) -> None:
     path = tmp_path / "data.jsonl"
     path.write_bytes(b'{"prompt": "a"}\n\n' + line + b"\n")
     told = error_of(DatasetTask(str(path)))
@@ -60,36 +62,74 @@ def test_a_row_that_cannot_serve_is_named_by_file_and_line(line: bytes, message:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.json", b'[{"prompt": "a"},\n {"prompt": 1}, 7]', "a.json[2] must be a JSON object, got 7"),
-        ("a.json", b'[{"prompt": "a"},\n {"prompt"}]', "a.json:2 must be a list of JSON objects, got invalid JSON"),
+        (
+            "a.json",
+            b'[{"prompt": "a"},\n {"prompt": 1}, 7]',
+            "a.json[2] must be a JSON object, got 7",
+        ),
+        (
+            "a.json",
+            b'[{"prompt": "a"},\n {"prompt"}]',
+            "a.json:2 must be a list of JSON objects, got invalid JSON",
+        ),
         ("a.json", b'{"prompt": "a"}\n{"prompt"}\n', "a.json:2 must be one JSON object a line"),
-        ("a.csv", b"prompt,b\na,1\nb,1,2\n", "a.csv:3 must be a row of a csv file, got 3 fields, and its first line 2"),
-        ("a.csv", b'prompt,b\n"a\nb",1\n\nx\n', "a.csv:5 must be a row of a csv file, got 1 fields"),
-        ("a.csv", b"prompt,prompt\na,1\n", "a.csv:1 must be a row of a csv file, got a name twice among"),
+        (
+            "a.csv",
+            b"prompt,b\na,1\nb,1,2\n",
+            "a.csv:3 must be a row of a csv file, got 3 fields, and its first line 2",
+        ),
+        (
+            "a.csv",
+            b'prompt,b\n"a\nb",1\n\nx\n',
+            "a.csv:5 must be a row of a csv file, got 1 fields",
+        ),
+        (
+            "a.csv",
+            b"prompt,prompt\na,1\n",
+            "a.csv:1 must be a row of a csv file, got a name twice among",
+        ),
         ("a.csv", b"prompt,b\na,1\n\xff,2\n", "a.csv:3 must be UTF-8"),
-        ("a.csv", b"prompt,b\na,1\n,2\n", "a.csv:3 must have text in the column 'prompt', it has none ("),
-        ("a.parquet", b"prompt,b\na,1\n", "a.parquet must be a parquet file, got Parquet magic bytes not found"),
-        ("a.txt", b"hello", "a.txt must be a file of the kind .jsonl, .json, .csv, .parquet, it ends with '.txt'"),
+        (
+            "a.csv",
+            b"prompt,b\na,1\n,2\n",
+            "a.csv:3 must have text in the column 'prompt', it has none (",
+        ),
+        (
+            "a.parquet",
+            b"prompt,b\na,1\n",
+            "a.parquet must be a parquet file, got Parquet magic bytes not found",
+        ),
+        (
+            "a.txt",
+            b"hello",
+            "a.txt must be a file of the kind .jsonl, .json, .csv, .parquet, it ends with '.txt'",
+        ),
         ("a.jsonl", b"\n", "a.jsonl must hold problems, the train split has 0"),
         ("a.csv", b"prompt,b\n", "a.csv must hold problems, the train split has 0"),
     ],
 )
-def test_malformed_files_of_each_kind_are_refused(name: str, content: bytes, message: str, tmp_path: Path) -> None:
+def test_malformed_files_of_each_kind_are_refused(
+    name: str, content: bytes, message: str, tmp_path: Path
+) -> None:
     (tmp_path / name).write_bytes(content)
     assert message in error_of(DatasetTask(str(tmp_path / name)))
 
 
 def test_a_null_prompt_in_parquet_is_named_by_its_row(tmp_path: Path) -> None:
     path = write(tmp_path / "data.parquet", [{"prompt": "a"}, {"prompt": None}])
-    assert error_of(DatasetTask(path)).startswith(f"{path}[1] must have text in the column 'prompt'")
+    assert error_of(DatasetTask(path)).startswith(
+        f"{path}[1] must have text in the column 'prompt'"
+    )
 
 
 def test_a_missing_file_proposes_one_that_is_there(tmp_path: Path) -> None:
     write(tmp_path / "data.jsonl", ROWS)
     path = str(tmp_path / "dat.jsonl")
     told = error_of(DatasetTask(path))
-    assert told == f"env.dataset={path} must be a file or folder that exists, and it does not: did you mean " + (
-        f"{tmp_path / 'data.jsonl'}?"
+    assert (
+        told
+        == f"env.dataset={path} must be a file or folder that exists, and it does not: did you mean "
+        + (f"{tmp_path / 'data.jsonl'}?")
     )
     assert "paths start from" in error_of(DatasetTask("/no/such/folder"))
 
@@ -98,12 +138,16 @@ def test_an_unknown_split_on_the_hub_lists_those_there(tmp_path: Path) -> None:
     """A folder stands in for the hub: ``datasets`` finds its splits in the same way."""
     write(tmp_path / "repo" / "train.jsonl", ROWS)
     hub = Hub(str(tmp_path / "repo"), None, None, "env.dataset=org/name", "give a file")
-    assert len(hub.read("train", 7)) == 7 and hub.read("train", None).where(3).endswith("repo train[3]")
+    assert len(hub.read("train", 7)) == 7 and hub.read("train", None).where(3).endswith(
+        "repo train[3]"
+    )
     with pytest.raises(UnknownSplitError, match=r"must have the split 'dev', got .*\['train'\]"):
         hub.read("dev", None)
 
 
 def test_the_hubs_options_are_refused_for_a_file(tmp_path: Path) -> None:
     path = write(tmp_path / "data.jsonl", ROWS)
-    assert "dataset_config and revision are for the hub" in error_of(DatasetTask(path, revision="v1"))
+    assert "dataset_config and revision are for the hub" in error_of(
+        DatasetTask(path, revision="v1")
+    )
     assert error_of(DatasetTask("gsm9k")).endswith("connect once, or use gsm8k.")

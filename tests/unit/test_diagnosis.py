@@ -39,7 +39,10 @@ def test_an_entry_that_is_not_finite_is_named_with_its_samples() -> None:
     batch[2].get(keys.REF_LOG_PROBS)[5] = math.nan
     batch[0].get(keys.REF_LOG_PROBS)[0] = math.nan  # of the prompt: nothing reads it
     text = reason(make_trainer(max_nonfinite_steps=1), batch)
-    assert "entry next.ref_log_probs.full is not finite in 1 samples ('problem \\\\x1b2'), before any pass" in text
+    assert (
+        "entry next.ref_log_probs.full is not finite in 1 samples ('problem \\\\x1b2'), before any pass"
+        in text
+    )
 
 
 def test_the_first_module_that_is_not_finite_is_named_with_its_samples() -> None:
@@ -51,10 +54,15 @@ def test_the_first_module_that_is_not_finite_is_named_with_its_samples() -> None
         bad = (model.seen == wanted)[..., None]
         return torch.where(bad, math.nan, output)
 
-    model.model.embed_tokens.register_forward_pre_hook(lambda _, args: setattr(model, "seen", args[0]))
+    model.model.embed_tokens.register_forward_pre_hook(
+        lambda _, args: setattr(model, "seen", args[0])
+    )
     broken.register_forward_hook(break_one)
     text = reason(make_trainer(model, max_nonfinite_steps=1, micro_batch_tokens=40), batch)
-    assert "are those of the module model.layers.1.mlp.gate_proj (Linear), for 1 samples (row 3)" in text
+    assert (
+        "are those of the module model.layers.1.mlp.gate_proj (Linear), for 1 samples (row 3)"
+        in text
+    )
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -63,7 +71,10 @@ def test_a_gradient_that_is_not_finite_is_named() -> None:
     norm = model.model.layers[0].input_layernorm
     norm.register_full_backward_hook(lambda *_: (torch.full_like(_[1][0], math.nan),))
     text = reason(make_trainer(model, max_nonfinite_steps=1), make_batch())
-    assert "the gradient of model.embed_tokens.weight, for 8 samples (row 0, row 1, row 2 and 5 more)" in text
+    assert (
+        "the gradient of model.embed_tokens.weight, for 8 samples (row 0, row 1, row 2 and 5 more)"
+        in text
+    )
 
 
 def test_a_weight_that_is_not_finite_is_named() -> None:
@@ -75,7 +86,8 @@ def test_a_weight_that_is_not_finite_is_named() -> None:
 def test_only_the_first_bad_step_in_a_row_is_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(
-        "torchrl_grpo.learner.step.where_not_finite", lambda *args, **more: asked.append(0) or "the reason"
+        "torchrl_grpo.learner.step.where_not_finite",
+        lambda *args, **more: asked.append(0) or "the reason",
     )
     trainer, bad = make_trainer(max_nonfinite_steps=9), make_batch()
     bad[0].get(keys.ADVANTAGE).fill_(math.nan)
@@ -84,20 +96,31 @@ def test_only_the_first_bad_step_in_a_row_is_looked_into(monkeypatch: pytest.Mon
     assert len(asked) == 2
 
 
-def test_running_out_of_memory_is_one_message_with_what_each_knob_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_out_of_memory_is_one_message_with_what_each_knob_saves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     trainer = make_trainer(micro_batch_tokens=1000)
     monkeypatch.setattr(trainer, "forward_backward", full)
     with pytest.raises(MemoryShortError) as raised:
         trainer.train_batch(make_batch())
     text = str(raised.value)
-    assert text.startswith("The training step ran out of memory (CUDA out of memory). On each device it holds about ")
+    assert text.startswith(
+        "The training step ran out of memory (CUDA out of memory). On each device it holds about "
+    )
     saved = savings(loading.shape_of(trainer.model), trainer.setup())
-    assert "train.micro_batch_tokens=38" in saved  # of the 77 tokens of the pass, not of the 1,000 that it might have
-    assert all(f"{name} (about {size(count)})" in text for name, count in saved.items()) and "\n" not in text
+    assert (
+        "train.micro_batch_tokens=38" in saved
+    )  # of the 77 tokens of the pass, not of the 1,000 that it might have
+    assert (
+        all(f"{name} (about {size(count)})" in text for name, count in saved.items())
+        and "\n" not in text
+    )
 
 
 def full(*_: Any, **__: Any) -> None:
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of")
+    raise torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of"
+    )
 
 
 def test_sampling_without_memory_says_what_each_knob_saves() -> None:
@@ -122,7 +145,9 @@ FORWARD = (3 * 64 + 2 * 32) * 4
 """Bytes of a token in a forward pass of the tiny model."""
 
 
-def scored_without_memory(monkeypatch: pytest.MonkeyPatch, rows: int, **settings: Any) -> tuple[str, int]:
+def scored_without_memory(
+    monkeypatch: pytest.MonkeyPatch, rows: int, **settings: Any
+) -> tuple[str, int]:
     """What is said where scoring some rows of 8 tokens, of which 6 were sampled, has no memory; bytes of weights."""
     scoring = KLScoring(TokenScorer(make_tiny_model()), **settings)
     monkeypatch.setattr(scoring.scorer, "score_layout", full)
@@ -130,7 +155,9 @@ def scored_without_memory(monkeypatch: pytest.MonkeyPatch, rows: int, **settings
     mask = (torch.arange(8) >= 2).expand(rows, -1)
     with pytest.raises(MemoryShortError) as raised:
         scoring.log_probs(tokens, mask, torch.full((rows,), 8))
-    return str(raised.value), sum(parameter.numel() for parameter in scoring.scorer.model.parameters()) * 4
+    return str(raised.value), sum(
+        parameter.numel() for parameter in scoring.scorer.model.parameters()
+    ) * 4
 
 
 def test_scoring_without_memory_says_what_each_knob_saves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +171,9 @@ def test_scoring_without_memory_says_what_each_knob_saves(monkeypatch: pytest.Mo
     )
 
 
-def test_exact_rescoring_without_memory_names_only_knobs_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exact_rescoring_without_memory_names_only_knobs_it_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     said, weights = scored_without_memory(monkeypatch, 1, out_key=keys.LOG_PROBS)
     assert said == (
         "Scoring the sampled responses once more (inference_model.exact=true) ran out of memory (CUDA out of memory). "
@@ -155,16 +184,22 @@ def test_exact_rescoring_without_memory_names_only_knobs_it_reads(monkeypatch: p
     )
 
 
-def test_the_proximal_policy_without_memory_is_not_called_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_proximal_policy_without_memory_is_not_called_the_reference(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     said, _ = scored_without_memory(monkeypatch, 30, out_key=keys.PROX_LOG_PROBS)
-    assert said.startswith("Scoring with the policy as it is before the step (policy.proximal=recomputed) ran out")
+    assert said.startswith(
+        "Scoring with the policy as it is before the step (policy.proximal=recomputed) ran out"
+    )
     assert "train.micro_batch_tokens=120" in said and "ref_model" not in said and "lora" not in said
 
 
 def test_a_model_that_finds_no_room_is_named_with_its_role(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "load_model", full)
     config = compose_config()
-    with pytest.raises(MemoryShortError, match=r"Loading starter for ref_model ran .* 1\.\d+ MB of weights"):
+    with pytest.raises(
+        MemoryShortError, match=r"Loading starter for ref_model ran .* 1\.\d+ MB of weights"
+    ):
         parts.make_reference(SimpleNamespace(config=config), torch.device("cpu"))
 
 
@@ -188,11 +223,15 @@ def test_savings_are_differences_of_the_peak_counted_by_hand() -> None:
     memory = step_memory(shape, setup)
     assert (memory.weights, memory.states) == (weights, 3 * weights)
     assert memory.activations == 3 * layer + passing
-    assert memory.peak == 3 * weights + 3 * layer + passing + head  # one pass: its gradients come as activations go
+    assert (
+        memory.peak == 3 * weights + 3 * layer + passing + head
+    )  # one pass: its gradients come as activations go
     found = savings(shape, setup)
     assert found["train.micro_batch_tokens=500"] == (3 * layer + passing) // 2 - weights
     in_16_bits = 1000 * (16 * 64 + 2 * (7 * 64 + 2 * 32 + 4 * 128))
-    assert found["train.mixed_precision=bf16"] == 3 * (layer - in_16_bits) - weights // 2  # that much are its copies
+    assert (
+        found["train.mixed_precision=bf16"] == 3 * (layer - in_16_bits) - weights // 2
+    )  # that much are its copies
     inputs = 3 * 1000 * 64 * 4
     assert found["train_model.gradient_checkpointing=true"] == 2 * layer - inputs
     assert found["optimizer.name=adamw_8bit"] == 3 * weights // 2
@@ -210,29 +249,43 @@ def test_moments_of_one_byte_are_two_bytes_a_weight() -> None:
     whole = StepSetup(1000, 20, passes=1, number=2, master=4, small_states=True)
     half = replace(whole, master=2)
     assert step_memory(shape, whole).resting == (4 + 2) * count
-    assert (step_memory(shape, half).resting, step_memory(shape, half).gradients) == ((2 + 2) * count, 2 * count)
+    assert (step_memory(shape, half).resting, step_memory(shape, half).gradients) == (
+        (2 + 2) * count,
+        2 * count,
+    )
     assert step_memory(shape, replace(half, ranks=4)).resting == (2 + 2) * count // 4
     assert step_memory(shape, replace(half, ranks=4, replicas=2)).resting == (2 + 2) * count // 2
 
 
 def test_knobs_that_are_on_or_cannot_be_turned_are_not_named() -> None:
     shape, _ = make_shape()
-    tuned = StepSetup(1000, 20, passes=4, number=2, checkpoints=True, adapters=16, small_states=True)
-    assert set(savings(shape, tuned)) == {"train.micro_batch_tokens=500", "train_model.num_devices=2"}
-    alone = replace(tuned, sequences=1, small_states=False, ranks=2)  # a pass has a sequence at least
+    tuned = StepSetup(
+        1000, 20, passes=4, number=2, checkpoints=True, adapters=16, small_states=True
+    )
+    assert set(savings(shape, tuned)) == {
+        "train.micro_batch_tokens=500",
+        "train_model.num_devices=2",
+    }
+    alone = replace(
+        tuned, sequences=1, small_states=False, ranks=2
+    )  # a pass has a sequence at least
     assert set(savings(shape, alone)) == {
         "train_model.num_devices=4", "train_model.cpu_offload=true", "optimizer.name=adamw_8bit",
     }  # fmt: skip
     assert set(savings(shape, replace(alone, offloads=True))) == {"train_model.num_devices=4"}
 
 
-def test_a_second_pass_that_costs_more_than_it_saves_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_pass_that_costs_more_than_it_saves_is_not_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """With few tokens, the gradients that a further pass finds there are more than half of the activations."""
     trainer = make_trainer()
     monkeypatch.setattr(trainer, "forward_backward", full)
     with pytest.raises(MemoryShortError) as raised:
         trainer.train_batch(make_batch((9, 14)))
-    assert savings(loading.shape_of(trainer.model), trainer.setup())["train.micro_batch_tokens=11"] < 0
+    assert (
+        savings(loading.shape_of(trainer.model), trainer.setup())["train.micro_batch_tokens=11"] < 0
+    )
     assert "train.micro_batch_tokens" not in str(raised.value)
 
 

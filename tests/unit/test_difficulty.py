@@ -40,7 +40,9 @@ class Graded(Task):
         return Score(0.5, correct)
 
 
-def make_env(tokenizer: PreTrainedTokenizerFast, groups: int, bounds: Sequence[float] | None = (0.05, 0.95)) -> LLMEnv:
+def make_env(
+    tokenizer: PreTrainedTokenizerFast, groups: int, bounds: Sequence[float] | None = (0.05, 0.95)
+) -> LLMEnv:
     env = LLMEnv(Graded(), tokenizer, num_envs=2 * groups, repeats=2)
     env.drawing.difficulty_filter = bounds
     return env
@@ -53,25 +55,37 @@ def play(env: LLMEnv) -> list[int]:
     return [int(query[1:]) for query in data["query"][::2]]
 
 
-def test_a_later_epoch_leaves_out_what_was_always_or_never_solved(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_later_epoch_leaves_out_what_was_always_or_never_solved(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
     env = make_env(tokenizer, 4)
     assert sorted(play(env)) == [EASY, MIXED, HARD, BROKEN]
     assert env.drawing.metrics() == {"rollout/problems_skipped": 0.0}
-    assert sorted(play(env)) == [MIXED, MIXED, BROKEN, BROKEN]  # an invalid reward tells nothing of the problem
+    assert sorted(play(env)) == [
+        MIXED,
+        MIXED,
+        BROKEN,
+        BROKEN,
+    ]  # an invalid reward tells nothing of the problem
     assert env.drawing.skipped == {EASY, HARD}
     assert env.drawing.metrics() == {"rollout/problems_skipped": 2.0}
 
 
 @pytest.mark.parametrize(
-    ("bounds", "left"), [(None, [0, 1, 2, 3]), ((0.0, 0.5), [1, 2, 3]), ((0.5, 1.0), [0, 1, 3]), ((0.6, 0.9), [3])]
+    ("bounds", "left"),
+    [(None, [0, 1, 2, 3]), ((0.0, 0.5), [1, 2, 3]), ((0.5, 1.0), [0, 1, 3]), ((0.6, 0.9), [3])],
 )
-def test_bounds_belong_to_the_range(tokenizer: PreTrainedTokenizerFast, bounds: Sequence[float], left: list) -> None:
+def test_bounds_belong_to_the_range(
+    tokenizer: PreTrainedTokenizerFast, bounds: Sequence[float], left: list
+) -> None:
     env = make_env(tokenizer, 4, bounds)
     play(env)
     assert sorted(set(play(env))) == left
 
 
-def test_where_nothing_would_be_left_all_are_drawn_again(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_where_nothing_would_be_left_all_are_drawn_again(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
     env = make_env(tokenizer, 4)
     env.drawing.record((index, False) for index in range(4))
     for _ in range(4):
@@ -102,7 +116,9 @@ def step(queue: TaskQueue, sampler: Sampler, version: int) -> list[tuple[int, in
         progress = next_task(queue)
         report, data = sampler.play(progress.task)
         played += [(one.group, one.index) for one in progress.task.drawn]
-        assert [group[0]["query"] for group in data] == [f"q{one.index}" for one in progress.task.drawn]
+        assert [group[0]["query"] for group in data] == [
+            f"q{one.index}" for one in progress.task.drawn
+        ]
         queue.played(progress, report, data)
         queue.finish(progress)
     assert "rollout/problems_skipped" in taken[1]
@@ -111,10 +127,14 @@ def step(queue: TaskQueue, sampler: Sampler, version: int) -> list[tuple[int, in
 
 
 def make_queue(env: LLMEnv, version: int = 0) -> TaskQueue:
-    return TaskQueue(env.drawing, GroupBuffer(2, 1, version), task_groups=2, total_groups=24, group_size=2)
+    return TaskQueue(
+        env.drawing, GroupBuffer(2, 1, version), task_groups=2, total_groups=24, group_size=2
+    )
 
 
-def test_samplers_play_what_the_driver_drew_and_outcomes_count_once(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_samplers_play_what_the_driver_drew_and_outcomes_count_once(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
     engine = ScriptedEngine(lambda prompt, copy: ([5, END] if copy else [END], "stop"))
     params = SamplingParams(4, stop_token_ids=(END,))
     player = make_env(tokenizer, 2)  # of the sampler, which records nothing
@@ -138,7 +158,10 @@ def test_samplers_play_what_the_driver_drew_and_outcomes_count_once(tokenizer: P
     queue.load_state_dict(state)
     again = step(queue, sampler, 4)
     assert [group for group, _ in again] == [8, 9]
-    counts = {(index, correct): count for index, correct, count in queue.state_dict()["drawing"]["outcomes"]}
+    counts = {
+        (index, correct): count
+        for index, correct, count in queue.state_dict()["drawing"]["outcomes"]
+    }
     drawn = Counter(problem for _, problem in first + again)
     assert counts == {
         (EASY, 1): 2, (HARD, 0): 2, (MIXED, 0): drawn[MIXED], (MIXED, 1): drawn[MIXED],
@@ -160,12 +183,15 @@ def test_a_resumed_run_leaves_out_the_same_problems(tmp_path: Path) -> None:
     assert [row["rollout/problems_skipped"] for row in whole[1:]][-1] == 3
     assert undocumented(whole) == set()
     run(tmp_path / "rest", *options, f"train.resume={at(tmp_path / 'whole', 3)}")
-    assert differences(state_of(at(tmp_path / "rest", 5)), state_of(at(tmp_path / "whole", 5))) == []
+    assert (
+        differences(state_of(at(tmp_path / "rest", 5)), state_of(at(tmp_path / "whole", 5))) == []
+    )
 
 
 @pytest.mark.parametrize("bounds", ["[0.9,0.1]", "[0.1]", "[-0.1,1]", "[0,1.5]", "[]"])
 def test_bounds_that_are_no_range_are_refused(bounds: str) -> None:
     with pytest.raises(
-        ConfigError, match=r"env\.difficulty_filter=\[.*\] must be \[low, high\] .*: for example, \[0\.05,0\.95\]"
+        ConfigError,
+        match=r"env\.difficulty_filter=\[.*\] must be \[low, high\] .*: for example, \[0\.05,0\.95\]",
     ):
         compose_config(*SMALL, f"env.difficulty_filter={bounds}")

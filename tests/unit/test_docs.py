@@ -15,7 +15,9 @@ from torchrl_grpo.objectives import GRPOLoss
 
 
 def test_a_metric_that_the_page_has_not_is_found() -> None:
-    assert undocumented([{"step": 1, "eval/pass@16": 1.0, "eval/pass@": 1.0, "train/nothing": 0.0}]) == {
+    assert undocumented(
+        [{"step": 1, "eval/pass@16": 1.0, "eval/pass@": 1.0, "train/nothing": 0.0}]
+    ) == {
         "eval/pass@",
         "train/nothing",
     }
@@ -45,15 +47,25 @@ def test_the_names_of_the_losss_terms_are_what_the_page_says() -> None:
     table = page.partition("| term |")[2].partition("\n\n")[0]
     rows = [re.findall(r"`(\w+)`", line) for line in table.splitlines()[2:]]
     actor = TokenScorer(make_tiny_model())
-    assert [key for key, *_ in rows] == ["kl_to_behaviour_coef", "kl_coef", "teacher_coef", "sft_coef", "entropy_coef"]
+    assert [key for key, *_ in rows] == [
+        "kl_to_behaviour_coef",
+        "kl_coef",
+        "teacher_coef",
+        "sft_coef",
+        "entropy_coef",
+    ]
     for key, argument, *outputs in rows:
         settings = {"policy.kl_coef": 0.0, f"policy.{key}": 0.25}
         if key == "teacher_coef":
             settings |= {"policy.teacher_divergence": "reverse", "teacher.model": "starter"}
-        loss = make_loss(compose_config(*(f"{name}={value}" for name, value in settings.items())), actor)
+        loss = make_loss(
+            compose_config(*(f"{name}={value}" for name, value in settings.items())), actor
+        )
         assert getattr(loss, argument) == 0.25
         assert set(outputs) <= set(loss.out_keys)
-        assert [name for name in loss.out_keys if name.startswith("loss_") and name != "loss_objective"] == outputs[:1]
+        assert [
+            name for name in loss.out_keys if name.startswith("loss_") and name != "loss_objective"
+        ] == outputs[:1]
 
 
 def test_the_page_of_config_keys_is_up_to_date() -> None:
@@ -63,4 +75,6 @@ def test_the_page_of_config_keys_is_up_to_date() -> None:
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
     is_current = tool.page() == tool.PAGE.read_text(encoding="utf-8")
-    assert is_current, "docs/config.md is not that of the config's dataclasses: run `python tools/make_config_docs.py`"
+    assert is_current, (
+        "docs/config.md is not that of the config's dataclasses: run `python tools/make_config_docs.py`"
+    )

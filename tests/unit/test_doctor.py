@@ -26,24 +26,37 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "600")
 
 
-def tried(capsys: pytest.CaptureFixture[str], folder: Path, *overrides: str) -> tuple[bool, dict[str, list[str]]]:
+def tried(
+    capsys: pytest.CaptureFixture[str], folder: Path, *overrides: str
+) -> tuple[bool, dict[str, list[str]]]:
     """Whether a dry run passes, and its table: result and finding of each check."""
     passed = examine(compose_config(*SMALL, *overrides), folder)
-    table = capsys.readouterr().out.partition("Checks")[2].partition("Forecast for the whole run")[0]
+    table = (
+        capsys.readouterr().out.partition("Checks")[2].partition("Forecast for the whole run")[0]
+    )
     rows = [line.split(maxsplit=5) for line in table.splitlines()[3:] if line.strip()]
-    return passed, {row[0]: [row[1], row[5].strip() if len(row) > 5 else ""] for row in rows if len(row) > 3}
+    return passed, {
+        row[0]: [row[1], row[5].strip() if len(row) > 5 else ""] for row in rows if len(row) > 3
+    }
 
 
 @pytest.mark.slow
-def test_a_sound_run_passes_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str], wide: None) -> None:
+def test_a_sound_run_passes_and_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], wide: None
+) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "before").mkdir()
-    passed, table = tried(capsys, tmp_path / "out", steps(4), "evaluation.num_prompts=8", "evaluation.k=2")
+    passed, table = tried(
+        capsys, tmp_path / "out", steps(4), "evaluation.num_prompts=8", "evaluation.k=2"
+    )
     assert passed and list(table) == [*NAMES, *PLAYED, "evaluation", "report", "disk"]
     assert {result for result, _ in table.values()} == {"ok"}
-    assert "427,776 parameters" in table["model"][1] and "4,096 training problems" in table["data"][1]
     assert (
-        "prompts: 17 tokens (limit 2,016 with 32 new tokens)" in table["parts"][1] and "then 3 at " in table["steps"][1]
+        "427,776 parameters" in table["model"][1] and "4,096 training problems" in table["data"][1]
+    )
+    assert (
+        "prompts: 17 tokens (limit 2,016 with 32 new tokens)" in table["parts"][1]
+        and "then 3 at " in table["steps"][1]
     )
     assert [path.name for path in tmp_path.iterdir()] == ["before"]
 
@@ -54,7 +67,11 @@ def test_what_follows_a_failure_is_skipped_and_the_rest_is_tried(
     (tmp_path / "data.jsonl").write_text(json.dumps({"q": "1+1", "a": "2"}) + "\n")
     data = ("env.columns.prompt=question", "env.columns.answer=a", "env.reward=math")
     passed, table = tried(capsys, tmp_path / "out", f"env.dataset={tmp_path}/data.jsonl", *data)
-    assert not passed and table["data"][0] == "FAILED" and "env.columns.prompt=question" in table["data"][1]
+    assert (
+        not passed
+        and table["data"][0] == "FAILED"
+        and "env.columns.prompt=question" in table["data"][1]
+    )
     assert [table[name][0] for name in ("devices", "model", "disk")] == ["ok"] * 3
     assert table["parts"] == ["skipped", "see data"] and "rollout" not in table
 
@@ -78,7 +95,11 @@ def test_a_scorer_that_fails_and_one_that_gives_nothing_are_told_apart(
     text = "def broken(response):\n    raise OSError('no judge')\n\ndef nothing(response):\n    return 0.0\n"
     (tmp_path / "rewards.py").write_text(text)
     passed, table = tried(capsys, tmp_path, f"env.reward={tmp_path}/rewards.py:broken", steps(4))
-    assert not passed and table["reward"][0] == "FAILED" and "100% of the rewards are invalid" in table["reward"][1]
+    assert (
+        not passed
+        and table["reward"][0] == "FAILED"
+        and "100% of the rewards are invalid" in table["reward"][1]
+    )
     passed, table = tried(capsys, tmp_path, f"env.reward={tmp_path}/rewards.py:nothing", steps(4))
     assert passed and table["reward"][0] == "warning" and "all rewards were 0" in table["reward"][1]
 
@@ -98,27 +119,44 @@ def test_problems_in_both_splits_and_prompts_that_are_too_long_are_shown(
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     task = ("env.dataset=null", "env.task._target_=my_sums.Sums", "env.max_prompt_tokens=30")
-    passed, table = tried(capsys, tmp_path / "out", *task, "evaluation.num_prompts=4", "evaluation.k=0", steps(2))
+    passed, table = tried(
+        capsys, tmp_path / "out", *task, "evaluation.num_prompts=4", "evaluation.k=0", steps(2)
+    )
     assert passed and "30 training problems" in table["data"][1]
-    assert table["data"][0] == "warning" and "5 of the test problems are also training problems" in table["data"][1]
-    assert table["parts"][0] == "warning" and "1 of 30 prompts are longer and are left out" in table["parts"][1]
+    assert (
+        table["data"][0] == "warning"
+        and "5 of the test problems are also training problems" in table["data"][1]
+    )
+    assert (
+        table["parts"][0] == "warning"
+        and "1 of 30 prompts are longer and are left out" in table["parts"][1]
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
-    [("train_model.lora.enabled=true",), ("env.reward_workers=1", "algo=dapo"), ("train.total_dialog_turns=0",)],
+    [
+        ("train_model.lora.enabled=true",),
+        ("env.reward_workers=1", "algo=dapo"),
+        ("train.total_dialog_turns=0",),
+    ],
 )
 def test_it_works_with_adapters_reward_workers_and_nothing_to_train(
     overrides: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str], wide: None
 ) -> None:
     trains = overrides[-1] != "train.total_dialog_turns=0"
-    passed, table = tried(capsys, tmp_path, *([steps(2)] * trains), "evaluation.num_prompts=4", *overrides)
+    passed, table = tried(
+        capsys, tmp_path, *([steps(2)] * trains), "evaluation.num_prompts=4", *overrides
+    )
     assert passed and ("steps" in table) == trains and table["evaluation"][0] == "ok"
 
 
 def test_its_steps_change_no_weight(tmp_path: Path) -> None:
-    run = build(compose_config(*SMALL, steps(2), "optimizer.lr=1e-30", "optimizer.weight_decay=0.1"), tmp_path)
+    run = build(
+        compose_config(*SMALL, steps(2), "optimizer.lr=1e-30", "optimizer.weight_decay=0.1"),
+        tmp_path,
+    )
     before = [parameter.clone() for parameter in run.learner.trainer.parameters]
     run.source.publish(run.learner.weights(), 0)
     assert run.learner.train_groups(*run.source.next_batch())["train/grad_norm"] > 0
@@ -148,11 +186,20 @@ def test_a_forecast_equals_the_sums_by_hand() -> None:
     measured.prompt_tokens, measured.response_tokens = 8, 12
     found = forecast(config, measured)
     assert found.seconds == pytest.approx(
-        {"start": 5, "steps": 60, "evaluations": 2 * 7 + 9 * 2, "checkpoints": 2.55, "report": 3, "end": 2}
+        {
+            "start": 5,
+            "steps": 60,
+            "evaluations": 2 * 7 + 9 * 2,
+            "checkpoints": 2.55,
+            "report": 3,
+            "end": 2,
+        }
     )
     samples = 2 * 16 + 11 * 20  # at steps 50 and 100; and the evaluations
     assert found.disk_bytes == 3 * 10**8 + 10**7 + 100 * 2300 + 450_000 + samples * 500
-    assert found.longest_s == pytest.approx(104.55 + (40 / 20 - 1) * 92)  # 8 + 32 tokens in place of 8 + 12
+    assert found.longest_s == pytest.approx(
+        104.55 + (40 / 20 - 1) * 92
+    )  # 8 + 32 tokens in place of 8 + 12
     assert found.rows()[0]["estimate"] == "1:45" and found.memory == {"cpu": 10**9}
 
 

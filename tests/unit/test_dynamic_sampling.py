@@ -30,7 +30,9 @@ def test_a_run_replaces_groups_without_signal_and_goes_on_alike(tmp_path: Path) 
     filled = [row["rollout/groups_filled"] for row in rows[1:]]
     # A batch is 4 groups, and at most 3 rollouts of 16 dialogs are played for it.
     assert max(played) <= 12 and sum(dropped) > 0
-    assert [all_of_them - gone for all_of_them, gone in zip(played, dropped, strict=True)] == [4] * 6
+    assert [all_of_them - gone for all_of_them, gone in zip(played, dropped, strict=True)] == [
+        4
+    ] * 6
     assert [row["rollout/zero_variance_groups"] * 4 for row in rows[1:]] == filled
     groups: list[int] = []
     samples = [row for row in read_jsonl(tmp_path / "samples.jsonl") if row["split"] == "train"]
@@ -45,6 +47,11 @@ def test_a_run_replaces_groups_without_signal_and_goes_on_alike(tmp_path: Path) 
     assert source["ahead"] == [] and source["drawing"]["next_group"] == sum(played)
     # A resumed run draws, drops and trains the same.
     resumed = run(tmp_path / "resumed", *OPTIONS, f"train.resume={at(tmp_path, 3)}")
-    for name in (*NUMBERS, "rollout/groups_played", "rollout/groups_zero_variance", "rollout/groups_filled"):
+    for name in (
+        *NUMBERS,
+        "rollout/groups_played",
+        "rollout/groups_zero_variance",
+        "rollout/groups_filled",
+    ):
         assert [row.get(name) for row in resumed[1:]] == [row.get(name) for row in rows[4:]], name
     assert differences(state_of(at(tmp_path / "resumed", 6)), state_of(at(tmp_path, 6))) == []

@@ -17,9 +17,18 @@ VOCABULARY = 500
 
 def make_scorer(dtype: torch.dtype, padding: int | None, *, tied: bool = True) -> TokenScorer:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     config = Qwen2Config(
-        vocab_size=VOCABULARY, num_key_value_heads=2, tie_word_embeddings=tied, pad_token_id=padding, **sizes
+        vocab_size=VOCABULARY,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
+        pad_token_id=padding,
+        **sizes,
     )
     return TokenScorer(Qwen2ForCausalLM._from_config(config, dtype=dtype).eval())
 
@@ -36,7 +45,11 @@ def gradients(scorer: TokenScorer, passes: int = 2) -> dict[str, torch.Tensor]:
     for _ in range(passes):
         log_probs, entropy = scorer.score(*batch())
         (log_probs.sum() + 0.1 * entropy.sum()).backward()
-    return {name: parameter.grad for name, parameter in scorer.model.named_parameters() if parameter.grad is not None}
+    return {
+        name: parameter.grad
+        for name, parameter in scorer.model.named_parameters()
+        if parameter.grad is not None
+    }
 
 
 @pytest.mark.parametrize("padding", [None, 3])
@@ -61,13 +74,19 @@ class Large(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor) and out.layout == torch.strided and out.shape == (VOCABULARY, 32):
+        if (
+            isinstance(out, torch.Tensor)
+            and out.layout == torch.strided
+            and out.shape == (VOCABULARY, 32)
+        ):
             self.made.append(str(func))
         return out
 
 
 @pytest.mark.parametrize(("tied", "dense"), [(True, 0), (False, 1)])
-def test_a_tied_embedding_has_no_second_gradient_of_the_whole_vocabulary(tied: bool, dense: int) -> None:
+def test_a_tied_embedding_has_no_second_gradient_of_the_whole_vocabulary(
+    tied: bool, dense: int
+) -> None:
     scorer = make_scorer(torch.float32, None, tied=tied)
     with Large() as large:
         gradients(scorer, passes=1)

@@ -27,10 +27,13 @@ def test_a_scorer_that_always_fails_ends_the_run(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("def score(response):\n    raise OSError('no judge')\n")
     said = r"3 optimizer steps in a row changed nothing, .* all rewards are invalid"
     with pytest.raises(NoSignalError, match=said) as ended:
-        run(tmp_path / "run", f"env.reward={tmp_path}/broken.py:score", steps(5), "train.max_nonfinite_steps=3")
-    failed = (
-        f"The scorer failed on 16 of 16 responses, the first time with OSError: no judge at {tmp_path}/broken.py:2."
-    )
+        run(
+            tmp_path / "run",
+            f"env.reward={tmp_path}/broken.py:score",
+            steps(5),
+            "train.max_nonfinite_steps=3",
+        )
+    failed = f"The scorer failed on 16 of 16 responses, the first time with OSError: no judge at {tmp_path}/broken.py:2."
     assert failed in str(ended.value)
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [row.get("rollout/invalid") for row in rows] == [None, 16, 16]
@@ -59,7 +62,8 @@ def test_a_run_whose_stacks_cannot_be_written_ends_all_the_same(
     assert ended.value.code == STALLED_STATUS
     said = capfd.readouterr().err
     assert (
-        "error: no progress for 3 s (train.stall_timeout_s); current task: sample and score the batch of step 3" in said
+        "error: no progress for 3 s (train.stall_timeout_s); current task: sample and score the batch of step 3"
+        in said
     )
     assert "Its stacks could not be written (IsADirectoryError" in said
     check_whole(at(tmp_path / "run", 2))
@@ -114,14 +118,30 @@ def test_what_cannot_be_written_at_the_end_costs_no_checkpoint(
         monkeypatch.setattr(run_.source, "publish", with_end)
 
     (tmp_path / "report.html").mkdir()  # no more can the report be
-    expected = pytest.raises(OSError, match="Input/output") if ended_by is None else pytest.raises(SystemExit)
-    with expected as ended, orderly_exit(), closing(build(compose_config(*SMALL, steps(5)), tmp_path)) as made:
+    expected = (
+        pytest.raises(OSError, match="Input/output")
+        if ended_by is None
+        else pytest.raises(SystemExit)
+    )
+    with (
+        expected as ended,
+        orderly_exit(),
+        closing(build(compose_config(*SMALL, steps(5)), tmp_path)) as made,
+    ):
         at_third_sync(made)
         made.fit()
     assert ended_by is None or ended.value.args == (128 + ended_by,)
     check_whole(at(tmp_path, 3))
-    assert said.count("Step 3 is not all written down (OSError: [Errno 5] Input/output error).") == 1
-    assert sum(line.startswith(f"No report could be written in {tmp_path} (IsADirectoryError") for line in said) == 1
+    assert (
+        said.count("Step 3 is not all written down (OSError: [Errno 5] Input/output error).") == 1
+    )
+    assert (
+        sum(
+            line.startswith(f"No report could be written in {tmp_path} (IsADirectoryError")
+            for line in said
+        )
+        == 1
+    )
 
 
 @pytest.mark.slow
@@ -135,7 +155,10 @@ def test_time_that_is_over_before_the_first_step_names_no_checkpoint(
     run(tmp_path / "b", steps(2))
     run(tmp_path / "c", steps(4), f"train.resume={tmp_path / 'b'}", "train.time_limit=0.001")
     newest = at(tmp_path / "b", 2)
-    assert said[-1] == f"train.time_limit=0.001 ended the run after step 2. Resume with train.resume={newest}"
+    assert (
+        said[-1]
+        == f"train.time_limit=0.001 ended the run after step 2. Resume with train.resume={newest}"
+    )
 
 
 def test_a_report_that_cannot_be_written_is_no_failure(tmp_path: Path) -> None:

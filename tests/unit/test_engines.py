@@ -20,7 +20,14 @@ from torchrl_grpo.assembly.parts import make_engine, make_sampler
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.collectors.sampler import RolloutTask
 from torchrl_grpo.config import ConfigError
-from torchrl_grpo.generation.base import Completion, Engine, EngineRequest, OnFinished, SamplingParams, engine_class
+from torchrl_grpo.generation.base import (
+    Completion,
+    Engine,
+    EngineRequest,
+    OnFinished,
+    SamplingParams,
+    engine_class,
+)
 from torchrl_grpo.generation.engines import ENGINES, EngineKind, engines_with
 from torchrl_grpo.generation.transformers import TransformersEngine
 from torchrl_grpo.reporting.metrics import read_jsonl
@@ -46,7 +53,9 @@ class Server(Engine):
     @classmethod
     def check(cls, request: EngineRequest) -> None:
         if cls.refuses == "model":
-            raise ValueError(f"server: no {request.model_config.model_type} in {request.options.dtype}.")
+            raise ValueError(
+                f"server: no {request.model_config.model_type} in {request.options.dtype}."
+            )
 
     @classmethod
     def make(
@@ -60,7 +69,11 @@ class Server(Engine):
         return cls(TransformersEngine.make(request, device, load_model), request)
 
     def generate(
-        self, prompts: Sequence[Tensor], n: int, params: SamplingParams, on_finished: OnFinished | None = None
+        self,
+        prompts: Sequence[Tensor],
+        n: int,
+        params: SamplingParams,
+        on_finished: OnFinished | None = None,
     ) -> list[list[Completion]]:
         return self.inner.generate(prompts, n, params, on_finished)
 
@@ -100,13 +113,22 @@ def compared(tree: ast.AST) -> set[str]:
     """Texts that a file compares with."""
     comparisons = [node for node in ast.walk(tree) if isinstance(node, ast.Compare)]
     sides = [side for node in comparisons for side in (node.left, *node.comparators)]
-    sides += [part for side in sides if isinstance(side, ast.Tuple | ast.List | ast.Set) for part in side.elts]
+    sides += [
+        part
+        for side in sides
+        if isinstance(side, ast.Tuple | ast.List | ast.Set)
+        for part in side.elts
+    ]
     return {side.value for side in sides if isinstance(side, ast.Constant)}
 
 
 def test_nothing_compares_the_names_of_engines() -> None:
     paths = list((ROOT / "torchrl_grpo").rglob("*.py"))
-    assert [path for path in paths if compared(ast.parse(path.read_text(encoding="utf-8"))) & set(ENGINES)] == []
+    assert [
+        path
+        for path in paths
+        if compared(ast.parse(path.read_text(encoding="utf-8"))) & set(ENGINES)
+    ] == []
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -129,21 +151,36 @@ def test_capabilities_are_those_of_the_engines() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("in_flight=keep", "in_flight=keep must be wait with inference_model.backend=third: use wait, or inference_m"),
-        ("tensor_parallel_size=2", "size=2 must be 1 with inference_model.backend=third: use 1, or inference_model.b"),
-        ("stop=[x]", "stop=['x'] must be [] with inference_model.backend=third: use [], or inference_model.backend="),
-        ("weight_transfer=broadcast", "broadcast must be one of auto, object_store with inference_model.backend=thir"),
+        (
+            "in_flight=keep",
+            "in_flight=keep must be wait with inference_model.backend=third: use wait, or inference_m",
+        ),
+        (
+            "tensor_parallel_size=2",
+            "size=2 must be 1 with inference_model.backend=third: use 1, or inference_model.b",
+        ),
+        (
+            "stop=[x]",
+            "stop=['x'] must be [] with inference_model.backend=third: use [], or inference_model.backend=",
+        ),
+        (
+            "weight_transfer=broadcast",
+            "broadcast must be one of auto, object_store with inference_model.backend=thir",
+        ),
         ("exact=true", "exact=true needs inference_model.backend=transformers, it is third"),
     ],
 )
-def test_the_config_refuses_what_an_engine_cannot_do(server: str, override: str, message: str) -> None:
+def test_the_config_refuses_what_an_engine_cannot_do(
+    server: str, override: str, message: str
+) -> None:
     with pytest.raises(ConfigError) as error:
         compose_config(server, f"inference_model.{override}")
     assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("refuses", "message"), [("machine", "server: no machine, on_cpu=True"), ("model", "server: no .* in float32")]
+    ("refuses", "message"),
+    [("machine", "server: no machine, on_cpu=True"), ("model", "server: no .* in float32")],
 )
 def test_what_an_engine_refuses_comes_with_the_blueprint(
     server: str, refuses: str, message: str, monkeypatch: pytest.MonkeyPatch
@@ -155,10 +192,17 @@ def test_what_an_engine_refuses_comes_with_the_blueprint(
 
 def test_a_third_engine_is_made_and_plays(server: str) -> None:
     blueprint = prepare(compose_config(*SMALL, server, "seed=3"), [])
-    assert task_geometry(blueprint.config, 2) == (1, 2)  # single groups, because several may call it at a time
+    assert task_geometry(blueprint.config, 2) == (
+        1,
+        2,
+    )  # single groups, because several may call it at a time
     engine = make_engine(blueprint, CPU)
     assert isinstance(engine, Server)
-    assert (engine.request.seed, engine.request.on_cpu, engine.request.colocated) == (3, True, False)
+    assert (engine.request.seed, engine.request.on_cpu, engine.request.colocated) == (
+        3,
+        True,
+        False,
+    )
     assert engine.request.options.max_new_tokens == blueprint.config.inference_model.max_new_tokens
     sampler = make_sampler(blueprint, device=CPU)
     drawing = blueprint.train_env.drawing
@@ -169,7 +213,9 @@ def test_a_third_engine_is_made_and_plays(server: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_of_a_third_engine_equals_that_of_the_one_behind_it(server: str, tmp_path: Path) -> None:
+def test_a_run_of_a_third_engine_equals_that_of_the_one_behind_it(
+    server: str, tmp_path: Path
+) -> None:
     rows = []
     for backend in ("inference_model.backend=transformers", server):
         run = build(compose_config(*SMALL, backend), tmp_path / backend.rpartition("=")[2])
@@ -178,12 +224,21 @@ def test_a_run_of_a_third_engine_equals_that_of_the_one_behind_it(server: str, t
         finally:
             run.close()
         rows.append(read_jsonl(run.directory / "metrics.jsonl"))
-    for name in ("train/loss", "train/grad_norm", "train/kl_k3_to_inference", "rollout/reward_mean"):
+    for name in (
+        "train/loss",
+        "train/grad_norm",
+        "train/kl_k3_to_inference",
+        "rollout/reward_mean",
+    ):
         expected, found = ([row[name] for row in one if name in row] for one in rows)
         assert len(expected) == 2 and found == expected, name
 
 
-def test_an_engine_without_make_says_what_to_override(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_without_make_says_what_to_override(
+    server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delattr(Server, "make")
-    with pytest.raises(NotImplementedError, match=r"Server cannot be made from a config: override Engine\.make"):
+    with pytest.raises(
+        NotImplementedError, match=r"Server cannot be made from a config: override Engine\.make"
+    ):
         make_engine(prepare(compose_config(*SMALL, server), []), CPU)

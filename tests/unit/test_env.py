@@ -32,7 +32,9 @@ def encode(tokenizer):
 
 @pytest.mark.parametrize("task", [EchoTask(), TwoTurnTask()])
 def test_torchrl_finds_the_specs_right(tokenizer, task):
-    check_env_specs(LLMEnv(task, tokenizer, num_envs=6, repeats=3, max_turns=2), break_when_any_done="both")
+    check_env_specs(
+        LLMEnv(task, tokenizer, num_envs=6, repeats=3, max_turns=2), break_when_any_done="both"
+    )
 
 
 def test_specs_are_right_inside_a_transformed_env(tokenizer):
@@ -40,7 +42,9 @@ def test_specs_are_right_inside_a_transformed_env(tokenizer):
         def problems(self, split):
             return [Problem(letter, letter) for letter in "abcdef"]
 
-    check_env_specs(TransformedEnv(LLMEnv(SameLength(), tokenizer, num_envs=6, repeats=3), RewardSum()))
+    check_env_specs(
+        TransformedEnv(LLMEnv(SameLength(), tokenizer, num_envs=6, repeats=3), RewardSum())
+    )
 
 
 def test_reset_repeats_each_prompt_in_adjacent_rows(tokenizer, encode):
@@ -101,7 +105,9 @@ def test_assigned_groups_are_those_that_a_reset_would_have_drawn(tokenizer):
         assert again["query"] == expected["query"]
         for key in ("group_id", "done", "correct"):
             assert torch.equal(again[key], expected[key]), key
-        for row, other_row in zip(again.get("tokens").unbind(0), expected.get("tokens").unbind(0), strict=True):
+        for row, other_row in zip(
+            again.get("tokens").unbind(0), expected.get("tokens").unbind(0), strict=True
+        ):
             assert torch.equal(row["prompt"], other_row["prompt"])
     assert expected["group_id"].squeeze(-1).tolist() == [9, 9, 10, 10, 11, 11]
     with pytest.raises(ValueError, match=r"assign\(\) needs 3 groups, it was given 2"):
@@ -145,7 +151,9 @@ def test_step_scores_and_records_why_the_dialog_ended(tokenizer, encode):
     answer = data["query"][0]
     right, wrong = [*encode(answer), END], [*encode("nonsense"), END]
     # The longest response of the batch is not the one that was cut off.
-    after = respond(env, data, [right, wrong, [*wrong, *wrong], encode("cut")], cut=[False, False, False, True])
+    after = respond(
+        env, data, [right, wrong, [*wrong, *wrong], encode("cut")], cut=[False, False, False, True]
+    )
     assert column(after, "reward") == [1.0, 0.25, 0.25, 0.25]
     assert column(after, "correct") == [True, False, False, False]
     assert column(after, "done") == [True, True, True, True]
@@ -186,7 +194,9 @@ def test_a_failing_next_turn_ends_the_dialog_as_invalid(tokenizer, encode):
 
     env = LLMEnv(Broken(), tokenizer, num_envs=1, repeats=1, max_turns=2)
     after = respond(env, env.reset(), [[*encode("x"), END]])
-    outcome = {key: column(after, key)[0] for key in ("reward", "reward_valid", "terminated", "truncated")}
+    outcome = {
+        key: column(after, key)[0] for key in ("reward", "reward_valid", "terminated", "truncated")
+    }
     assert outcome == {"reward": 0.0, "reward_valid": False, "terminated": True, "truncated": False}
 
 
@@ -265,7 +275,11 @@ def test_the_user_turn_of_a_template_that_ends_turns_with_a_newline(tokenizer, e
         after = respond(env, data, [response])
     finally:
         tokenizer.chat_template = original
-    assert prompts(after["next"])[0] == [*first, *response, *encode("\n<|user|>again?<|end|>\n<|assistant|>")]
+    assert prompts(after["next"])[0] == [
+        *first,
+        *response,
+        *encode("\n<|user|>again?<|end|>\n<|assistant|>"),
+    ]
 
 
 def test_long_prompts_are_dropped_and_counted(tokenizer, monkeypatch):
@@ -275,7 +289,9 @@ def test_long_prompts_are_dropped_and_counted(tokenizer, monkeypatch):
     assert env.num_dropped == 3  # the queries of 3 letters: c, f, i
     assert len(logged) == 1 and "Dropped 3 of 10" in logged[0]
     drawn = {query for _ in range(7) for query in env.reset()["query"]}
-    assert drawn == {problem.query for problem in EchoTask(10).problems("train") if len(problem.query) < 3}
+    assert drawn == {
+        problem.query for problem in EchoTask(10).problems("train") if len(problem.query) < 3
+    }
 
 
 @pytest.mark.parametrize(("reward", "valid"), [(1e300, False), (-1e39, False), (3e38, True)])
@@ -308,7 +324,10 @@ def test_a_step_of_rows_that_are_all_done_repeats_their_outcome(tokenizer, encod
         ),
         ({"num_envs": 4, "repeats": 0}, "num_envs=4 must be a multiple of repeats=0"),
         ({"num_envs": 4, "repeats": 4, "max_turns": 0}, "max_turns=0 must be at least 1"),
-        ({"num_envs": 4, "repeats": 4, "max_prompt_tokens": 2}, "max_prompt_tokens=2 tokens, none of its 10 has"),
+        (
+            {"num_envs": 4, "repeats": 4, "max_prompt_tokens": 2},
+            "max_prompt_tokens=2 tokens, none of its 10 has",
+        ),
     ],
 )
 def test_bad_arguments_say_what_to_use(tokenizer, arguments, message):
@@ -323,7 +342,9 @@ def test_a_tokenizer_without_chat_template_is_refused(tokenizer, monkeypatch):
 
 
 def test_rollout_resets_finished_rows_and_stops_when_all_are_done(tokenizer, encode):
-    engine = ScriptedEngine(lambda prompt, copy: ([*encode("stop"), END], "stop") if copy == 0 else ([7, END], "stop"))
+    engine = ScriptedEngine(
+        lambda prompt, copy: ([*encode("stop"), END], "stop") if copy == 0 else ([7, END], "stop")
+    )
     policy = GenerationPolicy(engine, SamplingParams(max_new_tokens=8))
     env = LLMEnv(TwoTurnTask(), tokenizer, num_envs=4, repeats=2, max_turns=2)
 

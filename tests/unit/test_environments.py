@@ -64,7 +64,14 @@ class Play:
         self.said += [] if response is None else [response]
         chat = [*self.chat, *({"role": "assistant", "content": text} for text in self.said)]
         dialog = Dialog(
-            self.problem, list(self.said), chat, [], "length" if cut else "stop", response or "", last, self.episode
+            self.problem,
+            list(self.said),
+            chat,
+            [],
+            "length" if cut else "stop",
+            response or "",
+            last,
+            self.episode,
         )
         [turn] = self.task.advance([dialog])
         return turn
@@ -88,21 +95,28 @@ def test_trls_environment_that_makes_its_own_tasks_runs_as_it_is() -> None:
     target = random.randint(1, 6)
     random.seed(5)
     play = Play(task, problem(task))
-    assert play.opened.messages == [{"role": "user", "content": f"Increment the counter by {target}."}]
+    assert play.opened.messages == [
+        {"role": "user", "content": f"Increment the counter by {target}."}
+    ]
     [schema] = play.opened.tools
     assert schema["function"]["name"] == "increment"
     assert schema["function"]["parameters"]["properties"] == {
         "step": {"type": "integer", "description": "Value to add to the counter."}
     }
     turn = play.turn(call("increment", step=target - 1))
-    assert [message["content"] for message in turn.messages] == [str(target - 1)] and turn.score is None
-    turn = play.turn(call("increment", step=1), last=True)  # made too: the reward is what it comes to
+    assert [message["content"] for message in turn.messages] == [
+        str(target - 1)
+    ] and turn.score is None
+    turn = play.turn(
+        call("increment", step=1), last=True
+    )  # made too: the reward is what it comes to
     assert turn.score == Score(1.0, True) and turn.messages[0]["content"] == str(target)
 
 
 def test_trls_environment_with_a_data_set_gets_its_columns(tmp_path: Path) -> None:
     rows = [
-        {"prompt": [{"role": "user", "content": f"Increment the counter to {i}."}], "target": i} for i in range(1, 7)
+        {"prompt": [{"role": "user", "content": f"Increment the counter to {i}."}], "target": i}
+        for i in range(1, 7)
     ]
     data = tmp_path / "data.jsonl"
     data.write_text("\n".join(map(json.dumps, rows)))
@@ -118,26 +132,40 @@ def test_trls_several_environments_go_by_the_column(tmp_path: Path) -> None:
     rows = [{"prompt": "Play. ", "environment": name, "target": 1} for name in ("counter", "game")]
     data.write_text("\n".join(map(json.dumps, rows)))
     kinds = {"counter": f"{TRL}:TargetEnv", "game": f"{TRL}:GameEnv"}
-    task = make_task(EnvConfig(dataset=str(data), environment=kinds, max_turns=2, reward=f"{TRL}:steady"))
+    task = make_task(
+        EnvConfig(dataset=str(data), environment=kinds, max_turns=2, reward=f"{TRL}:steady")
+    )
     counter, game = (Play(task, problem(task, number), str(number)) for number in (0, 1))
-    assert [[tool["function"]["name"] for tool in play.opened.tools] for play in (counter, game)] == [
+    assert [
+        [tool["function"]["name"] for tool in play.opened.tools] for play in (counter, game)
+    ] == [
         ["increment"],
         ["move"],
     ]
     assert game.opened.messages[-1]["content"] == "Play. Reach the goal tile."
     assert game.turn(call("move", action="up")).messages[0]["content"] == "moved up"
-    assert "there is no tool 'move'" in counter.turn(call("move", action="up")).messages[0]["content"]
+    assert (
+        "there is no tool 'move'" in counter.turn(call("move", action="up")).messages[0]["content"]
+    )
     rows[1]["environment"] = "gmae"
     data.write_text("\n".join(map(json.dumps, rows)))
-    with pytest.raises(ValueError, match=r"one of the names in env.environment, \['counter', 'game'\], it has 'gmae'"):
+    with pytest.raises(
+        ValueError,
+        match=r"one of the names in env.environment, \['counter', 'game'\], it has 'gmae'",
+    ):
         make_task(EnvConfig(dataset=str(data), environment=kinds, reward=f"{TRL}:steady"))
 
 
 def test_trls_reward_functions_read_the_environment() -> None:
-    task = make_task(EnvConfig(environment=f"{TRL}:WordleEnv", reward=f"{TRL}:reward_func", max_turns=4))
+    task = make_task(
+        EnvConfig(environment=f"{TRL}:WordleEnv", reward=f"{TRL}:reward_func", max_turns=4)
+    )
     play = Play(task, problem(task))
     assert play.turn(call("guess", guess="[house]")).messages[0]["content"] == "GGGGG"
-    assert play.turn(call("guess", guess="[mouse]")).messages[0]["content"] == "error: ValueError: Game over."
+    assert (
+        play.turn(call("guess", guess="[mouse]")).messages[0]["content"]
+        == "error: ValueError: Game over."
+    )
     assert play.turn("I won.").score == Score(1.0, True, {"reward_func": 1.0})
 
 
@@ -170,7 +198,11 @@ def test_a_text_game_answers_and_rewards_each_response(path: Path, kind: type) -
     play = Play(task, problem(task, 3))
     assert play.opened.messages == [{"role": "user", "content": "game 3"}] and not play.opened.tools
     first = play.turn("0.25")
-    assert (first.messages, first.reward, first.score) == ([{"role": "user", "content": "0.25"}], 0.25, None)
+    assert (first.messages, first.reward, first.score) == (
+        [{"role": "user", "content": "0.25"}],
+        0.25,
+        None,
+    )
     second = play.turn("0.5")
     assert (second.messages[0]["content"], second.reward) == ("0.25 0.5", 0.5)
     end = play.turn("stop")
@@ -186,7 +218,11 @@ def test_a_response_that_was_cut_off_is_a_step_and_a_last_turn_is_scored(path: P
     cut = play.turn("-5", cut=True)
     assert (cut.messages[0]["content"], cut.reward, cut.score) == ("1 -5", -5.0, None)
     last = play.turn("2", last=True)
-    assert (last.messages[0]["content"], last.reward, last.score) == ("1 -5 2", 2.0, Score(-2.0, False))
+    assert (last.messages[0]["content"], last.reward, last.score) == (
+        "1 -5 2",
+        2.0,
+        Score(-2.0, False),
+    )
 
 
 def test_a_step_whose_answer_finds_no_room_is_taken_once(path: Path) -> None:
@@ -205,7 +241,9 @@ def test_a_game_goes_on_after_a_cut_off_response_if_there_is_room(
         ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
-    env = LLMEnv(task_of(games.Game), tokenizer, num_envs=1, repeats=1, max_turns=3, max_dialog_tokens=room)
+    env = LLMEnv(
+        task_of(games.Game), tokenizer, num_envs=1, repeats=1, max_turns=3, max_dialog_tokens=room
+    )
     data = env.reset()
     prompt = data["tokens"][0]["prompt"].tolist()
     data = respond(env, data, [encode("-1")], [True])
@@ -250,7 +288,9 @@ def test_a_reward_that_is_no_number_is_invalid(value: Any) -> None:
     for kind in (Steps, Tools):
         [turn] = advance(task := task_of(kind), [dialog("e")])
         [turn] = advance(task, [dialog("e", "x")])
-        assert isinstance(turn, Failure) and turn.cause == "not_finite" and kind.__name__ in turn.text
+        assert (
+            isinstance(turn, Failure) and turn.cause == "not_finite" and kind.__name__ in turn.text
+        )
 
 
 def test_a_coroutine_that_blocks_its_loop_costs_its_own_dialog_alone() -> None:
@@ -273,10 +313,13 @@ def test_a_coroutine_that_blocks_its_loop_costs_its_own_dialog_alone() -> None:
 def test_environments_start_side_by_side_and_fail_alone(path: Path) -> None:
     task = task_of(games.StartsWithOthers)
     dialogs = [
-        Dialog(one, [], task.messages(one), last=False, episode=str(i)) for i, one in enumerate(task.problems("train"))
+        Dialog(one, [], task.messages(one), last=False, episode=str(i))
+        for i, one in enumerate(task.problems("train"))
     ]
     turns = task.advance(dialogs)
-    assert [isinstance(turn, OSError) for turn in turns] == [bool(number % 2) for number in range(8)]
+    assert [isinstance(turn, OSError) for turn in turns] == [
+        bool(number % 2) for number in range(8)
+    ]
     for one in dialogs:
         task.close(one.episode)
     assert noted(path, made=8, closed=8) == {"made": 8, "closed": 8}
@@ -299,7 +342,11 @@ def test_an_environment_that_hangs_costs_its_own_dialog_alone(path: Path, kind: 
     with RewardPool(task_of(kind), 1, timeout_s=1.0) as pool:
         assert all(isinstance(turn, Turn) for turn in play(pool, *map(dialog, "abc")))
         hung, *others = play(pool, dialog("a", "hang"), dialog("b", "1"), dialog("c", "2"))
-        assert isinstance(hung, Failure) and hung.cause == "timeout" and "env.reward_timeout_s=1" in hung.text
+        assert (
+            isinstance(hung, Failure)
+            and hung.cause == "timeout"
+            and "env.reward_timeout_s=1" in hung.text
+        )
         assert [turn.reward for turn in others if isinstance(turn, Turn)] == [1.0, 2.0]
         [alone] = play(pool, dialog("b", "1", "hang"))
         assert isinstance(alone, Failure) and alone.cause == "timeout"
@@ -308,12 +355,18 @@ def test_an_environment_that_hangs_costs_its_own_dialog_alone(path: Path, kind: 
         assert set(pool.take_counts().values()) == {0}
 
 
-def test_a_process_with_many_that_hang_is_replaced(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_with_many_that_hang_is_replaced(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with RewardPool(task_of(games.Game), 1, timeout_s=1.0) as pool:
         episodes = [f"e{number}" for number in range(16)]
         play(pool, *map(dialog, episodes), dialog("other"))
         hung = play(pool, *[dialog(episode, "hang") for episode in episodes])
-        assert {turn.cause for turn in hung if isinstance(turn, Failure)} <= {"timeout", "crash", "lost"}
+        assert {turn.cause for turn in hung if isinstance(turn, Failure)} <= {
+            "timeout",
+            "crash",
+            "lost",
+        }
         [next_one] = play(pool, dialog("next"))
         assert isinstance(next_one, Turn) and pool.take_counts()["workers/restarts_reward"] == 1
 
@@ -394,7 +447,9 @@ def test_what_reset_and_step_return_is_checked() -> None:
             return (None, 0.0, False) if response == "silent" else response
 
     task = task_of(Silent)
-    assert "must return the first prompt where there is no data set" in str(Play(task, problem(task)).opened)
+    assert "must return the first prompt where there is no data set" in str(
+        Play(task, problem(task)).opened
+    )
     prompted = WithEnvironment(SeedsTask(4, "Number {seed}."), {"": Kind(Silent)})
     started = Play(prompted, problem(prompted, 3))
     assert started.opened.messages == [{"role": "user", "content": "Number 3."}]
@@ -407,12 +462,23 @@ def test_what_reset_and_step_return_is_checked() -> None:
     [
         ({"environment": 3}, "env.environment=3 must be a class or classes by name"),
         ({"environment": {"a": "f.py:A"}}, "needs a data set with the column environment"),
-        ({"environment": "f.py:A", "retry_prompt": "Again.", "max_turns": 2}, "env.retry_prompt=Again. and env.env"),
-        ({"environment": "f.py:A", "difficulty": 3}, "env.difficulty=3 must be left out with env.environment"),
-        ({"dataset": "arithmetic", "environments_at_a_time": 3}, "needs env.environment: leave it out"),
+        (
+            {"environment": "f.py:A", "retry_prompt": "Again.", "max_turns": 2},
+            "env.retry_prompt=Again. and env.env",
+        ),
+        (
+            {"environment": "f.py:A", "difficulty": 3},
+            "env.difficulty=3 must be left out with env.environment",
+        ),
+        (
+            {"dataset": "arithmetic", "environments_at_a_time": 3},
+            "needs env.environment: leave it out",
+        ),
     ],
 )
-def test_settings_that_nothing_would_read_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_settings_that_nothing_would_read_are_refused(
+    settings: dict[str, Any], message: str
+) -> None:
     from torchrl_grpo.config.rules import validate
     from torchrl_grpo.config.schema import GRPOConfig
 
@@ -423,9 +489,13 @@ def test_settings_that_nothing_would_read_are_refused(settings: dict[str, Any], 
 def test_an_environment_on_the_command_line_replaces_the_data_set() -> None:
     from torchrl_grpo.config.command_line import compose
 
-    config = compose("grpo_arithmetic", [f"env.environment={TRL}:IncrementEnv", "env.reward_timeout_s=5"])
+    config = compose(
+        "grpo_arithmetic", [f"env.environment={TRL}:IncrementEnv", "env.reward_timeout_s=5"]
+    )
     assert config.env.dataset is None
-    kept = compose("grpo_arithmetic", [f"env.environment={TRL}:IncrementEnv", "env.dataset=arithmetic"])
+    kept = compose(
+        "grpo_arithmetic", [f"env.environment={TRL}:IncrementEnv", "env.dataset=arithmetic"]
+    )
     assert kept.env.dataset == "arithmetic"
 
 

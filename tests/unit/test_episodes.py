@@ -42,7 +42,13 @@ def noted(path: Path, what: str) -> list[str]:
 
 
 def dialog(episode: str, *responses: str, query: str = "a", last: bool = False) -> Dialog:
-    return Dialog(Problem(query, query), responses, [{"role": "user", "content": query}], last=last, episode=episode)
+    return Dialog(
+        Problem(query, query),
+        responses,
+        [{"role": "user", "content": query}],
+        last=last,
+        episode=episode,
+    )
 
 
 def play(pool: RewardPool, *dialogs: Dialog) -> list[Turn | Failure]:
@@ -50,7 +56,9 @@ def play(pool: RewardPool, *dialogs: Dialog) -> list[Turn | Failure]:
 
 
 def pids(turns: Sequence[Turn | Failure]) -> list[str]:
-    return [turn.messages[0]["content"] for turn in turns if isinstance(turn, Turn) and turn.messages]
+    return [
+        turn.messages[0]["content"] for turn in turns if isinstance(turn, Turn) and turn.messages
+    ]
 
 
 # Reward workers
@@ -60,7 +68,9 @@ def test_turns_of_a_dialog_stay_with_the_worker_that_opened_it(path: Path) -> No
     episodes = [f"e{number}" for number in range(6)]
     with RewardPool(KeepingTask(path), 2, timeout_s=30) as pool:
         opened = play(pool, *[dialog(episode) for episode in episodes])
-        assert [turn.messages[-1]["content"] for turn in opened if isinstance(turn, Turn)] == ["begin"] * 6
+        assert [turn.messages[-1]["content"] for turn in opened if isinstance(turn, Turn)] == [
+            "begin"
+        ] * 6
         for said in (["1"], ["1", "2"]):
             turns = play(pool, *[dialog(episode, *said) for episode in reversed(episodes)])
             assert sorted(Counter(pids(turns)).values()) == [3, 3]
@@ -74,15 +84,31 @@ def test_a_worker_that_dies_costs_its_own_dialogs_and_no_others(path: Path) -> N
     with RewardPool(KeepingTask(path), 2, timeout_s=30) as pool:
         play(pool, *map(dialog, episodes))
         turns = play(pool, *[dialog(episode, "1") for episode in episodes])
-        mates = [episode for episode, pid in zip(episodes, pids(turns), strict=True) if pid == pids(turns)[0]]
+        mates = [
+            episode
+            for episode, pid in zip(episodes, pids(turns), strict=True)
+            if pid == pids(turns)[0]
+        ]
         assert len(mates) == 2 and mates[0] == "e0"
         [died] = play(pool, dialog("e0", "1", "exit"))
         assert isinstance(died, Failure) and (died.cause, died.told) == ("crash", "")
         assert "its process ended (status 3)" in died.text
-        after = dict(zip(episodes, play(pool, *[dialog(e, "1", "2", last=True) for e in episodes]), strict=True))
-        lost = [one for one in mates if isinstance(failure := after.pop(one), Failure) and failure.cause == "lost"]
+        after = dict(
+            zip(
+                episodes,
+                play(pool, *[dialog(e, "1", "2", last=True) for e in episodes]),
+                strict=True,
+            )
+        )
+        lost = [
+            one
+            for one in mates
+            if isinstance(failure := after.pop(one), Failure) and failure.cause == "lost"
+        ]
         assert lost == mates
-        assert [turn.score for turn in after.values() if isinstance(turn, Turn)] == [Score(3.0, True)] * 2
+        assert [turn.score for turn in after.values() if isinstance(turn, Turn)] == [
+            Score(3.0, True)
+        ] * 2
         assert pool.take_counts() == {RESTARTS: 1, TIMED_OUT: 0}
         [again] = play(pool, dialog("new"))
         assert isinstance(again, Turn)
@@ -96,7 +122,11 @@ def test_a_dialog_that_takes_too_long_costs_its_worker_alone(path: Path) -> None
     with RewardPool(KeepingTask(path), 2, timeout_s=2.0) as pool:
         play(pool, dialog("a"), dialog("b"))
         hung, fine = play(pool, dialog("a", "hang"), dialog("b", "1"))
-        assert isinstance(hung, Failure) and hung.cause == "timeout" and "env.reward_timeout_s=2" in hung.text
+        assert (
+            isinstance(hung, Failure)
+            and hung.cause == "timeout"
+            and "env.reward_timeout_s=2" in hung.text
+        )
         assert isinstance(fine, Turn)
         assert pool.take_counts() == {RESTARTS: 0, TIMED_OUT: 1}
 
@@ -140,11 +170,19 @@ def test_tools_and_rewards_of_a_turn_travel_infinite_ones_do_not(path: Path) -> 
     class Telling(KeepingTask):
         def turn(self, dialog: Dialog) -> Turn:
             turn = super().turn(dialog)
-            return turn if dialog.responses else Turn(turn.messages, None, {}, 0.5, [{"type": "function"}])
+            return (
+                turn
+                if dialog.responses
+                else Turn(turn.messages, None, {}, 0.5, [{"type": "function"}])
+            )
 
     with RewardPool(Telling(path), 1, timeout_s=30) as pool:
         [opened] = play(pool, dialog("a"))
-        assert isinstance(opened, Turn) and opened.tools == [{"type": "function"}] and opened.reward == 0.5
+        assert (
+            isinstance(opened, Turn)
+            and opened.tools == [{"type": "function"}]
+            and opened.reward == 0.5
+        )
         [endless] = play(pool, dialog("a", "inf"))
         assert isinstance(endless, Failure) and endless.cause == "not_finite"
 
@@ -170,7 +208,9 @@ def engine(encode, *orders: str) -> ScriptedEngine:
 
 
 def collect(env: LLMEnv, engine: ScriptedEngine) -> torch.Tensor:
-    return RolloutCollector(env, GenerationPolicy(engine, SamplingParams(max_new_tokens=4))).rollout()
+    return RolloutCollector(
+        env, GenerationPolicy(engine, SamplingParams(max_new_tokens=4))
+    ).rollout()
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -183,9 +223,13 @@ def collect(env: LLMEnv, engine: ScriptedEngine) -> torch.Tensor:
         (["1", "boom"], 4, 1),  # failed
     ],
 )
-def test_a_dialog_is_closed_once_however_it_ends(tokenizer, encode, path, workers, orders, turns, closed):
+def test_a_dialog_is_closed_once_however_it_ends(
+    tokenizer, encode, path, workers, orders, turns, closed
+):
     pool = RewardPool(KeepingTask(path), 1, timeout_s=30) if workers else None
-    env = LLMEnv(KeepingTask(path), tokenizer, num_envs=1, repeats=1, max_turns=turns, reward_pool=pool)
+    env = LLMEnv(
+        KeepingTask(path), tokenizer, num_envs=1, repeats=1, max_turns=turns, reward_pool=pool
+    )
     collect(env, engine(encode, *orders))
     env.close()
     if pool is not None:
@@ -194,9 +238,14 @@ def test_a_dialog_is_closed_once_however_it_ends(tokenizer, encode, path, worker
 
 
 def test_what_has_no_room_is_scored_and_then_closed(tokenizer, encode, path):
-    env = LLMEnv(KeepingTask(path), tokenizer, num_envs=1, repeats=1, max_turns=9, max_dialog_tokens=20)
+    env = LLMEnv(
+        KeepingTask(path), tokenizer, num_envs=1, repeats=1, max_turns=9, max_dialog_tokens=20
+    )
     batch = collect(env, engine(encode, "1"))
-    assert batch["next", "truncated"].item() and batch["next", "reward"].item() == len(noted(path, "advance")) - 2
+    assert (
+        batch["next", "truncated"].item()
+        and batch["next", "reward"].item() == len(noted(path, "advance")) - 2
+    )
     assert noted(path, "close") == ["train-1/0/0"]
 
 
@@ -238,7 +287,11 @@ def test_tools_of_an_opening_are_in_its_prompt_and_calls_are_in_raw(path):
         def turn(self, dialog: Dialog) -> Turn:
             raws.append(dialog.raw)
             turn = super().turn(dialog)
-            return turn if dialog.responses else Turn(turn.messages, None, {}, None, [{"function": {"name": "press"}}])
+            return (
+                turn
+                if dialog.responses
+                else Turn(turn.messages, None, {}, None, [{"function": {"name": "press"}}])
+            )
 
     env = LLMEnv(Telling(path), tokenizer, num_envs=1, repeats=1, max_turns=2)
     [row] = env.reset().get("tokens").unbind(0)
@@ -250,7 +303,9 @@ def test_tools_of_an_opening_are_in_its_prompt_and_calls_are_in_raw(path):
 
 @pytest.mark.parametrize("queries", [["bad"], ["bad", "good"]])
 def test_a_dialog_that_does_not_open_is_invalid_and_not_sampled(tokenizer, encode, path, queries):
-    env = LLMEnv(KeepingTask(path, queries), tokenizer, num_envs=2 * len(queries), repeats=2, max_turns=3)
+    env = LLMEnv(
+        KeepingTask(path, queries), tokenizer, num_envs=2 * len(queries), repeats=2, max_turns=3
+    )
     asked = engine(encode, "1", "1", "stop")
     batch = collect(env, asked)
     bad = torch.tensor([query == "bad" for query in batch["query"]])
@@ -258,8 +313,12 @@ def test_a_dialog_that_does_not_open_is_invalid_and_not_sampled(tokenizer, encod
     assert batch["next", "reward"].squeeze(-1)[bad].tolist() == [0.0, 0.0]
     lengths = [row.get(keys.RESPONSE).numel() for row in batch.unbind(0)]
     assert [length == 0 for length in lengths] == bad.tolist()
-    assert all("bad" not in tokenizer.decode(prompt) for prompts, _ in asked.calls for prompt in prompts)
-    assert batch.unbind(0)[int(bad.nonzero()[0])]["reward_error"].startswith("ValueError: no such game")
+    assert all(
+        "bad" not in tokenizer.decode(prompt) for prompts, _ in asked.calls for prompt in prompts
+    )
+    assert batch.unbind(0)[int(bad.nonzero()[0])]["reward_error"].startswith(
+        "ValueError: no such game"
+    )
     assert env.take_counts()["rewards/invalid_exception"] == 2
     assert Counter(noted(path, "close")) == Counter(noted(path, "open"))
 
@@ -267,7 +326,9 @@ def test_a_dialog_that_does_not_open_is_invalid_and_not_sampled(tokenizer, encod
 def test_a_first_prompt_without_room_is_invalid(tokenizer, path):
     env = LLMEnv(KeepingTask(path, ["a"]), tokenizer, num_envs=1, repeats=1, max_prompt_tokens=4)
     env.reset()
-    assert env.errors == ["ValueError: the first prompt of a dialog must have 1 to 4 tokens, it has 11."]
+    assert env.errors == [
+        "ValueError: the first prompt of a dialog must have 1 to 4 tokens, it has 11."
+    ]
 
 
 def test_keys_of_dialogs_are_the_same_in_the_next_run_and_differ_in_one(tokenizer, path):
@@ -329,7 +390,10 @@ def test_what_wraps_a_task_hands_opening_turns_and_closing_on(path: Path, number
     problem = Problem("a", "a", dataset="kept")
     chat: list[Message] = [{"role": "user", "content": "a"}]
     [opened] = task.advance([Dialog(problem, [], chat, last=False, episode="e")])
-    assert isinstance(opened, Turn) and opened.messages == [*chat, {"role": "user", "content": "begin"}]
+    assert isinstance(opened, Turn) and opened.messages == [
+        *chat,
+        {"role": "user", "content": "begin"},
+    ]
     [turn] = task.advance([Dialog(problem, ["2"], chat, last=False, episode="e")])
     assert isinstance(turn, Turn) and turn.reward == 2.0 and turn.messages
     task.close("e")
@@ -339,7 +403,9 @@ def test_what_wraps_a_task_hands_opening_turns_and_closing_on(path: Path, number
 def test_a_task_that_keeps_nothing_opens_with_its_own_messages(path: Path) -> None:
     mixed = kinds(path)[4]
     problem = Problem("abc", "abc", dataset="echo")
-    [opened] = mixed.advance([Dialog(problem, [], mixed.messages(problem), last=False, episode="e")])
+    [opened] = mixed.advance(
+        [Dialog(problem, [], mixed.messages(problem), last=False, episode="e")]
+    )
     assert opened == Turn([{"role": "user", "content": "abc"}], None)
 
 
@@ -354,7 +420,9 @@ def test_tools_are_added_to_those_of_an_opening_and_their_calls_are_run(path: Pa
     class Telling(KeepingTask):
         def turn(self, dialog: Dialog) -> Turn:
             turn = super().turn(dialog)
-            return turn if dialog.responses else Turn(turn.messages, None, {}, None, [{"name": "own"}])
+            return (
+                turn if dialog.responses else Turn(turn.messages, None, {}, None, [{"name": "own"}])
+            )
 
     task = WithTools(Telling(path), Toolbox([add]))
     [opened] = task.advance([dialog("e")])

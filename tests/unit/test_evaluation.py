@@ -88,7 +88,9 @@ def test_each_response_of_an_evaluation_is_a_sign_of_progress(
     noted: list[str] = []
     monkeypatch.setattr(stalls, "note", noted.append)
     for pool in (None, RewardPool(ArithmeticTask(), 1, timeout_s=30)):
-        greedy = LLMEnv(ArithmeticTask(), tokenizer, num_envs=3, repeats=1, split="test", reward_pool=pool)
+        greedy = LLMEnv(
+            ArithmeticTask(), tokenizer, num_envs=3, repeats=1, split="test", reward_pool=pool
+        )
         engine = TransformersEngine(make_tiny_model())
         Evaluator(engine, greedy, None, params=SamplingParams(4)).evaluate(sampled=True)
         if pool is not None:
@@ -111,7 +113,9 @@ def test_pass_at_1_and_pass_at_k_by_hand(tokenizer: PreTrainedTokenizerFast) -> 
     assert {(row["query"], row["correct"]) for row in rows} == {(str(d), d < 3) for d in range(5)}
     assert [row["problem"] for row in rows] == [0, 1, 2, 3, 4]
     again = evaluator.evaluate(sampled=False)[1]
-    assert [(row["problem"], row["query"]) for row in again] == [(row["problem"], row["query"]) for row in rows]
+    assert [(row["problem"], row["query"]) for row in again] == [
+        (row["problem"], row["query"]) for row in rows
+    ]
     few = Evaluator(engine, greedy, None, params=SamplingParams(4, stop_token_ids=(1,)), rows=2)
     assert few.evaluate(sampled=False)[1] == rows[:2]
     assert engine.draws == 0  # its random state was put back
@@ -136,18 +140,31 @@ class PartlyScored(CopyTask):
 @pytest.mark.parametrize(
     ("task", "greedy", "sampled"),
     [
-        (PartlyScored("02"), (1 / 3, 0.4), (1.0, 0.4)),  # left: digits 1, 3 and 4; copied: digit 1, and all of them
-        (PartlyScored("0", wrong_only="1"), (1 / 3, 0.4), (3 / 4, 5 / 20)),  # of digit 1 the 3 wrong samples are left
+        (
+            PartlyScored("02"),
+            (1 / 3, 0.4),
+            (1.0, 0.4),
+        ),  # left: digits 1, 3 and 4; copied: digit 1, and all of them
+        (
+            PartlyScored("0", wrong_only="1"),
+            (1 / 3, 0.4),
+            (3 / 4, 5 / 20),
+        ),  # of digit 1 the 3 wrong samples are left
         (PartlyScored("01234"), (math.nan, 1.0), (math.nan, 1.0)),
     ],
 )
 def test_invalid_rewards_count_neither_in_pass_at_1_nor_in_pass_at_k(
-    task: Task, greedy: tuple[float, float], sampled: tuple[float, float], tokenizer: PreTrainedTokenizerFast
+    task: Task,
+    greedy: tuple[float, float],
+    sampled: tuple[float, float],
+    tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     engine = Scripted()
     engine.zero = tokenizer("0", add_special_tokens=False)["input_ids"][0]
     envs = (LLMEnv(task, tokenizer, num_envs=5 * k, repeats=k, split="test") for k in (1, 4))
-    metrics, _ = Evaluator(engine, *envs, params=SamplingParams(4, stop_token_ids=(1,))).evaluate(sampled=True)
+    metrics, _ = Evaluator(engine, *envs, params=SamplingParams(4, stop_token_ids=(1,))).evaluate(
+        sampled=True
+    )
     approx = functools.partial(pytest.approx, nan_ok=True)
     assert (metrics["eval/pass@1"], metrics["eval/invalid_fraction"]) == approx(greedy)
     assert metrics["eval/reward_mean"] == approx(greedy[0])
@@ -160,9 +177,16 @@ def test_a_further_test_set_has_metrics_of_its_own(tokenizer: PreTrainedTokenize
     engine.zero = tokenizer("0", add_special_tokens=False)["input_ids"][0]
     greedy = LLMEnv(task, tokenizer, num_envs=7, repeats=1, split="test")
     sampled = LLMEnv(task, tokenizer, num_envs=28, repeats=4, split="test")
-    evaluator = Evaluator(engine, greedy, sampled, params=SamplingParams(4, stop_token_ids=(1,)), further=["more"])
+    evaluator = Evaluator(
+        engine, greedy, sampled, params=SamplingParams(4, stop_token_ids=(1,)), further=["more"]
+    )
     metrics, rows = evaluator.evaluate(sampled=True)
-    shared = {"response_length": 2.0, "truncated": 0.0, "invalid_fraction": 0.0, "invalid_fraction@4": 0.0}
+    shared = {
+        "response_length": 2.0,
+        "truncated": 0.0,
+        "invalid_fraction": 0.0,
+        "invalid_fraction@4": 0.0,
+    }
     accuracy = pytest.approx(0.6)
     values = {"pass@1": accuracy, "reward_mean": accuracy, "pass@4": pytest.approx(0.8), **shared}
     further = {"pass@1": 1.0, "reward_mean": 1.0, "pass@4": 0.5, **shared}
@@ -170,10 +194,15 @@ def test_a_further_test_set_has_metrics_of_its_own(tokenizer: PreTrainedTokenize
         f"eval/{name}/more": value for name, value in further.items()
     }
     assert sorted(row["query"] for row in rows if row.get("dataset") == "more") == ["0", "1"]
-    assert "eval/pass@1" in Evaluator(engine, greedy, None, params=SamplingParams(4)).evaluate(sampled=False)[0]
+    assert (
+        "eval/pass@1"
+        in Evaluator(engine, greedy, None, params=SamplingParams(4)).evaluate(sampled=False)[0]
+    )
 
 
-def make_row(group: int, reward: float, valid: bool, advantage: float, length: int) -> TensorDictBase:
+def make_row(
+    group: int, reward: float, valid: bool, advantage: float, length: int
+) -> TensorDictBase:
     return TensorDict(
         {
             keys.RESPONSE: torch.arange(length),
@@ -217,8 +246,12 @@ def test_rollout_metrics_leave_invalid_rewards_out() -> None:
 def test_advantages_are_counted_over_valid_sequences_or_their_tokens() -> None:
     metrics = rollout_metrics(make_batch())
     names = [f"rollout/advantage_{name}" for name in ("mean", "std", "min", "max")]
-    assert [metrics[name] for name in names] == pytest.approx([0.0, (2 * 0.7**2 / 3) ** 0.5, -0.7, 0.7])
-    rows = list(make_batch().unbind(0))  # of 2, 4, 3 and 3 tokens after a prompt of 2; the last one is not valid
+    assert [metrics[name] for name in names] == pytest.approx(
+        [0.0, (2 * 0.7**2 / 3) ** 0.5, -0.7, 0.7]
+    )
+    rows = list(
+        make_batch().unbind(0)
+    )  # of 2, 4, 3 and 3 tokens after a prompt of 2; the last one is not valid
     for row, value in zip(rows, (2.0, -1.0, 0.0, 9.0), strict=True):
         row[keys.ADVANTAGE] = value * row[keys.ASSISTANT_MASK]
     metrics = rollout_metrics(lazy_stack(rows))
@@ -228,8 +261,12 @@ def test_advantages_are_counted_over_valid_sequences_or_their_tokens() -> None:
 def test_a_batch_without_valid_rewards_has_no_reward_and_no_accuracy() -> None:
     batch = lazy_stack([make_row(0, 1.0, False, 0.0, 2), make_row(0, 0.0, False, 0.0, 3)])
     metrics = rollout_metrics(batch)
-    assert all(math.isnan(metrics[f"rollout/{name}"]) for name in ("reward_mean", "reward_std", "accuracy"))
-    assert all(math.isnan(metrics[f"rollout/advantage_{name}"]) for name in ("mean", "std", "min", "max"))
+    assert all(
+        math.isnan(metrics[f"rollout/{name}"]) for name in ("reward_mean", "reward_std", "accuracy")
+    )
+    assert all(
+        math.isnan(metrics[f"rollout/advantage_{name}"]) for name in ("mean", "std", "min", "max")
+    )
     assert (metrics["rollout/invalid"], metrics["rollout/sequences"]) == (2, 2)
 
 
@@ -252,6 +289,9 @@ def test_what_pass_at_k_leaves_out_is_not_left_out_in_training(tmp_path: Path) -
     with closing(build(compose_config(*SMALL, *cut, steps(1)), tmp_path)) as made:
         sampler = made.source.samplers[0].part
         drawn = [sampler.evaluator._sampling_policy.params, sampler._take(1).policy.params]
-        assert [(params.top_p, params.top_k, params.min_p) for params in drawn] == [(0.9, 5, 0.1), (1.0, 0, 0.0)]
+        assert [(params.top_p, params.top_k, params.min_p) for params in drawn] == [
+            (0.9, 5, 0.1),
+            (1.0, 0, 0.0),
+        ]
         made.fit()
     assert {"eval/pass@1", "eval/pass@2"} <= read_jsonl(tmp_path / "metrics.jsonl")[-1].keys()

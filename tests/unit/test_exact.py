@@ -27,7 +27,9 @@ def kl_to_engine(folder: Path, *overrides: str) -> list[float]:
         ("inference_model.temperature=0.7", "train_model.gradient_checkpointing=true"),
     ],
 )
-def test_on_policy_each_ratio_is_1_to_the_last_bit(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+def test_on_policy_each_ratio_is_1_to_the_last_bit(
+    tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
     assert kl_to_engine(tmp_path, "inference_model.exact=true", *overrides) == [0.0] * 6
 
 

@@ -53,8 +53,14 @@ def test_an_example_s_own_command_line_trains(
         runpy.run_path(str(ROOT / "examples" / "my_data.py"), run_name="__main__")
         assert len(list(csv.reader((tmp_path / "sums.csv").open()))) == 1001
     assert run_here(ROOT / "sota" / "grpo" / "grpo.py", *command_of(name), *SHORT) == 0
-    rows: list[dict[str, Any]] = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").open()]
-    assert rows[-1]["step"] == 2 and 0 <= rows[-1]["eval/pass@1"] <= 1 and rows[-1]["rollout/invalid"] == 0
+    rows: list[dict[str, Any]] = [
+        json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").open()
+    ]
+    assert (
+        rows[-1]["step"] == 2
+        and 0 <= rows[-1]["eval/pass@1"] <= 1
+        and rows[-1]["rollout/invalid"] == 0
+    )
     samples = [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").open()]
     if name == "my_data":
         assert set(samples[-1]["parts"]) == {"exact_match/right", "exact_match/short"}
@@ -63,7 +69,9 @@ def test_an_example_s_own_command_line_trains(
 
 
 def test_the_example_that_writes_a_file_asks_for_its_name() -> None:
-    done = subprocess.run([sys.executable, str(ROOT / "examples" / "my_data.py")], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "my_data.py")], capture_output=True, text=True
+    )
     assert (done.returncode, done.stderr) == (1, "usage: python examples/my_data.py FILE.csv\n")
 
 

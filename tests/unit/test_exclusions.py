@@ -12,15 +12,30 @@ from torchrl_grpo.tasks.base import Problem, Score, Task
 
 DISTILL = ("algo=distill", "teacher.model=some/teacher")
 TOGETHER = [
-    ((*DISTILL, "policy.dynamic_sampling=true"), "dynamic_sampling=true must be left out with policy.teacher_coef=1"),
+    (
+        (*DISTILL, "policy.dynamic_sampling=true"),
+        "dynamic_sampling=true must be left out with policy.teacher_coef=1",
+    ),
     (
         ("policy.turn_credit=per_turn", "policy.dynamic_sampling=true"),
         "dynamic_sampling=true must be left out with policy.turn_credit=per_turn",
     ),
-    (("algo=sft", "policy.advantage_whiten=true"), "advantage_whiten=true must be left out with policy.demonstrations"),
-    (("algo=sft", "env.environment=a.py:Game"), "environment=a.py:Game must be left out with policy.demonstrations"),
-    (("algo=sft", "env.agent=a.py:play"), "agent=a.py:play must be left out with policy.demonstrations"),
-    (("policy.demonstrations=true",), "needs policy.loss._target_=torchrl_grpo.objectives.SFTLoss, it is torchrl_grpo"),
+    (
+        ("algo=sft", "policy.advantage_whiten=true"),
+        "advantage_whiten=true must be left out with policy.demonstrations",
+    ),
+    (
+        ("algo=sft", "env.environment=a.py:Game"),
+        "environment=a.py:Game must be left out with policy.demonstrations",
+    ),
+    (
+        ("algo=sft", "env.agent=a.py:play"),
+        "agent=a.py:play must be left out with policy.demonstrations",
+    ),
+    (
+        ("policy.demonstrations=true",),
+        "needs policy.loss._target_=torchrl_grpo.objectives.SFTLoss, it is torchrl_grpo",
+    ),
     (
         ("policy.sft_coef=0.1", "policy.dynamic_sampling=true"),
         "dynamic_sampling=true must be left out with policy.sft_coef=0.1",
@@ -29,7 +44,10 @@ TOGETHER = [
         (*DISTILL, "policy.sft_coef=0.1", "policy.teacher_divergence=reverse"),
         "sft_coef=0.1 must be left out with policy.teacher_divergence=reverse, the teacher has scored no demonstration",
     ),
-    (("policy.sft_coef=0.1", "env.agent=a.py:play"), "sft_coef=0.1 must be left out with env.agent=a.py:play, whose"),
+    (
+        ("policy.sft_coef=0.1", "env.agent=a.py:play"),
+        "sft_coef=0.1 must be left out with env.agent=a.py:play, whose",
+    ),
     (
         ("algo=sft", "policy.sft_coef=0.1", "env.dataset=a.jsonl", "env.columns.completion=c"),
         "sft_coef=0.1 must be left out with policy.demonstrations=true, algo=sft trains on nothing else",
@@ -51,7 +69,9 @@ def test_they_are_refused(overrides: tuple[str, ...], message: str) -> None:
 def test_a_group_size_of_demonstrations_that_was_given_is_refused() -> None:
     data = ["algo=sft", "env.dataset=rows.jsonl", "env.columns.completion=solution"]
     assert compose("grpo_arithmetic", data).env.repeats == 1
-    with pytest.raises(ConfigError, match=r"env\.repeats=4 must be 1 with policy\.demonstrations=true"):
+    with pytest.raises(
+        ConfigError, match=r"env\.repeats=4 must be 1 with policy\.demonstrations=true"
+    ):
         compose("grpo_arithmetic", [*data, "env.repeats=4", "env.num_envs=16"])
 
 
@@ -67,6 +87,8 @@ class Kept(Task):
 
 def test_transforms_beside_a_task_that_keeps_dialogs() -> None:
     target = f"{__name__}.Kept"
-    config = compose_config(f"env.task._target_={target}", "env.transforms=[{_target_: torchrl.envs.StepCounter}]")
+    config = compose_config(
+        f"env.task._target_={target}", "env.transforms=[{_target_: torchrl.envs.StepCounter}]"
+    )
     with pytest.raises(ValueError, match=r"env\.transforms=.* must be left out with task 'kept'"):
         make_task(config.env)

@@ -38,7 +38,9 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return AutoModelForCausalLM.from_pretrained(folder).state_dict()
 
 
-def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], atol: float = 0.0) -> None:
+def assert_same(
+    one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], atol: float = 0.0
+) -> None:
     assert one.keys() == other.keys()
     assert max((one[name] - other[name]).abs().max().item() for name in one) <= atol
 
@@ -46,7 +48,14 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], at
 @pytest.mark.slow
 def test_export_prints_the_folder_and_nothing_else(lora_run: Path, tmp_path: Path) -> None:
     """Not what torchao, PyTorch and transformers say when they are imported, nor their progress bars."""
-    command = [sys.executable, "-m", "torchrl_grpo.export", str(lora_run), "--output", str(tmp_path / "made")]
+    command = [
+        sys.executable,
+        "-m",
+        "torchrl_grpo.export",
+        str(lora_run),
+        "--output",
+        str(tmp_path / "made"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     of_torch = "No CUDA runtime is found, using CUDA_HOME="  # its CUDA build, where there is a toolkit and no GPU
     errors = [line for line in done.stderr.splitlines() if not line.startswith(of_torch)]
@@ -59,7 +68,9 @@ def test_the_export_of_a_checkpoint_is_that_of_the_run(tmp_path: Path) -> None:
     made = tmp_path / "checkpoints" / "checkpoint_000001"
     assert_same(weights(made), weights(tmp_path / "checkpoints" / "model"))
     assert AutoTokenizer.from_pretrained(made).chat_template
-    assert {path.name for path in made.iterdir()} == {path.name for path in (made.parent / "model").iterdir()}
+    assert {path.name for path in made.iterdir()} == {
+        path.name for path in (made.parent / "model").iterdir()
+    }
 
 
 @pytest.mark.parametrize("after", [0, 1])
@@ -100,8 +111,18 @@ def test_models_are_written_beside_checkpoints(overrides: tuple[str, ...], tmp_p
     run(tmp_path, *overrides, *TESTED, steps(4), "train.checkpoint_frequency=2", "train.export_frequency=2",
         "evaluation.frequency=2")  # fmt: skip
     models = sorted(path for path in (tmp_path / "checkpoints").iterdir() if path.is_dir())
-    assert [path.name for path in models] == ["model", "model_000002"]  # the last step's is the run's own
-    main([str(at(tmp_path, 2)), "--output", str(tmp_path / "made"), *(["--adapters"] if overrides else [])])
+    assert [path.name for path in models] == [
+        "model",
+        "model_000002",
+    ]  # the last step's is the run's own
+    main(
+        [
+            str(at(tmp_path, 2)),
+            "--output",
+            str(tmp_path / "made"),
+            *(["--adapters"] if overrides else []),
+        ]
+    )
     names = {path.name for path in (tmp_path / "made").iterdir()}
     assert names == {path.name for path in models[1].iterdir()}
     for file in names - {"tokenizer.json"}:
@@ -111,7 +132,10 @@ def test_models_are_written_beside_checkpoints(overrides: tuple[str, ...], tmp_p
 def test_the_card_names_base_data_accuracy_and_config(lora_run: Path, tmp_path: Path) -> None:
     main([str(lora_run), "--output", str(tmp_path / "made")])
     card = (tmp_path / "made" / "README.md").read_text()
-    assert "| base model | starter |\n| training data | arithmetic |\n| steps | 1 |\n| pass@1 | " in card
+    assert (
+        "| base model | starter |\n| training data | arithmetic |\n| steps | 1 |\n| pass@1 | "
+        in card
+    )
     assert '"lr": 0.01' in card
     assert card == (lora_run / "checkpoints" / "model" / "README.md").read_text()
 
@@ -120,7 +144,10 @@ def test_what_cannot_be_exported_is_one_line(
     lora_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for arguments, message in (
-        ([str(tmp_path / "none")], "must be a checkpoint, or a run's folder that has one, but it does not exist"),
+        (
+            [str(tmp_path / "none")],
+            "must be a checkpoint, or a run's folder that has one, but it does not exist",
+        ),
         ([str(lora_run), "--output", str(tmp_path)], "must be a new folder, but it exists"),
     ):
         with pytest.raises(SystemExit) as ended:
@@ -137,9 +164,14 @@ def test_a_large_model_is_written_file_by_file(
     folder = export_model(tiny_model, tokenizer, tmp_path / "model", "card")
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     files = {path.name: load_file(path) for path in folder.glob("*.safetensors")}
-    assert len(files) > 2 and max(sum(w.nbytes for w in held.values()) for held in files.values()) <= largest
+    assert (
+        len(files) > 2
+        and max(sum(w.nbytes for w in held.values()) for held in files.values()) <= largest
+    )
     assert index["weight_map"] == {name: file for file, held in files.items() for name in held}
-    assert index["metadata"]["total_size"] == sum(weight.nbytes for weight in tiny_model.parameters())
+    assert index["metadata"]["total_size"] == sum(
+        weight.nbytes for weight in tiny_model.parameters()
+    )
     assert not list(folder.glob("*.part"))
     loaded, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(info.values())

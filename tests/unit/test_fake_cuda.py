@@ -61,7 +61,9 @@ def test_a_training_step_keeps_to_its_device(packs: bool) -> None:
 
 
 def test_reference_and_trainer_work_on_devices_of_their_own() -> None:
-    expected = KLScoring(TokenScorer(make_tiny_model()), max_tokens=10_000)(make_batch().exclude(keys.REF_LOG_PROBS))
+    expected = KLScoring(TokenScorer(make_tiny_model()), max_tokens=10_000)(
+        make_batch().exclude(keys.REF_LOG_PROBS)
+    )
     with PretendedCuda():
         scored = KLScoring(TokenScorer(on(SECOND, packs=True)), max_tokens=10_000)(
             make_batch().exclude(keys.REF_LOG_PROBS)
@@ -70,7 +72,9 @@ def test_reference_and_trainer_work_on_devices_of_their_own() -> None:
             got = row[keys.REF_LOG_PROBS]
             assert got.device.type == "cpu"
             torch.testing.assert_close(got, want[keys.REF_LOG_PROBS], rtol=0, atol=1e-5)
-        metrics = make_trainer(on(FIRST, packs=True)).train_batch(lazy_stack(list(scored.unbind(0))))
+        metrics = make_trainer(on(FIRST, packs=True)).train_batch(
+            lazy_stack(list(scored.unbind(0)))
+        )
     assert abs(metrics["train/kl_k3_to_ref"]) < 1e-5  # of a model to itself
 
 
@@ -116,8 +120,12 @@ class FakeIpc:
         self.memory: dict[bytes, torch.Tensor] = {}
         self.counts: dict[bytes, int] = {}
         monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None))
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-7"))
+        monkeypatch.setattr(
+            torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None)
+        )
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-7")
+        )
         monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
         monkeypatch.setattr(ipc, "reduce_tensor", self.reduce)
         monkeypatch.setattr(ipc, "release_shared_memory", self.release)
@@ -125,14 +133,36 @@ class FakeIpc:
     def reduce(self, flat: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
         counter = f"counter {len(self.memory)}".encode()
         self.memory[counter], self.counts[counter] = flat, 1
-        own = (torch.Tensor, flat.size(), flat.stride(), 0, torch.storage.TypedStorage, flat.dtype, 0)
-        return rebuild_cuda_tensor, (*own, b"handle", flat.nbytes, 0, False, counter, len(self.memory), b"event", True)
+        own = (
+            torch.Tensor,
+            flat.size(),
+            flat.stride(),
+            0,
+            torch.storage.TypedStorage,
+            flat.dtype,
+            0,
+        )
+        return rebuild_cuda_tensor, (
+            *own,
+            b"handle",
+            flat.nbytes,
+            0,
+            False,
+            counter,
+            len(self.memory),
+            b"event",
+            True,
+        )
 
     def rebuild(self, *arguments: Any) -> torch.Tensor:
         given = inspect.signature(rebuild_cuda_tensor).bind(*arguments).arguments
         counter = given["ref_counter_handle"]
         flat = self.memory[counter]
-        assert (given["tensor_size"], given["dtype"], given["storage_device"]) == (flat.size(), flat.dtype, 0)
+        assert (given["tensor_size"], given["dtype"], given["storage_device"]) == (
+            flat.size(),
+            flat.dtype,
+            0,
+        )
         self.counts[counter] -= 1
         return flat
 
@@ -169,11 +199,15 @@ def test_what_an_engine_on_the_same_gpu_reads_is_counted_once(
     monkeypatch.setattr(handle, "PART_BYTES", 20_000)
     sender = IpcSender(torch.bfloat16, "127.0.0.1")
     models = {version: make_tiny_model(version) for version in (1, 2)}
-    sent = {version: sender.pack(named_weights(model), version) for version, model in models.items()}
+    sent = {
+        version: sender.pack(named_weights(model), version) for version, model in models.items()
+    }
     assert len(sent[2].infos) > 2
     assert sent[2].init_info(1) == {"packed": True}
     got = cuda.received(sent[2].updates())
-    assert all(torch.equal(got[name], weight.bfloat16()) for name, weight in named_weights(models[2]))
+    assert all(
+        torch.equal(got[name], weight.bfloat16()) for name, weight in named_weights(models[2])
+    )
     assert [(name, tuple(got[name].shape)) for name in got] == sent[2].layout
     sender.release(1)  # nobody has read it
     sender.release(2)
@@ -182,7 +216,9 @@ def test_what_an_engine_on_the_same_gpu_reads_is_counted_once(
     assert set(cuda.counts.values()) == {0}
 
 
-def test_an_engine_in_the_trainers_process_gets_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_in_the_trainers_process_gets_a_part_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     cuda, model = FakeIpc(monkeypatch), make_tiny_model()
     monkeypatch.setattr(handle, "PART_BYTES", 20_000)
     sender = LocalSender(torch.bfloat16)

@@ -39,7 +39,9 @@ ROUNDING = 3e-5
 
 NO_CACHE = r"backend=transformers needs a model whose logits are the same token by token.* those of \w+ are not \("
 REFUSED = {
-    "gemma2": {"scorer": r"off by 0\.0\d+ nats on average \(its config has final_logit_softcapping=30\.0\)"},
+    "gemma2": {
+        "scorer": r"off by 0\.0\d+ nats on average \(its config has final_logit_softcapping=30\.0\)"
+    },
     "cohere": {"scorer": r"its config has logit_scale=0\.0625"},
     "cohere2": {"scorer": r"its config has logit_scale=0\.0625"},
     "falcon_h1": {
@@ -50,20 +52,30 @@ REFUSED = {
         "scorer": r"ModernBertDecoderForCausalLM must .* off by [\d.]+ nats on average; use another"
     },
     "recurrent_gemma": {"engine": NO_CACHE, "scorer": r"its config has logits_soft_cap=30\.0"},
-    "bert": {"engine": NO_CACHE, "scorer": r"BertLMHeadModel must have .* depend on no later token.* off by"},
+    "bert": {
+        "engine": NO_CACHE,
+        "scorer": r"BertLMHeadModel must have .* depend on no later token.* off by",
+    },
     "mamba": {"engine": NO_CACHE, "LoRA": "must name modules of the model that can have adapters"},
     "mamba2": {"engine": NO_CACHE, "LoRA": "must name modules of the model that can have adapters"},
     "rwkv": {"engine": NO_CACHE},
     "minimax": {"engine": NO_CACHE + "ValueError: MiniMax uses cache of its own"},
-    "jamba": {"LoRA": r"layers\.0\.mamba\.in_proj is part of a Mamba layer.*: use \[q_proj,k_proj,v_proj,o_proj\], or"},
-    "llama4_text": {"LoRA": r"Llama4ForCausalLM must .* cannot be had \(AttributeError: 'tuple' object"},
+    "jamba": {
+        "LoRA": r"layers\.0\.mamba\.in_proj is part of a Mamba layer.*: use \[q_proj,k_proj,v_proj,o_proj\], or"
+    },
+    "llama4_text": {
+        "LoRA": r"Llama4ForCausalLM must .* cannot be had \(AttributeError: 'tuple' object"
+    },
 }
 
 
 @pytest.mark.parametrize("what", [what for what in MEASURES if what != "vLLM"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_log_probs_are_the_model_s_own_or_refused(name: str, what: str) -> None:
-    refused, parts = REFUSED.get(name, {}), {"engine": ["engine"], "LoRA": ["LoRA", "scorer", "engine"]}
+    refused, parts = (
+        REFUSED.get(name, {}),
+        {"engine": ["engine"], "LoRA": ["LoRA", "scorer", "engine"]},
+    )
     message = next((refused[part] for part in parts.get(what, ["scorer"]) if part in refused), None)
     if message is None:
         assert MEASURES[what](name) < ROUNDING
@@ -72,7 +84,9 @@ def test_log_probs_are_the_model_s_own_or_refused(name: str, what: str) -> None:
         MEASURES[what](name)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "gpt_neox", "granitemoe", "jamba", "llama"])
+@pytest.mark.parametrize(
+    "name", ["mixtral", "qwen2_moe", "gpt_neox", "granitemoe", "jamba", "llama"]
+)
 def test_weights_are_sent_under_the_names_of_the_checkpoint(name: str, tmp_path: Path) -> None:
     model = make_family(name)
     model.save_pretrained(tmp_path)
@@ -81,7 +95,9 @@ def test_weights_are_sent_under_the_names_of_the_checkpoint(name: str, tmp_path:
     assert all(torch.equal(sent[key], expected[key]) for key in sent)
     copy = make_family(name, seed=1)
     load_weights(copy, reversed(sent.items()))
-    assert all(torch.equal(a, b) for a, b in zip(copy.parameters(), model.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(copy.parameters(), model.parameters(), strict=True)
+    )
 
 
 def test_a_missing_expert_leaves_the_model_as_it_was() -> None:
@@ -89,7 +105,8 @@ def test_a_missing_expert_leaves_the_model_as_it_was() -> None:
     weights.pop("model.layers.1.block_sparse_moe.experts.2.w1.weight")
     before = [parameter.clone() for parameter in model.parameters()]
     with pytest.raises(
-        RuntimeError, match=r"got 1 missing \(model\.layers\.1\.block_sparse_moe\.experts\.2\.w1\.weight\)"
+        RuntimeError,
+        match=r"got 1 missing \(model\.layers\.1\.block_sparse_moe\.experts\.2\.w1\.weight\)",
     ):
         load_weights(model, weights.items())
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
@@ -104,7 +121,10 @@ def test_lora_on_experts_sends_what_peft_merges() -> None:
     for name, weight in sent.items():
         torch.testing.assert_close(weight, merged[name], rtol=0, atol=1e-6)
     changed = {name for name in sent if not torch.equal(sent[name], base[name])}
-    assert {"model.layers.0.block_sparse_moe.experts.3.w2.weight", "model.layers.0.self_attn.q_proj.weight"} <= changed
+    assert {
+        "model.layers.0.block_sparse_moe.experts.3.w2.weight",
+        "model.layers.0.self_attn.q_proj.weight",
+    } <= changed
 
 
 def test_adapters_on_experts_make_the_weights_sent_whole(tmp_path: Path) -> None:
@@ -116,11 +136,15 @@ def test_adapters_on_experts_make_the_weights_sent_whole(tmp_path: Path) -> None
     assert all(torch.equal(got[name], expected[name]) for name in expected)
 
 
-def test_an_exported_mixtral_is_loaded_as_it_was(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_an_exported_mixtral_is_loaded_as_it_was(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
     model = make_family("mixtral")
     folder = export_model(model, tokenizer, tmp_path / "model", "")
     loaded = load_model(str(folder), dtype=torch.float32, device=torch.device("cpu"))
-    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), model.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(loaded.parameters(), model.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen3", "gpt2"])
@@ -136,10 +160,17 @@ def test_an_engine_merges_the_adapters_of_a_peft_model(name: str) -> None:
 
 def make_multimodal() -> Gemma3ForConditionalGeneration:
     torch.manual_seed(0)
-    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     vision |= {"image_size": 28, "patch_size": 14}
     text = Gemma3TextConfig(**IDS | FAMILIES["gemma3_text"])
-    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=127)
+    config = Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=127
+    )
     return Gemma3ForConditionalGeneration(config).eval()
 
 
@@ -149,7 +180,8 @@ def test_a_multimodal_model_is_sampled_and_scored_but_not_with_vllm() -> None:
     sequences = random_sequences()
     assert distance(scored(model, sequences), own_log_probs(model, sequences)) < ROUNDING
     with pytest.raises(
-        ValueError, match=r"model\.name=it must be a model for text alone .*backend=vllm, but gemma3 has"
+        ValueError,
+        match=r"model\.name=it must be a model for text alone .*backend=vllm, but gemma3 has",
     ):
         check_text_only(model.config, "it")
     check_text_only(model.config.text_config, "it")
@@ -158,6 +190,7 @@ def test_a_multimodal_model_is_sampled_and_scored_but_not_with_vllm() -> None:
 def test_a_model_that_makes_no_text_is_refused_by_its_config(tmp_path: Path) -> None:
     Qwen2VLConfig().save_pretrained(tmp_path)
     with pytest.raises(
-        ValueError, match=r"must be a causal language model, but AutoModelForCausalLM has none .* qwen2_vl"
+        ValueError,
+        match=r"must be a causal language model, but AutoModelForCausalLM has none .* qwen2_vl",
     ):
         load_config(str(tmp_path))

@@ -48,18 +48,26 @@ def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("stopped_clock")
-def test_starts_in_the_same_second_have_folders_of_their_own(run_here: Callable[..., int], tmp_path: Path) -> None:
+def test_starts_in_the_same_second_have_folders_of_their_own(
+    run_here: Callable[..., int], tmp_path: Path
+) -> None:
     assert [run_here(SYNC, *SHORT) for _ in range(3)] == [0, 0, 0]
     day = tmp_path / "outputs" / "12-00-00"
     assert sorted(path.name for path in day.iterdir()) == ["12-00-00", "12-00-00-2", "12-00-00-3"]
-    assert [[row["step"] for row in read_jsonl(path / "metrics.jsonl")] for path in day.iterdir()] == 3 * [[0, 1]]
+    assert [
+        [row["step"] for row in read_jsonl(path / "metrics.jsonl")] for path in day.iterdir()
+    ] == 3 * [[0, 1]]
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("stopped_clock")
-def test_sweeps_in_the_same_second_have_folders_of_their_own(run_here: Callable[..., int], tmp_path: Path) -> None:
+def test_sweeps_in_the_same_second_have_folders_of_their_own(
+    run_here: Callable[..., int], tmp_path: Path
+) -> None:
     assert [run_here(SYNC, "--multirun", *SHORT) for _ in range(2)] == [0, 0]
-    found = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("metrics.jsonl"))
+    found = sorted(
+        path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("metrics.jsonl")
+    )
     day = "multirun/12-00-00"
     assert found == [f"{day}/12-00-00-2/0/metrics.jsonl", f"{day}/12-00-00/0/metrics.jsonl"]
     assert (tmp_path / day / "12-00-00-2" / "sweep.html").exists()
@@ -107,7 +115,9 @@ def test_a_refused_start_leaves_no_folder(
 
 
 @pytest.mark.usefixtures("stopped_clock")
-def test_a_refused_start_leaves_the_folders_that_were_there(run_here: Callable[..., int], tmp_path: Path) -> None:
+def test_a_refused_start_leaves_the_folders_that_were_there(
+    run_here: Callable[..., int], tmp_path: Path
+) -> None:
     folder = tmp_path / "outputs" / "12-00-00" / "12-00-00"
     folder.mkdir(parents=True)
     for given in ((), (f"hydra.run.dir={folder}",)):
@@ -123,8 +133,23 @@ def test_a_refused_start_changes_no_file_of_the_live_run(
     assert run_here(SYNC, *SHORT, f"hydra.run.dir={folder}") == 0
     with FolderLock(folder):
         before = contents(folder)
-        assert run_here(SYNC, *SHORT, f"hydra.run.dir={folder}", "train.resume=auto", "optimizer.lr=1e-5") == 2
-        assert run_here(SYNC, *SHORT, f"hydra.run.dir={folder}", "train.resume=auto", steps(2), "dry_run=true") == 0
+        assert (
+            run_here(
+                SYNC, *SHORT, f"hydra.run.dir={folder}", "train.resume=auto", "optimizer.lr=1e-5"
+            )
+            == 2
+        )
+        assert (
+            run_here(
+                SYNC,
+                *SHORT,
+                f"hydra.run.dir={folder}",
+                "train.resume=auto",
+                steps(2),
+                "dry_run=true",
+            )
+            == 0
+        )
         assert contents(folder) == before
     said = capfd.readouterr().err
     assert re.search(f"error: {held_by(os.getpid())}", said) and "Traceback" not in said
@@ -232,20 +257,31 @@ def no_flock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.usefixtures("no_flock")
-def test_without_flock_the_file_is_the_lock(tmp_path: Path, holder: Callable[..., subprocess.Popen[str]]) -> None:
+def test_without_flock_the_file_is_the_lock(
+    tmp_path: Path, holder: Callable[..., subprocess.Popen[str]]
+) -> None:
     process = holder()
-    with pytest.raises(ConfigError, match=held_by(process.pid) + f".* remove {tmp_path / LOCK_FILE}"):
+    with pytest.raises(
+        ConfigError, match=held_by(process.pid) + f".* remove {tmp_path / LOCK_FILE}"
+    ):
         FolderLock(tmp_path)
     process.kill()
     process.wait()
     with FolderLock(tmp_path), pytest.raises(ConfigError, match=held_by(os.getpid())):
         FolderLock(tmp_path)
     assert not list(tmp_path.iterdir())
-    for holder_text in ("elsewhere 7 77\n", ""):  # a host that cannot be asked, and one that died as it wrote
+    for holder_text in (
+        "elsewhere 7 77\n",
+        "",
+    ):  # a host that cannot be asked, and one that died as it wrote
         (tmp_path / LOCK_FILE).write_text(holder_text)
-        with pytest.raises(ConfigError, match=f"If that process has ended, remove {tmp_path / LOCK_FILE}"):
+        with pytest.raises(
+            ConfigError, match=f"If that process has ended, remove {tmp_path / LOCK_FILE}"
+        ):
             FolderLock(tmp_path)
-    (tmp_path / LOCK_FILE).write_text(f"{os.uname().nodename} {os.getpid()} 1\n")  # the number is used again
+    (tmp_path / LOCK_FILE).write_text(
+        f"{os.uname().nodename} {os.getpid()} 1\n"
+    )  # the number is used again
     FolderLock(tmp_path).close()
 
 
@@ -261,7 +297,10 @@ def test_of_20_starts_at_once_one_gets_the_folder(tmp_path: Path) -> None:
     begin = str(time.time() + 2)
     started = [
         subprocess.Popen(
-            [sys.executable, "-c", code, str(tmp_path), begin], stdout=subprocess.PIPE, text=True, cwd=ROOT
+            [sys.executable, "-c", code, str(tmp_path), begin],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
         )
         for _ in range(20)
     ]
@@ -274,7 +313,9 @@ def test_of_20_starts_at_once_one_gets_the_folder(tmp_path: Path) -> None:
     assert sorted(said) == ["held\n", *(19 * ["refused\n"])]
 
 
-def at_step(made: Run, step: int, then: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
+def at_step(
+    made: Run, step: int, then: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Have something happen to a run's folder in the middle of a step."""
     publish: Callable[..., None] = made.source.publish
 
@@ -296,7 +337,11 @@ def replace(folder: Path) -> None:
     ("change", "found", "what"),
     [
         (lambda folder: folder.rename(folder.with_name("moved")), "moved", "was moved to .*/moved"),
-        (lambda folder: (folder.rename(folder.with_name("moved")), folder.mkdir()), "moved", "was moved to .*/moved"),
+        (
+            lambda folder: (folder.rename(folder.with_name("moved")), folder.mkdir()),
+            "moved",
+            "was moved to .*/moved",
+        ),
         (shutil.rmtree, "run", "was removed, and what is left was written to .*/run"),
         (replace, "run-2", "was removed, and what is left was written to .*/run-2"),
     ],
@@ -314,7 +359,9 @@ def test_a_run_whose_folder_is_moved_or_removed_ends_with_all_its_files(
     folder = tmp_path / "run"
     config = compose_config(*SMALL, steps(4), "logging.sample_frequency=1")
     with (
-        pytest.raises(FolderLostError, match=rf"hydra\.run\.dir={folder} must stay .*, but it {what}"),
+        pytest.raises(
+            FolderLostError, match=rf"hydra\.run\.dir={folder} must stay .*, but it {what}"
+        ),
         closing(build(config, folder)) as made,
     ):
         at_step(made, step, lambda: change(folder), monkeypatch)
@@ -324,7 +371,9 @@ def test_a_run_whose_folder_is_moved_or_removed_ends_with_all_its_files(
     assert {row["step"] for row in read_jsonl(kept / "samples.jsonl")} == set(range(1, step + 1))
     assert [path.name for path in (kept / "checkpoints").iterdir()] == [f"checkpoint_{step:06d}.pt"]
     assert (kept / "report.html").exists() and not (kept / LOCK_FILE).exists()
-    others = [path for path in tmp_path.rglob("*") if path.is_file() and not path.is_relative_to(kept)]
+    others = [
+        path for path in tmp_path.rglob("*") if path.is_file() and not path.is_relative_to(kept)
+    ]
     assert others == []
 
 
@@ -337,7 +386,10 @@ def test_an_interrupted_run_whose_folder_was_moved_saves_where_it_is(
         folder.rename(moved)
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), closing(build(compose_config(*SMALL, steps(4)), folder)) as made:
+    with (
+        pytest.raises(KeyboardInterrupt),
+        closing(build(compose_config(*SMALL, steps(4)), folder)) as made,
+    ):
         at_step(made, 2, move_and_stop, monkeypatch)
         made.fit()
     assert [row["step"] for row in read_jsonl(moved / "metrics.jsonl")] == [0, 1, 2]
@@ -349,14 +401,17 @@ def test_a_file_in_the_place_of_the_checkpoints_drops_no_rows(tmp_path: Path) ->
     (tmp_path / "checkpoints").write_text("mine")
     (tmp_path / "metrics.jsonl").write_text('{"step": 7}\n')
     with pytest.raises(
-        ConfigError, match=rf"hydra\.run\.dir={tmp_path} must have a folder .*checkpoints, but that is a"
+        ConfigError,
+        match=rf"hydra\.run\.dir={tmp_path} must have a folder .*checkpoints, but that is a",
     ):
         run(tmp_path, steps(1), "train.resume=auto")
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 7}\n'
 
 
 @pytest.mark.slow
-def test_checkpoints_that_cannot_be_written_cost_one_line_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_that_cannot_be_written_cost_one_line_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said: list[str] = []
     monkeypatch.setattr(torchrl_logger, "warning", said.append)
     checkpoints = tmp_path / "checkpoints"
@@ -365,7 +420,9 @@ def test_checkpoints_that_cannot_be_written_cost_one_line_each(tmp_path: Path, m
         checkpoints.rename(tmp_path / "aside")
         checkpoints.write_text("mine")
 
-    config = compose_config(*SMALL, steps(4), "train.checkpoint_frequency=1", "train.export_frequency=1")
+    config = compose_config(
+        *SMALL, steps(4), "train.checkpoint_frequency=1", "train.export_frequency=1"
+    )
     with closing(build(config, tmp_path)) as made:
         at_step(made, 2, block, monkeypatch)
         at_step(made, 4, checkpoints.unlink, monkeypatch)
@@ -375,19 +432,26 @@ def test_checkpoints_that_cannot_be_written_cost_one_line_each(tmp_path: Path, m
     assert [line.partition(":")[0] for line in unsaved] == [
         f"{kind} {step} is not {what}"
         for step in (2, 3)
-        for kind, what in (("Step", "saved, there is none before it"), ("The model of step", "written"))
+        for kind, what in (
+            ("Step", "saved, there is none before it"),
+            ("The model of step", "written"),
+        )
     ]
     assert all(why in line for line in unsaved)
     assert {path.name for path in checkpoints.iterdir()} == {"checkpoint_000004.pt", "model"}
 
 
-def test_a_last_checkpoint_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_last_checkpoint_that_cannot_be_written_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def block() -> None:
         (tmp_path / "checkpoints").rmdir()
         (tmp_path / "checkpoints").write_text("mine")
 
     with (
-        pytest.raises(NotSavedError, match=r"checkpoint_000002\.pt cannot be written in .* \(File exists\)"),
+        pytest.raises(
+            NotSavedError, match=r"checkpoint_000002\.pt cannot be written in .* \(File exists\)"
+        ),
         closing(build(compose_config(*SMALL, steps(2)), tmp_path)) as made,
     ):
         at_step(made, 2, block, monkeypatch)
@@ -399,7 +463,9 @@ def read_only(tmp_path: Path) -> Iterator[Path]:
     """A file system that cannot be written to, where root may mount one."""
     folder = tmp_path / "outputs"
     folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "none", folder], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "ro", "none", folder], capture_output=True
+    ).returncode:
         pytest.skip("only root may mount a disk")
     yield folder
     subprocess.run(["umount", "--lazy", folder], check=True)
@@ -413,5 +479,7 @@ def test_a_read_only_folder_is_one_line(
         r"error: hydra\.run\.dir=outputs/.* must be a folder that can be made, but it cannot \(Read-only file system",
         capfd.readouterr().err,
     )
-    with pytest.raises(ConfigError, match=rf"hydra\.run\.dir={read_only} .* written to, but it cannot \(Read-only"):
+    with pytest.raises(
+        ConfigError, match=rf"hydra\.run\.dir={read_only} .* written to, but it cannot \(Read-only"
+    ):
         FolderLock(read_only)

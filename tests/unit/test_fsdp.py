@@ -34,7 +34,13 @@ from torchrl_grpo.models import loading
 from torchrl_grpo.models.divergence import Teacher
 from torchrl_grpo.models.prefix import Layout
 from torchrl_grpo.models.scoring import AdapterOffScorer, TokenScorer
-from torchrl_grpo.models.sharding import init_mesh, loading_device, mesh_of, num_replicas, shard_model
+from torchrl_grpo.models.sharding import (
+    init_mesh,
+    loading_device,
+    mesh_of,
+    num_replicas,
+    shard_model,
+)
 from torchrl_grpo.objectives import GRPOLoss, SFTLoss
 from torchrl_grpo.transforms.kl_scoring import KLScoring
 
@@ -42,7 +48,10 @@ LENGTHS = (9, 14, 6, 11, 8, 12, 7, 10, 30, 5, 17)
 CPU = torch.device("cpu")
 FIRST_SCALE = 2.0**19
 """Of the losses in float16: a few steps overflow."""
-OF_THE_SPLIT = {f"train/{name}" for name in ("micro_batches", "token_efficiency", "update_size", "grad_noise_scale")}
+OF_THE_SPLIT = {
+    f"train/{name}"
+    for name in ("micro_batches", "token_efficiency", "update_size", "grad_noise_scale")
+}
 """Metrics that differ with the number of ranks, which look at other numbers of a parameter."""
 
 pytestmark = pytest.mark.slow
@@ -75,7 +84,9 @@ def make_trainer(
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.01, fused=True)
     defaults = {"optim_batch_size": len(LENGTHS), "micro_batch_tokens": 30, "clip_grad_norm": 0.5}
-    made = GRPOLoss(scorer, kl_to_ref_coeff=0.1, entropy_coeff=0.01) if loss is None else loss(scorer)
+    made = (
+        GRPOLoss(scorer, kl_to_ref_coeff=0.1, entropy_coeff=0.01) if loss is None else loss(scorer)
+    )
     return GRPOTrainer(made, model, optimizer, **(defaults | settings))
 
 
@@ -84,7 +95,10 @@ def weights(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
 
 
 def three_steps(mesh: DeviceMesh | None, repeats: int = 1, **settings: Any) -> dict[str, Any]:
-    trainer, batch = make_trainer(mesh, **settings), make_batch(LENGTHS, spread=0.3, repeats=repeats)
+    trainer, batch = (
+        make_trainer(mesh, **settings),
+        make_batch(LENGTHS, spread=0.3, repeats=repeats),
+    )
     start = weights(trainer)
     metrics = [trainer.train_batch(batch) for _ in range(3)]
     return {"start": start, "metrics": metrics, "weights": weights(trainer)}
@@ -92,7 +106,9 @@ def three_steps(mesh: DeviceMesh | None, repeats: int = 1, **settings: Any) -> d
 
 def with_a_teacher(scorer: TokenScorer) -> GRPOLoss:
     """The divergence over the vocabulary from a teacher with states of three numbers."""
-    head = torch.randn(scorer.model.config.vocab_size, 3, generator=torch.Generator().manual_seed(1))
+    head = torch.randn(
+        scorer.model.config.vocab_size, 3, generator=torch.Generator().manual_seed(1)
+    )
     scorer.distill_from(Teacher(0.5, head.double()))
     return GRPOLoss(scorer, teacher_coeff=0.5)
 
@@ -111,7 +127,9 @@ def taught(mesh: DeviceMesh | None, loss: Callable[[TokenScorer], GRPOLoss]) -> 
         mask = row[keys.ASSISTANT_MASK]
         row.set(keys.TEACHER_STATES, torch.randn(int(mask.sum()), 3, generator=generator).double())
         row.set(keys.ADVANTAGE, torch.randn(len(mask), generator=generator))
-        shown = slice(0, 0 if number % 3 else 7 + 9 * number)  # the last one is longer than all that was sampled
+        shown = slice(
+            0, 0 if number % 3 else 7 + 9 * number
+        )  # the last one is longer than all that was sampled
         tokens = torch.cat([row[keys.FULL][:3], torch.randint(5, 261, (100,), generator=generator)])
         row.set(keys.DEMONSTRATION, tokens[shown])
         row.set(keys.DEMONSTRATION_MASK, (torch.arange(103) > 2)[shown])
@@ -122,7 +140,9 @@ def taught(mesh: DeviceMesh | None, loss: Callable[[TokenScorer], GRPOLoss]) -> 
 
 def likely_tokens_of_a_teacher(mesh: DeviceMesh | None, **settings: Any) -> dict[str, Any]:
     """A step in mixed precision from a teacher's most likely tokens, and what scorer and layers were called with."""
-    trainer = make_trainer(mesh, dtype=torch.float32, loss=with_likely_tokens, micro_batch_tokens=10**6, **settings)
+    trainer = make_trainer(
+        mesh, dtype=torch.float32, loss=with_likely_tokens, micro_batch_tokens=10**6, **settings
+    )
     batch, generator = make_batch(LENGTHS, spread=0.3), torch.Generator().manual_seed(2)
     for row in batch.unbind(0):
         count = int(row[keys.ASSISTANT_MASK].sum())
@@ -138,7 +158,9 @@ def likely_tokens_of_a_teacher(mesh: DeviceMesh | None, **settings: Any) -> dict
 
     scorer._score = spy
     for layer in loading.base_model_of(trainer.model).model.layers:
-        layer.self_attn.register_forward_pre_hook(lambda _, __, kw: layouts.append(kw["layout"]), with_kwargs=True)
+        layer.self_attn.register_forward_pre_hook(
+            lambda _, __, kw: layouts.append(kw["layout"]), with_kwargs=True
+        )
     metrics = trainer.train_batch(batch)
     return {
         "metrics": [metrics],
@@ -158,7 +180,10 @@ def two_sequences(mesh: DeviceMesh | None) -> dict[str, Any]:
 
 def one_bad_sequence(mesh: DeviceMesh | None) -> dict[str, Any]:
     """A step with NaN in a single sequence, then a good one."""
-    trainer, batch = make_trainer(mesh, dtype=torch.float64, max_nonfinite_steps=2), make_batch(LENGTHS)
+    trainer, batch = (
+        make_trainer(mesh, dtype=torch.float64, max_nonfinite_steps=2),
+        make_batch(LENGTHS),
+    )
     bad = batch.clone()
     bad[4].get(keys.ADVANTAGE).fill_(math.nan)
     start = weights(trainer)
@@ -190,7 +215,12 @@ def overflow(mesh: DeviceMesh | None) -> dict[str, Any]:
     metrics = [trainer.train_batch(make_batch(LENGTHS)) for _ in range(5)]
     for step in metrics:
         step["train/grad_norm"] = 0.0  # not finite, so not equal to itself
-    return {"start": start, "metrics": metrics, "scale": trainer.scaler.get_scale(), "weights": weights(trainer)}
+    return {
+        "start": start,
+        "metrics": metrics,
+        "scale": trainer.scaler.get_scale(),
+        "weights": weights(trainer),
+    }
 
 
 def adapters_off_first(mesh: DeviceMesh | None, **settings: Any) -> dict[str, Any]:
@@ -230,7 +260,9 @@ def recomputed_layers(mesh: DeviceMesh | None) -> int:
     """How often an MLP starts in one micro-batch: twice when its layer is recomputed."""
     trainer = make_trainer(mesh, checkpointing=True, micro_batch_tokens=10**6)
     calls = []
-    loading.base_model_of(trainer.model).model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    loading.base_model_of(trainer.model).model.layers[0].mlp.register_forward_pre_hook(
+        lambda *_: calls.append(1)
+    )
     trainer.train_batch(make_batch(LENGTHS))
     return len(calls)
 
@@ -242,7 +274,9 @@ def share_of_memory(mesh: DeviceMesh) -> float:
     held = [parameter for parameter in trainer.model.parameters() if isinstance(parameter, DTensor)]
     moments = [state["exp_avg"] for state in trainer.optimizer.state.values()]
     assert len(held) == len(list(trainer.model.parameters())) == len(moments)
-    return sum(t.to_local().numel() for t in held + moments) / sum(t.numel() for t in held + moments)
+    return sum(t.to_local().numel() for t in held + moments) / sum(
+        t.numel() for t in held + moments
+    )
 
 
 def bfloat16(check: Callable[..., dict[str, Any]], mesh: DeviceMesh | None) -> dict[str, Any]:
@@ -307,7 +341,12 @@ def load_and_go_on(mesh: DeviceMesh | None, path: Path, *, lora: bool) -> dict[s
         trainer.load_state_dict(read_checkpoint(saved_in(path))["trainer"], saved_in(path))
     at_save = weights(trainer)
     metrics = trainer.train_batch(make_batch(LENGTHS, spread=0.3))
-    return {"at_save": at_save, "metrics": metrics, "weights": weights(trainer), "version": trainer.version}
+    return {
+        "at_save": at_save,
+        "metrics": metrics,
+        "weights": weights(trainer),
+        "version": trainer.version,
+    }
 
 
 def run_rank(rank: int, world_size: int, folder: str) -> None:
@@ -409,7 +448,9 @@ def single(folder: Path) -> dict[str, Any]:
     """What one process gives."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in the ranks: ``make_batch`` computes
-    out: dict[str, Any] = {name: check(None) for name, check in COMPARED.items() if name != "overflow"}
+    out: dict[str, Any] = {
+        name: check(None) for name, check in COMPARED.items() if name != "overflow"
+    }
     for lora in (False, True):
         out[f"save_{lora}"] = save_and_go_on(None, folder / f"single_{lora}.pt", lora=lora)
     torch.set_num_threads(threads)
@@ -418,8 +459,12 @@ def single(folder: Path) -> dict[str, Any]:
 
 def start(run: Callable[..., None], world_size: int, folder: Path) -> None:
     """One process imports, the ranks are its forks."""
-    multiprocessing.set_forkserver_preload(["torchrl_grpo.runtime", __name__])  # the first makes the imports quick
-    multiprocessing.start_processes(run, (world_size, str(folder)), world_size, start_method="forkserver")
+    multiprocessing.set_forkserver_preload(
+        ["torchrl_grpo.runtime", __name__]
+    )  # the first makes the imports quick
+    multiprocessing.start_processes(
+        run, (world_size, str(folder)), world_size, start_method="forkserver"
+    )
 
 
 def given_by(name: str, world_size: int, folder: Path) -> list[dict[str, Any]]:
@@ -482,7 +527,11 @@ def worst(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> fl
     ],
 )
 def test_three_steps_on_several_ranks_are_those_of_one_process(
-    name: str, weights_within: float, metrics_within: float, ranks: list[dict[str, Any]], single: dict[str, Any]
+    name: str,
+    weights_within: float,
+    metrics_within: float,
+    ranks: list[dict[str, Any]],
+    single: dict[str, Any],
 ) -> None:
     """In float64 to rounding, so that the sums are exact; the metrics are float32 in both. A group of three sequences
     may be on two ranks.
@@ -498,7 +547,9 @@ def test_three_steps_on_several_ranks_are_those_of_one_process(
     for got, metrics in zip(ranks[0][name]["metrics"], expected["metrics"], strict=True):
         assert metrics["train/micro_batches"] > got["train/micro_batches"] > 1
         for key in metrics.keys() - OF_THE_SPLIT:
-            assert got[key] == pytest.approx(metrics[key], rel=metrics_within, abs=metrics_within), key
+            assert got[key] == pytest.approx(
+                metrics[key], rel=metrics_within, abs=metrics_within
+            ), key
 
 
 @pytest.mark.parametrize("name", ["teacher", "sft", "sft_beside"])
@@ -509,12 +560,16 @@ def test_a_teacher_and_demonstrations_on_two_ranks_are_those_of_one(
     assert distance(got["weights"], expected["weights"]) < 1e-14
     assert distance(expected["weights"], expected["start"]) > 1e-3
     for step, metrics in zip(got["metrics"], expected["metrics"], strict=True):
-        assert {"teacher": "train/loss_teacher", "sft_beside": "train/loss_sft"}.get(name, "train/loss") in metrics
+        assert {"teacher": "train/loss_teacher", "sft_beside": "train/loss_sft"}.get(
+            name, "train/loss"
+        ) in metrics
         for key in metrics.keys() - OF_THE_SPLIT:
             assert step[key] == pytest.approx(metrics[key], rel=1e-6, abs=1e-6), key
 
 
-def test_all_ranks_have_the_same_metrics_and_weights_bit_for_bit(ranks: list[dict[str, Any]]) -> None:
+def test_all_ranks_have_the_same_metrics_and_weights_bit_for_bit(
+    ranks: list[dict[str, Any]],
+) -> None:
     names = [name for name, value in ranks[0].items() if isinstance(value, dict)]
     assert set(ON_ALL_WORLD_SIZES) < set(names)
     for rank in ranks[1:]:
@@ -536,7 +591,9 @@ def test_ranks_share_out_what_is_scored_before_a_step(
     expected = single[name]
     for rank in ranks:
         assert worst(rank[name]["scored"], ranks[0][name]["scored"]) == 0
-        assert worst(rank[name]["scored"], expected["scored"]) < 3e-6  # seen: 1.5e-6, where other sequences are beside
+        assert (
+            worst(rank[name]["scored"], expected["scored"]) < 3e-6
+        )  # seen: 1.5e-6, where other sequences are beside
         assert len(rank[name]["computed"]) < len(expected["computed"])
         assert sum(rank[name]["computed"]) < 1.5 * sum(expected["computed"]) / len(ranks)
     assert sum(sum(rank[name]["computed"]) for rank in ranks) == sum(expected["computed"])
@@ -571,7 +628,9 @@ def test_the_reference_with_adapters_off_does_not_freeze_the_adapters(
     got, expected = two[0]["adapters_off_first"], single["adapters_off_first"]
     assert worst(got["weights"], expected["weights"]) < 1e-12
     assert len(expected["adapters"]) == 14 and worst(got["adapters"], expected["adapters"]) < 1e-12
-    assert got["metrics"][0]["train/kl_k3_to_ref"] == pytest.approx(expected["metrics"][0]["train/kl_k3_to_ref"])
+    assert got["metrics"][0]["train/kl_k3_to_ref"] == pytest.approx(
+        expected["metrics"][0]["train/kl_k3_to_ref"]
+    )
     [mixed], [on_one] = (
         two[0]["adapters_off_first_bfloat16"]["metrics"],
         single["adapters_off_first_bfloat16"]["metrics"],
@@ -580,7 +639,9 @@ def test_the_reference_with_adapters_off_does_not_freeze_the_adapters(
     assert mixed["train/grad_norm"] == pytest.approx(on_one["train/grad_norm"], rel=0.05)
 
 
-def test_checkpointed_layers_are_computed_twice_when_they_are_sharded(two: list[dict[str, Any]]) -> None:
+def test_checkpointed_layers_are_computed_twice_when_they_are_sharded(
+    two: list[dict[str, Any]],
+) -> None:
     assert [rank["recomputed_layers"] for rank in two] == [2] * len(two)
 
 
@@ -602,7 +663,9 @@ def test_bfloat16_parameters_train_close_to_autocast_and_stay_float32(
 ) -> None:
     got, expected = two[0]["bfloat16"], single["bfloat16"]
     assert {value.dtype for value in got["weights"].values()} == {torch.float32}
-    assert got["metrics"][0]["train/grad_norm"] == pytest.approx(expected["metrics"][0]["train/grad_norm"], rel=0.05)
+    assert got["metrics"][0]["train/grad_norm"] == pytest.approx(
+        expected["metrics"][0]["train/grad_norm"], rel=0.05
+    )
     for step, reference in zip(got["metrics"], expected["metrics"], strict=True):
         assert step["train/loss"] == pytest.approx(reference["train/loss"], abs=0.02)
 
@@ -614,13 +677,21 @@ def test_mixed_precision_leaves_token_ids_and_layouts_as_they_are(
     for rank in (single["likely_tokens"], *(rank["likely_tokens"] for rank in two)):
         assert rank["ids"] == [[257.0, 259.0]]
         assert (rank["passes"], rank["calls"], rank["layouts"]) == (1, 2, 1)
-        assert rank["metrics"][0]["train/loss_teacher"] == pytest.approx(expected["train/loss_teacher"], rel=0.01)
+        assert rank["metrics"][0]["train/loss_teacher"] == pytest.approx(
+            expected["train/loss_teacher"], rel=0.01
+        )
 
 
 @pytest.mark.parametrize("lora", [False, True])
-def test_a_checkpoint_goes_on_exactly_on_as_many_ranks(lora: bool, two: list[dict[str, Any]]) -> None:
+def test_a_checkpoint_goes_on_exactly_on_as_many_ranks(
+    lora: bool, two: list[dict[str, Any]]
+) -> None:
     saved, loaded = two[0][f"save_{lora}"], two[0][f"load_{lora}"]
-    assert worst(loaded["at_save"], saved["at_save"]) == worst(loaded["weights"], saved["weights"]) == 0
+    assert (
+        worst(loaded["at_save"], saved["at_save"])
+        == worst(loaded["weights"], saved["weights"])
+        == 0
+    )
     assert loaded["metrics"] == saved["metrics"]
     assert loaded["version"] == 3
 
@@ -662,7 +733,9 @@ def test_the_exported_model_is_the_merged_one(two: list[dict[str, Any]], folder:
     assert worst(dict(exported.named_parameters()), expected) < 1e-7
 
 
-@pytest.mark.parametrize(("name", "within"), [("full", 1e-6), ("full_float64", 1e-15), ("two_sequences", 1e-15)])
+@pytest.mark.parametrize(
+    ("name", "within"), [("full", 1e-6), ("full_float64", 1e-15), ("two_sequences", 1e-15)]
+)
 def test_layers_split_over_pairs_train_like_one_process(
     name: str, within: float, grid: list[dict[str, Any]], single: dict[str, Any]
 ) -> None:
@@ -684,7 +757,9 @@ def test_two_sharded_copies_train_like_four_shards_and_like_one_process(
             for got, metrics in zip(copies[0][name]["metrics"], other["metrics"], strict=True):
                 for key in metrics.keys() - OF_THE_SPLIT:
                     assert got[key] == pytest.approx(metrics[key], rel=5e-6, abs=5e-6), key
-    names = [name for name, value in copies[0].items() if isinstance(value, dict) and "metrics" in value]
+    names = [
+        name for name, value in copies[0].items() if isinstance(value, dict) and "metrics" in value
+    ]
     for rank in copies:
         assert rank["replicas"] == 2
         assert rank["share"] == pytest.approx(1 / 2, rel=0.05)
@@ -706,19 +781,29 @@ def test_a_checkpoint_of_sharded_copies_is_one_of_any_number_of_ranks(
     copies: list[dict[str, Any]], single: dict[str, Any], folder: Path
 ) -> None:
     saved, loaded = copies[0]["save_False"], copies[0]["load_False"]
-    assert worst(loaded["at_save"], saved["at_save"]) == worst(loaded["weights"], saved["weights"]) == 0
-    assert distance(copies[0]["load_single_False"]["weights"], single["save_False"]["weights"]) < 1e-6
+    assert (
+        worst(loaded["at_save"], saved["at_save"])
+        == worst(loaded["weights"], saved["weights"])
+        == 0
+    )
+    assert (
+        distance(copies[0]["load_single_False"]["weights"], single["save_False"]["weights"]) < 1e-6
+    )
     to_single = load_and_go_on(None, folder / "ranks_copies", lora=False)
     assert worst(to_single["at_save"], saved["at_save"]) == 0
     assert distance(to_single["weights"], saved["weights"]) < 1e-6
 
 
-def test_split_layers_are_scaled_recomputed_and_held_like_whole_ones(grid: list[dict[str, Any]]) -> None:
+def test_split_layers_are_scaled_recomputed_and_held_like_whole_ones(
+    grid: list[dict[str, Any]],
+) -> None:
     for rank in grid:
         assert rank["overflow"]["scale"] == grid[0]["overflow"]["scale"] < FIRST_SCALE
         assert rank["overflow"]["metrics"] == grid[0]["overflow"]["metrics"]
         assert rank["recomputed_layers"] == 2
-        assert 1 / 4 < rank["share"] < 1 / 2  # the embedding is in two parts, the layers are in four
+        assert (
+            1 / 4 < rank["share"] < 1 / 2
+        )  # the embedding is in two parts, the layers are in four
 
 
 def test_a_checkpoint_of_split_layers_is_one_of_any_number_of_ranks(
@@ -734,9 +819,15 @@ def test_a_checkpoint_of_split_layers_is_one_of_any_number_of_ranks(
 
 def test_what_cannot_be_split_is_refused(grid: list[dict[str, Any]]) -> None:
     adapters, heads = grid[0]["refused"]
-    assert adapters == "tensor_parallel_size=2 must be 1 with LoRA adapters: shard over more ranks instead."
+    assert (
+        adapters
+        == "tensor_parallel_size=2 must be 1 with LoRA adapters: shard over more ranks instead."
+    )
     assert heads == "tensor_parallel_size=2 must divide the model's 1 key and value heads: use 1."
-    with pytest.raises(ValueError, match="world_size=3 must be a multiple of tensor_parallel_size=2: use 2 or 4 ranks"):
+    with pytest.raises(
+        ValueError,
+        match="world_size=3 must be a multiple of tensor_parallel_size=2: use 2 or 4 ranks",
+    ):
         init_mesh(0, 3, dist.HashStore(), device=CPU, timeout_s=5, tensor_parallel_size=2)
 
 

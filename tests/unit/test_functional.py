@@ -27,14 +27,19 @@ def test_masked_mean_of_nothing_is_zero() -> None:
 
 def test_masked_means_with_the_whole_count_add_up_over_parts() -> None:
     values, mask = torch.randn(8, 5, dtype=torch.float64), torch.rand(8, 5) > 0.4
-    parts = sum(F.masked_mean(values[i : i + 2], mask[i : i + 2], mask.sum()) for i in range(0, 8, 2))
+    parts = sum(
+        F.masked_mean(values[i : i + 2], mask[i : i + 2], mask.sum()) for i in range(0, 8, 2)
+    )
     torch.testing.assert_close(parts, values[mask].mean())
 
 
 def test_group_advantage_by_hand() -> None:
     """Group 7: rewards 1, 0, 0: mean 1/3, deviations 2/3, -1/3, -1/3, unbiased variance (4+1+1)/9/2 = 1/3."""
     advantage = F.group_advantage(
-        torch.tensor([1.0, 0.0, 0.0]), torch.tensor([7, 7, 7]), torch.ones(3, dtype=torch.bool), eps=0.0
+        torch.tensor([1.0, 0.0, 0.0]),
+        torch.tensor([7, 7, 7]),
+        torch.ones(3, dtype=torch.bool),
+        eps=0.0,
     )
     std = math.sqrt(1 / 3)
     torch.testing.assert_close(advantage, torch.tensor([2 / 3 / std, -1 / 3 / std, -1 / 3 / std]))
@@ -43,7 +48,9 @@ def test_group_advantage_by_hand() -> None:
 def test_equal_rewards_give_nothing_to_a_scale_of_their_group() -> None:
     """Without a baseline they are not 0, and 1 / (0 + eps) would be a million."""
     reward, group = torch.tensor([1.0, 1.0, 0.0, 2.0]), torch.tensor([0, 0, 1, 1])
-    got = F.group_advantage(reward, group, torch.ones(4, dtype=torch.bool), mean="none", std="group")
+    got = F.group_advantage(
+        reward, group, torch.ones(4, dtype=torch.bool), mean="none", std="group"
+    )
     torch.testing.assert_close(got, torch.tensor([0.0, 0.0, 0.0, math.sqrt(2)]))
 
 
@@ -64,14 +71,18 @@ def test_equal_rewards_give_exactly_zero(value: float) -> None:
 
 
 def test_group_of_one_gives_zero_and_no_nan() -> None:
-    assert F.group_advantage(torch.tensor([3.0]), torch.tensor([0]), torch.tensor([True])).tolist() == [0.0]
+    assert F.group_advantage(
+        torch.tensor([3.0]), torch.tensor([0]), torch.tensor([True])
+    ).tolist() == [0.0]
 
 
 def test_invalid_rewards_leave_the_statistics_and_get_zero() -> None:
     reward = torch.tensor([1.0, math.nan, 0.0, 50.0])
     valid = torch.tensor([True, False, True, False])
     group = torch.zeros(4, dtype=torch.int64)
-    expected = F.group_advantage(torch.tensor([1.0, 0.0]), torch.zeros(2, dtype=torch.int64), torch.ones(2) > 0)
+    expected = F.group_advantage(
+        torch.tensor([1.0, 0.0]), torch.zeros(2, dtype=torch.int64), torch.ones(2) > 0
+    )
     advantage = F.group_advantage(reward, group, valid)
     assert advantage[[1, 3]].tolist() == [0.0, 0.0]
     torch.testing.assert_close(advantage[[0, 2]], expected)
@@ -85,8 +96,13 @@ def test_one_valid_member_left_gives_zero() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(rewards, st.integers(0, 3), st.booleans()), min_size=1, max_size=24), st.randoms())
-def test_group_advantage_equals_a_plain_loop_in_any_order(rows: list[tuple[float, int, bool]], random) -> None:
+@given(
+    st.lists(st.tuples(rewards, st.integers(0, 3), st.booleans()), min_size=1, max_size=24),
+    st.randoms(),
+)
+def test_group_advantage_equals_a_plain_loop_in_any_order(
+    rows: list[tuple[float, int, bool]], random
+) -> None:
     def by_loop(index: int) -> float:
         reward, group, ok = rows[index]
         members = [float(torch.tensor(r)) for r, g, v in rows if g == group and v]
@@ -144,7 +160,9 @@ def test_k3_and_k2_are_never_negative_and_zero_only_at_equality(a: float, b: flo
         (1.2, 0.0, 0.0, 0.0),
     ],
 )
-def test_clipped_surrogate_and_its_gradient_by_hand(ratio: float, advantage: float, value: float, slope: float) -> None:
+def test_clipped_surrogate_and_its_gradient_by_hand(
+    ratio: float, advantage: float, value: float, slope: float
+) -> None:
     r = torch.tensor([[ratio]], dtype=torch.float64, requires_grad=True)
     out = F.clipped_surrogate(r, torch.tensor([[advantage]], dtype=torch.float64), 0.2, 0.28)
     out.sum().backward()
@@ -171,7 +189,9 @@ def test_token_weights_are_the_mean_over_sequences_of_token_means() -> None:
 def test_effective_sample_size_of_equal_and_of_single_weights() -> None:
     equal, single = torch.full((8,), 3.0), torch.tensor([1.0, 0, 0, 0, 0, 0, 0, 0])
     assert F.effective_sample_size(equal.mean(), equal.square().mean()).item() == pytest.approx(1.0)
-    assert F.effective_sample_size(single.mean(), single.square().mean()).item() == pytest.approx(1 / 8)
+    assert F.effective_sample_size(single.mean(), single.square().mean()).item() == pytest.approx(
+        1 / 8
+    )
 
 
 @pytest.mark.parametrize(("n", "c", "k"), [(5, 2, 1), (5, 2, 3), (6, 0, 3), (6, 6, 2), (4, 1, 4)])
@@ -188,11 +208,11 @@ def test_pass_at_k_wants_enough_samples() -> None:
         F.pass_at_k(2, 1, 3)
 
 
-@pytest.mark.parametrize(("mean", "std"), [("median", "group"), ("group", "median"), ("median", "median")])
+@pytest.mark.parametrize(
+    ("mean", "std"), [("median", "group"), ("group", "median"), ("median", "median")]
+)
 def test_an_unknown_baseline_or_scale_is_refused_with_the_choices(mean: str, std: str) -> None:
-    message = (
-        rf"mean='{mean}' must be one of \('group', .*'none'\) and std='{std}' one of \('group', .*: use 'group' for"
-    )
+    message = rf"mean='{mean}' must be one of \('group', .*'none'\) and std='{std}' one of \('group', .*: use 'group' for"
     with pytest.raises(ValueError, match=message):
         F.group_advantage(torch.ones(2), torch.zeros(2), torch.ones(2) > 0, mean=mean, std=std)  # type: ignore[arg-type]
 
@@ -233,12 +253,20 @@ def test_a_weight_at_the_cap_is_kept() -> None:
 
 
 def test_a_head_of_16_bits_gives_float32_as_wide_as_its_device_can():
-    hidden, weight, bias = (torch.randn(*shape, dtype=torch.bfloat16) for shape in ((3, 8), (5, 8), (5,)))
+    hidden, weight, bias = (
+        torch.randn(*shape, dtype=torch.bfloat16) for shape in ((3, 8), (5, 8), (5,))
+    )
     got = F.head_logits(hidden, weight, bias)
     assert got.dtype == torch.float32
-    assert torch.equal(got, torch.nn.functional.linear(hidden, weight, bias).float())  # a CPU rounds to 16 bits
+    assert torch.equal(
+        got, torch.nn.functional.linear(hidden, weight, bias).float()
+    )  # a CPU rounds to 16 bits
     assert F.head_logits(hidden.double(), weight.double()).dtype == torch.float64
-    hidden, weight, bias = hidden.to("meta"), weight.to("meta"), bias.to("meta")  # for a GPU; it has shapes and types
+    hidden, weight, bias = (
+        hidden.to("meta"),
+        weight.to("meta"),
+        bias.to("meta"),
+    )  # for a GPU; it has shapes and types
     with _Products() as products:
         got = F.head_logits(hidden, weight, bias)
     assert (got.dtype, got.shape) == (torch.float32, (3, 5))

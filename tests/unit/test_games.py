@@ -40,32 +40,46 @@ def player() -> Player:
     """The starter after a few steps on demonstrations: it mostly says one digit, and sometimes something else."""
     from examples.my_games import GuessTask
 
-    tokenizer = load_tokenizer(str(starter_path()), chat_template=f"{ROOT}/examples/tool_as_user.jinja")
+    tokenizer = load_tokenizer(
+        str(starter_path()), chat_template=f"{ROOT}/examples/tool_as_user.jinja"
+    )
     model = AutoModelForCausalLM.from_pretrained(starter_path())
     optimizer, task = torch.optim.AdamW(model.parameters(), lr=3e-3), GuessTask()
-    chats = [[*task.messages(one), *task.demonstration(one)] for one in task.problems("train")[:640]]
+    chats = [
+        [*task.messages(one), *task.demonstration(one)] for one in task.problems("train")[:640]
+    ]
     texts = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats]
     for first in range(0, len(texts), 16):
-        tokens = tokenizer(texts[first : first + 16], padding=True, padding_side="right", return_tensors="pt").input_ids
-        model(input_ids=tokens, labels=tokens.masked_fill(tokens == tokenizer.pad_token_id, -100)).loss.backward()
+        tokens = tokenizer(
+            texts[first : first + 16], padding=True, padding_side="right", return_tensors="pt"
+        ).input_ids
+        model(
+            input_ids=tokens, labels=tokens.masked_fill(tokens == tokenizer.pad_token_id, -100)
+        ).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     return model.eval(), tokenizer
 
 
-def first_step(player: Player, form: str) -> tuple[TensorDictBase, dict[str, Any], dict[str, torch.Tensor]]:
+def first_step(
+    player: Player, form: str
+) -> tuple[TensorDictBase, dict[str, Any], dict[str, torch.Tensor]]:
     """The batch of a run's first step, the step's metrics, and the weights after it."""
     model, tokenizer = player
     engine = TransformersEngine(model)
     engine.seed(3)
     task = make_task(EnvConfig(**FORMS[form], max_turns=3))
     env = LLMEnv(task, tokenizer, num_envs=32, repeats=8, max_turns=3, seed=5)
-    collector = RolloutCollector(env, GenerationPolicy(engine, SamplingParams(4, stop_token_ids=(1,))))
+    collector = RolloutCollector(
+        env, GenerationPolicy(engine, SamplingParams(4, stop_token_ids=(1,)))
+    )
     batch = GroupAdvantage(8)(collector.rollout())
     trained = AutoModelForCausalLM.from_pretrained(starter_path())
     trained.load_state_dict(model.state_dict())
     loss = GRPOLoss(TokenScorer(trained.eval()))
-    trainer = GRPOTrainer(loss, trained, torch.optim.SGD(trained.parameters(), lr=0.1), optim_batch_size=32)
+    trainer = GRPOTrainer(
+        loss, trained, torch.optim.SGD(trained.parameters(), lr=0.1), optim_batch_size=32
+    )
     metrics = trainer.train_batch(batch)
     return batch, metrics, trained.state_dict()
 
@@ -88,4 +102,6 @@ def test_one_game_in_four_forms_gives_one_batch_one_loss_and_one_update(
                 assert torch.equal(left[key], right[key]), (form, key)
         for name in ("train/loss", "train/grad_norm"):
             assert metrics[name] == other_metrics[name], (form, name)
-        assert all(torch.equal(weight, other_weights[name]) for name, weight in weights.items()), form
+        assert all(torch.equal(weight, other_weights[name]) for name, weight in weights.items()), (
+            form
+        )

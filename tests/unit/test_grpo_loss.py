@@ -37,7 +37,9 @@ def plain_loop(logits: Tensor, rows: list[TensorDict], settings: dict) -> tuple[
             to_sample = row["log_probs", "full"][t] - cur
             token = -objective
             token = token + settings["kl_to_ref_coeff"] * (torch.exp(to_ref) - to_ref - 1)
-            token = token + settings["kl_to_inference_coeff"] * (torch.exp(to_sample) - to_sample - 1)
+            token = token + settings["kl_to_inference_coeff"] * (
+                torch.exp(to_sample) - to_sample - 1
+            )
             token = token + settings["entropy_coeff"] * (p * torch.log(p)).sum()
             loss = loss + token / (sum(mask) * len(counted))
     loss.backward()
@@ -66,7 +68,9 @@ def test_one_sequence_of_two_tokens_by_hand() -> None:
         {
             ("tokens", "full"): torch.tensor([0, 1, 0]),
             ("masks", "all_assistant_mask"): torch.tensor([False, True, True]),
-            ("log_probs", "full"): torch.tensor([0.0, math.log(0.5), math.log(0.25)], dtype=torch.float64),
+            ("log_probs", "full"): torch.tensor(
+                [0.0, math.log(0.5), math.log(0.25)], dtype=torch.float64
+            ),
             "advantage": torch.ones(1, dtype=torch.float64),
             "row": torch.tensor([0]),
         }
@@ -93,9 +97,13 @@ def test_ten_times_more_padding_changes_nothing() -> None:
         for key in (("tokens", "full"), ("masks", "all_assistant_mask"), ("log_probs", "full")):
             wide[key] = torch.cat([row[key], torch.zeros(extra, dtype=row[key].dtype)])
         ref = row["next", "ref_log_probs", "full"]
-        wide["next", "ref_log_probs", "full"] = torch.cat([ref, torch.full((extra,), math.nan, dtype=ref.dtype)])
+        wide["next", "ref_log_probs", "full"] = torch.cat(
+            [ref, torch.full((extra,), math.nan, dtype=ref.dtype)]
+        )
         wide_rows.append(wide)
-    wide_logits = torch.cat([logits, torch.randn(4, 90 - logits.shape[1], 5, dtype=torch.float64)], 1)
+    wide_logits = torch.cat(
+        [logits, torch.randn(4, 90 - logits.shape[1], 5, dtype=torch.float64)], 1
+    )
     got = GRPOLoss(Table(wide_logits), **SETTINGS)(lazy_stack(wide_rows))
     for name, value in expected.items():
         torch.testing.assert_close(got[name], value)
@@ -233,20 +241,32 @@ def test_a_renamed_mask_is_what_the_scorer_scores(tiny_model) -> None:
     ("settings", "missing", "fix"),
     [
         ({"mask_truncated": True}, r"next\.truncated", "use mask_truncated=False"),
-        ({"kl_to_ref_coeff": 0.1}, r"next\.ref_log_probs\.full", r"apply KLScoring\(TokenScorer\(reference\)\)"),
-        ({"proximal": "recomputed"}, r"prox_log_probs\.full", r"apply KLScoring\(TokenScorer\(model\), out_key="),
+        (
+            {"kl_to_ref_coeff": 0.1},
+            r"next\.ref_log_probs\.full",
+            r"apply KLScoring\(TokenScorer\(reference\)\)",
+        ),
+        (
+            {"proximal": "recomputed"},
+            r"prox_log_probs\.full",
+            r"apply KLScoring\(TokenScorer\(model\), out_key=",
+        ),
         ({"proximal": "interpolated"}, "staleness", "policy_version"),
         ({}, "advantage", r"apply GroupAdvantage\(repeats\)"),
         ({}, r"masks\.all_assistant_mask", "write it, or name the entry"),
         ({}, r"log_probs\.full", "write it, or name the entry"),
     ],
 )
-def test_a_missing_entry_is_named_with_what_writes_it(settings: dict, missing: str, fix: str) -> None:
+def test_a_missing_entry_is_named_with_what_writes_it(
+    settings: dict, missing: str, fix: str
+) -> None:
     logits, rows = make_batch(0)
     name = tuple(missing.split(r"\."))
     for row in rows:
         row.pop("next" if name[0] == "next" else name, None)
-    with pytest.raises(KeyError, match=f"no entry {missing}, it has .*tokens.full.*: {fix}|: .*{fix}"):
+    with pytest.raises(
+        KeyError, match=f"no entry {missing}, it has .*tokens.full.*: {fix}|: .*{fix}"
+    ):
         GRPOLoss(Table(logits), **settings)(lazy_stack(rows))
 
 
@@ -269,7 +289,9 @@ def test_what_leaves_tokens_out_may_be_said_of_each_token(name: Any, settings: d
     out[name] = gone if settings else ~gone
     mask = ("masks", "all_assistant_mask")
     fewer[mask] = fewer[mask] & ~gone
-    torch.testing.assert_close(total(GRPOLoss(Table(logits), **settings)(out)), total(GRPOLoss(Table(logits))(fewer)))
+    torch.testing.assert_close(
+        total(GRPOLoss(Table(logits), **settings)(out)), total(GRPOLoss(Table(logits))(fewer))
+    )
 
 
 @pytest.mark.parametrize(
@@ -282,10 +304,14 @@ def test_what_leaves_tokens_out_may_be_said_of_each_token(name: Any, settings: d
         ("reward_valid", {}, (4,), r"use unsqueeze\(-1\)"),
     ],
 )
-def test_an_entry_of_another_shape_is_refused_by_name(name: Any, settings: dict, shape: tuple, fix: str) -> None:
+def test_an_entry_of_another_shape_is_refused_by_name(
+    name: Any, settings: dict, shape: tuple, fix: str
+) -> None:
     logits, rows = make_batch(0, lengths=(9, 9, 9, 9))
     batch = torch.stack(rows)
-    batch[name] = torch.ones(shape, dtype=torch.bool if name in ("reward_valid", ("next", "truncated")) else None)
+    batch[name] = torch.ones(
+        shape, dtype=torch.bool if name in ("reward_valid", ("next", "truncated")) else None
+    )
     got = re.escape(f"entry {name!r} of shape {list(shape)} must be [4, 1]")
     with pytest.raises(ValueError, match=rf"{got}, .*, or \[4, [9T]\], one for each token: {fix}"):
         GRPOLoss(Table(logits), **settings)(batch)
@@ -294,7 +320,9 @@ def test_an_entry_of_another_shape_is_refused_by_name(name: Any, settings: dict,
 
 
 def test_a_model_in_the_place_of_a_tensordict_module_is_refused(tiny_model) -> None:
-    with pytest.raises(ValueError, match=r"actor_network=Qwen2ForCausalLM must be .*: use TokenScorer\(model\)"):
+    with pytest.raises(
+        ValueError, match=r"actor_network=Qwen2ForCausalLM must be .*: use TokenScorer\(model\)"
+    ):
         GRPOLoss(tiny_model)
 
 
@@ -302,8 +330,12 @@ def test_a_model_in_the_place_of_a_tensordict_module_is_refused(tiny_model) -> N
 def test_a_ratio_at_a_clip_bound_is_not_clipped(kind: type[GRPOLoss]) -> None:
     loss = kind(Table(torch.zeros(1, 1, 2)), clip_epsilon=(0.25, 0.5))
     ratio = torch.tensor([[0.75, 1.5, 0.7, 1.6]])
-    low, high = (loss.clipped(ratio, torch.tensor([[sign]]))[i] for i, sign in ((0, -1.0), (1, 1.0)))
-    assert low.tolist() == [[False, False, True, False]] and high.tolist() == [[False, False, False, True]]
+    low, high = (
+        loss.clipped(ratio, torch.tensor([[sign]]))[i] for i, sign in ((0, -1.0), (1, 1.0))
+    )
+    assert low.tolist() == [[False, False, True, False]] and high.tolist() == [
+        [False, False, False, True]
+    ]
 
 
 def test_batches_of_other_dimensions_are_refused_with_advice() -> None:

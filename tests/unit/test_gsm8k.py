@@ -30,7 +30,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_row_becomes_a_problem_with_a_canonical_answer(folder: Path) -> None:
-    write_split(folder, "train", [json.dumps(GOOD_ROW), "", json.dumps({"question": "q", "answer": "#### 1,200.50"})])
+    write_split(
+        folder,
+        "train",
+        [json.dumps(GOOD_ROW), "", json.dumps({"question": "q", "answer": "#### 1,200.50"})],
+    )
     assert GSM8KTask(str(folder)).problems("train") == [
         Problem(query="How much is 48 + 24?", answer="72", extra=GOOD_ROW),
         Problem(query="q", answer="1200.5", extra={"question": "q", "answer": "#### 1,200.50"}),
@@ -53,7 +57,8 @@ def test_the_prompt_is_one_user_message_with_question_and_format() -> None:
 
 
 @pytest.mark.parametrize(
-    "response", ["#### 72", "so 72\n#### 72.00", "#### $72.", "####72 clips", "#### 1\n#### 72\nBye"]
+    "response",
+    ["#### 72", "so 72\n#### 72.00", "#### $72.", "####72 clips", "#### 1\n#### 72\nBye"],
 )
 def test_right_answers_earn_one(response: str) -> None:
     assert GSM8KTask().score(Problem("q", "72"), [response]) == Score(reward=1.0, correct=True)
@@ -87,12 +92,17 @@ def test_every_real_problem_parses_and_its_reference_solution_earns_one() -> Non
     task = GSM8KTask(str(REAL_DATA))
     for split, count in (("train", 7473), ("test", 1319)):
         problems = task.problems(split)  # type: ignore[arg-type]
-        rows = [json.loads(line) for line in (REAL_DATA / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()]
+        rows = [
+            json.loads(line)
+            for line in (REAL_DATA / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
+        ]
         assert len(problems) == len(rows) == count
         for problem, row in zip(problems, rows, strict=True):
             assert problem.query == row["question"]
             assert task.score(problem, [row["answer"]]) == Score(reward=1.0, correct=True)
-            assert float(problem.answer) == float(row["answer"].split("####")[1].strip().replace(",", ""))
+            assert float(problem.answer) == float(
+                row["answer"].split("####")[1].strip().replace(",", "")
+            )
 
 
 @pytest.mark.skipif(not REAL_DATA.is_dir(), reason="GSM8K's files are not on this machine")
@@ -107,7 +117,8 @@ def test_building_the_task_reads_nothing() -> None:
 
 def test_missing_folder_names_the_field_and_the_files() -> None:
     with pytest.raises(
-        ValueError, match=r"env\.dataset_path='/no/such/folder' must be a folder with train\.jsonl and test\.jsonl"
+        ValueError,
+        match=r"env\.dataset_path='/no/such/folder' must be a folder with train\.jsonl and test\.jsonl",
     ):
         GSM8KTask("/no/such/folder").problems("train")
 
@@ -116,12 +127,16 @@ def test_missing_file_lists_what_is_there(folder: Path) -> None:
     (folder / "test.jsonl").unlink()
     task = GSM8KTask(str(folder))
     task.problems("train")
-    with pytest.raises(ValueError, match=r"test\.jsonl is missing \(found: \['train\.jsonl'\]\): give the folder"):
+    with pytest.raises(
+        ValueError, match=r"test\.jsonl is missing \(found: \['train\.jsonl'\]\): give the folder"
+    ):
         task.problems("test")
 
 
 def test_missing_column_lists_those_there(folder: Path) -> None:
-    write_split(folder, "train", [json.dumps(GOOD_ROW), json.dumps({"question": "q", "solution": "#### 1"})])
+    write_split(
+        folder, "train", [json.dumps(GOOD_ROW), json.dumps({"question": "q", "solution": "#### 1"})]
+    )
     with pytest.raises(
         ValueError,
         match=r"train\.jsonl:2 must have text in the column 'answer', it has none \(the row has \['q",
@@ -131,7 +146,9 @@ def test_missing_column_lists_those_there(folder: Path) -> None:
 
 def test_column_that_is_not_text_is_shown(folder: Path) -> None:
     write_split(folder, "train", [json.dumps({"question": "q", "answer": 72})])
-    with pytest.raises(ValueError, match=r"train\.jsonl:1 must have text in the column 'answer', it has 72"):
+    with pytest.raises(
+        ValueError, match=r"train\.jsonl:1 must have text in the column 'answer', it has 72"
+    ):
         GSM8KTask(str(folder)).problems("train")
 
 
@@ -149,7 +166,9 @@ def test_malformed_line_is_named_by_file_and_line(folder: Path, line: bytes) -> 
 @pytest.mark.parametrize("answer", ["72", "#### seventy-two", "####"])
 def test_reference_answer_without_marked_number_is_an_error(folder: Path, answer: str) -> None:
     write_split(folder, "train", [json.dumps({"question": "q", "answer": answer})])
-    with pytest.raises(ValueError, match=r"train\.jsonl:1 must have an answer that ends with '#### <number>'"):
+    with pytest.raises(
+        ValueError, match=r"train\.jsonl:1 must have an answer that ends with '#### <number>'"
+    ):
         GSM8KTask(str(folder)).problems("train")
 
 
@@ -169,7 +188,9 @@ def test_without_a_path_the_hub_data_set_is_asked_for(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     task = GSM8KTask()
-    assert task.problems("test") == [Problem(query="How much is 48 + 24?", answer="72", extra=GOOD_ROW)]
+    assert task.problems("test") == [
+        Problem(query="How much is 48 + 24?", answer="72", extra=GOOD_ROW)
+    ]
     assert task.problems("test")[0].answer == "72"  # read once, then kept
     assert asked == [("openai/gsm8k", "main", "test")]
 
@@ -183,7 +204,12 @@ def test_offline_without_a_path_is_one_clear_error_that_names_the_fix(tmp_path: 
     )
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     out = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=600, check=True
+        [sys.executable, "-c", code],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=True,
     ).stdout
     assert "env.dataset=gsm8k without env.dataset_path must reach openai/gsm8k" in out
     assert "set env.dataset_path to a folder with GSM8K's train.jsonl and test.jsonl" in out

@@ -24,7 +24,9 @@ def start_processes() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="the guard is Linux's")
 def test_a_killed_pytest_leaves_no_process() -> None:
     command = [sys.executable, "-m", "pytest", "-s", "-n", "0", "-p", "no:cacheprovider", __file__]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_XDIST_WORKER"}
+    environment = {
+        name: value for name, value in os.environ.items() if name != "PYTEST_XDIST_WORKER"
+    }
     with subprocess.Popen(
         [*command, "-o", f"python_functions={start_processes.__name__}"],
         cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True,
@@ -38,6 +40,10 @@ def test_a_killed_pytest_leaves_no_process() -> None:
 
 
 def test_a_guarded_process_ends_with_its_own_status() -> None:
-    code = "import sys; from tests.support.guarded import go_on_guarded; go_on_guarded(); sys.exit(3)"
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=300)
+    code = (
+        "import sys; from tests.support.guarded import go_on_guarded; go_on_guarded(); sys.exit(3)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=300
+    )
     assert done.returncode == 3

@@ -37,7 +37,9 @@ def server(tmp_path: Path) -> Iterator[int]:
     subject = ["-subj", "/CN=here", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2"]
     kind = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     files = ["-keyout", tmp_path / "key", "-out", tmp_path / "certificate"]
-    subprocess.run([openssl, "req", "-x509", *kind, *files, *subject], check=True, capture_output=True)
+    subprocess.run(
+        [openssl, "req", "-x509", *kind, *files, *subject], check=True, capture_output=True
+    )
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(tmp_path / "certificate", tmp_path / "key")
     with HTTPServer(("127.0.0.1", 0), Answers) as server:
@@ -93,15 +95,21 @@ def harmful() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
-def test_the_key_follows_no_redirection(status: int, harmful: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_follows_no_redirection(
+    status: int, harmful: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("A_KEY", "secret-key")
     client = HttpClient(harmful, key_variable="A_KEY")
     with pytest.raises(NoAnswerError) as error:
-        settled(client.ask("GET", f"/{status},Location,{harmful}/200,A,b", timeout_s=10, largest=1000))
+        settled(
+            client.ask("GET", f"/{status},Location,{harmful}/200,A,b", timeout_s=10, largest=1000)
+        )
     assert len(Harmful.seen) == 1 and error.value.status == status
 
 
-def test_a_key_that_the_server_repeats_is_not_shown(harmful: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_that_the_server_repeats_is_not_shown(
+    harmful: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("A_KEY", "secret-key")
     client = HttpClient(harmful, key_variable="A_KEY")
     with pytest.raises(NoAnswerError, match=r"Bearer \*\*\*") as error:

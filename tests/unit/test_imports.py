@@ -12,11 +12,23 @@ from pathlib import Path
 import pytest
 
 from tests.support.configs import ROOT
-from torchrl_grpo import collectors, generation, learner, loop, models, objectives, reporting, transforms
+from torchrl_grpo import (
+    collectors,
+    generation,
+    learner,
+    loop,
+    models,
+    objectives,
+    reporting,
+    transforms,
+)
 
 PACKAGE = ROOT / "torchrl_grpo"
 FILES = sorted(p.relative_to(PACKAGE) for p in PACKAGE.rglob("*.py"))
-OWN = {"compat/ray.py": "ray", "weights/transfer_engine.py": "vllm"}  # each is imported where its package is there
+OWN = {
+    "compat/ray.py": "ray",
+    "weights/transfer_engine.py": "vllm",
+}  # each is imported where its package is there
 MODULES = [
     ".".join(("torchrl_grpo", *p.with_suffix("").parts)).removesuffix(".__init__")
     for p in FILES
@@ -25,7 +37,10 @@ MODULES = [
 
 # Which files may import a package, and whether only inside a function.
 RESTRICTED = {
-    "vllm": (("generation/vllm.py", "generation/vllm_async.py", "weights/nccl.py", "weights/worker.py"), True),
+    "vllm": (
+        ("generation/vllm.py", "generation/vllm_async.py", "weights/nccl.py", "weights/worker.py"),
+        True,
+    ),
     "ray": (("runtime/",), False),
     "hydra": (("config/", "scripts/", "compat/hydra.py"), False),
     "omegaconf": (("config/", "scripts/"), False),
@@ -40,10 +55,17 @@ def imports(tree: ast.AST, in_function: bool = False) -> Iterator[tuple[str, boo
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             yield node.module.partition(".")[0], in_function
         elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            name = (
+                node.func.attr
+                if isinstance(node.func, ast.Attribute)
+                else getattr(node.func, "id", "")
+            )
             if name in ("import_module", "__import__") and isinstance(node.args[0].value, str):
                 yield node.args[0].value.partition(".")[0], in_function
-        yield from imports(node, in_function or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
+        yield from imports(
+            node,
+            in_function or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda),
+        )
 
 
 def broken_rules(path: str, source: str) -> list[str]:
@@ -74,18 +96,32 @@ def test_only_the_allowed_files_import_vllm_ray_and_hydra(path: Path) -> None:
             "import importlib\nimportlib.import_module('vllm.config')",
             "models/loading.py imports vllm",
         ),
-        ("generation/vllm.py", "from vllm import LLM", "generation/vllm.py imports vllm outside a function"),
-        ("generation/vllm.py", "class A:\n    import vllm", "generation/vllm.py imports vllm outside a function"),
+        (
+            "generation/vllm.py",
+            "from vllm import LLM",
+            "generation/vllm.py imports vllm outside a function",
+        ),
+        (
+            "generation/vllm.py",
+            "class A:\n    import vllm",
+            "generation/vllm.py imports vllm outside a function",
+        ),
         ("generation/vllm.py", "def f():\n    from vllm import LLM", None),
         ("learner/step.py", "from omegaconf import OmegaConf", "learner/step.py imports omegaconf"),
-        ("learner/step.py", "def f():\n    if x:\n        from ray.util import state", "learner/step.py imports ray"),
+        (
+            "learner/step.py",
+            "def f():\n    if x:\n        from ray.util import state",
+            "learner/step.py imports ray",
+        ),
         ("runtime/actors.py", "import ray", None),
         ("config/components.py", "import hydra.utils", None),
         ("assembly/run.py", "import hydra.utils", "assembly/run.py imports hydra"),
         ("generation/transformers.py", "from torchrl_grpo.generation.vllm import VLLMEngine", None),
     ],
 )
-def test_the_check_sees_lazy_and_dynamic_imports(path: str, source: str, broken: str | None) -> None:
+def test_the_check_sees_lazy_and_dynamic_imports(
+    path: str, source: str, broken: str | None
+) -> None:
     assert broken_rules(path, source) == ([broken] if broken else [])
 
 
@@ -104,9 +140,21 @@ for module in {modules!r}: importlib.import_module(module)
 
 @pytest.mark.slow
 def test_every_module_imports_without_the_optional_packages() -> None:
-    optional = ("vllm", "ray", "wandb", "mlflow", "trackio", "trl", "verifiers", "openai", "websockets")
+    optional = (
+        "vllm",
+        "ray",
+        "wandb",
+        "mlflow",
+        "trackio",
+        "trl",
+        "verifiers",
+        "openai",
+        "websockets",
+    )
     code = HIDE.format(optional=optional, modules=MODULES)
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
     assert result.returncode == 0, result.stderr
 
 
@@ -114,7 +162,16 @@ def test_a_loop_by_hand_finds_its_parts_in_their_packages() -> None:
     assert {"GenerationPolicy", "SamplingParams", "TransformersEngine"} <= set(generation.__all__)
     assert {"Checkpointer", "GRPOTrainer"} <= set(learner.__all__)
     assert (loop.__all__, reporting.__all__) == (["Observer", "Schedule", "fit"], ["MetricsLogger"])
-    for package in (collectors, generation, learner, loop, models, objectives, reporting, transforms):
+    for package in (
+        collectors,
+        generation,
+        learner,
+        loop,
+        models,
+        objectives,
+        reporting,
+        transforms,
+    ):
         assert all(hasattr(package, name) for name in package.__all__)
 
 
@@ -123,7 +180,9 @@ def lint_imports(root: Path) -> subprocess.CompletedProcess[str]:
         "import sys; sys.path.insert(0, '.')\n"
         "from importlinter.cli import lint_imports\nsys.exit(lint_imports(no_cache=True))"
     )
-    return subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=600)
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=600
+    )
 
 
 def test_the_contracts_hold() -> None:
@@ -137,13 +196,33 @@ def test_the_contracts_hold() -> None:
     ("path", "line", "contract"),
     [
         ("keys.py", "def f():\n    import torchrl_grpo.loop", "Imports run downward only"),
-        ("generation/base.py", "from torchrl_grpo.models import scoring", "Imports run downward only"),
+        (
+            "generation/base.py",
+            "from torchrl_grpo.models import scoring",
+            "Imports run downward only",
+        ),
         ("generation/policy.py", "from torchrl_grpo import envs", "Imports run downward only"),
-        ("config/rules.py", "from torchrl_grpo.runtime import cluster", "Imports run downward only"),
-        ("config/rules.py", "from torchrl_grpo.generation import base", "Imports run downward only"),  # not the table
+        (
+            "config/rules.py",
+            "from torchrl_grpo.runtime import cluster",
+            "Imports run downward only",
+        ),
+        (
+            "config/rules.py",
+            "from torchrl_grpo.generation import base",
+            "Imports run downward only",
+        ),  # not the table
         ("parts.py", "def f():\n    import torchrl_grpo.assembly.run", "Imports run downward only"),
-        ("envs.py", "from torchrl_grpo.config import GRPOConfig", "Only what makes a run knows the config"),
-        ("surprise.py", "", "Imports run downward only"),  # a module that the contract gives no place
+        (
+            "envs.py",
+            "from torchrl_grpo.config import GRPOConfig",
+            "Only what makes a run knows the config",
+        ),
+        (
+            "surprise.py",
+            "",
+            "Imports run downward only",
+        ),  # a module that the contract gives no place
         (
             "tasks/base.py",
             "def f():\n    import vllm",
@@ -153,9 +232,13 @@ def test_the_contracts_hold() -> None:
         ("tasks/base.py", "import omegaconf", "Only config and the scripts import hydra"),
     ],
 )
-def test_a_wrong_import_breaks_a_contract(tmp_path: Path, path: str, line: str, contract: str) -> None:
+def test_a_wrong_import_breaks_a_contract(
+    tmp_path: Path, path: str, line: str, contract: str
+) -> None:
     pytest.importorskip("importlinter")
-    shutil.copytree(PACKAGE, tmp_path / "torchrl_grpo", ignore=shutil.ignore_patterns("__pycache__", "model"))
+    shutil.copytree(
+        PACKAGE, tmp_path / "torchrl_grpo", ignore=shutil.ignore_patterns("__pycache__", "model")
+    )
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     with (tmp_path / "torchrl_grpo" / path).open("a", encoding="utf-8") as file:
         file.write(f"\n{line}\n")

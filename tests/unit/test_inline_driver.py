@@ -41,9 +41,14 @@ class Recorder(Engine):
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    def generate(self, prompts: Sequence[Tensor], n: int, params: SamplingParams) -> list[list[Completion]]:
+    def generate(
+        self, prompts: Sequence[Tensor], n: int, params: SamplingParams
+    ) -> list[list[Completion]]:
         self.calls.append("generate")
-        return [[Completion(torch.tensor([1]), torch.zeros(1), "stop") for _ in range(n)] for _ in prompts]
+        return [
+            [Completion(torch.tensor([1]), torch.zeros(1), "stop") for _ in range(n)]
+            for _ in prompts
+        ]
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         self.calls.append("update")
@@ -76,9 +81,13 @@ class Scoring:
         return batch
 
 
-def make_tasks(env: LLMEnv, max_staleness: int = 0, task_groups: int = 2, most_played: int | None = None) -> TaskQueue:
+def make_tasks(
+    env: LLMEnv, max_staleness: int = 0, task_groups: int = 2, most_played: int | None = None
+) -> TaskQueue:
     settings: dict[str, Any] = {"task_groups": task_groups, "total_groups": 100, "group_size": 2}
-    return TaskQueue(env.drawing, GroupBuffer(2, max_staleness), most_played=most_played, **settings)
+    return TaskQueue(
+        env.drawing, GroupBuffer(2, max_staleness), most_played=most_played, **settings
+    )
 
 
 def make_source(
@@ -130,17 +139,27 @@ class Weightless:
         return iter([])
 
 
-def test_a_colocated_engine_sleeps_while_the_other_roles_work(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_colocated_engine_sleeps_while_the_other_roles_work(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
     engine = Recorder()
     source = make_source(tokenizer, engine, sleeps=True)
     source.publish(weights(1), 1)
     source.next_batch()
     source.publish(weights(2), 2)
-    assert engine.calls == ["update", "generate", "sleep", "reference", "update"]  # new weights wake it
+    assert engine.calls == [
+        "update",
+        "generate",
+        "sleep",
+        "reference",
+        "update",
+    ]  # new weights wake it
     assert not source.samplers[0].part._asleep
 
 
-def test_a_colocated_engine_is_woken_for_a_second_task_of_a_batch(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_colocated_engine_is_woken_for_a_second_task_of_a_batch(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
     engine = Recorder()
     source = make_source(tokenizer, engine, sleeps=True)
     source.publish(weights(1), 1)
@@ -173,7 +192,9 @@ def test_an_engine_of_its_own_never_sleeps(tokenizer: PreTrainedTokenizerFast) -
     assert engine.calls == ["update", "generate", "reference", "update"]
 
 
-def test_a_batch_of_older_weights_is_refused_with_both_versions(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_batch_of_older_weights_is_refused_with_both_versions(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
     engine = Recorder()
     source = make_source(tokenizer, engine)
     source.publish(weights(3), 3)
@@ -185,7 +206,9 @@ def test_a_batch_of_older_weights_is_refused_with_both_versions(tokenizer: PreTr
         source.next_batch()
 
 
-def test_a_restored_source_goes_on_with_the_same_problems(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_restored_source_goes_on_with_the_same_problems(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
     source = make_source(tokenizer, Recorder())
     source.publish(weights(0), 0)
     source.next_batch()
@@ -199,7 +222,9 @@ def test_a_restored_source_goes_on_with_the_same_problems(tokenizer: PreTrainedT
     assert [row["group_id"] for row in got] == [row["group_id"] for row in expected]
 
 
-def test_groups_that_an_asynchronous_run_drew_ahead_are_played_first(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_groups_that_an_asynchronous_run_drew_ahead_are_played_first(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
     env = LLMEnv(ArithmeticTask(2), tokenizer, num_envs=4, repeats=2)
     tasks = make_tasks(env, max_staleness=2, task_groups=1)
     drawn = [next_task(tasks) for _ in range(6)]
@@ -254,12 +279,20 @@ def test_a_task_is_scored_before_the_next_one_is_played(tokenizer: PreTrainedTok
     source.next_batch()
     assert engine.calls == ["update", *["generate", "reference"] * 2]
     spans = [(span["actor"], span["kind"]) for span in source.spans()]
-    assert spans == [("sampler 0", "sample"), ("sampler 0", "score")] * 2 + [("reference model 0", "score")] * 2
+    assert (
+        spans
+        == [("sampler 0", "sample"), ("sampler 0", "score")] * 2
+        + [("reference model 0", "score")] * 2
+    )
 
 
-def test_a_batch_that_can_never_come_is_an_error_and_no_hang(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_batch_that_can_never_come_is_an_error_and_no_hang(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
     source = make_source(tokenizer, Recorder())
-    with pytest.raises(RuntimeError, match=r"never comes: 0 of the 2 groups of a batch wait.*Publish weights"):
+    with pytest.raises(
+        RuntimeError, match=r"never comes: 0 of the 2 groups of a batch wait.*Publish weights"
+    ):
         source.next_batch()
     source.publish(weights(0), 0)
     source.next_batch()
@@ -274,14 +307,18 @@ class Failing(Recorder):
         super().__init__()
         self.error: BaseException | None = error
 
-    def generate(self, prompts: Sequence[Tensor], n: int, params: SamplingParams) -> list[list[Completion]]:
+    def generate(
+        self, prompts: Sequence[Tensor], n: int, params: SamplingParams
+    ) -> list[list[Completion]]:
         error, self.error = self.error, None
         if error is not None:
             raise error
         return super().generate(prompts, n, params)
 
 
-@pytest.mark.parametrize("kind", [ValueError, RuntimeError, StopIteration, StopAsyncIteration, KeyboardInterrupt])
+@pytest.mark.parametrize(
+    "kind", [ValueError, RuntimeError, StopIteration, StopAsyncIteration, KeyboardInterrupt]
+)
 def test_an_error_arrives_as_the_part_raised_it_and_no_task_is_lost(
     kind: type[BaseException], tokenizer: PreTrainedTokenizerFast
 ) -> None:
@@ -298,13 +335,19 @@ def test_an_error_arrives_as_the_part_raised_it_and_no_task_is_lost(
     assert [row["group_id"].item() for row in rows_of(source.next_batch())] == [0, 0, 1, 1]
 
 
-def test_a_run_inside_an_event_loop_makes_none_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_inside_an_event_loop_makes_none_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As in a notebook, whose cells run inside the loop of its kernel."""
 
     async def main() -> tuple[int, bool]:
         around = asyncio.get_running_loop()
-        monkeypatch.setattr(asyncio, "new_event_loop", lambda: pytest.fail("an event loop was made"))
-        with closing(build(compose_config(*SMALL, "evaluation.num_prompts=0", steps(1)), tmp_path)) as made:
+        monkeypatch.setattr(
+            asyncio, "new_event_loop", lambda: pytest.fail("an event loop was made")
+        )
+        with closing(
+            build(compose_config(*SMALL, "evaluation.num_prompts=0", steps(1)), tmp_path)
+        ) as made:
             made.fit()
         return made.learner.version, asyncio.get_running_loop() is around
 

@@ -26,7 +26,12 @@ from torchrl_grpo.host.files import read_jsonl
 from torchrl_grpo.host.interrupts import shielded, watched
 from torchrl_grpo.learner.checkpoint import Checkpointer
 
-OPTIONS = ("train.checkpoint_frequency=2", "evaluation.num_prompts=4", "evaluation.k=0", "evaluation.frequency=1")
+OPTIONS = (
+    "train.checkpoint_frequency=2",
+    "evaluation.num_prompts=4",
+    "evaluation.k=0",
+    "evaluation.frequency=1",
+)
 
 
 def send_at(run_: Run, moment: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +53,13 @@ def send_at(run_: Run, moment: str, number: int, monkeypatch: pytest.MonkeyPatch
 
     def with_signal(*args: Any, **kwargs: Any) -> Any:
         given = real(*args, **kwargs)
-        if run_.learner.version >= {"save": 4, "export": 4, "wait for a batch": 2, "play": 2, "step": 2}.get(moment, 3):
+        if run_.learner.version >= {
+            "save": 4,
+            "export": 4,
+            "wait for a batch": 2,
+            "play": 2,
+            "step": 2,
+        }.get(moment, 3):
             monkeypatch.setattr(holder, name, real)
             os.kill(os.getpid(), number)
         return given
@@ -61,7 +72,9 @@ MOMENTS += ["evaluation", "log", "samples", "save", "export"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "moment"), [*zip(cycle((signal.SIGTERM, signal.SIGINT)), MOMENTS, strict=False)])
+@pytest.mark.parametrize(
+    ("number", "moment"), [*zip(cycle((signal.SIGTERM, signal.SIGINT)), MOMENTS, strict=False)]
+)
 def test_a_signal_at_any_moment_saves_and_leaves_files_that_agree(
     number: int, moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,7 +91,13 @@ def test_a_signal_at_any_moment_saves_and_leaves_files_that_agree(
     rows = read_jsonl(tmp_path / "metrics.jsonl")
     assert newest == at(tmp_path, rows[-1]["step"])
     assert [row["step"] for row in rows] == list(range(len(rows)))
-    assert rows[-1]["step"] == {"wait for a batch": 2, "play": 2, "samples": 4, "save": 4, "export": 4}.get(moment, 3)
+    assert rows[-1]["step"] == {
+        "wait for a batch": 2,
+        "play": 2,
+        "samples": 4,
+        "save": 4,
+        "export": 4,
+    }.get(moment, 3)
     assert "train/loss" in rows[-1]
     assert not list(tmp_path.rglob("*.tmp"))
 
@@ -163,7 +182,13 @@ def test_a_signal_inside_torchs_writer_is_not_taken_for_an_error(tmp_path: Path)
 
 
 def test_ctrl_c_while_the_script_imports_gives_no_traceback(tmp_path: Path) -> None:
-    command = [sys.executable, "-X", "importtime", str(ROOT / "sota" / "grpo" / "grpo.py"), "--help"]
+    command = [
+        sys.executable,
+        "-X",
+        "importtime",
+        str(ROOT / "sota" / "grpo" / "grpo.py"),
+        "--help",
+    ]
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         assert any("hydra." in line for line in process.stderr)
@@ -181,13 +206,20 @@ def test_a_time_limit_saves_and_ends_well(run_here: Callable[..., int], tmp_path
         f"hydra.run.dir={tmp_path / 'run'}",
     )  # fmt: skip
     assert status == 0
-    assert "WARNING] - train.time_limit=2 ended the run after step" in (tmp_path / "run" / "grpo.log").read_text()
+    assert (
+        "WARNING] - train.time_limit=2 ended the run after step"
+        in (tmp_path / "run" / "grpo.log").read_text()
+    )
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
-    assert checkpoints_in(tmp_path / "run" / "checkpoints")[0] == at(tmp_path / "run", rows[-1]["step"])
+    assert checkpoints_in(tmp_path / "run" / "checkpoints")[0] == at(
+        tmp_path / "run", rows[-1]["step"]
+    )
     assert (tmp_path / "run" / "checkpoints" / "model" / "config.json").exists()
 
 
-@pytest.mark.parametrize("into", [subprocess.DEVNULL, subprocess.STDOUT], ids=["stdout", "both streams"])
+@pytest.mark.parametrize(
+    "into", [subprocess.DEVNULL, subprocess.STDOUT], ids=["stdout", "both streams"]
+)
 def test_a_pipe_that_nobody_reads_any_more_ends_nothing(into: int, tmp_path: Path) -> None:
     code = (
         "import sys\nfrom pathlib import Path\nfrom torchrl_grpo.config import orderly_exit\n"

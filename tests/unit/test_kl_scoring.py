@@ -52,13 +52,20 @@ def test_scores_a_ragged_batch_with_any_token_budget(max_tokens: int) -> None:
 
 
 def test_scores_a_padded_batch_and_a_single_sequence() -> None:
-    padded = TensorDict({key: make_batch((6, 6)).get(key) for key in (keys.FULL, keys.ASSISTANT_MASK)}, batch_size=[2])
+    padded = TensorDict(
+        {key: make_batch((6, 6)).get(key) for key in (keys.FULL, keys.ASSISTANT_MASK)},
+        batch_size=[2],
+    )
     scoring = KLScoring(TokenScorer(make_tiny_model()))
     out = scoring(padded)
     assert out.get(keys.REF_LOG_PROBS).shape == (2, 6)
-    torch.testing.assert_close(out.get(keys.REF_LOG_PROBS)[1], expected(out[1]), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        out.get(keys.REF_LOG_PROBS)[1], expected(out[1]), rtol=1e-4, atol=1e-5
+    )
     single = scoring(make_batch()[1])
-    torch.testing.assert_close(single.get(keys.REF_LOG_PROBS), expected(single), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        single.get(keys.REF_LOG_PROBS), expected(single), rtol=1e-4, atol=1e-5
+    )
 
 
 def test_a_replay_buffer_scores_what_is_written_once() -> None:
@@ -91,11 +98,15 @@ def test_an_empty_budget_is_refused() -> None:
         KLScoring(TokenScorer(make_tiny_model()), max_tokens=0)
 
 
-def test_a_model_or_a_torchrl_wrapper_in_the_place_of_a_scorer_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_model_or_a_torchrl_wrapper_in_the_place_of_a_scorer_is_refused(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
     model = make_tiny_model()
     wrapper = TransformersWrapper(model, tokenizer=tokenizer, input_mode="tokens", generate=False)
     for scorer, name in ((model, "Qwen2ForCausalLM"), (wrapper, "TransformersWrapper")):
-        with pytest.raises(ValueError, match=rf"scorer={name} must be a TokenScorer: use TokenScorer\("):
+        with pytest.raises(
+            ValueError, match=rf"scorer={name} must be a TokenScorer: use TokenScorer\("
+        ):
             KLScoring(scorer)
 
 
@@ -122,7 +133,9 @@ def test_in_an_environment_the_collector_keeps_each_steps_scores(
     assert len(lengths) > 2
     alone = KLScoring(TokenScorer(model), out_key="alone")(batch.clone())
     for row, other in zip(batch.unbind(0), alone.unbind(0), strict=True):
-        torch.testing.assert_close(row.get(keys.REF_LOG_PROBS), other.get("alone"), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            row.get(keys.REF_LOG_PROBS), other.get("alone"), rtol=1e-4, atol=1e-5
+        )
         assert row.get(keys.REF_LOG_PROBS).abs().max() > 1
 
 

@@ -18,6 +18,12 @@ def test_no_test_module_imports_another() -> None:
 
 
 def test_names_of_tests_are_under_70_characters() -> None:
-    nodes = [node for path in FILES for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
-    names = [node.name for node in nodes if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+    nodes = [
+        node for path in FILES for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    names = [
+        node.name
+        for node in nodes
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    ]
     assert [name for name in names if len(name) >= 70] == []

@@ -29,7 +29,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Six problems to train on and three to test on."""
     folder = tmp_path_factory.mktemp("data")
     for split, first, count in (("train", 1, 6), ("test", 7, 3)):
-        rows = [json.dumps({"question": f"{n}+{n}=", "answer": str(2 * n)}) for n in range(first, first + count)]
+        rows = [
+            json.dumps({"question": f"{n}+{n}=", "answer": str(2 * n)})
+            for n in range(first, first + count)
+        ]
         (folder / f"{split}.jsonl").write_text("\n".join(rows) + "\n")
     return folder
 
@@ -51,7 +54,12 @@ def fit(config: GRPOConfig, folder: Path, *, asynchronous: bool = False) -> list
 def epoch(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run over one pass."""
     folder = tmp_path_factory.mktemp("epoch")
-    fit(config_of(data, "train.total_epochs=1", "logging.sample_rows=all", "logging.sample_frequency=1"), folder)
+    fit(
+        config_of(
+            data, "train.total_epochs=1", "logging.sample_rows=all", "logging.sample_frequency=1"
+        ),
+        folder,
+    )
     return folder
 
 
@@ -72,7 +80,8 @@ def test_a_run_goes_on_for_further_epochs_and_not_for_fewer(epoch: Path, data: P
 
     assert (prepared(2).num_batches, prepared(3).train.total_dialog_turns) == (3, 72)
     with pytest.raises(
-        ConfigError, match=r"total_epochs=1 must be more than the 32 .*: for example, train\.total_epochs=2\."
+        ConfigError,
+        match=r"total_epochs=1 must be more than the 32 .*: for example, train\.total_epochs=2\.",
     ):
         prepared(1)
 
@@ -91,20 +100,28 @@ def test_total_dialog_turns_0_evaluates_a_checkpoint_and_ends(
     summary = summarize(tmp_path)
     assert (summary["accuracy_before"], summary["accuracy_after"]) == (rows[0]["eval/pass@1"], None)
     printed = capsys.readouterr().out
-    assert "test after step 2" in printed and "model" not in printed.partition("test after step 2")[2]
+    assert (
+        "test after step 2" in printed and "model" not in printed.partition("test after step 2")[2]
+    )
 
 
 @pytest.mark.ray
 @pytest.mark.slow
 def test_the_asynchronous_script_evaluates_and_ends_too(data: Path, tmp_path: Path) -> None:
     pytest.importorskip("ray")
-    rows = fit(config_of(data, "train.total_dialog_turns=0", "policy.kl_coef=0"), tmp_path, asynchronous=True)
+    rows = fit(
+        config_of(data, "train.total_dialog_turns=0", "policy.kl_coef=0"),
+        tmp_path,
+        asynchronous=True,
+    )
     assert [row["step"] for row in rows] == [0] and 0 <= rows[0]["eval/pass@1"] <= 1
     assert not (tmp_path / "checkpoints").exists()
 
 
 def test_two_lengths_on_the_command_line_exclude_each_other() -> None:
-    with pytest.raises(ConfigError, match=r"total_dialog_turns=64 and train\.total_epochs=2 exclude each other"):
+    with pytest.raises(
+        ConfigError, match=r"total_dialog_turns=64 and train\.total_epochs=2 exclude each other"
+    ):
         check_command_line(["train.total_dialog_turns=64", "++train.total_epochs=2"])
     check_command_line(["train.total_dialog_turns=64", "train.total_epochs=null"])
 
@@ -112,7 +129,10 @@ def test_two_lengths_on_the_command_line_exclude_each_other() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["train.total_dialog_turns=0", "evaluation.num_prompts=0"], r"must have evaluation\.num_prompts above 0"),
+        (
+            ["train.total_dialog_turns=0", "evaluation.num_prompts=0"],
+            r"must have evaluation\.num_prompts above 0",
+        ),
         (["train.total_epochs=0"], r"train\.total_epochs=0 must be at least 1"),
         (
             ["logging.sample_rows=0"],

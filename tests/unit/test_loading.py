@@ -21,7 +21,8 @@ from torchrl_grpo.models.scoring import TokenScorer
 
 def test_an_unreachable_model_is_one_clear_error() -> None:
     with pytest.raises(
-        ValueError, match=r"model\.name=nobody/nothing must be a folder or a model.*model\.name=starter"
+        ValueError,
+        match=r"model\.name=nobody/nothing must be a folder or a model.*model\.name=starter",
     ):
         loading.load_config("nobody/nothing")
     with pytest.raises(ValueError, match=r"its tokenizer could not be loaded"):
@@ -42,7 +43,9 @@ def test_a_saved_model_loads_as_it_was(tmp_path: Path, tokenizer: PreTrainedToke
 
 def test_parameters_are_counted_without_weights() -> None:
     model = make_tiny_model()
-    assert loading.config_shape(model.config).parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert loading.config_shape(model.config).parameters == sum(
+        parameter.numel() for parameter in model.parameters()
+    )
 
 
 def test_missing_pad_token_and_template_are_filled_in_and_said(
@@ -59,33 +62,49 @@ def test_missing_pad_token_and_template_are_filled_in_and_said(
     assert "no chat template: prompts are the plain text" in said[1]
     assert ready.pad_token_id == ready.eos_token_id
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
-    assert ready.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) == "Be brief.\n\n1+1?\n\n"
+    assert (
+        ready.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        == "Be brief.\n\n1+1?\n\n"
+    )
 
 
-def test_the_plain_template_begins_with_the_models_first_token(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_the_plain_template_begins_with_the_models_first_token(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
     bare = copy.deepcopy(tokenizer)
     bare.chat_template, bare.bos_token = None, "<|system|>"
     ready = loading.prepare_tokenizer(bare, "bare")
-    assert ready.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "<|system|>hi\n\n"
+    assert (
+        ready.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+        == "<|system|>hi\n\n"
+    )
 
 
-def test_a_given_template_is_used_and_a_file_is_read(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_a_given_template_is_used_and_a_file_is_read(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
     template = "{{ messages[0]['content'] }}!"
     (tmp_path / "chat.jinja").write_text(template)
     for given in (template, str(tmp_path / "chat.jinja")):
         ready = loading.prepare_tokenizer(copy.deepcopy(tokenizer), "x", given)
-        assert ready.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi!"
+        assert (
+            ready.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi!"
+        )
 
 
 def test_adapters_of_modules_that_are_not_there_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"target_modules=\['foo'\] must name .*: use \[all-linear\]"):
+    with pytest.raises(
+        ValueError, match=r"target_modules=\['foo'\] must name .*: use \[all-linear\]"
+    ):
         loading.add_lora(make_tiny_model(), r=2, alpha=4, target_modules=["foo"])
 
 
 def test_a_tokenizer_without_end_of_sequence_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
     bare = copy.deepcopy(tokenizer)
     bare.eos_token = None
-    with pytest.raises(ValueError, match="eos_token is None: responses could never end; set eos_token"):
+    with pytest.raises(
+        ValueError, match="eos_token is None: responses could never end; set eos_token"
+    ):
         loading.prepare_tokenizer(bare, "bare")
 
 
@@ -95,7 +114,9 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tokenizer: PreTrainedToken
         loading.check_vocabulary(make_tiny_model(vocab_size=100).config, tokenizer, "bad")
 
 
-def test_an_added_token_without_an_embedding_is_refused_only_if_used(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_an_added_token_without_an_embedding_is_refused_only_if_used(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
     stray, config = copy.deepcopy(tokenizer), make_tiny_model().config
     stray.add_tokens(["<image_soft_token>"], special_tokens=True)  # as Gemma 3's tokenizer has
     assert len(stray) == config.vocab_size + 1
@@ -104,7 +125,9 @@ def test_an_added_token_without_an_embedding_is_refused_only_if_used(tokenizer: 
         used = copy.deepcopy(stray)
         for name, value in change.items():
             setattr(used, name, value)
-        with pytest.raises(ValueError, match="the model has 261 and the tokenizer uses ids up to 261"):
+        with pytest.raises(
+            ValueError, match="the model has 261 and the tokenizer uses ids up to 261"
+        ):
             loading.check_vocabulary(config, used, "bad")
 
 
@@ -113,7 +136,9 @@ def test_stop_tokens_are_eos_generation_config_and_end_of_turn(
 ) -> None:
     assert loading.stop_token_ids(tokenizer) == (1,)
     other = copy.deepcopy(tokenizer)
-    other.eos_token = "<|pad|>"  # a base model's eos is often not what its template ends a turn with
+    other.eos_token = (
+        "<|pad|>"  # a base model's eos is often not what its template ends a turn with
+    )
     assert loading.stop_token_ids(other) == (0, 1)
     assert loading.stop_token_ids(tokenizer, GenerationConfig(eos_token_id=[1, 7])) == (1, 7)
 
@@ -157,7 +182,9 @@ def test_gradient_checkpointing_keeps_dropout_off_in_the_layer_itself() -> None:
         again, _ = scorer.score(tokens, torch.ones_like(tokens, dtype=torch.bool))
         assert torch.equal(scores, again)
         with torch.no_grad():
-            torch.testing.assert_close(scorer.score(tokens, torch.ones_like(tokens, dtype=torch.bool))[0], scores)
+            torch.testing.assert_close(
+                scorer.score(tokens, torch.ones_like(tokens, dtype=torch.bool))[0], scores
+            )
         return scores, {name: parameter.grad for name, parameter in model.named_parameters()}
 
     (plain, plain_grads), (scores, grads) = run(False), run(True)
@@ -174,7 +201,9 @@ def test_gradient_checkpointing_works_with_lora() -> None:
     first, _ = scorer.score(tokens, mask)
     first.sum().backward()
     gradients = [parameter.grad for name, parameter in model.named_parameters() if "lora_B" in name]
-    assert gradients and all(gradient is not None and gradient.abs().max() > 0 for gradient in gradients)
+    assert gradients and all(
+        gradient is not None and gradient.abs().max() > 0 for gradient in gradients
+    )
     torch.testing.assert_close(scorer.score(tokens, mask)[0], first)  # dropout is off
 
 
@@ -190,18 +219,27 @@ def test_weights_that_are_not_all_there_are_refused(tmp_path: Path) -> None:
     def refused(weights: dict[str, torch.Tensor], message: str) -> None:
         save_file(weights, file, {"format": "pt"})
         with pytest.raises(
-            ValueError, match=r"model\.name=.* must have the 26 weights of Qwen2ForCausalLM, but " + message
+            ValueError,
+            match=r"model\.name=.* must have the 26 weights of Qwen2ForCausalLM, but " + message,
         ):
             load(tmp_path)
 
     refused(
-        {k: v for k, v in whole.items() if ".layers.1." not in k}, r"12 are not in its files \(model\.layers\.1\.input"
+        {k: v for k, v in whole.items() if ".layers.1." not in k},
+        r"12 are not in its files \(model\.layers\.1\.input",
     )
-    short = {k: v[:, :5].contiguous() if "layers.1.mlp.down_proj" in k else v for k, v in whole.items()}
-    refused(short, r"1 are of another shape there \(model\.layers\.1\.mlp\.down_proj\.weight\): download")
+    short = {
+        k: v[:, :5].contiguous() if "layers.1.mlp.down_proj" in k else v for k, v in whole.items()
+    }
+    refused(
+        short,
+        r"1 are of another shape there \(model\.layers\.1\.mlp\.down_proj\.weight\): download",
+    )
     whole["model.layers.0.mlp.up_proj.weight"][3, 4] = torch.nan
     whole["model.norm.weight"][0] = torch.inf
-    refused(whole, r"2 are not finite \(model\.layers\.0\.mlp\.up_proj\.weight, model\.norm\.weight\)")
+    refused(
+        whole, r"2 are not finite \(model\.layers\.0\.mlp\.up_proj\.weight, model\.norm\.weight\)"
+    )
 
 
 @pytest.mark.parametrize("size", [50_000, 3])
@@ -209,7 +247,10 @@ def test_a_truncated_file_of_weights_is_one_clear_error(size: int, tmp_path: Pat
     make_tiny_model().save_pretrained(tmp_path)
     with (tmp_path / "model.safetensors").open("r+b") as file:
         file.truncate(size)
-    with pytest.raises(ValueError, match=r"model\.name=.* its weights could not be loaded \(Error while deserializing"):
+    with pytest.raises(
+        ValueError,
+        match=r"model\.name=.* its weights could not be loaded \(Error while deserializing",
+    ):
         load(tmp_path)
 
 
@@ -222,7 +263,9 @@ def test_a_tied_head_may_be_missing_and_other_parts_may_be_there(tmp_path: Path)
     assert load(tmp_path).lm_head.weight.isfinite().all()
 
 
-def test_mistral_s_own_tokenizer_format_is_left_aside(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_mistral_s_own_tokenizer_format_is_left_aside(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
     """With mistral_common installed, transformers would take ``tekken.json`` for any Mistral model that has one."""
     pytest.importorskip("mistral_common")
     tokenizer.save_pretrained(tmp_path)
@@ -242,7 +285,9 @@ class MineForCausalLM(Qwen2ForCausalLM):
 """
 
 
-def test_remote_code_runs_where_it_is_trusted_and_asks_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remote_code_runs_where_it_is_trusted_and_asks_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a terminal was asked"))
     make_tiny_model().save_pretrained(tmp_path)
     (tmp_path / "mine.py").write_text(REMOTE_CODE)
@@ -262,7 +307,8 @@ def test_remote_code_runs_where_it_is_trusted_and_asks_nobody(tmp_path: Path, mo
 @pytest.mark.parametrize("temperature", [math.nan, math.inf, 1e-30, -0.5])
 def test_a_temperature_that_breaks_the_logits_is_refused(temperature: float) -> None:
     with pytest.raises(
-        ValueError, match=rf"temperature must be 0 \(greedy\) or at least 0\.01, got {temperature}: use"
+        ValueError,
+        match=rf"temperature must be 0 \(greedy\) or at least 0\.01, got {temperature}: use",
     ):
         SamplingParams(4, temperature=temperature)
 
@@ -288,7 +334,9 @@ def test_a_path_without_a_folder_is_said_to_be_none(
         ValueError, match=r"^model\.name=.* must be a folder with a model, or a name on the .*"
     ) as error:
         loading.load_config(name)
-    assert f"{name} must" in str(error.value) and wrong.replace("TMP", str(tmp_path)) in str(error.value)
+    assert f"{name} must" in str(error.value) and wrong.replace("TMP", str(tmp_path)) in str(
+        error.value
+    )
     assert "alphanumeric" not in str(error.value) and "Repo id" not in str(error.value)
 
 
@@ -296,6 +344,8 @@ def test_further_arguments_change_the_model_on_every_rank(tmp_path: Path) -> Non
     make_tiny_model().save_pretrained(tmp_path)
     arguments = {"attention_dropout": 0.25, "disable_mmap": True}
     for device in ("cpu", "meta"):
-        model = loading.load_model(str(tmp_path), dtype=torch.float32, device=torch.device(device), arguments=arguments)
+        model = loading.load_model(
+            str(tmp_path), dtype=torch.float32, device=torch.device(device), arguments=arguments
+        )
         assert model.config.attention_dropout == 0.25
     assert loading.load_config(str(tmp_path), arguments=arguments).attention_dropout == 0.25

@@ -49,7 +49,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "my_rewards.py").write_text(REWARD)
     (tmp_path / "my_own_tasks.py").write_text(TASK)
     for name, start in (("a", 0), ("b", 100)):
-        rows = [{"q": f"{n}+1?", "answer": str(n + 1), "level": n % 5} for n in range(start, start + 30)]
+        rows = [
+            {"q": f"{n}+1?", "answer": str(n + 1), "level": n % 5} for n in range(start, start + 30)
+        ]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -78,7 +80,10 @@ def test_a_file_and_a_function_make_a_task() -> None:
     chat = [message["content"] for message in task.messages(problem)]
     assert chat == ["Add.", f"{problem.query} Answer with a number."]
     assert score(task, problem, f"It is {problem.answer}").parts["exact_match/reward"] == 1.0
-    assert score(task, problem, f"It is {problem.answer}").correct and not score(task, problem, "no").correct
+    assert (
+        score(task, problem, f"It is {problem.answer}").correct
+        and not score(task, problem, "no").correct
+    )
     assert len(task.problems("train")) + len(task.problems("test")) == 30
 
 
@@ -103,13 +108,22 @@ def test_a_file_and_a_function_make_a_task() -> None:
             r"by_colum",
         ),
         (["env.dataset=arithmetic", "env.reward=my_rewards.py:by_column"], r"level"),
-        (["env.dataset=countdown", "env.difficulty=7"], r"difficulty must be from 2 to 6 numbers, got 7"),
-        (["env.task._target_=my_own_tasks.YourTask"], r"env\.task\._target_=my_own_tasks\.YourTask must name a class"),
+        (
+            ["env.dataset=countdown", "env.difficulty=7"],
+            r"difficulty must be from 2 to 6 numbers, got 7",
+        ),
+        (
+            ["env.task._target_=my_own_tasks.YourTask"],
+            r"env\.task\._target_=my_own_tasks\.YourTask must name a class",
+        ),
         (
             ["env.task._target_=my_own_tasks.MyTask", "+env.task.lvl=3"],
             r"that it takes .*: use ~env\.task\.lvl",
         ),
-        (["env.task._target_=builtins.dict"], r"env\.task\._target_=builtins\.dict must be a subclass of Task"),
+        (
+            ["env.task._target_=builtins.dict"],
+            r"env\.task\._target_=builtins\.dict must be a subclass of Task",
+        ),
         (
             ["env.datasets=[{dataset: a.jsonl, columns: {prompt: q}}, {dataset: arithmetic}]"],
             r"env\.datasets\[0\]\.dataset=a\.jsonl needs env\.datasets\[0\]\.reward",
@@ -137,7 +151,10 @@ def test_built_in_names_make_their_tasks() -> None:
     assert isinstance(made("env.difficulty=3"), ArithmeticTask)
     countdown = make_task(compose_config(name="grpo_countdown").env)
     problem = countdown.problems("test")[0]
-    assert len(problem.extra["nums"]) == 3 and score(countdown, problem, f"#### {problem.answer}").correct
+    assert (
+        len(problem.extra["nums"]) == 3
+        and score(countdown, problem, f"#### {problem.answer}").correct
+    )
 
 
 def test_gsm8k_takes_a_reward_template_and_columns(folder: Path) -> None:
@@ -146,23 +163,40 @@ def test_gsm8k_takes_a_reward_template_and_columns(folder: Path) -> None:
         (folder / f"{split}.jsonl").write_text(json.dumps(row) + "\n")
     path = f"env.dataset_path={folder}"
     plain = made("env.dataset=gsm8k", path)
-    assert isinstance(plain, GSM8KTask) and score(plain, plain.problems("train")[0], "#### 2").correct
+    assert (
+        isinstance(plain, GSM8KTask) and score(plain, plain.problems("train")[0], "#### 2").correct
+    )
     task = made(
-        "env.dataset=gsm8k", path, "env.reward={fn: gsm8k, mode: lenient}", "env.prompt_template='{question} Boxed.'"
+        "env.dataset=gsm8k",
+        path,
+        "env.reward={fn: gsm8k, mode: lenient}",
+        "env.prompt_template='{question} Boxed.'",
     )
     problem = task.problems("test")[0]
     assert task.messages(problem) == [{"role": "user", "content": "2+1? Boxed."}]
-    assert score(task, problem, r"\boxed{3}").correct and not score(plain, problem, r"\boxed{3}").correct
+    assert (
+        score(task, problem, r"\boxed{3}").correct
+        and not score(plain, problem, r"\boxed{3}").correct
+    )
 
 
 def test_ifeval_is_scored_by_the_mean_of_its_accuracies(folder: Path) -> None:
-    row = {"key": 1, "prompt": "Use no commas.", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
+    row = {
+        "key": 1,
+        "prompt": "Use no commas.",
+        "instruction_id_list": ["punctuation:no_comma"],
+        "kwargs": [{}],
+    }
     rows = [row | {"prompt": f"Use no commas. {n}"} for n in range(40)]
     (folder / "ifeval").mkdir()
-    (folder / "ifeval" / "input_data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "ifeval" / "input_data.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows)
+    )
     task = make_task(compose_config(f"env.dataset_path={folder}/ifeval", name="grpo_ifeval").env)
     problem = task.problems("train")[0]
-    assert score(task, problem, "yes").reward == 1.0 and score(task, problem, "yes, no").reward == 0.0
+    assert (
+        score(task, problem, "yes").reward == 1.0 and score(task, problem, "yes, no").reward == 0.0
+    )
 
 
 # Several data sets
@@ -181,7 +215,9 @@ def test_several_data_sets_are_each_put_and_scored_their_own_way() -> None:
     assert (first.dataset, last.dataset) == ("a", "arithmetic") and task.name == "a+arithmetic"
     assert task.messages(first) == [{"role": "user", "content": first.query}]
     assert task.messages(last)[0]["content"].endswith("=? #### n")
-    assert "exact_match/reward" in score(task, first, "x").parts and score(task, last, "x").parts == {}
+    assert (
+        "exact_match/reward" in score(task, first, "x").parts and score(task, last, "x").parts == {}
+    )
     assert score(task, last, f"#### {last.answer}").correct
     assert {problem.dataset for problem in task.problems("test")} == {"a", "arithmetic"}
 
@@ -191,7 +227,9 @@ def test_a_mixed_task_and_its_problems_can_be_pickled() -> None:
     task = made(MIX)
     problems = task.problems("train")
     assert list(pickle.loads(pickle.dumps(problems))) == list(problems)
-    assert score(pickle.loads(pickle.dumps(task.tasks["arithmetic"])), problems[-1], "x").reward == 0.0  # type: ignore[attr-defined]
+    assert (
+        score(pickle.loads(pickle.dumps(task.tasks["arithmetic"])), problems[-1], "x").reward == 0.0
+    )  # type: ignore[attr-defined]
 
 
 class Fixed(Task):
@@ -223,7 +261,9 @@ def test_an_epoch_draws_by_weight_and_repeats_as_little_as_possible() -> None:
     assert [query[0] for query in drawn[:20]] != ["x"] * 20
 
 
-@pytest.mark.parametrize(("usable", "shares"), [(range(90), {"x": 90}), ([0, 1, 2, 95], {"x": 1, "y": 3})])
+@pytest.mark.parametrize(
+    ("usable", "shares"), [(range(90), {"x": 90}), ([0, 1, 2, 95], {"x": 1, "y": 3})]
+)
 def test_only_usable_problems_are_drawn(usable: Any, shares: dict[str, int]) -> None:
     task = MixedTask([Fixed("x", 90), Fixed("y", 10)], [1, 3], ["x", "y"])
     problems = task.problems("train")
@@ -284,7 +324,9 @@ class Wrapped(WrappedTask):
         return [{"role": "user", "content": "!"}]
 
 
-@pytest.mark.parametrize("task", [Short(), Long(), Wrapped(Long()), MixedTask([Long(), Short()], [1, 1], ["", "x"])])
+@pytest.mark.parametrize(
+    "task", [Short(), Long(), Wrapped(Long()), MixedTask([Long(), Short()], [1, 1], ["", "x"])]
+)
 def test_a_task_may_go_by_the_responses_or_by_the_whole_dialog(task: Task) -> None:
     problem = Problem("?", "yes")
     asked = [{"role": "user", "content": "again"}]
@@ -295,7 +337,12 @@ def test_a_task_may_go_by_the_responses_or_by_the_whole_dialog(task: Task) -> No
         Dialog(problem, ["maybe"], finish_reason="length", last=False),
     ]
     wrong = Score(0.0, False)
-    expected = [Turn(None, Score(1.0, True)), Turn(asked, None), Turn(asked, wrong), Turn(None, wrong)]
+    expected = [
+        Turn(None, Score(1.0, True)),
+        Turn(asked, None),
+        Turn(asked, wrong),
+        Turn(None, wrong),
+    ]
     assert task.advance(dialogs) == expected and task.multi_turn
 
 
@@ -323,7 +370,10 @@ def test_data_sets_beside_each_other_await_many_rewards_at_a_time() -> None:
     [
         (["env.datasets=[]"], r"env\.datasets=\[\] must have a data set"),
         (["env.datasets=[{weight: 1}]"], r"env\.datasets\[0\]\.dataset=null must be a data set"),
-        (["env.datasets=[{dataset: gsm8k, weight: 0}]"], r"env\.datasets\[0\]\.weight=0\.0 must be above 0"),
+        (
+            ["env.datasets=[{dataset: gsm8k, weight: 0}]"],
+            r"env\.datasets\[0\]\.weight=0\.0 must be above 0",
+        ),
         (
             ["env.datasets=[{dataset: gsm8k}]", "env.max_samples=3"],
             r"max_samples=3 must be left out with env\.datasets",
@@ -337,16 +387,27 @@ def test_data_sets_beside_each_other_await_many_rewards_at_a_time() -> None:
             r"prompt=q must be left out with .*a\.B: use \+env\.task",
         ),
         (["+env.task.level=3"], r"env\.task=\{.*\} must have _target_"),
-        (["env.dataset=a", "env.test_split=x", "env.test_fraction=0.1"], r"env\.test_fraction=0\.1 exclude each other"),
-        (["env.test_fraction=0.1"], r"env\.test_fraction=0\.1 must be left out with env\.dataset=arithmetic"),
+        (
+            ["env.dataset=a", "env.test_split=x", "env.test_fraction=0.1"],
+            r"env\.test_fraction=0\.1 exclude each other",
+        ),
+        (
+            ["env.test_fraction=0.1"],
+            r"env\.test_fraction=0\.1 must be left out with env\.dataset=arithmetic",
+        ),
         (
             ["env.dataset=a.jsonl", "env.dataset_path=x"],
             r"path=x must be left out .*: use env\.dataset=gsm8k",
         ),
-        (["env.dataset=a", "env.test_fraction=1"], r"env\.test_fraction=1\.0 must be above 0 and below 1"),
+        (
+            ["env.dataset=a", "env.test_fraction=1"],
+            r"env\.test_fraction=1\.0 must be above 0 and below 1",
+        ),
     ],
 )
-def test_data_keys_that_nothing_reads_or_that_clash_are_refused(overrides: list[str], message: str) -> None:
+def test_data_keys_that_nothing_reads_or_that_clash_are_refused(
+    overrides: list[str], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         compose_config(*overrides)
 
@@ -354,10 +415,22 @@ def test_data_keys_that_nothing_reads_or_that_clash_are_refused(overrides: list[
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ({"wieght": 1}, r"wieght in env\.datasets names a config key that does not exist: did you mean weight\?"),
-        ({"columns": {"promt": "q"}}, r"columns\.promt in env\.datasets names .*: did you mean columns\.prompt\?"),
-        ({"weight": "many"}, r"weight=many in env\.datasets must have the type float: leave it out for 1\.0"),
-        ("gsm8k", r"env\.datasets must be a list of data sets, got gsm8k: for example, \[\{dataset: gsm8k\}\]"),
+        (
+            {"wieght": 1},
+            r"wieght in env\.datasets names a config key that does not exist: did you mean weight\?",
+        ),
+        (
+            {"columns": {"promt": "q"}},
+            r"columns\.promt in env\.datasets names .*: did you mean columns\.prompt\?",
+        ),
+        (
+            {"weight": "many"},
+            r"weight=many in env\.datasets must have the type float: leave it out for 1\.0",
+        ),
+        (
+            "gsm8k",
+            r"env\.datasets must be a list of data sets, got gsm8k: for example, \[\{dataset: gsm8k\}\]",
+        ),
     ],
 )
 def test_a_mistake_in_an_entry_is_named_with_a_hint(entry: Any, message: str) -> None:
@@ -366,7 +439,10 @@ def test_a_mistake_in_an_entry_is_named_with_a_hint(entry: Any, message: str) ->
 
 
 def test_chat_template_arguments_are_a_node_of_ones_own() -> None:
-    for override in ("env.chat_template_kwargs={thinking: 2}", "+env.chat_template_kwargs.thinking=2"):
+    for override in (
+        "env.chat_template_kwargs={thinking: 2}",
+        "+env.chat_template_kwargs.thinking=2",
+    ):
         assert compose_config(override).env.chat_template_kwargs == {"thinking": 2}
     with pytest.raises(ConfigError, match=r"env\.chat_template_kwargs=3 must be arguments by name"):
         compose_config("env.chat_template_kwargs=3")

@@ -40,12 +40,22 @@ def full(*_: Any, **__: Any) -> None:
     [
         (),
         ("train_model.lora.enabled=true", "train_model.lora.r=8"),
-        ("train.mixed_precision=bf16", "inference_model.dtype=bfloat16", "ref_model.dtype=bfloat16"),
-        ("train_model.gradient_checkpointing=true", "train_model.dtype=bfloat16", "train_model.lora.enabled=true"),
+        (
+            "train.mixed_precision=bf16",
+            "inference_model.dtype=bfloat16",
+            "ref_model.dtype=bfloat16",
+        ),
+        (
+            "train_model.gradient_checkpointing=true",
+            "train_model.dtype=bfloat16",
+            "train_model.lora.enabled=true",
+        ),
     ],
     ids=["full", "lora", "bf16", "checkpointing"],
 )
-def test_all_who_speak_of_memory_say_the_same(job: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_who_speak_of_memory_say_the_same(
+    job: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = compose_config(*SMALL, "train.micro_batch_tokens=100", *job)
     blueprint = prepare(config)
     memory = blueprint.memory
@@ -66,10 +76,15 @@ def test_all_who_speak_of_memory_say_the_same(job: tuple[str, ...], monkeypatch:
     assert work.shape == blueprint.shape
     assert work.train_memory(1) == memory.train
     assert work.reference_memory(1) == (memory.reference.weights if memory.reference else 0)
-    assert (work.weight_bytes, 4 * work.group_memory()) == (memory.engine.weights, memory.engine.cache)
+    assert (work.weight_bytes, 4 * work.group_memory()) == (
+        memory.engine.weights,
+        memory.engine.cache,
+    )
 
     trainer = parts.make_trainer(blueprint, torch.device("cpu"))
-    monkeypatch.setattr(trainer, "train_step", full)  # before a pass is made: the largest one that may come
+    monkeypatch.setattr(
+        trainer, "train_step", full
+    )  # before a pass is made: the largest one that may come
     with pytest.raises(MemoryShortError) as raised:
         trainer.train_batch(TensorDict({}, [16]))
     assert in_words(memory.train.parts()) in str(raised.value)
@@ -78,13 +93,18 @@ def test_all_who_speak_of_memory_say_the_same(job: tuple[str, ...], monkeypatch:
 def test_full_training_takes_four_numbers_a_parameter_and_a_16_bit_copy() -> None:
     train = prepare(compose_config(*SMALL, "train.mixed_precision=bf16")).memory.train
     assert (train.parameters, train.copies) == (4 * STARTER, 2 * STARTER)
-    assert (train.gradients, train.moments, train.resting) == (4 * STARTER, 8 * STARTER, 12 * STARTER)
+    assert (train.gradients, train.moments, train.resting) == (
+        4 * STARTER,
+        8 * STARTER,
+        12 * STARTER,
+    )
 
 
 def test_passes_are_as_large_as_the_budget_and_no_sequence_is_divided() -> None:
     setup = StepSetup(100, 8, passes=1, number=4)
     of = [
-        (made.tokens, made.passes) for made in (setup.of_batch(*sizes) for sizes in ((60, 20), (250, 20), (250, 120)))
+        (made.tokens, made.passes)
+        for made in (setup.of_batch(*sizes) for sizes in ((60, 20), (250, 20), (250, 120)))
     ]
     assert of == [(60, 1), (100, 3), (120, 3)]
     assert dataclasses.replace(setup, ranks=4).of_batch(250, 20).tokens == 63
@@ -102,7 +122,9 @@ def check(blueprint: Blueprint, *, sleeps: bool = True) -> None:
     blueprint_module.check_devices(dataclasses.replace(blueprint, sleeps=sleeps))
 
 
-def test_a_shared_gpu_without_room_for_the_moments_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shared_gpu_without_room_for_the_moments_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Weights and moments (12 bytes a parameter), reference (4) and vLLM's 40% are there when the engine wakes."""
     total = STARTER * 16 * 10 // 6
     check(shared(monkeypatch, total + 100))
@@ -121,7 +143,9 @@ def test_a_shared_gpu_without_room_for_the_moments_is_refused(monkeypatch: pytes
     check(shared(monkeypatch, total - 100, "train_model.cpu_offload=true"))
 
 
-def test_processes_that_keep_their_memory_need_room_for_the_gradients_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_keep_their_memory_need_room_for_the_gradients_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     blueprint = shared(monkeypatch, STARTER * 16 * 10 // 6 + 100)
     check(blueprint)
     with pytest.raises(ConfigError, match=r"of gradients and 1\.71 MB of the reference model"):
@@ -130,31 +154,50 @@ def test_processes_that_keep_their_memory_need_room_for_the_gradients_too(monkey
 
 def test_a_share_that_cannot_hold_the_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     blueprint = shared(monkeypatch, 40 * STARTER, "inference_model.gpu_memory_utilization=0.05")
-    with pytest.raises(ConfigError, match=r"utilization=0\.05 must be .* holds the engine's 1\.71 MB"):
+    with pytest.raises(
+        ConfigError, match=r"utilization=0\.05 must be .* holds the engine's 1\.71 MB"
+    ):
         check(blueprint)
 
 
-def test_a_device_that_cannot_hold_its_part_of_the_training_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_cannot_hold_its_part_of_the_training_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     gpus = [torch.device("cuda", index) for index in range(3)]
     plan = DevicePlan((gpus[0],), ((gpus[1],),), (gpus[2],), colocated=False)
     blueprint = dataclasses.replace(shared(monkeypatch, 15 * STARTER), plan=plan)
-    with pytest.raises(ConfigError, match=r"train_model\.num_devices=1 must .* cuda:0 of .* would hold .* gradients"):
+    with pytest.raises(
+        ConfigError,
+        match=r"train_model\.num_devices=1 must .* cuda:0 of .* would hold .* gradients",
+    ):
         check(blueprint)
-    check(dataclasses.replace(blueprint, plan=dataclasses.replace(plan, train=(gpus[0], gpus[2]), reference=())))
+    check(
+        dataclasses.replace(
+            blueprint, plan=dataclasses.replace(plan, train=(gpus[0], gpus[2]), reference=())
+        )
+    )
 
 
-def test_a_run_asks_for_room_before_it_loads_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_asks_for_room_before_it_loads_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gpu = [torch.device("cuda:0")]
     monkeypatch.setattr(blueprint_module, "available_accelerators", lambda: gpu)
-    monkeypatch.setattr(blueprint_module, "accelerators_in_use", lambda: {"cuda:0": (0, 15 * STARTER)})
+    monkeypatch.setattr(
+        blueprint_module, "accelerators_in_use", lambda: {"cuda:0": (0, 15 * STARTER)}
+    )
     monkeypatch.setattr(vllm_module, "require_vllm", lambda **_: None)
     monkeypatch.setattr(loading, "load_model", lambda *_, **__: pytest.fail("weights were loaded"))
-    with pytest.raises(ConfigError, match=r"inference_model\.gpu_memory_utilization=0\.4 must be a share of cuda:0"):
+    with pytest.raises(
+        ConfigError, match=r"inference_model\.gpu_memory_utilization=0\.4 must be a share of cuda:0"
+    ):
         build(compose_config(*SMALL, "inference_model.backend=vllm"), tmp_path)
 
 
 def test_offloading_on_one_device_changes_no_number(tmp_path: Path) -> None:
     """On a CPU, where what rests lies anyway: the model is sharded over one rank, whose group the run leaves."""
-    rows = [run(tmp_path / way, steps(2), f"train_model.cpu_offload={way}") for way in ("false", "true")]
+    rows = [
+        run(tmp_path / way, steps(2), f"train_model.cpu_offload={way}") for way in ("false", "true")
+    ]
     assert numbers(rows[0], 1) == numbers(rows[1], 1)
     assert not torch.distributed.is_initialized()

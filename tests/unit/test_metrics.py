@@ -37,7 +37,9 @@ def test_a_step_is_one_line_of_strict_json_with_null_for_non_finite(tmp_path: Pa
         # Read before close: each line is flushed.
         lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     expected = {"step": 7, "train/loss": 0.25, "train/kl_k3": None, "train/grad_norm": None}
-    assert [strict(line) for line in lines] == [expected | {"rollout/sequences": 64, "eval/pass@1": 1.0}]
+    assert [strict(line) for line in lines] == [
+        expected | {"rollout/sequences": 64, "eval/pass@1": 1.0}
+    ]
 
 
 def test_samples_keep_every_character_and_lists(tmp_path: Path) -> None:
@@ -59,7 +61,9 @@ def test_resumed_run_leaves_the_same_files_as_an_uninterrupted_one(tmp_path: Pat
     def train(logger: MetricsLogger, steps: range) -> None:
         for step in steps:
             logger.log(step, {"train/loss": 1 / (step + 1)})
-            logger.log_samples(step, [{"split": "train", "query": str(step), "response": "é", "reward": 1.0}])
+            logger.log_samples(
+                step, [{"split": "train", "query": str(step), "response": "é", "reward": 1.0}]
+            )
 
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     with make_logger(whole) as logger:
@@ -81,7 +85,10 @@ def test_reopened_logger_appends_after_the_last_whole_line(tmp_path: Path) -> No
     assert read_jsonl(tmp_path / "metrics.jsonl") == [{"step": 1, "a/b": 2.0}]
     with make_logger(tmp_path) as logger:
         logger.log(2, {"a/b": 3.0})
-    assert read_jsonl(tmp_path / "metrics.jsonl") == [{"step": 1, "a/b": 2.0}, {"step": 2, "a/b": 3.0}]
+    assert read_jsonl(tmp_path / "metrics.jsonl") == [
+        {"step": 1, "a/b": 2.0},
+        {"step": 2, "a/b": 3.0},
+    ]
     assert read_jsonl(tmp_path / "nothing.jsonl") == []
 
 
@@ -95,7 +102,11 @@ def test_tensorboard_has_the_same_numbers_and_forgets_truncated_steps(tmp_path: 
         logger.log(2, {"train/loss": 20.0})
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(0, 0.0), (1, 1.0), (2, 20.0)]
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [
+        (0, 0.0),
+        (1, 1.0),
+        (2, 20.0),
+    ]
     assert b'"lr": 0.5' in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
 
 

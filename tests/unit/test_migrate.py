@@ -43,7 +43,14 @@ def words_of(printed: str) -> list[str]:
 def composed(printed: str) -> GRPOConfig:
     """The config of a printed command line without what is to be set by hand, as its script checks it."""
     script, *overrides = words_of(printed)
-    group = next((word.removeprefix("env.repeats=") for word in overrides if word.startswith("env.repeats=")), "8")
+    group = next(
+        (
+            word.removeprefix("env.repeats=")
+            for word in overrides
+            if word.startswith("env.repeats=")
+        ),
+        "8",
+    )
     by_hand = {
         "env.num_envs": 2 if group == "1" else 8 if group == SET_ME else group,
         "train_model.lora.enabled": "true",
@@ -72,7 +79,12 @@ def trl(folder: Path, *lines: str, devices: int | None = None) -> dict[str, Any]
 
 
 def verl(folder: Path, *words: str) -> Translation:
-    text = " ".join(("python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.n=4 data.train_batch_size=8", *words))
+    text = " ".join(
+        (
+            "python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.n=4 data.train_batch_size=8",
+            *words,
+        )
+    )
     return translated(folder, "verl.sh", f"{text} actor_rollout_ref.actor.ppo_mini_batch_size=8")
 
 
@@ -83,49 +95,125 @@ def test_a_published_config_becomes_a_command_line_that_passes(name: str, tmp_pa
     wanted = translated(tmp_path, name, peer_configs.PUBLISHED[name]).overrides
     wanted = {key: value for key, value in wanted.items() if value != SET_ME}
     values = {key: value for key, _, value in leaves(config)}
-    assert {key: values[key] for key in wanted if key in values and key not in ("env.datasets", "env.reward")} == {
-        key: value for key, value in wanted.items() if key in values and key not in ("env.datasets", "env.reward")
+    assert {
+        key: values[key]
+        for key in wanted
+        if key in values and key not in ("env.datasets", "env.reward")
+    } == {
+        key: value
+        for key, value in wanted.items()
+        if key in values and key not in ("env.datasets", "env.reward")
     }
 
 
 EXPECTED: dict[str, tuple[int, int, int, str, dict[str, Any]]] = {
     # sequences in a batch, in an optimizer step, in a group; script; some of the keys
     "grpo_2048.py": (8, 8, 8, "grpo.py", {"train.total_epochs": 3, "train_model.lora.r": 8}),
-    "nemo_gym.yaml": (256, 256, 16, "grpo.py", {"train.total_dialog_turns": 256_000, "optimizer.warmup_steps": 3}),
-    "open_r1_demo.yaml": (1792, 1792, 7, "grpo.py", {"policy.behaviour_cap": 3.0, "optimizer.schedule": "cosine"}),
-    "gspo.json": (64, 16, 8, "grpo.py", {"policy.clip_epsilon": [3e-4, 4e-4], "policy.ratio_level": "sequence"}),
-    "run_qwen2-7b_math.sh": (5120, 1280, 5, "grpo.py", {"policy.dual_clip": 3.0, "train.total_epochs": 15}),
-    "run_qwen2_5-3b_gsm8k_grpo_lora.sh": (80, 80, 5, "grpo.py", {"train_model.lora.r": 64, "optimizer.lr": 3e-6}),
+    "nemo_gym.yaml": (
+        256,
+        256,
+        16,
+        "grpo.py",
+        {"train.total_dialog_turns": 256_000, "optimizer.warmup_steps": 3},
+    ),
+    "open_r1_demo.yaml": (
+        1792,
+        1792,
+        7,
+        "grpo.py",
+        {"policy.behaviour_cap": 3.0, "optimizer.schedule": "cosine"},
+    ),
+    "gspo.json": (
+        64,
+        16,
+        8,
+        "grpo.py",
+        {"policy.clip_epsilon": [3e-4, 4e-4], "policy.ratio_level": "sequence"},
+    ),
+    "run_qwen2-7b_math.sh": (
+        5120,
+        1280,
+        5,
+        "grpo.py",
+        {"policy.dual_clip": 3.0, "train.total_epochs": 15},
+    ),
+    "run_qwen2_5-3b_gsm8k_grpo_lora.sh": (
+        80,
+        80,
+        5,
+        "grpo.py",
+        {"train_model.lora.r": 64, "optimizer.lr": 3e-6},
+    ),
     "run_dapo_qwen2.5_32b.sh": (
         8192,
         512,
         16,
         "grpo.py",
-        {"policy.clip_epsilon": [0.2, 0.28], "policy.overlong_buffer": 0.2, "optimizer.warmup_steps": 160},
+        {
+            "policy.clip_epsilon": [0.2, 0.28],
+            "policy.overlong_buffer": 0.2,
+            "optimizer.warmup_steps": 160,
+        },
     ),
     "run_qwen3_4b_fsdp.sh": (2560, 1280, 5, "grpo.py", {"train.total_dialog_turns": 256_000}),
-    "gsm8k_grpo.yaml": (1024, 1024, 4, "grpo-async.py", {"policy.reward_bias": -5.0, "policy.advantage_whiten": True}),
-    "gsm8k_drgrpo.yaml": (1024, 1024, 4, "grpo-async.py", {"policy.advantage_std": "none", "train.max_staleness": 2}),
-    "gsm8k_dapo_dynamic_bs.yaml": (1024, 1024, 4, "grpo-async.py", {"policy.overlong_buffer": 0.125}),
+    "gsm8k_grpo.yaml": (
+        1024,
+        1024,
+        4,
+        "grpo-async.py",
+        {"policy.reward_bias": -5.0, "policy.advantage_whiten": True},
+    ),
+    "gsm8k_drgrpo.yaml": (
+        1024,
+        1024,
+        4,
+        "grpo-async.py",
+        {"policy.advantage_std": "none", "train.max_staleness": 2},
+    ),
+    "gsm8k_dapo_dynamic_bs.yaml": (
+        1024,
+        1024,
+        4,
+        "grpo-async.py",
+        {"policy.overlong_buffer": 0.125},
+    ),
     "gsm8k_grpo_lora_vllm.yaml": (1024, 1024, 4, "grpo-async.py", {"optimizer.lr": 1.7e-4}),
     "reverse_text.toml": (128, 128, 16, "grpo-async.py", {"train.total_dialog_turns": 2560}),
     "alphabet_sort.toml": (256, 256, 16, "grpo-async.py", {"train_model.lora.alpha": 64}),
-    "hendrycks_sanity.toml": (512, 512, 8, "grpo-async.py", {"inference_model.max_new_tokens": 8192 - 1024}),
+    "hendrycks_sanity.toml": (
+        512,
+        512,
+        8,
+        "grpo-async.py",
+        {"inference_model.max_new_tokens": 8192 - 1024},
+    ),
     "qwen3_30b_math.toml": (512, 512, 16, "grpo-async.py", {"inference_model.num_devices": 16}),
     "grpo_gsm8k.yaml": (32, 32, 16, "grpo-async.py", {"policy.kl_to_behaviour_coef": 0.01}),
     "grpo_countdown.yaml": (32, 32, 16, "grpo-async.py", {"train.checkpoint_frequency": 100}),
-    "grpo_ifeval.yaml": (64, 16, 16, "grpo-async.py", {"policy.kl_coef": 1.0, "policy.kl_in_reward": True}),
+    "grpo_ifeval.yaml": (
+        64,
+        16,
+        16,
+        "grpo-async.py",
+        {"policy.kl_coef": 1.0, "policy.kl_in_reward": True},
+    ),
     "grpo_math_7b_sync.yaml": (64, 64, 16, "grpo.py", {"optimizer.weight_decay": 0.01}),
 }
 
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_batches_count_sequences_whatever_the_file_counts(name: str, tmp_path: Path) -> None:
-    table = next(part for part in vars(peer_configs).values() if isinstance(part, dict) and name in part)
+    table = next(
+        part for part in vars(peer_configs).values() if isinstance(part, dict) and name in part
+    )
     printed = shown(tmp_path, name, table[name])
     config, (batch, step, group, script, some) = composed(printed), EXPECTED[name]
     values = {key: value for key, _, value in leaves(config)}
-    assert (config.dialog_turns_per_batch, config.optim_batch_size, config.env.repeats) == (batch, step, group)
+    assert (config.dialog_turns_per_batch, config.optim_batch_size, config.env.repeats) == (
+        batch,
+        step,
+        group,
+    )
     assert words_of(printed)[0] == f"sota/grpo/{script}"
     assert {key: values[key] for key in some} == some
 
@@ -156,11 +244,19 @@ def test_each_key_of_ours_in_a_table_is_one_that_can_be_printed() -> None:
 
 
 def test_a_batch_of_trl_is_per_device_times_accumulation_times_devices(tmp_path: Path) -> None:
-    ours = trl(tmp_path, "gradient_accumulation_steps: 8", "max_steps: 100", "save_steps: 20", devices=2)
+    ours = trl(
+        tmp_path, "gradient_accumulation_steps: 8", "max_steps: 100", "save_steps: 20", devices=2
+    )
     assert (ours["env.num_envs"], ours["train.total_dialog_turns"]) == (8 * 8 * 2, 100 * 8 * 8 * 2)
     assert ours["train.checkpoint_frequency"] == 20
-    ours = trl(tmp_path, "steps_per_generation: 4", "num_iterations: 2", "max_steps: 80", "save_steps: 20")
-    assert (ours["env.num_envs"], ours["train.optim_batch_size"], ours["train.epochs"]) == (32, 8, 2)
+    ours = trl(
+        tmp_path, "steps_per_generation: 4", "num_iterations: 2", "max_steps: 80", "save_steps: 20"
+    )
+    assert (ours["env.num_envs"], ours["train.optim_batch_size"], ours["train.epochs"]) == (
+        32,
+        8,
+        2,
+    )
     # 8 optimizer steps a batch: 80 steps are 10 batches, a checkpoint after each 20 is one after each 2 or 3
     assert (ours["train.total_dialog_turns"], ours["train.checkpoint_frequency"]) == (320, 2)
 
@@ -176,7 +272,9 @@ def test_a_batch_of_trl_is_per_device_times_accumulation_times_devices(tmp_path:
 )
 def test_a_loss_of_trl_has_our_aggregation(loss: str, keys: dict[str, Any], tmp_path: Path) -> None:
     ours = trl(tmp_path, f"loss_type: {loss}", "beta: 0.04")
-    found = {key: ours[key] for key in ours if key in ("policy.aggregation", "policy.loss._target_")}
+    found = {
+        key: ours[key] for key in ours if key in ("policy.aggregation", "policy.loss._target_")
+    }
     assert (found, ours["policy.kl_coef"]) == (keys, 0.04)
 
 
@@ -187,29 +285,46 @@ def test_the_bound_of_cispo_is_that_of_the_ratio(tmp_path: Path) -> None:
 
 
 def test_a_loss_without_counterpart_is_named(tmp_path: Path) -> None:
-    made = translated(tmp_path, "trl.yaml", "num_generations: 8\nloss_type: vespo\ntop_k: 20\nmystery: 1\n")
+    made = translated(
+        tmp_path, "trl.yaml", "num_generations: 8\nloss_type: vespo\ntop_k: 20\nmystery: 1\n"
+    )
     assert made.lacks["loss_type"].startswith("vespo has no counterpart; there are grpo, dapo")
     assert (set(made.lacks) >= {"top_k"}, made.unknown) == (True, ["mystery"])
 
 
 def test_the_kl_of_trl_is_told_apart_from_ours_only_where_there_is_one(tmp_path: Path) -> None:
-    notes = [translated(tmp_path, "trl.yaml", f"num_generations: 8\nbeta: {beta}\n").lacks for beta in (0.0, 0.1)]
+    notes = [
+        translated(tmp_path, "trl.yaml", f"num_generations: 8\nbeta: {beta}\n").lacks
+        for beta in (0.0, 0.1)
+    ]
     assert ["use_bias_correction_kl" in lacks for lacks in notes] == [False, True]
 
 
-@pytest.mark.parametrize(("type_", "estimator"), [("low_var_kl", "k3"), ("kl", "k1"), ("mse", "k2")])
+@pytest.mark.parametrize(
+    ("type_", "estimator"), [("low_var_kl", "k3"), ("kl", "k1"), ("mse", "k2")]
+)
 def test_estimators_of_verl_have_our_names(type_: str, estimator: str, tmp_path: Path) -> None:
     actor = "actor_rollout_ref.actor."
-    made = verl(tmp_path, f"{actor}use_kl_loss=True {actor}kl_loss_coef=0.01 {actor}kl_loss_type={type_}")
-    config = compose_config(*(f"{k}={v}" for k, v in made.overrides.items() if k.startswith("policy.")))
-    assert (config.policy.kl_coef, config.kl_estimator, config.policy.kl_in_reward) == (0.01, estimator, False)
+    made = verl(
+        tmp_path, f"{actor}use_kl_loss=True {actor}kl_loss_coef=0.01 {actor}kl_loss_type={type_}"
+    )
+    config = compose_config(
+        *(f"{k}={v}" for k, v in made.overrides.items() if k.startswith("policy."))
+    )
+    assert (config.policy.kl_coef, config.kl_estimator, config.policy.kl_in_reward) == (
+        0.01,
+        estimator,
+        False,
+    )
 
 
 def test_verls_kl_in_the_reward_is_ours_in_the_reward(tmp_path: Path) -> None:
     made = verl(tmp_path, "algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.02")
     assert (made.overrides["policy.kl_coef"], made.overrides["policy.kl_in_reward"]) == (0.02, True)
     assert "one KL" not in str(made.differs)
-    both = verl(tmp_path, "algorithm.use_kl_in_reward=True actor_rollout_ref.actor.use_kl_loss=True")
+    both = verl(
+        tmp_path, "algorithm.use_kl_in_reward=True actor_rollout_ref.actor.use_kl_loss=True"
+    )
     assert "one KL" in both.differs["algorithm.use_kl_in_reward"]
 
 
@@ -233,13 +348,19 @@ trainer: {n_gpus_per_node: 1}
     assert [key for key in made.lacks if key.endswith(ending)] == list(made.lacks)
     config = composed(shown(tmp_path, "verl.yaml", text))
     assert (config.policy.aggregation, config.inference_model.temperature) == ("token_mean", 1.0)
-    assert (config.inference_model.backend, config.inference_model.tensor_parallel_size) == ("vllm", 1)
+    assert (config.inference_model.backend, config.inference_model.tensor_parallel_size) == (
+        "vllm",
+        1,
+    )
     assert (config.model.name, config.env.dataset) == ("$HOME/models/mine", "$HOME/data/gsm8k")
     assert config.env.reward == "my rewards.py:score"
 
 
 def test_no_kl_of_verl_is_none_of_ours(tmp_path: Path) -> None:
-    assert verl(tmp_path, "actor_rollout_ref.actor.use_kl_loss=False").overrides["policy.kl_coef"] == 0.0
+    assert (
+        verl(tmp_path, "actor_rollout_ref.actor.use_kl_loss=False").overrides["policy.kl_coef"]
+        == 0.0
+    )
 
 
 def test_the_names_that_a_run_has_in_wandb_are_kept(tmp_path: Path) -> None:
@@ -264,9 +385,11 @@ def test_shell_variables_sums_arrays_and_branches_are_read() -> None:
 def test_python_is_read_and_not_run(tmp_path: Path) -> None:
     text = "import os\nG = 4\nos._exit(3)\nc = trl.GRPOConfig(num_iterations=G * 2, beta=float('1'), **more)\n"
     unknown = {name: Unknown(name) for name in ("float('1')", "**more")}
-    assert read_python(text) == {"GRPOConfig": True, "num_iterations": 8, "beta": unknown["float('1')"]} | {
-        "**more": unknown["**more"]
-    }
+    assert read_python(text) == {
+        "GRPOConfig": True,
+        "num_iterations": 8,
+        "beta": unknown["float('1')"],
+    } | {"**more": unknown["**more"]}
     assert translated(tmp_path, "train.py", text).overrides["policy.kl_coef"] == SET_ME
 
 
@@ -318,7 +441,9 @@ def test_a_fully_asynchronous_run_of_verl_has_the_batch_between_two_syncs(tmp_pa
         ("t.json", '{"num_generations": 8, "learning_rate": [1e-6, 1e-5]}', "learning_rate"),
     ],
 )  # fmt: skip
-def test_several_values_where_we_have_one_are_said(name: str, text: str, key: str, tmp_path: Path) -> None:
+def test_several_values_where_we_have_one_are_said(
+    name: str, text: str, key: str, tmp_path: Path
+) -> None:
     made = translated(tmp_path, name, text)
     assert key in made.lacks
     composed(report(made, 100))
@@ -340,18 +465,38 @@ def test_several_values_where_we_have_one_are_said(name: str, text: str, key: st
 def test_devices_of_prime_rl_are_those_that_the_file_tells(
     deployment: str, train: int | None, engine: Any, tmp_path: Path
 ) -> None:
-    ours = translated(tmp_path, "rl.toml", f"[orchestrator]\ngroup_size = 4\n[deployment]\n{deployment}\n").overrides
-    assert (ours.get("train_model.num_devices"), ours.get("inference_model.num_devices")) == (train, engine)
+    ours = translated(
+        tmp_path, "rl.toml", f"[orchestrator]\ngroup_size = 4\n[deployment]\n{deployment}\n"
+    ).overrides
+    assert (ours.get("train_model.num_devices"), ours.get("inference_model.num_devices")) == (
+        train,
+        engine,
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "text", "devices", "wanted"),
     [
-        ("a.yaml", "{gconfig: {n_samples: 4}, actor: {backend: 'fsdp:d2'}, rollout: {backend: 'vllm:d6'}}", 16, (2, 6)),
+        (
+            "a.yaml",
+            "{gconfig: {n_samples: 4}, actor: {backend: 'fsdp:d2'}, rollout: {backend: 'vllm:d6'}}",
+            16,
+            (2, 6),
+        ),
         ("v.sh", "run actor_rollout_ref.rollout.n=4 trainer.n_gpus_per_node=4", 16, (2, 2)),
         ("v.sh", "run actor_rollout_ref.rollout.n=4", 16, (8, 8)),
-        ("t.yaml", "{num_generations: 8, num_processes: 4, per_device_train_batch_size: 2}", 16, (2, 2)),
-        ("p.toml", "[orchestrator]\ngroup_size = 4\n[deployment]\nnum_infer_gpus = 3", 16, (None, 3)),
+        (
+            "t.yaml",
+            "{num_generations: 8, num_processes: 4, per_device_train_batch_size: 2}",
+            16,
+            (2, 2),
+        ),
+        (
+            "p.toml",
+            "[orchestrator]\ngroup_size = 4\n[deployment]\nnum_infer_gpus = 3",
+            16,
+            (None, 3),
+        ),
         ("p.toml", "[orchestrator]\ngroup_size = 4", 16, (8, 8)),
     ],
 )
@@ -365,19 +510,31 @@ def test_devices_of_the_file_count_before_those_of_the_command(
 @pytest.mark.parametrize(
     ("name", "text", "library"),
     [
-        ("a.sh", "python3 -m openrlhf.cli.train_ppo_ray --pretrain m --n_samples_per_prompt 8", "OpenRLHF"),
+        (
+            "a.sh",
+            "python3 -m openrlhf.cli.train_ppo_ray --pretrain m --n_samples_per_prompt 8",
+            "OpenRLHF",
+        ),
         ("a.yaml", "{grpo: {num_prompts_per_step: 32}, policy: {model_name: m}}", "NeMo-RL"),
-        ("a.sh", "uv run -m skyrl_train.entrypoints.main_base trainer.policy.model.path=m", "SkyRL"),
+        (
+            "a.sh",
+            "uv run -m skyrl_train.entrypoints.main_base trainer.policy.model.path=m",
+            "SkyRL",
+        ),
         ("a.sh", "python3 train.py --actor-num-gpus-per-node 8 --rollout-batch-size 32", "slime"),
     ],
 )
-def test_libraries_that_are_not_read_are_named(name: str, text: str, library: str, tmp_path: Path) -> None:
+def test_libraries_that_are_not_read_are_named(
+    name: str, text: str, library: str, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match=rf"one of {library}, which is not read: docs/migrate\.md"):
         translated(tmp_path, name, text)
 
 
 def test_a_squared_log_ratio_is_twice_our_k2(tmp_path: Path) -> None:
-    made = translated(tmp_path, "rl.toml", "[orchestrator]\ngroup_size = 4\n[trainer.loss]\nkl_tau = 0.25\n")
+    made = translated(
+        tmp_path, "rl.toml", "[orchestrator]\ngroup_size = 4\n[trainer.loss]\nkl_tau = 0.25\n"
+    )
     assert made.overrides["policy.kl_to_behaviour_coef"] == 0.5
     assert made.overrides["policy.kl_estimator"] == "k2"
 
@@ -386,13 +543,22 @@ def test_staleness_decides_the_script(tmp_path: Path) -> None:
     for bound, asynchronous in ((0, False), (4, True)):
         text = f"[orchestrator]\ngroup_size = 4\nmax_off_policy_steps = {bound}\n"
         made = translated(tmp_path, "rl.toml", text)
-        assert (made.asynchronous, made.overrides.get("train.max_staleness")) == (asynchronous, bound or None)
+        assert (made.asynchronous, made.overrides.get("train.max_staleness")) == (
+            asynchronous,
+            bound or None,
+        )
 
 
 def test_devices_of_an_allocation_are_those_of_the_roles(tmp_path: Path) -> None:
-    text = "{gconfig: {n_samples: 4}, actor: {backend: 'fsdp:d8'}, rollout: {backend: 'vllm:d2p1t2'}}"
+    text = (
+        "{gconfig: {n_samples: 4}, actor: {backend: 'fsdp:d8'}, rollout: {backend: 'vllm:d2p1t2'}}"
+    )
     ours = translated(tmp_path, "areal.yaml", text).overrides
-    names = ("train_model.num_devices", "inference_model.num_devices", "inference_model.tensor_parallel_size")
+    names = (
+        "train_model.num_devices",
+        "inference_model.num_devices",
+        "inference_model.tensor_parallel_size",
+    )
     assert [ours[name] for name in names] == [8, 4, 2]
 
 
@@ -407,7 +573,11 @@ def test_devices_of_an_allocation_are_those_of_the_roles(tmp_path: Path) -> None
         ("a.yaml", "a: 1", "has none of their keys (verl: actor_rollout_ref, "),
         ("b.py", "load_dataset('x')", "has none of their keys"),
         ("b.yaml", "- 1", "has none of their keys"),
-        ("c.yaml", "num_generations: 8\nper_device_train_batch_size: 0", "per device=0 must be at least 1"),
+        (
+            "c.yaml",
+            "num_generations: 8\nper_device_train_batch_size: 0",
+            "per device=0 must be at least 1",
+        ),
     ],
 )
 def test_a_file_that_cannot_be_read_is_refused_in_one_line(
@@ -416,7 +586,12 @@ def test_a_file_that_cannot_be_read_is_refused_in_one_line(
     with pytest.raises(SystemExit) as ended:
         shown(tmp_path, name, text)
     error = capsys.readouterr().err
-    assert ended.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1 and message in error
+    assert (
+        ended.value.code == 2
+        and error.startswith("error: ")
+        and error.count("\n") == 1
+        and message in error
+    )
 
 
 def test_a_file_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -444,7 +619,10 @@ def test_a_value_that_the_file_does_not_tell_is_to_be_set_in_the_command(tmp_pat
         "model.name", "env.dataset", "env.reward", "env.num_envs", "env.repeats", "optimizer.lr",
     ]  # fmt: skip
     made = translated(tmp_path, "train.py", text)
-    assert made.unset["optimizer.lr"] == "learning_rate is args.lr, which only running the file would tell"
+    assert (
+        made.unset["optimizer.lr"]
+        == "learning_rate is args.lr, which only running the file would tell"
+    )
     assert made.unset["model.name"].startswith("model_name_or_path is args.model")
     assert made.unset["**more"].startswith("may set any of their keys")
 
@@ -456,7 +634,12 @@ def test_what_is_set_on_a_config_later_counts(tmp_path: Path) -> None:
         "if big:\n    config.max_completion_length = 4096\n"
     )
     made = translated(tmp_path, "train.py", text)
-    wanted = {"optimizer.lr": 2e-6, "policy.kl_coef": 0.04, "inference_model.temperature": 0.7, "model.name": "m"}
+    wanted = {
+        "optimizer.lr": 2e-6,
+        "policy.kl_coef": 0.04,
+        "inference_model.temperature": 0.7,
+        "model.name": "m",
+    }
     assert {key: made.overrides[key] for key in wanted} == wanted
     assert made.overrides["inference_model.max_new_tokens"] == SET_ME
 
@@ -472,7 +655,9 @@ def test_what_is_set_on_a_config_later_counts(tmp_path: Path) -> None:
         ("sys.argv[1]", SET_ME),
     ],
 )
-def test_the_model_of_a_trainer_is_found_or_to_be_set(model: str, name: str, tmp_path: Path) -> None:
+def test_the_model_of_a_trainer_is_found_or_to_be_set(
+    model: str, name: str, tmp_path: Path
+) -> None:
     text = f"NAME = 'a/b'\nloaded, _ = X.from_pretrained('a/b')\nGRPOTrainer(model={model}, args=GRPOConfig())\n"
     assert translated(tmp_path, "train.py", text).overrides["model.name"] == name
 
@@ -511,7 +696,9 @@ def test_the_data_set_of_the_trainer_is_taken_of_several(tmp_path: Path) -> None
 
 
 def test_model_and_data_are_printed_where_they_are_ours_by_default(tmp_path: Path) -> None:
-    ours = trl(tmp_path, "model_name_or_path: Qwen/Qwen2.5-0.5B-Instruct", "dataset_name: openai/gsm8k")
+    ours = trl(
+        tmp_path, "model_name_or_path: Qwen/Qwen2.5-0.5B-Instruct", "dataset_name: openai/gsm8k"
+    )
     assert (ours["model.name"], ours["env.dataset"]) == ("Qwen/Qwen2.5-0.5B-Instruct", "gsm8k")
 
 
@@ -539,7 +726,9 @@ def test_shares_epochs_and_wide_clips_of_trl_are_kept(
 
 def test_rewards_that_a_name_alone_does_not_make_are_to_be_set(tmp_path: Path) -> None:
     ours = trl(
-        tmp_path, "reward_funcs: [accuracy, cosine, accuracy_reward, mine.score]", "reward_weights: [1, 0.5, 1, 1]"
+        tmp_path,
+        "reward_funcs: [accuracy, cosine, accuracy_reward, mine.score]",
+        "reward_weights: [1, 0.5, 1, 1]",
     )
     assert ours["env.reward"] == [
         "open_r1.rewards:accuracy_reward", {"fn": SET_ME, "weight": 0.5}, "trl.rewards:accuracy_reward", "mine:score",
@@ -549,7 +738,11 @@ def test_rewards_that_a_name_alone_does_not_make_are_to_be_set(tmp_path: Path) -
 def test_prompts_of_open_r1_keep_their_system_message_and_column(tmp_path: Path) -> None:
     message = 'Answer in \\boxed{} like "$x$":\nfirst\\'
     text = "num_generations: 8\nmodel_name_or_path: m\ndataset_name: d\ndataset_prompt_column: problem\n"
-    printed = shown(tmp_path, "r1.yaml", text + f"reward_funcs: accuracy\nsystem_prompt: {json.dumps(message)}\n")
+    printed = shown(
+        tmp_path,
+        "r1.yaml",
+        text + f"reward_funcs: accuracy\nsystem_prompt: {json.dumps(message)}\n",
+    )
     env = composed(printed).env
     assert (env.system_prompt, env.columns.prompt) == (message, "problem")
 
@@ -560,7 +753,12 @@ def test_engine_settings_of_prime_rl_are_kept(tmp_path: Path) -> None:
         "gpu_memory_utilization = 0.5\nmax_model_len = 4096\nenforce_eager = true\n"
     )
     ours = translated(tmp_path, "rl.toml", text).overrides
-    wanted = {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.5, "max_model_len": 4096, "enforce_eager": True}
+    wanted = {
+        "tensor_parallel_size": 2,
+        "gpu_memory_utilization": 0.5,
+        "max_model_len": 4096,
+        "enforce_eager": True,
+    }
     assert {name: ours[f"inference_model.{name}"] for name in wanted} == wanted
     assert ours["inference_model.num_devices"] == 4
 
@@ -571,9 +769,15 @@ def test_engine_settings_of_prime_rl_are_kept(tmp_path: Path) -> None:
         ("rejection_sampling: {upper: 5.0}", {"policy.behaviour_weight": "mask"}),
         (
             "rejection_sampling: {level: sequence, action: clamp, upper: 3.0}",
-            {"policy.behaviour_weight": "truncate", "policy.behaviour_cap": 3.0},  # a geometric mean there
+            {
+                "policy.behaviour_weight": "truncate",
+                "policy.behaviour_cap": 3.0,
+            },  # a geometric mean there
         ),
-        ("behave_imp_weight_cap: 4.0", {"policy.behaviour_weight": "mask", "policy.behaviour_cap": 4.0}),
+        (
+            "behave_imp_weight_cap: 4.0",
+            {"policy.behaviour_weight": "mask", "policy.behaviour_cap": 4.0},
+        ),
         (
             "behave_imp_weight_cap: 4.0, behave_imp_weight_mode: token_truncate",
             {"policy.behaviour_weight": "truncate", "policy.behaviour_cap": 4.0},
@@ -591,10 +795,16 @@ def test_engine_settings_of_prime_rl_are_kept(tmp_path: Path) -> None:
         ("eps_clip: 0.2", {}),
     ],
 )
-def test_bounds_on_stale_tokens_of_areal_are_kept(settings: str, ours: dict[str, Any], tmp_path: Path) -> None:
-    text = f"{{gconfig: {{n_samples: 4}}, actor: {{path: m, use_decoupled_loss: true, {settings}}}}}"
+def test_bounds_on_stale_tokens_of_areal_are_kept(
+    settings: str, ours: dict[str, Any], tmp_path: Path
+) -> None:
+    text = (
+        f"{{gconfig: {{n_samples: 4}}, actor: {{path: m, use_decoupled_loss: true, {settings}}}}}"
+    )
     found = translated(tmp_path, "areal.yaml", text).overrides
-    assert {key: value for key, value in found.items() if key.startswith("policy.behaviour")} == ours
+    assert {
+        key: value for key, value in found.items() if key.startswith("policy.behaviour")
+    } == ours
 
 
 def test_sapo_of_areal_and_verl_is_our_sapo(tmp_path: Path) -> None:
@@ -605,7 +815,11 @@ def test_sapo_of_areal_and_verl_is_our_sapo(tmp_path: Path) -> None:
         verl(tmp_path, f"{actor}policy_loss.loss_mode=sapo {actor}tau_pos=1.0 {actor}tau_neg=1.2"),
     ):
         names = ("policy.loss._target_", "+policy.loss.tau_positive", "+policy.loss.tau_negative")
-        assert [made.overrides[name] for name in names] == ["torchrl_grpo.objectives.SAPOLoss", 1.0, 1.2]
+        assert [made.overrides[name] for name in names] == [
+            "torchrl_grpo.objectives.SAPOLoss",
+            1.0,
+            1.2,
+        ]
 
 
 def test_m2po_of_areal_leaves_the_clip_to_be_set(tmp_path: Path) -> None:
@@ -616,7 +830,8 @@ def test_m2po_of_areal_leaves_the_clip_to_be_set(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("timer", "value"), [("freq_steps: 20", 20), ("freq_epochs: 1", SET_ME), ("freq_epochs: null", 0)]
+    ("timer", "value"),
+    [("freq_steps: 20", 20), ("freq_epochs: 1", SET_ME), ("freq_epochs: null", 0)],
 )
 def test_checkpoints_of_areal_are_kept(timer: str, value: Any, tmp_path: Path) -> None:
     text = "{gconfig: {n_samples: 4}, actor: {path: m}, train_dataset: {path: d}, "
@@ -648,7 +863,10 @@ def test_settings_of_verl_are_kept(words: str, key: str, value: Any, tmp_path: P
 
 
 def test_an_advantage_of_verl_that_is_not_ours_is_said(tmp_path: Path) -> None:
-    for words, name in (("algorithm.adv_estimator=remax", "remax"), ("", "gae")):  # gae is verl's default
+    for words, name in (
+        ("algorithm.adv_estimator=remax", "remax"),
+        ("", "gae"),
+    ):  # gae is verl's default
         lacks = verl(tmp_path, words).lacks["algorithm.adv_estimator"]
         assert lacks.startswith(f"{name} has no counterpart; there are grpo, ")
         assert lacks.endswith(", and our own default is taken")
@@ -659,7 +877,11 @@ def test_images_of_verl_are_said_to_be_left_out(tmp_path: Path) -> None:
 
 
 def test_settings_in_a_variable_of_a_shell_are_read() -> None:
-    assert read_shell('A="$A a.b=1 c.d=$Z"\nY=2\nrun $A ${Y} e.f=3') == {"a.b": 1, "c.d": Unknown("$Z"), "e.f": 3}
+    assert read_shell('A="$A a.b=1 c.d=$Z"\nY=2\nrun $A ${Y} e.f=3') == {
+        "a.b": 1,
+        "c.d": Unknown("$Z"),
+        "e.f": 3,
+    }
 
 
 def test_settings_in_a_branch_of_a_shell_are_to_be_set() -> None:
@@ -669,7 +891,9 @@ def test_settings_in_a_branch_of_a_shell_are_to_be_set() -> None:
 
 def test_an_overlong_penalty_beside_other_arguments_is_kept(tmp_path: Path) -> None:
     keys = "+reward_model.reward_kwargs."
-    words = f"{keys}overlong_buffer_cfg.enable=True {keys}overlong_buffer_cfg.len=128 {keys}strict=True"
+    words = (
+        f"{keys}overlong_buffer_cfg.enable=True {keys}overlong_buffer_cfg.len=128 {keys}strict=True"
+    )
     made = verl(tmp_path, words, "data.max_response_length=512")
     assert made.overrides["policy.overlong_buffer"] == 0.25
     assert "reward_model.reward_kwargs" in made.lacks
@@ -687,26 +911,38 @@ def test_references_of_a_yaml_are_followed_to_their_defaults(tmp_path: Path) -> 
         "data: {apply_chat_template_kwargs: {}}\n"
     )
     ours = translated(tmp_path, "verl.yaml", text).overrides
-    assert (ours["model.name"], ours["env.repeats"], "env.chat_template_kwargs" in ours) == ("a/b", 4, False)
+    assert (ours["model.name"], ours["env.repeats"], "env.chat_template_kwargs" in ours) == (
+        "a/b",
+        4,
+        False,
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_file_that_tells_no_value_becomes_a_command_line_that_passes(name: str) -> None:
     rows = [key for key, row in read_table(name).rows.items() if not row.table]
-    made = translate(Settings(read_table(name), {key: Unknown(f"${{{key}}}") for key in rows}), "file")
+    made = translate(
+        Settings(read_table(name), {key: Unknown(f"${{{key}}}") for key in rows}), "file"
+    )
     composed(report(made, 100))
-    told = " ".join([*made.unset.values(), *made.lacks.values(), *made.lacks, *map(str, made.ignored.values())])
+    told = " ".join(
+        [*made.unset.values(), *made.lacks.values(), *made.lacks, *map(str, made.ignored.values())]
+    )
     assert [key for key in rows if key not in told] == []
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_choice_of_a_table_becomes_a_command_line_that_passes(name: str) -> None:
-    seen = read_table(TRL[-1]).rows if name in TRL[:-1] else {}  # rows of several tables are tried with one of them
+    seen = (
+        read_table(TRL[-1]).rows if name in TRL[:-1] else {}
+    )  # rows of several tables are tried with one of them
     rows = {key: row for key, row in read_table(name).rows.items() if seen.get(key) != row}
     chosen = {key: list(row.values) for key, row in rows.items() if row.values and not row.table}
     for number in range(max(map(len, chosen.values()))):
         values = {key: several[number % len(several)] for key, several in chosen.items()}
-        settings = {key: {"true": True, "false": False}.get(one, one) for key, one in values.items()}
+        settings = {
+            key: {"true": True, "false": False}.get(one, one) for key, one in values.items()
+        }
         composed(report(translate(Settings(read_table(name), settings), "file"), 100))
 
 
@@ -742,7 +978,12 @@ REFUSED = {
 }  # fmt: skip
 
 
-SUPERVISED = {"algo": "sft", "model.name": "m", "env.dataset": "a/b", "inference_model.backend": "transformers"}
+SUPERVISED = {
+    "algo": "sft",
+    "model.name": "m",
+    "env.dataset": "a/b",
+    "inference_model.backend": "transformers",
+}
 DISTILLED = {"algo": "distill", "model.name": "m", "teacher.model": "t", "env.repeats": 1}
 
 
@@ -822,7 +1063,9 @@ DISTILLED = {"algo": "distill", "model.name": "m", "teacher.model": "t", "env.re
         ),
     ],
 )  # fmt: skip
-def test_other_trainers_of_trl_are_read(name: str, text: str, wanted: dict[str, Any], tmp_path: Path) -> None:
+def test_other_trainers_of_trl_are_read(
+    name: str, text: str, wanted: dict[str, Any], tmp_path: Path
+) -> None:
     made = translated(tmp_path, name, text)
     assert {key: made.overrides.get(key) for key in wanted} == wanted
     assert made.asynchronous == (name == "async.py")
@@ -841,7 +1084,9 @@ def test_a_mixture_of_read_and_sampled_responses_is_said_to_be_none_here(tmp_pat
 def test_every_field_of_a_config_of_trl_has_a_row_or_a_reason(name: str) -> None:
     table = read_table(name)
     fields = (trl_fields.SHARED + trl_fields.CONFIGS[name][1]).split()
-    assert [field for field in fields if field not in table.rows and table.ignores(field) is None] == []
+    assert [
+        field for field in fields if field not in table.rows and table.ignores(field) is None
+    ] == []
 
 
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="trl is not installed")
@@ -851,7 +1096,9 @@ def test_the_fields_are_those_of_the_installed_trl(name: str) -> None:
     from trl.experimental import async_grpo, gkd
 
     named, own = trl_fields.CONFIGS[name]
-    config = next(getattr(module, named) for module in (trl, async_grpo, gkd) if hasattr(module, named))
+    config = next(
+        getattr(module, named) for module in (trl, async_grpo, gkd) if hasattr(module, named)
+    )
     classes = (config, trl.ModelConfig, trl.ScriptArguments)
     fields = {item.name for one in classes for item in dataclasses.fields(one)}
     assert fields == set((trl_fields.SHARED + own).split())
@@ -870,15 +1117,21 @@ def test_the_command_needs_neither_torch_nor_hydra(tmp_path: Path) -> None:
         "import sys; from torchrl_grpo.extras.migrate.command import main; main([sys.argv[1]]); "
         "assert not {'torch', 'hydra', 'omegaconf'} & set(sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", script, tmp_path / "rl.toml"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script, tmp_path / "rl.toml"], capture_output=True, text=True
+    )
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("python sota/grpo/grpo-async.py \\\n    model.name=PrimeIntellect/")
+    assert done.stdout.startswith(
+        "python sota/grpo/grpo-async.py \\\n    model.name=PrimeIntellect/"
+    )
 
 
 def test_the_page_has_the_tables_as_they_are() -> None:
     tool = _load(ROOT / "tools" / "make_migrate_docs.py")
     is_current = tool.page() == tool.PAGE.read_text(encoding="utf-8")
-    assert is_current, "docs/migrate.md is not that of the tables: run `python tools/make_migrate_docs.py`"
+    assert is_current, (
+        "docs/migrate.md is not that of the tables: run `python tools/make_migrate_docs.py`"
+    )
 
 
 def _load(path: Path) -> ModuleType:

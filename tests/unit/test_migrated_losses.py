@@ -55,7 +55,10 @@ def ours(batch: dict[str, Tensor], advantage_shape: tuple[int, ...] = (1,)) -> T
     for row in range(SIZE):
         end = PROMPT + int(batch["mask"][row].sum())
         sampled = torch.arange(end) >= PROMPT
-        old, reference = (torch.cat([torch.zeros(PROMPT), batch[name][row]])[:end] for name in ("old", "reference"))
+        old, reference = (
+            torch.cat([torch.zeros(PROMPT), batch[name][row]])[:end]
+            for name in ("old", "reference")
+        )
         tokens = batch["tokens"][row, :end]
         entries = {
             keys.PROMPT: tokens[:PROMPT], keys.RESPONSE: tokens[PROMPT:], keys.FULL: tokens,
@@ -91,7 +94,12 @@ def translated_config(path: Path) -> GRPOConfig:
         {"loss_type": "dr_grpo", "scale_rewards": "none"},
         {"loss_type": "cispo", "epsilon_high": 1.3},
         {"loss_type": "sapo", "sapo_temperature_neg": 1.2},
-        {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.05, "epsilon_high": 0.1},
+        {
+            "loss_type": "grpo",
+            "importance_sampling_level": "sequence",
+            "epsilon": 0.05,
+            "epsilon_high": 0.1,
+        },
     ],
     ids=lambda settings: "_".join(str(value) for value in list(settings.values())[:2]),
 )
@@ -100,15 +108,23 @@ def test_the_first_loss_is_that_of_trl(settings: dict[str, Any], tmp_path: Path)
     datasets = pytest.importorskip("datasets")
     transformers = pytest.importorskip("transformers")
     # Two optimizer steps a batch: the ratio is to the log-probs from before the first.
-    settings = settings | {"num_generations": GROUP, "per_device_train_batch_size": SIZE, "steps_per_generation": 2}
+    settings = settings | {
+        "num_generations": GROUP,
+        "per_device_train_batch_size": SIZE,
+        "steps_per_generation": 2,
+    }
     settings |= {"max_completion_length": RESPONSE, "bf16": False, "gradient_checkpointing": False}
     (tmp_path / "trl.json").write_text(json.dumps(settings))
     batch = make_batch()
     model = make_tiny_model()
     loss = total(translated_loss(tmp_path / "trl.json", model)(ours(batch)))
 
-    make_tiny_model().save_pretrained(tmp_path / "model")  # it loads the reference model by the name of the trained one
-    other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    make_tiny_model().save_pretrained(
+        tmp_path / "model"
+    )  # it loads the reference model by the name of the trained one
+    other = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", dtype=torch.float32
+    )
     config = trl.GRPOConfig(str(tmp_path), use_cpu=True, report_to=[], **settings)
     data = datasets.Dataset.from_dict({"prompt": ["a"] * SIZE})
     tokenizer = transformers.AutoTokenizer.from_pretrained(starter_path())
@@ -136,11 +152,17 @@ def test_the_first_objective_is_that_of_torchrl(tmp_path: Path) -> None:
     batch, model, other = make_batch(), make_tiny_model(), make_tiny_model()
     loss = translated_loss(tmp_path / "rl.yaml", model)(ours(batch))["loss_objective"]
     tokenizer = AutoTokenizer.from_pretrained(starter_path())
-    actor = TransformersWrapper(other, tokenizer=tokenizer, input_mode="tokens", generate=False, pad_model_input=True)
-    theirs = TorchRLGRPOLoss(actor, kl_to_inference_coeff=1e-2, entropy_coeff=1e-4, masking_strategy="rlhf")
+    actor = TransformersWrapper(
+        other, tokenizer=tokenizer, input_mode="tokens", generate=False, pad_model_input=True
+    )
+    theirs = TorchRLGRPOLoss(
+        actor, kl_to_inference_coeff=1e-2, entropy_coeff=1e-4, masking_strategy="rlhf"
+    )
     objective = theirs(ours(batch, (1, 1))).loss_objective
     torch.testing.assert_close(loss, objective, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(gradient(loss, model), gradient(objective, other), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        gradient(loss, model), gradient(objective, other), rtol=1e-4, atol=1e-6
+    )
 
 
 Objective = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -150,7 +172,9 @@ Objective = Callable[[Tensor, Tensor, Tensor], Tensor]
 def clip(low: float = 0.2, high: float = 0.2, dual: float | None = None) -> Objective:
     def objective(ratio: Tensor, log_prob: Tensor, advantage: Tensor) -> Tensor:
         value = torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
-        return torch.maximum(value, dual * advantage) if dual is not None and advantage < 0 else value
+        return (
+            torch.maximum(value, dual * advantage) if dual is not None and advantage < 0 else value
+        )
 
     return objective
 
@@ -247,7 +271,10 @@ def truncated(cap: float) -> Callable[[Tensor], Tensor]:
 
 
 def verl_script(**settings: Any) -> str:
-    words = " ".join(f"actor_rollout_ref.actor.{key.replace('__', '.')}={value}" for key, value in settings.items())
+    words = " ".join(
+        f"actor_rollout_ref.actor.{key.replace('__', '.')}={value}"
+        for key, value in settings.items()
+    )
     return (
         "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4 "
         f"data.train_batch_size=8 actor_rollout_ref.actor.ppo_mini_batch_size=4 trainer.n_gpus_per_node=1 {words}"
@@ -255,12 +282,25 @@ def verl_script(**settings: Any) -> str:
 
 
 def trl_file(**settings: Any) -> str:
-    return json.dumps({"num_generations": 4, "per_device_train_batch_size": 8, "steps_per_generation": 2, **settings})
+    return json.dumps(
+        {
+            "num_generations": 4,
+            "per_device_train_batch_size": 8,
+            "steps_per_generation": 2,
+            **settings,
+        }
+    )
 
 
 def areal_file(**settings: Any) -> str:
     actor = {"path": "m", "kl_ctl": 0.0, "ppo_n_minibatches": 2, **settings}
-    return json.dumps({"gconfig": {"n_samples": 4}, "train_dataset": {"path": "d", "batch_size": 8}, "actor": actor})
+    return json.dumps(
+        {
+            "gconfig": {"n_samples": 4},
+            "train_dataset": {"path": "d", "batch_size": 8},
+            "actor": actor,
+        }
+    )
 
 
 MODE = "policy_loss__loss_mode"
@@ -307,7 +347,9 @@ CASES: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_loss_and_its_gradient_are_those_of_the_peers_formula(name: str, tmp_path: Path) -> None:
+def test_the_loss_and_its_gradient_are_those_of_the_peers_formula(
+    name: str, tmp_path: Path
+) -> None:
     text, formula, options = CASES[name]
     (tmp_path / name).write_text(text)
     config = translated_config(tmp_path / name)
@@ -319,14 +361,22 @@ def test_the_loss_and_its_gradient_are_those_of_the_peers_formula(name: str, tmp
         current = batch["current"].clone().requires_grad_()
         wanted = loop(current, batch, *formula, **options)
         torch.testing.assert_close(loss, wanted, rtol=1e-6, atol=1e-7)
-        torch.testing.assert_close(gradient(loss, actor), torch.autograd.grad(wanted, current)[0].flatten())
+        torch.testing.assert_close(
+            gradient(loss, actor), torch.autograd.grad(wanted, current)[0].flatten()
+        )
 
 
 def test_a_sum_that_verl_does_not_divide_by_its_sequences_is_said(tmp_path: Path) -> None:
-    (tmp_path / "verl.sh").write_text(verl_script(loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=7))
+    (tmp_path / "verl.sh").write_text(
+        verl_script(loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=7)
+    )
     batch = ragged(0)
-    loss = total(make_loss(translated_config(tmp_path / "verl.sh"), LogProbs(batch["current"]))(batch))
-    torch.testing.assert_close(SIZE * 7 * loss, SIZE * loop(batch["current"], batch, clip(dual=3.0), by_sums))
+    loss = total(
+        make_loss(translated_config(tmp_path / "verl.sh"), LogProbs(batch["current"]))(batch)
+    )
+    torch.testing.assert_close(
+        SIZE * 7 * loss, SIZE * loop(batch["current"], batch, clip(dual=3.0), by_sums)
+    )
     differs = translate(read(tmp_path / "verl.sh"), "verl.sh").differs
     assert "optimizer.clip_grad_norm" in differs["actor_rollout_ref.actor.loss_agg_mode"]
 
@@ -358,7 +408,10 @@ def test_the_advantages_of_verl_are_those_of_its_formula(
     (tmp_path / "verl.sh").write_text(script)
     batch = ragged(1).select(keys.ASSISTANT_MASK, keys.FULL, keys.LOG_PROBS)
     score = torch.rand(SIZE, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    batch[keys.REWARD], batch[keys.GROUP_ID] = score.float()[:, None], (torch.arange(SIZE) // GROUP)[:, None]
+    batch[keys.REWARD], batch[keys.GROUP_ID] = (
+        score.float()[:, None],
+        (torch.arange(SIZE) // GROUP)[:, None],
+    )
     for _, transform in batch_transforms(translated_config(tmp_path / "verl.sh")):
         batch = transform(batch)
     mask = batch[keys.ASSISTANT_MASK]
@@ -366,7 +419,9 @@ def test_the_advantages_of_verl_are_those_of_its_formula(
     if whitened:
         tokens = wanted[mask]
         wanted = (wanted - tokens.mean()) / (tokens.var() + 1e-8).sqrt() * mask
-    torch.testing.assert_close((batch[keys.ADVANTAGE] * mask).double(), wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        (batch[keys.ADVANTAGE] * mask).double(), wanted, rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("scale", ["batch", "none", False])

@@ -17,13 +17,22 @@ MINIMAL = ROOT / "sota" / "grpo" / "minimal.py"
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 3])
 def test_minimal_prints_the_losses_of_the_trainer(seed: int, tmp_path: Path) -> None:
-    overrides = ("evaluation.num_prompts=0", "logging.tensorboard=false", "train.total_dialog_turns=1280")
-    run = build(compose_config(*overrides, f"seed={seed}", "optimizer.lr=5e-5", "policy.kl_coef=0.01"), tmp_path)
+    overrides = (
+        "evaluation.num_prompts=0",
+        "logging.tensorboard=false",
+        "train.total_dialog_turns=1280",
+    )
+    run = build(
+        compose_config(*overrides, f"seed={seed}", "optimizer.lr=5e-5", "policy.kl_coef=0.01"),
+        tmp_path,
+    )
     try:
         run.fit()
     finally:
         run.close()
-    expected = [row["train/loss"] for row in read_jsonl(tmp_path / "metrics.jsonl") if row["step"] > 0]
+    expected = [
+        row["train/loss"] for row in read_jsonl(tmp_path / "metrics.jsonl") if row["step"] > 0
+    ]
     losses = runpy.run_path(str(MINIMAL))["train"](steps=10, seed=seed)
     assert len(expected) == 10
     # The two sum terms of order 1 in another order, and float32 rounds these to 1e-7; the losses are up to 2e-4.

@@ -78,18 +78,25 @@ def test_a_version_is_sent_once_to_engines_that_ask_together(
             if version:
                 assert init is None
             else:  # the trainer is rank 0, and each engine's workers follow one another
-                assert init is not None and (init["rank_offset"], init["world_size"]) == ((1, 4), (3, 4))[engine]
+                assert (
+                    init is not None
+                    and (init["rank_offset"], init["world_size"]) == ((1, 4), (3, 4))[engine]
+                )
         assert group.came.acquire(timeout=30)
         [update] = given.updates()
         shapes = zip(update["names"], update["shapes"], strict=True)
         assert {name: tuple(shape) for name, shape in shapes} == {
             n: tuple(w.shape) for n, w in weights(version).items()
         }
-        assert dict(given.layout) == {name: tuple(weight.shape) for name, weight in weights(version).items()}
+        assert dict(given.layout) == {
+            name: tuple(weight.shape) for name, weight in weights(version).items()
+        }
         sender.release(version - 1)
     assert len(group.sent) == 3
     for version, sent_weights in enumerate(group.sent):
-        assert all(torch.equal(sent_weights[name], weight) for name, weight in weights(version).items())
+        assert all(
+            torch.equal(sent_weights[name], weight) for name, weight in weights(version).items()
+        )
     sender.close()
     assert group.destroyed.is_set()
 
@@ -100,7 +107,9 @@ def test_who_cannot_join_is_refused_and_nobody_waits_for_it(
     given = sender.pack(weights(0).items(), 0)
     given.init_info(3)
     another_engine(monkeypatch)
-    with pytest.raises(TransferRefusedError, match="an engine was replaced, and a new one cannot join"):
+    with pytest.raises(
+        TransferRefusedError, match="an engine was replaced, and a new one cannot join"
+    ):
         given.init_info(1)
 
 
@@ -110,7 +119,9 @@ def test_engines_that_ask_for_two_versions_in_a_round_are_told(
     given, later = (sender.pack(weights(version).items(), version) for version in (0, 1))
     given.init_info(1)
     another_engine(monkeypatch)
-    with pytest.raises(TransferRefusedError, match="another engine asked for version 0, and this one for 1"):
+    with pytest.raises(
+        TransferRefusedError, match="another engine asked for version 0, and this one for 1"
+    ):
         later.init_info(2)
 
 
@@ -124,7 +135,9 @@ def test_a_trainer_that_cannot_send_closes_the_group(
     given = sender.pack(weights(0).items(), 0)
     given.init_info(3)
     assert group.destroyed.wait(30)
-    with pytest.raises(TransferRefusedError, match=r"^nccl failed at the trainer: unhandled system error$"):
+    with pytest.raises(
+        TransferRefusedError, match=r"^nccl failed at the trainer: unhandled system error$"
+    ):
         sender.pack(weights(1).items(), 1).init_info(3)
 
 
@@ -134,7 +147,11 @@ def test_a_refusal_sends_all_that_follows_through_the_object_store(sender: NcclS
     assert isinstance(first, EitherHandle) and isinstance(first.fast, NcclWeights)
     second = both.pack(weights(1).items(), 1)
     assert isinstance(second, NcclWeights)
-    for version, sent in ((0, first), (1, both.resend(1, "no such link")), (2, both.pack(weights(2).items(), 2))):
+    for version, sent in (
+        (0, first),
+        (1, both.resend(1, "no such link")),
+        (2, both.pack(weights(2).items(), 2)),
+    ):
         got = dict(pickle.loads(pickle.dumps(sent)).weights())
         assert all(torch.equal(got[name], weight) for name, weight in weights(version).items())
     with pytest.raises(TransferRefusedError, match="no such link"):  # who was given it meanwhile

@@ -39,12 +39,21 @@ def test_the_notebook_of_the_first_run_learns(tmp_path: Path) -> None:
     notebook = nbformat.read(shutil.copy(NOTEBOOK, folder), as_version=4)
     [command] = [cell for cell in notebook.cells if "grpo.py" in cell.source]
     # Fewer and larger steps, and fewer problems at fewer evaluations.
-    shorter = "train.total_dialog_turns=3840 optimizer.lr=2e-4 evaluation.num_prompts=100 evaluation.k=0"
+    shorter = (
+        "train.total_dialog_turns=3840 optimizer.lr=2e-4 evaluation.num_prompts=100 evaluation.k=0"
+    )
     command.source = f"{command.source.rstrip()} {shorter} evaluation.frequency=30"
-    nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(folder)}}).execute()
-    train, curves, responses, used = (cell.outputs for cell in notebook.cells if cell.get("outputs"))
+    nbclient.NotebookClient(
+        notebook, timeout=600, resources={"metadata": {"path": str(folder)}}
+    ).execute()
+    train, curves, responses, used = (
+        cell.outputs for cell in notebook.cells if cell.get("outputs")
+    )
     assert "report.html" in printed(train)
-    accuracy = [row["eval/pass@1"] for row in read_jsonl(tmp_path / "outputs" / "notebook" / "metrics.jsonl")[::30]]
+    accuracy = [
+        row["eval/pass@1"]
+        for row in read_jsonl(tmp_path / "outputs" / "notebook" / "metrics.jsonl")[::30]
+    ]
     assert len(accuracy) == 2 and accuracy[0] < 0.5 and accuracy[1] > 0.9
     assert ["image/png" in output.get("data", {}) for output in curves] == [True]
     assert len(printed(responses).splitlines()) == 5

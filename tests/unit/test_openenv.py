@@ -20,7 +20,9 @@ from torchrl_grpo.tasks.base import Dialog, Score, Turn
 PACKAGES = Path(sys.prefix, "openenv")
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not PACKAGES.exists(), reason="needs the packages in requirements-openenv.txt (make test)"),
+    pytest.mark.skipif(
+        not PACKAGES.exists(), reason="needs the packages in requirements-openenv.txt (make test)"
+    ),
 ]
 
 
@@ -38,7 +40,9 @@ class Play:
     """A dialog with the environments of a server, turn by turn."""
 
     def __init__(self, server: str, number: int = 4, prompt: str | None = None) -> None:
-        self.task = make_task(EnvConfig(environment=f"openenv:{server}", prompt_template=prompt, max_turns=4))
+        self.task = make_task(
+            EnvConfig(environment=f"openenv:{server}", prompt_template=prompt, max_turns=4)
+        )
         self.problem = self.task.problems("train")[number - 1]
         self.said: list[str] = []
         self.chat = self.task.messages(self.problem)
@@ -46,7 +50,9 @@ class Play:
 
     def turn(self, response: str | None, last: bool = False) -> Any:
         self.said += [] if response is None else [response]
-        dialog = Dialog(self.problem, list(self.said), self.chat, raw=response or "", last=last, episode="e")
+        dialog = Dialog(
+            self.problem, list(self.said), self.chat, raw=response or "", last=last, episode="e"
+        )
         return self.task.advance([dialog], 60)[0]
 
 
@@ -69,7 +75,13 @@ def test_an_action_is_a_tool_and_its_rewards_add_up(server: str) -> None:
                 "description": "Guess the number.",
                 "parameters": {
                     "type": "object",
-                    "properties": {"number": {"description": "from 1 to 7", "title": "Number", "type": "integer"}},
+                    "properties": {
+                        "number": {
+                            "description": "from 1 to 7",
+                            "title": "Number",
+                            "type": "integer",
+                        }
+                    },
                     "required": ["number"],
                 },
             },
@@ -88,7 +100,9 @@ def test_an_mcp_tool_is_a_tool_with_the_reward_of_its_step(server: str) -> None:
     play = Play(f"{server}/tools", prompt="Guess.")
     assert said(play.opened) == ["Guess."]
     [tool] = play.opened.tools
-    assert tool["function"]["name"] == "guess" and tool["function"]["parameters"]["required"] == ["number"]
+    assert tool["function"]["name"] == "guess" and tool["function"]["parameters"]["required"] == [
+        "number"
+    ]
     first = play.turn(call("guess", number=6))
     assert (said(first), first.reward) == (["lower"], -0.25)
     assert play.turn("I give up.").score == Score(-0.25, False)
@@ -104,5 +118,7 @@ def test_a_step_that_fails_and_a_server_that_dies_are_invalid_and_no_zero(server
     lost = other.turn(call("step", number=9))
     assert isinstance(lost, Exception) and "ConnectionClosed" in type(lost).__name__
     other.task.close("e")
-    with pytest.raises(ValueError, match=r"env.environment=openenv:http.* must be a server of OpenEnv that runs"):
+    with pytest.raises(
+        ValueError, match=r"env.environment=openenv:http.* must be a server of OpenEnv that runs"
+    ):
         Play(f"{server}/actions")

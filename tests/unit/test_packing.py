@@ -25,7 +25,9 @@ LENGTHS = (9, 14, 6, 11, 8, 12, 7, 10, 30, 5, 17)
 
 @settings(max_examples=80, deadline=None)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 200))
-def test_micro_batches_hold_each_sequence_once_and_keep_the_budget(lengths: list[int], budget: int) -> None:
+def test_micro_batches_hold_each_sequence_once_and_keep_the_budget(
+    lengths: list[int], budget: int
+) -> None:
     parts = micro_batches(torch.tensor(lengths), budget)
     assert sorted(torch.cat(parts).tolist()) == list(range(len(lengths)))
     for part in parts:
@@ -33,13 +35,19 @@ def test_micro_batches_hold_each_sequence_once_and_keep_the_budget(lengths: list
         assert len(part) == 1 or len(part) * longest <= budget
 
 
-GROUPS = st.lists(st.tuples(st.integers(1, 20), st.lists(st.integers(0, 30), min_size=1, max_size=6)), min_size=1)
+GROUPS = st.lists(
+    st.tuples(st.integers(1, 20), st.lists(st.integers(0, 30), min_size=1, max_size=6)), min_size=1
+)
 
 
 def of_groups(groups: list[tuple[int, list[int]]]) -> tuple[torch.Tensor, list[tuple[int, int]]]:
     """Lengths and prompts of groups: the length of a prompt, and those of its responses."""
-    prompts = [(number, prompt) for number, (prompt, responses) in enumerate(groups) for _ in responses]
-    return torch.tensor([prompt + own for prompt, responses in groups for own in responses]), prompts
+    prompts = [
+        (number, prompt) for number, (prompt, responses) in enumerate(groups) for _ in responses
+    ]
+    return torch.tensor(
+        [prompt + own for prompt, responses in groups for own in responses]
+    ), prompts
 
 
 @settings(max_examples=80, deadline=None)
@@ -55,20 +63,29 @@ def test_micro_batches_count_a_prompt_once_and_keep_the_budget(
         of_prompts = sum(length for _, length in {prompts[row] for row in part})
         computed.append(of_prompts + sum(int(lengths[row]) - prompts[row][1] for row in part))
         assert len(part) == 1 or computed[-1] <= budget
-        assert computed[-1] == pass_tokens([int(lengths[row]) for row in part], [prompts[row] for row in part])
+        assert computed[-1] == pass_tokens(
+            [int(lengths[row]) for row in part], [prompts[row] for row in part]
+        )
     assert all(a + b > budget for a, b in pairwise(computed))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("groups", [1, 3, 16])
-def test_ranks_share_groups_about_equally_and_whole_where_they_can(world_size: int, groups: int) -> None:
+def test_ranks_share_groups_about_equally_and_whole_where_they_can(
+    world_size: int, groups: int
+) -> None:
     responses = [[(7 * group + 5 * i) % 13 + 8 for i in range(8)] for group in range(groups)]
     lengths, prompts = of_groups([(50, own) for own in responses])
-    shares = [rank_micro_batches(lengths, 10**6, rank, world_size, prompts) for rank in range(world_size)]
+    shares = [
+        rank_micro_batches(lengths, 10**6, rank, world_size, prompts) for rank in range(world_size)
+    ]
     assert all(len(share) == 1 for share in shares)
     rows = [share[0].tolist() for share in shares]
     assert sorted(chain.from_iterable(rows)) == list(range(len(lengths)))
-    computed = [pass_tokens([int(lengths[row]) for row in share], [prompts[row] for row in share]) for share in rows]
+    computed = [
+        pass_tokens([int(lengths[row]) for row in share], [prompts[row] for row in share])
+        for share in rows
+    ]
     assert max(computed) <= 1.25 * sum(computed) / world_size
     if groups >= 4 * world_size:
         assert sum(computed) == pass_tokens(lengths.tolist(), prompts)
@@ -82,12 +99,17 @@ def test_micro_batches_refuse_an_empty_budget() -> None:
 def test_pad_fills_the_right_and_names_a_missing_entry() -> None:
     batch = lazy_stack([TensorDict({("tokens", "full"): torch.arange(n)}) for n in (2, 3)])
     assert pad(batch, ("tokens", "full"), 9).tolist() == [[0, 1, 9], [0, 1, 2]]
-    with pytest.raises(KeyError, match=r"no entry log_probs\.full, it has tokens\.full.*: write it, or name"):
+    with pytest.raises(
+        KeyError, match=r"no entry log_probs\.full, it has tokens\.full.*: write it, or name"
+    ):
         pad(batch, ("log_probs", "full"))
 
 
 def test_slice_tokens_cuts_per_token_entries_only() -> None:
-    rows = [TensorDict({("tokens", "full"): torch.arange(n), "advantage": torch.tensor([float(n)])}) for n in (2, 4, 3)]
+    rows = [
+        TensorDict({("tokens", "full"): torch.arange(n), "advantage": torch.tensor([float(n)])})
+        for n in (2, 4, 3)
+    ]
     batch = pad_batch(lazy_stack(rows), {("tokens", "full"): 0}, ["advantage"])
     part = slice_tokens(batch, torch.tensor([2, 0]), 3)
     assert part["tokens", "full"].tolist() == [[0, 1, 2], [0, 1, 0]]
@@ -120,10 +142,17 @@ def test_shares_hold_each_sequence_once_in_equally_many_micro_batches(world_size
     lengths = torch.tensor(LENGTHS)
     shares = [rank_micro_batches(lengths, 30, rank, world_size) for rank in range(world_size)]
     assert len({len(share) for share in shares}) == 1
-    assert sorted(int(i) for share in shares for part in share for i in part) == list(range(len(LENGTHS)))
+    assert sorted(int(i) for share in shares for part in share for i in part) == list(
+        range(len(LENGTHS))
+    )
     tokens = [sum(int(lengths[part].sum()) for part in share) for share in shares]
     assert max(tokens) - min(tokens) <= max(LENGTHS)
-    assert all(len(part) * int(lengths[part].max()) <= 30 for share in shares for part in share if len(part))
+    assert all(
+        len(part) * int(lengths[part].max()) <= 30
+        for share in shares
+        for part in share
+        if len(part)
+    )
 
 
 def test_one_rank_has_the_micro_batches_of_a_single_process() -> None:

@@ -75,8 +75,13 @@ def composed(words: list[str]) -> None:
     for job in jobs:
         check_command_line(job)
         register()
-        with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / (given.config_dir or "config"))):
-            cfg = compose(given.config_name or "grpo_gsm8k", [*job, f"hydra.searchpath=[file://{ROOT / 'config'}]"])
+        with initialize_config_dir(
+            version_base="1.3", config_dir=str(ROOT / (given.config_dir or "config"))
+        ):
+            cfg = compose(
+                given.config_name or "grpo_gsm8k",
+                [*job, f"hydra.searchpath=[file://{ROOT / 'config'}]"],
+            )
             from_hydra(cfg)
 
 
@@ -85,7 +90,10 @@ def source(script: str) -> str:
     name = script.removeprefix("torchrl_grpo.")
     if name == script:
         return (ROOT / script).read_text(encoding="utf-8")
-    places = (ROOT / f"torchrl_grpo/extras/{name}/command.py", ROOT / f"torchrl_grpo/scripts/{name}.py")
+    places = (
+        ROOT / f"torchrl_grpo/extras/{name}/command.py",
+        ROOT / f"torchrl_grpo/scripts/{name}.py",
+    )
     return next(path for path in places if path.exists()).read_text(encoding="utf-8")
 
 
@@ -106,7 +114,9 @@ def check(words: list[str]) -> None:
         text = source(script)
         assert {word for word in rest if OPTION.fullmatch(word)} <= set(OPTION.findall(text)), words
         if overrides := [word for word in rest if "=" in word]:
-            name = rest[rest.index("--config-name") + 1] if "--config-name" in rest else "grpo_gsm8k"
+            name = (
+                rest[rest.index("--config-name") + 1] if "--config-name" in rest else "grpo_gsm8k"
+            )
             compose_config(*overrides, name=name)
 
 
@@ -182,12 +192,16 @@ def test_every_test_that_a_page_names_is_there() -> None:
             assert name in there[module], (page, name)
         for name in re.findall(r"`(test_\w+_\w+_\w+)`", text):
             assert name in everywhere or name in OF_TORCHRL, (page, name)
-        for path in re.findall(r"`((?:tests|benchmarks|tools|examples|torchrl_grpo|sota)/[\w./-]+\.\w+)`", text):
+        for path in re.findall(
+            r"`((?:tests|benchmarks|tools|examples|torchrl_grpo|sota)/[\w./-]+\.\w+)`", text
+        ):
             assert (ROOT / path).exists(), (page, path)
 
 
 def test_every_config_key_that_a_page_names_is_there() -> None:
-    groups = "|".join({name.partition(".")[0] for name in FIELDS if "." in name} - {"ray"})  # ray.init is Ray's
+    groups = "|".join(
+        {name.partition(".")[0] for name in FIELDS if "." in name} - {"ray"}
+    )  # ray.init is Ray's
     for page in OURS:
         text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
         for name in re.findall(rf"`\+?((?:{groups})\.[a-z_][a-z_.0-9]*)", text):
@@ -200,7 +214,9 @@ def test_every_override_that_a_page_names_is_one_that_hydra_reads() -> None:
     """As a shell hands it on, with all its quotes."""
     parser = OverridesParser.create()
     for page in OURS:
-        text = re.sub(r"^```.*?^```", "", (DOCS / f"{page}.md").read_text(encoding="utf-8"), flags=re.M | re.S)
+        text = re.sub(
+            r"^```.*?^```", "", (DOCS / f"{page}.md").read_text(encoding="utf-8"), flags=re.M | re.S
+        )
         for code in re.findall(r"`('?[a-z_]+\.[^`\n]+)`", text):
             for word in shlex.split(code) if "=" in code and "|" not in code else ():
                 if word.partition("=")[0] in FIELDS:

@@ -55,8 +55,15 @@ def test_a_teacher_has_its_own_device_or_that_of_the_learner() -> None:
     two = plan(8, needs_teacher=True, teacher=RoleRequest(num_devices=2), inference=ALL)
     assert devices(two) == (gpus(5), gpus(6, 7)) and two.distributed and len(two.devices) == 8
     assert plan(4, needs_teacher=True, inference=ALL).inference == ((gpus(1)[0],),)
-    with pytest.raises(ValueError, match=r"teacher\.devices=\[1\] must not overlap inference_model\.devices=\[1\]"):
-        plan(4, needs_teacher=True, inference=RoleRequest(devices=[1]), teacher=RoleRequest(devices=[1]))
+    with pytest.raises(
+        ValueError, match=r"teacher\.devices=\[1\] must not overlap inference_model\.devices=\[1\]"
+    ):
+        plan(
+            4,
+            needs_teacher=True,
+            inference=RoleRequest(devices=[1]),
+            teacher=RoleRequest(devices=[1]),
+        )
 
 
 def test_without_accelerators_a_device_is_a_process_and_there_is_no_limit() -> None:
@@ -97,7 +104,9 @@ def test_two_devices_a_role_are_two_processes_of_each_role(count: int) -> None:
 
 @pytest.mark.parametrize("count", [6, 8])
 def test_given_pairs_of_devices_are_kept(count: int) -> None:
-    assert plan(count, **PAIRS) == DevicePlan(gpus(0, 1), (gpus(4), gpus(5)), gpus(2, 3), colocated=False)
+    assert plan(count, **PAIRS) == DevicePlan(
+        gpus(0, 1), (gpus(4), gpus(5)), gpus(2, 3), colocated=False
+    )
 
 
 def test_two_devices_a_role_on_a_cpu_are_two_processes_each() -> None:
@@ -105,11 +114,15 @@ def test_two_devices_a_role_on_a_cpu_are_two_processes_each() -> None:
 
 
 def test_given_devices_are_kept_and_the_others_placed_around_them() -> None:
-    assert plan(3, train=RoleRequest(devices=[2])) == DevicePlan(gpus(2), (gpus(0),), gpus(1), colocated=False)
+    assert plan(3, train=RoleRequest(devices=[2])) == DevicePlan(
+        gpus(2), (gpus(0),), gpus(1), colocated=False
+    )
 
 
 def test_tensor_parallel_devices_are_one_replica() -> None:
-    got = plan(8, engine_devices=2, train=RoleRequest(num_devices=2), inference=RoleRequest(num_devices=4))
+    got = plan(
+        8, engine_devices=2, train=RoleRequest(num_devices=2), inference=RoleRequest(num_devices=4)
+    )
     assert got == DevicePlan(gpus(0, 1), (gpus(2, 3), gpus(4, 5)), gpus(6), colocated=False)
     assert plan(4, engine_devices=2) == DevicePlan(gpus(0), (gpus(1, 2),), gpus(3), colocated=False)
     assert plan(0, engine_devices=2).inference == ((CPU, CPU),)
@@ -117,9 +130,17 @@ def test_tensor_parallel_devices_are_one_replica() -> None:
 
 
 def test_all_devices_are_those_that_the_other_roles_leave() -> None:
-    assert plan(8, inference=ALL) == DevicePlan(gpus(0), tuple(gpus(i) for i in range(1, 7)), gpus(7), colocated=False)
-    assert plan(8, needs_reference=False, train=ALL, inference=RoleRequest(devices=[0, 1])).train == gpus(*range(2, 8))
-    assert plan(8, engine_devices=2, inference=ALL).inference == (gpus(1, 2), gpus(3, 4), gpus(5, 6))
+    assert plan(8, inference=ALL) == DevicePlan(
+        gpus(0), tuple(gpus(i) for i in range(1, 7)), gpus(7), colocated=False
+    )
+    assert plan(
+        8, needs_reference=False, train=ALL, inference=RoleRequest(devices=[0, 1])
+    ).train == gpus(*range(2, 8))
+    assert plan(8, engine_devices=2, inference=ALL).inference == (
+        gpus(1, 2),
+        gpus(3, 4),
+        gpus(5, 6),
+    )
     assert plan(2, train=ALL) == plan(2)
     assert plan(1, train=ALL) == plan(1)
 
@@ -137,10 +158,16 @@ def test_all_devices_are_those_that_the_other_roles_leave() -> None:
             {"train": ALL},
             r"train_model\.num_devices=all needs accelerators, and this machine has none.*num_devices=1",
         ),
-        (4, {"train": ALL, "inference": RoleRequest(num_devices=4)}, r"=all must leave a role 1 or more of the 4 acc"),
+        (
+            4,
+            {"train": ALL, "inference": RoleRequest(num_devices=4)},
+            r"=all must leave a role 1 or more of the 4 acc",
+        ),
     ],
 )
-def test_all_devices_are_refused_where_there_are_none(count: int, requests: dict, message: str) -> None:
+def test_all_devices_are_refused_where_there_are_none(
+    count: int, requests: dict, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         plan(count, **requests)
 
@@ -164,13 +191,22 @@ def test_roles_that_ask_for_all_devices_take_turns_on_them() -> None:
 
 def test_roles_that_are_given_the_same_devices_take_turns_on_them() -> None:
     pair, reverse = RoleRequest(devices=[2, 3]), RoleRequest(devices=[3, 2])
-    assert plan(8, train=pair, inference=reverse) == DevicePlan(gpus(2, 3), (gpus(3), gpus(2)), gpus(0), colocated=True)
-    assert plan(2, train=RoleRequest(devices=[0, 1]), inference=RoleRequest(devices=[0, 1])).reference == gpus(0)
+    assert plan(8, train=pair, inference=reverse) == DevicePlan(
+        gpus(2, 3), (gpus(3), gpus(2)), gpus(0), colocated=True
+    )
+    assert plan(
+        2, train=RoleRequest(devices=[0, 1]), inference=RoleRequest(devices=[0, 1])
+    ).reference == gpus(0)
     assert plan(8, train=pair, inference=pair, reference=pair).reference == gpus(2, 3)
     assert not plan(8, train=pair, reference=reverse).colocated
-    with pytest.raises(ValueError, match=r"ref_model\.devices=\[2, 3\] must not overlap inference_model\.devices=\["):
+    with pytest.raises(
+        ValueError,
+        match=r"ref_model\.devices=\[2, 3\] must not overlap inference_model\.devices=\[",
+    ):
         plan(8, inference=pair, reference=pair)
-    with pytest.raises(ValueError, match=r"give each role its own, or just those of train_model\.devices"):
+    with pytest.raises(
+        ValueError, match=r"give each role its own, or just those of train_model\.devices"
+    ):
         plan(8, train=pair, inference=RoleRequest(devices=[2]))
 
 
@@ -187,12 +223,28 @@ def test_the_plan_of_a_cluster_has_the_clusters_accelerators() -> None:
 @pytest.mark.parametrize(
     ("count", "requests", "message"),
     [
-        (0, {"train": RoleRequest(devices=[0])}, r"train_model\.devices=\[0\] must be accelerators of this machine"),
-        (0, PAIRS, r"train_model\.devices=\[0, 1\].*, which has 0: .*use train_model\.num_devices=2 for CPU processes"),
+        (
+            0,
+            {"train": RoleRequest(devices=[0])},
+            r"train_model\.devices=\[0\] must be accelerators of this machine",
+        ),
+        (
+            0,
+            PAIRS,
+            r"train_model\.devices=\[0, 1\].*, which has 0: .*use train_model\.num_devices=2 for CPU processes",
+        ),
         (1, PAIRS, r"train_model\.devices=\[0, 1\].*, which has 1: .*use indices below 1"),
         (3, PAIRS, r"inference_model\.devices=\[4, 5\].*, which has 3: .*use indices below 3"),
-        (1, TWO, r"train_model\.num_devices=2 must not be more than the 1 accelerators of this machine: use .*=1"),
-        (3, TWO, r"=2, inference_model\.num_devices=2, ref_model\.num_devices=2 .* need 6, and 3 of 3 are free"),
+        (
+            1,
+            TWO,
+            r"train_model\.num_devices=2 must not be more than the 1 accelerators of this machine: use .*=1",
+        ),
+        (
+            3,
+            TWO,
+            r"=2, inference_model\.num_devices=2, ref_model\.num_devices=2 .* need 6, and 3 of 3 are free",
+        ),
         (5, TWO, r"need 6, and 5 of 5 are free; lower num_devices"),
         (
             4,
@@ -207,21 +259,29 @@ def test_the_plan_of_a_cluster_has_the_clusters_accelerators() -> None:
         (2, {role: RoleRequest(num_devices=1) for role in ROLES}, "need 3, and 2 of 2 are free"),
     ],
 )
-def test_what_cannot_be_placed_is_refused_with_numbers(count: int, requests: dict, message: str) -> None:
+def test_what_cannot_be_placed_is_refused_with_numbers(
+    count: int, requests: dict, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         plan(count, **requests)
 
 
 def test_a_replica_must_have_all_its_devices() -> None:
     request = RoleRequest(num_devices=3)
-    with pytest.raises(ValueError, match=r"num_devices=3 must be a multiple of the 2 devices of an engine.*: use 4"):
+    with pytest.raises(
+        ValueError, match=r"num_devices=3 must be a multiple of the 2 devices of an engine.*: use 4"
+    ):
         plan(8, engine_devices=2, inference=request)
 
 
 def test_indices_are_refused_on_a_cluster_and_its_address_is_named() -> None:
-    with pytest.raises(ValueError, match=r"devices=\[0, 1\] must be left out with ray\.address=auto.*num_devices=2"):
+    with pytest.raises(
+        ValueError, match=r"devices=\[0, 1\] must be left out with ray\.address=auto.*num_devices=2"
+    ):
         plan(8, cluster="auto", **PAIRS)
-    with pytest.raises(ValueError, match="must not be more than the 1 accelerators of the Ray cluster at auto"):
+    with pytest.raises(
+        ValueError, match="must not be more than the 1 accelerators of the Ray cluster at auto"
+    ):
         plan(1, cluster="auto", **TWO)
 
 

@@ -44,7 +44,9 @@ SETTINGS = Settings(GPUS["h100"], WORK, max_staleness=1, engine_size=1, waits=Fa
 
 
 def test_with_staleness_0_a_step_is_the_sum_of_its_stages() -> None:
-    costs = Costs(sample=[2.0], train=1.0, score=0.5, publish=0.25, update=0.125, reward_s=4.0, hop_s=0.0625)
+    costs = Costs(
+        sample=[2.0], train=1.0, score=0.5, publish=0.25, update=0.125, reward_s=4.0, hop_s=0.0625
+    )
     result = Simulation(Loop(groups_per_batch=1, max_staleness=0), costs).run()
     assert result.step_s == 2.0 + 1.0 + 0.5 + 0.25 + 0.125 + 4.0 + 3 * 0.0625
     assert (result.staleness_mean, result.staleness_max) == (0.0, 0)
@@ -58,9 +60,13 @@ def test_two_samplers_halve_the_sampling_of_a_synchronous_step() -> None:
 
 
 @pytest.mark.parametrize(("sample", "train", "longest"), [(2.0, 1.0, 2.0), (1.0, 3.0, 3.0)])
-def test_with_enough_staleness_a_step_is_its_longest_stage(sample: float, train: float, longest: float) -> None:
+def test_with_enough_staleness_a_step_is_its_longest_stage(
+    sample: float, train: float, longest: float
+) -> None:
     loop = Loop(groups_per_batch=1, max_staleness=20)
-    result = Simulation(loop, Costs(sample=[sample], train=train, score=0.5)).run(batches=100, warm_up=40)
+    result = Simulation(loop, Costs(sample=[sample], train=train, score=0.5)).run(
+        batches=100, warm_up=40
+    )
     assert result.step_s == pytest.approx(longest, rel=1e-6)
     assert result.learner_share == pytest.approx(train / longest)
     assert result.reference_share == pytest.approx(0.5 / longest)
@@ -68,13 +74,21 @@ def test_with_enough_staleness_a_step_is_its_longest_stage(sample: float, train:
 
 @pytest.mark.parametrize("bound", [0, 1, 3])
 def test_the_bound_on_staleness_holds_and_is_reached_by_a_slow_learner(bound: int) -> None:
-    result = Simulation(Loop(groups_per_batch=4, max_staleness=bound), Costs(sample=[0.01, 0.03], train=5.0)).run()
+    result = Simulation(
+        Loop(groups_per_batch=4, max_staleness=bound), Costs(sample=[0.01, 0.03], train=5.0)
+    ).run()
     assert result.staleness_max == bound
     assert result.groups_under_way <= 4 * (bound + 1)
 
 
 def test_littles_law_holds() -> None:
-    loop = Loop(groups_per_batch=8, max_staleness=2, samplers=3, concurrent_tasks=4, engine_speed=lambda jobs: 1 / jobs)
+    loop = Loop(
+        groups_per_batch=8,
+        max_staleness=2,
+        samplers=3,
+        concurrent_tasks=4,
+        engine_speed=lambda jobs: 1 / jobs,
+    )
     result = Simulation(loop, Costs(sample=[0.3, 0.5, 1.1], train=1.0, score=0.1)).run(batches=400)
     groups_a_second = 8 / result.step_s
     assert result.groups_under_way == pytest.approx(groups_a_second * result.group_s, rel=0.01)
@@ -84,7 +98,9 @@ def test_actors_that_share_cores_slow_each_other_down() -> None:
     """Sampling takes 1 s of a core and training 1 s: on 2 cores they overlap, on 1 they cannot."""
     costs = Costs(sample=[1.0], train=1.0)
     for cores, step_s in ((2, 1.0), (1, 2.0)):
-        loop = Loop(1, max_staleness=1, serial=True, cores=lambda jobs, cores=cores: min(1.0, cores / jobs))
+        loop = Loop(
+            1, max_staleness=1, serial=True, cores=lambda jobs, cores=cores: min(1.0, cores / jobs)
+        )
         assert Simulation(loop, costs).run().step_s == pytest.approx(step_s)
 
 
@@ -92,7 +108,9 @@ def test_an_engine_that_waits_for_its_tasks_updates_between_them() -> None:
     """Two tasks of 1 and 3 s in a batch: with keep the sampler is only held for the update, with wait it drains."""
     costs = Costs(sample=[1.0, 3.0], train=0.5, update=0.25)
     steps = {
-        waits: Simulation(Loop(2, max_staleness=3, concurrent_tasks=2, waits=waits), costs).run(60).step_s
+        waits: Simulation(Loop(2, max_staleness=3, concurrent_tasks=2, waits=waits), costs)
+        .run(60)
+        .step_s
         for waits in (True, False)
     }
     assert steps[False] == pytest.approx(2.0 + 0.25)  # two places, 4 s of work a batch
@@ -101,7 +119,9 @@ def test_an_engine_that_waits_for_its_tasks_updates_between_them() -> None:
 
 def test_a_slow_reward_is_hidden_by_further_tasks() -> None:
     costs = Costs(sample=[1.0], train=0.5, reward_s=3.0)
-    hidden = Simulation(Loop(1, max_staleness=4, serial=True, concurrent_tasks=5, waits=False), costs).run(60)
+    hidden = Simulation(
+        Loop(1, max_staleness=4, serial=True, concurrent_tasks=5, waits=False), costs
+    ).run(60)
     alone = Simulation(Loop(1, max_staleness=4, serial=True), costs).run(60)
     assert (hidden.step_s, alone.step_s) == (pytest.approx(1.0), pytest.approx(4.0))
 
@@ -122,7 +142,9 @@ def test_a_shape_is_read_from_the_models_config(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model.name=a/b must be a folder .* --params=7e9"):
         model_shape("a/b", Path("a"))
     (tmp_path / "config.json").write_text('{"n_embd": 8}')
-    with pytest.raises(ConfigError, match=r"model.name=mine must be a decoder whose config.json has hidden_size"):
+    with pytest.raises(
+        ConfigError, match=r"model.name=mine must be a decoder whose config.json has hidden_size"
+    ):
         model_shape("mine", tmp_path)
 
 
@@ -173,7 +195,9 @@ def test_the_best_split_is_the_fastest_one_that_fits() -> None:
     best = rows[0]
     assert best.result.step_s <= 1.03 * min(row.result.step_s for row in rows)
     assert best.result.step_s >= SETTINGS.bound_s(best.split)
-    assert not SETTINGS.fits(Split(1, 1, 1))  # 122 GB of weights, gradients and moments on one device of 80
+    assert not SETTINGS.fits(
+        Split(1, 1, 1)
+    )  # 122 GB of weights, gradients and moments on one device of 80
 
 
 @pytest.mark.slow
@@ -186,18 +210,28 @@ def test_what_binds_is_what_makes_it_faster_when_it_is_cheaper() -> None:
 
 def test_a_run_without_room_is_refused_with_what_it_needs() -> None:
     big = replace(SETTINGS, work=replace(WORK, shape=SHAPES["qwen2.5-72b"]))
-    with pytest.raises(ConfigError, match=r"--devices=8 must hold the run.* of the 72 GB .* inference 1"):
+    with pytest.raises(
+        ConfigError, match=r"--devices=8 must hold the run.* of the 72 GB .* inference 1"
+    ):
         best_splits(big, 8)
     with pytest.raises(ConfigError, match="--devices=1 must be at least 2"):
         best_splits(SETTINGS, 1)
 
 
-def test_the_command_advises_overrides_that_the_scripts_take(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_advises_overrides_that_the_scripts_take(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     file = io.StringIO()
-    main(["--devices", "8", "--gpu", "a100", "model.name=Qwen/Qwen2.5-3B", "env.num_envs=128"], file, width=160)
+    main(
+        ["--devices", "8", "--gpu", "a100", "model.name=Qwen/Qwen2.5-3B", "env.num_envs=128"],
+        file,
+        width=160,
+    )
     assert "would be faster with: weight sync twice as fast +" in file.getvalue()
     line = file.getvalue().rstrip().rpartition("\n")[2]
-    assert line.startswith("python sota/grpo/grpo-async.py model.name=Qwen/Qwen2.5-3B env.num_envs=128 train_model.num")
+    assert line.startswith(
+        "python sota/grpo/grpo-async.py model.name=Qwen/Qwen2.5-3B env.num_envs=128 train_model.num"
+    )
     counts = dict(text.split("=") for text in line.split() if "num_devices" in text)
     assert sum(map(int, counts.values())) <= 8
     with pytest.raises(SystemExit, match="2"):
@@ -208,7 +242,10 @@ def test_the_command_advises_overrides_that_the_scripts_take(capsys: pytest.Capt
 def test_a_plan_is_made_without_torch() -> None:
     code = "import sys, torchrl_grpo.extras.plan.command; sys.exit('torch' in sys.modules)"
     driver = {**os.environ, "TORCHRL_GRPO_QUICK_IMPORTS": ""}  # an actor's imports begin with torch
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=driver, timeout=60).returncode == 0
+    assert (
+        subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=driver, timeout=60).returncode
+        == 0
+    )
 
 
 def test_devices_in_turns_hold_a_step_or_an_engine() -> None:
@@ -220,7 +257,10 @@ def test_devices_in_turns_hold_a_step_or_an_engine() -> None:
     assert settings.memory_in_turns(8) == shard + train.peak
     assert settings.has_reference is False  # on devices of its own
     large = replace(work, step=replace(work.step, offloads=True), engine_number=40)
-    assert replace(settings, work=large).memory_in_turns(8) == large.weight_bytes + large.group_memory()
+    assert (
+        replace(settings, work=large).memory_in_turns(8)
+        == large.weight_bytes + large.group_memory()
+    )
     assert train.resting == 12 * work.shape.parameters // 8
 
 
@@ -234,6 +274,8 @@ def test_turns_take_as_long_as_sampling_and_training_one_after_the_other() -> No
     assert found.step_s > costs.train + costs.publish + costs.update
     alone = best_splits(settings, 8)[0].split
     loop = replace(settings.loop(alone), max_staleness=0)
-    assert found.step_s < simulate(loop, settings.costs(alone, loop)).step_s  # where some wait for the others
+    assert (
+        found.step_s < simulate(loop, settings.costs(alone, loop)).step_s
+    )  # where some wait for the others
     assert settings.in_turns(7) is None  # which do not share 64 groups
     assert replace(settings, work=replace(work, shape=SHAPES["qwen2.5-32b"])).in_turns(8) is None

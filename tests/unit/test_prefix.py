@@ -29,7 +29,9 @@ PROMPTS = (5, 5, 5, 5, 3, 3, 3, 7)
 
 def make_group(vocabulary: int = 128) -> tuple[Tensor, Tensor]:
     """Groups of four, three (one of them without a response) and one; the third response is one token."""
-    tokens = torch.randint(5, vocabulary, (len(ENDS), max(ENDS)), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        5, vocabulary, (len(ENDS), max(ENDS)), generator=torch.Generator().manual_seed(0)
+    )
     tokens[1:4, :5], tokens[5:7, :3] = tokens[0, :5], tokens[4, :3]
     place = torch.arange(max(ENDS))
     mask = (place >= torch.tensor(PROMPTS)[:, None]) & (place < torch.tensor(ENDS)[:, None])
@@ -57,20 +59,44 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 def test_a_row_holds_each_prompt_once_and_each_token_at_its_position() -> None:
     tokens, mask = make_group()
     layout = packed(tokens, mask)
-    assert layout.groups == ((5, 11, 3, 1), (3, 14, 4), (7, 10))  # lengths without the last token; one-token: none
-    assert layout.positions[0].tolist() == [*range(11), 5, 6, 7, 5, *range(14), *range(3, 7), *range(10)]
-    assert layout.tokens[0, :11].equal(tokens[0, :11]) and layout.tokens[0, 11:14].equal(tokens[1, 5:8])
+    assert layout.groups == (
+        (5, 11, 3, 1),
+        (3, 14, 4),
+        (7, 10),
+    )  # lengths without the last token; one-token: none
+    assert layout.positions[0].tolist() == [
+        *range(11),
+        5,
+        6,
+        7,
+        5,
+        *range(14),
+        *range(3, 7),
+        *range(10),
+    ]
+    assert layout.tokens[0, :11].equal(tokens[0, :11]) and layout.tokens[0, 11:14].equal(
+        tokens[1, 5:8]
+    )
     same = padded(tokens, mask)
     assert layout.targets.equal(same.targets) and layout.places.equal(same.places)
-    for predictor, place in zip(layout.predictors.places.tolist(), layout.places.tolist(), strict=True):
+    for predictor, place in zip(
+        layout.predictors.places.tolist(), layout.places.tolist(), strict=True
+    ):
         row, at = divmod(place, tokens.shape[1])
-        assert layout.tokens[0, predictor] == tokens[row, at - 1] and layout.positions[0, predictor] == at - 1
+        assert (
+            layout.tokens[0, predictor] == tokens[row, at - 1]
+            and layout.positions[0, predictor] == at - 1
+        )
 
 
 def test_a_pass_that_scores_nothing_is_one_token() -> None:
     tokens, mask = make_group()
     layout = packed(tokens, torch.zeros_like(mask))
-    assert (layout.tokens.tolist(), layout.groups, len(layout.predictors.places)) == ([[tokens[0, 0]]], ((1, 1),), 0)
+    assert (layout.tokens.tolist(), layout.groups, len(layout.predictors.places)) == (
+        [[tokens[0, 0]]],
+        ((1, 1),),
+        0,
+    )
     scores, _ = TokenScorer(make_tiny_model()).score(tokens, torch.zeros_like(mask))
     scores.sum().backward()
     assert scores.abs().max() == 0
@@ -82,7 +108,9 @@ def test_only_whole_equal_prompts_are_shared() -> None:
     assert shared_prompts(tokens, mask) == [(0, 3), (0, 3), (2, 3), (3, 2)]
 
 
-@pytest.mark.parametrize("name", ["qwen2", "llama", "qwen3", "gemma", "phi3", "gpt2", "mixtral", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "name", ["qwen2", "llama", "qwen3", "gemma", "phi3", "gpt2", "mixtral", "deepseek_v3"]
+)
 def test_log_probs_and_gradients_are_those_of_single_sequences(name: str) -> None:
     model = make_family(name)
     tokens, mask = make_group()
@@ -96,7 +124,9 @@ def test_log_probs_and_gradients_are_those_of_single_sequences(name: str) -> Non
     (expected * weight[:, 1:]).sum().backward()
     torch.testing.assert_close(scores[:, 1:], expected, rtol=0, atol=1e-5)
     for key, gradient in gradients(model).items():
-        torch.testing.assert_close(got[key], gradient, rtol=1e-3, atol=1e-4 * gradient.abs().max().item())
+        torch.testing.assert_close(
+            got[key], gradient, rtol=1e-3, atol=1e-4 * gradient.abs().max().item()
+        )
 
 
 def test_in_float64_packing_changes_nothing_but_rounding() -> None:
@@ -138,7 +168,9 @@ def test_a_changed_prompt_token_reaches_all_responses_behind_it() -> None:
     assert (moved[:4] > 1e-3).all() and moved[4:].max() < 1e-7
 
 
-def trained(repeats: int, *, shared: bool, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> tuple[dict, dict]:
+def trained(
+    repeats: int, *, shared: bool, monkeypatch: pytest.MonkeyPatch, **settings: Any
+) -> tuple[dict, dict]:
     """The metrics of a step and the weights after it, with or without packing."""
     model = settings.pop("model")
     trainer = make_trainer(model, **settings)
@@ -162,10 +194,16 @@ def test_a_training_step_is_that_of_padded_sequences(
             loading.enable_gradient_checkpointing(model)
         return model
 
-    settings: dict[str, Any] = {"micro_batch_tokens": micro_batch_tokens, "monkeypatch": monkeypatch}
+    settings: dict[str, Any] = {
+        "micro_batch_tokens": micro_batch_tokens,
+        "monkeypatch": monkeypatch,
+    }
     metrics, weights = trained(4, shared=True, model=make_model(), **settings)
     expected_metrics, expected = trained(4, shared=False, model=make_model(), **settings)
-    efficiency = metrics.pop("train/token_efficiency"), expected_metrics.pop("train/token_efficiency")
+    efficiency = (
+        metrics.pop("train/token_efficiency"),
+        expected_metrics.pop("train/token_efficiency"),
+    )
     assert efficiency[0] > 1 > efficiency[1]
     metrics.pop("train/micro_batches"), expected_metrics.pop("train/micro_batches")
     assert metrics == pytest.approx(expected_metrics, rel=1e-6)
@@ -207,11 +245,19 @@ def test_the_way_of_other_devices_gives_the_same_attention() -> None:
     ]
 
 
-def test_layers_share_their_masks_and_a_whole_sequence_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_share_their_masks_and_a_whole_sequence_needs_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     layout, given = packed(*make_group()), []
 
     def noted(
-        q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *rest: Any, is_causal: bool, **named: Any
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        *rest: Any,
+        is_causal: bool,
+        **named: Any,
     ) -> Tensor:
         given.append((mask, is_causal))
         return v[:, :, -q.shape[2] :]
@@ -221,7 +267,9 @@ def test_layers_share_their_masks_and_a_whole_sequence_needs_none(monkeypatch: p
         query, key = (torch.randn(1, 4, sum(part), 8) for part in layout.lengths)
         prefix._each_sequence(query, key, key, layout, 14, 1.0, 0.0)
     first, second = given[:6], given[6:]
-    assert [(mask is None, causal) for mask, causal in first] == [(at in (0, 3, 5),) * 2 for at in range(6)]
+    assert [(mask is None, causal) for mask, causal in first] == [
+        (at in (0, 3, 5),) * 2 for at in range(6)
+    ]
     assert all(one is other for (one, _), (other, _) in zip(first, second, strict=True))
     assert (first[1][0] == 0).tolist() == torch.ones(3, 8, dtype=torch.bool).tril(5).tolist()
 
@@ -245,7 +293,9 @@ def test_gradients_of_repeated_picks_are_summed_in_order_and_in_float32(dtype: t
         torch.testing.assert_close(tensor.grad, exact, rtol=0, atol=1e-15)
     else:
         assert torch.equal(tensor.grad, exact.float().to(dtype))
-        assert not torch.equal(tensor.grad, torch.zeros_like(tensor).index_add_(2, places, weight))  # rounds each sum
+        assert not torch.equal(
+            tensor.grad, torch.zeros_like(tensor).index_add_(2, places, weight)
+        )  # rounds each sum
 
 
 def test_nothing_to_pick_is_summed_to_zeros() -> None:
@@ -258,14 +308,18 @@ def test_nothing_to_pick_is_summed_to_zeros() -> None:
 def test_what_goes_to_a_gpu_is_pinned_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     monkeypatch.setattr(Tensor, "pin_memory", lambda self: (calls.append("pinned"), self)[1])
-    monkeypatch.setattr(Tensor, "to", lambda self, *given, **named: (calls.append((*given, named)), self)[1])
+    monkeypatch.setattr(
+        Tensor, "to", lambda self, *given, **named: (calls.append((*given, named)), self)[1]
+    )
     for device in (torch.device("cuda", 1), torch.device("cpu")):
         prefix.send(torch.ones(2), device)
         assert calls.pop() == (device, {"non_blocking": True})
     assert calls == ["pinned"]
     with FakeTensorMode():
         prefix.send(torch.empty(2, device="cuda:0"), torch.device("cuda", 0))
-    assert calls[1:] == [(torch.device("cuda", 0), {"non_blocking": True})]  # CUDA's own memory cannot be pinned
+    assert calls[1:] == [
+        (torch.device("cuda", 0), {"non_blocking": True})
+    ]  # CUDA's own memory cannot be pinned
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -326,10 +380,14 @@ def test_sequences_longer_than_a_sliding_window_are_packed(name: str, window: in
     expected.sum().backward()
     torch.testing.assert_close(scores[:, 1:], expected, rtol=0, atol=1e-5)
     for key, gradient in gradients(model).items():
-        torch.testing.assert_close(got[key], gradient, rtol=1e-3, atol=1e-4 * gradient.abs().max().item())
+        torch.testing.assert_close(
+            got[key], gradient, rtol=1e-3, atol=1e-4 * gradient.abs().max().item()
+        )
 
 
-def test_a_window_that_does_not_reach_the_attention_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_window_that_does_not_reach_the_attention_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def without_window(*args: Any, **kwargs: Any) -> Any:
         return prefix.attention(*args, **(kwargs | {"sliding_window": None}))
 
@@ -360,7 +418,11 @@ def test_an_attention_that_ignores_the_layout_is_noticed(monkeypatch: pytest.Mon
     ],
 )
 def test_a_card_takes_the_attention_that_it_has(
-    capability: tuple[int, int], size: int, dtype: torch.dtype, varlen: bool, monkeypatch: pytest.MonkeyPatch
+    capability: tuple[int, int],
+    size: int,
+    dtype: torch.dtype,
+    varlen: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On a card that is not there: shapes and devices alone."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -368,13 +430,19 @@ def test_a_card_takes_the_attention_that_it_has(
     taken = []
     for name in ("_flash_on_cuda", "_each_sequence"):
         way = getattr(prefix, name)
-        monkeypatch.setattr(prefix, name, lambda *given, name=name, way=way: (taken.append(name), way(*given))[1])
+        monkeypatch.setattr(
+            prefix, name, lambda *given, name=name, way=way: (taken.append(name), way(*given))[1]
+        )
     layout = packed(*make_group())
     rows = layout.tokens.shape[1]
     lengths = layout.keys.places, *layout.bounds  # made on the CPU, of values
     with FakeTensorMode(allow_non_fake_inputs=True):
-        query, key, value = (torch.empty(1, heads, rows, size, dtype=dtype, device="cuda:0") for heads in (4, 2, 2))
-        there = prefix.replace(layout, tokens=torch.empty(1, rows, dtype=torch.int64, device="cuda:0"))
+        query, key, value = (
+            torch.empty(1, heads, rows, size, dtype=dtype, device="cuda:0") for heads in (4, 2, 2)
+        )
+        there = prefix.replace(
+            layout, tokens=torch.empty(1, rows, dtype=torch.int64, device="cuda:0")
+        )
         on_card = [torch.empty_like(part, device="cuda:0") for part in lengths]
         vars(there).update(keys=GatherIndex(on_card[0]), bounds=tuple(on_card[1:]))
         out, _ = prefix.attention(nn.Identity(), query, key, value, None, layout=there)
@@ -383,11 +451,20 @@ def test_a_card_takes_the_attention_that_it_has(
 
 
 @pytest.mark.parametrize("window", [None, 1, 6, 13, 14, 64])
-def test_windows_of_a_card_are_those_of_other_devices(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_of_a_card_are_those_of_other_devices(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With PyTorch's kernel replaced by what Flash Attention documents: the keys from ``left`` before a query's own."""
 
     def varlen_attn(
-        q: Tensor, k: Tensor, v: Tensor, begin_q: Tensor, begin_k: Tensor, *_: int, window_size: Any, **named: Any
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        begin_q: Tensor,
+        begin_k: Tensor,
+        *_: int,
+        window_size: Any,
+        **named: Any,
     ) -> Tensor:
         (left, right), outs = window_size, []
         assert right == 0
@@ -399,7 +476,9 @@ def test_windows_of_a_card_are_those_of_other_devices(window: int | None, monkey
             queries, keys = own_q.shape[1], own_k.shape[1]
             behind = torch.arange(queries)[:, None] + keys - queries - torch.arange(keys)
             seen = (behind >= 0) & ((behind <= left) | (left < 0))
-            own_k, own_v = (tensor.repeat_interleave(len(own_q) // len(own_k), 0) for tensor in (own_k, own_v))
+            own_k, own_v = (
+                tensor.repeat_interleave(len(own_q) // len(own_k), 0) for tensor in (own_k, own_v)
+            )
             scores = (own_q @ own_k.mT * named["scale"]).masked_fill(~seen, -torch.inf)
             outs.append((scores.softmax(-1) @ own_v).transpose(0, 1))
         return torch.cat(outs)
@@ -408,7 +487,9 @@ def test_windows_of_a_card_are_those_of_other_devices(window: int | None, monkey
     layout = packed(*make_group())
     size = layout.tokens.shape[1]
     query, key, value = (torch.randn(1, heads, size, 8, dtype=torch.float64) for heads in (4, 2, 2))
-    expected, _ = prefix.attention(nn.Identity(), query, key, value, None, layout=layout, sliding_window=window)
+    expected, _ = prefix.attention(
+        nn.Identity(), query, key, value, None, layout=layout, sliding_window=window
+    )
     key, value = (tensor.index_select(2, layout.keys.places) for tensor in (key, value))
     got = prefix._flash_on_cuda(query, key, value, layout, window or 14, 8**-0.5)
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
@@ -452,15 +533,22 @@ def test_packing_leaves_a_models_own_forward_and_config_as_they_are() -> None:
 def test_reference_and_proximal_scoring_compute_a_prompt_once() -> None:
     model, seen = make_tiny_model(), []
     scoring_ = KLScoring(TokenScorer(model))
-    model.model.layers[0].mlp.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
+    model.model.layers[0].mlp.register_forward_pre_hook(
+        lambda _, args: seen.append(args[0].shape[1])
+    )
     batch = make_batch(repeats=4)
     scoring_(batch.exclude(keys.REF_LOG_PROBS))
     assert seen == [sum((9, 14, 6, 11, 8, 12, 7, 10)) - 8 - 6 * 3]
 
 
-def test_a_step_and_scoring_lay_out_all_passes_before_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_and_scoring_lay_out_all_passes_before_the_first_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, events = make_tiny_model(), []
-    trainer, scoring_ = make_trainer(model, micro_batch_tokens=30), KLScoring(TokenScorer(model), max_tokens=30)
+    trainer, scoring_ = (
+        make_trainer(model, micro_batch_tokens=30),
+        KLScoring(TokenScorer(model), max_tokens=30),
+    )
     model.model.register_forward_pre_hook(lambda *_: events.append("pass"))
 
     def noted(module: Any, name: str) -> None:

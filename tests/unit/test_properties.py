@@ -35,7 +35,10 @@ def column(values: Any) -> Tensor:
 def advantage(rows: list[tuple[float, int, bool]], **settings: Any) -> Tensor:
     reward, group, valid = zip(*rows, strict=True)
     return F.group_advantage(
-        torch.tensor(reward, dtype=torch.float64), torch.tensor(group), torch.tensor(valid), **settings
+        torch.tensor(reward, dtype=torch.float64),
+        torch.tensor(group),
+        torch.tensor(valid),
+        **settings,
     )
 
 
@@ -44,7 +47,9 @@ def masks(draw: Any, *, empty_rows: bool = True) -> Tensor:
     """[N, T] bool with at least one True."""
     rows, width = draw(st.integers(1, 4)), draw(st.integers(1, 5))
     least = 0 if empty_rows else 1
-    row = st.lists(st.booleans(), min_size=width, max_size=width).filter(lambda values: sum(values) >= least)
+    row = st.lists(st.booleans(), min_size=width, max_size=width).filter(
+        lambda values: sum(values) >= least
+    )
     mask = torch.tensor(draw(st.lists(row, min_size=rows, max_size=rows)))
     assume(bool(mask.any()))
     return mask
@@ -67,7 +72,9 @@ def test_masked_mean_ignores_order_and_what_is_outside_the_mask(mask: Tensor, da
     expected = math.fsum(inside) / len(inside)
     order = torch.tensor(data.draw(st.permutations(range(mask.numel()))))
     assert F.masked_mean(values, mask).item() == pytest.approx(expected, abs=1e-12)
-    assert F.masked_mean(values.flatten()[order], mask.flatten()[order]).item() == pytest.approx(expected, abs=1e-12)
+    assert F.masked_mean(values.flatten()[order], mask.flatten()[order]).item() == pytest.approx(
+        expected, abs=1e-12
+    )
     assert F.masked_mean(values, mask, 7).item() == pytest.approx(math.fsum(inside) / 7, abs=1e-12)
 
 
@@ -85,13 +92,20 @@ def test_token_weights_add_up(mask: Tensor, length: int) -> None:
         assert weights.shape == mask.shape and weights.dtype == torch.float32
         assert ((weights > 0) == mask).all()
     # Each sequence has the same share, or each token has.
-    assert sequence_mean.sum(-1)[mask.any(-1)].tolist() == pytest.approx([1 / sequences] * sequences, rel=1e-5)
+    assert sequence_mean.sum(-1)[mask.any(-1)].tolist() == pytest.approx(
+        [1 / sequences] * sequences, rel=1e-5
+    )
     assert token_mean[mask].tolist() == pytest.approx([1 / tokens] * tokens, rel=1e-5)
     assert constant[mask].tolist() == pytest.approx([1 / length / sequences] * tokens, rel=1e-5)
 
 
 @quick
-@given(masks(), st.sampled_from(["sequence_mean", "token_mean", "constant"]), st.integers(1, 5), st.randoms())
+@given(
+    masks(),
+    st.sampled_from(["sequence_mean", "token_mean", "constant"]),
+    st.integers(1, 5),
+    st.randoms(),
+)
 def test_padding_empty_sequences_and_order_do_not_change_a_tokens_weight(
     mask: Tensor, aggregation: Any, extra: int, random: Any
 ) -> None:
@@ -100,7 +114,9 @@ def test_padding_empty_sequences_and_order_do_not_change_a_tokens_weight(
     random.shuffle(order)
     wide = torch.zeros(len(mask) + 1, mask.shape[1] + extra, dtype=torch.bool)
     wide[: len(mask), : mask.shape[1]] = mask
-    got = F.token_weights(wide[order], aggregation, constant_length=3)[torch.tensor(order).argsort()]
+    got = F.token_weights(wide[order], aggregation, constant_length=3)[
+        torch.tensor(order).argsort()
+    ]
     assert torch.equal(got[: len(mask), : mask.shape[1]], weights)
     assert got.count_nonzero() == mask.sum()
 
@@ -110,18 +126,28 @@ def test_padding_empty_sequences_and_order_do_not_change_a_tokens_weight(
 
 @quick
 @given(
-    rewarded, eighths, st.sampled_from(["group", "leave_one_out", "batch"]), st.sampled_from(["group", "batch", "none"])
+    rewarded,
+    eighths,
+    st.sampled_from(["group", "leave_one_out", "batch"]),
+    st.sampled_from(["group", "batch", "none"]),
 )
-def test_a_constant_added_to_all_rewards_changes_no_advantage(rows: Any, constant: float, mean: Any, std: Any) -> None:
+def test_a_constant_added_to_all_rewards_changes_no_advantage(
+    rows: Any, constant: float, mean: Any, std: Any
+) -> None:
     moved = [(reward + constant, group, valid) for reward, group, valid in rows]
     torch.testing.assert_close(
-        advantage(moved, mean=mean, std=std), advantage(rows, mean=mean, std=std), rtol=1e-5, atol=1e-6
+        advantage(moved, mean=mean, std=std),
+        advantage(rows, mean=mean, std=std),
+        rtol=1e-5,
+        atol=1e-6,
     )
 
 
 @quick
 @given(rewarded, st.floats(0.01, 100), st.sampled_from(["group", "leave_one_out", "batch", "none"]))
-def test_scaled_rewards_scale_only_advantages_without_a_std(rows: Any, factor: float, mean: Any) -> None:
+def test_scaled_rewards_scale_only_advantages_without_a_std(
+    rows: Any, factor: float, mean: Any
+) -> None:
     scaled = [(reward * factor, group, valid) for reward, group, valid in rows]
     for std in ("group", "batch"):
         torch.testing.assert_close(
@@ -129,7 +155,10 @@ def test_scaled_rewards_scale_only_advantages_without_a_std(rows: Any, factor: f
             rtol=1e-4, atol=1e-6,
         )  # fmt: skip
     torch.testing.assert_close(
-        advantage(scaled, mean=mean, std="none"), factor * advantage(rows, mean=mean, std="none"), rtol=1e-4, atol=1e-6
+        advantage(scaled, mean=mean, std="none"),
+        factor * advantage(rows, mean=mean, std="none"),
+        rtol=1e-4,
+        atol=1e-6,
     )
 
 
@@ -139,17 +168,25 @@ EVERY_STD = st.sampled_from(["group", "batch", "none"])
 
 @quick
 @given(rewarded, st.permutations([-(2**40), -1, 5, 2**40]), EVERY_MEAN, EVERY_STD, st.data())
-def test_order_and_the_names_of_groups_do_not_matter(rows: Any, names: Any, mean: Any, std: Any, data: Any) -> None:
+def test_order_and_the_names_of_groups_do_not_matter(
+    rows: Any, names: Any, mean: Any, std: Any, data: Any
+) -> None:
     order = data.draw(st.permutations(range(len(rows))))
     renamed = [(rows[i][0], names[rows[i][1]], rows[i][2]) for i in order]
     expected = advantage(rows, mean=mean, std=std)[list(order)]
-    torch.testing.assert_close(advantage(renamed, mean=mean, std=std), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        advantage(renamed, mean=mean, std=std), expected, rtol=1e-5, atol=1e-6
+    )
 
 
 @quick
 @given(rewarded, EVERY_MEAN, EVERY_STD, st.data())
-def test_invalid_members_get_nothing_and_change_nothing(rows: Any, mean: Any, std: Any, data: Any) -> None:
-    spoiled = [(reward if valid else data.draw(junk), group, valid) for reward, group, valid in rows]
+def test_invalid_members_get_nothing_and_change_nothing(
+    rows: Any, mean: Any, std: Any, data: Any
+) -> None:
+    spoiled = [
+        (reward if valid else data.draw(junk), group, valid) for reward, group, valid in rows
+    ]
     got = advantage(spoiled, mean=mean, std=std)
     valid = torch.tensor([row[2] for row in rows])
     assert (got[~valid] == 0).all() and torch.isfinite(got).all()
@@ -188,7 +225,9 @@ def test_no_time_passes_on_tokens_that_were_not_sampled(
     got = F.sampled_token_gae(reward, value, mask, gamma, lmbda)
     at = data.draw(st.integers(0, mask.shape[1]))
     wide = torch.cat([mask[:, :at], torch.zeros(len(mask), gap, dtype=torch.bool), mask[:, at:]], 1)
-    junk_reward, junk_value = (torch.full(wide.shape, math.nan, dtype=torch.float64) for _ in range(2))
+    junk_reward, junk_value = (
+        torch.full(wide.shape, math.nan, dtype=torch.float64) for _ in range(2)
+    )
     junk_reward[wide], junk_value[wide] = reward[mask], value[mask]
     again = F.sampled_token_gae(junk_reward, junk_value, wide, gamma, lmbda)
     torch.testing.assert_close(again[wide], got[mask], rtol=1e-12, atol=1e-12)
@@ -197,7 +236,9 @@ def test_no_time_passes_on_tokens_that_were_not_sampled(
 
 @quick
 @given(masks(), st.data())
-def test_undiscounted_without_values_the_estimate_is_the_reward_to_come(mask: Tensor, data: Any) -> None:
+def test_undiscounted_without_values_the_estimate_is_the_reward_to_come(
+    mask: Tensor, data: Any
+) -> None:
     reward = filled(mask, data)
     got = F.sampled_token_gae(reward, torch.zeros_like(reward), mask, 1.0, 1.0)
     inside = torch.where(mask, reward, 0.0)
@@ -207,7 +248,9 @@ def test_undiscounted_without_values_the_estimate_is_the_reward_to_come(mask: Te
 
 @quick
 @given(st.integers(1, 50), st.data())
-def test_the_overlong_penalty_falls_in_a_straight_line_from_0_to_minus_1(longest: int, data: Any) -> None:
+def test_the_overlong_penalty_falls_in_a_straight_line_from_0_to_minus_1(
+    longest: int, data: Any
+) -> None:
     buffer = data.draw(st.integers(1, longest))
     got = F.overlong_penalty(torch.arange(longest + 3), longest, buffer).tolist()
     free = longest - buffer
@@ -218,16 +261,22 @@ def test_the_overlong_penalty_falls_in_a_straight_line_from_0_to_minus_1(longest
 
 # KL estimators
 
-vocabularies = st.integers(2, 8).flatmap(lambda size: st.tuples(*[st.lists(small, min_size=size, max_size=size)] * 2))
+vocabularies = st.integers(2, 8).flatmap(
+    lambda size: st.tuples(*[st.lists(small, min_size=size, max_size=size)] * 2)
+)
 
 
 @quick
 @given(vocabularies)
-def test_expected_over_a_vocabulary_k1_and_k3_are_the_kl(logits: tuple[list[float], list[float]]) -> None:
+def test_expected_over_a_vocabulary_k1_and_k3_are_the_kl(
+    logits: tuple[list[float], list[float]],
+) -> None:
     log_p, log_q = (torch.tensor(values, dtype=torch.float64).log_softmax(0) for values in logits)
     kl = torch.nn.functional.kl_div(log_q, log_p, reduction="sum", log_target=True)
     for estimate in (F.kl_k1, F.kl_k3):
-        assert (log_p.exp() * estimate(log_p, log_q)).sum().item() == pytest.approx(kl.item(), abs=1e-9)
+        assert (log_p.exp() * estimate(log_p, log_q)).sum().item() == pytest.approx(
+            kl.item(), abs=1e-9
+        )
 
 
 @quick
@@ -312,7 +361,9 @@ def test_cispos_gradient_is_its_bounded_weight_times_the_advantage(
     """Everywhere, also where the weight is at a bound, and none of it through the ratio."""
     r, p = column([ratio]).requires_grad_(), column([log_prob]).requires_grad_()
     objective = F.cispo_objective(r, p, column([value]), low, high)
-    through_ratio, through_log_prob = torch.autograd.grad(objective.sum(), (r, p), allow_unused=True)
+    through_ratio, through_log_prob = torch.autograd.grad(
+        objective.sum(), (r, p), allow_unused=True
+    )
     weight = max(1 - low, min(1 + high, ratio))
     assert objective.item() == pytest.approx(weight * value * log_prob)
     assert through_ratio is None
@@ -328,7 +379,9 @@ def test_sapos_slope_is_the_advantage_at_ratio_1_and_smaller_elsewhere(
 
     def slope(at: float) -> float:
         r = column([at]).requires_grad_()
-        return torch.autograd.grad(F.sapo_objective(r, column([value]), positive, negative).sum(), r)[0].item()
+        return torch.autograd.grad(
+            F.sapo_objective(r, column([value]), positive, negative).sum(), r
+        )[0].item()
 
     sigmoid = 1 / (1 + math.exp(-min(tau * (ratio - 1), 700)))
     assert slope(1.0) == pytest.approx(value, rel=1e-12)
@@ -338,7 +391,9 @@ def test_sapos_slope_is_the_advantage_at_ratio_1_and_smaller_elsewhere(
 
 @quick
 @given(masks(), small, st.data())
-def test_a_sequences_log_ratio_is_its_mean_over_its_own_tokens(mask: Tensor, shift: float, data: Any) -> None:
+def test_a_sequences_log_ratio_is_its_mean_over_its_own_tokens(
+    mask: Tensor, shift: float, data: Any
+) -> None:
     values = filled(mask, data)
     got = F.sequence_log_ratio(values, mask)
     assert got.shape == (len(mask), 1)
@@ -346,7 +401,9 @@ def test_a_sequences_log_ratio_is_its_mean_over_its_own_tokens(mask: Tensor, shi
         inside = row[keep].tolist()
         assert mean == pytest.approx(math.fsum(inside) / len(inside) if inside else 0.0, abs=1e-12)
     moved = F.sequence_log_ratio(values + shift, mask) - got
-    assert moved.flatten().tolist() == pytest.approx([shift * float(keep.any()) for keep in mask], abs=1e-12)
+    assert moved.flatten().tolist() == pytest.approx(
+        [shift * float(keep.any()) for keep in mask], abs=1e-12
+    )
 
 
 # Behaviour and proximal policy
@@ -359,7 +416,8 @@ def test_the_interpolated_proximal_policy_nears_the_current_when_stale(
 ) -> None:
     cur = column([current]).requires_grad_()
     got, staler = (
-        F.interpolated_log_prob(cur, column([sample]), torch.tensor([[d]])) for d in (staleness, staleness + 1)
+        F.interpolated_log_prob(cur, column([sample]), torch.tensor([[d]]))
+        for d in (staleness, staleness + 1)
     )
     assert not got.requires_grad
     expected = (sample + staleness * current) / (staleness + 1)
@@ -370,7 +428,11 @@ def test_the_interpolated_proximal_policy_nears_the_current_when_stale(
 
 @quick
 @given(
-    masks(), st.floats(0.1, 5), st.sampled_from(["truncate", "mask"]), st.sampled_from(["token", "sequence"]), st.data()
+    masks(),
+    st.floats(0.1, 5),
+    st.sampled_from(["truncate", "mask"]),
+    st.sampled_from(["token", "sequence"]),
+    st.data(),
 )
 def test_behaviour_weights_are_bounded_ratios_of_tokens_or_sequences(
     mask: Tensor, cap: float, bound: Any, level: Any, data: Any
@@ -397,7 +459,9 @@ def test_behaviour_weights_are_bounded_ratios_of_tokens_or_sequences(
 
 @quick
 @given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=20), st.floats(1e-3, 1e3))
-def test_the_effective_sample_size_is_a_share_that_scale_does_not_change(weights: list[float], factor: float) -> None:
+def test_the_effective_sample_size_is_a_share_that_scale_does_not_change(
+    weights: list[float], factor: float
+) -> None:
     w = torch.tensor(weights, dtype=torch.float64)
     share = F.effective_sample_size(w.mean(), w.square().mean()).item()
     assert 1 / len(weights) - 1e-9 <= share <= 1 + 1e-9

@@ -102,14 +102,17 @@ def test_what_is_run_would_be_dangerous(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    "answer", ["x**2*sin(3*x + 1)/2 + C", "2*(x + 1)*(x - 1)", "[[1, 0], [0, 1]]", "['A', 'BC']", "_ Q\nQ _"]
+    "answer",
+    ["x**2*sin(3*x + 1)/2 + C", "2*(x + 1)*(x - 1)", "[[1, 0], [0, 1]]", "['A', 'BC']", "_ Q\nQ _"],
 )
 def test_ordinary_answers_are_harmless(answer: str) -> None:
     assert is_harmless(answer)
 
 
 def test_the_splits_share_no_question_and_are_the_same_in_every_process() -> None:
-    first, again = (ReasoningGymTask("chain_sum", options={"max_digits": 1}, max_samples=40) for _ in range(2))
+    first, again = (
+        ReasoningGymTask("chain_sum", options={"max_digits": 1}, max_samples=40) for _ in range(2)
+    )
     train, test = first.problems("train"), first.problems("test")
     assert (len(train), len(test)) == (40, 10)
     assert not {one.query for one in train} & {one.query for one in test}
@@ -122,14 +125,21 @@ def test_the_splits_share_no_question_and_are_the_same_in_every_process() -> Non
 def test_a_question_of_two_levels_is_one_problem() -> None:
     task = ReasoningGymTask("chain_sum", options={"levels": [0, 1, 2]}, max_samples=60)
     for split, size in (("train", 60), ("test", 15)):
-        assert len({problem.query for problem in task.problems(split)}) == len(task.problems(split)) == size
+        assert (
+            len({problem.query for problem in task.problems(split)})
+            == len(task.problems(split))
+            == size
+        )
 
 
 def test_levels_have_an_equal_share_and_set_the_arguments() -> None:
     task = ReasoningGymTask("chain_sum", options={"levels": [0, 2, 5]}, max_samples=30)
     train = task.problems("train")
     assert [one.extra["level"] for one in train] == [0] * 10 + [2] * 10 + [5] * 10
-    most = [max(one.extra["metadata"]["num_terms"] for one in train if one.extra["level"] == at) for at in (0, 5)]
+    most = [
+        max(one.extra["metadata"]["num_terms"] for one in train if one.extra["level"] == at)
+        for at in (0, 5)
+    ]
     assert most[0] == 2 < most[1] <= 7
 
 
@@ -140,7 +150,10 @@ def test_a_scorer_takes_the_last_tag_or_the_whole_response() -> None:
     assert task.score(problem, [f"<answer>0.5</answer> or <answer>{right}</answer>"]).correct
     assert not task.score(problem, [right]).correct
     bare = ReasoningGymTask(
-        "chain_sum", max_samples=1, system_prompt="A number.", prompt_template="{num_terms}: {question}"
+        "chain_sum",
+        max_samples=1,
+        system_prompt="A number.",
+        prompt_template="{num_terms}: {question}",
     )
     assert bare.score(problem, [f" {right}\n"]).correct
     assert [message["content"] for message in bare.messages(problem)] == [
@@ -154,17 +167,27 @@ def test_a_scorer_takes_the_last_tag_or_the_whole_response() -> None:
     [
         ("chain_sun", {}, "must be one of the .* use reasoning_gym:chain_sum"),
         ("composite", {}, "use env.datasets for several"),
-        ("chain_sum", {"max_digit": 2}, "dataset_options.max_digit must be an option .* use max_digits"),
+        (
+            "chain_sum",
+            {"max_digit": 2},
+            "dataset_options.max_digit must be an option .* use max_digits",
+        ),
         ("chain_sum", {"size": 2}, "use env.max_samples"),
         ("chain_sum", {"max_digits": -1}, "max_digits must be >= min_digits"),
         ("chain_sum", {"seed": -1}, "whole number of at least 0"),
         ("chain_sum", {"levels": [0, 99]}, r"levels=\[0, 99\] must be whole numbers from 0 to 10"),
         ("chain_sum", {"levels": [1, 0]}, "each above the one before"),
         ("chain_sum", {"levels": 3}, "whole numbers from 0"),
-        ("chain_sum", {"levels": [0], "max_digits": 3}, "max_digits must be left out with .*levels"),
+        (
+            "chain_sum",
+            {"levels": [0], "max_digits": 3},
+            "max_digits must be left out with .*levels",
+        ),
     ],
 )
-def test_what_the_library_does_not_take_is_said(dataset: str, options: dict[str, Any], said: str) -> None:
+def test_what_the_library_does_not_take_is_said(
+    dataset: str, options: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ValueError, match=said):
         ReasoningGymTask(dataset, options=options)
 
@@ -172,7 +195,10 @@ def test_what_the_library_does_not_take_is_said(dataset: str, options: dict[str,
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("env.difficulty=3", r"env\.difficulty=3 must be left out with env\.dataset=reasoning_gym:chain_sum"),
+        (
+            "env.difficulty=3",
+            r"env\.difficulty=3 must be left out with env\.dataset=reasoning_gym:chain_sum",
+        ),
         ("env.columns.prompt=q", r"env\.columns\.prompt=q must be left out"),
         ("env.dataset_options=3", "must be arguments by name"),
     ],
@@ -180,11 +206,15 @@ def test_what_the_library_does_not_take_is_said(dataset: str, options: dict[str,
 def test_keys_that_nothing_reads_are_refused(override: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         compose_config(*SMALL, "env.difficulty=2", "env.dataset=reasoning_gym:chain_sum", override)
-    with pytest.raises(ConfigError, match=r"dataset_options=.* use env\.dataset=reasoning_gym:chain_sum"):
+    with pytest.raises(
+        ConfigError, match=r"dataset_options=.* use env\.dataset=reasoning_gym:chain_sum"
+    ):
         compose_config(*SMALL, "env.dataset_options={seed: 1}")
 
 
-def test_without_the_library_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library_the_message_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(__import__("sys").modules, "reasoning_gym", None)
     with pytest.raises(ValueError, match=r'pip install "torchrl_grpo\[reasoning-gym\]"'):
         ReasoningGymTask("chain_sum")
@@ -196,12 +226,34 @@ GYM = (
 )
 
 
-def test_several_train_through_reward_workers_and_resume_equal(run_here: Callable[..., int], tmp_path: Path) -> None:
-    steps = ("evaluation.num_prompts=4", GYM, "env.reward_workers=1", "train.checkpoint_frequency=2")
-    common = ["--config-name", "grpo_arithmetic", *SMALL, *steps, "inference_model.max_new_tokens=8"]
-    assert run_here(SYNC, *common, "train.total_dialog_turns=64", f"hydra.run.dir={tmp_path / 'whole'}") == 0
+def test_several_train_through_reward_workers_and_resume_equal(
+    run_here: Callable[..., int], tmp_path: Path
+) -> None:
+    steps = (
+        "evaluation.num_prompts=4",
+        GYM,
+        "env.reward_workers=1",
+        "train.checkpoint_frequency=2",
+    )
+    common = [
+        "--config-name",
+        "grpo_arithmetic",
+        *SMALL,
+        *steps,
+        "inference_model.max_new_tokens=8",
+    ]
+    assert (
+        run_here(
+            SYNC, *common, "train.total_dialog_turns=64", f"hydra.run.dir={tmp_path / 'whole'}"
+        )
+        == 0
+    )
     half = at(tmp_path / "whole", 2)
-    resume = (f"train.resume={half}", "train.total_dialog_turns=64", f"hydra.run.dir={tmp_path / 'rest'}")
+    resume = (
+        f"train.resume={half}",
+        "train.total_dialog_turns=64",
+        f"hydra.run.dir={tmp_path / 'rest'}",
+    )
     assert run_here(SYNC, *common, *resume) == 0
     whole, rest = rows_of(tmp_path / "whole"), rows_of(tmp_path / "rest")
     assert [row["train/loss"] for row in rest if row["step"] > 2] == [
@@ -214,7 +266,10 @@ def test_several_train_through_reward_workers_and_resume_equal(run_here: Callabl
 
 def test_a_data_set_is_made_from_the_config() -> None:
     config = compose_config(
-        *SMALL, "env.dataset=reasoning_gym:chain_sum", "env.dataset_options={levels: [0, 1]}", "env.max_samples=8"
+        *SMALL,
+        "env.dataset=reasoning_gym:chain_sum",
+        "env.dataset_options={levels: [0, 1]}",
+        "env.max_samples=8",
     )
     task = make_task(config.env)
     assert task.name == "chain_sum" and len(task.problems("train")) == 8

@@ -32,10 +32,17 @@ def tokens_of(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
     return found
 
 
-def test_a_character_of_several_tokens_stands_at_the_last_of_them(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_character_of_several_tokens_stands_at_the_last_of_them(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
     tokens = tokens_of(tokenizer, "é計 a")
     assert token_texts(tokenizer, tokens) == ["", "é", "", "", "計", " ", "a"]
-    assert token_texts(tokenizer, tokens[:4]) == ["", "é", "", "\ufffd"]  # cut off inside a character
+    assert token_texts(tokenizer, tokens[:4]) == [
+        "",
+        "é",
+        "",
+        "\ufffd",
+    ]  # cut off inside a character
     assert token_texts(tokenizer, []) == []
 
 
@@ -49,10 +56,16 @@ def test_bytes_that_are_no_text_are_told_all_the_same(tokenizer: PreTrainedToken
 def test_a_space_between_words_is_not_lost() -> None:
     backend = Tokenizer(models.WordLevel({"▁one": 0, "▁two": 1, "<unk>": 2}, unk_token="<unk>"))
     backend.decoder = decoders.Metaspace()
-    assert token_texts(PreTrainedTokenizerFast(tokenizer_object=backend), [0, 1, 1]) == ["one", " two", " two"]
+    assert token_texts(PreTrainedTokenizerFast(tokenizer_object=backend), [0, 1, 1]) == [
+        "one",
+        " two",
+        " two",
+    ]
 
 
-def row_of(group: int, tokenizer: PreTrainedTokenizerFast, advantage: torch.Tensor) -> TensorDictBase:
+def row_of(
+    group: int, tokenizer: PreTrainedTokenizerFast, advantage: torch.Tensor
+) -> TensorDictBase:
     """A prompt of two tokens, two sampled ones, a tool's answer of one, and a sampled one."""
     return TensorDict(
         {
@@ -74,7 +87,9 @@ def row_of(group: int, tokenizer: PreTrainedTokenizerFast, advantage: torch.Tens
     )
 
 
-def test_a_row_has_its_tokens_and_where_it_is_from(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_a_row_has_its_tokens_and_where_it_is_from(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
     advantage = torch.tensor([0, 0, 0.25, 0.5, 0, 0.75])
     batch = lazy_stack([row_of(3, tokenizer, torch.tensor([0.5])), row_of(4, tokenizer, advantage)])
 
@@ -82,7 +97,14 @@ def test_a_row_has_its_tokens_and_where_it_is_from(tokenizer: PreTrainedTokenize
         return {"entropy": torch.arange(9) / 8} if row == 1 else {}
 
     plain, with_scores = sample_rows(batch, "train", tokenizer=tokenizer, version=9, scores=scores)
-    of_row = {"group": 3, "version": 7, "staleness": 2, "length": 3, "finish_reason": "stop", "advantage": 0.5}
+    of_row = {
+        "group": 3,
+        "version": 7,
+        "staleness": 2,
+        "length": 3,
+        "finish_reason": "stop",
+        "advantage": 0.5,
+    }
     assert plain.items() >= of_row.items() and with_scores["finish_reason"] == "length"
     assert plain["tokens"] == {
         "text": ["a", "b", "X", "c"],
@@ -101,11 +123,15 @@ def test_a_row_has_its_tokens_and_where_it_is_from(tokenizer: PreTrainedTokenize
     assert read["tokens"]["reference"] == [-0.5, -1.5, None, None]
 
 
-@pytest.mark.parametrize(("most", "groups"), [(1, [4] * 3), (3, [4] * 3), (4, [4] * 3 + [2] * 3), (None, [4, 2, 9])])
+@pytest.mark.parametrize(
+    ("most", "groups"), [(1, [4] * 3), (3, [4] * 3), (4, [4] * 3 + [2] * 3), (None, [4, 2, 9])]
+)
 def test_rows_are_rounded_up_to_whole_groups(
     most: int | None, groups: list[int], tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    batch = lazy_stack([row_of(group, tokenizer, torch.zeros(1)) for group in (4, 4, 4, 2, 2, 2, 9, 9, 9)])
+    batch = lazy_stack(
+        [row_of(group, tokenizer, torch.zeros(1)) for group in (4, 4, 4, 2, 2, 2, 9, 9, 9)]
+    )
     found = [row["group"] for row in sample_rows(batch, "train", most)]
     assert found == (groups if most else [group for group in groups for _ in range(3)])
 
@@ -134,10 +160,16 @@ def numbers(rows: list[Row], name: str) -> list[float]:
 def test_the_trainers_numbers_are_those_of_its_first_pass(folder: Path) -> None:
     """Two optimizer steps of 8: the first trains what its own weights sampled, the second not."""
     metrics = read_jsonl(folder / "metrics.jsonl")
-    rows = [row for row in read_jsonl(folder / "samples.jsonl") if row["split"] == "train" and row["step"] == 1]
+    rows = [
+        row
+        for row in read_jsonl(folder / "samples.jsonl")
+        if row["split"] == "train" and row["step"] == 1
+    ]
     assert len(rows) == 16 and metrics[1]["train/micro_batches"] > 1
     assert all(len({len(column) for column in row["tokens"].values()}) == 1 for row in rows)
-    sampled, trainer, reference = (numbers(rows, name) for name in ("log_prob", "trainer", "reference"))
+    sampled, trainer, reference = (
+        numbers(rows, name) for name in ("log_prob", "trainer", "reference")
+    )
     assert len(sampled) == metrics[1]["rollout/tokens"] == sum(row["length"] for row in rows)
     assert reference == pytest.approx(sampled, abs=2e-4)  # of the weights that sampled
     first, second = rows[:8], rows[8:]
@@ -148,7 +180,9 @@ def test_the_trainers_numbers_are_those_of_its_first_pass(folder: Path) -> None:
 
 
 def test_without_a_second_pass_entropies_average_to_the_metric(tmp_path: Path) -> None:
-    [_, metrics] = run(tmp_path, steps(1), "logging.sample_rows=all", "train.micro_batch_tokens=120")
+    [_, metrics] = run(
+        tmp_path, steps(1), "logging.sample_rows=all", "train.micro_batch_tokens=120"
+    )
     rows = read_jsonl(tmp_path / "samples.jsonl")
     assert fmean(numbers(rows, "entropy")) == pytest.approx(metrics["train/entropy"], abs=1e-4)
     assert [len(row["tokens"]["text"]) for row in rows] == [row["length"] for row in rows]
@@ -159,7 +193,9 @@ def test_test_rows_have_tokens_too(folder: Path) -> None:
     assert len(rows) == 2 * 3
     for row in rows:
         assert row["tokens"].keys() == {"text", "log_prob"}
-        assert "".join(row["tokens"]["text"]).startswith(row["response"])  # what ends it is a token too
+        assert "".join(row["tokens"]["text"]).startswith(
+            row["response"]
+        )  # what ends it is a token too
 
 
 def test_the_learners_spans_follow_one_another_and_are_what_was_timed(folder: Path) -> None:
@@ -172,15 +208,25 @@ def test_the_learners_spans_follow_one_another_and_are_what_was_timed(folder: Pa
     for before, after in pairwise(learner):
         assert after["start"] == pytest.approx(before["start"] + before["seconds"], abs=1e-3)
     for step in (1, 2, 3):
-        seconds = {(span["actor"], span["kind"]): span["seconds"] for span in spans if span["step"] == step}
+        seconds = {
+            (span["actor"], span["kind"]): span["seconds"] for span in spans if span["step"] == step
+        }
         timed = sum(seconds["learner", kind] for kind in each)
         assert timed == pytest.approx(metrics[step]["time/step_s"], abs=0.01)
-        assert seconds["sampler 0", "sample"] == pytest.approx(metrics[step]["time/generate_s"], abs=1e-3)
-        assert seconds["sampler 0", "score"] == pytest.approx(metrics[step]["time/reward_s"], abs=1e-3)
-        assert seconds["reference model 0", "score"] == pytest.approx(metrics[step]["time/reference_s"], abs=1e-3)
+        assert seconds["sampler 0", "sample"] == pytest.approx(
+            metrics[step]["time/generate_s"], abs=1e-3
+        )
+        assert seconds["sampler 0", "score"] == pytest.approx(
+            metrics[step]["time/reward_s"], abs=1e-3
+        )
+        assert seconds["reference model 0", "score"] == pytest.approx(
+            metrics[step]["time/reference_s"], abs=1e-3
+        )
 
 
-def test_a_clock_that_is_set_back_makes_no_span_negative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_that_is_set_back_makes_no_span_negative(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real, readings = time.time, itertools.count()
     monkeypatch.setattr(time, "time", lambda: real() - 100 * next(readings))
     run(tmp_path, steps(2))
@@ -202,4 +248,6 @@ def test_a_resumed_run_drops_the_spans_that_it_makes_again(tmp_path: Path) -> No
         logger.log_spans([{"step": step, **span} for step in range(4)])
         logger.truncate(2)
     lines = (tmp_path / "timeline.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in lines] == [{"step": step, **span, "start": 1763838000.1235} for step in (0, 1)]
+    assert [json.loads(line) for line in lines] == [
+        {"step": step, **span, "start": 1763838000.1235} for step in (0, 1)
+    ]

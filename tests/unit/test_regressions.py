@@ -125,12 +125,20 @@ def test_a_sequence_alone_is_its_row_in_a_padded_batch() -> None:
     whole = scorer(batch.clone())
     width = max(LENGTHS)
     for length, row, log_probs, entropy in zip(
-        LENGTHS, batch.unbind(0), whole["cur_log_probs", "full"], whole["entropy", "full"], strict=True
+        LENGTHS,
+        batch.unbind(0),
+        whole["cur_log_probs", "full"],
+        whole["entropy", "full"],
+        strict=True,
     ):
         alone = scorer(lazy_stack([row.clone()]))
         assert log_probs.shape == entropy.shape == (width,)
-        torch.testing.assert_close(alone["cur_log_probs", "full"][0], log_probs[:length], rtol=0, atol=1e-12)
-        torch.testing.assert_close(alone["entropy", "full"][0], entropy[:length], rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            alone["cur_log_probs", "full"][0], log_probs[:length], rtol=0, atol=1e-12
+        )
+        torch.testing.assert_close(
+            alone["entropy", "full"][0], entropy[:length], rtol=0, atol=1e-12
+        )
         assert (log_probs[length:] == 0).all() and (entropy[length:] == 0).all()
     loss = GRPOLoss(scorer, **SETTINGS)
     together = total(loss(batch))
@@ -154,7 +162,8 @@ KINDS: dict[str, tuple[type[GRPOLoss], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize(
-    ("dtype", "value_bound", "gradient_bound"), [(torch.float32, 1e-6, 1e-5), (torch.bfloat16, 0.02, 0.05)]
+    ("dtype", "value_bound", "gradient_bound"),
+    [(torch.float32, 1e-6, 1e-5), (torch.bfloat16, 0.02, 0.05)],
 )
 def test_reduced_precision_stays_within_its_bounds_of_float64(
     name: str, dtype: torch.dtype, value_bound: float, gradient_bound: float
@@ -183,7 +192,9 @@ WRITTEN = (keys.ADVANTAGE, keys.SHAPED_REWARD, keys.TOKEN_REWARD)
 
 
 @pytest.mark.parametrize("algo", ["grpo", "dr_grpo", "rloo"])
-def test_dr_grpo_and_rloo_divide_by_no_standard_deviation_anywhere(algo: str, tmp_path: Path) -> None:
+def test_dr_grpo_and_rloo_divide_by_no_standard_deviation_anywhere(
+    algo: str, tmp_path: Path
+) -> None:
     """Ten times the rewards is ten times the gradient, from the preset's advantage through its loss; GRPO's stays."""
     run = build(compose_config(*SMALL, f"algo={algo}", "policy.kl_coef=0"), tmp_path)
     try:
@@ -236,8 +247,13 @@ def test_no_gradient_is_lost_or_left_over_between_optimizer_steps() -> None:
     """7 sequences in optimizer steps of 3, 3 and 1, each of several micro-batches: the weights are those of three
     steps by hand, each with the gradient of its own sequences alone."""
     model, by_hand = make_tiny_model().double(), make_tiny_model().double()
-    loss, optimizer = GRPOLoss(TokenScorer(model), **SETTINGS), torch.optim.SGD(model.parameters(), lr=0.1)
-    trainer = GRPOTrainer(loss, model, optimizer, optim_batch_size=3, micro_batch_tokens=15, clip_grad_norm=math.inf)
+    loss, optimizer = (
+        GRPOLoss(TokenScorer(model), **SETTINGS),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+    )
+    trainer = GRPOTrainer(
+        loss, model, optimizer, optim_batch_size=3, micro_batch_tokens=15, clip_grad_norm=math.inf
+    )
     trainer.train_batch(token_batch())
     assert trainer.optim_steps == 3
     for part in token_batch().split(3):
@@ -245,7 +261,10 @@ def test_no_gradient_is_lost_or_left_over_between_optimizer_steps() -> None:
         moved = parameters_to_vector(by_hand.parameters()) - 0.1 * step
         vector_to_parameters(moved, by_hand.parameters())
     torch.testing.assert_close(
-        parameters_to_vector(model.parameters()), parameters_to_vector(by_hand.parameters()), rtol=0, atol=1e-7
+        parameters_to_vector(model.parameters()),
+        parameters_to_vector(by_hand.parameters()),
+        rtol=0,
+        atol=1e-7,
     )
 
 
@@ -258,4 +277,6 @@ def test_truncation_is_what_was_recorded_not_the_longest_response() -> None:
     got = total(GRPOLoss(TokenScorer(model), mask_truncated=True)(lazy_stack(rows)))
     assert abs(got.item() - total(GRPOLoss(TokenScorer(model))(lazy_stack(rows))).item()) > 1e-3
     torch.testing.assert_close(got, expected, rtol=1e-7, atol=0)
-    torch.testing.assert_close(gradient(model, got), gradient(model, expected), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(
+        gradient(model, got), gradient(model, expected), rtol=1e-5, atol=1e-7
+    )

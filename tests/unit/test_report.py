@@ -15,7 +15,15 @@ from tests.support.hostile import HOSTILE, SHOWN
 from torchrl_grpo.reporting.console import Console
 from torchrl_grpo.reporting.curves import panel_figure, panel_svg
 from torchrl_grpo.reporting.metrics import MetricsLogger
-from torchrl_grpo.reporting.panels import PANELS, STAGES, label_of, series, smooth, stage_seconds, thin
+from torchrl_grpo.reporting.panels import (
+    PANELS,
+    STAGES,
+    label_of,
+    series,
+    smooth,
+    stage_seconds,
+    thin,
+)
 from torchrl_grpo.reporting.records import merge_steps
 from torchrl_grpo.reporting.report import objective, summarize, write_report
 
@@ -63,22 +71,37 @@ def log_run(directory: Path, steps: int) -> None:
     """A run of 0.5 s a step and one evaluation of 2 s before it and one after it."""
     with MetricsLogger(directory, tensorboard=False, config={}) as logger:
         logger.log(0, {"eval/pass@1": 0.25, "time/eval_s": 2.0})
-        logger.log_samples(0, [{"split": "test", "query": "1+1", "response": "3", "reward": 0.0, "correct": False}])
+        logger.log_samples(
+            0, [{"split": "test", "query": "1+1", "response": "3", "reward": 0.0, "correct": False}]
+        )
         for step in range(1, steps + 1):
             logger.log(
-                step, {"train/kl_k3_to_ref": 0.01 * step, "train/entropy": float("nan"), "train/clip_fraction": 0.1}
+                step,
+                {
+                    "train/kl_k3_to_ref": 0.01 * step,
+                    "train/entropy": float("nan"),
+                    "train/clip_fraction": 0.1,
+                },
             )
-            logger.log(step, {"rollout/reward_mean": 0.5, "rollout/sequences": 8.0, "rollout/tokens": 100.0})
+            logger.log(
+                step,
+                {"rollout/reward_mean": 0.5, "rollout/sequences": 8.0, "rollout/tokens": 100.0},
+            )
             logger.log(step, {"time/generate_s": 0.2, "time/train_s": 0.2, "time/step_s": 0.5})
         logger.log(steps, {"eval/pass@1": 0.75, "time/eval_s": 2.0})
-        logger.log_samples(steps, [{"split": "test", "query": "1+1", "response": "2", "reward": 1.0, "correct": True}])
+        logger.log_samples(
+            steps,
+            [{"split": "test", "query": "1+1", "response": "2", "reward": 1.0, "correct": True}],
+        )
 
 
 def test_summary_equals_the_sums_by_hand(tmp_path: Path) -> None:
     log_run(tmp_path, steps=10)
     summary = summarize(tmp_path)
     assert summary.pop("wall_s") == pytest.approx(10 * 0.5 + 2 * 2.0)
-    assert summary.pop("trained_tokens_per_s") == pytest.approx(1000 / 5.0)  # 5 of the 9 s: not the evaluations'
+    assert summary.pop("trained_tokens_per_s") == pytest.approx(
+        1000 / 5.0
+    )  # 5 of the 9 s: not the evaluations'
     assert isinstance(summary["sequences"], int) and isinstance(summary["tokens"], int)
     assert summary == {
         "steps": 10,
@@ -104,15 +127,29 @@ def test_summary_equals_the_sums_by_hand(tmp_path: Path) -> None:
 def test_invalid_rewards_are_summed_up_by_cause(tmp_path: Path) -> None:
     with MetricsLogger(tmp_path, tensorboard=False, config={}) as logger:
         logger.log(1, {"rewards/invalid_crash": 1.0})
-        logger.log(2, {"rewards/invalid_crash": 3.0, "rewards/invalid_not_finite": 2.0, "workers/restarts_reward": 6.0})
+        logger.log(
+            2,
+            {
+                "rewards/invalid_crash": 3.0,
+                "rewards/invalid_not_finite": 2.0,
+                "workers/restarts_reward": 6.0,
+            },
+        )
     summary = summarize(tmp_path)
-    assert summary["invalid"] == {"crashed the worker": 3, "not finite": 2} and summary["restarts"] == 0
+    assert (
+        summary["invalid"] == {"crashed the worker": 3, "not finite": 2}
+        and summary["restarts"] == 0
+    )
 
 
 @pytest.mark.parametrize(
     ("last", "shown", "outcome"),
     [
-        ({"eval/pass@1": None, "eval/invalid_fraction": 1.0}, "25.0% → no valid rewardsteps 0 to 1", None),
+        (
+            {"eval/pass@1": None, "eval/invalid_fraction": 1.0},
+            "25.0% → no valid rewardsteps 0 to 1",
+            None,
+        ),
         (
             {"eval/pass@1": 1.0, "eval/invalid_fraction": 0.9375},
             "25.0% → 100.0% (93.8% invalid)+75.0 points, steps 0 to 1",
@@ -131,26 +168,40 @@ def test_an_accuracy_stands_beside_its_invalid_rewards(
     """Where most rewards are invalid it is no outcome of a sweep's job."""
     with MetricsLogger(tmp_path, tensorboard=False, config={}) as logger:
         logger.log(0, {"eval/pass@1": 0.25, "eval/invalid_fraction": 0.0})
-        logger.log(1, {"rollout/reward_mean": 0.5} | {name: value or math.nan for name, value in last.items()})
+        logger.log(
+            1,
+            {"rollout/reward_mean": 0.5}
+            | {name: value or math.nan for name, value in last.items()},
+        )
     assert shown in parse(write_report(tmp_path)).text().replace("\n", "")
     summary = summarize(tmp_path)
     assert objective(summary) == outcome
     file = io.StringIO()
     Console(file=file).finish(summary, {})
-    assert file.getvalue().splitlines()[1].startswith(f"test accuracy (greedy) {shown[:14].replace('→', '->')}")
+    assert (
+        file.getvalue()
+        .splitlines()[1]
+        .startswith(f"test accuracy (greedy) {shown[:14].replace('→', '->')}")
+    )
 
 
 def test_a_reward_that_never_reaches_1_is_named_where_the_accuracy_is(tmp_path: Path) -> None:
     """Two data sets: the reward of one is a share of words and stays below 1, the other's is reached in training."""
     tested = {"eval/pass@1": 0.0, "eval/pass@1/words": 0.0, "eval/pass@1/sums": 0.0}
-    rewards = {"eval/reward_mean": 0.2, "eval/reward_mean/words": 0.43, "eval/reward_mean/sums": 0.1}
+    rewards = {
+        "eval/reward_mean": 0.2,
+        "eval/reward_mean/words": 0.43,
+        "eval/reward_mean/sums": 0.1,
+    }
     trained = {"rollout/accuracy": 0.1, "rollout/accuracy/words": 0.0, "rollout/accuracy/sums": 0.2}
     with MetricsLogger(tmp_path, tensorboard=False, config={}) as logger:
         for step in (0, 1):
             logger.log(step, tested | rewards | trained)
     summary = summarize(tmp_path)
     [line] = summary["never_correct"]
-    assert line.startswith("no response to words was correct, although the mean reward is 0.43: a response is correct")
+    assert line.startswith(
+        "no response to words was correct, although the mean reward is 0.43: a response is correct"
+    )
     assert line in parse(write_report(tmp_path)).text()
     file = io.StringIO()
     Console(file=file).finish(summary, {})
@@ -165,7 +216,10 @@ def test_test_problems_with_one_text_are_shown_one_by_one(tmp_path: Path) -> Non
     with MetricsLogger(tmp_path, tensorboard=False, config={}) as logger:
         for step in (0, 5):
             logger.log(step, {"eval/pass@1": 0.0})
-            rows = [test | {"problem": n, "reward": n / 8, "response": f"move {n} at {step}"} for n in range(3)]
+            rows = [
+                test | {"problem": n, "reward": n / 8, "response": f"move {n} at {step}"}
+                for n in range(3)
+            ]
             logger.log_samples(step, rows)
     text = parse(write_report(tmp_path)).text()
     assert all(f"move {n} at {step}" in text for n in range(3) for step in (0, 5))
@@ -174,7 +228,11 @@ def test_test_problems_with_one_text_are_shown_one_by_one(tmp_path: Path) -> Non
 def test_restarts_of_actors_are_summed_over_their_kinds_and_shown(tmp_path: Path) -> None:
     with MetricsLogger(tmp_path, tensorboard=False, config={}) as logger:
         for step, (rollout, reference, groups) in enumerate([(0, 0, 0), (2, 1, 4)]):
-            counts = {"restarts_rollout": rollout, "restarts_reference": reference, "groups_resampled": groups}
+            counts = {
+                "restarts_rollout": rollout,
+                "restarts_reference": reference,
+                "groups_resampled": groups,
+            }
             logger.log(step + 1, {f"workers/{name}": count for name, count in counts.items()})
         logger.log(3, {"eval/pass@1": 0.5})
     assert (summarize(tmp_path)["restarts"], summarize(tmp_path)["groups_resampled"]) == (3, 4)
@@ -187,7 +245,9 @@ def test_report_shows_accuracy_and_responses_before_and_after(tmp_path: Path) ->
     assert "25.0% → 75.0%" in text and "+50.0 points, steps 0 to 10" in text
     assert "promptbefore trainingafter step 101+13reward 02reward 1" in text
     # 9 s in all: 2 s generating, 2 s training, 4 s evaluating, and 1 s that the steps spent elsewhere.
-    assert "generate 22.2% 0:02" in text and "eval 44.4% 0:04" in text and "other 11.1% 0:01" in text
+    assert (
+        "generate 22.2% 0:02" in text and "eval 44.4% 0:04" in text and "other 11.1% 0:01" in text
+    )
 
 
 @pytest.mark.usefixtures("curves")
@@ -196,7 +256,13 @@ def test_curves_png_is_a_png_and_empty_panels_are_left_out_of_the_page(tmp_path:
     page = parse(write_report(tmp_path))
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     captions = [text for tag, text in page.texts if tag == "figcaption"]
-    assert captions == ["Reward", "Accuracy", "KL (nats per token)", "Clip fraction", "Time per step (s)"]
+    assert captions == [
+        "Reward",
+        "Accuracy",
+        "KL (nats per token)",
+        "Clip fraction",
+        "Time per step (s)",
+    ]
     assert page.tags.count("svg") == len(captions)
     assert page.texts.count(("text", "step")) == len(captions)  # each x axis says what it counts
 
@@ -208,7 +274,9 @@ def test_puzzling_figures_have_a_sentence_and_throughput_matches_the_card(tmp_pa
         logger.log(3, {"throughput/trained_tokens_per_s": 200.0})
     page = parse(write_report(tmp_path))
     notes = [text for tag, text in page.texts if tag == "p"]
-    assert [panel.note for panel in PANELS if panel.note] == notes[1:]  # the first is the run's name
+    assert [panel.note for panel in PANELS if panel.note] == notes[
+        1:
+    ]  # the first is the run's name
     assert "Trained tokens/s200300 tokens, excluding evaluation" in page.text()
     assert "Throughput (trained tokens/s)" in page.text()
 
@@ -227,7 +295,13 @@ def test_page_loads_nothing_and_runs_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("curves")
 def test_text_of_the_model_and_of_the_config_is_shown_never_interpreted(tmp_path: Path) -> None:
-    row = {"query": HOSTILE, "response": HOSTILE, "reward": None, "correct": False, "advantage": -1.0}
+    row = {
+        "query": HOSTILE,
+        "response": HOSTILE,
+        "reward": None,
+        "correct": False,
+        "advantage": -1.0,
+    }
     with MetricsLogger(tmp_path, tensorboard=False, config={}) as logger:
         logger.log(1, {"rollout/reward_mean": 0.0})
         logger.log_samples(1, [row | {"split": "test"}, row | {"split": "train"}])
@@ -244,9 +318,13 @@ def test_the_title_names_model_data_and_algorithm(tmp_path: Path) -> None:
     log_run(tmp_path, steps=1)
     assert ("h1", "GRPO run") in parse(write_report(tmp_path)).texts
     (tmp_path / ".hydra").mkdir()
-    (tmp_path / ".hydra" / "config.yaml").write_text("model: {name: <b>m</b>/x}\nenv: {dataset: gsm8k}\n")
+    (tmp_path / ".hydra" / "config.yaml").write_text(
+        "model: {name: <b>m</b>/x}\nenv: {dataset: gsm8k}\n"
+    )
     assert ("h1", "GRPO run") in parse(write_report(tmp_path)).texts
-    (tmp_path / ".hydra" / "hydra.yaml").write_text("hydra: {runtime: {choices: {algo: dapo, hydra/env: default}}}\n")
+    (tmp_path / ".hydra" / "hydra.yaml").write_text(
+        "hydra: {runtime: {choices: {algo: dapo, hydra/env: default}}}\n"
+    )
     texts = parse(write_report(tmp_path)).texts
     title = "<b>m</b>/x on gsm8k with dapo"
     assert ("h1", title) in texts
@@ -271,10 +349,19 @@ def test_pass_at_1_of_a_data_set_is_labeled_greedy() -> None:
 
 
 def test_a_legend_lies_above_the_curves() -> None:
-    records = [{"step": s, "train/kl_k3_to_ref": s * s, "train/kl_k3_to_inference": -s / 9} for s in range(12)]
-    records += [{"step": s, "eval/pass@1": 1.0, "eval/pass@8": 1.0, "rollout/accuracy": 0.9} for s in range(12, 24)]
+    records = [
+        {"step": s, "train/kl_k3_to_ref": s * s, "train/kl_k3_to_inference": -s / 9}
+        for s in range(12)
+    ]
+    records += [
+        {"step": s, "eval/pass@1": 1.0, "eval/pass@8": 1.0, "rollout/accuracy": 0.9}
+        for s in range(12, 24)
+    ]
     times = {f"time/{part}_s": 1.0 for part in STAGES}
-    records += [{"step": s, "train/clip_fraction_low": 0.2, "train/clip_fraction_high": 0.1, **times} for s in (24, 25)]
+    records += [
+        {"step": s, "train/clip_fraction_low": 0.2, "train/clip_fraction_high": 0.1, **times}
+        for s in (24, 25)
+    ]
     for panel in PANELS:
         figure = panel_figure(panel, records)
         figure.draw_without_rendering()
@@ -288,7 +375,9 @@ def test_a_legend_lies_above_the_curves() -> None:
 
 
 def test_all_curves_of_three_data_sets_are_drawn_below_the_legend() -> None:
-    names = [f"eval/pass@{k}{name}" for k in (1, 8) for name in ("", "/gsm8k", "/math", "/arithmetic")]
+    names = [
+        f"eval/pass@{k}{name}" for k in (1, 8) for name in ("", "/gsm8k", "/math", "/arithmetic")
+    ]
     names.append("rollout/accuracy")
     records = [{"step": step} | dict.fromkeys(names, 1.0) for step in range(30)]
     accuracy = next(panel for panel in PANELS if panel.title == "Accuracy")
@@ -301,34 +390,59 @@ def test_all_curves_of_three_data_sets_are_drawn_below_the_legend() -> None:
     box = legend.get_window_extent()
     assert axes.transData.inverted().transform(box)[0, 1] > 1.0
     assert axes.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1
-    assert axes.transData.transform((0, 1))[1] - axes.bbox.y0 > 70  # of 100 points in an inch: the plot has its room
+    assert (
+        axes.transData.transform((0, 1))[1] - axes.bbox.y0 > 70
+    )  # of 100 points in an inch: the plot has its room
 
 
 def test_rounding_noise_is_drawn_as_0() -> None:
     kl = next(panel for panel in PANELS if panel.title.startswith("KL"))
-    records = [{"step": step, "train/kl_k3_to_inference": value} for step, value in enumerate((-2.42e-10, 3e-7))]
+    records = [
+        {"step": step, "train/kl_k3_to_inference": value}
+        for step, value in enumerate((-2.42e-10, 3e-7))
+    ]
     assert series(kl, records) == {"train/kl_k3_to_inference": ([0, 1], [0.0, 3e-7])}
 
 
 def test_curves_are_labeled_in_words() -> None:
-    metrics = ("rollout/reward_mean", "rollout/response_length", "train/kl_k3_to_ref", "train/kl_k3_to_inference")
-    metrics += ("train/clip_fraction_low", "train/clip_fraction_high", "throughput/trained_tokens_per_s", "time/step_s")
+    metrics = (
+        "rollout/reward_mean",
+        "rollout/response_length",
+        "train/kl_k3_to_ref",
+        "train/kl_k3_to_inference",
+    )
+    metrics += (
+        "train/clip_fraction_low",
+        "train/clip_fraction_high",
+        "throughput/trained_tokens_per_s",
+        "time/step_s",
+    )
     assert not [label for label in map(label_of, metrics) if "_" in label]
 
 
 @pytest.mark.parametrize("scale", [2.5e-6, 5e-4, 0.75, 60, 99_000, 2_500_000])
 def test_the_numbers_beside_a_curve_are_not_cut_off(scale: float) -> None:
     panel = next(panel for panel in PANELS if panel.title.startswith("Throughput"))
-    figure = panel_figure(panel, [{"step": step, panel.metrics[0]: scale * step} for step in range(10)])
+    figure = panel_figure(
+        panel, [{"step": step, panel.metrics[0]: scale * step} for step in range(10)]
+    )
     figure.draw_without_rendering()
     (axes,) = figure.axes
-    labels = [label for label in axes.get_yticklabels() if label.get_position()[1] >= axes.get_ylim()[0]]
+    labels = [
+        label for label in axes.get_yticklabels() if label.get_position()[1] >= axes.get_ylim()[0]
+    ]
     assert min(label.get_window_extent().x0 for label in labels) >= 0
     assert axes.xaxis.label.get_window_extent().y0 >= 0
 
 
 def test_long_responses_keep_their_start_and_their_end(tmp_path: Path) -> None:
-    row = {"split": "train", "query": "q", "response": f"START{'x' * 10_000}END", "reward": 1.0, "correct": True}
+    row = {
+        "split": "train",
+        "query": "q",
+        "response": f"START{'x' * 10_000}END",
+        "reward": 1.0,
+        "correct": True,
+    }
     with MetricsLogger(tmp_path, tensorboard=False, config={}) as logger:
         logger.log_samples(1, [row])
     shown = re.search("START.*END", parse(write_report(tmp_path)).text())
@@ -341,7 +455,14 @@ def test_run_that_crashed_early_has_a_report(tmp_path: Path, steps: int) -> None
     with (tmp_path / "metrics.jsonl").open("w") as file:
         for step in range(1, steps + 1):
             file.write(
-                json.dumps({"step": step, "train/kl_k3_to_ref": None, "rollout/reward_mean": 0.5, "time/train_s": 1.0})
+                json.dumps(
+                    {
+                        "step": step,
+                        "train/kl_k3_to_ref": None,
+                        "rollout/reward_mean": 0.5,
+                        "time/train_s": 1.0,
+                    }
+                )
                 + "\n"
             )
         file.write('{"step": 9, "cut sh')
@@ -386,7 +507,13 @@ def test_thin_averages_neighbours_down_to_400_points() -> None:
 
 def test_other_time_is_what_the_step_spent_outside_of_the_timed_parts() -> None:
     parts = stage_seconds(
-        {"time/step_s": 3.0, "time/train_s": 2.0, "time/sync_s": 0.5, "time/eval_s": 7.0, "time/reward_s": None}
+        {
+            "time/step_s": 3.0,
+            "time/train_s": 2.0,
+            "time/sync_s": 0.5,
+            "time/eval_s": 7.0,
+            "time/reward_s": None,
+        }
     )
     assert {part: seconds for part, seconds in parts.items() if seconds} == {
         "train": 2.0,
@@ -397,7 +524,11 @@ def test_other_time_is_what_the_step_spent_outside_of_the_timed_parts() -> None:
 
 
 def test_panel_leaves_out_steps_without_a_value() -> None:
-    records = [{"step": 0, "eval/pass@1": 0.5}, {"step": 1, "rollout/accuracy": None}, {"step": 2, "eval/pass@8": 1.0}]
+    records = [
+        {"step": 0, "eval/pass@1": 0.5},
+        {"step": 1, "rollout/accuracy": None},
+        {"step": 2, "eval/pass@8": 1.0},
+    ]
     accuracy = next(panel for panel in PANELS if panel.title == "Accuracy")
     assert series(accuracy, records) == {"eval/pass@1": ([0], [0.5]), "eval/pass@8": ([2], [1.0])}
 

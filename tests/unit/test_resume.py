@@ -17,7 +17,12 @@ from torchrl_grpo.learner.resume import Resume, find_resume
 from torchrl_grpo.models import loading
 from torchrl_grpo.reporting.metrics import read_jsonl
 
-FULL = ("optimizer.warmup_steps=20", "optimizer.weight_decay=0.1", "train.optim_batch_size=8", "train.epochs=2")
+FULL = (
+    "optimizer.warmup_steps=20",
+    "optimizer.weight_decay=0.1",
+    "train.optim_batch_size=8",
+    "train.epochs=2",
+)
 
 ADAMW_8BIT = "optimizer.name=adamw_8bit"
 MOMENTS = ("trainer", "optimizer", "state", "model.layers.0.self_attn.q_proj.weight")
@@ -59,7 +64,9 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit(
     expected = read_jsonl(whole / "metrics.jsonl")
     assert numbers(rows[1:], 4) == numbers(expected, 4)
     assert len({row["train/loss"] for row in rows[1:]}) == 3
-    assert [row.get("eval/pass@1") for row in rows[1:]] == [row.get("eval/pass@1") for row in expected[4:]]
+    assert [row.get("eval/pass@1") for row in rows[1:]] == [
+        row.get("eval/pass@1") for row in expected[4:]
+    ]
     # Weights, moments, scheduler, counts, data order, the engine's and the process's random state.
     assert differences(state_of(at(tmp_path, 6)), state_of(at(whole, 6))) == []
 
@@ -108,17 +115,23 @@ def test_rounding_draws_the_same_numbers_whatever_others_drew() -> None:
 @pytest.mark.slow
 def test_a_refreshed_reference_stays_when_the_run_goes_on_without(tmp_path: Path) -> None:
     """It is not the base model again: the KL to it starts at 0."""
-    whole = run(tmp_path / "whole", steps(4), "ref_model.refresh_every=3", "train.checkpoint_frequency=3")
+    whole = run(
+        tmp_path / "whole", steps(4), "ref_model.refresh_every=3", "train.checkpoint_frequency=3"
+    )
     rows = run(tmp_path / "rest", steps(4), f"train.resume={at(tmp_path / 'whole', 3)}")
     assert numbers(rows[1:], 4) == numbers(whole, 4)
     assert rows[1]["train/kl_k3_to_ref"] < 1e-9 < whole[3]["train/kl_k3_to_ref"]
-    assert torch.load(at(tmp_path / "rest", 4), weights_only=True)["source"]["reference_version"] == 3
+    assert (
+        torch.load(at(tmp_path / "rest", 4), weights_only=True)["source"]["reference_version"] == 3
+    )
 
 
 def test_a_checkpoint_whose_reference_is_lost_is_refused(full_run: Path, tmp_path: Path) -> None:
     source = torch.load(at(full_run, 6), weights_only=True)["source"]
     path = changed(at(full_run, 6), at(tmp_path, 6), source=source | {"reference_version": 4})
-    with pytest.raises(ConfigError, match=r"had the weights of step 4, which .* of step 6 does not have: use"):
+    with pytest.raises(
+        ConfigError, match=r"had the weights of step 4, which .* of step 6 does not have: use"
+    ):
         resume_of(path)
     path = changed(at(full_run, 6), at(tmp_path, 6), source=source | {"reference_version": 6})
     found = resume_of(path)
@@ -127,16 +140,32 @@ def test_a_checkpoint_whose_reference_is_lost_is_refused(full_run: Path, tmp_pat
 
 @pytest.mark.slow
 def test_length_learning_rate_and_loss_may_change_on_resume(full_run: Path, tmp_path: Path) -> None:
-    changes = ("optimizer.lr=2e-3", "optimizer.beta1=0.5", "policy.kl_coef=0", "train.dialog_turns_per_batch=16")
+    changes = (
+        "optimizer.lr=2e-3",
+        "optimizer.beta1=0.5",
+        "policy.kl_coef=0",
+        "train.dialog_turns_per_batch=16",
+    )
     rows = run(tmp_path, *FULL, *changes, steps(7), f"train.resume={full_run}")
     assert [row["step"] for row in rows] == [6, 7]
-    assert rows[1]["train/lr"] == pytest.approx(2e-3)  # 24 optimizer steps were made: the warm-up is over
-    [group, _] = torch.load(at(tmp_path, 7), weights_only=True)["trainer"]["optimizer"]["param_groups"]
+    assert rows[1]["train/lr"] == pytest.approx(
+        2e-3
+    )  # 24 optimizer steps were made: the warm-up is over
+    [group, _] = torch.load(at(tmp_path, 7), weights_only=True)["trainer"]["optimizer"][
+        "param_groups"
+    ]
     assert (group["lr"], group["initial_lr"], group["betas"]) == (2e-3, 2e-3, (0.5, 0.999))
     rows = run(
-        tmp_path / "b", *FULL, "optimizer.lr=2e-3", steps(4), f"train.resume={at(full_run, 3)}", "train.epochs=1"
+        tmp_path / "b",
+        *FULL,
+        "optimizer.lr=2e-3",
+        steps(4),
+        f"train.resume={at(full_run, 3)}",
+        "train.epochs=1",
     )
-    assert rows[1]["train/lr"] == pytest.approx(2e-3 * 13.5 / 20)  # the mean of the optimizer steps 13 and 14 of 20
+    assert rows[1]["train/lr"] == pytest.approx(
+        2e-3 * 13.5 / 20
+    )  # the mean of the optimizer steps 13 and 14 of 20
 
 
 @pytest.mark.slow
@@ -147,7 +176,9 @@ def test_files_of_the_same_folder_are_gone_on_with(lora_run: Path, tmp_path: Pat
     assert numbers(rows[3:], 3) == numbers(read_jsonl(lora_run / "metrics.jsonl"), 3)[:2]
 
 
-def test_fewer_sequences_at_a_time_change_neither_groups_nor_problems(full_run: Path, tmp_path: Path) -> None:
+def test_fewer_sequences_at_a_time_change_neither_groups_nor_problems(
+    full_run: Path, tmp_path: Path
+) -> None:
     sizes = ("env.num_envs=8", "train.dialog_turns_per_batch=16")
     rows = run(tmp_path, *FULL, *TESTED, *sizes, steps(6), f"train.resume={at(full_run, 3)}")
     assert [row["step"] for row in rows] == [3, 4, 5, 6]
@@ -177,7 +208,10 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["env.repeats=8"], r"env\.repeats=8 must be 4, as in .*checkpoint_000006\.pt, whose .*: use env\.repeats=4\."),
+        (
+            ["env.repeats=8"],
+            r"env\.repeats=8 must be 4, as in .*checkpoint_000006\.pt, whose .*: use env\.repeats=4\.",
+        ),
         (["seed=1"], r"seed=1 must be 0"),
         (["env.difficulty=3"], r"env\.difficulty=3 must be 2"),
         (["env.num_envs=32"], r"dialog_turns_per_batch=32 must be 16"),
@@ -204,7 +238,13 @@ def test_what_does_not_fit_is_named_before_anything_is_loaded(
 
 def test_values_are_named_as_the_command_line_takes_them() -> None:
     values = [["q_proj", "v_proj"], None, True, "arithmetic", 2]
-    assert [written(value) for value in values] == ["[q_proj,v_proj]", "null", "true", "arithmetic", "2"]
+    assert [written(value) for value in values] == [
+        "[q_proj,v_proj]",
+        "null",
+        "true",
+        "arithmetic",
+        "2",
+    ]
 
 
 def resume_of(path: Path) -> Resume | None:
@@ -283,9 +323,17 @@ def test_groups_that_were_drawn_ahead_are_played_first(full_run: Path, tmp_path:
     ahead = [[20, 7], [22, 9], [25, 100], [26, 4], [29, 5]]
     drawing = source["drawing"] | {"next_group": 30}
     changed(at(full_run, 6), at(tmp_path, 6), source=source | {"drawing": drawing, "ahead": ahead})
-    rows = run(tmp_path / "rest", *FULL, steps(8), f"train.resume={at(tmp_path, 6)}", "train.checkpoint_frequency=1")
+    rows = run(
+        tmp_path / "rest",
+        *FULL,
+        steps(8),
+        f"train.resume={at(tmp_path, 6)}",
+        "train.checkpoint_frequency=1",
+    )
     assert [row["step"] for row in rows] == [6, 7, 8]
-    seven, eight = (torch.load(at(tmp_path / "rest", step), weights_only=True)["source"] for step in (7, 8))
+    seven, eight = (
+        torch.load(at(tmp_path / "rest", step), weights_only=True)["source"] for step in (7, 8)
+    )
     assert seven["ahead"] == [[29, 5]] and seven["drawing"] == drawing
     assert eight["ahead"] == [] and eight["drawing"] == drawing | {
         "next_group": 33,

@@ -19,7 +19,12 @@ from torchrl_grpo.config import ConfigError
 from torchrl_grpo.host.checkpoint_files import checkpoints_in, read_manifest
 from torchrl_grpo.host.files import read_jsonl
 
-TESTED = ("evaluation.num_prompts=8", "evaluation.k=2", "evaluation.frequency=2", "logging.sample_frequency=3")
+TESTED = (
+    "evaluation.num_prompts=8",
+    "evaluation.k=2",
+    "evaluation.frequency=2",
+    "logging.sample_frequency=3",
+)
 SAVED = ("train.checkpoint_frequency=2",)
 SYNC = ROOT / "sota" / "grpo" / "grpo.py"
 SCRIPT = (
@@ -51,7 +56,9 @@ def rows_of(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_in_its_folder_as_if_nothing_had_been(whole: Path, killed: Path) -> None:
+def test_a_killed_run_goes_on_in_its_folder_as_if_nothing_had_been(
+    whole: Path, killed: Path
+) -> None:
     run(killed, *TESTED, *SAVED, steps(8), "train.resume=auto")
     for name in ("metrics.jsonl", "samples.jsonl"):
         assert rows_of(killed, name) == rows_of(whole, name)
@@ -71,13 +78,18 @@ def test_a_run_without_evaluations_goes_on_with_one_row_a_step(tmp_path: Path) -
 
 def test_a_used_folder_is_refused_unless_the_run_goes_on(whole: Path) -> None:
     before = (whole / "metrics.jsonl").read_bytes()
-    with pytest.raises(ConfigError, match=r"hydra\.run\.dir=.* must be a folder without a run, but it has checkpoint_"):
+    with pytest.raises(
+        ConfigError,
+        match=r"hydra\.run\.dir=.* must be a folder without a run, but it has checkpoint_",
+    ):
         run(whole, *TESTED, steps(4))
     assert (whole / "metrics.jsonl").read_bytes() == before
 
 
 @pytest.mark.slow
-def test_auto_starts_afresh_in_an_empty_folder_and_after_no_checkpoint(whole: Path, tmp_path: Path) -> None:
+def test_auto_starts_afresh_in_an_empty_folder_and_after_no_checkpoint(
+    whole: Path, tmp_path: Path
+) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/pass@1": 0.5}\n{"step": 1}\n')
     run(tmp_path, *TESTED, *SAVED, steps(1), "train.resume=auto")
     assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [0, 1]
@@ -93,12 +105,19 @@ def test_auto_refuses_to_start_afresh_over_damaged_checkpoints(
     for path in checkpoints_in(folder / "checkpoints"):
         path.write_bytes(path.read_bytes()[:-1])
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    assert run_here(SYNC, "train.resume=auto", f"hydra.run.dir={folder}", "hydra.output_subdir=null") == 2
+    assert (
+        run_here(SYNC, "train.resume=auto", f"hydra.run.dir={folder}", "hydra.output_subdir=null")
+        == 2
+    )
     said = capfd.readouterr().err
     assert (
-        f"error: train.resume=auto must find a checkpoint that is whole, but of those in {folder}/checkpoints" in said
+        f"error: train.resume=auto must find a checkpoint that is whole, but of those in {folder}/checkpoints"
+        in said
     )
-    assert "checkpoint_000008.pt has no checksum: it is cut short" in said and "wrote it. Nothing is thrown" in said
+    assert (
+        "checkpoint_000008.pt has no checksum: it is cut short" in said
+        and "wrote it. Nothing is thrown" in said
+    )
     assert "to start afresh use another hydra.run.dir, or move that folder away." in said
     assert {path: path.read_bytes() for path in before} == before
     (folder / "checkpoints").rename(folder / "damaged")
@@ -127,7 +146,11 @@ def test_lines_that_are_no_rows_are_left_out_when_a_run_goes_on(
     for name in torn:
         rows = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
         assert all(isinstance(row["step"], int) for row in rows)
-        told = [line for line in said if line.startswith(f"{tmp_path / name} has 2 lines that are no rows of a run")]
+        told = [
+            line
+            for line in said
+            if line.startswith(f"{tmp_path / name} has 2 lines that are no rows of a run")
+        ]
         assert len(told) == 1 and "the first is line 2" in told[0]
 
 
@@ -163,7 +186,12 @@ def test_a_finished_run_writes_nothing_more_to_other_loggers(name: str, tmp_path
 def test_checkpoints_of_later_steps_are_set_aside(killed: Path) -> None:
     run(killed, *TESTED, *SAVED, steps(3), f"train.resume={at(killed, 2)}", "optimizer.lr=1e-4")
     names = {path.name for path in (killed / "checkpoints").iterdir()}
-    assert names == {"checkpoint_000002.pt", "checkpoint_000003.pt", "checkpoint_000004.old", "model"}
+    assert names == {
+        "checkpoint_000002.pt",
+        "checkpoint_000003.pt",
+        "checkpoint_000004.old",
+        "model",
+    }
 
 
 @pytest.mark.slow
@@ -177,12 +205,22 @@ def test_the_saved_config_is_the_base_and_differences_are_shown(
     assert run_here(SYNC, *SCRIPT, *old) == 0
     capsys.readouterr()
     again = (f"train.resume={tmp_path / 'a'}", f"hydra.run.dir={tmp_path / 'b'}", steps(2))
-    assert run_here(SYNC, *again, "policy.kl_coef=0.25") == 0  # without the first one's --config-name
+    assert (
+        run_here(SYNC, *again, "policy.kl_coef=0.25") == 0
+    )  # without the first one's --config-name
     shown = capsys.readouterr().out
-    assert re.search(r"that differ.*policy\.kl_coef +0\.5 +0\.25.*train\.total_dialog_turns +16 +32", shown, re.S)
-    before, now = (read_manifest(at(tmp_path / folder, step))["config"] for folder, step in (("a", 1), ("b", 2)))
+    assert re.search(
+        r"that differ.*policy\.kl_coef +0\.5 +0\.25.*train\.total_dialog_turns +16 +32", shown, re.S
+    )
+    before, now = (
+        read_manifest(at(tmp_path / folder, step))["config"]
+        for folder, step in (("a", 1), ("b", 2))
+    )
     for config, kl, turns in ((before, 0.5, 16), (now, 0.25, 32)):
-        assert (config["policy"].pop("kl_coef"), config["train"].pop("total_dialog_turns")) == (kl, turns)
+        assert (config["policy"].pop("kl_coef"), config["train"].pop("total_dialog_turns")) == (
+            kl,
+            turns,
+        )
         config["train"].pop("resume")
     assert now == before
     assert now["policy"]["aggregation"] == "token_mean"
@@ -191,8 +229,14 @@ def test_the_saved_config_is_the_base_and_differences_are_shown(
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("env.repeats=8", r"error: env\.repeats=8 must be 4, as in .*checkpoint_000008\.pt, whose state is made for"),
-        ("train.resume=/nowhere", r"error: train\.resume=/nowhere must be .* but it does not exist"),
+        (
+            "env.repeats=8",
+            r"error: env\.repeats=8 must be 4, as in .*checkpoint_000008\.pt, whose state is made for",
+        ),
+        (
+            "train.resume=/nowhere",
+            r"error: train\.resume=/nowhere must be .* but it does not exist",
+        ),
         ("train.resume=null", r"error: hydra\.run\.dir=.* must be a folder without a run"),
     ],
 )
@@ -205,5 +249,14 @@ def test_what_is_refused_on_resume_is_refused_before_anything_loads(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setitem(sys.modules, "torchrl_grpo.assembly.run", None)  # its import would fail
-    assert run_here(SYNC, "train.resume=auto", f"hydra.run.dir={whole}", "hydra.output_subdir=null", override) == 2
+    assert (
+        run_here(
+            SYNC,
+            "train.resume=auto",
+            f"hydra.run.dir={whole}",
+            "hydra.output_subdir=null",
+            override,
+        )
+        == 2
+    )
     assert re.search(message, capsys.readouterr().err)

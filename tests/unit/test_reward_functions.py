@@ -21,7 +21,9 @@ EXTRA = {"prompt": "6*7=?", "solution": "42", "level": 3}
 
 
 def dialog(response: str = "42", answer: Any = "42", **extra: Any) -> Dialog:
-    return Dialog(Problem("6*7=?", answer, EXTRA | extra, dataset="sums"), [response], tokens=(5, 6, 1))
+    return Dialog(
+        Problem("6*7=?", answer, EXTRA | extra, dataset="sums"), [response], tokens=(5, 6, 1)
+    )
 
 
 def parts(function: Callable[..., Any], *args: Any, **options: Any) -> dict[str, float | None]:
@@ -32,9 +34,26 @@ def parts(function: Callable[..., Any], *args: Any, **options: Any) -> dict[str,
 
 
 def test_arguments_are_matched_by_name() -> None:
-    def see(response, prompt, messages, answer, finish_reason, tokens, level, extra=7, scale=1, **columns):  # type: ignore[no-untyped-def]
+    def see(
+        response,
+        prompt,
+        messages,
+        answer,
+        finish_reason,
+        tokens,
+        level,
+        extra=7,
+        scale=1,
+        **columns,
+    ):  # type: ignore[no-untyped-def]
         assert [message["content"] for message in messages] == ["6*7=?", "42"]
-        assert (response, prompt, answer, finish_reason, tokens) == ("42", "6*7=?", "42", "stop", [5, 6, 1])
+        assert (response, prompt, answer, finish_reason, tokens) == (
+            "42",
+            "6*7=?",
+            "42",
+            "stop",
+            [5, 6, 1],
+        )
         assert (level, extra, scale) == (3, 7, 5)
         assert columns == {"solution": "42"}
         return 1
@@ -84,7 +103,9 @@ def test_an_answer_that_no_problem_has_is_refused_before_a_run(
     if missing is None:
         rewards.check(columns, has_answer=False)
     else:
-        with pytest.raises(ValueError, match=f"needs {missing}, which (is|are) neither .*: use names of these"):
+        with pytest.raises(
+            ValueError, match=f"needs {missing}, which (is|are) neither .*: use names of these"
+        ):
             rewards.check(columns, has_answer=False)
 
 
@@ -93,9 +114,14 @@ def test_options_that_a_function_has_not_are_refused() -> None:
         make_rewards({"fn": "gsm8k", "mood": "lenient"})
     with pytest.raises(ValueError, match=r"has no weigth: did you mean weight\?"):
         make_rewards({"fn": "gsm8k", "weigth": 0.5})
-    with pytest.raises(ValueError, match=r"has no x: use some of \['answer', 'mode', 'name', 'response', 'weight'\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"has no x: use some of \['answer', 'mode', 'name', 'response', 'weight'\]",
+    ):
         make_rewards({"fn": "gsm8k", "x": 1})
-    with pytest.raises(ValueError, match="reward f must take its arguments by name: remove the '/'"):
+    with pytest.raises(
+        ValueError, match="reward f must take its arguments by name: remove the '/'"
+    ):
         make_rewards({"fn": lambda response, /: 1, "name": "f"})
 
 
@@ -159,7 +185,9 @@ def test_the_reward_is_the_weighted_sum_of_what_applies() -> None:
         ([{"reward": 0, "correct": 1}], True), ([{"reward": 1, "correct": None}, 0], False),
     ],
 )  # fmt: skip
-def test_the_first_reward_that_applies_decides_what_is_correct(results: list[Any], correct: bool) -> None:
+def test_the_first_reward_that_applies_decides_what_is_correct(
+    results: list[Any], correct: bool
+) -> None:
     spec = [{"fn": lambda response, r=r: r, "name": f"f{i}"} for i, r in enumerate(results)]
     assert make_rewards(spec)(dialog()).correct is correct
 
@@ -184,7 +212,9 @@ def test_a_spec_that_is_wrong_is_refused(spec: Any, message: str) -> None:
 
 
 def test_a_part_with_a_weight_must_be_returned() -> None:
-    with pytest.raises(ValueError, match=r"reward f must return the parts that have a weight, \['x'\], it returned"):
+    with pytest.raises(
+        ValueError, match=r"reward f must return the parts that have a weight, \['x'\], it returned"
+    ):
         parts(lambda response: {"y": 1}, name="f", weight={"x": 1})
 
 
@@ -223,13 +253,18 @@ def test_a_function_of_trl_gets_messages_for_a_prompt_of_messages() -> None:
     rewards = make_rewards(last, prompt_column="question")
     assert [rewards(one).reward, rewards(two).reward] == [43.0, 45.0]
     assert rewards(Dialog(problem, ["42"])).reward == 43.0
-    chat = [{"role": "system", "content": "In words."}, chat[1]]  # env.system_prompt replaces that of the data
+    chat = [
+        {"role": "system", "content": "In words."},
+        chat[1],
+    ]  # env.system_prompt replaces that of the data
     assert rewards(Dialog(problem, ["42"], messages=[*chat, after[-1]])).reward == 43.0
 
 
 @pytest.mark.parametrize("result", [1.0, [], [1.0, 2.0]])
 def test_a_function_of_trl_must_return_one_reward(result: Any) -> None:
-    with pytest.raises(ValueError, match=r"reward f must return a list with one reward for each completion"):
+    with pytest.raises(
+        ValueError, match=r"reward f must return a list with one reward for each completion"
+    ):
         parts(lambda completions, **kwargs: result, name="f")
 
 
@@ -245,12 +280,22 @@ def test_a_function_of_trl_may_return_none_a_tensor_and_be_async() -> None:
         {"fn": lambda prompts, **kwargs: [len(prompts[0])], "name": "prompt"},
         later,
     ]
-    assert make_rewards(spec)(dialog()).parts == {"none": None, "tensor": 3.0, "ids": 3.0, "prompt": 5.0, "later": 2.0}
+    assert make_rewards(spec)(dialog()).parts == {
+        "none": None,
+        "tensor": 3.0,
+        "ids": 3.0,
+        "prompt": 5.0,
+        "later": 2.0,
+    }
 
 
 def test_a_function_of_verl_gets_its_four_arguments() -> None:
     def compute_score(data_source, solution_str, ground_truth, extra_info=None):  # type: ignore[no-untyped-def]
-        return {"score": float(solution_str == ground_truth), "source": len(data_source), "info": str(extra_info)}
+        return {
+            "score": float(solution_str == ground_truth),
+            "source": len(data_source),
+            "info": str(extra_info),
+        }
 
     rewards = make_rewards({"fn": compute_score, "weight": 0.5})
     rewards.check([])
@@ -266,14 +311,19 @@ def test_a_function_of_verl_may_return_a_number_and_take_options() -> None:
 
     assert make_rewards(score)(dialog(extra_info={"index": 2})).reward == 8
     assert make_rewards({"fn": score, "method": ""})(dialog(index=1)).reward == 1
-    with pytest.raises(ValueError, match=r"reward f must return a score, its dict has \['acc'\]: add `score`"):
+    with pytest.raises(
+        ValueError, match=r"reward f must return a score, its dict has \['acc'\]: add `score`"
+    ):
         parts(lambda solution_str: {"acc": 1}, name="f")
 
 
 @pytest.mark.parametrize("name", ["solution_str", "model_output", "predict_str"])
 def test_a_function_of_verl_may_give_the_response_another_name(name: str) -> None:
     made: dict[str, Any] = {}
-    exec(f"def compute_score({name}, ground_truth, timeout_score=0): return {name} == ground_truth", made)
+    exec(
+        f"def compute_score({name}, ground_truth, timeout_score=0): return {name} == ground_truth",
+        made,
+    )
     rewards = make_rewards(made["compute_score"])
     rewards.check([])
     row = {"reward_model": {"style": "rule", "ground_truth": "43"}}
@@ -291,10 +341,15 @@ def test_the_first_entry_of_a_tuple_from_a_function_of_verl_is_the_score() -> No
 
 @pytest.mark.parametrize("options", [{"max_completion_len": 100, "soft_punish_cache": 20}, {}])
 def test_a_function_that_makes_a_reward_is_refused_before_a_run(options: dict[str, int]) -> None:
-    def get_punishment(max_completion_len: int, soft_punish_cache: int = 20) -> Callable[..., list[float]]:
+    def get_punishment(
+        max_completion_len: int, soft_punish_cache: int = 20
+    ) -> Callable[..., list[float]]:
         return lambda completion_ids, **kwargs: [0.0 for _ in completion_ids]
 
-    with pytest.raises(ValueError, match=r"reward get_punishment must take .* of a response, .*: if it makes a reward"):
+    with pytest.raises(
+        ValueError,
+        match=r"reward get_punishment must take .* of a response, .*: if it makes a reward",
+    ):
         make_rewards({"fn": get_punishment, **options}).check(["prompt", "solution"])
     made = make_rewards({"fn": get_punishment(100), "name": "made"})
     made.check(["prompt", "solution"])
@@ -324,7 +379,9 @@ def test_one_dialogs_error_or_time_out_is_not_anothers() -> None:
             raise KeyError("no")
         return 1.0
 
-    scores = make_rewards([slow, refuse]).score_all(map(dialog, ("60", "0.01", "x", "0.02")), timeout_s=0.3)
+    scores = make_rewards([slow, refuse]).score_all(
+        map(dialog, ("60", "0.01", "x", "0.02")), timeout_s=0.3
+    )
     assert [type(score) for score in scores] == [InvalidRewardError, KeyError, ValueError, Score]
     assert scores[0].cause == "timeout"  # type: ignore[union-attr]
     assert str(scores[0]) == "a reward must come within 0.3 s, none did."
@@ -364,7 +421,9 @@ def test_an_async_function_keeps_its_event_loop_from_call_to_call() -> None:
 
 def test_a_task_with_rewards_is_the_other_task_in_all_else() -> None:
     task = ArithmeticTask(difficulty=1)
-    wrapped = WithRewards(task, make_rewards({"fn": "gsm8k", "mode": "lenient", "name": "right", "weight": 2}))
+    wrapped = WithRewards(
+        task, make_rewards({"fn": "gsm8k", "mode": "lenient", "name": "right", "weight": 2})
+    )
     problem = wrapped.problems("train")[0]
     assert wrapped.messages(problem) == task.messages(problem)
     got = wrapped.judge(Dialog(problem, [f"The answer is {problem.answer}."]))

@@ -37,7 +37,9 @@ async def score(response: str, *, extra: int = 0) -> int:
 
 
 def test_a_function_of_a_file_runs_where_the_file_is_not(tmp_path: Path) -> None:
-    (tmp_path / "beside.py").write_text("import later\nWEIGHT = 3\ndef times(x): return x * WEIGHT\n")
+    (tmp_path / "beside.py").write_text(
+        "import later\nWEIGHT = 3\ndef times(x): return x * WEIGHT\n"
+    )
     (tmp_path / "later.py").write_text("ONE = 1\n")
     file = tmp_path / "mine.py"
     file.write_text(FILE)
@@ -51,7 +53,9 @@ def test_a_function_of_a_file_runs_where_the_file_is_not(tmp_path: Path) -> None
         "rewards = pickle.loads(cloudpickle.dumps(pickle.load(sys.stdin.buffer)))\n"
         "print(rewards(Dialog(Problem('', None), ['aa'])).parts, rewards.asynchronous)"
     )
-    out = subprocess.run([sys.executable, "-c", code], input=sent, capture_output=True, check=True, cwd="/")
+    out = subprocess.run(
+        [sys.executable, "-c", code], input=sent, capture_output=True, check=True, cwd="/"
+    )
     assert out.stdout.decode().strip() == "{'score': 20.0} True"
 
 
@@ -91,7 +95,9 @@ def test_an_edited_file_is_loaded_again_and_an_unchanged_one_is_not(tmp_path: Pa
         ("json:nothing", "", r"must name a function of json, it has no such name: use one of \['dump'"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_loaded_says_why(tmp_path: Path, name: str, source: str, message: str) -> None:
+def test_what_cannot_be_loaded_says_why(
+    tmp_path: Path, name: str, source: str, message: str
+) -> None:
     file = tmp_path / "mine.py"
     file.write_text(source)
     with pytest.raises(ValueError, match=message):
@@ -105,7 +111,10 @@ def test_a_file_with_relative_imports_is_to_be_named_as_a_module(tmp_path: Path)
         (package / "__init__.py").touch()
     (folder / "helper.py").write_text("ONE = 1\n")
     (folder / "mine.py").write_text("from .helper import ONE\ndef score(response): return ONE\n")
-    with pytest.raises(ValueError, match=r"name the function as outer\.inner\.mine:score, with the folder that holds"):
+    with pytest.raises(
+        ValueError,
+        match=r"name the function as outer\.inner\.mine:score, with the folder that holds",
+    ):
         load_function(f"{folder}/mine.py:score")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(tmp_path)
@@ -113,7 +122,9 @@ def test_a_file_with_relative_imports_is_to_be_named_as_a_module(tmp_path: Path)
 
 
 def test_other_functions_than_rewards_are_loaded_under_their_own_field(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"env.tools=calc must be file.py:function or package.module:function"):
+    with pytest.raises(
+        ValueError, match=r"env.tools=calc must be file.py:function or package.module:function"
+    ):
         load_function("calc", field="env.tools", builtins={})
     assert load_function("os.path:basename", field="env.tools", builtins={})("a/b") == "b"
 
@@ -140,4 +151,12 @@ def test_reward_workers_name_the_cause_of_every_invalid_reward(tmp_path: Path) -
     rewards = [turn.score.reward for turn in turns if isinstance(turn, Turn) and turn.score]
     causes = [turn.cause for turn in turns if isinstance(turn, Failure)]
     assert rewards == [4.0, 1e7]
-    assert causes == ["not_finite", "not_finite", "none", "not_finite", "exception", "crash", "timeout"]
+    assert causes == [
+        "not_finite",
+        "not_finite",
+        "none",
+        "not_finite",
+        "exception",
+        "crash",
+        "timeout",
+    ]

@@ -34,12 +34,20 @@ Parts = Mapping[str, float | None]
 EPS = 1e-6
 
 
-def batch_of(parts: Sequence[Parts], groups: Sequence[int], valid: Sequence[bool] = ()) -> TensorDictBase:
+def batch_of(
+    parts: Sequence[Parts], groups: Sequence[int], valid: Sequence[bool] = ()
+) -> TensorDictBase:
     """Ragged: sequence i has i + 1 tokens. The reward is the sum of the parts."""
     rows = []
     for i, (row, group) in enumerate(zip(parts, groups, strict=True)):
         reward = torch.tensor([sum(value or 0.0 for value in row.values())])
-        data = TensorDict({keys.FULL: torch.arange(i + 1), keys.REWARD: reward, keys.GROUP_ID: torch.tensor([group])})
+        data = TensorDict(
+            {
+                keys.FULL: torch.arange(i + 1),
+                keys.REWARD: reward,
+                keys.GROUP_ID: torch.tensor([group]),
+            }
+        )
         data.set(keys.REWARD_PARTS, NonTensorData(dict(row)))
         data[keys.REWARD_VALID] = torch.tensor([valid[i] if valid else True])
         rows.append(data)
@@ -51,13 +59,20 @@ def advantages(batch: TensorDictBase, repeats: int, weights: Mapping[str, float]
 
 
 def by_hand(
-    parts: Sequence[Parts], groups: Sequence[int], weights: Mapping[str, float], valid: Sequence[bool]
+    parts: Sequence[Parts],
+    groups: Sequence[int],
+    weights: Mapping[str, float],
+    valid: Sequence[bool],
 ) -> list[float]:
     """GDPO in plain Python: every part by the mean and deviation of its group, summed, then by those of the batch."""
     sums = [0.0] * len(parts)
     for name, weight in weights.items():
         for group in set(groups):
-            of_group = [i for i, g in enumerate(groups) if g == group and valid[i] and parts[i].get(name) is not None]
+            of_group = [
+                i
+                for i, g in enumerate(groups)
+                if g == group and valid[i] and parts[i].get(name) is not None
+            ]
             values = [parts[i][name] for i in of_group]
             if len(set(values)) > 1:
                 mean, std = statistics.mean(values), statistics.stdev(values)  # type: ignore[type-var]
@@ -65,7 +80,10 @@ def by_hand(
                     sums[i] += weight * (value - mean) / (std + EPS)  # type: ignore[operator]
     counted = [total for total, good in zip(sums, valid, strict=True) if good]
     mean, std = statistics.mean(counted), statistics.stdev(counted)
-    return [(total - mean) / (std + EPS) if good else 0.0 for total, good in zip(sums, valid, strict=True)]
+    return [
+        (total - mean) / (std + EPS) if good else 0.0
+        for total, good in zip(sums, valid, strict=True)
+    ]
 
 
 # GDPO
@@ -73,7 +91,10 @@ def by_hand(
 
 def test_rewards_with_one_sum_and_other_parts_keep_different_advantages() -> None:
     """The paper's example: GRPO gives (0, 1), (0, 2) of two responses the same advantage, GDPO does not."""
-    one, two = [{"a": 0.0, "b": 0.0}, {"a": 0.0, "b": 1.0}], [{"a": 0.0, "b": 0.0}, {"a": 1.0, "b": 1.0}]
+    one, two = (
+        [{"a": 0.0, "b": 0.0}, {"a": 0.0, "b": 1.0}],
+        [{"a": 0.0, "b": 0.0}, {"a": 1.0, "b": 1.0}],
+    )
     batch = batch_of(one + two, [0, 0, 1, 1])
     assert GroupAdvantage(2)(batch.clone())["advantage"].flatten().tolist() == pytest.approx(
         [-(0.5**0.5), 0.5**0.5] * 2, abs=1e-5
@@ -81,7 +102,9 @@ def test_rewards_with_one_sum_and_other_parts_keep_different_advantages() -> Non
     # Each part of two differing responses is -1/sqrt(2) and 1/sqrt(2): sums s, and 2 s in the second group. The
     # deviation of (-s, s, -2s, 2s) with s**2 = 1/2 is sqrt(5 / 3).
     scale = 0.5**0.5 / (5 / 3) ** 0.5
-    assert advantages(batch, 2, {}) == pytest.approx([-scale, scale, -2 * scale, 2 * scale], abs=1e-5)
+    assert advantages(batch, 2, {}) == pytest.approx(
+        [-scale, scale, -2 * scale, 2 * scale], abs=1e-5
+    )
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -91,7 +114,8 @@ def test_gdpo_is_what_plain_python_computes(seed: int) -> None:
     groups = [i // 4 for i in range(24)]
     rng.shuffle(groups)
     parts = [
-        {name: rng.choice([None, 0.0, 1.0, rng.random()]) for name in weights} | {"logged": rng.random()}
+        {name: rng.choice([None, 0.0, 1.0, rng.random()]) for name in weights}
+        | {"logged": rng.random()}
         for _ in groups
     ]
     valid = [rng.random() > 0.15 for _ in groups]
@@ -108,7 +132,9 @@ def test_a_part_that_does_not_apply_or_not_vary_gives_nothing() -> None:
     assert got == pytest.approx([0, (3 / 2) ** 0.5, 0, -((3 / 2) ** 0.5)], abs=1e-5)
     assert got[0] == got[2] == 0.0
     transform = GroupAdvantage(2, part_weights={})
-    same = transform(batch_of([{"a": 1.0}] * 2 + [{"a": 1.0}, {"a": 2.0}], [0, 0, 1, 1]))["advantage"].flatten()
+    same = transform(batch_of([{"a": 1.0}] * 2 + [{"a": 1.0}, {"a": 2.0}], [0, 0, 1, 1]))[
+        "advantage"
+    ].flatten()
     assert same[:2].tolist() == [0.0, 0.0] and same[2] < 0 < same[3]
     assert (transform.num_groups, transform.num_zero_variance_groups) == (2, 1)
 
@@ -132,7 +158,9 @@ def test_a_part_counts_by_its_weight_or_its_functions() -> None:
 def test_gdpo_in_a_replay_buffer_is_that_of_the_batch() -> None:
     parts = [{"a": float(i % 3), "b": float(i % 2)} for i in range(6)]
     batch = batch_of(parts, [0, 0, 0, 1, 1, 1])
-    buffer = ReplayBuffer(storage=LazyStackStorage(6), transform=GroupAdvantage(3, part_weights={"b": 0.1}))
+    buffer = ReplayBuffer(
+        storage=LazyStackStorage(6), transform=GroupAdvantage(3, part_weights={"b": 0.1})
+    )
     buffer.extend(batch.clone())
     assert buffer[:]["advantage"].flatten().tolist() == advantages(batch, 3, {"b": 0.1})
 
@@ -147,11 +175,15 @@ def digit(response: str) -> bool:
 
 def test_gdpo_in_an_environment_is_that_of_the_batch(tokenizer: PreTrainedTokenizerFast) -> None:
     task = WithRewards(EchoTask(), make_rewards([length, digit]))
-    env = TransformedEnv(LLMEnv(task, tokenizer, num_envs=4, repeats=2), GroupAdvantage(2, part_weights={}))
+    env = TransformedEnv(
+        LLMEnv(task, tokenizer, num_envs=4, repeats=2), GroupAdvantage(2, part_weights={})
+    )
     responses = ["1", "abc", "abcde", "12"]
     out = respond(env, env.reset(), [[*tokenizer(text)["input_ids"], END] for text in responses])
     parts = out[keys.REWARD_PARTS]
-    assert list(parts) == [{"length": length(text), "digit": float(digit(text))} for text in responses]
+    assert list(parts) == [
+        {"length": length(text), "digit": float(digit(text))} for text in responses
+    ]
     # Length and digit disagree in both groups: with equal weights they cancel, to exactly 0.
     assert column(out, "advantage") == advantages(batch_of(parts, [0, 0, 1, 1]), 2, {}) == [0.0] * 4
     one = (3 / 4) ** 0.5  # of four numbers of one size, two of them negative, over their deviation
@@ -168,7 +200,9 @@ def test_the_parts_of_a_trajectory_are_those_of_its_last_step() -> None:
 
 
 def test_gdpo_needs_parts_and_groups() -> None:
-    with pytest.raises(ValueError, match=r"must have the parts of each reward, 1 of 2 responses have none"):
+    with pytest.raises(
+        ValueError, match=r"must have the parts of each reward, 1 of 2 responses have none"
+    ):
         advantages(batch_of([{"a": 1.0}, {}], [0, 0]), 2, {})
     batch = batch_of([{"a": 1.0}, {"a": 2.0}], [0, 0])
     for row in batch.unbind(0):
@@ -176,7 +210,9 @@ def test_gdpo_needs_parts_and_groups() -> None:
     with pytest.raises(KeyError, match=r"no entry next\.reward_parts, .*: name reward functions"):
         advantages(batch, 2, {})
     for options in ({"mean": "batch"}, {"mean": "none"}, {"level": "token"}):
-        with pytest.raises(ValueError, match=r"reward_combination=gdpo must have one advantage for a sequence"):
+        with pytest.raises(
+            ValueError, match=r"reward_combination=gdpo must have one advantage for a sequence"
+        ):
             GroupAdvantage(2, part_weights={}, **options)
 
 
@@ -189,7 +225,9 @@ def test_each_data_set_has_its_own_weights_of_parts() -> None:
     # The first set's sums are 1 times (h, -h) with h**2 = 1/2, the second one's 0.5 times (-h, h).
     scale = (((1 + 1 + 0.25 + 0.25) / 2) / 3) ** 0.5
     half = 0.5**0.5
-    assert got == pytest.approx([half / scale, -half / scale, -half / 2 / scale, half / 2 / scale], abs=1e-5)
+    assert got == pytest.approx(
+        [half / scale, -half / scale, -half / 2 / scale, half / 2 / scale], abs=1e-5
+    )
 
 
 @pytest.fixture
@@ -212,7 +250,13 @@ def test_the_config_gives_gdpo_the_weights_of_each_data_set(two_files: Path) -> 
 
     single = {"gsm8k": 0.9, "number": 0.1}
     assert made(f"env.reward={own}") == single
-    assert made(f"env.reward={own}", "evaluation.datasets=[{dataset: arithmetic, name: t, reward: number}]") == single
+    assert (
+        made(
+            f"env.reward={own}",
+            "evaluation.datasets=[{dataset: arithmetic, name: t, reward: number}]",
+        )
+        == single
+    )
     sets = (
         f"env.datasets=[{{dataset: {two_files}/one.jsonl, {columns}, reward: {own}}}, "
         f"{{dataset: {two_files}/two.jsonl, {columns}, reward: {{fn: gsm8k, weight: 0.3}}}}]"
@@ -228,10 +272,14 @@ def test_the_config_gives_gdpo_the_weights_of_each_data_set(two_files: Path) -> 
         ["env.dataset=arithmetic"],
         ["env.dataset=null", "env.environment=GAMES:Guess"],
         ["env.task._target_=tests.support.echo.EchoTask"],
-        ["env.datasets=[{dataset: arithmetic, name: a}, {dataset: arithmetic, name: b, reward: gsm8k}]"],
+        [
+            "env.datasets=[{dataset: arithmetic, name: a}, {dataset: arithmetic, name: b, reward: gsm8k}]"
+        ],
     ],
 )
-def test_gdpo_without_parts_is_refused_before_anything_loads(overrides: list[str], tmp_path: Path) -> None:
+def test_gdpo_without_parts_is_refused_before_anything_loads(
+    overrides: list[str], tmp_path: Path
+) -> None:
     (tmp_path / "games.py").write_text(
         "class Guess:\n"
         "    def reset(self, seed):\n        return 'Guess.'\n"
@@ -239,16 +287,24 @@ def test_gdpo_without_parts_is_refused_before_anything_loads(overrides: list[str
     )
     overrides = [text.replace("GAMES", f"{tmp_path}/games.py") for text in overrides]
     config = compose_config(*overrides, "env.max_turns=1", "env.reward_combination=gdpo")
-    with pytest.raises(ValueError, match=r"env\.reward_combination=gdpo .*env\.reward.*reward_combination=sum"):
+    with pytest.raises(
+        ValueError, match=r"env\.reward_combination=gdpo .*env\.reward.*reward_combination=sum"
+    ):
         make_task(config.env)
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("policy.advantage_mean=batch", "env.reward_combination=gdpo must have one advantage for a sequence"),
+        (
+            "policy.advantage_mean=batch",
+            "env.reward_combination=gdpo must have one advantage for a sequence",
+        ),
         ("policy.advantage_level=token", "it has level=token and mean=group: use level=sequence"),
-        ("policy.reward_scale=2", "env.reward_combination=gdpo must have neither policy.dynamic_sampling nor what"),
+        (
+            "policy.reward_scale=2",
+            "env.reward_combination=gdpo must have neither policy.dynamic_sampling nor what",
+        ),
         ("policy.dynamic_sampling=true", "or use env.reward_combination=sum"),
     ],
 )
@@ -261,7 +317,12 @@ def test_gdpo_refuses_what_works_on_the_sum(override: str, message: str) -> None
 
 
 def logged_batch() -> TensorDictBase:
-    parts = [{"right": 1.0, "tone/polite": 0.5}, {"right": 0.0, "tone/polite": None}, {"right": 1.0}, {"right": 9.0}]
+    parts = [
+        {"right": 1.0, "tone/polite": 0.5},
+        {"right": 0.0, "tone/polite": None},
+        {"right": 1.0},
+        {"right": 9.0},
+    ]
     batch = batch_of(parts, [0, 0, 1, 1], [True, True, True, False])
     for i, row in enumerate(batch.unbind(0)):
         row.update({
@@ -289,7 +350,9 @@ def test_a_part_that_never_applies_has_no_mean() -> None:
     for row in batch.unbind(0):
         row.set(keys.REWARD_PARTS, NonTensorData({"f": None}))
     metrics = rollout_metrics(batch)
-    assert {name: value for name, value in metrics.items() if name.startswith("reward/")} == {"reward/f/none": 1.0}
+    assert {name: value for name, value in metrics.items() if name.startswith("reward/")} == {
+        "reward/f/none": 1.0
+    }
 
 
 def test_samples_have_the_parts_and_the_data_set() -> None:

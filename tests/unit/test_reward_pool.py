@@ -45,12 +45,17 @@ def pool() -> Iterator[RewardPool]:
 
 
 def score(pool: RewardPool, *orders: str) -> list[Score | Failure | None]:
-    turns = [turn.result() for turn in [pool.submit(Dialog(Problem("a", "a"), [order])) for order in orders]]
+    turns = [
+        turn.result()
+        for turn in [pool.submit(Dialog(Problem("a", "a"), [order])) for order in orders]
+    ]
     return [turn if isinstance(turn, Failure) else turn.score for turn in turns]
 
 
 def all_gone(pids: Sequence[int]) -> bool:
-    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=20)
+    _, alive = psutil.wait_procs(
+        [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=20
+    )
     return not alive
 
 
@@ -59,11 +64,21 @@ def test_scores_come_in_order_and_what_hangs_crashes_or_raises_has_none() -> Non
         one, hung, left, raised, killed, two = score(pool, "1", "hang", "exit", "boom", "kill", "2")
         assert (one, two) == (Score(1.0, True), Score(2.0, True))
         assert isinstance(hung, Failure) and "env.reward_timeout_s=1" in hung.text
-        assert isinstance(left, Failure) and "2 processes ended while they scored it (status 3)" in left.text
+        assert (
+            isinstance(left, Failure)
+            and "2 processes ended while they scored it (status 3)" in left.text
+        )
         assert isinstance(killed, Failure) and "(status -9, SIGKILL)" in killed.text
-        assert isinstance(raised, Failure) and raised.kind[0] == "KeyError" and 'raise KeyError("boom")' in raised.text
+        assert (
+            isinstance(raised, Failure)
+            and raised.kind[0] == "KeyError"
+            and 'raise KeyError("boom")' in raised.text
+        )
         assert len({failure.kind for failure in (hung, left, raised, killed)}) == 4
-        assert pool.take_counts() == {RESTARTS: 4, TIMED_OUT: 1}  # two deaths are tried twice, the timeout once
+        assert pool.take_counts() == {
+            RESTARTS: 4,
+            TIMED_OUT: 1,
+        }  # two deaths are tried twice, the timeout once
         assert score(pool, *"3456789") == [Score(float(number), True) for number in "3456789"]
         assert pool.take_counts() == {RESTARTS: 0, TIMED_OUT: 0}
 
@@ -80,7 +95,9 @@ def test_an_error_on_one_line_has_the_place_in_the_file_of_the_scorer(tmp_path: 
         with RewardPool(task, 1, timeout_s=30) as pool:
             (failed,) = score(pool, "no\nJSON")
         assert isinstance(failed, Failure)
-        assert failed.line == f"JSONDecodeError: Expecting value: line 1 column 1 (char 0) at {file}:4"
+        assert (
+            failed.line == f"JSONDecodeError: Expecting value: line 1 column 1 (char 0) at {file}:4"
+        )
 
 
 def test_a_dialog_whose_worker_dies_once_has_its_score(pool: RewardPool, tmp_path: Path) -> None:
@@ -90,11 +107,16 @@ def test_a_dialog_whose_worker_dies_once_has_its_score(pool: RewardPool, tmp_pat
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the scorer looks for its files in /proc")
 @pytest.mark.parametrize("what", ["pickle", "text", "answer", "huge"])
-def test_what_a_scorer_writes_into_its_pipe_is_never_unpickled_or_taken(what: str, tmp_path: Path) -> None:
+def test_what_a_scorer_writes_into_its_pipe_is_never_unpickled_or_taken(
+    what: str, tmp_path: Path
+) -> None:
     with RewardPool(ObedientTask(), 1, timeout_s=30) as pool:
         got = score(pool, f"send {what} {tmp_path / 'canary'}", "2", "3")
         assert isinstance(got[0], Failure) and got[0].cause == "crash"
-        assert "2 processes ended while they scored it (after sending something that is no answer)" in got[0].text
+        assert (
+            "2 processes ended while they scored it (after sending something that is no answer)"
+            in got[0].text
+        )
         assert got[1:] == [Score(2.0, True), Score(3.0, True)]
         assert pool.take_counts() == {RESTARTS: 2, TIMED_OUT: 0}
     assert not (tmp_path / "canary").exists()
@@ -105,14 +127,23 @@ def test_how_a_worker_ended_is_not_how_the_pool_ends_it(pool: RewardPool) -> Non
     interrupted, closed, stays, two = score(pool, "interrupt", "close 0", "close 100", "2")
     assert isinstance(interrupted, Failure) and interrupted.cause == "exception"
     assert "raise KeyboardInterrupt" in interrupted.text and "status" not in interrupted.text
-    assert isinstance(closed, Failure) and "(status 0, after closing its pipe to the run)" in closed.text
+    assert (
+        isinstance(closed, Failure)
+        and "(status 0, after closing its pipe to the run)" in closed.text
+    )
     assert isinstance(stays, Failure) and "(after closing its pipe to the run)" in stays.text
     assert two == Score(2.0, True)
     assert pool.take_counts() == {RESTARTS: 4, TIMED_OUT: 0}
 
 
 def test_a_cause_is_a_known_word_of_an_invalid_reward_error(pool: RewardPool) -> None:
-    orders = ("cause timeout", "cause secret #### 80", "invalid not_finite", "invalid secret #### 80", "unpicklable")
+    orders = (
+        "cause timeout",
+        "cause secret #### 80",
+        "invalid not_finite",
+        "invalid secret #### 80",
+        "unpicklable",
+    )
     failures = score(pool, *orders)
     assert [one.cause for one in failures if isinstance(one, Failure)] == [
         "exception", "exception", "not_finite", "exception", "exception",
@@ -130,19 +161,27 @@ def test_an_error_of_any_length_is_a_few_thousand_characters(pool: RewardPool) -
 
 def test_parts_that_are_no_numbers_are_an_error_of_the_task(pool: RewardPool) -> None:
     [one] = score(pool, "part")
-    assert isinstance(one, Failure) and "must be a finite number" in one.text and "type lock" in one.text
+    assert (
+        isinstance(one, Failure)
+        and "must be a finite number" in one.text
+        and "type lock" in one.text
+    )
 
 
 def test_a_worker_killed_while_it_waits_costs_only_a_restart(pool: RewardPool) -> None:
     score(pool, "1")
     pid = pool.pids()[0]
     os.kill(pid, signal.SIGKILL)
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # a signal takes a moment to arrive; the pool still has to notice
+    os.waitid(
+        os.P_PID, pid, os.WEXITED | os.WNOWAIT
+    )  # a signal takes a moment to arrive; the pool still has to notice
     assert score(pool, "exit", "2", "3")[1:] == [Score(2.0, True), Score(3.0, True)]
     assert pool.take_counts()[RESTARTS] == 3
 
 
-def test_a_worker_that_stopped_while_it_waits_holds_up_no_dialog(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_stopped_while_it_waits_holds_up_no_dialog(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What does not fit into the pipe was sent without end."""
     monkeypatch.setattr(reward_pool, "_LONGEST_TRANSFER_S", 1)
     with RewardPool(ObedientTask(), 1, timeout_s=30) as pool:
@@ -155,7 +194,9 @@ def test_a_worker_that_stopped_while_it_waits_holds_up_no_dialog(monkeypatch: py
         assert pool.take_counts() == {RESTARTS: 1, TIMED_OUT: 0}
 
 
-def test_dialogs_are_scored_at_once_without_torch_in_the_workers(pool: RewardPool, tmp_path: Path) -> None:
+def test_dialogs_are_scored_at_once_without_torch_in_the_workers(
+    pool: RewardPool, tmp_path: Path
+) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
     assert score(pool, f"meet {a} {b}", f"meet {b} {a}") == [Score(1.0, True)] * 2
     assert score(pool, "modules") == [Score(0.0, True)]
@@ -163,7 +204,10 @@ def test_dialogs_are_scored_at_once_without_torch_in_the_workers(pool: RewardPoo
 
 
 def test_a_task_that_no_worker_can_load_ends_the_run_with_the_reason() -> None:
-    with RewardPool(UnloadableTask(), 1, timeout_s=30) as pool, pytest.raises(RuntimeError, match="no such library"):
+    with (
+        RewardPool(UnloadableTask(), 1, timeout_s=30) as pool,
+        pytest.raises(RuntimeError, match="no such library"),
+    ):
         score(pool, "1")
 
 
@@ -195,7 +239,9 @@ def test_a_daemon_that_a_scorer_started_ends_with_its_worker(end: str, tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux" or os.getuid() != 0, reason="the scorer becomes another user")
+@pytest.mark.skipif(
+    sys.platform != "linux" or os.getuid() != 0, reason="the scorer becomes another user"
+)
 def test_a_fork_bomb_under_a_limit_ends_with_its_worker() -> None:
     with TemporaryDirectory() as folder, RewardPool(ObedientTask(), 1, timeout_s=2.0) as pool:
         Path(folder).chmod(0o777)
@@ -205,14 +251,24 @@ def test_a_fork_bomb_under_a_limit_ends_with_its_worker() -> None:
         [bomb] = score(pool, f"forks {folder}/began")
         assert time.monotonic() - start < 10
         assert (Path(folder) / "began").exists()
-        assert isinstance(bomb, Failure) and bomb.cause == "timeout" and score(pool, "2") == [Score(2.0, True)]
-        assert {process.pid for process in psutil.process_iter() if process.uids().real == 65534} <= others
+        assert (
+            isinstance(bomb, Failure)
+            and bomb.cause == "timeout"
+            and score(pool, "2") == [Score(2.0, True)]
+        )
+        assert {
+            process.pid for process in psutil.process_iter() if process.uids().real == 65534
+        } <= others
         assert pool.take_counts() == {RESTARTS: 0, TIMED_OUT: 1}
 
 
 def test_a_scorer_without_memory_left_costs_its_own_sample(pool: RewardPool) -> None:
     bomb, two = score(pool, "memory", "2")
-    assert isinstance(bomb, Failure) and bomb.text.endswith("MemoryError") and bomb.cause == "exception"
+    assert (
+        isinstance(bomb, Failure)
+        and bomb.text.endswith("MemoryError")
+        and bomb.cause == "exception"
+    )
     assert two == Score(2.0, True)
 
 
@@ -234,13 +290,17 @@ if sys.argv[1] == "hang":
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's help is Linux's")
 @pytest.mark.parametrize("end", ["hang", "return"])
-def test_no_worker_outlives_a_parent_that_is_killed_or_never_closes(end: str, tmp_path: Path) -> None:
+def test_no_worker_outlives_a_parent_that_is_killed_or_never_closes(
+    end: str, tmp_path: Path
+) -> None:
     """Nor does a second signal in the terminal matter: the workers are in groups of their own."""
     command = [sys.executable, "-c", SCRIPT, end, str(tmp_path / "pid")]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         pids = [int(pid) for pid in parent.stdout.readline().split()]
-        assert len(pids) == 3 and psutil.pid_exists(pids[2])  # two workers, and what a scorer started
+        assert len(pids) == 3 and psutil.pid_exists(
+            pids[2]
+        )  # two workers, and what a scorer started
         if end == "hang":
             assert all(os.getpgid(pid) == pid for pid in pids[:2])
             parent.send_signal(signal.SIGKILL)
@@ -257,7 +317,9 @@ def make_env(tokenizer: PreTrainedTokenizerFast) -> Callable[..., LLMEnv]:
 
 
 def test_an_env_marks_what_has_no_score_and_logs_each_kind_once(
-    make_env: Callable[..., LLMEnv], tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+    make_env: Callable[..., LLMEnv],
+    tokenizer: PreTrainedTokenizerFast,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     logged: list[str] = []
     monkeypatch.setattr(torchrl_logger, "error", logged.append)
@@ -267,13 +329,26 @@ def test_an_env_marks_what_has_no_score_and_logs_each_kind_once(
             data = env.reset()
             texts = ["4", "boom", "2", "hang", "boom", "exit", "5", "hang"]
             after = respond(env, data, [[*tokenizer(text)["input_ids"], END] for text in texts])
-            assert column(after, "reward_valid") == [True, False, True, False, False, False, True, False]
+            assert column(after, "reward_valid") == [
+                True,
+                False,
+                True,
+                False,
+                False,
+                False,
+                True,
+                False,
+            ]
             assert column(after, "reward") == [4.0, 0.0, 2.0, 0.0, 0.0, 0.0, 5.0, 0.0]
             assert column(after, "done") == [True] * 8
             assert data["group_id"].reshape(-1).tolist() == [first + row // 2 for row in range(8)]
         assert pool.take_counts() == {RESTARTS: 4, TIMED_OUT: 4}
     assert len(logged) == 3
-    assert "KeyError: 'boom'" in logged[0] and "reward_timeout_s=1" in logged[1] and "status 3" in logged[2]
+    assert (
+        "KeyError: 'boom'" in logged[0]
+        and "reward_timeout_s=1" in logged[1]
+        and "status 3" in logged[2]
+    )
 
 
 def test_environments_of_one_task_log_a_failure_once_between_them(
@@ -296,7 +371,9 @@ def test_an_env_of_other_rows_shares_workers_a_pickled_one_has_its_own(
     score(pool, "1")
     assert env.with_rows(2).reward_pool is pool
     other, twin = pickle.loads(pickle.dumps((env, make_env(pool))))
-    assert other.reward_pool is twin.reward_pool is not pool  # one for all environments of a process
+    assert (
+        other.reward_pool is twin.reward_pool is not pool
+    )  # one for all environments of a process
     with other.reward_pool as own:
         assert own.pids() == []
         assert score(own, "2") == [Score(2.0, True)]
@@ -339,7 +416,10 @@ def test_a_replica_plays_on_while_a_unit_is_scored(
             time.sleep(0.01)
         assert not first.done()
         through_report, group = actor.call_for_groups("play", fast_task)
-        assert pickle.loads(pickle.dumps(group))["next", "reward"].reshape(-1).tolist() == [3.0, 3.0]
+        assert pickle.loads(pickle.dumps(group))["next", "reward"].reshape(-1).tolist() == [
+            3.0,
+            3.0,
+        ]
         assert not first.done()
         through.touch()
         report, group = first.result(timeout=30)
@@ -368,5 +448,7 @@ def test_a_turn_is_the_same_after_its_way_through_a_pipe() -> None:
         TurnLimits(7, ("END",), True),
         undelivered=True,
     )
-    assert all(getattr(turn, one.name) != one.default for one in fields(Turn))  # none is forgotten here
+    assert all(
+        getattr(turn, one.name) != one.default for one in fields(Turn)
+    )  # none is forgotten here
     assert reward_pool._decoded(reward_pool._encoded([turn], 5), 5, 1) == [turn]

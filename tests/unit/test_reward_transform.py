@@ -29,10 +29,16 @@ def make_row(
     valid: bool | None = None,
     group: int = 0,
 ) -> TensorDict:
-    row = TensorDict({keys.ASSISTANT_MASK: torch.tensor(mask).bool(), keys.FULL: torch.arange(len(mask))})
+    row = TensorDict(
+        {keys.ASSISTANT_MASK: torch.tensor(mask).bool(), keys.FULL: torch.arange(len(mask))}
+    )
     row[keys.REWARD] = torch.tensor([float(reward)])
     row[keys.GROUP_ID] = torch.tensor([group])
-    for key, value in ((keys.LOG_PROBS, sample), (keys.REF_LOG_PROBS, ref), (keys.TURN_REWARDS, turns)):
+    for key, value in (
+        (keys.LOG_PROBS, sample),
+        (keys.REF_LOG_PROBS, ref),
+        (keys.TURN_REWARDS, turns),
+    ):
         if value is not None:
             row[key] = torch.tensor(value, dtype=torch.float32)
     if valid is not None:
@@ -56,10 +62,14 @@ def random_rows(seed: int, count: int = 6, invalid: bool = True) -> list[TensorD
             turns += [0.0] * (length - 1) + numbers(1) + [0.0] * (i % 2)
         size = len(mask)
         if invalid and i == 3:
-            row = make_row(math.nan, mask, sample=numbers(size), ref=numbers(size), turns=turns, valid=False)
+            row = make_row(
+                math.nan, mask, sample=numbers(size), ref=numbers(size), turns=turns, valid=False
+            )
         else:
             known = turns if i % 4 > 1 else None  # a single turn has none
-            row = make_row(sum(turns), mask, sample=numbers(size), ref=numbers(size), turns=known, valid=True)
+            row = make_row(
+                sum(turns), mask, sample=numbers(size), ref=numbers(size), turns=known, valid=True
+            )
         rows.append(row)
     return rows
 
@@ -152,7 +162,9 @@ def test_each_option_is_what_a_plain_loop_computes(options: dict, seed: int) -> 
         total, token = by_loop(row, **options)
         assert row[keys.SHAPED_REWARD].item() == pytest.approx(total, abs=1e-6)
         assert row[keys.TOKEN_REWARD].tolist() == pytest.approx(token, abs=1e-6)
-        assert row[keys.SHAPED_REWARD].shape == (1,) and row[keys.SHAPED_REWARD].dtype == torch.float32
+        assert (
+            row[keys.SHAPED_REWARD].shape == (1,) and row[keys.SHAPED_REWARD].dtype == torch.float32
+        )
         assert row[keys.TOKEN_REWARD].dtype == torch.float32
         torch.testing.assert_close(row[keys.REWARD], reward, equal_nan=True, rtol=0, atol=0)
 
@@ -175,7 +187,9 @@ def test_kl_in_the_reward_by_hand() -> None:
     Token 1: -1 - (-3) = 2, so -0.5 * 2 = -1. Token 2: -2 - (-1) = -1, so 0.5, and the reward: 1.5. Together 0.5.
     The prompt's token has no KL, whatever stands there.
     """
-    out = RewardShaping(kl_coef=0.5)(lazy_stack([make_row(1.0, [0, 1, 1], sample=[9, -1, -2], ref=[math.nan, -3, -1])]))
+    out = RewardShaping(kl_coef=0.5)(
+        lazy_stack([make_row(1.0, [0, 1, 1], sample=[9, -1, -2], ref=[math.nan, -3, -1])])
+    )
     assert tokens(out) == [[0.0, -1.0, 1.5]] and shaped(out) == [0.5]
 
 
@@ -187,7 +201,9 @@ def test_turns_keep_their_rewards_and_the_clip_goes_to_the_last_token() -> None:
 
 
 def test_a_response_without_tokens_has_no_token_rewards_and_no_nan() -> None:
-    shaping = RewardShaping(scale=2.0, bias=0.5, kl_coef=1.0, overlong_buffer=1, max_response_tokens=2)
+    shaping = RewardShaping(
+        scale=2.0, bias=0.5, kl_coef=1.0, overlong_buffer=1, max_response_tokens=2
+    )
     out = shaping(lazy_stack([make_row(1.0, [0, 0], sample=[math.nan] * 2, ref=[0, 0])]))
     assert tokens(out) == [[0.0, 0.0]] and shaped(out) == [2.5]
 
@@ -214,7 +230,9 @@ def test_padding_and_order_change_nothing(options: dict) -> None:
     per_token = (keys.ASSISTANT_MASK, keys.LOG_PROBS, keys.REF_LOG_PROBS, keys.TURN_REWARDS)
     nothing = [math.nan] * 40
     longest = make_row(0.0, [0] * 40, sample=nothing, ref=nothing, turns=nothing, valid=True)
-    padded = pad_batch(lazy_stack([*rows, longest]), dict.fromkeys(per_token, 0), [keys.REWARD, keys.REWARD_VALID])
+    padded = pad_batch(
+        lazy_stack([*rows, longest]), dict.fromkeys(per_token, 0), [keys.REWARD, keys.REWARD_VALID]
+    )
     out = RewardShaping(**options)(padded)
     assert out is padded and out[keys.TOKEN_REWARD].shape == (7, 40)
     for i, row in enumerate(alone):
@@ -222,7 +240,11 @@ def test_padding_and_order_change_nothing(options: dict) -> None:
         assert torch.equal(out[keys.TOKEN_REWARD][i, :width], expected)
         assert not out[keys.TOKEN_REWARD][i, width:].any()
         assert torch.equal(backwards[len(rows) - 1 - i][keys.TOKEN_REWARD], expected)
-        assert out[keys.SHAPED_REWARD][i] == row[keys.SHAPED_REWARD] == backwards[len(rows) - 1 - i][keys.SHAPED_REWARD]
+        assert (
+            out[keys.SHAPED_REWARD][i]
+            == row[keys.SHAPED_REWARD]
+            == backwards[len(rows) - 1 - i][keys.SHAPED_REWARD]
+        )
 
 
 finite = st.floats(-10, 10, width=32)
@@ -233,7 +255,13 @@ finite = st.floats(-10, 10, width=32)
 def test_token_rewards_add_up_to_the_shaped_reward(data: st.DataObject) -> None:
     mask = data.draw(st.lists(st.booleans(), min_size=1, max_size=8).filter(any))
     numbers = st.lists(finite, min_size=len(mask), max_size=len(mask))
-    row = make_row(data.draw(finite), mask, sample=data.draw(numbers), ref=data.draw(numbers), turns=data.draw(numbers))
+    row = make_row(
+        data.draw(finite),
+        mask,
+        sample=data.draw(numbers),
+        ref=data.draw(numbers),
+        turns=data.draw(numbers),
+    )
     low = data.draw(finite)
     out = RewardShaping(
         scale=data.draw(finite),
@@ -242,7 +270,9 @@ def test_token_rewards_add_up_to_the_shaped_reward(data: st.DataObject) -> None:
         overlong_buffer=data.draw(st.integers(0, 4)),
         max_response_tokens=4,
         kl_coef=data.draw(st.floats(0, 2)),
-        kl_estimator=data.draw(st.sampled_from(["k1", "k2"])),  # k3 grows to e^20, where float32 ends
+        kl_estimator=data.draw(
+            st.sampled_from(["k1", "k2"])
+        ),  # k3 grows to e^20, where float32 ends
     )(lazy_stack([row]))
     token = out[0][keys.TOKEN_REWARD]
     assert token.double().sum().item() == pytest.approx(shaped(out)[0], rel=1e-5, abs=1e-3)
@@ -253,32 +283,50 @@ def test_token_rewards_add_up_to_the_shaped_reward(data: st.DataObject) -> None:
 
 
 def test_a_buffer_shapes_once_before_the_advantage_on_a_copy() -> None:
-    batch = lazy_stack([make_row(reward, [0] + [1] * (i + 1), group=i // 2) for i, reward in enumerate([0, 1, 2, 6])])
+    batch = lazy_stack(
+        [
+            make_row(reward, [0] + [1] * (i + 1), group=i // 2)
+            for i, reward in enumerate([0, 1, 2, 6])
+        ]
+    )
     # Scaled and clipped: 0, 2, 4, 5.
     buffer = ReplayBuffer(
         storage=LazyStackStorage(4),
         batch_size=4,
         transform=Compose(
-            GroupAdvantage(2, std="none", reward_key=keys.SHAPED_REWARD), RewardShaping(scale=2.0, clip=(0.0, 5.0))
+            GroupAdvantage(2, std="none", reward_key=keys.SHAPED_REWARD),
+            RewardShaping(scale=2.0, clip=(0.0, 5.0)),
         ),
     )
     buffer.extend(batch)
     stored = buffer[:]
-    assert shaped(stored) == [0, 2, 4, 5] and stored["advantage"].squeeze(-1).tolist() == [-1, 1, -0.5, 0.5]
+    assert shaped(stored) == [0, 2, 4, 5] and stored["advantage"].squeeze(-1).tolist() == [
+        -1,
+        1,
+        -0.5,
+        0.5,
+    ]
     assert set(shaped(buffer.sample())) <= {0, 2, 4, 5}
     assert not has(batch, keys.SHAPED_REWARD) and not has(batch, keys.TOKEN_REWARD)
 
 
 def test_a_shaped_batch_and_a_single_sequence() -> None:
     single = RewardShaping(scale=2.0)(make_row(1.5, [0, 1, 1]))
-    assert single[keys.TOKEN_REWARD].tolist() == [0, 0, 3] and single[keys.SHAPED_REWARD].tolist() == [3]
+    assert single[keys.TOKEN_REWARD].tolist() == [0, 0, 3] and single[
+        keys.SHAPED_REWARD
+    ].tolist() == [3]
     again = RewardShaping(scale=100.0)(single)
     assert again[keys.TOKEN_REWARD].tolist() == [0, 0, 3]
-    for key in (keys.TOKEN_REWARD, keys.SHAPED_REWARD):  # one of the two alone is not a shaped batch
+    for key in (
+        keys.TOKEN_REWARD,
+        keys.SHAPED_REWARD,
+    ):  # one of the two alone is not a shaped batch
         half = single.clone()
         del half["next", key[1]]
         out = RewardShaping(scale=4.0)(half)
-        assert out[keys.TOKEN_REWARD].tolist() == [0, 0, 6] and out[keys.SHAPED_REWARD].tolist() == [6]
+        assert out[keys.TOKEN_REWARD].tolist() == [0, 0, 6] and out[
+            keys.SHAPED_REWARD
+        ].tolist() == [6]
 
 
 def test_it_says_that_it_does_not_belong_in_an_environment(tokenizer) -> None:
@@ -288,7 +336,10 @@ def test_it_says_that_it_does_not_belong_in_an_environment(tokenizer) -> None:
 
 
 def test_missing_reference_log_probs_are_named() -> None:
-    with pytest.raises(KeyError, match=r"no entry next\.ref_log_probs\.full, .*: apply KLScoring.* before what reads"):
+    with pytest.raises(
+        KeyError,
+        match=r"no entry next\.ref_log_probs\.full, .*: apply KLScoring.* before what reads",
+    ):
         RewardShaping(kl_coef=0.1)(lazy_stack([make_row(1.0, [1], sample=[0.0])]))
 
 
@@ -308,7 +359,9 @@ def test_the_advantage_reads_the_shaped_reward_only_where_it_is_told_to() -> Non
         return buffer[:]["advantage"].flatten().tolist()
 
     assert advantages() == [-0.5, 0.5]
-    assert advantages(reward_key=keys.SHAPED_REWARD) == advantages(level="token")[1::2] == [-2.5, 2.5]
+    assert (
+        advantages(reward_key=keys.SHAPED_REWARD) == advantages(level="token")[1::2] == [-2.5, 2.5]
+    )
 
 
 @pytest.mark.parametrize(
@@ -318,7 +371,10 @@ def test_the_advantage_reads_the_shaped_reward_only_where_it_is_told_to() -> Non
         ({"clip": (1.0, 1.0)}, r"clip=\[1.0, 1.0\] must be a pair"),
         ({"overlong_buffer": -1}, "overlong_buffer=-1 must be at least 0"),
         ({"overlong_buffer": 4}, "overlong_buffer=4 must be at most max_response_tokens=None"),
-        ({"overlong_buffer": 9, "max_response_tokens": 8}, "overlong_buffer=9 must be at most max_response_tokens=8"),
+        (
+            {"overlong_buffer": 9, "max_response_tokens": 8},
+            "overlong_buffer=9 must be at most max_response_tokens=8",
+        ),
         ({"kl_estimator": "k4"}, "kl_estimator='k4' must be one of"),
         ({"kl_coef": -0.1}, "kl_coef=-0.1 must be at least 0"),
     ],

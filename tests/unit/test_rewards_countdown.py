@@ -69,7 +69,9 @@ def test_arithmetic_is_exact(text: str, value: Fraction | int) -> None:
 )
 def test_anything_else_is_a_value_error_at_once(text: str) -> None:
     start = time.process_time()
-    if text == "-" * 255 + "1" or text == "(" * 120 + "1" + ")" * 120:  # deep, and within the limits of the syntax
+    if (
+        text == "-" * 255 + "1" or text == "(" * 120 + "1" + ")" * 120
+    ):  # deep, and within the limits of the syntax
         assert abs(evaluate(text)) == 1
     else:
         with pytest.raises(ValueError, match="an expression must be"):
@@ -112,7 +114,9 @@ def test_random_arithmetic_gives_a_number_or_a_value_error(text: str) -> None:
         ("#### __import__('os').system('3 5 2')", 0.0),
     ],
 )
-def test_each_given_number_must_be_used_once_and_reach_the_target(response: str, reward: float) -> None:
+def test_each_given_number_must_be_used_once_and_reach_the_target(
+    response: str, reward: float
+) -> None:
     assert countdown(response, [2, 3, 5], 16, format_score=0.1) == reward
 
 
@@ -140,7 +144,11 @@ def test_sizes_and_distinct_problems() -> None:
     task = CountdownTask()
     problems = {split: task.problems(split) for split in ("train", "test")}
     assert {split: len(rows) for split, rows in problems.items()} == {"train": 4096, "test": 512}
-    keys = [(tuple(sorted(p.extra["nums"])), p.extra["target"]) for rows in problems.values() for p in rows]
+    keys = [
+        (tuple(sorted(p.extra["nums"])), p.extra["target"])
+        for rows in problems.values()
+        for p in rows
+    ]
     assert len(set(keys)) == 4096 + 512
 
 
@@ -148,7 +156,11 @@ def test_sizes_and_distinct_problems() -> None:
 def test_splits_are_disjoint_across_seeds_and_settings() -> None:
     tasks = [CountdownTask(3, largest=9, seed=0), CountdownTask(3, largest=20, seed=1)]
     keys = {
-        split: {(tuple(sorted(p.extra["nums"])), p.extra["target"]) for task in tasks for p in task.problems(split)}
+        split: {
+            (tuple(sorted(p.extra["nums"])), p.extra["target"])
+            for task in tasks
+            for p in task.problems(split)
+        }
         for split in ("train", "test")
     }
     assert not keys["train"] & keys["test"]
@@ -161,7 +173,9 @@ def test_same_seed_gives_the_same_problems_in_another_process() -> None:
         "print([(p.extra, p.answer) for p in T(4, seed=5).problems('test')[:20]])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == str([(p.extra, p.answer) for p in CountdownTask(4, seed=5).problems("test")[:20]])
+    assert done.stdout.strip() == str(
+        [(p.extra, p.answer) for p in CountdownTask(4, seed=5).problems("test")[:20]]
+    )
     assert CountdownTask(4, seed=5).problems("test") != CountdownTask(4, seed=6).problems("test")
 
 
@@ -170,7 +184,10 @@ def test_the_message_has_numbers_target_and_format() -> None:
     (message,) = task.messages(task.problems("train")[0])
     extra = task.problems("train")[0].extra
     assert message["role"] == "user"
-    assert str(extra["nums"]) in message["content"] and f"equals {extra['target']}." in message["content"]
+    assert (
+        str(extra["nums"]) in message["content"]
+        and f"equals {extra['target']}." in message["content"]
+    )
     assert message["content"].endswith("#### expression")
 
 

@@ -105,7 +105,11 @@ def test_text_without_exactly_one_clear_number_has_no_number(text: str) -> None:
     assert canonical_number(text) is None
 
 
-@given(st.decimals(allow_nan=False, allow_infinity=False, min_value=-(10**12), max_value=10**12, places=4))
+@given(
+    st.decimals(
+        allow_nan=False, allow_infinity=False, min_value=-(10**12), max_value=10**12, places=4
+    )
+)
 def test_canonical_form_keeps_the_value_and_ignores_how_it_is_written(value: Decimal) -> None:
     written = {f"{value:f}", f"{value:,f}", f"{value:f}00", f"{value:f} apples."}
     forms = {canonical_number(text) for text in written}
@@ -147,7 +151,14 @@ def test_only_the_line_of_the_last_marker_counts(text: str, number: str | None) 
 
 @pytest.mark.parametrize(
     "text",
-    ["9" * 1_000_000, "1," * 500_000, "#" * 1_000_000, "1.1" * 300_000, "0" * 1_000_000, "$ " * 500_000 + "5"],
+    [
+        "9" * 1_000_000,
+        "1," * 500_000,
+        "#" * 1_000_000,
+        "1.1" * 300_000,
+        "0" * 1_000_000,
+        "$ " * 500_000 + "5",
+    ],
     ids=["digits", "commas", "markers", "dots", "zeros", "signs"],
 )
 def test_a_million_characters_take_linear_time(text: str) -> None:
@@ -291,7 +302,9 @@ def test_the_table_of_hard_cases_is_long_enough() -> None:
 
 
 @pytest.mark.parametrize(("response", "answer", "verdicts"), HARD)
-def test_hard_cases_are_judged_rightly_in_each_mode(response: str, answer: str, verdicts: str) -> None:
+def test_hard_cases_are_judged_rightly_in_each_mode(
+    response: str, answer: str, verdicts: str
+) -> None:
     assert "".join(str(int(gsm8k(response, answer, mode=mode))) for mode in MODES) == verdicts
 
 
@@ -303,7 +316,9 @@ def test_all_8792_reference_answers_are_right_in_every_mode() -> None:
             solution = json.loads(line)["answer"]
             number = solution.rpartition("####")[2].strip()
             for mode in MODES:
-                right[mode] += gsm8k(solution, solution, mode=mode) and gsm8k(solution, number, mode=mode)
+                right[mode] += gsm8k(solution, solution, mode=mode) and gsm8k(
+                    solution, number, mode=mode
+                )
     assert right == dict.fromkeys(MODES, 8792)
 
 
@@ -323,12 +338,16 @@ def test_the_answer_may_be_a_number_or_a_solution(answer: str | int | float) -> 
 
 @pytest.mark.parametrize("answer", ["", "seventy-two", "#### ", "72 #### 3 or 4"])
 def test_an_answer_without_a_number_is_an_error(answer: str) -> None:
-    with pytest.raises(ValueError, match="answer of the reward gsm8k must be a number or end with '#### <number>'"):
+    with pytest.raises(
+        ValueError, match="answer of the reward gsm8k must be a number or end with '#### <number>'"
+    ):
         gsm8k("#### 72", answer)
 
 
 def test_an_unknown_mode_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"must be one of \['strict', 'lenient', 'last_number'\], got 'loose'"):
+    with pytest.raises(
+        ValueError, match=r"must be one of \['strict', 'lenient', 'last_number'\], got 'loose'"
+    ):
         gsm8k("#### 72", "72", mode="loose")
 
 

@@ -32,7 +32,9 @@ def test_format_counts_tags_and_the_whole_shape(response: str, reward: float) ->
     assert heuristics.format(response) == reward
 
 
-def test_a_thought_that_the_prompt_begins_is_part_of_the_format(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_thought_that_the_prompt_begins_is_part_of_the_format(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
     rewards = make_rewards("format")
     for prefill, response in (
         ("<think>\n", "a</think><answer>b</answer>"),
@@ -43,12 +45,17 @@ def test_a_thought_that_the_prompt_begins_is_part_of_the_format(tokenizer: PreTr
         other.chat_template += prefill.replace("\n", "{{ '\\n' }}")
         env = LLMEnv(WithRewards(EchoTask(), rewards), other, num_envs=2, repeats=1)
         texts = [response, f"<think>{response}"]
-        data = respond(env, env.reset(), [[*other(text, add_special_tokens=False)["input_ids"], END] for text in texts])
+        data = respond(
+            env,
+            env.reset(),
+            [[*other(text, add_special_tokens=False)["input_ids"], END] for text in texts],
+        )
         assert column(data, "reward") == [1.0, pytest.approx(0.6)], prefill
 
 
 @pytest.mark.parametrize(
-    ("count", "reward"), [(0, 0.0), (25, 0.5), (50, 1.0), (2000, 1.0), (3000, 0.5), (4000, 0.0), (10**6, 0.0)]
+    ("count", "reward"),
+    [(0, 0.0), (25, 0.5), (50, 1.0), (2000, 1.0), (3000, 0.5), (4000, 0.0), (10**6, 0.0)],
 )
 def test_length_is_a_trapezoid(count: int, reward: float) -> None:
     assert heuristics.length("x" * count) == pytest.approx(reward)
@@ -62,7 +69,14 @@ def test_impossible_lengths_are_an_error(low: int, high: int) -> None:
 
 @pytest.mark.parametrize(
     ("response", "reward"),
-    [("15", 1.0), ("a\nis 15.\n\n", 1.0), ("15\nis it", 0.5), ("fifteen", 0.0), ("", 0.0), ("٣", 0.0)],
+    [
+        ("15", 1.0),
+        ("a\nis 15.\n\n", 1.0),
+        ("15\nis it", 0.5),
+        ("fifteen", 0.0),
+        ("", 0.0),
+        ("٣", 0.0),
+    ],
 )
 def test_number_wants_one_in_the_last_line(response: str, reward: float) -> None:
     assert heuristics.number(response) == reward

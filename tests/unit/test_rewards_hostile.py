@@ -31,7 +31,11 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "length_constraints:number_sentences": {"num_sentences": 3, "relation": "at least"},
     "length_constraints:number_paragraphs": {"num_paragraphs": 3},
     "length_constraints:number_words": {"num_words": 3, "relation": "at least"},
-    "length_constraints:nth_paragraph_first_word": {"num_paragraphs": 1, "nth_paragraph": 1, "first_word": "a"},
+    "length_constraints:nth_paragraph_first_word": {
+        "num_paragraphs": 1,
+        "nth_paragraph": 1,
+        "first_word": "a",
+    },
     "detectable_content:number_placeholders": {"num_placeholders": 3},
     "detectable_content:postscript": {"postscript_marker": "P.S."},
     "detectable_format:number_bullet_lists": {"num_bullets": 3},
@@ -45,12 +49,44 @@ COLUMNS: dict[str, dict[str, Any]] = {
     "gsm8k": {"answer": "72", "mode": "last_number"},
     "math": {"answer": "72"},
     "countdown": {"nums": [2, 3, 5], "target": 16},
-    "ifeval": {"instruction_id_list": list(CHECKS), "kwargs": [ARGUMENTS.get(name, {}) for name in CHECKS]},
+    "ifeval": {
+        "instruction_id_list": list(CHECKS),
+        "kwargs": [ARGUMENTS.get(name, {}) for name in CHECKS],
+    },
 }
 NAMES = {*COLUMNS, "format", "length", "number", "operations", "structure"}
 PATTERNS = (
-    *("1 ", "9", "a", " ", "\n", "(", "[", "<<", "*", "***", "* a\n", "1,", "1/", ".", "a. ", "#### ", "=", "1=1 "),
-    *("\\boxed{", "\\frac{", "$", "<answer>", "<answer>1</answer>", "answer: 1 ", "the answer is ", "p.s", "SECTION 1"),
+    *(
+        "1 ",
+        "9",
+        "a",
+        " ",
+        "\n",
+        "(",
+        "[",
+        "<<",
+        "*",
+        "***",
+        "* a\n",
+        "1,",
+        "1/",
+        ".",
+        "a. ",
+        "#### ",
+        "=",
+        "1=1 ",
+    ),
+    *(
+        "\\boxed{",
+        "\\frac{",
+        "$",
+        "<answer>",
+        "<answer>1</answer>",
+        "answer: 1 ",
+        "the answer is ",
+        "p.s",
+        "SECTION 1",
+    ),
     *("\ud800", "é", "漢", "\U0001f600", "\x00", "A@a", "http://", "-", "''", "and "),
 )
 
@@ -61,7 +97,11 @@ def load(name: str) -> Callable[..., Any]:
 
 
 def numbers(result: Any) -> list[float]:
-    return [float(value) for value in (result.values() if isinstance(result, dict) else [result]) if value is not None]
+    return [
+        float(value)
+        for value in (result.values() if isinstance(result, dict) else [result])
+        if value is not None
+    ]
 
 
 def test_every_builtin_is_a_function_of_a_response() -> None:

@@ -12,7 +12,12 @@ pytest.importorskip("langdetect")
 
 from tests.support.published import published
 from torchrl_grpo.rewards.ifeval import METRICS, follows, ifeval, loose_variants
-from torchrl_grpo.rewards.ifeval_checks import CHECKS, count_capital_words, count_sentences, count_words
+from torchrl_grpo.rewards.ifeval_checks import (
+    CHECKS,
+    count_capital_words,
+    count_sentences,
+    count_words,
+)
 
 REAL_DATA = published("ifeval") / "input_data.jsonl"
 FRENCH = "Le chat est sur la table et il regarde les oiseaux dans le jardin."
@@ -102,7 +107,9 @@ def test_each_of_the_papers_25_checks_has_three_cases_of_both_kinds() -> None:
         assert len(good) >= 3 and len(bad) >= 3, name
 
 
-@pytest.mark.parametrize(("name", "arguments", "good", "bad"), CASES, ids=[case[0] for case in CASES])
+@pytest.mark.parametrize(
+    ("name", "arguments", "good", "bad"), CASES, ids=[case[0] for case in CASES]
+)
 def test_a_check_tells_texts_that_follow_from_those_that_do_not(
     name: str, arguments: dict[str, Any], good: list[str], bad: list[str]
 ) -> None:
@@ -161,7 +168,10 @@ def test_loose_follows_where_strict_does_not() -> None:
 
 
 def test_the_four_accuracies_are_those_of_the_paper() -> None:
-    names, arguments = ["startend:quotation", "punctuation:no_comma", "detectable_format:title"], [{}, {}, {}]
+    names, arguments = (
+        ["startend:quotation", "punctuation:no_comma", "detectable_format:title"],
+        [{}, {}, {}],
+    )
     response = 'Sure:\n"no comma"'
     assert ifeval(response, names, arguments) == {
         "prompt_strict": 0.0,
@@ -170,10 +180,15 @@ def test_the_four_accuracies_are_those_of_the_paper() -> None:
         "instruction_loose": pytest.approx(2 / 3),
     }
     for metric in METRICS:
-        assert ifeval(response, names, arguments, metric=metric) == ifeval(response, names, arguments)[metric]  # type: ignore[index]
+        assert (
+            ifeval(response, names, arguments, metric=metric)
+            == ifeval(response, names, arguments)[metric]
+        )  # type: ignore[index]
 
 
-@pytest.mark.parametrize("response", ["", " \n\t ", "x" * 1_000_001], ids=["empty", "blank", "too-long"])
+@pytest.mark.parametrize(
+    "response", ["", " \n\t ", "x" * 1_000_001], ids=["empty", "blank", "too-long"]
+)
 def test_an_empty_or_overlong_response_follows_nothing(response: str) -> None:
     assert ifeval(response, ["punctuation:no_comma"], [{}]) == dict.fromkeys(METRICS, 0.0)
 
@@ -186,7 +201,9 @@ def test_arguments_that_are_none_do_not_count_and_zero_does() -> None:
 
 def test_the_language_verdict_does_not_change_from_call_to_call() -> None:
     check = CHECKS["language:response_language"]
-    assert len({(check("good day chat", "en"), check("good day chat", "fr")) for _ in range(20)}) == 1
+    assert (
+        len({(check("good day chat", "en"), check("good day chat", "fr")) for _ in range(20)}) == 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -194,7 +211,11 @@ def test_the_language_verdict_does_not_change_from_call_to_call() -> None:
     [
         (["keywords:nothing"], [{}], r"must name IFEval's instructions, got 'keywords:nothing'"),
         (["punctuation:no_comma"], [], r"one entry for each of its 1 instructions, it has 0"),
-        (["startend:end_checker"], [{}], r"startend:end_checker must be \['end_phrase'\], got \[\]"),
+        (
+            ["startend:end_checker"],
+            [{}],
+            r"startend:end_checker must be \['end_phrase'\], got \[\]",
+        ),
         (["punctuation:no_comma"], [{"x": 1}], r"punctuation:no_comma must be \[\], got \['x'\]"),
         (
             ["length_constraints:number_words"],
@@ -211,7 +232,9 @@ def test_columns_that_are_not_ifevals_are_an_error(
 
 
 def test_an_unknown_metric_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"metric of the reward ifeval must be one of .* got 'strict'"):
+    with pytest.raises(
+        ValueError, match=r"metric of the reward ifeval must be one of .* got 'strict'"
+    ):
         ifeval("x", ["punctuation:no_comma"], [{}], metric="strict")
 
 
@@ -220,7 +243,9 @@ def test_without_langdetect_the_error_says_what_to_install(monkeypatch: pytest.M
 
     _language_detector.cache_clear()
     monkeypatch.setitem(sys.modules, "langdetect.detector_factory", None)
-    with pytest.raises(ImportError, match=r"langdetect, it is missing: pip install 'torchrl_grpo\[rewards\]'"):
+    with pytest.raises(
+        ImportError, match=r"langdetect, it is missing: pip install 'torchrl_grpo\[rewards\]'"
+    ):
         ifeval("x", ["language:response_language"], [{"language": "en"}])
     _language_detector.cache_clear()
 

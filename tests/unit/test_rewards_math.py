@@ -45,7 +45,9 @@ HOSTILE = [
 
 def test_pairs_have_the_verdict_that_they_should() -> None:
     assert len(PAIRS) >= 90
-    wrong = [pair for pair, verdict in zip(PAIRS, verdicts(), strict=True) if verdict is not pair[2]]
+    wrong = [
+        pair for pair, verdict in zip(PAIRS, verdicts(), strict=True) if verdict is not pair[2]
+    ]
     assert wrong == []
 
 
@@ -60,14 +62,19 @@ def test_a_thread_gives_the_verdicts_of_the_main_thread() -> None:
 @pytest.mark.slow
 def test_another_process_gives_the_verdicts_of_this_one() -> None:
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        assert pool.map_async(verdicts, [None]).get(timeout=300) == [[verdict for *_, verdict in PAIRS]]
+        assert pool.map_async(verdicts, [None]).get(timeout=300) == [
+            [verdict for *_, verdict in PAIRS]
+        ]
 
 
 @pytest.mark.slow
 def test_a_reward_worker_gives_the_verdicts_of_this_process() -> None:
     with RewardPool(MathTask(), 1, timeout_s=60) as pool:
         turns = [future.result() for future in [pool.submit(dialog) for dialog in dialogs()]]
-    scores = [None if isinstance(turn, Failure) or turn.score is None else turn.score.reward for turn in turns]
+    scores = [
+        None if isinstance(turn, Failure) or turn.score is None else turn.score.reward
+        for turn in turns
+    ]
     assert scores == [-1.0 if verdict is None else float(verdict) for *_, verdict in PAIRS]
 
 
@@ -90,7 +97,9 @@ def short_limit() -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("response", HOSTILE, ids=range(len(HOSTILE)))
-def test_an_answer_of_absurd_size_is_wrong_or_undecided_within_the_limit(response: str, short_limit: None) -> None:
+def test_an_answer_of_absurd_size_is_wrong_or_undecided_within_the_limit(
+    response: str, short_limit: None
+) -> None:
     before = cpu_s_of_ended_children()
     assert verdict_or_cause(response) in (False, "timeout")
     assert cpu_s_of_ended_children() - before < 10
@@ -117,7 +126,10 @@ def test_a_comparison_that_takes_too_long_is_invalid_and_not_wrong(short_limit: 
     ],
 )  # fmt: skip
 def test_a_reference_that_cannot_be_read_as_a_whole_gives_none(reference: str) -> None:
-    assert math(rf"\boxed{{{reference.split('$')[-2] if '$' in reference else reference}}}", reference) is None
+    assert (
+        math(rf"\boxed{{{reference.split('$')[-2] if '$' in reference else reference}}}", reference)
+        is None
+    )
 
 
 @pytest.mark.slow
@@ -148,8 +160,12 @@ def test_an_answer_cannot_take_the_memory_of_the_machine() -> None:
     assert before - least < 4 * MOST_MEMORY
 
 
-def test_without_math_verify_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_math_verify_the_error_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(math_reward, "_judges", {})
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    with pytest.raises(ImportError, match=r"math-verify, it is missing: pip install 'torchrl_grpo\[rewards\]'"):
+    with pytest.raises(
+        ImportError, match=r"math-verify, it is missing: pip install 'torchrl_grpo\[rewards\]'"
+    ):
         math("1", "1")

@@ -33,8 +33,14 @@ def test_numbers_have_three_digits_and_halves_are_rounded_away_from_zero() -> No
 
 
 def test_a_difference_is_that_of_the_figures_that_are_shown() -> None:
-    assert (percent(0.33828125), percent(0.9825), points(0.33828125, 0.9825)) == ("33.8%", "98.3%", "+64.5 points")
-    assert points(0.33749, 0.98251) == "+64.6 points"  # 98.3 - 33.7, although 64.502 lie between them
+    assert (percent(0.33828125), percent(0.9825), points(0.33828125, 0.9825)) == (
+        "33.8%",
+        "98.3%",
+        "+64.5 points",
+    )
+    assert (
+        points(0.33749, 0.98251) == "+64.6 points"
+    )  # 98.3 - 33.7, although 64.502 lie between them
     assert (points(0.5, 0.5), points(0.5, 0.25)) == ("+0.0 points", "-25.0 points")
 
 

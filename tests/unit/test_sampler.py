@@ -30,11 +30,15 @@ def make_env(tokenizer: PreTrainedTokenizerFast, groups: int, seed: int = 0) -> 
     return LLMEnv(EchoTask(26), tokenizer, num_envs=groups * REPEATS, repeats=REPEATS, seed=seed)
 
 
-def make_sampler(engine: Engine, env: LLMEnv, groups_at_a_time: int, seed: int | None = None) -> Sampler:
+def make_sampler(
+    engine: Engine, env: LLMEnv, groups_at_a_time: int, seed: int | None = None
+) -> Sampler:
     def make_collector(groups: int) -> RolloutCollector:
         return RolloutCollector(env.with_rows(groups * REPEATS), GenerationPolicy(engine, PARAMS))
 
-    return Sampler(engine, make_collector, None, PARAMS, [], groups_at_a_time=groups_at_a_time, seed=seed)
+    return Sampler(
+        engine, make_collector, None, PARAMS, [], groups_at_a_time=groups_at_a_time, seed=seed
+    )
 
 
 def test_a_pickled_task_gives_the_tokens_that_its_own_env_gives(
@@ -53,7 +57,9 @@ def test_a_pickled_task_gives_the_tokens_that_its_own_env_gives(
     rows = [row for group in groups for row in group.unbind(0)]
     assert len({tuple(row[keys.FULL].tolist()) for row in rows}) > 1
     for key in (keys.FULL, keys.LOG_PROBS, keys.GROUP_ID, keys.REWARD):
-        assert [row[key].tolist() for row in rows] == [row[key].tolist() for row in expected.unbind(0)], key
+        assert [row[key].tolist() for row in rows] == [
+            row[key].tolist() for row in expected.unbind(0)
+        ], key
     assert [row[keys.QUERY] for row in rows] == [row[keys.QUERY] for row in expected.unbind(0)]
     assert [group.group for group in report.groups] == [0, 1, 2]
     assert other.state_dict() == before  # it drew nothing
@@ -95,10 +101,18 @@ def test_a_task_of_any_size_is_played_in_rounds(
     for _ in range(2):  # the second time with the same collectors
         engine.calls.clear()
         report, played = sampler.play(task)
-        assert [(len(prompts), n) for prompts, n in engine.calls] == [(size, REPEATS) for size in rounds]
-        assert [(group.group, group.version) for group in report.groups] == [(i, 4) for i in range(groups)]
-        assert [group[keys.GROUP_ID].reshape(-1).tolist() for group in played] == [[i] * REPEATS for i in range(groups)]
-        assert [group[0][keys.QUERY] for group in played] == [one.problem.query for one in task.drawn]
+        assert [(len(prompts), n) for prompts, n in engine.calls] == [
+            (size, REPEATS) for size in rounds
+        ]
+        assert [(group.group, group.version) for group in report.groups] == [
+            (i, 4) for i in range(groups)
+        ]
+        assert [group[keys.GROUP_ID].reshape(-1).tolist() for group in played] == [
+            [i] * REPEATS for i in range(groups)
+        ]
+        assert [group[0][keys.QUERY] for group in played] == [
+            one.problem.query for one in task.drawn
+        ]
         assert report.generate_s > 0 and report.env_s > 0
     assert len(sampler._idle) == len(set(rounds))
     sampler.close()
@@ -114,7 +128,12 @@ class RuleTask(EchoTask):
 
 @pytest.mark.parametrize(
     ("answers", "varied", "outcomes"),
-    [("ab", True, (True, False)), ("aa", False, (True, True)), ("ac", False, (True,)), ("cc", False, ())],
+    [
+        ("ab", True, (True, False)),
+        ("aa", False, (True, True)),
+        ("ac", False, (True,)),
+        ("cc", False, ()),
+    ],
 )
 def test_a_report_says_what_the_valid_rewards_of_a_group_say(
     tokenizer: PreTrainedTokenizerFast, answers: str, varied: bool, outcomes: tuple[bool, ...]
@@ -137,9 +156,13 @@ def test_a_report_says_what_the_valid_rewards_of_a_group_say(
         ([0.0, 1.0], [False, False], False),
     ],
 )
-def test_one_group_can_be_asked_whether_it_has_variance(rewards: list[float], valid: list[bool], varied: bool) -> None:
+def test_one_group_can_be_asked_whether_it_has_variance(
+    rewards: list[float], valid: list[bool], varied: bool
+) -> None:
     rows = [
-        TensorDict({"reward_valid": torch.tensor([known]), "next": {"reward": torch.tensor([reward])}})
+        TensorDict(
+            {"reward_valid": torch.tensor([known]), "next": {"reward": torch.tensor([reward])}}
+        )
         for reward, known in zip(rewards, valid, strict=True)
     ]
     assert has_variance(rows) is varied

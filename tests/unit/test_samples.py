@@ -15,7 +15,9 @@ from tests.support.hostile import HOSTILE, SHOWN
 from torchrl_grpo.scripts.samples import main
 
 
-def sample(step: int, query: str, response: str, reward: float | None, **others: Any) -> dict[str, Any]:
+def sample(
+    step: int, query: str, response: str, reward: float | None, **others: Any
+) -> dict[str, Any]:
     row = {"step": step, "split": "test", "query": query, "response": response, "reward": reward}
     return row | {"correct": reward == 1, "valid": reward is not None} | others
 
@@ -25,7 +27,14 @@ ROWS = [
     sample(0, "2+2=", "4", 1.0, dataset="sums"),
     sample(0, "say", "no", None, dataset="words"),
     sample(
-        1, "1+1=", "THREE\nor two", 0.5, split="train", advantage=-0.25, parts={"number": 1.0, "short": None}, group=7
+        1,
+        "1+1=",
+        "THREE\nor two",
+        0.5,
+        split="train",
+        advantage=-0.25,
+        parts={"number": 1.0, "short": None},
+        group=7,
     ),
     sample(9, "1+1=", "two", 1.0, dataset="sums"),
     sample(9, "2+2=", "5", 0.5, dataset="sums"),
@@ -71,13 +80,17 @@ def test_filters_sorting_and_limit(arguments: list[str], found: list[int], folde
     text = printed(folder, *arguments)
     responses = [ROWS[i]["response"].split("\n")[0] for i in found]
     lines = [line.strip() for line in text.splitlines()]
-    assert [line for line in lines if line in {row["response"].split("\n")[0] for row in ROWS}] == responses
+    assert [
+        line for line in lines if line in {row["response"].split("\n")[0] for row in ROWS}
+    ] == responses
     assert len(heads(text)) == len(list(found))
 
 
 def test_a_sample_is_shown_with_what_it_earned(folder: Path) -> None:
     text = printed(folder, "--split", "train")
-    assert heads(text) == ["step 1 | train | group 7 | reward 0.5 (number 1, short -) | advantage -0.25"]
+    assert heads(text) == [
+        "step 1 | train | group 7 | reward 0.5 (number 1, short -) | advantage -0.25"
+    ]
     assert "  THREE\n  or two" in "\n".join(line.rstrip() for line in text.splitlines())
     assert "1 of 1 matching samples, 7 in total" in text
     assert heads(printed(folder, "--text", "no")) == ["step 0 | test | words | reward invalid"]
@@ -86,10 +99,17 @@ def test_a_sample_is_shown_with_what_it_earned(folder: Path) -> None:
 def test_before_stands_against_after(folder: Path) -> None:
     text = printed(folder, "--compare", "--split", "test", "--sort", "change", "--reverse")
     titles = [line.strip() for line in text.splitlines() if line.strip() in ("1+1=", "2+2=", "say")]
-    assert titles == ["1+1=", "say", "2+2="]  # the largest gain first; of an invalid reward there is none
+    assert titles == [
+        "1+1=",
+        "say",
+        "2+2=",
+    ]  # the largest gain first; of an invalid reward there is none
     row = next(line for line in text.splitlines() if "three!" in line)
     assert row.split() == ["three!", "two"]
-    assert "3 problems: 1 better, 1 worse, 0 the same; reward 0.5 -> 0.75; correct 50.0% -> 50.0%" in text
+    assert (
+        "3 problems: 1 better, 1 worse, 0 the same; reward 0.5 -> 0.75; correct 50.0% -> 50.0%"
+        in text
+    )
     worse = printed(folder, "--compare", "--max-reward", "0.5")
     assert "1 problems: 0 better, 1 worse" in worse and "three!" not in worse
     assert (
@@ -99,13 +119,17 @@ def test_before_stands_against_after(folder: Path) -> None:
 
 
 def test_problems_with_one_text_are_compared_one_by_one(tmp_path: Path) -> None:
-    rows = [sample(step, "Play.", "x", float(step > n), problem=n) for step in (0, 5) for n in range(4)]
+    rows = [
+        sample(step, "Play.", "x", float(step > n), problem=n) for step in (0, 5) for n in range(4)
+    ]
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert "4 problems: 4 better, 0 worse" in printed(tmp_path, "--compare")
 
 
 @pytest.mark.parametrize("arguments", [[], ["--compare"]])
-def test_what_a_model_wrote_does_nothing_to_the_terminal(arguments: list[str], tmp_path: Path) -> None:
+def test_what_a_model_wrote_does_nothing_to_the_terminal(
+    arguments: list[str], tmp_path: Path
+) -> None:
     rows = [sample(step, HOSTILE, HOSTILE, 1.0) for step in (0, 1)]
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = printed(tmp_path, *arguments, width=1000)
@@ -126,12 +150,17 @@ def test_where_nothing_matches_it_says_what_there_is(folder: Path) -> None:
             ["/nowhere"],
             "RUN=/nowhere must be a run's folder, or its samples.jsonl, but it does not exist: use outputs/",
         ),
-        (["/"], "RUN=/ must be a run's folder, or its samples.jsonl, but it has no samples.jsonl: use outputs/"),
+        (
+            ["/"],
+            "RUN=/ must be a run's folder, or its samples.jsonl, but it has no samples.jsonl: use outputs/",
+        ),
         ([".", "--limit", "0"], "0 must be a whole number of at least 1"),
         ([__file__, "--sort", "change"], "give --compare too"),
     ],
 )
-def test_a_mistake_ends_with_what_to_do(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_ends_with_what_to_do(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         main(arguments)
     assert message in capsys.readouterr().err
@@ -143,5 +172,7 @@ def test_the_command_imports_no_torch(folder: Path) -> None:
         "runpy.run_module('torchrl_grpo.samples', run_name='__main__');"
         "assert not {'torch', 'torchrl', 'transformers'} & sys.modules.keys()"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True
+    )
     assert "1 of 3 matching samples, 7 in total" in done.stdout

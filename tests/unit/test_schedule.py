@@ -30,18 +30,28 @@ def test_the_schedule_counts_what_a_run_does_step_by_step(done: int) -> None:
     schedule = Schedule(11, evaluation_frequency=2, checkpoint_frequency=5, export_frequency=11)
     steps = range(done + 1, 12)
     assert schedule.left(done) == len(steps)
-    assert schedule.checkpoints(done) == len([step for step in steps if schedule.saves(step) or step == 11])
-    assert schedule.turns(2, done) == len([step for step in steps if schedule.evaluates(step) and step != 11])
+    assert schedule.checkpoints(done) == len(
+        [step for step in steps if schedule.saves(step) or step == 11]
+    )
+    assert schedule.turns(2, done) == len(
+        [step for step in steps if schedule.evaluates(step) and step != 11]
+    )
     assert schedule.turns(11, done) == len([step for step in steps if schedule.exports(step)]) == 0
     assert Schedule(11).checkpoints(done) == (done < 11) and Schedule(11).turns(0, done) == 0
 
 
 def test_a_dry_run_and_the_run_expect_the_same_files(tmp_path: Path) -> None:
-    frequencies = ("train.checkpoint_frequency=2", "train.export_frequency=3", "train.keep_checkpoints=null")
+    frequencies = (
+        "train.checkpoint_frequency=2",
+        "train.export_frequency=3",
+        "train.keep_checkpoints=null",
+    )
     config = compose_config(*SMALL, steps(5), *frequencies)
     with closing(build(config, tmp_path)) as started:
         expected = started.writes()
-        measured = Measured(checkpoint_bytes=expected.checkpoint_bytes, model_bytes=expected.model_bytes)
+        measured = Measured(
+            checkpoint_bytes=expected.checkpoint_bytes, model_bytes=expected.model_bytes
+        )
         assert forecast(config, measured).writes == expected
         started.fit()
     written = list((tmp_path / "checkpoints").iterdir())
@@ -51,12 +61,29 @@ def test_a_dry_run_and_the_run_expect_the_same_files(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_resumed_run_has_the_learning_rates_of_the_whole_one(tmp_path: Path) -> None:
-    options = ("optimizer.schedule=cosine", "optimizer.warmup_steps=2", "optimizer.lr_floor=0.1", "policy.kl_coef=0")
-    whole = run(tmp_path / "a", *options, "optimizer.lr=1e-3", steps(6), "train.checkpoint_frequency=3")
+    options = (
+        "optimizer.schedule=cosine",
+        "optimizer.warmup_steps=2",
+        "optimizer.lr_floor=0.1",
+        "policy.kl_coef=0",
+    )
+    whole = run(
+        tmp_path / "a", *options, "optimizer.lr=1e-3", steps(6), "train.checkpoint_frequency=3"
+    )
     rates = [row["train/lr"] for row in whole[1:]]
-    expected = [5e-4, 1e-3, *(1e-3 * (0.1 + 0.9 * (1 + math.cos(math.pi * n / 4)) / 2) for n in range(4))]
+    expected = [
+        5e-4,
+        1e-3,
+        *(1e-3 * (0.1 + 0.9 * (1 + math.cos(math.pi * n / 4)) / 2) for n in range(4)),
+    ]
     assert rates == [pytest.approx(rate) for rate in expected]
-    rest = run(tmp_path / "b", *options, "optimizer.lr=1e-3", steps(6), f"train.resume={at(tmp_path / 'a', 3)}")
+    rest = run(
+        tmp_path / "b",
+        *options,
+        "optimizer.lr=1e-3",
+        steps(6),
+        f"train.resume={at(tmp_path / 'a', 3)}",
+    )
     assert [row["train/lr"] for row in rest[1:]] == rates[3:]
     assert differences(state_of(at(tmp_path / "b", 6)), state_of(at(tmp_path / "a", 6))) == []
     assert [row["step"] for row in read_jsonl(tmp_path / "b" / "metrics.jsonl")] == [3, 4, 5, 6]

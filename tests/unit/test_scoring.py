@@ -36,7 +36,9 @@ def by_full_logits(model: nn.Module, tokens: torch.Tensor, mask: torch.Tensor, t
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("max_chunk_elements", [261, 1000, 2**25])
-def test_log_probs_entropy_and_all_gradients_equal_full_logits(temperature: float, max_chunk_elements: int) -> None:
+def test_log_probs_entropy_and_all_gradients_equal_full_logits(
+    temperature: float, max_chunk_elements: int
+) -> None:
     model = make_tiny_model().double()
     tokens, mask = make_batch()
     scorer = TokenScorer(model, temperature=temperature, max_chunk_elements=max_chunk_elements)
@@ -111,9 +113,13 @@ def test_no_tensor_of_all_logits_is_ever_made() -> None:
     model = make_tiny_model(vocab_size=vocabulary)
     tokens = torch.randint(0, vocabulary, (4, 40))
     with Watch():
-        log_probs, entropy = TokenScorer(model, max_chunk_elements=10 * vocabulary).score(tokens, torch.ones(4, 40) > 0)
+        log_probs, entropy = TokenScorer(model, max_chunk_elements=10 * vocabulary).score(
+            tokens, torch.ones(4, 40) > 0
+        )
         (log_probs.sum() + entropy.sum()).backward()
-    assert largest <= max(10 * vocabulary, vocabulary * 32)  # one chunk, or the embedding and its gradient
+    assert largest <= max(
+        10 * vocabulary, vocabulary * 32
+    )  # one chunk, or the embedding and its gradient
     assert largest < scored * vocabulary
 
 
@@ -123,15 +129,23 @@ def test_forward_takes_ragged_batches_and_writes_its_out_keys() -> None:
     for length in (5, 9):
         mask = torch.zeros(length, dtype=torch.bool)
         mask[2:] = True
-        rows.append(TensorDict({("tokens", "full"): torch.arange(length), ("masks", "all_assistant_mask"): mask}))
+        rows.append(
+            TensorDict(
+                {("tokens", "full"): torch.arange(length), ("masks", "all_assistant_mask"): mask}
+            )
+        )
     scorer = TokenScorer(model)
     out = scorer(lazy_stack(rows))
-    alone, alone_entropy = scorer.score(rows[0]["tokens", "full"][None], rows[0]["masks", "all_assistant_mask"][None])
+    alone, alone_entropy = scorer.score(
+        rows[0]["tokens", "full"][None], rows[0]["masks", "all_assistant_mask"][None]
+    )
     torch.testing.assert_close(out[CUR_LOG_PROBS][0, :5], alone[0], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(out[ENTROPY][0, :5], alone_entropy[0], rtol=1e-5, atol=1e-6)
 
 
-def test_a_layout_in_the_batch_is_used_for_its_own_tensors_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layout_in_the_batch_is_used_for_its_own_tensors_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     scorer = TokenScorer(make_tiny_model())
     tokens, mask = make_batch()
     batch = TensorDict({FULL: tokens, ASSISTANT_MASK: mask}, [4])
@@ -139,13 +153,23 @@ def test_a_layout_in_the_batch_is_used_for_its_own_tensors_alone(monkeypatch: py
     batch.set_non_tensor(LAYOUT, scorer.layout(tokens, mask))
     made = []
     layout = scorer.layout
-    monkeypatch.setattr(scorer, "layout", lambda *given: (made.append(len(given[0])), layout(*given))[1])
+    monkeypatch.setattr(
+        scorer, "layout", lambda *given: (made.append(len(given[0])), layout(*given))[1]
+    )
     assert torch.equal(scorer(batch.copy())[CUR_LOG_PROBS], expected) and made == []
-    for rows in (torch.tensor([3, 0, 2, 1]), torch.tensor([1, 0])):  # what a loss of one's own may give it
-        torch.testing.assert_close(scorer(batch[rows])[CUR_LOG_PROBS], expected[rows], rtol=1e-5, atol=1e-6)
+    for rows in (
+        torch.tensor([3, 0, 2, 1]),
+        torch.tensor([1, 0]),
+    ):  # what a loss of one's own may give it
+        torch.testing.assert_close(
+            scorer(batch[rows])[CUR_LOG_PROBS], expected[rows], rtol=1e-5, atol=1e-6
+        )
     shifted = batch.copy().set(ASSISTANT_MASK, mask & (torch.arange(12) > 8))
     torch.testing.assert_close(
-        scorer(shifted)[CUR_LOG_PROBS], torch.where(shifted[ASSISTANT_MASK], expected, 0.0), rtol=1e-5, atol=1e-6
+        scorer(shifted)[CUR_LOG_PROBS],
+        torch.where(shifted[ASSISTANT_MASK], expected, 0.0),
+        rtol=1e-5,
+        atol=1e-6,
     )
     assert made == [4, 2, 4]
 
@@ -153,7 +177,9 @@ def test_a_layout_in_the_batch_is_used_for_its_own_tensors_alone(monkeypatch: py
 def test_a_head_with_bias_and_another_architecture() -> None:
     torch.manual_seed(0)
     model = GPT2LMHeadModel(
-        GPT2Config(vocab_size=261, n_embd=16, n_layer=1, n_head=2, n_positions=32, initializer_range=0.3)
+        GPT2Config(
+            vocab_size=261, n_embd=16, n_layer=1, n_head=2, n_positions=32, initializer_range=0.3
+        )
     ).eval()
     tokens, mask = make_batch()
     log_probs, entropy = TokenScorer(model).score(tokens, mask)
@@ -166,7 +192,8 @@ def test_models_that_change_their_logits_are_refused() -> None:
     model = make_tiny_model()
     model.register_forward_hook(lambda _, args, out: setattr(out, "logits", out.logits * 0.5))
     with pytest.raises(
-        ValueError, match=r"Qwen2ForCausalLM must have logits that are its LM head's.* off by [\d.]+ nats"
+        ValueError,
+        match=r"Qwen2ForCausalLM must have logits that are its LM head's.* off by [\d.]+ nats",
     ):
         TokenScorer(model)
 
@@ -175,14 +202,17 @@ def test_a_setting_that_changes_logits_is_refused_in_any_dtype() -> None:
     model = make_tiny_model().bfloat16()
     model.config.final_logit_softcapping = 30.0
     with pytest.raises(
-        ValueError, match=r"are off \(its config has final_logit_softcapping=30\.0\); use another model"
+        ValueError,
+        match=r"are off \(its config has final_logit_softcapping=30\.0\); use another model",
     ):
         TokenScorer(model)
 
 
 def test_a_model_that_sees_later_tokens_is_refused() -> None:
     model = make_tiny_model()
-    model.model.norm.register_forward_hook(lambda _, args, hidden: hidden + hidden.mean(1, keepdim=True))
+    model.model.norm.register_forward_hook(
+        lambda _, args, hidden: hidden + hidden.mean(1, keepdim=True)
+    )
     with pytest.raises(ValueError, match="depend on no later token"):
         TokenScorer(model)
 
@@ -199,7 +229,9 @@ def test_the_check_of_a_scorer_leaves_model_and_draws_as_they_are(dtype: torch.d
 
 @pytest.mark.parametrize("temperature", [0, -1.0, 1e-30, math.nan, math.inf])
 def test_temperature_must_be_a_usable_number(temperature: float) -> None:
-    with pytest.raises(ValueError, match=rf"temperature must be at least 0\.01, got {temperature}: use 1\.0"):
+    with pytest.raises(
+        ValueError, match=rf"temperature must be at least 0\.01, got {temperature}: use 1\.0"
+    ):
         TokenScorer(make_tiny_model(), temperature=temperature)
 
 
@@ -215,7 +247,9 @@ def test_adapter_off_scorer_gives_the_base_models_scores() -> None:
     reference, _ = AdapterOffScorer(model).score(tokens, mask)
     assert (trained - expected).abs().max() > 0.01
     torch.testing.assert_close(reference, expected, rtol=1e-5, atol=1e-6)
-    assert all(parameter.requires_grad for name, parameter in model.named_parameters() if "lora_" in name)
+    assert all(
+        parameter.requires_grad for name, parameter in model.named_parameters() if "lora_" in name
+    )
 
 
 def test_in_16_bits_no_rounding_of_the_head_reaches_the_targets_logit():
@@ -239,7 +273,10 @@ def test_in_16_bits_no_rounding_of_the_head_reaches_the_targets_logit():
     error, before = (got - exact).abs(), (plain - exact).abs()
     assert error.mean() < 0.7 * before.mean() and before.mean() > 3e-3
     assert (got_entropy - entropy).abs().mean() < 0.02
-    for out, inputs in (((exact + 0.1 * entropy).sum(), wide), ((got + 0.1 * got_entropy).sum(), own)):
+    for out, inputs in (
+        ((exact + 0.1 * entropy).sum(), wide),
+        ((got + 0.1 * got_entropy).sum(), own),
+    ):
         out.backward()
         assert all(x.grad is not None for x in inputs)
     for x, y in zip(wide, own, strict=True):

@@ -28,7 +28,9 @@ SMALL = (
 )
 
 
-def run(script: Path, *arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(
+    script: Path, *arguments: str, cwd: Path, **environment: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(script), *arguments],
         cwd=cwd,
@@ -54,7 +56,11 @@ def test_help_and_cfg_work_without_cuda(script: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "arguments", "message"),
     [
-        (SYNC, ["env.num_envs=30"], "error: env.num_envs=30 must be a multiple of env.repeats=8: use 24 or 32."),
+        (
+            SYNC,
+            ["env.num_envs=30"],
+            "error: env.num_envs=30 must be a multiple of env.repeats=8: use 24 or 32.",
+        ),
         (SYNC, ["optimizer.lr=abc"], "error: optimizer.lr=abc must have the type float"),
         (SYNC, ["optimiser.lr=1e-4"], "did you mean optimizer.lr?"),
         (
@@ -80,14 +86,21 @@ IFEVAL = "error: env.dataset=ifeval without env.dataset_path must reach google/I
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train_model.devices=[0,1]"], "error: train_model.devices=[0, 1] must be accelerators of this machine"),
+        (
+            ["train_model.devices=[0,1]"],
+            "error: train_model.devices=[0, 1] must be accelerators of this machine",
+        ),
         (["train.max_staleness=1"], "error: train.max_staleness=1 must be 0 in grpo.py"),
         (["--config-name", "grpo_ifeval"], IFEVAL),
         (["env.dataset=ifeval"], IFEVAL),
     ],
 )
 def test_an_error_of_the_plan_is_one_line_too(
-    run_here: Callable[..., int], arguments: list[str], message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    run_here: Callable[..., int],
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     assert run_here(SYNC, *arguments, "inference_model.backend=transformers") == 2
     shown = capfd.readouterr().err
@@ -104,9 +117,18 @@ def test_a_run_leaves_its_files_in_outputs_date_time(tmp_path: Path) -> None:
     assert names >= {
         ".hydra", "checkpoints", "metrics.jsonl", "samples.jsonl", "tensorboard", "report.html", "curves.png",
     }  # fmt: skip
-    assert {path.name for path in (folder / "checkpoints").iterdir()} == {"checkpoint_000002.pt", "model"}
+    assert {path.name for path in (folder / "checkpoints").iterdir()} == {
+        "checkpoint_000002.pt",
+        "model",
+    }
     assert (folder / ".hydra" / "config.yaml").stat().st_size > 0
-    for text in ("Device plan", "Batch geometry", "step 2: 32/32 sequences", "Samples after step", str(folder)):
+    for text in (
+        "Device plan",
+        "Batch geometry",
+        "step 2: 32/32 sequences",
+        "Samples after step",
+        str(folder),
+    ):
         assert text in done.stdout
     assert (done.stdout + done.stderr).count("VLLM_USE_V1 has no effect") == 1
 
@@ -155,5 +177,7 @@ def test_sigterm_ends_a_run_in_order_and_its_resume_line_works(
     )  # fmt: skip
     assert status == 0
     assert f"Resuming after step {step:,} from" in capfd.readouterr().out
-    rows = [json.loads(line) for line in (tmp_path / "rest" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "rest" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [row["step"] for row in rows] == [step, step + 1, step + 2]

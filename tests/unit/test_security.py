@@ -38,7 +38,12 @@ from torchrl_grpo.starter import starter_path
 SYNC = ROOT / "sota" / "grpo" / "grpo.py"
 KEY = "sk-abcdefghijklmnop0123456789"
 TOKEN = "hf_" + "Ab3" * 12
-SCRIPT = ("--config-name", "grpo_arithmetic", "evaluation.num_prompts=0", "logging.tensorboard=false")
+SCRIPT = (
+    "--config-name",
+    "grpo_arithmetic",
+    "evaluation.num_prompts=0",
+    "logging.tensorboard=false",
+)
 
 
 class Payload:
@@ -76,18 +81,25 @@ def starter_copy(folder: Path, *without: str) -> Path:
         (f"env.system_prompt='my key is {KEY}'", KEY),
         (f"env.reward={{fn: judge, url: 'http://localhost/v1', model: m, api_key: {KEY}}}", KEY),
         ("env.reward={fn: judge, url: 'https://me:secretword@host/v1', model: m}", "secretword"),
-        ("env.reward={fn: judge, url: 'http://localhost/v1', model: m, api_key: secretword}", "secretword"),
+        (
+            "env.reward={fn: judge, url: 'http://localhost/v1', model: m, api_key: secretword}",
+            "secretword",
+        ),
         ("+env.task={_target_: my.Task, options: {'hf_token': 'secretword'}}", "secretword"),
     ],
 )
 def test_a_secret_in_an_override_is_refused_and_not_repeated(override: str, secret: str) -> None:
-    with pytest.raises(ConfigError, match=r"must not be a key, token or password, .* put it into an environment") as e:
+    with pytest.raises(
+        ConfigError, match=r"must not be a key, token or password, .* put it into an environment"
+    ) as e:
         check_command_line([override])
     assert secret not in str(e.value)
 
 
 @pytest.mark.parametrize("key", ["api_key", "access_token", "password", "auth"])
-def test_a_secret_in_a_nested_option_or_a_variable_is_refused(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_secret_in_a_nested_option_or_a_variable_is_refused(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MY_KEY", "plainword")
     reward = f"env.reward={{fn: judge, url: 'http://localhost/v1', model: m, {key}: '${{oc.env:MY_KEY}}'}}"
     with pytest.raises(ConfigError, match=rf"^env\.reward\.{key} must not be") as error:
@@ -114,10 +126,16 @@ def test_what_only_sounds_like_a_secret_is_taken(override: str) -> None:
 def test_a_script_that_is_given_a_secret_writes_nothing(
     run_here: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_here(SYNC, *SCRIPT, f"hydra.run.dir={tmp_path}/run", f"logging.wandb.name={TOKEN}") == 2
+    assert (
+        run_here(SYNC, *SCRIPT, f"hydra.run.dir={tmp_path}/run", f"logging.wandb.name={TOKEN}") == 2
+    )
     out, err = capfd.readouterr()
     assert "error: logging.wandb.name must not be a key" in err and TOKEN not in out + err
-    assert not [path for path in tmp_path.rglob("*") if path.is_file() and TOKEN in path.read_text("utf-8", "ignore")]
+    assert not [
+        path
+        for path in tmp_path.rglob("*")
+        if path.is_file() and TOKEN in path.read_text("utf-8", "ignore")
+    ]
 
 
 # Models
@@ -131,14 +149,24 @@ def test_a_pickled_model_is_refused_and_not_unpickled(tmp_path: Path, canary: Pa
 
 
 @pytest.mark.parametrize("what", ["config.json", "tokenizer_config.json"])
-def test_code_in_a_model_folder_does_not_run_unless_asked_for(what: str, tmp_path: Path, canary: Path) -> None:
+def test_code_in_a_model_folder_does_not_run_unless_asked_for(
+    what: str, tmp_path: Path, canary: Path
+) -> None:
     folder = starter_copy(tmp_path / "model")
     (folder / "evil.py").write_text(f"import os\nos.mkdir({str(canary)!r})\nclass Evil: ...\n")
     given = json.loads((folder / what).read_text())
     given |= {"model_type": "evil"} if what == "config.json" else {"tokenizer_class": "Evil"}
-    classes = {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil", "AutoTokenizer": ["evil.Evil", None]}
+    classes = {
+        "AutoConfig": "evil.Evil",
+        "AutoModelForCausalLM": "evil.Evil",
+        "AutoTokenizer": ["evil.Evil", None],
+    }
     (folder / what).write_text(json.dumps(given | {"auto_map": classes}))
-    refused = pytest.raises(ConfigError, match="could not be loaded") if what == "config.json" else nullcontext()
+    refused = (
+        pytest.raises(ConfigError, match="could not be loaded")
+        if what == "config.json"
+        else nullcontext()
+    )
     with refused:  # a tokenizer's files are enough to make it without its class
         prepare(compose_config(f"model.name={folder}"))
 
@@ -152,11 +180,19 @@ def test_code_in_a_model_folder_does_not_run_unless_asked_for(what: str, tmp_pat
     ],
 )
 def test_a_hostile_chat_template_is_refused(template: str, canary: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model\.chat_template=.*SecurityError: access to attribute '__\w+__'"):
-        prepare(compose_config(f"model.chat_template={json.dumps(template.replace('CANARY', str(canary)))}"))
+    with pytest.raises(
+        ConfigError, match=r"model\.chat_template=.*SecurityError: access to attribute '__\w+__'"
+    ):
+        prepare(
+            compose_config(
+                f"model.chat_template={json.dumps(template.replace('CANARY', str(canary)))}"
+            )
+        )
 
 
-def test_a_revision_pins_config_tokenizer_and_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_revision_pins_config_tokenizer_and_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hub, commits = tmp_path / "hub", {"main": "a" * 40, "v1": "b" * 40}
     for number, (branch, commit) in enumerate(commits.items()):
         repository = hub / "models--me--mine"
@@ -167,17 +203,25 @@ def test_a_revision_pins_config_tokenizer_and_weights(tmp_path: Path, monkeypatc
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(hub))
     model = compose_config("model.name=me/mine", "model.revision=v1").model
     assert model.source == "me/mine@v1"
-    assert Path(loading.resolve_name(model.source)).name == "b" * 40  # what trainer, tokenizer and engine are given
+    assert (
+        Path(loading.resolve_name(model.source)).name == "b" * 40
+    )  # what trainer, tokenizer and engine are given
     got = loading.CheckpointModel(model.source, torch.float32)()
     expected = make_tiny_model(1)
-    assert all(torch.equal(a, b) for a, b in zip(got.parameters(), expected.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(got.parameters(), expected.parameters(), strict=True)
+    )
     assert loading.load_config(model.source).vocab_size == 261
-    with pytest.raises(ValueError, match=r"model\.name=me/mine@v2 must be a folder or a model on the .* hub"):
+    with pytest.raises(
+        ValueError, match=r"model\.name=me/mine@v2 must be a folder or a model on the .* hub"
+    ):
         loading.load_config("me/mine@v2")
 
 
 def test_a_revision_of_a_model_that_is_here_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^model\.revision=v1 is for a model on the hub, and model\.name=starter"):
+    with pytest.raises(
+        ConfigError, match=r"^model\.revision=v1 is for a model on the hub, and model\.name=starter"
+    ):
         compose_config("model.revision=v1")
 
 
@@ -207,7 +251,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return at(folder, 1)
 
 
-def test_a_pickle_in_a_checkpoint_is_refused_and_not_unpickled(finished: Path, tmp_path: Path, canary: Path) -> None:
+def test_a_pickle_in_a_checkpoint_is_refused_and_not_unpickled(
+    finished: Path, tmp_path: Path, canary: Path
+) -> None:
     hostile = changed(finished, tmp_path / "checkpoint_000001.pt", trainer=Payload(canary))
     config = compose_config()
     config = replace(config, train=replace(config.train, resume=str(hostile)))
@@ -288,8 +334,14 @@ def test_a_checkpoint_alone_does_not_decide_what_code_runs(name: str, value: Any
         ("teacher.address", ["http://127.0.0.1:9"]),
         ("ray.address", "127.0.0.1:9"),
         ("env.environment", "openenv:http://127.0.0.1:9"),
-        ("env.reward", {"fn": "judge", "url": "http://127.0.0.1:9", "model": "m", "api_key_env": "HOME"}),
-        ("env.datasets", [{"dataset": "arithmetic", "reward": [{"fn": "judge", "url": "http://127.0.0.1:9"}]}]),
+        (
+            "env.reward",
+            {"fn": "judge", "url": "http://127.0.0.1:9", "model": "m", "api_key_env": "HOME"},
+        ),
+        (
+            "env.datasets",
+            [{"dataset": "arithmetic", "reward": [{"fn": "judge", "url": "http://127.0.0.1:9"}]}],
+        ),
         ("logging.wandb.mode", "online"),
         ("logging.mlflow.mode", "online"),
         ("logging.trackio.mode", "offline"),
@@ -301,15 +353,22 @@ def test_a_checkpoint_alone_names_no_address_or_file(name: str, value: Any) -> N
     assert error.startswith(name) and "must be on the command line too" in error
 
 
-@pytest.mark.parametrize("options", [{"env.reward": "code"}, {"env.tools": ["python"], "env.max_turns": 2}])
-def test_a_checkpoint_alone_does_not_run_programs_that_its_model_writes(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options", [{"env.reward": "code"}, {"env.tools": ["python"], "env.max_turns": 2}]
+)
+def test_a_checkpoint_alone_does_not_run_programs_that_its_model_writes(
+    options: dict[str, Any],
+) -> None:
     assert "must be on the command line too" in refusal(options)
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"logging.wandb.group": "${train.resume}/../evil.py:score", "env.reward": "${logging.wandb.group}"},
+        {
+            "logging.wandb.group": "${train.resume}/../evil.py:score",
+            "env.reward": "${logging.wandb.group}",
+        },
         {"logging.wandb.group": "evil:score", "env.reward": "${logging.wandb.group}"},
         {"env.system_prompt": "${oc.env:HOME}"},
         {"policy.loss": {"_target_": "torchrl_grpo.objectives.${model.name}"}},
@@ -342,13 +401,19 @@ def test_what_an_override_takes_from_a_checkpoint_is_refused_too() -> None:
         ({"env.tools": ["a\x1b[2J"]}, r"env.tools=[a\x1b[2J]"),
     ],
 )
-def test_a_checkpoint_with_something_else_as_its_config_is_refused(options: dict[str, Any], message: str) -> None:
+def test_a_checkpoint_with_something_else_as_its_config_is_refused(
+    options: dict[str, Any], message: str
+) -> None:
     assert message in refusal(options)
 
 
 @pytest.mark.parametrize("config", [[], None, "env"])
 def test_a_checkpoint_without_a_config_is_refused(
-    config: Any, finished: Path, tmp_path: Path, run_here: Callable[..., int], capfd: pytest.CaptureFixture[str]
+    config: Any,
+    finished: Path,
+    tmp_path: Path,
+    run_here: Callable[..., int],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     hostile = resealed(finished, tmp_path, config)
     assert run_here(SYNC, *SCRIPT, f"train.resume={hostile}", f"hydra.run.dir={tmp_path}/run") == 2
@@ -379,12 +444,20 @@ def test_a_refusal_has_no_control_characters_of_a_checkpoint(
     ],
 )  # fmt: skip
 def test_a_folder_of_somebody_else_runs_nothing(
-    options: dict[str, Any], finished: Path, tmp_path: Path, canary: Path, run_here: Callable[..., int]
+    options: dict[str, Any],
+    finished: Path,
+    tmp_path: Path,
+    canary: Path,
+    run_here: Callable[..., int],
 ) -> None:
-    (tmp_path / "evil.py").write_text(f"import os\nos.mkdir({str(canary)!r})\ndef score(response): return 1.0\n")
+    (tmp_path / "evil.py").write_text(
+        f"import os\nos.mkdir({str(canary)!r})\ndef score(response): return 1.0\n"
+    )
     torch.save(Payload(canary), tmp_path / "x")
     config = with_options(torch.load(finished, weights_only=True)["config"], options)
-    hostile = resealed(finished, tmp_path, json.loads(json.dumps(config).replace("{folder}", str(tmp_path))))
+    hostile = resealed(
+        finished, tmp_path, json.loads(json.dumps(config).replace("{folder}", str(tmp_path)))
+    )
     assert run_here(SYNC, f"train.resume={hostile}", f"hydra.run.dir={tmp_path}/run", steps(2)) == 2
 
 
@@ -397,14 +470,19 @@ def test_a_folder_of_somebody_else_gets_no_key(
         options = {"inference_model.backend": "server", "inference_model.address": [address]}
         config = with_options(torch.load(finished, weights_only=True)["config"], options)
         hostile = resealed(finished, tmp_path, config)
-        assert run_here(SYNC, f"train.resume={hostile}", f"hydra.run.dir={tmp_path}/run", steps(2)) == 2
+        assert (
+            run_here(SYNC, f"train.resume={hostile}", f"hydra.run.dir={tmp_path}/run", steps(2))
+            == 2
+        )
         server.setblocking(False)
         with pytest.raises(BlockingIOError):
             server.accept()
 
 
 def test_code_that_the_command_line_names_is_used() -> None:
-    saved = with_options(plain(compose_config()), {"env.reward": "mine.py:score", "env.tools": ["python"]})
+    saved = with_options(
+        plain(compose_config()), {"env.reward": "mine.py:score", "env.tools": ["python"]}
+    )
     overrides = ("env.reward=mine.py:score", "env.tools=[python]", "env.max_turns=2")
     config = resumed_config(saved, *overrides)
     assert (config.env.reward, config.env.tools) == ("mine.py:score", ["python"])
@@ -425,7 +503,11 @@ def test_an_option_that_could_name_code_an_address_or_a_file_is_known() -> None:
 
 
 def test_a_checkpoint_may_name_the_public_classes_and_rewards() -> None:
-    losses = {name for name in objectives.__all__ if issubclass(getattr(objectives, name), objectives.GRPOLoss)}
+    losses = {
+        name
+        for name in objectives.__all__
+        if issubclass(getattr(objectives, name), objectives.GRPOLoss)
+    }
     assert {f"torchrl_grpo.objectives.{name}" for name in losses} == set(LOSSES)
     assert BUILTINS.keys() - {"code", "judge"} == OWN_REWARDS
     assert get_class(ADVANTAGES[0]) is transforms.GroupAdvantage and len(ADVANTAGES) == 1
@@ -462,11 +544,16 @@ def test_the_config_beside_the_state_is_not_used(finished: Path, tmp_path: Path)
     assert (export.export(str(hostile), tmp_path / "out") / "config.json").is_file()
 
 
-def test_an_export_runs_no_code_of_the_base_model_by_itself(finished: Path, tmp_path: Path, canary: Path) -> None:
+def test_an_export_runs_no_code_of_the_base_model_by_itself(
+    finished: Path, tmp_path: Path, canary: Path
+) -> None:
     folder = starter_copy(tmp_path / "model")
     (folder / "evil.py").write_text(f"import os\nos.mkdir({str(canary)!r})\n")
     given = json.loads((folder / "config.json").read_text())
-    given |= {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}}
+    given |= {
+        "model_type": "evil",
+        "auto_map": {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"},
+    }
     (folder / "config.json").write_text(json.dumps(given))
     config = torch.load(finished, weights_only=True)["config"]
     config["model"] |= {"name": str(folder), "trust_remote_code": True}
@@ -496,9 +583,21 @@ def test_nothing_unpickles_a_file() -> None:
             if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
                 continue
             name = ast.unparse(node.func)
-            if name in ("torch.load", "pickle.load", "pickle.loads", "np.load", "yaml.load", "joblib.load"):
-                safe = any(word.arg == "weights_only" and ast.unparse(word.value) == "True" for word in node.keywords)
-                safe |= [ast.unparse(word) for word in node.args[1:]] == ["_PlainLoader"]  # a SafeLoader
+            if name in (
+                "torch.load",
+                "pickle.load",
+                "pickle.loads",
+                "np.load",
+                "yaml.load",
+                "joblib.load",
+            ):
+                safe = any(
+                    word.arg == "weights_only" and ast.unparse(word.value) == "True"
+                    for word in node.keywords
+                )
+                safe |= [ast.unparse(word) for word in node.args[1:]] == [
+                    "_PlainLoader"
+                ]  # a SafeLoader
                 unpickling += [] if safe else [f"{path.name}: {name}"]
             unpickling += [f"{path.name}: {name}"] if name.endswith("connection.recv") else []
     assert unpickling == ["pool.py: pickle.loads", "pool.py: connection.recv"]

@@ -56,17 +56,28 @@ def test_log_probs_are_those_of_the_teacher_in_this_process(stub: SGLangStub) ->
     here = KLScoring(scorer(), out_key=keys.TEACHER_LOG_PROBS)(batch())
     there = ServedTeacher(stub.address)(batch())
     for mine, served in zip(here.unbind(0), there.unbind(0), strict=True):
-        torch.testing.assert_close(served[keys.TEACHER_LOG_PROBS], mine[keys.TEACHER_LOG_PROBS], rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            served[keys.TEACHER_LOG_PROBS], mine[keys.TEACHER_LOG_PROBS], rtol=0, atol=1e-5
+        )
     asked = [body for route, body in stub.seen if route == "/generate"]
-    assert sorted((len(body["input_ids"]), body["logprob_start_len"]) for body in asked) == [(9, 3), (14, 4)]
+    assert sorted((len(body["input_ids"]), body["logprob_start_len"]) for body in asked) == [
+        (9, 3),
+        (14, 4),
+    ]
 
 
 def test_likely_tokens_are_those_of_the_teacher_in_this_process(stub: SGLangStub) -> None:
     here = TeacherStates(scorer(), top_k=3)(batch())
     there = ServedTeacher(stub.address, top_k=3)(batch())
-    assert [tuple(row[keys.TEACHER_STATES].shape) for row in there.unbind(0)] == [(5, 6), (7, 6), (0, 6)]
+    assert [tuple(row[keys.TEACHER_STATES].shape) for row in there.unbind(0)] == [
+        (5, 6),
+        (7, 6),
+        (0, 6),
+    ]
     for mine, served in zip(here.unbind(0), there.unbind(0), strict=True):
-        torch.testing.assert_close(served[keys.TEACHER_STATES], mine[keys.TEACHER_STATES], rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            served[keys.TEACHER_STATES], mine[keys.TEACHER_STATES], rtol=0, atol=1e-5
+        )
 
 
 def test_a_batch_that_is_scored_is_not_scored_again(stub: SGLangStub) -> None:
@@ -76,7 +87,9 @@ def test_a_batch_that_is_scored_is_not_scored_again(stub: SGLangStub) -> None:
     assert teacher(scored) is scored and len(stub.seen) == requests
 
 
-def test_an_overloaded_server_is_asked_again(stub: SGLangStub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_overloaded_server_is_asked_again(
+    stub: SGLangStub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(http_client, "_LONGEST_PAUSE_S", 0)
     teacher, one = ServedTeacher(stub.address), batch()[:1]
     stub.busy = 1
@@ -94,11 +107,16 @@ def test_a_server_that_stays_overloaded_is_lost_and_not_wrong(
         teacher(batch())
 
 
-def test_a_server_that_hangs_or_is_gone_is_lost(stub: SGLangStub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_hangs_or_is_gone_is_lost(
+    stub: SGLangStub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(servers, "_SCORE_AGAIN", 0)
     teacher = ServedTeacher(stub.address)
     stub.hangs.clear()
-    with monkeypatch.context() as short, pytest.raises(EngineDeadError, match=r"not score .*: no answer within 0.05 s"):
+    with (
+        monkeypatch.context() as short,
+        pytest.raises(EngineDeadError, match=r"not score .*: no answer within 0.05 s"),
+    ):
         short.setattr(servers, "_ANSWER_S", 0.05)
         teacher(batch())
     stub.hangs.set()
@@ -130,7 +148,9 @@ LIES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_scores_that_cannot_be_true_are_refused(lie: str, served: ServedTeacher, stub: SGLangStub) -> None:
+def test_scores_that_cannot_be_true_are_refused(
+    lie: str, served: ServedTeacher, stub: SGLangStub
+) -> None:
     def respond(route: str, body: Any) -> tuple[int, Any]:
         status, answer = right(route, body)
         LIES[lie](answer["meta_info"])
@@ -163,7 +183,9 @@ VLLM_LIES: dict[str, Any] = {
 @pytest.mark.parametrize("lie", VLLM_LIES)
 def test_scores_of_vllm_that_cannot_be_true_are_refused(lie: str) -> None:
     def read(last: Any) -> list[dict[int, float]]:
-        answer = {"choices": [{"prompt_logprobs": [None, {"6": {"logprob": -2.0, "rank": 3}}, last]}]}
+        answer = {
+            "choices": [{"prompt_logprobs": [None, {"6": {"logprob": -2.0, "rank": 3}}, last]}]
+        }
         return answers.read_vllm_scores(answer, [5, 6, 7], 1, 0, 261)
 
     assert read({"7": {"logprob": -1.0}}) == [{6: -2.0}, {7: -1.0}]
@@ -184,27 +206,44 @@ def distilled(*addresses: str) -> list[str]:
 
 
 def test_each_address_is_a_teacher_that_takes_no_device(stub: SGLangStub) -> None:
-    blueprint = prepare(compose_config(*distilled(stub.address)), [torch.device("cuda", 0), torch.device("cuda", 1)])
-    assert blueprint.plan.teacher == (CPU,) and blueprint.plan.inference == ((torch.device("cuda", 1),),)
+    blueprint = prepare(
+        compose_config(*distilled(stub.address)), [torch.device("cuda", 0), torch.device("cuda", 1)]
+    )
+    assert blueprint.plan.teacher == (CPU,) and blueprint.plan.inference == (
+        (torch.device("cuda", 1),),
+    )
     assert blueprint.max_prompt_tokens + blueprint.params.max_new_tokens + 1 == stub.context == 2048
     [row] = [row for row in plan_rows(blueprint) if row["role"] == "teacher"]
     assert (row["devices"], row["memory per device"]) == (stub.address, 0)
     _, [group] = make_teacher(blueprint, number=0).score(batch())
     expected = KLScoring(scorer(), out_key=keys.TEACHER_LOG_PROBS)(batch())
     for mine, served in zip(expected.unbind(0), group.unbind(0), strict=True):
-        torch.testing.assert_close(served[keys.TEACHER_LOG_PROBS], mine[keys.TEACHER_LOG_PROBS], rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            served[keys.TEACHER_LOG_PROBS], mine[keys.TEACHER_LOG_PROBS], rtol=0, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"context": 20}, "teacher.address: the server at .* has a context of 20 tokens, and prompt, response and one"),
-        ({"vocabulary": 300}, "must serve teacher.model, whose vocabulary has 261 tokens, and its own is larger"),
-        ({"vocabulary": 200}, "must serve teacher.model, whose vocabulary has 261 tokens, and its own is smaller"),
+        (
+            {"context": 20},
+            "teacher.address: the server at .* has a context of 20 tokens, and prompt, response and one",
+        ),
+        (
+            {"vocabulary": 300},
+            "must serve teacher.model, whose vocabulary has 261 tokens, and its own is larger",
+        ),
+        (
+            {"vocabulary": 200},
+            "must serve teacher.model, whose vocabulary has 261 tokens, and its own is smaller",
+        ),
         ({"raw": True}, r"must have log-probs from -1000 to 0, got \d"),
     ],
 )
-def test_a_server_that_cannot_be_the_teacher_is_refused(change: dict, message: str, stub: SGLangStub) -> None:
+def test_a_server_that_cannot_be_the_teacher_is_refused(
+    change: dict, message: str, stub: SGLangStub
+) -> None:
     vars(stub).update(change)
     with pytest.raises(ValueError, match=message):
         ServedTeacher.check(stub.address, vocabulary=261, longest=100)
@@ -218,7 +257,10 @@ def test_a_server_that_cannot_be_the_teacher_is_refused(change: dict, message: s
             {"/get_model_info": {}, "/get_server_info": {}},
             "must answer as SGLang does when it is to say how it was started; .* max_total_num_tokens is",
         ),
-        ({"/get_model_info": None, "/v1/models": {"data": []}}, r"as vLLM does .* data\[0\] is missing"),
+        (
+            {"/get_model_info": None, "/v1/models": {"data": []}},
+            r"as vLLM does .* data\[0\] is missing",
+        ),
         (
             {"/get_model_info": None, "/v1/models": {"data": [{"id": "a"}]}},
             r"data\[0\].max_model_len is missing: start it",
@@ -245,7 +287,10 @@ def test_what_is_no_such_server_is_refused(answers: dict, message: str, stub: SG
 
 def test_a_teachers_server_must_answer(stub: SGLangStub) -> None:
     stub.stop()
-    with pytest.raises(ConfigError, match=f"teacher.address={stub.address} must be a server that answers: .* Start it"):
+    with pytest.raises(
+        ConfigError,
+        match=f"teacher.address={stub.address} must be a server that answers: .* Start it",
+    ):
         prepare(compose_config(*distilled(stub.address)), [])
     stub.start(stub.port)
 
@@ -257,17 +302,37 @@ def test_a_teachers_server_must_answer(stub: SGLangStub) -> None:
             ("policy.teacher_divergence=reverse",),
             "policy.teacher_divergence=reverse needs policy.teacher_top_k with teacher.address, because a server",
         ),
-        (("inference_model.temperature=0.7",), "inference_model.temperature=0.7 must be 1 with teacher.address"),
-        (("teacher.num_devices=2",), "teacher.num_devices=2 must be left out with teacher.address, which runs on"),
+        (
+            ("inference_model.temperature=0.7",),
+            "inference_model.temperature=0.7 must be 1 with teacher.address",
+        ),
+        (
+            ("teacher.num_devices=2",),
+            "teacher.num_devices=2 must be left out with teacher.address, which runs on",
+        ),
         (("teacher.model=null",), "teacher.model=null and policy.teacher_coef=1 go together"),
-        (("policy.teacher_coef=0", "policy.reward_coef=1"), "must be left out without a teacher: use algo=distill"),
-        (("teacher.address=[a:8000]",), "teacher.address must have URLs of servers, 'a:8000' is none"),
-        (("teacher.address=[http://a:99999]",), "teacher.address must have URLs of servers, 'http://a:99999' is none"),
-        (("teacher.address=['http://[::1']",), "teacher.address must have URLs of servers, 'http://[::1' is none"),
+        (
+            ("policy.teacher_coef=0", "policy.reward_coef=1"),
+            "must be left out without a teacher: use algo=distill",
+        ),
+        (
+            ("teacher.address=[a:8000]",),
+            "teacher.address must have URLs of servers, 'a:8000' is none",
+        ),
+        (
+            ("teacher.address=[http://a:99999]",),
+            "teacher.address must have URLs of servers, 'http://a:99999' is none",
+        ),
+        (
+            ("teacher.address=['http://[::1']",),
+            "teacher.address must have URLs of servers, 'http://[::1' is none",
+        ),
         (("teacher.address=[http://a,http://a]",), "must name each server once"),
     ],
 )
-def test_what_a_teacher_on_servers_cannot_do_is_refused(overrides: tuple[str, ...], message: str) -> None:
+def test_what_a_teacher_on_servers_cannot_do_is_refused(
+    overrides: tuple[str, ...], message: str
+) -> None:
     with pytest.raises(ConfigError) as error:
         compose_config(*distilled("http://a"), *overrides)
     assert message in str(error.value)

@@ -50,7 +50,9 @@ def stub() -> Iterator[SGLangStub]:
 
 @pytest.fixture
 def engine(stub: SGLangStub, tmp_path: Path) -> Iterator[ServerEngine]:
-    with ServerEngine(stub.address, folder=tmp_path / "weights", tied=TIED, starts_within_s=1) as engine:
+    with ServerEngine(
+        stub.address, folder=tmp_path / "weights", tied=TIED, starts_within_s=1
+    ) as engine:
         yield engine
 
 
@@ -72,13 +74,17 @@ def closed_port() -> int:
 def test_greedy_tokens_are_those_of_the_engine_behind_the_server(engine: ServerEngine) -> None:
     local = TransformersEngine(AutoModelForCausalLM.from_pretrained(starter_path()).float().eval())
     params = SamplingParams(max_new_tokens=12, temperature=0)
-    for there, here in zip(engine.generate(PROMPTS, 2, params), local.generate(PROMPTS, 2, params), strict=True):
+    for there, here in zip(
+        engine.generate(PROMPTS, 2, params), local.generate(PROMPTS, 2, params), strict=True
+    ):
         assert [one.tokens.tolist() for one in there] == [one.tokens.tolist() for one in here]
         torch.testing.assert_close(there[0].log_probs, here[0].log_probs, rtol=0, atol=1e-5)
         assert there[0].finish_reason == here[0].finish_reason and there[0].versions is None
 
 
-def test_new_weights_come_through_the_folder_with_their_version(engine: ServerEngine, tmp_path: Path) -> None:
+def test_new_weights_come_through_the_folder_with_their_version(
+    engine: ServerEngine, tmp_path: Path
+) -> None:
     model = moved()
     engine.update_weights(named_weights(model), 3)
     assert list((tmp_path / "weights").iterdir()) == []
@@ -122,11 +128,15 @@ def test_weights_that_were_not_given_by_this_engine_are_the_end_of_it(
 ) -> None:
     engine.update_weights(named_weights(moved()), 1)
     stub.label = label
-    with pytest.raises(EngineDeadError, match=f"weights that this run gave, of version 1 or newer, got '{label}'"):
+    with pytest.raises(
+        EngineDeadError, match=f"weights that this run gave, of version 1 or newer, got '{label}'"
+    ):
         engine.generate(PROMPTS[:1], 1, PARAMS)
 
 
-def test_a_server_that_is_gone_is_the_end_of_its_engine(engine: ServerEngine, stub: SGLangStub) -> None:
+def test_a_server_that_is_gone_is_the_end_of_its_engine(
+    engine: ServerEngine, stub: SGLangStub
+) -> None:
     stub.stop()
     with pytest.raises(EngineDeadError, match=r"did not sample: \w+Error"):
         engine.generate(PROMPTS[:1], 1, PARAMS)
@@ -145,12 +155,16 @@ def test_an_engine_waits_for_a_server_that_starts(stub: SGLangStub) -> None:
         waiting.result().close()
 
 
-def test_a_stop_string_ends_a_response_with_the_token_that_completes_it(engine: ServerEngine) -> None:
+def test_a_stop_string_ends_a_response_with_the_token_that_completes_it(
+    engine: ServerEngine,
+) -> None:
     tokenizer = AutoTokenizer.from_pretrained(starter_path())
     [[whole]] = engine.generate(PROMPTS[:1], 1, SamplingParams(max_new_tokens=12, temperature=0))
     text = tokenizer.decode(whole.tokens[:3])
     stop = StopStrings([text[-1]], tokenizer)
-    [[cut]] = engine.generate(PROMPTS[:1], 1, SamplingParams(max_new_tokens=12, temperature=0, stop=stop))
+    [[cut]] = engine.generate(
+        PROMPTS[:1], 1, SamplingParams(max_new_tokens=12, temperature=0, stop=stop)
+    )
     length = next(i for i in range(1, 13) if text[-1] in tokenizer.decode(whole.tokens[:i]))
     assert cut.tokens.tolist() == whole.tokens[:length].tolist() and cut.finish_reason == "stop"
     assert len(cut.log_probs) == length
@@ -176,7 +190,11 @@ def test_without_a_folder_the_server_keeps_its_weights(stub: SGLangStub) -> None
 
 
 def served(*addresses: str) -> list[str]:
-    return [*SMALL, "inference_model.backend=server", f"inference_model.address=[{','.join(addresses)}]"]
+    return [
+        *SMALL,
+        "inference_model.backend=server",
+        f"inference_model.address=[{','.join(addresses)}]",
+    ]
 
 
 def test_each_address_is_a_sampler_that_takes_no_device(stub: SGLangStub, tmp_path: Path) -> None:
@@ -224,17 +242,29 @@ def test_an_evaluation_alone_loads_no_model_and_leaves_the_served_one(
 
 
 def test_a_checkpoint_is_not_what_a_server_would_evaluate() -> None:
-    with pytest.raises(ConfigError, match=r"train\.resume=here must be left out with train\.total_dialog_turns=0 and"):
+    with pytest.raises(
+        ConfigError,
+        match=r"train\.resume=here must be left out with train\.total_dialog_turns=0 and",
+    ):
         compose_config(
-            *served("http://a"), "train.total_dialog_turns=0", "evaluation.num_prompts=4", "train.resume=here"
+            *served("http://a"),
+            "train.total_dialog_turns=0",
+            "evaluation.num_prompts=4",
+            "train.resume=here",
         )
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ((), "inference_model.backend=server needs inference_model.address: use inference_model.address="),
-        (("inference_model.address=[localhost:8000]",), "must have URLs of servers, 'localhost:8000' is none"),
+        (
+            (),
+            "inference_model.backend=server needs inference_model.address: use inference_model.address=",
+        ),
+        (
+            ("inference_model.address=[localhost:8000]",),
+            "must have URLs of servers, 'localhost:8000' is none",
+        ),
         (("inference_model.address=[http://a,http://a/]",), "must name each server once"),
         (
             ("inference_model.address=[http://a]", "inference_model.num_devices=2"),
@@ -246,7 +276,9 @@ def test_a_checkpoint_is_not_what_a_server_would_evaluate() -> None:
         ),
     ],
 )
-def test_the_config_refuses_addresses_that_cannot_be(overrides: tuple[str, ...], message: str) -> None:
+def test_the_config_refuses_addresses_that_cannot_be(
+    overrides: tuple[str, ...], message: str
+) -> None:
     with pytest.raises(ConfigError) as error:
         compose_config("inference_model.backend=server", *overrides)
     assert message in str(error.value)
@@ -254,31 +286,41 @@ def test_the_config_refuses_addresses_that_cannot_be(overrides: tuple[str, ...],
 
 def test_a_server_that_does_not_answer_is_refused_before_weights_load() -> None:
     address = f"http://127.0.0.1:{closed_port()}"
-    with pytest.raises(ConfigError, match=f"address={address} must be a server that answers: .* Start it first"):
+    with pytest.raises(
+        ConfigError, match=f"address={address} must be a server that answers: .* Start it first"
+    ):
         prepare(compose_config(*served(address)), [])
 
 
 def test_log_probs_of_temperature_1_are_refused(stub: SGLangStub) -> None:
     stub.raw = True
-    with pytest.raises(ConfigError, match="must state log-probs of the distribution that it samples from"):
+    with pytest.raises(
+        ConfigError, match="must state log-probs of the distribution that it samples from"
+    ):
         prepare(compose_config(*served(stub.address)), [])
 
 
 def test_a_short_context_is_refused(stub: SGLangStub) -> None:
     stub.context = 20
-    with pytest.raises(ConfigError, match="has a context of 20 tokens, and prompt and response may take"):
+    with pytest.raises(
+        ConfigError, match="has a context of 20 tokens, and prompt and response may take"
+    ):
         prepare(compose_config(*served(stub.address)), [])
 
 
 @pytest.mark.parametrize(("size", "difference"), [(300, "larger"), (200, "smaller")])
 def test_another_vocabulary_is_refused(size: int, difference: str, stub: SGLangStub) -> None:
     stub.vocabulary = size
-    with pytest.raises(ConfigError, match=f"whose vocabulary has 261 tokens, and its own is {difference}"):
+    with pytest.raises(
+        ConfigError, match=f"whose vocabulary has 261 tokens, and its own is {difference}"
+    ):
         prepare(compose_config(*served(stub.address)), [])
 
 
 def test_sglang_does_not_keep_responses_over_an_update(stub: SGLangStub) -> None:
-    with pytest.raises(ConfigError, match="in_flight=keep must be another one with the SGLang server"):
+    with pytest.raises(
+        ConfigError, match="in_flight=keep must be another one with the SGLang server"
+    ):
         prepare(compose_config(*served(stub.address), "inference_model.in_flight=keep"), [])
 
 
@@ -290,19 +332,29 @@ def test_the_key_goes_with_each_request(stub: SGLangStub, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("key", ["secret\nsecret", "s\u00e9cret"])
-def test_a_key_that_cannot_be_sent_is_not_shown(key: str, stub: SGLangStub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_that_cannot_be_sent_is_not_shown(
+    key: str, stub: SGLangStub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("VLLM_API_KEY", key)
-    with pytest.raises(ValueError, match="environment variable VLLM_API_KEY must be a key of printable ASCII"):
+    with pytest.raises(
+        ValueError, match="environment variable VLLM_API_KEY must be a key of printable ASCII"
+    ):
         ServerEngine(stub.address)
     assert stub.keys == []
 
 
-def test_two_runs_that_share_a_folder_of_weights_do_not_meet_in_it(stub: SGLangStub, tmp_path: Path) -> None:
-    blueprint = prepare(compose_config(*served(stub.address), f"inference_model.weights_folder={tmp_path}"), [])
+def test_two_runs_that_share_a_folder_of_weights_do_not_meet_in_it(
+    stub: SGLangStub, tmp_path: Path
+) -> None:
+    blueprint = prepare(
+        compose_config(*served(stub.address), f"inference_model.weights_folder={tmp_path}"), []
+    )
     for _ in range(2):
         with make_engine(blueprint, CPU, concurrent=True, number=0) as engine:
             engine.update_weights(named_weights(moved()), 1)
-    paths = [body["model_path"] for route, body in stub.seen if route == "/update_weights_from_disk"]
+    paths = [
+        body["model_path"] for route, body in stub.seen if route == "/update_weights_from_disk"
+    ]
     assert len(set(paths)) == 2 and list(tmp_path.iterdir()) == []
 
 
@@ -352,10 +404,14 @@ def http() -> Iterator[SGLangStub]:
 
 
 @pytest.fixture(scope="module")
-def engine_of_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[VLLMStub, ServerEngine]]:
+def engine_of_vllm(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[VLLMStub, ServerEngine]]:
     http, stub = SGLangStub(str(starter_path())), VLLMStub()
     http.respond = stub.respond  # type: ignore[method-assign]
-    with ServerEngine(http.address, folder=tmp_path_factory.mktemp("weights"), starts_within_s=1) as engine:
+    with ServerEngine(
+        http.address, folder=tmp_path_factory.mktemp("weights"), starts_within_s=1
+    ) as engine:
         yield stub, engine
     http.stop()
 
@@ -394,7 +450,11 @@ def spans(*stated: tuple[Any, Any, Any]) -> Callable[[dict], None]:
         choice = answer["choices"][1]
         own = choice["weight_versions"][0]["version"].rpartition("-")[0]
         choice["weight_versions"] = [
-            {"version": f"{own}-{label}" if isinstance(label, int) else label, "start": start, "end": end}
+            {
+                "version": f"{own}-{label}" if isinstance(label, int) else label,
+                "start": start,
+                "end": end,
+            }
             for label, start, end in stated
         ]
 
@@ -455,7 +515,9 @@ LIES: dict[str, Callable[[dict], Any]] = {
     "the same index twice": put("index", value=0),
     "an index that is a truth value": put("index", value=True),
     "a response too few": lambda answer: answer["choices"].pop(),
-    "a response too many": lambda answer: answer["choices"].append(copy.deepcopy(answer["choices"][0]) | {"index": 2}),
+    "a response too many": lambda answer: answer["choices"].append(
+        copy.deepcopy(answer["choices"][0]) | {"index": 2}
+    ),
     "no responses": lambda answer: {"choices": []},
     "responses that are no objects": lambda answer: {"choices": [1, 2]},
     "no object": lambda answer: [answer],
@@ -472,7 +534,9 @@ LIES: dict[str, Callable[[dict], Any]] = {
 @pytest.mark.parametrize("lie", LIES)
 def test_a_server_whose_answer_cannot_be_true_is_lost(lie: str, vllm: SimpleNamespace) -> None:
     vllm.stub.change = LIES[lie]
-    with pytest.raises(EngineDeadError, match=r"^inference_model\.address: .* must answer as vLLM does") as error:
+    with pytest.raises(
+        EngineDeadError, match=r"^inference_model\.address: .* must answer as vLLM does"
+    ) as error:
         vllm.engine.generate([torch.tensor([3, 4])], 2, STRICT)
     assert vllm.stub.asked == 1 and len(str(error.value)) < 1000
     assert str(error.value).isascii() and str(error.value).isprintable()
@@ -484,14 +548,23 @@ def test_a_server_whose_answer_cannot_be_true_is_lost(lie: str, vllm: SimpleName
     [
         (lambda answer: answer["choices"].reverse(), [5, 6, STOP], "stop", [2, 2, 2]),
         (ends([5, 6, 7, 8], "length"), [5, 6, 7, 8], "length", [2, 2, 2, 2]),
-        (ends([5, 6, 7, STOP], "length"), [5, 6, 7, STOP], "stop", [2, 2, 2, 2]),  # SGLang looks at the length first
+        (
+            ends([5, 6, 7, STOP], "length"),
+            [5, 6, 7, STOP],
+            "stop",
+            [2, 2, 2, 2],
+        ),  # SGLang looks at the length first
         (ends([STOP], "stop"), [STOP], "stop", [2]),
         (spans((2, 0, 1), (2, 1, 1), (2, 1, 3)), [5, 6, STOP], "stop", [2, 2, 2]),
         (log_probs(-1, 1e-6, -700.0), [5, 6, STOP], "stop", [2, 2, 2]),
     ],
 )
 def test_answers_that_can_be_true_are_read_in_full(
-    change: Callable[[dict], Any], tokens: list[int], reason: str, versions: list[int], vllm: SimpleNamespace
+    change: Callable[[dict], Any],
+    tokens: list[int],
+    reason: str,
+    versions: list[int],
+    vllm: SimpleNamespace,
 ) -> None:
     vllm.stub.change = change
     [[first, second]] = vllm.engine.generate([torch.tensor([3, 4])], 2, STRICT)
@@ -528,7 +601,9 @@ def test_a_stop_string_may_end_a_response_without_a_stop_token(vllm: SimpleNames
 
 def test_a_server_that_aborts_without_an_update_is_lost(vllm: SimpleNamespace) -> None:
     vllm.stub.change = ends([], "abort")
-    with pytest.raises(EngineDeadError, match=r"inference_model\.address: .* must not abort requests"):
+    with pytest.raises(
+        EngineDeadError, match=r"inference_model\.address: .* must not abort requests"
+    ):
         vllm.engine.generate([torch.tensor([3, 4])], 2, STRICT)
     assert vllm.stub.asked == 5
 
@@ -547,8 +622,12 @@ def test_updates_may_abort_a_response_as_often_as_they_come(vllm: SimpleNamespac
 SGLANG_LIES: dict[str, Callable[[dict], Any]] = {
     "no log-prob": lambda info: info["output_token_logprobs"].__setitem__(0, [None, 5, None]),
     "a pair that is too short": lambda info: info["output_token_logprobs"].__setitem__(0, [-1.0]),
-    "a float as token": lambda info: info["output_token_logprobs"].__setitem__(0, [-1.0, 5.0, None]),
-    "beyond the vocabulary": lambda info: info["output_token_logprobs"].__setitem__(0, [-1.0, VOCABULARY, None]),
+    "a float as token": lambda info: info["output_token_logprobs"].__setitem__(
+        0, [-1.0, 5.0, None]
+    ),
+    "beyond the vocabulary": lambda info: info["output_token_logprobs"].__setitem__(
+        0, [-1.0, VOCABULARY, None]
+    ),
     "no tokens": lambda info: info["output_token_logprobs"].clear(),
     "no reason": lambda info: info.update(finish_reason=None),
     "an error as reason": lambda info: info["finish_reason"].update(type="error"),
@@ -558,10 +637,16 @@ SGLANG_LIES: dict[str, Callable[[dict], Any]] = {
 
 
 @pytest.fixture
-def sglang(http: SGLangStub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[SimpleNamespace]:
+def sglang(
+    http: SGLangStub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[SimpleNamespace]:
     """What SGLang's routes answer, by route, and an engine."""
     first = [[-1.0, 5, None], [-1.0, STOP, None]]
-    info = {"output_token_logprobs": first, "finish_reason": {"type": "stop", "matched": STOP}, "weight_version": ""}
+    info = {
+        "output_token_logprobs": first,
+        "finish_reason": {"type": "stop", "matched": STOP},
+        "weight_version": "",
+    }
     answers: dict[str, Any] = {
         "/get_model_info": {},
         "/get_server_info": {"context_length": None, "max_total_num_tokens": 2048},
@@ -584,19 +669,29 @@ def sglang(http: SGLangStub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 def test_an_answer_of_sglang_that_can_be_true_is_read_in_full(sglang: SimpleNamespace) -> None:
     sglang.engine.update_weights(HEAD.items(), 1)
     [[done]] = sglang.engine.generate([torch.tensor([3, 4])], 1, STRICT)
-    assert (done.tokens.tolist(), done.versions.tolist(), done.finish_reason) == ([5, STOP], [1, 1], "stop")
+    assert (done.tokens.tolist(), done.versions.tolist(), done.finish_reason) == (
+        [5, STOP],
+        [1, 1],
+        "stop",
+    )
 
 
 @pytest.mark.parametrize("lie", SGLANG_LIES)
 def test_an_answer_of_sglang_that_cannot_be_true_is_lost(lie: str, sglang: SimpleNamespace) -> None:
     sglang.engine.update_weights(HEAD.items(), 1)
     SGLANG_LIES[lie](sglang.info)
-    with pytest.raises(EngineDeadError, match=r"^inference_model\.address: .* must answer as SGLang does"):
+    with pytest.raises(
+        EngineDeadError, match=r"^inference_model\.address: .* must answer as SGLang does"
+    ):
         sglang.engine.generate([torch.tensor([3, 4])], 1, STRICT)
 
 
-@pytest.mark.parametrize("answer", [[], {"success": "true"}, {}, None, {"success": False, "message": "no \x1b[2J"}])
-def test_weights_that_a_server_does_not_say_to_have_are_not_there(answer: Any, sglang: SimpleNamespace) -> None:
+@pytest.mark.parametrize(
+    "answer", [[], {"success": "true"}, {}, None, {"success": False, "message": "no \x1b[2J"}]
+)
+def test_weights_that_a_server_does_not_say_to_have_are_not_there(
+    answer: Any, sglang: SimpleNamespace
+) -> None:
     sglang.answers["/update_weights_from_disk"] = answer
     with pytest.raises(EngineDeadError, match="did not load the weights") as error:
         sglang.engine.update_weights(HEAD.items(), 1)

@@ -21,7 +21,9 @@ from torchrl_grpo.runtime.groups import PackedGroup
 from torchrl_grpo.transforms import GroupAdvantage, RewardShaping
 
 
-def row(trajectory: int | None, sampled: int, reward: float, *, done: bool = True, group: int = 0) -> TensorDict:
+def row(
+    trajectory: int | None, sampled: int, reward: float, *, done: bool = True, group: int = 0
+) -> TensorDict:
     """A sample of two prompt tokens and so many sampled ones."""
     mask = torch.tensor([False] * 2 + [True] * sampled)
     out = TensorDict(
@@ -51,7 +53,12 @@ def compacting() -> TensorDictBase:
 
 def test_trajectories_are_numbered_in_the_order_of_their_rows():
     assert trajectories_of(compacting()).tolist() == [0, 0, 1]
-    assert trajectories_of(lazy_stack([row(None, 1, 0.0), *compacting().unbind(0)])).tolist() == [0, 1, 1, 2]
+    assert trajectories_of(lazy_stack([row(None, 1, 0.0), *compacting().unbind(0)])).tolist() == [
+        0,
+        1,
+        1,
+        2,
+    ]
     assert trajectories_of(lazy_stack([row(None, 1, 0.0), row(None, 2, 0.0)])) is None
     assert trajectories_of(lazy_stack([row(1, 1, 0.0), row(2, 2, 0.0)])) is None
 
@@ -143,7 +150,9 @@ def test_micro_batches_change_no_step_of_several_samples():
         for sample, trajectory in zip(batch.unbind(0), (0, 0, 1, 1), strict=True):
             sample.set(keys.TRAJECTORY, torch.tensor([trajectory]))
         model = make_tiny_model()
-        trainer = make_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_tokens=tokens)
+        trainer = make_trainer(
+            model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_tokens=tokens
+        )
         trainer.train_batch(batch)
         return torch.cat([parameter.detach().reshape(-1) for parameter in trainer.parameters])
 
@@ -191,7 +200,11 @@ def test_metrics_count_a_trajectory_once():
 
 def test_rows_of_samples_have_their_number_and_the_trajectory_s_reward():
     rows = sample_rows(GroupAdvantage(2, std="none")(compacting()), "train")
-    assert [(one.get("sample"), one["reward"], one["length"]) for one in rows] == [(0, 1, 3), (1, 1, 1), (None, 0, 2)]
+    assert [(one.get("sample"), one["reward"], one["length"]) for one in rows] == [
+        (0, 1, 3),
+        (1, 1, 1),
+        (None, 0, 2),
+    ]
 
 
 def test_a_sample_without_a_reward_is_no_variance():

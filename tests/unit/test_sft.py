@@ -72,8 +72,15 @@ MARKED = (
 )
 """A template in the style of Qwen's, with markers around the assistant's turns."""
 UNMARKED = re.sub(r"{% (end)?generation %}", "", MARKED)
-ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
-CALL = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "\u00e9\n"}}}
+ADD = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
+}
+CALL = {
+    "id": "call00000",
+    "type": "function",
+    "function": {"name": "add", "arguments": {"a": 1, "b": "\u00e9\n"}},
+}
 CHATS = {
     "one turn": turns("1+1?", "It is\n\n2"),
     "two turns": turns("1+1?", "2", "and 1 more?", "3"),
@@ -85,7 +92,12 @@ CHATS = {
     "thoughts as text": turns("1+1?", "<think>\none and one\n</think>\n\n2"),
     "calls": [
         {"role": "user", "content": "1+1?"},
-        {"role": "assistant", "content": "", "tool_calls": [CALL, CALL], "reasoning_content": "a tool"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [CALL, CALL],
+            "reasoning_content": "a tool",
+        },
         {"role": "tool", "name": "add", "content": "2", "tool_call_id": "call00000"},
         {"role": "assistant", "content": "2"},
     ],
@@ -113,7 +125,9 @@ def written(
 def test_tokens_and_turns_are_those_of_the_template_itself(template: str, name: str) -> None:
     marked, chat = chat_tokenizer(), CHATS[name]
     tools = [ADD] if name == "calls" else None
-    expected = marked.apply_chat_template(chat, tools=tools, return_assistant_tokens_mask=True, return_dict=True)
+    expected = marked.apply_chat_template(
+        chat, tools=tools, return_assistant_tokens_mask=True, return_dict=True
+    )
     prompt = marked.apply_chat_template(
         chat[: first_turn(chat)], tools=tools, add_generation_prompt=True, return_dict=True
     )
@@ -134,11 +148,15 @@ def test_an_empty_thought_that_the_template_writes_is_learned() -> None:
 
 
 def test_a_thought_that_the_prompt_begins_is_not_begun_again() -> None:
-    tokenizer = chat_tokenizer(UNMARKED.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}"))
+    tokenizer = chat_tokenizer(
+        UNMARKED.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+    )
     got = written(tokenizer, CHATS["thoughts as text"])
     assert tokenizer.decode(got.tokens).count("<think>") == 1
     assert tokenizer.decode(got.tokens[got.learned]) == "one and one\n</think>\n\n2<|im_end|>\n"
-    with pytest.raises(ValueError, match=r"model\.chat_template.*'<think>.*env\.chat_template_kwargs"):
+    with pytest.raises(
+        ValueError, match=r"model\.chat_template.*'<think>.*env\.chat_template_kwargs"
+    ):
         written(tokenizer, CHATS["one turn"])
 
 
@@ -152,7 +170,9 @@ def test_a_thought_that_the_prompt_begins_is_not_begun_again() -> None:
         ("calls", UNMARKED.partition("{% for m")[0], "tools"),
     ],
 )
-def test_a_row_of_which_the_template_leaves_something_out_is_refused(name: str, left_out: str, message: str) -> None:
+def test_a_row_of_which_the_template_leaves_something_out_is_refused(
+    name: str, left_out: str, message: str
+) -> None:
     template = UNMARKED.replace(left_out, "")
     assert template != UNMARKED
     with pytest.raises(ValueError, match=rf"model\.chat_template.* must write (the )?{message} "):
@@ -198,8 +218,16 @@ def test_the_limit_is_of_each_turn_and_the_chat_ends_where_one_is_cut(tokenizer)
 @pytest.mark.parametrize("kind", ["completion", "completion_messages", "messages"])
 def test_the_columns_of_a_data_set_are_demonstrations(kind: str, tmp_path: Path) -> None:
     chat = turns("1+1?", "2", "and 1 more?", "3")
-    row = {"q": "1+1?", "c": "2"} if kind == "completion" else {"q": "1+1?", "c": chat[1:], "m": chat, "answer": "3"}
-    columns = {"messages_column": "m"} if kind == "messages" else {"prompt_column": "q", "completion_column": "c"}
+    row = (
+        {"q": "1+1?", "c": "2"}
+        if kind == "completion"
+        else {"q": "1+1?", "c": chat[1:], "m": chat, "answer": "3"}
+    )
+    columns = (
+        {"messages_column": "m"}
+        if kind == "messages"
+        else {"prompt_column": "q", "completion_column": "c"}
+    )
     task = DatasetTask(str(write(tmp_path, [row])), **columns)
     problem = task.problems("train")[0]
     assert (problem.query, task.messages(problem)) == ("1+1?", chat[:1])
@@ -209,9 +237,21 @@ def test_the_columns_of_a_data_set_are_demonstrations(kind: str, tmp_path: Path)
 @pytest.mark.parametrize(
     ("row", "columns", "message"),
     [
-        ({"c": None}, {"completion_column": "c"}, r"data\.jsonl:1 .*must have text in the column 'c'"),
-        ({"c": turns("no")}, {"completion_column": "c"}, r":1 .*must have in the column 'c' what the assistant is to"),
-        ({"c": ["no"]}, {"completion_column": "c"}, r":1 .*must have chat messages in the column 'c'.*'no'"),
+        (
+            {"c": None},
+            {"completion_column": "c"},
+            r"data\.jsonl:1 .*must have text in the column 'c'",
+        ),
+        (
+            {"c": turns("no")},
+            {"completion_column": "c"},
+            r":1 .*must have in the column 'c' what the assistant is to",
+        ),
+        (
+            {"c": ["no"]},
+            {"completion_column": "c"},
+            r":1 .*must have chat messages in the column 'c'.*'no'",
+        ),
         (
             {"c": [{"role": "assistant", "content": None, "tool_calls": [{"name": None}]}]},
             {"completion_column": "c"},
@@ -222,20 +262,34 @@ def test_the_columns_of_a_data_set_are_demonstrations(kind: str, tmp_path: Path)
             {"messages_column": "c", "prompt_column": None},
             r":1 .*ending with the assistant's, it",
         ),
-        ({"c": turns("?", "2", "?")}, {"messages_column": "c", "prompt_column": None}, r":1 .*ending with the assist"),
+        (
+            {"c": turns("?", "2", "?")},
+            {"messages_column": "c", "prompt_column": None},
+            r":1 .*ending with the assist",
+        ),
         ({"c": "2"}, {"completion_column": "d"}, r"columns\.completion=d must be a column of"),
-        ({"c": "2"}, {"messages_column": "d", "prompt_column": None}, r"columns\.messages=d must be a column of"),
+        (
+            {"c": "2"},
+            {"messages_column": "d", "prompt_column": None},
+            r"columns\.messages=d must be a column of",
+        ),
     ],
 )
-def test_a_row_without_a_demonstration_is_named(row: dict, columns: dict, message: str, tmp_path: Path) -> None:
-    task = DatasetTask(str(write(tmp_path, [{"q": "1+1?", **row}])), **({"prompt_column": "q"} | columns))
+def test_a_row_without_a_demonstration_is_named(
+    row: dict, columns: dict, message: str, tmp_path: Path
+) -> None:
+    task = DatasetTask(
+        str(write(tmp_path, [{"q": "1+1?", **row}])), **({"prompt_column": "q"} | columns)
+    )
     with pytest.raises(ValueError, match=message):
         task.problems("train")
 
 
 def demonstrations(path: Path, most: int = 100, **columns: str) -> TensorDictBase:
     """All rows of a data set as the trainer gets them, with an advantage of 1."""
-    task = DatasetTask(str(path), **(columns or {"completion_column": "solution", "answer_column": "answer"}))
+    task = DatasetTask(
+        str(path), **(columns or {"completion_column": "solution", "answer_column": "answer"})
+    )
     env = LLMEnv(task, AutoTokenizer.from_pretrained(starter_path()), num_envs=1, repeats=1)
     source = Demonstrations(env, TransformersEngine(make_tiny_model()), [1], most)
     batch = source.rollout([env.drawing.again(i, i) for i in range(env.num_problems)])
@@ -265,7 +319,12 @@ def test_the_loss_and_gradient_are_those_of_a_plain_cross_entropy(tmp_path: Path
     torch.testing.assert_close(out["loss_objective"].detach(), expected.detach(), rtol=1e-6, atol=0)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(got[name], parameter.grad, rtol=1e-4, atol=1e-7)
-    assert (out["ratio_mean"], out["ESS"], out["kl_k3_to_inference"], out["clip_fraction_high"]) == (1, 1, 0, 0)
+    assert (
+        out["ratio_mean"],
+        out["ESS"],
+        out["kl_k3_to_inference"],
+        out["clip_fraction_high"],
+    ) == (1, 1, 0, 0)
     torch.testing.assert_close(out["objective"], -expected.detach(), rtol=1e-6, atol=0)
 
 
@@ -273,17 +332,25 @@ def test_a_long_demonstration_is_cut_as_a_response_would_be(tmp_path: Path) -> N
     batch = demonstrations(write(tmp_path, ROWS[:1]), most=7)
     [row] = batch.unbind(0)
     text = AutoTokenizer.from_pretrained(starter_path()).decode(row[keys.RESPONSE])
-    assert (text, row[keys.TRUNCATED].item(), row[keys.TERMINATED].item()) == ("It is #", True, False)
+    assert (text, row[keys.TRUNCATED].item(), row[keys.TERMINATED].item()) == (
+        "It is #",
+        True,
+        False,
+    )
 
 
 def test_samples_show_the_turns_that_are_learned_as_far_as_they_are(tmp_path: Path) -> None:
     chat = turns("17+7=?", "#### 24", "24+7=?", "#### 31", "31+7=?", "#### 38")
-    path = write(tmp_path, [{"m": chat}, {"m": [*chat[:3], *turns("", "#### 313233", "?", "no")[1:]]}])
+    path = write(
+        tmp_path, [{"m": chat}, {"m": [*chat[:3], *turns("", "#### 313233", "?", "no")[1:]]}]
+    )
     whole, cut = demonstrations(path, most=8, messages_column="m").unbind(0)
     assert whole[keys.ASSISTANT_MASK].sum() == 24 and not whole[keys.TRUNCATED]
     assert whole[keys.RESPONSE_TEXT] == "#### 24\n#### 31\n#### 38"
     assert cut[keys.RESPONSE_TEXT] == "#### 24\n#### 313" and cut[keys.TRUNCATED]
-    assert whole[keys.FULL].tolist() == torch.cat([whole[keys.PROMPT], whole[keys.RESPONSE]]).tolist()
+    assert (
+        whole[keys.FULL].tolist() == torch.cat([whole[keys.PROMPT], whole[keys.RESPONSE]]).tolist()
+    )
 
 
 @pytest.mark.parametrize("tools", [[ADD], json.dumps([ADD]), None], ids=["list", "json", "none"])
@@ -291,17 +358,26 @@ def test_tools_of_a_row_are_in_its_prompt(tools: list[dict] | str | None, tmp_pa
     path = write(tmp_path, [{"m": turns("1+1?", "2"), "tools": tools}])
     [row] = demonstrations(path, messages_column="m").unbind(0)
     text = AutoTokenizer.from_pretrained(starter_path()).decode(row[keys.PROMPT])
-    assert text == f"{'<|system|>tools: add<|end|>' if tools else ''}<|user|>1+1?<|end|><|assistant|>"
+    assert (
+        text == f"{'<|system|>tools: add<|end|>' if tools else ''}<|user|>1+1?<|end|><|assistant|>"
+    )
 
 
 @pytest.mark.parametrize("tools", ["add", ["add"], [{"function": {}}], 5])
 def test_a_row_with_something_else_as_tools_is_named(tools: Any, tmp_path: Path) -> None:
-    path = write(tmp_path, [{"m": turns("1+1?", "2"), "tools": [ADD]}, {"m": turns("1+1?", "2"), "tools": tools}])
-    with pytest.raises(ValueError, match=r"data\.jsonl:2 must have a list of tools in the column 'tools'"):
+    path = write(
+        tmp_path,
+        [{"m": turns("1+1?", "2"), "tools": [ADD]}, {"m": turns("1+1?", "2"), "tools": tools}],
+    )
+    with pytest.raises(
+        ValueError, match=r"data\.jsonl:2 must have a list of tools in the column 'tools'"
+    ):
         DatasetTask(str(path), messages_column="m").problems("train")
 
 
-def test_a_row_that_the_template_does_not_write_is_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
+def test_a_row_that_the_template_does_not_write_is_refused_before_a_model_is_loaded(
+    tmp_path: Path,
+) -> None:
     chat = turns("1+1?", "2")
     thinking = [chat[0], {**chat[1], "reasoning_content": "one and one"}]
     path = write(tmp_path, [{"m": chat}, {"m": [{**chat[0], "content": "2+2?"}, thinking[1]]}])
@@ -319,7 +395,10 @@ def test_the_loss_is_that_of_trls_sft_trainer_on_the_same_rows(tmp_path: Path) -
     batch = demonstrations(path)
     model = make_tiny_model()
     expected = SFTLoss(TokenScorer(model), aggregation="token_mean")(batch)["loss_objective"].item()
-    rows = [{"prompt": turns(row["question"]), "completion": turns("", row["solution"])[1:]} for row in ROWS[:8]]
+    rows = [
+        {"prompt": turns(row["question"]), "completion": turns("", row["solution"])[1:]}
+        for row in ROWS[:8]
+    ]
     arguments = SFTConfig(
         output_dir=str(tmp_path / "trl"),
         per_device_train_batch_size=8,
@@ -332,7 +411,12 @@ def test_the_loss_is_that_of_trls_sft_trainer_on_the_same_rows(tmp_path: Path) -
         gradient_checkpointing=False,
     )
     tokenizer = AutoTokenizer.from_pretrained(starter_path())
-    trainer = SFTTrainer(model=model, args=arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
+    trainer = SFTTrainer(
+        model=model,
+        args=arguments,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+    )
     trainer.train()
     assert trainer.state.log_history[0]["loss"] == pytest.approx(expected, rel=1e-4)
 
@@ -363,26 +447,43 @@ def test_demonstrations_beside_a_step_add_their_weighted_loss(
     metrics = []
     for coefficient, batch in ((0.3, given), (0.0, sampled)):
         model = make_tiny_model().double()
-        trainer = make_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), **settings)
+        trainer = make_trainer(
+            model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), **settings
+        )
         trainer.loss.sft_coeff = coefficient
         gradients = dict[str, Tensor]()
-        trainer.optimizer.register_step_pre_hook(lambda *_, of=model, into=gradients: add_gradients(of, into))
-        metrics.append((trainer.train_batch(batch), gradients, trainer.scores.of(4), trainer.scores.of(8)))
+        trainer.optimizer.register_step_pre_hook(
+            lambda *_, of=model, into=gradients: add_gradients(of, into)
+        )
+        metrics.append(
+            (trainer.train_batch(batch), gradients, trainer.scores.of(4), trainer.scores.of(8))
+        )
     (got, found, scores, none), (alone, expected, of_alone, _) = metrics
     model = make_tiny_model().double()
     parts = [shown] if optim_batch_size == 8 else [shown[:1], shown[1:]]
-    losses = [SFTLoss(TokenScorer(model), aggregation="token_mean")(part)["loss_objective"] for part in parts]
+    losses = [
+        SFTLoss(TokenScorer(model), aggregation="token_mean")(part)["loss_objective"]
+        for part in parts
+    ]
     torch.stack(losses).sum().backward()
     supervised = 0.3 * torch.stack(losses).mean().item()
     assert supervised > 1
     assert got["train/loss_sft"] == pytest.approx(supervised, rel=1e-6)
     assert got["train/loss"] == pytest.approx(alone["train/loss"] + supervised, rel=1e-6)
-    own = {"train/loss", "train/loss_sft", "train/grad_norm", "train/token_efficiency", "train/micro_batches"}
+    own = {
+        "train/loss",
+        "train/loss_sft",
+        "train/grad_norm",
+        "train/token_efficiency",
+        "train/micro_batches",
+    }
     assert {name: got[name] for name in got.keys() - own} == pytest.approx(
         {name: alone[name] for name in alone.keys() - own}, rel=1e-6, abs=1e-9, nan_ok=True
     )
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(found[name], expected[name] + 0.3 * parameter.grad, rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(
+            found[name], expected[name] + 0.3 * parameter.grad, rtol=1e-4, atol=1e-7
+        )
     torch.testing.assert_close(scores["trainer"][: len(of_alone["trainer"])], of_alone["trainer"])
     assert none == {}  # a demonstration is no sample
 
@@ -411,10 +512,17 @@ def test_a_bad_demonstration_is_named_and_one_alone_makes_no_step(tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", ["algo=sft", "policy.sft_coef=0.5"])
-def test_a_run_learns_evaluates_and_goes_on_as_if_it_had_not_stopped(kind: str, tmp_path: Path) -> None:
+def test_a_run_learns_evaluates_and_goes_on_as_if_it_had_not_stopped(
+    kind: str, tmp_path: Path
+) -> None:
     path = write(tmp_path, ROWS)
     data = (
-        *(f"env.dataset={path}", "env.columns.completion=solution", "env.columns.answer=answer", "env.reward=gsm8k"),
+        *(
+            f"env.dataset={path}",
+            "env.columns.completion=solution",
+            "env.columns.answer=answer",
+            "env.reward=gsm8k",
+        ),
         *("env.test_fraction=0.2", "evaluation.num_prompts=8", kind, "env.difficulty=2"),
     )
     beside = kind != "algo=sft"
@@ -422,32 +530,53 @@ def test_a_run_learns_evaluates_and_goes_on_as_if_it_had_not_stopped(kind: str, 
     loss = "train/loss_sft" if beside else "train/loss"
     assert [row[loss] for row in rows if row["step"]][-1] < 0.5 * rows[1][loss]
     assert rows[1]["rollout/sequences"] == 16
-    of_rewards = {"rollout/reward_mean", "rollout/accuracy", "rollout/advantage_std", "rollout/zero_variance_groups"}
+    of_rewards = {
+        "rollout/reward_mean",
+        "rollout/accuracy",
+        "rollout/advantage_std",
+        "rollout/zero_variance_groups",
+    }
     assert of_rewards & {*rows[1]} == (of_rewards if beside else set())
-    titles = re.findall(r"<figcaption>(.*?)<", (tmp_path / "whole" / "report.html").read_text(encoding="utf-8"))
+    titles = re.findall(
+        r"<figcaption>(.*?)<", (tmp_path / "whole" / "report.html").read_text(encoding="utf-8")
+    )
     assert titles[:2] == ["Reward" if beside else "Loss", "Accuracy"]
     assert rows[-1]["eval/pass@1"] >= rows[0]["eval/pass@1"]
-    first = next(row for row in read_jsonl(tmp_path / "whole" / "samples.jsonl") if row["split"] == "train")
-    assert beside or (first["response"].startswith("It is #### ") and first["finish_reason"] == "stop")
+    first = next(
+        row for row in read_jsonl(tmp_path / "whole" / "samples.jsonl") if row["split"] == "train"
+    )
+    assert beside or (
+        first["response"].startswith("It is #### ") and first["finish_reason"] == "stop"
+    )
     run(tmp_path / "half", *data, steps(2))
     again = run(tmp_path / "rest", *data, steps(4), f"train.resume={tmp_path / 'half'}")
     named = ("step", loss, "train/loss", "train/grad_norm", "rollout/tokens")
-    both = [[[row[name] for name in named] for row in some if row["step"] > 2] for some in (again, rows)]
+    both = [
+        [[row[name] for name in named] for row in some if row["step"] > 2] for some in (again, rows)
+    ]
     assert both[0] == both[1] and len(both[0]) == 2
-    assert differences(state_of(at(tmp_path / "whole", 4)), state_of(at(tmp_path / "rest", 4))) == []
+    assert (
+        differences(state_of(at(tmp_path / "whole", 4)), state_of(at(tmp_path / "rest", 4))) == []
+    )
 
 
 def test_curves_of_several_runs_have_the_loss_of_demonstrations_alone(tmp_path: Path) -> None:
     kinds = {"shown": {}, "sampled": {"rollout/reward_mean": 0.5}}
     for name, more in kinds.items():
         (tmp_path / name).mkdir()
-        rows = [{"step": step, "rollout/sequences": 8, "train/loss": 0.25, **more} for step in (1, 2)]
-        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        rows = [
+            {"step": step, "rollout/sequences": 8, "train/loss": 0.25, **more} for step in (1, 2)
+        ]
+        (tmp_path / name / "metrics.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows)
+        )
     views = {number: RunView(tmp_path / name, name) for number, name in enumerate(kinds)}
     for view in views.values():
         view.refresh()
     found = {one["title"]: one["curves"] for one in panels(views, None, None)}
-    assert [curve["run"] for curve in found["Loss"]] == [0] and [curve["run"] for curve in found["Reward"]] == [1]
+    assert [curve["run"] for curve in found["Loss"]] == [0] and [
+        curve["run"] for curve in found["Reward"]
+    ] == [1]
 
 
 def test_demonstrations_can_join_a_run_that_goes_on(tmp_path: Path) -> None:
@@ -464,8 +593,16 @@ def test_demonstrations_can_join_a_run_that_goes_on(tmp_path: Path) -> None:
 
 
 def test_rows_that_nothing_scores_need_no_reward(tmp_path: Path) -> None:
-    data = (f"env.dataset={write(tmp_path, ROWS)}", "env.columns.completion=solution", "algo=sft", "env.difficulty=2")
-    with pytest.raises(ConfigError, match=r"needs env\.reward: .* algo=sft with evaluation\.num_prompts=0 needs none"):
+    data = (
+        f"env.dataset={write(tmp_path, ROWS)}",
+        "env.columns.completion=solution",
+        "algo=sft",
+        "env.difficulty=2",
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"needs env\.reward: .* algo=sft with evaluation\.num_prompts=0 needs none",
+    ):
         prepare(compose_config(*data, "evaluation.num_prompts=8", "env.test_fraction=0.2"))
     rows = run(tmp_path / "run", *data, steps(3), "evaluation.num_prompts=0")
     assert rows[-1]["train/loss"] < 0.5 * rows[1]["train/loss"] and "eval/pass@1" not in rows[0]
@@ -474,12 +611,18 @@ def test_rows_that_nothing_scores_need_no_reward(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["algo=sft"], r"algo=sft .* must have a response to each problem, task 'arithmetic' has none: name their col"),
+        (
+            ["algo=sft"],
+            r"algo=sft .* must have a response to each problem, task 'arithmetic' has none: name their col",
+        ),
         (
             ["algo=sft", "env.difficulty_filter=[0.1,0.9]"],
             r"env\.difficulty_filter=.* left out with policy\.demonstratio",
         ),
-        (["algo=sft", "policy.dynamic_sampling=true"], r"policy\.dynamic_sampling=true must be left out with"),
+        (
+            ["algo=sft", "policy.dynamic_sampling=true"],
+            r"policy\.dynamic_sampling=true must be left out with",
+        ),
         (
             ["algo=sft", "policy.teacher_coef=1", "teacher.model=starter"],
             r"policy\.teacher_divergence=sampled must be left out with",
@@ -490,8 +633,19 @@ def test_rows_that_nothing_scores_need_no_reward(tmp_path: Path) -> None:
                 rf"policy\.{one}.* must be (left out|none) with policy\.demonstrations=true",
             )
             for one in (
-                *("advantage_mean=batch", "advantage_std=batch", "advantage_level=token", "turn_credit=per_turn"),
-                *("reward_scale=2", "reward_bias=-1", "overlong_buffer=0.5", "kl_in_reward=true", "dual_clip=3"),
+                *(
+                    "advantage_mean=batch",
+                    "advantage_std=batch",
+                    "advantage_level=token",
+                    "turn_credit=per_turn",
+                ),
+                *(
+                    "reward_scale=2",
+                    "reward_bias=-1",
+                    "overlong_buffer=0.5",
+                    "kl_in_reward=true",
+                    "dual_clip=3",
+                ),
                 *("kl_to_behaviour_coef=0.1", "proximal=recomputed", "ratio_level=sequence"),
             )
         ),
@@ -499,7 +653,10 @@ def test_rows_that_nothing_scores_need_no_reward(tmp_path: Path) -> None:
             ["algo=sft", "inference_model.temperature=0.5"],
             r"inference_model\.temperature=0\.5 must be 1 with .* or use evaluation\.temperature",
         ),
-        (["policy.sft_coef=0.1"], r"policy\.sft_coef must have a response to each problem, task 'arithmetic' has none"),
+        (
+            ["policy.sft_coef=0.1"],
+            r"policy\.sft_coef must have a response to each problem, task 'arithmetic' has none",
+        ),
         (
             ["env.dataset=a.jsonl", "env.columns.completion=c"],
             r"env\.columns\.completion=c must be left out with policy\.demonstrations=false",
@@ -510,6 +667,8 @@ def test_rows_that_nothing_scores_need_no_reward(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_has_no_demonstrations_or_asks_for_samples_is_refused(overrides: list[str], message: str) -> None:
+def test_what_has_no_demonstrations_or_asks_for_samples_is_refused(
+    overrides: list[str], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         prepare(compose_config(*overrides, "evaluation.num_prompts=0", "logging.tensorboard=false"))

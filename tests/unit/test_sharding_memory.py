@@ -27,7 +27,9 @@ def mesh(request: pytest.FixtureRequest) -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
-def test_no_parameter_outlives_the_sharding_of_its_layer(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_parameter_outlives_the_sharding_of_its_layer(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = make_tiny_model()
     TokenScorer(model)
     before = {name: value.detach().clone() for name, value in model.named_parameters()}
@@ -36,7 +38,9 @@ def test_no_parameter_outlives_the_sharding_of_its_layer(mesh: DeviceMesh, monke
 
     def watched(module: Any, **options: Any) -> Any:
         nonlocal sharded
-        whole = {n: weakref.ref(p) for n, p in module.named_parameters() if not isinstance(p, DTensor)}
+        whole = {
+            n: weakref.ref(p) for n, p in module.named_parameters() if not isinstance(p, DTensor)
+        }
         out = fully_shard(module, **options)
         sharded += len(whole)
         alive.extend(name for name, parameter in whole.items() if parameter() is not None)

@@ -124,7 +124,9 @@ def save_on(rank: int, folder: str, first: int) -> None:
 
 def start(work: Callable[..., None], *given: Any) -> Any:
     multiprocessing.set_forkserver_preload(["torchrl_grpo.runtime", __name__])
-    return multiprocessing.start_processes(work, given, RANKS, join=False, start_method="forkserver")
+    return multiprocessing.start_processes(
+        work, given, RANKS, join=False, start_method="forkserver"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +135,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     context = start(save_much, str(folder))
     while not context.join():
         """Until both have ended."""
-    return SimpleNamespace(folder=folder, told=[torch.load(folder / f"told_{rank}.pt") for rank in range(RANKS)])
+    return SimpleNamespace(
+        folder=folder, told=[torch.load(folder / f"told_{rank}.pt") for rank in range(RANKS)]
+    )
 
 
 @pytest.fixture
@@ -144,7 +148,11 @@ def whole(saved: SimpleNamespace, tmp_path: Path) -> Path:
 
 def test_the_newest_and_the_best_folders_are_kept_and_whole(saved: SimpleNamespace) -> None:
     found = checkpoints_in(saved.folder / "kept")
-    assert [path.name for path in found] == ["checkpoint_000005", "checkpoint_000004", "checkpoint_000002"]
+    assert [path.name for path in found] == [
+        "checkpoint_000005",
+        "checkpoint_000004",
+        "checkpoint_000002",
+    ]
     assert len(list((saved.folder / "kept").iterdir())) == 3
     for path in found:
         step = step_of(path)
@@ -157,7 +165,10 @@ def test_the_newest_and_the_best_folders_are_kept_and_whole(saved: SimpleNamespa
 
 def test_a_rank_without_room_fails_the_save_on_all_ranks(saved: SimpleNamespace) -> None:
     for told in saved.told:
-        assert told["full"] == f"DiskFullError: there is no room for checkpoint_000002 in {saved.folder / 'full'}"
+        assert (
+            told["full"]
+            == f"DiskFullError: there is no room for checkpoint_000002 in {saved.folder / 'full'}"
+        )
         assert told["again"] == "nothing"
     assert saved.told[0]["left"] == ["checkpoint_000001"]
     [path] = checkpoints_in(saved.folder / "full")
@@ -178,7 +189,9 @@ def test_a_flipped_bit_of_any_file_of_a_folder_is_found(whole: Path) -> None:
     for name in names:
         before = (path / name).read_bytes()
         for place in draw.sample(range(len(before)), 20):
-            (path / name).write_bytes(before[:place] + bytes([before[place] ^ 1]) + before[place + 1 :])
+            (path / name).write_bytes(
+                before[:place] + bytes([before[place] ^ 1]) + before[place + 1 :]
+            )
             with pytest.raises(ValueError, match="checkpoint_000005"):
                 check_whole(path)
         (path / name).write_bytes(before)
@@ -186,8 +199,13 @@ def test_a_flipped_bit_of_any_file_of_a_folder_is_found(whole: Path) -> None:
 
 
 def test_of_a_folder_with_a_file_more_or_less_the_one_before_is_taken(whole: Path) -> None:
-    shutil.copy(next((whole / "checkpoint_000004").glob("shard-*")), whole / "checkpoint_000005" / "more.safetensors")
-    with pytest.raises(ConfigError, match="checkpoint_000005 is damaged: it does not have the files"):
+    shutil.copy(
+        next((whole / "checkpoint_000004").glob("shard-*")),
+        whole / "checkpoint_000005" / "more.safetensors",
+    )
+    with pytest.raises(
+        ConfigError, match="checkpoint_000005 is damaged: it does not have the files"
+    ):
         newest(str(whole / "checkpoint_000005"), whole, read_checkpoint)
     assert newest(str(whole), whole, read_checkpoint)[0] == whole / "checkpoint_000004"  # type: ignore[index]
     (whole / "checkpoint_000004" / "manifest.json").unlink()
@@ -204,7 +222,10 @@ def test_a_resealed_folder_that_lacks_a_part_is_refused(whole: Path, rank: int) 
     write_manifest(path, manifest, files)
     check_whole(path)
     model: Any = nn.Sequential(nn.Linear(4, ROWS, bias=False))
-    with pytest.raises(ConfigError, match=r"train\.resume=.* must be a checkpoint whose state fits"), refusing(path):
+    with (
+        pytest.raises(ConfigError, match=r"train\.resume=.* must be a checkpoint whose state fits"),
+        refusing(path),
+    ):
         read_parts(path, model, None, {})
 
 
@@ -230,7 +251,10 @@ def test_weights_that_are_nan_in_a_folder_are_named_when_it_is_read(whole: Path)
     path = whole / "checkpoint_000005"
     [file, *_] = sorted(path.glob("shard-*"))
     with safe_open(file, framework="pt") as opened:
-        metadata, tensors = opened.metadata(), {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        metadata, tensors = (
+            opened.metadata(),
+            {name: opened.get_tensor(name) for name in opened.keys()},
+        )  # noqa: SIM118
     next(iter(tensors.values()))[0, 0] = torch.nan
     save_file(tensors, file, metadata)
     files = {one.name: measured(one) for one in path.iterdir() if one.name != "manifest.json"}
@@ -254,7 +278,9 @@ def test_ranks_that_are_killed_in_a_save_leave_only_whole_folders(tmp_path: Path
     for _ in range(3):
         Checkpointer(folder, {}).begin(reached[-1])
         context = start(save_on, str(tmp_path), reached[-1])
-        while max((step_of(path) or 0 for path in checkpoints_in(folder)), default=0) == reached[-1]:
+        while (
+            max((step_of(path) or 0 for path in checkpoints_in(folder)), default=0) == reached[-1]
+        ):
             assert all(process.is_alive() for process in context.processes)
             time.sleep(0.01)
         time.sleep(draw.random() / 5)
@@ -266,7 +292,9 @@ def test_ranks_that_are_killed_in_a_save_leave_only_whole_folders(tmp_path: Path
                 """Until both have ended."""
         for path in checkpoints_in(folder):
             read_checkpoint(path)
-            assert (next(iter(whole_state_of(path)["trainer"]["model"].values())) == step_of(path)).all()
+            assert (
+                next(iter(whole_state_of(path)["trainer"]["model"].values())) == step_of(path)
+            ).all()
         reached.append(max(step_of(path) or 0 for path in checkpoints_in(folder)))
         parts += len(list(folder.glob("*.tmp")))
     assert reached == sorted(set(reached))
@@ -299,7 +327,13 @@ class LateLearner:
 
 @pytest.mark.parametrize(
     ("failing", "written", "unsaved"),
-    [((), [2, 4], []), ((2,), [4], [2]), ((4,), [2, 4], [4]), ((2, 4), [4], [2, 4]), ((4, 4), [2], [4])],
+    [
+        ((), [2, 4], []),
+        ((2,), [4], [2]),
+        ((4,), [2, 4], [4]),
+        ((2, 4), [4], [2, 4]),
+        ((4, 4), [2], [4]),
+    ],
 )
 def test_a_write_that_fails_later_is_said_and_the_last_one_is_tried_again(
     failing: tuple[int, ...],
@@ -312,7 +346,13 @@ def test_a_write_that_fails_later_is_said_and_the_last_one_is_tried_again(
     monkeypatch.setattr(torchrl_logger, "warning", said.append)
     learner: Any = LateLearner(failing)
     rollouts: Any = SimpleNamespace(state_dict=dict)
-    saver = Saver(learner, rollouts, Checkpointer(tmp_path, {}), lambda: None, Schedule(4, checkpoint_frequency=2))
+    saver = Saver(
+        learner,
+        rollouts,
+        Checkpointer(tmp_path, {}),
+        lambda: None,
+        Schedule(4, checkpoint_frequency=2),
+    )
     for step in range(1, 5):
         saver.taken()
         learner.version = step
@@ -320,14 +360,23 @@ def test_a_write_that_fails_later_is_said_and_the_last_one_is_tried_again(
     with pytest.raises(NotSavedError) if failing == (4, 4) else nullcontext():
         saver.ended(4)
     assert learner.written == written
-    assert said == [f"Step {step} is not saved, there is none before it: its folder is gone." for step in unsaved]
+    assert said == [
+        f"Step {step} is not saved, there is none before it: its folder is gone."
+        for step in unsaved
+    ]
 
 
 def test_what_is_being_written_is_waited_for_when_a_run_is_interrupted(tmp_path: Path) -> None:
     """Also inside a step, which is no state to save."""
     learner: Any = LateLearner(())
     rollouts: Any = SimpleNamespace(state_dict=dict)
-    saver = Saver(learner, rollouts, Checkpointer(tmp_path, {}), lambda: None, Schedule(4, checkpoint_frequency=1))
+    saver = Saver(
+        learner,
+        rollouts,
+        Checkpointer(tmp_path, {}),
+        lambda: None,
+        Schedule(4, checkpoint_frequency=1),
+    )
     saver.taken()
     learner.version = 1
     saver.stepped(1, {})

@@ -36,14 +36,20 @@ def test_examples_are_on_the_site_and_linked_where_they_are_named(hook: ModuleTy
     text = 'See `examples/my_data.py`.\n```python title="examples/my_tools.py"\nx\n```\n'
     linked = hook.on_page_markdown(text, page("tutorials/x.md"))
     assert linked.startswith("See [`examples/my_data.py`](../examples/my_data.py).")
-    assert linked.endswith("\n```\n\nThe whole file: [examples/my_tools.py](../examples/my_tools.py)\n")
+    assert linked.endswith(
+        "\n```\n\nThe whole file: [examples/my_tools.py](../examples/my_tools.py)\n"
+    )
     files = hook.on_files([], config=SimpleNamespace(site_dir="site", use_directory_urls=False))
-    assert {file.url for file in files} == {f"examples/{path.name}" for path in (ROOT / "examples").glob("*.*")}
+    assert {file.url for file in files} == {
+        f"examples/{path.name}" for path in (ROOT / "examples").glob("*.*")
+    }
 
 
 def test_the_number_of_a_paper_becomes_a_link(hook: ModuleType) -> None:
     text = "arXiv:2402.03300, 12.0123, 3.1402.03300, [x](https://arxiv.org/abs/2402.03300)."
-    linked = text.replace("arXiv:2402.03300,", "arXiv:[2402.03300](https://arxiv.org/abs/2402.03300),")
+    linked = text.replace(
+        "arXiv:2402.03300,", "arXiv:[2402.03300](https://arxiv.org/abs/2402.03300),"
+    )
     assert hook.on_page_markdown(text, page("x.md")) == linked
 
 
@@ -53,11 +59,19 @@ def test_escaped_bars_are_plain_in_the_code_of_tables_alone(hook: ModuleType) ->
 
 
 def test_a_page_that_fetches_something_ends_the_build(hook: ModuleType) -> None:
-    fetched = ['<script src="https://a.b/c.js">', "<img alt=x src=//a.b/c>", '<link rel="stylesheet" href=http://a>']
+    fetched = [
+        '<script src="https://a.b/c.js">',
+        "<img alt=x src=//a.b/c>",
+        '<link rel="stylesheet" href=http://a>',
+    ]
     for part in fetched:
         with pytest.raises(ValueError, match=r"x\.md must be readable offline"):
             hook.on_post_page(part, page("x.md"))
-    for part in ('<a href="https://a.b">', '<script src="c.js">', '<link rel="canonical" href="https://a">'):
+    for part in (
+        '<a href="https://a.b">',
+        '<script src="c.js">',
+        '<link rel="canonical" href="https://a">',
+    ):
         hook.on_post_page(part, page("x.md"))
 
 

@@ -33,7 +33,9 @@ def save(folder: Path, characters: str) -> str:
     vocabulary = {text: number for number, text in enumerate(["<eos>", *characters])}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<eos>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<eos>", pad_token="<eos>"
+    )
     make_tiny_model(vocab_size=len(vocabulary), eos_token_id=0).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
@@ -41,21 +43,32 @@ def save(folder: Path, characters: str) -> str:
 
 def test_a_model_of_ten_tokens_trains_and_is_evaluated(tmp_path: Path) -> None:
     model = save(tmp_path / "model", "1234567+=")
-    run = build(compose_config(*SMALL, f"model.name={model}", "inference_model.stop=['=']"), tmp_path / "run")
+    run = build(
+        compose_config(*SMALL, f"model.name={model}", "inference_model.stop=['=']"),
+        tmp_path / "run",
+    )
     try:
         assert run.fit()["steps"] == 2
     finally:
         run.close()
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert 0 < rows[1]["train/entropy"] < math.log(10) and rows[1]["sync/mismatch_max"] < 1e-4
     assert rows[1]["train/ratio_mean"] == pytest.approx(1.0, abs=1e-4)
-    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    samples = [
+        json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
+    ]
     assert set("".join(sample["response"] for sample in samples)) <= set("1234567+=")
 
 
 def test_prompts_without_a_token_are_dropped_and_counted(tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
-    data.write_text("".join(json.dumps({"prompt": text, "answer": "1"}) + "\n" for text in ("12", "abc", "a1", "x")))
+    data.write_text(
+        "".join(
+            json.dumps({"prompt": text, "answer": "1"}) + "\n" for text in ("12", "abc", "a1", "x")
+        )
+    )
     arguments = (
         f"env.dataset={data}",
         "env.reward=number",
@@ -72,5 +85,7 @@ def test_prompts_without_a_token_are_dropped_and_counted(tmp_path: Path) -> None
 
 def test_a_tokenizer_that_knows_no_character_of_the_prompts_is_refused(tmp_path: Path) -> None:
     config = compose_config(*SMALL, f"model.name={save(tmp_path / 'model', 'ZXYWVUQJK')}")
-    with pytest.raises(ConfigError, match=r"must have a problem whose prompt has 1 to .* a tokenizer that"):
+    with pytest.raises(
+        ConfigError, match=r"must have a problem whose prompt has 1 to .* a tokenizer that"
+    ):
         prepare(config)

@@ -75,7 +75,9 @@ def test_what_breaks_the_rules_is_refused_with_the_numbers() -> None:
     buffer.admit(0)
     buffer.finish(0, 0, None)
     buffer.publish(3)  # nobody took the group meanwhile
-    with pytest.raises(RuntimeError, match="1 groups of version 2 or older were left for version 3"):
+    with pytest.raises(
+        RuntimeError, match="1 groups of version 2 or older were left for version 3"
+    ):
         buffer.take()
     for arguments, field in (((0, 0), "groups_per_batch=0"), ((1, -1), "max_staleness=-1")):
         with pytest.raises(ValueError, match=field):
@@ -138,13 +140,22 @@ class Simulated:
         problems: index of each group's problem, which never changes.
     """
 
-    def __init__(self, draw: random.Random, max_staleness: int, batch: int, task: int, spare: int, steps: int) -> None:
+    def __init__(
+        self, draw: random.Random, max_staleness: int, batch: int, task: int, spare: int, steps: int
+    ) -> None:
         self.draw = draw
-        self.settings = {"batch": batch, "task": task, "most_played": batch + spare, "total": batch * steps}
+        self.settings = {
+            "batch": batch,
+            "task": task,
+            "most_played": batch + spare,
+            "total": batch * steps,
+        }
         self.max_staleness = max_staleness
         self.steps = steps
         self.queue = make_queue(max_staleness=max_staleness, **self.settings)
-        self.playing: list[tuple[Progress, int]] = []  # with the version of the weights that it was begun by
+        self.playing: list[
+            tuple[Progress, int]
+        ] = []  # with the version of the weights that it was begun by
         self.training = False
         self.trained: list[int] = []
         self.released: list[int] = []
@@ -168,7 +179,10 @@ class Simulated:
         version = self.draw.randint(begun, self.queue.buffer.version)
         groups = progress.task.groups
         report = RolloutReport(
-            tuple(GroupReport(group, version, self.draw.random() < 0.6) for group in groups), 0.0, 0.0, None
+            tuple(GroupReport(group, version, self.draw.random() < 0.6) for group in groups),
+            0.0,
+            0.0,
+            None,
         )
         self.queue.played(progress, report, groups)
         self.released += sorted(set(groups) - {group.group for group in progress.kept})
@@ -195,13 +209,22 @@ class Simulated:
         assert metrics["rollout/groups_zero_variance"] <= self.settings["most_played"] - len(groups)
         self.trained += [group for group, _ in groups]
         self.training = True
-        self.saved = (self.queue.buffer.version + 1, self.queue.state_dict(), len(self.trained), len(self.released))
+        self.saved = (
+            self.queue.buffer.version + 1,
+            self.queue.state_dict(),
+            len(self.trained),
+            len(self.released),
+        )
         return True
 
     def resume(self) -> bool:
         """Goes on from where the latest batch was taken, in tasks of another size."""
         version, state, trained, released = self.saved
-        sizes = [size for size in range(1, self.settings["batch"] + 1) if self.settings["batch"] % size == 0]
+        sizes = [
+            size
+            for size in range(1, self.settings["batch"] + 1)
+            if self.settings["batch"] % size == 0
+        ]
         self.settings["task"] = self.draw.choice(sizes)
         self.queue = make_queue(max_staleness=self.max_staleness, **self.settings)
         self.queue.load_state_dict(state)
@@ -213,7 +236,13 @@ class Simulated:
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.integers(0, 3), st.integers(1, 3), st.integers(1, 3), st.integers(0, 6), st.integers(0, 2**32))
+@given(
+    st.integers(0, 3),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(0, 6),
+    st.integers(0, 2**32),
+)
 def test_a_run_trains_each_group_once_whatever_is_lost_or_released(
     max_staleness: int, tasks: int, task: int, spare: int, seed: int
 ) -> None:

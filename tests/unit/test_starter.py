@@ -43,10 +43,16 @@ def grade(model: Qwen2ForCausalLM, problems: Sequence[Problem], **sampling: obje
     """Which problems the model gets right, [B] bool; every prompt has the same length, so nothing is padded."""
     task = ArithmeticTask()
     chats = [task.messages(problem) for problem in problems]
-    inputs = TOKENIZER.apply_chat_template(chats, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    inputs = TOKENIZER.apply_chat_template(
+        chats, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     tokens = model.generate(**inputs, max_new_tokens=32, **sampling)
-    responses = TOKENIZER.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    return torch.tensor([task.score(p, [text]).correct for p, text in zip(problems, responses, strict=True)])
+    responses = TOKENIZER.batch_decode(
+        tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
+    )
+    return torch.tensor(
+        [task.score(p, [text]).correct for p, text in zip(problems, responses, strict=True)]
+    )
 
 
 def test_greedy_accuracy_on_the_test_split_leaves_much_to_learn(model: Qwen2ForCausalLM) -> None:
@@ -86,16 +92,24 @@ def test_default_loading_gives_the_same_float32_weights(model: Qwen2ForCausalLM)
 def test_end_and_pad_tokens_agree_everywhere(model: Qwen2ForCausalLM) -> None:
     assert (TOKENIZER.pad_token, TOKENIZER.eos_token) == ("<|pad|>", "<|end|>")
     for config in (model.config, model.generation_config):
-        assert (config.pad_token_id, config.eos_token_id) == (TOKENIZER.pad_token_id, TOKENIZER.eos_token_id) == (0, 1)
+        assert (
+            (config.pad_token_id, config.eos_token_id)
+            == (TOKENIZER.pad_token_id, TOKENIZER.eos_token_id)
+            == (0, 1)
+        )
 
 
 @given(st.text())
 def test_every_text_round_trips_up_to_unicode_normal_form(text: str) -> None:
     ids = TOKENIZER(text).input_ids
-    assert TOKENIZER.decode(ids, clean_up_tokenization_spaces=False) == unicodedata.normalize("NFC", text)
+    assert TOKENIZER.decode(ids, clean_up_tokenization_spaces=False) == unicodedata.normalize(
+        "NFC", text
+    )
 
 
-def test_saved_and_loaded_again_the_tokenizer_is_the_same(tmp_path: Path, model: Qwen2ForCausalLM) -> None:
+def test_saved_and_loaded_again_the_tokenizer_is_the_same(
+    tmp_path: Path, model: Qwen2ForCausalLM
+) -> None:
     """As in an export: the tokenizer beside the model's config, found by ``AutoTokenizer``."""
     TOKENIZER.save_pretrained(tmp_path)
     model.config.save_pretrained(tmp_path)
@@ -124,11 +138,15 @@ def test_chat_template_marks_every_turn() -> None:
     ]
 
 
-def test_the_tool_makes_this_tokenizer_and_this_architecture(tool: ModuleType, model: Qwen2ForCausalLM) -> None:
+def test_the_tool_makes_this_tokenizer_and_this_architecture(
+    tool: ModuleType, model: Qwen2ForCausalLM
+) -> None:
     tokenizer: Qwen2Tokenizer = tool.build_tokenizer()
     assert tokenizer.get_vocab() == TOKENIZER.get_vocab()
     assert tokenizer.chat_template == TOKENIZER.chat_template
-    shapes = {name: weight.shape for name, weight in tool.build_model(tokenizer).state_dict().items()}
+    shapes = {
+        name: weight.shape for name, weight in tool.build_model(tokenizer).state_dict().items()
+    }
     assert shapes == {name: weight.shape for name, weight in model.state_dict().items()}
 
 
@@ -143,10 +161,12 @@ def test_demonstrators_know_how_to_carry_and_mostly_forget(tool: ModuleType) -> 
         "7+8=15, 9+5=14 #### 45",
     }
     assert len(working) / len(drawn) == pytest.approx(tool.P_WORKING, abs=0.03)
-    assert sum("+1=" in text for text in working) / len(working) == pytest.approx(1 - tool.P_FORGET, abs=0.04)
-    assert sum(len(text) == 25 - 2 * ("+1=" not in text) for text in working) / len(working) == pytest.approx(
+    assert sum("+1=" in text for text in working) / len(working) == pytest.approx(
         1 - tool.P_FORGET, abs=0.04
     )
+    assert sum(len(text) == 25 - 2 * ("+1=" not in text) for text in working) / len(
+        working
+    ) == pytest.approx(1 - tool.P_FORGET, abs=0.04)
 
 
 @pytest.mark.slow

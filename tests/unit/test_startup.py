@@ -32,15 +32,33 @@ finally:
     show()
 """
 HEAVY = {"torch", "torchrl", "tensordict", "transformers", "numpy", "datasets", "ray", "vllm"}
-UNUSED = {"vllm", "ray", "matplotlib", "datasets", "peft", "pyarrow", "pandas", "sglang", "trl", "torchao"}
+UNUSED = {
+    "vllm",
+    "ray",
+    "matplotlib",
+    "datasets",
+    "peft",
+    "pyarrow",
+    "pandas",
+    "sglang",
+    "trl",
+    "torchao",
+}
 UNUSED |= {"wandb", "mlflow", "trackio"}
 
 
 def imported(folder: Path, *arguments: str) -> set[str]:
-    code = f"import sys; sys.argv = {[str(ROOT / 'sota' / 'grpo' / 'grpo.py'), *arguments]!r}\n{RUN}"
+    code = (
+        f"import sys; sys.argv = {[str(ROOT / 'sota' / 'grpo' / 'grpo.py'), *arguments]!r}\n{RUN}"
+    )
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", code],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("imported ")]
     assert lines, done.stdout + done.stderr
@@ -90,7 +108,9 @@ class Terminal(io.StringIO):
         return lines
 
 
-def test_a_terminal_counts_the_seconds_of_a_silence_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_counts_the_seconds_of_a_silence_in_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setattr(startup, "_SILENCE_S", 0.4)
@@ -144,7 +164,11 @@ def test_actors_import_as_their_driver_did(monkeypatch: pytest.MonkeyPatch) -> N
     [(name, value)] = startup.actor_environment().items()
     code = "import sys, torchrl_grpo.runtime as d; print('torchrl' in sys.modules, 'vllm' in sys.modules)"
     done = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | {name: value}, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", code],
+        env=os.environ | {name: value},
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.stdout.split() == ["True", "False"], done.stderr
 
@@ -154,14 +178,20 @@ def test_actors_import_as_their_driver_did(monkeypatch: pytest.MonkeyPatch) -> N
     [
         (["train.max_staleness=1"], False, "train.max_staleness=1 must be 0 in grpo.py"),
         (["train.max_staleness=1"], True, None),
-        (["inference_model.weight_transfer=broadcast"], False, "weight_transfer=broadcast must be auto where"),
+        (
+            ["inference_model.weight_transfer=broadcast"],
+            False,
+            "weight_transfer=broadcast must be auto where",
+        ),
         (["inference_model.weight_transfer=broadcast"], True, None),
         (["inference_model.weight_transfer=broadcast", "train_model.num_devices=2"], False, None),
         (["inference_model.weight_transfer=broadcast", "ref_model.devices=[0,1]"], False, None),
         (["inference_model.weight_transfer=broadcast", "ray.address=auto"], False, None),
     ],
 )
-def test_a_script_refuses_what_it_cannot_do(overrides: list[str], asynchronous: bool, message: str | None) -> None:
+def test_a_script_refuses_what_it_cannot_do(
+    overrides: list[str], asynchronous: bool, message: str | None
+) -> None:
     config = compose_config(*overrides)
     if message is None:
         check_script(config, asynchronous)

@@ -11,7 +11,12 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.models import make_tiny_model
-from tests.support.stops import LETTERS, assert_stop_strings_end_responses, first_end, make_merged_tokenizer
+from tests.support.stops import (
+    LETTERS,
+    assert_stop_strings_end_responses,
+    first_end,
+    make_merged_tokenizer,
+)
 from torchrl_grpo.generation import SamplingParams, TransformersEngine
 from torchrl_grpo.generation.decoder import GenericDecoder
 from torchrl_grpo.generation.stops import StopStrings, completed_at, ending, token_bytes
@@ -19,11 +24,26 @@ from torchrl_grpo.generation.stops import StopStrings, completed_at, ending, tok
 
 def make_sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
     """As Llama 2's: spaces are a sign of their own, and what is no token is written in bytes."""
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁a", "ab", "▁ab"]
+    tokens = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        "a",
+        "b",
+        "▁a",
+        "ab",
+        "▁ab",
+    ]
     merges = [("▁", "a"), ("a", "b"), ("▁a", "b")]
-    backend = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=merges, byte_fallback=True))
+    backend = Tokenizer(
+        models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=merges, byte_fallback=True)
+    )
     backend.normalizer = normalizers.Replace(" ", "▁")
-    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     backend.add_special_tokens(["<s>", "</s>"])
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
 
@@ -38,13 +58,25 @@ def test_tokens_stand_for_their_bytes():
 
 
 @pytest.mark.parametrize(
-    "strings", [["a"], ["aab", "b\n"], ["abab", "ba"], ["é"], ["cdcdcd", "dcdce"], ["<|x|>", "x|>a"], ["aaaa", "aa é"]]
+    "strings",
+    [
+        ["a"],
+        ["aab", "b\n"],
+        ["abab", "ba"],
+        ["é"],
+        ["cdcdcd", "dcdce"],
+        ["<|x|>", "x|>a"],
+        ["aaaa", "aa é"],
+    ],
 )
 def test_a_response_ends_with_the_token_that_completes_a_string(strings):
     tokenizer, pieces = make_merged_tokenizer()
     stop, draw = StopStrings(strings, tokenizer), random.Random(0)
     alphabet = {byte for string in strings for byte in string.encode()}
-    likely = [i for i, piece in enumerate(pieces) if set(piece) <= alphabet] + [pieces.index(b"a"), 2]
+    likely = [i for i, piece in enumerate(pieces) if set(piece) <= alphabet] + [
+        pieces.index(b"a"),
+        2,
+    ]
     ends = 0
     for _ in range(300):
         tokens = draw.choices(likely, k=12)
@@ -75,7 +107,9 @@ def test_stop_tokens_end_a_response_too_and_unknown_tokens_do_not():
 
 def test_a_string_that_the_tokenizer_cannot_write_is_refused():
     tokenizer, _ = make_merged_tokenizer()
-    with pytest.raises(ValueError, match=r"inference_model\.stop=\['ü'\] must have strings that the tokenizer can"):
+    with pytest.raises(
+        ValueError, match=r"inference_model\.stop=\['ü'\] must have strings that the tokenizer can"
+    ):
         StopStrings(["ü"], tokenizer)
 
 
@@ -84,21 +118,34 @@ def test_the_engine_ends_responses_at_stop_strings(generic):
     engine = TransformersEngine(make_tiny_model(initializer_range=0.05))
     if generic:
         engine.decoder = GenericDecoder(engine.model)
-    assert_stop_strings_end_responses(engine, [torch.arange(20, 30), torch.arange(40, 47), torch.arange(5, 25)])
+    assert_stop_strings_end_responses(
+        engine, [torch.arange(20, 30), torch.arange(40, 47), torch.arange(5, 25)]
+    )
 
 
 def test_until_its_end_a_response_is_drawn_as_without_stop_strings():
-    engine, (tokenizer, pieces) = TransformersEngine(make_tiny_model(initializer_range=0.05)), make_merged_tokenizer()
-    prompts, params = [torch.arange(20, 30), torch.arange(40, 47)], SamplingParams(32, temperature=0.9)
+    engine, (tokenizer, pieces) = (
+        TransformersEngine(make_tiny_model(initializer_range=0.05)),
+        make_merged_tokenizer(),
+    )
+    prompts, params = (
+        [torch.arange(20, 30), torch.arange(40, 47)],
+        SamplingParams(32, temperature=0.9),
+    )
     engine.seed(1)
     free = engine.generate(prompts, 16, params)
     engine.seed(1)
     stop = StopStrings([*LETTERS[:4], "<|y|>"], tokenizer)
     cut = engine.generate(prompts, 16, replace(params, stop=stop, stop_token_ids=(1, 3)))
     reasons = []
-    for whole, part in ((w, p) for ws, ps in zip(free, cut, strict=True) for w, p in zip(ws, ps, strict=True)):
+    for whole, part in (
+        (w, p) for ws, ps in zip(free, cut, strict=True) for w, p in zip(ws, ps, strict=True)
+    ):
         tokens = whole.tokens.tolist()
-        ends = [first_end(tokens, pieces, stop.strings), *(tokens.index(i) + 1 for i in (1, 3) if i in tokens)]
+        ends = [
+            first_end(tokens, pieces, stop.strings),
+            *(tokens.index(i) + 1 for i in (1, 3) if i in tokens),
+        ]
         length = min([end for end in ends if end is not None], default=32)
         assert part.tokens.tolist() == tokens[:length]
         assert torch.equal(part.log_probs, whole.log_probs[:length])

@@ -18,7 +18,9 @@ from torchrl_grpo.reporting.sweep_report import influence, read_jobs, varied, wr
 from torchrl_grpo.scripts.sweep import main
 
 
-def log_job(folder: Path, overrides: list[str], accuracy: float | None, rewards: tuple[float, ...] = (0.5,)) -> None:
+def log_job(
+    folder: Path, overrides: list[str], accuracy: float | None, rewards: tuple[float, ...] = (0.5,)
+) -> None:
     (folder / ".hydra").mkdir(parents=True)
     (folder / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(overrides), encoding="utf-8")
     rows = [
@@ -26,17 +28,31 @@ def log_job(folder: Path, overrides: list[str], accuracy: float | None, rewards:
         for step, reward in enumerate(rewards, start=1)
     ]
     if accuracy is not None:
-        rows = [{"step": 0, "eval/pass@1": 0.25}, *rows, {"step": len(rewards), "eval/pass@1": accuracy}]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        rows = [
+            {"step": 0, "eval/pass@1": 0.25},
+            *rows,
+            {"step": len(rewards), "eval/pass@1": accuracy},
+        ]
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+    )
 
 
 @pytest.fixture
 def sweep(tmp_path: Path) -> Path:
     """2 learning rates with 2 seeds each; the last job failed before its first step."""
-    for number, (lr, seed, accuracy) in enumerate([("1e-4", 0, 0.8), ("1e-4", 1, 0.9), ("1e-5", 0, 0.3)]):
-        log_job(tmp_path / str(number), ["env.repeats=8", f"optimizer.lr={lr}", f"seed={seed}"], accuracy)
+    for number, (lr, seed, accuracy) in enumerate(
+        [("1e-4", 0, 0.8), ("1e-4", 1, 0.9), ("1e-5", 0, 0.3)]
+    ):
+        log_job(
+            tmp_path / str(number),
+            ["env.repeats=8", f"optimizer.lr={lr}", f"seed={seed}"],
+            accuracy,
+        )
     (tmp_path / "3" / ".hydra").mkdir(parents=True)
-    (tmp_path / "3" / ".hydra" / "overrides.yaml").write_text("[env.repeats=8, optimizer.lr=1e-5, seed=1]")
+    (tmp_path / "3" / ".hydra" / "overrides.yaml").write_text(
+        "[env.repeats=8, optimizer.lr=1e-5, seed=1]"
+    )
     (tmp_path / "0" / "report.html").touch()
     return tmp_path
 
@@ -60,10 +76,18 @@ def test_what_a_key_explains_equals_the_variances_by_hand(sweep: Path) -> None:
 
 def test_many_numbers_are_compared_in_three_ranges(tmp_path: Path) -> None:
     for number in range(6):
-        log_job(tmp_path / str(number), [f"optimizer.lr=0.0001000{number}"], [0.1, 0.1, 0.1, 0.1, 0.7, 0.7][number])
+        log_job(
+            tmp_path / str(number),
+            [f"optimizer.lr=0.0001000{number}"],
+            [0.1, 0.1, 0.1, 0.1, 0.7, 0.7][number],
+        )
     found = influence(read_jobs(tmp_path), "optimizer.lr")
     assert found.share == pytest.approx(1.0) and found.by_chance == pytest.approx(0.4)
-    assert [(count, mean) for _, count, mean in found.levels] == [(2, 0.1), (2, 0.1), (2, pytest.approx(0.7))]
+    assert [(count, mean) for _, count, mean in found.levels] == [
+        (2, 0.1),
+        (2, 0.1),
+        (2, pytest.approx(0.7)),
+    ]
 
 
 def test_a_key_whose_values_have_one_run_each_explains_nothing(tmp_path: Path) -> None:
@@ -84,13 +108,20 @@ def test_the_page_has_the_best_setting_and_each_run(sweep: Path) -> None:
         ("2", "1e-5", "0", "25.0%", "30.0%", "0.5", "1", "0:30"),
     ]
     assert "3 1e-5 1 - - - 0 0:00 no step" in text
-    assert re.findall('<a href="([^"]*)"', (sweep / "sweep.html").read_text(encoding="utf-8")) == ["0/report.html"]
+    assert re.findall('<a href="([^"]*)"', (sweep / "sweep.html").read_text(encoding="utf-8")) == [
+        "0/report.html"
+    ]
 
 
 def test_seeds_make_one_curve_with_a_band(sweep: Path) -> None:
-    [accuracy, *_] = re.findall("<svg.*?</svg>", write_sweep(sweep).read_text(encoding="utf-8"), re.DOTALL)
+    [accuracy, *_] = re.findall(
+        "<svg.*?</svg>", write_sweep(sweep).read_text(encoding="utf-8"), re.DOTALL
+    )
     bands = re.findall(r'id="FillBetween.*?fill: (#\w+)', accuracy, re.DOTALL)
-    assert (bands, "#f59e0b" in accuracy) == (["#3b82f6"], True)  # that of the best setting; the other has one run
+    assert (bands, "#f59e0b" in accuracy) == (
+        ["#3b82f6"],
+        True,
+    )  # that of the best setting; the other has one run
 
 
 def test_without_evaluations_the_reward_decides(tmp_path: Path) -> None:
@@ -115,7 +146,9 @@ def test_hostile_overrides_are_shown_as_text(tmp_path: Path) -> None:
     assert html.count("<script>") == 1 and escape(SHOWN) in html
 
 
-def test_a_folder_without_jobs_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_jobs_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as end:
         main([str(tmp_path)])
     assert end.value.code == 2
@@ -124,5 +157,7 @@ def test_a_folder_without_jobs_is_refused(tmp_path: Path, capsys: pytest.Capture
 
 def test_the_page_is_written_without_torch(sweep: Path) -> None:
     code = "import sys; from torchrl_grpo.scripts.sweep import main; main(sys.argv[1:]); print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code, str(sweep)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(sweep)], capture_output=True, text=True, timeout=60
+    )
     assert done.stdout.split() == [str(sweep / "sweep.html"), "False"], done.stderr

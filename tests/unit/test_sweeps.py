@@ -58,7 +58,10 @@ def test_a_sweep_ends_with_its_page(run_here: Callable[..., int], tmp_path: Path
 def test_a_job_that_fails_leaves_the_others(
     run_here: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_here(SYNC, "--config-name", "grpo_arithmetic", "--multirun", *SHORT, "env.repeats=3,4") == 2
+    assert (
+        run_here(SYNC, "--config-name", "grpo_arithmetic", "--multirun", *SHORT, "env.repeats=3,4")
+        == 2
+    )
     assert [path.name for path in jobs_in(tmp_path)] == ["1"]
     shown = capfd.readouterr()
     assert "sweep/0 failed: env.num_envs=16 must be a multiple of env.repeats=3" in shown.out
@@ -78,11 +81,15 @@ def test_jobs_side_by_side_print_into_their_folders(launcher: str, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_optuna_maximizes_the_last_test_accuracy(run_here: Callable[..., int], tmp_path: Path) -> None:
+def test_optuna_maximizes_the_last_test_accuracy(
+    run_here: Callable[..., int], tmp_path: Path
+) -> None:
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     assert run_here(SYNC, *words_of("optuna"), *SHORT) == 0
     outcomes = [objective(summarize(path)) for path in jobs_in(tmp_path)]
-    best = yaml.safe_load((tmp_path / "sweep" / "optimization_results.yaml").read_text(encoding="utf-8"))
+    best = yaml.safe_load(
+        (tmp_path / "sweep" / "optimization_results.yaml").read_text(encoding="utf-8")
+    )
     assert len(outcomes) == 3 and best["best_value"] == max(outcomes)
     assert set(best["best_params"]) == {"algo", "optimizer.lr"}
 
@@ -94,5 +101,7 @@ def test_optuna_maximizes_unless_told_otherwise() -> None:
 
 def test_a_sweep_into_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"hydra\.sweep\.dir=.*/file/x must be a folder that can be made"):
+    with pytest.raises(
+        ConfigError, match=r"hydra\.sweep\.dir=.*/file/x must be a folder that can be made"
+    ):
         check_command_line([f"hydra.sweep.dir={tmp_path}/file/x"])

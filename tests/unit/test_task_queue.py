@@ -12,7 +12,9 @@ from torchrl_grpo.runtime.tasks import TaskQueue
 
 
 def counts(metrics: dict[str, float]) -> tuple[float, ...]:
-    return tuple(metrics[f"rollout/groups_{name}"] for name in ("played", "zero_variance", "filled"))
+    return tuple(
+        metrics[f"rollout/groups_{name}"] for name in ("played", "zero_variance", "filled")
+    )
 
 
 def varies(*groups: int) -> Callable[[int], bool]:
@@ -45,7 +47,9 @@ def test_other_groups_than_those_of_the_task_are_refused() -> None:
 
 
 def test_tasks_divide_a_batch() -> None:
-    with pytest.raises(ValueError, match="groups_per_batch=3 must be a multiple of task_groups=2: use 2"):
+    with pytest.raises(
+        ValueError, match="groups_per_batch=3 must be a multiple of task_groups=2: use 2"
+    ):
         make_queue(task=2)
 
 
@@ -91,7 +95,10 @@ def test_a_used_up_budget_fills_the_batch_and_warns_once(monkeypatch: pytest.Mon
     assert groups == [2, 4, 5] and counts(metrics) == (6, 3, 2)
     groups, metrics = next_batch(queue, varies(2))
     assert groups == [9, 10, 11] and counts(metrics) == (6, 3, 3)
-    assert len(warnings) == 1 and "6 groups were played for a batch of 3, and too few have different" in warnings[0]
+    assert (
+        len(warnings) == 1
+        and "6 groups were played for a batch of 3, and too few have different" in warnings[0]
+    )
 
 
 @pytest.mark.parametrize("most_played", [3, 4, 7, 30])
@@ -128,7 +135,9 @@ def test_a_small_task_waits_while_more_places_may_be_given_back() -> None:
     queue = make_queue(batch=4, task=2, most_played=40)
     first, second = next_task(queue), next_task(queue)
     play(queue, first, varies(0))
-    assert queue.buffer.room == 1 and queue.next_unplayed() is None  # the second task may give a place back too
+    assert (
+        queue.buffer.room == 1 and queue.next_unplayed() is None
+    )  # the second task may give a place back too
     play(queue, second, varies(2))
     assert next_task(queue).task.groups == (4, 5)
     queue = make_queue(batch=4, task=2, most_played=40)

@@ -66,7 +66,13 @@ def test_divergence_and_gradient_equal_a_plain_loop(beta: float, most: int) -> N
     expected = plain_divergence(p, q, beta)
     wanted = torch.autograd.grad((scale * expected).sum(), (hidden, weight, bias))
     got = chunked_divergence(
-        hidden, weight, states, Teacher(beta, head), bias_V=bias, temperature=0.7, max_chunk_elements=most
+        hidden,
+        weight,
+        states,
+        Teacher(beta, head),
+        bias_V=bias,
+        temperature=0.7,
+        max_chunk_elements=most,
     )
     found = torch.autograd.grad((scale * got).sum(), (hidden, weight, bias))
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-13)
@@ -78,7 +84,8 @@ def test_the_jensen_shannon_divergence_tends_to_both_kls() -> None:
     hidden, weight, _, states, head = random_heads(1)
     hidden, states = hidden * 0.2, states * 0.2  # close enough for the second order to be small
     near_0, near_1, forward, reverse = (
-        chunked_divergence(hidden, weight, states, Teacher(beta, head)).detach() for beta in (1e-6, 1 - 1e-6, 0.0, 1.0)
+        chunked_divergence(hidden, weight, states, Teacher(beta, head)).detach()
+        for beta in (1e-6, 1 - 1e-6, 0.0, 1.0)
     )
     torch.testing.assert_close(near_0 / 1e-6, forward, rtol=1e-3, atol=0)
     torch.testing.assert_close(near_1 / 1e-6, reverse, rtol=1e-3, atol=0)
@@ -96,7 +103,9 @@ def test_the_likely_tokens_are_kept_and_the_others_share_the_rest(beta: float) -
             q[row] = (1 - full[best].sum()) / max(1, V - k)
             q[row, best] = full[best]
         got = chunked_divergence(hidden, weight, likely, Teacher(beta), max_chunk_elements=80)
-        torch.testing.assert_close(got, plain_divergence(hidden @ weight.T, q.log(), beta), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            got, plain_divergence(hidden @ weight.T, q.log(), beta), rtol=1e-5, atol=1e-5
+        )
 
 
 def test_rows_that_one_head_alone_has_are_left_out() -> None:
@@ -119,21 +128,29 @@ def test_no_more_logits_are_held_than_the_bound(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(divergence_module, "head_logits", noted)
     hidden, weight, _, states, head = random_heads(4)
-    chunked_divergence(hidden, weight, states, Teacher(0.5, head), max_chunk_elements=80).sum().backward()
+    chunked_divergence(
+        hidden, weight, states, Teacher(0.5, head), max_chunk_elements=80
+    ).sum().backward()
     # Chunks of 4 of the 11 tokens; twice each for the policy and the teacher, and again in backward.
     assert max(sizes) == 4 * N and len(sizes) == 3 * (2 + 2 + 1 + 2)
 
 
 @pytest.mark.parametrize("top_k", [None, 261])
 @pytest.mark.parametrize("packs", [True, False])
-def test_the_loss_is_the_divergence_of_the_two_models_logits(top_k: int | None, packs: bool) -> None:
+def test_the_loss_is_the_divergence_of_the_two_models_logits(
+    top_k: int | None, packs: bool
+) -> None:
     """A Qwen2 policy and a Llama teacher, through the states that travel: value and gradients of plain logits."""
     student, teacher = make_tiny_model().double(), make_llama(1).double()
     prompt, rows = torch.arange(5, 9), []
     for length in (3, 6, 1):
         full = torch.cat([prompt, torch.arange(20, 20 + length)])
         mask = torch.arange(len(full)) >= len(prompt)
-        rows.append(TensorDict({keys.FULL: full, keys.ASSISTANT_MASK: mask, keys.LOG_PROBS: torch.zeros(len(full))}))
+        rows.append(
+            TensorDict(
+                {keys.FULL: full, keys.ASSISTANT_MASK: mask, keys.LOG_PROBS: torch.zeros(len(full))}
+            )
+        )
     batch = TeacherStates(TokenScorer(teacher), top_k=top_k)(lazy_stack(rows))
     assert [len(row[keys.TEACHER_STATES]) for row in batch.unbind(0)] == [3, 6, 1]
     batch.set(keys.ADVANTAGE, torch.zeros(3, 1))
@@ -145,7 +162,9 @@ def test_the_loss_is_the_divergence_of_the_two_models_logits(top_k: int | None, 
     loss = GRPOLoss(scorer, teacher_coeff=0.5)
     assert keys.TEACHER_STATES in loss.in_keys
     padded = pad_batch(
-        batch, {key: 0 for key in (keys.FULL, keys.ASSISTANT_MASK, keys.LOG_PROBS, keys.TEACHER_STATES)}, ["advantage"]
+        batch,
+        {key: 0 for key in (keys.FULL, keys.ASSISTANT_MASK, keys.LOG_PROBS, keys.TEACHER_STATES)},
+        ["advantage"],
     )
     out = loss(padded)
     out["loss_teacher"].backward()
@@ -159,9 +178,13 @@ def test_the_loss_is_the_divergence_of_the_two_models_logits(top_k: int | None, 
     (0.5 * expected).backward()
     close = {"rtol": 1e-3, "atol": 1e-5} if top_k else {"rtol": 1e-5, "atol": 1e-7}
     torch.testing.assert_close(out["loss_teacher"].detach(), 0.5 * expected.detach(), **close)
-    torch.testing.assert_close(out["divergence_to_teacher"], torch.cat(of_rows).detach().mean(), **close)
+    torch.testing.assert_close(
+        out["divergence_to_teacher"], torch.cat(of_rows).detach().mean(), **close
+    )
     for name, parameter in student.named_parameters():
-        torch.testing.assert_close(got[name], parameter.grad, **close, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            got[name], parameter.grad, **close, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def test_each_sampled_token_has_the_credit_of_its_own_reverse_kl() -> None:
@@ -184,9 +207,13 @@ def test_the_kl_to_the_teacher_is_that_of_the_sampled_tokens() -> None:
     log_ratios = []
     for number, row in enumerate(rows):
         table = logits[number, : len(row[keys.FULL])].log_softmax(-1)
-        teacher = table.gather(-1, row[keys.FULL][:, None]).squeeze(-1) - 0.1 * torch.arange(len(table))
+        teacher = table.gather(-1, row[keys.FULL][:, None]).squeeze(-1) - 0.1 * torch.arange(
+            len(table)
+        )
         row[keys.TEACHER_LOG_PROBS] = torch.where(row[keys.ASSISTANT_MASK], teacher, 99.0)
-        log_ratios.append(0.1 * torch.arange(len(table), dtype=torch.float64)[row[keys.ASSISTANT_MASK]])
+        log_ratios.append(
+            0.1 * torch.arange(len(table), dtype=torch.float64)[row[keys.ASSISTANT_MASK]]
+        )
     out = GRPOLoss(Table(logits))(lazy_stack(rows))
     k1 = torch.cat(log_ratios)
     torch.testing.assert_close(out["kl_k1_to_teacher"], k1.mean())
@@ -197,7 +224,9 @@ RUN = (*SMALL, "train.total_dialog_turns=16", "policy.teacher_coef=0.5", "teache
 
 
 @pytest.mark.parametrize("divergence", ["sampled", "jsd"])
-def test_a_run_scores_with_reference_and_teacher_and_trains(divergence: str, tmp_path: Path) -> None:
+def test_a_run_scores_with_reference_and_teacher_and_trains(
+    divergence: str, tmp_path: Path
+) -> None:
     run = build(compose_config(*RUN, f"policy.teacher_divergence={divergence}"), tmp_path)
     try:
         teacher = run.source.teachers[0].part.scoring.scorer.model
@@ -213,11 +242,18 @@ def test_a_run_scores_with_reference_and_teacher_and_trains(divergence: str, tmp
         assert sequence[keys.REF_LOG_PROBS][mask].lt(0).all()
         if divergence == "sampled":
             tokens = sequence[keys.FULL]
-            expected = teacher(tokens[None]).logits[0, :-1].log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
+            expected = (
+                teacher(tokens[None])
+                .logits[0, :-1]
+                .log_softmax(-1)
+                .gather(-1, tokens[1:, None])[:, 0]
+            )
             found = sequence[keys.TEACHER_LOG_PROBS]
             torch.testing.assert_close(found[mask], expected[mask[1:]], rtol=1e-4, atol=1e-4)
             apart = sequence[keys.LOG_PROBS] - found
-            rest = (sequence[keys.ADVANTAGE] + 0.5 * apart)[mask]  # the group's advantage, the same for all tokens
+            rest = (sequence[keys.ADVANTAGE] + 0.5 * apart)[
+                mask
+            ]  # the group's advantage, the same for all tokens
             torch.testing.assert_close(rest, rest[:1].expand_as(rest), rtol=1e-4, atol=1e-4)
     name = "kl_k3_to_teacher" if divergence == "sampled" else "divergence_to_teacher"
     assert row[f"train/{name}"] > 0
@@ -229,7 +265,11 @@ def test_a_run_scores_with_reference_and_teacher_and_trains(divergence: str, tmp
 def test_the_plan_shows_the_teacher_and_its_size() -> None:
     config = compose_config(*RUN)
     [row] = [row for row in plan_rows(prepare(config)) if row["role"] == "teacher"]
-    assert (row["devices"], row["dtype"], row["memory per device"]) == ("cpu", "float32", 4 * row["parameters"])
+    assert (row["devices"], row["dtype"], row["memory per device"]) == (
+        "cpu",
+        "float32",
+        4 * row["parameters"],
+    )
 
 
 def test_a_teacher_with_other_tokens_is_refused_with_the_first_of_them(tmp_path: Path) -> None:
@@ -248,8 +288,12 @@ def test_weights_that_a_teacher_lacks_are_said_to_be_the_teachers(tmp_path: Path
     weights = load_file(tmp_path / "teacher" / "model.safetensors")
     del weights["model.norm.weight"]
     save_file(weights, tmp_path / "teacher" / "model.safetensors", metadata={"format": "pt"})
-    config = compose_config(*SMALL, "policy.teacher_coef=1", f"teacher.model={tmp_path / 'teacher'}")
-    with pytest.raises(ValueError, match=r"teacher\.model=.* must have the .* 1 are not in its files \(model\.norm"):
+    config = compose_config(
+        *SMALL, "policy.teacher_coef=1", f"teacher.model={tmp_path / 'teacher'}"
+    )
+    with pytest.raises(
+        ValueError, match=r"teacher\.model=.* must have the .* 1 are not in its files \(model\.norm"
+    ):
         build(config, tmp_path / "run")
 
 
@@ -260,12 +304,23 @@ def test_weights_that_a_teacher_lacks_are_said_to_be_the_teachers(tmp_path: Path
             ["algo=distill"],
             r"teacher\.model=null and policy\.teacher_coef=1 go together: use algo=distill teacher\.model",
         ),
-        (["teacher.model=starter"], r"teacher\.model=starter and policy\.teacher_coef=0 go together"),
+        (
+            ["teacher.model=starter"],
+            r"teacher\.model=starter and policy\.teacher_coef=0 go together",
+        ),
         (["policy.reward_coef=0"], r"policy\.reward_coef=0 must be 1 without a teacher"),
-        (["algo=distill", "teacher.model=starter", "policy.teacher_top_k=8"], "teacher_top_k=8 must be left out with"),
-        (["algo=distill", "teacher.model=gone/", "dry_run=true"], r"teacher\.model=gone/ must be a folder"),
+        (
+            ["algo=distill", "teacher.model=starter", "policy.teacher_top_k=8"],
+            "teacher_top_k=8 must be left out with",
+        ),
+        (
+            ["algo=distill", "teacher.model=gone/", "dry_run=true"],
+            r"teacher\.model=gone/ must be a folder",
+        ),
     ],
 )
-def test_settings_of_a_teacher_that_contradict_each_other_are_refused(overrides: list[str], message: str) -> None:
+def test_settings_of_a_teacher_that_contradict_each_other_are_refused(
+    overrides: list[str], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         prepare(compose_config(*SMALL, *overrides))

@@ -20,7 +20,12 @@ from torchrl_grpo.tasks.arithmetic import ArithmeticTask
 from torchrl_grpo.tasks.mixed import MixedTask
 from torchrl_grpo.tasks.with_tests import WithTests
 
-SMALL = ("env.num_envs=16", "env.repeats=4", "inference_model.max_new_tokens=4", "logging.tensorboard=false")
+SMALL = (
+    "env.num_envs=16",
+    "env.repeats=4",
+    "inference_model.max_new_tokens=4",
+    "logging.tensorboard=false",
+)
 
 
 def write(folder: Path, name: str, count: int) -> Path:
@@ -31,7 +36,11 @@ def write(folder: Path, name: str, count: int) -> Path:
 
 @pytest.mark.parametrize("mixed", [False, True])
 def test_the_own_test_problems_keep_their_order(mixed: bool) -> None:
-    own = MixedTask([ArithmeticTask(1), ArithmeticTask(2)], [1, 2], ["a", "b"]) if mixed else ArithmeticTask(1)
+    own = (
+        MixedTask([ArithmeticTask(1), ArithmeticTask(2)], [1, 2], ["a", "b"])
+        if mixed
+        else ArithmeticTask(1)
+    )
     problems = own.problems("test")
     alone = [problems[i] for i in own.epoch(problems, range(len(problems)), random.Random(3))]
     task = WithTests(own, {"hard": ArithmeticTask(3)})
@@ -42,7 +51,9 @@ def test_the_own_test_problems_keep_their_order(mixed: bool) -> None:
     assert task.problems("train") == own.problems("train") or mixed
     trained = own.problems("train")
     usable = range(len(trained))
-    assert task.epoch(trained, usable, random.Random(1)) == own.epoch(trained, usable, random.Random(1))
+    assert task.epoch(trained, usable, random.Random(1)) == own.epoch(
+        trained, usable, random.Random(1)
+    )
 
 
 def test_a_run_measures_each_test_set_and_the_own_split_or_none(tmp_path: Path) -> None:
@@ -87,9 +98,12 @@ def test_long_prompts_leave_as_many_of_the_other_sets(tmp_path: Path) -> None:
 
 
 def test_test_sets_beside_a_task_of_verifiers_are_refused_with_a_fix() -> None:
-    config = compose_config("env.task=verifiers:any", "env.dataset=null", "evaluation.datasets=[{dataset: arithmetic}]")
+    config = compose_config(
+        "env.task=verifiers:any", "env.dataset=null", "evaluation.datasets=[{dataset: arithmetic}]"
+    )
     with pytest.raises(
-        ConfigError, match=r"evaluation\.datasets must be left out .*: leave it out, .*total_dialog_turns=0"
+        ConfigError,
+        match=r"evaluation\.datasets must be left out .*: leave it out, .*total_dialog_turns=0",
     ):
         prepare(config, [])
 
@@ -116,12 +130,20 @@ def test_test_problems_without_a_needed_column_are_refused_before_loading(
     (tmp_path / "games.py").write_text(GAME)
     data = tmp_path / "data"
     data.mkdir()
-    for split, columns in (("train", {"level": 1}), ("test", {} if where == "split" else {"level": 1})):
-        rows = [json.dumps({"question": f"{split} {n}+1=", "answer": str(n + 1), **columns}) for n in range(8)]
+    for split, columns in (
+        ("train", {"level": 1}),
+        ("test", {} if where == "split" else {"level": 1}),
+    ):
+        rows = [
+            json.dumps({"question": f"{split} {n}+1=", "answer": str(n + 1), **columns})
+            for n in range(8)
+        ]
         (data / f"{split}.jsonl").write_text("\n".join(rows) + "\n")
     other = write(tmp_path, "other.jsonl", 4)
     sets = [f"evaluation.datasets=[{{dataset: {other}}}]"] if where == "set" else []
-    config = compose_config(*SMALL, f"env.dataset={data}", scored_by.format(tmp_path / "games.py"), *sets)
+    config = compose_config(
+        *SMALL, f"env.dataset={data}", scored_by.format(tmp_path / "games.py"), *sets
+    )
     with pytest.raises(ConfigError, match=r"level"):
         prepare(config, [])
 
@@ -129,11 +151,26 @@ def test_test_problems_without_a_needed_column_are_refused_before_loading(
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["evaluation.datasets=[{dataset: arithmetic}]", "evaluation.num_prompts=0"], r"must be left out with .*=0"),
-        (["evaluation.datasets=[{dataset: arithmetic, weight: 2}]"], r"datasets\[0\]\.weight=2\.0 must be left out"),
-        (["evaluation.datasets=[{difficulty: 2}]"], r"evaluation\.datasets\[0\]\.dataset=null must be a data set"),
-        (["evaluation.datasets=[{dataset: a, test_fraction: 2}]"], r"evaluation\.datasets\[0\]\.test_fraction=2\.0 mu"),
-        (["evaluation.temperature=0.5", "evaluation.k=0"], r"temperature=0\.5 must be left out with evaluation\.k=0"),
+        (
+            ["evaluation.datasets=[{dataset: arithmetic}]", "evaluation.num_prompts=0"],
+            r"must be left out with .*=0",
+        ),
+        (
+            ["evaluation.datasets=[{dataset: arithmetic, weight: 2}]"],
+            r"datasets\[0\]\.weight=2\.0 must be left out",
+        ),
+        (
+            ["evaluation.datasets=[{difficulty: 2}]"],
+            r"evaluation\.datasets\[0\]\.dataset=null must be a data set",
+        ),
+        (
+            ["evaluation.datasets=[{dataset: a, test_fraction: 2}]"],
+            r"evaluation\.datasets\[0\]\.test_fraction=2\.0 mu",
+        ),
+        (
+            ["evaluation.temperature=0.5", "evaluation.k=0"],
+            r"temperature=0\.5 must be left out with evaluation\.k=0",
+        ),
         (["evaluation.temperature=0"], r"evaluation\.temperature=0\.0 must be at least 0\.01"),
     ],
 )
@@ -166,5 +203,7 @@ def test_test_sets_have_names_of_their_own(own: list[str], sets: str, message: s
 
 def test_a_mistake_in_an_entry_names_the_list() -> None:
     config = OmegaConf.create({"evaluation": {"datasets": ["gsm8k"]}})
-    with pytest.raises(ConfigError, match=r"evaluation\.datasets must be a list of data sets, got gsm8k"):
+    with pytest.raises(
+        ConfigError, match=r"evaluation\.datasets must be a list of data sets, got gsm8k"
+    ):
         from_hydra(config)

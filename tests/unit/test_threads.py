@@ -23,13 +23,17 @@ def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("part", [TransformersEngine, TokenScorer])
-def test_an_engine_or_scorer_of_a_small_model_computes_on_one_thread(part: Callable[[PreTrainedModel], object]) -> None:
+def test_an_engine_or_scorer_of_a_small_model_computes_on_one_thread(
+    part: Callable[[PreTrainedModel], object],
+) -> None:
     part(make_tiny_model())
     assert torch.get_num_threads() == 1
 
 
 @pytest.mark.parametrize("part", [TransformersEngine, TokenScorer])
-def test_a_model_of_a_million_parameters_keeps_the_threads(part: Callable[[PreTrainedModel], object]) -> None:
+def test_a_model_of_a_million_parameters_keeps_the_threads(
+    part: Callable[[PreTrainedModel], object],
+) -> None:
     model = make_tiny_model(vocab_size=40_000)
     assert model.num_parameters() > 1_000_000
     part(model)

@@ -70,7 +70,10 @@ def leaves(text: str) -> str:
             '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]add[ARGS]{"a": 2}',
             [ToolCall("add", {"a": 1}), ToolCall("add", {"a": 2})],
         ),
-        ('<|python_tag|>{"name": "add", "parameters": {"a": 1}}<|eom_id|>', [ToolCall("add", {"a": 1})]),
+        (
+            '<|python_tag|>{"name": "add", "parameters": {"a": 1}}<|eom_id|>',
+            [ToolCall("add", {"a": 1})],
+        ),
         (
             '{"name": "add", "parameters": {"a": 1}}; {"name": "add", "parameters": {"a": 2}}<|eot_id|>',
             [ToolCall("add", {"a": 1}), ToolCall("add", {"a": 2})],
@@ -113,10 +116,17 @@ def test_a_call_that_cannot_be_read_says_why(text: str) -> None:
         ("shout", {"text": "ab"}, "AB", True),
         ("broken", {"text": "ab"}, "error: KeyError: 'ab'", False),
         ("leaves", {"text": "ab"}, "error: SystemExit: 3", False),
-        ("sub", {"a": 1}, "error: there is no tool 'sub', there are ['add', 'broken', 'leaves', 'shout']", False),
+        (
+            "sub",
+            {"a": 1},
+            "error: there is no tool 'sub', there are ['add', 'broken', 'leaves', 'shout']",
+            False,
+        ),
     ],
 )
-def test_the_policy_is_told_the_result_or_what_is_wrong(name: str, arguments: Any, told: str, well: bool) -> None:
+def test_the_policy_is_told_the_result_or_what_is_wrong(
+    name: str, arguments: Any, told: str, well: bool
+) -> None:
     assert Toolbox([add, shout, broken, leaves]).run(ToolCall(name, arguments)) == (told, well)
 
 
@@ -157,7 +167,9 @@ def pick(
         ("sizes", {"a": "1"}, "of the type object or null"),
     ],
 )
-def test_arguments_are_of_their_types_also_optional_nested_and_listed(argument: str, value: Any, wanted: str) -> None:
+def test_arguments_are_of_their_types_also_optional_nested_and_listed(
+    argument: str, value: Any, wanted: str
+) -> None:
     told = f"error: the argument {argument} of pick must be {wanted}" if wanted else "picked"
     assert Toolbox([pick]).run(ToolCall("pick", {argument: value})) == (told, not wanted)
 
@@ -166,7 +178,11 @@ def test_an_argument_of_a_servers_schema_may_be_any_of_several() -> None:
     toolbox = Toolbox([pick])
     optional = {"anyOf": [{"type": "integer"}, {"type": "null"}]}
     toolbox.schemas[0]["function"]["parameters"]["properties"]["count"] = optional
-    assert [toolbox.run(ToolCall("pick", {"count": value}))[1] for value in (3, None, "3")] == [True, True, False]
+    assert [toolbox.run(ToolCall("pick", {"count": value}))[1] for value in (3, None, "3")] == [
+        True,
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -199,7 +215,9 @@ def test_the_schema_comes_from_signature_and_docstring() -> None:
         "b": {"type": "integer", "description": "the second."},
     }
     assert plain["parameters"]["required"] == ["a"]
-    assert one_line["parameters"]["properties"] == {"text": {"type": "string", "description": "what to say."}}
+    assert one_line["parameters"]["properties"] == {
+        "text": {"type": "string", "description": "what to say."}
+    }
 
 
 def test_a_function_without_hints_or_docstring_is_refused() -> None:
@@ -207,7 +225,8 @@ def test_a_function_without_hints_or_docstring_is_refused() -> None:
         return x
 
     with pytest.raises(
-        ValueError, match=r"env\.tools: bare must have .* because it has no docstring\): write them as in"
+        ValueError,
+        match=r"env\.tools: bare must have .* because it has no docstring\): write them as in",
     ):
         Toolbox([bare])
     with pytest.raises(ValueError, match=r"different names, got \['add', 'add'\]"):

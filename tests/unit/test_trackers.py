@@ -20,7 +20,15 @@ from torchrl_grpo.reporting import trackers
 from torchrl_grpo.reporting.metrics import MetricsLogger
 from torchrl_grpo.reporting.trackers import check_logging
 
-SAMPLE = {"split": "train", "query": "1+1=", "response": "2", "reward": 1.0, "group": 7, "correct": True, "length": 2}
+SAMPLE = {
+    "split": "train",
+    "query": "1+1=",
+    "response": "2",
+    "reward": 1.0,
+    "group": 7,
+    "correct": True,
+    "length": 2,
+}
 
 
 def services(*overrides: str) -> dict[str, dict[str, Any]]:
@@ -28,12 +36,20 @@ def services(*overrides: str) -> dict[str, dict[str, Any]]:
     return config.logging.services
 
 
-def run(folder: Path, asked: dict[str, dict[str, Any]], steps: Sequence[int], before: Path | None = None) -> None:
+def run(
+    folder: Path, asked: dict[str, dict[str, Any]], steps: Sequence[int], before: Path | None = None
+) -> None:
     config = {"optimizer": {"lr": 0.5 / len(steps)}}
-    with MetricsLogger(folder, tensorboard=False, services=asked, config=config, goes_on_from=before) as logger:
+    with MetricsLogger(
+        folder, tensorboard=False, services=asked, config=config, goes_on_from=before
+    ) as logger:
         for step in steps:
-            logger.log(step, {"train/loss": 1 / step, "eval/pass@1": 0.5, "train/kl_k3": float("nan")})
-            logger.log_samples(step, [SAMPLE, SAMPLE | {"response": "3", "reward": 0.0, "correct": False}])
+            logger.log(
+                step, {"train/loss": 1 / step, "eval/pass@1": 0.5, "train/kl_k3": float("nan")}
+            )
+            logger.log_samples(
+                step, [SAMPLE, SAMPLE | {"response": "3", "reward": 0.0, "correct": False}]
+            )
             logger.log_samples(step, [])
 
 
@@ -48,12 +64,19 @@ def no_wandb_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def test_none_of_them_is_on_unless_it_is_asked_for() -> None:
     assert services() == {}
-    asked = services("logging.mlflow.mode=offline", "logging.wandb.mode=online", "logging.wandb.tags=[a,b]")
-    assert {name: settings["mode"] for name, settings in asked.items()} == {"wandb": "online", "mlflow": "offline"}
+    asked = services(
+        "logging.mlflow.mode=offline", "logging.wandb.mode=online", "logging.wandb.tags=[a,b]"
+    )
+    assert {name: settings["mode"] for name, settings in asked.items()} == {
+        "wandb": "online",
+        "mlflow": "offline",
+    }
     assert asked["wandb"]["tags"] == ["a", "b"]
 
 
-def test_online_without_a_key_fails_before_anything_is_written(tmp_path: Path, no_wandb_key: Path) -> None:
+def test_online_without_a_key_fails_before_anything_is_written(
+    tmp_path: Path, no_wandb_key: Path
+) -> None:
     with pytest.raises(ValueError) as error:
         run(tmp_path / "run", services("logging.wandb.mode=online"), [1])
     message = str(error.value)
@@ -62,7 +85,9 @@ def test_online_without_a_key_fails_before_anything_is_written(tmp_path: Path, n
     assert not (tmp_path / "run").exists()
 
 
-def test_key_is_found_in_the_environment_and_in_netrc(monkeypatch: pytest.MonkeyPatch, no_wandb_key: Path) -> None:
+def test_key_is_found_in_the_environment_and_in_netrc(
+    monkeypatch: pytest.MonkeyPatch, no_wandb_key: Path
+) -> None:
     online = services("logging.wandb.mode=online")
     no_wandb_key.write_text("machine example.org login user password nothing\n")
     with pytest.raises(ValueError, match="needs a Weights & Biases key"):
@@ -84,26 +109,30 @@ def test_a_missing_package_is_one_clear_line(monkeypatch: pytest.MonkeyPatch, na
 
 def test_a_missing_tensorboard_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trackers, "_installed", lambda package: False)
-    with pytest.raises(ValueError, match=r"logging\.tensorboard=true needs the package tensorboard"):
+    with pytest.raises(
+        ValueError, match=r"logging\.tensorboard=true needs the package tensorboard"
+    ):
         check_logging(tensorboard=True, services={})
 
 
 def test_mlflow_online_needs_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trackers, "_installed", lambda package: True)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    with pytest.raises(ValueError, match=r"logging\.mlflow\.mode=online needs the address .* MLFLOW_TRACKING_URI"):
+    with pytest.raises(
+        ValueError, match=r"logging\.mlflow\.mode=online needs the address .* MLFLOW_TRACKING_URI"
+    ):
         check_logging(tensorboard=False, services=services("logging.mlflow.mode=online"))
 
 
 @pytest.mark.slow
-def test_an_mlflow_server_that_does_not_answer_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_mlflow_server_that_does_not_answer_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("mlflow")
     monkeypatch.setattr(trackers, "_MLFLOW_WAITS", {})
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # where nothing listens
-    message = (
-        r"logging\.mlflow\.mode=online must be able to start a run, and mlflow says .* or set logging\.mlflow\.mode"
-    )
+    message = r"logging\.mlflow\.mode=online must be able to start a run, and mlflow says .* or set logging\.mlflow\.mode"
     with pytest.raises(ValueError, match=message):
         run(tmp_path, services("logging.mlflow.mode=online"), [1])
 
@@ -121,7 +150,8 @@ def test_a_wandb_server_that_does_not_answer_is_one_line(
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
         start = time.monotonic()
         with pytest.raises(
-            ValueError, match=r"^logging\.wandb\.mode=online must be able to start a run, and wandb says"
+            ValueError,
+            match=r"^logging\.wandb\.mode=online must be able to start a run, and wandb says",
         ):
             run(tmp_path, services("logging.wandb.mode=online"), [1])
     assert time.monotonic() - start < 60  # wandb's own limit is 90
@@ -129,10 +159,15 @@ def test_a_wandb_server_that_does_not_answer_is_one_line(
 
 
 @pytest.mark.slow
-def test_wandb_gets_numbers_tables_and_names_and_goes_on_with_its_id(tmp_path: Path, no_wandb_key: Path) -> None:
+def test_wandb_gets_numbers_tables_and_names_and_goes_on_with_its_id(
+    tmp_path: Path, no_wandb_key: Path
+) -> None:
     pytest.importorskip("wandb")
     asked = services(
-        "logging.wandb.mode=offline", "logging.wandb.entity=us", "logging.wandb.group=seeds", "logging.wandb.tags=[x1]"
+        "logging.wandb.mode=offline",
+        "logging.wandb.entity=us",
+        "logging.wandb.group=seeds",
+        "logging.wandb.tags=[x1]",
     )
     run(tmp_path, asked, [1])
     run_id = (tmp_path / "wandb" / "run_id").read_text().strip()
@@ -140,7 +175,9 @@ def test_wandb_gets_numbers_tables_and_names_and_goes_on_with_its_id(tmp_path: P
     run(tmp_path / "elsewhere", asked, [3], before=tmp_path)
     folders = sorted(tmp_path.rglob("wandb/offline-run-*"))
     assert {folder.parents[1] for folder in folders} == {tmp_path, tmp_path / "elsewhere"}
-    assert all(run_id in folder.name for folder in folders)  # "-1" behind it: begun in the same second
+    assert all(
+        run_id in folder.name for folder in folders
+    )  # "-1" behind it: begun in the same second
     logged = b"".join(file.read_bytes() for file in tmp_path.rglob("*.wandb"))
     assert all(word in logged for word in (b"train/loss", b"seeds", b"x1", b"torchrl-grpo"))
     tables = [json.loads(path.read_text()) for path in tmp_path.rglob("samples/*.table.json")]
@@ -153,17 +190,27 @@ def test_wandb_gets_numbers_tables_and_names_and_goes_on_with_its_id(tmp_path: P
 @pytest.mark.slow
 def test_mlflow_gets_numbers_tables_and_names_and_goes_on_in_its_run(tmp_path: Path) -> None:
     mlflow = pytest.importorskip("mlflow")
-    asked = services("logging.mlflow.mode=offline", "logging.mlflow.name=mine", "logging.mlflow.group=seeds")
+    asked = services(
+        "logging.mlflow.mode=offline", "logging.mlflow.name=mine", "logging.mlflow.group=seeds"
+    )
     run(tmp_path / "a", asked, [1])
     run(tmp_path / "b", asked, [2], before=tmp_path / "a")
     run(tmp_path / "c", asked, [3, 4], before=tmp_path / "b")
-    assert not (tmp_path / "c" / "mlflow" / "mlflow.db").exists() and "MLFLOW_RUN_ID" not in os.environ
+    assert (
+        not (tmp_path / "c" / "mlflow" / "mlflow.db").exists() and "MLFLOW_RUN_ID" not in os.environ
+    )
     client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/a/mlflow/mlflow.db")
     [found] = client.search_runs([client.get_experiment_by_name("torchrl-grpo").experiment_id])
-    assert found.info.run_name == "mine" and found.info.status == "FINISHED" and found.data.tags["group"] == "seeds"
+    assert (
+        found.info.run_name == "mine"
+        and found.info.status == "FINISHED"
+        and found.data.tags["group"] == "seeds"
+    )
     assert found.data.params == {"optimizer.lr": "0.5"}
     history = client.get_metric_history(found.info.run_id, "train/loss")
-    assert [(point.step, point.value) for point in history] == [(step, 1 / step) for step in (1, 2, 3, 4)]
+    assert [(point.step, point.value) for point in history] == [
+        (step, 1 / step) for step in (1, 2, 3, 4)
+    ]
     assert found.data.metrics.keys() == {"train/loss", "eval/pass_at_1"}
     tables = sorted((tmp_path / "a" / "mlflow" / "artifacts").rglob("samples/*.json"))
     assert [path.name for path in tables] == [f"train_{step:06d}.json" for step in (1, 2, 3, 4)]
@@ -174,20 +221,32 @@ def test_mlflow_gets_numbers_tables_and_names_and_goes_on_in_its_run(tmp_path: P
 def test_trackio_gets_numbers_and_tables_and_goes_on_in_its_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read where it is imported, which only this test does
+    monkeypatch.setenv(
+        "TRACKIO_DIR", str(tmp_path / "trackio")
+    )  # read where it is imported, which only this test does
     pytest.importorskip("trackio")
-    asked = services("logging.trackio.mode=offline", "logging.trackio.name=mine", "logging.trackio.project=ours")
+    asked = services(
+        "logging.trackio.mode=offline", "logging.trackio.name=mine", "logging.trackio.project=ours"
+    )
     run(tmp_path / "a", asked, [1])
     run(tmp_path / "b", asked, [2], before=tmp_path / "a")
     run(tmp_path / "c", asked, [1])  # another run of the same name
     names = [(tmp_path / name / "trackio" / "run_id").read_text().strip() for name in "abc"]
     assert names[0] == names[1] != names[2] and all(name.startswith("mine-") for name in names)
     with closing(sqlite3.connect(tmp_path / "trackio" / "ours.db")) as database:
-        logged = database.execute("select run_name, step, metrics from metrics order by id").fetchall()
-        [config] = database.execute("select config from configs where run_name = ?", names[2:]).fetchone()
+        logged = database.execute(
+            "select run_name, step, metrics from metrics order by id"
+        ).fetchall()
+        [config] = database.execute(
+            "select config from configs where run_name = ?", names[2:]
+        ).fetchone()
     values = [(name, step, json.loads(metrics)) for name, step, metrics in logged]
-    losses = [(name, step, found["train/loss"]) for name, step, found in values if "train/loss" in found]
+    losses = [
+        (name, step, found["train/loss"]) for name, step, found in values if "train/loss" in found
+    ]
     assert losses == [(names[0], 1, 1.0), (names[0], 2, 0.5), (names[2], 1, 1.0)]
-    tables = [found["samples/train"]["_value"] for _, _, found in values if "samples/train" in found]
+    tables = [
+        found["samples/train"]["_value"] for _, _, found in values if "samples/train" in found
+    ]
     assert [[row["response"] for row in table] for table in tables] == [["2", "3"]] * 3
     assert json.loads(config)["optimizer"] == {"lr": 0.5}

@@ -41,7 +41,9 @@ def test_any_token_budget_gives_the_result_of_one_large_batch(micro_batch_tokens
 def test_the_gradient_is_that_of_the_sum_of_the_loss_entries() -> None:
     """Not of their mean, and not of their mean together with the metrics."""
     model = make_tiny_model()
-    trainer = make_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), clip_grad_norm=math.inf)
+    trainer = make_trainer(
+        model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), clip_grad_norm=math.inf
+    )
     before = weights(trainer)
     reference = make_tiny_model()
     loss = GRPOLoss(TokenScorer(reference), kl_to_ref_coeff=0.1, entropy_coeff=0.01)
@@ -88,16 +90,28 @@ def test_a_batch_in_which_no_token_counts_changes_nothing() -> None:
     metrics = trainer.train_batch(batch)
     assert all(torch.equal(before[name], value) for name, value in weights(trainer).items())
     assert (trainer.optim_steps, metrics["train/skipped_steps"]) == (1, 1.0)
-    assert all(math.isnan(metrics[f"train/{name}"]) for name in ("loss", "loss_objective", "entropy", "grad_norm"))
+    assert all(
+        math.isnan(metrics[f"train/{name}"])
+        for name in ("loss", "loss_objective", "entropy", "grad_norm")
+    )
 
 
 def test_steps_without_a_token_that_counts_end_the_run() -> None:
     trainer, batch = make_trainer(max_nonfinite_steps=3), make_batch()
     for row in batch.unbind(0):
         row[keys.REWARD_VALID] = torch.tensor([False])
-    for one in (batch, batch, make_batch(), batch, batch):  # a good step in between: the count starts again
+    for one in (
+        batch,
+        batch,
+        make_batch(),
+        batch,
+        batch,
+    ):  # a good step in between: the count starts again
         trainer.train_step(one)
-    with pytest.raises(NoSignalError, match=r"3 optimizer steps in a row changed nothing, .* all rewards are invalid"):
+    with pytest.raises(
+        NoSignalError,
+        match=r"3 optimizer steps in a row changed nothing, .* all rewards are invalid",
+    ):
         trainer.train_step(batch)
 
 
@@ -106,7 +120,9 @@ def test_a_batch_whose_responses_are_all_masked_is_not_called_invalid() -> None:
     trainer.loss.mask_truncated = True
     for row in batch.unbind(0):
         row[keys.TRUNCATED] = torch.tensor([True])
-    with pytest.raises(NoSignalError, match=r"policy\.mask_truncated.*inference_model\.max_new_tokens") as error:
+    with pytest.raises(
+        NoSignalError, match=r"policy\.mask_truncated.*inference_model\.max_new_tokens"
+    ) as error:
         trainer.train_step(batch)
     assert "invalid" not in str(error.value)
 
@@ -133,7 +149,9 @@ def test_staleness_is_counted_from_the_version_that_sampled_each_token() -> None
         row["staleness"] = 3 - row[keys.POLICY_VERSIONS]
     out = reference.loss(batch)
     expected = sum(value.item() for name, value in out.items() if name.startswith("loss_"))
-    assert trainer.train_step(batch.exclude("staleness"))["train/loss"] == pytest.approx(expected, rel=1e-5)
+    assert trainer.train_step(batch.exclude("staleness"))["train/loss"] == pytest.approx(
+        expected, rel=1e-5
+    )
 
 
 class RewardedLoss(GRPOLoss):
@@ -157,7 +175,10 @@ def test_a_loss_of_ones_own_gets_what_else_it_reads() -> None:
     expected = sum(0.5 * index * len(row[keys.FULL]) for index, row in enumerate(batch.unbind(0)))
     model = make_tiny_model()
     trainer = GRPOTrainer(
-        RewardedLoss(TokenScorer(model)), model, torch.optim.SGD(model.parameters()), optim_batch_size=8
+        RewardedLoss(TokenScorer(model)),
+        model,
+        torch.optim.SGD(model.parameters()),
+        optim_batch_size=8,
     )
     assert trainer.train_batch(batch)["train/seen"] == pytest.approx(expected)
 
@@ -220,7 +241,9 @@ def test_a_non_finite_loss_changes_no_weight_and_stops_after_n_in_a_row() -> Non
     changed = weights(trainer)
     assert any(not torch.equal(value, before[name]) for name, value in changed.items())
     trainer.train_step(bad)
-    with pytest.raises(NonFiniteError, match=r"2 optimizer steps in a row had a non-finite loss \(nan\)"):
+    with pytest.raises(
+        NonFiniteError, match=r"2 optimizer steps in a row had a non-finite loss \(nan\)"
+    ):
         trainer.train_step(bad)
     assert all(torch.equal(value, changed[name]) for name, value in weights(trainer).items())
 
@@ -230,7 +253,13 @@ def test_warmup_reaches_the_learning_rate_after_its_steps() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 4))
     trainer = make_trainer(model, optimizer=optimizer, scheduler=scheduler)
-    assert [trainer.train_step(make_batch())["train/lr"] for _ in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert [trainer.train_step(make_batch())["train/lr"] for _ in range(5)] == [
+        0.25,
+        0.5,
+        0.75,
+        1.0,
+        1.0,
+    ]
 
 
 def test_restored_state_continues_bit_for_bit() -> None:
@@ -263,7 +292,9 @@ def test_lora_trains_and_saves_adapters_alone() -> None:
 def test_a_checkpoint_of_another_model_is_refused() -> None:
     state = make_trainer().state_dict()
     state["model"] = {f"x.{name}": value for name, value in state["model"].items()}
-    with pytest.raises(RuntimeError, match="the checkpoint does not fit the model: 27 unknown entries"):
+    with pytest.raises(
+        RuntimeError, match="the checkpoint does not fit the model: 27 unknown entries"
+    ):
         make_trainer().load_state_dict(state)
 
 
@@ -282,7 +313,13 @@ def test_the_recomputed_proximal_policy_is_that_before_the_first_step() -> None:
         scores = before.score(data[keys.FULL], data[keys.ASSISTANT_MASK])[0].detach()
         torch.testing.assert_close(data[keys.PROX_LOG_PROBS], scores, rtol=0, atol=1e-5)
     assert keys.PROX_LOG_PROBS not in list(batch.keys(True, True))
-    assert max((weights(trainer)[name] - value).abs().max() for name, value in before.model.named_parameters()) > 1e-3
+    assert (
+        max(
+            (weights(trainer)[name] - value).abs().max()
+            for name, value in before.model.named_parameters()
+        )
+        > 1e-3
+    )
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [20, 45, 10_000])
@@ -292,10 +329,15 @@ def test_the_ratio_to_the_recomputed_policy_is_1_to_the_last_bit(
 ) -> None:
     model = make_tiny_model()
     trainer = make_trainer(
-        model, optim_batch_size=4, micro_batch_tokens=micro_batch_tokens, autocast_dtype=autocast_dtype
+        model,
+        optim_batch_size=4,
+        micro_batch_tokens=micro_batch_tokens,
+        autocast_dtype=autocast_dtype,
     )
     trainer.loss = GRPOLoss(TokenScorer(model), proximal="recomputed")
-    trainer.optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # so that each step is a first one
+    trainer.optimizer = torch.optim.SGD(
+        model.parameters(), lr=0.0
+    )  # so that each step is a first one
     seen: list[torch.Tensor] = []
     ratio = trainer.loss.ratio
     trainer.loss.ratio = lambda *given: (seen.append(ratio(*given)), seen[-1])[1]  # type: ignore[method-assign]

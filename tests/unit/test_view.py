@@ -38,11 +38,15 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The page on two ended runs, the second with another learning rate."""
     folder = tmp_path_factory.mktemp("runs")
     (folder / "secret.txt").write_text("secret")
-    with served(make_run(folder / "one"), make_run(folder / "two", steps=2, rate="1e-3")) as address:
+    with served(
+        make_run(folder / "one"), make_run(folder / "two", steps=2, rate="1e-3")
+    ) as address:
         yield address
 
 
-def ask(address: str, path: str = "", method: str = "GET", **headers: str) -> tuple[int, str, dict[str, str]]:
+def ask(
+    address: str, path: str = "", method: str = "GET", **headers: str
+) -> tuple[int, str, dict[str, str]]:
     """Status, text and headers; the path goes out as it is."""
     parts = urlsplit(address)
     connection = http.client.HTTPConnection(parts.netloc, timeout=300)
@@ -64,12 +68,23 @@ def responses(answer: Any) -> list[list[str]]:
 def test_nothing_is_answered_without_the_token(address: str) -> None:
     token = urlsplit(address).path
     other = "/" + ("y" if token[1] == "x" else "x") + token[2:]
-    for path in ("/", "/static/view.js", "/api/status", token[:-2] + "/", other, token[:-1], f"/{token}"):
+    for path in (
+        "/",
+        "/static/view.js",
+        "/api/status",
+        token[:-2] + "/",
+        other,
+        token[:-1],
+        f"/{token}",
+    ):
         assert ask(address, path)[0] == 404, path
 
 
 def test_another_host_name_is_refused(address: str) -> None:
-    assert [ask(address, Host=host)[0] for host in ("evil.example", "127.0.0.1.evil.example")] == [400, 400]
+    assert [ask(address, Host=host)[0] for host in ("evil.example", "127.0.0.1.evil.example")] == [
+        400,
+        400,
+    ]
     assert [ask(address, Host=host)[0] for host in ("localhost:8000", "127.0.0.1")] == [200, 200]
 
 
@@ -80,14 +95,20 @@ def test_the_page_only_reads(address: str, method: str) -> None:
 
 def test_it_listens_on_loopback_alone(address: str) -> None:
     port = urlsplit(address).port
-    found = [one.laddr.ip for one in psutil.net_connections("tcp") if one.laddr.port == port and one.status == "LISTEN"]
+    found = [
+        one.laddr.ip
+        for one in psutil.net_connections("tcp")
+        if one.laddr.port == port and one.status == "LISTEN"
+    ]
     assert found == ["127.0.0.1"]
 
 
 def test_a_page_runs_no_script_but_its_own(address: str) -> None:
     for path in ("", "static/view.js", "api/status", "nothing"):
         _, _, headers = ask(address, path)
-        assert headers["content-security-policy"].startswith("default-src 'none'; script-src 'self'; style-src 'self'")
+        assert headers["content-security-policy"].startswith(
+            "default-src 'none'; script-src 'self'; style-src 'self'"
+        )
         assert "unsafe" not in headers["content-security-policy"]
         assert headers["referrer-policy"] == "no-referrer"
     assert "<script>" not in ask(address)[1]
@@ -116,7 +137,12 @@ def test_no_path_leads_to_a_file(address: str, path: str) -> None:
 
 def test_status_tells_where_each_run_is(address: str) -> None:
     one, two = api(address, "status")
-    assert (one["title"], one["step"], two["step"], one["ended"]) == ("starter on sums with grpo", 3, 2, False)
+    assert (one["title"], one["step"], two["step"], one["ended"]) == (
+        "starter on sums with grpo",
+        3,
+        2,
+        False,
+    )
     assert (one["name"], two["name"]) == ("one", "two")
     assert (one["splits"], one["datasets"]) == (["test", "train"], ["sums"])
     assert one["versions"] == {"metrics": 1, "samples": 7, "timeline": 9}
@@ -124,7 +150,9 @@ def test_status_tells_where_each_run_is(address: str) -> None:
 
 def test_curves_of_several_runs_are_in_one_panel(address: str) -> None:
     panels = {panel["title"]: panel for panel in api(address, "curves")}
-    assert [(curve["run"], curve["steps"], curve["values"]) for curve in panels["Reward"]["curves"]] == [
+    assert [
+        (curve["run"], curve["steps"], curve["values"]) for curve in panels["Reward"]["curves"]
+    ] == [
         (0, [1.0, 2.0, 3.0], [0.5, 0.5, 0.5]),
         (1, [1.0, 2.0], [0.5, 0.5]),
     ]
@@ -140,7 +168,8 @@ def test_curves_are_named_in_words(tmp_path: Path) -> None:
     view = RunView(tmp_path, "run")
     view.refresh()
     assert {
-        panel["title"]: [curve["label"] for curve in panel["curves"]] for panel in panels({0: view}, None, None)
+        panel["title"]: [curve["label"] for curve in panel["curves"]]
+        for panel in panels({0: view}, None, None)
     } == {
         "Reward": ["mean reward"],
         "Accuracy": ["train accuracy (sampled)"],
@@ -156,7 +185,9 @@ def test_curves_are_named_in_words(tmp_path: Path) -> None:
 def test_the_title_names_all_runs(address: str, tmp_path: Path) -> None:
     assert "<h1>starter on sums with grpo (one, two)</h1>" in ask(address)[1]
     runs = [RunView(make_run(tmp_path / name), name) for name in ("a", "b", "c")]
-    (runs[2].folder / ".hydra" / "hydra.yaml").write_text("hydra: {runtime: {choices: {algo: dapo}}}\n")
+    (runs[2].folder / ".hydra" / "hydra.yaml").write_text(
+        "hydra: {runtime: {choices: {algo: dapo}}}\n"
+    )
     assert title_of(runs) == "starter on sums with grpo (a, b); starter on sums with dapo (c)"
     assert title_of(runs[:1]) == "starter on sums with grpo"
 
@@ -180,7 +211,10 @@ def test_a_group_has_its_responses_side_by_side(address: str) -> None:
     assert (answer["found"], answer["all"], answer["rows"], answer["steps"]) == (3, 4, 7, [0, 3])
     assert responses(answer) == [["no 3", "#### 6"], ["no 2", "#### 4"], ["no 1", "#### 2"]]
     cell = answer["groups"][0][1]
-    assert {key: cell[key] for key in ("query", "reward", "advantage", "parts", "length", "finish_reason")} == {
+    assert {
+        key: cell[key]
+        for key in ("query", "reward", "advantage", "parts", "length", "finish_reason")
+    } == {
         "query": "3+3=",
         "reward": "1",
         "advantage": 1.0,
@@ -223,7 +257,10 @@ def test_the_wanted_responses_of_a_group_are_marked(address: str) -> None:
         ("groups?run=-1", "run=-1 must be one of the 2 runs, from 0 on."),
         ("groups?from=x", "from='x' must be a whole number: change it or leave it out."),
         ("groups?least=nan", "least='nan' must be a number: change it or leave it out."),
-        ("response?row=99", "There is no such response: the run may have been resumed and have written it anew."),
+        (
+            "response?row=99",
+            "There is no such response: the run may have been resumed and have written it anew.",
+        ),
     ],
 )
 def test_what_cannot_be_answered_is_told(address: str, path: str, error: str) -> None:
@@ -234,7 +271,9 @@ def test_what_cannot_be_answered_is_told(address: str, path: str, error: str) ->
 def test_a_response_has_its_tokens_and_its_group(address: str) -> None:
     found = api(address, "response?row=2")
     assert (found["response"], found["group"]) == ("#### 2", [1, 2])
-    assert found["tokens"]["values"]["ratio"] == [pytest.approx(math.exp(0.01 * at)) for at in range(6)]
+    assert found["tokens"]["values"]["ratio"] == [
+        pytest.approx(math.exp(0.01 * at)) for at in range(6)
+    ]
     assert found["tokens"]["values"]["advantage"] == [1.0] * 6
     assert api(address, "response?row=0")["tokens"] is None
 
@@ -242,7 +281,10 @@ def test_a_response_has_its_tokens_and_its_group(address: str) -> None:
 def test_config_and_timeline_of_each_run(address: str) -> None:
     one, two = api(address, "config")
     assert {key for key in one if one[key] != two[key]} == {"optimizer.lr"}
-    assert [actor["name"] for actor in api(address, "timeline?run=1")["actors"]] == ["sampler 0", "trainer"]
+    assert [actor["name"] for actor in api(address, "timeline?run=1")["actors"]] == [
+        "sampler 0",
+        "trainer",
+    ]
 
 
 def until(holds: Callable[[], object], timeout_s: float = 300) -> None:
@@ -287,7 +329,10 @@ def test_beside_a_run_it_has_lowest_priority_and_ends_with_it(tmp_path: Path) ->
 def test_strangers_use_up_no_connections_and_shut_no_reader_out(tmp_path: Path) -> None:
     told: list[str] = []
     warnings: list[str] = []
-    with page_beside(make_run(tmp_path / "run"), told.append, warnings.append), ExitStack() as strangers:
+    with (
+        page_beside(make_run(tmp_path / "run"), told.append, warnings.append),
+        ExitStack() as strangers,
+    ):
         [address] = told
         page = page_process()
         hurry(page)
@@ -303,7 +348,9 @@ def test_strangers_use_up_no_connections_and_shut_no_reader_out(tmp_path: Path) 
 
 def test_a_connection_has_seconds_to_ask(address: str) -> None:
     def is_closed(sent: bytes) -> bool:
-        with socket.create_connection(("127.0.0.1", urlsplit(address).port), timeout=0.5) as stranger:
+        with socket.create_connection(
+            ("127.0.0.1", urlsplit(address).port), timeout=0.5
+        ) as stranger:
             stranger.sendall(sent)
             deadline = time.monotonic() + 60
             with suppress(ConnectionResetError, BrokenPipeError):
@@ -315,12 +362,18 @@ def test_a_connection_has_seconds_to_ask(address: str) -> None:
                 return False
         return True
 
-    asked = [b"", b"GET / HTTP/1.1\r\n", b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 999\r\n\r\n"]
+    asked = [
+        b"",
+        b"GET / HTTP/1.1\r\n",
+        b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 999\r\n\r\n",
+    ]
     with ThreadPoolExecutor(len(asked)) as pool:
         assert list(pool.map(is_closed, asked)) == [True] * len(asked)
 
 
-def test_what_a_page_says_on_stderr_costs_the_run_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_page_says_on_stderr_costs_the_run_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines = 40_000
     flood = f"import sys; [print('x' * 99, file=sys.stderr) for _ in range({lines})]; print('the end', file=sys.stderr)"
     monkeypatch.setattr("torchrl_grpo.extras.view.start._START", flood)
@@ -343,7 +396,9 @@ def test_a_page_that_dies_is_a_warning(tmp_path: Path) -> None:
     assert warnings == ["The run dashboard ended (status -9); the run continues without it."]
 
 
-def test_a_page_that_cannot_start_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_that_cannot_start_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
     warnings: list[str] = []
     with page_beside(tmp_path, lambda address: None, warnings.append):
@@ -357,7 +412,9 @@ def test_a_page_ends_with_a_run_that_is_killed(tmp_path: Path) -> None:
         f"with page_beside(Path({str(make_run(tmp_path / 'run'))!r}), print, print): "
         "sys.stdout.flush(); time.sleep(900)"
     )
-    run = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    run = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
     assert run.stdout is not None
     address = run.stdout.readline().strip()
     [page] = psutil.Process(run.pid).children()
@@ -380,7 +437,9 @@ def test_a_run_serves_its_page_until_it_ends(tmp_path: Path) -> None:
         assert address not in (tmp_path / "grpo.log").read_text()
 
 
-@pytest.mark.parametrize(("name", "why"), [("", "it has no metrics.jsonl"), ("none", "there is no such folder")])
+@pytest.mark.parametrize(
+    ("name", "why"), [("", "it has no metrics.jsonl"), ("none", "there is no such folder")]
+)
 def test_a_folder_that_is_no_run_is_refused(
     name: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,9 +31,16 @@ def test_a_link_out_of_the_folder_is_not_followed(tmp_path: Path, link: str) -> 
         (run / ".hydra").symlink_to(tmp_path / "private")
     else:
         (run / ".hydra" / "config.yaml").unlink()
-        target = tmp_path / "private" / "config.yaml" if link == "outside" else run / ".hydra" / "config.yaml"
+        target = (
+            tmp_path / "private" / "config.yaml"
+            if link == "outside"
+            else run / ".hydra" / "config.yaml"
+        )
         (run / ".hydra" / "config.yaml").symlink_to(target)
-    assert list(RunView(run, "run").config()) == ["environment.python", "environment.packages.torch"]
+    assert list(RunView(run, "run").config()) == [
+        "environment.python",
+        "environment.packages.torch",
+    ]
 
 
 def test_a_link_to_the_run_and_links_within_it_are_followed(tmp_path: Path) -> None:
@@ -53,7 +60,11 @@ def test_a_pipe_is_no_file_of_a_run(tmp_path: Path) -> None:
 
 def test_alarms_are_those_of_the_report(tmp_path: Path) -> None:
     run = RunView(make_run(tmp_path / "run"), "run")
-    append(run.folder, "metrics.jsonl", [metrics(step) | {"rollout/truncated": 0.75} for step in range(4, 9)])
+    append(
+        run.folder,
+        "metrics.jsonl",
+        [metrics(step) | {"rollout/truncated": 0.75} for step in range(4, 9)],
+    )
     run.refresh()
     assert [(alarm.name, alarm.first) for alarm in run.alarms(ended=False)] == [("truncated", 8)]
     assert run.status()["alarms"] == 1
@@ -61,7 +72,11 @@ def test_alarms_are_those_of_the_report(tmp_path: Path) -> None:
 
 def test_numbers_of_tokens_by_hand() -> None:
     text, given = ["a", "[", "]", "b"], None
-    tokens = {"text": text, "log_prob": [-1.0, given, given, -2.0], "trainer": [-0.5, given, given, -2.0]}
+    tokens = {
+        "text": text,
+        "log_prob": [-1.0, given, given, -2.0],
+        "trainer": [-0.5, given, given, -2.0],
+    }
     tokens |= {"reference": [-0.5, given, given, -1.0], "entropy": [0.1, given, given, 0.2]}
     strip = strip_of({"tokens": tokens, "advantage": -0.5})
     assert strip is not None
@@ -129,7 +144,9 @@ def test_a_resumed_run_is_read_again(tmp_path: Path) -> None:
     view.metrics.refresh()
     before = view.samples.index
     for name in ("samples.jsonl", "metrics.jsonl"):
-        kept = [line for line in (run / name).read_text().splitlines() if json.loads(line)["step"] < 2]
+        kept = [
+            line for line in (run / name).read_text().splitlines() if json.loads(line)["step"] < 2
+        ]
         (run / "new").write_text("".join(f"{line}\n" for line in kept))
         (run / "new").replace(run / name)
     view.samples.refresh()
@@ -140,7 +157,8 @@ def test_a_resumed_run_is_read_again(tmp_path: Path) -> None:
 
 def test_spans_that_overlap_share_a_lane(tmp_path: Path) -> None:
     rows = [
-        {"actor": "a", "kind": kind, "start": 100.0 + at, "seconds": 2.0} for kind, at in (("x", 0), ("y", 1), ("x", 3))
+        {"actor": "a", "kind": kind, "start": 100.0 + at, "seconds": 2.0}
+        for kind, at in (("x", 0), ("y", 1), ("x", 3))
     ]
     append(tmp_path, "timeline.jsonl", rows)
     timeline = Timeline(tmp_path)
@@ -164,7 +182,10 @@ def test_times_that_were_rounded_do_not_make_spans_overlap(tmp_path: Path) -> No
     append(tmp_path, "timeline.jsonl", rows)
     timeline = Timeline(tmp_path)
     timeline.refresh()
-    assert [span[4:] for span in timeline.window()["actors"][0]["spans"]] == [[0.0, 1.0], [0.0, 1.0]]
+    assert [span[4:] for span in timeline.window()["actors"][0]["spans"]] == [
+        [0.0, 1.0],
+        [0.0, 1.0],
+    ]
 
 
 def test_many_spans_become_shares_of_columns(tmp_path: Path) -> None:
@@ -184,7 +205,11 @@ def test_many_spans_become_shares_of_columns(tmp_path: Path) -> None:
 
 def test_threads_that_ask_while_samples_are_read_see_whole_rows(tmp_path: Path) -> None:
     view = RunView(make_run(tmp_path / "run"), "run")
-    append(view.folder, "samples.jsonl", [row for step in range(4, 1500) for row in group(step, f"{step}", ["a", "b"])])
+    append(
+        view.folder,
+        "samples.jsonl",
+        [row for step in range(4, 1500) for row in group(step, f"{step}", ["a", "b"])],
+    )
     reader = threading.Thread(target=view.refresh)
     reader.start()
     while reader.is_alive():
@@ -212,7 +237,9 @@ def test_a_file_that_is_written_anew_empties_no_curve_while_it_is_read(
     assert (seen, len(read.records)) == ([4], 1)
 
 
-BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{at}: &a{at} [{9 * f'*a{at - 1}, '}*a{at - 1}]\n" for at in range(1, 30))
+BOMB = "a0: &a0 [x, x]\n" + "".join(
+    f"a{at}: &a{at} [{9 * f'*a{at - 1}, '}*a{at - 1}]\n" for at in range(1, 30)
+)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +253,9 @@ BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{at}: &a{at} [{9 * f'*a{at - 1}, '}*a{at 
         ("- a\n- b\n", "not shown: it is no mapping"),
     ],
 )
-def test_a_config_that_cannot_be_read_is_named_and_hangs_nothing(tmp_path: Path, text: str, shown: str) -> None:
+def test_a_config_that_cannot_be_read_is_named_and_hangs_nothing(
+    tmp_path: Path, text: str, shown: str
+) -> None:
     run = make_run(tmp_path / "run")
     (run / ".hydra" / "config.yaml").write_text(text)
     start = time.monotonic()
@@ -287,10 +316,15 @@ def shown_of(view: RunView) -> str:
     del status["age"]
     parts = [status, view.alarms(True), panels({0: view}, None, None), view.groups(Wanted(), 0, 10)]
     parts += [view.response(7), view.timeline.window(), view.config()]
-    return json.dumps([list(map(vars, part)) if part and part is parts[1] else part for part in parts], allow_nan=False)
+    return json.dumps(
+        [list(map(vars, part)) if part and part is parts[1] else part for part in parts],
+        allow_nan=False,
+    )
 
 
-@pytest.mark.parametrize(("name", "line"), [(name, line) for name, lines in NOT_SHOWN.items() for line in lines])
+@pytest.mark.parametrize(
+    ("name", "line"), [(name, line) for name, lines in NOT_SHOWN.items() for line in lines]
+)
 def test_a_line_that_no_run_writes_is_left_out(tmp_path: Path, name: str, line: str) -> None:
     clean, run = make_run(tmp_path / "clean" / "run"), make_run(tmp_path / "run")
     with (run / name).open("a") as file:
@@ -298,7 +332,11 @@ def test_a_line_that_no_run_writes_is_left_out(tmp_path: Path, name: str, line: 
     for folder in (clean, run):
         append(folder, "metrics.jsonl", [metrics(5)])
         append(folder, "samples.jsonl", group(5, "5+5=", ["9", "10"]))
-        append(folder, "timeline.jsonl", [{"actor": "a", "kind": "x", "start": 1e9 + 20, "seconds": 1, "step": 5}])
+        append(
+            folder,
+            "timeline.jsonl",
+            [{"actor": "a", "kind": "x", "start": 1e9 + 20, "seconds": 1, "step": 5}],
+        )
     view = RunView(run, "run")
     assert shown_of(view) == shown_of(RunView(clean, "run"))
     found = view.response(8)
@@ -314,7 +352,9 @@ def test_a_line_that_no_run_writes_is_left_out(tmp_path: Path, name: str, line: 
         {"text": ["1"], "log_prob": [-1.0, -2.0]},
     ],
 )
-def test_numbers_of_tokens_that_no_run_writes_are_left_out(tmp_path: Path, tokens: dict[str, object]) -> None:
+def test_numbers_of_tokens_that_no_run_writes_are_left_out(
+    tmp_path: Path, tokens: dict[str, object]
+) -> None:
     run = make_run(tmp_path / "run")
     append(run, "samples.jsonl", [row | {"tokens": tokens} for row in group(4, "4+4=", ["8"])])
     view = RunView(run, "run")
@@ -324,12 +364,19 @@ def test_numbers_of_tokens_that_no_run_writes_are_left_out(tmp_path: Path, token
     assert set(found["tokens"]["values"]) <= {"advantage", "ratio"}
 
 
-@pytest.mark.parametrize("text", ['"tokens": {"text": ["8"], "x": NOTHING}', '"tokens": {"text": "8"}'])
-def test_a_response_whose_tokens_cannot_be_read_is_shown_without_them(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    "text", ['"tokens": {"text": ["8"], "x": NOTHING}', '"tokens": {"text": "8"}']
+)
+def test_a_response_whose_tokens_cannot_be_read_is_shown_without_them(
+    tmp_path: Path, text: str
+) -> None:
     run = make_run(tmp_path / "run")
     [row] = group(4, "4+4=", ["8"])
     with (run / "samples.jsonl").open("a") as file:
-        file.write(json.dumps({name: value for name, value in row.items() if name != "tokens"})[:-1] + f", {text}}}\n")
+        file.write(
+            json.dumps({name: value for name, value in row.items() if name != "tokens"})[:-1]
+            + f", {text}}}\n"
+        )
     view = RunView(run, "run")
     view.refresh()
     found = view.response(7)
@@ -339,7 +386,11 @@ def test_a_response_whose_tokens_cannot_be_read_is_shown_without_them(tmp_path: 
 
 def test_more_data_sets_than_a_small_number_counts_shift_no_row(tmp_path: Path) -> None:
     row = {"step": 1, "split": "train", "query": "", "reward": 1.0}
-    append(tmp_path, "samples.jsonl", [row | {"response": f"{at}", "dataset": f"{at}"} for at in range(33_000)])
+    append(
+        tmp_path,
+        "samples.jsonl",
+        [row | {"response": f"{at}", "dataset": f"{at}"} for at in range(33_000)],
+    )
     samples = Samples(tmp_path)
     samples.refresh()
     assert (samples.index.count, samples.index.row(32_999)["response"]) == (33_000, "32999")

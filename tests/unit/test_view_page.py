@@ -38,10 +38,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     folder = tmp_path_factory.mktemp("runs")
     first = make_run(folder / "one", steps=30)
     append(
-        first, "samples.jsonl", group(30, "add", ['<tool_call>{"name": "add"}</tool_call>[5]so 5', "x\n\ny"], group=99)
+        first,
+        "samples.jsonl",
+        group(30, "add", ['<tool_call>{"name": "add"}</tool_call>[5]so 5', "x\n\ny"], group=99),
     )
     append(first, "samples.jsonl", group(30, HOSTILE, [HOSTILE], group=100))
-    append(first, "metrics.jsonl", [metrics(step) | {"rollout/truncated": 0.9} for step in range(31, 40)])
+    append(
+        first,
+        "metrics.jsonl",
+        [metrics(step) | {"rollout/truncated": 0.9} for step in range(31, 40)],
+    )
     return [first, make_run(folder / "two", steps=20, rate="1e-3")]
 
 
@@ -73,7 +79,13 @@ def page(context: BrowserContext, address: str) -> Iterator[Page]:
 def show(page: Page, address: str, view: str) -> None:
     page.goto("about:blank")
     page.goto(f"{address}#{view}")
-    marks = {"curves": "figure", "groups": "section", "tokens": ".token", "timeline": ".lanes", "config": "tbody tr"}
+    marks = {
+        "curves": "figure",
+        "groups": "section",
+        "tokens": ".token",
+        "timeline": ".lanes",
+        "config": "tbody tr",
+    }
     page.wait_for_selector(marks.get(view.partition("?")[0], "main h2"))
 
 
@@ -84,7 +96,9 @@ def queries(page: Page) -> list[str]:
 def test_curves_of_two_runs_are_overlaid(page: Page, address: str) -> None:
     show(page, address, "curves")
     reward = page.locator("figure", has_text="Reward").first
-    colors = reward.locator("path").evaluate_all("paths => paths.map(one => one.getAttribute('stroke'))")
+    colors = reward.locator("path").evaluate_all(
+        "paths => paths.map(one => one.getAttribute('stroke'))"
+    )
     assert set(colors) == {"#3b82f6", "#f59e0b"}
     page.get_by_label("two").uncheck()
     expect(reward.locator(".legend li")).to_have_count(1)
@@ -93,11 +107,22 @@ def test_curves_of_two_runs_are_overlaid(page: Page, address: str) -> None:
     expect(reward.locator(".legend li")).to_have_count(2)
 
 
-def test_each_series_of_each_run_has_a_color_and_dash_of_its_own(browser: Browser, tmp_path: Path) -> None:
+def test_each_series_of_each_run_has_a_color_and_dash_of_its_own(
+    browser: Browser, tmp_path: Path
+) -> None:
     folders = [make_run(tmp_path / name) for name in ("one", "two")]
-    names = ["eval/pass@1", *(f"eval/pass@1/{name}" for name in "abc"), "eval/pass@8", "rollout/accuracy"]
+    names = [
+        "eval/pass@1",
+        *(f"eval/pass@1/{name}" for name in "abc"),
+        "eval/pass@8",
+        "rollout/accuracy",
+    ]
     for folder in folders:
-        append(folder, "metrics.jsonl", [metrics(step) | dict.fromkeys(names, 0.1 * step) for step in (4, 5)])
+        append(
+            folder,
+            "metrics.jsonl",
+            [metrics(step) | dict.fromkeys(names, 0.1 * step) for step in (4, 5)],
+        )
     with served(*folders) as address, browser.new_page() as page:
         show(page, address, "curves")
         marks = page.locator("figure", has_text="Accuracy").locator(".legend line")
@@ -143,7 +168,9 @@ def test_groups_are_filtered_and_the_link_keeps_it(page: Page, address: str) -> 
 
 def test_a_response_leads_to_its_tokens_and_back(page: Page, address: str) -> None:
     show(page, address, "groups?split=train&from=7&to=7")
-    assert page.get_by_role("row", name="finished").locator("td").all_inner_texts() == 2 * ["end of text"]
+    assert page.get_by_role("row", name="finished").locator("td").all_inner_texts() == 2 * [
+        "end of text"
+    ]
     page.get_by_role("link", name="response 2").click()
     page.wait_for_selector(".token")
     assert "".join(page.locator(".token").all_inner_texts()) == "#### 14"
@@ -163,11 +190,17 @@ def test_tokens_are_colored_by_what_is_chosen(page: Page, address: str) -> None:
     for by in ("kl", "ratio", "log_prob", "entropy", "advantage", "mask"):
         name = names.get(by, by)
         page.get_by_label("color by").select_option(by)
-        expect(page.get_by_role("listbox")).to_have_attribute("aria-label", f"Tokens, colored by {name}")
+        expect(page.get_by_role("listbox")).to_have_attribute(
+            "aria-label", f"Tokens, colored by {name}"
+        )
         classes[by] = page.locator(".token").first.get_attribute("class")
         assert page.locator(".scale li").count() >= 2
     assert classes["log_prob"] == "token q1"
-    assert (classes["ratio"], classes["advantage"], classes["mask"]) == ("token d3", "token d6", "token q2")
+    assert (classes["ratio"], classes["advantage"], classes["mask"]) == (
+        "token d3",
+        "token d6",
+        "token q2",
+    )
 
 
 def test_turns_and_tool_calls_are_told_apart(page: Page, address: str) -> None:
@@ -186,7 +219,9 @@ def test_tokens_are_walked_through_by_keyboard(page: Page, address: str) -> None
     page.keyboard.press("End")
     page.keyboard.press("ArrowLeft")
     told = page.locator(".readout").inner_text()
-    assert re.fullmatch(r'" " token 5 of 6: log-prob -0\.25 \(77\.9%\), ratio to the trainer 1\.04, .*', told)
+    assert re.fullmatch(
+        r'" " token 5 of 6: log-prob -0\.25 \(77\.9%\), ratio to the trainer 1\.04, .*', told
+    )
     page.locator(".token").first.hover()
     assert page.locator(".readout").inner_text().startswith('"#" token 1 of 6')
 
@@ -216,10 +251,26 @@ def test_a_part_of_the_timeline_is_zoomed_in_on(page: Page, address: str) -> Non
     expect(page.locator(".lanes .restart")).to_have_count(20)
 
 
-def test_kinds_of_spans_have_colors_apart_and_are_explained(browser: Browser, tmp_path: Path) -> None:
-    kinds = ["sample", "score", "train", "publish", "update", "wait", "evaluate", "save", "start", "restart"]
+def test_kinds_of_spans_have_colors_apart_and_are_explained(
+    browser: Browser, tmp_path: Path
+) -> None:
+    kinds = [
+        "sample",
+        "score",
+        "train",
+        "publish",
+        "update",
+        "wait",
+        "evaluate",
+        "save",
+        "start",
+        "restart",
+    ]
     run = make_run(tmp_path / "run")
-    rows = [{"actor": "a", "kind": kind, "start": 1e9 + at, "seconds": 1.0} for at, kind in enumerate(kinds)]
+    rows = [
+        {"actor": "a", "kind": kind, "start": 1e9 + at, "seconds": 1.0}
+        for at, kind in enumerate(kinds)
+    ]
     append(run, "timeline.jsonl", rows)
     with served(run) as address, browser.new_page() as page:
         show(page, address, "timeline")
@@ -228,7 +279,9 @@ def test_kinds_of_spans_have_colors_apart_and_are_explained(browser: Browser, tm
         told = dict(text.split(": ") for text in legend.all_inner_texts())
         assert set(told) == set(kinds)
         assert told["score"] == "computes rewards or reference log-probs"
-        fills = page.locator(".legend rect").evaluate_all("all => all.map(one => one.getAttribute('fill'))")
+        fills = page.locator(".legend rect").evaluate_all(
+            "all => all.map(one => one.getAttribute('fill'))"
+        )
     colors = [[int(fill[at : at + 2], 16) for at in (1, 3, 5)] for fill in fills]
     apart = min(math.dist(one, other) for one, other in itertools.combinations(colors, 2))
     assert apart > 70
@@ -248,7 +301,11 @@ def test_the_axis_of_the_timeline_has_round_times(
 ) -> None:
     run = make_run(tmp_path / "run")
     (run / "timeline.jsonl").unlink()
-    append(run, "timeline.jsonl", [{"actor": "trainer", "kind": "train", "start": 0.0, "seconds": seconds}])
+    append(
+        run,
+        "timeline.jsonl",
+        [{"actor": "trainer", "kind": "train", "start": 0.0, "seconds": seconds}],
+    )
     with served(run) as address, browser.new_page() as page:
         show(page, address, "timeline")
         shown = page.locator(".lanes text[text-anchor]").all_text_contents()
@@ -258,18 +315,26 @@ def test_the_axis_of_the_timeline_has_round_times(
 def test_the_times_of_the_timeline_do_not_overlap(browser: Browser, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     (run / "timeline.jsonl").unlink()
-    append(run, "timeline.jsonl", [{"actor": "trainer", "kind": "train", "start": 0.0, "seconds": 200.0}])
+    append(
+        run,
+        "timeline.jsonl",
+        [{"actor": "trainer", "kind": "train", "start": 0.0, "seconds": 200.0}],
+    )
     with served(run) as address, browser.new_page(viewport={"width": 1280, "height": 640}) as page:
         show(page, address, "timeline?from=86&to=166")
         texts = page.locator(".lanes text[text-anchor]")
-        sides = texts.evaluate_all("all => all.map(one => one.getBoundingClientRect()).map(at => [at.left, at.right])")
+        sides = texts.evaluate_all(
+            "all => all.map(one => one.getBoundingClientRect()).map(at => [at.left, at.right])"
+        )
     assert len(sides) > 3
     assert all(right < left for (_, right), (left, _) in itertools.pairwise(sides))
 
 
 def test_alarms_and_what_differs_between_configs(page: Page, address: str) -> None:
     show(page, address, "alarms")
-    expect(page.locator("td.bad")).to_contain_text(["entropy: the entropy fell", "truncated: 90% of the responses"])
+    expect(page.locator("td.bad")).to_contain_text(
+        ["entropy: the entropy fell", "truncated: 90% of the responses"]
+    )
     assert page.locator("#to-alarms").inner_text() == "Alarms (2)"
     show(page, address, "config")
     assert page.locator("tbody tr").all_inner_texts() == ["optimizer.lr\t1e-4\t1e-3"]
@@ -302,12 +367,16 @@ def test_it_grows_with_a_run(page: Page, browser: Browser, tmp_path: Path) -> No
         assert queries(page)[0] == "4+4="
 
 
-def test_a_run_that_is_being_read_is_not_called_one_without_steps(browser: Browser, tmp_path: Path) -> None:
+def test_a_run_that_is_being_read_is_not_called_one_without_steps(
+    browser: Browser, tmp_path: Path
+) -> None:
     with served(make_run(tmp_path / "run")) as address, browser.new_page() as page:
 
         def reading(route: Route) -> None:
             found = route.fetch().json()
-            route.fulfill(json=[one | {"reading": True, "versions": {"metrics": 0}} for one in found])
+            route.fulfill(
+                json=[one | {"reading": True, "versions": {"metrics": 0}} for one in found]
+            )
 
         page.route("**/api/status", reading)
         page.route("**/api/curves", lambda route: route.fulfill(json=[]))
@@ -357,7 +426,9 @@ def test_axe_finds_nothing(browser: Browser, address: str, view: str, scheme: An
     from axe_playwright_python.sync_playwright import Axe
 
     # Axe is a script of its own, which the page's policy keeps out.
-    with browser.new_page(color_scheme=scheme, bypass_csp=True, viewport={"width": 1000, "height": 900}) as page:
+    with browser.new_page(
+        color_scheme=scheme, bypass_csp=True, viewport={"width": 1000, "height": 900}
+    ) as page:
         show(page, address, view)
         background = page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert background == {"light": "rgb(246, 247, 249)", "dark": "rgb(18, 21, 26)"}[scheme]
@@ -370,7 +441,10 @@ def test_100000_responses_are_painted_soon(browser: Browser, tmp_path: Path) -> 
     with served(run) as address, browser.new_page() as page:
         page.goto(f"{address}#groups")
         page.wait_for_selector("section")
-        painted = page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime") / 1000
+        painted = (
+            page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")
+            / 1000
+        )
         assert painted < FIRST_PAINT_S
         expect(page.locator(".notice")).to_contain_text("100,007 responses", timeout=60_000)
         start = time.monotonic()

@@ -16,7 +16,12 @@ import torchrl_grpo.generation.vllm as vllm_module
 from tests.support.configs import SMALL, compose_config
 from torchrl_grpo.assembly.blueprint import prepare
 from torchrl_grpo.config import ConfigError
-from torchrl_grpo.generation.vllm import CPU_HEAD_SIZES, NOT_IN_FLOAT16, check_vllm_model, require_vllm
+from torchrl_grpo.generation.vllm import (
+    CPU_HEAD_SIZES,
+    NOT_IN_FLOAT16,
+    check_vllm_model,
+    require_vllm,
+)
 from torchrl_grpo.starter import starter_path
 
 MODEL = {
@@ -33,7 +38,10 @@ def check(on_cpu: bool = True, model: dict[str, Any] | None = None, **settings: 
 
 def test_a_head_size_that_a_cpu_cannot_compute_is_refused_there_alone() -> None:
     odd = {"hidden_size": 14 * 48}
-    with pytest.raises(ValueError, match=r"on a CPU, vLLM needs a head size out of \[32, .*, 512\], this model has 48"):
+    with pytest.raises(
+        ValueError,
+        match=r"on a CPU, vLLM needs a head size out of \[32, .*, 512\], this model has 48",
+    ):
         check(model=odd)
     check(on_cpu=False, model=odd)
     check(model={"hidden_size": 14 * 48, "head_dim": 64})
@@ -47,7 +55,11 @@ def test_a_head_size_that_a_cpu_cannot_compute_is_refused_there_alone() -> None:
             {},
             r"needs a model that is not quantized, this one is \(gptq\)",
         ),
-        ({}, {"tensor_parallel_size": 4}, r"tensor_parallel_size=4 must divide the model's 14 .* 2 key .*: use 2\."),
+        (
+            {},
+            {"tensor_parallel_size": 4},
+            r"tensor_parallel_size=4 must divide the model's 14 .* 2 key .*: use 2\.",
+        ),
         (
             {"num_key_value_heads": 7},
             {"tensor_parallel_size": 2},
@@ -70,7 +82,9 @@ def test_shards_that_divide_the_heads_or_copy_key_heads_pass() -> None:
 
 
 def test_a_model_that_overflows_in_float16_is_refused_in_it() -> None:
-    with pytest.raises(ValueError, match=r"inference_model\.dtype=float16 must be another .* type gemma2"):
+    with pytest.raises(
+        ValueError, match=r"inference_model\.dtype=float16 must be another .* type gemma2"
+    ):
         check(model={"model_type": "gemma2"}, dtype="float16")
     check(model={"model_type": "gemma2"}, dtype="bfloat16")
     check(dtype="float16")
@@ -94,7 +108,10 @@ def test_the_kv_cache_of_a_cpu_holds_the_longest_request_and_one_block() -> None
 
 def test_compiling_on_a_cpu_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(ValueError, match=r"enforce_eager=false needs a C\+\+ compiler .* there is no no-such-compiler"):
+    with pytest.raises(
+        ValueError,
+        match=r"enforce_eager=false needs a C\+\+ compiler .* there is no no-such-compiler",
+    ):
         check(enforce_eager=False)
     check(enforce_eager=True)
     check(on_cpu=False, enforce_eager=False)
@@ -118,7 +135,10 @@ def test_vllm_for_cuda_is_refused_without_an_accelerator(monkeypatch: pytest.Mon
     monkeypatch.setattr(vllm_module.sys, "platform", "linux")
     monkeypatch.setattr(metadata, "version", lambda name: "0.32.0")
     require_vllm()
-    with pytest.raises(ValueError, match=r"without an accelerator needs vLLM's build for CPUs, and vllm 0\.32\.0 is"):
+    with pytest.raises(
+        ValueError,
+        match=r"without an accelerator needs vLLM's build for CPUs, and vllm 0\.32\.0 is",
+    ):
         require_vllm(on_cpu=True)
     monkeypatch.setattr(metadata, "version", lambda name: "0.32.0+cpu")
     require_vllm(on_cpu=True)
@@ -129,17 +149,27 @@ def test_vllm_for_cuda_is_refused_without_an_accelerator(monkeypatch: pytest.Mon
     [
         ({"num_attention_heads": 6}, [], "head size out of"),
         ({"quantization_config": {"quant_method": "awq"}}, [], "not quantized"),
-        ({}, ["inference_model.max_model_len=100000"], r"max_model_len=100000 must be at most the model's context of"),
+        (
+            {},
+            ["inference_model.max_model_len=100000"],
+            r"max_model_len=100000 must be at most the model's context of",
+        ),
         ({}, ["inference_model.kv_cache_gib=1e-4"], r"kv_cache_gib=0\.0001 must hold one request"),
     ],
 )
 def test_a_refusal_comes_with_the_blueprint(
-    changed: dict[str, Any], overrides: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    changed: dict[str, Any],
+    overrides: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(vllm_module, "_has_vllm", True)
     shutil.copytree(starter_path(), tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | changed))
-    chosen = compose_config(*SMALL, "inference_model.backend=vllm", f"model.name={tmp_path}", *overrides)
+    chosen = compose_config(
+        *SMALL, "inference_model.backend=vllm", f"model.name={tmp_path}", *overrides
+    )
     with pytest.raises(ConfigError, match=message):
         prepare(chosen, [])

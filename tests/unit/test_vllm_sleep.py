@@ -105,15 +105,23 @@ def test_weights_that_cannot_be_read_again_are_kept_in_main_memory() -> None:
     assert library.calls == ["sleep 1", ["weights"], ["kv_cache"]]
 
 
-def test_a_device_that_is_full_when_the_engine_wakes_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_is_full_when_the_engine_wakes_is_one_message(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20 * GIB, 80 * GIB))
     engine, library = make_engine()
     engine.sleep()
-    library.error = RuntimeError("Worker failed with error 'CUDA Error: out of memory at cumem.cpp:62', please check")
+    library.error = RuntimeError(
+        "Worker failed with error 'CUDA Error: out of memory at cumem.cpp:62', please check"
+    )
     with pytest.raises(MemoryShortError) as raised:
         engine.wake()
-    assert str(raised.value).startswith("Waking vLLM (weights) ran out of memory (Worker failed with error 'CUDA Error")
-    assert "about 34.4 GB of the engine's share and 64.4 GB of what is in use without it" in str(raised.value)
+    assert str(raised.value).startswith(
+        "Waking vLLM (weights) ran out of memory (Worker failed with error 'CUDA Error"
+    )
+    assert "about 34.4 GB of the engine's share and 64.4 GB of what is in use without it" in str(
+        raised.value
+    )
     assert "inference_model.gpu_memory_utilization=0.2 (about 17.2 GB)" in str(raised.value)
     library.error = RuntimeError("Worker failed with error 'something else'")
     with pytest.raises(RuntimeError, match="something else") as other:

@@ -30,10 +30,14 @@ print(weights["norm"].sum().item(), flush=True)
 
 @pytest.mark.slow
 def test_another_process_keeps_the_weights_that_their_maker_dropped():
-    shared = SharedWeights([("norm", torch.full((3,), 2.0)), ("embed", torch.zeros(4, 2))], torch.float32)
+    shared = SharedWeights(
+        [("norm", torch.full((3,), 2.0)), ("embed", torch.zeros(4, 2))], torch.float32
+    )
     block = shared.block
     command = [sys.executable, "-c", READER, pickle.dumps(block).hex()]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as reader:
         assert float(reader.stdout.readline()) == 6.0
         shared.close()
         assert reader.communicate("\n")[0].strip() == "6.0"
@@ -109,7 +113,9 @@ class Engine(VLLMBase):
     """An engine with that worker."""
 
     def __init__(self) -> None:
-        super().__init__(None, SimpleNamespace(max_model_len=8, dtype=torch.float32, trust_remote_code=False))
+        super().__init__(
+            None, SimpleNamespace(max_model_len=8, dtype=torch.float32, trust_remote_code=False)
+        )
         self.worker = Worker()
 
     def _rpc(self, method: str, *args: Any) -> list[Any]:
@@ -137,7 +143,9 @@ def test_each_seed_has_its_own_request_seeds_and_repeats_them(engine: Engine) ->
 
     first, second, again = draws(0), draws(1), draws(0)
     assert first == again
-    assert not set(first) & set(second) and not {seed for seed, _ in first} & {seed for seed, _ in second}
+    assert not set(first) & set(second) and not {seed for seed, _ in first} & {
+        seed for seed, _ in second
+    }
     draws(2**40)  # NumPy takes 32 bits
 
 
@@ -147,7 +155,9 @@ def test_the_engine_s_state_repeats_the_request_seeds(engine: Engine) -> None:
     state = engine.state_dict()
     expected = engine.worker.draw(), np.random.standard_normal(), engine.worker.draw()
     engine.seed(4)
-    assert all(tensor.dtype == torch.uint8 for name, tensor in state.items() if name != "policy_version")
+    assert all(
+        tensor.dtype == torch.uint8 for name, tensor in state.items() if name != "policy_version"
+    )
     engine.load_state_dict(state)
     assert (engine.worker.draw(), np.random.standard_normal(), engine.worker.draw()) == expected
 

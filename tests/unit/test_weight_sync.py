@@ -50,7 +50,9 @@ def test_named_weights_of_a_lora_model_are_merged_and_leave_it_as_it_is():
     assert all(torch.equal(weight, before[name]) for name, weight in lora.state_dict().items())
     base = dict(make_tiny_model().named_parameters())
     assert set(sent) == set(base)
-    assert (sent["model.layers.1.mlp.up_proj.weight"] - base["model.layers.1.mlp.up_proj.weight"]).abs().max() > 0.01
+    assert (
+        sent["model.layers.1.mlp.up_proj.weight"] - base["model.layers.1.mlp.up_proj.weight"]
+    ).abs().max() > 0.01
     merged = dict(lora.merge_and_unload().named_parameters())
     for name, weight in merged.items():
         torch.testing.assert_close(sent[name], weight, rtol=0, atol=1e-6)
@@ -91,20 +93,32 @@ def test_the_object_store_gives_each_version_as_sent_until_released(dtype: torch
     for handle, model in list(zip(handles, models, strict=True))[1:]:
         got = dict(handle.weights())
         assert list(got) == [name for name, _ in named_weights(model)]
-        assert all(torch.equal(got[name], weight.to(dtype)) for name, weight in named_weights(model))
+        assert all(
+            torch.equal(got[name], weight.to(dtype)) for name, weight in named_weights(model)
+        )
     sender.close()
 
 
 def test_an_engine_in_the_trainers_process_reads_the_weights_of_now(tiny_model: nn.Module):
-    handle = make_sender(Transfer("direct"), dtype=torch.bfloat16, lora_base=dict).send(Trained(tiny_model), 0)
+    handle = make_sender(Transfer("direct"), dtype=torch.bfloat16, lora_base=dict).send(
+        Trained(tiny_model), 0
+    )
     with torch.no_grad():
         tiny_model.get_parameter("model.norm.weight").fill_(3.0)
     with TransformersEngine(make_tiny_model(1)) as engine:
         engine.load(handle, 7)
         assert engine.policy_version == 7
         got = dict(handle.weights())
-        assert got["model.norm.weight"].tolist() == [3.0] * 32 and got["model.norm.weight"].dtype == torch.float32
-        assert mismatch(engine, response_log_probs(tiny_model), [torch.tensor([5, 6])], SamplingParams(8))[1] < 1e-5
+        assert (
+            got["model.norm.weight"].tolist() == [3.0] * 32
+            and got["model.norm.weight"].dtype == torch.float32
+        )
+        assert (
+            mismatch(
+                engine, response_log_probs(tiny_model), [torch.tensor([5, 6])], SamplingParams(8)
+            )[1]
+            < 1e-5
+        )
 
 
 def test_ranks_that_send_nothing_still_take_part_in_the_gathering(tiny_model: nn.Module):
@@ -122,7 +136,9 @@ def test_ranks_that_send_nothing_still_take_part_in_the_gathering(tiny_model: nn
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["object_store", "nccl"])
-def test_adapters_by_any_kind_make_the_weights_that_would_be_sent_whole(kind: str, dtype: torch.dtype, tmp_path: Path):
+def test_adapters_by_any_kind_make_the_weights_that_would_be_sent_whole(
+    kind: str, dtype: torch.dtype, tmp_path: Path
+):
     make_tiny_model().save_pretrained(tmp_path)
     base = CheckpointModel(str(tmp_path), dtype)
     sender = make_sender(Transfer(kind), dtype=torch.float16, lora_base=base)
@@ -131,14 +147,23 @@ def test_adapters_by_any_kind_make_the_weights_that_would_be_sent_whole(kind: st
         lora = make_lora(base=base())
         handle = sender.send(Trained(lora), seed)
         sent = len(pickle.dumps(handle))
-        expected, got = dict(named_weights(lora)), dict(pickle.loads(pickle.dumps(handle)).weights())
-        assert got.keys() == expected.keys() and {weight.dtype for weight in got.values()} == {dtype}
+        expected, got = (
+            dict(named_weights(lora)),
+            dict(pickle.loads(pickle.dumps(handle)).weights()),
+        )
+        assert got.keys() == expected.keys() and {weight.dtype for weight in got.values()} == {
+            dtype
+        }
         assert all(torch.equal(got[name], expected[name]) for name in expected)
         assert sent < sum(weight.nbytes for weight in expected.values())
-        whole = dict(make_sender(Transfer("object_store"), dtype=None).send(Trained(lora), seed).weights())
+        whole = dict(
+            make_sender(Transfer("object_store"), dtype=None).send(Trained(lora), seed).weights()
+        )
         assert all(torch.equal(got[name], whole[name]) for name in whole)
     unknown = replace(handle, layers=(("model.extra", 1.0), *handle.layers[1:]))
-    with pytest.raises(RuntimeError, match=r"changes 'model\.extra', which is not among the 26 base weights"):
+    with pytest.raises(
+        RuntimeError, match=r"changes 'model\.extra', which is not among the 26 base weights"
+    ):
         unknown.weights()
     sender.close()
 
@@ -195,7 +220,11 @@ TWO = [[GPU_1], [torch.device("cuda", 2)]]
     ],
 )
 def test_auto_is_the_fastest_that_fits_and_what_is_asked_for_is_taken(
-    asked: str, trainer: torch.device, engines: list[list[torch.device]], given: dict[str, Any], chosen: Transfer
+    asked: str,
+    trainer: torch.device,
+    engines: list[list[torch.device]],
+    given: dict[str, Any],
+    chosen: Transfer,
 ):
     settings = {"on_device": True, "colocated": engines[0][0] == trainer == GPU} | given
     assert transfer_kind(asked, trainer=trainer, engines=engines, **settings) == chosen
@@ -211,14 +240,42 @@ def test_auto_is_the_fastest_that_fits_and_what_is_asked_for_is_taken(
             False,
             r"they are on cpu and cpu, cpu: use inference_model\.weight_transfer=auto",
         ),
-        ("cuda_ipc", GPU, [[GPU, GPU_1]], False, r"on cuda:0 and cuda:0, cuda:1: use .*weight_transfer=broadcast"),
-        ("broadcast", GPU, [[GPU]], True, r"both are on cuda:0: use inference_model\.weight_transfer=cuda_ipc"),
-        ("broadcast", GPU, [[GPU], [GPU_1]], True, r"both are on cuda:0: use inference_model\.weight_transfer=auto"),
-        ("cuda_ipc", GPU, [[GPU], [GPU_1]], True, r"on cuda:0 and cuda:0, cuda:1: use .*weight_transfer=auto"),
+        (
+            "cuda_ipc",
+            GPU,
+            [[GPU, GPU_1]],
+            False,
+            r"on cuda:0 and cuda:0, cuda:1: use .*weight_transfer=broadcast",
+        ),
+        (
+            "broadcast",
+            GPU,
+            [[GPU]],
+            True,
+            r"both are on cuda:0: use inference_model\.weight_transfer=cuda_ipc",
+        ),
+        (
+            "broadcast",
+            GPU,
+            [[GPU], [GPU_1]],
+            True,
+            r"both are on cuda:0: use inference_model\.weight_transfer=auto",
+        ),
+        (
+            "cuda_ipc",
+            GPU,
+            [[GPU], [GPU_1]],
+            True,
+            r"on cuda:0 and cuda:0, cuda:1: use .*weight_transfer=auto",
+        ),
     ],
 )
 def test_a_kind_that_cannot_work_there_is_refused(
-    asked: str, trainer: torch.device, engines: list[list[torch.device]], colocated: bool, message: str
+    asked: str,
+    trainer: torch.device,
+    engines: list[list[torch.device]],
+    colocated: bool,
+    message: str,
 ):
     with pytest.raises(ValueError, match=message):
         transfer_kind(asked, on_device=True, trainer=trainer, engines=engines, colocated=colocated)
@@ -245,13 +302,17 @@ def test_a_tied_head_may_be_left_out_and_a_bad_update_changes_nothing(tiny_model
     for name, weight in list(weights.items())[:2]:
         with pytest.raises(RuntimeError, match=r"26 of Qwen2ForCausalLM.*1 sent twice"):
             load_weights(tiny_model, [*weights.items(), (name, weight)])
-    assert all(torch.equal(weight, before[name]) for name, weight in tiny_model.state_dict().items())
+    assert all(
+        torch.equal(weight, before[name]) for name, weight in tiny_model.state_dict().items()
+    )
     head = {"lm_head.weight": weights["model.embed_tokens.weight"]}
     for given in (weights, weights | head):
         load_weights(tiny_model, given.items())
         assert all(torch.equal(weight, weights[name]) for name, weight in named_weights(tiny_model))
     untied = make_tiny_model(tie_word_embeddings=False)
-    with pytest.raises(RuntimeError, match=r"the 27 of Qwen2ForCausalLM.*1 missing \(lm_head\.weight\)"):
+    with pytest.raises(
+        RuntimeError, match=r"the 27 of Qwen2ForCausalLM.*1 missing \(lm_head\.weight\)"
+    ):
         load_weights(untied, weights.items())
 
 
@@ -261,11 +322,21 @@ def test_the_mismatch_is_rounding_for_equal_weights_and_large_for_others(tiny_mo
     with TransformersEngine(make_tiny_model()) as engine:
         mean, largest = mismatch(engine, response_log_probs(tiny_model, 0.7), prompts, params)
         assert 0 <= mean <= largest < 1e-5
-        mean, largest = mismatch(engine, response_log_probs(make_tiny_model(1), 0.7), prompts, params)
+        mean, largest = mismatch(
+            engine, response_log_probs(make_tiny_model(1), 0.7), prompts, params
+        )
         assert largest > mean > 0.1
 
 
 def test_the_mismatch_refuses_scores_of_other_tokens(tiny_model):
     score = response_log_probs(tiny_model)
-    with TransformersEngine(make_tiny_model()) as engine, pytest.raises(RuntimeError, match="sampled tokens"):
-        mismatch(engine, lambda s, p: [row[1:] for row in score(s, p)], [torch.tensor([5])], SamplingParams(4))
+    with (
+        TransformersEngine(make_tiny_model()) as engine,
+        pytest.raises(RuntimeError, match="sampled tokens"),
+    ):
+        mismatch(
+            engine,
+            lambda s, p: [row[1:] for row in score(s, p)],
+            [torch.tensor([5])],
+            SamplingParams(4),
+        )

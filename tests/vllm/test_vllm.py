@@ -57,7 +57,9 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMEngine]:
     folder = tmp_path_factory.mktemp("model")
     make_model().save_pretrained(folder)
     environ, threads, set_threads = dict(os.environ), torch.get_num_threads(), torch.set_num_threads
-    engine = VLLMEngine(str(folder), max_model_len=CONTEXT, enforce_eager=True, kv_cache_gib=0.25, enable_sleep=True)
+    engine = VLLMEngine(
+        str(folder), max_model_len=CONTEXT, enforce_eager=True, kv_cache_gib=0.25, enable_sleep=True
+    )
     assert dict(os.environ) == environ
     assert (torch.get_num_threads(), torch.set_num_threads) == (threads, set_threads)
     assert not torch.distributed.is_initialized()
@@ -81,7 +83,9 @@ class TestEngine:
                     full = [torch.cat([prompt, done.tokens]) for done in group]
                     sampled = torch.cat([done.log_probs for done in group])
                     for which, rows in ((model, gaps), (models[version - 2], stale)):
-                        expected = response_log_probs(which, temperature)(full, [len(prompt)] * len(full))
+                        expected = response_log_probs(which, temperature)(
+                            full, [len(prompt)] * len(full)
+                        )
                         rows.append((sampled - torch.cat(expected)).abs().max().item())
         print(
             f"largest |engine - HF| over {len(gaps)} groups: {max(gaps):.2e}; against stale weights: {min(stale):.2f}"
@@ -110,7 +114,9 @@ class TestEngine:
         policy = GenerationPolicy(engine, SamplingParams(16, stop_token_ids=(END, *range(40, 70))))
         batch = RolloutCollector(env, policy).rollout()
         between = tokens_between_turns(batch)
-        assert len(set(between)) > 3 and max(between) > 30  # tools and users spoke, twice in some dialogs
+        assert (
+            len(set(between)) > 3 and max(between) > 30
+        )  # tools and users spoke, twice in some dialogs
         assert log_prob_gap(batch, model) < ROUNDING
 
     def test_log_probs_of_an_agent_that_compacts_are_the_model_s(self, engine, tokenizer):
@@ -126,7 +132,9 @@ class TestEngine:
 
         model = make_model(3)
         engine.update_weights(named_weights(model), 3)
-        env = LLMEnv(WithAgent(EchoTask(), Function(play)), tokenizer, num_envs=8, repeats=4, max_turns=3)
+        env = LLMEnv(
+            WithAgent(EchoTask(), Function(play)), tokenizer, num_envs=8, repeats=4, max_turns=3
+        )
         policy = GenerationPolicy(engine, SamplingParams(16, stop_token_ids=(END, *range(40, 70))))
         batch = RolloutCollector(env, policy).rollout()
         assert [int(row[keys.DONE]) for row in batch.unbind(0)] == [0, 1] * 8
@@ -139,26 +147,44 @@ class TestEngine:
         engine.update_weights(named_weights(model), 1)
         prompt = LONG_PROMPTS[0][:20]
         for done in engine.generate([prompt], 8, SamplingParams(max_new_tokens=16, top_k=3))[0]:
-            logits = model(torch.cat([prompt, done.tokens])[None]).logits[0, len(prompt) - 1 : -1].double()
+            logits = (
+                model(torch.cat([prompt, done.tokens])[None])
+                .logits[0, len(prompt) - 1 : -1]
+                .double()
+            )
             top = logits.topk(3)
             assert (top.indices == done.tokens[:, None]).any(1).all()
             expected = top.values.log_softmax(-1)[top.indices == done.tokens[:, None]]
-            torch.testing.assert_close(done.log_probs.double(), expected.detach(), rtol=0, atol=ROUNDING)
+            torch.testing.assert_close(
+                done.log_probs.double(), expected.detach(), rtol=0, atol=ROUNDING
+            )
         for done in engine.generate([prompt], 8, SamplingParams(max_new_tokens=16, top_p=0.5))[0]:
-            logits = model(torch.cat([prompt, done.tokens])[None]).logits[0, len(prompt) - 1 : -1].double()
+            logits = (
+                model(torch.cat([prompt, done.tokens])[None])
+                .logits[0, len(prompt) - 1 : -1]
+                .double()
+            )
             probs, order = logits.softmax(-1).sort(descending=True)
             kept = torch.where(probs.cumsum(-1) - probs < 0.5, probs, 0)
             expected = (kept / kept.sum(-1, keepdim=True)).log()[order == done.tokens[:, None]]
-            torch.testing.assert_close(done.log_probs.double(), expected.detach(), rtol=0, atol=ROUNDING)
+            torch.testing.assert_close(
+                done.log_probs.double(), expected.detach(), rtol=0, atol=ROUNDING
+            )
 
     def test_greedy_takes_the_argmax_with_log_probs_of_temperature_one(self, engine):
         model = make_model(2)
         engine.update_weights(named_weights(model), 2)
         prompt = LONG_PROMPTS[1][:30]
-        (group,) = engine.generate([prompt], 4, SamplingParams(max_new_tokens=12, temperature=0, top_k=2))
+        (group,) = engine.generate(
+            [prompt], 4, SamplingParams(max_new_tokens=12, temperature=0, top_k=2)
+        )
         assert len(group) == 4
         for done in group:
-            log_probs = model(torch.cat([prompt, done.tokens])[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            log_probs = (
+                model(torch.cat([prompt, done.tokens])[None])
+                .logits[0, len(prompt) - 1 : -1]
+                .log_softmax(-1)
+            )
             best = log_probs.max(-1)
             assert torch.equal(done.tokens, best.indices)
             torch.testing.assert_close(done.log_probs, best.values.detach(), rtol=0, atol=ROUNDING)
@@ -179,19 +205,30 @@ class TestEngine:
 
     def test_eos_of_the_checkpoint_ends_a_response_only_when_asked_to(self, engine):
         weights = dict(named_weights(make_model(1)))
-        head = weights["model.embed_tokens.weight"] * 0  # all logits 0: each of 261 tokens is as likely as eos (1)
+        head = (
+            weights["model.embed_tokens.weight"] * 0
+        )  # all logits 0: each of 261 tokens is as likely as eos (1)
         engine.update_weights((weights | {"model.embed_tokens.weight": head}).items(), 3)
-        group = [d for g in engine.generate(LONG_PROMPTS, 32, SamplingParams(max_new_tokens=40)) for d in g]
+        group = [
+            d
+            for g in engine.generate(LONG_PROMPTS, 32, SamplingParams(max_new_tokens=40))
+            for d in g
+        ]
         assert all(len(done.tokens) == 40 and done.finish_reason == "length" for done in group)
         assert any((done.tokens == 1).any() for done in group)
         for done in group:
-            torch.testing.assert_close(done.log_probs, torch.full((40,), 1 / 261).log(), rtol=0, atol=1e-5)
+            torch.testing.assert_close(
+                done.log_probs, torch.full((40,), 1 / 261).log(), rtol=0, atol=1e-5
+            )
 
     def test_the_context_cuts_a_response_and_refuses_a_full_prompt(self, engine):
         prompt = torch.arange(CONTEXT - 3) % 200 + 5
         (group,) = engine.generate([prompt], 2, SamplingParams(max_new_tokens=50))
         assert [(len(done.tokens), done.finish_reason) for done in group] == [(3, "length")] * 2
-        with pytest.raises(ValueError, match="leave room for one token in the context of 256 tokens, this one has 256"):
+        with pytest.raises(
+            ValueError,
+            match="leave room for one token in the context of 256 tokens, this one has 256",
+        ):
             engine.generate([torch.arange(CONTEXT) % 200], 2, SamplingParams(max_new_tokens=1))
         assert engine.generate([], 2, SamplingParams(max_new_tokens=1)) == []
 
@@ -199,7 +236,9 @@ class TestEngine:
         params = SamplingParams(max_new_tokens=16)
 
         def draw() -> list[list[int]]:
-            return [done.tokens.tolist() for done in engine.generate([LONG_PROMPTS[0]], 8, params)[0]]
+            return [
+                done.tokens.tolist() for done in engine.generate([LONG_PROMPTS[0]], 8, params)[0]
+            ]
 
         engine.seed(7)
         first = draw()
@@ -246,7 +285,9 @@ class TestEngine:
     def test_its_processes_leave_no_socket_in_the_temporary_directory(self, engine):
         assert socket_files() == []
 
-    def test_close_ends_every_process_and_may_be_called_again(self, engine):  # keep last: it closes the shared engine
+    def test_close_ends_every_process_and_may_be_called_again(
+        self, engine
+    ):  # keep last: it closes the shared engine
         assert worker_processes()
         engine.close()
         engine.close()
@@ -261,7 +302,11 @@ class TestEngine:
 def test_on_an_accelerator_a_head_of_16_bits_gives_float32(monkeypatch):
     from vllm.platforms import current_platform
 
-    for on_cpu, dtype, expected in ((True, "bfloat16", None), (False, "float32", None), (False, "bfloat16", "float32")):
+    for on_cpu, dtype, expected in (
+        (True, "bfloat16", None),
+        (False, "float32", None),
+        (False, "bfloat16", "float32"),
+    ):
         monkeypatch.setattr(type(current_platform), "is_cpu", lambda self, on_cpu=on_cpu: on_cpu)
         _, arguments = engine_arguments(str(starter_path()), {"dtype": dtype})
         assert arguments.get("hf_overrides", {}).get("head_dtype") == expected

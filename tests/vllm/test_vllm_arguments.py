@@ -35,7 +35,10 @@ def test_the_arguments_read_from_the_source_are_vllms_own() -> None:
         ),
         ("qqq", r"engine_kwargs\.qqq=1 must be an argument of .*: see vLLM's documentation"),
         ("dtype", r"engine_kwargs\.dtype=1 must be left out, .* use inference_model\.dtype\."),
-        ("data_parallel_size", r"must be left out, because another key sets it: use inference_model\.num_devices\."),
+        (
+            "data_parallel_size",
+            r"must be left out, because another key sets it: use inference_model\.num_devices\.",
+        ),
         ("logprobs_mode", r"engine_kwargs\.logprobs_mode=1 must be left out: exact log-probs"),
     ],
 )
@@ -62,17 +65,25 @@ def test_an_engine_serves_what_is_sampled_and_own_arguments_reach_it(
         assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (300, 512)
         assert len(engine.generate([PROMPT], 8, PARAMS)[0]) == 8
     lines = log.read_text().splitlines()
-    assert len({line.split()[4] for line in lines if line.startswith("INFO ")}) >= 2  # this process and the scheduler
+    assert (
+        len({line.split()[4] for line in lines if line.startswith("INFO ")}) >= 2
+    )  # this process and the scheduler
     assert "INFO" not in "".join(capfd.readouterr())
 
 
 def test_own_arguments_win() -> None:
     settings = {"max_num_seqs": 4, "max_num_batched_tokens": 512}
-    _, arguments = engine_arguments(str(starter_path()), {"num_sequences": 300, "engine_kwargs": settings})
+    _, arguments = engine_arguments(
+        str(starter_path()), {"num_sequences": 300, "engine_kwargs": settings}
+    )
     assert arguments.items() >= settings.items()
 
 
 @pytest.mark.parametrize(("num_sequences", "given"), [(256, None), (257, 257), (10_000, 4096)])
-def test_the_number_of_sequences_is_raised_and_never_lowered(num_sequences: int, given: int | None) -> None:
-    _, arguments = engine_arguments(str(starter_path()), {"num_sequences": num_sequences, "enforce_eager": True})
+def test_the_number_of_sequences_is_raised_and_never_lowered(
+    num_sequences: int, given: int | None
+) -> None:
+    _, arguments = engine_arguments(
+        str(starter_path()), {"num_sequences": num_sequences, "enforce_eager": True}
+    )
     assert arguments.get("max_num_seqs") == given

@@ -46,7 +46,9 @@ ROUNDING = 1e-3  # 2e-4 was seen, while requests come and go; other weights give
 
 def alive(pid: int) -> bool:
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE  # one that nobody waited for yet has ended
+        return (
+            psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        )  # one that nobody waited for yet has ended
     except psutil.NoSuchProcess:
         return False
 
@@ -54,7 +56,9 @@ def alive(pid: int) -> bool:
 @pytest.fixture(scope="module")
 def engine() -> Iterator[AsyncVLLMEngine]:
     environ, threads = dict(os.environ), torch.get_num_threads()
-    engine = AsyncVLLMEngine(str(starter_path()), max_model_len=CONTEXT, enforce_eager=True, kv_cache_gib=0.5)
+    engine = AsyncVLLMEngine(
+        str(starter_path()), max_model_len=CONTEXT, enforce_eager=True, kv_cache_gib=0.5
+    )
     assert dict(os.environ) == environ
     assert torch.get_num_threads() == threads
     yield engine
@@ -98,9 +102,16 @@ def test_an_engine_that_cannot_load_weights_is_lost_and_says_why():
     shared = SharedWeights(named_weights(make_model(1)), torch.float32)
     handle = shared.block
     shared.close()
-    with AsyncVLLMEngine(str(starter_path()), max_model_len=CONTEXT, enforce_eager=True, kv_cache_gib=0.25) as engine:
-        for action in (lambda: engine.load(handle, 5), lambda: engine.generate([PROMPTS[0]], 1, SHORT)):
-            with pytest.raises(EngineDeadError, match=r"make a new engine"):  # or its process ended first
+    with AsyncVLLMEngine(
+        str(starter_path()), max_model_len=CONTEXT, enforce_eager=True, kv_cache_gib=0.25
+    ) as engine:
+        for action in (
+            lambda: engine.load(handle, 5),
+            lambda: engine.generate([PROMPTS[0]], 1, SHORT),
+        ):
+            with pytest.raises(
+                EngineDeadError, match=r"make a new engine"
+            ):  # or its process ended first
                 action()
         assert engine.policy_version == 0
 
@@ -111,7 +122,10 @@ def test_an_update_that_waits_too_long_says_for_what_and_changes_nothing(engine,
     engine.update_weights(named_weights(model), 11)
     calls = start(engine, pool, LONG)
     engine._update_timeout = 0.05
-    with pytest.raises(TimeoutError, match=r"version 12 waited over 0\.05 s for running calls of generate to end \(4 "):
+    with pytest.raises(
+        TimeoutError,
+        match=r"version 12 waited over 0\.05 s for running calls of generate to end \(4 ",
+    ):
         engine.update_weights(named_weights(later), 12)
     engine._update_timeout = 60.0
     for prompt, call in zip(PROMPTS, calls, strict=True):
@@ -132,14 +146,28 @@ def test_seed_and_state_repeat_the_draws_of_one_response_at_a_time(engine):
     engine.load_state_dict(state)
     assert draw() == second != first
     engine.load_state_dict(state | {"policy_version": 40})
-    assert engine.generate([PROMPTS[0]], 1, SHORT)[0][0].versions.unique().tolist() == [40] == [engine.policy_version]
+    assert (
+        engine.generate([PROMPTS[0]], 1, SHORT)[0][0].versions.unique().tolist()
+        == [40]
+        == [engine.policy_version]
+    )
 
 
 def test_probes_and_evaluations_leave_the_draws_of_running_calls_alone(engine):
     """To turn the generator back, or to seed it, would let the calls that are running draw the same numbers again."""
     tokenizer = AutoTokenizer.from_pretrained(starter_path())
-    envs = [LLMEnv(ArithmeticTask(), tokenizer, num_envs=4, repeats=repeats, split="test") for repeats in (1, 2)]
-    sampler = Sampler(engine, plays_nothing, Evaluator(engine, *envs, params=SHORT), SHORT, PROMPTS, groups_at_a_time=1)
+    envs = [
+        LLMEnv(ArithmeticTask(), tokenizer, num_envs=4, repeats=repeats, split="test")
+        for repeats in (1, 2)
+    ]
+    sampler = Sampler(
+        engine,
+        plays_nothing,
+        Evaluator(engine, *envs, params=SHORT),
+        SHORT,
+        PROMPTS,
+        groups_at_a_time=1,
+    )
     states = [engine._rpc("sampler_state")[0][0]]
     for _ in range(2):
         sampler.probe()
@@ -173,7 +201,10 @@ def test_a_killed_scheduler_ends_every_call_and_leaves_no_process(engine, pool):
     for call in calls:
         with pytest.raises(RuntimeError, match=f"process {scheduler} has ended: make a new engine"):
             call.result(timeout=300)
-    for action in (lambda: engine.update_weights(named_weights(make_model(1)), 50), lambda: engine.seed(1)):
+    for action in (
+        lambda: engine.update_weights(named_weights(make_model(1)), 50),
+        lambda: engine.seed(1),
+    ):
         with pytest.raises(RuntimeError, match="has ended: make a new engine"):
             action()
     assert time.monotonic() - killed < 60
@@ -205,7 +236,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("while_starting", [True, False], ids=["while it starts", "while it samples"])
+@pytest.mark.parametrize(
+    "while_starting", [True, False], ids=["while it starts", "while it samples"]
+)
 def test_a_killed_script_leaves_no_process(tmp_path: Path, while_starting: bool):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

@@ -35,10 +35,14 @@ def test_a_lost_worker_is_one_message_in_time(
     timer = threading.Timer(1.0, os.kill, (worker.pid, number))
     timer.start()
     start = time.monotonic()
-    with pytest.raises(EngineDeadError, match=r"vLLM's worker process has ended, or did not answer in time") as raised:
+    with pytest.raises(
+        EngineDeadError, match=r"vLLM's worker process has ended, or did not answer in time"
+    ) as raised:
         for _ in range(1000):
             engine.generate([torch.tensor([5, 6, 7])], 8, SamplingParams(max_new_tokens=400))
     assert time.monotonic() - start < 60
-    assert isinstance(raised.value, RunLostError)  # what a script shows without a traceback, with exit status 1
+    assert isinstance(
+        raised.value, RunLostError
+    )  # what a script shows without a traceback, with exit status 1
     engine.close()
     assert psutil.wait_procs(workers, timeout=30)[1] == []

@@ -30,8 +30,15 @@ SMALL = (
 @pytest.mark.skipif(not vllm_module._has_vllm, reason="vllm is not installed")
 def test_a_run_on_the_real_vllm_and_its_lora_export_loads_there(tmp_path: Path) -> None:
     """Weights arrive after each step (the check would end the run), and vLLM loads the exported model as it is."""
-    overrides = ["inference_model.backend=vllm", "inference_model.check_sync=true", "train_model.lora.enabled=true"]
-    run = build(compose_config(*SMALL, *overrides, "optimizer.lr=1e-2", "env.max_prompt_tokens=64"), tmp_path)
+    overrides = [
+        "inference_model.backend=vllm",
+        "inference_model.check_sync=true",
+        "train_model.lora.enabled=true",
+    ]
+    run = build(
+        compose_config(*SMALL, *overrides, "optimizer.lr=1e-2", "env.max_prompt_tokens=64"),
+        tmp_path,
+    )
     try:
         run.fit()
     finally:
@@ -46,7 +53,9 @@ def test_a_run_on_the_real_vllm_and_its_lora_export_loads_there(tmp_path: Path) 
     with vllm_module.VLLMEngine(
         str(tmp_path / "checkpoints" / "model"), max_model_len=128, enforce_eager=True
     ) as engine:
-        _, largest = run.learner.mismatch(sample_probe(engine, sampler.probe_prompts, sampler.params))
+        _, largest = run.learner.mismatch(
+            sample_probe(engine, sampler.probe_prompts, sampler.params)
+        )
     assert largest < 1e-3
 
 
@@ -61,13 +70,21 @@ def test_a_run_takes_a_fast_way_or_loses_nothing_by_it(
     class Files(LocalSender):
         def handle(self, read: Any) -> Any:
             made = super().handle(read)
-            return replace(made, fast=transfers.FileWeights(tmp_path, read, wrong)) if made != self._direct else made
+            return (
+                replace(made, fast=transfers.FileWeights(tmp_path, read, wrong))
+                if made != self._direct
+                else made
+            )
 
     monkeypatch.setattr(vllm_module, "WORKER_EXTENSION", transfers.EXTENSION)
     monkeypatch.setattr(vllm_module, "TRIAL_S", 1.0 if wrong else 60.0)
     monkeypatch.setattr(kinds, "LocalSender", Files)
     monkeypatch.setattr(assembly, "transfer_kind", lambda *_, **__: Transfer("direct_ipc", True))
-    overrides = ["inference_model.backend=vllm", "inference_model.check_sync=true", "optimizer.lr=1e-2"]
+    overrides = [
+        "inference_model.backend=vllm",
+        "inference_model.check_sync=true",
+        "optimizer.lr=1e-2",
+    ]
     overrides += ["inference_model.enforce_eager=true", "env.max_prompt_tokens=64"]
     run = build(compose_config(*SMALL, *overrides), tmp_path / "run")
     try:
@@ -76,10 +93,16 @@ def test_a_run_takes_a_fast_way_or_loses_nothing_by_it(
         assert (engine._fast_works, engine._fast_failed) == (not wrong, bool(wrong))
     finally:
         run.close()
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert max(row["sync/mismatch_max"] for row in rows) < 1e-3
     assert rows[2]["train/ratio_mean"] == pytest.approx(1.0, abs=1e-3)
-    said = [record.getMessage() for record in caplog.records if "through the host" in record.getMessage()]
+    said = [
+        record.getMessage()
+        for record in caplog.records
+        if "through the host" in record.getMessage()
+    ]
     line = "The engine takes its weights through the host from here on: from_file: nothing came in 1 s."
     assert said == [line] * bool(wrong)

@@ -56,7 +56,9 @@ def engine(scheduled_ahead: None) -> Iterator[AsyncVLLMEngine]:
 
 
 @pytest.mark.parametrize("check", SERVES, ids=lambda check: check.__name__)
-def test_it_serves_many_callers_while_its_weights_change(check: Any, engine: AsyncVLLMEngine) -> None:
+def test_it_serves_many_callers_while_its_weights_change(
+    check: Any, engine: AsyncVLLMEngine
+) -> None:
     with ThreadPoolExecutor(4) as pool:
         check(engine, pool, ROUNDING)
 

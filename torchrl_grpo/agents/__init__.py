@@ -1,4 +1,6 @@
-"""Agents that know only an OpenAI client: a server on loopback, and the task that plays them (``WithAgent``)."""
+"""Agents that know only an OpenAI client: a server on loopback, and the task that plays them
+(``WithAgent``).
+"""
 
 from torchrl_grpo.agents.programs import Program, load_program
 from torchrl_grpo.agents.task import WithAgent

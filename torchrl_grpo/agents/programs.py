@@ -1,4 +1,5 @@
-"""An agent's program: a Python function that is given a client, or a command that has the endpoint in its environment.
+"""An agent's program: a Python function that is given a client, or a command that has the endpoint
+in its environment.
 
 Each runs in a thread or a process of its own, so that one that blocks holds up no other.
 """
@@ -38,7 +39,9 @@ class Program(ABC):
     """Interface of an agent: it plays a problem with an OpenAI client."""
 
     @abstractmethod
-    def start(self, problem: Mapping[str, Any], url: str, key: str) -> tuple[Future[float | None], Callable[[], None]]:
+    def start(
+        self, problem: Mapping[str, Any], url: str, key: str
+    ) -> tuple[Future[float | None], Callable[[], None]]:
         """Plays a problem in the background.
 
         Args:
@@ -46,8 +49,8 @@ class Program(ABC):
             url: of the endpoint.
             key: of the episode.
 
-        Returns:
-            its reward, None where it has none to say, or what it raised; and what ends it before its time.
+        Returns: its reward, None where it has none to say, or what it raised; and what ends it
+            before its time.
         """
 
 
@@ -66,15 +69,16 @@ def load_program(spec: str, field: str = "env.agent") -> Program:
         return Function(load_function(spec, field, {}), f"{field}={spec}")
     if not words or shutil.which(words[0]) is None:
         raise ValueError(
-            f"{field}={spec} must be file.py:function, package.module:function or a command, there is no command "
-            f"{''.join(words[:1])!r}: for example, {field}=my_agent.py:play, or {field}='python solve.py'."
+            f"{field}={spec} must be file.py:function, package.module:function or a command, there "
+            f"is no command {''.join(words[:1])!r}: for example, {field}=my_agent.py:play, or "
+            f"{field}='python solve.py'."
         )
     return Command(words)
 
 
 class Function(Program):
-    """``async def play(client, problem)``, called with an ``openai.AsyncOpenAI``; in a thread and an event loop of its
-    own.
+    """``async def play(client, problem)``, called with an ``openai.AsyncOpenAI``; in a thread and
+    an event loop of its own.
 
     Args:
         play: the function; what it returns is the reward, or None.
@@ -86,16 +90,22 @@ class Function(Program):
 
     def __init__(self, play: Callable[..., Any], what: str = "the agent") -> None:
         if not iscoroutinefunction(getattr(play, "__wrapped__", play)):
-            raise ValueError(f"{what} must be asynchronous, it is not: write async def play(client, problem).")
+            raise ValueError(
+                f"{what} must be asynchronous, it is not: write async def play(client, problem)."
+            )
         if find_spec("openai") is None:
-            raise ValueError(f"{what} needs the package openai, which is not installed: pip install openai.")
+            raise ValueError(
+                f"{what} needs the package openai, which is not installed: pip install openai."
+            )
         self._play, self._what = play, what
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         import_module("openai")  # takes a second, which is not to be the first agent's
 
-    def start(self, problem: Mapping[str, Any], url: str, key: str) -> tuple[Future[float | None], Callable[[], None]]:
+    def start(
+        self, problem: Mapping[str, Any], url: str, key: str
+    ) -> tuple[Future[float | None], Callable[[], None]]:
         running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
         ended = threading.Event()
 
@@ -105,10 +115,12 @@ class Function(Program):
             running.append((asyncio.get_running_loop(), asyncio.current_task()))  # type: ignore[arg-type]
             if ended.is_set():
                 raise asyncio.CancelledError
-            # Loopback needs neither certificates, which take 70 ms to load, nor a proxy. Nothing limits the time of a
-            # request, because the policy answers when its batch is sampled.
+            # Loopback needs neither certificates, which take 70 ms to load, nor a proxy. Nothing
+            # limits the time of a request, because the policy answers when its batch is sampled.
             plain = DefaultAsyncHttpxClient(verify=False, trust_env=False)
-            async with AsyncOpenAI(base_url=url, api_key=key, http_client=plain, timeout=None, max_retries=0) as client:
+            async with AsyncOpenAI(
+                base_url=url, api_key=key, http_client=plain, timeout=None, max_retries=0
+            ) as client:
                 return await self._play(client, dict(problem))
 
         def run() -> float | None:
@@ -124,9 +136,9 @@ class Function(Program):
 
 
 class Command(Program):
-    """A command line. The endpoint is ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY`` in its environment, and Anthropic's
-    two; the problem is JSON on its standard input, and its last line of output may be the reward: a number, or
-    ``{"reward": number}``.
+    """A command line. The endpoint is ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY`` in its
+    environment, and Anthropic's two; the problem is JSON on its standard input, and its last line
+    of output may be the reward: a number, or ``{"reward": number}``.
 
     Args:
         words: of the command line.
@@ -135,12 +147,16 @@ class Command(Program):
     def __init__(self, words: list[str]) -> None:
         self._words = words
 
-    def start(self, problem: Mapping[str, Any], url: str, key: str) -> tuple[Future[float | None], Callable[[], None]]:
+    def start(
+        self, problem: Mapping[str, Any], url: str, key: str
+    ) -> tuple[Future[float | None], Callable[[], None]]:
         anthropic = {"ANTHROPIC_BASE_URL": url.removesuffix("/v1"), "ANTHROPIC_API_KEY": key}
         openai = {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": key}
         kept = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
         direct = kept if kept == "*" else f"{kept},127.0.0.1" if kept else "127.0.0.1"
-        environment = os.environ | openai | anthropic | {"NO_PROXY": direct, "no_proxy": direct}  # clients differ
+        environment = (
+            os.environ | openai | anthropic | {"NO_PROXY": direct, "no_proxy": direct}
+        )  # clients differ
         text = json.dumps(problem, default=str).encode()
         processes: list[subprocess.Popen[bytes]] = []
         ended = threading.Event()
@@ -162,7 +178,8 @@ class Command(Program):
             out, err = _talk(process, text)
             if process.returncode:
                 raise RuntimeError(
-                    f"{shlex.join(self._words)} must end with status 0, it ended with {process.returncode}: "
+                    f"{shlex.join(self._words)} must end with status 0, it ended with "
+                    f"{process.returncode}: "
                     f"{clip(err.decode(errors='replace').strip()[-_LONGEST_ERROR:], _LONGEST_ERROR)}"
                 )
             return _printed_reward(out.decode(errors="replace"), shlex.join(self._words))
@@ -200,13 +217,16 @@ def _talk(process: subprocess.Popen[bytes], given: bytes) -> tuple[bytes, bytes]
                 ends[place] = (ends[place] + data)[-_MOST_OUTPUT:]
 
     readers = [
-        threading.Thread(target=read, args=one, daemon=True) for one in enumerate((process.stdout, process.stderr))
+        threading.Thread(target=read, args=one, daemon=True)
+        for one in enumerate((process.stdout, process.stderr))
     ]
     for reader in readers:
         reader.start()
     with suppress(OSError), process.stdin as pipe:  # it need not read it
         pipe.write(given)
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # until it is waited for, nobody else has its number
+    os.waitid(
+        os.P_PID, process.pid, os.WEXITED | os.WNOWAIT
+    )  # until it is waited for, nobody else has its number
     _kill(process)  # what it has left behind, which may hold the pipes
     process.wait()
     for reader in readers:
@@ -255,5 +275,6 @@ def _reward(value: Any, what: str) -> float | None:
     if isinstance(value, Real) or (hasattr(value, "item") and getattr(value, "shape", None) == ()):
         return float(value)
     raise InvalidRewardError(
-        f"{what} must return a number or None, it returned {value!r:.60}: return one of them.", "exception"
+        f"{what} must return a number or None, it returned {value!r:.60}: return one of them.",
+        "exception",
     )

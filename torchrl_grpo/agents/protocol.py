@@ -1,8 +1,9 @@
-"""OpenAI's wire format: what a request asks of the policy, and how the policy's turn is told to who asked.
+"""OpenAI's wire format: what a request asks of the policy, and how the policy's turn is told to who
+asked.
 
-What cannot be honored is refused. ``temperature``, ``top_p`` and what else would change the sampled distribution are
-read and not honored: what is trained is the distribution of the run. Sources: OpenAI's API reference, chat completions
-and completions.
+What cannot be honored is refused. ``temperature``, ``top_p`` and what else would change the sampled
+distribution are read and not honored: what is trained is the distribution of the run. Sources:
+OpenAI's API reference, chat completions and completions.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ _FIXES = {
 
 
 def _anthropic() -> Any:
-    """The integration that reads and writes Anthropic's form, which no run without such an agent imports."""
+    """The integration that reads and writes Anthropic's form, which no run without such an agent
+    imports.
+    """
     return import_module("torchrl_grpo.integrations.anthropic")
 
 
@@ -65,7 +68,9 @@ class BadRequest(Exception):
         code: of OpenAI's errors.
     """
 
-    def __init__(self, message: str, param: str | None = None, status: int = 400, code: str | None = None) -> None:
+    def __init__(
+        self, message: str, param: str | None = None, status: int = 400, code: str | None = None
+    ) -> None:
         super().__init__(message)
         self.param, self.status, self.code = param, status, code
 
@@ -74,21 +79,19 @@ class BadRequest(Exception):
         kind = "authentication_error" if self.status == 401 else "invalid_request_error"
         if path == ANTHROPIC:
             return {"type": "error", "error": {"type": kind, "message": str(self)}}
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        return {
+            "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        }
 
 
 @dataclass(frozen=True)
 class Request:
     """Request of an agent to the policy.
 
-    Attributes:
-        messages: the chat, as chat templates take it; of a completion one message of no role, which is its text.
-        tools: JSON schemas.
-        wish: where the policy's turn is cut off, and what is told of it.
-        stream: whether the answer is an event stream.
-        usage: whether the stream ends with the usage.
-        path: one of ``PATHS``.
-        model: what the agent calls the policy.
+    Attributes: messages: the chat, as chat templates take it; of a completion one message of no
+        role, which is its text. tools: JSON schemas. wish: where the policy's turn is cut off, and
+        what is told of it. stream: whether the answer is an event stream. usage: whether the stream
+        ends with the usage. path: one of ``PATHS``. model: what the agent calls the policy.
     """
 
     messages: Sequence[Message]
@@ -118,9 +121,13 @@ def parse_request(path: str, body: bytes) -> Request:
         fields, places = _anthropic().as_openai(fields)
     for name, only in _ONE.items():
         value = fields.get(name)
-        value = value.get("type") if name == "response_format" and isinstance(value, dict) else value
+        value = (
+            value.get("type") if name == "response_format" and isinstance(value, dict) else value
+        )
         if value not in (None, only, {}, []):
-            raise BadRequest(f"{name}={value!s:.60} must be {json.dumps(only)}: {_FIXES[name]}.", name)
+            raise BadRequest(
+                f"{name}={value!s:.60} must be {json.dumps(only)}: {_FIXES[name]}.", name
+            )
     chat = path != TEXT
     stop = "stop_sequences" if path == ANTHROPIC else "stop"
     options = _object(fields, "stream_options")
@@ -128,8 +135,8 @@ def parse_request(path: str, body: bytes) -> Request:
     tools = _tools(fields) if chat else []
     if (size := len(json.dumps([messages, tools]))) > _MOST_CHARACTERS:
         raise BadRequest(
-            f"messages and tools must have at most {_MOST_CHARACTERS:,} characters as JSON, they have {size:,}: send a "
-            "shorter chat.",
+            f"messages and tools must have at most {_MOST_CHARACTERS:,} characters as JSON, they "
+            f"have {size:,}: send a shorter chat.",
             "messages",
             status=413,
             code="context_length_exceeded",
@@ -137,7 +144,9 @@ def parse_request(path: str, body: bytes) -> Request:
     return Request(
         messages=messages,
         tools=tools,
-        limits=TurnLimits(_most_tokens(fields, chat), _stops(fields, stop), _log_probs(fields, chat)),
+        limits=TurnLimits(
+            _most_tokens(fields, chat), _stops(fields, stop), _log_probs(fields, chat)
+        ),
         stream=_flag(fields, "stream"),
         usage=_flag(fields, "stream") and _flag(options, "include_usage"),
         path=path,
@@ -146,7 +155,8 @@ def parse_request(path: str, body: bytes) -> Request:
 
 
 def parse_json(text: str, field: str) -> Any:
-    """Parse JSON that everything behind the border can take: not nested too deep, no halves of characters, no NaN.
+    """Parse JSON that everything behind the border can take: not nested too deep, no halves of
+    characters, no NaN.
 
     Raises:
         BadRequest: it is not.
@@ -156,13 +166,22 @@ def parse_json(text: str, field: str) -> Any:
         if "\\u" in text:
             value = json.loads(replace_lone_surrogates(json.dumps(value, ensure_ascii=False)))
     except (ValueError, RecursionError) as error:
-        raise BadRequest(f"{field} must be JSON, it is not ({error}): send an object.", field) from error
+        raise BadRequest(
+            f"{field} must be JSON, it is not ({error}): send an object.", field
+        ) from error
     level = [value]
     for _ in range(_DEEPEST + 1):
         nested = [part for part in level if isinstance(part, dict | list)]
-        level = [entry for part in nested for entry in (part.values() if isinstance(part, dict) else part)]
+        level = [
+            entry
+            for part in nested
+            for entry in (part.values() if isinstance(part, dict) else part)
+        ]
     if level:
-        raise BadRequest(f"{field} must be nested {_DEEPEST} levels deep at most, it is deeper: send less.", field)
+        raise BadRequest(
+            f"{field} must be nested {_DEEPEST} levels deep at most, it is deeper: send less.",
+            field,
+        )
     return value
 
 
@@ -178,10 +197,15 @@ def _finite(text: str) -> float:
 
 
 def _messages(fields: Mapping[str, Any], places: Sequence[str]) -> list[Message]:
-    """The chat; ``places`` are the names of its messages in errors, if they are not those of their positions."""
+    """The chat; ``places`` are the names of its messages in errors, if they are not those of their
+    positions.
+    """
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise BadRequest(f"messages={messages!s:.60} must be a list with at least one message: send one.", "messages")
+        raise BadRequest(
+            f"messages={messages!s:.60} must be a list with at least one message: send one.",
+            "messages",
+        )
     places = places or [f"messages[{number}]" for number in range(len(messages))]
     return [_message(message, place) for message, place in zip(messages, places, strict=True)]
 
@@ -192,13 +216,21 @@ def _message(value: Any, field: str) -> Message:
         raise BadRequest(f"{field}={value!s:.60} must be an object: send a message.", field)
     role = value.get("role")
     if not isinstance(role, str) or role not in _ROLES:
-        raise BadRequest(f"{field}.role={role!s:.60} must be one of {', '.join(_ROLES)}: use one of them.", field)
+        raise BadRequest(
+            f"{field}.role={role!s:.60} must be one of {', '.join(_ROLES)}: use one of them.", field
+        )
     role = "system" if role == "developer" else role
     content = value.get("content")
     if isinstance(content, list):
-        texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type", "text") == "text"]
+        texts = [
+            part.get("text")
+            for part in content
+            if isinstance(part, dict) and part.get("type", "text") == "text"
+        ]
         if len(texts) < len(content) or not all(isinstance(text, str) for text in texts):
-            raise BadRequest(f"{field}.content must be text, it has other parts: leave them out.", field)
+            raise BadRequest(
+                f"{field}.content must be text, it has other parts: leave them out.", field
+            )
         content = "".join(map(str, texts))
     if not isinstance(content, str) and not (content is None and role in ("assistant", "tool")):
         raise BadRequest(f"{field}.content={content!s:.60} must be text: send a string.", field)
@@ -207,9 +239,14 @@ def _message(value: Any, field: str) -> Message:
     message: Message = {"role": role, "content": content or ""}
     if calls := value.get("tool_calls"):
         if not isinstance(calls, list):
-            raise BadRequest(f"{field}.tool_calls={calls!s:.60} must be a list: send those of the answer.", field)
+            raise BadRequest(
+                f"{field}.tool_calls={calls!s:.60} must be a list: send those of the answer.", field
+            )
         if role != "assistant":
-            raise BadRequest(f"{field}.tool_calls must be an assistant's, it is the {role}'s: leave it out.", field)
+            raise BadRequest(
+                f"{field}.tool_calls must be an assistant's, it is the {role}'s: leave it out.",
+                field,
+            )
         message["tool_calls"] = [_call(call, f"{field}.tool_calls") for call in calls]
     for name in ("name", "tool_call_id", "reasoning_content"):
         if text := _text(value, name, f"{field}.{name}"):
@@ -222,7 +259,8 @@ def _call(value: Any, field: str) -> dict[str, Any]:
     function = value.get("function") if isinstance(value, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BadRequest(
-            f"{field} must be calls of functions with a name: send those of the answer as they were.", field
+            f"{field} must be calls of functions with a name: send those of the answer as they were.",
+            field,
         )
     arguments = function.get("arguments")
     if isinstance(arguments, str):
@@ -230,7 +268,8 @@ def _call(value: Any, field: str) -> dict[str, Any]:
     arguments = {} if arguments is None else arguments
     if not isinstance(arguments, dict):
         raise BadRequest(
-            f"{field}.arguments={arguments!s:.60} must be an object or its JSON: send those of the answer.", field
+            f"{field}.arguments={arguments!s:.60} must be an object or its JSON: send those of the answer.",
+            field,
         )
     call = {"name": function["name"], "arguments": arguments}
     return {"id": _text(value, "id", f"{field}.id"), "type": "function", "function": call}
@@ -241,17 +280,25 @@ def _prompt(fields: Mapping[str, Any]) -> str:
     if isinstance(prompt, list) and len(prompt) == 1:
         prompt = prompt[0]
     if not isinstance(prompt, str) or not prompt:
-        raise BadRequest(f"prompt={prompt!s:.60} must be one text that is not empty: ask once for each.", "prompt")
+        raise BadRequest(
+            f"prompt={prompt!s:.60} must be one text that is not empty: ask once for each.",
+            "prompt",
+        )
     return prompt
 
 
 def _tools(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
     tools, choice = fields.get("tools") or [], fields.get("tool_choice")
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) and _is_function(tool) for tool in tools):
-        raise BadRequest("tools must be a list of functions with names: send their JSON schemas.", "tools")
+    if not isinstance(tools, list) or not all(
+        isinstance(tool, dict) and _is_function(tool) for tool in tools
+    ):
+        raise BadRequest(
+            "tools must be a list of functions with names: send their JSON schemas.", "tools"
+        )
     if choice not in (None, "auto", "none"):
         raise BadRequest(
-            f"tool_choice={choice!s:.60} must be auto or none: leave it out, the policy chooses.", "tool_choice"
+            f"tool_choice={choice!s:.60} must be auto or none: leave it out, the policy chooses.",
+            "tool_choice",
         )
     return [] if choice == "none" else tools
 
@@ -271,10 +318,14 @@ def _stops(fields: Mapping[str, Any], name: str) -> tuple[str, ...]:
     stop = fields.get("stop")
     stops = [stop] if isinstance(stop, str) else stop or []
     texts = isinstance(stops, list) and all(isinstance(text, str) and text for text in stops)
-    if not texts or len(stops) > _MOST_STOPS or sum(len(text.encode()) for text in stops) > _MOST_STOP_BYTES:
+    if (
+        not texts
+        or len(stops) > _MOST_STOPS
+        or sum(len(text.encode()) for text in stops) > _MOST_STOP_BYTES
+    ):
         raise BadRequest(
-            f"{name}={stop!s:.60} must be at most {_MOST_STOPS} texts that are not empty, of at most "
-            f"{_MOST_STOP_BYTES} bytes together: use fewer.",
+            f"{name}={stop!s:.60} must be at most {_MOST_STOPS} texts that are not empty, of at "
+            f"most {_MOST_STOP_BYTES} bytes together: use fewer.",
             name,
         )
     return tuple(stops)
@@ -282,9 +333,13 @@ def _stops(fields: Mapping[str, Any], name: str) -> tuple[str, ...]:
 
 def _most_tokens(fields: Mapping[str, Any], chat: bool) -> int | None:
     names = ("max_completion_tokens", "max_tokens") if chat else ("max_tokens",)
-    name, value = next(((name, fields[name]) for name in names if fields.get(name) is not None), ("", None))
+    name, value = next(
+        ((name, fields[name]) for name in names if fields.get(name) is not None), ("", None)
+    )
     if value is not None and (type(value) is not int or value < 1):
-        raise BadRequest(f"{name}={value!s:.60} must be a whole number of at least 1: for example, 256.", name)
+        raise BadRequest(
+            f"{name}={value!s:.60} must be a whole number of at least 1: for example, 256.", name
+        )
     return value
 
 
@@ -293,7 +348,9 @@ def _log_probs(fields: Mapping[str, Any], chat: bool) -> bool:
     if not chat:
         value = fields.get("logprobs")
         if value not in (None, 0, 1) or value is True:
-            raise BadRequest(f"logprobs={value!s:.60} must be 0, 1 or null: others are not known.", "logprobs")
+            raise BadRequest(
+                f"logprobs={value!s:.60} must be 0, 1 or null: others are not known.", "logprobs"
+            )
         return value is not None
     if fields.get("top_logprobs"):
         raise BadRequest(
@@ -352,11 +409,15 @@ class Answer:
         text, reason = dialog.responses[-1], str(dialog.finish_reason)
         found: str | None = None
         if reason == "stop":
-            ends = [(place, stop) for stop in request.limits.stop if (place := text.find(stop)) >= 0]
+            ends = [
+                (place, stop) for stop in request.limits.stop if (place := text.find(stop)) >= 0
+            ]
             if ends:
                 place, found = min(ends)
                 text = text[:place]
-        calls = _sampled_calls(parser(dialog.raw), number) if request.tools and reason == "stop" else []
+        calls = (
+            _sampled_calls(parser(dialog.raw), number) if request.tools and reason == "stop" else []
+        )
         if calls:
             text = text.partition("<tool_call>")[0].strip() if "<tool_call>" in text else ""
         return cls(request, text, calls, "tool_calls" if calls else reason, dialog, number, found)
@@ -366,22 +427,34 @@ class Answer:
         """The answer as a message of a later request says it."""
         if self.request.path == TEXT:
             return {"role": "", "content": self.text}
-        return _message({"role": "assistant", "content": self.text, "tool_calls": list(self.calls)}, "the answer")
+        return _message(
+            {"role": "assistant", "content": self.text, "tool_calls": list(self.calls)},
+            "the answer",
+        )
 
     def body(self) -> dict[str, Any]:
         """The answer as one object."""
         if self.request.path == ANTHROPIC:
             return _anthropic().body(self)
-        choice: dict[str, Any] = {"index": 0, "finish_reason": self.finish_reason, "logprobs": self._log_probs()}
+        choice: dict[str, Any] = {
+            "index": 0,
+            "finish_reason": self.finish_reason,
+            "logprobs": self._log_probs(),
+        }
         if self.request.path == CHAT:
-            choice["message"] = {"role": "assistant", "content": self.text or (None if self.calls else "")}
+            choice["message"] = {
+                "role": "assistant",
+                "content": self.text or (None if self.calls else ""),
+            }
             choice["message"] |= {"tool_calls": list(self.calls)} if self.calls else {}
         else:
             choice["text"] = self.text
         return self._head("") | {"choices": [choice], "usage": self._usage()}
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """The answer as the events of a stream. All of it is there at once, so there are few of them."""
+        """The answer as the events of a stream. All of it is there at once, so there are few of
+        them.
+        """
         if self.request.path == ANTHROPIC:
             yield from _anthropic().events(self)
             return
@@ -392,22 +465,39 @@ class Answer:
         if self.request.path == CHAT:
             delta = whole["message"]
             if self.calls:
-                delta |= {"tool_calls": [call | {"index": place} for place, call in enumerate(self.calls)]}
+                delta |= {
+                    "tool_calls": [call | {"index": place} for place, call in enumerate(self.calls)]
+                }
             first, last = {"delta": delta}, {"delta": {}}
-        yield head | {"choices": [{"index": 0, **first, "logprobs": whole["logprobs"], "finish_reason": None}]}
-        yield head | {"choices": [{"index": 0, **last, "logprobs": None, "finish_reason": self.finish_reason}]}
+        yield head | {
+            "choices": [{"index": 0, **first, "logprobs": whole["logprobs"], "finish_reason": None}]
+        }
+        yield head | {
+            "choices": [{"index": 0, **last, "logprobs": None, "finish_reason": self.finish_reason}]
+        }
         if self.request.usage:
             yield head | {"choices": [], "usage": self._usage()}
 
     def _head(self, chunk: str) -> dict[str, Any]:
         kind, name = (
-            (f"chat.completion{chunk}", "chatcmpl") if self.request.path == CHAT else ("text_completion", "cmpl")
+            (f"chat.completion{chunk}", "chatcmpl")
+            if self.request.path == CHAT
+            else ("text_completion", "cmpl")
         )
-        return {"id": f"{name}-{self.number}", "object": kind, "created": 0, "model": self.request.model}
+        return {
+            "id": f"{name}-{self.number}",
+            "object": kind,
+            "created": 0,
+            "model": self.request.model,
+        }
 
     def _usage(self) -> dict[str, int]:
         prompt, sampled = self.dialog.prompt_tokens, len(self.dialog.tokens)
-        return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": sampled,
+            "total_tokens": prompt + sampled,
+        }
 
     def _log_probs(self) -> dict[str, Any] | None:
         if not self.request.limits.log_probs:
@@ -415,7 +505,12 @@ class Answer:
         pieces = self.dialog.log_probs
         if self.request.path == TEXT:
             names, values = [text for text, _ in pieces], [value for _, value in pieces]
-            return {"tokens": names, "token_logprobs": values, "top_logprobs": None, "text_offset": _offsets(names)}
+            return {
+                "tokens": names,
+                "token_logprobs": values,
+                "top_logprobs": None,
+                "text_offset": _offsets(names),
+            }
         return {
             "content": [
                 {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
@@ -426,7 +521,9 @@ class Answer:
 
 
 def _sampled_calls(calls: Sequence[ToolCall], number: int) -> list[dict[str, Any]]:
-    """The policy's calls as an agent is told of them; none where a later request could not say one of them."""
+    """The policy's calls as an agent is told of them; none where a later request could not say one
+    of them.
+    """
     texts = []
     for call in calls:
         try:
@@ -457,4 +554,7 @@ def _offsets(texts: Sequence[str]) -> list[int]:
 
 def models() -> dict[str, Any]:
     """The one model that there is."""
-    return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "torchrl_grpo"}]}
+    return {
+        "object": "list",
+        "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "torchrl_grpo"}],
+    }

@@ -1,8 +1,8 @@
 """``Server``: HTTP/1.1 on loopback, one for a process, for any number of agents at a time.
 
-It knows neither tasks nor the policy: a request with the key of an episode goes to that episode, which answers it when
-the policy has. Plain asyncio in a thread of its own, because no dependency of the package is a server that starts in a
-few milliseconds inside a reward worker.
+It knows neither tasks nor the policy: a request with the key of an episode goes to that episode,
+which answers it when the policy has. Plain asyncio in a thread of its own, because no dependency of
+the package is a server that starts in a few milliseconds inside a reward worker.
 """
 
 from __future__ import annotations
@@ -16,7 +16,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from torchrl_grpo.agents.protocol import ANTHROPIC, PATHS, Answer, BadRequest, Request, models, parse_request
+from torchrl_grpo.agents.protocol import (
+    ANTHROPIC,
+    PATHS,
+    Answer,
+    BadRequest,
+    Request,
+    models,
+    parse_request,
+)
 
 _LARGEST_HEAD = 2**16
 LARGEST_BODY = 2**18
@@ -33,10 +41,9 @@ _REASONS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found"
 class Asked:
     """A request that waits for its answer.
 
-    Attributes:
-        request: of the agent.
-        answer: the policy's turn, or why there is none.
-        delivered: whether the client was there to take the answer; set by the server, at the latest after ``answer``.
+    Attributes: request: of the agent. answer: the policy's turn, or why there is none. delivered:
+        whether the client was there to take the answer; set by the server, at the latest after
+        ``answer``.
     """
 
     request: Request
@@ -51,7 +58,9 @@ class Asks(Protocol):
 
 
 class _Connection(asyncio.StreamReaderProtocol):
-    """Notices that the client closes its side, also while nothing is read. As for most servers, it has then left."""
+    """Notices that the client closes its side, also while nothing is read. As for most servers, it
+    has then left.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -67,7 +76,8 @@ class _Connection(asyncio.StreamReaderProtocol):
 
 
 class Server:
-    """Serves ``/v1/chat/completions``, ``/v1/completions`` and ``/v1/messages`` of any number of episodes.
+    """Serves ``/v1/chat/completions``, ``/v1/completions`` and ``/v1/messages`` of any number of
+    episodes.
 
     Args:
         find: gives the episode of a key, None where there is none.
@@ -81,7 +91,9 @@ class Server:
         self._loop = asyncio.new_event_loop()
         self._strangers: dict[asyncio.StreamWriter, None] = {}  # the one that has waited longest is the first
         started: Future[int] = Future()
-        threading.Thread(target=self._run, args=(started,), name="agents' server", daemon=True).start()
+        threading.Thread(
+            target=self._run, args=(started,), name="agents' server", daemon=True
+        ).start()
         self.url = f"http://127.0.0.1:{started.result()}/v1"
 
     def _run(self, started: Future[int]) -> None:
@@ -113,7 +125,10 @@ class Server:
                 try:
                     method, path, headers = await asyncio.wait_for(_head(reader), _IDLE_S)
                     # The answer to HEAD may have no body, and ours has one: nothing may follow it.
-                    stays = headers.get("connection", "keep-alive").lower() != "close" and method != "HEAD"
+                    stays = (
+                        headers.get("connection", "keep-alive").lower() != "close"
+                        and method != "HEAD"
+                    )
                     body = await asyncio.wait_for(_body(reader, writer, headers), _IDLE_S)
                 except BadRequest as refusal:  # what follows on the connection cannot be told apart
                     _write(writer, refusal.status, refusal.body(), stays=False)
@@ -129,7 +144,13 @@ class Server:
             await writer.wait_closed()
 
     async def _answer(
-        self, writer: asyncio.StreamWriter, method: str, path: str, headers: dict[str, str], body: bytes, stays: bool
+        self,
+        writer: asyncio.StreamWriter,
+        method: str,
+        path: str,
+        headers: dict[str, str],
+        body: bytes,
+        stays: bool,
     ) -> None:
         """Answers a request.
 
@@ -140,8 +161,8 @@ class Server:
         episode = next(filter(None, map(self._find, _keys(headers))), None)
         if episode is None:
             raise BadRequest(
-                "the API key must be that of an episode that is being played, it is not: use OPENAI_API_KEY of the "
-                "agent's environment, or the client that it was given.",
+                "the API key must be that of an episode that is being played, it is not: use "
+                "OPENAI_API_KEY of the agent's environment, or the client that it was given.",
                 status=401,
                 code="invalid_api_key",
             )
@@ -158,9 +179,17 @@ class Server:
         try:
             answer = await _unless_left(asked, writer)
             if request.stream and path == ANTHROPIC:
-                _stream(writer, (f"event: {one['type']}\ndata: {json.dumps(one)}" for one in answer.events()), stays)
+                _stream(
+                    writer,
+                    (f"event: {one['type']}\ndata: {json.dumps(one)}" for one in answer.events()),
+                    stays,
+                )
             elif request.stream:
-                _stream(writer, (f"data: {data}" for data in (*map(json.dumps, answer.events()), "[DONE]")), stays)
+                _stream(
+                    writer,
+                    (f"data: {data}" for data in (*map(json.dumps, answer.events()), "[DONE]")),
+                    stays,
+                )
             else:
                 _write(writer, 200, answer.body(), stays)
             await writer.drain()
@@ -188,9 +217,15 @@ async def _unless_left(asked: Asked, writer: asyncio.StreamWriter) -> Answer:
 
 
 def _keys(headers: dict[str, str]) -> list[str]:
-    """Candidates for the key of an episode: OpenAI's key, Anthropic's, and the name of a session of verifiers."""
+    """Candidates for the key of an episode: OpenAI's key, Anthropic's, and the name of a session of
+    verifiers.
+    """
     session = headers.get("x-session-id", "").partition(".")[0]
-    return [headers.get("authorization", "").removeprefix("Bearer ").strip(), headers.get("x-api-key", ""), session]
+    return [
+        headers.get("authorization", "").removeprefix("Bearer ").strip(),
+        headers.get("x-api-key", ""),
+        session,
+    ]
 
 
 async def _head(reader: asyncio.StreamReader) -> tuple[str, str, dict[str, str]]:
@@ -203,31 +238,46 @@ async def _head(reader: asyncio.StreamReader) -> tuple[str, str, dict[str, str]]
     try:
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
     except asyncio.LimitOverrunError as error:
-        raise BadRequest(f"a request's head must be under {_LARGEST_HEAD:,} bytes: send less.", status=431) from error
+        raise BadRequest(
+            f"a request's head must be under {_LARGEST_HEAD:,} bytes: send less.", status=431
+        ) from error
     first, *lines = head.strip("\r\n").split("\r\n")
     method, _, rest = first.partition(" ")
     path, _, version = rest.rpartition(" ")
     if not version.startswith("HTTP/1."):
-        raise BadRequest(f"a request must be HTTP/1.1, it begins with {first!r:.60}: use an HTTP client.")
+        raise BadRequest(
+            f"a request must be HTTP/1.1, it begins with {first!r:.60}: use an HTTP client."
+        )
     headers: dict[str, str] = {}
     for name, colon, value in (line.partition(":") for line in lines):
         name, value = name.lower(), value.strip()
         if not colon or not name or name != name.strip():
-            raise BadRequest(f"a header must be a name and a value, one is {name!r:.60}: use an HTTP client.")
+            raise BadRequest(
+                f"a header must be a name and a value, one is {name!r:.60}: use an HTTP client."
+            )
         if name == "content-length" and headers.get(name, value) != value:
-            raise BadRequest("a request must have one Content-Length, it has several: send the bytes of the body.")
+            raise BadRequest(
+                "a request must have one Content-Length, it has several: send the bytes of the "
+                "body."
+            )
         headers[name] = value
     if version == "HTTP/1.0":
         headers.setdefault("connection", "close")
     return method, path.partition("?")[0], headers
 
 
-async def _body(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, headers: dict[str, str]) -> bytes:
+async def _body(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, headers: dict[str, str]
+) -> bytes:
     if "transfer-encoding" in headers:
-        raise BadRequest("a request must say how long its body is: send Content-Length.", status=411)
+        raise BadRequest(
+            "a request must say how long its body is: send Content-Length.", status=411
+        )
     length = headers.get("content-length", "0")
     if not length.isdecimal():
-        raise BadRequest(f"Content-Length={length:.20} must be a whole number: send the bytes of the body.")
+        raise BadRequest(
+            f"Content-Length={length:.20} must be a whole number: send the bytes of the body."
+        )
     if len(length) > 12 or int(length) > LARGEST_BODY:
         raise BadRequest(
             f"a request must be of at most {LARGEST_BODY:,} bytes, it has {length:.20}: send a shorter chat.",
@@ -254,9 +304,9 @@ def _stream(writer: asyncio.StreamWriter, events: Iterable[str], stays: bool) ->
     writer.write(b"0\r\n\r\n")
 
 
-def _write_head(writer: asyncio.StreamWriter, status: int, kind: str, length: str, stays: bool) -> None:
+def _write_head(
+    writer: asyncio.StreamWriter, status: int, kind: str, length: str, stays: bool
+) -> None:
     connection = "keep-alive" if stays else "close"
-    head = (
-        f"HTTP/1.1 {status} {_REASONS[status]}\r\nContent-Type: {kind}\r\n{length}\r\nConnection: {connection}\r\n\r\n"
-    )
+    head = f"HTTP/1.1 {status} {_REASONS[status]}\r\nContent-Type: {kind}\r\n{length}\r\nConnection: {connection}\r\n\r\n"
     writer.write(head.encode())

@@ -1,7 +1,8 @@
 """``WithAgent``: a task whose problems are played by an agent that knows only an OpenAI client.
 
-A request of the agent waits until the policy has taken its turn; to ``LLMEnv`` it is what every other task says to the
-policy. So tokens, masks, log-probs, versions, groups and resume are those of any dialog.
+A request of the agent waits until the policy has taken its turn; to ``LLMEnv`` it is what every
+other task says to the policy. So tokens, masks, log-probs, versions, groups and resume are those of
+any dialog.
 """
 
 from __future__ import annotations
@@ -20,7 +21,16 @@ from torchrl_grpo.agents.programs import Program
 from torchrl_grpo.agents.protocol import TEXT, Answer, BadRequest, Request
 from torchrl_grpo.agents.server import Asked, Server
 from torchrl_grpo.errors import InvalidRewardError
-from torchrl_grpo.tasks.base import Dialog, Message, Problem, Score, Task, Turn, WrappedTask, attempt
+from torchrl_grpo.tasks.base import (
+    Dialog,
+    Message,
+    Problem,
+    Score,
+    Task,
+    Turn,
+    WrappedTask,
+    attempt,
+)
 from torchrl_grpo.tools.toolbox import Parser, parse_tool_calls
 
 _AT_A_TIME = 64
@@ -34,7 +44,9 @@ _SHORTEST_SCORING_S = 1.0
 
 @dataclass
 class _Sample:
-    """One training sample of an episode: the chat that its tokens stand for, the policy's answer included."""
+    """One training sample of an episode: the chat that its tokens stand for, the policy's answer
+    included.
+    """
 
     chat: Sequence[Message]
     tools: Sequence[dict[str, Any]]
@@ -70,7 +82,9 @@ class _Episode:
         self._samples: list[_Sample] = []
         self._sample = 0
         self._begins = False  # whether the sample began with the request that waits
-        self._answered: tuple[Asked, list[Message]] | None = None  # the latest, and the chat that it makes
+        self._answered: tuple[Asked, list[Message]] | None = (
+            None  # the latest, and the chat that it makes
+        )
 
     def ask(self, request: Request) -> Asked:
         """Takes a request; in the server's thread.
@@ -80,8 +94,9 @@ class _Episode:
         """
         if request.tools and not self.takes_tools:
             raise BadRequest(
-                "tools must be left out, the model's chat template does not write them: say in the prompt what can be "
-                "called, or use a model or a model.chat_template that writes tools.",
+                "tools must be left out, the model's chat template does not write them: say in "
+                "the prompt what can be called, or use a model or a model.chat_template that "
+                "writes tools.",
                 "tools",
             )
         asked = Asked(request)
@@ -125,7 +140,9 @@ class _Episode:
         request = self._waiting.request
         answer = Answer.of(request, dialog, self.answered, parser)
         chat = [*request.messages, answer.message]
-        if request.path == TEXT:  # with a stop string that the answer is without: the tokens have it
+        if (
+            request.path == TEXT
+        ):  # with a stop string that the answer is without: the tokens have it
             chat = [{"role": "", "content": request.messages[0]["content"] + dialog.responses[-1]}]
         self.answered += 1
         self._answered = self._waiting, chat
@@ -133,7 +150,8 @@ class _Episode:
         self._waiting = None
 
     def settle(self, deadline: float) -> bool:
-        """Return whether the latest answer was lost, because its client had left: then it is as if it were not there.
+        """Return whether the latest answer was lost, because its client had left: then it is as if
+        it were not there.
 
         Raises:
             TimeoutError: the client does not read it in time.
@@ -158,7 +176,10 @@ class _Episode:
 
     def close(self) -> None:
         """Ends the agent, and refuses what it still asks."""
-        ended = BadRequest("the API key must be that of an episode that is being played, its has ended.", status=401)
+        ended = BadRequest(
+            "the API key must be that of an episode that is being played, its has ended.",
+            status=401,
+        )
         self.end()
         self.refuse(ended)
         self._closed = ended
@@ -184,10 +205,12 @@ def _rest(chat: list[Message], sample: _Sample, request: Request) -> list[Messag
 
 
 class WithAgent(WrappedTask):
-    """A task's problems, each played by an agent; see ``torchrl_grpo.agents.programs`` for what an agent is.
+    """A task's problems, each played by an agent; see ``torchrl_grpo.agents.programs`` for what an
+    agent is.
 
-    Where the agent says a reward, that is the score with the one part ``agent``, and it counts as correct from 1 on;
-    where it says none, the other task's scorer has the word. Up to 64 agents play at a time in one process.
+    Where the agent says a reward, that is the score with the one part ``agent``, and it counts as
+    correct from 1 on; where it says none, the other task's scorer has the word. Up to 64 agents
+    play at a time in one process.
 
     Args:
         task: the problems, and the scorer.
@@ -210,9 +233,13 @@ class WithAgent(WrappedTask):
     def multi_turn(self) -> bool:
         return True
 
-    def advance(self, dialogs: Sequence[Dialog], timeout_s: float | None = None) -> list[Turn | Exception]:
+    def advance(
+        self, dialogs: Sequence[Dialog], timeout_s: float | None = None
+    ) -> list[Turn | Exception]:
         deadline = time.monotonic() + (_NO_LIMIT_S if timeout_s is None else timeout_s)
-        begun = [attempt(self._go_on, dialog) for dialog in dialogs]  # all of them, before one is waited for
+        begun = [
+            attempt(self._go_on, dialog) for dialog in dialogs
+        ]  # all of them, before one is waited for
         outcome = partial(self._outcome, deadline=deadline, timeout_s=timeout_s)
         turns = [
             failed if isinstance(failed, Exception) else attempt(outcome, dialog)
@@ -221,10 +248,14 @@ class WithAgent(WrappedTask):
         ends = {
             index: turn
             for index, (dialog, turn) in enumerate(zip(dialogs, turns, strict=True))
-            if isinstance(turn, Turn) and turn.score is None and self._episodes[dialog.episode].result is not None
+            if isinstance(turn, Turn)
+            and turn.score is None
+            and self._episodes[dialog.episode].result is not None
         }
         if ends:  # together, because the other task may wait for several scorers at a time
-            left = None if timeout_s is None else max(_SHORTEST_SCORING_S, deadline - time.monotonic())
+            left = (
+                None if timeout_s is None else max(_SHORTEST_SCORING_S, deadline - time.monotonic())
+            )
             judged = self.task.advance([self._judged(dialogs[index]) for index in ends], left)
             for (index, turn), other in zip(ends.items(), judged, strict=True):
                 turns[index] = self._scored(turn, other, self._episodes[dialogs[index].episode])
@@ -245,8 +276,8 @@ class WithAgent(WrappedTask):
         if isinstance(raised, Exception):
             return raised
         return InvalidRewardError(
-            "an agent must return its reward where nothing else scores the response, it returned None: return a "
-            "number, or name env.reward.",
+            "an agent must return its reward where nothing else scores the response, it returned "
+            "None: return a number, or name env.reward.",
             "none",
         )
 
@@ -261,15 +292,16 @@ class WithAgent(WrappedTask):
             if dialog.last:
                 turns = len(dialog.responses)
                 episode.refused = BadRequest(
-                    f"an episode must have at most env.max_turns={turns} requests, this is one more: end the episode, "
-                    f"or use env.max_turns={2 * turns}.",
+                    f"an episode must have at most env.max_turns={turns} requests, this is one "
+                    f"more: end the episode, or use env.max_turns={2 * turns}.",
                     code="max_turns_exceeded",
                 )
         else:  # what it asked found no room
             episode.refuse(
                 BadRequest(
-                    "the chat must leave room for an answer, it is longer than env.max_prompt_tokens and the model's "
-                    "context allow: end the episode, or use a model with a longer context.",
+                    "the chat must leave room for an answer, it is longer than "
+                    "env.max_prompt_tokens and the model's context allow: end the episode, or use "
+                    "a model with a longer context.",
                     "messages",
                     code="context_length_exceeded",
                 )
@@ -280,12 +312,19 @@ class WithAgent(WrappedTask):
             self._server = Server(self._keys.get)
         episode = _Episode(dialog.takes_tools)
         self._episodes[dialog.episode] = self._keys[episode.key] = episode
-        result, episode.end = self.program.start(self._problem(dialog.problem), self._server.url, episode.key)
+        result, episode.end = self.program.start(
+            self._problem(dialog.problem), self._server.url, episode.key
+        )
         result.add_done_callback(episode.ended)
 
     def _problem(self, problem: Problem) -> dict[str, Any]:
         messages = self.task.messages(problem)
-        return {**problem.extra, "prompt": problem.query, "messages": messages, "answer": problem.answer}
+        return {
+            **problem.extra,
+            "prompt": problem.query,
+            "messages": messages,
+            "answer": problem.answer,
+        }
 
     def _outcome(self, dialog: Dialog, *, deadline: float, timeout_s: float | None) -> Turn:
         """The agent's next request, or the score."""
@@ -295,7 +334,8 @@ class WithAgent(WrappedTask):
             while True:
                 event = episode.next(deadline)
                 if isinstance(event, Future):
-                    # An answer that found no room, or no turn, is one that goes on: the dialog is truncated.
+                    # An answer that found no room, or no turn, is one that goes on: the dialog is
+                    # truncated.
                     episode.result = event
                     messages: list[Message] | None = [] if episode.cut else None
                     return Turn(messages, self._own_score(episode, event), undelivered=lost)
@@ -306,22 +346,27 @@ class WithAgent(WrappedTask):
                 episode.refuse(episode.refused, event)
         except TimeoutError:
             raise InvalidRewardError(
-                f"an agent must ask or end within env.reward_timeout_s={timeout_s}, it did not: use a larger one, "
-                "or mend the agent.",
+                f"an agent must ask or end within env.reward_timeout_s={timeout_s}, it did not: "
+                "use a larger one, or mend the agent.",
                 "timeout",
             ) from None
 
     def _own_score(self, episode: _Episode, result: Future[float | None]) -> Score | None:
         """The score that the agent gives itself; None leaves it to the other task.
 
-        Raises:
-            InvalidRewardError: the agent got no answer.
-            Exception: what the agent raised; one that was refused an answer is scored by the task all the same.
+        Raises: InvalidRewardError: the agent got no answer. Exception: what the agent raised; one
+            that was refused an answer is scored by the task all the same.
         """
         error = result.exception()
         if error is not None and not episode.cut:
-            interrupts = not isinstance(error, Exception)  # such as KeyboardInterrupt: no agent interrupts a run
-            raise RuntimeError(f"the agent raised {type(error).__name__}: {error}") if interrupts else error
+            interrupts = not isinstance(
+                error, Exception
+            )  # such as KeyboardInterrupt: no agent interrupts a run
+            raise (
+                RuntimeError(f"the agent raised {type(error).__name__}: {error}")
+                if interrupts
+                else error
+            )
         if not episode.delivered:
             raise InvalidRewardError(
                 "an agent must ask the policy, it ended without an answer: send a request, and wait for its answer.",

@@ -1,5 +1,5 @@
-"""From ``policy.*`` of the config to the components of an algorithm: the loss, and the transforms from rewards to
-advantages.
+"""From ``policy.*`` of the config to the components of an algorithm: the loss, and the transforms
+from rewards to advantages.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def make_loss(config: GRPOConfig, actor_network: TensorDictModuleBase) -> GRPOLo
         ValueError: a setting is out of its range.
     """
     policy = config.policy
-    # With one optimizer step a batch the policy that is trained is the one that a forward pass would recompute.
+    # With one optimizer step a batch the policy that is trained is the one that a forward pass
+    # would recompute.
     once = policy.proximal == "recomputed" and config.optim_steps_per_batch == 1
     loss: GRPOLoss = make_component(
         "policy.loss",
@@ -55,8 +56,11 @@ def make_loss(config: GRPOConfig, actor_network: TensorDictModuleBase) -> GRPOLo
     return loss
 
 
-def batch_transforms(config: GRPOConfig, part_weights: PartWeights | None = None) -> list[tuple[str, Transform]]:
-    """Transforms from the rewards of a whole batch to advantages, after reference scoring, in order and by name.
+def batch_transforms(
+    config: GRPOConfig, part_weights: PartWeights | None = None
+) -> list[tuple[str, Transform]]:
+    """Transforms from the rewards of a whole batch to advantages, after reference scoring, in order
+    and by name.
 
     Args:
         config: validated.
@@ -70,8 +74,12 @@ def batch_transforms(config: GRPOConfig, part_weights: PartWeights | None = None
         shaping = RewardShaping(
             scale=policy.reward_scale,
             bias=policy.reward_bias,
-            clip=None if policy.reward_clip is None else (policy.reward_clip[0], policy.reward_clip[1]),
-            overlong_buffer=max(1, round(policy.overlong_buffer * longest)) if policy.overlong_buffer else 0,
+            clip=None
+            if policy.reward_clip is None
+            else (policy.reward_clip[0], policy.reward_clip[1]),
+            overlong_buffer=max(1, round(policy.overlong_buffer * longest))
+            if policy.overlong_buffer
+            else 0,
             max_response_tokens=longest,
             kl_coef=policy.kl_coef if policy.kl_in_reward else 0.0,
             kl_estimator=config.kl_estimator,

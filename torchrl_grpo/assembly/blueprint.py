@@ -1,4 +1,6 @@
-"""``Blueprint``: a config with everything that can be known, and checked, before weights are loaded."""
+"""``Blueprint``: a config with everything that can be known, and checked, before weights are
+loaded.
+"""
 
 from __future__ import annotations
 
@@ -53,8 +55,8 @@ from torchrl_grpo.weights import Transfer
 _BETWEEN_TURNS = 1024
 """Tokens that each answer to the policy may add to a dialog."""
 _SMALLER = (
-    "train_model.cpu_offload=true, train_model.lora.enabled=true, or bfloat16 as inference_model.dtype and "
-    "ref_model.dtype"
+    "train_model.cpu_offload=true, train_model.lora.enabled=true, or bfloat16 as "
+    "inference_model.dtype and ref_model.dtype"
 )
 """Settings that need less memory of a device."""
 _LOOKED_AT = 100
@@ -65,9 +67,10 @@ _LOOKED_AT = 100
 class Blueprint:
     """Everything known of a run before weights are loaded; every check on user input has passed.
 
-    ``resume`` is the checkpoint to go on from. Actors are given the driver's blueprint, so that all processes draw the
-    same problems, and only the driver needs the data. ``folder`` is the run's, for what its processes log. ``sleeps``
-    says that engines share devices with the other roles, and give them back while those work.
+    ``resume`` is the checkpoint to go on from. Actors are given the driver's blueprint, so that all
+    processes draw the same problems, and only the driver needs the data. ``folder`` is the run's,
+    for what its processes log. ``sleeps`` says that engines share devices with the other roles, and
+    give them back while those work.
     """
 
     config: GRPOConfig
@@ -110,7 +113,9 @@ class Blueprint:
 
 @contextmanager
 def as_config_errors() -> Iterator[None]:
-    """Turn the refusal of a part into a ``ConfigError``, printed as one line; the traceback goes to the debug log."""
+    """Turn the refusal of a part into a ``ConfigError``, printed as one line; the traceback goes to
+    the debug log.
+    """
     try:
         yield
     except ConfigError:
@@ -121,7 +126,9 @@ def as_config_errors() -> Iterator[None]:
 
 
 def prepare(
-    config: GRPOConfig, accelerators: Sequence[torch.device] | None = None, resume: Resume | None = None
+    config: GRPOConfig,
+    accelerators: Sequence[torch.device] | None = None,
+    resume: Resume | None = None,
 ) -> Blueprint:
     """Check everything that needs no weights: logging, devices, data, tokenizer, context.
 
@@ -135,7 +142,9 @@ def prepare(
     """
     with as_config_errors():
         plan = _plan(config, available_accelerators() if accelerators is None else accelerators)
-        make_loss(config, TensorDictModule(torch.nn.Identity(), [keys.FULL], [("cur_log_probs", "full")]))
+        make_loss(
+            config, TensorDictModule(torch.nn.Identity(), [keys.FULL], [("cur_log_probs", "full")])
+        )
         batch_transforms(config)
         check_loggers(config)
         task = make_task(config.env, tests=config.evaluation.datasets or (), scored=config.scores)
@@ -180,10 +189,14 @@ def prepare(
             check_length(resume, config)
             with refusing(resume.path):
                 train_env.load_state_dict(resume.source["drawing"])
-        transformed(config, train_env.with_rows(env.num_envs)).close()  # what it refuses, it refuses here
+        transformed(
+            config, train_env.with_rows(env.num_envs)
+        ).close()  # what it refuses, it refuses here
         greedy_env, sampled_env = _test_envs(config, task, partial(make, split="test"))
         model = config.model
-        shape = loading.config_shape(model_config, model.attn_implementation, trust_remote_code=model.trust_remote_code)
+        shape = loading.config_shape(
+            model_config, model.attn_implementation, trust_remote_code=model.trust_remote_code
+        )
         return Blueprint(
             config=config,
             plan=plan,
@@ -213,7 +226,9 @@ def check_loggers(config: GRPOConfig) -> None:
     check_logging(tensorboard=logging.tensorboard, services=logging.services, page=logging.page)
 
 
-def describe_model(config: GRPOConfig) -> tuple[PretrainedConfig, PreTrainedTokenizerBase, tuple[int, ...]]:
+def describe_model(
+    config: GRPOConfig,
+) -> tuple[PretrainedConfig, PreTrainedTokenizerBase, tuple[int, ...]]:
     """Return the model's config, tokenizer and end-of-turn tokens, without loading weights.
 
     Raises:
@@ -223,9 +238,15 @@ def describe_model(config: GRPOConfig) -> tuple[PretrainedConfig, PreTrainedToke
     arguments = config.train_model.model_kwargs or {}
     loading.check_model_kwargs(arguments, loading.load_config(name, trust_remote_code=remote_code))
     model_config = loading.load_config(name, trust_remote_code=remote_code, arguments=arguments)
-    tokenizer = loading.load_tokenizer(name, chat_template=config.model.chat_template, trust_remote_code=remote_code)
+    tokenizer = loading.load_tokenizer(
+        name, chat_template=config.model.chat_template, trust_remote_code=remote_code
+    )
     loading.check_vocabulary(model_config, tokenizer, name)
-    return model_config, tokenizer, loading.stop_token_ids(tokenizer, loading.load_generation_config(name))
+    return (
+        model_config,
+        tokenizer,
+        loading.stop_token_ids(tokenizer, loading.load_generation_config(name)),
+    )
 
 
 @contextmanager
@@ -238,7 +259,8 @@ def naming_teacher() -> Iterator[None]:
 
 
 def check_teacher(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> Shape:
-    """Return the teacher's shape, after checking that it is a model whose tokens are those of the policy.
+    """Return the teacher's shape, after checking that it is a model whose tokens are those of the
+    policy.
 
     Raises:
         ValueError: it cannot be read, or a token is another one.
@@ -248,14 +270,19 @@ def check_teacher(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> Sha
         found = loading.load_config(name, trust_remote_code=remote_code)
         other = loading.load_tokenizer(name, trust_remote_code=remote_code)
     mine, theirs = (dict(map(reversed, one.get_vocab().items())) for one in (tokenizer, other))
-    different = [token for token in sorted({*mine, *theirs}) if mine.get(token) != theirs.get(token)]
+    different = [
+        token for token in sorted({*mine, *theirs}) if mine.get(token) != theirs.get(token)
+    ]
     if different:
         first = different[0]
         raise ValueError(
-            f"teacher.model={name} must have the tokens of model.name={config.model.name}, but {len(different)} "
-            f"differ; the first, {first}, is {theirs.get(first)!r} there and {mine.get(first)!r} here: use another one."
+            f"teacher.model={name} must have the tokens of model.name={config.model.name}, but "
+            f"{len(different)} differ; the first, {first}, is {theirs.get(first)!r} there and "
+            f"{mine.get(first)!r} here: use another one."
         )
-    return loading.config_shape(found, config.model.attn_implementation, trust_remote_code=remote_code)
+    return loading.config_shape(
+        found, config.model.attn_implementation, trust_remote_code=remote_code
+    )
 
 
 def _check_served_teacher(config: GRPOConfig, longest: int) -> None:
@@ -265,15 +292,21 @@ def _check_served_teacher(config: GRPOConfig, longest: int) -> None:
         ValueError: one does not answer, or cannot be the teacher.
     """
     for address in config.teacher.address:
-        found = loading.load_config(config.teacher.model or "", trust_remote_code=config.model.trust_remote_code)
+        found = loading.load_config(
+            config.teacher.model or "", trust_remote_code=config.model.trust_remote_code
+        )
         vocabulary = found.get_text_config().vocab_size
-        ServedTeacher.check(address, vocabulary=vocabulary, longest=longest, top_k=config.policy.teacher_top_k)
+        ServedTeacher.check(
+            address, vocabulary=vocabulary, longest=longest, top_k=config.policy.teacher_top_k
+        )
 
 
 def engine_request(
     config: GRPOConfig, plan: DevicePlan, model_config: PretrainedConfig, max_dialog_tokens: int
 ) -> EngineRequest:
-    """The engine that a config asks for, for requests of at most ``max_dialog_tokens`` before a response."""
+    """The engine that a config asks for, for requests of at most ``max_dialog_tokens`` before a
+    response.
+    """
     return EngineRequest(
         name=config.model.source,
         path=loading.resolve_name(config.model.source),
@@ -294,7 +327,10 @@ def _with_length(config: GRPOConfig, problems: int) -> GRPOConfig:
     epochs = config.train.total_epochs
     if epochs is None:
         return config
-    return replace(config, train=replace(config.train, total_dialog_turns=epochs * problems * config.env.repeats))
+    return replace(
+        config,
+        train=replace(config.train, total_dialog_turns=epochs * problems * config.env.repeats),
+    )
 
 
 def transformed(config: GRPOConfig, env: LLMEnv | None) -> Any:
@@ -302,15 +338,21 @@ def transformed(config: GRPOConfig, env: LLMEnv | None) -> Any:
     nodes = [(f"env.transforms[{index}]", node) for index, node in enumerate(config.env.transforms)]
     if env is None or not nodes:
         return env
-    from torchrl_grpo.transforms.history import HistoryTransforms  # imports vLLM, where it is installed
+    from torchrl_grpo.transforms.history import (
+        HistoryTransforms,
+    )  # imports vLLM, where it is installed
 
-    return TransformedEnv(env, HistoryTransforms(*[make_component(name, node, Transform) for name, node in nodes]))
+    return TransformedEnv(
+        env, HistoryTransforms(*[make_component(name, node, Transform) for name, node in nodes])
+    )
 
 
 def _plan(config: GRPOConfig, accelerators: Sequence[torch.device]) -> DevicePlan:
     inference = config.inference_model
     if "VLLM_USE_V1" in os.environ:
-        torchrl_logger.info("VLLM_USE_V1 has no effect: vLLM's V0 engine is gone, and V1 is the only one left.")
+        torchrl_logger.info(
+            "VLLM_USE_V1 has no effect: vLLM's V0 engine is gone, and V1 is the only one left."
+        )
     engine_class(inference.backend).require(on_cpu=not accelerators)
     nodes = (
         ("train", config.train_model),
@@ -321,7 +363,9 @@ def _plan(config: GRPOConfig, accelerators: Sequence[torch.device]) -> DevicePla
     plan = plan_devices(
         {role: RoleRequest(node.num_devices, node.devices) for role, node in nodes},
         accelerators,
-        needs_reference=config.has_own_reference and not config.ref_model.sharded and not config.only_evaluates,
+        needs_reference=config.has_own_reference
+        and not config.ref_model.sharded
+        and not config.only_evaluates,
         needs_teacher=config.needs_teacher and not config.only_evaluates,
         engine_devices=inference.devices_per_engine,
         servers=len(inference.address),
@@ -330,13 +374,15 @@ def _plan(config: GRPOConfig, accelerators: Sequence[torch.device]) -> DevicePla
     )
     if unused := num_unused(plan, accelerators):
         torchrl_logger.warning(
-            f"{unused} of the {len(accelerators)} accelerators stay unused: inference_model.num_devices=all, for "
-            "example, gives a role all that the others leave."
+            f"{unused} of the {len(accelerators)} accelerators stay unused: "
+            "inference_model.num_devices=all, for example, gives a role all that the others leave."
         )
     return plan
 
 
-def _test_envs(config: GRPOConfig, task: Task, make: partial[LLMEnv]) -> tuple[LLMEnv | None, LLMEnv | None]:
+def _test_envs(
+    config: GRPOConfig, task: Task, make: partial[LLMEnv]
+) -> tuple[LLMEnv | None, LLMEnv | None]:
     """Environments for pass@1 and pass@k; all runs are tested on the same problems."""
     if not config.evaluation.num_prompts:
         return None, None
@@ -345,12 +391,17 @@ def _test_envs(config: GRPOConfig, task: Task, make: partial[LLMEnv]) -> tuple[L
     check_tests(task, problems)
     count = min(most, len(problems))
     greedy_env = make(num_envs=count, repeats=1)
-    prompts, further = greedy_env.prompts, dataset_names(config.evaluation.datasets or (), "evaluation.datasets")
+    prompts, further = (
+        greedy_env.prompts,
+        dataset_names(config.evaluation.datasets or (), "evaluation.datasets"),
+    )
     sizes = {"": len(prompts)}
     if further:
-        sizes = Counter(name if (name := prompts.problems[i].dataset) in further else "" for i in prompts.usable)
-    # Some prompts were too long, or there are further test sets: as one problem of each set comes in turn, the first so
-    # many are as many of each set.
+        sizes = Counter(
+            name if (name := prompts.problems[i].dataset) in further else "" for i in prompts.usable
+        )
+    # Some prompts were too long, or there are further test sets: as one problem of each set comes
+    # in turn, the first so many are as many of each set.
     needed = sum(min(most, size) for size in sizes.values())
     if needed != count:
         greedy_env = make(num_envs=needed, repeats=1)
@@ -363,31 +414,36 @@ def _check_sharding(config: GRPOConfig, devices: int, model_config: PretrainedCo
     size = train.tensor_parallel_size
     if devices % size:
         raise ConfigError(
-            f"train_model.tensor_parallel_size={size} must divide the trainer's devices, which are {devices}: use "
-            f"train_model.num_devices={-(-devices // size) * size}, or leave it out."
+            f"train_model.tensor_parallel_size={size} must divide the trainer's devices, which are "
+            f"{devices}: use train_model.num_devices={-(-devices // size) * size}, or leave it out."
         )
-    heads: int = getattr(model_config, "num_key_value_heads", 0) or getattr(model_config, "num_attention_heads", size)
+    heads: int = getattr(model_config, "num_key_value_heads", 0) or getattr(
+        model_config, "num_attention_heads", size
+    )
     if heads % size:
         raise ConfigError(
-            f"train_model.tensor_parallel_size={size} must divide the model's {heads} key and value heads: use "
-            f"{max(fits for fits in range(1, size) if heads % fits == 0)}."
+            f"train_model.tensor_parallel_size={size} must divide the model's {heads} key and "
+            f"value heads: use {max(fits for fits in range(1, size) if heads % fits == 0)}."
         )
     copies = train.replicas
     if copies > 1 and (devices % copies or size > 1):
         raise ConfigError(
-            f"train_model.replicas={copies} must divide the trainer's devices, which are {devices}, with "
-            f"train_model.tensor_parallel_size=1: use train_model.num_devices={-(-devices // copies) * copies}, for "
-            "example, or leave it out."
+            f"train_model.replicas={copies} must divide the trainer's devices, which are "
+            f"{devices}, with train_model.tensor_parallel_size=1: use "
+            f"train_model.num_devices={-(-devices // copies) * copies}, for example, or leave it "
+            "out."
         )
     if size > 1 and train.lora.enabled:
         raise ConfigError(
-            f"train_model.tensor_parallel_size={size} must be 1 with train_model.lora.enabled=true: leave it out, and "
-            "the model is sharded over all devices."
+            f"train_model.tensor_parallel_size={size} must be 1 with "
+            "train_model.lora.enabled=true: leave it out, and the model is sharded over all "
+            "devices."
         )
     if train.cpu_offload and config.optimizer.name != "adamw":
         raise ConfigError(
-            f"optimizer.name={config.optimizer.name} must be adamw with train_model.cpu_offload=true, because it is "
-            "not made for steps on the CPU: leave one of them out."
+            f"optimizer.name={config.optimizer.name} must be adamw with "
+            "train_model.cpu_offload=true, because it is not made for steps on the CPU: leave one "
+            "of them out."
         )
 
 
@@ -396,21 +452,23 @@ def _context(model_config: PretrainedConfig) -> int:
 
 
 def _max_prompt_tokens(config: GRPOConfig, model_config: PretrainedConfig) -> tuple[int, int]:
-    """Longest prompt that leaves room for a whole response: of a problem, and of a dialog's last turn."""
+    """Longest prompt that leaves room for a whole response: of a problem, and of a dialog's last
+    turn.
+    """
     context = _context(model_config)
     longest = config.inference_model.max_model_len
     if longest is not None and longest > context:
         raise ConfigError(
-            f"inference_model.max_model_len={longest} must be at most the model's context of {context} tokens: use "
-            f"{context} or less, or leave it out."
+            f"inference_model.max_model_len={longest} must be at most the model's context of "
+            f"{context} tokens: use {context} or less, or leave it out."
         )
     context = longest or context
     room = context - config.inference_model.max_new_tokens
     room -= bool(config.teacher.address)  # such a teacher may sample one token more
     if room < 1:
         raise ConfigError(
-            f"inference_model.max_new_tokens={config.inference_model.max_new_tokens} must leave room for a prompt in "
-            f"the context of {context} tokens: use {context // 2} or less."
+            f"inference_model.max_new_tokens={config.inference_model.max_new_tokens} must leave "
+            f"room for a prompt in the context of {context} tokens: use {context // 2} or less."
         )
     first = min(room, config.env.max_prompt_tokens or room)
     turns = (config.env.max_turns - 1) * (config.inference_model.max_new_tokens + _BETWEEN_TURNS)
@@ -420,8 +478,8 @@ def _max_prompt_tokens(config: GRPOConfig, model_config: PretrainedConfig) -> tu
 def task_geometry(config: GRPOConfig, samplers: int, *, sleeps: bool = False) -> tuple[int, int]:
     """Groups of a rollout task, and tasks that a sampler plays at a time.
 
-    An engine that is not concurrent plays one static batch at a time, others any number of groups that come and go.
-    One that sleeps after each task is given its whole share of a batch.
+    An engine that is not concurrent plays one static batch at a time, others any number of groups
+    that come and go. One that sleeps after each task is given its whole share of a batch.
 
     Raises:
         ValueError: ``env.num_envs`` cannot be shared out in whole groups.
@@ -436,8 +494,8 @@ def task_geometry(config: GRPOConfig, samplers: int, *, sleeps: bool = False) ->
 
 
 def check_devices(blueprint: Blueprint) -> None:
-    """Check that each accelerator of this machine holds what its roles need at least: weights, gradients, moments, and
-    the engine's share. Activations and CUDA's own memory come on top.
+    """Check that each accelerator of this machine holds what its roles need at least: weights,
+    gradients, moments, and the engine's share. Activations and CUDA's own memory come on top.
 
     Args:
         blueprint: with the plan.
@@ -469,8 +527,9 @@ def _check_device(blueprint: Blueprint, device: torch.device, total: int) -> Non
         holds |= {"the engine's weights": memory.engine.weights} if samples else {}
         if sum(holds.values()) > total:
             raise ConfigError(
-                f"train_model.num_devices={len(plan.train)} must leave each device with room for its part, but "
-                f"{device} of {size(total)} would hold {in_words(holds)}: use more devices, {_SMALLER}."
+                f"train_model.num_devices={len(plan.train)} must leave each device with room for "
+                f"its part, but {device} of {size(total)} would hold {in_words(holds)}: use more "
+                f"devices, {_SMALLER}."
             )
         return
     if blueprint.sleeps:  # the engine's share and the gradients are never there at the same time
@@ -479,34 +538,49 @@ def _check_device(blueprint: Blueprint, device: torch.device, total: int) -> Non
     if share > most or share < needed:
         lower, upper = math.ceil(needed * 100) / 100, math.floor(most * 100) / 100
         held = f" beside {in_words(holds)}" if holds else ""
-        fix = f"inference_model.gpu_memory_utilization={upper:g}" if lower <= upper and upper > 0 else "more devices"
+        fix = (
+            f"inference_model.gpu_memory_utilization={upper:g}"
+            if lower <= upper and upper > 0
+            else "more devices"
+        )
         raise ConfigError(
-            f"inference_model.gpu_memory_utilization={share:g} must be a share of {device} that holds the engine's "
-            f"{size(memory.engine.weights)} of weights and fits{held}, but that is {size(share * total)} of "
-            f"{size(total)}: use {fix}, {_SMALLER}."
+            f"inference_model.gpu_memory_utilization={share:g} must be a share of {device} that "
+            f"holds the engine's {size(memory.engine.weights)} of weights and fits{held}, but that "
+            f"is {size(share * total)} of {size(total)}: use {fix}, {_SMALLER}."
         )
 
 
 def stored_bytes(blueprint: Blueprint, transfer: Transfer) -> int:
     """Return the bytes of weights that are in Ray's object store at a time.
 
-    That is two versions for the engines, the one that is read and the next one. Adapters, and weights that reach the
-    engines in another way, do not count.
+    That is two versions for the engines, the one that is read and the next one. Adapters, and
+    weights that reach the engines in another way, do not count.
     """
     config = blueprint.config
-    if transfer.kind != "object_store" or config.train_model.lora.enabled or config.evaluates_served:
+    if (
+        transfer.kind != "object_store"
+        or config.train_model.lora.enabled
+        or config.evaluates_served
+    ):
         return 0
     itemsize: int = getattr(torch, config.inference_model.dtype).itemsize
     return 2 * int(blueprint.shape.parameters) * itemsize
 
 
 def plan_rows(blueprint: Blueprint) -> list[dict[str, Any]]:
-    """The device plan: a row per role, with the memory of one of its devices, as far as it can be computed."""
+    """The device plan: a row per role, with the memory of one of its devices, as far as it can be
+    computed.
+    """
     config, plan, memory = blueprint.config, blueprint.plan, blueprint.memory.roles()
     train, inference = config.train_model, config.inference_model
     ranks = [(device,) for device in plan.train]
     roles: list[tuple[str, Sequence[tuple[torch.device, ...]], str, int]] = [
-        ("train (LoRA)" if train.lora.enabled else "train", ranks, train.dtype, memory["train"].peak),
+        (
+            "train (LoRA)" if train.lora.enabled else "train",
+            ranks,
+            train.dtype,
+            memory["train"].peak,
+        ),
         (
             f"inference ({inference.backend})",
             plan.inference,
@@ -529,7 +603,10 @@ def plan_rows(blueprint: Blueprint) -> list[dict[str, Any]]:
         dtype = "" if served else config.teacher.dtype
         roles.append(("teacher", own, dtype, 0 if served else memory["teacher"].peak))
     parameters = {"teacher": getattr(blueprint.teacher_shape, "parameters", 0)}
-    addresses = {f"inference ({inference.backend})": inference.address, "teacher": config.teacher.address}
+    addresses = {
+        f"inference ({inference.backend})": inference.address,
+        "teacher": config.teacher.address,
+    }
     return [
         {
             "role": role,
@@ -543,7 +620,9 @@ def plan_rows(blueprint: Blueprint) -> list[dict[str, Any]]:
 
 
 def _listed(groups: Sequence[Sequence[torch.device]]) -> str:
-    """Devices as ``cuda:0, cuda:1``, those of a tensor-parallel engine as ``cuda:0+cuda:1``, CPU processes counted."""
+    """Devices as ``cuda:0, cuda:1``, those of a tensor-parallel engine as ``cuda:0+cuda:1``, CPU
+    processes counted.
+    """
     names = ["+".join(map(str, group)) for group in groups]
     if len(names) > 1 and len(set(names)) == 1:
         return f"{len(names)} x {names[0]}"
@@ -560,7 +639,10 @@ def geometry_rows(blueprint: Blueprint) -> list[dict[str, Any]]:
         "optimizer steps": config.optim_steps_per_batch,
         "response tokens (max)": batch * config.inference_model.max_new_tokens,
     }
-    rows: list[dict[str, Any]] = [{"quantity": "steps (weight syncs)", "per step": 1, "whole run": steps}]
+    rows: list[dict[str, Any]] = [
+        {"quantity": "steps (weight syncs)", "per step": 1, "whole run": steps}
+    ]
     return rows + [
-        {"quantity": name, "per step": value, "whole run": value * steps} for name, value in per_step.items()
+        {"quantity": name, "per step": value, "whole run": value * steps}
+        for name, value in per_step.items()
     ]

@@ -1,7 +1,9 @@
-"""``examine``: checks a run before it starts (``dry_run=true``): problems with fixes, and the cost of the run.
+"""``examine``: checks a run before it starts (``dry_run=true``): problems with fixes, and the cost
+of the run.
 
-It makes the same parts as a run, in a temporary folder, and lets them work for some seconds. The optimizer's steps are
-real, so that their time and memory are those of a run, but have a learning rate that rounds to nothing. No file stays.
+It makes the same parts as a run, in a temporary folder, and lets them work for some seconds. The
+optimizer's steps are real, so that their time and memory are those of a run, but have a learning
+rate that rounds to nothing. No file stays.
 """
 
 from __future__ import annotations
@@ -50,12 +52,10 @@ _PACKAGES = ("torch", "torchrl", "tensordict", "transformers")
 class Check:
     """Result of one check.
 
-    Attributes:
-        name: of the check.
-        result: ok, warning (it works, but may not be intended), FAILED, or skipped.
-        found: what it found or, of a failure, what is wrong and how to fix it.
-        seconds: that it took.
-        memory: afterwards, in bytes: the peak of all processes of the run, or what its accelerators have in use.
+    Attributes: name: of the check. result: ok, warning (it works, but may not be intended), FAILED,
+        or skipped. found: what it found or, of a failure, what is wrong and how to fix it. seconds:
+        that it took. memory: afterwards, in bytes: the peak of all processes of the run, or what
+        its accelerators have in use.
     """
 
     name: str
@@ -94,7 +94,10 @@ class Checks:
                 body(check)
             except Exception as error:
                 known = isinstance(error, ValueError | RuntimeError) and str(error)
-                check.result, check.found = FAILS, str(error) if known else f"{type(error).__name__}: {error}"
+                check.result, check.found = (
+                    FAILS,
+                    str(error) if known else f"{type(error).__name__}: {error}",
+                )
         for other in bad:
             if check.result == FAILS and other.found == check.found:
                 check.result, check.found = SKIPPED, f"see {other.name}"
@@ -103,13 +106,13 @@ class Checks:
         return check.result in (OK, LOOK)
 
 
-def examine(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous: bool = False) -> bool:
+def examine(
+    config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous: bool = False
+) -> bool:
     """Check a run, and print what was found, each failure with its fix, and the run's forecast.
 
-    Args:
-        config: validated.
-        directory: where the run's files would go. Nothing is written there, and it is removed if it is empty.
-        asynchronous: as in ``run.build``.
+    Args: config: validated. directory: where the run's files would go. Nothing is written there,
+        and it is removed if it is empty. asynchronous: as in ``run.build``.
 
     Returns:
         whether nothing failed.
@@ -125,7 +128,9 @@ def examine(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchrono
     computed: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="dry_run_") as folder:
         made: list[Run] = []
-        checks.run("parts", partial(_parts, config, directory, Path(folder), asynchronous, made, measured))
+        checks.run(
+            "parts", partial(_parts, config, directory, Path(folder), asynchronous, made, measured)
+        )
         for run in made:
             with closing(run):
                 computed = _memory_rows(run.blueprint)
@@ -142,14 +147,25 @@ def examine(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchrono
 
 
 def _row(check: Check) -> dict[str, Any]:
-    seen = {"check": check.name, "result": check.result, "s": f"{check.seconds:.2f}", "peak": size(check.memory)}
+    seen = {
+        "check": check.name,
+        "result": check.result,
+        "s": f"{check.seconds:.2f}",
+        "peak": size(check.memory),
+    }
     return seen | {"details": printable(check.found)}
 
 
 def _memory_rows(blueprint: Blueprint) -> list[dict[str, Any]]:
-    """Return the peak memory of one device of each role that has devices here, as rows of the forecast."""
+    """Return the peak memory of one device of each role that has devices here, as rows of the
+    forecast.
+    """
     config = blueprint.config
-    away = {role for role, node in (("inference", config.inference_model), ("teacher", config.teacher)) if node.address}
+    away = {
+        role
+        for role, node in (("inference", config.inference_model), ("teacher", config.teacher))
+        if node.address
+    }
     away |= {"reference", "teacher"} if config.only_evaluates else set()
     away |= {"train"} if config.evaluates_served else set()
     return [
@@ -173,7 +189,9 @@ def _versions(config: GRPOConfig, check: Check) -> None:
             if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
                 continue
             if not needed.specifier.contains(version(needed.name), prereleases=True):
-                wrong.append(f"{needed.name} is {version(needed.name)} and must be {needed.specifier}")
+                wrong.append(
+                    f"{needed.name} is {version(needed.name)} and must be {needed.specifier}"
+                )
     if wrong:
         raise ValueError(f"{'; '.join(wrong)}: pip install -r requirements.txt.")
 
@@ -182,18 +200,26 @@ def _devices(check: Check) -> None:
     """Accelerators and their free memory, cores and main memory."""
     found = accelerators_in_use()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    parts = [f"{name}: {size(total - used)} of {size(total)} free" for name, (used, total) in found.items()]
+    parts = [
+        f"{name}: {size(total - used)} of {size(total)} free"
+        for name, (used, total) in found.items()
+    ]
     check.found = "; ".join([*parts, f"{os.cpu_count()} cores, {size(memory)} of RAM"])
     taken = [name for name, (used, total) in found.items() if used > 0.2 * total]
     if taken:
-        check.look(f"other processes use {', '.join(taken)}: stop them (nvidia-smi lists them), or use other devices")
+        check.look(
+            f"other processes use {', '.join(taken)}: stop them (nvidia-smi lists them), or use "
+            "other devices"
+        )
 
 
 def _model(config: GRPOConfig, check: Check) -> None:
     """Architecture, tokenizer and chat template, without weights."""
     found, tokenizer, stops = describe_model(config)
     model = config.model
-    shape = loading.config_shape(found, model.attn_implementation, trust_remote_code=model.trust_remote_code)
+    shape = loading.config_shape(
+        found, model.attn_implementation, trust_remote_code=model.trust_remote_code
+    )
     ends = " or ".join(map(repr, [*map(tokenizer.decode, stops), *config.inference_model.stop]))
     sizes = f"{shape.parameters:,} parameters, vocabulary of {len(tokenizer):,}"
     check.found = f"{found.model_type}, {sizes}, responses end at {ends}"
@@ -202,7 +228,9 @@ def _model(config: GRPOConfig, check: Check) -> None:
 
 
 def _data(config: GRPOConfig, check: Check) -> None:
-    """Columns and rewards, as far as they are checked without a model, and problems that are in both splits."""
+    """Columns and rewards, as far as they are checked without a model, and problems that are in
+    both splits.
+    """
     task = make_task(config.env, tests=config.evaluation.datasets or (), scored=config.scores)
     train = task.problems("train")
     check.found = f"{len(train):,} training problems"
@@ -212,11 +240,14 @@ def _data(config: GRPOConfig, check: Check) -> None:
     known = {problem.query for problem in train}
     both = sum(problem.query in known for problem in test)
     tested = min(len(test), config.evaluation.num_prompts)
-    check.found += f", {len(test):,} test problems" + (f", of which {tested:,} are used" if tested < len(test) else "")
+    check.found += f", {len(test):,} test problems" + (
+        f", of which {tested:,} are used" if tested < len(test) else ""
+    )
     if both:
         check.look(
-            f"{both:,} of the test problems are also training problems, which inflates the test accuracy: remove them "
-            "from one of the two, or hold out test problems with env.test_fraction=0.1"
+            f"{both:,} of the test problems are also training problems, which inflates the test "
+            "accuracy: remove them from one of the two, or hold out test problems with "
+            "env.test_fraction=0.1"
         )
 
 
@@ -235,7 +266,9 @@ def _parts(
         found = newest(AUTO, directory, read_manifest)
         resume = None if found is None else str(found[0])
     logging, optimizer = config.logging.files_alone, replace(config.optimizer, lr=_NOTHING)
-    trial = replace(config, logging=logging, optimizer=optimizer, train=replace(config.train, resume=resume))
+    trial = replace(
+        config, logging=logging, optimizer=optimizer, train=replace(config.train, resume=resume)
+    )
     run = build(trial, folder, asynchronous=asynchronous)
     made.append(run)
     measured.start_s += time.perf_counter() - start
@@ -246,13 +279,16 @@ def _parts(
     measured.prompt_tokens = median(lengths)
     shortest, longest = min(lengths), max(lengths)
     shown = (
-        f"{shortest} to {longest} tokens, median {median(lengths):.0f}" if shortest < longest else f"{longest} tokens"
+        f"{shortest} to {longest} tokens, median {median(lengths):.0f}"
+        if shortest < longest
+        else f"{longest} tokens"
     )
     check.found = f"prompts: {shown} (limit {room:,} with {config.inference_model.max_new_tokens:,} new tokens)"
     if prompts.num_dropped:
         check.look(
-            f"{prompts.num_dropped:,} of {len(prompts.problems):,} prompts are longer and are left out: raise "
-            "env.max_prompt_tokens or inference_model.max_model_len, or lower inference_model.max_new_tokens"
+            f"{prompts.num_dropped:,} of {len(prompts.problems):,} prompts are longer and are left "
+            "out: raise env.max_prompt_tokens or inference_model.max_model_len, or lower "
+            "inference_model.max_new_tokens"
         )
 
 
@@ -317,23 +353,34 @@ class _Rehearsal:
         self.measured.response_tokens = metrics["rollout/response_length"]
         passes = f"{metrics['train/micro_batches']:.0f} micro-batch{'es' if metrics['train/micro_batches'] > 1 else ''}"
         check.found = (
-            f"{metrics['rollout/sequences']:.0f} responses of {metrics['rollout/response_length']:.0f} tokens, "
-            f"{passes}, gradient norm {metrics['train/grad_norm']:.3g}"
+            f"{metrics['rollout/sequences']:.0f} responses of "
+            f"{metrics['rollout/response_length']:.0f} tokens, {passes}, gradient norm "
+            f"{metrics['train/grad_norm']:.3g}"
         )
         scored = metrics["rollout/invalid"] < metrics["rollout/sequences"]
-        if scored and metrics["train/skipped_steps"] and self.run.blueprint.config.train.mixed_precision != "fp16":
+        if (
+            scored
+            and metrics["train/skipped_steps"]
+            and self.run.blueprint.config.train.mixed_precision != "fp16"
+        ):
             raise ValueError(
-                "the loss or its gradient is not finite: use train.mixed_precision=full, or another model."
+                "the loss or its gradient is not finite: use train.mixed_precision=full, or "
+                "another model."
             )
 
     def _reward(self, check: Check) -> None:
-        """Look at the batch's rewards: a scorer that always fails is a failure, a batch without a signal a warning."""
+        """Look at the batch's rewards: a scorer that always fails is a failure, a batch without a
+        signal a warning.
+        """
         metrics = {"step": 1, **self._metrics, **self.source.metrics()}
         rows = self.learner.samples(2)
         self.measured.sample_bytes = sum(len(str(row)) for row in rows) / len(rows)
         self.console.samples(1, one_of_each(rows)[:2])
         if "rollout/reward_mean" in metrics:
-            reward, correct = number(metrics["rollout/reward_mean"]), percent(metrics["rollout/accuracy"])
+            reward, correct = (
+                number(metrics["rollout/reward_mean"]),
+                percent(metrics["rollout/accuracy"]),
+            )
             check.found = f"mean reward {reward}, {correct} correct"
         else:
             check.found = "none: the responses are demonstrations"
@@ -356,7 +403,9 @@ class _Rehearsal:
         """Time steps as in ``fit``, as long as there is time."""
         learner, source, times = self.learner, self.source, self.measured.steps_s
         first = start = time.perf_counter()
-        while len(times) < min(_MOST_STEPS, self.left) and (len(times) < 2 or start - first < _STEPS_S):
+        while len(times) < min(_MOST_STEPS, self.left) and (
+            len(times) < 2 or start - first < _STEPS_S
+        ):
             learner.train_groups(*source.next_batch())
             source.publish(learner.weights(), learner.version)
             end = time.perf_counter()
@@ -370,20 +419,22 @@ class _Rehearsal:
         envs = (blueprint.greedy_env, blueprint.sampled_env)
         greedy, sampled = (0 if env is None else env.batch_size[0] for env in envs)
         seconds = self.source.metrics()
-        sampling_s = seconds.get("time/generate_s", seconds.get("workers/generate_s", measured.step_s))
+        sampling_s = seconds.get(
+            "time/generate_s", seconds.get("workers/generate_s", measured.step_s)
+        )
         each = sampling_s / blueprint.config.dialog_turns_per_batch
         if (2 * greedy + sampled) * each > _EVALUATION_S:
             measured.greedy_s, measured.sampled_s = greedy * each, (greedy + sampled) * each
-            check.found = (
-                f"skipped: would take about {measured.sampled_s:.0f} s with pass@{blueprint.config.evaluation.k}"
-            )
+            check.found = f"skipped: would take about {measured.sampled_s:.0f} s with pass@{blueprint.config.evaluation.k}"
             return
         for name in ("sampled_s", "greedy_s"):
             start = time.perf_counter()
             metrics, _ = self.source.evaluate(sampled=name == "sampled_s")
             setattr(measured, name, time.perf_counter() - start)
         name = "eval/pass@1"
-        check.found = f"pass@1 {accuracy(metrics, name)}" if name in metrics else "other test sets only"
+        check.found = (
+            f"pass@1 {accuracy(metrics, name)}" if name in metrics else "other test sets only"
+        )
         if metrics.get("eval/invalid_fraction"):
             check.look(f"{percent(metrics['eval/invalid_fraction'])} of the rewards are invalid")
 
@@ -409,7 +460,9 @@ def _remove_empty(directory: Path) -> None:
     """Remove the empty folder that Hydra made and, below the current one, empty folders above it."""
     here, directory = Path.cwd(), directory.absolute()
     with suppress(OSError):
-        if directory.stat().st_ctime > time.time() - startup.elapsed() - 1:  # else it was there before
+        if (
+            directory.stat().st_ctime > time.time() - startup.elapsed() - 1
+        ):  # else it was there before
             directory.rmdir()
             for folder in directory.parents:
                 if folder == here or not folder.is_relative_to(here):

@@ -20,24 +20,29 @@ from torchrl_grpo.models.sharding import load_whole_state
 
 
 def export(
-    checkpoint: str, output: Path | None = None, *, adapters: bool = False, trust_remote_code: bool = False
+    checkpoint: str,
+    output: Path | None = None,
+    *,
+    adapters: bool = False,
+    trust_remote_code: bool = False,
 ) -> Path:
     """Writes the model of a checkpoint; returns the folder.
 
-    Args:
-        checkpoint: a checkpoint, or the folder of a run.
-        output: the folder, which must not exist; by default it is beside the checkpoint, with its name (and ``_model``
+    Args: checkpoint: a checkpoint, or the folder of a run. output: the folder, which must not
+        exist; by default it is beside the checkpoint, with its name (and ``_model``
             where that is a folder itself).
         adapters: whether LoRA's adapters are written by themselves.
-        trust_remote_code: whether code of the base model's repository may run, and the checkpoint may name code and
-            files of its own; the checkpoint alone does not decide that.
+        trust_remote_code: whether code of the base model's repository may run, and the checkpoint
+            may name code and files of its own; the checkpoint alone does not decide that.
 
-    Raises:
-        ConfigError: there is no such checkpoint, the folder exists or would be elsewhere, or there are no adapters.
+    Raises: ConfigError: there is no such checkpoint, the folder exists or would be elsewhere, or
+        there are no adapters.
     """
     if output is None and Path(checkpoint).is_dir():
         check_own_files(Path(checkpoint))
-    found = newest(checkpoint, Path(), lambda path: (read_checkpoint(path), read_manifest(path)["metrics"]))
+    found = newest(
+        checkpoint, Path(), lambda path: (read_checkpoint(path), read_manifest(path)["metrics"])
+    )
     assert found is not None  # only auto may find nothing
     path, (state, metrics) = found
     config = from_saved(state["config"], path, trusted=trust_remote_code)
@@ -45,9 +50,14 @@ def export(
     beside = path.with_name(f"{path.name}_model") if is_sharded(path) else path.with_suffix("")
     target = beside if output is None else output
     if target.exists():
-        raise ConfigError(f"--output={target} must be a new folder, but it exists: name another one.")
+        raise ConfigError(
+            f"--output={target} must be a new folder, but it exists: name another one."
+        )
     if adapters and not config.train_model.lora.enabled:
-        raise ConfigError(f"--adapters needs a checkpoint with LoRA, and {path} is of full training: leave it out.")
+        raise ConfigError(
+            f"--adapters needs a checkpoint with LoRA, and {path} is of full training: leave it "
+            "out."
+        )
     name = config.model.source
     model = make_model(config, torch.device("cpu"))
     with refusing(path):
@@ -59,5 +69,9 @@ def export(
         name, chat_template=config.model.chat_template, trust_remote_code=trust_remote_code
     )
     return export_model(
-        model, tokenizer, target, model_card(state["config"], state["step"], metrics), adapters=adapters
+        model,
+        tokenizer,
+        target,
+        model_card(state["config"], state["step"], metrics),
+        adapters=adapters,
     )

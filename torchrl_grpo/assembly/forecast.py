@@ -24,8 +24,8 @@ _DISK_BYTES_PER_S = 2e8
 _END_S = 2.0
 """Seconds from a run's last line of output until its process has ended."""
 _ROW_BYTES, _TENSORBOARD_BYTES, _REPORT_BYTES = 2_300, 2_300, 450_000
-"""Bytes of a step in metrics.jsonl and timeline.jsonl, of one in TensorBoard's files, and of report.html and
-curves.png."""
+"""Bytes of a step in metrics.jsonl and timeline.jsonl, of one in TensorBoard's files, and of
+report.html and curves.png."""
 
 
 @dataclass
@@ -96,19 +96,35 @@ class Forecast:
     @property
     def longest_s(self) -> float:
         """Seconds if every response had the maximum length: training changes lengths."""
-        return self.total_s + (self.growth - 1) * (self.seconds["steps"] + self.seconds["evaluations"])
+        return self.total_s + (self.growth - 1) * (
+            self.seconds["steps"] + self.seconds["evaluations"]
+        )
 
     def rows(self) -> list[dict[str, Any]]:
         """The forecast as rows of a table."""
-        parts = ", ".join(f"{name} {duration(value)}" for name, value in self.seconds.items() if value >= 0.5)
+        parts = ", ".join(
+            f"{name} {duration(value)}" for name, value in self.seconds.items() if value >= 0.5
+        )
         rows = [{"resource": "time", "estimate": duration(self.total_s), "details": parts}]
         if self.growth > 1:
             now, most = self.lengths
             of = f"if responses grow from {now:.0f} to {most:,} tokens, their limit"
-            rows.append({"resource": "time at most", "estimate": duration(self.longest_s), "details": of})
-        rows.append({"resource": "disk", "estimate": size(self.disk_bytes), "details": "at most, in the run's folder"})
+            rows.append(
+                {"resource": "time at most", "estimate": duration(self.longest_s), "details": of}
+            )
+        rows.append(
+            {
+                "resource": "disk",
+                "estimate": size(self.disk_bytes),
+                "details": "at most, in the run's folder",
+            }
+        )
         for device, peak in self.memory.items():
-            of = "all processes of the run" if device == "cpu" else "all that is in use on the device"
+            of = (
+                "all processes of the run"
+                if device == "cpu"
+                else "all that is in use on the device"
+            )
             rows.append({"resource": f"memory ({device})", "estimate": size(peak), "details": of})
         return rows
 
@@ -120,7 +136,12 @@ def forecast(config: GRPOConfig, measured: Measured) -> Forecast:
         config: with the number of steps.
         measured: of a few of its steps.
     """
-    evaluation, logging, schedule, done = config.evaluation, config.logging, schedule_of(config), measured.steps_done
+    evaluation, logging, schedule, done = (
+        config.evaluation,
+        config.logging,
+        schedule_of(config),
+        measured.steps_done,
+    )
     steps = schedule.left(done)
     between = schedule.turns(schedule.evaluation_frequency, done)
     evaluations = (2 if steps else 1) if evaluation.num_prompts else 0
@@ -135,8 +156,14 @@ def forecast(config: GRPOConfig, measured: Measured) -> Forecast:
         "end": _END_S,
     }
     batch, group = config.dialog_turns_per_batch, config.env.repeats
-    rows = steps // logging.sample_frequency * min(batch, -(-(logging.train_rows or batch) // group) * group)
-    rows += (between + evaluations) * min(evaluation.num_prompts, logging.test_rows or evaluation.num_prompts)
+    rows = (
+        steps
+        // logging.sample_frequency
+        * min(batch, -(-(logging.train_rows or batch) // group) * group)
+    )
+    rows += (between + evaluations) * min(
+        evaluation.num_prompts, logging.test_rows or evaluation.num_prompts
+    )
     beside = rows * measured.sample_bytes
     beside += steps * (_ROW_BYTES + logging.tensorboard * _TENSORBOARD_BYTES) + _REPORT_BYTES
     longest = config.max_response_tokens
@@ -154,7 +181,9 @@ def memory_now() -> dict[str, int]:
 def _peak_of_processes() -> int:
     """Sum of the largest resident sizes that this process and its children had."""
     if not sys.platform.startswith("linux"):
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+            1 if sys.platform == "darwin" else 1024
+        )
     peak = 0
     for pid in (os.getpid(), *descendants(os.getpid())):
         with suppress(OSError):  # it has ended

@@ -24,10 +24,8 @@ from torchrl_grpo.models.memory import (
 class RunMemory:
     """Memory on one device of each role, in bytes.
 
-    Attributes:
-        train: of a rank of the learner.
-        engine: of one of an engine's devices.
-        reference: of a reference model of its own, which may lie on the learner's devices; None without one.
+    Attributes: train: of a rank of the learner. engine: of one of an engine's devices. reference:
+        of a reference model of its own, which may lie on the learner's devices; None without one.
         teacher: of the teacher, likewise.
     """
 
@@ -56,39 +54,43 @@ def run_memory(
 ) -> RunMemory:
     """Return what each role holds.
 
-    Args:
-        config: validated.
-        shape: of the model.
-        prompt: tokens of a prompt.
-        response: tokens of a response in the training step; the engine has room for the longest one.
-        ranks: devices of the learner.
-        samplers: engines, each on ``inference_model.tensor_parallel_size`` devices.
-        on_cpu: whether the learner computes on a CPU, which has nowhere to offload to.
-        teacher: shape of the teacher, None without one.
+    Args: config: validated. shape: of the model. prompt: tokens of a prompt. response: tokens of a
+        response in the training step; the engine has room for the longest one. ranks: devices of
+        the learner. samplers: engines, each on ``inference_model.tensor_parallel_size`` devices.
+        on_cpu: whether the learner computes on a CPU, which has nowhere to offload to. teacher:
+        shape of the teacher, None without one.
     """
     env, engine = config.env, config.inference_model
     number = BYTES[engine.dtype]
     groups = max(1, env.num_envs // env.repeats // samplers)
-    cache = groups * group_cache_bytes(shape, number, prompt, env.repeats, config.max_response_tokens)
+    cache = groups * group_cache_bytes(
+        shape, number, prompt, env.repeats, config.max_response_tokens
+    )
     size, sequences = engine.tensor_parallel_size, config.optim_batch_size
     tokens = -(-sequences // env.repeats) * prompt + sequences * response
     setup = replace(step_setup(config), ranks=ranks).of_batch(tokens, prompt + response)
     if on_cpu:
         setup = replace(setup, offloads=False)
     shards = ranks // config.train_model.replicas
-    reference = weight_bytes(shape, BYTES[config.ref_model.dtype], shards if config.ref_model.sharded else 1)
+    reference = weight_bytes(
+        shape, BYTES[config.ref_model.dtype], shards if config.ref_model.sharded else 1
+    )
     if config.ref_model.sharded and setup.offloads:
         reference = 0
     return RunMemory(
         train=step_memory(shape, setup),
         engine=ModelMemory(weight_bytes(shape, number, size), int(cache / size)),
         reference=ModelMemory(reference) if config.has_own_reference else None,
-        teacher=None if teacher is None else ModelMemory(weight_bytes(teacher, BYTES[config.teacher.dtype])),
+        teacher=None
+        if teacher is None
+        else ModelMemory(weight_bytes(teacher, BYTES[config.teacher.dtype])),
     )
 
 
 def step_setup(config: GRPOConfig) -> StepSetup:
-    """Return how a training step of a config is made on one device, in passes as large as they may be."""
+    """Return how a training step of a config is made on one device, in passes as large as they may
+    be.
+    """
     train, model = config.train, config.train_model
     master = BYTES[model.dtype]
     return StepSetup(

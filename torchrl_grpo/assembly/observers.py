@@ -1,6 +1,7 @@
 """Observers of a run: its metrics, console, alarms, samples, checkpoints and timeline.
 
-An observer writes down what the loop says, and decides nothing about training. ``Limits`` alone may end the run.
+An observer writes down what the loop says, and decides nothing about training. ``Limits`` alone may
+end the run.
 """
 
 from __future__ import annotations
@@ -11,7 +12,13 @@ from typing import Any
 
 from torchrl import torchrl_logger
 
-from torchrl_grpo.errors import FolderLostError, NonFiniteError, NoSignalError, NotSavedError, RunLostError
+from torchrl_grpo.errors import (
+    FolderLostError,
+    NonFiniteError,
+    NoSignalError,
+    NotSavedError,
+    RunLostError,
+)
 from torchrl_grpo.host import clock, stalls
 from torchrl_grpo.host.files import METRICS_FILE, read_jsonl
 from torchrl_grpo.host.interrupts import shielded
@@ -31,8 +38,8 @@ _SHOWN = 4
 class FolderGuard(Observer):
     """Check that the run's folder still exists before something is written that would be lost.
 
-    Args:
-        check: raises ``FolderLostError`` where it is gone, once, and has the rest written elsewhere.
+    Args: check: raises ``FolderLostError`` where it is gone, once, and has the rest written
+        elsewhere.
     """
 
     def __init__(self, check: Callable[[], None]) -> None:
@@ -87,8 +94,12 @@ class Recorder(Observer):
         self._sample_frequency = sample_frequency
         self._sample_rows = sample_rows
         self._shown = False  # the progress
-        self._unlogged: Mapping[str, float] | None = None  # of a step that is trained and not written down
-        for row in read_jsonl(logger.directory / METRICS_FILE):  # of a run that goes on in its own folder
+        self._unlogged: Mapping[str, float] | None = (
+            None  # of a step that is trained and not written down
+        )
+        for row in read_jsonl(
+            logger.directory / METRICS_FILE
+        ):  # of a run that goes on in its own folder
             alarms.take(row)
 
     def stage(self, kind: str, step: int, what: str) -> None:
@@ -105,13 +116,17 @@ class Recorder(Observer):
     def trained(self, metrics: Mapping[str, float]) -> None:
         self._unlogged = metrics
 
-    def evaluated(self, step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, Any]]) -> None:
+    def evaluated(
+        self, step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, Any]]
+    ) -> None:
         self._logger.log_samples(step, rows)
         self._console.evaluation(step, metrics)
 
     def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
         self._record(step, metrics)
-        self._console.step(step, metrics, step * self._sequences, self._num_batches * self._sequences)
+        self._console.step(
+            step, metrics, step * self._sequences, self._num_batches * self._sequences
+        )
 
     def interrupted(self) -> None:
         """Record a step that was trained."""
@@ -141,13 +156,14 @@ class Limits(Observer):
     Args:
         alarms: have judged the steps.
 
-    Keyword Args:
-        schedule: of the run.
-        max_steps_without_signal: steps in a row without a difference of rewards in any group that end the run; None
+    Keyword Args: schedule: of the run. max_steps_without_signal: steps in a row without a
+        difference of rewards in any group that end the run; None
             never does.
     """
 
-    def __init__(self, alarms: Alarms, *, schedule: Schedule, max_steps_without_signal: int | None) -> None:
+    def __init__(
+        self, alarms: Alarms, *, schedule: Schedule, max_steps_without_signal: int | None
+    ) -> None:
         self._alarms = alarms
         self._schedule = schedule
         self._limit = max_steps_without_signal
@@ -156,9 +172,9 @@ class Limits(Observer):
         without = self._alarms.steps_without_signal
         if self._limit is not None and without >= self._limit and self._schedule.left(step):
             raise NoSignalError(
-                f"{without} steps in a row had no learning signal: all rewards of each group are equal or not valid; "
-                f"train.max_steps_without_signal={self._limit}. The alarms above and docs/troubleshooting.md say what "
-                "to do."
+                f"{without} steps in a row had no learning signal: all rewards of each group are "
+                f"equal or not valid; train.max_steps_without_signal={self._limit}. The alarms "
+                "above and docs/troubleshooting.md say what to do."
             )
 
     def ended(self, step: int) -> None:
@@ -166,13 +182,15 @@ class Limits(Observer):
         without = self._alarms.steps_without_reward
         if without:
             raise NoSignalError(
-                f"env.reward must give valid rewards, it gave none in the {without} steps of the run: the log above "
-                "has the first error of each kind. Call the reward function by hand with a row of samples.jsonl."
+                f"env.reward must give valid rewards, it gave none in the {without} steps of the "
+                "run: the log above has the first error of each kind. Call the reward function by "
+                "hand with a row of samples.jsonl."
             )
 
 
 class Saver(Observer):
-    """Writes checkpoints, each with the state of the rollouts from when the trained batch was taken.
+    """Writes checkpoints, each with the state of the rollouts from when the trained batch was
+    taken.
 
     Args:
         learner: saves itself.
@@ -198,7 +216,9 @@ class Saver(Observer):
         self._first = self._saved = self._whole = learner.version  # being written, and on the disk
         self._reference_version = 0
         self._evaluated: dict[int, Mapping[str, float]] = {}
-        self._states = {learner.version: rollouts.state_dict()}  # by the version of the learner that it goes with
+        self._states = {
+            learner.version: rollouts.state_dict()
+        }  # by the version of the learner that it goes with
 
     def taken(self) -> None:
         version = self._learner.version
@@ -207,7 +227,9 @@ class Saver(Observer):
     def refreshed(self, version: int) -> None:
         self._reference_version = version
 
-    def evaluated(self, step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, Any]]) -> None:
+    def evaluated(
+        self, step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, Any]]
+    ) -> None:
         self._evaluated = {step: metrics}
 
     def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -234,7 +256,11 @@ class Saver(Observer):
         version = self._learner.version
         if not self._learner.resumable:
             some = self._saved != self._first
-            last = f"the last checkpoint is of step {self._saved}" if some else "no checkpoint was written"
+            last = (
+                f"the last checkpoint is of step {self._saved}"
+                if some
+                else "no checkpoint was written"
+            )
             torchrl_logger.warning(f"stopped inside step {version + 1}: {last}.")
         elif self._saved != version:
             state = self._states[version] | {"reference_version": self._reference_version}
@@ -269,7 +295,9 @@ class Saver(Observer):
         try:
             self._export()
         except NotSavedError as error:
-            torchrl_logger.warning(f"The model of step {self._learner.version} is not written: {error}.")
+            torchrl_logger.warning(
+                f"The model of step {self._learner.version} is not written: {error}."
+            )
 
 
 class Timeline(Observer):
@@ -292,7 +320,9 @@ class Timeline(Observer):
 
     def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
         *ended, current = self._spans
-        self._logger.log_spans([*ended, *({"step": step, **span} for span in self._rollouts.spans())])
+        self._logger.log_spans(
+            [*ended, *({"step": step, **span} for span in self._rollouts.spans())]
+        )
         self._spans = [current]
 
     def interrupted(self) -> None:

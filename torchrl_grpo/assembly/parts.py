@@ -1,6 +1,8 @@
-"""Makes the parts of a role from a blueprint and a device: the only place that makes engines, models and environments.
+"""Makes the parts of a role from a blueprint and a device: the only place that makes engines,
+models and environments.
 
-The driver of a local run calls these functions, and so do the actors of a distributed one, each in its own process.
+The driver of a local run calls these functions, and so do the actors of a distributed one, each in
+its own process.
 """
 
 from __future__ import annotations
@@ -47,7 +49,11 @@ from torchrl_grpo.weights import Transfer, make_sender
 
 
 def make_learner(
-    blueprint: Blueprint, transfer: Transfer, mesh: DeviceMesh | None = None, *, device: torch.device | None = None
+    blueprint: Blueprint,
+    transfer: Transfer,
+    mesh: DeviceMesh | None = None,
+    *,
+    device: torch.device | None = None,
 ) -> Learner:
     """Make a learner, or one rank of it.
 
@@ -70,11 +76,18 @@ def make_learner(
     transforms = batch_transforms(config, blueprint.task.part_weights)
     if config.learner_scores:
         temperature = config.inference_model.temperature
-        scorer = AdapterOffScorer(trainer.model, temperature=temperature) if lora else _sharded(blueprint, device, mesh)
+        scorer = (
+            AdapterOffScorer(trainer.model, temperature=temperature)
+            if lora
+            else _sharded(blueprint, device, mesh)
+        )
         transforms.insert(0, ("reference", _kl_scoring(config, scorer)))
     model = config.model
     base = loading.CheckpointModel(
-        model.source, _dtype(config.train_model.dtype), model.trust_remote_code, config.train_model.model_kwargs
+        model.source,
+        _dtype(config.train_model.dtype),
+        model.trust_remote_code,
+        config.train_model.model_kwargs,
     )
     sender = make_sender(
         transfer,
@@ -83,21 +96,34 @@ def make_learner(
         host=_own_address() if transfer.kind in ("nccl", "ipc") else "",
     )
     sampled = not config.policy.demonstrations
-    learner = Learner(trainer, transforms, sender, blueprint.tokenizer, makes_room=blueprint.sleeps, sampled=sampled)
+    learner = Learner(
+        trainer,
+        transforms,
+        sender,
+        blueprint.tokenizer,
+        makes_room=blueprint.sleeps,
+        sampled=sampled,
+    )
     if blueprint.resume is not None:
         restore(learner, blueprint.resume)
     return learner
 
 
-def make_trainer(blueprint: Blueprint, device: torch.device, mesh: DeviceMesh | None = None) -> GRPOTrainer:
-    """The trainer with its model, loss and optimizer; the model is sharded over the ranks of a mesh."""
+def make_trainer(
+    blueprint: Blueprint, device: torch.device, mesh: DeviceMesh | None = None
+) -> GRPOTrainer:
+    """The trainer with its model, loss and optimizer; the model is sharded over the ranks of a
+    mesh.
+    """
     config = blueprint.config
     train, settings = config.train_model, config.optimizer
     # Sharding moves the model to its device layer by layer: it need not fit there as a whole.
     model = make_model(config, device if mesh is None else loading_device(mesh))
     if train.gradient_checkpointing:
         loading.enable_gradient_checkpointing(model)
-    scorer = TokenScorer(model, temperature=config.inference_model.temperature)  # before sharding: it checks itself
+    scorer = TokenScorer(
+        model, temperature=config.inference_model.temperature
+    )  # before sharding: it checks itself
     if mesh is not None:
         shard_model(model, mesh, param_dtype=_autocast_dtype(config), cpu_offload=train.cpu_offload)
     if config.teacher_in_loss:
@@ -140,7 +166,9 @@ def make_model(config: GRPOConfig, device: torch.device) -> nn.Module:
     lora = config.train_model.lora
     if not lora.enabled:
         return model
-    targets: str | list[str] = "all-linear" if lora.target_modules == ["all-linear"] else lora.target_modules
+    targets: str | list[str] = (
+        "all-linear" if lora.target_modules == ["all-linear"] else lora.target_modules
+    )
     return loading.add_lora(model, r=lora.r, alpha=lora.alpha, target_modules=targets)
 
 
@@ -154,9 +182,8 @@ def make_sampler(
 ) -> Sampler:
     """A sampler.
 
-    Args:
-        blueprint: checked.
-        task_groups: groups of a rollout task; the engine is then one that several may call at a time, where there is
+    Args: blueprint: checked. task_groups: groups of a rollout task; the engine is then one that
+        several may call at a time, where there is
             such a one and it need not sleep. None is a sampler that plays whole batches.
         concurrent_tasks: rollout tasks that it plays at a time.
         number: of the sampler, from 0.
@@ -215,27 +242,40 @@ def make_sampler(
         sleeps=blueprint.sleeps,
         reward_pool=blueprint.reward_pool,
         demonstrations=shown if config.policy.sft_coef else None,
-        # One sampler plays all tasks in their order, and overlapping ones share an engine's draws anyway.
+        # One sampler plays all tasks in their order, and overlapping ones share an engine's draws
+        # anyway.
         seed=config.seed if len(blueprint.plan.inference) > 1 and concurrent_tasks == 1 else None,
     )
 
 
-def make_engine(blueprint: Blueprint, device: torch.device, *, concurrent: bool = False, number: int = 0) -> Engine:
-    """The generation engine with its model; ``concurrent`` is one that many threads may call at a time, if it can."""
+def make_engine(
+    blueprint: Blueprint, device: torch.device, *, concurrent: bool = False, number: int = 0
+) -> Engine:
+    """The generation engine with its model; ``concurrent`` is one that many threads may call at a
+    time, if it can.
+    """
     config = blueprint.config
-    request = engine_request(config, blueprint.plan, blueprint.model_config, blueprint.max_dialog_tokens)
+    request = engine_request(
+        config, blueprint.plan, blueprint.model_config, blueprint.max_dialog_tokens
+    )
     request = replace(request, folder=blueprint.folder, number=number)
     load_model = partial(_load, config, "inference_model", device)
-    return engine_class(config.inference_model.backend).make(request, device, load_model, concurrent=concurrent)
+    return engine_class(config.inference_model.backend).make(
+        request, device, load_model, concurrent=concurrent
+    )
 
 
-def _rescorer(config: GRPOConfig, engine: Engine) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+def _rescorer(
+    config: GRPOConfig, engine: Engine
+) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
     """Scorer of single responses that computes as the trainer does with ``inference_model.exact``."""
     if not config.inference_model.exact:
         return None
     model = cast(Any, engine).model  # of each engine whose ``EngineKind.exact`` is true
     scorer = TokenScorer(model, temperature=config.inference_model.temperature)
-    return KLScoring(scorer, autocast_dtype=_autocast_dtype(config), out_key=keys.LOG_PROBS).log_probs
+    return KLScoring(
+        scorer, autocast_dtype=_autocast_dtype(config), out_key=keys.LOG_PROBS
+    ).log_probs
 
 
 def make_reference(blueprint: Blueprint, device: torch.device | None = None) -> Reference:
@@ -247,8 +287,11 @@ def make_reference(blueprint: Blueprint, device: torch.device | None = None) -> 
     return Reference(_kl_scoring(config, scorer), makes_room=blueprint.sleeps)
 
 
-def make_teacher(blueprint: Blueprint, device: torch.device | None = None, *, number: int = 0) -> Reference:
-    """The teacher: a reference model with other weights, which may give states in place of log-probs.
+def make_teacher(
+    blueprint: Blueprint, device: torch.device | None = None, *, number: int = 0
+) -> Reference:
+    """The teacher: a reference model with other weights, which may give states in place of
+    log-probs.
 
     Args:
         blueprint: checked.
@@ -271,7 +314,9 @@ def make_teacher(blueprint: Blueprint, device: torch.device | None = None, *, nu
 
 
 def _teacher_head(config: GRPOConfig, device: torch.device) -> Teacher:
-    """The divergence from the teacher that the loss takes, with the teacher's LM head where that is needed."""
+    """The divergence from the teacher that the loss takes, with the teacher's LM head where that is
+    needed.
+    """
     policy = config.policy
     beta = {"forward": 0.0, "reverse": 1.0}.get(policy.teacher_divergence, policy.teacher_beta)
     if policy.teacher_top_k is not None:
@@ -285,8 +330,12 @@ def _sharded(blueprint: Blueprint, device: torch.device, mesh: DeviceMesh | None
     """The scorer of a reference model that lies on the training ranks as the trained model does."""
     config = blueprint.config
     say("loading the reference model")
-    model = _load(config, "ref_model", device if mesh is None else loading_device(mesh)).requires_grad_(False)
-    scorer = TokenScorer(model, temperature=config.inference_model.temperature)  # before sharding: it checks itself
+    model = _load(
+        config, "ref_model", device if mesh is None else loading_device(mesh)
+    ).requires_grad_(False)
+    scorer = TokenScorer(
+        model, temperature=config.inference_model.temperature
+    )  # before sharding: it checks itself
     if mesh is not None:
         offload = config.train_model.cpu_offload
         shard_model(model, mesh, param_dtype=_autocast_dtype(config), cpu_offload=offload)
@@ -299,7 +348,10 @@ def _kl_scoring(config: GRPOConfig, scorer: TokenScorer) -> KLScoring:
 
 def _passes(config: GRPOConfig) -> dict[str, Any]:
     """Size and precision of scoring passes: those of the trainer."""
-    return {"max_tokens": config.train.micro_batch_tokens, "autocast_dtype": _autocast_dtype(config)}
+    return {
+        "max_tokens": config.train.micro_batch_tokens,
+        "autocast_dtype": _autocast_dtype(config),
+    }
 
 
 def _own_address() -> str:
@@ -310,7 +362,9 @@ def _own_address() -> str:
 
 def _autocast_dtype(config: GRPOConfig) -> torch.dtype | None:
     """Dtype that the training step computes in; None is the dtype of the weights."""
-    return {"full": None, "bf16": torch.bfloat16, "fp16": torch.float16}[config.train.mixed_precision]
+    return {"full": None, "bf16": torch.bfloat16, "fp16": torch.float16}[
+        config.train.mixed_precision
+    ]
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -343,9 +397,17 @@ def _load(config: GRPOConfig, role: str, device: torch.device) -> Any:
             arguments=arguments,
         )
     except torch.OutOfMemoryError as error:
-        found = loading.load_config(name, trust_remote_code=model.trust_remote_code, arguments=arguments)
+        found = loading.load_config(
+            name, trust_remote_code=model.trust_remote_code, arguments=arguments
+        )
         shape = loading.config_shape(found, trust_remote_code=model.trust_remote_code)
         weights = weight_bytes(shape, BYTES[dtype])
-        knobs = {f"{role}.dtype=bfloat16": weights // 2} if dtype == "float32" and role != "train_model" else {}
+        knobs = (
+            {f"{role}.dtype=bfloat16": weights // 2}
+            if dtype == "float32" and role != "train_model"
+            else {}
+        )
         knobs |= {"train_model.num_devices=2": weights // 2} if role == "train_model" else {}
-        raise memory_short(error, f"Loading {name} for {role}", {"weights": weights}, knobs) from error
+        raise memory_short(
+            error, f"Loading {name} for {role}", {"weights": weights}, knobs
+        ) from error

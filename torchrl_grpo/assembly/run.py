@@ -1,6 +1,7 @@
 """Builds a run from the config, in this process or on Ray.
 
-``build`` checks everything that can be checked without weights, shows the plan, and only then loads models.
+``build`` checks everything that can be checked without weights, shows the plan, and only then loads
+models.
 """
 
 from __future__ import annotations
@@ -91,30 +92,39 @@ class Run:
             written = {"checkpoints": checkpointer.directory} if trained else {}
             if self.schedule.left(learner.version):
                 torchrl_logger.warning(
-                    f"train.time_limit={blueprint.config.train.time_limit:g} ended the run after step "
-                    f"{learner.version}.{self._goes_on(checkpointer)}"
+                    f"train.time_limit={blueprint.config.train.time_limit:g} ended the run after "
+                    f"step {learner.version}.{self._goes_on(checkpointer)}"
                 )
-            written |= {"model": learner.export(checkpointer, blueprint.tokenizer)} if trained else {}
+            written |= (
+                {"model": learner.export(checkpointer, blueprint.tokenizer)} if trained else {}
+            )
             check_folder()
         except BaseException:
             go_on = self._goes_on(checkpointer)
-            torchrl_logger.warning(f"The run ended early. What it did lies in {self.directory}.{go_on}")
+            torchrl_logger.warning(
+                f"The run ended early. What it did lies in {self.directory}.{go_on}"
+            )
             raise
         finally:
             report = self._report()
-        from torchrl_grpo.reporting.report import summarize  # not before: it imports matplotlib, which takes time
+        from torchrl_grpo.reporting.report import (
+            summarize,
+        )  # not before: it imports matplotlib, which takes time
 
         summary = summarize(self.directory)
         files = ("curves.png", "metrics.jsonl", "samples.jsonl")
-        paths = {"report": report} | {name.partition(".")[0]: self.directory / name for name in files}
+        paths = {"report": report} | {
+            name.partition(".")[0]: self.directory / name for name in files
+        }
         self.console.finish(summary, paths | written)
         return summary
 
     def _check_folder(self, checkpointer: Checkpointer) -> None:
-        """Have the rest written where the folder is now or, if it was removed, into a new one, and end the run.
+        """Have the rest written where the folder is now or, if it was removed, into a new one, and
+        end the run.
 
-        Raises:
-            FolderLostError: the folder is no longer where it was; the next call does not raise again.
+        Raises: FolderLostError: the folder is no longer where it was; the next call does not raise
+            again.
         """
         before, now = self.directory, self.lock.where()
         if now == before or self.lost_folder:
@@ -126,8 +136,9 @@ class Run:
         checkpointer.directory = self.directory / checkpointer.directory.name
         what += "" if now else f", and what is left was written to {self.directory}"
         raise FolderLostError(
-            f"hydra.run.dir={before} must stay where it is while a run writes into it, but it {what}: the run ends "
-            f"after step {self.learner.version}. Go on from the checkpoint there."
+            f"hydra.run.dir={before} must stay where it is while a run writes into it, but it "
+            f"{what}: the run ends after step {self.learner.version}. Go on from the checkpoint "
+            "there."
         )
 
     def _goes_on(self, checkpointer: Checkpointer) -> str:
@@ -143,7 +154,9 @@ class Run:
         limit = config.train.time_limit
         return schedule_of(
             config,
-            reference_version=resume.reference_version if resume and config.has_own_reference else 0,
+            reference_version=resume.reference_version
+            if resume and config.has_own_reference
+            else 0,
             unverified=self.unverified,
             ends_at=None if limit is None else self.started_at + limit,
         )
@@ -156,7 +169,9 @@ class Run:
     def _checkpointer(self) -> Checkpointer:
         """Make the writer of the run's checkpoints, after checking that there is room for them."""
         config = self.blueprint.config
-        made = Checkpointer(self.directory / "checkpoints", plain(config), config.train.keep_checkpoints)
+        made = Checkpointer(
+            self.directory / "checkpoints", plain(config), config.train.keep_checkpoints
+        )
         if not config.only_evaluates:
             self.writes().check_room(self.directory)
             made.directory.mkdir(parents=True, exist_ok=True)
@@ -169,12 +184,17 @@ class Run:
 
             return write_report(self.directory)
         except Exception as error:
-            why = "there is no room for it" if is_full(error) else f"{type(error).__name__}: {error}"
+            why = (
+                "there is no room for it" if is_full(error) else f"{type(error).__name__}: {error}"
+            )
             torchrl_logger.warning(f"No report could be written in {self.directory} ({why}).")
             return self.directory / METRICS_FILE
 
     def _observers(
-        self, checkpointer: Checkpointer, export: Callable[[], Any], check_folder: Callable[[], None]
+        self,
+        checkpointer: Checkpointer,
+        export: Callable[[], Any],
+        check_folder: Callable[[], None],
     ) -> list[Observer]:
         """Observers in order: a step is recorded and shown, then saved, and then may end the run."""
         config, alarms, schedule = self.blueprint.config, Alarms(), self.schedule
@@ -192,7 +212,11 @@ class Run:
             ),
             Timeline(self.source, self.logger),
             Saver(self.learner, self.source, checkpointer, export, schedule),
-            Limits(alarms, schedule=schedule, max_steps_without_signal=config.train.max_steps_without_signal),
+            Limits(
+                alarms,
+                schedule=schedule,
+                max_steps_without_signal=config.train.max_steps_without_signal,
+            ),
         ]
 
     def close(self) -> None:
@@ -200,13 +224,13 @@ class Run:
         self.resources.close()
 
 
-def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous: bool = False) -> Run:
+def build(
+    config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous: bool = False
+) -> Run:
     """Make a run: check it, show the plan, load the models, start the engine.
 
-    Args:
-        config: validated.
-        directory: where the run's files go.
-        asynchronous: whether sampling and training overlap. The roles are then processes on Ray, as they are where a
+    Args: config: validated. directory: where the run's files go. asynchronous: whether sampling and
+        training overlap. The roles are then processes on Ray, as they are where a
             role has several devices or ``ray.address`` names a cluster.
 
     Raises:
@@ -237,7 +261,9 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
             _check_distributed(blueprint)
         else:
             check_one_process(config)
-            resources.callback(torch.set_num_threads, torch.get_num_threads())  # a small model's parts change it
+            resources.callback(
+                torch.set_num_threads, torch.get_num_threads()
+            )  # a small model's parts change it
         transfer = _transfer(blueprint, max_staleness, distributed=distributed)
         console = resources.enter_context(Console())
         console.table("Device plan", plan_rows(blueprint))
@@ -246,11 +272,17 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
         train, test = blueprint.train_env, blueprint.greedy_env
         [prompt] = train.prompts.first(1)
         tested = 0 if test is None else test.batch_size[0]
-        console.problems(train.num_problems, tested, train.tokenizer.decode(prompt), opens=train.task.opens)
-        finished = resume is not None and not config.only_evaluates and resume.step >= config.num_batches
+        console.problems(
+            train.num_problems, tested, train.tokenizer.decode(prompt), opens=train.task.opens
+        )
+        finished = (
+            resume is not None and not config.only_evaluates and resume.step >= config.num_batches
+        )
         logger = resources.enter_context(_logger(config, directory, resume, finished=finished))
         if config.logging.page:
-            [page] = entry_points(group="torchrl_grpo.page")  # the extra `view`: the core imports no extra
+            [page] = entry_points(
+                group="torchrl_grpo.page"
+            )  # the extra `view`: the core imports no extra
             resources.enter_context(page.load()(directory, console.page, torchrl_logger.warning))
         if resume is not None:
             console.resume(resume.step, resume.path, finished=finished)
@@ -258,15 +290,22 @@ def build(config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous
                 console.table("Options that differ from the resumed run", resume.differences)
         if config.train.resume is not None and not config.only_evaluates:
             done = 0 if resume is None else resume.step
-            logger.truncate(done + 1 if done else 0)  # what this run's folder has of later steps is done again
+            logger.truncate(
+                done + 1 if done else 0
+            )  # what this run's folder has of later steps is done again
             Checkpointer(directory / "checkpoints", {}).begin(done)
         if distributed:
-            torchrl_logger.info(f"The weights reach the engines by inference_model.weight_transfer={transfer.name}.")
+            torchrl_logger.info(
+                f"The weights reach the engines by inference_model.weight_transfer={transfer.name}."
+            )
             cluster = cluster or _start_ray(None, resources)
         learner, source = _make_roles(blueprint, cluster, transfer, max_staleness, resources)
         if watch is not None and cluster is not None and isinstance(learner, RayLearner):
             ranks = learner.pids
-            watch.where, watch.pids = source.what_is_missing, lambda: [*source.pids().values(), *ranks]
+            watch.where, watch.pids = (
+                source.what_is_missing,
+                lambda: [*source.pids().values(), *ranks],
+            )
             watch.elsewhere = partial(_stacks_elsewhere, cluster, watch)
         left = resources.pop_all()
         return Run(
@@ -306,7 +345,9 @@ def _transfer(blueprint: Blueprint, max_staleness: int, *, distributed: bool) ->
     )
 
 
-def _logger(config: GRPOConfig, directory: Path, resume: Resume | None, *, finished: bool) -> MetricsLogger:
+def _logger(
+    config: GRPOConfig, directory: Path, resume: Resume | None, *, finished: bool
+) -> MetricsLogger:
     logging = config.logging
     return MetricsLogger(
         directory,
@@ -332,15 +373,27 @@ def _start_ray(address: str | None, resources: ExitStack) -> Cluster:
 
 
 def _make_roles(
-    blueprint: Blueprint, cluster: Cluster | None, transfer: Transfer, max_staleness: int, resources: ExitStack
+    blueprint: Blueprint,
+    cluster: Cluster | None,
+    transfer: Transfer,
+    max_staleness: int,
+    resources: ExitStack,
 ) -> tuple[Learner | RayLearner, Rollouts]:
-    """Make and start the roles, in this thread or on a cluster; ``resources`` gets everything that must be closed.
+    """Make and start the roles, in this thread or on a cluster; ``resources`` gets everything that
+    must be closed.
 
     Raises:
         ValueError: Ray has no room, or a part was refused where it was made.
     """
-    config, plan, resume, ray = blueprint.config, blueprint.plan, blueprint.resume, blueprint.config.ray
-    untested = replace(blueprint, greedy_env=None, sampled_env=None)  # of the test split, for those who need none
+    config, plan, resume, ray = (
+        blueprint.config,
+        blueprint.plan,
+        blueprint.resume,
+        blueprint.config.ray,
+    )
+    untested = replace(
+        blueprint, greedy_env=None, sampled_env=None
+    )  # of the test split, for those who need none
     allocations: Mapping[str, Sequence[Any]]  # of each part: its device, or Ray's options
     learner: Learner | RayLearner
     driver: InlineDriver | ThreadDriver
@@ -352,7 +405,9 @@ def _make_roles(
         learner, driver = make_learner(untested, transfer, device=plan.train[0]), InlineDriver()
         task_groups, concurrent_tasks = None, 1
     else:
-        allocations = cluster.place(plan, tensor_parallel_size=config.train_model.tensor_parallel_size)
+        allocations = cluster.place(
+            plan, tensor_parallel_size=config.train_model.tensor_parallel_size
+        )
         cluster.check_object_store(stored_bytes(blueprint, transfer))
         learner = RayLearner(
             partial(make_learner, untested, transfer),
@@ -363,20 +418,34 @@ def _make_roles(
             resumed_from=None if resume is None else resume.path,
         )
         cluster.watch(learner.last_saved)
-        driver = ThreadDriver(actor_timeout_s=ray.actor_timeout_s, recovery_timeout_s=ray.recovery_timeout_s)
-        task_groups, concurrent_tasks = task_geometry(config, len(plan.inference), sleeps=blueprint.sleeps)
+        driver = ThreadDriver(
+            actor_timeout_s=ray.actor_timeout_s, recovery_timeout_s=ray.recovery_timeout_s
+        )
+        task_groups, concurrent_tasks = task_geometry(
+            config, len(plan.inference), sleeps=blueprint.sleeps
+        )
     resources.callback(learner.close)
     in_flight: Any = config.inference_model.in_flight
-    if max_staleness and blueprint.reward_pool is not None and not ENGINES[config.inference_model.backend].concurrent:
-        # While one task is scored others are sampled, as many as may be under way, and weights may come in between.
+    if (
+        max_staleness
+        and blueprint.reward_pool is not None
+        and not ENGINES[config.inference_model.backend].concurrent
+    ):
+        # While one task is scored others are sampled, as many as may be under way, and weights may
+        # come in between.
         concurrent_tasks, in_flight = max_staleness + 1, "keep"
-    # Beside the tasks, an update and an evaluation, where the engine can take several calls at a time.
+    # Beside the tasks, an update and an evaluation, where the engine can take several calls at a
+    # time.
     threads = concurrent_tasks + 2 if concurrent_tasks > 1 or in_flight != "wait" else 1
 
-    def make_worker(name: str, allocation: Any, factory: Callable[..., Any], callers: int = 1) -> Worker:
+    def make_worker(
+        name: str, allocation: Any, factory: Callable[..., Any], callers: int = 1
+    ) -> Worker:
         if cluster is None:
             return LocalWorker(name, partial(factory, device=allocation))
-        return RayWorker(name, factory, {**allocation, "max_concurrency": callers}, ray.actor_timeout_s)
+        return RayWorker(
+            name, factory, {**allocation, "max_concurrency": callers}, ray.actor_timeout_s
+        )
 
     def sampler(number: int) -> Callable[..., Any]:
         factory = partial(make_sampler, blueprint, task_groups, concurrent_tasks, number=number)
@@ -394,7 +463,9 @@ def _make_roles(
             for index, allocation in enumerate(allocations["reference"])
         ],
         teachers=[
-            make_worker(f"teacher {index}", allocation, partial(make_teacher, untested, number=index))
+            make_worker(
+                f"teacher {index}", allocation, partial(make_teacher, untested, number=index)
+            )
             for index, allocation in enumerate(allocations["teacher"])
         ],
         concurrent_tasks=concurrent_tasks,
@@ -414,8 +485,11 @@ def _make_roles(
         rollouts.start()
         return learner, rollouts
     say(f"starting {sum(map(len, allocations.values()))} processes, which load their models")
-    # On one accelerator the engine must not start while others take memory; else all start at the same time.
-    for start in (learner.start, rollouts.start) if plan.colocated else (rollouts.start, learner.start):
+    # On one accelerator the engine must not start while others take memory; else all start at the
+    # same time.
+    for start in (
+        (learner.start, rollouts.start) if plan.colocated else (rollouts.start, learner.start)
+    ):
         start()
     rollouts.wait_until_ready()
     return learner, rollouts

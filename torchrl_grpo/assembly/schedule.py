@@ -1,4 +1,6 @@
-"""Schedule of a run from its config: its length, evaluations, checkpoints, reference refreshes and exports."""
+"""Schedule of a run from its config: its length, evaluations, checkpoints, reference refreshes and
+exports.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,15 @@ from torchrl_grpo.loop import Schedule
 
 
 def schedule_of(
-    config: GRPOConfig, *, reference_version: int = 0, unverified: bool = False, ends_at: float | None = None
+    config: GRPOConfig,
+    *,
+    reference_version: int = 0,
+    unverified: bool = False,
+    ends_at: float | None = None,
 ) -> Schedule:
-    """Return the schedule of a config whose length is known (``blueprint.prepare``); see ``Schedule``."""
+    """Return the schedule of a config whose length is known (``blueprint.prepare``); see
+    ``Schedule``.
+    """
     engine = config.inference_model
     return Schedule(
         num_batches=config.num_batches,
@@ -26,11 +34,21 @@ def schedule_of(
     )
 
 
-def writes_of(config: GRPOConfig, schedule: Schedule, done: int, checkpoint_bytes: int, model_bytes: int) -> Writes:
-    """Return the checkpoints and models that a run writes after ``done`` steps; bytes are those of one."""
+def writes_of(
+    config: GRPOConfig, schedule: Schedule, done: int, checkpoint_bytes: int, model_bytes: int
+) -> Writes:
+    """Return the checkpoints and models that a run writes after ``done`` steps; bytes are those of
+    one.
+    """
     if config.only_evaluates:
         return Writes(0, checkpoint_bytes, 0, model_bytes, config.train.keep_checkpoints)
     models = 1  # and of adapters alone any number, which are small
     if not config.train_model.lora.enabled:
         models += schedule.turns(schedule.export_frequency, done)
-    return Writes(schedule.checkpoints(done), checkpoint_bytes, models, model_bytes, config.train.keep_checkpoints)
+    return Writes(
+        schedule.checkpoints(done),
+        checkpoint_bytes,
+        models,
+        model_bytes,
+        config.train.keep_checkpoints,
+    )

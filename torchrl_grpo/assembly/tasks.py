@@ -46,13 +46,16 @@ BUILTINS = {
 
 
 def make_task(
-    env: EnvConfig, split: Split = "train", tests: Sequence[DatasetConfig] = (), *, scored: bool = True
+    env: EnvConfig,
+    split: Split = "train",
+    tests: Sequence[DatasetConfig] = (),
+    *,
+    scored: bool = True,
 ) -> Task:
     """The task that a config names, with its rewards.
 
-    Args:
-        env: validated.
-        split: that is needed first. Of data sets it is read here, so that what is wrong with the data, or with a reward
+    Args: env: validated. split: that is needed first. Of data sets it is read here, so that what is
+        wrong with the data, or with a reward
             that asks for a column, is found before a model is loaded.
         tests: further test sets.
         scored: whether responses are scored; otherwise the data needs no reward.
@@ -73,7 +76,10 @@ def make_task(
     if tests:
         own = list(task.tasks) if isinstance(task, MixedTask) else []
         names = dataset_names(tests, "evaluation.datasets", own)
-        sets = [_make_test(entry, f"evaluation.datasets[{i}]", env.reward, scoring) for i, entry in enumerate(tests)]
+        sets = [
+            _make_test(entry, f"evaluation.datasets[{i}]", env.reward, scoring)
+            for i, entry in enumerate(tests)
+        ]
         task = WithTests(task, dict(zip(names, sets, strict=True)))
     functions = [load_function(name, "env.tools", {}) for name in env.tools if name != PYTHON]
     if env.environment is not None:
@@ -87,16 +93,19 @@ def make_task(
     if env.agent is not None:
         task = WithAgent(task, load_program(env.agent), _tool_parser(env))
     played = env.environment is not None or env.agent is not None
-    _check_parts(env, data.tasks if isinstance(data, MixedTask) and not played else {task.name: task})
+    _check_parts(
+        env, data.tasks if isinstance(data, MixedTask) and not played else {task.name: task}
+    )
     if task.opens and env.transforms:
         raise ValueError(
-            f"env.transforms={list(env.transforms)} must be left out with task {task.name!r}, which keeps something of "
-            "a dialog between its turns: let the task itself answer."
+            f"env.transforms={list(env.transforms)} must be left out with task {task.name!r}, "
+            "which keeps something of a dialog between its turns: let the task itself answer."
         )
     if env.max_turns > 1 and not (task.multi_turn or env.transforms):
         raise ValueError(
-            f"env.max_turns={env.max_turns} must be 1 with task {task.name!r}, whose dialogs end after the policy's "
-            "first turn: leave it out, or give env.retry_prompt, env.tools or env.transforms."
+            f"env.max_turns={env.max_turns} must be 1 with task {task.name!r}, whose dialogs end "
+            "after the policy's first turn: leave it out, or give env.retry_prompt, env.tools or "
+            "env.transforms."
         )
     return task
 
@@ -106,8 +115,8 @@ def _check_parts(env: EnvConfig, tasks: Mapping[str, Task]) -> None:
     bare = [name for name, task in tasks.items() if not task.has_parts]
     if bare and env.reward_combination == "gdpo":
         raise ValueError(
-            f"env.reward_combination=gdpo must have a reward in parts, {', '.join(bare)} has none: name reward "
-            "functions in env.reward, or use env.reward_combination=sum."
+            f"env.reward_combination=gdpo must have a reward in parts, {', '.join(bare)} has none: "
+            "name reward functions in env.reward, or use env.reward_combination=sum."
         )
 
 
@@ -117,10 +126,13 @@ def _make_verifiers(env: EnvConfig, split: Split, tests: Sequence[DatasetConfig]
 
     if tests:
         raise ValueError(
-            f"evaluation.datasets must be left out with env.task={env.task}, whose tests are its own tasks: leave it "
-            "out, and evaluate on other data in another run (train.total_dialog_turns=0)."
+            f"evaluation.datasets must be left out with env.task={env.task}, whose tests are its "
+            "own tasks: leave it out, and evaluate on other data in another run "
+            "(train.total_dialog_turns=0)."
         )
-    config = make_config(env.task.removeprefix(checks.VERIFIERS), env.dataset_options or {}, env.max_turns)
+    config = make_config(
+        env.task.removeprefix(checks.VERIFIERS), env.dataset_options or {}, env.max_turns
+    )
     task = VerifiersTask(config, env.max_samples)
     task.problems(split)
     played = WithAgent(task, Verifiers(config), _tool_parser(env))
@@ -129,17 +141,26 @@ def _make_verifiers(env: EnvConfig, split: Split, tests: Sequence[DatasetConfig]
 
 
 def _tool_parser(env: EnvConfig) -> Parser:
-    return parse_tool_calls if env.tool_parser is None else load_function(env.tool_parser, "env.tool_parser", {})
+    return (
+        parse_tool_calls
+        if env.tool_parser is None
+        else load_function(env.tool_parser, "env.tool_parser", {})
+    )
 
 
-def _sandboxed(env: EnvConfig, tests: Sequence[DatasetConfig]) -> tuple[EnvConfig, Sequence[DatasetConfig]]:
-    """The same settings, with ``env.sandbox`` for each reward that runs programs, of which there can be a sandbox here.
+def _sandboxed(
+    env: EnvConfig, tests: Sequence[DatasetConfig]
+) -> tuple[EnvConfig, Sequence[DatasetConfig]]:
+    """The same settings, with ``env.sandbox`` for each reward that runs programs, of which there
+    can be a sandbox here.
 
     Raises:
         ValueError: the machine has none.
     """
     env = replace(env, reward=_with_option(env.reward, env.sandbox))
-    several = [replace(one, reward=_with_option(one.reward, env.sandbox)) for one in env.datasets or ()]
+    several = [
+        replace(one, reward=_with_option(one.reward, env.sandbox)) for one in env.datasets or ()
+    ]
     tests = [replace(one, reward=_with_option(one.reward, env.sandbox)) for one in tests]
     rewarded = any(_runs_programs(one.reward) for one in (env, *several, *tests))
     if not rewarded and PYTHON not in env.tools:
@@ -155,8 +176,8 @@ def _sandboxed(env: EnvConfig, tests: Sequence[DatasetConfig]) -> tuple[EnvConfi
         say(f"{who} runs programs in namespaces of the kernel: no network, no files but Python's")
     else:
         torchrl_logger.warning(
-            f"{who} runs programs with limits of time and memory alone: they can read files and use the network "
-            "(docs/security.md)."
+            f"{who} runs programs with limits of time and memory alone: they can read files and "
+            "use the network (docs/security.md)."
         )
     return replace(env, datasets=several if env.datasets is not None else None), tests
 
@@ -167,7 +188,11 @@ def _with_option(spec: Any, sandbox: str) -> Any:
         return [_with_option(one, sandbox) for one in spec]
     if spec == "code":
         return {"fn": "code", "sandbox": sandbox}
-    return {**spec, "sandbox": sandbox} if isinstance(spec, Mapping) and spec.get("fn") == "code" else spec
+    return (
+        {**spec, "sandbox": sandbox}
+        if isinstance(spec, Mapping) and spec.get("fn") == "code"
+        else spec
+    )
 
 
 def _runs_programs(spec: Any) -> bool:
@@ -175,7 +200,9 @@ def _runs_programs(spec: Any) -> bool:
     return any(isinstance(one, Mapping) and one.get("fn") == "code" for one in entries)
 
 
-def dataset_names(entries: Sequence[DatasetConfig], field: str, taken: Sequence[str] = ()) -> list[str]:
+def dataset_names(
+    entries: Sequence[DatasetConfig], field: str, taken: Sequence[str] = ()
+) -> list[str]:
     """Return the names of data sets in metrics.
 
     Raises:
@@ -184,11 +211,15 @@ def dataset_names(entries: Sequence[DatasetConfig], field: str, taken: Sequence[
     names = [entry.name or data_name(entry.dataset or "") for entry in entries]
     for index, name in enumerate(names):
         if [*names, *taken].count(name) > 1:
-            raise ValueError(f"{field}[{index}].name={name} must differ from the others: give it a name.")
+            raise ValueError(
+                f"{field}[{index}].name={name} must differ from the others: give it a name."
+            )
     return names
 
 
-def _with_environment(task: Task, env: EnvConfig, split: Split, tools: Sequence[Callable[..., Any]]) -> Task:
+def _with_environment(
+    task: Task, env: EnvConfig, split: Split, tools: Sequence[Callable[..., Any]]
+) -> Task:
     """Wrap the task in the environments that the config names."""
     from torchrl_grpo.integrations.openenv import OpenEnvKind
     from torchrl_grpo.tasks.with_environment import Kind, WithEnvironment
@@ -212,7 +243,9 @@ def _with_environment(task: Task, env: EnvConfig, split: Split, tools: Sequence[
 
 
 def _with_python(task: Task, env: EnvConfig, tools: Sequence[Callable[..., Any]]) -> Task:
-    """Wrap the task in the tool ``python``: an environment that scores nothing, with the other tools beside it."""
+    """Wrap the task in the tool ``python``: an environment that scores nothing, with the other
+    tools beside it.
+    """
     from torchrl_grpo.tasks.with_environment import Kind, WithEnvironment
     from torchrl_grpo.tools.python import Python
 
@@ -241,7 +274,9 @@ def check_tests(task: Task, problems: Sequence[Problem]) -> None:
             _check_columns(task, problem)
         except ValueError as error:
             where = f"{name} of evaluation.datasets" if name else "the test split"
-            raise ValueError(f"{where} must have the columns that its reward or environment needs: {error}") from error
+            raise ValueError(
+                f"{where} must have the columns that its reward or environment needs: {error}"
+            ) from error
     if isinstance(task, WithEnvironment):
         task.check(problems)
 
@@ -269,7 +304,9 @@ def _make_test(entry: DatasetConfig, field: str, reward: Any, scoring: Scoring) 
     except UnknownSplitError:
         if entry.test_split is not None:
             raise
-        return _make_dataset(replace(entry, test_split=entry.train_split or "train"), field, reward, "test", scoring)
+        return _make_dataset(
+            replace(entry, test_split=entry.train_split or "train"), field, reward, "test", scoring
+        )
 
 
 def _make_problems(env: EnvConfig, split: Split, scoring: Scoring) -> Task:
@@ -284,13 +321,17 @@ def _make_problems(env: EnvConfig, split: Split, scoring: Scoring) -> Task:
     fields = [f"env.datasets[{index}]" for index in range(len(env.datasets))]
     names = dataset_names(env.datasets, "env.datasets")
     tasks = [
-        _make_dataset(entry, field, env.reward if entry.reward is None else entry.reward, split, scoring)
+        _make_dataset(
+            entry, field, env.reward if entry.reward is None else entry.reward, split, scoring
+        )
         for entry, field in zip(env.datasets, fields, strict=True)
     ]
     return MixedTask(tasks, [entry.weight for entry in env.datasets], names)
 
 
-def _make_dataset(data: DataConfig, field: str, reward: Any, split: Split, scoring: Scoring) -> Task:
+def _make_dataset(
+    data: DataConfig, field: str, reward: Any, split: Split, scoring: Scoring
+) -> Task:
     """A data set's task, with its scorer: it must have one, it may, or what plays it scores."""
     name = data.dataset or ""
     if name in checks.GENERATED:
@@ -324,7 +365,11 @@ def _make_dataset(data: DataConfig, field: str, reward: Any, split: Split, scori
             "field": field,
         }
         is_preset = name in checks.PRESETS
-        task = _builtin(name)(data.dataset_path, **options) if is_preset else DatasetTask(name, **options)
+        task = (
+            _builtin(name)(data.dataset_path, **options)
+            if is_preset
+            else DatasetTask(name, **options)
+        )
         task.problems(split)
         reward = task.reward if reward is None else reward
     if scoring == "not":
@@ -333,8 +378,9 @@ def _make_dataset(data: DataConfig, field: str, reward: Any, split: Split, scori
         return _with_rewards(task, reward, f"{field}.reward", split)
     if scoring == "must" and type(task).score is Task.score and type(task).judge is Task.judge:
         raise ValueError(
-            f"{field}.dataset={name} needs {field}.reward: use a built-in one, such as {field}.reward=gsm8k, or a "
-            f"function of yours, {field}.reward=my_rewards.py:exact_match; algo=sft with evaluation.num_prompts=0 "
+            f"{field}.dataset={name} needs {field}.reward: use a built-in one, such as "
+            f"{field}.reward=gsm8k, or a function of yours, "
+            f"{field}.reward=my_rewards.py:exact_match; algo=sft with evaluation.num_prompts=0 "
             "needs none."
         )
     return task
@@ -349,15 +395,23 @@ def _with_rewards(task: Task, spec: Any, field: str, split: Split | None = None)
     """Wrap the task in rewards, which may use the columns of the split's problems."""
     from torchrl_grpo.tasks.with_rewards import WithRewards
 
-    return WithRewards(task, _rewards(task, spec, field, None if split is None else task.problems(split)[0]))
+    return WithRewards(
+        task, _rewards(task, spec, field, None if split is None else task.problems(split)[0])
+    )
 
 
-def _rewards(task: Task, spec: Any, field: str, first: Problem | None, has_environment: bool = False) -> Rewards:
+def _rewards(
+    task: Task, spec: Any, field: str, first: Problem | None, has_environment: bool = False
+) -> Rewards:
     """The rewards of a spec, which get the columns of a task's problems, such as the first one."""
     from torchrl_grpo.tasks.with_rewards import make_rewards
 
     column = getattr(task, "prompt_column", None)
-    rewards = make_rewards(spec, field=field, **({} if column is None else {"prompt_column": column}))
+    rewards = make_rewards(
+        spec, field=field, **({} if column is None else {"prompt_column": column})
+    )
     if first is not None:
-        rewards.check(first.extra, has_answer=first.answer is not None, has_environment=has_environment)
+        rewards.check(
+            first.extra, has_answer=first.answer is not None, has_environment=has_environment
+        )
     return rewards

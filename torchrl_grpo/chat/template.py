@@ -1,6 +1,8 @@
-"""Chats as tokens: the first prompt, and the text between two turns of the policy, as the chat template writes them.
+"""Chats as tokens: the first prompt, and the text between two turns of the policy, as the chat
+template writes them.
 
-No text of the policy is tokenized again, and only the template writes control tokens: in a message they are text.
+No text of the policy is tokenized again, and only the template writes control tokens: in a message
+they are text.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ Message = Mapping[str, Any]
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers finds it
 
 
-def render_chat(tokenizer: PreTrainedTokenizerBase, chat: Sequence[Message], **arguments: Any) -> str:
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase, chat: Sequence[Message], **arguments: Any
+) -> str:
     """A chat as the chat template writes it.
 
     Raises:
@@ -36,7 +40,8 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, chat: Sequence[Message], **a
 def render_spans(
     tokenizer: PreTrainedTokenizerBase, chat: Sequence[Message], **arguments: Any
 ) -> tuple[str, list[tuple[int, int]]]:
-    """A chat as the chat template writes it, and the characters between its ``generation`` markers, if it has any.
+    """A chat as the chat template writes it, and the characters between its ``generation`` markers,
+    if it has any.
 
     Raises:
         ValueError: the template raises, whatever it is.
@@ -47,19 +52,23 @@ def render_spans(
         if not _GENERATION.search(template):
             return str(tokenizer.apply_chat_template(messages, tokenize=False, **arguments)), []
         arguments = {**tokenizer.special_tokens_map, "chat_template": template, **arguments}
-        [text], [spans] = render_jinja_template([messages], return_assistant_tokens_mask=True, **arguments)
+        [text], [spans] = render_jinja_template(
+            [messages], return_assistant_tokens_mask=True, **arguments
+        )
         return text, spans
     except Exception as error:
         template = printable(str(tokenizer.chat_template))
         said = printable(f"{type(error).__name__}: {error}")
         roles = list(dict.fromkeys(str(message.get("role")) for message in chat))
         raise ValueError(
-            f"model.chat_template={template!r:.80} must write a chat of the roles {roles}, "
-            f"and it says {said!r:.200}: mend it, or leave it out, if it is not the tokenizer's own."
+            f"model.chat_template={template!r:.80} must write a chat of the roles {roles}, and it "
+            f"says {said!r:.200}: mend it, or leave it out, if it is not the tokenizer's own."
         ) from error
 
 
-def check_tools(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]], **arguments: Any) -> None:
+def check_tools(
+    tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]], **arguments: Any
+) -> None:
     """Check that the chat template writes tools.
 
     Raises:
@@ -73,9 +82,9 @@ def check_tools(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str,
     )
     if with_tools == without:
         raise ValueError(
-            f"model.chat_template={printable(str(tokenizer.chat_template))!r:.80} must write the tools "
-            f"{[tool.get('function', tool).get('name') for tool in tools]}, and it leaves them out: use a model or a "
-            "template that writes `tools`."
+            f"model.chat_template={printable(str(tokenizer.chat_template))!r:.80} must write the "
+            f"tools {[tool.get('function', tool).get('name') for tool in tools]}, and it leaves "
+            "them out: use a model or a template that writes `tools`."
         )
 
 
@@ -87,20 +96,22 @@ _CALL = {"type": "function", "id": "call00000", "function": _FUNCTION}
 
 
 class ChatEncoder:
-    """Turns chats into tokens. Only the chat template can write control tokens: where a message spells one out, it is
-    tokenized as text, so that no data and no tool can end a turn or speak in another role.
+    """Turns chats into tokens. Only the chat template can write control tokens: where a message
+    spells one out, it is tokenized as text, so that no data and no tool can end a turn or speak in
+    another role.
 
-    Control tokens are those that the tokenizer marks as special, and the other added ones that the template writes
-    around messages. A text without one has the tokens that it has without this class: a tokenizer merges across the
-    borders of messages, so the whole chat is tokenized at once. A text with one is cut after the first character of
-    each: no tokenizer, whatever its kind, finds a token across a cut.
+    Control tokens are those that the tokenizer marks as special, and the other added ones that the
+    template writes around messages. A text without one has the tokens that it has without this
+    class: a tokenizer merges across the borders of messages, so the whole chat is tokenized at
+    once. A text with one is cut after the first character of each: no tokenizer, whatever its kind,
+    finds a token across a cut.
 
     Args:
         tokenizer: with a chat template.
         arguments: further ones of the template.
 
-    Attributes:
-        control: the control tokens, as text. One of a single character cannot be told from text, and is not among them.
+    Attributes: control: the control tokens, as text. One of a single character cannot be told from
+        text, and is not among them.
 
     >>> from transformers import AutoTokenizer
     >>> from torchrl_grpo.starter import starter_path
@@ -118,7 +129,9 @@ class ChatEncoder:
         self._first = re.compile("|".join(map(re.escape, first)) or r"(?!)")
         self._any = re.compile("|".join(map(re.escape, self.control)) or r"(?!)")
         self._stand_ins = {char: chr(0xD800 + number) for number, char in enumerate(first)}
-        self._originals = str.maketrans({stand_in: char for char, stand_in in self._stand_ins.items()})
+        self._originals = str.maketrans(
+            {stand_in: char for char, stand_in in self._stand_ins.items()}
+        )
         signs = [char for char in first if not char.isalnum()]
         self._signs = str.maketrans({char: self._stand_ins[char] for char in signs})
         normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
@@ -129,46 +142,60 @@ class ChatEncoder:
         chats = ([_USER, _ASSISTANT, _USER], [_USER, _ASSISTANT, _RESULT, _ASSISTANT, _USER])
         written = ""
         for chat in chats:
-            with suppress(ValueError):  # not every template takes a tool's result, or more than one turn
+            with suppress(
+                ValueError
+            ):  # not every template takes a tool's result, or more than one turn
                 written += render_chat(self.tokenizer, chat, **self.arguments)
         special: set[str] = set(self.tokenizer.all_special_tokens)
         others: set[str] = set()
         for added in self.tokenizer.added_tokens_decoder.values():
             (special if added.special else others).add(added.content)
-        others = {token for token in others if token in written and not (token[0].isalnum() or token.isspace())}
-        return tuple(sorted((token for token in special | others if len(token) > 1), key=lambda t: (-len(t), t)))
+        others = {
+            token
+            for token in others
+            if token in written and not (token[0].isalnum() or token.isspace())
+        }
+        return tuple(
+            sorted(
+                (token for token in special | others if len(token) > 1), key=lambda t: (-len(t), t)
+            )
+        )
 
     def tokens(self, chat: Sequence[Message], **arguments: Any) -> list[int]:
         """A chat's tokens; ``arguments`` are those of ``render``."""
         return self.encode([self.render(chat, **arguments)])[0]
 
     def render(self, chat: Sequence[Message], **arguments: Any) -> str:
-        """Return the chat as the template writes it, for ``encode`` alone: stand-ins replace the first characters of
-        control tokens that messages spell out. Lone surrogates become U+FFFD.
+        """Return the chat as the template writes it, for ``encode`` alone: stand-ins replace the
+        first characters of control tokens that messages spell out. Lone surrogates become U+FFFD.
 
         Args:
             chat: messages.
             **arguments: of the template, in addition to those given to the constructor.
 
-        Raises:
-            ValueError: the template raises, whatever it is, or leaves the tools out; or the messages are nested too
+        Raises: ValueError: the template raises, whatever it is, or leaves the tools out; or the
+            messages are nested too
                 deeply.
         """
         return self.render_turns(chat, len(chat), **arguments)[0]
 
-    def render_turns(self, chat: Sequence[Message], own: int, **arguments: Any) -> tuple[str, list[tuple[int, int]]]:
-        """Return what ``render`` does, and the assistant's spans by the template's ``generation`` markers.
+    def render_turns(
+        self, chat: Sequence[Message], own: int, **arguments: Any
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Return what ``render`` does, and the assistant's spans by the template's ``generation``
+        markers.
 
-        Args:
-            chat: messages.
-            own: number of messages after which the assistant's are as the policy writes them: there control tokens are
+        Args: chat: messages. own: number of messages after which the assistant's are as the policy
+            writes them: there control tokens are
                 control tokens.
             **arguments: of ``render``.
         """
         try:
             return self._render_turns(chat, own, arguments)
         except RecursionError as error:
-            raise ValueError("messages must not be nested so deeply: the limit is a few hundred levels.") from error
+            raise ValueError(
+                "messages must not be nested so deeply: the limit is a few hundred levels."
+            ) from error
 
     def _render_turns(
         self, chat: Sequence[Message], own: int, arguments: dict[str, Any]
@@ -177,15 +204,20 @@ class ChatEncoder:
         if tools and not self._writes_tools:  # an agent's, or those of a dialog's opening
             check_tools(self.tokenizer, tools, **self.arguments)
             self._writes_tools = True
-        trusted = [place >= own and message.get("role") == "assistant" for place, message in enumerate(chat)]
+        trusted = [
+            place >= own and message.get("role") == "assistant"
+            for place, message in enumerate(chat)
+        ]
         chat = [
-            _with_texts(self._with_call_form(message), replace_lone_surrogates if trusts else self._marked)
+            _with_texts(
+                self._with_call_form(message), replace_lone_surrogates if trusts else self._marked
+            )
             for message, trusts in zip(chat, trusted, strict=True)
         ]
         arguments = {**self.arguments, **arguments}
         text, spans = render_spans(self.tokenizer, chat, **arguments)
-        # A template that takes texts apart and joins the pieces may make a control token of them. Not the roles: the
-        # template goes by them.
+        # A template that takes texts apart and joins the pieces may make a control token of them.
+        # Not the roles: the template goes by them.
         apart = [
             {
                 key: entry if trusts or key == "role" else _with_texts(entry, self._without_signs)
@@ -196,7 +228,9 @@ class ChatEncoder:
         if apart == chat:
             return text, spans
         safe, safe_spans = render_spans(self.tokenizer, apart, **arguments)
-        same = [token for _, token in self._found(safe)] == [token for _, token in self._found(text)]
+        same = [token for _, token in self._found(safe)] == [
+            token for _, token in self._found(text)
+        ]
         return (text, spans) if same else (safe, safe_spans)
 
     def _with_call_form(self, message: Message) -> Message:
@@ -210,13 +244,15 @@ class ChatEncoder:
 
     @cached_property
     def _call_form(self) -> tuple[str | None, bool]:
-        """The content of a message that only calls, and whether arguments are an object: the template decides, by the
-        first form of which it writes the arguments."""
+        """The content of a message that only calls, and whether arguments are an object: the
+        template decides, by the first form of which it writes the arguments."""
         for content, as_object in (("", True), ("", False), (None, True), (None, False)):
             call = with_arguments(_CALL, as_object)
             calling = {**_ASSISTANT, "content": content, "tool_calls": [call]}
             with suppress(ValueError):
-                if _PLACEHOLDER in render_chat(self.tokenizer, [_USER, calling, _RESULT], **self.arguments):
+                if _PLACEHOLDER in render_chat(
+                    self.tokenizer, [_USER, calling, _RESULT], **self.arguments
+                ):
                     return content, as_object
         return "", True
 
@@ -226,7 +262,11 @@ class ChatEncoder:
         pieces = [piece.translate(self._originals) for text in cut for piece in text]
         if not pieces:
             return [[] for _ in texts]
-        ids = iter(self.tokenizer(pieces, add_special_tokens=False, return_attention_mask=False)["input_ids"])
+        ids = iter(
+            self.tokenizer(pieces, add_special_tokens=False, return_attention_mask=False)[
+                "input_ids"
+            ]
+        )
         return [[token for _ in text for token in next(ids)] for text in cut]
 
     def plain(self, text: str) -> str:
@@ -237,20 +277,31 @@ class ChatEncoder:
         """Whether a message spells out a control token, in a text that ``render`` gave."""
         return HALF.search(text) is not None
 
-    def encode_spans(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[range]]:
-        """Return the tokens of a text from ``render_turns``, and which of them a character of each span is in."""
+    def encode_spans(
+        self, text: str, spans: Sequence[tuple[int, int]]
+    ) -> tuple[list[int], list[range]]:
+        """Return the tokens of a text from ``render_turns``, and which of them a character of each
+        span is in.
+        """
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
         start = 0
         for piece in self._cut(text):
             out = self.tokenizer(
-                piece.translate(self._originals), add_special_tokens=False, return_offsets_mapping=True
+                piece.translate(self._originals),
+                add_special_tokens=False,
+                return_offsets_mapping=True,
             )
             ids += out["input_ids"]
-            offsets += [(start + first, start + max(last, first + 1)) for first, last in out["offset_mapping"]]
+            offsets += [
+                (start + first, start + max(last, first + 1))
+                for first, last in out["offset_mapping"]
+            ]
             start += len(piece)
         firsts, lasts = zip(*offsets, strict=True) if offsets else ((), ())
-        return ids, [range(bisect_right(lasts, first), bisect_left(firsts, last)) for first, last in spans]
+        return ids, [
+            range(bisect_right(lasts, first), bisect_left(firsts, last)) for first, last in spans
+        ]
 
     def _cut(self, text: str) -> list[str]:
         return [piece for piece in re.split(f"(?<={HALF.pattern})", text) if piece]
@@ -262,7 +313,9 @@ class ChatEncoder:
         """Return a message's text with stand-ins."""
         text = replace_lone_surrogates(text)
         found, normal = self._found(text), self._normalize(text)
-        if len(self._found(normal)) > len(found):  # such as a wide "<", of which the tokenizer makes a plain one
+        if len(self._found(normal)) > len(
+            found
+        ):  # such as a wide "<", of which the tokenizer makes a plain one
             text = normal
             found = self._found(normal)
         chars = list(text)
@@ -277,7 +330,9 @@ class ChatEncoder:
 
 
 def with_arguments(call: Any, as_object: bool) -> Any:
-    """Return a call with its arguments as an object or as its JSON; what is no call or object stays as it is."""
+    """Return a call with its arguments as an object or as its JSON; what is no call or object stays
+    as it is.
+    """
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         return call
@@ -297,7 +352,9 @@ def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {_with_texts(key, change): _with_texts(entry, change) for key, entry in value.items()}
+        return {
+            _with_texts(key, change): _with_texts(entry, change) for key, entry in value.items()
+        }
     if isinstance(value, list | tuple):
         return [_with_texts(entry, change) for entry in value]
     return value
@@ -318,14 +375,15 @@ class TurnTemplate:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> None:
         self._chats = ChatEncoder(tokenizer, arguments)
         self._known: dict[str, list[int]] = {}
-        self._kept: set[tuple[Any, ...]] = set()  # roles of messages that the template is known to write
+        self._kept: set[tuple[Any, ...]] = (
+            set()
+        )  # roles of messages that the template is known to write
 
     def tokens(self, messages: Sequence[Message], response: Sequence[int]) -> Tensor:
         """Return the tokens between two turns, [T] int64.
 
-        Args:
-            messages: such as a user's turn or the results of tools.
-            response: the tokens that the policy sampled before. Where it sampled the token that ends its turn, the
+        Args: messages: such as a user's turn or the results of tools. response: the tokens that the
+            policy sampled before. Where it sampled the token that ends its turn, the
                 template does not write it a second time.
 
         Raises:
@@ -334,7 +392,9 @@ class TurnTemplate:
         try:
             key = json.dumps(messages, sort_keys=True, default=str)
         except RecursionError as error:
-            raise ValueError("messages must not be nested so deeply: the limit is a few hundred levels.") from error
+            raise ValueError(
+                "messages must not be nested so deeply: the limit is a few hundred levels."
+            ) from error
         if key not in self._known:
             if len(self._known) > _MOST_KNOWN:
                 self._known.clear()
@@ -350,14 +410,21 @@ class TurnTemplate:
         """Return what ``ChatEncoder.render`` puts after the assistant's text."""
         roles = tuple(message.get("role") for message in messages)
         if roles not in self._kept:
-            # Not looked for in their own words: a template may write a text as JSON, strip it or take a part out.
+            # Not looked for in their own words: a template may write a text as JSON, strip it or
+            # take a part out.
             probes = [_PROBE.format(number) for number in range(len(messages))]
-            said = self._after([{**message, "content": probe} for message, probe in zip(messages, probes, strict=True)])
+            said = self._after(
+                [
+                    {**message, "content": probe}
+                    for message, probe in zip(messages, probes, strict=True)
+                ]
+            )
             for role, probe in zip(roles, probes, strict=True):
                 if probe not in said:
                     raise ValueError(
-                        "the tokenizer's chat template must write a message after an assistant's turn, it left the "
-                        f"content of a message of the role {role!r} out: use another template (model.chat_template)."
+                        "the tokenizer's chat template must write a message after an assistant's "
+                        f"turn, it left the content of a message of the role {role!r} out: use "
+                        "another template (model.chat_template)."
                     )
             self._kept.add(roles)
         return self._after(messages)
@@ -368,7 +435,7 @@ class TurnTemplate:
         _, found, between = text.partition(_PLACEHOLDER)
         if not found:
             raise ValueError(
-                f"the tokenizer's chat template must keep the text of an assistant turn, it left {_PLACEHOLDER!r} out: "
-                "use max_turns=1 or another template."
+                "the tokenizer's chat template must keep the text of an assistant turn, it left "
+                f"{_PLACEHOLDER!r} out: use max_turns=1 or another template."
             )
         return between

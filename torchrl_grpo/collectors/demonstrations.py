@@ -1,4 +1,6 @@
-"""``Demonstrations``: trajectories that are read from data, in place of sampled ones or beside them."""
+"""``Demonstrations``: trajectories that are read from data, in place of sampled ones or beside
+them.
+"""
 
 from __future__ import annotations
 
@@ -48,9 +50,10 @@ class WrittenChat(NamedTuple):
 class ChatWriter:
     """Writes a chat as the chat template does, and finds the assistant's turns in it.
 
-    The turns are what the template's ``generation`` markers enclose. Without them a turn begins where the prompt of
-    the messages before it ends, and ends where the chat up to it does. Where no turn has a token that ends it, each
-    gets the one that follows, or the end-of-sequence token. An assistant's control tokens are tokens, others' are text.
+    The turns are what the template's ``generation`` markers enclose. Without them a turn begins
+    where the prompt of the messages before it ends, and ends where the chat up to it does. Where no
+    turn has a token that ends it, each gets the one that follows, or the end-of-sequence token. An
+    assistant's control tokens are tokens, others' are text.
 
     Args:
         tokenizer: a fast one with a chat template.
@@ -75,8 +78,9 @@ class ChatWriter:
     ) -> None:
         if not tokenizer.is_fast:
             raise ValueError(
-                f"model.name's tokenizer must be a fast one to learn from demonstrations, {type(tokenizer).__name__} "
-                "does not say which characters its tokens are: use a model with a tokenizer.json."
+                "model.name's tokenizer must be a fast one to learn from demonstrations, "
+                f"{type(tokenizer).__name__} does not say which characters its tokens are: use a "
+                "model with a tokenizer.json."
             )
         self.tokenizer = tokenizer
         self._stops = set(stop_token_ids)
@@ -100,13 +104,15 @@ class ChatWriter:
             most: tokens of a turn.
             longest: tokens of the chat.
 
-        Raises:
-            ValueError: the template leaves something out, or does not write the chat after its prompt.
+        Raises: ValueError: the template leaves something out, or does not write the chat after its
+            prompt.
         """
         head, text, spans = self.render(prompt, rest, tools)
         [before] = self._chats.encode([head])
         tokens, turns = self._chats.encode_spans(text, spans)
-        shared = next((i for i, (a, b) in enumerate(zip(before, tokens, strict=False)) if a != b), len(before))
+        shared = next(
+            (i for i, (a, b) in enumerate(zip(before, tokens, strict=False)) if a != b), len(before)
+        )
         shared = min(shared, turns[0].start)
         if not any(tokens[i] in self._stops for turn in turns for i in turn):
             tokens, turns = self._with_ends(tokens, turns)
@@ -122,12 +128,18 @@ class ChatWriter:
         learned = torch.zeros(end, dtype=torch.bool)
         for turn in turns:
             learned[turn.start : turn.stop] = True
-        return WrittenChat(torch.tensor(tokens[:end], dtype=torch.int64), shared, turns, learned, cut)
+        return WrittenChat(
+            torch.tensor(tokens[:end], dtype=torch.int64), shared, turns, learned, cut
+        )
 
     def render(
-        self, prompt: Sequence[Message], rest: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        prompt: Sequence[Message],
+        rest: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> tuple[str, str, Spans]:
-        """Return the prompt and the chat, for ``ChatEncoder.encode``, and the assistant's turns in the chat.
+        """Return the prompt and the chat, for ``ChatEncoder.encode``, and the assistant's turns in
+        the chat.
 
         Raises:
             ValueError: see ``__call__``.
@@ -151,7 +163,9 @@ class ChatWriter:
         """Yield the assistant's turns in a chat whose template does not mark them."""
 
         def write(size: int, prompts: bool) -> str:
-            text, _ = self._chats.render_turns(chat[:size], first, add_generation_prompt=prompts, **arguments)
+            text, _ = self._chats.render_turns(
+                chat[:size], first, add_generation_prompt=prompts, **arguments
+            )
             return self._chats.plain(text)
 
         for place in range(first, len(chat)):
@@ -162,12 +176,14 @@ class ChatWriter:
             up_to_here = whole if place == len(chat) - 1 else write(place + 1, prompts=False)
             _check_goes_on(up_to_here, head)
             turn, start = up_to_here[len(head) :], len(head)
-            # A template may begin the last turn of a chat with an empty thought that it writes in no other.
+            # A template may begin the last turn of a chat with an empty thought that it writes in
+            # no other.
             extra = next((n for n in range(len(turn)) if whole.startswith(turn[n:], start)), None)
             if extra is None:
                 raise ValueError(
-                    "model.chat_template must end an assistant's turn in the same way wherever it is, it ends the last "
-                    f"one with {up_to_here[-20:]!r}: use a template with generation markers, or one turn per row."
+                    "model.chat_template must end an assistant's turn in the same way wherever it "
+                    f"is, it ends the last one with {up_to_here[-20:]!r}: use a template with "
+                    "generation markers, or one turn per row."
                 )
             yield start, start + len(turn) - extra
 
@@ -192,16 +208,21 @@ class ChatWriter:
 
 def _check_goes_on(text: str, head: str) -> None:
     if not text.startswith(head):
-        same = next((i for i, (a, b) in enumerate(zip(text, head, strict=False)) if a != b), len(text))
+        same = next(
+            (i for i, (a, b) in enumerate(zip(text, head, strict=False)) if a != b), len(text)
+        )
         raise ValueError(
-            "model.chat_template must write a response after the prompt that the policy sees, which goes on with "
-            f"{head[same:]!r:.80} where the chat has {text[same:]!r:.80}: write in the row what the prompt begins "
-            "(such as reasoning_content), or use a template, or env.chat_template_kwargs, that write both alike."
+            "model.chat_template must write a response after the prompt that the policy sees, "
+            f"which goes on with {head[same:]!r:.80} where the chat has {text[same:]!r:.80}: write "
+            "in the row what the prompt begins (such as reasoning_content), or use a template, or "
+            "env.chat_template_kwargs, that write both alike."
         )
 
 
 def _check_kept(rest: Sequence[Message], text: str, spans: Spans, start: int) -> None:
-    """Check that the words of each message are written, an assistant's within its turns and others' between them."""
+    """Check that the words of each message are written, an assistant's within its turns and others'
+    between them.
+    """
     borders = [start, *(border for span in spans for border in span), len(text)]
     pieces = [text[begin:end] for begin, end in pairwise(borders)]
     sides = {True: "".join(pieces[1::2]), False: "".join(pieces[::2])}
@@ -220,9 +241,10 @@ def _check_kept(rest: Sequence[Message], text: str, spans: Spans, start: int) ->
                 found = sides[own].find(word, place)
                 if found < 0:
                     raise ValueError(
-                        f"model.chat_template must write {field} of each message, it left out {word!r} of "
-                        f"{message[field]!r:.80} of the {message['role']}: use a template that writes it (one for "
-                        "training, which keeps earlier turns as they were), or remove it from the row."
+                        f"model.chat_template must write {field} of each message, it left out "
+                        f"{word!r} of {message[field]!r:.80} of the {message['role']}: use a "
+                        "template that writes it (one for training, which keeps earlier turns as "
+                        "they were), or remove it from the row."
                     )
                 place = found + len(word)
             ends.append(place)
@@ -241,10 +263,12 @@ def _words(value: Any) -> Iterator[str]:
 
 
 class Demonstrations:
-    """Gives the demonstrations of problems as a ``RolloutCollector`` gives what was sampled for them.
+    """Gives the demonstrations of problems as a ``RolloutCollector`` gives what was sampled for
+    them.
 
-    A demonstration has a reward of 1 and is correct. Nobody sampled it, so that its behavior log-probs are 0. Beside
-    what was sampled (``give``) it has neither: it is no member of the group, and only the loss reads it.
+    A demonstration has a reward of 1 and is correct. Nobody sampled it, so that its behavior
+    log-probs are 0. Beside what was sampled (``give``) it has neither: it is no member of the
+    group, and only the loss reads it.
 
     Attributes:
         last: counts of the latest batch.
@@ -283,7 +307,9 @@ class Demonstrations:
         for index in env.prompts.usable:
             problem, task = env.prompts.problems[index], env.task
             try:
-                writer.render(task.messages(problem), task.demonstration(problem), task.tools_for(problem))
+                writer.render(
+                    task.messages(problem), task.demonstration(problem), task.tools_for(problem)
+                )
             except ValueError as error:
                 raise ValueError(f"the demonstration of {problem.query!r:.80}: {error}") from error
 
@@ -299,7 +325,8 @@ class Demonstrations:
         return batch
 
     def give(self, drawn: Drawn, rows: Sequence[TensorDictBase]) -> None:
-        """Write the demonstration of a problem into the first of the rows that were sampled for it, in place.
+        """Write the demonstration of a problem into the first of the rows that were sampled for it,
+        in place.
 
         The others get an empty one: ``keys.DEMONSTRATION`` and ``keys.DEMONSTRATION_MASK``.
 
@@ -313,7 +340,11 @@ class Demonstrations:
 
     def _chat(self, problem: Problem) -> WrittenChat:
         task = self.env.task
-        prompt, rest, tools = task.messages(problem), task.demonstration(problem), task.tools_for(problem)
+        prompt, rest, tools = (
+            task.messages(problem),
+            task.demonstration(problem),
+            task.tools_for(problem),
+        )
         return self._write(prompt, rest, tools, most=self.most, longest=self.longest)
 
     def _row(self, drawn: Drawn) -> TensorDictBase:
@@ -346,7 +377,11 @@ class Demonstrations:
                 keys.RESPONSE_TEXT: NonTensorData("\n".join(texts)),
             }
         )
-        return row.set(keys.DATASET, NonTensorData(drawn.problem.dataset)) if drawn.problem.dataset else row
+        return (
+            row.set(keys.DATASET, NonTensorData(drawn.problem.dataset))
+            if drawn.problem.dataset
+            else row
+        )
 
     def take_counts(self) -> dict[str, float]:
         """Return nothing: no reward function was called."""

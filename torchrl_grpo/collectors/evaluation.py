@@ -23,18 +23,18 @@ from torchrl_grpo.host import stalls
 class Evaluator:
     """Plays the same test problems each time and computes accuracy.
 
-    The engine's random state is put back after each evaluation, so that evaluating changes nothing in the run, and the
-    sampled responses are drawn from the same seed each time; neither where the engine samples for others meanwhile.
+    The engine's random state is put back after each evaluation, so that evaluating changes nothing
+    in the run, and the sampled responses are drawn from the same seed each time; neither where the
+    engine samples for others meanwhile.
 
     Args:
         engine: samples; it is not closed here.
         greedy_env: an ``LLMEnv`` over the test split with ``repeats=1``, one row a problem.
         sampled_env: one with ``repeats=k`` over the same problems, or None without pass@k.
 
-    Keyword Args:
-        params: how responses are sampled for pass@k; greedy takes the same but for the temperature.
-        further: data sets that are test sets of their own: what is said of the test split leaves them out.
-        rows: the first problems of which there are sample rows; None is all.
+    Keyword Args: params: how responses are sampled for pass@k; greedy takes the same but for the
+        temperature. further: data sets that are test sets of their own: what is said of the test
+        split leaves them out. rows: the first problems of which there are sample rows; None is all.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class Evaluator:
         Args:
             sampled: whether pass@k is measured too.
 
-        Returns:
-            ``eval/pass@1`` in [0, 1] and ``eval/reward_mean``, both over the valid rewards, ``eval/invalid_fraction``
-            in [0, 1], ``eval/response_length`` in tokens, ``eval/truncated`` in [0, 1] and, if asked for,
-            ``eval/pass@k`` and ``eval/invalid_fraction@k``; the same with ``/name`` for each data set by name; and a
+        Returns: ``eval/pass@1`` in [0, 1] and ``eval/reward_mean``, both over the valid rewards,
+            ``eval/invalid_fraction`` in [0, 1], ``eval/response_length`` in tokens,
+            ``eval/truncated`` in [0, 1] and, if asked for, ``eval/pass@k`` and
+            ``eval/invalid_fraction@k``; the same with ``/name`` for each data set by name; and a
             sample row (greedy) of each of the first problems. A mean over no valid reward is NaN.
         """
         with preserve_rng(self.engine):
@@ -94,7 +94,8 @@ class Evaluator:
         batch, lengths = ends_of(batch), response_lengths(batch).double()
         valid = batch.get(keys.REWARD_VALID).reshape(-1)
         correct, reward, truncated = (
-            batch.get(key).reshape(-1).double() for key in (keys.CORRECT, keys.REWARD, keys.TRUNCATED)
+            batch.get(key).reshape(-1).double()
+            for key in (keys.CORRECT, keys.REWARD, keys.TRUNCATED)
         )
         metrics: dict[str, float] = {}
         for suffix, rows in self._sets(batch):
@@ -115,7 +116,9 @@ class Evaluator:
         valid = batch.get(keys.REWARD_VALID).reshape(-1, k)
         right = (batch.get(keys.CORRECT).reshape(-1, k) & valid).sum(-1).tolist()
         counts = zip(valid.sum(-1).tolist(), right, strict=True)
-        solved = torch.tensor([pass_at_k(n, c, n) if n else 0.0 for n, c in counts], dtype=torch.float64)
+        solved = torch.tensor(
+            [pass_at_k(n, c, n) if n else 0.0 for n, c in counts], dtype=torch.float64
+        )
         metrics: dict[str, float] = {}
         for suffix, rows in self._sets(batch[::k]):
             metrics[f"eval/pass@{k}{suffix}"] = solved[rows[valid[rows].any(-1)]].mean().item()
@@ -123,9 +126,14 @@ class Evaluator:
         return metrics
 
     def _sets(self, batch: TensorDictBase) -> list[tuple[str, Tensor]]:
-        """Rows of the task's own test split and of each data set, with the suffix of their metrics; none is empty."""
+        """Rows of the task's own test split and of each data set, with the suffix of their metrics;
+        none is empty.
+        """
         column = batch.get(keys.DATASET, None)
         names = [""] * len(batch) if column is None else column.reshape(-1).tolist()
         own = [i for i, name in enumerate(names) if name not in self._further]
-        sets = {f"/{name}": [i for i, other in enumerate(names) if other == name] for name in sorted({*names} - {""})}
+        sets = {
+            f"/{name}": [i for i, other in enumerate(names) if other == name]
+            for name in sorted({*names} - {""})
+        }
         return [(suffix, torch.tensor(rows)) for suffix, rows in ({"": own} | sets).items() if rows]

@@ -1,6 +1,8 @@
-"""``RolloutCollector``: plays whole groups of dialogs to their end and yields one element per trajectory.
+"""``RolloutCollector``: plays whole groups of dialogs to their end and yields one element per
+trajectory.
 
-The turns of a dialog, as the environment and the policy wrote them, become one sequence per sample (``_trajectories``).
+The turns of a dialog, as the environment and the policy wrote them, become one sequence per sample
+(``_trajectories``).
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ from torchrl_grpo.weights import named_weights
 
 @dataclass
 class RolloutCounts:
-    """Counts of a rollout: ``turns`` and ``tokens`` of the policy, seconds in the policy and in the environment."""
+    """Counts of a rollout: ``turns`` and ``tokens`` of the policy, seconds in the policy and in the
+    environment.
+    """
 
     turns: int = 0
     tokens: int = 0
@@ -43,15 +47,16 @@ class RolloutCounts:
 class RolloutCollector(BaseCollector):
     """Plays an ``LLMEnv`` with a ``GenerationPolicy``.
 
-    Each batch is a flat lazy stack of finished trajectories, whole groups only and the members of a group adjacent. A
-    trajectory is one row; where a task begins several samples in it, it is so many rows, of which the last one has the
-    reward and is done (``"trajectory"`` in ``torchrl_grpo.keys``). The
-    turns of a dialog are one sequence: ``("tokens", "prompt")`` is the first prompt, ``("tokens", "response")`` all
-    that came after it, ``("masks", "all_assistant_mask")`` is True on the tokens that the policy sampled, the
-    log-probs are 0 elsewhere, ``"policy_version"`` is the oldest of the turns, and ``("next", ...)`` is that of the
+    Each batch is a flat lazy stack of finished trajectories, whole groups only and the members of a
+    group adjacent. A trajectory is one row; where a task begins several samples in it, it is so
+    many rows, of which the last one has the reward and is done (``"trajectory"`` in
+    ``torchrl_grpo.keys``). The turns of a dialog are one sequence: ``("tokens", "prompt")`` is the
+    first prompt, ``("tokens", "response")`` all that came after it, ``("masks",
+    "all_assistant_mask")`` is True on the tokens that the policy sampled, the log-probs are 0
+    elsewhere, ``"policy_version"`` is the oldest of the turns, and ``("next", ...)`` is that of the
     last turn, but for the reward: it is the sum over the turns, valid if all of them are, and
-    ``("next", "turn_rewards")`` has the parts where a dialog of the rollout had several turns. Rows that are done cost
-    nothing in later turns.
+    ``("next", "turn_rewards")`` has the parts where a dialog of the rollout had several turns. Rows
+    that are done cost nothing in later turns.
 
     Attributes:
         last: counts of the latest rollout.
@@ -60,19 +65,22 @@ class RolloutCollector(BaseCollector):
         env: an ``LLMEnv``, possibly in a ``TransformedEnv``.
         policy: samples the responses; its engine takes the weights.
 
-    Keyword Args:
-        dialog_turns_per_batch: a batch is made of whole rollouts until it has at least so many trajectories. A dialog
-            counts once, however many turns it has. None is one rollout, ``num_envs`` trajectories. The config's
-            ``train.dialog_turns_per_batch`` is this.
-        total_dialog_turns: iteration ends when so many trajectories were yielded; -1 never ends. The config's
-            ``train.total_dialog_turns`` is this. (TorchRL's counts the turns within a dialog too.)
+    Keyword Args: dialog_turns_per_batch: a batch is made of whole rollouts until it has at least so
+        many trajectories. A dialog
+            counts once, however many turns it has. None is one rollout, ``num_envs`` trajectories.
+            The config's ``train.dialog_turns_per_batch`` is this.
+        total_dialog_turns: iteration ends when so many trajectories were yielded; -1 never ends.
+            The config's ``train.total_dialog_turns`` is this. (TorchRL's counts the turns within a
+            dialog too.)
         replay_buffer: iteration writes each batch to it and yields None.
-        postproc: what iteration makes of each batch before it yields or writes it, such as ``GroupAdvantage``.
-        **others: what TorchRL's ``LLMCollector`` takes beyond that, where it says what is so anyway.
+        postproc: what iteration makes of each batch before it yields or writes it, such as
+            ``GroupAdvantage``.
+        **others: what TorchRL's ``LLMCollector`` takes beyond that, where it says what is so
+            anyway.
 
-    Raises:
-        ValueError: a number is out of its range, or the environment or the policy is of another kind.
-        TypeError: an argument is TorchRL's and asks for something that this collector does not do.
+    Raises: ValueError: a number is out of its range, or the environment or the policy is of another
+        kind. TypeError: an argument is TorchRL's and asks for something that this collector does
+        not do.
 
     Examples:
         >>> from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -109,15 +117,20 @@ class RolloutCollector(BaseCollector):
         super().__init__()
         if not (isinstance(_base_env(env), LLMEnv) and isinstance(policy, GenerationPolicy)):
             raise ValueError(
-                f"env={type(_base_env(env)).__name__} must be an LLMEnv and policy={type(policy).__name__} a "
-                "GenerationPolicy: use TorchRL's LLMCollector for others, and num_envs for more rows."
+                f"env={type(_base_env(env)).__name__} must be an LLMEnv and "
+                f"policy={type(policy).__name__} a GenerationPolicy: use TorchRL's LLMCollector "
+                "for others, and num_envs for more rows."
             )
         if dialog_turns_per_batch is not None and dialog_turns_per_batch < 1:
             raise ValueError(
-                f"dialog_turns_per_batch={dialog_turns_per_batch} must be at least 1: use None for one rollout."
+                f"dialog_turns_per_batch={dialog_turns_per_batch} must be at least 1: use None for "
+                "one rollout."
             )
         if total_dialog_turns < 1 and total_dialog_turns != -1:
-            raise ValueError(f"total_dialog_turns={total_dialog_turns} must be at least 1, or -1 to run indefinitely.")
+            raise ValueError(
+                f"total_dialog_turns={total_dialog_turns} must be at least 1, or -1 to run "
+                "indefinitely."
+            )
         self.env = env
         self.policy = policy
         # These three names are TorchRL's: __len__ and stats() of the base class read them.
@@ -146,7 +159,9 @@ class RolloutCollector(BaseCollector):
         return self.policy.engine.policy_version
 
     def iterator(self) -> Iterator[TensorDictBase | None]:
-        """Yield batches (None with a replay buffer) until ``total_dialog_turns`` trajectories were made."""
+        """Yield batches (None with a replay buffer) until ``total_dialog_turns`` trajectories were
+        made.
+        """
         while self.total_frames < 0 or self._frames < self.total_frames:
             batch = self.rollout()
             if self.postproc is not None:
@@ -160,16 +175,16 @@ class RolloutCollector(BaseCollector):
     def rollout(self, drawn: Sequence[Drawn] = ()) -> TensorDictBase:
         """Plays one batch.
 
-        Args:
-            drawn: the groups to play, as many as the environment has room for; without them the environment draws.
+        Args: drawn: the groups to play, as many as the environment has room for; without them the
+            environment draws.
 
-        Returns:
-            flat lazy stack of trajectories with the keys of ``torchrl_grpo.keys``; ``"advantage"`` and
-            ``("next", "ref_log_probs", "full")`` are there only if a transform of the environment writes them.
+        Returns: flat lazy stack of trajectories with the keys of ``torchrl_grpo.keys``;
+            ``"advantage"`` and ``("next", "ref_log_probs", "full")`` are there only if a transform
+            of the environment writes them.
 
-        Raises:
-            RuntimeError: the collector is shut down, or a later turn did not keep the tokens of an earlier one.
-            ValueError: a prompt leaves no room for one token in the model's context.
+        Raises: RuntimeError: the collector is shut down, or a later turn did not keep the tokens of
+            an earlier one. ValueError: a prompt leaves no room for one token in the model's
+            context.
         """
         if self._closed:
             raise RuntimeError("the collector was shut down and cannot play: build a new one.")
@@ -184,12 +199,16 @@ class RolloutCollector(BaseCollector):
         return lazy_stack(sequences)
 
     def _play(self) -> Iterable[TensorDictBase]:
-        """Resets the environment and plays until all rows are done; one TensorDict per sample of a row."""
+        """Resets the environment and plays until all rows are done; one TensorDict per sample of a
+        row.
+        """
         start = time.perf_counter()
         data = self.env.reset()
         self.last.env_seconds += time.perf_counter() - start
         turns: list[list[TensorDictBase]] = [[] for _ in range(data.batch_size[0])]
-        active = list(range(len(turns)))  # each row has a first transition, also one whose opening failed
+        active = list(
+            range(len(turns))
+        )  # each row has a first transition, also one whose opening failed
         stepping = self.base_env.stepping
         if not stepping.all():
             data.set(keys.STEPPING, stepping)
@@ -212,14 +231,21 @@ class RolloutCollector(BaseCollector):
             active = stepping.nonzero().reshape(-1).tolist()
             if not active:
                 env = self.base_env
-                return _trajectories(data, turns, env.transcripts, env.errors, env.turn_rewards, env.samples)
+                return _trajectories(
+                    data, turns, env.transcripts, env.errors, env.turn_rewards, env.samples
+                )
             data = self.env.step_mdp(data)
             data.set(keys.STEPPING, stepping)
 
     def _sample(self, data: TensorDictBase) -> TensorDictBase:
-        """Sample the policy's next turn; with reward workers each response is sent to one as it finishes."""
+        """Sample the policy's next turn; with reward workers each response is sent to one as it
+        finishes.
+        """
         env = self.base_env
-        policy, told = copy(self.policy), self.policy.on_response  # others may share it at the same time
+        policy, told = (
+            copy(self.policy),
+            self.policy.on_response,
+        )  # others may share it at the same time
         if env.task.opens:
             policy.cut = self._cut
 
@@ -235,7 +261,11 @@ class RolloutCollector(BaseCollector):
     def _cut(self, row: int, done: Completion) -> Completion:
         """A row's response as it was wished for, before anything of it is recorded."""
         limits = self.base_env.limits(row)
-        end = completed_at(limits.stop, done.tokens.tolist(), self._token_bytes) if limits.stop else None
+        end = (
+            completed_at(limits.stop, done.tokens.tolist(), self._token_bytes)
+            if limits.stop
+            else None
+        )
         return cut_off(done, limits.max_tokens, end)
 
     @cached_property
@@ -248,35 +278,46 @@ class RolloutCollector(BaseCollector):
 
     def update_policy_weights_(
         self,
-        weights: nn.Module | TensorDictBase | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | None = None,
+        weights: nn.Module
+        | TensorDictBase
+        | Mapping[str, Tensor]
+        | Iterable[tuple[str, Tensor]]
+        | None = None,
         version: int | None = None,
     ) -> None:
-        """Give the engine new weights. No rollout is in progress, so all tokens of the next one come from them.
+        """Give the engine new weights. No rollout is in progress, so all tokens of the next one
+        come from them.
 
-        Args:
-            weights: a model, its state dict, or pairs (name in the Hugging Face checkpoint, tensor), every parameter
+        Args: weights: a model, its state dict, or pairs (name in the Hugging Face checkpoint,
+            tensor), every parameter
                 once.
             version: the engine's new ``policy_version``; by default the next one.
 
-        Raises:
-            TypeError: there are no weights.
-            RuntimeError: a name is unknown or missing, or a shape differs; the engine then keeps its version.
+        Raises: TypeError: there are no weights. RuntimeError: a name is unknown or missing, or a
+            shape differs; the engine then keeps its version.
         """
         if weights is None:
             raise TypeError(
-                "update_policy_weights_() needs the weights, the engine has its own copy and knows no trainer: use "
-                "update_policy_weights_(model), or (model.named_parameters(), version)."
+                "update_policy_weights_() needs the weights, the engine has its own copy and "
+                "knows no trainer: use update_policy_weights_(model), or "
+                "(model.named_parameters(), version)."
             )
         if isinstance(weights, nn.Module):
-            pairs = named_weights(weights.model if isinstance(weights, TensorDictModuleBase) else weights)
+            pairs = named_weights(
+                weights.model if isinstance(weights, TensorDictModuleBase) else weights
+            )
         elif isinstance(weights, TensorDictBase | Mapping):
             pairs = iter(TensorDict(weights).flatten_keys(".").items())
         else:
             pairs = iter(weights)
-        self.policy.engine.update_weights(pairs, self.policy_version + 1 if version is None else version)
+        self.policy.engine.update_weights(
+            pairs, self.policy_version + 1 if version is None else version
+        )
 
     def increment_version(self) -> None:
-        """Raises the engine's ``policy_version`` by 1, as ``update_policy_weights_`` does without a version."""
+        """Raises the engine's ``policy_version`` by 1, as ``update_policy_weights_`` does without a
+        version.
+        """
         engine = self.policy.engine
         engine.load_state_dict(engine.state_dict() | {"policy_version": engine.policy_version + 1})
 
@@ -287,8 +328,8 @@ class RolloutCollector(BaseCollector):
             TypeError: always.
         """
         raise TypeError(
-            "RolloutCollector.start() samples nothing in the background, engines take weights between two rollouts: "
-            "iterate over the collector, or use sota/grpo/grpo-async.py."
+            "RolloutCollector.start() samples nothing in the background, engines take weights "
+            "between two rollouts: iterate over the collector, or use sota/grpo/grpo-async.py."
         )
 
     def shutdown(self, *args: Any, **kwargs: Any) -> None:
@@ -299,7 +340,9 @@ class RolloutCollector(BaseCollector):
             self.policy.engine.close()
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Restart the order of the problems from ``seed`` and seed the engine; return a further seed."""
+        """Restart the order of the problems from ``seed`` and seed the engine; return a further
+        seed.
+        """
         self.policy.engine.seed(seed)
         return self.env.set_seed(seed, static_seed=static_seed)
 
@@ -346,17 +389,16 @@ def _trajectories(
 ) -> Sequence[TensorDictBase]:
     """Return the rows of the last transition with the token entries of all turns.
 
-    Args:
-        last: [B] the last transition; rows that were done before it repeat their outcome.
-        turns: for each row, its turns.
-        transcripts: for each row, the text of its dialog, by the number of the sample.
-        errors: for each row, why its reward is not valid; empty where it is.
-        rewards: for each row, what the task gave to its turns, as part of the reward of the last one; None where it
+    Args: last: [B] the last transition; rows that were done before it repeat their outcome. turns:
+        for each row, its turns. transcripts: for each row, the text of its dialog, by the number of
+        the sample. errors: for each row, why its reward is not valid; empty where it is. rewards:
+        for each row, what the task gave to its turns, as part of the reward of the last one; None
+        where it
             gave nothing.
         samples: for each row, the sample that each of its turns is of, by number; -1 is none.
 
-    Returns:
-        of each row, its samples in the order in which they ended: the last one has the reward and is done.
+    Returns: of each row, its samples in the order in which they ended: the last one has the reward
+        and is done.
 
     Raises:
         RuntimeError: a later turn did not keep the tokens of an earlier one.
@@ -388,8 +430,8 @@ def _split(
     rewards: Sequence[float | None],
     samples: Sequence[int],
 ) -> list[TensorDictBase]:
-    """The samples of a row of this number. Without turns that are of no sample; where there are only such turns, the
-    last one stands for the row, which is not valid."""
+    """The samples of a row of this number. Without turns that are of no sample; where there are
+    only such turns, the last one stands for the row, which is not valid."""
     of_sample: dict[int, list[int]] = {}
     for turn, sample in enumerate(samples or [0]):  # it has none where its opening failed
         of_sample[sample] = [*of_sample.get(sample, ()), turn]
@@ -402,7 +444,9 @@ def _split(
         turns = [*turns[:end], rewarded, *turns[end + 1 :]]
     out = []
     for sample, own in sorted(of_sample.items(), key=lambda one: one[1][-1]):
-        merged = _merge([turns[turn] for turn in own], [rewards[turn] for turn in own] if rewards else ())
+        merged = _merge(
+            [turns[turn] for turn in own], [rewards[turn] for turn in own] if rewards else ()
+        )
         part = trajectory.clone(recurse=False).update(merged).set(keys.RESPONSE_TEXT, texts[sample])
         part.set(keys.TRAJECTORY, trajectory.get(keys.GROUP_ID) * _MOST_ROWS + number)
         out.append(part)
@@ -414,24 +458,31 @@ def _split(
 
 
 def _merge(turns: list[TensorDictBase], own: Sequence[float | None]) -> TensorDictBase:
-    """Join a dialog's turns into one sequence; each turn's tokens begin with all tokens of the turn before."""
+    """Join a dialog's turns into one sequence; each turn's tokens begin with all tokens of the turn
+    before.
+    """
     full, prompt = turns[-1].get(keys.FULL), turns[0].get(keys.PROMPT)
     sampled, versions = torch.zeros_like(full, dtype=torch.bool), torch.full_like(full, -1)
-    written = [key for key in (keys.LOG_PROBS, keys.REF_LOG_PROBS) if turns[0].get(key, None) is not None]
+    written = [
+        key for key in (keys.LOG_PROBS, keys.REF_LOG_PROBS) if turns[0].get(key, None) is not None
+    ]
     log_probs = [torch.zeros(full.shape) for _ in written]
     rewards = torch.zeros(full.shape, dtype=torch.float64)
     shares = [float(turn.get(keys.REWARD)) for turn in turns]
     given = [share or 0.0 for share in own]
     if any(given):
-        rest = sum(shares) - sum(given)  # of a score that is more than its turns' rewards, or rounding
+        rest = sum(shares) - sum(
+            given
+        )  # of a score that is more than its turns' rewards, or rounding
         shares = given
         shares[-1] += rest if abs(rest) > _ROUNDING * sum(map(abs, given)) else 0.0
     for turn, share in zip(turns, shares, strict=True):
         length, mask = turn.get(keys.FULL).numel(), turn.get(keys.ASSISTANT_MASK)
         if not torch.equal(turn.get(keys.FULL), full[:length]):
             raise RuntimeError(
-                f"the {length} tokens of an earlier turn are not the first of the {full.numel()} tokens of the dialog: "
-                "a transform of the environment changed tokens that the policy was given or sampled."
+                f"the {length} tokens of an earlier turn are not the first of the {full.numel()} "
+                "tokens of the dialog: a transform of the environment changed tokens that the "
+                "policy was given or sampled."
             )
         sampled[:length] |= mask
         versions[:length] = versions[:length].maximum(turn.get(keys.POLICY_VERSIONS))
@@ -451,5 +502,7 @@ def _merge(turns: list[TensorDictBase], own: Sequence[float | None]) -> TensorDi
         **dict(zip(written, log_probs, strict=True)),
     }
     if turns[0].get(("next", keys.REWARD_VALID), None) is not None:
-        merged[keys.REWARD_VALID] = torch.stack([turn.get(("next", keys.REWARD_VALID)) for turn in turns]).all(0)
+        merged[keys.REWARD_VALID] = torch.stack(
+            [turn.get(("next", keys.REWARD_VALID)) for turn in turns]
+        ).all(0)
     return TensorDict(merged)

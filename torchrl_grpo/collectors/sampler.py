@@ -1,4 +1,6 @@
-"""``Sampler`` (rollout worker): an engine and the environments that it plays, in this process or in an actor."""
+"""``Sampler`` (rollout worker): an engine and the environments that it plays, in this process or in
+an actor.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ from torchrl_grpo.weights.mismatch import Probe, sample_probe
 
 @dataclass(frozen=True)
 class RolloutTask:
-    """Groups that one sampler plays at once. It carries its problems, so any sampler can play it, repeatedly."""
+    """Groups that one sampler plays at once. It carries its problems, so any sampler can play it,
+    repeatedly.
+    """
 
     drawn: tuple[Drawn, ...]
 
@@ -75,14 +79,23 @@ class RolloutReport:
     rewards: dict[str, float] = field(default_factory=dict)
 
     def spans(self, actor: str, start: float) -> list[dict[str, Any]]:
-        """The rollout as spans of ``timeline.jsonl``: sampling, and then the rewards, as if all of them came after it.
+        """The rollout as spans of ``timeline.jsonl``: sampling, and then the rewards, as if all of
+        them came after it.
 
         Args:
             actor: that made it.
             start: of it, in Unix seconds.
         """
-        scored = {"actor": actor, "kind": "score", "start": start + self.generate_s, "seconds": self.env_s}
-        return [{"actor": actor, "kind": "sample", "start": start, "seconds": self.generate_s}, scored]
+        scored = {
+            "actor": actor,
+            "kind": "score",
+            "start": start + self.generate_s,
+            "seconds": self.env_s,
+        }
+        return [
+            {"actor": actor, "kind": "sample", "start": start, "seconds": self.generate_s},
+            scored,
+        ]
 
 
 class Sampler:
@@ -95,15 +108,17 @@ class Sampler:
         params: how training samples are drawn, for ``probe``.
         probe_prompts: prompts for ``probe``, [T] int64 each.
 
-    Keyword Args:
-        groups_at_a_time: most groups that are played at a time; a task with more is played in several rounds.
-        overlapping: whether several threads play tasks at a time.
-        sleeps: whether the engine shares its device with the other roles, which have it while the engine plays nothing:
+    Keyword Args: groups_at_a_time: most groups that are played at a time; a task with more is
+        played in several rounds. overlapping: whether several threads play tasks at a time. sleeps:
+        whether the engine shares its device with the other roles, which have it while the engine
+        plays nothing:
             it sleeps after each task, and when ``sleep`` says so.
-        reward_pool: scores for all environments, and is closed with the sampler; None where they score themselves.
+        reward_pool: scores for all environments, and is closed with the sampler; None where they
+            score themselves.
         demonstrations: give each group one of its problem, beside what is sampled; None gives none.
-        seed: of the draws for the groups of each round, together with the first of them, so that it does not matter
-            which of several samplers plays a task; None goes on with the draws of the task before.
+        seed: of the draws for the groups of each round, together with the first of them, so that it
+            does not matter which of several samplers plays a task; None goes on with the draws of
+            the task before.
     """
 
     def __init__(
@@ -177,7 +192,9 @@ class Sampler:
             for one, group in zip(task.drawn, groups, strict=True):
                 self.demonstrations.give(one, group)
         report = RolloutReport(
-            groups=tuple(_report(one.group, group) for one, group in zip(task.drawn, groups, strict=True)),
+            groups=tuple(
+                _report(one.group, group) for one, group in zip(task.drawn, groups, strict=True)
+            ),
             generate_s=generate_s,
             env_s=env_s,
             engine=None if self.overlapping else self.engine.state_dict(),
@@ -187,7 +204,9 @@ class Sampler:
         return report, [lazy_stack(group) for group in groups]
 
     def sleep(self) -> None:
-        """Have the engine release its device to the other roles, if they share it, until it is needed again."""
+        """Have the engine release its device to the other roles, if they share it, until it is
+        needed again.
+        """
         if self.sleeps and not self._asleep:
             self.engine.sleep()
             self._asleep = True
@@ -201,7 +220,9 @@ class Sampler:
             self._asleep = False
 
     def _make_room(self) -> None:
-        """Release the memory cached by the trainer's allocator, which a waking engine's process could not use."""
+        """Release the memory cached by the trainer's allocator, which a waking engine's process
+        could not use.
+        """
         if self.sleeps:
             torch.cuda.empty_cache()
 
@@ -222,7 +243,9 @@ class Sampler:
         return self.evaluator.evaluate(sampled=sampled)
 
     def probe(self) -> Probe:
-        """Sample a few tokens with their log-probs, for ``Learner.mismatch``, without changing the run's draws."""
+        """Sample a few tokens with their log-probs, for ``Learner.mismatch``, without changing the
+        run's draws.
+        """
         self._wake()
         with preserve_rng(self.engine):
             return sample_probe(self.engine, self.probe_prompts, self.params)
@@ -247,11 +270,11 @@ def _report(number: int, rows: Sequence[TensorDictBase]) -> GroupReport:
 
 
 def has_variance(rows: Iterable[TensorDictBase]) -> bool:
-    """Whether the valid rewards of one group differ, so that its advantages are not all 0 (arXiv 2503.14476, section
-    3.2).
+    """Whether the valid rewards of one group differ, so that its advantages are not all 0 (arXiv
+    2503.14476, section 3.2).
 
-    Args:
-        rows: the sequences of the group (a list or a batch), with ``("next", "reward")``, and ``"reward_valid"`` where
+    Args: rows: the sequences of the group (a list or a batch), with ``("next", "reward")``, and
+        ``"reward_valid"`` where
             not all of them are valid. It is the task's reward that counts, not the shaped one.
     """
     return len({row.get(keys.REWARD).item() for row in rows if _is_valid(row) and _ends(row)}) > 1

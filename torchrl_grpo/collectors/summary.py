@@ -22,17 +22,19 @@ _LONGEST_CHARACTER = 4
 """Most tokens that one character may consist of: its bytes."""
 
 
-_OF_SAMPLES = tuple(f"rollout/{name}" for name in ("reward_", "accuracy", "advantage_", "zero_variance", "repeated"))
+_OF_SAMPLES = tuple(
+    f"rollout/{name}" for name in ("reward_", "accuracy", "advantage_", "zero_variance", "repeated")
+)
 
 
 def rollout_metrics(batch: TensorDictBase, *, sampled: bool = True) -> dict[str, float]:
-    """Metrics of a batch [N]: rewards over valid sequences (NaN without any), lengths, truncated and invalid ones.
+    """Metrics of a batch [N]: rewards over valid sequences (NaN without any), lengths, truncated
+    and invalid ones.
 
     Several samples of a trajectory are one sequence, as long as all of them together.
 
-    Args:
-        batch: with rewards and advantages.
-        sampled: whether a policy sampled it; demonstrations have no metrics of rewards, advantages and groups.
+    Args: batch: with rewards and advantages. sampled: whether a policy sampled it; demonstrations
+        have no metrics of rewards, advantages and groups.
     """
     samples, batch, lengths = batch, ends_of(batch), response_lengths(batch)
     valid = batch.get(keys.REWARD_VALID).reshape(-1)
@@ -43,7 +45,9 @@ def rollout_metrics(batch: TensorDictBase, *, sampled: bool = True) -> dict[str,
     counts = samples.get(keys.REWARD_VALID).reshape(-1)[:, None] & mask
     counted = advantage[counts] if of_tokens else pad(batch, keys.ADVANTAGE)[valid]
     _, group = samples.get(keys.GROUP_ID).reshape(-1).unique(return_inverse=True)
-    signal = torch.zeros(int(group.max()) + 1).index_add_(0, group, (advantage != 0).any(-1).float()) > 0
+    signal = (
+        torch.zeros(int(group.max()) + 1).index_add_(0, group, (advantage != 0).any(-1).float()) > 0
+    )
     values: dict[str, Any] = {
         "reward_mean": reward.mean(),
         "reward_std": _std(reward),
@@ -65,19 +69,38 @@ def rollout_metrics(batch: TensorDictBase, *, sampled: bool = True) -> dict[str,
         values["samples"] = len(samples)
     numbers = {f"rollout/{name}": float(value) for name, value in values.items()}
     numbers |= _by_dataset(batch) | _by_part(batch)
-    return numbers if sampled else {k: value for k, value in numbers.items() if not k.startswith(_OF_SAMPLES)}
+    return (
+        numbers
+        if sampled
+        else {k: value for k, value in numbers.items() if not k.startswith(_OF_SAMPLES)}
+    )
 
 
 def ends_of(batch: TensorDictBase) -> TensorDictBase:
-    """The row of each trajectory that has its reward: where there are several samples, the last one."""
+    """The row of each trajectory that has its reward: where there are several samples, the last
+    one.
+    """
     trajectory = trajectories_of(batch)
-    return batch if trajectory is None else lazy_stack([batch[int(row)] for row in last_rows(trajectory).nonzero()])
+    return (
+        batch
+        if trajectory is None
+        else lazy_stack([batch[int(row)] for row in last_rows(trajectory).nonzero()])
+    )
 
 
 def response_lengths(batch: TensorDictBase) -> Tensor:
-    """[M] float32, the tokens that the policy wrote in each trajectory, in all of its samples together."""
-    lengths, trajectory = pad(batch, keys.ASSISTANT_MASK, False).sum(-1).float(), trajectories_of(batch)
-    return lengths if trajectory is None else torch.zeros(int(trajectory.max()) + 1).index_add_(0, trajectory, lengths)
+    """[M] float32, the tokens that the policy wrote in each trajectory, in all of its samples
+    together.
+    """
+    lengths, trajectory = (
+        pad(batch, keys.ASSISTANT_MASK, False).sum(-1).float(),
+        trajectories_of(batch),
+    )
+    return (
+        lengths
+        if trajectory is None
+        else torch.zeros(int(trajectory.max()) + 1).index_add_(0, trajectory, lengths)
+    )
 
 
 def _std(values: Tensor) -> Tensor:
@@ -110,7 +133,9 @@ def _by_dataset(batch: TensorDictBase) -> dict[str, float]:
 
 
 def _by_part(batch: TensorDictBase) -> dict[str, float]:
-    """Mean and deviation of each part of the reward where it applies, and the share where it does not."""
+    """Mean and deviation of each part of the reward where it applies, and the share where it does
+    not.
+    """
     if batch.get(keys.REWARD_PARTS, None) is None:
         return {}
     valid = batch.get(keys.REWARD_VALID).reshape(-1).tolist()
@@ -135,13 +160,11 @@ def sample_rows(
 ) -> list[dict[str, Any]]:
     """The sequences of a batch as rows of ``samples.jsonl``.
 
-    Args:
-        batch: flat, as a collector gives it.
-        split: ``"train"`` or ``"test"``.
-        most: take so many rows, rounded up to whole groups: the first ones of the batch of which there are scores.
-        tokenizer: makes the text of each token; None leaves the tokens out.
-        version: of the weights that trained the batch, for its staleness.
-        scores: further numbers of the tokens of the sequence at a position of the batch, by name, [T] each.
+    Args: batch: flat, as a collector gives it. split: ``"train"`` or ``"test"``. most: take so many
+        rows, rounded up to whole groups: the first ones of the batch of which there are scores.
+        tokenizer: makes the text of each token; None leaves the tokens out. version: of the weights
+        that trained the batch, for its staleness. scores: further numbers of the tokens of the
+        sequence at a position of the batch, by name, [T] each.
     """
     groups = batch.get(keys.GROUP_ID).reshape(-1).tolist()
     numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
@@ -192,9 +215,16 @@ def _first_groups(groups: Sequence[int], most: int) -> set[int]:
 
 def _sample(row: TensorDictBase, split: str, end: TensorDictBase) -> dict[str, Any]:
     """Facts of a whole sequence; the reward is in the row that ends its trajectory."""
-    names = {"reward": keys.REWARD, "correct": keys.CORRECT, "valid": keys.REWARD_VALID, "advantage": keys.ADVANTAGE}
+    names = {
+        "reward": keys.REWARD,
+        "correct": keys.CORRECT,
+        "valid": keys.REWARD_VALID,
+        "advantage": keys.ADVANTAGE,
+    }
     entry = {"split": split, "query": row[keys.QUERY], "response": row[keys.RESPONSE_TEXT]}
-    present = {name: row.get(key, None) for name, key in names.items()} | {"reward": end.get(keys.REWARD, None)}
+    present = {name: row.get(key, None) for name, key in names.items()} | {
+        "reward": end.get(keys.REWARD, None)
+    }
     advantage = present["advantage"]
     if advantage is not None and advantage.numel() > 1:  # one for each token
         present["advantage"] = masked_mean(advantage, row[keys.ASSISTANT_MASK])
@@ -204,7 +234,10 @@ def _sample(row: TensorDictBase, split: str, end: TensorDictBase) -> dict[str, A
     if any((turns := _turn_rewards(row))[:-1]):
         entry["turn_rewards"] = turns
     length = int(row[keys.ASSISTANT_MASK].sum())
-    return entry | {"length": length, "finish_reason": "length" if row[keys.TRUNCATED].item() else "stop"}
+    return entry | {
+        "length": length,
+        "finish_reason": "length" if row[keys.TRUNCATED].item() else "stop",
+    }
 
 
 def _turn_rewards(row: TensorDictBase) -> list[float]:
@@ -214,11 +247,19 @@ def _turn_rewards(row: TensorDictBase) -> list[float]:
     return [] if rewards is None else rewards[ends].tolist()
 
 
-def _tokens(row: TensorDictBase, tokenizer: PreTrainedTokenizerBase, scores: dict[str, Tensor]) -> dict[str, list[Any]]:
-    """The response token by token: its text, and numbers with four digits, None where the policy did not sample."""
+def _tokens(
+    row: TensorDictBase, tokenizer: PreTrainedTokenizerBase, scores: dict[str, Tensor]
+) -> dict[str, list[Any]]:
+    """The response token by token: its text, and numbers with four digits, None where the policy
+    did not sample.
+    """
     tokens = row[keys.RESPONSE].tolist()
     prompt = len(row[keys.FULL]) - len(row[keys.RESPONSE])
-    numbers = {"log_prob": row[keys.LOG_PROBS], "reference": row.get(keys.REF_LOG_PROBS, None), **scores}
+    numbers = {
+        "log_prob": row[keys.LOG_PROBS],
+        "reference": row.get(keys.REF_LOG_PROBS, None),
+        **scores,
+    }
     advantage = row.get(keys.ADVANTAGE, None)
     numbers["advantage"] = None if advantage is None or advantage.numel() == 1 else advantage
     sampled = row[keys.ASSISTANT_MASK][prompt:].tolist()
@@ -226,12 +267,15 @@ def _tokens(row: TensorDictBase, tokenizer: PreTrainedTokenizerBase, scores: dic
     for name, values in numbers.items():
         if values is not None:
             of_response = values[prompt : prompt + len(tokens)].tolist()
-            columns[name] = [round(x, 4) if own else None for x, own in zip(of_response, sampled, strict=True)]
+            columns[name] = [
+                round(x, 4) if own else None for x, own in zip(of_response, sampled, strict=True)
+            ]
     return columns
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> list[str]:
-    """The text of each token, as it stands among those before it; together they are the text of all.
+    """The text of each token, as it stands among those before it; together they are the text of
+    all.
 
     Of tokens that are a part of a character, the last one has it and the others have none.
     """

@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 
 flash_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-"""Flash attention on a CPU: takes query, key and value, [B, H, T, D], the dropout's probability, whether it is causal
-and ``scale``; returns the output and the normalizers, [B, H, T]."""
-flash_attention_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-"""Its backward pass: takes the gradient of the output, query, key, value, output, normalizers, the dropout's
-probability, whether it is causal and ``scale``; returns the gradients of query, key and value."""
+"""Flash attention on a CPU: takes query, key and value, [B, H, T, D], the dropout's probability,
+whether it is causal and ``scale``; returns the output and the normalizers, [B, H, T]."""
+flash_attention_backward: Any = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+)
+"""Its backward pass: takes the gradient of the output, query, key, value, output, normalizers, the
+dropout's probability, whether it is causal and ``scale``; returns the gradients of query, key and
+value."""
 
 _mkldnn: Any = torch.ops.mkldnn
 
@@ -34,7 +37,9 @@ def version_of(tensor: Tensor) -> int:
 
 
 def packs_linear(weight: Tensor) -> bool:
-    """Return whether oneDNN can pack a weight here; its functions are the compiler's own, and a build may lack them."""
+    """Return whether oneDNN can pack a weight here; its functions are the compiler's own, and a
+    build may lack them.
+    """
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if not (hasattr(_mkldnn, "_reorder_linear_weight") and hasattr(_mkldnn, "_linear_pointwise")):
@@ -50,8 +55,12 @@ def pack_linear(weight: Tensor, rows: int) -> Tensor:
     return packed
 
 
-def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
-    """Return ``x @ weight.T + bias``, plus the residual if there is one, for a packed weight: [N, in] to [N, out]."""
+def packed_linear(
+    x: Tensor, packed: Tensor, bias: Tensor | None, residual: Tensor | None = None
+) -> Tensor:
+    """Return ``x @ weight.T + bias``, plus the residual if there is one, for a packed weight: [N,
+    in] to [N, out].
+    """
     out: Tensor
     if residual is None:
         out = _mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
@@ -61,13 +70,17 @@ def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, residual: Tens
 
 
 def mark_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
-    """Make a loss scaler's next ``update`` lower the scale, as if it had found an infinite gradient itself."""
+    """Make a loss scaler's next ``update`` lower the scale, as if it had found an infinite gradient
+    itself.
+    """
     for found in scaler._found_inf_per_device(optimizer).values():
         found.fill_(1.0)
 
 
 def release_shared_memory(*counter: Any) -> None:
-    """Give up a reader's share of memory that was sent over CUDA IPC: its reference counter's handle and offset."""
+    """Give up a reader's share of memory that was sent over CUDA IPC: its reference counter's
+    handle and offset.
+    """
     torch.UntypedStorage._release_ipc_counter_cuda(*counter)
 
 

@@ -1,6 +1,8 @@
-"""torchao's 8-bit AdamW on weights that may be sharded. It imports torchao: import this module in functions.
+"""torchao's 8-bit AdamW on weights that may be sharded. It imports torchao: import this module in
+functions.
 
-torchao itself would compile its update for DTensors whose parts are quantized, which the torch here cannot.
+torchao itself would compile its update for DTensors whose parts are quantized, which the torch here
+cannot.
 """
 
 from __future__ import annotations
@@ -17,10 +19,12 @@ from torchao.optim.adam import single_param_adam
 
 
 class AdamW8bit(_AdamW8bit):
-    """AdamW8bit whose state, and whose step, is of this rank's part of each weight; no rank waits for another one.
+    """AdamW8bit whose state, and whose step, is of this rank's part of each weight; no rank waits
+    for another one.
 
-    The random numbers that round a weight depend on its place and its step alone, so a resumed run draws the same ones,
-    whatever else drew from the global generators, and however large a rank's part is.
+    The random numbers that round a weight depend on its place and its step alone, so a resumed run
+    draws the same ones, whatever else drew from the global generators, and however large a rank's
+    part is.
     """
 
     @torch.no_grad()
@@ -28,9 +32,17 @@ class AdamW8bit(_AdamW8bit):
         """As in ``torch.optim.Optimizer``."""
         assert closure is None
         update = torch.compile(single_param_adam, fullgraph=True, dynamic=False)
-        devices = {p.device for group in self.param_groups for p in group["params"] if p.device.type == "cuda"}
+        devices = {
+            p.device
+            for group in self.param_groups
+            for p in group["params"]
+            if p.device.type == "cuda"
+        }
         places = itertools.count()
-        with torch._dynamo.utils.disable_cache_limit(), torch.random.fork_rng(devices):  # one for each shape
+        with (
+            torch._dynamo.utils.disable_cache_limit(),
+            torch.random.fork_rng(devices),
+        ):  # one for each shape
             for group in self.param_groups:
                 of_group = group["lr"], *group["betas"], group["weight_decay"], group["eps"]
                 for parameter in group["params"]:

@@ -1,4 +1,6 @@
-"""TorchRL's private names, and its classes' arguments that ours do not take, with their replacements."""
+"""TorchRL's private names, and its classes' arguments that ours do not take, with their
+replacements.
+"""
 
 from __future__ import annotations
 
@@ -20,23 +22,38 @@ _ARGUMENTS: dict[str, dict[str, tuple[Sequence[Any], str]]] = {
         "yield_only_last_steps": ((None, True), _WHOLE_DIALOGS),
         "flatten_data": ((None, True), "batches are flat, [N]"),
         "reset_at_each_iter": (_SAME, ""),  # no dialog is left over from one batch to the next
-        "track_policy_version": (_SAME, "each token has its version, increment_version() raises it"),
+        "track_policy_version": (
+            _SAME,
+            "each token has its version, increment_version() raises it",
+        ),
         "async_envs": ((None, False), "use sota/grpo/grpo-async.py, which samples while it trains"),
         "weight_updater": ((None,), "use update_policy_weights_(weights, version)"),
         "queue": ((None,), "use replay_buffer"),
         "verbose": ((None, False), "`last` has the counts of each rollout"),
     },
     "GRPOLoss": {
-        "kl_mask_threshold": ((None,), "use behaviour_weight='mask' with proximal='recomputed' and behaviour_cap"),
+        "kl_mask_threshold": (
+            (None,),
+            "use behaviour_weight='mask' with proximal='recomputed' and behaviour_cap",
+        ),
         "entropy_bonus": ((), "use entropy_coeff, 0 for no bonus"),
         "samples_mc_entropy": ((1,), "the entropy is computed exactly"),
         "gamma": ((None,), "use GroupAdvantage(level='token', gamma=...)"),
-        "reduction": ((None, "mean"), "use aggregation='constant' with constant_length=1 for a sum over tokens"),
+        "reduction": (
+            (None, "mean"),
+            "use aggregation='constant' with constant_length=1 for a sum over tokens",
+        ),
         "clip_value": ((None, False), "there is no value function, it clips nothing"),
         "device": ((None,), "use loss.to(device)"),
         "masking_strategy": (("rlhf",), "use set_keys(mask=...), the mask says which tokens count"),
-        "ref_log_prob_padding_side": ((), "keep reference log-probs aligned with the tokens, [T] each"),
-        "ref_log_prob_padding_value": ((), "keep reference log-probs aligned with the tokens, [T] each"),
+        "ref_log_prob_padding_side": (
+            (),
+            "keep reference log-probs aligned with the tokens, [T] each",
+        ),
+        "ref_log_prob_padding_value": (
+            (),
+            "keep reference log-probs aligned with the tokens, [T] each",
+        ),
     },
     "GroupAdvantage": {
         "grpo_size": ((), "use repeats"),
@@ -51,15 +68,17 @@ _CHOICES = {"prompt_mean": "sequence_mean"}
 
 
 def group_names(advantage: Any) -> list[int | str]:
-    """Return the names of the groups that wait in an ``MCAdvantage``; its shared queues cannot be iterated over."""
+    """Return the names of the groups that wait in an ``MCAdvantage``; its shared queues cannot be
+    iterated over.
+    """
     return list(getattr(advantage.queues, "_queues", advantage.queues))
 
 
 def refuse_arguments(owner: str, given: Mapping[str, Any], known: Sequence[str] = ()) -> None:
     """Refuse keyword arguments other than ``known`` ones.
 
-    Raises:
-        TypeError: one is not known; it says what to use where it is TorchRL's and asks for something else than we do.
+    Raises: TypeError: one is not known; it says what to use where it is TorchRL's and asks for
+        something else than we do.
     """
     for name, value in given.items():
         if name in known:
@@ -68,7 +87,9 @@ def refuse_arguments(owner: str, given: Mapping[str, Any], known: Sequence[str] 
             raise TypeError(f"{owner} got an unexpected keyword argument {name!r}.")
         same, instead = _ARGUMENTS[owner][name]
         if not any(type(value) is type(one) and value == one for one in same):
-            raise TypeError(f"{name}={value!r} is TorchRL's and {owner} has no such argument: {instead}.")
+            raise TypeError(
+                f"{name}={value!r} is TorchRL's and {owner} has no such argument: {instead}."
+            )
 
 
 def check_choice(name: str, choice: object, choices: Sequence[str]) -> None:

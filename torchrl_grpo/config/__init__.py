@@ -1,8 +1,9 @@
-"""The configuration: dataclasses that Hydra composes, and every rule that can be checked before anything loads.
+"""The configuration: dataclasses that Hydra composes, and every rule that can be checked before
+anything loads.
 
-Types and names are checked by Hydra when the config is composed (``check_command_line`` says the same in plainer words
-before that), choices, ranges and combinations by ``validate``. Defaults live in ``schema`` and in ``config/*.yaml``,
-nowhere else.
+Types and names are checked by Hydra when the config is composed (``check_command_line`` says the
+same in plainer words before that), choices, ranges and combinations by ``validate``. Defaults live
+in ``schema`` and in ``config/*.yaml``, nowhere else.
 """
 
 from torchrl_grpo.config.command_line import (

@@ -49,7 +49,9 @@ _ENTRY = re.compile(r"([\w.-]+)['\"]?\s*:\s*([^,{}\[\]]+)")
 _PACKAGE = Path(__file__).resolve().parents[1]
 _IN_WHEEL = _PACKAGE / "config_files"
 CONFIG_FILES = str(_IN_WHEEL if _IN_WHEEL.is_dir() else _PACKAGE.parent / "config")
-"""The folder of ``grpo_*.yaml`` and ``algo/``: in a checkout ``config/``; a wheel has it inside the package."""
+"""The folder of ``grpo_*.yaml`` and ``algo/``: in a checkout ``config/``; a wheel has it inside the
+package.
+"""
 
 
 def register() -> None:
@@ -57,17 +59,19 @@ def register() -> None:
     ConfigStore.instance().store(name="grpo_schema", node=GRPOConfig)
 
 
-def from_hydra(cfg: DictConfig, overrides: Sequence[str] = (), find_saved: FindSaved | None = None) -> GRPOConfig:
+def from_hydra(
+    cfg: DictConfig, overrides: Sequence[str] = (), find_saved: FindSaved | None = None
+) -> GRPOConfig:
     """The typed, validated config of what Hydra composed.
 
-    Args:
-        cfg: what it composed.
-        overrides: of the command line, where ``env.environment`` takes the place of a data set.
-        find_saved: given ``train.resume``, finds the checkpoint that the run goes on from and the config in it, which
-            is then the base of the overrides; None, or where it finds none, the run has the config that was composed.
+    Args: cfg: what it composed. overrides: of the command line, where ``env.environment`` takes the
+        place of a data set. find_saved: given ``train.resume``, finds the checkpoint that the run
+        goes on from and the config in it, which
+            is then the base of the overrides; None, or where it finds none, the run has the config
+            that was composed.
 
-    Raises:
-        ConfigError: a rule is broken, or a key does not exist (``+`` adds any to what Hydra composes).
+    Raises: ConfigError: a rule is broken, or a key does not exist (``+`` adds any to what Hydra
+        composes).
     """
     try:
         composed: Any = OmegaConf.to_container(cfg)
@@ -100,9 +104,13 @@ def from_hydra(cfg: DictConfig, overrides: Sequence[str] = (), find_saved: FindS
 
 
 def _set_by_preset(message: str, config: GRPOConfig, overrides: Sequence[str]) -> str:
-    """Return which keys in a message have their values from the file ``algo/NAME.yaml``, and how to take them back."""
+    """Return which keys in a message have their values from the file ``algo/NAME.yaml``, and how to
+    take them back.
+    """
     typed = dict(text.lstrip("+").partition("=")[::2] for text in overrides)
-    name = typed.get("algo") or (HydraConfig.get().runtime.choices.get("algo") if HydraConfig.initialized() else None)
+    name = typed.get("algo") or (
+        HydraConfig.get().runtime.choices.get("algo") if HydraConfig.initialized() else None
+    )
     path = Path(CONFIG_FILES) / "algo" / f"{name}.yaml"
     preset: Any = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else {}
     return "".join(
@@ -117,24 +125,36 @@ def _set_by_preset(message: str, config: GRPOConfig, overrides: Sequence[str]) -
 
 def _as_typed(value: Any) -> str:
     """A value as it is written on the command line."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value).replace("'", "")
+    return (
+        "null"
+        if value is None
+        else str(value).lower()
+        if isinstance(value, bool)
+        else str(value).replace("'", "")
+    )
 
 
 def _check_not_missing(names: Sequence[str]) -> None:
-    """Refuse keys with OmegaConf's ``???``, a missing value: a merge treats them as keys that were not given."""
+    """Refuse keys with OmegaConf's ``???``, a missing value: a merge treats them as keys that were
+    not given.
+    """
     if names:
         given = ", ".join(f"{name}={MISSING}" for name in names)
         raise ConfigError(
-            f"{given} must have a value, {MISSING} stands for a missing one: give it, or leave the key out."
+            f"{given} must have a value, {MISSING} stands for a missing one: give it, or leave the "
+            "key out."
         )
 
 
 def _check_turns(env: DictConfig) -> None:
     """Refuse two values for the number of turns, which has TorchRL's name as well as ours."""
-    if env.max_steps is not None and env.max_turns not in (FIELDS["env.max_turns"].default, env.max_steps):
+    if env.max_steps is not None and env.max_turns not in (
+        FIELDS["env.max_turns"].default,
+        env.max_steps,
+    ):
         raise ConfigError(
-            f"env.max_steps={env.max_steps} must be left out with env.max_turns={env.max_turns}, because both name the "
-            "same key: use env.max_turns alone."
+            f"env.max_steps={env.max_steps} must be left out with env.max_turns={env.max_turns}, "
+            "because both name the same key: use env.max_turns alone."
         )
 
 
@@ -158,18 +178,25 @@ def compose(name: str, overrides: Sequence[str]) -> GRPOConfig:
 def split_command_line(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split a command line into Hydra's options and the overrides, which may come in any order.
 
-    Hydra's parser takes overrides in one place only: it refuses those on the other side of an option.
+    Hydra's parser takes overrides in one place only: it refuses those on the other side of an
+    option.
 
     Raises:
         ConfigError: two options exclude each other.
         SystemExit: an option has a value that it does not take.
     """
     words = [
-        "--info=all" if word in ("--info", "-i") and "=" in following else word  # else the override is its value
+        "--info=all"
+        if word in ("--info", "-i") and "=" in following
+        else word  # else the override is its value
         for word, following in zip(arguments, [*arguments[1:], ""], strict=False)
     ]
     given, _ = options_parser().parse_known_intermixed_args(words)
-    modes = [f"--{name}" for name in ("run", "multirun", "cfg", "info", "shell-completion") if _is_set(given, name)]
+    modes = [
+        f"--{name}"
+        for name in ("run", "multirun", "cfg", "info", "shell-completion")
+        if _is_set(given, name)
+    ]
     if len(modes) > 1:
         raise ConfigError(f"{' and '.join(modes)} exclude each other: use one of them alone.")
     if given.resolve and not (given.cfg or given.help):
@@ -180,7 +207,10 @@ def split_command_line(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
             del overrides[0]
         else:
             options.append(word)
-    return options, [] if given.hydra_help else given.overrides  # Hydra's own help knows no key of ours
+    return (
+        options,
+        [] if given.hydra_help else given.overrides,
+    )  # Hydra's own help knows no key of ours
 
 
 def _is_set(given: argparse.Namespace, option: str) -> bool:
@@ -188,17 +218,18 @@ def _is_set(given: argparse.Namespace, option: str) -> bool:
 
 
 def check_command_line(arguments: Sequence[str]) -> list[str]:
-    """Checks the choices among Hydra's overrides. Hydra itself finds a wrong name or type in any job of a sweep before
-    the first one starts; a wrong choice it does not know, and ``validate`` sees one job at a time.
+    """Checks the choices among Hydra's overrides. Hydra itself finds a wrong name or type in any
+    job of a sweep before the first one starts; a wrong choice it does not know, and ``validate``
+    sees one job at a time.
 
     Args:
         arguments: the overrides of a command line.
 
-    Returns:
-        overrides that go with them: in a dry run those with which Hydra writes nothing, and that Optuna maximizes.
+    Returns: overrides that go with them: in a dry run those with which Hydra writes nothing, and
+        that Optuna maximizes.
 
-    Raises:
-        ConfigError: a value looks like a secret, is ``???`` or is not one of the key's choices, or both keys that say
+    Raises: ConfigError: a value looks like a secret, is ``???`` or is not one of the key's choices,
+        or both keys that say
             how long a run is are given.
     """
     _check_form(arguments)
@@ -206,7 +237,10 @@ def check_command_line(arguments: Sequence[str]) -> list[str]:
     missing: list[str] = []
     for name, value in given.items():
         if any("\ud800" <= character <= "\udfff" for character in value):
-            raise ConfigError(f"{name}={value!a:.80} must be text in UTF-8: use a terminal and files in that encoding.")
+            raise ConfigError(
+                f"{name}={value!a:.80} must be text in UTF-8: use a terminal and files in that "
+                "encoding."
+            )
         check_not_secret(name, value)
         entries = _ENTRY.findall(value) if value.startswith(("{", "[")) else []
         for key, inner in entries:
@@ -216,13 +250,16 @@ def check_command_line(arguments: Sequence[str]) -> list[str]:
     _check_not_missing(missing)
     if given.get("train.total_dialog_turns") == "null":
         raise ConfigError(
-            "train.total_dialog_turns=null must be a number: leave it out, with train.total_epochs it is not read."
+            "train.total_dialog_turns=null must be a number: leave it out, with "
+            "train.total_epochs it is not read."
         )
-    turns, epochs = (given.get(f"train.total_{name}", "null") for name in ("dialog_turns", "epochs"))
+    turns, epochs = (
+        given.get(f"train.total_{name}", "null") for name in ("dialog_turns", "epochs")
+    )
     if "null" not in (turns, epochs):
         raise ConfigError(
-            f"train.total_dialog_turns={turns} and train.total_epochs={epochs} exclude each other: use one of them "
-            "alone."
+            f"train.total_dialog_turns={turns} and train.total_epochs={epochs} exclude each other: "
+            "use one of them alone."
         )
     for name in ("hydra.run.dir", "hydra.sweep.dir"):
         if name in given and "$" not in given[name]:
@@ -257,10 +294,14 @@ def _check_form(overrides: Sequence[str]) -> None:
 
 def _check_folder(name: str, folder: Path) -> None:
     """Refuses a folder that cannot be made: Hydra makes it before our code runs."""
-    there = next((path for path in (folder, *folder.absolute().parents) if path.exists()), Path("/"))
+    there = next(
+        (path for path in (folder, *folder.absolute().parents) if path.exists()), Path("/")
+    )
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
         what = "cannot be written to" if there.is_dir() else "is a file"
-        raise ConfigError(f"{name}={folder} must be a folder that can be made, but {there} {what}: use another.")
+        raise ConfigError(
+            f"{name}={folder} must be a folder that can be made, but {there} {what}: use another."
+        )
 
 
 def _explained(error: Exception, arguments: Sequence[str]) -> str:
@@ -271,7 +312,9 @@ def _explained(error: Exception, arguments: Sequence[str]) -> str:
         return _unknown_choice(str(error.missing_cfg_file), error.options)
     if isinstance(error, OverrideParseException):
         return _unreadable(error)
-    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error.__context__
+    cause = (
+        error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error.__context__
+    )
     key = str(getattr(cause, "full_key", None) or "")
     if isinstance(cause, InterpolationResolutionError):
         why = str(cause).splitlines()[0].rpartition(": ")[2].strip('"')
@@ -279,10 +322,17 @@ def _explained(error: Exception, arguments: Sequence[str]) -> str:
     name = key.partition("[")[0]
     if not name or name.rpartition(".")[0] in COMPONENTS:
         return str(error)  # an argument of a component is that component's
-    in_entry = getattr(cause, "object_type", None) in (DatasetConfig, ColumnsConfig) and not key.startswith("env.")
+    in_entry = getattr(cause, "object_type", None) in (
+        DatasetConfig,
+        ColumnsConfig,
+    ) and not key.startswith("env.")
     if in_entry or name in ("env.datasets", "evaluation.datasets"):
         lists = ("evaluation.datasets", "env.datasets")
-        named = (listed for listed in lists if any(text.lstrip("+").startswith(listed) for text in arguments))
+        named = (
+            listed
+            for listed in lists
+            if any(text.lstrip("+").startswith(listed) for text in arguments)
+        )
         return _explained_entry(cause, key, next(named, lists[-1]) if in_entry else name)
     overrides = {text.lstrip("+~").partition("=")[0]: text for text in arguments}
     typed = next((key for key in overrides if key == name or key.startswith(f"{name}.")), name)
@@ -294,7 +344,9 @@ def _explained(error: Exception, arguments: Sequence[str]) -> str:
 
 
 def _unreadable(error: OverrideParseException) -> str:
-    """Return the error for an override that Hydra's grammar does not allow, usually for lack of quotes."""
+    """Return the error for an override that Hydra's grammar does not allow, usually for lack of
+    quotes.
+    """
     key, _, value = error.override.partition("=")
     name = key.lstrip("+")
     if name not in FIELDS or "str" not in _type_of(GRPOConfig, name).split(" | "):
@@ -314,7 +366,9 @@ def _explained_entry(cause: Any, name: str, listed: str) -> str:
     if name not in ENTRY_FIELDS:
         return f"{listed} must be a list of data sets, got {cause.value}: for example, [{{dataset: gsm8k}}]."
     kind, default = _type_of(DatasetConfig, name), ENTRY_FIELDS[name].default
-    return f"{name}={cause.value} in {listed} must have the type {kind}: leave it out for {default}."
+    return (
+        f"{name}={cause.value} in {listed} must have the type {kind}: leave it out for {default}."
+    )
 
 
 def _type_of(node: Any, name: str) -> str:
@@ -328,14 +382,22 @@ def _unknown(name: str, text: str) -> str:
     """Return the error for a dotted name that does not exist; ``text`` is what was typed."""
     if name.rpartition(".")[2] in _CUT:
         return (
-            f"{text} names a config key that does not exist: what is cut off changes the distribution that is sampled "
-            "from, and the trainer's log-probs would be of another one; use inference_model.temperature alone, and "
-            "evaluation.top_p, top_k and min_p for pass@k."
+            f"{text} names a config key that does not exist: what is cut off changes the "
+            "distribution that is sampled from, and the trainer's log-probs would be of another "
+            "one; use inference_model.temperature alone, and evaluation.top_p, top_k and min_p "
+            "for pass@k."
         )
-    groups = {leaf.rsplit(".", depth)[0] for leaf in FIELDS for depth in range(1, leaf.count(".") + 1)}
+    groups = {
+        leaf.rsplit(".", depth)[0] for leaf in FIELDS for depth in range(1, leaf.count(".") + 1)
+    }
     last = name.rpartition(".")[2]
-    also = (last, "".join(word[:1] for word in last.split("_")) if "_" in last else last)  # learning_rate is lr
-    same_leaf = [leaf for leaf in FIELDS if re.search("[._]", name) and leaf.rpartition(".")[2] in also]
+    also = (
+        last,
+        "".join(word[:1] for word in last.split("_")) if "_" in last else last,
+    )  # learning_rate is lr
+    same_leaf = [
+        leaf for leaf in FIELDS if re.search("[._]", name) and leaf.rpartition(".")[2] in also
+    ]
     cutoff = 0.0 if same_leaf else 0.4
     close = difflib.get_close_matches(name, same_leaf or [*FIELDS, *groups], 1, cutoff)
     hint = f"did you mean {close[0]}?" if close else "run with --cfg job to see all keys."
@@ -345,13 +407,19 @@ def _unknown(name: str, text: str) -> str:
 def _unknown_config(name: str) -> str:
     """Return the error for a ``--config-name`` without a file."""
     names = sorted(path.stem for path in Path(CONFIG_FILES).glob("*.yaml"))
-    close = [known for known in names if known.startswith(name)] or difflib.get_close_matches(name, names, 1)
+    close = [known for known in names if known.startswith(name)] or difflib.get_close_matches(
+        name, names, 1
+    )
     hint = f"did you mean {close[0]}?" if close else "give the folder of your own by --config-dir."
-    return f"--config-name={name} must be one of {', '.join(names)}, or a file in --config-dir: {hint}"
+    return (
+        f"--config-name={name} must be one of {', '.join(names)}, or a file in --config-dir: {hint}"
+    )
 
 
 def _unknown_choice(path: str, options: Sequence[str]) -> str:
-    """Return the error for a file that a group, such as ``algo``, does not have; ``path`` is ``GROUP/NAME``."""
+    """Return the error for a file that a group, such as ``algo``, does not have; ``path`` is
+    ``GROUP/NAME``.
+    """
     group, _, name = path.rpartition("/")
     close = difflib.get_close_matches(name, options, 1)
     hint = f"did you mean {close[0]}?" if close else "use one of them."
@@ -366,7 +434,9 @@ def _mistyped(name: str, value: Any) -> str:
     if item is None:
         instead = f"algo={value}" if name == "policy" else "its keys, one by one"
         return f"{name}={value} must name a single value, and {name} is a group: use {instead}."
-    default = item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
+    default = (
+        item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
+    )
     if name in COMPONENTS:
         target = value if isinstance(value, str) else default["_target_"] or "my_tasks.MyTask"
         return f"{name}={value} must be a node with _target_: use {name}._target_={target}."
@@ -374,10 +444,11 @@ def _mistyped(name: str, value: Any) -> str:
 
 
 def starting(config: GRPOConfig, *, asynchronous: bool = False) -> AbstractContextManager[None]:
-    """Context in which a script imports a run: the user sees signs of life from here until the first step.
+    """Context in which a script imports a run: the user sees signs of life from here until the
+    first step.
 
-    Raises:
-        ConfigError: the script, ``grpo.py`` or the asynchronous one, cannot do what the config asks for.
+    Raises: ConfigError: the script, ``grpo.py`` or the asynchronous one, cannot do what the config
+        asks for.
     """
     check_script(config, asynchronous)
     begin()
@@ -391,9 +462,10 @@ def _stalled() -> bool:
 
 @contextmanager
 def orderly_exit() -> Iterator[None]:
-    """Turns a mistake in the config, and a ``RunLostError`` or a full disk, into a message on stderr, without a
-    traceback, and the exit statuses 2 and 1; and SIGTERM and Ctrl-C into an ordinary exit (143, 130), for which the run
-    is saved, as it is where it stands still (75). Where its output is a pipe that nobody reads any more, it goes on."""
+    """Turns a mistake in the config, and a ``RunLostError`` or a full disk, into a message on
+    stderr, without a traceback, and the exit statuses 2 and 1; and SIGTERM and Ctrl-C into an
+    ordinary exit (143, 130), for which the run is saved, as it is where it stands still (75). Where
+    its output is a pipe that nobody reads any more, it goes on."""
     interrupts.ignore_broken_pipes()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # else ``hydra.main`` prints its errors itself
     with interrupts.watched():
@@ -419,7 +491,10 @@ def orderly_exit() -> Iterator[None]:
             if not is_full(error):
                 raise
             file = error.filename or "a file of the run"
-            sys.stderr.write(f"\nerror: the disk has no room for {file}: make some, or use another hydra.run.dir.\n")
+            sys.stderr.write(
+                f"\nerror: the disk has no room for {file}: make some, or use another "
+                "hydra.run.dir.\n"
+            )
             sys.exit(1)
         except BaseException:
             if _stalled():  # which has been said; Ray makes an error of its own of one that comes while it waits

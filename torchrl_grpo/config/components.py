@@ -10,7 +10,9 @@ from hydra.utils import instantiate
 from torchrl_grpo.errors import ConfigError
 
 
-def make_component(field: str, node: dict[str, Any], base: type[Any], *args: Any, **settings: Any) -> Any:
+def make_component(
+    field: str, node: dict[str, Any], base: type[Any], *args: Any, **settings: Any
+) -> Any:
     """An object of the class that ``_target_`` names, one of the package's or the user's own.
 
     Args:
@@ -28,18 +30,23 @@ def make_component(field: str, node: dict[str, Any], base: type[Any], *args: Any
         made = instantiate({**node, "_partial_": True}, _convert_="all")
     except Exception as error:  # whatever importing the user's module may raise
         raise ConfigError(
-            f"{field}._target_={name} must name a class that can be imported ({error.__cause__ or error}): use "
-            f"{base.__module__}.{base.__name__}, or put the folder of yours on PYTHONPATH."
+            f"{field}._target_={name} must name a class that can be imported "
+            f"({error.__cause__ or error}): use {base.__module__}.{base.__name__}, or put the "
+            "folder of yours on PYTHONPATH."
         ) from error
-    if not (isinstance(made, partial) and isinstance(made.func, type) and issubclass(made.func, base)):
+    if not (
+        isinstance(made, partial) and isinstance(made.func, type) and issubclass(made.func, base)
+    ):
         raise ConfigError(
-            f"{field}._target_={name} must be a subclass of {base.__name__}: derive it from {base.__module__}."
+            f"{field}._target_={name} must be a subclass of {base.__name__}: derive it from "
+            f"{base.__module__}."
         )
     try:
         return made.func(*args, **settings, **made.keywords)
     except TypeError as error:
         raise ConfigError(
-            f"{field}={node} must be _target_ and arguments that it takes beside those of other fields ({error}): use "
+            f"{field}={node} must be _target_ and arguments that it takes beside those of other "
+            f"fields ({error}): use "
             f"{' '.join(f'~{field}.{key}' for key in made.keywords) or '**kwargs in your __init__'}."
         ) from error
     except (ValueError, ImportError) as error:

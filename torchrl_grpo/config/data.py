@@ -13,15 +13,17 @@ class ColumnsConfig:
     """Roles of a data set's columns. Every column is passed to the reward, under its name."""
 
     prompt: str | None = None
-    """A text, or a list of chat messages; by default prompt, question, problem, query or instruction, if exactly one of
-    them exists."""
+    """A text, or a list of chat messages; by default prompt, question, problem, query or
+    instruction, if exactly one of them exists."""
     answer: str | None = None
-    """Column that the reward gets as answer; by default answer, solution, ground_truth or target, if there is one."""
+    """Column that the reward gets as answer; by default answer, solution, ground_truth or target,
+    if there is one.
+    """
     completion: str | None = None
     """algo=sft: the response to be learned, a text, or a list of chat messages."""
     messages: str | None = None
-    """A whole chat, in place of prompt and completion: the prompt ends before the assistant's first turn, and algo=sft
-    learns the assistant's turns."""
+    """A whole chat, in place of prompt and completion: the prompt ends before the assistant's first
+    turn, and algo=sft learns the assistant's turns."""
 
 
 @dataclass
@@ -29,40 +31,43 @@ class DataConfig:
     """A data set: where its rows come from, and how a row becomes a prompt."""
 
     dataset: str | None = None
-    """arithmetic or countdown (generated), gsm8k, math, ifeval, reasoning_gym:NAME (such as reasoning_gym:chain_sum), a
-    file (jsonl, json, csv, parquet), a folder of such files, or a name on the Hugging Face hub. In csv files every
-    value is text."""
+    """arithmetic or countdown (generated), gsm8k, math, ifeval, reasoning_gym:NAME (such as
+    reasoning_gym:chain_sum), a file (jsonl, json, csv, parquet), a folder of such files, or a name
+    on the Hugging Face hub. In csv files every value is text."""
     dataset_options: Any = None
-    """reasoning_gym: arguments of the data set by name, such as {max_terms: 3}; seed, by default 0; and levels of its
-    curriculum, such as [0, 1, 2]."""
+    """reasoning_gym: arguments of the data set by name, such as {max_terms: 3}; seed, by default 0;
+    and levels of its curriculum, such as [0, 1, 2]."""
     dataset_path: str | None = None
     """gsm8k, math, ifeval: file or folder with the data; by default the hub."""
     difficulty: int = limited(2, ge=1, le=10)
-    """arithmetic: 1 to 10; up to 5 it is the number of digits, see torchrl_grpo/tasks/arithmetic.py. countdown: how
-    many numbers are given, 2 to 6."""
+    """arithmetic: 1 to 10; up to 5 it is the number of digits, see
+    torchrl_grpo/tasks/arithmetic.py. countdown: how many numbers are given, 2 to 6."""
     dataset_config: str | None = None
     """On the hub: the data set's configuration."""
     revision: str | None = None
     """On the hub: branch, tag or commit."""
     train_split: str | None = None
-    """Split to train on; by default train. A file is the split train; in a folder a split has the name of its file."""
+    """Split to train on; by default train. A file is the split train; in a folder a split has the
+    name of its file.
+    """
     test_split: str | None = None
     """Split to test on; by default test, if there is one."""
     test_fraction: float | None = limited(None, gt=0, lt=1)
-    """Share of the train split to test on instead, in (0, 1). A hash of the prompt decides, so the test problems are
-    the same in every run. ifeval: by default 0.1."""
+    """Share of the train split to test on instead, in (0, 1). A hash of the prompt decides, so the
+    test problems are the same in every run. ifeval: by default 0.1."""
     max_samples: int | None = limited(None, ge=1)
-    """Maximum number of rows to read from a split, from its start; null reads all. reasoning_gym: problems to generate
-    for training, by default 1000, and a quarter of that for testing."""
+    """Maximum number of rows to read from a split, from its start; null reads all. reasoning_gym:
+    problems to generate for training, by default 1000, and a quarter of that for testing."""
     columns: ColumnsConfig = field(default_factory=ColumnsConfig)
     prompt_template: str | None = None
-    """The user message, with columns in braces, such as "{question} Answer with a number."; other braces stay, and
-    {{name}} is the text {name}. null uses the prompt alone."""
+    """The user message, with columns in braces, such as "{question} Answer with a number."; other
+    braces stay, and {{name}} is the text {name}. null uses the prompt alone."""
     system_prompt: str | None = None
     """System message, which replaces one in the data."""
     reward: Any = None
-    """Reward function: a built-in name, file.py:function, package.module:function; or a list of these or of {fn,
-    weight, name, and options of the function} (docs/rewards.md). null uses the data set's own, if it has one."""
+    """Reward function: a built-in name, file.py:function, package.module:function; or a list of
+    these or of {fn, weight, name, and options of the function} (docs/rewards.md). null uses the
+    data set's own, if it has one."""
 
 
 @dataclass

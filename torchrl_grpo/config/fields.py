@@ -1,4 +1,6 @@
-"""Metadata of a field of the config's dataclasses beside its type and default, and the fields of a whole config."""
+"""Metadata of a field of the config's dataclasses beside its type and default, and the fields of a
+whole config.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from typing import Any, get_args
 
 
 def limited(default: Any, **limits: float) -> Any:
-    """A field with limits: ``ge``, ``gt``, ``le``, ``lt``. ``validate`` checks them; None is always allowed."""
+    """A field with limits: ``ge``, ``gt``, ``le``, ``lt``. ``validate`` checks them; None is always
+    allowed.
+    """
     return dataclasses.field(default=default, metadata={"limits": limits})
 
 

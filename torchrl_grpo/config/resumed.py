@@ -1,9 +1,11 @@
-"""``train.resume`` and the config: what a run that goes on keeps of the checkpoint's, and what may differ.
+"""``train.resume`` and the config: what a run that goes on keeps of the checkpoint's, and what may
+differ.
 
-The saved config is the base, what the command line says goes on top. What a checkpoint's state is made for must be as
-it was: the model, the data and its order, the size of a batch, the shape of the optimizer. All that only steers the
-run from here on may change: its length, learning rate, loss, devices, frequencies, how many sequences are sampled at a
-time. No file is read here: ``host.checkpoint_files`` finds the checkpoint.
+The saved config is the base, what the command line says goes on top. What a checkpoint's state is
+made for must be as it was: the model, the data and its order, the size of a batch, the shape of the
+optimizer. All that only steers the run from here on may change: its length, learning rate, loss,
+devices, frequencies, how many sequences are sampled at a time. No file is read here:
+``host.checkpoint_files`` finds the checkpoint.
 """
 
 from __future__ import annotations
@@ -63,7 +65,9 @@ _OF_MODEL = ("model.attn_implementation", "model.chat_template", "train_model.mo
 """The options that make a model and its tokenizer, and that may name code or a file."""
 
 
-def on_saved_config(composed: Any, overrides: Sequence[str], path: Path, saved: Mapping[str, Any]) -> Any:
+def on_saved_config(
+    composed: Any, overrides: Sequence[str], path: Path, saved: Mapping[str, Any]
+) -> Any:
     """The config of a run that goes on: the saved one with the overrides on top.
 
     Args:
@@ -86,9 +90,9 @@ def on_saved_config(composed: Any, overrides: Sequence[str], path: Path, saved: 
     here: Any = OmegaConf.to_container(base, resolve=True)
     for name, value in from_outside(here, OmegaConf.to_container(composed, resolve=True)):  # type: ignore[arg-type]
         raise ConfigError(
-            f"{name}={shown(value)} must be on the command line too, because {path} names code, an address or a file "
-            "beside it, and a checkpoint alone must not decide what runs and who is asked: add the override that set "
-            "it, if the run is yours."
+            f"{name}={shown(value)} must be on the command line too, because {path} names code, an "
+            "address or a file beside it, and a checkpoint alone must not decide what runs and "
+            "who is asked: add the override that set it, if the run is yours."
         )
     check_options(saved, here, path)
     return base
@@ -108,16 +112,19 @@ def from_saved(saved: Any, path: Path, *, trusted: bool) -> GRPOConfig:
     base: Any = _accepted(saved, path)
     config = cast(GRPOConfig, OmegaConf.to_object(base))
     check_values(config)
-    for name, value in from_outside(plain(config), plain(GRPOConfig()), () if trusted else _OF_MODEL):
+    for name, value in from_outside(
+        plain(config), plain(GRPOConfig()), () if trusted else _OF_MODEL
+    ):
         raise ConfigError(
-            f"{name}={shown(value)} needs --trust-remote-code, because it names code or a file beside the checkpoint "
-            f"{path}: add that, if the run is yours."
+            f"{name}={shown(value)} needs --trust-remote-code, because it names code or a file "
+            f"beside the checkpoint {path}: add that, if the run is yours."
         )
     return config
 
 
 def _accepted(saved: Any, path: Path) -> Any:
-    """Return a saved config, if it is plain data: options of the types that they have here, and no references.
+    """Return a saved config, if it is plain data: options of the types that they have here, and no
+    references.
 
     Raises:
         ConfigError: it is something else.
@@ -126,14 +133,17 @@ def _accepted(saved: Any, path: Path) -> Any:
         check_integers("", saved)
         for name, value in dotted(saved, into_lists=True):
             if "${" in f"{name}{value}" or value == MISSING:
-                raise ConfigError(f"{name}={shown(value)} must be a value and refers to another one")
+                raise ConfigError(
+                    f"{name}={shown(value)} must be a value and refers to another one"
+                )
         base: Any = OmegaConf.merge(OmegaConf.structured(GRPOConfig), saved)
         OmegaConf.to_object(base)
     except Exception as error:  # whatever OmegaConf makes of a foreign file
         key = getattr(error, "full_key", None)
         what = f"{key + ': ' if key else ''}{shown(str(error).partition(chr(10))[0])}"
         raise ConfigError(
-            f"{what}, in the config of {path}: add an override for that option, if the run is yours."
+            f"{what}, in the config of {path}: add an override for that option, if the run is "
+            "yours."
         ) from error
     return base
 
@@ -144,7 +154,11 @@ def _without(saved: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]
     def pruned(node: Any, prefix: str) -> Any:
         if not isinstance(node, Mapping):
             return node
-        return {key: pruned(value, f"{prefix}{key}.") for key, value in node.items() if f"{prefix}{key}" not in names}
+        return {
+            key: pruned(value, f"{prefix}{key}.")
+            for key, value in node.items()
+            if f"{prefix}{key}" not in names
+        }
 
     left: dict[str, Any] = pruned(saved, "")
     return left
@@ -166,33 +180,49 @@ def check_options(saved: Mapping[str, Any], here: Mapping[str, Any], path: Path)
         if name in before and before[name] != value:
             there = shown(before[name])
             raise ConfigError(
-                f"{name}={shown(value)} must be {there}, as in {path}, whose state is made for it: use {name}={there}."
+                f"{name}={shown(value)} must be {there}, as in {path}, whose state is made for it: "
+                f"use {name}={there}."
             )
 
 
 def differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the differences between the config of a checkpoint and that of this run, a row per option."""
+    """Return the differences between the config of a checkpoint and that of this run, a row per
+    option.
+    """
     before, now = dict(dotted(saved)), dict(dotted(here))
     return [
-        {"option": name, "resumed run": written(before.get(name)), "this run": written(now.get(name))}
+        {
+            "option": name,
+            "resumed run": written(before.get(name)),
+            "this run": written(now.get(name)),
+        }
         for name in sorted({*before, *now} - {"train.resume"})
         if before.get(name) != now.get(name)
     ]
 
 
 def _made_for(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The options that must be as before, by their dotted names, with the defaults that follow from others."""
+    """The options that must be as before, by their dotted names, with the defaults that follow from
+    others.
+    """
     leaves = dict(dotted(config))
     for name, value in leaves.items():
         if any(name == fixed or name.startswith(f"{fixed}.") for fixed in _AS_BEFORE):
-            yield name, leaves["env.num_envs"] if name == "train.dialog_turns_per_batch" and value is None else value
+            yield (
+                name,
+                leaves["env.num_envs"]
+                if name == "train.dialog_turns_per_batch" and value is None
+                else value,
+            )
 
 
 def written(value: Any) -> str:
     """A value as the command line takes it."""
     if isinstance(value, list):
         return f"[{','.join(map(written, value))}]"
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return (
+        "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    )
 
 
 def shown(value: Any) -> str:

@@ -1,4 +1,6 @@
-"""The config's dataclasses, with the defaults and what each key means; ``config/*.yaml`` starts from them."""
+"""The config's dataclasses, with the defaults and what each key means; ``config/*.yaml`` starts
+from them.
+"""
 
 from __future__ import annotations
 
@@ -26,62 +28,74 @@ class EnvConfig(DataConfig):
     """The task and how prompts are drawn from it."""
 
     datasets: list[DatasetConfig] | None = None
-    """Several data sets instead of dataset: [{dataset: a.jsonl, weight: 0.7, columns: {prompt: q}}, {dataset: gsm8k}].
-    Each takes the keys from dataset to reward, weight (by default 1) and name, for its metrics."""
+    """Several data sets instead of dataset: [{dataset: a.jsonl, weight: 0.7, columns: {prompt: q}},
+    {dataset: gsm8k}]. Each takes the keys from dataset to reward, weight (by default 1) and name,
+    for its metrics."""
     task: Any = field(default_factory=lambda: {"_target_": None})
-    """A task instead of dataset: verifiers:NAME, an environment of the library verifiers, whose arguments are
-    dataset_options (docs/agents.md); or one of your own, as _target_ a subclass of torchrl_grpo.tasks.Task, with its
-    arguments next to it."""
+    """A task instead of dataset: verifiers:NAME, an environment of the library verifiers, whose
+    arguments are dataset_options (docs/agents.md); or one of your own, as _target_ a subclass of
+    torchrl_grpo.tasks.Task, with its arguments next to it."""
     environment: Any = None
-    """Class whose instances play the dialogs, one each, as file.py:Class or package.module:Class; or classes by the
-    value of the column environment, {easy: my_envs.py:Easy, hard: my_envs.py:Hard} (docs/environments.md). In place of
-    a class, openenv:http://localhost:8000 is a server of OpenEnv. With
-    dataset=null it makes its own problems from a number, the column seed; on the command line it replaces a data set
-    that is not given there. Environments run in reward workers, at least one of which is then started."""
+    """Class whose instances play the dialogs, one each, as file.py:Class or package.module:Class;
+    or classes by the value of the column environment, {easy: my_envs.py:Easy, hard:
+    my_envs.py:Hard} (docs/environments.md). In place of a class, openenv:http://localhost:8000 is a
+    server of OpenEnv. With dataset=null it makes its own problems from a number, the column seed;
+    on the command line it replaces a data set that is not given there. Environments run in reward
+    workers, at least one of which is then started."""
     environments_at_a_time: int = limited(16, ge=1)
-    """environment: dialogs that a reward worker starts, or answers, at the same time, each in a thread of its own."""
+    """environment: dialogs that a reward worker starts, or answers, at the same time, each in a
+    thread of its own.
+    """
     chat_template_kwargs: Any = None
     """Arguments of the chat template, such as {enable_thinking: false}."""
     num_envs: int = limited(64, ge=2, le=2**16)
     """Trajectories sampled in parallel, a multiple of repeats, at most 65,536."""
     repeats: int = limited(8, ge=1)
-    """Group size G: responses per prompt; at least 2 if the advantage compares them within their group."""
+    """Group size G: responses per prompt; at least 2 if the advantage compares them within their
+    group.
+    """
     max_prompt_tokens: int | None = limited(None, ge=1)
-    """Longer prompts are dropped and counted; by default the model's context less max_new_tokens. Each further turn of
-    a dialog may add max_new_tokens and 1,024 tokens to it."""
+    """Longer prompts are dropped and counted; by default the model's context less max_new_tokens.
+    Each further turn of a dialog may add max_new_tokens and 1,024 tokens to it."""
     difficulty_filter: list[float] | None = None
-    """Range [low, high] of the share of correct responses in past epochs within which a problem is drawn again: [0.05,
-    0.95] drops for good what was never or always solved. null draws all in each epoch."""
+    """Range [low, high] of the share of correct responses in past epochs within which a problem is
+    drawn again: [0.05, 0.95] drops for good what was never or always solved. null draws all in each
+    epoch."""
     sampling: str = choice(checks.Sampling, "uniform")
-    """How problems are drawn: each once in an epoch (uniform), or those more often whose share of correct responses so
-    far is near sampling_target (pass_rate). A problem without responses is always drawn."""
+    """How problems are drawn: each once in an epoch (uniform), or those more often whose share of
+    correct responses so far is near sampling_target (pass_rate). A problem without responses is
+    always drawn."""
     sampling_target: float = limited(0.5, gt=0, lt=1)
-    """sampling=pass_rate: share of correct responses at which a problem is always drawn, in (0, 1)."""
+    """sampling=pass_rate: share of correct responses at which a problem is always drawn, in (0, 1).
+    """
     sampling_floor: float = limited(0.1, gt=0, le=1)
     """sampling=pass_rate: lowest probability with which an epoch draws a problem, in (0, 1]."""
     curriculum: float | None = limited(None, gt=0, le=1)
-    """Share of the latest 128 responses that must be correct before problems of the next level are drawn, in (0, 1];
-    the level is the column level, or that of dataset_options.levels. null draws all levels."""
+    """Share of the latest 128 responses that must be correct before problems of the next level are
+    drawn, in (0, 1]; the level is the column level, or that of dataset_options.levels. null draws
+    all levels."""
     max_turns: int = limited(1, ge=1)
-    """Maximum number of the policy's turns in one dialog, at least 1. More than 1 needs tools, transforms, a
-    retry_prompt, an environment, or a task that answers."""
+    """Maximum number of the policy's turns in one dialog, at least 1. More than 1 needs tools,
+    transforms, a retry_prompt, an environment, or a task that answers."""
     sandbox: str = choice(checks.Sandbox, "strict")
-    """Isolation of programs that the reward code or the tool python runs: strict refuses to run without kernel
-    namespaces; auto uses what the machine offers, and the run says which."""
+    """Isolation of programs that the reward code or the tool python runs: strict refuses to run
+    without kernel namespaces; auto uses what the machine offers, and the run says which."""
     tools: list[str] = field(default_factory=list)
-    """Functions that the policy may call, as file.py:function or package.module:function; the model sees their type
-    hints and docstrings. python is built in: it runs code in a sandbox and keeps the dialog's variables. They run in
-    reward workers, at least one of which is then started."""
+    """Functions that the policy may call, as file.py:function or package.module:function; the model
+    sees their type hints and docstrings. python is built in: it runs code in a sandbox and keeps
+    the dialog's variables. They run in reward workers, at least one of which is then started."""
     tool_parser: str | None = None
-    """tools, agent: a function of yours that finds the calls in a text, as file.py:function; null parses those of Qwen
-    and Hermes, Llama 3 and Mistral."""
+    """tools, agent: a function of yours that finds the calls in a text, as file.py:function; null
+    parses those of Qwen and Hermes, Llama 3 and Mistral."""
     agent: str | None = None
-    """Who plays the problems with an OpenAI client: file.py:function or package.module:function of an async def
-    play(client, problem), or a command line such as "python solve.py" (docs/agents.md). Each request is a turn of the
-    policy. Agents run in reward workers, at least one of which is then started."""
+    """Who plays the problems with an OpenAI client: file.py:function or package.module:function of
+    an async def play(client, problem), or a command line such as "python solve.py"
+    (docs/agents.md). Each request is a turn of the policy. Agents run in reward workers, at least
+    one of which is then started."""
     transforms: list[dict[str, Any]] = field(default_factory=list)
-    """TorchRL's transforms to append to each environment, in order, with arguments next to their _target_, such as
-    [{_target_: torchrl.envs.StepCounter}]; docs/torchrl.md says which work. They run in the process that samples."""
+    """TorchRL's transforms to append to each environment, in order, with arguments next to their
+    _target_, such as [{_target_: torchrl.envs.StepCounter}]; docs/torchrl.md says which work. They
+    run in the process that samples."""
     retry_prompt: str | None = None
     """Message to the policy after a wrong answer, if it has a turn left; null ends the dialog."""
     reasoning: bool = False
@@ -89,11 +103,11 @@ class EnvConfig(DataConfig):
     max_steps: int | None = None
     """TorchRL's name for max_turns."""
     reward_combination: str = choice(checks.RewardCombination, "sum")
-    """How parts of the reward become an advantage: their weighted sum is normalized (sum), or each part within its
-    group, and then their sum over the batch (gdpo, arXiv 2601.05242)."""
+    """How parts of the reward become an advantage: their weighted sum is normalized (sum), or each
+    part within its group, and then their sum over the batch (gdpo, arXiv 2601.05242)."""
     reward_workers: int = limited(0, ge=0)
-    """Processes per sampler that score responses, for rewards that are slow, or may hang or crash. 0 scores in the
-    environment's own process."""
+    """Processes per sampler that score responses, for rewards that are slow, or may hang or crash.
+    0 scores in the environment's own process."""
     reward_timeout_s: float = limited(30.0, gt=0)
     """reward_workers: time limit for one response, in seconds; after it the reward is invalid."""
 
@@ -105,7 +119,9 @@ class EnvConfig(DataConfig):
 
     @property
     def player(self) -> str | None:
-        """Who plays the problems with an OpenAI client, as the user said it; None where nobody does."""
+        """Who plays the problems with an OpenAI client, as the user said it; None where nobody
+        does.
+        """
         if isinstance(self.task, str):
             return f"env.task={self.task}"
         return None if self.agent is None else f"env.agent={self.agent}"
@@ -115,21 +131,33 @@ class EnvConfig(DataConfig):
 class PolicyConfig:
     """The objective; ``algo=NAME`` sets it to that of a published algorithm."""
 
-    loss: dict[str, Any] = field(default_factory=lambda: {"_target_": "torchrl_grpo.objectives.GRPOLoss"})
-    """The loss: as _target_ a class of the package, or your subclass of GRPOLoss, with its arguments next to it."""
-    advantage: dict[str, Any] = field(default_factory=lambda: {"_target_": "torchrl_grpo.transforms.GroupAdvantage"})
-    """The transform that writes the advantage: as _target_ a GroupAdvantage, with its arguments next to it."""
+    loss: dict[str, Any] = field(
+        default_factory=lambda: {"_target_": "torchrl_grpo.objectives.GRPOLoss"}
+    )
+    """The loss: as _target_ a class of the package, or your subclass of GRPOLoss, with its
+    arguments next to it.
+    """
+    advantage: dict[str, Any] = field(
+        default_factory=lambda: {"_target_": "torchrl_grpo.transforms.GroupAdvantage"}
+    )
+    """The transform that writes the advantage: as _target_ a GroupAdvantage, with its arguments
+    next to it.
+    """
     advantage_mean: str = choice(checks.AdvantageMean, "group")
     """Baseline: mean of the group, of its other members (leave_one_out), of the batch, or none."""
     advantage_std: str = choice(checks.AdvantageStd, "group")
     """Scale: standard deviation of the group, of the batch, or none."""
     advantage_whiten: bool = False
-    """Whether the advantages are normalized a second time, by mean and standard deviation over the batch's tokens."""
+    """Whether the advantages are normalized a second time, by mean and standard deviation over the
+    batch's tokens.
+    """
     advantage_level: str = choice(checks.AdvantageLevel, "sequence")
-    """One advantage per sequence, from its reward, or per token, from the rewards that follow it (GAE)."""
+    """One advantage per sequence, from its reward, or per token, from the rewards that follow it
+    (GAE).
+    """
     turn_credit: str = choice(checks.TurnCredit, "sum")
-    """Credit of each turn of a dialog: the reward of the dialog (sum), or the rewards from that turn on, compared with
-    those of the same turn in the group (per_turn, docs/algorithms.md)."""
+    """Credit of each turn of a dialog: the reward of the dialog (sum), or the rewards from that
+    turn on, compared with those of the same turn in the group (per_turn, docs/algorithms.md)."""
     gae_gamma: float = limited(1.0, gt=0, le=1)
     """advantage_level=token, turn_credit=per_turn: discount of later rewards, in (0, 1]."""
     gae_lambda: float = limited(1.0, ge=0, le=1)
@@ -141,21 +169,29 @@ class PolicyConfig:
     reward_clip: list[float] | None = None
     """Bounds [low, high] of the scaled and biased reward."""
     overlong_buffer: float | None = limited(None, gt=0, le=1)
-    """Last share of the maximum response length over which a penalty grows from 0 to 1 (arXiv 2503.14476)."""
+    """Last share of the maximum response length over which a penalty grows from 0 to 1 (arXiv
+    2503.14476).
+    """
     dynamic_sampling: bool = False
-    """Drop groups whose rewards are all equal, and sample others in their place (arXiv 2503.14476)."""
+    """Drop groups whose rewards are all equal, and sample others in their place (arXiv 2503.14476).
+    """
     max_sampling_rounds: int = limited(10, ge=1)
-    """dynamic_sampling: at most max_sampling_rounds * env.num_envs dialogs are played for one batch; then zero-variance
-    groups fill it."""
+    """dynamic_sampling: at most max_sampling_rounds * env.num_envs dialogs are played for one
+    batch; then zero-variance groups fill it."""
     clip_epsilon: Any = 0.2
-    """Clip range of the ratio: a number, or a pair [low, high]. Low is in [0, 1], high is at least 0."""
+    """Clip range of the ratio: a number, or a pair [low, high]. Low is in [0, 1], high is at least
+    0.
+    """
     dual_clip: float | None = limited(None, gt=1)
     """Bound of the objective for negative advantages, above 1."""
     proximal: str = choice(checks.Proximal, "behaviour")
-    """Policy in the denominator of the ratio: the sampling policy (behaviour), the one at the start of the batch's
-    training (recomputed by a forward pass), or an estimate of that from staleness (interpolated)."""
+    """Policy in the denominator of the ratio: the sampling policy (behaviour), the one at the start
+    of the batch's training (recomputed by a forward pass), or an estimate of that from staleness
+    (interpolated)."""
     behaviour_weight: str = choice(checks.WeightBound, "none")
-    """Importance weight of proximal over sampling policy: none, or with weights above the cap truncated or masked."""
+    """Importance weight of proximal over sampling policy: none, or with weights above the cap
+    truncated or masked.
+    """
     behaviour_level: str = choice(checks.WeightLevel, "token")
     """That weight per token, or per sequence."""
     behaviour_cap: float = limited(5.0, gt=0)
@@ -163,14 +199,19 @@ class PolicyConfig:
     mask_truncated: bool = False
     """Exclude truncated responses from the loss; they stay in their group's statistics."""
     ratio_level: str = choice(checks.RatioLevel, "token")
-    """Ratio of each token, of the sequence, or of the sequence with each token's gradient (sequence_token)."""
+    """Ratio of each token, of the sequence, or of the sequence with each token's gradient
+    (sequence_token).
+    """
     aggregation: str = choice(checks.Aggregation, "sequence_mean")
-    """Average of the objective: over sequences of token means, over all tokens, or over sequences of token sums divided
-    by a constant length."""
+    """Average of the objective: over sequences of token means, over all tokens, or over sequences
+    of token sums divided by a constant length."""
     constant_length: int | None = limited(None, ge=1)
-    """Divisor of aggregation=constant, in tokens; by default max_new_tokens, times env.max_turns."""
+    """Divisor of aggregation=constant, in tokens; by default max_new_tokens, times env.max_turns.
+    """
     kl_estimator: str | None = choice(checks.KLEstimator, None)
-    """Estimator of both KL terms; null is k3 in the loss, and k1 in the reward, where the others constrain little."""
+    """Estimator of both KL terms; null is k3 in the loss, and k1 in the reward, where the others
+    constrain little.
+    """
     kl_coef: float = limited(0.0, ge=0)
     """Weight of the KL to the reference model; 0 needs no reference model."""
     kl_in_reward: bool = False
@@ -180,24 +221,25 @@ class PolicyConfig:
     entropy_coef: float = limited(0.0, ge=0)
     """Weight of the entropy bonus."""
     demonstrations: bool = False
-    """Whether the responses are read from the data (env.columns.completion or messages) in place of being sampled, each
-    with an advantage of 1; env.repeats is then 1."""
+    """Whether the responses are read from the data (env.columns.completion or messages) in place of
+    being sampled, each with an advantage of 1; env.repeats is then 1."""
     sft_coef: float = limited(0.0, ge=0)
-    """Weight of demonstrations beside what is sampled: minus the log-likelihood of the one of each problem in the batch
-    (env.columns.completion or messages), the mean over their tokens, in the same optimizer step. 0 needs none."""
+    """Weight of demonstrations beside what is sampled: minus the log-likelihood of the one of each
+    problem in the batch (env.columns.completion or messages), the mean over their tokens, in the
+    same optimizer step. 0 needs none."""
     reward_coef: float = limited(1.0, ge=0)
     """With a teacher: weight of the reward's advantage beside it; 0 trains on the teacher alone."""
     teacher_coef: float = limited(0.0, ge=0)
     """Weight of the divergence from teacher.model; 0 needs no teacher."""
     teacher_divergence: str = choice(checks.TeacherDivergence, "sampled")
-    """How it is measured: sampled adds the reverse KL at each sampled token to that token's advantage. The others are a
-    part of the loss, over the whole vocabulary (arXiv 2306.13649): reverse KL, forward KL, or generalized
-    Jensen-Shannon (jsd)."""
+    """How it is measured: sampled adds the reverse KL at each sampled token to that token's
+    advantage. The others are a part of the loss, over the whole vocabulary (arXiv 2306.13649):
+    reverse KL, forward KL, or generalized Jensen-Shannon (jsd)."""
     teacher_beta: float = limited(0.5, gt=0, lt=1)
     """teacher_divergence=jsd: the teacher's share of the mixture, in (0, 1)."""
     teacher_top_k: int | None = limited(None, ge=1)
-    """teacher_divergence over the vocabulary: how many of the teacher's most likely tokens are told apart; null is all,
-    for which the trainer holds the teacher's LM head."""
+    """teacher_divergence over the vocabulary: how many of the teacher's most likely tokens are told
+    apart; null is all, for which the trainer holds the teacher's LM head."""
 
 
 @dataclass
@@ -205,49 +247,55 @@ class TrainConfig:
     """How much is sampled, and how it is split into optimizer steps."""
 
     total_dialog_turns: int = limited(100_000, ge=0)
-    """Trajectories to train on, rounded up to whole batches. A dialog is one trajectory, however many turns it has. 0
-    only evaluates; with resume it evaluates that checkpoint."""
+    """Trajectories to train on, rounded up to whole batches. A dialog is one trajectory, however
+    many turns it has. 0 only evaluates; with resume it evaluates that checkpoint."""
     total_epochs: int | None = limited(None, ge=1)
-    """Passes over the training problems, instead of total_dialog_turns: env.repeats trajectories of each problem that
-    is not too long, rounded up to whole batches. What difficulty_filter skips counts too."""
+    """Passes over the training problems, instead of total_dialog_turns: env.repeats trajectories of
+    each problem that is not too long, rounded up to whole batches. What difficulty_filter skips
+    counts too."""
     dialog_turns_per_batch: int | None = limited(None, ge=2, le=2**20)
-    """Trajectories between two weight syncs, a multiple of env.num_envs, which is the default; at most 1,048,576."""
+    """Trajectories between two weight syncs, a multiple of env.num_envs, which is the default; at
+    most 1,048,576.
+    """
     optim_batch_size: int | None = limited(None, ge=1)
     """Trajectories per optimizer step; must divide dialog_turns_per_batch, which is the default."""
     epochs: int = limited(1, ge=1)
     """Passes over each collected batch, at least 1."""
     micro_batch_tokens: int = limited(16_384, ge=1)
-    """Maximum number of tokens in one forward and backward pass; it does not change the gradient."""
+    """Maximum number of tokens in one forward and backward pass; it does not change the gradient.
+    """
     max_staleness: int | None = limited(None, ge=0)
-    """Maximum number of steps by which the weights that sampled a trajectory may be older than those trained on it: 0
-    in grpo.py; any number in grpo-async.py, by default 1."""
+    """Maximum number of steps by which the weights that sampled a trajectory may be older than
+    those trained on it: 0 in grpo.py; any number in grpo-async.py, by default 1."""
     mixed_precision: str = choice(checks.Precision, "full")
     """Autocast of the training step: full (none), bf16 or fp16 (with a loss scaler)."""
     resume: str | None = None
-    """A checkpoint, or the folder of a run, whose newest complete checkpoint is used: the run continues from there,
-    with its config, in a new folder. auto continues in its own folder, or starts there. Model, data, batch size and the
-    optimizer's warm-up must stay; length, learning rate, loss, devices and frequencies may change."""
+    """A checkpoint, or the folder of a run, whose newest complete checkpoint is used: the run
+    continues from there, with its config, in a new folder. auto continues in its own folder, or
+    starts there. Model, data, batch size and the optimizer's warm-up must stay; length, learning
+    rate, loss, devices and frequencies may change."""
     checkpoint_frequency: int = limited(0, ge=0)
     """Steps between two checkpoints; one is always written at the end, and 0 writes only that."""
     export_frequency: int = limited(0, ge=0)
-    """Steps between two exported models (model_000100 and so on, for from_pretrained; with LoRA the adapters alone)
-    next to the checkpoints. 0 writes the model at the end only."""
+    """Steps between two exported models (model_000100 and so on, for from_pretrained; with LoRA the
+    adapters alone) next to the checkpoints. 0 writes the model at the end only."""
     keep_checkpoints: str | None = "last:3"
-    """Checkpoints to keep when a newer one is written: last:3 keeps the newest three, last:3,best:1 also the best one
-    by eval/pass@1, of those evaluated at their step (typed with quotes: 'train.keep_checkpoints="last:3,best:1"'). null
-    keeps all."""
+    """Checkpoints to keep when a newer one is written: last:3 keeps the newest three, last:3,best:1
+    also the best one by eval/pass@1, of those evaluated at their step (typed with quotes:
+    'train.keep_checkpoints="last:3,best:1"'). null keeps all."""
     time_limit: float | None = limited(None, gt=0)
-    """Seconds after which the run saves, writes the model and ends with exit status 0; no step starts that would not
-    end in time."""
+    """Seconds after which the run saves, writes the model and ends with exit status 0; no step
+    starts that would not end in time."""
     stall_timeout_s: float | None = limited(3600.0, gt=0)
-    """Seconds without progress (a batch, a step, a response of an evaluation) after which the run writes the stacks of
-    its processes into stacks.txt, saves, and ends with exit status 75. null waits indefinitely."""
+    """Seconds without progress (a batch, a step, a response of an evaluation) after which the run
+    writes the stacks of its processes into stacks.txt, saves, and ends with exit status 75. null
+    waits indefinitely."""
     max_nonfinite_steps: int = limited(5, ge=1)
-    """Consecutive optimizer steps with a non-finite loss or gradient, or without a token that counts (no reward is
-    valid), after which the run ends, at least 1."""
+    """Consecutive optimizer steps with a non-finite loss or gradient, or without a token that
+    counts (no reward is valid), after which the run ends, at least 1."""
     max_steps_without_signal: int | None = limited(None, ge=1)
-    """Consecutive steps without a group whose valid rewards differ, after which the run ends, at least 1; null
-    continues, with an alarm."""
+    """Consecutive steps without a group whose valid rewards differ, after which the run ends, at
+    least 1; null continues, with an alarm."""
 
 
 @dataclass
@@ -255,14 +303,15 @@ class RayConfig:
     """The Ray cluster of a run whose roles are separate processes."""
 
     address: str | None = None
-    """auto (the cluster of this machine or of RAY_ADDRESS) or host:port of a cluster to join, for grpo.py too; null
-    starts one on this machine if the run needs one."""
+    """auto (the cluster of this machine or of RAY_ADDRESS) or host:port of a cluster to join, for
+    grpo.py too; null starts one on this machine if the run needs one."""
     actor_timeout_s: float = limited(1800.0, gt=0)
-    """Seconds in which a process must answer: load its model, play a rollout task, evaluate the test split, train a
-    step. A late sampler or reference model is replaced, a late learner ends the run."""
+    """Seconds in which a process must answer: load its model, play a rollout task, evaluate the
+    test split, train a step. A late sampler or reference model is replaced, a late learner ends the
+    run."""
     recovery_timeout_s: float = limited(900.0, gt=0)
-    """Seconds for which all samplers, or all reference models, may be missing before the run ends; must be more than
-    one needs to start."""
+    """Seconds for which all samplers, or all reference models, may be missing before the run ends;
+    must be more than one needs to start."""
 
 
 @dataclass
@@ -270,8 +319,8 @@ class GRPOConfig:
     """The whole config of ``sota/grpo/grpo.py``."""
 
     dry_run: bool = False
-    """Only try the run: report problems with fixes, and the time, disk and memory that it would take. Nothing is
-    trained or written."""
+    """Only try the run: report problems with fixes, and the time, disk and memory that it would
+    take. Nothing is trained or written."""
     seed: int = limited(0, ge=0, lt=2**32)
     """Seed of all random draws. docs/devices.md says what it reproduces with several samplers."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -309,7 +358,9 @@ class GRPOConfig:
 
     @property
     def num_batches(self) -> int:
-        """Batches in the run; with ``train.total_epochs`` only once ``blueprint.prepare`` knows the problems."""
+        """Batches in the run; with ``train.total_epochs`` only once ``blueprint.prepare`` knows the
+        problems.
+        """
         return -(-self.train.total_dialog_turns // self.dialog_turns_per_batch)
 
     @property
@@ -329,7 +380,9 @@ class GRPOConfig:
 
     @property
     def evaluates_served(self) -> bool:
-        """Whether a model on servers is evaluated, and none is loaded here, not even to compare log-probs with it."""
+        """Whether a model on servers is evaluated, and none is loaded here, not even to compare
+        log-probs with it.
+        """
         engine = self.inference_model
         return self.only_evaluates and ENGINES[engine.backend].elsewhere and not engine.check_sync
 
@@ -345,7 +398,9 @@ class GRPOConfig:
 
     @property
     def has_own_reference(self) -> bool:
-        """Whether a separate model gives them; with LoRA the trained model does, with its adapters off."""
+        """Whether a separate model gives them; with LoRA the trained model does, with its adapters
+        off.
+        """
         return self.needs_reference and not self.train_model.lora.enabled
 
     @property
@@ -370,7 +425,9 @@ class GRPOConfig:
 
     @property
     def teacher_in_loss(self) -> float:
-        """Weight of the divergence from the teacher in the loss; 0 where it is part of the advantage."""
+        """Weight of the divergence from the teacher in the loss; 0 where it is part of the
+        advantage.
+        """
         return self.policy.teacher_coef if self.policy.teacher_divergence != "sampled" else 0.0
 
     @property
@@ -388,7 +445,12 @@ class GRPOConfig:
     def shapes_reward(self) -> bool:
         """Whether the advantage is made of something else than the task's reward."""
         policy = self.policy
-        plain = (policy.reward_scale, policy.reward_bias, policy.reward_clip, policy.overlong_buffer)
+        plain = (
+            policy.reward_scale,
+            policy.reward_bias,
+            policy.reward_clip,
+            policy.overlong_buffer,
+        )
         token = self.advantage_level == "token"
         return plain != (1.0, 0.0, None, None) or policy.kl_in_reward or token
 
@@ -399,7 +461,9 @@ RETRY_PROMPT = "That answer is not right. Think again, step by step, and give an
 COMPONENTS = ("policy.loss", "policy.advantage", "env.task")
 """Nodes that name a class as ``_target_``, with arguments beside it."""
 
-LOSSES = tuple(f"torchrl_grpo.objectives.{name}" for name in ("CISPOLoss", "GRPOLoss", "SAPOLoss", "SFTLoss"))
+LOSSES = tuple(
+    f"torchrl_grpo.objectives.{name}" for name in ("CISPOLoss", "GRPOLoss", "SAPOLoss", "SFTLoss")
+)
 ADVANTAGES = ("torchrl_grpo.transforms.GroupAdvantage",)
 """The package's own classes for ``policy.loss`` and ``policy.advantage``."""
 

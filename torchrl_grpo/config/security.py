@@ -1,7 +1,7 @@
 """Checks of what a config must not carry.
 
-Secrets, because it is written into checkpoints, reports and to W&B; and, where it comes out of a checkpoint, code and
-addresses that the command line does not name.
+Secrets, because it is written into checkpoints, reports and to W&B; and, where it comes out of a
+checkpoint, code and addresses that the command line does not name.
 """
 
 from __future__ import annotations
@@ -47,11 +47,14 @@ def check_not_secret(name: str, value: Any) -> None:
     """
     text = "" if value is None else str(value)
     hexadecimal = "revision" not in name and _HEX.fullmatch(text)
-    if text and ((_NAME.search(name) and isinstance(value, str)) or _VALUE.search(text) or hexadecimal):
+    if text and (
+        (_NAME.search(name) and isinstance(value, str)) or _VALUE.search(text) or hexadecimal
+    ):
         raise ConfigError(
-            f"{name} must not be a key, token or password, because the config is written into the run's files: put it "
-            "into an environment variable (HF_TOKEN, WANDB_API_KEY, or the one that api_key_env of the reward judge "
-            "names) and leave it out here; it was not written anywhere by this run."
+            f"{name} must not be a key, token or password, because the config is written into the "
+            "run's files: put it into an environment variable (HF_TOKEN, WANDB_API_KEY, or the "
+            "one that api_key_env of the reward judge names) and leave it out here; it was not "
+            "written anywhere by this run."
         )
 
 
@@ -62,7 +65,9 @@ OWN_REWARDS = {
 
 
 def _is_own_reward(spec: Any) -> bool:
-    """Whether rewards are built-in ones that ask no server, and run no program that the model wrote."""
+    """Whether rewards are built-in ones that ask no server, and run no program that the model
+    wrote.
+    """
     if isinstance(spec, list):
         return all(map(_is_own_reward, spec))
     name = spec.get("fn") if isinstance(spec, Mapping) else spec
@@ -70,7 +75,9 @@ def _is_own_reward(spec: Any) -> bool:
 
 
 def _is_own_component(classes: Sequence[str], node: Mapping[str, Any]) -> bool:
-    """Whether a node names one of the package's classes, and its arguments name nothing that is to be made."""
+    """Whether a node names one of the package's classes, and its arguments name nothing that is to
+    be made.
+    """
     arguments = {key: value for key, value in node.items() if key != "_target_"}
     nested = [*arguments.values()]
     names = [*arguments]
@@ -78,12 +85,21 @@ def _is_own_component(classes: Sequence[str], node: Mapping[str, Any]) -> bool:
         value = nested.pop()
         if isinstance(value, Mapping):
             names += value
-        nested += value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else []
+        nested += (
+            value.values()
+            if isinstance(value, Mapping)
+            else value
+            if isinstance(value, list)
+            else []
+        )
     return node.get("_target_") in classes and not any(name.startswith("_") for name in names)
 
 
 def _is_own_data(entries: Sequence[Mapping[str, Any]] | None) -> bool:
-    return all(_is_own_reward(entry["reward"]) and _has_no_text(entry["dataset_options"]) for entry in entries or ())
+    return all(
+        _is_own_reward(entry["reward"]) and _has_no_text(entry["dataset_options"])
+        for entry in entries or ()
+    )
 
 
 def _has_no_text(options: Any) -> bool:
@@ -93,7 +109,9 @@ def _has_no_text(options: Any) -> bool:
 
 FROM_COMMAND_LINE: dict[str, Callable[[Any], bool]] = {
     "model.trust_remote_code": not_,
-    "model.attn_implementation": lambda name: name in ("sdpa", "eager", "flash_attention_2"),  # not the hub's
+    "model.attn_implementation": lambda name: (
+        name in ("sdpa", "eager", "flash_attention_2")
+    ),  # not the hub's
     "model.chat_template": lambda template: template is None or "{" in template,
     "train_model.model_kwargs": not_,
     "inference_model.address": not_,
@@ -119,14 +137,15 @@ FROM_COMMAND_LINE: dict[str, Callable[[Any], bool]] = {
     "logging.trackio.mode": lambda mode: mode == "disabled",  # offline is a folder of the user's
     "ray.address": not_,
 }
-"""Options that may name code, programs, addresses, environment variables, or files of other kinds than models and data;
-and whether a value of theirs does no such thing."""
+"""Options that may name code, programs, addresses, environment variables, or files of other kinds
+than models and data; and whether a value of theirs does no such thing."""
 
 
 def from_outside(
     saved: Mapping[str, Any], here: Mapping[str, Any], names: Iterable[str] = FROM_COMMAND_LINE
 ) -> Iterator[tuple[str, Any]]:
-    """Yield what a config of somebody else's decides and must not: options by their dotted names, with their values.
+    """Yield what a config of somebody else's decides and must not: options by their dotted names,
+    with their values.
 
     Args:
         saved: the config, as plain types, with a value of its type for each option.

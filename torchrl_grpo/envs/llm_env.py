@@ -1,7 +1,8 @@
 """``LLMEnv``: problems of a task in, token transitions out; single- and multi-turn.
 
-It is not a reward function (a ``Task`` has that) and not a sampler (a policy writes the response). Token in, token out:
-text is made from response tokens for the task alone, and no text that the policy wrote is tokenized again.
+It is not a reward function (a ``Task`` has that) and not a sampler (a policy writes the response).
+Token in, token out: text is made from response tokens for the task alone, and no text that the
+policy wrote is tokenized again.
 """
 
 from __future__ import annotations
@@ -62,11 +63,15 @@ class _Row:
     between: list[Message] = field(default_factory=list)  # all messages after the first prompt's
     sample: int = 0  # of which these are
     others: dict[int, _Sample] = field(default_factory=dict)
-    before: _Sample | None = None  # the sample before the latest turn; None where it began with that turn
+    before: _Sample | None = (
+        None  # the sample before the latest turn; None where it began with that turn
+    )
     samples: list[int] = field(default_factory=list)  # of the turns
     limits: TurnLimits = field(default_factory=TurnLimits)  # for the next turn
     given: int = 0  # tokens before it, of a task that opens
-    rewards: list[float | None] = field(default_factory=list)  # of the turns, where the task rewards them
+    rewards: list[float | None] = field(
+        default_factory=list
+    )  # of the turns, where the task rewards them
     reward: float = 0.0
     correct: bool = False
     parts: dict[str, float | None] = field(default_factory=dict)
@@ -92,42 +97,42 @@ class _Row:
 class LLMEnv(EnvBase):
     """Draws problems, gives their prompts as tokens, and scores the responses.
 
-    ``reset`` draws ``num_envs / repeats`` problems, or takes those that ``assign`` gave, and repeats each ``repeats``
-    times, in adjacent rows that share a ``group_id``. Each epoch goes once through the split in an order that ``seed``
-    decides. ``step`` reads
-    ``("tokens", "response")`` (ragged) and ``"length_stopped"``; a row that is done ignores further responses and
-    repeats its outcome, so that the rows of a batch may need different numbers of turns.
+    ``reset`` draws ``num_envs / repeats`` problems, or takes those that ``assign`` gave, and
+    repeats each ``repeats`` times, in adjacent rows that share a ``group_id``. Each epoch goes once
+    through the split in an order that ``seed`` decides. ``step`` reads ``("tokens", "response")``
+    (ragged) and ``"length_stopped"``; a row that is done ignores further responses and repeats its
+    outcome, so that the rows of a batch may need different numbers of turns.
 
-    A dialog is *terminated* when the policy ended its turn and the task has no further message; it is *truncated* when
-    a token limit cut a turn off, when the task had a further message after ``max_turns``, or when the next prompt would
-    be longer than ``max_dialog_tokens``. The task scores it in either case, all dialogs that end in one step together.
-    Where the task raises, takes too long or ends its process (the last two in a ``RewardPool``), ``"reward_valid"`` is
-    False and the reward 0. The reward of a dialog is that of its last transition, also where the task rewards turns:
-    their shares are in ``turn_rewards``.
+    A dialog is *terminated* when the policy ended its turn and the task has no further message; it
+    is *truncated* when a token limit cut a turn off, when the task had a further message after
+    ``max_turns``, or when the next prompt would be longer than ``max_dialog_tokens``. The task
+    scores it in either case, all dialogs that end in one step together. Where the task raises,
+    takes too long or ends its process (the last two in a ``RewardPool``), ``"reward_valid"`` is
+    False and the reward 0. The reward of a dialog is that of its last transition, also where the
+    task rewards turns: their shares are in ``turn_rewards``.
 
-    A task that ``opens`` is asked for the first prompts by ``reset``, for all rows together, and told of the end of
-    each dialog. A row whose opening failed is done from the start and not valid; ``stepping`` leaves it out. Such a
-    task may begin another training sample in the middle of a dialog: the policy's next turn then has another prompt.
+    A task that ``opens`` is asked for the first prompts by ``reset``, for all rows together, and
+    told of the end of each dialog. A row whose opening failed is done from the start and not valid;
+    ``stepping`` leaves it out. Such a task may begin another training sample in the middle of a
+    dialog: the policy's next turn then has another prompt.
 
     Args:
         task: the problems and their scorer.
         tokenizer: with a chat template.
 
-    Keyword Args:
-        num_envs: rows, a multiple of ``repeats``.
-        repeats: rows per problem (the group size).
-        split: ``"train"`` or ``"test"``.
-        max_prompt_tokens: problems whose prompts are longer, or have no token at all, are dropped and counted in
+    Keyword Args: num_envs: rows, a multiple of ``repeats``. repeats: rows per problem (the group
+        size). split: ``"train"`` or ``"test"``. max_prompt_tokens: problems whose prompts are
+        longer, or have no token at all, are dropped and counted in
             ``num_dropped``. None keeps all.
         max_dialog_tokens: longest prompt of a later turn; by default ``max_prompt_tokens``.
         max_turns: most turns that the policy has in one dialog.
         seed: decides the order of the problems.
-        reward_pool: scores the task's dialogs in processes of their own; None scores here. Several environments may
-            share it, and who made it closes it.
+        reward_pool: scores the task's dialogs in processes of their own; None scores here. Several
+            environments may share it, and who made it closes it.
         template_arguments: of the chat template, such as ``enable_thinking``.
 
-    Raises:
-        ValueError: a number is out of range, the tokenizer has no chat template, or no problem is left.
+    Raises: ValueError: a number is out of range, the tokenizer has no chat template, or no problem
+        is left.
 
     Examples:
         >>> from transformers import AutoTokenizer
@@ -157,11 +162,13 @@ class LLMEnv(EnvBase):
     ) -> None:
         check_multiple("num_envs", num_envs, repeats, f"repeats={repeats}, at least 1")
         if max_turns < 1:
-            raise ValueError(f"max_turns={max_turns} must be at least 1: use 1 for single-turn tasks.")
+            raise ValueError(
+                f"max_turns={max_turns} must be at least 1: use 1 for single-turn tasks."
+            )
         if tokenizer.chat_template is None:
             raise ValueError(
-                f"tokenizer={tokenizer.name_or_path!r} must have a chat template, it has none: use the model's "
-                "instruct version, or set tokenizer.chat_template."
+                f"tokenizer={tokenizer.name_or_path!r} must have a chat template, it has none: use "
+                "the model's instruct version, or set tokenizer.chat_template."
             )
         super().__init__(batch_size=(num_envs,))
         self.task = task
@@ -174,20 +181,26 @@ class LLMEnv(EnvBase):
         self.template_arguments = dict(template_arguments or {})
         self.prompts = Prompts(task, tokenizer, split, max_prompt_tokens, self.template_arguments)
         self.drawing = Drawing(task, self.prompts.problems, self.prompts.usable)
-        self._has_datasets = any(self.prompts.problems[i].dataset for i in (0, -1))  # further test sets come last
+        self._has_datasets = any(
+            self.prompts.problems[i].dataset for i in (0, -1)
+        )  # further test sets come last
         self.counts: Counter[str] = Counter()
         self._template = TurnTemplate(tokenizer, self.template_arguments)
         self._logged_failures: set[tuple[Any, ...]] = vars(task).setdefault(
             "_logged_failures", set()
         )  # of all its envs
-        if max_turns > 1:  # what the template does not take, it does not take at the end of a rollout either
+        if (
+            max_turns > 1
+        ):  # what the template does not take, it does not take at the end of a rollout either
             self._template.text([{"role": "user", "content": "@"}])
             if task.tools:
                 self._template.text([tool_message("@", "@")])
         self._set_seed(seed)
         self._rows: list[_Row] = []
         self._assigned: list[Drawn] = []
-        self._copies: list[Drawn] = []  # of the group that was drawn last, for rows that are reset one by one
+        self._copies: list[
+            Drawn
+        ] = []  # of the group that was drawn last, for rows that are reset one by one
         self._received: dict[int, tuple[Dialog, Future[Turn | Failure]]] = {}
         self.latest: dict[int, Dialog] = {}
         self._draws = True
@@ -200,8 +213,8 @@ class LLMEnv(EnvBase):
             setattr(self, name, spec)
 
     def with_rows(self, num_envs: int) -> LLMEnv:
-        """Return an environment with this many rows that shares problems, prompts and reward workers, and has its own
-        dialogs.
+        """Return an environment with this many rows that shares problems, prompts and reward
+        workers, and has its own dialogs.
 
         What it plays it is to be told by ``assign``: it draws nothing.
         """
@@ -209,7 +222,9 @@ class LLMEnv(EnvBase):
         new = object.__new__(type(self))
         EnvBase.__init__(new, batch_size=(num_envs,))
         shared = {name: value for name, value in self.__dict__.items() if name not in new.__dict__}
-        new.__dict__.update(shared, _rows=[], _assigned=[], _received={}, latest={}, counts=Counter())
+        new.__dict__.update(
+            shared, _rows=[], _assigned=[], _received={}, latest={}, counts=Counter()
+        )
         new._set_specs()
         return new
 
@@ -235,7 +250,9 @@ class LLMEnv(EnvBase):
         self._copies = []
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return the position in the data. Dialogs in progress are not part of it: save between two rollouts."""
+        """Return the position in the data. Dialogs in progress are not part of it: save between two
+        rollouts.
+        """
         return self.drawing.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
@@ -250,9 +267,14 @@ class LLMEnv(EnvBase):
     # Transitions
 
     def assign(self, drawn: Sequence[Drawn]) -> None:
-        """Make the next ``reset`` play these groups, one for each ``repeats`` rows, instead of drawing."""
+        """Make the next ``reset`` play these groups, one for each ``repeats`` rows, instead of
+        drawing.
+        """
         if len(drawn) * self.repeats != self.batch_size[0]:
-            raise ValueError(f"assign() needs {self.batch_size[0] // self.repeats} groups, it was given {len(drawn)}.")
+            raise ValueError(
+                f"assign() needs {self.batch_size[0] // self.repeats} groups, it was given "
+                f"{len(drawn)}."
+            )
         self._assigned = list(drawn)
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
@@ -281,14 +303,22 @@ class LLMEnv(EnvBase):
         columns: dict[str, Any] = self._outcome_columns(blank, ("correct", "valid"))
         columns[keys.QUERY] = NonTensorStack(*[NonTensorData(row.query) for row in self._rows])
         if self._has_datasets:
-            columns[keys.DATASET] = NonTensorStack(*[NonTensorData(row.problem.dataset) for row in blank])
+            columns[keys.DATASET] = NonTensorStack(
+                *[NonTensorData(row.problem.dataset) for row in blank]
+            )
         if self.task.has_parts:
-            columns[keys.REWARD_PARTS[-1]] = NonTensorStack(*[NonTensorData(row.parts) for row in blank])
+            columns[keys.REWARD_PARTS[-1]] = NonTensorStack(
+                *[NonTensorData(row.parts) for row in blank]
+            )
         return TensorDict(
             {
-                "tokens": lazy_stack([TensorDict({"prompt": self._prompt_of(row)}) for row in self._rows]),
+                "tokens": lazy_stack(
+                    [TensorDict({"prompt": self._prompt_of(row)}) for row in self._rows]
+                ),
                 keys.GROUP_ID: torch.tensor([row.drawn.group for row in blank]).unsqueeze(-1),
-                "text": TensorDict({"response": NonTensorStack(*[NonTensorData("")] * len(blank))}, self.batch_size),
+                "text": TensorDict(
+                    {"response": NonTensorStack(*[NonTensorData("")] * len(blank))}, self.batch_size
+                ),
                 **columns,
             },
             self.batch_size,
@@ -300,13 +330,20 @@ class LLMEnv(EnvBase):
         return _Row(drawn, self.task.messages(drawn.problem), episode=episode)
 
     def _prompt_of(self, row: _Row) -> Tensor:
-        return self.prompts.tokens(row.drawn.index, row.problem) if row.prompt is None else row.prompt
+        return (
+            self.prompts.tokens(row.drawn.index, row.problem) if row.prompt is None else row.prompt
+        )
 
     def _open(self, rows: Sequence[_Row]) -> None:
-        """Asks the task for the first prompts of rows; where it has none for a row, the row is done and not valid."""
+        """Asks the task for the first prompts of rows; where it has none for a row, the row is done
+        and not valid.
+        """
         takes_tools = self._takes_tools
         dialogs = [
-            Dialog(row.problem, [], row.chat, last=False, episode=row.episode, takes_tools=takes_tools) for row in rows
+            Dialog(
+                row.problem, [], row.chat, last=False, episode=row.episode, takes_tools=takes_tools
+            )
+            for row in rows
         ]
         if self.reward_pool is None:
             turns = advance(self.task, dialogs)
@@ -322,9 +359,17 @@ class LLMEnv(EnvBase):
     @cached_property
     def _takes_tools(self) -> bool:
         """Whether the chat template writes tools that a task brings."""
-        function = {"name": "probe", "description": "?", "parameters": {"type": "object", "properties": {}}}
+        function = {
+            "name": "probe",
+            "description": "?",
+            "parameters": {"type": "object", "properties": {}},
+        }
         try:
-            check_tools(self.tokenizer, [{"type": "function", "function": function}], **self.template_arguments)
+            check_tools(
+                self.tokenizer,
+                [{"type": "function", "function": function}],
+                **self.template_arguments,
+            )
         except ValueError:
             return False
         return True
@@ -339,7 +384,10 @@ class LLMEnv(EnvBase):
             most = self.max_dialog_tokens
             if not prompt.numel() or (most is not None and prompt.numel() > most):
                 room = "" if most is None else f" to {most}"
-                raise ValueError(f"the first prompt of a dialog must have 1{room} tokens, it has {prompt.numel()}.")
+                raise ValueError(
+                    f"the first prompt of a dialog must have 1{room} tokens, it has "
+                    f"{prompt.numel()}."
+                )
         except (ValueError, RecursionError) as error:
             return Failure.of(error)
         row.chat, row.prompt = list(turn.messages), prompt
@@ -355,7 +403,9 @@ class LLMEnv(EnvBase):
         messages = list(turn.messages or ())
         if messages and not messages[0]["role"]:
             return self._text_tokens(messages, begins=True)
-        return self.prompts.chat_tokens(messages, self.task.tools if turn.tools is None else turn.tools)
+        return self.prompts.chat_tokens(
+            messages, self.task.tools if turn.tools is None else turn.tools
+        )
 
     def _text_tokens(self, messages: Sequence[Message], *, begins: bool) -> Tensor:
         """[T] int64, a text as it is: who writes it writes its control tokens, too."""
@@ -371,7 +421,9 @@ class LLMEnv(EnvBase):
             elif episode and isinstance(error := attempt(self.task.close, episode), Exception):
                 failure = Failure.of(error)
                 if self._is_new(failure):
-                    torchrl_logger.error(f"LLMEnv: task {self.task.name!r} failed to close a dialog.\n{failure.text}")
+                    torchrl_logger.error(
+                        f"LLMEnv: task {self.task.name!r} failed to close a dialog.\n{failure.text}"
+                    )
 
     def close(self, *, raise_if_closed: bool = True) -> None:
         """Gives up the dialogs in progress. May be called again."""
@@ -392,8 +444,11 @@ class LLMEnv(EnvBase):
         """Limit of a row's next turn."""
         return self._rows[row].limits
 
-    def receive(self, row: int, response: Tensor, length_stopped: bool, log_probs: Tensor | None = None) -> None:
-        """Take a row's response before the step, so that its dialog is scored while others are still being sampled.
+    def receive(
+        self, row: int, response: Tensor, length_stopped: bool, log_probs: Tensor | None = None
+    ) -> None:
+        """Take a row's response before the step, so that its dialog is scored while others are
+        still being sampled.
 
         Nothing happens without a ``reward_pool``: scoring here would hold up the sampling.
 
@@ -423,7 +478,9 @@ class LLMEnv(EnvBase):
                 row,
                 responses[row].tolist(),
                 length_stopped[row],
-                None if scores is None else scores[row].get(keys.LOG_PROBS[-1])[-len(responses[row]) :],
+                None
+                if scores is None
+                else scores[row].get(keys.LOG_PROBS[-1])[-len(responses[row]) :],
             )
             for row in active
         }
@@ -440,7 +497,9 @@ class LLMEnv(EnvBase):
             if longer is not None:
                 prompts[row] = longer
             elif self._rows[row].truncated and isinstance(turn, Turn) and turn.score is None:
-                again[row] = replace(dialogs[row], finish_reason="length")  # its answer found no room: it ends here
+                again[row] = replace(
+                    dialogs[row], finish_reason="length"
+                )  # its answer found no room: it ends here
         for row, turn in zip(again, self._advance(again), strict=True):
             self._take(row, again[row], turn, prompts[row])
         self._end_episodes([self._rows[row] for row in active if self._rows[row].done])
@@ -449,7 +508,9 @@ class LLMEnv(EnvBase):
         text_column = [row.responses[-1] if row.responses else "" for row in self._rows]
         columns: dict[str, Any] = self._outcome_columns(self._rows, _OUTCOME)
         if self.task.has_parts:
-            columns[keys.REWARD_PARTS[-1]] = NonTensorStack(*[NonTensorData(row.parts) for row in self._rows])
+            columns[keys.REWARD_PARTS[-1]] = NonTensorStack(
+                *[NonTensorData(row.parts) for row in self._rows]
+            )
         return TensorDict(
             {
                 "tokens": lazy_stack([TensorDict({"prompt": prompt}) for prompt in prompts]),
@@ -459,8 +520,12 @@ class LLMEnv(EnvBase):
             self.batch_size,
         )
 
-    def _dialog(self, row: int, tokens: list[int], length_stopped: bool, log_probs: Tensor | None) -> Dialog:
-        """Return the dialog of a row with a further response, reusing the received one if it is the same."""
+    def _dialog(
+        self, row: int, tokens: list[int], length_stopped: bool, log_probs: Tensor | None
+    ) -> Dialog:
+        """Return the dialog of a row with a further response, reusing the received one if it is the
+        same.
+        """
         received, _ = self._received.get(row, (None, None))
         if received is not None and received.tokens == tokens:
             return received
@@ -497,18 +562,26 @@ class LLMEnv(EnvBase):
         futures = []
         for row, dialog in dialogs.items():
             received, future = self._received.pop(row, (None, None))
-            futures.append(future if future is not None and received is dialog else self.reward_pool.submit(dialog))
+            futures.append(
+                future
+                if future is not None and received is dialog
+                else self.reward_pool.submit(dialog)
+            )
         return [future.result() for future in futures]
 
-    def _take(self, row: int, dialog: Dialog, turn: Turn | Failure, tokens: Tensor) -> Tensor | None:
+    def _take(
+        self, row: int, dialog: Dialog, turn: Turn | Failure, tokens: Tensor
+    ) -> Tensor | None:
         """End a row's dialog, or append the task's answer to it.
 
-        Returns:
-            [T] int64, all tokens with the answer; None where the dialog ended, or there is no room for the answer.
+        Returns: [T] int64, all tokens with the answer; None where the dialog ended, or there is no
+            room for the answer.
         """
         state = self._rows[row]
         if isinstance(turn, Failure):
-            tool_failure_reply = self.task.tool_failure_reply(dialog, turn.told) if turn.told else None
+            tool_failure_reply = (
+                self.task.tool_failure_reply(dialog, turn.told) if turn.told else None
+            )
             if tool_failure_reply is None or dialog.last:
                 self._invalidate(state, turn)
                 state.truncated = dialog.finish_reason == "length"
@@ -532,7 +605,10 @@ class LLMEnv(EnvBase):
             return None
         try:
             longer = self._continued(state, turn)
-        except (ValueError, RecursionError) as error:  # what an agent asks, the template need not take
+        except (
+            ValueError,
+            RecursionError,
+        ) as error:  # what an agent asks, the template need not take
             if not self.task.opens:
                 raise
             self._invalidate(state, Failure.of(error))
@@ -553,7 +629,9 @@ class LLMEnv(EnvBase):
         state.between = []
 
     def _continued(self, state: _Row, turn: Turn) -> Tensor | None:
-        """All tokens of the sample that the task's answer goes on with, or that it begins; None without room."""
+        """All tokens of the sample that the task's answer goes on with, or that it begins; None
+        without room.
+        """
         messages, old = turn.messages or (), state.others.get(turn.sample)
         longer = (
             self._if_fits(self._first_prompt_tokens(turn))
@@ -564,10 +642,14 @@ class LLMEnv(EnvBase):
             return None
         state.others.pop(turn.sample, None)
         state.before, state.sample = old, turn.sample
-        state.chat, state.between = (messages, []) if old is None else (old.chat, [*old.between, *messages])
+        state.chat, state.between = (
+            (messages, []) if old is None else (old.chat, [*old.between, *messages])
+        )
         return longer
 
-    def _append_reply(self, tokens: Tensor, messages: Sequence[Message], dialog: Dialog) -> Tensor | None:
+    def _append_reply(
+        self, tokens: Tensor, messages: Sequence[Message], dialog: Dialog
+    ) -> Tensor | None:
         """Return all tokens with messages after the latest turn; None if there is no room for them."""
         if messages and not messages[0]["role"]:
             between = self._text_tokens(messages, begins=False)
@@ -576,27 +658,39 @@ class LLMEnv(EnvBase):
         return self._if_fits(torch.cat([tokens, between]))
 
     def _if_fits(self, tokens: Tensor) -> Tensor | None:
-        return tokens if self.max_dialog_tokens is None or tokens.numel() <= self.max_dialog_tokens else None
+        return (
+            tokens
+            if self.max_dialog_tokens is None or tokens.numel() <= self.max_dialog_tokens
+            else None
+        )
 
     @property
     def dialogs(self) -> list[Dialog]:
         """Return the dialog of each row so far, including messages after the latest turn."""
         chats = [[*row.chat, *row.between] for row in self._rows]
-        return [Dialog(row.problem, row.responses, chat) for row, chat in zip(self._rows, chats, strict=True)]
+        return [
+            Dialog(row.problem, row.responses, chat)
+            for row, chat in zip(self._rows, chats, strict=True)
+        ]
 
     @property
     def transcripts(self) -> list[dict[int, str]]:
-        """Return each row's dialog after its prompt, as text, by sample; other roles begin with ``[role]``."""
+        """Return each row's dialog after its prompt, as text, by sample; other roles begin with
+        ``[role]``.
+        """
 
         def line(message: Message) -> str:
             said = str(message["content"])
             return said if message["role"] in ("assistant", "") else f"[{message['role']}] {said}"
 
         chats = [
-            {row.sample: row.between} | {number: sample.between for number, sample in row.others.items()}
+            {row.sample: row.between}
+            | {number: sample.between for number, sample in row.others.items()}
             for row in self._rows
         ]
-        return [{number: "\n".join(map(line, chat)) for number, chat in one.items()} for one in chats]
+        return [
+            {number: "\n".join(map(line, chat)) for number, chat in one.items()} for one in chats
+        ]
 
     @property
     def samples(self) -> list[list[int]]:
@@ -609,13 +703,15 @@ class LLMEnv(EnvBase):
         return [row.error for row in self._rows]
 
     def check_role(self, role: str) -> None:
-        """Raise ``ValueError`` if the chat template rejects messages of a role after the policy's turn."""
+        """Raise ``ValueError`` if the chat template rejects messages of a role after the policy's
+        turn.
+        """
         self._template.text([{"role": role, "content": "@"}])
 
     def resume(self, row: int, messages: Sequence[Message], tokens: Tensor) -> Tensor | None:
-        """Continue after a row's latest turn, the end of ``tokens``, with messages that replace the task's answer or
-        score; return all tokens. Return None and change nothing if the turn was cut off, was the last one, or there is
-        no room.
+        """Continue after a row's latest turn, the end of ``tokens``, with messages that replace the
+        task's answer or score; return all tokens. Return None and change nothing if the turn was
+        cut off, was the last one, or there is no room.
         """
         dialog, state = self.latest[row], self._rows[row]
         if dialog.last or dialog.finish_reason == "length":
@@ -623,11 +719,15 @@ class LLMEnv(EnvBase):
         longer = self._append_reply(tokens, messages, dialog)
         if longer is not None:
             said = dialog.messages[len(state.chat) :]
-            self._rows[row] = _Row(state.drawn, state.chat, responses=state.responses, between=[*said, *messages])
+            self._rows[row] = _Row(
+                state.drawn, state.chat, responses=state.responses, between=[*said, *messages]
+            )
         return longer
 
     def note_outcomes(self) -> None:
-        """Count the dialogs that ended in the latest step for the drawing, where this environment draws."""
+        """Count the dialogs that ended in the latest step for the drawing, where this environment
+        draws.
+        """
         if self._draws:
             self.drawing.record(
                 (self._rows[row].drawn.index, self._rows[row].correct)
@@ -645,8 +745,9 @@ class LLMEnv(EnvBase):
         self.counts[f"rewards/invalid_{failure.cause}"] += 1
         if self._is_new(failure):
             torchrl_logger.error(
-                f"LLMEnv: task {self.task.name!r} failed on query {row.problem.query!r:.500}; its reward is marked "
-                f"invalid. Further errors of this kind are not logged.\n{failure.text}"
+                f"LLMEnv: task {self.task.name!r} failed on query {row.problem.query!r:.500}; its "
+                "reward is marked invalid. Further errors of this kind are not "
+                f"logged.\n{failure.text}"
             )
 
     def _is_new(self, failure: Failure) -> bool:
@@ -656,14 +757,22 @@ class LLMEnv(EnvBase):
         return not known
 
     def take_counts(self) -> dict[str, float]:
-        """Return the counts since the last call, as metrics that add up; ``RewardPool.take_counts`` included."""
+        """Return the counts since the last call, as metrics that add up; ``RewardPool.take_counts``
+        included.
+        """
         counts, self.counts = self.counts, Counter()
         tools = dict.fromkeys(("tools/calls", "tools/errors") if self.task.tools else (), 0)
-        return {**tools, **counts, **({} if self.reward_pool is None else self.reward_pool.take_counts())}
+        return {
+            **tools,
+            **counts,
+            **({} if self.reward_pool is None else self.reward_pool.take_counts()),
+        }
 
     @staticmethod
     def _outcome_columns(rows: Sequence[_Row], names: Sequence[str]) -> dict[str, Tensor]:
         """Return attributes of the rows as [B, 1] columns."""
-        columns = {name: torch.tensor([getattr(row, name) for row in rows]).unsqueeze(-1) for name in names}
+        columns = {
+            name: torch.tensor([getattr(row, name) for row in rows]).unsqueeze(-1) for name in names
+        }
         columns[keys.REWARD_VALID] = columns.pop("valid")
         return columns

@@ -1,4 +1,6 @@
-"""``Prompts``: the problems of a split as token prompts. It does not decide which problems are drawn."""
+"""``Prompts``: the problems of a split as token prompts. It does not decide which problems are
+drawn.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,9 @@ from torchrl_grpo.tasks.base import Message, Problem, Split, Task
 class Prompts:
     """Renders problems with the chat template, and keeps the tokens.
 
-    Args:
-        task: the problems.
-        tokenizer: with a chat template.
-        split: ``"train"`` or ``"test"``.
-        max_prompt_tokens: problems whose prompts are longer, or have no token at all, are dropped and counted in
+    Args: task: the problems. tokenizer: with a chat template. split: ``"train"`` or ``"test"``.
+        max_prompt_tokens: problems whose prompts are longer, or have no token at all, are dropped
+        and counted in
             ``num_dropped``. None keeps all.
         template_arguments: of the chat template.
 
@@ -46,20 +46,23 @@ class Prompts:
         self._chats = ChatEncoder(tokenizer, template_arguments)
         self.problems: Sequence[Problem] = task.problems(split)
         self._tokens: dict[int, Tensor] = {}
-        self._warned = split != "train"  # one line is enough: the test problems are of the same kind
+        self._warned = (
+            split != "train"
+        )  # one line is enough: the test problems are of the same kind
         self.usable = self._select(max_prompt_tokens)
         self.num_dropped = len(self.problems) - len(self.usable)
         if self.num_dropped:
             torchrl_logger.info(
-                f"Dropped {self.num_dropped} of {len(self.problems)} {split} prompts of {task.name!r} that are longer "
-                f"than max_prompt_tokens={max_prompt_tokens}, or have no token at all."
+                f"Dropped {self.num_dropped} of {len(self.problems)} {split} prompts of "
+                f"{task.name!r} that are longer than max_prompt_tokens={max_prompt_tokens}, or "
+                "have no token at all."
             )
         if not self.usable:
             raise ValueError(
                 f"split={split!r} of task {task.name!r} must have a problem whose prompt has 1 to "
-                f"max_prompt_tokens={max_prompt_tokens} tokens, none of its {len(self.problems)} has: use a larger "
-                "max_prompt_tokens, a model length that leaves more room beside the response, or a tokenizer that "
-                "knows the characters of the prompts."
+                f"max_prompt_tokens={max_prompt_tokens} tokens, none of its {len(self.problems)} "
+                "has: use a larger max_prompt_tokens, a model length that leaves more room beside "
+                "the response, or a tokenizer that knows the characters of the prompts."
             )
 
     def _select(self, most: int | None) -> list[int]:
@@ -72,12 +75,15 @@ class Prompts:
 
     def _render(self, problem: Problem) -> str:
         tools = list(self.task.tools_for(problem)) or None
-        text = self._chats.render(self.task.messages(problem), tools=tools, add_generation_prompt=True)
+        text = self._chats.render(
+            self.task.messages(problem), tools=tools, add_generation_prompt=True
+        )
         if not self._warned and self._chats.spells_control(text):
             self._warned = True
             torchrl_logger.warning(
-                f"A prompt of {self.task.name!r} contains the text of a control token, which is tokenized as plain "
-                f"text: only the chat template writes control tokens. Its query: {problem.query!r:.200}"
+                f"A prompt of {self.task.name!r} contains the text of a control token, which is "
+                "tokenized as plain text: only the chat template writes control tokens. Its "
+                f"query: {problem.query!r:.200}"
             )
         return text
 
@@ -102,5 +108,7 @@ class Prompts:
         return self._tokens[index]
 
     def first(self, count: int) -> list[Tensor]:
-        """The prompts of the split's first ``count`` problems, [T] int64 each; drawing is not affected."""
+        """The prompts of the split's first ``count`` problems, [T] int64 each; drawing is not
+        affected.
+        """
         return [self.tokens(index, self.problems[index]) for index in self.usable[:count]]

@@ -11,19 +11,24 @@ from torchrl_grpo.keys import DATASET, REWARD_PARTS
 
 
 class _RaggedTokens(Categorical):
-    """Spec of token ids whose rows differ in length; where TorchRL would stack them once more, it refuses."""
+    """Spec of token ids whose rows differ in length; where TorchRL would stack them once more, it
+    refuses.
+    """
 
     def expand(self, *shape: Any) -> Categorical:
         size = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
         if len(size) > self.ndim:
             raise ValueError(
-                f"LLMEnv must not be stacked to {list(size[:-1])} rows by SerialEnv or ParallelEnv, which cannot step "
-                "rows of tokens that differ in length: use num_envs for more rows, and reward_pool for more processes."
+                f"LLMEnv must not be stacked to {list(size[:-1])} rows by SerialEnv or "
+                "ParallelEnv, which cannot step rows of tokens that differ in length: use "
+                "num_envs for more rows, and reward_pool for more processes."
             )
         return super().expand(*shape)
 
 
-def transition_specs(num_envs: int, vocabulary: int, has_parts: bool, has_datasets: bool) -> dict[str, Composite]:
+def transition_specs(
+    num_envs: int, vocabulary: int, has_parts: bool, has_datasets: bool
+) -> dict[str, Composite]:
     """The specs by their names in ``EnvBase``.
 
     Args:
@@ -58,7 +63,10 @@ def transition_specs(num_envs: int, vocabulary: int, has_parts: bool, has_datase
         ),
         "full_reward_spec": Composite(reward=Unbounded(shape=(*rows, 1)), shape=rows),
         "full_done_spec": Composite(
-            **{key: Binary(shape=(*rows, 1), dtype=torch.bool) for key in ("done", "terminated", "truncated")},
+            **{
+                key: Binary(shape=(*rows, 1), dtype=torch.bool)
+                for key in ("done", "terminated", "truncated")
+            },
             shape=rows,
         ),
     }

@@ -1,6 +1,8 @@
-"""Generation engines: token ids in, token ids and log-probs out; and the policy that a collector asks.
+"""Generation engines: token ids in, token ids and log-probs out; and the policy that a collector
+asks.
 
-``VLLMEngine`` is in :mod:`torchrl_grpo.generation.vllm`: it is not imported here, so that vllm stays optional.
+``VLLMEngine`` is in :mod:`torchrl_grpo.generation.vllm`: it is not imported here, so that vllm
+stays optional.
 """
 
 from __future__ import annotations

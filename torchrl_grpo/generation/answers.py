@@ -1,7 +1,8 @@
-"""Answers of inference servers: each reader takes an answer's JSON and returns values that can be true, or refuses it.
+"""Answers of inference servers: each reader takes an answer's JSON and returns values that can be
+true, or refuses it.
 
-A reader checks all that it returns, so that nothing behind it needs to, and raises a ``ValueError`` that names the
-field, the rule and the value.
+A reader checks all that it returns, so that nothing behind it needs to, and raises a ``ValueError``
+that names the field, the rule and the value.
 """
 
 from __future__ import annotations
@@ -30,15 +31,10 @@ Label = tuple[str, int, int]
 class SampleRequest:
     """A request for responses, and what their reader must know.
 
-    Attributes:
-        prompt: ids.
-        n: responses.
-        limit: most tokens of each.
-        room: tokens that the context has left for a response, at least ``limit``.
-        params: of sampling.
-        vocabulary: ids that the model has.
-        labels: versions of the weights that the server was given, by label; None where it keeps its own.
-        oldest: version of the weights when the request was sent.
+    Attributes: prompt: ids. n: responses. limit: most tokens of each. room: tokens that the context
+        has left for a response, at least ``limit``. params: of sampling. vocabulary: ids that the
+        model has. labels: versions of the weights that the server was given, by label; None where
+        it keeps its own. oldest: version of the weights when the request was sent.
     """
 
     prompt: list[int]
@@ -99,9 +95,14 @@ def read_vllm_samples(answer: Any, request: SampleRequest) -> list[Answer]:
     """Read vLLM's ``/inference/v1/generate``."""
     choices = entry(answer, "choices", list)
     places = [f"choices[{number}]" for number in range(len(choices))]
-    indices = [entry(choice, "index", int, where=where) for choice, where in zip(choices, places, strict=True)]
+    indices = [
+        entry(choice, "index", int, where=where)
+        for choice, where in zip(choices, places, strict=True)
+    ]
     if sorted(indices) != list(range(request.n)):
-        raise ValueError(f"choices must have each index from 0 to {request.n - 1} once, got {_shown(indices)}")
+        raise ValueError(
+            f"choices must have each index from 0 to {request.n - 1} once, got {_shown(indices)}"
+        )
     answers = []
     for _, choice, where in sorted(zip(indices, choices, places, strict=True)):
         reason = entry(choice, "finish_reason", str, where=where)
@@ -109,8 +110,13 @@ def read_vllm_samples(answer: Any, request: SampleRequest) -> list[Answer]:
             answers.append(ABORTED)
             continue
         tokens = entry(choice, "token_ids", list, where=where)
-        content = entry(entry(choice, "logprobs", dict, where=where), "content", list, where=f"{where}.logprobs")
-        log_probs = [entry(one, "logprob", int, float, where=f"{where}.logprobs.content[]") for one in content]
+        content = entry(
+            entry(choice, "logprobs", dict, where=where), "content", list, where=f"{where}.logprobs"
+        )
+        log_probs = [
+            entry(one, "logprob", int, float, where=f"{where}.logprobs.content[]")
+            for one in content
+        ]
         labels = [] if request.labels is None else _vllm_labels(choice, where)
         answers.append(_sample(request, tokens, log_probs, reason, labels, where))
     return answers
@@ -121,7 +127,10 @@ def _vllm_labels(choice: Any, where: str) -> list[Label]:
     spans = choice.get("weight_versions") and entry(choice, "weight_versions", list)
     ends = ("start", "end")
     return [
-        (entry(span, "version", str, where=where), *(entry(span, end, int, where=where) for end in ends))
+        (
+            entry(span, "version", str, where=where),
+            *(entry(span, end, int, where=where) for end in ends),
+        )
         for span in spans or ()
     ]
 
@@ -135,7 +144,12 @@ def read_sglang_samples(answer: Any, request: SampleRequest) -> list[Answer]:
     for number, response in enumerate(responses):
         where = f"[{number}].meta_info"
         info = entry(response, "meta_info", dict, where=f"[{number}]")
-        reason = entry(entry(info, "finish_reason", dict, where=where), "type", str, where=f"{where}.finish_reason")
+        reason = entry(
+            entry(info, "finish_reason", dict, where=where),
+            "type",
+            str,
+            where=f"{where}.finish_reason",
+        )
         if reason == "abort":
             answers.append(ABORTED)
             continue
@@ -163,10 +177,15 @@ def _sample(
     if not 1 <= length <= request.limit:
         raise ValueError(f"{where} must have 1 to {request.limit} tokens, got {length}")
     if len(log_probs) != length:
-        raise ValueError(f"{where} must have a log-prob for each of {length} tokens, got {len(log_probs)}")
+        raise ValueError(
+            f"{where} must have a log-prob for each of {length} tokens, got {len(log_probs)}"
+        )
     ids = tuple(_token(token, request.vocabulary, where) for token in tokens)
     if any(token in stops for token in ids[:-1]):
-        raise ValueError(f"{where} must end with the first of the stop tokens {list(stops)}, got more: {_shown(ids)}")
+        raise ValueError(
+            f"{where} must end with the first of the stop tokens {list(stops)}, got more: "
+            f"{_shown(ids)}"
+        )
     at_stop, at_limit = ids[-1] in stops, length == request.limit
     if reason == "stop":
         possible = at_stop or request.params.stop is not None
@@ -175,14 +194,16 @@ def _sample(
         possible = reason == "length" and (at_limit or full)
     if not possible:
         raise ValueError(
-            f"{where} must end with a stop token, at {request.limit} tokens or as finish_reason 'abort', got "
-            f"{_shown(reason)} after {length} tokens that end with {ids[-1]}"
+            f"{where} must end with a stop token, at {request.limit} tokens or as finish_reason "
+            f"'abort', got {_shown(reason)} after {length} tokens that end with {ids[-1]}"
         )
     return Answer(
         ids,
         tuple(_log_prob(value, where) for value in log_probs),
         "stop" if at_stop or reason == "stop" else "length",
-        None if request.labels is None else _versions(request.labels, request.oldest, labels, length, where),
+        None
+        if request.labels is None
+        else _versions(request.labels, request.oldest, labels, length, where),
     )
 
 
@@ -192,22 +213,29 @@ def _versions(
     versions: list[int] = []
     for label, start, end in labels:
         if not len(versions) == start <= end <= length:
-            raise ValueError(f"{where} must say for each token once which weights sampled it, got {_shown(labels)}")
+            raise ValueError(
+                f"{where} must say for each token once which weights sampled it, got "
+                f"{_shown(labels)}"
+            )
         version = known.get(label, -1)
         if version < max([oldest, *versions[-1:]]):
             raise ValueError(
-                f"{where} must be sampled with weights that this run gave, of version {oldest} or newer, got "
-                f"{_shown(label)}: it was restarted, or others update it too"
+                f"{where} must be sampled with weights that this run gave, of version {oldest} or "
+                f"newer, got {_shown(label)}: it was restarted, or others update it too"
             )
         versions += [version] * (end - start)
     if len(versions) != length:
-        raise ValueError(f"{where} must say for each token once which weights sampled it, got {_shown(labels)}")
+        raise ValueError(
+            f"{where} must say for each token once which weights sampled it, got {_shown(labels)}"
+        )
     return tuple(versions)
 
 
 def read_vllm_candidates(answer: Any, vocabulary: int) -> dict[int, float]:
     """Read the likely first tokens, with their log-probs, in vLLM's ``/inference/v1/generate``."""
-    log_probs = entry(entry(entry(answer, "choices", list), 0, dict, where="choices"), "logprobs", dict)
+    log_probs = entry(
+        entry(entry(answer, "choices", list), 0, dict, where="choices"), "logprobs", dict
+    )
     first = entry(entry(log_probs, "content", list), 0, dict, where="content")
     where = "content[0].top_logprobs[]"
     return {
@@ -222,20 +250,31 @@ def read_sglang_candidates(answer: Any, vocabulary: int) -> dict[int, float]:
     """Read the likely first tokens, with their log-probs, in SGLang's ``/generate``."""
     tops = entry(entry(answer, "meta_info", dict), "output_top_logprobs", list)
     where = "output_top_logprobs[0]"
-    return dict(_pair(one, vocabulary, where) for one in entry(tops, 0, list, where="output_top_logprobs"))
+    return dict(
+        _pair(one, vocabulary, where) for one in entry(tops, 0, list, where="output_top_logprobs")
+    )
 
 
-def read_vllm_scores(answer: Any, tokens: list[int], start: int, top_k: int, vocabulary: int) -> list[dict[int, float]]:
-    """Read the log-probs of given tokens, and of likely ones beside each, in vLLM's ``/v1/completions``."""
+def read_vllm_scores(
+    answer: Any, tokens: list[int], start: int, top_k: int, vocabulary: int
+) -> list[dict[int, float]]:
+    """Read the log-probs of given tokens, and of likely ones beside each, in vLLM's
+    ``/v1/completions``.
+    """
     choice = entry(entry(answer, "choices", list), 0, dict, where="choices")
     stated = entry(choice, "prompt_logprobs", list)
     if len(stated) != len(tokens):
-        raise ValueError(f"prompt_logprobs must have an entry for each of {len(tokens)} tokens, got {len(stated)}")
+        raise ValueError(
+            f"prompt_logprobs must have an entry for each of {len(tokens)} tokens, got "
+            f"{len(stated)}"
+        )
     scores = []
     for index in range(start, len(tokens)):
         where = f"prompt_logprobs[{index}]"
         likely = {
-            _decimal(token, vocabulary, where): _log_prob(entry(one, "logprob", int, float, where=where), where)
+            _decimal(token, vocabulary, where): _log_prob(
+                entry(one, "logprob", int, float, where=where), where
+            )
             for token, one in entry(stated, index, dict, where="prompt_logprobs").items()
         }
         scores.append(_score(likely, tokens[index], top_k, where))
@@ -245,13 +284,17 @@ def read_vllm_scores(answer: Any, tokens: list[int], start: int, top_k: int, voc
 def read_sglang_scores(
     answer: Any, tokens: list[int], start: int, top_k: int, vocabulary: int
 ) -> list[dict[int, float]]:
-    """Read the log-probs of given tokens, and of likely ones beside each, in SGLang's ``/generate``."""
+    """Read the log-probs of given tokens, and of likely ones beside each, in SGLang's
+    ``/generate``.
+    """
     info, wanted = entry(answer, "meta_info", dict), len(tokens) - start
     own = entry(info, "input_token_logprobs", list)
     likely = entry(info, "input_top_logprobs", list) if top_k else [[]] * len(own)
     # The first one that is asked for has no log-prob.
     if len(own) not in (wanted, wanted + 1) or len(likely) != len(own):
-        raise ValueError(f"there must be log-probs for each of {wanted} tokens, got {len(own)} and {len(likely)}")
+        raise ValueError(
+            f"there must be log-probs for each of {wanted} tokens, got {len(own)} and {len(likely)}"
+        )
     scores = []
     for index in range(-wanted, 0):
         where = f"input_token_logprobs[{index}]"
@@ -270,11 +313,14 @@ def _score(likely: dict[int, float], token: int, top_k: int, where: str) -> dict
     """Return log-probs by token if they are of one position."""
     if token not in likely or not max(top_k, 1) <= len(likely) <= top_k + 1:
         raise ValueError(
-            f"{where} must have the log-probs of token {token} and of the {top_k} most likely ones, got those of "
-            f"{_shown(sorted(likely))}"
+            f"{where} must have the log-probs of token {token} and of the {top_k} most likely "
+            f"ones, got those of {_shown(sorted(likely))}"
         )
     if sum(map(math.exp, likely.values())) > 1 + TOLERANCE:
-        raise ValueError(f"{where} must have log-probs, whose probabilities sum to 1 at most, got {_shown(likely)}")
+        raise ValueError(
+            f"{where} must have log-probs, whose probabilities sum to 1 at most, got "
+            f"{_shown(likely)}"
+        )
     return likely
 
 
@@ -292,17 +338,23 @@ def _decimal(text: str, vocabulary: int, where: str) -> int:
 
 def _token(value: Any, vocabulary: int, where: str) -> int:
     if type(value) is not int or not 0 <= value < vocabulary:
-        raise ValueError(f"{where} must have token ids from 0 to {vocabulary - 1}, got {_shown(value)}")
+        raise ValueError(
+            f"{where} must have token ids from 0 to {vocabulary - 1}, got {_shown(value)}"
+        )
     return value
 
 
 def _log_prob(value: int | float, where: str) -> float:
     if not _LEAST_LOG_PROB <= value <= TOLERANCE:  # NaN is neither
-        raise ValueError(f"{where} must have log-probs from {_LEAST_LOG_PROB:g} to 0, got {_shown(value)}")
+        raise ValueError(
+            f"{where} must have log-probs from {_LEAST_LOG_PROB:g} to 0, got {_shown(value)}"
+        )
     return float(value)
 
 
 def _shown(value: Any) -> str:
-    """Return the beginning of a value on one line of ASCII, as what a server sends may be long or move a cursor."""
+    """Return the beginning of a value on one line of ASCII, as what a server sends may be long or
+    move a cursor.
+    """
     text = ascii(value)
     return text if len(text) <= 100 else f"{text[:100]}..."

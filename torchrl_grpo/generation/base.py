@@ -1,7 +1,8 @@
 """Interface of the generation engines: sampling parameters, completions, and ``Engine``.
 
-An engine is given token ids and gives back token ids with the log-probabilities of the distribution that they were
-sampled from (temperature, min-p, top-k and top-p included). Text never enters and never leaves.
+An engine is given token ids and gives back token ids with the log-probabilities of the distribution
+that they were sampled from (temperature, min-p, top-k and top-p included). Text never enters and
+never leaves.
 """
 
 from __future__ import annotations
@@ -30,14 +31,15 @@ from torchrl_grpo.weights import WeightHandle
 class SamplingParams:
     """Parameters of sampling.
 
-    Args:
-        max_new_tokens: most tokens that one response may have, at least 1.
-        temperature: the logits are divided by it, at least 0.01; or 0, which is greedy (log-probs are then those of
+    Args: max_new_tokens: most tokens that one response may have, at least 1. temperature: the
+        logits are divided by it, at least 0.01; or 0, which is greedy (log-probs are then those of
             temperature 1).
         top_p: nucleus mass in (0, 1]; 1 keeps all tokens.
         top_k: number of most likely tokens to keep; 0 keeps all.
-        min_p: share in [0, 1) of the most likely token's probability that a token must have to be kept.
-        stop_token_ids: a response ends with the first of these that is sampled; it is part of the response.
+        min_p: share in [0, 1) of the most likely token's probability that a token must have to be
+            kept.
+        stop_token_ids: a response ends with the first of these that is sampled; it is part of the
+            response.
         stop: a response also ends with the token that completes one of these strings; None is none.
 
     Raises:
@@ -54,30 +56,39 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}: use 1 or more.")
+            raise ValueError(
+                f"max_new_tokens must be at least 1, got {self.max_new_tokens}: use 1 or more."
+            )
         if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature < math.inf:
             raise ValueError(
-                f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE}, got {self.temperature}: use 1.0."
+                f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE}, got "
+                f"{self.temperature}: use 1.0."
             )
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}: use 1.0 to keep all tokens.")
+            raise ValueError(
+                f"top_p must be in (0, 1], got {self.top_p}: use 1.0 to keep all tokens."
+            )
         if self.top_k < 0:
-            raise ValueError(f"top_k must be at least 0, got {self.top_k}: use 0 to keep all tokens.")
+            raise ValueError(
+                f"top_k must be at least 0, got {self.top_k}: use 0 to keep all tokens."
+            )
         if not 0 <= self.min_p < 1:
-            raise ValueError(f"min_p must be in [0, 1), got {self.min_p}: use 0 to keep all tokens.")
+            raise ValueError(
+                f"min_p must be in [0, 1), got {self.min_p}: use 0 to keep all tokens."
+            )
 
 
 @dataclass
 class Completion:
     """One response to one prompt.
 
-    Attributes:
-        tokens: [T] int64, T >= 1, with the stop token, or the tokens that hold the stop string, when there is one.
-        log_probs: [T] float32, of the distribution that each token was sampled from.
-        finish_reason: ``"stop"`` after a stop token or string, ``"length"`` when ``max_new_tokens`` or the context
+    Attributes: tokens: [T] int64, T >= 1, with the stop token, or the tokens that hold the stop
+        string, when there is one. log_probs: [T] float32, of the distribution that each token was
+        sampled from. finish_reason: ``"stop"`` after a stop token or string, ``"length"`` when
+        ``max_new_tokens`` or the context
             ended it.
-        versions: [T] int64, the ``policy_version`` of the weights that sampled each token; None where the engine's
-            version cannot change during ``generate``.
+        versions: [T] int64, the ``policy_version`` of the weights that sampled each token; None
+            where the engine's version cannot change during ``generate``.
     """
 
     tokens: Tensor
@@ -102,7 +113,9 @@ def cut_off(done: Completion, max_tokens: int | None, end: int | None) -> Comple
     if length == len(done.tokens):
         return replace(done, finish_reason="stop") if ends else done
     versions = None if done.versions is None else done.versions[:length]
-    return Completion(done.tokens[:length], done.log_probs[:length], "stop" if ends else "length", versions)
+    return Completion(
+        done.tokens[:length], done.log_probs[:length], "stop" if ends else "length", versions
+    )
 
 
 OnFinished = Callable[[int, int, Completion], None]
@@ -150,14 +163,14 @@ class EngineRequest:
 class Engine(ABC):
     """Samples responses with a copy of the policy's weights.
 
-    Lifecycle: ``generate`` and ``update_weights`` in any order, then ``close`` once or more; after ``close`` every call
-    raises ``RuntimeError``. ``policy_version`` changes in ``update_weights`` alone. Where that may happen while
-    ``generate`` runs, the completions say themselves which version sampled each token.
+    Lifecycle: ``generate`` and ``update_weights`` in any order, then ``close`` once or more; after
+    ``close`` every call raises ``RuntimeError``. ``policy_version`` changes in ``update_weights``
+    alone. Where that may happen while ``generate`` runs, the completions say themselves which
+    version sampled each token.
 
-    Attributes:
-        policy_version: version of the weights.
-        concurrent: whether it samples for several threads at a time.
-        exclusive: entered by all who use an engine that is not concurrent, where it is shared by several threads.
+    Attributes: policy_version: version of the weights. concurrent: whether it samples for several
+        threads at a time. exclusive: entered by all who use an engine that is not concurrent, where
+        it is shared by several threads.
     """
 
     policy_version: int = 0
@@ -177,7 +190,8 @@ class Engine(ABC):
 
     @classmethod  # noqa: B027
     def check(cls, request: EngineRequest) -> None:
-        """Refuse models and options that the engine cannot run, as far as known before weights load.
+        """Refuse models and options that the engine cannot run, as far as known before weights
+        load.
 
         Raises:
             ValueError: the engine cannot run this model, or not with these options.
@@ -185,7 +199,9 @@ class Engine(ABC):
 
     @classmethod
     def device_share(cls, request: EngineRequest) -> float | None:
-        """Return the share of an accelerator's memory that the engine takes at its start; None takes what it needs."""
+        """Return the share of an accelerator's memory that the engine takes at its start; None
+        takes what it needs.
+        """
         return None
 
     @classmethod
@@ -199,27 +215,30 @@ class Engine(ABC):
     ) -> Engine:
         """Makes the engine that a run asks for; an engine in ``ENGINES`` overrides this.
 
-        Args:
-            request: checked.
-            device: of the engine, the first one of several.
-            load_model: loads the model onto the device, for an engine that samples with a PyTorch model.
-            concurrent: whether several threads may call the engine at a time, if it can do that at all.
+        Args: request: checked. device: of the engine, the first one of several. load_model: loads
+            the model onto the device, for an engine that samples with a PyTorch model. concurrent:
+            whether several threads may call the engine at a time, if it can do that at all.
         """
-        raise NotImplementedError(f"{cls.__name__} cannot be made from a config: override Engine.make.")
+        raise NotImplementedError(
+            f"{cls.__name__} cannot be made from a config: override Engine.make."
+        )
 
     @abstractmethod
     def generate(
-        self, prompts: Sequence[Tensor], n: int, params: SamplingParams, on_finished: OnFinished | None = None
+        self,
+        prompts: Sequence[Tensor],
+        n: int,
+        params: SamplingParams,
+        on_finished: OnFinished | None = None,
     ) -> list[list[Completion]]:
         """Samples ``n`` responses to each prompt.
 
-        Args:
-            prompts: one [T] int64 tensor a prompt, T >= 1; lengths may differ.
-            n: responses a prompt; the prompt is computed once for all of them.
-            params: how to sample.
-            on_finished: told each completion as soon as it is finished, while others are still sampled: the index of
-                the prompt, the number of the response, and the completion. It must be quick, and may be called in
-                another thread.
+        Args: prompts: one [T] int64 tensor a prompt, T >= 1; lengths may differ. n: responses a
+            prompt; the prompt is computed once for all of them. params: how to sample. on_finished:
+            told each completion as soon as it is finished, while others are still sampled: the
+            index of
+                the prompt, the number of the response, and the completion. It must be quick, and
+                may be called in another thread.
 
         Returns:
             for each prompt, in order, its ``n`` completions (CPU tensors).
@@ -232,13 +251,13 @@ class Engine(ABC):
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replaces all weights.
 
-        Args:
-            weights: pairs (name in the Hugging Face checkpoint, tensor), every parameter once; a tied ``lm_head`` may
+        Args: weights: pairs (name in the Hugging Face checkpoint, tensor), every parameter once; a
+            tied ``lm_head`` may
                 be left out. Values are copied before the call returns.
             version: the new ``policy_version``.
 
-        Raises:
-            RuntimeError: a name is unknown, missing, or has another shape; the engine then keeps its version.
+        Raises: RuntimeError: a name is unknown, missing, or has another shape; the engine then
+            keeps its version.
         """
 
     def load(self, handle: WeightHandle, version: int) -> None:
@@ -257,7 +276,9 @@ class Engine(ABC):
         """Makes the draws from here on reproducible, as far as the engine can."""
 
     def sleep(self) -> None:  # noqa: B027
-        """Release the device memory that is only needed for generating, until ``wake`` or new weights."""
+        """Release the device memory that is only needed for generating, until ``wake`` or new
+        weights.
+        """
 
     def wake(self) -> None:  # noqa: B027
         """Undoes ``sleep``."""
@@ -288,10 +309,12 @@ def engine_class(backend: str) -> type[Engine]:
 
 @contextmanager
 def preserve_rng(engine: Engine) -> Iterator[None]:
-    """Context that restores the engine's random state, so that sampling inside it changes nothing in the run.
+    """Context that restores the engine's random state, so that sampling inside it changes nothing
+    in the run.
 
-    An engine that samples for several callers at a time is left as it is: its draws depend on how the calls meet
-    anyway, and those that are running would draw the numbers between the two states a second time.
+    An engine that samples for several callers at a time is left as it is: its draws depend on how
+    the calls meet anyway, and those that are running would draw the numbers between the two states
+    a second time.
     """
     if engine.concurrent:
         yield

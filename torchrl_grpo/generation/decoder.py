@@ -1,8 +1,10 @@
-"""Decoding a model token by token: the interface, and an implementation for every causal language model.
+"""Decoding a model token by token: the interface, and an implementation for every causal language
+model.
 
-A :class:`Decoder` starts a :class:`Batch`; prompts are added to it, and it then turns the latest token of every row
-into the next logits, and drops rows. Each prompt is computed once, whatever the number of rows that continue it. What
-tokens are drawn, and when a row is finished, is the engine's business.
+A :class:`Decoder` starts a :class:`Batch`; prompts are added to it, and it then turns the latest
+token of every row into the next logits, and drops rows. Each prompt is computed once, whatever the
+number of rows that continue it. What tokens are drawn, and when a row is finished, is the engine's
+business.
 """
 
 from __future__ import annotations
@@ -58,14 +60,16 @@ class Batch(ABC):
 
 
 class Decoder(ABC):
-    """A model that rows can be decoded with. It reads the model's parameters as they are at each call."""
+    """A model that rows can be decoded with. It reads the model's parameters as they are at each
+    call.
+    """
 
     @abstractmethod
     def start(self, max_new_tokens: int) -> Batch:
         """An empty batch.
 
-        Args:
-            max_new_tokens: most tokens that a row will have; a row takes part in at most ``max_new_tokens - 1`` steps.
+        Args: max_new_tokens: most tokens that a row will have; a row takes part in at most
+            ``max_new_tokens - 1`` steps.
         """
 
     @abstractmethod
@@ -74,7 +78,8 @@ class Decoder(ABC):
 
 
 class GenericDecoder(Decoder):
-    """Decodes through the model's own forward and a ``DynamicCache``; prompts are padded on the left.
+    """Decodes through the model's own forward and a ``DynamicCache``; prompts are padded on the
+    left.
 
     Args:
         model: any causal language model of transformers.
@@ -95,7 +100,9 @@ class GenericDecoder(Decoder):
         per_token = 2 * config.num_hidden_layers * config.hidden_size * self.model.dtype.itemsize
         return n * (prompt_length + max_new_tokens) * per_token
 
-    def forward(self, tokens: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
+    def forward(
+        self, tokens: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache
+    ) -> Tensor:
         """The logits after the last of ``tokens``.
 
         Args:
@@ -108,7 +115,9 @@ class GenericDecoder(Decoder):
             [B, V] logits.
         """
         kwargs = self._kwargs | ({"position_ids": positions} if self._takes_position_ids else {})
-        out = self.model(input_ids=tokens, attention_mask=mask, past_key_values=cache, use_cache=True, **kwargs)
+        out = self.model(
+            input_ids=tokens, attention_mask=mask, past_key_values=cache, use_cache=True, **kwargs
+        )
         return out.logits[:, -1]
 
 
@@ -124,7 +133,9 @@ class _GenericBatch(Batch):
         lengths = torch.tensor([len(p) for p in prompts], device=device)
         self._width = int(lengths.max())
         tokens = torch.zeros(len(prompts), self._width, dtype=torch.int64, device=device)
-        mask = torch.ones(len(prompts), self._width + self._max_new_tokens, dtype=torch.int64, device=device)
+        mask = torch.ones(
+            len(prompts), self._width + self._max_new_tokens, dtype=torch.int64, device=device
+        )
         for row, prompt in enumerate(prompts):
             tokens[row, self._width - len(prompt) :] = prompt
             mask[row, : self._width - len(prompt)] = 0
@@ -133,7 +144,8 @@ class _GenericBatch(Batch):
         logits = decoder.forward(tokens, mask[:, : self._width], positions, self._cache)
 
         rows = torch.arange(len(prompts), device=device).repeat_interleave(n)
-        # `reorder_cache` is an index_select along the batch: it repeats and drops rows too, in every kind of layer.
+        # `reorder_cache` is an index_select along the batch: it repeats and drops rows too, in
+        # every kind of layer.
         self._cache.reorder_cache(rows)
         self._mask = mask[rows]
         self._positions = lengths[rows]
@@ -141,10 +153,13 @@ class _GenericBatch(Batch):
 
     def step(self, tokens: Tensor) -> Tensor:
         self._width += 1
-        # A finished row may go on for a few steps before it is dropped: its positions must not leave the context.
+        # A finished row may go on for a few steps before it is dropped: its positions must not
+        # leave the context.
         positions = self._positions.clamp(max=self._context - 1).unsqueeze(-1)
         self._positions = self._positions + 1
-        return self._decoder.forward(tokens.unsqueeze(-1), self._mask[:, : self._width], positions, self._cache)
+        return self._decoder.forward(
+            tokens.unsqueeze(-1), self._mask[:, : self._width], positions, self._cache
+        )
 
     def keep(self, rows: Tensor) -> None:
         self._cache.reorder_cache(rows)
@@ -153,6 +168,8 @@ class _GenericBatch(Batch):
 
 
 def context_length(model: PreTrainedModel) -> int:
-    """Maximum number of tokens in a prompt and its response together; very large for a model without a limit."""
+    """Maximum number of tokens in a prompt and its response together; very large for a model
+    without a limit.
+    """
     config = model.config.get_text_config(decoder=True)
     return getattr(config, "max_position_embeddings", None) or 2**31

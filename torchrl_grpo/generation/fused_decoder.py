@@ -1,15 +1,16 @@
 """A hand-written decoder for models of the Llama architecture: Llama, Mistral, Qwen2 and Qwen3.
 
-What makes it faster than the model's own forward: the query, key and value projections are one matrix, and so are gate
-and up; keys and values lie in tensors that grow in blocks; the query heads of a group are laid out as query positions,
-so that grouped-query attention repeats nothing; and no mask or position bookkeeping is done per layer.
+What makes it faster than the model's own forward: the query, key and value projections are one
+matrix, and so are gate and up; keys and values lie in tensors that grow in blocks; the query heads
+of a group are laid out as query positions, so that grouped-query attention repeats nothing; and no
+mask or position bookkeeping is done per layer.
 
-The fused matrices are the storage of the model's own parameters: those become views of them. Writing new values into
-the model's parameters therefore updates this decoder.
+The fused matrices are the storage of the model's own parameters: those become views of them.
+Writing new values into the model's parameters therefore updates this decoder.
 
-On a CPU each batch begins by packing what has changed: a product with the few rows of decoding spends up to half of its
-time on bringing the weight into the order that the kernel wants. That is done once for each version of the weights,
-through oneDNN, at the price of a second copy of them.
+On a CPU each batch begins by packing what has changed: a product with the few rows of decoding
+spends up to half of its time on bringing the weight into the order that the kernel wants. That is
+done once for each version of the weights, through oneDNN, at the price of a second copy of them.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ class PackedLinear:
 _MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 _STATIC_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 _PREFILL_TOKENS = 8192
-"""Most prompt tokens, padding included, that one forward computes: it bounds the memory of the activations."""
+"""Most prompt tokens, padding included, that one forward computes: it bounds the memory of the
+activations.
+"""
 
 _BLOCK = 64
 """Columns by which the cache of the responses grows."""
@@ -115,8 +118,8 @@ def can_fuse(model: PreTrainedModel) -> bool:
 class FusedDecoder(Decoder):
     """Decodes with fused weights and a static cache; prompts are padded on the right.
 
-    Args:
-        model: a model for which :func:`can_fuse` holds; its projections become views of the fused matrices.
+    Args: model: a model for which :func:`can_fuse` holds; its projections become views of the fused
+        matrices.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -142,25 +145,37 @@ class FusedDecoder(Decoder):
         return _FusedBatch(self, max_new_tokens)
 
     def cache_bytes(self, prompt_length: int, n: int, max_new_tokens: int) -> int:
-        per_token = 2 * self.num_layers * self.kv_heads * self.head_dim * self._lm_head.weight.dtype.itemsize
+        per_token = (
+            2
+            * self.num_layers
+            * self.kv_heads
+            * self.head_dim
+            * self._lm_head.weight.dtype.itemsize
+        )
         return (prompt_length + n * max_new_tokens) * per_token
 
     def empty_cache(self, rows: int, length: int) -> tuple[Tensor, Tensor]:
         """Room for a layer's keys, [rows, Hkv, D, length], and values, [rows, Hkv, length, D].
 
-        Both lie as the products with them want it: keys the other way round take twice as long in bfloat16 on a CPU.
+        Both lie as the products with them want it: keys the other way round take twice as long in
+        bfloat16 on a CPU.
         """
         weight = self._lm_head.weight
         shape = (rows, self.kv_heads)
-        return weight.new_empty(*shape, self.head_dim, length), weight.new_empty(*shape, length, self.head_dim)
+        return weight.new_empty(*shape, self.head_dim, length), weight.new_empty(
+            *shape, length, self.head_dim
+        )
 
     def rotary(self, length: int) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines of positions 0 to ``length - 1``, each [length, 1, D].
 
-        ``x * cos + roll(x, D / 2) * sin`` is the rotation: the sign that belongs to the first half is in the table.
+        ``x * cos + roll(x, D / 2) * sin`` is the rotation: the sign that belongs to the first half
+        is in the table.
         """
         weight = self._lm_head.weight
-        cos, sin = self._body.rotary_emb(weight, torch.arange(length, device=weight.device).unsqueeze(0))
+        cos, sin = self._body.rotary_emb(
+            weight, torch.arange(length, device=weight.device).unsqueeze(0)
+        )
         sin[..., : self.head_dim // 2].neg_()
         return cos[0].unsqueeze(1), sin[0].unsqueeze(1)
 
@@ -186,7 +201,9 @@ class FusedDecoder(Decoder):
             if hasattr(layer.attention, "q_norm"):
                 q = qk[:, : self.query_heads]
                 k = qk[:, self.query_heads :]
-                qk = torch.cat((_rms_norm(q, layer.attention.q_norm), _rms_norm(k, layer.attention.k_norm)), 1)
+                qk = torch.cat(
+                    (_rms_norm(q, layer.attention.q_norm), _rms_norm(k, layer.attention.k_norm)), 1
+                )
             qk = torch.addcmul(qk * cos, qk.roll(self.head_dim // 2, -1), sin)
             attended = attend(i, qk[:, : self.query_heads], qk[:, self.query_heads :], v)
             hidden = layer.out(attended, hidden)
@@ -204,17 +221,21 @@ class FusedDecoder(Decoder):
 
 
 class _FusedBatch(Batch):
-    """Rows in flight, in two caches: one of the prompts, shared by the rows of a group, and one of the responses.
+    """Rows in flight, in two caches: one of the prompts, shared by the rows of a group, and one of
+    the responses.
 
-    A row attends to its group's prompt together with the other rows of the group, in one product of matrices, which
-    reads the prompt's keys and values once, and to its own response alone; one softmax spans both. Groups may have lost
-    different numbers of rows: ``_slots`` gathers the rows of each group into a rectangle, ``_places`` brings them back.
+    A row attends to its group's prompt together with the other rows of the group, in one product of
+    matrices, which reads the prompt's keys and values once, and to its own response alone; one
+    softmax spans both. Groups may have lost different numbers of rows: ``_slots`` gathers the rows
+    of each group into a rectangle, ``_places`` brings them back.
 
-    A column of the second cache holds what all rows appended in one step, so rows that came later begin at a later
-    column: a mask hides the columns before. The cache grows by ``_BLOCK`` columns, and then leaves behind those that no
-    row needs any more. (Attending rows of similar ages together, each over its own columns, was no faster.)
+    A column of the second cache holds what all rows appended in one step, so rows that came later
+    begin at a later column: a mask hides the columns before. The cache grows by ``_BLOCK`` columns,
+    and then leaves behind those that no row needs any more. (Attending rows of similar ages
+    together, each over its own columns, was no faster.)
 
-    Shorter prompts are padded on the right. A mask hides the padding, and positions are counted without it.
+    Shorter prompts are padded on the right. A mask hides the padding, and positions are counted
+    without it.
     """
 
     refills = True
@@ -255,12 +276,16 @@ class _FusedBatch(Batch):
             keys[rows:, ..., : self._length] = 0
             values[rows:, :, : self._length] = 0
         self._positions = torch.cat((self._positions, lengths.repeat_interleave(n)))
-        self._starts = torch.cat((self._starts, torch.full_like(numbers, self._length).repeat_interleave(n)))
+        self._starts = torch.cat(
+            (self._starts, torch.full_like(numbers, self._length).repeat_interleave(n))
+        )
         self._arrange(torch.cat((self._group, numbers.repeat_interleave(n))))
         return logits
 
     def _prefill(self, prompts: Sequence[Tensor], first: int) -> Tensor:
-        """Computes prompts number ``first`` and following and fills their cache; returns [P, V] logits."""
+        """Computes prompts number ``first`` and following and fills their cache; returns [P, V]
+        logits.
+        """
         decoder = self._decoder
         tokens = nn.utils.rnn.pad_sequence(list(prompts), batch_first=True)
         count, width = tokens.shape
@@ -272,7 +297,9 @@ class _FusedBatch(Batch):
             values[..., :width, :] = v
             keys[..., width:] = 0
             values[..., width:, :] = 0
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=decoder.scaling, enable_gqa=True)
+            out = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=decoder.scaling, enable_gqa=True
+            )
             return out.transpose(1, 2).flatten(2).flatten(0, 1)
 
         cos, sin = (table[:width].repeat(count, 1, 1) for table in (self._cos, self._sin))
@@ -281,7 +308,9 @@ class _FusedBatch(Batch):
         return decoder.logits(hidden[torch.arange(count, device=hidden.device), last])
 
     def _move(self, rows: int) -> None:
-        """Move the responses to a cache with this many rows and further columns, dropping columns that no row needs."""
+        """Move the responses to a cache with this many rows and further columns, dropping columns
+        that no row needs.
+        """
         live = len(self._starts)
         first = int(self._starts.min()) if len(self._starts) else self._length
         used = self._length - first
@@ -293,7 +322,9 @@ class _FusedBatch(Batch):
             self._own[layer] = wider
 
     def _arrange(self, group: Tensor) -> None:
-        """Makes the masks and gather indices for rows of the given groups ([R] int64, each at least once)."""
+        """Makes the masks and gather indices for rows of the given groups ([R] int64, each at least
+        once).
+        """
         kv_heads = self._decoder.kv_heads
         device = group.device
         rows = torch.arange(len(group), device=device)
@@ -305,18 +336,26 @@ class _FusedBatch(Batch):
         rank[order] = rows - (counts.cumsum(0) - counts)[group[order]]
         self._group = group
         # Rows are counted with their key-value heads: row * kv_heads + head.
-        self._places = (((group.unsqueeze(-1) * kv_heads + heads) * widest) + rank.unsqueeze(-1)).flatten()
+        self._places = (
+            ((group.unsqueeze(-1) * kv_heads + heads) * widest) + rank.unsqueeze(-1)
+        ).flatten()
         self._slots = torch.zeros(len(counts) * kv_heads * widest, dtype=torch.int64, device=device)
         self._slots[self._places] = (rows.unsqueeze(-1) * kv_heads + heads).flatten()
-        self._prompt_mask = self._hide(torch.arange(self._width, device=device) >= self._lengths.unsqueeze(-1))
+        self._prompt_mask = self._hide(
+            torch.arange(self._width, device=device) >= self._lengths.unsqueeze(-1)
+        )
         self._mask_own()
 
     def _mask_own(self) -> None:
-        """Make the mask of the columns before each row's first one, if rows joined at different times."""
+        """Make the mask of the columns before each row's first one, if rows joined at different
+        times.
+        """
         starts = self._starts.tolist()
         self._first = min(starts)
         columns = torch.arange(self._room, device=self._starts.device)
-        self._own_mask = None if max(starts) == self._first else self._hide(columns < self._starts.unsqueeze(-1))
+        self._own_mask = (
+            None if max(starts) == self._first else self._hide(columns < self._starts.unsqueeze(-1))
+        )
 
     def _hide(self, hidden: Tensor) -> Tensor:
         """[N, T] bool to a mask that is added to scores, [N * Hkv, 1, T]."""
@@ -325,7 +364,9 @@ class _FusedBatch(Batch):
 
     def step(self, tokens: Tensor) -> Tensor:
         if self._length == self._room:
-            self._move(len(self._own[0][0]) if 2 * len(tokens) > len(self._own[0][0]) else len(tokens))
+            self._move(
+                len(self._own[0][0]) if 2 * len(tokens) > len(self._own[0][0]) else len(tokens)
+            )
             self._mask_own()
         column = self._length
         self._length += 1
@@ -334,7 +375,8 @@ class _FusedBatch(Batch):
             keys, values = (cache[: len(tokens)] for cache in self._own[layer])
             keys[..., column] = k
             values[..., column, :] = v
-            # From here on, a row is a row with a key-value head, and its queries are the heads that share it.
+            # From here on, a row is a row with a key-value head, and its queries are the heads that
+            # share it.
             keys, values = keys.flatten(0, 1), values.flatten(0, 1)
             prompt_keys, prompt_values = (cache.flatten(0, 1) for cache in self._prompts[layer])
             q = (q * self._decoder.scaling).reshape(len(keys), -1, q.shape[-1])

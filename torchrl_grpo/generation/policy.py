@@ -1,4 +1,6 @@
-"""``GenerationPolicy``: an engine as a TensorDict module; it makes requests of rows and rows of completions."""
+"""``GenerationPolicy``: an engine as a TensorDict module; it makes requests of rows and rows of
+completions.
+"""
 
 from __future__ import annotations
 
@@ -32,22 +34,22 @@ from torchrl_grpo.keys import (
 class GenerationPolicy(TensorDictModuleBase):
     """Samples a response to each row's prompt.
 
-    Rows that share group and prompt become one request, so that the engine computes their prompt once. Where the
-    tensordict has a ``"_step"`` entry (TorchRL's mark for rows that take part in the next step), the other rows get an
-    empty response and cost nothing. An engine whose weights may change meanwhile says which of them sampled each
-    token; the version of any other is read before generation starts.
+    Rows that share group and prompt become one request, so that the engine computes their prompt
+    once. Where the tensordict has a ``"_step"`` entry (TorchRL's mark for rows that take part in
+    the next step), the other rows get an empty response and cost nothing. An engine whose weights
+    may change meanwhile says which of them sampled each token; the version of any other is read
+    before generation starts.
 
-    Attributes:
-        on_response: told the row and the completion of each response that is finished, while others are still sampled.
-        cut: what is made of a row's completion before anything is told or written of it; a beginning of it. None
+    Attributes: on_response: told the row and the completion of each response that is finished,
+        while others are still sampled. cut: what is made of a row's completion before anything is
+        told or written of it; a beginning of it. None
             leaves it as it is.
 
-    Args:
-        engine: samples the tokens.
-        params: how.
-        rescore: gives the log-probs of a finished response in place of the engine's: of tokens [1, T] int64, a mask
-            [1, T] bool of the sampled ones and the length [1] int64, [1, T] float32 (``KLScoring.log_probs``). It may
-            compute with the engine's model, whose weights stay while it does.
+    Args: engine: samples the tokens. params: how. rescore: gives the log-probs of a finished
+        response in place of the engine's: of tokens [1, T] int64, a mask
+            [1, T] bool of the sampled ones and the length [1] int64, [1, T] float32
+            (``KLScoring.log_probs``). It may compute with the engine's model, whose weights stay
+            while it does.
 
     Examples:
         >>> from transformers import AutoModelForCausalLM
@@ -88,9 +90,10 @@ class GenerationPolicy(TensorDictModuleBase):
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Writes the response, its log-probs, masks and policy versions, and ``"length_stopped"``.
 
-        Args:
-            tensordict: any batch size, with ``("tokens", "prompt")`` ([T] int64 a row, without padding); rows may have
-                different lengths. ``"group_id"`` is optional: without it rows are grouped by prompt alone.
+        Args: tensordict: any batch size, with ``("tokens", "prompt")`` ([T] int64 a row, without
+            padding); rows may have
+                different lengths. ``"group_id"`` is optional: without it rows are grouped by prompt
+                alone.
 
         Returns:
             the same tensordict.
@@ -105,7 +108,9 @@ class GenerationPolicy(TensorDictModuleBase):
         prompts = [row.get(PROMPT[-1]) for row in token_rows]
         with self.engine.exclusive:
             version = int(self.engine.policy_version)
-            completions = self._generate(prompts, self._group_ids(tensordict, size), self._active(tensordict, size))
+            completions = self._generate(
+                prompts, self._group_ids(tensordict, size), self._active(tensordict, size)
+            )
             completions = [self._rescored(*both) for both in zip(prompts, completions, strict=True)]
         _check_finite(completions, version)
 
@@ -121,12 +126,21 @@ class GenerationPolicy(TensorDictModuleBase):
                 row_log_probs[prompt.numel() :] = completion.log_probs
                 if completion.versions is not None:
                     row_versions[prompt.numel() :] = completion.versions
-            token_rows[row] = TensorDict({**token_rows[row], RESPONSE[-1]: response, FULL[-1]: full})
-            masks.append(TensorDict({ATTENTION_MASK[-1]: torch.ones_like(sampled), ASSISTANT_MASK[-1]: sampled}))
+            token_rows[row] = TensorDict(
+                {**token_rows[row], RESPONSE[-1]: response, FULL[-1]: full}
+            )
+            masks.append(
+                TensorDict(
+                    {ATTENTION_MASK[-1]: torch.ones_like(sampled), ASSISTANT_MASK[-1]: sampled}
+                )
+            )
             log_probs.append(TensorDict({LOG_PROBS[-1]: row_log_probs}))
             versions.append(TensorDict({POLICY_VERSIONS[-1]: row_versions}))
             oldest.append(row_versions[sampled].min().item() if response.numel() else version)
-        cut = [completion is not None and completion.finish_reason == "length" for completion in completions]
+        cut = [
+            completion is not None and completion.finish_reason == "length"
+            for completion in completions
+        ]
         tensordict.set("tokens", _stack(token_rows, shape))
         tensordict.set("masks", _stack(masks, shape))
         tensordict.set("log_probs", _stack(log_probs, shape))
@@ -166,7 +180,9 @@ class GenerationPolicy(TensorDictModuleBase):
         log_probs = self.rescore(full, torch.arange(full.shape[1])[None] >= len(prompt), length)
         return replace(completion, log_probs=log_probs[0, len(prompt) :])
 
-    def _tell(self, members: Sequence[Sequence[int]], request: int, number: int, completion: Completion) -> None:
+    def _tell(
+        self, members: Sequence[Sequence[int]], request: int, number: int, completion: Completion
+    ) -> None:
         """Tells ``on_response`` the row of a request's response."""
         assert self.on_response is not None
         row = members[request][number]
@@ -198,4 +214,6 @@ def _stack(rows: Sequence[TensorDictBase], shape: Sequence[int]) -> TensorDictBa
     if len(shape) == 1:
         return lazy_stack(list(rows))
     inner = len(rows) // shape[0]
-    return lazy_stack([_stack(rows[i * inner : (i + 1) * inner], shape[1:]) for i in range(shape[0])])
+    return lazy_stack(
+        [_stack(rows[i * inner : (i + 1) * inner], shape[1:]) for i in range(shape[0])]
+    )

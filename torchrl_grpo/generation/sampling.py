@@ -1,8 +1,9 @@
 """Sampling from logits: the distribution and one draw from it, as pure functions on tensors.
 
-The log-prob that is returned is always that of the distribution which was drawn from, in float32. Draws invert the
-cumulative distribution at given uniform numbers: over a vocabulary of 32,000 that costs half of what Gumbel noise does,
-and a draw depends on its own row and number only, never on the other rows of the batch.
+The log-prob that is returned is always that of the distribution which was drawn from, in float32.
+Draws invert the cumulative distribution at given uniform numbers: over a vocabulary of 32,000 that
+costs half of what Gumbel noise does, and a draw depends on its own row and number only, never on
+the other rows of the batch.
 """
 
 from __future__ import annotations
@@ -18,16 +19,18 @@ _BLOCK = 256
 """Tokens whose probabilities are summed before the first of the two searches."""
 
 _CPU_ELEMENTS, _GPU_ELEMENTS = 2**18, 2**27
-"""Logits that are worked on at once. It bounds memory; on a CPU it keeps temporaries small enough for the allocator to
-reuse them: fresh pages for [64, 32000] would take several times longer than the arithmetic."""
+"""Logits that are worked on at once. It bounds memory; on a CPU it keeps temporaries small enough
+for the allocator to reuse them: fresh pages for [64, 32000] would take several times longer than
+the arithmetic."""
 
 
 def sampling_probs(logits: Tensor, params: SamplingParams) -> Tensor:
     """The distribution that tokens are drawn from.
 
-    Temperature comes first, then the tokens of at least ``min_p`` times the largest probability, then the ``top_k``
-    most likely tokens (all of those tied with the last one), then, of what they leave, the smallest set of most likely
-    tokens that holds ``top_p`` of the mass. Greedy gives temperature 1.
+    Temperature comes first, then the tokens of at least ``min_p`` times the largest probability,
+    then the ``top_k`` most likely tokens (all of those tied with the last one), then, of what they
+    leave, the smallest set of most likely tokens that holds ``top_p`` of the mass. Greedy gives
+    temperature 1.
 
     Args:
         logits: [B, V], any floating dtype.
@@ -42,7 +45,9 @@ def sampling_probs(logits: Tensor, params: SamplingParams) -> Tensor:
     if params.temperature != 1:
         logits = logits / params.temperature
     if params.min_p:
-        logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(params.min_p), -torch.inf)
+        logits = logits.masked_fill(
+            logits < logits.amax(-1, keepdim=True) + math.log(params.min_p), -torch.inf
+        )
     if 0 < params.top_k < logits.shape[-1]:
         smallest_kept = logits.topk(params.top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < smallest_kept, -torch.inf)
@@ -51,7 +56,8 @@ def sampling_probs(logits: Tensor, params: SamplingParams) -> Tensor:
         ordered, index = probs.sort(dim=-1, descending=True)
         mass_before = ordered.cumsum(-1) - ordered
         kept = ordered.masked_fill(mass_before >= params.top_p, 0)
-        # Dividing what is kept by its own sum: a second softmax would cost another pass of exponentials.
+        # Dividing what is kept by its own sum: a second softmax would cost another pass of
+        # exponentials.
         probs = torch.zeros_like(probs).scatter_(-1, index, kept / kept.sum(-1, keepdim=True))
     return probs
 
@@ -61,9 +67,8 @@ def invert_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
 
     The search has two levels, so that only sums of blocks and one block a row are accumulated.
 
-    Args:
-        probs: [B, V] float32, rows with a positive sum; they are normalised here.
-        uniform: [B] in [0, 1); its dtype is that of the accumulation: float64 wherever the device has it.
+    Args: probs: [B, V] float32, rows with a positive sum; they are normalised here. uniform: [B] in
+        [0, 1); its dtype is that of the accumulation: float64 wherever the device has it.
 
     Returns:
         [B] int64 tokens, each of positive probability.
@@ -78,18 +83,21 @@ def invert_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
     block, rest = _first_above(sums, uniform)
     index = block.unsqueeze(-1) * _BLOCK + torch.arange(_BLOCK, device=probs.device)
     inside = probs.gather(-1, index.clamp(max=vocab_size - 1)).masked_fill_(index >= vocab_size, 0)
-    return (block * _BLOCK + _first_above(inside, rest)[0]).clamp_(max=vocab_size - 1)  # for weights that are NaN
+    return (block * _BLOCK + _first_above(inside, rest)[0]).clamp_(
+        max=vocab_size - 1
+    )  # for weights that are NaN
 
 
 def _first_above(weights: Tensor, fraction: Tensor) -> tuple[Tensor, Tensor]:
-    """The first index whose cumulative weight exceeds ``fraction`` of the sum, and how far into its weight that lies.
+    """The first index whose cumulative weight exceeds ``fraction`` of the sum, and how far into its
+    weight that lies.
 
     Args:
         weights: [B, N] float32.
         fraction: [B] in [0, 1).
 
-    Returns:
-        [B] int64 indices, each of positive weight, and [B] fractions in [0, 1) of the weight at the index.
+    Returns: [B] int64 indices, each of positive weight, and [B] fractions in [0, 1) of the weight
+        at the index.
     """
     cumulative = weights.cumsum(-1, dtype=fraction.dtype)
     target = fraction.unsqueeze(-1) * cumulative[:, -1:]
@@ -104,15 +112,15 @@ def _first_above(weights: Tensor, fraction: Tensor) -> tuple[Tensor, Tensor]:
 def sample(logits: Tensor, params: SamplingParams, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """Takes one token a row.
 
-    Args:
-        logits: [B, V], any floating dtype.
-        params: how to sample.
-        uniform: [B] in [0, 1), float64 where the device has it: the only randomness. Not read when greedy.
+    Args: logits: [B, V], any floating dtype. params: how to sample. uniform: [B] in [0, 1), float64
+        where the device has it: the only randomness. Not read when greedy.
 
     Returns:
         [B] int64 tokens and [B] float32 log-probs of the distribution that they were drawn from.
     """
-    at_once = max(1, (_CPU_ELEMENTS if logits.device.type == "cpu" else _GPU_ELEMENTS) // logits.shape[-1])
+    at_once = max(
+        1, (_CPU_ELEMENTS if logits.device.type == "cpu" else _GPU_ELEMENTS) // logits.shape[-1]
+    )
     slices = zip(logits.split(at_once), uniform.split(at_once), strict=True)
     drawn = [_sample(some_logits, params, some_uniform) for some_logits, some_uniform in slices]
     tokens, log_probs = zip(*drawn, strict=True)

@@ -1,12 +1,14 @@
-"""The engine of a server that somebody else started: token ids go out over HTTP, token ids and log-probs come back.
+"""The engine of a server that somebody else started: token ids go out over HTTP, token ids and
+log-probs come back.
 
-vLLM's server is meant (``vllm serve``), and SGLang's. Weights reach it through a folder that both see: they are written
-aside as a safetensors file, renamed, and read by the server's own reload route, so that trainer and server need no
-network of GPUs between them and no package in common.
+vLLM's server is meant (``vllm serve``), and SGLang's. Weights reach it through a folder that both
+see: they are written aside as a safetensors file, renamed, and read by the server's own reload
+route, so that trainer and server need no network of GPUs between them and no package in common.
 
-A server answers with the label of the weights that sampled each token, or of those that it has. A label that this
-engine did not give means that the server was restarted or is updated by others: it is then lost, as one that does not
-answer is, and whoever drives the run makes another engine, which gives the server the published weights again.
+A server answers with the label of the weights that sampled each token, or of those that it has. A
+label that this engine did not give means that the server was restarted or is updated by others: it
+is then lost, as one that does not answer is, and whoever drives the run makes another engine, which
+gives the server the published weights again.
 """
 
 from __future__ import annotations
@@ -48,14 +50,14 @@ _ABORTS = 5
 class ServerEngine(Engine):
     """Samples with a server, for many threads at once.
 
-    Args:
-        address: of the server, such as ``http://127.0.0.1:8000``.
-        folder: where weights are left for the server, which must see it under the same path; None leaves the server the
+    Args: address: of the server, such as ``http://127.0.0.1:8000``. folder: where weights are left
+        for the server, which must see it under the same path; None leaves the server the
             weights that it has, for an evaluation.
         dtype: of the weights on their way.
         tied: names of weights that are another one's memory, as pairs (name, the other one's).
-        in_flight: what an update does to the requests that are running: ``"wait"`` for their end, ``"keep"`` them and
-            go on with the new weights, or ``"abort"`` them and start them again.
+        in_flight: what an update does to the requests that are running: ``"wait"`` for their end,
+            ``"keep"`` them and go on with the new weights, or ``"abort"`` them and start them
+            again.
         vocabulary: ids that the model has; None takes it from the weights of its head.
         starts_within_s: how long to wait for a server that does not answer.
 
@@ -80,7 +82,12 @@ class ServerEngine(Engine):
         self.address = address
         self._server = connect(address, starts_within_s)
         self.max_model_len = self._server.max_model_len
-        self._folder, self._dtype, self._tied, self._in_flight = folder, dtype, dict(tied or {}), in_flight
+        self._folder, self._dtype, self._tied, self._in_flight = (
+            folder,
+            dtype,
+            dict(tied or {}),
+            in_flight,
+        )
         self._label = uuid.uuid4().hex[:8]
         self._server.vocabulary = vocabulary or self._server.vocabulary
         self._labels: dict[str, int] = {}  # version of each label that the server was given
@@ -116,11 +123,15 @@ class ServerEngine(Engine):
     ) -> Engine:
         options = request.options
         address = options.address[request.number]
-        folder = Path(options.weights_folder or request.folder or tempfile.mkdtemp(prefix="served-")).absolute()
+        folder = Path(
+            options.weights_folder or request.folder or tempfile.mkdtemp(prefix="served-")
+        ).absolute()
         return cls(
             address,
             # The folder may be that of several runs.
-            folder=folder / f"served_weights_{request.number}_{uuid.uuid4().hex[:8]}" if request.trains else None,
+            folder=folder / f"served_weights_{request.number}_{uuid.uuid4().hex[:8]}"
+            if request.trains
+            else None,
             dtype=getattr(torch, options.dtype),
             tied=_tied_weights(request),
             in_flight=options.in_flight,
@@ -128,17 +139,23 @@ class ServerEngine(Engine):
         )
 
     def generate(
-        self, prompts: Sequence[Tensor], n: int, params: SamplingParams, on_finished: OnFinished | None = None
+        self,
+        prompts: Sequence[Tensor],
+        n: int,
+        params: SamplingParams,
+        on_finished: OnFinished | None = None,
     ) -> list[list[Completion]]:
-        """See ``Engine``; any number of threads may call it at the same time, even during an update."""
+        """See ``Engine``; any number of threads may call it at the same time, even during an
+        update.
+        """
         if self._closed:
             raise RuntimeError("the engine is closed.")
         for prompt in prompts:
             if len(prompt) >= self.max_model_len:
                 raise ValueError(
-                    f"a prompt must leave room for one token in the context of {self.max_model_len} tokens of the "
-                    f"server at {self.address}, this one has {len(prompt)}: drop it, or restart the server with a "
-                    "longer context."
+                    "a prompt must leave room for one token in the context of "
+                    f"{self.max_model_len} tokens of the server at {self.address}, this one has "
+                    f"{len(prompt)}: drop it, or restart the server with a longer context."
                 )
 
         def ask(number: int) -> list[Completion]:
@@ -173,12 +190,13 @@ class ServerEngine(Engine):
             with self._updates:  # the one that aborts must end first
                 aborts = aborts + 1 if self.policy_version == version else 0
         raise EngineDeadError(
-            f"inference_model.address: the server at {self.address} must not abort requests without an update of its "
-            f"weights, it did {_ABORTS} times: see its log."
+            f"inference_model.address: the server at {self.address} must not abort requests "
+            f"without an update of its weights, it did {_ABORTS} times: see its log."
         )
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """See ``Engine``; the weights go through the folder, and without one the server keeps its weights.
+        """See ``Engine``; the weights go through the folder, and without one the server keeps its
+        weights.
 
         Raises:
             EngineDeadError: the server did not take the weights.
@@ -206,9 +224,13 @@ class ServerEngine(Engine):
 
         assert self._folder is not None
         self._folder.mkdir(parents=True, exist_ok=True)
-        values = {name: weight.detach().to("cpu", self._dtype).contiguous() for name, weight in weights}
+        values = {
+            name: weight.detach().to("cpu", self._dtype).contiguous() for name, weight in weights
+        }
         # A server that keeps a packed copy of a tied head would keep the old one.
-        values |= {name: values[other].clone() for name, other in self._tied.items() if name not in values}
+        values |= {
+            name: values[other].clone() for name, other in self._tied.items() if name not in values
+        }
         if "lm_head.weight" in values:
             self._server.vocabulary = len(values["lm_head.weight"])
         aside, file = self._folder / "model.partial", self._folder / "model.safetensors"
@@ -222,7 +244,9 @@ class ServerEngine(Engine):
         self._labels = {}
 
     def close(self) -> None:
-        """Ends the connections; the server goes on, with the weights that it has. May be called again."""
+        """Ends the connections; the server goes on, with the weights that it has. May be called
+        again.
+        """
         if not self._closed:
             self._closed = True
             self._threads.shutdown(wait=False, cancel_futures=True)
@@ -236,7 +260,9 @@ def _completion(answer: Answer, stop: StopStrings | None) -> Completion:
         tokens=torch.tensor(answer.tokens, dtype=torch.int64),
         log_probs=torch.tensor(answer.log_probs, dtype=torch.float32),
         finish_reason="stop" if answer.reason == "stop" else "length",
-        versions=None if answer.versions is None else torch.tensor(answer.versions, dtype=torch.int64),
+        versions=None
+        if answer.versions is None
+        else torch.tensor(answer.versions, dtype=torch.int64),
     )
     return cut_off(done, None, None if stop is None else stop.completed_at(done.tokens.tolist()))
 
@@ -246,11 +272,17 @@ def _tied_weights(request: EngineRequest) -> dict[str, str]:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(request.model_config, trust_remote_code=request.trust_remote_code)
+        model = AutoModelForCausalLM.from_config(
+            request.model_config, trust_remote_code=request.trust_remote_code
+        )
     shapes, tied = expected_weights(model)
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if not tied or head is None or head.weight is not embedding.weight:
         return {}
     names = {id(module): name for name, module in model.named_modules()}
     pair = (f"{names[id(head)]}.weight", f"{names[id(embedding)]}.weight")
-    return {tie: next(name for name in pair if name != tie) for tie in tied if tie in pair and tie in shapes}
+    return {
+        tie: next(name for name in pair if name != tie)
+        for tie in tied
+        if tie in pair and tie in shapes
+    }

@@ -1,4 +1,6 @@
-"""Routes of the servers that somebody else started: vLLM's and SGLang's, as an engine and as a teacher."""
+"""Routes of the servers that somebody else started: vLLM's and SGLang's, as an engine and as a
+teacher.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from torchrl_grpo.host.event_loop import settled
 from torchrl_grpo.host.http_client import BadAnswerError, HttpClient, NoAnswerError, may_pass
 
 KEY_VARIABLE = "VLLM_API_KEY"
-"""Environment variable that has the servers' key, if they want one; vLLM's server reads the same."""
+"""Environment variable that has the servers' key, if they want one; vLLM's server reads the same.
+"""
 AT_A_TIME = 256
 """Requests that are under way at a time; the server batches them."""
 COMES_BACK_S = 600.0
@@ -45,7 +48,9 @@ def require_httpx(field: str) -> None:
         ValueError: it is missing.
     """
     if find_spec("httpx") is None:
-        raise ValueError(f"{field} needs the package httpx, which is not installed: pip install httpx.")
+        raise ValueError(
+            f"{field} needs the package httpx, which is not installed: pip install httpx."
+        )
 
 
 class WrongAnswerError(EngineDeadError, ValueError):
@@ -106,8 +111,8 @@ class Server(ABC):
             start: index of the first one that is scored, at least 1.
             top_k: how many of the most likely tokens are told beside each.
 
-        Returns:
-            for each token from ``start`` on, the log-probs by id: its own, and those of the likely ones.
+        Returns: for each token from ``start`` on, the log-probs by id: its own, and those of the
+            likely ones.
         """
 
     @abstractmethod
@@ -116,7 +121,9 @@ class Server(ABC):
 
     @abstractmethod
     def load(self, folder: Path, label: str) -> None:
-        """Read the checkpoint in a folder, drop what was computed with the old weights, and have answers labeled."""
+        """Read the checkpoint in a folder, drop what was computed with the old weights, and have
+        answers labeled.
+        """
 
     @abstractmethod
     def go_on(self) -> None:
@@ -141,8 +148,9 @@ class Server(ABC):
             return
         if abs((cold[common[-1]] - cold[common[0]]) / gap - 2) > 0.1:
             raise ValueError(
-                f"inference_model.address: the server at {self.address} must state log-probs of the distribution that "
-                f"it samples from, temperature included, and states those of temperature 1: {self.restart}."
+                f"inference_model.address: the server at {self.address} must state log-probs of "
+                "the distribution that it samples from, temperature included, and states those of "
+                f"temperature 1: {self.restart}."
             )
 
     def check_vocabulary(self, size: int) -> None:
@@ -155,8 +163,9 @@ class Server(ABC):
         if not known or self._takes(size):
             model = {"engine": "the model that is trained", "teacher": "teacher.model"}[self.role]
             raise ValueError(
-                f"{self.field}: the server at {self.address} must serve {model}, whose vocabulary has {size} tokens, "
-                f"and its own is {'larger' if known else 'smaller'}: start it with that model."
+                f"{self.field}: the server at {self.address} must serve {model}, whose vocabulary "
+                f"has {size} tokens, and its own is {'larger' if known else 'smaller'}: start it "
+                "with that model."
             )
 
     def _takes(self, token: int) -> bool:
@@ -174,8 +183,8 @@ class Server(ABC):
     def check_context(self, longest: int) -> None:
         """Compare the server's context with the longest sequence.
 
-        Args:
-            longest: prompt and response, in tokens; a server that scores them must sample one more (vLLM).
+        Args: longest: prompt and response, in tokens; a server that scores them must sample one
+            more (vLLM).
 
         Raises:
             ValueError: it is shorter.
@@ -185,9 +194,9 @@ class Server(ABC):
             what, needed = "prompt, response and one token more", longest + 1
         if self.max_model_len < needed:
             raise ValueError(
-                f"{self.field}: the server at {self.address} has a context of {self.max_model_len} tokens, and {what} "
-                f"may take {needed}: restart it with a larger one, or use a smaller inference_model.max_new_tokens or "
-                "env.max_prompt_tokens."
+                f"{self.field}: the server at {self.address} has a context of {self.max_model_len} "
+                f"tokens, and {what} may take {needed}: restart it with a larger one, or use a "
+                "smaller inference_model.max_new_tokens or env.max_prompt_tokens."
             )
 
     def check_scores(self, top_k: int) -> None:
@@ -244,14 +253,19 @@ class Server(ABC):
             ValueError: it refuses what is asked.
         """
         limit, largest = _ANSWER_S / (1 + retries), _LARGEST_ANSWER + _LARGEST_TOKEN * log_probs
-        sent = self._client.ask(method, route, body, query, timeout_s=limit, largest=largest, retries=retries)
+        sent = self._client.ask(
+            method, route, body, query, timeout_s=limit, largest=largest, retries=retries
+        )
         try:
             answer = settled(sent)
         except NoAnswerError as error:
             if may_pass(error.status):
-                raise EngineDeadError(f"the server at {self.address} did not {what}: {error.problem}") from error
+                raise EngineDeadError(
+                    f"the server at {self.address} did not {what}: {error.problem}"
+                ) from error
             raise ValueError(
-                f"{self.field}: the server at {self.address} refuses to {what} ({error.problem}): {self.restart}."
+                f"{self.field}: the server at {self.address} refuses to {what} ({error.problem}): "
+                f"{self.restart}."
             ) from error
         except BadAnswerError as error:
             raise self._wrong(what, error) from error
@@ -262,8 +276,8 @@ class Server(ABC):
 
     def _wrong(self, what: str, error: Exception) -> WrongAnswerError:
         return WrongAnswerError(
-            f"{self.field}: the server at {self.address} must answer as {self.name} does when it is to {what}; in its "
-            f"answer, {error}: {self.restart}."
+            f"{self.field}: the server at {self.address} must answer as {self.name} does when it "
+            f"is to {what}; in its answer, {error}: {self.restart}."
         )
 
     def close(self) -> None:
@@ -304,7 +318,9 @@ class VLLM(Server):
             "logprobs": 0,
             "detokenize": False,
         }
-        if params.stop is not None:  # its own search may end a response earlier than the token that ours ends it with
+        if (
+            params.stop is not None
+        ):  # its own search may end a response earlier than the token that ours ends it with
             sampling |= {"stop": list(params.stop.strings), "detokenize": True}
         sampled: list[Answer] = self.ask(
             "POST",
@@ -334,7 +350,9 @@ class VLLM(Server):
             "/v1/completions",
             "score token ids",
             {"prompt": tokens, "max_tokens": 1, "prompt_logprobs": top_k},
-            read=lambda answer: answers.read_vllm_scores(answer, tokens, start, top_k, self.vocabulary),
+            read=lambda answer: answers.read_vllm_scores(
+                answer, tokens, start, top_k, self.vocabulary
+            ),
             log_probs=len(tokens) * (top_k + 1),
             retries=_SCORE_AGAIN,
         )
@@ -357,13 +375,16 @@ class SGLang(Server):
     """SGLang's server, by its documented routes."""
 
     name = "SGLang"
-    starts: Mapping[Role, str] = dict.fromkeys(_FIELDS, "python -m sglang.launch_server --model-path MODEL")
+    starts: Mapping[Role, str] = dict.fromkeys(
+        _FIELDS, "python -m sglang.launch_server --model-path MODEL"
+    )
 
     def check_options(self, in_flight: str) -> None:
         if in_flight == "keep":  # it labels a response as a whole
             raise ValueError(
-                f"inference_model.in_flight=keep must be another one with the SGLang server at {self.address}, which "
-                "does not say which weights sampled which token: use wait or abort."
+                "inference_model.in_flight=keep must be another one with the SGLang server at "
+                f"{self.address}, which does not say which weights sampled which token: use wait "
+                "or abort."
             )
 
     def greet(self) -> None:
@@ -372,7 +393,9 @@ class SGLang(Server):
             return min(cache, entry(answer, "context_length", int, type(None)) or cache)
 
         self.ask("GET", "/get_model_info", "name its model")
-        self.max_model_len = self.ask("GET", "/get_server_info", "say how it was started", read=read)
+        self.max_model_len = self.ask(
+            "GET", "/get_server_info", "say how it was started", read=read
+        )
 
     def complete(self, request: SampleRequest) -> list[Answer]:
         params = request.params
@@ -427,7 +450,9 @@ class SGLang(Server):
             "/generate",
             "score token ids",
             body,
-            read=lambda answer: answers.read_sglang_scores(answer, tokens, start, top_k, self.vocabulary),
+            read=lambda answer: answers.read_sglang_scores(
+                answer, tokens, start, top_k, self.vocabulary
+            ),
             log_probs=len(tokens) * (top_k + 1),
             retries=_SCORE_AGAIN,
         )
@@ -442,7 +467,9 @@ class SGLang(Server):
         what = f"load the weights in {folder}"
         answer = self.ask("POST", "/update_weights_from_disk", what, body)
         if type(answer) is not dict or answer.get("success") is not True:
-            raise EngineDeadError(f"the server at {self.address} did not {what}: it answered {str(answer)[:300]!r}")
+            raise EngineDeadError(
+                f"the server at {self.address} did not {what}: it answered {str(answer)[:300]!r}"
+            )
 
     def go_on(self) -> None:
         self.ask("POST", "/continue_generation", "go on", {})
@@ -451,10 +478,8 @@ class SGLang(Server):
 def connect(address: str, within_s: float, role: Role = "engine") -> Server:
     """Connect to a server, whichever kind it is.
 
-    Args:
-        address: of the server.
-        within_s: how long to wait for one that does not answer; 0 refuses it as one that the user gave.
-        role: of the server in the run.
+    Args: address: of the server. within_s: how long to wait for one that does not answer; 0 refuses
+        it as one that the user gave. role: of the server in the run.
 
     Raises:
         EngineDeadError: it does not answer in time.
@@ -465,7 +490,9 @@ def connect(address: str, within_s: float, role: Role = "engine") -> Server:
         try:
             server = _greeted(address, role)
             if within_s and role == "engine":
-                with contextlib.suppress(ValueError):  # an engine that was lost in the middle of an update
+                with contextlib.suppress(
+                    ValueError
+                ):  # an engine that was lost in the middle of an update
                     server.go_on()
             return server
         except EngineDeadError as error:
@@ -473,7 +500,8 @@ def connect(address: str, within_s: float, role: Role = "engine") -> Server:
                 if within_s or isinstance(error, WrongAnswerError):
                     raise
                 raise ValueError(
-                    f"{_FIELDS[role]}={address} must be a server that answers: {error}. Start it first."
+                    f"{_FIELDS[role]}={address} must be a server that answers: {error}. Start it "
+                    "first."
                 ) from error
         time.sleep(1)
 

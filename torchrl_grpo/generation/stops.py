@@ -1,8 +1,9 @@
-"""Stop strings, found in tokens: what ends a response is a text, and an engine neither reads nor writes text.
+"""Stop strings, found in tokens: what ends a response is a text, and an engine neither reads nor
+writes text.
 
-A string may span several tokens or lie within one, and a token may be part of a character. So an automaton (Aho and
-Corasick, 1975) reads the bytes that tokens stand for, and what each token does to it is a table, made once: of a
-sampled token an engine looks up one number.
+A string may span several tokens or lie within one, and a token may be part of a character. So an
+automaton (Aho and Corasick, 1975) reads the bytes that tokens stand for, and what each token does
+to it is a table, made once: of a sampled token an engine looks up one number.
 """
 
 from __future__ import annotations
@@ -22,9 +23,8 @@ from transformers import PreTrainedTokenizerBase
 class StopStrings:
     """Ends a response with the token that completes one of some strings.
 
-    Attributes:
-        strings: what is looked for.
-        table: [S, V] int32, the state after a token. State 0 is that of a response without a token, the last one is
+    Attributes: strings: what is looked for. table: [S, V] int32, the state after a token. State 0
+        is that of a response without a token, the last one is
             the end and stays.
 
     Args:
@@ -48,13 +48,18 @@ class StopStrings:
     def __init__(self, strings: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> None:
         self.strings = tuple(strings)
         pieces = token_bytes(tokenizer)
-        self.table = torch.from_numpy(_table(_automaton([text.encode() for text in strings]), pieces))
+        self.table = torch.from_numpy(
+            _table(_automaton([text.encode() for text in strings]), pieces)
+        )
         for text in self.strings:
-            written = b"".join(pieces[token] for token in tokenizer(text, add_special_tokens=False)["input_ids"])
+            written = b"".join(
+                pieces[token] for token in tokenizer(text, add_special_tokens=False)["input_ids"]
+            )
             if text.encode() not in written:
                 raise ValueError(
-                    f"inference_model.stop={list(strings)} must have strings that the tokenizer can write, it writes "
-                    f"{text!r} as {written.decode(errors='replace')!r}: use another string."
+                    f"inference_model.stop={list(strings)} must have strings that the tokenizer "
+                    f"can write, it writes {text!r} as {written.decode(errors='replace')!r}: use "
+                    "another string."
                 )
 
     @property
@@ -72,8 +77,11 @@ class StopStrings:
         return None
 
 
-def completed_at(strings: Sequence[str], tokens: Sequence[int], pieces: Sequence[bytes]) -> int | None:
-    """Return the same as ``StopStrings.completed_at`` without a table, for strings that are looked for once.
+def completed_at(
+    strings: Sequence[str], tokens: Sequence[int], pieces: Sequence[bytes]
+) -> int | None:
+    """Return the same as ``StopStrings.completed_at`` without a table, for strings that are looked
+    for once.
 
     Args:
         strings: texts, not empty.
@@ -110,7 +118,11 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
     added = {token_id: token.content for token_id, token in tokenizer.added_tokens_decoder.items()}
     backend = getattr(tokenizer, "backend_tokenizer", None)
     decoder: Any = json.loads(backend.to_str())["decoder"] if backend is not None else None
-    kinds = {} if decoder is None else {part["type"]: part for part in [decoder, *decoder.get("decoders", ())]}
+    kinds = (
+        {}
+        if decoder is None
+        else {part["type"]: part for part in [decoder, *decoder.get("decoders", ())]}
+    )
     pieces = [b""] * (max([*tokenizer.get_vocab().values(), *added]) + 1)
     in_bytes = _byte_level()
     for token, token_id in tokenizer.get_vocab().items():
@@ -121,19 +133,27 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
         elif "ByteFallback" in kinds and len(token) == 6 and token.startswith("<0x"):
             pieces[token_id] = bytes.fromhex(token[3:5])
         else:
-            pieces[token_id] = token.replace("\u2581", " ").encode()  # sentencepiece's sign for a space
+            pieces[token_id] = token.replace(
+                "\u2581", " "
+            ).encode()  # sentencepiece's sign for a space
     return pieces
 
 
 def _byte_level() -> dict[str, int]:
-    """The characters that byte-level tokenizers write bytes as: their own where it can be seen, else one after 255."""
+    """The characters that byte-level tokenizers write bytes as: their own where it can be seen,
+    else one after 255.
+    """
     seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in seen]
-    return {chr(byte): byte for byte in seen} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    return {chr(byte): byte for byte in seen} | {
+        chr(256 + i): byte for i, byte in enumerate(others)
+    }
 
 
 def _automaton(texts: Sequence[bytes]) -> np.ndarray:
-    """[S, 256] int32, the state after a byte; a state is the longest start of a text that has just been read."""
+    """[S, 256] int32, the state after a byte; a state is the longest start of a text that has just
+    been read.
+    """
     starts = sorted({text[:length] for text in texts for length in range(len(text))}, key=len)
     number = {start: state for state, start in enumerate(starts)}
     steps = np.zeros((len(starts) + 1, 256), dtype=np.int32)
@@ -144,13 +164,17 @@ def _automaton(texts: Sequence[bytes]) -> np.ndarray:
             if read.endswith(tuple(texts)):
                 steps[state, byte] = len(starts)
             else:
-                steps[state, byte] = next(number[read[i:]] for i in range(len(read) + 1) if read[i:] in number)
+                steps[state, byte] = next(
+                    number[read[i:]] for i in range(len(read) + 1) if read[i:] in number
+                )
     return steps
 
 
 def _table(steps: np.ndarray, pieces: Sequence[bytes]) -> np.ndarray:
     """[S, V] int32, the state after all bytes of a token."""
-    order = sorted(range(len(pieces)), key=lambda token: -len(pieces[token]))  # those that go on come first
+    order = sorted(
+        range(len(pieces)), key=lambda token: -len(pieces[token])
+    )  # those that go on come first
     lengths = np.array([len(pieces[token]) for token in order])
     table = np.repeat(np.arange(len(steps), dtype=np.int32)[:, None], len(pieces), axis=1)
     for place in range(lengths.max(initial=0)):

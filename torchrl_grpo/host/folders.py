@@ -54,7 +54,9 @@ def claim(folder: Path) -> Path:
 
 
 def absent(folder: Path) -> list[Path]:
-    """Return the folders that must be created for a folder to exist, itself included, the innermost first."""
+    """Return the folders that must be created for a folder to exist, itself included, the innermost
+    first.
+    """
     return list(itertools.takewhile(lambda path: not path.exists(), (folder, *folder.parents)))
 
 
@@ -79,9 +81,10 @@ def check_own_files(folder: Path) -> None:
 class FolderLock(AbstractContextManager["FolderLock"]):
     """Lock on the folder of a run, held from construction to ``close``, which may be called again.
 
-    The kernel ends it with this process, however that ends, and child processes do not keep it. On a file system
-    without ``flock`` the lock is the file alone, with the host and process that made it: it is taken over from a
-    process of this host that has ended. Reading the folder needs no lock.
+    The kernel ends it with this process, however that ends, and child processes do not keep it. On
+    a file system without ``flock`` the lock is the file alone, with the host and process that made
+    it: it is taken over from a process of this host that has ended. Reading the folder needs no
+    lock.
 
     Args:
         folder: made when it is not there.
@@ -112,7 +115,9 @@ class FolderLock(AbstractContextManager["FolderLock"]):
             raise
 
     def where(self) -> Path | None:
-        """Return the folder's current location, which differs if it was moved; None if it was removed."""
+        """Return the folder's current location, which differs if it was moved; None if it was
+        removed.
+        """
         for path in (self.folder, Path(f"/proc/self/fd/{self._directory}").resolve()):
             with suppress(FileNotFoundError, NotADirectoryError):
                 if os.path.samestat(os.stat(path), os.fstat(self._directory)):
@@ -139,7 +144,11 @@ class FolderLock(AbstractContextManager["FolderLock"]):
             try:
                 if self._is_taken(file, made):
                     os.ftruncate(file, 0)
-                    os.pwrite(file, f"{socket.gethostname()} {self._pid} {_started(self._pid)}\n".encode(), 0)
+                    os.pwrite(
+                        file,
+                        f"{socket.gethostname()} {self._pid} {_started(self._pid)}\n".encode(),
+                        0,
+                    )
                     return file
             except BaseException:
                 self._close(file)
@@ -181,14 +190,18 @@ class FolderLock(AbstractContextManager["FolderLock"]):
     def _is_stale(self, file: int) -> bool:
         """Whether the process named in a file ran on this host and has ended."""
         holder = os.pread(file, 1000, 0).decode(errors="replace").split()
-        return len(holder) == 3 and holder[0] == socket.gethostname() and holder[2] != _started(holder[1])
+        return (
+            len(holder) == 3
+            and holder[0] == socket.gethostname()
+            and holder[2] != _started(holder[1])
+        )
 
     def _held(self, file: int, then: str) -> ConfigError:
         holder = os.pread(file, 1000, 0).decode(errors="replace").split()
         who = f"process {holder[1]} on host {holder[0]}" if len(holder) == 3 else "another process"
         return ConfigError(
-            f"hydra.run.dir={self.folder} must be a folder that no other run writes to, but {who} does: wait until it "
-            f"ends, or end it, or use another folder.{then}"
+            f"hydra.run.dir={self.folder} must be a folder that no other run writes to, but {who} "
+            f"does: wait until it ends, or end it, or use another folder.{then}"
         )
 
     def _unwritable(self, error: OSError) -> ConfigError:
@@ -204,7 +217,9 @@ class FolderLock(AbstractContextManager["FolderLock"]):
 
 
 def _started(pid: int | str) -> str:
-    """Start time of a process of this host, in kernel ticks: it distinguishes processes that reuse a pid."""
+    """Start time of a process of this host, in kernel ticks: it distinguishes processes that reuse
+    a pid.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:

@@ -1,4 +1,6 @@
-"""A client of one HTTP server, for all that asks servers: connection, key, time limits, retries and errors."""
+"""A client of one HTTP server, for all that asks servers: connection, key, time limits, retries and
+errors.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ _LONGEST_PAUSE_S = 8.0
 _SHORTEST_SECRET = 8
 """Characters of a key that an answer may repeat by chance where it has fewer."""
 _KEPT_S = 1.0
-"""Seconds for which an idle connection is used again: a server that closes it after some (uvicorn's five) must not do
-so when a request is on its way."""
+"""Seconds for which an idle connection is used again: a server that closes it after some (uvicorn's
+five) must not do so when a request is on its way."""
 
 
 class NoAnswerError(RuntimeError):
@@ -39,7 +41,9 @@ class BadAnswerError(RuntimeError):
 
 
 def may_pass(status: int | None) -> bool:
-    """Whether a failure says nothing of the request: a server that does not answer, fails or is overloaded."""
+    """Whether a failure says nothing of the request: a server that does not answer, fails or is
+    overloaded.
+    """
     return status is None or status >= 500 or status in _TRY_AGAIN
 
 
@@ -63,7 +67,9 @@ class HttpClient:
     ) -> None:
         import httpx
 
-        logging.getLogger("httpx").setLevel(logging.WARNING)  # at INFO it has a line for each request
+        logging.getLogger("httpx").setLevel(
+            logging.WARNING
+        )  # at INFO it has a line for each request
         self.url = url.rstrip("/")
         self._key_variable = key_variable
         self._slots = asyncio.Semaphore(concurrency or 2**31)
@@ -72,7 +78,9 @@ class HttpClient:
             timeout=httpx.Timeout(None, connect=CONNECT_S),
             limits=httpx.Limits(max_connections=concurrency, keepalive_expiry=_KEPT_S),
             trust_env=proxies,
-            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),  # a server's cookies would add up
+            cookies=CookieJar(
+                DefaultCookiePolicy(allowed_domains=())
+            ),  # a server's cookies would add up
             verify=httpx.create_ssl_context(),  # with or without proxies: SSL_CERT_FILE may name a private authority
         )
 
@@ -89,26 +97,21 @@ class HttpClient:
     ) -> Any:
         """Return the JSON of an answer; None is that of an empty one.
 
-        Args:
-            method: of HTTP.
-            route: with its slash.
-            body: sent as JSON.
-            query: parameters of the URL.
-            timeout_s: longest time for one attempt, in seconds.
-            largest: most bytes of the answer.
-            retries: further attempts where the server does not answer, is too slow or says that it is overloaded.
+        Args: method: of HTTP. route: with its slash. body: sent as JSON. query: parameters of the
+            URL. timeout_s: longest time for one attempt, in seconds. largest: most bytes of the
+            answer. retries: further attempts where the server does not answer, is too slow or says
+            that it is overloaded.
 
-        Raises:
-            NoAnswerError: it did not answer with a success.
-            ValueError: the key cannot be one.
-            BadAnswerError: the answer is too large, no JSON, or compressed: then nothing is known of its size.
+        Raises: NoAnswerError: it did not answer with a success. ValueError: the key cannot be one.
+            BadAnswerError: the answer is too large, no JSON, or compressed: then nothing is known
+            of its size.
         """
         headers, hidden = {"Accept-Encoding": "identity"}, ""
         if key := os.environ.get(self._key_variable, "").strip():
             if not (key.isascii() and key.isprintable()):  # the library's own message would show it
                 raise ValueError(
-                    f"the environment variable {self._key_variable} must be a key of printable ASCII characters, it "
-                    "has others: set it again."
+                    f"the environment variable {self._key_variable} must be a key of printable "
+                    "ASCII characters, it has others: set it again."
                 )
             headers["Authorization"] = f"Bearer {key}"
             hidden = key if len(key) >= _SHORTEST_SECRET else ""
@@ -121,7 +124,9 @@ class HttpClient:
             async with self._slots:
                 try:
                     async with asyncio.timeout(timeout_s):
-                        status, answer = await self._send(method, route, body, query, headers, largest)
+                        status, answer = await self._send(
+                            method, route, body, query, headers, largest
+                        )
                 except TimeoutError:
                     problem = f"no answer within {timeout_s:g} s"
                     continue
@@ -129,7 +134,8 @@ class HttpClient:
                     problem = f"{type(error).__name__} {error}".rstrip()
                     problem = problem.replace(hidden, "***") if hidden else problem
                     continue
-            # Servers and proxies that show what they were asked would bring the key into messages and logs.
+            # Servers and proxies that show what they were asked would bring the key into messages
+            # and logs.
             answer = answer.replace(hidden.encode(), b"***") if hidden else answer
             if status < 300:
                 try:
@@ -142,13 +148,23 @@ class HttpClient:
         raise NoAnswerError(status, problem, attempt + 1)
 
     async def _send(
-        self, method: str, route: str, body: Any, query: dict[str, str] | None, headers: dict[str, str], largest: int
+        self,
+        method: str,
+        route: str,
+        body: Any,
+        query: dict[str, str] | None,
+        headers: dict[str, str],
+        largest: int,
     ) -> tuple[int, bytes]:
         url = self.url + route
-        async with self._client.stream(method, url, json=body, params=query, headers=headers) as got:
+        async with self._client.stream(
+            method, url, json=body, params=query, headers=headers
+        ) as got:
             encoding = got.headers.get("content-encoding", "identity")
             if encoding != "identity":
-                raise BadAnswerError(f"it must come without compression, as it was asked for, got {encoding!a}")
+                raise BadAnswerError(
+                    f"it must come without compression, as it was asked for, got {encoding!a}"
+                )
             answer = bytearray()
             async for part in got.aiter_raw():
                 answer += part

@@ -1,9 +1,10 @@
-"""SIGTERM and SIGINT: the first signal ends a run in an orderly way, after work that must not be interrupted; a second
-one ends the process at once. Also closed pipes: a run continues without its output.
+"""SIGTERM and SIGINT: the first signal ends a run in an orderly way, after work that must not be
+interrupted; a second one ends the process at once. Also closed pipes: a run continues without its
+output.
 
-Python calls a signal's handler in the main thread, between any two steps of it. Only that thread may use this module.
-A save, and the lines of one step in ``metrics.jsonl`` and ``samples.jsonl``, are ``shielded``: so the newest checkpoint
-and the last row are of the same step.
+Python calls a signal's handler in the main thread, between any two steps of it. Only that thread
+may use this module. A save, and the lines of one step in ``metrics.jsonl`` and ``samples.jsonl``,
+are ``shielded``: so the newest checkpoint and the last row are of the same step.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ _longest_s: float | None = None
 
 @contextmanager
 def watched() -> Iterator[None]:
-    """Handle the two signals here meanwhile. They raise ``SystemExit(143)`` and ``KeyboardInterrupt``."""
+    """Handle the two signals here meanwhile. They raise ``SystemExit(143)`` and
+    ``KeyboardInterrupt``.
+    """
     global _told, _status, _watching
     outer, _watching = (_told, _status), _watching + 1
     previous = [(number, signal.getsignal(number)) for number in _SIGNALS]
@@ -59,7 +62,9 @@ def ignore_broken_pipes() -> None:
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         # Not what a test or a notebook has put there.
-        if type(stream) is not io.TextIOWrapper or not stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode):
+        if type(stream) is not io.TextIOWrapper or not stat.S_ISFIFO(
+            os.fstat(stream.fileno()).st_mode
+        ):
             continue
         stream.flush()
         setattr(
@@ -95,8 +100,8 @@ def end_with(status: int) -> None:
 def shielded(longest_s: float | None = None) -> Iterator[None]:
     """Context that delays the first signal until the block ends.
 
-    Args:
-        longest_s: of the wait for it; then the signal is raised inside. None waits as long as it takes.
+    Args: longest_s: of the wait for it; then the signal is raised inside. None waits as long as it
+        takes.
     """
     global _depth, _longest_s
     _depth += 1
@@ -122,7 +127,9 @@ def _handle(number: int, _: Any) -> None:
     if _longest_s is not None:
         signal.signal(signal.SIGALRM, lambda *_: _raise(number))
         signal.setitimer(signal.ITIMER_REAL, _longest_s)
-    with suppress(OSError):  # not sys.stderr, which raises where the signal comes while it is being written to
+    with suppress(
+        OSError
+    ):  # not sys.stderr, which raises where the signal comes while it is being written to
         os.write(2, b"\nending after this step; the same signal again ends at once\n")
 
 

@@ -23,11 +23,17 @@ def memory_short(
         knobs: bytes that an override would save, by the override.
     """
     first = str(error).split(". ")[0].strip() or "out of memory"
-    worth = sorted(((name, saved) for name, saved in knobs.items() if saved > _LEAST * sum(holds.values())), key=_saved)
-    saves = ", ".join(f"{name} (about {size(saved)})" for name, saved in worth) or "nothing; use a smaller model"
+    worth = sorted(
+        ((name, saved) for name, saved in knobs.items() if saved > _LEAST * sum(holds.values())),
+        key=_saved,
+    )
+    saves = (
+        ", ".join(f"{name} (about {size(saved)})" for name, saved in worth)
+        or "nothing; use a smaller model"
+    )
     return MemoryShortError(
-        f"{what} ran out of memory ({first}). On each device it holds about {in_words(holds)}, besides other "
-        f"allocations. Options that save memory: {saves}."
+        f"{what} ran out of memory ({first}). On each device it holds about {in_words(holds)}, "
+        f"besides other allocations. Options that save memory: {saves}."
     )
 
 

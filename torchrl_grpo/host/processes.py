@@ -15,7 +15,8 @@ from typing import Any
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the thread that started it ends, even by SIGKILL (Linux only).
+    """Have the kernel kill this process when the thread that started it ends, even by SIGKILL
+    (Linux only).
 
     Args:
         parent: process id of the parent.
@@ -29,8 +30,8 @@ def die_with_parent(parent: int) -> None:
 def go_on_in_guarded_child(parent: int, *, closing: int) -> None:
     """Return in a child process, while this process stays behind as its guard (Linux only).
 
-    When the child or the parent ends, however it does, or at SIGTERM, the guard kills the child and all that it
-    started, in sessions of their own too, and ends with the child's status.
+    When the child or the parent ends, however it does, or at SIGTERM, the guard kills the child and
+    all that it started, in sessions of their own too, and ends with the child's status.
 
     Args:
         parent: process id of the parent.
@@ -87,7 +88,9 @@ def descendants(pid: int) -> list[int]:
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended meanwhile
-            children.setdefault(int(stat.read_text().rpartition(")")[2].split()[1]), []).append(int(stat.parent.name))
+            children.setdefault(int(stat.read_text().rpartition(")")[2].split()[1]), []).append(
+                int(stat.parent.name)
+            )
     found = [pid]
     for one in found:
         found += children.get(one, [])
@@ -99,9 +102,11 @@ _SIGNAL_TO_SHOW = signal.SIGUSR2
 
 
 def show_stack_when_asked() -> None:
-    """Enable ``stack_of`` for this process, even while it holds the GIL (Linux only). May be called again.
+    """Enable ``stack_of`` for this process, even while it holds the GIL (Linux only). May be called
+    again.
 
-    The answer lies in a file without a name, so that nothing is left behind and nobody else can put one there.
+    The answer lies in a file without a name, so that nothing is left behind and nobody else can put
+    one there.
     """
     if hasattr(os, "memfd_create"):
         file = os.memfd_create(_STACKS)
@@ -109,7 +114,9 @@ def show_stack_when_asked() -> None:
 
 
 def stack_of(pid: int) -> str:
-    """Return command line and stack of a process of ours that called ``show_stack_when_asked``; empty otherwise."""
+    """Return command line and stack of a process of ours that called ``show_stack_when_asked``;
+    empty otherwise.
+    """
     longest_s = 2.0
     with suppress(OSError):
         files = [path for path in Path(f"/proc/{pid}/fd").iterdir() if _STACKS in os.readlink(path)]
@@ -125,7 +132,9 @@ def stack_of(pid: int) -> str:
 
 
 def stacks_of(pids: Sequence[int]) -> str:
-    """Return command lines and stacks of our processes on this machine and of all below them; see ``stack_of``."""
+    """Return command lines and stacks of our processes on this machine and of all below them; see
+    ``stack_of``.
+    """
     found = sorted({*pids, *(below for pid in pids for below in descendants(pid))})
     stacks = ((pid, stack_of(pid)) for pid in found)
     return "".join(f"\nprocess {pid}, {stack}\n" for pid, stack in stacks if stack)
@@ -140,9 +149,9 @@ def _ask_kernel(parent: int, number: int) -> None:
 
 
 def guarded(words: Sequence[str]) -> list[str]:
-    """Return a command line that runs another one under a guard: when the command, the calling thread or this process
-    ends, or at SIGTERM, all that the command started ends, daemons included. Elsewhere than on Linux, return it as it
-    is.
+    """Return a command line that runs another one under a guard: when the command, the calling
+    thread or this process ends, or at SIGTERM, all that the command started ends, daemons included.
+    Elsewhere than on Linux, return it as it is.
     """
     if sys.platform != "linux":
         return list(words)
@@ -151,6 +160,9 @@ def guarded(words: Sequence[str]) -> list[str]:
 
 if __name__ == "__main__":
     go_on_in_guarded_child(int(sys.argv[1]), closing=0)
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and a command inherits that
+    for number in (
+        signal.SIGPIPE,
+        signal.SIGXFSZ,
+    ):  # Python ignores them, and a command inherits that
         signal.signal(number, signal.SIG_DFL)
     os.execvp(sys.argv[2], sys.argv[2:])

@@ -1,7 +1,8 @@
 """Stalled runs: the run reports where all its processes are, saves, and ends.
 
-``note`` names what a run does next, and is its sign of progress. Where none comes for too long, a thread writes the
-stacks of the run's processes into ``stacks.txt`` and raises ``StalledError`` in the main thread.
+``note`` names what a run does next, and is its sign of progress. Where none comes for too long, a
+thread writes the stacks of the run's processes into ``stacks.txt`` and raises ``StalledError`` in
+the main thread.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class Watch:
     def note(self, text: str) -> None:
         """Name the work that begins now."""
         self._doing, self._since = text, time.monotonic()
-        # For the main thread that holds Python's lock and does not come back: then no other thread can do a thing.
+        # For the main thread that holds Python's lock and does not come back: then no other thread
+        # can do a thing.
         faulthandler.dump_traceback_later(self._timeout_s + _LONGEST_END_S, exit=True, file=2)
 
     def end(self) -> None:
@@ -87,7 +89,10 @@ class Watch:
 
     def _write_stacks(self, path: Path, why: str) -> None:
         with path.open("a", encoding="utf-8") as file:
-            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {why}\n\nprocess {os.getpid()}, the run itself\n")
+            file.write(
+                f"{time.strftime('%Y-%m-%d %H:%M:%S')} {why}\n\nprocess {os.getpid()}, the run "
+                "itself\n"
+            )
             file.flush()
             faulthandler.dump_traceback(file)
             file.write(stacks_of([*descendants(os.getpid()), *self.pids()]))

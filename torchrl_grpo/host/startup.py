@@ -1,7 +1,7 @@
 """The seconds between a command and its first step: fast imports, and signs of life for the user.
 
-``say`` names what is going on. It prints nothing unless a command has called ``begin``, and after ``end`` no more.
-Nothing heavy is imported here.
+``say`` names what is going on. It prints nothing unless a command has called ``begin``, and after
+``end`` no more. Nothing heavy is imported here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from typing import Any
 from torchrl_grpo.compat.python import run_exit_functions
 
 _SILENCE_S, _SPARSE_S = 5.0, 30.0
-"""Longest time without a sign of life on a terminal, and elsewhere, because a log keeps every line."""
+"""Longest time without a sign of life on a terminal, and elsewhere, because a log keeps every line.
+"""
 _UNUSED = ("vllm", "ray", "torchao", "scipy")
 _QUICK = "TORCHRL_GRPO_QUICK_IMPORTS"
 
@@ -32,8 +33,8 @@ _hides = False
 
 
 class _Signs:
-    """Prints the current activity when it changes, and again after a silence: on a terminal in one line with a running
-    count of seconds, elsewhere as a line now and then.
+    """Prints the current activity when it changes, and again after a silence: on a terminal in one
+    line with a running count of seconds, elsewhere as a line now and then.
     """
 
     def __init__(self) -> None:
@@ -66,8 +67,12 @@ class _Signs:
                 line = self._line(f"still {self._text}")
                 if self._terminal:
                     self._clear()
-                    line = line[: shutil.get_terminal_size().columns - 1]  # a longer one would wrap, and stay
-                    print(line, end="\r", flush=True)  # what others print begins in the first column
+                    line = line[
+                        : shutil.get_terminal_size().columns - 1
+                    ]  # a longer one would wrap, and stay
+                    print(
+                        line, end="\r", flush=True
+                    )  # what others print begins in the first column
                     self._in_place = len(line)
                 else:
                     print(line, flush=True)
@@ -111,15 +116,17 @@ def end() -> None:
 
 @contextmanager
 def quick_imports(*, whole_torchrl: bool = False) -> Iterator[None]:
-    """Import what a run uses of TorchRL, and the imports in the context's body, in about half of the usual time.
+    """Import what a run uses of TorchRL, and the imports in the context's body, in about half of
+    the usual time.
 
-    TorchRL imports vLLM and Ray wherever they are installed, for wrappers of its own that a run does not use, and
-    transformers torchao and SciPy (for the losses of object detection): here they are told that these are not, so what
-    needs them does not work in this process. And collecting garbage is put off: imports make a million objects and
-    hardly any garbage. What they made is never looked at again.
+    TorchRL imports vLLM and Ray wherever they are installed, for wrappers of its own that a run
+    does not use, and transformers torchao and SciPy (for the losses of object detection): here they
+    are told that these are not, so what needs them does not work in this process. And collecting
+    garbage is put off: imports make a million objects and hardly any garbage. What they made is
+    never looked at again.
 
-    Args:
-        whole_torchrl: whether its wrappers are to work all the same, for components of it that the user names.
+    Args: whole_torchrl: whether its wrappers are to work all the same, for components of it that
+        the user names.
     """
     global _hides
     _hides = not whole_torchrl and (_hides or "torchrl.collectors" not in sys.modules)
@@ -144,8 +151,8 @@ def quick_imports(*, whole_torchrl: bool = False) -> Iterator[None]:
 
 
 def leave(status: int = 0) -> None:
-    """End this process as usual, but without freeing the million objects of the imports one by one, which takes
-    seconds. Register it with ``atexit``, or call it last.
+    """End this process as usual, but without freeing the million objects of the imports one by one,
+    which takes seconds. Register it with ``atexit``, or call it last.
     """
     atexit.unregister(leave)
     run_exit_functions()
@@ -161,8 +168,8 @@ def actor_environment() -> dict[str, str]:
 
 
 def import_as_in_driver(module: str) -> None:
-    """Use ``quick_imports`` in an actor if its driver did, and import one of our modules that way, before anything
-    else.
+    """Use ``quick_imports`` in an actor if its driver did, and import one of our modules that way,
+    before anything else.
     """
     if os.environ.get(_QUICK) and "torchrl" not in sys.modules:
         with quick_imports():

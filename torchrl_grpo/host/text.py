@@ -13,7 +13,8 @@ NOISE = 1e-8
 _ALL_DIGITS = Context(prec=400)
 """Takes any float."""
 HALF = re.compile("[\ud800-\udfff]")
-"""Lone surrogates, halves of a character: JSON can spell them out, and no tokenizer accepts them."""
+"""Lone surrogates, halves of a character: JSON can spell them out, and no tokenizer accepts them.
+"""
 MISSING = "-"
 _INVALID_CAUSES = {
     "exception": "raised an exception",
@@ -36,9 +37,11 @@ def replace_lone_surrogates(text: str) -> str:
 
 
 def printable(text: str, encoding: str = "utf-8") -> str:
-    """The text on one line: what cannot be printed, in an encoding, becomes its escape (``\\n``, ``\\x1b``,
-    ``\\u202e``)."""
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+    """The text on one line: what cannot be printed, in an encoding, becomes its escape (``\\n``,
+    ``\\x1b``, ``\\u202e``)."""
+    shown = "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text
+    )
     return shown.encode(encoding, "backslashreplace").decode(encoding)
 
 
@@ -69,7 +72,8 @@ def points(before: float, after: float) -> str:
 
 
 def accuracy(metrics: Mapping[str, Any], name: str, decoding: str = "") -> str:
-    """An ``eval/pass@*`` metric, its share of invalid rewards, and the mean reward if that is another number.
+    """An ``eval/pass@*`` metric, its share of invalid rewards, and the mean reward if that is
+    another number.
 
     >>> accuracy({"eval/pass@1": 0.125, "eval/reward_mean": 0.5}, "eval/pass@1")
     '12.5% (mean reward 0.5)'
@@ -126,7 +130,9 @@ def number(value: float | None) -> str:
 
 
 def _rounded(value: float, places: int) -> Decimal:
-    """Round to this many places, halves away from zero as in JavaScript; Python rounds them to even digits."""
+    """Round to this many places, halves away from zero as in JavaScript; Python rounds them to even
+    digits.
+    """
     return Decimal(value).quantize(Decimal(1).scaleb(-places), ROUND_HALF_UP, _ALL_DIGITS)
 
 

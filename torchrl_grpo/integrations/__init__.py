@@ -1,1 +1,3 @@
-"""Environments and protocols of other projects: OpenEnv, reasoning-gym, verifiers, and Anthropic's messages."""
+"""Environments and protocols of other projects: OpenEnv, reasoning-gym, verifiers, and Anthropic's
+messages.
+"""

@@ -1,7 +1,7 @@
 """Anthropic's wire format, as another way to say what OpenAI's says: ``/v1/messages``.
 
-A request is read as the one of OpenAI's that means the same, so both are checked and continued alike. Source:
-Anthropic's API reference, messages.
+A request is read as the one of OpenAI's that means the same, so both are checked and continued
+alike. Source: Anthropic's API reference, messages.
 """
 
 from __future__ import annotations
@@ -18,18 +18,24 @@ _THOUGHTS = ("thinking", "redacted_thinking")
 
 
 def as_openai(fields: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """A request in OpenAI's words, and the names of its messages in Anthropic's. What cannot be said in them is left
-    as it is, and refused by who reads it."""
+    """A request in OpenAI's words, and the names of its messages in Anthropic's. What cannot be
+    said in them is left as it is, and refused by who reads it."""
     chat: list[tuple[str, Any]] = []
     if fields.get("system"):
         chat.append(("system", {"role": "system", "content": fields["system"]}))
     messages = fields.get("messages")
     if isinstance(messages, list):
-        chat += [(f"messages[{place}]", one) for place, message in enumerate(messages) for one in _messages(message)]
+        chat += [
+            (f"messages[{place}]", one)
+            for place, message in enumerate(messages)
+            for one in _messages(message)
+        ]
     tools, choice = fields.get("tools"), fields.get("tool_choice")
     request = {
         "model": fields.get("model"),
-        "messages": [message for _, message in chat] if messages and isinstance(messages, list) else messages,
+        "messages": [message for _, message in chat]
+        if messages and isinstance(messages, list)
+        else messages,
         "tools": [_tool(tool) for tool in tools] if isinstance(tools, list) else tools,
         "tool_choice": choice.get("type") if isinstance(choice, dict) else choice,
         "max_tokens": fields.get("max_tokens"),
@@ -46,14 +52,25 @@ def _messages(message: Any) -> Iterator[Any]:
         yield message
         return
     calls = [
-        {"id": block.get("id"), "function": {"name": block.get("name"), "arguments": block.get("input")}}
+        {
+            "id": block.get("id"),
+            "function": {"name": block.get("name"), "arguments": block.get("input")},
+        }
         for block in content
         if block.get("type") == "tool_use"
     ]
-    rest = [block for block in content if block.get("type") not in ("tool_use", "tool_result", *_THOUGHTS)]
+    rest = [
+        block
+        for block in content
+        if block.get("type") not in ("tool_use", "tool_result", *_THOUGHTS)
+    ]
     for block in content:
         if block.get("type") == "tool_result":
-            yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": block.get("content")}
+            yield {
+                "role": "tool",
+                "tool_call_id": block.get("tool_use_id"),
+                "content": block.get("content"),
+            }
     if rest or calls or not content:
         yield {"role": message.get("role"), "content": rest, "tool_calls": calls}
 
@@ -83,10 +100,18 @@ def body(answer: Answer) -> dict[str, Any]:
         "type": "message",
         "role": "assistant",
         "model": answer.request.model,
-        "content": [*([{"type": "text", "text": answer.text}] if answer.text or not calls else []), *calls],
-        "stop_reason": _REASONS.get(answer.finish_reason, "end_turn" if answer.stop is None else "stop_sequence"),
+        "content": [
+            *([{"type": "text", "text": answer.text}] if answer.text or not calls else []),
+            *calls,
+        ],
+        "stop_reason": _REASONS.get(
+            answer.finish_reason, "end_turn" if answer.stop is None else "stop_sequence"
+        ),
         "stop_sequence": answer.stop,
-        "usage": {"input_tokens": answer.dialog.prompt_tokens, "output_tokens": len(answer.dialog.tokens)},
+        "usage": {
+            "input_tokens": answer.dialog.prompt_tokens,
+            "output_tokens": len(answer.dialog.tokens),
+        },
     }
 
 
@@ -100,7 +125,10 @@ def events(answer: Answer) -> Iterator[dict[str, Any]]:
         if block["type"] == "text":
             empty, delta = {"text": ""}, {"type": "text_delta", "text": block["text"]}
         else:
-            empty, delta = {"input": {}}, {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+            empty, delta = (
+                {"input": {}},
+                {"type": "input_json_delta", "partial_json": json.dumps(block["input"])},
+            )
         yield {"type": "content_block_start", "index": index, "content_block": block | empty}
         yield {"type": "content_block_delta", "index": index, "delta": delta}
         yield {"type": "content_block_stop", "index": index}

@@ -1,8 +1,8 @@
 """``OpenEnvKind``: environments that a server of OpenEnv plays, a session of it for each dialog.
 
-It speaks the server's protocol itself, JSON over a WebSocket (``openenv.core.EnvClient``): the package ``openenv``
-cannot be imported without fastmcp, which needs ``mcp<2``, and vLLM needs ``mcp>=2``. Tried with
-servers of openenv 0.10.
+It speaks the server's protocol itself, JSON over a WebSocket (``openenv.core.EnvClient``): the
+package ``openenv`` cannot be imported without fastmcp, which needs ``mcp<2``, and vLLM needs
+``mcp>=2``. Tried with servers of openenv 0.10.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ class Session:
         address = f"ws{url.removeprefix('http').rstrip('/')}/ws"
         connect = import_module("websockets.sync.client").connect
         self._open = ExitStack()
-        self._socket = self._open.enter_context(connect(address, max_size=_LARGEST_MESSAGE, close_timeout=1))
+        self._socket = self._open.enter_context(
+            connect(address, max_size=_LARGEST_MESSAGE, close_timeout=1)
+        )
 
     def ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
         """Send a message; return the data of the answer.
@@ -72,7 +74,9 @@ class Session:
             answer = json.loads(self._socket.recv(timeout=_LONGEST_CALL_S))
             told: dict[str, Any] = answer.get("data") or {}
             if answer.get("type") == "error":
-                said = f"{told.get('code')}: {told.get('message')} {told.get('errors') or ''}".rstrip()
+                said = (
+                    f"{told.get('code')}: {told.get('message')} {told.get('errors') or ''}".rstrip()
+                )
                 if told.get("code") == "VALIDATION_ERROR":
                     raise Refused(said)
                 raise RuntimeError(f"the server of OpenEnv failed: {said}")
@@ -107,8 +111,14 @@ class Session:
 
 
 def _text(outcome: Mapping[str, Any]) -> str:
-    """Return the observation as text: an MCP tool's result, the only text there is, or everything as JSON."""
-    seen = {name: value for name, value in (outcome.get("observation") or {}).items() if value not in (None, {}, [])}
+    """Return the observation as text: an MCP tool's result, the only text there is, or everything
+    as JSON.
+    """
+    seen = {
+        name: value
+        for name, value in (outcome.get("observation") or {}).items()
+        if value not in (None, {}, [])
+    }
     seen.pop(_OF_EVERY_ACTION, None)
     if seen.pop("tool_name", None) is not None:
         if "error" in seen:
@@ -133,12 +143,19 @@ class OpenEnvKind(Kind):
         ValueError: the server does not answer, or there is no package ``websockets``.
     """
 
-    def __init__(self, url: str, tools: Sequence[Callable[..., Any]] = (), parser: Parser = parse_tool_calls) -> None:
+    def __init__(
+        self, url: str, tools: Sequence[Callable[..., Any]] = (), parser: Parser = parse_tool_calls
+    ) -> None:
         where = f"env.environment=openenv:{url}"
         if not url.startswith(("http://", "https://")):
-            raise ValueError(f"{where} must be an address: for example, openenv:http://127.0.0.1:8000.")
+            raise ValueError(
+                f"{where} must be an address: for example, openenv:http://127.0.0.1:8000."
+            )
         if find_spec("websockets") is None:
-            raise ValueError(f"{where} needs the package websockets, which is not installed: pip install websockets.")
+            raise ValueError(
+                f"{where} needs the package websockets, which is not installed: pip install "
+                "websockets."
+            )
         try:
             with urllib.request.urlopen(f"{url.rstrip('/')}/schema", timeout=10) as answer:
                 action = json.load(answer)["action"]
@@ -147,19 +164,27 @@ class OpenEnvKind(Kind):
                 listed = session.ask("mcp", request).get("result") or {}
         except Exception as error:
             raise ValueError(
-                f"{where} must be a server of OpenEnv that runs, it did not answer ({type(error).__name__}: {error}): "
-                "start it first, or correct the address."
+                f"{where} must be a server of OpenEnv that runs, it did not answer "
+                f"({type(error).__name__}: {error}): start it first, or correct the address."
             ) from error
         of_mcp = [
             _schema(
-                tool["name"], tool.get("description", ""), tool.get("inputSchema") or tool.get("input_schema") or {}
+                tool["name"],
+                tool.get("description", ""),
+                tool.get("inputSchema") or tool.get("input_schema") or {},
             )
             for tool in listed.get("tools", ())
         ]
-        own = {name: value for name, value in action.get("properties", {}).items() if name != _OF_EVERY_ACTION}
+        own = {
+            name: value
+            for name, value in action.get("properties", {}).items()
+            if name != _OF_EVERY_ACTION
+        }
         schemas = list(of_mcp)
         if "tool_name" not in own:
-            schemas.append(_schema(_ACTION, action.get("description", ""), {**action, "properties": own}))
+            schemas.append(
+                _schema(_ACTION, action.get("description", ""), {**action, "properties": own})
+            )
         self.make = partial(Session, url, [schema["function"]["name"] for schema in of_mcp])
         self.name, self.steps, self.owns_reward, self._methods = "openenv", False, True, []
         self.toolbox = Toolbox(tools, parser)
@@ -183,6 +208,8 @@ class OpenEnvKind(Kind):
 
 def _schema(name: str, description: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
     """A tool's schema for the chat template."""
-    kept = {key: parameters[key] for key in ("properties", "required", "$defs") if key in parameters}
+    kept = {
+        key: parameters[key] for key in ("properties", "required", "$defs") if key in parameters
+    }
     function = {"name": name, "description": description, "parameters": {"type": "object", **kept}}
     return {"type": "function", "function": function}

@@ -1,4 +1,5 @@
-"""reasoning-gym's data sets: over 100 generators of problems, each with its own scorer (arXiv:2505.24760).
+"""reasoning-gym's data sets: over 100 generators of problems, each with its own scorer
+(arXiv:2505.24760).
 
 A hash of the question decides which split a problem belongs to, so no question is ever in both.
 """
@@ -25,7 +26,9 @@ EVALUATED = frozenset({
     "binary_matrix", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication", "puzzle24",
     "simple_integration", "spiral_matrix", "string_insertion",
 })  # fmt: skip
-"""Data sets whose scorers evaluate an answer as Python, by ``eval`` or sympy's parser, which calls it."""
+"""Data sets whose scorers evaluate an answer as Python, by ``eval`` or sympy's parser, which calls
+it.
+"""
 _CALL = re.compile(r"(\w+|[)\]}'\"])\s*\(")
 _MATHS = frozenset({
     "abs", "acos", "acosh", "asin", "asinh", "atan", "atanh", "cos", "cosh", "cot", "csc", "erf", "exp", "ln", "log",
@@ -39,25 +42,27 @@ _OURS = ("size",)
 class ReasoningGymTask(Task):
     """Problems of one of reasoning-gym's data sets, scored by the data set's scorer.
 
-    The scorer is given the text of the last ``<answer>`` tag, which the library's system prompt asks for; with a
-    ``system_prompt`` that does not name the tag it is given the whole response. Its score is the reward, and 1 is
-    correct. What the scorer raises makes the sequence invalid. Some scorers run the answer as Python: to them one that
-    calls a function, other than one of mathematics, is no answer.
+    The scorer is given the text of the last ``<answer>`` tag, which the library's system prompt
+    asks for; with a ``system_prompt`` that does not name the tag it is given the whole response.
+    Its score is the reward, and 1 is correct. What the scorer raises makes the sequence invalid.
+    Some scorers run the answer as Python: to them one that calls a function, other than one of
+    mathematics, is no answer.
 
     Args:
         dataset: its name, such as ``chain_sum``.
 
-    Keyword Args:
-        options: of the data set's own configuration. Two are ours: ``seed`` (0), and ``levels``, difficulty levels of
+    Keyword Args: options: of the data set's own configuration. Two are ours: ``seed`` (0), and
+        ``levels``, difficulty levels of
             the data set's curriculum, each with an equal share of the problems, easiest first.
-        max_samples: number of train problems; there is a test problem for each four of them. A data set that has fewer
-            different ones gives fewer.
-        prompt_template: the user's message, with ``question`` and the metadata as columns; by default the question.
+        max_samples: number of train problems; there is a test problem for each four of them. A data
+            set that has fewer different ones gives fewer.
+        prompt_template: the user's message, with ``question`` and the metadata as columns; by
+            default the question.
         system_prompt: by default the library's.
         field: what messages call the options.
 
-    Raises:
-        ValueError: the library is not installed, has no such data set, or the data set refuses the options.
+    Raises: ValueError: the library is not installed, has no such data set, or the data set refuses
+        the options.
 
     >>> task = ReasoningGymTask("chain_sum", options={"max_digits": 1})  # doctest: +SKIP
     >>> task.problems("train")[0].query  # doctest: +SKIP
@@ -84,7 +89,9 @@ class ReasoningGymTask(Task):
         self._seed = self._options.pop("seed", 0)
         self._levels = self._options.pop("levels", None)
         gym = _library(field, dataset)
-        self.system_prompt = gym.utils.SYSTEM_PROMPTS["default"] if system_prompt is None else system_prompt
+        self.system_prompt = (
+            gym.utils.SYSTEM_PROMPTS["default"] if system_prompt is None else system_prompt
+        )
         self._in_tag = "<answer>" in self.system_prompt
         self._check(gym)
         self._configs = self._make_configs(gym)
@@ -92,7 +99,9 @@ class ReasoningGymTask(Task):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without problems and scorer: a process that scores makes its own scorer."""
-        return {name: value for name, value in self.__dict__.items() if name != "_scorer"} | {"_problems": {}}
+        return {name: value for name, value in self.__dict__.items() if name != "_scorer"} | {
+            "_problems": {}
+        }
 
     def problems(self, split: Split) -> Sequence[Problem]:
         """The split's problems, all different, level by level.
@@ -105,12 +114,19 @@ class ReasoningGymTask(Task):
             levels = len(self._configs)
             drawn: dict[str, Problem] = {}
             for number, (level, config) in enumerate(self._configs):
-                self._draw(split, size * (number + 1) // levels - size * number // levels, level, config, drawn)
+                self._draw(
+                    split,
+                    size * (number + 1) // levels - size * number // levels,
+                    level,
+                    config,
+                    drawn,
+                )
             self._problems[split] = list(drawn.values())
             if not self._problems[split]:
                 raise ValueError(
-                    f"{self.field}.dataset=reasoning_gym:{self.name} must have different questions for both splits, "
-                    f"none of those drawn is in the split {split}: use options that allow more."
+                    f"{self.field}.dataset=reasoning_gym:{self.name} must have different questions "
+                    f"for both splits, none of those drawn is in the split {split}: use options "
+                    "that allow more."
                 )
         return self._problems[split]
 
@@ -118,7 +134,9 @@ class ReasoningGymTask(Task):
         """The system prompt, if it is not empty, and the question, in the template if there is one."""
         content = problem.query
         if self.prompt_template is not None:
-            content = fill_template(self.prompt_template, problem.extra["metadata"] | {"question": problem.query})
+            content = fill_template(
+                self.prompt_template, problem.extra["metadata"] | {"question": problem.query}
+            )
         system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
         return [*system, {"role": "user", "content": content}]
 
@@ -139,12 +157,18 @@ class ReasoningGymTask(Task):
 
         return reasoning_gym.factory.DATASETS[self.name][0](self._configs[0][1])
 
-    def _draw(self, split: Split, size: int, level: int | None, config: Any, drawn: dict[str, Problem]) -> None:
-        """Add ``size`` problems of a level to those drawn before, by question; fewer if it has not as many others."""
+    def _draw(
+        self, split: Split, size: int, level: int | None, config: Any, drawn: dict[str, Problem]
+    ) -> None:
+        """Add ``size`` problems of a level to those drawn before, by question; fewer if it has not
+        as many others.
+        """
         import reasoning_gym
 
         draws = _DRAWS_PER_PROBLEM * max(size, 10)
-        dataset = reasoning_gym.factory.DATASETS[self.name][0](dataclasses.replace(config, size=draws))
+        dataset = reasoning_gym.factory.DATASETS[self.name][0](
+            dataclasses.replace(config, size=draws)
+        )
         wanted = len(drawn) + size
         for index in range(draws):
             if len(drawn) == wanted:
@@ -153,8 +177,9 @@ class ReasoningGymTask(Task):
                 entry = dataset[index]
             except Exception as error:
                 raise ValueError(
-                    f"{self.field}.dataset=reasoning_gym:{self.name} could not make problem {index} with "
-                    f"{self._said()} ({type(error).__name__}: {error}): use other options."
+                    f"{self.field}.dataset=reasoning_gym:{self.name} could not make problem "
+                    f"{index} with {self._said()} ({type(error).__name__}: {error}): use other "
+                    "options."
                 ) from error
             question = entry["question"]
             if split_by_hash(question) == split and question not in drawn:
@@ -175,8 +200,9 @@ class ReasoningGymTask(Task):
                     config.validate()
         except (AssertionError, TypeError, ValueError) as error:
             raise ValueError(
-                f"{self.field}.dataset_options={self._said()} must be what reasoning_gym:{self.name} takes ({error}): "
-                f"its options are {self._known(config_class)}."
+                f"{self.field}.dataset_options={self._said()} must be what "
+                f"reasoning_gym:{self.name} takes ({error}): its options are "
+                f"{self._known(config_class)}."
             ) from error
         return [(level, dataclasses.replace(config, seed=seed)) for level, config in configs]
 
@@ -191,14 +217,27 @@ class ReasoningGymTask(Task):
         for name in self._options:
             if name not in known or name in _OURS:
                 close = difflib.get_close_matches(name, known, 1)
-                use = f"{self.field}.max_samples" if name in _OURS else f"{close[0]}" if close else f"one of {known}"
-                raise ValueError(f"{key}.{name} must be an option of reasoning_gym:{self.name}: use {use}.")
+                use = (
+                    f"{self.field}.max_samples"
+                    if name in _OURS
+                    else f"{close[0]}"
+                    if close
+                    else f"one of {known}"
+                )
+                raise ValueError(
+                    f"{key}.{name} must be an option of reasoning_gym:{self.name}: use {use}."
+                )
         if not isinstance(self._seed, int) or isinstance(self._seed, bool) or self._seed < 0:
-            raise ValueError(f"{key}.seed={self._seed} must be a whole number of at least 0: for example, 0.")
+            raise ValueError(
+                f"{key}.seed={self._seed} must be a whole number of at least 0: for example, 0."
+            )
         if self._levels is None:
             return
         if self.name not in gym.factory.CURRICULA:
-            raise ValueError(f"{key}.levels={self._levels} must be left out: reasoning_gym:{self.name} has no levels.")
+            raise ValueError(
+                f"{key}.levels={self._levels} must be left out: reasoning_gym:{self.name} has no "
+                "levels."
+            )
         curriculum = gym.factory.create_curriculum(self.name)
         most = max(len(attribute.levels) for attribute in curriculum.attributes.values())
         given = self._levels
@@ -209,14 +248,15 @@ class ReasoningGymTask(Task):
             or sorted(set(given)) != given
         ):
             raise ValueError(
-                f"{key}.levels={given} must be whole numbers from 0 to {most - 1}, each above the one before: for "
-                f"example, [0,1,2]."
+                f"{key}.levels={given} must be whole numbers from 0 to {most - 1}, each above the "
+                "one before: for example, [0,1,2]."
             )
         set_by_level = {
             name
             for attribute in curriculum.attributes.values()
             for name in (
-                getattr(attribute, kind, None) for kind in ("field_name", "lower_field_name", "upper_field_name")
+                getattr(attribute, kind, None)
+                for kind in ("field_name", "lower_field_name", "upper_field_name")
             )
         }
         for name in self._options:
@@ -224,7 +264,11 @@ class ReasoningGymTask(Task):
                 raise ValueError(f"{key}.{name} must be left out with {key}.levels, which set it.")
 
     def _known(self, config_class: Any) -> list[str]:
-        own = [item.name for item in dataclasses.fields(config_class) if item.name not in (*_OWN, *_OURS)]
+        own = [
+            item.name
+            for item in dataclasses.fields(config_class)
+            if item.name not in (*_OWN, *_OURS)
+        ]
         return sorted([*own, *_OWN])
 
     def _said(self) -> dict[str, Any]:
@@ -232,7 +276,8 @@ class ReasoningGymTask(Task):
 
 
 def is_harmless(answer: str) -> bool:
-    """Whether evaluating an answer as Python calls only mathematical functions and reads no attribute.
+    """Whether evaluating an answer as Python calls only mathematical functions and reads no
+    attribute.
 
     >>> is_harmless("(x + 1)*sin(2*x)"), is_harmless("['A', 'B']"), is_harmless("exec(chr(49))")
     (True, True, False)
@@ -253,14 +298,14 @@ def _library(field: str, dataset: str) -> Any:
     names = sorted(set(reasoning_gym.factory.DATASETS) - {"composite"})
     if dataset == "composite":
         raise ValueError(
-            f"{field}.dataset=reasoning_gym:composite must be one of the data sets that it is made of: use "
-            "env.datasets for several, with weights."
+            f"{field}.dataset=reasoning_gym:composite must be one of the data sets that it is made "
+            "of: use env.datasets for several, with weights."
         )
     if dataset not in names:
         close = difflib.get_close_matches(dataset, names, 1)
         use = f"reasoning_gym:{close[0]}" if close else f"one of {', '.join(names)}"
         raise ValueError(
-            f"{field}.dataset=reasoning_gym:{dataset} must be one of the {len(names)} data sets of the installed "
-            f"reasoning-gym: use {use}."
+            f"{field}.dataset=reasoning_gym:{dataset} must be one of the {len(names)} data sets of "
+            f"the installed reasoning-gym: use {use}."
         )
     return reasoning_gym

@@ -1,7 +1,9 @@
-"""Environments of the library verifiers: their tasks are the problems, and they play them and score them.
+"""Environments of the library verifiers: their tasks are the problems, and they play them and score
+them.
 
-An environment runs in the process of the agents, all of its episodes in one event loop, as in verifiers' own
-evaluation. Its harnesses ask the policy through verifiers' own server, which passes the requests on to ours.
+An environment runs in the process of the agents, all of its episodes in one event loop, as in
+verifiers' own evaluation. Its harnesses ask the policy through verifiers' own server, which passes
+the requests on to ours.
 """
 
 from __future__ import annotations
@@ -26,23 +28,28 @@ from torchrl_grpo.tasks.generated import split_by_hash
 _TRAIN_SAMPLES = 1000
 _TRAIN_PER_TEST = 4
 _DRAWS_PER_PROBLEM = 20
-"""Tasks without end that are looked at for each problem: they may be few different ones, all of one split."""
+"""Tasks without end that are looked at for each problem: they may be few different ones, all of one
+split.
+"""
 _REACTS_S = 10.0
-"""Seconds after which an event loop that does nothing else is given up, with the environment that blocks it."""
+"""Seconds after which an event loop that does nothing else is given up, with the environment that
+blocks it.
+"""
 _NO_KEY = "TORCHRL_GRPO_HAS_NO_KEY"
-"""Environment variable of the endpoint's key, which is not set: the name of the session is the key."""
+"""Environment variable of the endpoint's key, which is not set: the name of the session is the key.
+"""
 _REPLACED = ("bash", "null")
 """Harnesses of verifiers that nobody asked for; ours is the second of them in this process."""
 
 
 class VerifiersTask(Task):
-    """The tasks of an environment, each with the data that rebuilds it. It has no scorer: the environment scores.
+    """The tasks of an environment, each with the data that rebuilds it. It has no scorer: the
+    environment scores.
 
     A hash of a task's data decides which split it belongs to.
 
-    Args:
-        config: of the environment, see ``make_config``.
-        max_samples: number of train problems; there is a test problem for each four of them. By default all tasks or,
+    Args: config: of the environment, see ``make_config``. max_samples: number of train problems;
+        there is a test problem for each four of them. By default all tasks or,
             where there is no end of them, 1,000.
     """
 
@@ -64,18 +71,26 @@ class VerifiersTask(Task):
             self._problems = self._load()
         if not self._problems[split]:
             raise ValueError(
-                f"env.task=verifiers:{self.name} must have tasks for both splits, it has none for the split {split}: "
-                "use options that give more tasks."
+                f"env.task=verifiers:{self.name} must have tasks for both splits, it has none for "
+                f"the split {split}: use options that give more tasks."
             )
         return self._problems[split]
 
     def messages(self, problem: Problem) -> list[Message]:
-        """The chat that the environment begins with; of one whose user speaks first, the system's message alone."""
+        """The chat that the environment begins with; of one whose user speaks first, the system's
+        message alone.
+        """
         data = problem.extra["task"]
         prompt = data.get("prompt") or []
         chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        system = [{"role": "system", "content": data["system_prompt"]}] if data.get("system_prompt") else []
-        said = [{"role": one["role"], "content": _text(one.get("content"))} for one in [*system, *chat]]
+        system = (
+            [{"role": "system", "content": data["system_prompt"]}]
+            if data.get("system_prompt")
+            else []
+        )
+        said = [
+            {"role": one["role"], "content": _text(one.get("content"))} for one in [*system, *chat]
+        ]
         return said or [{"role": "user", "content": ""}]
 
     def _load(self) -> dict[Split, list[Problem]]:
@@ -88,7 +103,9 @@ class VerifiersTask(Task):
         drawn = int(_DRAWS_PER_PROBLEM * sum(sizes.values())) if taskset.INFINITE else None
         for task in itertools.islice(taskset, drawn):
             data = task.data.model_dump(mode="json", exclude_none=True)
-            split = split_by_hash(str(sorted((name, value) for name, value in data.items() if name != "idx")))
+            split = split_by_hash(
+                str(sorted((name, value) for name, value in data.items() if name != "idx"))
+            )
             if len(problems[split]) < sizes[split]:
                 problems[split].append(Problem(task.data.prompt_text, None, {"task": data}))
             if all(len(problems[each]) == sizes[each] for each in problems):
@@ -97,7 +114,11 @@ class VerifiersTask(Task):
 
 
 def _text(content: Any) -> str:
-    return content or "" if isinstance(content, str | None) else "".join(part.get("text") or "" for part in content)
+    return (
+        content or ""
+        if isinstance(content, str | None)
+        else "".join(part.get("text") or "" for part in content)
+    )
 
 
 class Verifiers(Program):
@@ -119,11 +140,15 @@ class Verifiers(Program):
         self.__dict__.update(state)
         _library()  # takes seconds, which are not to be the first episode's
 
-    def start(self, problem: Mapping[str, Any], url: str, key: str) -> tuple[Future[float | None], Callable[[], None]]:
+    def start(
+        self, problem: Mapping[str, Any], url: str, key: str
+    ) -> tuple[Future[float | None], Callable[[], None]]:
         if self._loop is None or not _reacts(self._loop):
             self._serve()
         assert self._loop is not None
-        done: Future[float | None] = asyncio.run_coroutine_threadsafe(self._play(problem["task"], url, key), self._loop)
+        done: Future[float | None] = asyncio.run_coroutine_threadsafe(
+            self._play(problem["task"], url, key), self._loop
+        )
         return done, done.cancel  # type: ignore[return-value]
 
     def _serve(self) -> None:
@@ -131,7 +156,10 @@ class Verifiers(Program):
         self._loop = asyncio.new_event_loop()
         self._environment = self._loop.create_future()
         threading.Thread(
-            target=_run, args=(self._loop, self._host(self._environment)), name="verifiers", daemon=True
+            target=_run,
+            args=(self._loop, self._host(self._environment)),
+            name="verifiers",
+            daemon=True,
         ).start()
 
     async def _host(self, ready: asyncio.Future[Any]) -> None:
@@ -152,20 +180,26 @@ class Verifiers(Program):
         numbers = itertools.count()
 
         def name(trace: Any) -> None:
-            """Names a session by the key of the episode: verifiers keeps one connection for all of them, with one key,
-            and says the session's name in each request."""
+            """Names a session by the key of the episode: verifiers keeps one connection for all of
+            them, with one key, and says the session's name in each request."""
             trace.id = f"{key}.{next(numbers)}"
 
         task_class = type(environment.taskset).task_type()
-        task = task_class(task_class.data_type().model_validate(data), environment.config.taskset.task)
+        task = task_class(
+            task_class.data_type().model_validate(data), environment.config.taskset.task
+        )
         client = library.EvalClientConfig(base_url=url, api_key_var=_NO_KEY)
         (slot,) = environment.slots(task)
-        episode = await environment.run_slot(slot, library.ModelContext(MODEL, client), on_trace=name)
+        episode = await environment.run_slot(
+            slot, library.ModelContext(MODEL, client), on_trace=name
+        )
         return _reward(episode, self._seat, environment.complete(episode))
 
 
 def _run(loop: asyncio.AbstractEventLoop, host: Coroutine[Any, Any, None]) -> None:
-    """Run a loop to the end of a coroutine, whatever another one in it raises: asyncio stops at these two."""
+    """Run a loop to the end of a coroutine, whatever another one in it raises: asyncio stops at
+    these two.
+    """
     task = loop.create_task(host)
     while not task.done():
         with suppress(KeyboardInterrupt, SystemExit):
@@ -192,8 +226,8 @@ def _reward(episode: Any, seat: str, complete: bool) -> float:
     rewards = [] if len(traces) != 1 else list(traces[0].rewards.values())
     if not rewards or None in rewards:
         raise InvalidRewardError(
-            f"an environment must let the seat {seat!r} play once and score it, it has {len(traces)} plays and the "
-            f"rewards {rewards}: use one that does.",
+            f"an environment must let the seat {seat!r} play once and score it, it has "
+            f"{len(traces)} plays and the rewards {rewards}: use one that does.",
             "none",
         )
     return float(traces[0].reward)
@@ -202,22 +236,26 @@ def _reward(episode: Any, seat: str, complete: bool) -> float:
 def make_config(name: str, options: Mapping[str, Any], max_turns: int) -> Any:
     """Return the config of an environment.
 
-    Args:
-        name: of the package with its taskset.
-        options: verifiers' own, those under ``[env]`` in its files: ``taskset``, seats, such as ``agent``, and others.
-        max_turns: most requests of the policy in an episode, unless the options say how many.
+    Args: name: of the package with its taskset. options: verifiers' own, those under ``[env]`` in
+        its files: ``taskset``, seats, such as ``agent``, and others. max_turns: most requests of
+        the policy in an episode, unless the options say how many.
 
-    Raises:
-        ValueError: the library is not installed, there is no such environment, it refuses the options, or the policy
+    Raises: ValueError: the library is not installed, there is no such environment, it refuses the
+        options, or the policy
             would not play exactly one of its seats.
     """
     what = f"env.task=verifiers:{name}"
     if find_spec("verifiers") is None or find_spec("verifiers.v1") is None:
-        raise ValueError(f'{what} needs verifiers 0.4, which is not installed: pip install "torchrl_grpo[verifiers]".')
+        raise ValueError(
+            f'{what} needs verifiers 0.4, which is not installed: pip install "torchrl_grpo[verifiers]".'
+        )
     loaders = _library()
     taskset = options.get("taskset", {})
     if not isinstance(taskset, Mapping):
-        raise ValueError(f"env.dataset_options.taskset={taskset} must be arguments by name: for example, {{split: a}}.")
+        raise ValueError(
+            f"env.dataset_options.taskset={taskset} must be arguments by name: for example, "
+            "{split: a}."
+        )
     try:
         kind = loaders.env_config_type(name, options.get("id") or "")
         own = loaders.default_harness_id(name)
@@ -226,23 +264,28 @@ def make_config(name: str, options: Mapping[str, Any], max_turns: int) -> Any:
             for seat, item in kind.model_fields.items()
             if hasattr(item.default, "harness")
         }
-        config = loaders.resolve_env_config({**options, **seats, "taskset": {**taskset, "id": name}})
+        config = loaders.resolve_env_config(
+            {**options, **seats, "taskset": {**taskset, "id": name}}
+        )
         loaders.load_environment(config)
     except ModuleNotFoundError as error:
         raise ValueError(
-            f"{what} must be an installed environment ({error}): install it, or put its folder on PYTHONPATH."
+            f"{what} must be an installed environment ({error}): install it, or put its folder on "
+            "PYTHONPATH."
         ) from error
     except (AttributeError, TypeError, ValueError, ImportError) as error:
         raise ValueError(
-            f"{what} must be an environment of verifiers 0.4, with env.dataset_options that it takes ({error}): "
-            "correct them."
+            f"{what} must be an environment of verifiers 0.4, with env.dataset_options that it "
+            f"takes ({error}): correct them."
         ) from error
     _seat(config)
     return config
 
 
 def _with_defaults(seat: Any, given: Mapping[str, Any], own: str, max_turns: int) -> dict[str, Any]:
-    """The options of a seat: it plays on this machine and, where nothing else is asked for, in this process."""
+    """The options of a seat: it plays on this machine and, where nothing else is asked for, in this
+    process.
+    """
     out = {"max_turns": max_turns if seat.max_turns is None else seat.max_turns, **given}
     if "runtime" not in seat.model_fields_set:
         out.setdefault("runtime", {"type": "subprocess"})
@@ -256,8 +299,9 @@ def _seat(config: Any) -> str:
     seats = [name for name, seat in config if hasattr(seat, "harness") and seat.client is None]
     if len(seats) != 1:
         raise ValueError(
-            f"env.task=verifiers:{config.taskset.id} must have one seat that the policy plays, it has {seats}: give "
-            "the others a client, such as env.dataset_options.judge.client.base_url, or use another environment."
+            f"env.task=verifiers:{config.taskset.id} must have one seat that the policy plays, it "
+            f"has {seats}: give the others a client, such as "
+            "env.dataset_options.judge.client.base_url, or use another environment."
         )
     return seats[0]
 

@@ -1,4 +1,5 @@
-"""A harness of verifiers that needs no program: the chat loop of its ``null``, in the process that plays.
+"""A harness of verifiers that needs no program: the chat loop of its ``null``, in the process that
+plays.
 
 ``null`` itself is a script that uv runs, with packages that it downloads.
 """
@@ -15,13 +16,17 @@ NAME = "torchrl_grpo_chat"
 
 
 def register() -> None:
-    """Makes the harness known to verifiers, which finds one by the name of a module that is in no package."""
+    """Makes the harness known to verifiers, which finds one by the name of a module that is in no
+    package.
+    """
     if NAME in sys.modules:
         return
     from verifiers.v1 import Harness, HarnessConfig, ProgramResult
 
     class ChatHarness(Harness[HarnessConfig]):
-        """Asks the policy until it answers without calling a tool; the tools are those of the environment."""
+        """Asks the policy until it answers without calling a tool; the tools are those of the
+        environment.
+        """
 
         APPENDS_SYSTEM_PROMPT = True
         SUPPORTS_MCP = True
@@ -30,10 +35,20 @@ def register() -> None:
         NEEDS_CONTAINER = False
 
         async def launch(
-            self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: dict[str, str], data: Any
+            self,
+            ctx: Any,
+            trace: Any,
+            runtime: Any,
+            endpoint: str,
+            secret: str,
+            mcp_urls: dict[str, str],
+            data: Any,
         ) -> ProgramResult:
             system, prompt = self.resolve_prompt(data)
-            spec = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
+            spec = {
+                name: {"url": url, "timeout": self.config.tool_timeout}
+                for name, url in mcp_urls.items()
+            }
             failed = await _chat(ctx.model, endpoint, secret, {"mcpServers": spec}, system, prompt)
             return ProgramResult(0 if failed is None else 1, "", failed or "")
 
@@ -42,8 +57,12 @@ def register() -> None:
     sys.modules[NAME] = module
 
 
-async def _chat(model: str, url: str, key: str, spec: dict[str, Any], system: str | None, prompt: Any) -> str | None:
-    """Plays a chat to its end, also where that is a chat that became too long; returns what failed, or None."""
+async def _chat(
+    model: str, url: str, key: str, spec: dict[str, Any], system: str | None, prompt: Any
+) -> str | None:
+    """Plays a chat to its end, also where that is a chat that became too long; returns what failed,
+    or None.
+    """
     from openai import APIStatusError, AsyncOpenAI, DefaultAsyncHttpxClient
     from verifiers.v1.dialects.chat import message_to_wire
     from verifiers.v1.harnesses.utils.compaction import bound_tool_message, is_context_overflow
@@ -54,7 +73,8 @@ async def _chat(model: str, url: str, key: str, spec: dict[str, Any], system: st
         messages.append({"role": "user", "content": prompt})
     else:
         messages += [message_to_wire(message) for message in prompt or ()]
-    # Loopback needs neither certificates nor a proxy, and nothing but the episode's own limit ends a request.
+    # Loopback needs neither certificates nor a proxy, and nothing but the episode's own limit ends
+    # a request.
     plain = DefaultAsyncHttpxClient(verify=False, trust_env=False)
     async with AsyncExitStack() as stack:
         client: Any = await stack.enter_async_context(
@@ -64,7 +84,9 @@ async def _chat(model: str, url: str, key: str, spec: dict[str, Any], system: st
         given = {"tools": tools} if tools else {}
         try:
             while True:
-                answer = await client.chat.completions.create(model=model, messages=messages, **given)
+                answer = await client.chat.completions.create(
+                    model=model, messages=messages, **given
+                )
                 message = answer.choices[0].message
                 messages.append(message.model_dump(exclude_none=True))
                 if not message.tool_calls:

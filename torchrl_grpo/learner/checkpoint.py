@@ -35,7 +35,9 @@ from torchrl_grpo.learner.export import ACCURACY, INVALID, check_room, export_mo
 from torchrl_grpo.learner.parts import weights_in
 
 _MOST_INVALID = 0.5
-"""Share of invalid rewards above which an evaluation does not count for ``best``: it is of the few problems left."""
+"""Share of invalid rewards above which an evaluation does not count for ``best``: it is of the few
+problems left.
+"""
 _ENTRIES = {"step", "trainer", "source", "rng", "config"}
 
 
@@ -59,7 +61,9 @@ class Writes:
 
     @property
     def most(self) -> int:
-        """Maximum number of checkpoints at a time: the new one is written before an old one is removed."""
+        """Maximum number of checkpoints at a time: the new one is written before an old one is
+        removed.
+        """
         kept = check_keep(self.keep)
         return self.checkpoints if kept is None else min(self.checkpoints, sum(kept.values()) + 1)
 
@@ -82,9 +86,10 @@ class Writes:
         if free < needed:
             raise ConfigError(
                 f"hydra.run.dir={directory} must have room for {self.most} checkpoints of "
-                f"{size(self.checkpoint_bytes)} and for {self.models} model{'s' * (self.models != 1)} of "
-                f"{size(self.model_bytes)}, {size(needed)} in total, but {there} has {size(free)} free: use another "
-                "folder, train.keep_checkpoints=last:1 or larger frequencies."
+                f"{size(self.checkpoint_bytes)} and for {self.models} "
+                f"model{'s' * (self.models != 1)} of {size(self.model_bytes)}, {size(needed)} in "
+                f"total, but {there} has {size(free)} free: use another folder, "
+                "train.keep_checkpoints=last:1 or larger frequencies."
             )
 
 
@@ -97,11 +102,13 @@ def room_at(directory: Path) -> tuple[Path, int]:
 class Checkpointer:
     """Writes ``checkpoint_{step}.pt`` and ``model/`` into a folder, each completely or not at all.
 
-    Several ranks write a folder ``checkpoint_{step}`` in place of the file (``shards.ShardedSaver``).
+    Several ranks write a folder ``checkpoint_{step}`` in place of the file
+    (``shards.ShardedSaver``).
 
-    A checkpoint holds ``trainer`` (model, optimizer, scheduler, scaler, counts), ``source`` (data order, the engine's
-    random state), ``rng`` (Python, torch, CUDA), ``config`` (the full config as plain types) and ``step``. It loads
-    with ``torch.load(path, weights_only=True)``. A manifest and a checksum stand at its end (``checkpoint_files``).
+    A checkpoint holds ``trainer`` (model, optimizer, scheduler, scaler, counts), ``source`` (data
+    order, the engine's random state), ``rng`` (Python, torch, CUDA), ``config`` (the full config as
+    plain types) and ``step``. It loads with ``torch.load(path, weights_only=True)``. A manifest and
+    a checksum stand at its end (``checkpoint_files``).
 
     Attributes:
         metrics: of the evaluation at the step that is saved next, for the manifest.
@@ -112,7 +119,9 @@ class Checkpointer:
         keep: which checkpoints stay when a newer one is written, as in ``train.keep_checkpoints``.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], config: dict[str, Any], keep: str | None = None) -> None:
+    def __init__(
+        self, directory: str | os.PathLike[str], config: dict[str, Any], keep: str | None = None
+    ) -> None:
         self.directory = Path(directory)
         self.config = config
         self.metrics: dict[str, float] = {}
@@ -123,22 +132,23 @@ class Checkpointer:
         return self.directory / f"checkpoint_{step:06d}.pt"
 
     def begin(self, step: int) -> None:
-        """Prepare the folder for a run that resumes after ``step``: later checkpoints are renamed (``.old``,
-        ``.old-2``), and leftovers of an interrupted save are removed.
+        """Prepare the folder for a run that resumes after ``step``: later checkpoints are renamed
+        (``.old``, ``.old-2``), and leftovers of an interrupted save are removed.
         """
         for path in checkpoints_in(self.directory):
             if (step_of(path) or 0) > step:
                 aside = set_aside(path)
-                torchrl_logger.warning(f"{path} is of a later step than {step}: renamed to {aside.name}.")
+                torchrl_logger.warning(
+                    f"{path} is of a later step than {step}: renamed to {aside.name}."
+                )
         for path in self.directory.glob("checkpoint_*.tmp"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def save(self, step: int, trainer: dict[str, Any], source: dict[str, Any]) -> Path:
         """Writes the state after ``step`` steps; returns the file.
 
-        Raises:
-            NonFiniteError: a weight is not finite; nothing is written.
-            NotSavedError: there is no room for it (``DiskFullError``), or the folder cannot be written to; the earlier
+        Raises: NonFiniteError: a weight is not finite; nothing is written. NotSavedError: there is
+            no room for it (``DiskFullError``), or the folder cannot be written to; the earlier
                 ones are as they were.
         """
         check_finite(trainer["model"].items())
@@ -158,14 +168,22 @@ class Checkpointer:
         except BaseException as error:
             with suppress(OSError):
                 staging.unlink(missing_ok=True)
-            first = (sealed and sealed.error) or error  # torch raises another one, of its own count of bytes
+            first = (
+                sealed and sealed.error
+            ) or error  # torch raises another one, of its own count of bytes
             raise self.not_saved(path, first) from None
         self.remove_old()
         return path
 
     def state(self, step: int, trainer: dict[str, Any], source: dict[str, Any]) -> dict[str, Any]:
         """The state of a run after ``step`` steps, as a checkpoint has it."""
-        return {"step": step, "trainer": trainer, "source": source, "rng": rng_state(), "config": self.config}
+        return {
+            "step": step,
+            "trainer": trainer,
+            "source": source,
+            "rng": rng_state(),
+            "config": self.config,
+        }
 
     def manifest(self, step: int) -> dict[str, Any]:
         """Return the manifest of a checkpoint: its step, config and evaluation."""
@@ -176,11 +194,15 @@ class Checkpointer:
         if is_full(error):
             return DiskFullError(f"there is no room for {path.name} in {self.directory}")
         if isinstance(error, OSError):
-            return NotSavedError(f"{path.name} cannot be written in {self.directory} ({error.strerror})")
+            return NotSavedError(
+                f"{path.name} cannot be written in {self.directory} ({error.strerror})"
+            )
         return error
 
     def remove_old(self) -> None:
-        """Removes the checkpoints that ``train.keep_checkpoints`` does not keep; the newest one always stays."""
+        """Removes the checkpoints that ``train.keep_checkpoints`` does not keep; the newest one
+        always stays.
+        """
         kept = self._kept
         if kept is None:
             return
@@ -189,7 +211,9 @@ class Checkpointer:
         if "best" in kept:
             scores = {path: _score(path) for path in found}
             scored = [path for path in found if scores[path] is not None]
-            stay |= set(sorted(scored, key=lambda path: scores[path] or 0.0, reverse=True)[: kept["best"]])
+            stay |= set(
+                sorted(scored, key=lambda path: scores[path] or 0.0, reverse=True)[: kept["best"]]
+            )
         for path in found:
             if path not in stay:
                 remove(path)
@@ -198,16 +222,22 @@ class Checkpointer:
         """The checkpoint with the most steps, None when there is none."""
         return next(iter(checkpoints_in(self.directory)), None)
 
-    def export(self, model: Any, tokenizer: PreTrainedTokenizerBase, step: int, *, ended: bool = True) -> Path:
-        """Writes the model, its tokenizer and its card into ``model/``, and before the run has ended into
-        ``model_{step}/``, of LoRA then the adapters alone; see ``export_model``."""
-        target, adapters = self.directory / ("model" if ended else f"model_{step:06d}"), hasattr(model, "peft_config")
+    def export(
+        self, model: Any, tokenizer: PreTrainedTokenizerBase, step: int, *, ended: bool = True
+    ) -> Path:
+        """Writes the model, its tokenizer and its card into ``model/``, and before the run has
+        ended into ``model_{step}/``, of LoRA then the adapters alone; see ``export_model``."""
+        target, adapters = (
+            self.directory / ("model" if ended else f"model_{step:06d}"),
+            hasattr(model, "peft_config"),
+        )
         card = model_card(self.config, step, self.metrics)
         return export_model(model, tokenizer, target, card, adapters=adapters and not ended)
 
 
 def read_checkpoint(path: Path, *, trusted: bool = False) -> dict[str, Any]:
-    """Return the state in a checkpoint; for several ranks without the tensors, which ``parts.read_parts`` reads.
+    """Return the state in a checkpoint; for several ranks without the tensors, which
+    ``parts.read_parts`` reads.
 
     The tensors of a file stay in it until they are used.
 
@@ -225,10 +255,16 @@ def read_checkpoint(path: Path, *, trusted: bool = False) -> dict[str, Any]:
         config = read_manifest(path)["config"]
         if config.get("optimizer", {}).get("name") == "adamw_8bit":
             import torchao.optim  # noqa: F401  names the types of its state that may be read
-        state = torch.load(path / STATE if sharded else path, map_location="cpu", weights_only=True, mmap=True)
+        state = torch.load(
+            path / STATE if sharded else path, map_location="cpu", weights_only=True, mmap=True
+        )
     except Exception as error:  # whatever reading a foreign file may raise
-        reason = str(error).splitlines()[0].partition(". ")[0]  # torch goes on with advice to trust the file
-        raise ValueError(f"{path.name} cannot be read ({type(error).__name__}: {reason:.200})") from error
+        reason = (
+            str(error).splitlines()[0].partition(". ")[0]
+        )  # torch goes on with advice to trust the file
+        raise ValueError(
+            f"{path.name} cannot be read ({type(error).__name__}: {reason:.200})"
+        ) from error
     if not isinstance(state, dict) or not state.keys() >= _ENTRIES:
         raise ValueError(f"{path.name} holds something else")
     if not trusted:
@@ -240,7 +276,9 @@ def read_checkpoint(path: Path, *, trusted: bool = False) -> dict[str, Any]:
         except NonFiniteError as error:
             raise ValueError(f"{path.name} cannot be used: {error}") from error
         except Exception as error:  # whatever reading a foreign file may raise
-            raise ValueError(f"{path.name} holds something else ({type(error).__name__}: {error!s:.200})") from error
+            raise ValueError(
+                f"{path.name} holds something else ({type(error).__name__}: {error!s:.200})"
+            ) from error
     return state | {"config": config}  # the one that was checked when the run's own was made
 
 
@@ -252,16 +290,26 @@ def is_whole(weight: Any) -> bool:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a checkpoint, or whatever has its name, to ``.old``, ``.old-2`` and so on; return the new name."""
+    """Rename a checkpoint, or whatever has its name, to ``.old``, ``.old-2`` and so on; return the
+    new name.
+    """
     aside = next(name for name in numbered(path.with_suffix(".old")) if not name.exists())
     return path.rename(aside)
 
 
 def bytes_of(tensors: Any) -> int:
-    """Bytes of the tensors in a nest of dictionaries and lists; those of all ranks where they are sharded."""
+    """Bytes of the tensors in a nest of dictionaries and lists; those of all ranks where they are
+    sharded.
+    """
     if isinstance(tensors, torch.Tensor):
         return tensors.numel() * tensors.element_size()
-    nested = tensors.values() if isinstance(tensors, Mapping) else tensors if isinstance(tensors, list) else ()
+    nested = (
+        tensors.values()
+        if isinstance(tensors, Mapping)
+        else tensors
+        if isinstance(tensors, list)
+        else ()
+    )
     return sum(map(bytes_of, nested))
 
 
@@ -286,7 +334,11 @@ def check_finite(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     """
     for name, tensor in weights:
         # A sum is cheap, and not finite if a summand is not; it may overflow by itself.
-        if tensor.is_floating_point() and not tensor.sum().isfinite() and not tensor.isfinite().all():
+        if (
+            tensor.is_floating_point()
+            and not tensor.sum().isfinite()
+            and not tensor.isfinite().all()
+        ):
             raise NonFiniteError(f"the weight {name} has values that are not finite")
 
 

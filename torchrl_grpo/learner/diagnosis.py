@@ -31,20 +31,20 @@ def where_not_finite(
 
     The gradients that it makes are cleared.
 
-    Args:
-        model: trained; its weights are those of the step.
-        data: padded, with the entries that the loss reads.
-        parts: the micro-batches, as rows of ``data``.
-        passes: forward and backward of some rows, as in the step.
-        queries: of each row, to name it; its number by default.
-        one_by_one: whether samples may be passed one at a time; not where several ranks must do the same passes.
+    Args: model: trained; its weights are those of the step. data: padded, with the entries that the
+        loss reads. parts: the micro-batches, as rows of ``data``. passes: forward and backward of
+        some rows, as in the step. queries: of each row, to name it; its number by default.
+        one_by_one: whether samples may be passed one at a time; not where several ranks must do the
+        same passes.
     """
     counts = data.get(keys.LOSS_WEIGHTS) != 0
     for key in data.keys(True, True):
         if rows := _rows(data.get(key), counts):
             name = key if isinstance(key, str) else ".".join(key)
             return f"the batch's entry {name} is not finite in {_named(rows, queries)}, before any pass"
-    wrong = [name for name, weight in model.named_parameters() if not weight.detach().isfinite().all()]
+    wrong = [
+        name for name, weight in model.named_parameters() if not weight.detach().isfinite().all()
+    ]
     if wrong:
         return f"{len(wrong)} weights are not finite, the first {wrong[0]}"
     found: str | None = None
@@ -56,7 +56,9 @@ def where_not_finite(
         found = found or first
         rows = part.tolist()
         if one_by_one and len(bad) < _MOST:
-            rows = [row for row in rows if _first_module(model, torch.tensor([row]), passes)] or rows
+            rows = [
+                row for row in rows if _first_module(model, torch.tensor([row]), passes)
+            ] or rows
         bad += rows
     if found is None:
         return "one by one its micro-batches are finite, so the numbers only overflow in their sum"
@@ -68,7 +70,9 @@ def _first_module(model: nn.Module, rows: Tensor, passes: Callable[[Tensor], Any
     found: list[str] = []
     with _watched(model, found):
         outputs = passes(rows)
-    grads = [n for n, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
+    grads = [
+        n for n, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()
+    ]
     model.zero_grad(set_to_none=True)
     if found:
         return f"the module {found[0]}"
@@ -83,12 +87,22 @@ def _watched(model: nn.Module, found: list[str]) -> Iterator[None]:
     """Record the modules with non-finite output, in the order in which they end."""
 
     def look(name: str, module: nn.Module, output: Any) -> None:
-        first = output[0] if isinstance(output, tuple) and output else getattr(output, "last_hidden_state", output)
-        if isinstance(first, Tensor) and first.is_floating_point() and not first.detach().isfinite().all():
+        first = (
+            output[0]
+            if isinstance(output, tuple) and output
+            else getattr(output, "last_hidden_state", output)
+        )
+        if (
+            isinstance(first, Tensor)
+            and first.is_floating_point()
+            and not first.detach().isfinite().all()
+        ):
             found.append(f"{name} ({type(module).__name__})")
 
     hooks = [
-        module.register_forward_hook(lambda module, _, output, name=name: look(name, module, output))
+        module.register_forward_hook(
+            lambda module, _, output, name=name: look(name, module, output)
+        )
         for name, module in model.named_modules()
         if name
     ]
@@ -110,7 +124,9 @@ def _rows(value: Tensor, counts: Tensor) -> list[int]:
 
 
 def _named(rows: Sequence[int], queries: Sequence[str] | None) -> str:
-    names = [repr(clip(printable(queries[row]), _LONGEST)) if queries else f"row {row}" for row in rows]
+    names = [
+        repr(clip(printable(queries[row]), _LONGEST)) if queries else f"row {row}" for row in rows
+    ]
     names = list(dict.fromkeys(names))
     more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
     return f"{len(rows)} samples ({', '.join(names[:_MOST])}{more})"
@@ -129,8 +145,8 @@ def why_no_token(batch: Any) -> str:
     """Return why no token of a batch counts, and how the scorer failed where it did."""
     if not has(batch, keys.REWARD_VALID) or pad(batch, keys.REWARD_VALID, False).any():
         return (
-            "all responses with a valid reward were truncated, and policy.mask_truncated=true leaves these out: raise "
-            "inference_model.max_new_tokens"
+            "all responses with a valid reward were truncated, and policy.mask_truncated=true "
+            "leaves these out: raise inference_model.max_new_tokens"
         )
     why = "all rewards are invalid (a scorer that fails? see rollout/invalid)"
     rows = batch.unbind(0)

@@ -25,28 +25,32 @@ ACCURACY = "eval/pass@1"
 INVALID = "eval/invalid_fraction"
 """Share of the rewards that this metric excludes."""
 _FILE_BYTES = 4 << 30
-"""Maximum size of a file of weights, unless one weight is larger; it is also the memory needed at a time."""
+"""Maximum size of a file of weights, unless one weight is larger; it is also the memory needed at a
+time.
+"""
 
 
 def export_model(
-    model: Any, tokenizer: PreTrainedTokenizerBase, target: Path, card: str, *, adapters: bool = False
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    target: Path,
+    card: str,
+    *,
+    adapters: bool = False,
 ) -> Path:
     """Write a model, its tokenizer and its card into a folder, replacing its contents.
 
     The weights are gathered and written file by file.
 
-    ``AutoModelForCausalLM.from_pretrained`` and vLLM load the folder as it is. Of a sharded model all ranks must call
-    this: rank 0 writes.
+    ``AutoModelForCausalLM.from_pretrained`` and vLLM load the folder as it is. Of a sharded model
+    all ranks must call this: rank 0 writes.
 
-    Args:
-        model: trained; adapters are merged.
-        tokenizer: of the model.
-        target: the folder.
-        card: text of its ``README.md``.
-        adapters: whether LoRA's adapters are written by themselves, as peft loads them, in place of the whole model.
+    Args: model: trained; adapters are merged. tokenizer: of the model. target: the folder. card:
+        text of its ``README.md``. adapters: whether LoRA's adapters are written by themselves, as
+        peft loads them, in place of the whole model.
 
-    Raises:
-        NotSavedError: there is no room for it (``DiskFullError``), or the folder cannot be written to; what was there
+    Raises: NotSavedError: there is no room for it (``DiskFullError``), or the folder cannot be
+        written to; what was there
             stays.
     """
     named = named_adapter_weights(model) if adapters else named_weights(model)
@@ -60,11 +64,19 @@ def export_model(
     try:
         staging.mkdir(parents=True)
         if adapters:
-            model.save_pretrained(staging, state_dict={name: weight.cpu().contiguous() for name, weight in named})
+            model.save_pretrained(
+                staging, state_dict={name: weight.cpu().contiguous() for name, weight in named}
+            )
         else:
             whole = (weight for name, weight in base.named_parameters() if ".lora_" not in name)
-            check_room(staging, sum(weight.numel() * weight.element_size() for weight in whole), "the model")
-            base.save_pretrained(staging, state_dict={}, save_original_format=False)  # all but the weights
+            check_room(
+                staging,
+                sum(weight.numel() * weight.element_size() for weight in whole),
+                "the model",
+            )
+            base.save_pretrained(
+                staging, state_dict={}, save_original_format=False
+            )  # all but the weights
             _write_weights(staging, named)
         tokenizer.save_pretrained(staging)
         (staging / "README.md").write_text(card, encoding="utf-8")
@@ -75,7 +87,9 @@ def export_model(
         if is_full(error):
             raise DiskFullError(f"there is no room for the model in {target.parent}") from None
         if isinstance(error, OSError):
-            raise NotSavedError(f"the model cannot be written in {target.parent} ({error.strerror})") from error
+            raise NotSavedError(
+                f"the model cannot be written in {target.parent} ({error.strerror})"
+            ) from error
         raise
     if target.exists():
         target.rename(old)
@@ -85,7 +99,9 @@ def export_model(
 
 
 def _write_weights(folder: Path, named: Iterable[tuple[str, Tensor]]) -> None:
-    """Write weights, held in memory a file at a time, under the names that ``from_pretrained`` looks for."""
+    """Write weights, held in memory a file at a time, under the names that ``from_pretrained``
+    looks for.
+    """
     for empty in folder.glob("*.safetensors"):
         empty.unlink()
     files: list[list[str]] = []
@@ -107,7 +123,11 @@ def _write_weights(folder: Path, named: Iterable[tuple[str, Tensor]]) -> None:
     several = len(files) > 1
     file_of = dict[str, str]()
     for index, names in enumerate(files):
-        target = f"model-{index + 1:05d}-of-{len(files):05d}.safetensors" if several else "model.safetensors"
+        target = (
+            f"model-{index + 1:05d}-of-{len(files):05d}.safetensors"
+            if several
+            else "model.safetensors"
+        )
         (folder / f"{index}.part").rename(folder / target)
         file_of |= dict.fromkeys(names, target)
     if several:
@@ -124,7 +144,8 @@ def check_room(directory: Path, needed: int, what: str) -> None:
     free = shutil.disk_usage(directory).free
     if free < needed:
         raise DiskFullError(
-            f"there is no room for {what} in {directory}: it takes {size(needed)}, and {size(free)} are free"
+            f"there is no room for {what} in {directory}: it takes {size(needed)}, and "
+            f"{size(free)} are free"
         )
 
 
@@ -143,8 +164,16 @@ def model_card(config: Mapping[str, Any], step: int, metrics: Mapping[str, float
     of_hub = base.count("/") == 1 and not Path(base).exists()
     tested = {name: accuracy(metrics, name) for name in metrics if name.startswith("eval/pass@")}
     rows = {"base model": base, "training data": data, "steps": f"{step:,}"}
-    rows |= {name.removeprefix("eval/"): shown for name, shown in tested.items()} or {"pass@1": "not measured"}
-    lines = ["---", *([f"base_model: {base}"] if of_hub else []), "library_name: transformers", "tags: [grpo]", "---"]
+    rows |= {name.removeprefix("eval/"): shown for name, shown in tested.items()} or {
+        "pass@1": "not measured"
+    }
+    lines = [
+        "---",
+        *([f"base_model: {base}"] if of_hub else []),
+        "library_name: transformers",
+        "tags: [grpo]",
+        "---",
+    ]
     lines += ["", "# A model trained with GRPO", "", "| | |", "|---|---|"]
     lines += [f"| {name} | {value} |" for name, value in rows.items()]
     lines += ["", "The run's config:", "", "```json", json.dumps(config, indent=2), "```", ""]

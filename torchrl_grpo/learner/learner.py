@@ -1,4 +1,6 @@
-"""``Learner``: batch transforms, trainer and weight sender. A local run calls it, a Ray actor wraps it."""
+"""``Learner``: batch transforms, trainer and weight sender. A local run calls it, a Ray actor wraps
+it.
+"""
 
 from __future__ import annotations
 
@@ -32,16 +34,17 @@ _CHECKED = 64
 class Learner:
     """Turns a scored batch into a training step, metrics, sample rows and new weights.
 
-    With a sharded model every rank has a learner and is given the same whole batch; all methods are then collective,
-    and what goes out of the learner (weights, files, sample rows) comes from rank 0.
+    With a sharded model every rank has a learner and is given the same whole batch; all methods are
+    then collective, and what goes out of the learner (weights, files, sample rows) comes from rank
+    0.
 
-    Args:
-        trainer: trains the batch; of a sharded model, its rank's share.
-        transforms: what is applied to the whole batch first, by name: reference scoring (LoRA, or a sharded reference
+    Args: trainer: trains the batch; of a sharded model, its rank's share. transforms: what is
+        applied to the whole batch first, by name: reference scoring (LoRA, or a sharded reference
             model), reward shaping, advantage. The name appears in ``time/{name}_s``.
         sender: gives the weights to the engines.
         tokenizer: makes the text of the tokens in ``samples``; None leaves them out.
-        makes_room: whether engines wake on this GPU when they are given weights: they get what training took of it.
+        makes_room: whether engines wake on this GPU when they are given weights: they get what
+            training took of it.
         sampled: whether a policy sampled the batches, or they are demonstrations.
     """
 
@@ -81,7 +84,8 @@ class Learner:
         self._trained_steps = self.trainer.optim_steps
 
     def train_batch(self, batch: TensorDictBase) -> dict[str, float]:
-        """Train a batch [N]; return its summary (``rollout/*``), the step's metrics, and each stage's seconds.
+        """Train a batch [N]; return its summary (``rollout/*``), the step's metrics, and each
+        stage's seconds.
 
         Raises:
             NonFiniteError: too many bad steps in a row.
@@ -110,11 +114,15 @@ class Learner:
         return self.train_batch(batch) | seconds
 
     def samples(self, most: int | None) -> list[dict[str, Any]]:
-        """Return sequences of the latest batch, in whole groups, as rows of ``samples.jsonl``; None is all of them."""
+        """Return sequences of the latest batch, in whole groups, as rows of ``samples.jsonl``; None
+        is all of them.
+        """
         if self._batch is None:
             return []
         version, scores = self.version - 1, self.trainer.scores.of
-        return sample_rows(self._batch, "train", most, tokenizer=self.tokenizer, version=version, scores=scores)
+        return sample_rows(
+            self._batch, "train", most, tokenizer=self.tokenizer, version=version, scores=scores
+        )
 
     def weights(self) -> WeightHandle | None:
         """Handle of the current weights for the engines; None on a rank other than 0."""
@@ -128,8 +136,8 @@ class Learner:
         return self.sender.resend(version, reason)
 
     def reference_weights(self) -> WeightHandle | None:
-        """Handle of the current full weights in the trainer's dtype, for a reference model; None on a rank other than
-        0.
+        """Handle of the current full weights in the trainer's dtype, for a reference model; None on
+        a rank other than 0.
 
         A reference model on the ranks themselves takes them here, part by part.
         """
@@ -159,16 +167,21 @@ class Learner:
         return log_prob_mismatch(probe, scored)
 
     def sizes(self) -> tuple[int, int]:
-        """Bytes of a checkpoint, which has AdamW's two moments of each trained weight, and of the exported model."""
+        """Bytes of a checkpoint, which has AdamW's two moments of each trained weight, and of the
+        exported model.
+        """
         model, trained = self.trainer.model, self.trainer.parameters
         kept = 3 * sum(parameter.numel() * parameter.element_size() for parameter in trained)
-        return kept, sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+        return kept, sum(
+            parameter.numel() * parameter.element_size() for parameter in model.parameters()
+        )
 
     def save(self, checkpointer: Checkpointer, source: dict[str, Any]) -> Path:
-        """Writes a checkpoint of the trainer's state and the given state of the source; returns the file.
+        """Writes a checkpoint of the trainer's state and the given state of the source; returns the
+        file.
 
-        Several ranks copy their parts and write them to a folder while training goes on: it is there, or the reason
-        is, when ``finish_save`` returns.
+        Several ranks copy their parts and write them to a folder while training goes on: it is
+        there, or the reason is, when ``finish_save`` returns.
 
         Raises:
             NonFiniteError: the weights are of no use to go on from; nothing is written.
@@ -190,8 +203,8 @@ class Learner:
 
     @torch.no_grad()
     def _check_weights(self) -> None:
-        """Check that the weights still give finite log-probs, in training precision, for the start of a trained
-        sequence.
+        """Check that the weights still give finite log-probs, in training precision, for the start
+        of a trained sequence.
         """
         scorer, device = self.trainer.loss.actor_network, self.trainer.device
         if self._batch is None or not isinstance(scorer, TokenScorer):
@@ -201,12 +214,17 @@ class Learner:
             log_probs, _ = scorer.score(tokens, torch.arange(tokens.shape[1])[None] > 0)
         if not log_probs.isfinite().all():
             raise NonFiniteError(
-                f"the policy's log-probs are not finite after step {self.version}, which made its weights useless: use "
-                f"a lower optimizer.lr than {self.trainer.optimizer.param_groups[0]['lr']:g}."
+                f"the policy's log-probs are not finite after step {self.version}, which made its "
+                "weights useless: use a lower optimizer.lr than "
+                f"{self.trainer.optimizer.param_groups[0]['lr']:g}."
             )
 
-    def export(self, checkpointer: Checkpointer, tokenizer: PreTrainedTokenizerBase, ended: bool = True) -> Path:
-        """Writes the model as ``from_pretrained`` reads it; returns the folder. See ``Checkpointer.export``."""
+    def export(
+        self, checkpointer: Checkpointer, tokenizer: PreTrainedTokenizerBase, ended: bool = True
+    ) -> Path:
+        """Writes the model as ``from_pretrained`` reads it; returns the folder. See
+        ``Checkpointer.export``.
+        """
         return checkpointer.export(self.trainer.model, tokenizer, self.version, ended=ended)
 
     def close(self) -> None:

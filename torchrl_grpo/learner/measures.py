@@ -1,5 +1,6 @@
-"""Measures that a training step gives at no cost: the size of an optimizer step and the noise of its gradients, from a
-few numbers of each parameter, and the per-token scores of the logged sequences, from the passes of the step."""
+"""Measures that a training step gives at no cost: the size of an optimizer step and the noise of
+its gradients, from a few numbers of each parameter, and the per-token scores of the logged
+sequences, from the passes of the step."""
 
 from __future__ import annotations
 
@@ -53,24 +54,29 @@ class StepMeasures:
             steps: that the optimizer made.
             sequences: in an optimizer step.
 
-        Returns:
-            ``update_size``, the norm of the change over the norm of the weights; and after some steps of Adam's
-            ``grad_noise_scale`` of arXiv 1812.06162, in sequences, infinite where there is nothing but noise.
+        Returns: ``update_size``, the norm of the change over the norm of the weights; and after
+            some steps of Adam's ``grad_noise_scale`` of arXiv 1812.06162, in sequences, infinite
+            where there is nothing but noise.
         """
         changes = differences(self._few(self._parameters), before)
         sums = {"changed": _squares(changes), "size": _squares(before)}
-        states = [state for p in self._parameters if "exp_avg_sq" in (state := optimizer.state.get(p, {}))]
+        states = [
+            state for p in self._parameters if "exp_avg_sq" in (state := optimizer.state.get(p, {}))
+        ]
         if has_small_states(optimizer):
             states = []
         if states:
             sums["of_mean"] = _squares(self._few([state["exp_avg"] for state in states]))
-            sums["of_square"] = torch.stack([part.sum() for part in self._few([s["exp_avg_sq"] for s in states])]).sum()
+            sums["of_square"] = torch.stack(
+                [part.sum() for part in self._few([s["exp_avg_sq"] for s in states])]
+            ).sum()
         sums = self._over_ranks(sums)
         measured = {"update_size": (sums["changed"] / sums["size"].clamp(min=1e-30)).sqrt()}
         if not states:
             return measured
-        # Adam's moments are running means of the gradient and of its square: the square of the one is less than the
-        # other by the variance, but for what of that a mean over so few steps keeps.
+        # Adam's moments are running means of the gradient and of its square: the square of the one
+        # is less than the other by the variance, but for what of that a mean over so few steps
+        # keeps.
         beta1, beta2 = optimizer.param_groups[0]["betas"]
         first, second = 1 - beta1**steps, 1 - beta2**steps
         kept = (1 - beta1) / (1 + beta1) * (1 + beta1**steps) / first
@@ -78,12 +84,17 @@ class StepMeasures:
             mean_square, square_mean = sums["of_mean"] / first**2, sums["of_square"] / second
             variance = (square_mean - mean_square) / (1 - kept)
             signal = mean_square - kept * variance
-            measured["grad_noise_scale"] = torch.where(signal > 0, sequences * variance / signal, math.inf)
+            measured["grad_noise_scale"] = torch.where(
+                signal > 0, sequences * variance / signal, math.inf
+            )
         return measured
 
     @staticmethod
     def _few(tensors: Sequence[Tensor]) -> list[Tensor]:
-        local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach() for tensor in tensors]
+        local = [
+            tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+            for tensor in tensors
+        ]
         return [tensor.reshape(-1)[:_MOST] for tensor in local]
 
 
@@ -131,7 +142,9 @@ class PassScores:
             self._passes.append((torch.where(sampled, self._first + index, -1), self._latest))
 
     def of(self, row: int) -> dict[str, Tensor]:
-        """Return scores of a row of the batch by name, [T] each; empty if another rank computed them."""
+        """Return scores of a row of the batch by name, [T] each; empty if another rank computed
+        them.
+        """
         if not self._places:
             for number, (rows, _) in enumerate(self._passes):
                 for place, one in enumerate(rows.tolist()):

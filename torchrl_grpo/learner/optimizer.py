@@ -23,25 +23,31 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Make AdamW (arXiv 1711.05101), without weight decay for norms and biases.
 
-    Args:
-        parameters: what is trained.
-        name: ``adamw``, or ``adamw_8bit``: torchao's, whose two moments take one byte each for a weight of a matrix, in
-            blocks of 256 with a scale (arXiv 2110.02861). It is compiled at its first step, and rounds weights in
-            bfloat16 at random, so that small steps count on average (arXiv 2010.06192).
+    Args: parameters: what is trained. name: ``adamw``, or ``adamw_8bit``: torchao's, whose two
+        moments take one byte each for a weight of a matrix, in
+            blocks of 256 with a scale (arXiv 2110.02861). It is compiled at its first step, and
+            rounds weights in bfloat16 at random, so that small steps count on average (arXiv
+            2010.06192).
         lr: the learning rate.
         weight_decay: decoupled, of matrices.
         betas: decays of the two moments.
         eps: added to the denominator.
     """
-    matrices, others = ([p for p in parameters if (p.ndim > 1) == wanted] for wanted in (True, False))
+    matrices, others = (
+        [p for p in parameters if (p.ndim > 1) == wanted] for wanted in (True, False)
+    )
     groups: list[dict[str, Any]] = [
-        {"params": group, "weight_decay": decay} for group, decay in ((matrices, weight_decay), (others, 0.0)) if group
+        {"params": group, "weight_decay": decay}
+        for group, decay in ((matrices, weight_decay), (others, 0.0))
+        if group
     ]
     if name == "adamw":
         return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
     from torchrl_grpo.compat.torchao import AdamW8bit
 
-    made: torch.optim.Optimizer = AdamW8bit(groups, lr=lr, betas=betas, eps=eps, bf16_stochastic_round=True)
+    made: torch.optim.Optimizer = AdamW8bit(
+        groups, lr=lr, betas=betas, eps=eps, bf16_stochastic_round=True
+    )
     return made
 
 
@@ -50,10 +56,13 @@ def has_small_states(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer).__name__.endswith("8bit")
 
 
-def learning_rate_factor(step: int, *, kind: LearningRate, warmup: int, total: int, floor: float) -> float:
+def learning_rate_factor(
+    step: int, *, kind: LearningRate, warmup: int, total: int, floor: float
+) -> float:
     """The factor of the learning rate after ``step`` optimizer steps.
 
-    It rises to 1 over the first ``warmup`` steps and then, unless ``kind`` is constant, falls to ``floor`` at the end.
+    It rises to 1 over the first ``warmup`` steps and then, unless ``kind`` is constant, falls to
+    ``floor`` at the end.
 
     Args:
         step: optimizer steps made.

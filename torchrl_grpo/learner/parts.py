@@ -1,4 +1,5 @@
-"""The tensors of a checkpoint of several ranks: safetensors files with the position of their parts in each tensor.
+"""The tensors of a checkpoint of several ranks: safetensors files with the position of their parts
+in each tensor.
 
 ``torch.distributed.checkpoint`` writes and reads them. Reading unpickles nothing.
 """
@@ -15,7 +16,10 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -46,7 +50,9 @@ def write_parts(folder: Path, tensors: Mapping[str, Tensor], group: dist.Process
     for name, tensor in tensors.items():
         used += tensor.numel() * tensor.element_size() // dist.get_world_size(group)
         files[name] = 1 + used // _FILE_BYTES
-    writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=files, save_distributed=True)
+    writer = HuggingFaceStorageWriter(
+        str(folder), fqn_to_index_mapping=files, save_distributed=True
+    )
     try:
         save(dict(tensors), storage_writer=writer, process_group=group)
     except CheckpointException as error:
@@ -70,7 +76,11 @@ def read_parts(
     tensors, _ = own_parts(model, optimizer if rest else None)
     reader = HuggingFaceStorageReader(str(folder))
     found = reader.read_metadata().state_dict_metadata.items()
-    saved = {name: tuple(tensor.size) for name, tensor in found if isinstance(tensor, TensorStorageMetadata)}
+    saved = {
+        name: tuple(tensor.size)
+        for name, tensor in found
+        if isinstance(tensor, TensorStorageMetadata)
+    }
     if optimizer is None:
         saved = {name: shape for name, shape in saved.items() if name.startswith(WEIGHTS)}
     partial = [
@@ -84,7 +94,8 @@ def read_parts(
     needed = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if saved != needed:
         unknown, missing = (
-            [name for name in one if one[name] != other.get(name)] for one, other in ((saved, needed), (needed, saved))
+            [name for name in one if one[name] != other.get(name)]
+            for one, other in ((saved, needed), (needed, saved))
         )
         raise RuntimeError(
             f"the checkpoint does not fit the model: {len(unknown)} unknown entries {unknown[:3]}, "

@@ -30,7 +30,10 @@ _STATE: dict[str, Any] = {
         **dict.fromkeys(("version", "optim_steps", "skipped_steps", "nonfinite_in_a_row"), int),
     },
     "source": {
-        "drawing": {**dict.fromkeys(("seed", "epoch", "position", "next_group", "num_problems"), int), "problems": str},
+        "drawing": {
+            **dict.fromkeys(("seed", "epoch", "position", "next_group", "num_problems"), int),
+            "problems": str,
+        },
         "ahead": list,
         "engines": list,
         "reference_version": int,
@@ -61,7 +64,9 @@ class Resume:
     differences: list[dict[str, Any]] = field(default_factory=list)
 
 
-def find_resume(config: GRPOConfig, plain: Mapping[str, Any], directory: Path = Path()) -> Resume | None:
+def find_resume(
+    config: GRPOConfig, plain: Mapping[str, Any], directory: Path = Path()
+) -> Resume | None:
     """Return the checkpoint of ``train.resume``, checked against the config; None without one.
 
     Args:
@@ -87,9 +92,10 @@ def find_resume(config: GRPOConfig, plain: Mapping[str, Any], directory: Path = 
     reference = source["reference_version"]
     if config.has_own_reference and reference not in (0, step):
         raise ConfigError(
-            f"train.resume={path} must be a checkpoint whose reference model is known, but that had the weights of "
-            f"step {reference}, which the checkpoint of step {step} does not have: use the checkpoint of step "
-            f"{reference} (train.checkpoint_frequency={every or reference} would have written one)."
+            f"train.resume={path} must be a checkpoint whose reference model is known, but that "
+            f"had the weights of step {reference}, which the checkpoint of step {step} does not "
+            f"have: use the checkpoint of step {reference} "
+            f"(train.checkpoint_frequency={every or reference} would have written one)."
         )
     return Resume(path, step, source, reference, differences(saved, plain))
 
@@ -105,15 +111,20 @@ def check_length(resume: Resume, config: GRPOConfig) -> None:
         return  # with auto what is left may be to write the model
     field, value, use = "total_dialog_turns", train.total_dialog_turns, 2 * done
     if train.total_epochs is not None:
-        field, value, use = "total_epochs", train.total_epochs, done * train.total_epochs // value + 1
+        field, value, use = (
+            "total_epochs",
+            train.total_epochs,
+            done * train.total_epochs // value + 1,
+        )
     raise ConfigError(
-        f"train.{field}={value} must be more than the {done} trajectories that {resume.path} has behind it: for "
-        f"example, train.{field}={use}."
+        f"train.{field}={value} must be more than the {done} trajectories that {resume.path} has "
+        f"behind it: for example, train.{field}={use}."
     )
 
 
 def restore(learner: Learner, resume: Resume) -> None:
-    """Restore a learner and its process's random generators; learning rate and the like are the config's.
+    """Restore a learner and its process's random generators; learning rate and the like are the
+    config's.
 
     With several ranks each of them calls this.
     """
@@ -128,13 +139,21 @@ def _restore(learner: Learner, resume: Resume) -> None:
     scheduler: Any = trainer.scheduler
     if scheduler is not None:
         own = scheduler.state_dict()
-        kept = {name: value for name, value in saved["scheduler"].items() if type(value) is type(own.get(name))}
+        kept = {
+            name: value
+            for name, value in saved["scheduler"].items()
+            if type(value) is type(own.get(name))
+        }
         saved["scheduler"] = own | kept | {name: own[name] for name in ("base_lrs", "lr_lambdas")}
     learner.load_state_dict(saved, resume.path if is_sharded(resume.path) else None)
-    for index, (group, settings) in enumerate(zip(trainer.optimizer.param_groups, configured, strict=True)):
+    for index, (group, settings) in enumerate(
+        zip(trainer.optimizer.param_groups, configured, strict=True)
+    ):
         group |= settings | {"params": group["params"]}
         if scheduler is not None:
-            group["lr"] = scheduler.base_lrs[index] * scheduler.lr_lambdas[index](scheduler.last_epoch)
+            group["lr"] = scheduler.base_lrs[index] * scheduler.lr_lambdas[index](
+                scheduler.last_epoch
+            )
     set_rng_state(state["rng"])
 
 
@@ -152,8 +171,8 @@ def refusing(path: Path) -> Iterator[None]:
     except Exception as error:  # whatever restoring a foreign state may raise
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.300}"
         raise ConfigError(
-            f"train.resume={path} must be a checkpoint whose state fits this run, but it cannot be restored "
-            f"({reason}): use another one."
+            f"train.resume={path} must be a checkpoint whose state fits this run, but it cannot be "
+            f"restored ({reason}): use another one."
         ) from error
 
 
@@ -167,7 +186,9 @@ def _check_state(state: Any, form: Mapping[str, Any], name: str) -> None:
         value = state.get(key) if isinstance(state, dict) else None
         if isinstance(kind, dict):
             _check_state(value, kind, f"{name}.{key}")
-        elif not isinstance(value, kind) or (kind is int and (type(value) is not int or not 0 <= value < 2**63)):
+        elif not isinstance(value, kind) or (
+            kind is int and (type(value) is not int or not 0 <= value < 2**63)
+        ):
             raise ValueError(f"{name} holds something else as {key}")
 
 

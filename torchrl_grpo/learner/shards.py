@@ -30,10 +30,11 @@ _T = TypeVar("_T")
 class ShardedSaver:
     """Writes the checkpoints of several ranks, each a folder that is complete or absent.
 
-    All ranks have one and call its methods together. ``start`` copies a rank's part to the CPU and returns; a thread
-    then writes it under a temporary name, flushes it and takes its SHA-256. Rank 0 adds the manifest and renames the
-    folder when all ranks are done. One checkpoint is written at a time. The threads talk through a process group of
-    their own, so that training may use the others.
+    All ranks have one and call its methods together. ``start`` copies a rank's part to the CPU and
+    returns; a thread then writes it under a temporary name, flushes it and takes its SHA-256. Rank
+    0 adds the manifest and renames the folder when all ranks are done. One checkpoint is written at
+    a time. The threads talk through a process group of their own, so that training may use the
+    others.
     """
 
     def __init__(self) -> None:
@@ -41,8 +42,11 @@ class ShardedSaver:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
 
-    def start(self, checkpointer: Checkpointer, trainer: GRPOTrainer, source: dict[str, Any]) -> Path:
-        """Begins to write the state of a trainer and of a source; returns the folder that there will be.
+    def start(
+        self, checkpointer: Checkpointer, trainer: GRPOTrainer, source: dict[str, Any]
+    ) -> Path:
+        """Begins to write the state of a trainer and of a source; returns the folder that there
+        will be.
 
         Raises:
             NonFiniteError: a weight is not finite; nothing is written.
@@ -51,20 +55,33 @@ class ShardedSaver:
         self.finish()
         if self._group is None:
             self._group = dist.new_group(backend="gloo")
-        parts, rest = own_parts(trainer.model, trainer.optimizer if trainer.optimizer.state else None)
-        weights = ((name.removeprefix(WEIGHTS), part) for name, part in parts.items() if name.startswith(WEIGHTS))
+        parts, rest = own_parts(
+            trainer.model, trainer.optimizer if trainer.optimizer.state else None
+        )
+        weights = (
+            (name.removeprefix(WEIGHTS), part)
+            for name, part in parts.items()
+            if name.startswith(WEIGHTS)
+        )
         self._together(lambda: check_finite((name, _local(part)) for name, part in weights))
         tensors = {name: part.to("cpu", copy=True) for name, part in parts.items()}
-        state = deepcopy({"model": {}, "optimizer": rest} | trainer.progress())  # training goes on in it
-        write = _Write(checkpointer, trainer.version, tensors, checkpointer.state(trainer.version, state, source))
+        state = deepcopy(
+            {"model": {}, "optimizer": rest} | trainer.progress()
+        )  # training goes on in it
+        write = _Write(
+            checkpointer,
+            trainer.version,
+            tensors,
+            checkpointer.state(trainer.version, state, source),
+        )
         self._writing = self._thread.submit(self._write, write)
         return write.path
 
     def finish(self) -> None:
         """Waits for the checkpoint that is being written, if one is.
 
-        Raises:
-            NotSavedError: it could not be written, for lack of room (``DiskFullError``) or because the folder cannot be
+        Raises: NotSavedError: it could not be written, for lack of room (``DiskFullError``) or
+            because the folder cannot be
                 written to; the earlier ones are as they were. It is said once.
         """
         writing, self._writing = self._writing, None
@@ -76,15 +93,21 @@ class ShardedSaver:
         try:
             self._together(write.prepare if rank == 0 else _nothing)
             write_parts(write.staging, write.tensors, self._group)
-            files = self._together(lambda: {path.name: measured(path) for path in files_of(write.staging, rank)})
-            self._together(lambda: write.seal({name: of for each in files for name, of in each.items()}, rank))
+            files = self._together(
+                lambda: {path.name: measured(path) for path in files_of(write.staging, rank)}
+            )
+            self._together(
+                lambda: write.seal({name: of for each in files for name, of in each.items()}, rank)
+            )
         except BaseException as error:
             if rank == 0:
                 shutil.rmtree(write.staging, ignore_errors=True)
             raise write.checkpointer.not_saved(write.path, error) from None
 
     def _together(self, work: Callable[[], _T]) -> list[_T]:
-        """Do a rank's work; return the results of all ranks, or raise the first rank's error on all of them."""
+        """Do a rank's work; return the results of all ranks, or raise the first rank's error on all
+        of them.
+        """
         mine: tuple[_T | None, Exception | None]
         try:
             mine = work(), None
@@ -102,7 +125,11 @@ class _Write:
     """A checkpoint in progress; rank 0 creates and finishes its folder."""
 
     def __init__(
-        self, checkpointer: Checkpointer, step: int, tensors: dict[str, Tensor], state: dict[str, Any]
+        self,
+        checkpointer: Checkpointer,
+        step: int,
+        tensors: dict[str, Tensor],
+        state: dict[str, Any],
     ) -> None:
         self.checkpointer = checkpointer
         self.path = checkpointer.path(step).with_suffix("")
@@ -124,7 +151,9 @@ class _Write:
             torch.save(self._state, file)
             file.flush()
             os.fsync(file.fileno())
-        write_manifest(self.staging, self._manifest, {STATE: measured(self.staging / STATE), **files})
+        write_manifest(
+            self.staging, self._manifest, {STATE: measured(self.staging / STATE), **files}
+        )
         if self.path.exists():
             set_aside(self.path)
         self.staging.rename(self.path)

@@ -57,34 +57,37 @@ from torchrl_grpo.weights import LoraDelta, named_adapters, named_weights
 class GRPOTrainer:
     """Trains a policy on batches of sequences with advantages.
 
-    A batch is what was collected between two weight syncs. ``train_batch`` splits it into optimization batches,
-    ``train_step`` makes one optimizer step of each: micro-batches -> ``forward_backward`` -> ``optim_step``. The loss
-    is normalized over the whole optimization batch, so the split into micro-batches changes nothing but memory.
+    A batch is what was collected between two weight syncs. ``train_batch`` splits it into
+    optimization batches, ``train_step`` makes one optimizer step of each: micro-batches ->
+    ``forward_backward`` -> ``optim_step``. The loss is normalized over the whole optimization
+    batch, so the split into micro-batches changes nothing but memory.
 
-    ``version`` counts trained batches. It is what engines call ``policy_version``. ``scores`` has what the passes over
-    the latest batch computed of its tokens.
+    ``version`` counts trained batches. It is what engines call ``policy_version``. ``scores`` has
+    what the passes over the latest batch computed of its tokens.
 
-    With a model that ``shard_model`` spread over several ranks, every rank has a trainer and is given the same whole
-    batch, of which it computes its share. Losses, metrics and weights are those of one process. ``train_batch``,
-    ``train_step``, ``weights`` and ``state_dict`` are then collective: all ranks call them in the same order.
+    With a model that ``shard_model`` spread over several ranks, every rank has a trainer and is
+    given the same whole batch, of which it computes its share. Losses, metrics and weights are
+    those of one process. ``train_batch``, ``train_step``, ``weights`` and ``state_dict`` are then
+    collective: all ranks call them in the same order.
 
     Args:
         loss: with the policy as its actor network.
         model: the trained model (or a peft model), in eval mode: dropout stays off.
         optimizer: over the trainable parameters of ``model``.
 
-    Keyword Args:
-        scheduler: stepped after each optimizer step, or None.
-        optim_batch_size: trajectories in one optimizer step, with all of their samples.
-        epochs: passes over a batch.
-        micro_batch_tokens: most tokens that one forward and backward pass computes. A prompt that several sequences
-            share counts once, and padding counts where the model cannot be packed (``TokenScorer.packs``).
-        autocast_dtype: bfloat16 or float16 for mixed precision, None for none. With float16 the loss is scaled, by a
-            scaler that lives as long as the trainer.
+    Keyword Args: scheduler: stepped after each optimizer step, or None. optim_batch_size:
+        trajectories in one optimizer step, with all of their samples. epochs: passes over a batch.
+        micro_batch_tokens: most tokens that one forward and backward pass computes. A prompt that
+        several sequences
+            share counts once, and padding counts where the model cannot be packed
+            (``TokenScorer.packs``).
+        autocast_dtype: bfloat16 or float16 for mixed precision, None for none. With float16 the
+            loss is scaled, by a scaler that lives as long as the trainer.
         clip_grad_norm: largest gradient norm.
-        max_nonfinite_steps: optimizer steps in a row with a non-finite loss or gradient, or without a token that
-            counts, after which ``train_step`` raises. None of them changes a weight. An overflow that merely makes the
-            loss scaler lower its scale is skipped and counted, and does not stop the run.
+        max_nonfinite_steps: optimizer steps in a row with a non-finite loss or gradient, or without
+            a token that counts, after which ``train_step`` raises. None of them changes a weight.
+            An overflow that merely makes the loss scaler lower its scale is skipped and counted,
+            and does not stop the run.
     """
 
     def __init__(
@@ -113,8 +116,12 @@ class GRPOTrainer:
         self.max_nonfinite_steps = max_nonfinite_steps
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.mesh = mesh_of(model)
-        self.rank, self.world_size = (0, 1) if self.mesh is None else (self.mesh.get_local_rank(), self.mesh.size())
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=autocast_dtype == torch.float16)
+        self.rank, self.world_size = (
+            (0, 1) if self.mesh is None else (self.mesh.get_local_rank(), self.mesh.size())
+        )
+        self.scaler = torch.amp.GradScaler(
+            self.device.type, enabled=autocast_dtype == torch.float16
+        )
         self.scores = PassScores(loss.actor_network)
         if isinstance(loss.actor_network, TokenScorer):
             check_packing(loss.actor_network, autocast_dtype)
@@ -122,7 +129,9 @@ class GRPOTrainer:
         self.optim_steps = 0
         self.skipped_steps = 0
         self._nonfinite_in_a_row = 0
-        self._passes: list[tuple[int, int]] = []  # of the step at hand: tokens and sequences of each
+        self._passes: list[
+            tuple[int, int]
+        ] = []  # of the step at hand: tokens and sequences of each
         self._reason = ""
         self._measures, self._measured = (
             StepMeasures(self.parameters, self._summed if self.mesh else dict),
@@ -137,20 +146,22 @@ class GRPOTrainer:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """All weights under their Hugging Face names, adapters merged, for an engine.
 
-        They are gathered while one iterates, so all ranks iterate to the end; who needs no weights drops them.
+        They are gathered while one iterates, so all ranks iterate to the end; who needs no weights
+        drops them.
         """
         return named_weights(self.model)
 
     def adapters(self) -> Iterator[tuple[str, LoraDelta]]:
-        """Return what the adapters of a LoRA model add to its base model's weights; gathered as in ``weights``."""
+        """Return what the adapters of a LoRA model add to its base model's weights; gathered as in
+        ``weights``.
+        """
         return named_adapters(self.model)
 
     def train_batch(self, batch: TensorDictBase) -> dict[str, float]:
         """Makes all optimizer steps of one batch [N] and raises ``version``.
 
-        Returns:
-            the metrics, averaged over the optimizer steps where they are finite, and ``train/skipped_steps``, the
-            count of the whole run.
+        Returns: the metrics, averaged over the optimizer steps where they are finite, and
+            ``train/skipped_steps``, the count of the whole run.
 
         Raises:
             NonFiniteError: too many bad steps in a row.
@@ -160,7 +171,9 @@ class GRPOTrainer:
         parts = self._optim_batches(batch)
         self.scores.begin_batch(len(batch))
         try:
-            if self.loss.proximal == "recomputed":  # part by part: in the passes of the step, for the same rounding
+            if (
+                self.loss.proximal == "recomputed"
+            ):  # part by part: in the passes of the step, for the same rounding
                 parts = [self._with_proximal_log_probs(part) for part in parts]
             steps = [self.train_step(part) for _ in range(self.epochs) for part in parts]
         except torch.OutOfMemoryError as error:
@@ -170,7 +183,9 @@ class GRPOTrainer:
         return metrics | {"train/skipped_steps": float(self.skipped_steps)}
 
     def _optim_batches(self, batch: TensorDictBase) -> Sequence[TensorDictBase]:
-        """The batch in parts of so many trajectories; all samples of a trajectory are in one of them."""
+        """The batch in parts of so many trajectories; all samples of a trajectory are in one of
+        them.
+        """
         trajectory = trajectories_of(batch)
         if trajectory is None:
             return batch.split(self.optim_batch_size)
@@ -207,29 +222,40 @@ class GRPOTrainer:
         scorer = self.loss.actor_network
         if not isinstance(scorer, TokenScorer):
             raise TypeError(
-                f"proximal='recomputed' needs a TokenScorer as actor network, got {type(scorer).__name__}: write "
-                f"{self.loss.tensor_keys.prox_log_prob} into the batch and call train_step."
+                "proximal='recomputed' needs a TokenScorer as actor network, got "
+                f"{type(scorer).__name__}: write {self.loss.tensor_keys.prox_log_prob} into the "
+                "batch and call train_step."
             )
         out_key = self.loss.tensor_keys.prox_log_prob
         scoring = KLScoring(
-            scorer, max_tokens=self.micro_batch_tokens, autocast_dtype=self.autocast_dtype, out_key=out_key
+            scorer,
+            max_tokens=self.micro_batch_tokens,
+            autocast_dtype=self.autocast_dtype,
+            out_key=out_key,
         )
         return scoring(batch.exclude(out_key))
 
     def train_step(self, batch: TensorDictBase) -> dict[str, float]:
         """Makes one optimizer step of an optimization batch [n], ragged or padded.
 
-        Sequences whose reward is not valid have no effect. If no sampled token counts at all, no weight is changed,
-        whatever demonstrations there are.
+        Sequences whose reward is not valid have no effect. If no sampled token counts at all, no
+        weight is changed, whatever demonstrations there are.
 
         Returns:
             metrics, named ``train/*``.
         """
         data = self._prepare(batch)
         lengths, prompts = data.get("length"), self._prompts(data)
-        parts = rank_micro_batches(lengths, self.micro_batch_tokens, self.rank, self.world_size, prompts)
+        parts = rank_micro_batches(
+            lengths, self.micro_batch_tokens, self.rank, self.world_size, prompts
+        )
         self._passes = [
-            (pass_tokens(lengths[part].tolist(), prompts and [prompts[row] for row in part.tolist()]), len(part))
+            (
+                pass_tokens(
+                    lengths[part].tolist(), prompts and [prompts[row] for row in part.tolist()]
+                ),
+                len(part),
+            )
             for part in parts
         ]
         micro_batches = [self._micro_batch(data, index, prompts) for index in parts]
@@ -243,7 +269,9 @@ class GRPOTrainer:
         totals["computed"] = self._number(sum(tokens for tokens, _ in self._passes))
         totals = self._over_ranks(totals)
         totals["token_efficiency"] = self._number(int(lengths.sum())) / totals.pop("computed")
-        loss = sum((value for name, value in totals.items() if name.startswith("loss_")), torch.zeros(()))
+        loss = sum(
+            (value for name, value in totals.items() if name.startswith("loss_")), torch.zeros(())
+        )
         empty = not data.get(keys.LOSS_WEIGHTS).any()
         why = partial(why_no_token, batch) if empty else partial(self._why, batch, data, parts)
         metrics = self.optim_step(loss, empty=empty, why=why)
@@ -270,7 +298,12 @@ class GRPOTrainer:
     def _prepare(self, batch: TensorDictBase) -> TensorDict:
         """The padded batch on the CPU, with the weight of each token over the whole batch."""
         names = self.loss.tensor_keys
-        per_token = {keys.FULL: 0, names.mask: False, names.sample_log_prob: 0.0, names.advantage: 0.0}
+        per_token = {
+            keys.FULL: 0,
+            names.mask: False,
+            names.sample_log_prob: 0.0,
+            names.advantage: 0.0,
+        }
         for name in (names.ref_log_probs, names.prox_log_prob, names.teacher_log_probs):
             if has(batch, name):
                 per_token[name] = 0.0
@@ -297,8 +330,12 @@ class GRPOTrainer:
             data = with_demonstrations(data, batch, names.mask)
         return self.loss.normalize(data).cpu()
 
-    def _micro_batch(self, data: TensorDict, index: Tensor, prompts: Sequence[Prompt] | None = None) -> TensorDict:
-        """The rows of a micro-batch and their layout; of an empty one, a row in which no token counts."""
+    def _micro_batch(
+        self, data: TensorDict, index: Tensor, prompts: Sequence[Prompt] | None = None
+    ) -> TensorDict:
+        """The rows of a micro-batch and their layout; of an empty one, a row in which no token
+        counts.
+        """
         own = prompts and [prompts[row] for row in index.tolist()]
         if len(index):
             part = slice_tokens(data, index, int(data.get("length")[index].max()))
@@ -308,7 +345,9 @@ class GRPOTrainer:
                 part.set(key, torch.zeros_like(part.get(key)))
         scorer = self.loss.actor_network
         if isinstance(scorer, TokenScorer):
-            part.set_non_tensor(keys.LAYOUT, scorer.layout(part.get(keys.FULL), part.get(scorer.mask_key), own))
+            part.set_non_tensor(
+                keys.LAYOUT, scorer.layout(part.get(keys.FULL), part.get(scorer.mask_key), own)
+            )
         return part
 
     def _sent(self, part: TensorDict) -> TensorDict:
@@ -324,7 +363,9 @@ class GRPOTrainer:
         """Sum sums over micro-batches over the ranks too: bitwise the same numbers on all of them."""
         return totals if self.mesh is None else self._summed(totals, self.mesh.get_group())
 
-    def _summed(self, totals: dict[str, Tensor], group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
+    def _summed(
+        self, totals: dict[str, Tensor], group: dist.ProcessGroup | None = None
+    ) -> dict[str, Tensor]:
         """The same over a group of ranks, by default all of them."""
         values = torch.stack([value.float().to(self.device) for value in totals.values()])
         dist.all_reduce(values, group=group)
@@ -344,17 +385,20 @@ class GRPOTrainer:
         def passes(rows: Tensor) -> dict[str, Tensor]:
             return self.forward_backward(self._sent(self._micro_batch(data, rows)))
 
-        return where_not_finite(self.model, data, parts, passes, queries_of(batch), one_by_one=self.mesh is None)
+        return where_not_finite(
+            self.model, data, parts, passes, queries_of(batch), one_by_one=self.mesh is None
+        )
 
     def optim_step(
         self, loss: Tensor, *, empty: bool = False, why: Callable[[], str] | None = None
     ) -> dict[str, float]:
-        """Clip the gradients and step, unless loss or gradient norm is not finite; clear the gradients.
+        """Clip the gradients and step, unless loss or gradient norm is not finite; clear the
+        gradients.
 
-        Args:
-            loss: the whole loss of the optimization batch, scalar.
-            empty: whether no token counted: then there is no step, because the moments of earlier ones would make it.
-            why: says where numbers that are not finite come from, called for the first such step in a row; or why no
+        Args: loss: the whole loss of the optimization batch, scalar. empty: whether no token
+            counted: then there is no step, because the moments of earlier ones would make it. why:
+            says where numbers that are not finite come from, called for the first such step in a
+            row; or why no
                 token counted.
 
         Raises:
@@ -365,19 +409,27 @@ class GRPOTrainer:
         self._measured = dict.fromkeys(self._measured, self._number(math.nan))
         self.scaler.unscale_(self.optimizer)
         norm = clip_grad_norm(self.parameters, self.clip_grad_norm)
-        loss_value, norm_value = torch.stack([loss.to(norm.device, torch.float32), norm.float()]).tolist()
+        loss_value, norm_value = torch.stack(
+            [loss.to(norm.device, torch.float32), norm.float()]
+        ).tolist()
         finite = math.isfinite(loss_value) and math.isfinite(norm_value)
         if finite and not empty:
             before = self._measures.before()
             self.scaler.step(self.optimizer)
             self.optim_steps += 1
-            self._measured = self._measures.after(before, self.optimizer, self.optim_steps, self.optim_batch_size)
+            self._measured = self._measures.after(
+                before, self.optimizer, self.optim_steps, self.optim_batch_size
+            )
             self._nonfinite_in_a_row, self._reason = 0, ""
             if self.scheduler is not None:
                 self.scheduler.step()
         else:
             self.skipped_steps += 1
-            rescaling = self.scaler.is_enabled() and math.isfinite(loss_value) and self.scaler.get_scale() > 1
+            rescaling = (
+                self.scaler.is_enabled()
+                and math.isfinite(loss_value)
+                and self.scaler.get_scale() > 1
+            )
             self._nonfinite_in_a_row += 0 if rescaling and not empty else 1
         if self.scaler.is_enabled():
             if not math.isfinite(norm_value):  # perhaps in another rank's part of a layer
@@ -389,22 +441,26 @@ class GRPOTrainer:
         reason = f": {why()}" if empty and why is not None else ""
         if empty and self._nonfinite_in_a_row >= self.max_nonfinite_steps:
             raise NoSignalError(
-                f"{self._nonfinite_in_a_row} optimizer steps in a row changed nothing, the last one because its batch "
-                f"has no token to train on{reason}. There may be train.max_nonfinite_steps={self.max_nonfinite_steps} "
-                "such steps."
+                f"{self._nonfinite_in_a_row} optimizer steps in a row changed nothing, the last "
+                f"one because its batch has no token to train on{reason}. There may be "
+                f"train.max_nonfinite_steps={self.max_nonfinite_steps} such steps."
             )
         if self._nonfinite_in_a_row >= self.max_nonfinite_steps:
             raise NonFiniteError(
-                f"{self._nonfinite_in_a_row} optimizer steps in a row had a non-finite loss ({loss_value}) or gradient "
-                f"norm ({norm_value}){self._reason}. No weight was changed by them. Lower "
-                f"optimizer.lr={learning_rate:g}, or use train.mixed_precision=full or bf16."
+                f"{self._nonfinite_in_a_row} optimizer steps in a row had a non-finite loss "
+                f"({loss_value}) or gradient norm ({norm_value}){self._reason}. No weight was "
+                f"changed by them. Lower optimizer.lr={learning_rate:g}, or use "
+                "train.mixed_precision=full or bf16."
             )
         if empty:
-            torchrl_logger.warning(f"Skipped an optimizer step: its batch has no token to train on{reason}.")
+            torchrl_logger.warning(
+                f"Skipped an optimizer step: its batch has no token to train on{reason}."
+            )
             loss_value = norm_value = math.nan  # zeros would be of no batch
         elif not finite:
             torchrl_logger.warning(
-                f"Skipped an optimizer step: loss {loss_value}, gradient norm {norm_value}{self._reason}."
+                f"Skipped an optimizer step: loss {loss_value}, gradient norm "
+                f"{norm_value}{self._reason}."
             )
         return {
             "train/loss": loss_value,
@@ -413,7 +469,9 @@ class GRPOTrainer:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything except the weights of a base model that LoRA leaves unchanged; see ``whole_state``."""
+        """Return everything except the weights of a base model that LoRA leaves unchanged; see
+        ``whole_state``.
+        """
         return whole_state(self.model, self.optimizer) | self.progress()
 
     def progress(self) -> dict[str, Any]:
@@ -430,9 +488,8 @@ class GRPOTrainer:
     def load_state_dict(self, state: dict[str, Any], parts: Path | None = None) -> None:
         """Restore ``state_dict`` on any number of ranks; each of them gets the whole state.
 
-        Args:
-            state: the state.
-            parts: the folder that has its tensors, where several ranks saved it: each rank reads its own part.
+        Args: state: the state. parts: the folder that has its tensors, where several ranks saved
+            it: each rank reads its own part.
 
         Raises:
             RuntimeError: the model has other parameters.
@@ -445,7 +502,10 @@ class GRPOTrainer:
             self.scheduler.load_state_dict(state["scheduler"])
         self.scaler.load_state_dict(state["scaler"])
         self.version, self.optim_steps = state["version"], state["optim_steps"]
-        self.skipped_steps, self._nonfinite_in_a_row = state["skipped_steps"], state["nonfinite_in_a_row"]
+        self.skipped_steps, self._nonfinite_in_a_row = (
+            state["skipped_steps"],
+            state["nonfinite_in_a_row"],
+        )
 
 
 def _finite_mean(values: Sequence[float]) -> float:

@@ -1,9 +1,11 @@
-"""Log-probs of given tokens and the entropy of their distributions, from hidden states and the weight of the LM head.
+"""Log-probs of given tokens and the entropy of their distributions, from hidden states and the
+weight of the LM head.
 
-The head runs in chunks of the vocabulary, and is computed again in backward, so the logits of a batch never exist at
-once: the peak is one chunk (``MAX_CHUNK_ELEMENTS``). Of a weight that is the embedding too (``tied_embedding``), the
-embedding's gradient is added to the head's, row by row, where it lies: PyTorch makes one as large as the weight, nearly
-all of it zeros, and sums the two into a third. With a vocabulary of 152k these are the largest tensors of a pass.
+The head runs in chunks of the vocabulary, and is computed again in backward, so the logits of a
+batch never exist at once: the peak is one chunk (``MAX_CHUNK_ELEMENTS``). Of a weight that is the
+embedding too (``tied_embedding``), the embedding's gradient is added to the head's, row by row,
+where it lies: PyTorch makes one as large as the weight, nearly all of it zeros, and sums the two
+into a third. With a vocabulary of 152k these are the largest tensors of a pass.
 
 Shape suffixes: N scored tokens, R different tokens, D hidden size, V vocabulary.
 """
@@ -22,10 +24,14 @@ from torchrl_grpo.functional import head_logits, rounds_logits
 from torchrl_grpo.models.sharding import mesh_of
 
 MAX_CHUNK_ELEMENTS = {"cpu": 2**21, "other": 2**25}
-"""Logits held at once: in float32 8 MiB, what a CPU's caches hold, and 128 MiB to keep an accelerator busy."""
+"""Logits held at once: in float32 8 MiB, what a CPU's caches hold, and 128 MiB to keep an
+accelerator busy.
+"""
 
 
-def _chunk_logits(hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, scale: float) -> Tensor:
+def _chunk_logits(
+    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, scale: float
+) -> Tensor:
     """Logits of a part of the vocabulary in float32 (or wider), divided by the temperature."""
     logits = head_logits(hidden_ND, weight_VD, bias_V)
     return logits if scale == 1.0 else logits.mul_(scale)
@@ -36,7 +42,8 @@ def _target_logits(
 ) -> Tensor | None:
     """Return the targets' logits in float32 if ``_chunk_logits`` rounds to 16 bits; otherwise None.
 
-    Rounding moves a log-prob by what it does to the target's own logit: in the normalizer it averages out.
+    Rounding moves a log-prob by what it does to the target's own logit: in the normalizer it
+    averages out.
     """
     if not rounds_logits(hidden_ND):
         return None
@@ -52,8 +59,8 @@ def _target_logits(
 class _ChunkedLogProb(torch.autograd.Function):
     """``log_softmax(hidden @ weight.T / temperature)`` at the targets, and its entropy.
 
-    It goes through the vocabulary in chunks, so that each part of the head and of its gradient is touched once. The
-    normalizer is that of the chunks so far.
+    It goes through the vocabulary in chunks, so that each part of the head and of its gradient is
+    touched once. The normalizer is that of the chunks so far.
     """
 
     @staticmethod
@@ -72,7 +79,9 @@ class _ChunkedLogProb(torch.autograd.Function):
         exact_N = _target_logits(hidden_ND, weight_VD, bias_V, targets_N, scale)
         for start in range(0, len(weight_VD), width):
             part = slice(start, start + width)
-            logits = _chunk_logits(hidden_ND, weight_VD[part], None if bias_V is None else bias_V[part], scale)
+            logits = _chunk_logits(
+                hidden_ND, weight_VD[part], None if bias_V is None else bias_V[part], scale
+            )
             if exact_N is None:
                 index, inside = _place(targets_N, start, logits.shape[1])
                 logit_N += logits.gather(-1, index).squeeze(-1) * inside
@@ -92,7 +101,9 @@ class _ChunkedLogProb(torch.autograd.Function):
         return log_prob_N, entropy_N
 
     @staticmethod
-    def backward(ctx: Any, grad_log_prob_N: Tensor | None, grad_entropy_N: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_log_prob_N: Tensor | None, grad_entropy_N: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         hidden_ND, weight_VD, bias_V, targets_N, lse_N, entropy_N, exact_N = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         if grad_log_prob_N is None:
@@ -115,7 +126,9 @@ class _ChunkedLogProb(torch.autograd.Function):
                 grad = log_p.exp_().mul_(slope)
             else:
                 prob = log_p.exp()
-                log_p.add_(entropy_N[:, None]).mul_(grad_entropy_N[:, None] * -ctx.scale).add_(slope)
+                log_p.add_(entropy_N[:, None]).mul_(grad_entropy_N[:, None] * -ctx.scale).add_(
+                    slope
+                )
                 grad = prob.mul_(log_p)
             index, inside = _place(targets_N, start, grad.shape[1])
             grad = grad.scatter_add_(-1, index, -slope * inside[:, None])
@@ -144,7 +157,9 @@ def _put(logits: Tensor, targets_N: Tensor, start: int, exact_N: Tensor, whole: 
 
 
 def _place(targets_N: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
-    """Return the targets' positions in a chunk of the vocabulary, [N, 1], and which of them are in it, [N] bool."""
+    """Return the targets' positions in a chunk of the vocabulary, [N, 1], and which of them are in
+    it, [N] bool.
+    """
     place = targets_N - start
     return place.clamp(0, width - 1)[:, None], (place >= 0) & (place < width)
 
@@ -158,18 +173,16 @@ def chunked_log_probs(
     temperature: float = 1.0,
     max_chunk_elements: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs of the targets and entropy of their distributions, from hidden states and the LM head.
+    """Log-probs of the targets and entropy of their distributions, from hidden states and the LM
+    head.
 
-    Args:
-        hidden_ND: [N, D], the state from which each target is predicted.
-        weight_VD: [V, D], the LM head; under autocast both are cast to its dtype.
-        targets_N: [N] int64.
-        bias_V: [V] or None.
-        temperature: the logits are divided by it; more than 0.
-        max_chunk_elements: bound on the logits held at once; by default ``MAX_CHUNK_ELEMENTS`` of the device.
+    Args: hidden_ND: [N, D], the state from which each target is predicted. weight_VD: [V, D], the
+        LM head; under autocast both are cast to its dtype. targets_N: [N] int64. bias_V: [V] or
+        None. temperature: the logits are divided by it; more than 0. max_chunk_elements: bound on
+        the logits held at once; by default ``MAX_CHUNK_ELEMENTS`` of the device.
 
-    Returns:
-        log-probs [N] and entropies [N] in nats, float32 (float64 for float64 input), differentiable.
+    Returns: log-probs [N] and entropies [N] in nats, float32 (float64 for float64 input),
+        differentiable.
     """
     device_type = hidden_ND.device.type
     if torch.is_autocast_enabled(device_type):
@@ -180,11 +193,15 @@ def chunked_log_probs(
     chunks = -(-weight_VD.shape[0] // max(1, limit // max(1, len(targets_N))))
     width = -(-weight_VD.shape[0] // chunks)  # chunks of equal size
     with torch.autocast(device_type, enabled=False):
-        return _ChunkedLogProb.apply(hidden_ND, weight_VD, bias_V, targets_N, 1.0 / temperature, width)
+        return _ChunkedLogProb.apply(
+            hidden_ND, weight_VD, bias_V, targets_N, 1.0 / temperature, width
+        )
 
 
 class _Tied(torch.autograd.Function):
-    """The weight twice: for the embedding, with a sparse gradient, and for the head, with a gradient of its own."""
+    """The weight twice: for the embedding, with a sparse gradient, and for the head, with a
+    gradient of its own.
+    """
 
     @staticmethod
     def forward(ctx: Any, weight_VD: Tensor) -> tuple[Tensor, Tensor]:
@@ -204,7 +221,12 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, weight_VD: Tensor, tokens: Tensor, once_R: Tensor, place_N: Tensor, padding: int | None
+        ctx: Any,
+        weight_VD: Tensor,
+        tokens: Tensor,
+        once_R: Tensor,
+        place_N: Tensor,
+        padding: int | None,
     ) -> Tensor:
         ctx.save_for_backward(once_R, place_N)
         ctx.shape, ctx.padding = weight_VD.shape, padding
@@ -218,14 +240,22 @@ class _Rows(torch.autograd.Function):
         if ctx.padding is not None:
             rows_RD = rows_RD.masked_fill((once_R == ctx.padding)[:, None], 0.0)
         # The rows are in order, each once.
-        sparse = torch.sparse_coo_tensor(once_R[None], rows_RD, ctx.shape, check_invariants=False, is_coalesced=True)
+        sparse = torch.sparse_coo_tensor(
+            once_R[None], rows_RD, ctx.shape, check_invariants=False, is_coalesced=True
+        )
         return sparse, None, None, None, None
 
 
 def tied_embedding(base: Any) -> nn.Embedding | None:
-    """Return a single-rank model's embedding if it is trained, is also the head, and fits ``tied_rows``."""
+    """Return a single-rank model's embedding if it is trained, is also the head, and fits
+    ``tied_rows``.
+    """
     embedding = base.get_input_embeddings()
-    plain = type(embedding) is nn.Embedding and embedding.max_norm is None and not embedding.scale_grad_by_freq
+    plain = (
+        type(embedding) is nn.Embedding
+        and embedding.max_norm is None
+        and not embedding.scale_grad_by_freq
+    )
     if (
         not plain
         or embedding.weight is not base.get_output_embeddings().weight
@@ -238,7 +268,8 @@ def tied_embedding(base: Any) -> nn.Embedding | None:
 
 @contextmanager
 def tied_rows(embedding: nn.Embedding, once_R: Tensor, place_N: Tensor) -> Iterator[Tensor]:
-    """Make a tied embedding compute its rows this way for N tokens; return the weight that the head must use.
+    """Make a tied embedding compute its rows this way for N tokens; return the weight that the head
+    must use.
 
     The gradient of that weight is changed in place, so that whoever computes it must not keep it.
 

@@ -1,4 +1,6 @@
-"""Loading Hugging Face models and tokenizers, with the checks that come before and the settings that come after."""
+"""Loading Hugging Face models and tokenizers, with the checks that come before and the settings
+that come after.
+"""
 
 from __future__ import annotations
 
@@ -53,8 +55,9 @@ def base_model_of(model: Any) -> Any:
 
 
 def resolve_name(name: str) -> str:
-    """Return the folder or hub name for ``from_pretrained`` from ``model.name``; for ``name@revision`` the folder in
-    the local cache, so that trainer, tokenizer and engine read the same files.
+    """Return the folder or hub name for ``from_pretrained`` from ``model.name``; for
+    ``name@revision`` the folder in the local cache, so that trainer, tokenizer and engine read the
+    same files.
     """
     hub_name, _, revision = name.partition("@")
     if revision and not Path(name).exists():
@@ -65,9 +68,10 @@ def resolve_name(name: str) -> str:
 def _unreachable(name: str, what: str, error: Exception) -> ValueError:
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return ValueError(
-        f"model.name={name} must be a folder or a model on the Hugging Face hub that can be reached, but its {what} "
-        f"could not be loaded ({first_line}): check the name, the files, the network and HF_HUB_OFFLINE, log in for a "
-        f"gated model, or use model.name={STARTER}, which is shipped with the package."
+        f"model.name={name} must be a folder or a model on the Hugging Face hub that can be "
+        f"reached, but its {what} could not be loaded ({first_line}): check the name, the files, "
+        f"the network and HF_HUB_OFFLINE, log in for a gated model, or use model.name={STARTER}, "
+        "which is shipped with the package."
     )
 
 
@@ -84,10 +88,15 @@ def _check_name(name: str) -> None:
             return
         except HFValidationError:
             there = next(parent for parent in path.absolute().parents if parent.exists())
-            wrong = "a shell leaves ~ as it is after a =" if name.startswith("~") else f"{there} has no such folder"
+            wrong = (
+                "a shell leaves ~ as it is after a ="
+                if name.startswith("~")
+                else f"{there} has no such folder"
+            )
     raise ValueError(
-        f"model.name={name} must be a folder with a model, or a name on the Hugging Face hub such as OWNER/NAME, but "
-        f"{wrong}: check the path, or use model.name={STARTER}, which is shipped with the package."
+        f"model.name={name} must be a folder with a model, or a name on the Hugging Face hub such "
+        f"as OWNER/NAME, but {wrong}: check the path, or use model.name={STARTER}, which is "
+        "shipped with the package."
     )
 
 
@@ -115,12 +124,16 @@ def check_model_kwargs(arguments: Mapping[str, Any], config: PretrainedConfig) -
     for name, value in arguments.items():
         given = f"train_model.model_kwargs.{name}={value}"
         if name in _ARGUMENTS_SET_BY:
-            raise ValueError(f"{given} must be left out, because another key sets it: use {_ARGUMENTS_SET_BY[name]}.")
+            raise ValueError(
+                f"{given} must be left out, because another key sets it: use "
+                f"{_ARGUMENTS_SET_BY[name]}."
+            )
         if name not in names:
             close = difflib.get_close_matches(name, names, 1)
             hint = f"did you mean {close[0]}?" if close else "leave it out."
             raise ValueError(
-                f"{given} must be a field of the model's config.json or one of {', '.join(_ARGUMENTS)}: {hint}"
+                f"{given} must be a field of the model's config.json or one of "
+                f"{', '.join(_ARGUMENTS)}: {hint}"
             )
 
 
@@ -140,15 +153,18 @@ def load_config(
     _check_name(name)
     try:
         config, _ = AutoConfig.from_pretrained(
-            resolve_name(name), trust_remote_code=trust_remote_code, return_unused_kwargs=True, **(arguments or {})
+            resolve_name(name),
+            trust_remote_code=trust_remote_code,
+            return_unused_kwargs=True,
+            **(arguments or {}),
         )
     except (OSError, ValueError) as error:
         raise _unreachable(name, "config", error) from error
     auto_map = getattr(config, "auto_map", None) or {}
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in auto_map:
         raise ValueError(
-            f"model.name={name} must be a causal language model, but AutoModelForCausalLM has none of the type "
-            f"{config.model_type}: use a model that is made for text alone."
+            f"model.name={name} must be a causal language model, but AutoModelForCausalLM has none "
+            f"of the type {config.model_type}: use a model that is made for text alone."
         )
     return config
 
@@ -158,8 +174,9 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Load a tokenizer with a chat template and a pad token.
 
-    Without a pad token the end-of-sequence token serves: padding is masked everywhere, so its id has no effect. Without
-    a chat template the plain text of the messages is used. Both are said in one log line.
+    Without a pad token the end-of-sequence token serves: padding is masked everywhere, so its id
+    has no effect. Without a chat template the plain text of the messages is used. Both are said in
+    one log line.
 
     Args:
         name: folder or hub name.
@@ -170,8 +187,9 @@ def load_tokenizer(
         ValueError: the tokenizer cannot be loaded, or has no end-of-sequence token.
     """
     try:
-        # Where mistral_common is installed (vLLM brings it), Mistral's models would get its tokenizer by default, which
-        # takes no chat template and has none of the names that are read here.
+        # Where mistral_common is installed (vLLM brings it), Mistral's models would get its
+        # tokenizer by default, which takes no chat template and has none of the names that are read
+        # here.
         tokenizer = AutoTokenizer.from_pretrained(
             resolve_name(name), trust_remote_code=trust_remote_code, mistral_format=False
         )
@@ -186,19 +204,21 @@ def prepare_tokenizer(
     """Add a missing pad token and chat template as ``load_tokenizer`` does."""
     if tokenizer.eos_token_id is None:
         raise ValueError(
-            f"model.name={name} must have a tokenizer with an end-of-sequence token, but eos_token is None: responses "
-            "could never end; set eos_token in its tokenizer_config.json."
+            f"model.name={name} must have a tokenizer with an end-of-sequence token, but eos_token "
+            "is None: responses could never end; set eos_token in its tokenizer_config.json."
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-        torchrl_logger.info(f"The tokenizer of {name} has no pad token: using {tokenizer.eos_token!r}, masked.")
+        torchrl_logger.info(
+            f"The tokenizer of {name} has no pad token: using {tokenizer.eos_token!r}, masked."
+        )
     if chat_template is not None:
         tokenizer.chat_template = _template_text(chat_template)
     elif tokenizer.chat_template is None:
         tokenizer.chat_template = FALLBACK_CHAT_TEMPLATE
         torchrl_logger.warning(
-            f"The tokenizer of {name} has no chat template: prompts are the plain text of the messages. "
-            "Set model.chat_template to a Jinja template to change this."
+            f"The tokenizer of {name} has no chat template: prompts are the plain text of the "
+            "messages. Set model.chat_template to a Jinja template to change this."
         )
     return tokenizer
 
@@ -211,16 +231,19 @@ def _template_text(template: str) -> str:
         return Path(template).read_text(encoding="utf-8")
     except OSError as error:
         raise ValueError(
-            f"model.chat_template={template} must be a Jinja template or a file with one ({error}): use a path that "
-            "exists, or leave it out for the tokenizer's own."
+            f"model.chat_template={template} must be a Jinja template or a file with one "
+            f"({error}): use a path that exists, or leave it out for the tokenizer's own."
         ) from error
 
 
-def check_vocabulary(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+def check_vocabulary(
+    config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, name: str
+) -> None:
     """Refuse a model without an embedding for a token that is used.
 
-    Those are the tokenizer's own vocabulary and, of what was added to it, what a chat has. Another added token does no
-    harm: Gemma 3's tokenizer has one for images that the models for text alone do not know.
+    Those are the tokenizer's own vocabulary and, of what was added to it, what a chat has. Another
+    added token does no harm: Gemma 3's tokenizer has one for images that the models for text alone
+    do not know.
     """
     size, added = config.get_text_config().vocab_size, tokenizer.get_added_vocab()
     used = {token_id for token, token_id in tokenizer.get_vocab().items() if token not in added}
@@ -228,9 +251,10 @@ def check_vocabulary(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBas
     used.update(tokenizer(_chat_text(tokenizer), add_special_tokens=False)["input_ids"])
     if max(used) >= size:
         raise ValueError(
-            f"model.name={name} must have an embedding for each token, but the model has {size} and the tokenizer uses "
-            f"ids up to {max(used)}: use the tokenizer the model was trained with, or resize the model's embeddings "
-            "(resize_token_embeddings) and save it again."
+            f"model.name={name} must have an embedding for each token, but the model has {size} "
+            f"and the tokenizer uses ids up to {max(used)}: use the tokenizer the model was "
+            "trained with, or resize the model's embeddings (resize_token_embeddings) and save it "
+            "again."
         )
 
 
@@ -246,15 +270,23 @@ def _chat_text(tokenizer: PreTrainedTokenizerBase) -> str:
 def stop_token_ids(
     tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None = None
 ) -> tuple[int, ...]:
-    """The tokens that end a response: end of sequence, what the model's generation config adds, and the end of an
-    assistant's turn in the chat template."""
+    """The tokens that end a response: end of sequence, what the model's generation config adds, and
+    the end of an assistant's turn in the chat template."""
     ids = {tokenizer.eos_token_id}
     configured = getattr(generation_config, "eos_token_id", None)
-    ids.update(configured if isinstance(configured, list) else [configured] if configured is not None else [])
+    ids.update(
+        configured
+        if isinstance(configured, list)
+        else [configured]
+        if configured is not None
+        else []
+    )
     text = _chat_text(tokenizer)
     if _MARKER not in text:  # a template that leaves the assistant's text out
         return tuple(sorted(ids))
-    after = tokenizer(text[text.rindex(_MARKER) + len(_MARKER) :], add_special_tokens=False)["input_ids"]
+    after = tokenizer(text[text.rindex(_MARKER) + len(_MARKER) :], add_special_tokens=False)[
+        "input_ids"
+    ]
     special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
     ids.update([token for token in after if token in special][:1])
     return tuple(sorted(ids))
@@ -277,7 +309,8 @@ def load_model(
     trust_remote_code: bool = False,
     arguments: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
-    """Load a causal LM in eval mode (dropout off) on its device; on the meta device without weights.
+    """Load a causal LM in eval mode (dropout off) on its device; on the meta device without
+    weights.
 
     Args:
         name: folder or hub name.
@@ -293,8 +326,12 @@ def load_model(
     arguments = arguments or {}
     if device.type == "meta":
         config = load_config(name, trust_remote_code=trust_remote_code, arguments=arguments)
-        options = {key: value for key, value in arguments.items() if key == "experts_implementation"}
-        return _shapes(config, attn_implementation, trust_remote_code, dtype=dtype, **options).eval()
+        options = {
+            key: value for key, value in arguments.items() if key == "experts_implementation"
+        }
+        return _shapes(
+            config, attn_implementation, trust_remote_code, dtype=dtype, **options
+        ).eval()
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             resolve_name(name),
@@ -311,17 +348,25 @@ def load_model(
     model = model.to(device).eval()
     parameters = dict(model.named_parameters())
     # A sum needs no memory, and is not finite where a weight is not.
-    sums = torch.stack([parameter.detach().sum(dtype=torch.float32) for parameter in parameters.values()])
+    sums = torch.stack(
+        [parameter.detach().sum(dtype=torch.float32) for parameter in parameters.values()]
+    )
     wrong = {
         "not in its files": info["missing_keys"] & parameters.keys(),
         "of another shape there": {key for key, *_ in info["mismatched_keys"]},
-        "not finite": {key for key, ok in zip(parameters, sums.isfinite().tolist(), strict=True) if not ok},
+        "not finite": {
+            key for key, ok in zip(parameters, sums.isfinite().tolist(), strict=True) if not ok
+        },
     }
-    found = [f"{len(keys)} are {what} ({', '.join(sorted(keys)[:3])})" for what, keys in wrong.items() if keys]
+    found = [
+        f"{len(keys)} are {what} ({', '.join(sorted(keys)[:3])})"
+        for what, keys in wrong.items()
+        if keys
+    ]
     if found:
         raise ValueError(
-            f"model.name={name} must have the {len(parameters)} weights of {type(model).__name__}, but "
-            f"{'; '.join(found)}: download it, or save it, once more."
+            f"model.name={name} must have the {len(parameters)} weights of {type(model).__name__}, "
+            f"but {'; '.join(found)}: download it, or save it, once more."
         )
     return model
 
@@ -354,15 +399,26 @@ class CheckpointModel:
 
 
 def shape_of(model: Any) -> Shape:
-    """Return the shape of a causal LM, counting parameters and linear layers; it may be sharded or have adapters."""
+    """Return the shape of a causal LM, counting parameters and linear layers; it may be sharded or
+    have adapters.
+    """
     base = base_model_of(model)
     shape, head = shape_of_config(base.config.get_text_config()), base.get_output_embeddings()
-    count, adapters = sum(parameter.numel() for parameter in model.parameters()), getattr(model, "peft_config", None)
+    count, adapters = (
+        sum(parameter.numel() for parameter in model.parameters()),
+        getattr(model, "peft_config", None),
+    )
     if adapters:
-        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        trained = sum(
+            parameter.numel() for parameter in model.parameters() if parameter.requires_grad
+        )
         adapted, count = trained // adapters["default"].r, count - trained
     else:
-        linear = [module for module in base.modules() if isinstance(module, nn.Linear) and module is not head]
+        linear = [
+            module
+            for module in base.modules()
+            if isinstance(module, nn.Linear) and module is not head
+        ]
         adapted = sum(sum(module.weight.shape) for module in linear)
     active = count - (shape.parameters - shape.active)
     return replace(shape, parameters=count, active=active, adapted=adapted)
@@ -386,22 +442,26 @@ def _shapes(
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(
-                config, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code, **options
+                config,
+                attn_implementation=attn_implementation,
+                trust_remote_code=trust_remote_code,
+                **options,
             )
     except (ImportError, ValueError) as error:
         raise ValueError(
-            f"model.attn_implementation={attn_implementation} must be an attention that the model and this machine "
-            f"have ({str(error).partition(chr(10))[0]}): use sdpa or eager."
+            f"model.attn_implementation={attn_implementation} must be an attention that the model "
+            f"and this machine have ({str(error).partition(chr(10))[0]}): use sdpa or eager."
         ) from error
 
 
 def add_lora(
     model: PreTrainedModel, *, r: int, alpha: int, target_modules: str | list[str] = "all-linear"
 ) -> nn.Module:
-    """Wrap a model with LoRA adapters (arXiv 2106.09685) through peft; only they are trained, without dropout.
+    """Wrap a model with LoRA adapters (arXiv 2106.09685) through peft; only they are trained,
+    without dropout.
 
-    Raises:
-        ValueError: the model has no such modules, or uses their weights by other ways than their forward.
+    Raises: ValueError: the model has no such modules, or uses their weights by other ways than
+        their forward.
     """
     from peft import LoraConfig, get_peft_model  # slow to import, and only LoRA runs need it
 
@@ -410,12 +470,17 @@ def add_lora(
         adapted = get_peft_model(model, config).eval()
         for name, _ in adapted.named_modules():
             if ".lora_A." in name and "mamba" in name:
-                raise ValueError(f"{name.partition('.lora_A')[0]} is part of a Mamba layer, which would ignore it")
+                raise ValueError(
+                    f"{name.partition('.lora_A')[0]} is part of a Mamba layer, which would ignore "
+                    "it"
+                )
     except ValueError as error:
-        others = "[q_proj,k_proj,v_proj,o_proj]" if target_modules == "all-linear" else "[all-linear]"
+        others = (
+            "[q_proj,k_proj,v_proj,o_proj]" if target_modules == "all-linear" else "[all-linear]"
+        )
         raise ValueError(
-            f"train_model.lora.target_modules={target_modules} must name modules of the model that can have adapters "
-            f"({error}): use {others}, or train_model.lora.enabled=false."
+            f"train_model.lora.target_modules={target_modules} must name modules of the model that "
+            f"can have adapters ({error}): use {others}, or train_model.lora.enabled=false."
         ) from error
     return adapted
 
@@ -423,8 +488,9 @@ def add_lora(
 def enable_gradient_checkpointing(model: Any) -> int:
     """Enable gradient checkpointing that works while dropout is off.
 
-    Hugging Face layers recompute only in training mode. So they are in it when they are called, and leave it while they
-    compute, with gradients or without: neither their children nor themselves apply dropout.
+    Hugging Face layers recompute only in training mode. So they are in it when they are called, and
+    leave it while they compute, with gradients or without: neither their children nor themselves
+    apply dropout.
 
     Returns:
         the number of layers that will be recomputed.
@@ -436,16 +502,20 @@ def enable_gradient_checkpointing(model: Any) -> int:
     layers = [module for module in base.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise ValueError(
-            f"train_model.gradient_checkpointing=true needs a model with checkpointed layers, which "
-            f"{type(base).__name__} does not have: set it to false."
+            "train_model.gradient_checkpointing=true needs a model with checkpointed layers, "
+            f"which {type(base).__name__} does not have: set it to false."
         )
     contexts = {"context_fn": lambda: (_out_of_training(layers), _out_of_training(layers))}
-    base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, **contexts})
+    base.gradient_checkpointing_enable(
+        gradient_checkpointing_kwargs={"use_reentrant": False, **contexts}
+    )
     for layer in layers:
         layer.training = True
         # Without gradients nothing is checkpointed, and the contexts are not entered.
         layer.register_forward_pre_hook(_leave_training_without_gradients)
-        layer.register_forward_hook(lambda layer, *_: setattr(layer, "training", True), always_call=True)
+        layer.register_forward_hook(
+            lambda layer, *_: setattr(layer, "training", True), always_call=True
+        )
     return len(layers)
 
 
@@ -456,7 +526,9 @@ def _leave_training_without_gradients(layer: nn.Module, _: Any) -> None:
 
 @contextmanager
 def _out_of_training(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Layers are out of training mode inside; a recomputation ends with an exception once it has what it is for."""
+    """Layers are out of training mode inside; a recomputation ends with an exception once it has
+    what it is for.
+    """
     for layer in layers:
         layer.training = False
     try:

@@ -1,7 +1,8 @@
-"""Memory of a run by role: of a training step and what would reduce it, of an engine, and of a reference model.
+"""Memory of a run by role: of a training step and what would reduce it, of an engine, and of a
+reference model.
 
-The device plan, ``torchrl_grpo.plan``, the dry run and the out-of-memory messages all count with it. Nothing heavy is
-imported here; ``loading.shape_of`` reads the ``Shape`` of a PyTorch model.
+The device plan, ``torchrl_grpo.plan``, the dry run and the out-of-memory messages all count with
+it. Nothing heavy is imported here; ``loading.shape_of`` reads the ``Shape`` of a PyTorch model.
 """
 
 from __future__ import annotations
@@ -22,17 +23,12 @@ _LORA_RANK = 16
 class Shape:
     """A decoder's size, in numbers.
 
-    Attributes:
-        parameters: all of them, tied ones once.
-        active: those that a token meets: of the experts, those that it is sent to.
-        layers: how many.
-        hidden: width.
-        query_width: numbers of a token's queries in a layer.
-        kv_width: numbers that a token leaves in the key cache of a layer, and again in the value cache.
-        inner: width of a layer's gated part, over all experts that a token is sent to.
-        head: parameters of the LM head.
-        tied: whether the embedding is the head.
-        adapted: parameters of adapters of rank 1.
+    Attributes: parameters: all of them, tied ones once. active: those that a token meets: of the
+        experts, those that it is sent to. layers: how many. hidden: width. query_width: numbers of
+        a token's queries in a layer. kv_width: numbers that a token leaves in the key cache of a
+        layer, and again in the value cache. inner: width of a layer's gated part, over all experts
+        that a token is sent to. head: parameters of the LM head. tied: whether the embedding is the
+        head. adapted: parameters of adapters of rank 1.
     """
 
     parameters: float
@@ -50,8 +46,8 @@ class Shape:
 def shape_of_config(config: Any) -> Shape:
     """Return the shape of a decoder with gated layers, with or without experts.
 
-    Args:
-        config: its Hugging Face config for text, or an object with the entries of its ``config.json``.
+    Args: config: its Hugging Face config for text, or an object with the entries of its
+        ``config.json``.
 
     Raises:
         AttributeError: the config lacks a size.
@@ -59,7 +55,10 @@ def shape_of_config(config: Any) -> Shape:
     hidden, layers = int(config.hidden_size), int(config.num_hidden_layers)
     heads = int(getattr(config, "num_attention_heads", None) or 1)
     width = getattr(config, "head_dim", None) or hidden // heads
-    query_width, kv_width = width * heads, width * (getattr(config, "num_key_value_heads", None) or heads)
+    query_width, kv_width = (
+        width * heads,
+        width * (getattr(config, "num_key_value_heads", None) or heads),
+    )
     experts = getattr(config, "num_experts", None) or 1
     used = getattr(config, "num_experts_per_tok", None) or 1
     expert = (getattr(config, "moe_intermediate_size", None) if experts > 1 else None) or getattr(
@@ -67,7 +66,9 @@ def shape_of_config(config: Any) -> Shape:
     )
     inner, tied = int(expert or 4 * hidden), bool(getattr(config, "tie_word_embeddings", False))
     family, head = getattr(config, "model_type", ""), int(config.vocab_size) * hidden
-    small = {"qwen2": query_width + 2 * kv_width, "qwen3": 2 * width, "qwen3_moe": 2 * width}.get(family, 0)
+    small = {"qwen2": query_width + 2 * kv_width, "qwen3": 2 * width, "qwen3_moe": 2 * width}.get(
+        family, 0
+    )
     attention = 2 * hidden * (query_width + kv_width)
     routing = experts * hidden if experts > 1 else 0
     layer = attention + small + routing + 3 * experts * hidden * inner + 2 * hidden
@@ -75,7 +76,9 @@ def shape_of_config(config: Any) -> Shape:
     linear = 2 * (query_width + hidden) + 2 * (hidden + kv_width)
     return Shape(
         parameters=parameters,
-        active=parameters - layers * 3 * (experts - used) * hidden * inner if experts > 1 else parameters,
+        active=parameters - layers * 3 * (experts - used) * hidden * inner
+        if experts > 1
+        else parameters,
         layers=layers,
         hidden=hidden,
         query_width=query_width,
@@ -91,18 +94,13 @@ def shape_of_config(config: Any) -> Shape:
 class StepSetup:
     """Parameters of a training step that a rank's memory depends on.
 
-    Attributes:
-        tokens: in the largest pass.
-        sequences: in that pass.
-        passes: in a step.
-        number: bytes of an activation.
-        master: bytes of a weight of the model; where it is trained, of its gradient and each of its moments too.
-        checkpoints: whether gradient checkpointing is on.
-        adapters: rank of the adapters that alone are trained; 0 trains all weights.
-        small_states: whether the optimizer keeps 8 bits a moment.
-        ranks: that share a batch.
-        replicas: copies of the model, each sharded over as many of the ranks.
-        offloads: whether weights, gradients and moments rest on the CPU.
+    Attributes: tokens: in the largest pass. sequences: in that pass. passes: in a step. number:
+        bytes of an activation. master: bytes of a weight of the model; where it is trained, of its
+        gradient and each of its moments too. checkpoints: whether gradient checkpointing is on.
+        adapters: rank of the adapters that alone are trained; 0 trains all weights. small_states:
+        whether the optimizer keeps 8 bits a moment. ranks: that share a batch. replicas: copies of
+        the model, each sharded over as many of the ranks. offloads: whether weights, gradients and
+        moments rest on the CPU.
     """
 
     tokens: int
@@ -118,7 +116,8 @@ class StepSetup:
     offloads: bool = False
 
     def of_batch(self, tokens: float, longest: float) -> StepSetup:
-        """Return the setup of steps of so many tokens, in passes of as many as this one's; no sequence is divided.
+        """Return the setup of steps of so many tokens, in passes of as many as this one's; no
+        sequence is divided.
 
         Args:
             tokens: of an optimizer step, over all ranks.
@@ -133,13 +132,11 @@ class StepSetup:
 class StepMemory:
     """Memory of a rank in a training step, in bytes.
 
-    Attributes:
-        parameters: the model's own.
-        copies: their copies in the 16 bits that the step computes in, or the ones that are gathered from other ranks.
-        gradients: of what is trained.
-        moments: AdamW's two.
-        activations: of the largest pass, with the gradients that its backward pass holds of them.
-        peak: the most at a time: less than the sum where a step is one pass, whose gradients come as activations go.
+    Attributes: parameters: the model's own. copies: their copies in the 16 bits that the step
+        computes in, or the ones that are gathered from other ranks. gradients: of what is trained.
+        moments: AdamW's two. activations: of the largest pass, with the gradients that its backward
+        pass holds of them. peak: the most at a time: less than the sum where a step is one pass,
+        whose gradients come as activations go.
     """
 
     parameters: int
@@ -185,7 +182,11 @@ def step_memory(shape: Shape, setup: StepSetup) -> StepMemory:
     shards = setup.ranks // setup.replicas
     weights = int(shape.parameters * master + adapters) // shards
     trained = int(adapters or shape.parameters * master) // shards
-    moments = 2 * trained // (_ADAPTER_NUMBER if adapters else master) if setup.small_states else 2 * trained
+    moments = (
+        2 * trained // (_ADAPTER_NUMBER if adapters else master)
+        if setup.small_states
+        else 2 * trained
+    )
     if setup.offloads:
         weights = trained = moments = 0
     copies, outside = 0, shape.head * (1 if shape.tied else 2)
@@ -198,12 +199,13 @@ def step_memory(shape: Shape, setup: StepSetup) -> StepMemory:
     layer = setup.tokens * _layer_bytes(shape, setup)
     inputs = shape.layers * setup.tokens * shape.hidden * master
     kept = inputs + layer if setup.checkpoints else shape.layers * layer
-    # Where the backward pass begins there are gradients of two tensors as wide as a layer's gates, and of its input and
-    # output, or logits; in 16 bits they are in float32 too, or beside copies that are.
+    # Where the backward pass begins there are gradients of two tensors as wide as a layer's gates,
+    # and of its input and output, or logits; in 16 bits they are in float32 too, or beside copies
+    # that are.
     activations = kept + setup.tokens * 4 * 2 * (shape.inner + shape.hidden)
-    # It begins with all activations and the head's gradient, and ends with one layer's and all gradients, or with the
-    # embedding's beside those (and the head's, which waited for it where they are tied). Those of earlier passes are
-    # there all the time.
+    # It begins with all activations and the head's gradient, and ends with one layer's and all
+    # gradients, or with the embedding's beside those (and the head's, which waited for it where
+    # they are tied). Those of earlier passes are there all the time.
     of_head, several = 0 if setup.adapters else shape.head * master, setup.passes > 1
     first = activations + of_head + several * trained
     dense = shape.tied and sharded  # else it is rows of the head's (``models.embedding``)
@@ -250,7 +252,8 @@ class ModelMemory:
 
 
 def forward_memory(shape: Shape, tokens: int, number: int) -> int:
-    """Bytes of activations of a pass without a backward one: three times a layer's gates, its input and output.
+    """Bytes of activations of a pass without a backward one: three times a layer's gates, its input
+    and output.
 
     Args:
         shape: of the model.
@@ -270,14 +273,20 @@ def savings(shape: Shape, setup: StepSetup) -> dict[str, int]:
     half, single = setup.tokens // 2, setup.passes == 1
     knobs: dict[str, StepSetup] = {}
     if setup.sequences > 1:
-        knobs[f"train.micro_batch_tokens={half}"] = replace(setup, tokens=half, passes=2 * setup.passes)
+        knobs[f"train.micro_batch_tokens={half}"] = replace(
+            setup, tokens=half, passes=2 * setup.passes
+        )
     if not setup.checkpoints:
         knobs["train_model.gradient_checkpointing=true"] = replace(setup, checkpoints=True)
     if setup.number == 4:
         knobs["train.mixed_precision=bf16"] = replace(setup, number=2)
     if not setup.adapters:
         knobs["train_model.lora.enabled=true"] = replace(setup, adapters=_LORA_RANK)
-    share = replace(setup, tokens=half if single and setup.sequences > 1 else setup.tokens, ranks=2 * setup.ranks)
+    share = replace(
+        setup,
+        tokens=half if single and setup.sequences > 1 else setup.tokens,
+        ranks=2 * setup.ranks,
+    )
     knobs[f"train_model.num_devices={share.ranks}"] = share
     if setup.replicas > 1:
         knobs["train_model.replicas=1"] = replace(setup, replicas=1)
@@ -291,10 +300,10 @@ def savings(shape: Shape, setup: StepSetup) -> dict[str, int]:
 def _layer_bytes(shape: Shape, setup: StepSetup) -> int:
     """Bytes that a layer keeps of a token for the backward pass.
 
-    The two norms compute in float32, and keep what they read and, where their weight is trained, what they made
-    of it before. In ``number`` bytes there are queries, keys, values, attention's output, the two inputs of
-    projections, and of the gated part its two halves, the activation and the product. Autocast copies an input for each
-    of five projections.
+    The two norms compute in float32, and keep what they read and, where their weight is trained,
+    what they made of it before. In ``number`` bytes there are queries, keys, values, attention's
+    output, the two inputs of projections, and of the gated part its two halves, the activation and
+    the product. Autocast copies an input for each of five projections.
     """
     inputs = 2 if setup.number == 4 else 5
     of_norms = 2 * 4 * shape.hidden * (1 if setup.adapters else 2)

@@ -1,7 +1,7 @@
 """Ragged batches as padded tensors, and batches split into micro-batches by a token budget.
 
-Sequences are padded on the right. Under causal attention a real token never looks at what comes after it, so no
-attention mask is needed and padding cannot change a result.
+Sequences are padded on the right. Under causal attention a real token never looks at what comes
+after it, so no attention mask is needed and padding cannot change a result.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from torchrl_grpo.models.prefix import Prompt
 _FIXES: dict[NestedKey, str] = {
     K.ADVANTAGE: "apply GroupAdvantage(repeats) to the batch, or add it to the replay buffer's transforms",
     K.REF_LOG_PROBS: (
-        "apply KLScoring(TokenScorer(reference)) to the batch before what reads them, or add it to the replay buffer's "
-        "transforms; a KL coefficient of 0 needs none"
+        "apply KLScoring(TokenScorer(reference)) to the batch before what reads them, or add it "
+        "to the replay buffer's transforms; a KL coefficient of 0 needs none"
     ),
     K.REWARD_PARTS: "name reward functions, as LLMEnv writes their parts, or do not set part_weights",
     K.SHAPED_REWARD: "apply RewardShaping() before what reads it",
     K.TOKEN_REWARD: "apply RewardShaping() before what reads it, or use level='sequence'",
     K.PROX_LOG_PROBS: (
-        "apply KLScoring(TokenScorer(model), out_key=keys.PROX_LOG_PROBS) before the batch's first optimizer step, or "
-        "use proximal='current'"
+        "apply KLScoring(TokenScorer(model), out_key=keys.PROX_LOG_PROBS) before the batch's "
+        "first optimizer step, or use proximal='current'"
     ),
     K.STALENESS: "write the trainer's version less the policy_version of each sequence, or use another proximal",
     K.TRUNCATED: "write it when a response is cut off, as LLMEnv does, or use mask_truncated=False",
@@ -65,23 +65,31 @@ def pad(batch: TensorDictBase, key: NestedKey, padding_value: float = 0) -> Tens
         KeyError: the batch has no such entry.
         ValueError: the entry is a number without an axis in each sequence.
     """
-    first = batch.tensordicts[0].get(key, None) if isinstance(batch, LazyStackedTensorDict) else None
+    first = (
+        batch.tensordicts[0].get(key, None) if isinstance(batch, LazyStackedTensorDict) else None
+    )
     if isinstance(first, Tensor) and first.ndim == 0:
-        padded = batch.get(key)  # there is nothing to pad, and tensordict's error would not name the entry
+        padded = batch.get(
+            key
+        )  # there is nothing to pad, and tensordict's error would not name the entry
     else:
-        padded = batch.get(key, as_padded_tensor=True, padding_side="right", padding_value=padding_value)
+        padded = batch.get(
+            key, as_padded_tensor=True, padding_side="right", padding_value=padding_value
+        )
     if padded is None:
         raise _missing(batch, key)
     if padded.ndim < 2:
         raise ValueError(
-            f"entry {key!r} of shape {list(padded.shape)} must be [{len(batch)}, 1], one value for each sequence, or "
-            f"[{len(batch)}, T], one for each token: use unsqueeze(-1)."
+            f"entry {key!r} of shape {list(padded.shape)} must be [{len(batch)}, 1], one value for "
+            f"each sequence, or [{len(batch)}, T], one for each token: use unsqueeze(-1)."
         )
     return padded
 
 
 def has(batch: TensorDictBase, key: NestedKey) -> bool:
-    """Whether a batch has an entry; ``key in batch.keys(True, True)`` is wrong for nested keys of a lazy stack."""
+    """Whether a batch has an entry; ``key in batch.keys(True, True)`` is wrong for nested keys of a
+    lazy stack.
+    """
     parts = batch.tensordicts if isinstance(batch, LazyStackedTensorDict) else [batch]
     return all(part.get(key, None) is not None for part in parts)
 
@@ -101,10 +109,17 @@ def trajectories_of(batch: TensorDictBase) -> Tensor | None:
     """
     if isinstance(batch, LazyStackedTensorDict):
         found = [row.get(K.TRAJECTORY, None) for row in batch.tensordicts]
-        names = [("row", row) if value is None else ("trajectory", int(value)) for row, value in enumerate(found)]
+        names = [
+            ("row", row) if value is None else ("trajectory", int(value))
+            for row, value in enumerate(found)
+        ]
     else:
         value = batch.get(K.TRAJECTORY, None)
-        names = [] if value is None else [("trajectory", int(one)) for one in value.reshape(-1).tolist()]
+        names = (
+            []
+            if value is None
+            else [("trajectory", int(one)) for one in value.reshape(-1).tolist()]
+        )
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     return torch.tensor([numbers[name] for name in names]) if len(numbers) < len(names) else None
 
@@ -116,7 +131,10 @@ def last_rows(trajectory: Tensor) -> Tensor:
 
 
 def _missing(batch: TensorDictBase, key: NestedKey) -> KeyError:
-    fix = _FIXES.get(key, "write it, or name the entry that holds it (set_keys of a loss, ..._key of a transform)")
+    fix = _FIXES.get(
+        key,
+        "write it, or name the entry that holds it (set_keys of a loss, ..._key of a transform)",
+    )
     there = ", ".join(map(_dotted, batch.keys(True, True)))
     return KeyError(f"the batch has no entry {_dotted(key)}, it has {there}: {fix}.")
 
@@ -125,7 +143,9 @@ def _dotted(key: NestedKey) -> str:
     return key if isinstance(key, str) else ".".join(key)
 
 
-def pad_batch(batch: TensorDictBase, keys: Mapping[NestedKey, float], flat: Sequence[NestedKey] = ()) -> TensorDict:
+def pad_batch(
+    batch: TensorDictBase, keys: Mapping[NestedKey, float], flat: Sequence[NestedKey] = ()
+) -> TensorDict:
     """A contiguous TensorDict [N] of padded sequences, made of the named entries alone.
 
     Args:
@@ -150,19 +170,24 @@ def demonstrations_in(batch: TensorDictBase) -> list[int]:
     Raises:
         KeyError: the rows have no such entry, not even an empty one.
     """
-    return [number for number, row in enumerate(batch.unbind(0)) if len(entry(row, K.DEMONSTRATION))]
+    return [
+        number for number, row in enumerate(batch.unbind(0)) if len(entry(row, K.DEMONSTRATION))
+    ]
 
 
-def with_demonstrations(data: TensorDict, batch: TensorDictBase, mask_key: NestedKey = K.ASSISTANT_MASK) -> TensorDict:
-    """A padded batch with the demonstrations that its rows have with them as rows of their own, after all others.
+def with_demonstrations(
+    data: TensorDict, batch: TensorDictBase, mask_key: NestedKey = K.ASSISTANT_MASK
+) -> TensorDict:
+    """A padded batch with the demonstrations that its rows have with them as rows of their own,
+    after all others.
 
     Args:
         data: [N], as ``pad_batch`` makes it, and ``"length"`` [N] int64.
         batch: [N], what it was made of.
         mask_key: the tokens that a loss trains on.
 
-    Returns:
-        [N + M] with ``"is_demonstration"`` [N + M, 1] bool. What a demonstration has no value of is 0 or False.
+    Returns: [N + M] with ``"is_demonstration"`` [N + M, 1] bool. What a demonstration has no value
+        of is 0 or False.
     """
     shown = [batch[row] for row in demonstrations_in(batch)]
     lengths = torch.tensor([len(row.get(K.DEMONSTRATION)) for row in shown], dtype=torch.int64)
@@ -171,7 +196,9 @@ def with_demonstrations(data: TensorDict, batch: TensorDictBase, mask_key: Neste
 
     def longer(value: Tensor) -> Tensor:
         of_tokens = value.ndim == 2 and value.shape[1] == width and width > 1
-        after = [0, 0] * (value.ndim - 2) + [0, more * of_tokens] * (value.ndim > 1) + [0, len(shown)]
+        after = (
+            [0, 0] * (value.ndim - 2) + [0, more * of_tokens] * (value.ndim > 1) + [0, len(shown)]
+        )
         return torch.nn.functional.pad(value, after)
 
     out = data.apply(longer, batch_size=[count + len(shown)])
@@ -183,13 +210,15 @@ def with_demonstrations(data: TensorDict, batch: TensorDictBase, mask_key: Neste
 
 
 def sequences_of(batch: TensorDictBase) -> TensorDictBase:
-    """A batch that TorchRL's LLM wrappers wrote, as a ragged batch with the entries that this package reads.
+    """A batch that TorchRL's LLM wrappers wrote, as a ragged batch with the entries that this
+    package reads.
 
-    Tokens where ``("masks", "all_attention_mask")`` is False are dropped, on whichever side of a sequence they are.
-    What the wrappers leave out is added: ``("masks", "all_assistant_mask")`` is True after the prompt, and
-    ``("log_probs", "full")`` is made of ``("log_probs", "response")``. A sampled token whose behavior log-prob is not
-    known leaves the mask: one with NaN, and, where only the response has log-probs, a first token with exactly 0
-    (TorchRL 0.14 writes that there instead of the log-prob).
+    Tokens where ``("masks", "all_attention_mask")`` is False are dropped, on whichever side of a
+    sequence they are. What the wrappers leave out is added: ``("masks", "all_assistant_mask")`` is
+    True after the prompt, and ``("log_probs", "full")`` is made of ``("log_probs", "response")``. A
+    sampled token whose behavior log-prob is not known leaves the mask: one with NaN, and, where
+    only the response has log-probs, a first token with exactly 0 (TorchRL 0.14 writes that there
+    instead of the log-prob).
 
     Args:
         batch: batch size [N], ragged or padded on either side. The tensors are not changed.
@@ -205,13 +234,26 @@ def sequences_of(batch: TensorDictBase) -> TensorDictBase:
 
 def _sequence_of(row: TensorDictBase) -> TensorDictBase:
     """One row of ``sequences_of``."""
-    full, prompt, response = row.get(K.FULL), row.get(K.PROMPT, None), row.get(("log_probs", "response"), None)
-    real, mask, log_probs = row.get(K.ATTENTION_MASK, None), row.get(K.ASSISTANT_MASK, None), row.get(K.LOG_PROBS, None)
-    if full is None or (mask is None and prompt is None) or (log_probs is None and response is None):
+    full, prompt, response = (
+        row.get(K.FULL),
+        row.get(K.PROMPT, None),
+        row.get(("log_probs", "response"), None),
+    )
+    real, mask, log_probs = (
+        row.get(K.ATTENTION_MASK, None),
+        row.get(K.ASSISTANT_MASK, None),
+        row.get(K.LOG_PROBS, None),
+    )
+    if (
+        full is None
+        or (mask is None and prompt is None)
+        or (log_probs is None and response is None)
+    ):
         raise KeyError(
-            "a batch of a TorchRL wrapper must have tokens.full, tokens.prompt or masks.all_assistant_mask, and "
-            f"log_probs.full or log_probs.response, it has {', '.join(map(_dotted, row.keys(True, True)))}: use a "
-            "TransformersWrapper with return_log_probs=True."
+            "a batch of a TorchRL wrapper must have tokens.full, tokens.prompt or "
+            "masks.all_assistant_mask, and log_probs.full or log_probs.response, it has "
+            f"{', '.join(map(_dotted, row.keys(True, True)))}: use a TransformersWrapper with "
+            "return_log_probs=True."
         )
     real = torch.ones_like(full, dtype=torch.bool) if real is None else real.bool()
     if mask is None:
@@ -223,7 +265,12 @@ def _sequence_of(row: TensorDictBase) -> TensorDictBase:
     out = row.exclude("tokens", "masks", "log_probs", "history", "text")
     for key, value in row.items(True, True):
         # Whatever else has an entry for each token: reference and proximal log-probs, advantages.
-        if key in out.keys(True) and isinstance(value, Tensor) and value.shape == full.shape and len(full) > 1:
+        if (
+            key in out.keys(True)
+            and isinstance(value, Tensor)
+            and value.shape == full.shape
+            and len(full) > 1
+        ):
             out.set(key, value[real])
     out.update(
         TensorDict(
@@ -241,9 +288,8 @@ def _sequence_of(row: TensorDictBase) -> TensorDictBase:
 def pass_tokens(lengths: Sequence[int], prompts: Sequence[Prompt] | None = None) -> int:
     """Number of tokens that one forward pass over some sequences computes.
 
-    Args:
-        lengths: tokens in each sequence.
-        prompts: their prompts, as ``shared_prompts`` gives them, which are computed once each; None for sequences that
+    Args: lengths: tokens in each sequence. prompts: their prompts, as ``shared_prompts`` gives
+        them, which are computed once each; None for sequences that
             are padded to the longest.
 
     Example:
@@ -252,14 +298,21 @@ def pass_tokens(lengths: Sequence[int], prompts: Sequence[Prompt] | None = None)
     """
     if prompts is None:
         return len(lengths) * max(lengths, default=0)
-    return sum(lengths) - sum(length for _, length in prompts) + sum(length for _, length in set(prompts))
+    return (
+        sum(lengths)
+        - sum(length for _, length in prompts)
+        + sum(length for _, length in set(prompts))
+    )
 
 
-def micro_batches(lengths: Tensor, max_tokens: int, prompts: Sequence[Prompt] | None = None) -> list[Tensor]:
+def micro_batches(
+    lengths: Tensor, max_tokens: int, prompts: Sequence[Prompt] | None = None
+) -> list[Tensor]:
     """Split sequences into micro-batches that compute at most ``max_tokens`` tokens each.
 
-    Sequences that are padded are sorted by length, longest first, so that little of the budget goes to padding. Others
-    stay together with those of their prompt; where they do not fit, the next micro-batch computes the prompt again.
+    Sequences that are padded are sorted by length, longest first, so that little of the budget goes
+    to padding. Others stay together with those of their prompt; where they do not fit, the next
+    micro-batch computes the prompt again.
 
     Args:
         lengths: [N] int64, tokens in each sequence.
@@ -306,12 +359,18 @@ def _by_prompt(prompts: Sequence[Prompt]) -> dict[Prompt, list[int]]:
 
 
 def rank_micro_batches(
-    lengths: Tensor, max_tokens: int, rank: int, world_size: int, prompts: Sequence[Prompt] | None = None
+    lengths: Tensor,
+    max_tokens: int,
+    rank: int,
+    world_size: int,
+    prompts: Sequence[Prompt] | None = None,
 ) -> list[Tensor]:
-    """Return one rank's micro-batches of a shared batch; all ranks compute about the same number of tokens.
+    """Return one rank's micro-batches of a shared batch; all ranks compute about the same number of
+    tokens.
 
-    All ranks get the same number of micro-batches, because each of them is a collective operation of a sharded model.
-    The sequences of a prompt stay on one rank, unless they are more than half of its share.
+    All ranks get the same number of micro-batches, because each of them is a collective operation
+    of a sharded model. The sequences of a prompt stay on one rank, unless they are more than half
+    of its share.
 
     Args:
         lengths: [N] int64, tokens in each sequence of the whole batch.
@@ -320,8 +379,8 @@ def rank_micro_batches(
         world_size: number of ranks; 1 gives just ``micro_batches``.
         prompts: as in ``pass_tokens``.
 
-    Returns:
-        index tensors [n_i] int64; an empty one stands for a micro-batch that this rank has no sequences for.
+    Returns: index tensors [n_i] int64; an empty one stands for a micro-batch that this rank has no
+        sequences for.
 
     Example:
         >>> [part.tolist() for part in rank_micro_batches(torch.tensor([2, 5, 3, 4]), 6, rank=0, world_size=2)]
@@ -332,11 +391,16 @@ def rank_micro_batches(
     if prompts is not None:
         most = max(1, pass_tokens(sizes, prompts) // (2 * world_size))
         groups = [(prompt, torch.tensor(rows)) for prompt, rows in _by_prompt(prompts).items()]
-        cut = ((rows, micro_batches(lengths[rows], most, [prompt] * len(rows))) for prompt, rows in groups)
+        cut = (
+            (rows, micro_batches(lengths[rows], most, [prompt] * len(rows)))
+            for prompt, rows in groups
+        )
         pieces = [rows[part].tolist() for rows, parts in cut for part in parts]
 
     def tokens(piece: Sequence[int]) -> int:
-        return pass_tokens([sizes[row] for row in piece], prompts and [prompts[row] for row in piece])
+        return pass_tokens(
+            [sizes[row] for row in piece], prompts and [prompts[row] for row in piece]
+        )
 
     shares: list[list[int]] = [[] for _ in range(world_size)]
     loads = [(0, number) for number in range(world_size)]  # a heap
@@ -365,6 +429,8 @@ def slice_tokens(batch: TensorDict, index: Tensor, length: int) -> TensorDict:
 
     def cut(value: Tensor) -> Tensor:
         rows = value[index]
-        return rows[:, :length] if value.ndim == 2 and value.shape[1] == width and width > 1 else rows
+        return (
+            rows[:, :length] if value.ndim == 2 and value.shape[1] == width and width > 1 else rows
+        )
 
     return batch.apply(cut, batch_size=[len(index)])

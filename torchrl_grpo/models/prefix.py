@@ -1,11 +1,14 @@
-"""Layout and attention of sequences without padding, in which responses to one prompt share one copy of it.
+"""Layout and attention of sequences without padding, in which responses to one prompt share one
+copy of it.
 
-All sequences of a pass are one row of tokens. Of those that begin with the same prompt, the first is whole and the
-others are their responses alone, at the positions that they have in their sequences. Linear layers and norms need not
-know; attention does, and is therefore registered in Hugging Face's interface, in the place of ``sdpa``. A model gets
-the layout as an argument of its forward and hands it to its attention. Without one, ``sdpa`` is what it was.
+All sequences of a pass are one row of tokens. Of those that begin with the same prompt, the first
+is whole and the others are their responses alone, at the positions that they have in their
+sequences. Linear layers and norms need not know; attention does, and is therefore registered in
+Hugging Face's interface, in the place of ``sdpa``. A model gets the layout as an argument of its
+forward and hands it to its attention. Without one, ``sdpa`` is what it was.
 
-A layout is made on the CPU, because its sizes depend on values, and sent to the model's device as a whole.
+A layout is made on the CPU, because its sizes depend on values, and sent to the model's device as a
+whole.
 
 Shape suffixes: B sequences, T tokens, N tokens of a row, S scored tokens.
 """
@@ -55,11 +58,13 @@ class GatherIndex:
         """Return them on a device, copied without waiting."""
         if device.type == "cpu":  # which sums one after another, in the order of the places
             return self
-        return GatherIndex(send(self.places, device), tuple(send(tensor, device) for tensor in self._sums()))
+        return GatherIndex(
+            send(self.places, device), tuple(send(tensor, device) for tensor in self._sums())
+        )
 
     def _sums(self) -> tuple[Tensor, ...]:
-        """Each place once [R], where in ``places`` it comes first [R], the places that come again [P], and where
-        [K, P], -1 where one does not come so often."""
+        """Each place once [R], where in ``places`` it comes first [R], the places that come again
+        [P], and where [K, P], -1 where one does not come so often."""
         order = self.places.argsort(stable=True)
         once, counts = self.places[order].unique_consecutive(return_counts=True)
         begin, several = counts.cumsum(0) - counts, counts > 1
@@ -71,8 +76,8 @@ class GatherIndex:
 class _Pick(torch.autograd.Function):
     """``tensor.index_select(dim, picks.places)``, with a gradient that is the same each time.
 
-    PyTorch's adds on CUDA in the order in which threads come, and rounds each sum to the tensor's type. This adds in
-    the order of the places, in float32 or wider.
+    PyTorch's adds on CUDA in the order in which threads come, and rounds each sum to the tensor's
+    type. This adds in the order of the places, in float32 or wider.
     """
 
     @staticmethod
@@ -90,12 +95,16 @@ class _Pick(torch.autograd.Function):
         if again.numel():
             more = grad.index_select(0, again.flatten().clamp(min=0)).unflatten(0, again.shape)
             there = (again >= 0).view(*again.shape, *[1] * (grad.ndim - 1))
-            total.index_add_(0, several, torch.where(there, more, 0).sum(0, dtype=wide))  # to each place once
+            total.index_add_(
+                0, several, torch.where(there, more, 0).sum(0, dtype=wide)
+            )  # to each place once
         return total.to(grad.dtype).movedim(0, ctx.dim), None, None
 
 
 def pick(tensor: Tensor, dim: int, picks: GatherIndex) -> Tensor:
-    """Return the parts of a tensor at some places along a dimension; its gradient is the same each time."""
+    """Return the parts of a tensor at some places along a dimension; its gradient is the same each
+    time.
+    """
     return _Pick.apply(tensor, dim, picks) if picks.sums else tensor.index_select(dim, picks.places)
 
 
@@ -103,16 +112,14 @@ def pick(tensor: Tensor, dim: int, picks: GatherIndex) -> Tensor:
 class Layout:
     """Inputs of a model, and positions of the scored tokens' predictions in its output.
 
-    Args:
-        source: the tokens and the mask that it is the layout of, [B, T] each.
-        tokens: [1, N] of sequences without padding, or [B, T - 1] of padded ones.
-        predictors: S flat indices in ``tokens``, of the token that each scored one is predicted from.
-        targets: [S] int64, the scored tokens.
-        places: [S] int64, their flat index in [B, T].
-        positions: [1, N] int64, or None for padded sequences.
-        groups: for each prompt its length, that of the first sequence, and those of the other responses.
-        once: [R] int64, each of ``tokens`` once, in order; None where a dense gradient of the embedding is made.
-        place: [N] int64, where in ``once`` each of them is.
+    Args: source: the tokens and the mask that it is the layout of, [B, T] each. tokens: [1, N] of
+        sequences without padding, or [B, T - 1] of padded ones. predictors: S flat indices in
+        ``tokens``, of the token that each scored one is predicted from. targets: [S] int64, the
+        scored tokens. places: [S] int64, their flat index in [B, T]. positions: [1, N] int64, or
+        None for padded sequences. groups: for each prompt its length, that of the first sequence,
+        and those of the other responses. once: [R] int64, each of ``tokens`` once, in order; None
+        where a dense gradient of the embedding is made. place: [N] int64, where in ``once`` each of
+        them is.
     """
 
     source: tuple[Tensor, Tensor]
@@ -135,7 +142,9 @@ class Layout:
         if self.tokens.device == device:
             return self
         there: dict[str, Any] = {
-            name: send(value, device) for name, value in vars(self).items() if isinstance(value, Tensor)
+            name: send(value, device)
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor)
         }
         return replace(self, predictors=self.predictors.to(device), **there)
 
@@ -153,12 +162,16 @@ class Layout:
     def lengths(self) -> tuple[list[int], list[int]]:
         """Queries and keys of each sequence."""
         queries = [own for _, *parts in self.groups for own in parts]
-        keys = [own + bool(i) * prompt for prompt, *parts in self.groups for i, own in enumerate(parts)]
+        keys = [
+            own + bool(i) * prompt for prompt, *parts in self.groups for i, own in enumerate(parts)
+        ]
         return queries, keys
 
     @cached_property
     def keys(self) -> GatherIndex:
-        """The places in the row of the tokens that each sequence looks at, one sequence after another."""
+        """The places in the row of the tokens that each sequence looks at, one sequence after
+        another.
+        """
         places, start = [], 0
         for prompt, *parts in self.groups:
             shared = torch.arange(start, start + prompt)
@@ -181,7 +194,8 @@ class Layout:
 
 
 def shared_prompts(tokens_BT: Tensor, mask_BT: Tensor) -> list[Prompt]:
-    """The prompt of each sequence: its tokens before the first one of the mask. Equal prompts have one number.
+    """The prompt of each sequence: its tokens before the first one of the mask. Equal prompts have
+    one number.
 
     >>> shared_prompts(torch.tensor([[5, 6, 7], [5, 6, 8], [4, 6, 8]]), torch.tensor([[False, False, True]] * 3))
     [(0, 2), (0, 2), (2, 2)]
@@ -190,7 +204,10 @@ def shared_prompts(tokens_BT: Tensor, mask_BT: Tensor) -> list[Prompt]:
     lengths = torch.where(mask_BT.any(1), mask_BT.int().argmax(1) + 1, tokens_BT.shape[1]).tolist()
     numbers: dict[bytes, int] = {}
     rows = zip(tokens_BT.numpy(), lengths, strict=True)
-    return [(numbers.setdefault(row[:length].tobytes(), i), length) for i, (row, length) in enumerate(rows)]
+    return [
+        (numbers.setdefault(row[:length].tobytes(), i), length)
+        for i, (row, length) in enumerate(rows)
+    ]
 
 
 def padded(tokens_BT: Tensor, mask_BT: Tensor) -> Layout:
@@ -206,12 +223,11 @@ def padded(tokens_BT: Tensor, mask_BT: Tensor) -> Layout:
 
 
 def packed(tokens_BT: Tensor, mask_BT: Tensor, prompts: Sequence[Prompt] | None = None) -> Layout:
-    """Return the layout without padding and with one copy of each prompt; tokens after the last scored one are dropped.
+    """Return the layout without padding and with one copy of each prompt; tokens after the last
+    scored one are dropped.
 
-    Args:
-        tokens_BT: int64, padding on the right.
-        mask_BT: bool, the tokens to score.
-        prompts: of the sequences, where ``shared_prompts`` has found them in this batch or a larger one.
+    Args: tokens_BT: int64, padding on the right. mask_BT: bool, the tokens to score. prompts: of
+        the sequences, where ``shared_prompts`` has found them in this batch or a larger one.
 
     Returns:
         the layout, on the CPU.
@@ -221,7 +237,9 @@ def packed(tokens_BT: Tensor, mask_BT: Tensor, prompts: Sequence[Prompt] | None 
     scored = mask_BT[:, 1:]
     ends = torch.where(scored.any(1), width - scored.flip(1).int().argmax(1), 0).tolist()
     rows_of: dict[Prompt, list[int]] = {}
-    for row, prompt in enumerate(shared_prompts(tokens_BT, mask_BT) if prompts is None else prompts):
+    for row, prompt in enumerate(
+        shared_prompts(tokens_BT, mask_BT) if prompts is None else prompts
+    ):
         if ends[row]:
             rows_of.setdefault(prompt, []).append(row)
     if not rows_of:  # a pass that scores nothing is still one
@@ -230,22 +248,29 @@ def packed(tokens_BT: Tensor, mask_BT: Tensor, prompts: Sequence[Prompt] | None 
     for (_, length), rows in rows_of.items():
         order += rows
         starts += [0, *[length] * (len(rows) - 1)]
-        groups.append((length, ends[rows[0]], *(ends[row] - length for row in rows[1:] if ends[row] > length)))
+        groups.append(
+            (length, ends[rows[0]], *(ends[row] - length for row in rows[1:] if ends[row] > length))
+        )
     index, start_of = torch.tensor([order, starts])
     size = torch.tensor(ends)[index] - start_of
     offset = size.cumsum(0) - size - start_of  # from a token's position to its place in the row
     positions = torch.arange(int(size.sum())) - offset.repeat_interleave(size)
-    # Of each sequence, in the order of the batch; its prompt may be in the row as part of another one, the lead.
+    # Of each sequence, in the order of the batch; its prompt may be in the row as part of another
+    # one, the lead.
     shift, begin, lead = (torch.zeros(len(tokens_BT), dtype=torch.int64) for _ in range(3))
     shift[index], begin[index] = offset, start_of
     for rows in rows_of.values():
         lead[rows] = shift[rows[0]]
     flat = scored.flatten().nonzero().squeeze(-1)
     of_row, position = flat // max(width, 1), flat % max(width, 1)
-    predictors = GatherIndex(position + torch.where(position < begin[of_row], lead[of_row], shift[of_row]))
+    predictors = GatherIndex(
+        position + torch.where(position < begin[of_row], lead[of_row], shift[of_row])
+    )
     targets = tokens_BT[:, 1:].flatten()[flat]
     tokens = tokens_BT[index.repeat_interleave(size), positions]
-    return Layout(source, tokens[None], predictors, targets, flat + of_row + 1, positions[None], tuple(groups))
+    return Layout(
+        source, tokens[None], predictors, targets, flat + of_row + 1, positions[None], tuple(groups)
+    )
 
 
 def attention(
@@ -258,13 +283,12 @@ def attention(
     layout: Layout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Hugging Face's ``sdpa``, or, with a layout, attention of each sequence over its prompt and itself.
+    """Hugging Face's ``sdpa``, or, with a layout, attention of each sequence over its prompt and
+    itself.
 
-    Args:
-        query: [1, H, N, D], rotated by the tokens' positions.
-        key: [1, heads of keys, N, D].
-        value: [1, heads of keys, N, DV].
-        **kwargs: those of Hugging Face's ``sdpa``; of these ``sliding_window`` is how many tokens a token looks at, the
+    Args: query: [1, H, N, D], rotated by the tokens' positions. key: [1, heads of keys, N, D].
+        value: [1, heads of keys, N, DV]. **kwargs: those of Hugging Face's ``sdpa``; of these
+        ``sliding_window`` is how many tokens a token looks at, the
             last one of which is itself.
 
     Raises:
@@ -293,24 +317,36 @@ AttentionInterface.register("sdpa", attention)
 
 
 def _each_sequence(
-    query: Tensor, key: Tensor, value: Tensor, layout: Layout, window: int, scale: float, dropout: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: Layout,
+    window: int,
+    scale: float,
+    dropout: float,
 ) -> Tensor:
     """[1, N, H, DV], one sequence after another."""
     repeats = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(repeats, 1) for tensor in (key, value))
     queries, keys = layout.lengths
     outs = []
-    for q, k, v in zip(query.split(queries, 2), key.split(keys, 2), value.split(keys, 2), strict=True):
+    for q, k, v in zip(
+        query.split(queries, 2), key.split(keys, 2), value.split(keys, 2), strict=True
+    ):
         whole = q.shape[2] == k.shape[2] <= window
         mask = None if whole else _causal_mask(q, k.shape[2], window, layout)
-        outs.append(scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=whole, scale=scale))
+        outs.append(
+            scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=whole, scale=scale)
+        )
     return torch.cat(outs, 2).transpose(1, 2)
 
 
 def _causal_mask(query: Tensor, keys: int, window: int, layout: Layout) -> Tensor:
-    """[queries, keys], what is added to the scores of a sequence's last tokens: one tensor for all layers of a pass.
+    """[queries, keys], what is added to the scores of a sequence's last tokens: one tensor for all
+    layers of a pass.
 
-    Its rows begin at multiples of 8 numbers, as CUDA's kernels want them: they copy another one in each layer.
+    Its rows begin at multiples of 8 numbers, as CUDA's kernels want them: they copy another one in
+    each layer.
     """
     queries, window = query.shape[2], min(window, keys)
     found = layout.masks.get((queries, keys, window, query.dtype))
@@ -323,36 +359,50 @@ def _causal_mask(query: Tensor, keys: int, window: int, layout: Layout) -> Tenso
 
 
 def _has_varlen(query: Tensor) -> bool:
-    """Whether PyTorch has flash attention for variable-length sequences on this device, for such heads."""
+    """Whether PyTorch has flash attention for variable-length sequences on this device, for such
+    heads.
+    """
     size = query.shape[-1]
     fits = query.is_cuda and query.itemsize == 2 and size <= 256 and size % 8 == 0
     return fits and torch.cuda.get_device_capability(query.device) >= (8, 0)
 
 
-def _flash_on_cuda(query: Tensor, key: Tensor, value: Tensor, layout: Layout, window: int, scale: float) -> Tensor:
+def _flash_on_cuda(
+    query: Tensor, key: Tensor, value: Tensor, layout: Layout, window: int, scale: float
+) -> Tensor:
     """[1, N, H, D], all sequences in one call."""
     from torch.nn.attention.varlen import varlen_attn  # slow to import, and only CUDA has it
 
     q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     begin_q, begin_k = layout.bounds
     most_q, most_k = (max(lengths) for lengths in layout.lengths)
-    # Keys before and behind a query's own that it looks at, aligned with the last query and key of a sequence.
+    # Keys before and behind a query's own that it looks at, aligned with the last query and key of
+    # a sequence.
     around = (-1 if window >= most_k else window - 1, 0)
-    out: Any = varlen_attn(q, k, v, begin_q, begin_k, most_q, most_k, scale=scale, window_size=around, enable_gqa=True)
+    out: Any = varlen_attn(
+        q, k, v, begin_q, begin_k, most_q, most_k, scale=scale, window_size=around, enable_gqa=True
+    )
     return out.unsqueeze(0)
 
 
 class _FlashOnCPU(torch.autograd.Function):
-    """PyTorch's flash attention for CPUs: of each sequence or response to itself, and of responses to their prompt.
+    """PyTorch's flash attention for CPUs: of each sequence or response to itself, and of responses
+    to their prompt.
 
-    The two outputs of a response are merged by their normalizers. With the merged output and normalizer, the backward
-    pass of each part gives its part of the gradient. Types below float32 are computed in it: on the machines measured
-    the kernel's backward pass is up to 5 times slower in bfloat16.
+    The two outputs of a response are merged by their normalizers. With the merged output and
+    normalizer, the backward pass of each part gives its part of the gradient. Types below float32
+    are computed in it: on the machines measured the kernel's backward pass is up to 5 times slower
+    in bfloat16.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, groups: tuple[tuple[int, ...], ...], scale: float
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        groups: tuple[tuple[int, ...], ...],
+        scale: float,
     ) -> Tensor:
         """[1, N, H, D]."""
         outs, normalizers = [], []
@@ -360,7 +410,9 @@ class _FlashOnCPU(torch.autograd.Function):
             parts = [_flash(*part, 0.0, True, scale=scale) for part in _split(lengths, q, k, v)]
             if len(lengths) > 1:
                 first = lengths[0]
-                of_prompt, seen = _flash(q[:, :, first:], k[:, :, :prompt], v[:, :, :prompt], 0.0, False, scale=scale)
+                of_prompt, seen = _flash(
+                    q[:, :, first:], k[:, :, :prompt], v[:, :, :prompt], 0.0, False, scale=scale
+                )
                 own, lse = (torch.cat(tensors, 2) for tensors in zip(*parts[1:], strict=True))
                 own = own.lerp_(of_prompt, torch.sigmoid(seen - lse)[..., None])
                 parts = [parts[0], (own, torch.logaddexp(lse, seen))]
@@ -376,16 +428,26 @@ class _FlashOnCPU(torch.autograd.Function):
         query, key, value, out, lse = ctx.saved_tensors
         wide = _wide(query, key, value)
         shape = wide[0].permute(2, 1, 0, 3).shape
-        grad, out = (tensor.to(wide[0].dtype).reshape(shape).permute(2, 1, 0, 3) for tensor in (*grads, out))
+        grad, out = (
+            tensor.to(wide[0].dtype).reshape(shape).permute(2, 1, 0, 3) for tensor in (*grads, out)
+        )
         gradients: tuple[list[Tensor], ...] = ([], [], [])
-        for prompt, lengths, tensors in _by_group(ctx.groups, grad, *wide, out, lse.permute(2, 1, 0)):
-            parts = [_flash_backward(*part, 0.0, True, scale=ctx.scale) for part in _split(lengths, *tensors)]
+        for prompt, lengths, tensors in _by_group(
+            ctx.groups, grad, *wide, out, lse.permute(2, 1, 0)
+        ):
+            parts = [
+                _flash_backward(*part, 0.0, True, scale=ctx.scale)
+                for part in _split(lengths, *tensors)
+            ]
             if len(lengths) > 1:
                 first = lengths[0]
                 g, q, k, v, o, n = (
-                    tensor[:, :, :prompt] if i in (2, 3) else tensor[:, :, first:] for i, tensor in enumerate(tensors)
+                    tensor[:, :, :prompt] if i in (2, 3) else tensor[:, :, first:]
+                    for i, tensor in enumerate(tensors)
                 )
-                of_query, of_key, of_value = _flash_backward(g, q, k, v, o, n, 0.0, False, scale=ctx.scale)
+                of_query, of_key, of_value = _flash_backward(
+                    g, q, k, v, o, n, 0.0, False, scale=ctx.scale
+                )
                 parts[0][1][:, :, :prompt] += of_key
                 parts[0][2][:, :, :prompt] += of_value
                 for part, more in zip(parts[1:], of_query.split(lengths[1:], 2), strict=True):
@@ -398,7 +460,9 @@ class _FlashOnCPU(torch.autograd.Function):
 
 
 def _wide(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Convert to float32 or wider, [heads that share a key, heads of keys, N, D], without copying keys."""
+    """Convert to float32 or wider, [heads that share a key, heads of keys, N, D], without copying
+    keys.
+    """
     dtype = torch.promote_types(query.dtype, torch.float32)
     query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
     repeats = query.shape[1] // key.shape[1]
@@ -411,7 +475,9 @@ def _by_group(
 ) -> Iterator[tuple[int, Sequence[int], tuple[Tensor, ...]]]:
     """Yield each prompt's length, the lengths of its sequences, and their part of each tensor."""
     totals = [sum(lengths) for _, *lengths in groups]
-    for (prompt, *lengths), *parts in zip(groups, *(tensor.split(totals, 2) for tensor in tensors), strict=True):
+    for (prompt, *lengths), *parts in zip(
+        groups, *(tensor.split(totals, 2) for tensor in tensors), strict=True
+    ):
         yield prompt, lengths, tuple(parts)
 
 

@@ -1,7 +1,8 @@
-"""Log-probs and entropy of given tokens under a model: one scorer for trainer, reference and proximal policy.
+"""Log-probs and entropy of given tokens under a model: one scorer for trainer, reference and
+proximal policy.
 
-The LM head runs over the scored tokens only, in chunks of the vocabulary (``head``), so that there are never logits of
-[B, T, V].
+The LM head runs over the scored tokens only, in chunks of the vocabulary (``head``), so that there
+are never logits of [B, T, V].
 
 Shape suffixes: B sequences, T tokens, N scored tokens.
 """
@@ -35,7 +36,9 @@ if TYPE_CHECKING:
     from torchrl.modules.llm import LLMWrapperBase
 
 WINDOWS = ("attention_chunk_size", "attention_window_size", "local_attention")
-"""Fields of a config that say how many tokens some of its layers look at, but for ``sliding_window``."""
+"""Fields of a config that say how many tokens some of its layers look at, but for
+``sliding_window``.
+"""
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
@@ -46,19 +49,20 @@ def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContext
 class TokenScorer(TensorDictModuleBase):
     """Scores the sampled tokens of a batch under a Hugging Face causal LM, as a TensorDict module.
 
-    Reads ``("tokens", "full")`` and ``("masks", "all_assistant_mask")`` (``mask_key``), ragged or padded; writes padded
-    ``("cur_log_probs", "full")`` and ``("entropy", "full")``, [B, T] float32, 0 on tokens outside the mask. With a
-    teacher (``distill_from``) it reads ``("next", "teacher_states")`` too and writes ``("divergence", "full")``. Where
-    ``"layout"`` is the layout of these very tensors, it is used; otherwise one is made. A small model on a CPU is
-    computed on one thread (``threads``).
+    Reads ``("tokens", "full")`` and ``("masks", "all_assistant_mask")`` (``mask_key``), ragged or
+    padded; writes padded ``("cur_log_probs", "full")`` and ``("entropy", "full")``, [B, T] float32,
+    0 on tokens outside the mask. With a teacher (``distill_from``) it reads ``("next",
+    "teacher_states")`` too and writes ``("divergence", "full")``. Where ``"layout"`` is the layout
+    of these very tensors, it is used; otherwise one is made. A small model on a CPU is computed on
+    one thread (``threads``).
 
-    Args:
-        model: a Hugging Face causal LM, or a peft model around one.
-        temperature: the one that the tokens were sampled with, so that the scores are of the same distribution.
-        max_chunk_elements: bound on the logits held at once; by default ``MAX_CHUNK_ELEMENTS`` of the device.
+    Args: model: a Hugging Face causal LM, or a peft model around one. temperature: the one that the
+        tokens were sampled with, so that the scores are of the same distribution.
+        max_chunk_elements: bound on the logits held at once; by default ``MAX_CHUNK_ELEMENTS`` of
+        the device.
 
-    Raises:
-        ValueError: the head is no plain linear layer (a LoRA adapter on it), or the scores are not those of the model's
+    Raises: ValueError: the head is no plain linear layer (a LoRA adapter on it), or the scores are
+        not those of the model's
             own logits (see ``check_scorer``).
 
     Example:
@@ -69,16 +73,21 @@ class TokenScorer(TensorDictModuleBase):
     in_keys: list[NestedKey] = [keys.FULL, keys.ASSISTANT_MASK]  # noqa: RUF012
     out_keys: list[NestedKey] = [keys.CUR_LOG_PROBS, keys.ENTROPY]  # noqa: RUF012
 
-    def __init__(self, model: nn.Module, *, temperature: float = 1.0, max_chunk_elements: int | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, *, temperature: float = 1.0, max_chunk_elements: int | None = None
+    ) -> None:
         super().__init__()
         base: Any = base_model_of(model)
         if not isinstance(base.get_output_embeddings(), nn.Linear):
             raise ValueError(
-                f"the LM head must be torch's own Linear, got {type(base.get_output_embeddings())}: leave it out of "
+                "the LM head must be torch's own Linear, got "
+                f"{type(base.get_output_embeddings())}: leave it out of "
                 "train_model.lora.target_modules."
             )
         if not MIN_TEMPERATURE <= temperature < math.inf:
-            raise ValueError(f"temperature must be at least {MIN_TEMPERATURE}, got {temperature}: use 1.0.")
+            raise ValueError(
+                f"temperature must be at least {MIN_TEMPERATURE}, got {temperature}: use 1.0."
+            )
         self.model: Any = model
         self.mask_key: NestedKey = keys.ASSISTANT_MASK
         self.teacher: Teacher | None = None
@@ -100,7 +109,8 @@ class TokenScorer(TensorDictModuleBase):
         self.out_keys = [*self.out_keys, keys.DIVERGENCE]
 
     def packs(self, longest: int) -> bool:
-        """Whether sequences of at most so many tokens are packed: without padding, and each prompt computed once.
+        """Whether sequences of at most so many tokens are packed: without padding, and each prompt
+        computed once.
 
         Where not, a warning says why, once.
         """
@@ -113,15 +123,18 @@ class TokenScorer(TensorDictModuleBase):
             if (getattr(config, name, None) or math.inf) < longest:
                 why = f"some are longer than {name}={getattr(config, name)}"
         if why and why != "it is being checked":
-            _warn_once(f"The sequences of {type(base).__name__} are padded, and each has its prompt computed: {why}.")
+            _warn_once(
+                f"The sequences of {type(base).__name__} are padded, and each has its prompt "
+                f"computed: {why}."
+            )
         return not why
 
     def score(self, tokens_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Scores right-padded sequences.
 
-        Args:
-            tokens_BT: [B, T] int64, padding on the right (any valid id); best on the CPU, where their layout is made.
-            mask_BT: [B, T] bool, the tokens to score; the first token of a sequence has no prediction and scores 0.
+        Args: tokens_BT: [B, T] int64, padding on the right (any valid id); best on the CPU, where
+            their layout is made. mask_BT: [B, T] bool, the tokens to score; the first token of a
+            sequence has no prediction and scores 0.
 
         Returns:
             log-probs and entropies, both [B, T] float32, 0 outside the mask, on the model's device.
@@ -129,7 +142,9 @@ class TokenScorer(TensorDictModuleBase):
         log_probs, entropy = self.score_layout(self.layout(tokens_BT, mask_BT))
         return log_probs, entropy
 
-    def layout(self, tokens_BT: Tensor, mask_BT: Tensor, prompts: Sequence[Prompt] | None = None) -> Layout:
+    def layout(
+        self, tokens_BT: Tensor, mask_BT: Tensor, prompts: Sequence[Prompt] | None = None
+    ) -> Layout:
         """Return how a pass over right-padded sequences computes them, on the CPU.
 
         Args:
@@ -144,15 +159,16 @@ class TokenScorer(TensorDictModuleBase):
     def score_layout(self, layout: Layout, states: Tensor | None = None) -> tuple[Tensor, ...]:
         """Score sequences with an existing layout, on any device; see ``score``.
 
-        Args:
-            layout: of the sequences.
-            states: [B, S, E], the teacher's, of the tokens of the mask; the divergence from it is then a third result.
+        Args: layout: of the sequences. states: [B, S, E], the teacher's, of the tokens of the mask;
+            the divergence from it is then a third result.
         """
         shape = layout.source[0].shape
         layout = layout.to(compute_device(self.model))
         if states is not None:
             mask = layout.source[1].flatten()
-            number = layout.source[1].cumsum(1).flatten() - 1  # of each token among those of the mask in its row
+            number = (
+                layout.source[1].cumsum(1).flatten() - 1
+            )  # of each token among those of the mask in its row
             places = layout.places.to(mask.device)
             states = states[places // shape[1], number[places]].to(layout.places.device)
         found = call_gathered(self.base, self._score, layout, shape.numel(), states)
@@ -165,8 +181,8 @@ class TokenScorer(TensorDictModuleBase):
             layout: of the sequences.
             top_k: how many of the most likely tokens; None gives what goes into the LM head.
 
-        Returns:
-            [B, T, E] in the type of the model, or [B, T, 2 K] float32; 0 on tokens that are not scored.
+        Returns: [B, T, E] in the type of the model, or [B, T, 2 K] float32; 0 on tokens that are
+            not scored.
         """
         shape = layout.source[0].shape
         layout = layout.to(compute_device(self.model))
@@ -178,19 +194,30 @@ class TokenScorer(TensorDictModuleBase):
         return zeros.index_put((layout.places,), states).unflatten(0, shape)
 
     def _score(self, layout: Layout, numel: int, states: Tensor | None) -> tuple[Tensor, ...]:
-        """Score into [B * T], with the LM head gathered: FSDP2 does not accept views from the function it calls."""
+        """Score into [B * T], with the LM head gathered: FSDP2 does not accept views from the
+        function it calls.
+        """
         hidden_ND, weight = self._hidden(layout)
         bias = self.base.get_output_embeddings().bias
-        options: dict[str, Any] = {"temperature": self.temperature, "max_chunk_elements": self.max_chunk_elements}
-        found: tuple[Tensor, ...] = chunked_log_probs(hidden_ND, weight, layout.targets, bias_V=bias, **options)
+        options: dict[str, Any] = {
+            "temperature": self.temperature,
+            "max_chunk_elements": self.max_chunk_elements,
+        }
+        found: tuple[Tensor, ...] = chunked_log_probs(
+            hidden_ND, weight, layout.targets, bias_V=bias, **options
+        )
         if states is not None:
             assert self.teacher is not None
-            found += (chunked_divergence(hidden_ND, weight, states, self.teacher, bias_V=bias, **options),)
+            found += (
+                chunked_divergence(hidden_ND, weight, states, self.teacher, bias_V=bias, **options),
+            )
         zeros = torch.zeros(numel, dtype=found[0].dtype, device=hidden_ND.device)
         return tuple(zeros.index_put((layout.places,), values) for values in found)
 
     def _hidden(self, layout: Layout) -> tuple[Tensor, Tensor]:
-        """Return the states from which the tokens are predicted, [N, D], and the weight of the LM head."""
+        """Return the states from which the tokens are predicted, [N, D], and the weight of the LM
+        head.
+        """
         base = self.base
         body = (
             base.base_model if base.base_model is not base else base.model
@@ -207,22 +234,30 @@ class TokenScorer(TensorDictModuleBase):
         """Writes the log-probs and entropies of the sampled tokens; see the class."""
         tokens, mask = pad(tensordict, keys.FULL), pad(tensordict, self.mask_key, False)
         layout = getattr(tensordict.get(keys.LAYOUT, None), "data", None)
-        if not (isinstance(layout, Layout) and layout.source[0] is tokens and layout.source[1] is mask):
+        if not (
+            isinstance(layout, Layout) and layout.source[0] is tokens and layout.source[1] is mask
+        ):
             layout = self.layout(tokens, mask)
-        found = self.score_layout(layout, None if self.teacher is None else pad(tensordict, keys.TEACHER_STATES))
-        for key, values in zip((keys.CUR_LOG_PROBS, keys.ENTROPY, keys.DIVERGENCE), found, strict=False):
+        found = self.score_layout(
+            layout, None if self.teacher is None else pad(tensordict, keys.TEACHER_STATES)
+        )
+        for key, values in zip(
+            (keys.CUR_LOG_PROBS, keys.ENTROPY, keys.DIVERGENCE), found, strict=False
+        ):
             tensordict.set(key, values)
         return tensordict
 
 
 @torch.no_grad()
 def check_scorer(scorer: TokenScorer) -> None:
-    """Compares a scorer with its model's own logits on a few tokens, and itself with and without packing.
+    """Compares a scorer with its model's own logits on a few tokens, and itself with and without
+    packing.
 
-    They differ where a model does more to its logits than its LM head does (soft-capping, a scale, one more layer), and
-    where it looks at later tokens. A model that mixes tokens by other ways than Hugging Face's attention interface
-    cannot be packed: its sequences are padded from here on. ``TokenScorer`` checks itself when it is made, unless its
-    model is sharded: make it before ``shard_model``.
+    They differ where a model does more to its logits than its LM head does (soft-capping, a scale,
+    one more layer), and where it looks at later tokens. A model that mixes tokens by other ways
+    than Hugging Face's attention interface cannot be packed: its sequences are padded from here on.
+    ``TokenScorer`` checks itself when it is made, unless its model is sharded: make it before
+    ``shard_model``.
 
     Raises:
         ValueError: they differ by more than rounding.
@@ -233,8 +268,11 @@ def check_scorer(scorer: TokenScorer) -> None:
     try:
         with _evaluated(scorer.model), torch.autocast(tokens.device.type, enabled=False):
             scores = _scores(scorer, tokens, torch.ones_like(tokens, dtype=torch.bool))
-            # The model is given the last token too, which the scorer leaves out: nothing may depend on it.
-            logits = base(input_ids=tokens, use_cache=False).logits[0, :-1].float() / scorer.temperature
+            # The model is given the last token too, which the scorer leaves out: nothing may depend
+            # on it.
+            logits = (
+                base(input_ids=tokens, use_cache=False).logits[0, :-1].float() / scorer.temperature
+            )
             rounding = _rounding(head.dtype, logits)
             base.unpacked_because = _check_packing(scorer, tokens, rounding)
     except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
@@ -245,27 +283,33 @@ def check_scorer(scorer: TokenScorer) -> None:
         problem = "" if difference <= rounding else f"are off by {difference:.2g} nats on average"
     # Rounding in bfloat16 may be larger than what a soft cap does to a few tokens.
     config = base.config.get_text_config()
-    for name in ("final_logit_softcapping", "logits_soft_cap", "logit_scale", "logits_scaling", "lm_head_multiplier"):
+    for name in (
+        "final_logit_softcapping",
+        "logits_soft_cap",
+        "logit_scale",
+        "logits_scaling",
+        "lm_head_multiplier",
+    ):
         if getattr(config, name, None) not in (None, 1):
             problem = f"{problem or 'are off'} (its config has {name}={getattr(config, name)})"
     if problem:
         raise ValueError(
-            f"{type(base).__name__} must have logits that are its LM head's output and depend on no later token, as "
-            f"log-probs are computed from the head in chunks: those {problem}; use another model (docs/models.md has a "
-            "table)."
+            f"{type(base).__name__} must have logits that are its LM head's output and depend on "
+            f"no later token, as log-probs are computed from the head in chunks: those {problem}; "
+            "use another model (docs/models.md has a table)."
         )
 
 
 @torch.no_grad()
 def check_packing(scorer: TokenScorer, autocast_dtype: torch.dtype | None) -> None:
-    """Compares a scorer with itself with and without packing in mixed precision, which may take other kernels.
+    """Compares a scorer with itself with and without packing in mixed precision, which may take
+    other kernels.
 
-    Where they differ, its sequences are padded from here on. A model is checked once for each dtype; one that is
-    sharded is not. Trainer and ``KLScoring`` do this when they are made.
+    Where they differ, its sequences are padded from here on. A model is checked once for each
+    dtype; one that is sharded is not. Trainer and ``KLScoring`` do this when they are made.
 
-    Args:
-        scorer: checked by ``check_scorer``.
-        autocast_dtype: of the passes to come; None is the precision that ``check_scorer`` has checked.
+    Args: scorer: checked by ``check_scorer``. autocast_dtype: of the passes to come; None is the
+        precision that ``check_scorer`` has checked.
     """
     base = scorer.base
     checked = vars(base).setdefault("packing_checked_in", set())
@@ -310,8 +354,8 @@ def _scores(scorer: TokenScorer, tokens: Tensor, mask: Tensor) -> Tensor:
 
 
 def _check_packing(scorer: TokenScorer, tokens: Tensor, rounding: float) -> str:
-    """Return why a model cannot be packed, within or beyond its sliding windows, because its log-probs would differ; or
-    "".
+    """Return why a model cannot be packed, within or beyond its sliding windows, because its
+    log-probs would differ; or "".
     """
     why = _compare_packing(scorer, tokens, rounding)
     if not why and getattr(scorer.base.config.get_text_config(), "sliding_window", None):
@@ -324,16 +368,29 @@ def _compare_packing(scorer: TokenScorer, tokens: Tensor, rounding: float) -> st
     """Do ``_check_packing`` for two groups of two, with the model's own windows."""
     tokens = tokens.view(2, 6)[[0, 0, 1, 1]]
     tokens[1::2, 3:] = tokens[0::2, 2:5]  # the same prompt of three tokens, another response
-    mask = torch.arange(6, device=tokens.device) >= torch.tensor([[3], [3], [2], [3]], device=tokens.device)
+    mask = torch.arange(6, device=tokens.device) >= torch.tensor(
+        [[3], [3], [2], [3]], device=tokens.device
+    )
     scorer.base.unpacked_because = "it is being checked"
     expected = _scores(scorer, tokens, mask)
     scorer.base.unpacked_because = ""
     try:
         scores = _scores(scorer, tokens, mask)
-    except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+    except (
+        AttributeError,
+        IndexError,
+        NotImplementedError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     difference = (scores - expected)[mask].abs().mean().item()
-    return "" if difference <= rounding else f"their log-probs would be off by {difference:.2g} nats on average"
+    return (
+        ""
+        if difference <= rounding
+        else f"their log-probs would be off by {difference:.2g} nats on average"
+    )
 
 
 @contextmanager
@@ -358,7 +415,9 @@ def _warn_once(message: str) -> None:
 
 
 class AdapterOffScorer(TokenScorer):
-    """Scores with a peft model's adapters switched off: the reference policy of a LoRA run, without a second model."""
+    """Scores with a peft model's adapters switched off: the reference policy of a LoRA run, without
+    a second model.
+    """
 
     def score_layout(self, layout: Layout, states: Tensor | None = None) -> tuple[Tensor, ...]:
         """Score with the base model alone; see ``TokenScorer.score_layout``."""
@@ -374,31 +433,40 @@ class AdapterOffScorer(TokenScorer):
 class WrapperScorer(TokenScorer):
     """Scores, with the model of a TorchRL LLM wrapper, the batches that such wrappers write.
 
-    The wrapper lends its model and nothing else: not its distribution, which holds the logits of all tokens, pads on
-    the left and gives no mask that both sides understand. ``packing.sequences_of`` says what becomes of the batch.
+    The wrapper lends its model and nothing else: not its distribution, which holds the logits of
+    all tokens, pads on the left and gives no mask that both sides understand.
+    ``packing.sequences_of`` says what becomes of the batch.
 
-    Reads ``("tokens", "full")`` and what else ``packing.sequences_of`` needs; writes what ``TokenScorer`` writes, the
-    mask and the behavior log-probs.
+    Reads ``("tokens", "full")`` and what else ``packing.sequences_of`` needs; writes what
+    ``TokenScorer`` writes, the mask and the behavior log-probs.
 
-    Args:
-        wrapper: a ``TransformersWrapper``. Its log-probs are those of temperature 1, whatever it samples with.
+    Args: wrapper: a ``TransformersWrapper``. Its log-probs are those of temperature 1, whatever it
+        samples with.
 
     Raises:
         ValueError: the wrapper's model is no Hugging Face model (vLLM), so it has no gradients.
     """
 
     in_keys: list[NestedKey] = [keys.FULL]  # noqa: RUF012
-    out_keys: list[NestedKey] = [keys.CUR_LOG_PROBS, keys.ENTROPY, keys.ASSISTANT_MASK, keys.LOG_PROBS]  # noqa: RUF012
+    out_keys: list[NestedKey] = [
+        keys.CUR_LOG_PROBS,
+        keys.ENTROPY,
+        keys.ASSISTANT_MASK,
+        keys.LOG_PROBS,
+    ]  # noqa: RUF012
 
     def __init__(self, wrapper: LLMWrapperBase) -> None:
         model = getattr(wrapper, "model", None)
         if not isinstance(model, nn.Module):
             raise ValueError(
-                f"actor_network={type(wrapper).__name__} must hold a Hugging Face model to be trained, it holds "
-                f"{type(model).__name__}: use TransformersWrapper, or TokenScorer(model)."
+                f"actor_network={type(wrapper).__name__} must hold a Hugging Face model to be "
+                f"trained, it holds {type(model).__name__}: use TransformersWrapper, or "
+                "TokenScorer(model)."
             )
         super().__init__(model)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """A ragged batch [B] made of the wrapper's batch, with log-probs and entropies; see the class."""
+        """A ragged batch [B] made of the wrapper's batch, with log-probs and entropies; see the
+        class.
+        """
         return super().forward(sequences_of(tensordict))

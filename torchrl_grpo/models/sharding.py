@@ -1,12 +1,15 @@
-"""Sharding a model over processes with FSDP2: each rank holds a part of every parameter, and of the optimizer's state.
+"""Sharding a model over processes with FSDP2: each rank holds a part of every parameter, and of the
+optimizer's state.
 
-Optionally, groups of ranks also compute each layer together (tensor parallelism), by the plan in the model's config, or
-several groups hold a sharded copy each (HSDP): then layers are gathered within a group, and gradients summed over all.
+Optionally, groups of ranks also compute each layer together (tensor parallelism), by the plan in
+the model's config, or several groups hold a sharded copy each (HSDP): then layers are gathered
+within a group, and gradients summed over all.
 
-A rank of a group calls ``init_mesh`` once, loads the whole model on its ``loading_device`` (which takes memory on
-rank 0 alone, where that will do), and gives both to ``shard_model``. Afterwards the parameters are DTensors. Layers are
-gathered when they run, and what belongs to no layer (embedding, last norm, LM head) when ``call_gathered`` runs a
-function of the model. Gradients are summed over the ranks, not averaged.
+A rank of a group calls ``init_mesh`` once, loads the whole model on its ``loading_device`` (which
+takes memory on rank 0 alone, where that will do), and gives both to ``shard_model``. Afterwards the
+parameters are DTensors. Layers are gathered when they run, and what belongs to no layer (embedding,
+last norm, LM head) when ``call_gathered`` runs a function of the model. Gradients are summed over
+the ranks, not averaged.
 
 Everything here that gathers is collective: all ranks must call it, in the same order.
 """
@@ -62,32 +65,35 @@ def init_mesh(
 ) -> DeviceMesh:
     """Join the process group of the trainer's ranks; call it once in each process, before sharding.
 
-    Args:
-        rank: 0 to ``world_size - 1``, another one in each process.
-        world_size: number of processes.
-        store: where they find each other; the same one in each process, and new.
-        device: what this rank computes on. On a CPU the ranks talk through gloo, on CUDA through NCCL (and through
+    Args: rank: 0 to ``world_size - 1``, another one in each process. world_size: number of
+        processes. store: where they find each other; the same one in each process, and new. device:
+        what this rank computes on. On a CPU the ranks talk through gloo, on CUDA through NCCL (and
+        through
             gloo about what lies on the CPU).
-        timeout_s: how long a rank waits for the others, here and in each collective call, before it raises; with tensor
-            parallelism, in those of all ranks (the others have torch's own bound, of minutes).
-        tensor_parallel_size: ranks that compute the same sequences together, each a part of every layer.
+        timeout_s: how long a rank waits for the others, here and in each collective call, before it
+            raises; with tensor parallelism, in those of all ranks (the others have torch's own
+            bound, of minutes).
+        tensor_parallel_size: ranks that compute the same sequences together, each a part of every
+            layer.
         replicas: sharded copies of the model, each on ranks that follow each other.
 
-    Returns:
-        a mesh of two dimensions, ``"shard"`` and ``"tensor"``, before which ``"replicate"`` comes with several copies.
+    Returns: a mesh of two dimensions, ``"shard"`` and ``"tensor"``, before which ``"replicate"``
+        comes with several copies.
 
-    Raises:
-        ValueError: ``world_size`` is no multiple of ``tensor_parallel_size``, or not of ``replicas``, or both are
+    Raises: ValueError: ``world_size`` is no multiple of ``tensor_parallel_size``, or not of
+        ``replicas``, or both are
             above 1.
     """
     if replicas > 1 and (world_size % replicas or tensor_parallel_size > 1):
         raise ValueError(
-            f"replicas={replicas} must divide world_size={world_size}, without tensor parallelism: use replicas=1."
+            f"replicas={replicas} must divide world_size={world_size}, without tensor parallelism: "
+            "use replicas=1."
         )
     if world_size % tensor_parallel_size:
         raise ValueError(
-            f"world_size={world_size} must be a multiple of tensor_parallel_size={tensor_parallel_size}: use "
-            f"{tensor_parallel_size} or {2 * tensor_parallel_size} ranks."
+            f"world_size={world_size} must be a multiple of "
+            f"tensor_parallel_size={tensor_parallel_size}: use {tensor_parallel_size} or "
+            f"{2 * tensor_parallel_size} ranks."
         )
     backend = "gloo"
     if device.type == "cuda":
@@ -99,7 +105,9 @@ def init_mesh(
     if replicas > 1:
         _all_ranks(device.type)
         names = ("replicate", "shard", "tensor")
-        return init_device_mesh(device.type, (replicas, world_size // replicas, 1), mesh_dim_names=names)
+        return init_device_mesh(
+            device.type, (replicas, world_size // replicas, 1), mesh_dim_names=names
+        )
     shape = (world_size // tensor_parallel_size, tensor_parallel_size)
     return init_device_mesh(device.type, shape, mesh_dim_names=("shard", "tensor"))
 
@@ -111,7 +119,9 @@ def _all_ranks(device_type: str) -> DeviceMesh:
 
 
 def lone_mesh(device: torch.device) -> DeviceMesh:
-    """Return the mesh of a single rank, for a model that is offloaded and not shared. It is this process' only mesh."""
+    """Return the mesh of a single rank, for a model that is offloaded and not shared. It is this
+    process' only mesh.
+    """
     return init_mesh(0, 1, HashStore(), device=device, timeout_s=_LONE_TIMEOUT_S)
 
 
@@ -122,39 +132,44 @@ def leave_mesh() -> None:
 
 
 def loading_device(mesh: DeviceMesh) -> torch.device:
-    """Device on which a rank loads a model for ``shard_model``: the CPU on rank 0, the meta device, without memory, on
-    the others. With tensor parallelism all ranks load on the CPU.
+    """Device on which a rank loads a model for ``shard_model``: the CPU on rank 0, the meta device,
+    without memory, on the others. With tensor parallelism all ranks load on the CPU.
     """
     whole = dist.get_rank() == 0 or mesh["tensor"].size() > 1
     return torch.device("cpu" if whole else "meta")
 
 
 def shard_model(
-    model: nn.Module, mesh: DeviceMesh, *, param_dtype: torch.dtype | None = None, cpu_offload: bool = False
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    param_dtype: torch.dtype | None = None,
+    cpu_offload: bool = False,
 ) -> nn.Module:
     """Shards a model in place over the ranks of a mesh, its layers one by one.
 
-    Call it after adapters were added and before the optimizer is made. With a mesh of one rank and no offload the model
-    stays as it is.
+    Call it after adapters were added and before the optimizer is made. With a mesh of one rank and
+    no offload the model stays as it is.
 
     Along the mesh's ``"tensor"`` dimension the linear layers are split as the model's own plan says
-    (``base_model_tp_plan`` of its config); what is outside of the layers is not. Those ranks must see the same data.
+    (``base_model_tp_plan`` of its config); what is outside of the layers is not. Those ranks must
+    see the same data.
 
-    Args:
-        model: a Hugging Face causal LM or a peft model around one, on the CPU or the mesh's device. All ranks get rank
-            0's weights and buffers, tensor by tensor, so the others' may be on the meta device (``loading_device``).
-            With tensor parallelism it must be the same on all ranks.
+    Args: model: a Hugging Face causal LM or a peft model around one, on the CPU or the mesh's
+        device. All ranks get rank
+            0's weights and buffers, tensor by tensor, so the others' may be on the meta device
+            (``loading_device``). With tensor parallelism it must be the same on all ranks.
         mesh: as ``init_mesh`` gives it.
-        param_dtype: dtype in which parameters are gathered, which is then the one to compute in; gradients are summed
-            in float32. None is the parameters' own.
-        cpu_offload: whether parameters, gradients and optimizer state rest on the CPU when they are not used. On a CPU
-            that is where they are anyway.
+        param_dtype: dtype in which parameters are gathered, which is then the one to compute in;
+            gradients are summed in float32. None is the parameters' own.
+        cpu_offload: whether parameters, gradients and optimizer state rest on the CPU when they are
+            not used. On a CPU that is where they are anyway.
 
     Returns:
         the model.
 
-    Raises:
-        ValueError: the model cannot be split along ``"tensor"``: it has adapters, no plan, or heads that do not
+    Raises: ValueError: the model cannot be split along ``"tensor"``: it has adapters, no plan, or
+        heads that do not
             divide.
     """
     if mesh.size() == 1 and not cpu_offload:
@@ -163,24 +178,37 @@ def shard_model(
     if mesh["tensor"].size() > 1:
         _split_layers(base, mesh["tensor"], adapters=base is not model)
     reduce_dtype = torch.float32 if param_dtype else None
-    # A cast of inputs would round the ids in a teacher's states, and copy the layout of a pass for each layer.
-    mixed = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    # A cast of inputs would round the ids in a teacher's states, and copy the layout of a pass for
+    # each layer.
+    mixed = MixedPrecisionPolicy(
+        param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
+    )
     offload = CPUOffloadPolicy() if cpu_offload and mesh.device_type != "cpu" else OffloadPolicy()
     layers = [module for module in base.modules() if isinstance(module, GradientCheckpointingLayer)]
-    # Aliases of the CPU's memory: fully_shard moves the Parameters themselves to the device, each until its last user
-    # is gone.
+    # Aliases of the CPU's memory: fully_shard moves the Parameters themselves to the device, each
+    # until its last user is gone.
     filled = mesh["tensor"].size() == 1
-    tensors = {name: tensor.detach() for name, tensor in _tensors(model)} if filled and dist.get_rank() == 0 else {}
+    tensors = (
+        {name: tensor.detach() for name, tensor in _tensors(model)}
+        if filled and dist.get_rank() == 0
+        else {}
+    )
     over = mesh["replicate", "shard"] if _replicates(mesh) else mesh["shard"]
     for module in [*layers, base]:
         sharded = fully_shard(module, mesh=over, mp_policy=mixed, offload_policy=offload)
-        sharded.set_gradient_divide_factor(1.0)  # a sum: the loss is normalized over the batch of all ranks
-        sharded.set_force_sum_reduction_for_comms(True)  # the factor alone would ask for an operation gloo lacks
+        sharded.set_gradient_divide_factor(
+            1.0
+        )  # a sum: the loss is normalized over the batch of all ranks
+        sharded.set_force_sum_reduction_for_comms(
+            True
+        )  # the factor alone would ask for an operation gloo lacks
     base.call_gathered = lambda function, *args: function(*args)
     register_fsdp_forward_method(base, "call_gathered")
     if filled:
         _fill(model, tensors, torch.device("cpu" if cpu_offload else mesh.device_type), mesh)
-    checked = [getattr(base, "unpacked_because", None)]  # by rank 0's TokenScorer: on the meta device it saw nothing
+    checked = [
+        getattr(base, "unpacked_because", None)
+    ]  # by rank 0's TokenScorer: on the meta device it saw nothing
     dist.broadcast_object_list(checked, 0, device=torch.device(mesh.device_type))
     base.unpacked_because = checked[0]
     return model
@@ -193,8 +221,12 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 @torch.no_grad()
-def _fill(model: nn.Module, tensors: dict[str, Tensor], device: torch.device, mesh: DeviceMesh) -> None:
-    """Copy rank 0's tensors to all ranks of a sharded model, one at a time, allocating tensors on the meta device."""
+def _fill(
+    model: nn.Module, tensors: dict[str, Tensor], device: torch.device, mesh: DeviceMesh
+) -> None:
+    """Copy rank 0's tensors to all ranks of a sharded model, one at a time, allocating tensors on
+    the meta device.
+    """
     if any(tensor.is_meta for _, tensor in _tensors(model)):
         places: dict[Tensor, list[tuple[nn.Module, str]]] = {}
         for module in model.modules():
@@ -209,38 +241,50 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor], device: torch.device, me
         whole = whole.to(mesh.device_type).contiguous()
         dist.broadcast(whole, 0)
         if isinstance(tensor, DTensor):
-            tensor = tensor.to_local()  # FSDP2 gives the ranks chunks of the first dimension, the last ones none
+            tensor = (
+                tensor.to_local()
+            )  # FSDP2 gives the ranks chunks of the first dimension, the last ones none
             shard = mesh["shard"]
-            whole = dict(enumerate(whole.chunk(shard.size()))).get(shard.get_local_rank(), whole[:0])
+            whole = dict(enumerate(whole.chunk(shard.size()))).get(
+                shard.get_local_rank(), whole[:0]
+            )
         tensor.copy_(whole)
 
 
 def _split_layers(base: Any, mesh: DeviceMesh, *, adapters: bool) -> None:
     """Splits the linear layers over the ranks of a mesh of one dimension."""
-    from transformers.distributed.tensor_parallel import apply_tensor_parallelism  # as young as this plan's styles
+    from transformers.distributed.tensor_parallel import (
+        apply_tensor_parallelism,
+    )  # as young as this plan's styles
 
     field = f"tensor_parallel_size={mesh.size()}"
     if adapters:
         raise ValueError(f"{field} must be 1 with LoRA adapters: shard over more ranks instead.")
-    # The head stays whole, and so does the embedding that may be tied to it: log-probs are taken from it in chunks.
+    # The head stays whole, and so does the embedding that may be tied to it: log-probs are taken
+    # from it in chunks.
     outside = (base.get_input_embeddings(), base.get_output_embeddings())
     whole = {name for name, module in base.named_modules() if module in outside}
     plan = {name: style for name, style in base.tp_plan.items() if name not in whole}
     if not plan:
-        raise ValueError(f"{field} must be 1 for {type(base).__name__}, which has no plan for splitting its layers.")
+        raise ValueError(
+            f"{field} must be 1 for {type(base).__name__}, which has no plan for splitting its "
+            "layers."
+        )
     config = base.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     if heads % mesh.size():
         fits = ", ".join(str(size) for size in range(1, mesh.size()) if heads % size == 0)
-        raise ValueError(f"{field} must divide the model's {heads} key and value heads: use {fits}.")
+        raise ValueError(
+            f"{field} must divide the model's {heads} key and value heads: use {fits}."
+        )
     apply_tensor_parallelism(base, mesh, plan)
 
 
 def call_gathered(base: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
     """Calls ``function(*args)`` as if it were the forward of a model that may be sharded.
 
-    The function may use the parameters of the model that are in no layer (the weight of the LM head), and the
-    gradients of what it returns reach them.
+    The function may use the parameters of the model that are in no layer (the weight of the LM
+    head), and the gradients of what it returns reach them.
 
     Args:
         base: the Hugging Face model, without peft's wrapper.
@@ -286,10 +330,14 @@ def is_writer(model: nn.Module) -> bool:
 
 
 def clip_grad_norm(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
-    """Scale the gradients down to a norm of at most ``max_norm`` over all ranks; return the norm before, scalar."""
+    """Scale the gradients down to a norm of at most ``max_norm`` over all ranks; return the norm
+    before, scalar.
+    """
     groups: dict[DeviceMesh | None, list[Tensor]] = {}
     for parameter in parameters:  # one operation cannot take tensors of different meshes
-        groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+        groups.setdefault(
+            parameter.device_mesh if isinstance(parameter, DTensor) else None, []
+        ).append(parameter)
     norms = []
     for group in groups.values():
         norm: Any = torch.nn.utils.get_total_norm([p.grad for p in group if p.grad is not None])
@@ -319,29 +367,39 @@ def copy_parts(source: nn.Module, target: nn.Module) -> None:
 def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return a model's trained weights and its optimizer's state, by parameter name.
 
-    It does not depend on the sharding. Of a sharded model rank 0 gets it, on the CPU, and the others nothing.
+    It does not depend on the sharding. Of a sharded model rank 0 gets it, on the CPU, and the
+    others nothing.
     """
-    options = StateDictOptions(full_state_dict=True, cpu_offload=mesh_of(model) is not None, ignore_frozen_params=True)
+    options = StateDictOptions(
+        full_state_dict=True, cpu_offload=mesh_of(model) is not None, ignore_frozen_params=True
+    )
     weights = get_model_state_dict(model, options=options)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if not parameter.requires_grad:  # torch leaves the second name of a tied weight
             weights.pop(name, None)
     state: dict[str, Any] = {"model": weights, "optimizer": {}}
-    if optimizer.state:  # of one that made no step yet, torch would count a step with zero gradients
+    if (
+        optimizer.state
+    ):  # of one that made no step yet, torch would count a step with zero gradients
         state["optimizer"] = get_optimizer_state_dict(model, optimizer, options=options)
     return state
 
 
-def own_parts(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return this rank's part of the trained weights and of the optimizer's state, in the memory where they are.
+def own_parts(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return this rank's part of the trained weights and of the optimizer's state, in the memory
+    where they are.
 
-    Nothing is gathered. An optimizer that made no step yet gets its state, as ``load_parts`` needs it.
+    Nothing is gathered. An optimizer that made no step yet gets its state, as ``load_parts`` needs
+    it.
 
-    Returns:
-        the tensors by ``weights/NAME`` and ``moments/KIND/NAME``, sharded ones as DTensors, and the optimizer's state
-        without them.
+    Returns: the tensors by ``weights/NAME`` and ``moments/KIND/NAME``, sharded ones as DTensors,
+        and the optimizer's state without them.
     """
-    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    parameters = {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
     tensors = {f"{WEIGHTS}{name}": parameter.detach() for name, parameter in parameters.items()}
     if optimizer is None:
         return tensors, {}
@@ -357,20 +415,28 @@ def own_parts(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tupl
 
 
 def _as_float(moment: Tensor, parameter: Tensor) -> Tensor:
-    """A moment in numbers that any number of ranks can read: in 8 bits they stand in blocks of each rank's part."""
-    if not hasattr(moment, "codes") and (isinstance(moment, DTensor) or not isinstance(parameter, DTensor)):
+    """A moment in numbers that any number of ranks can read: in 8 bits they stand in blocks of each
+    rank's part.
+    """
+    if not hasattr(moment, "codes") and (
+        isinstance(moment, DTensor) or not isinstance(parameter, DTensor)
+    ):
         return moment
     local = _exact_floats(moment) if hasattr(moment, "codes") else moment.float()
     if not isinstance(parameter, DTensor):
         return local
     mesh, placements, stride = parameter.device_mesh, parameter.placements, parameter.stride()
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=parameter.shape, stride=stride)
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=parameter.shape, stride=stride
+    )
 
 
 def _exact_floats(moment: Any) -> Tensor:
-    """The numbers of torchao's 8-bit moment, which give just its codes and scales when they are quantized again.
+    """The numbers of torchao's 8-bit moment, which give just its codes and scales when they are
+    quantized again.
 
-    A scale is the largest magnitude in a block, and the codes have 1 but not -1: so the lowest one counts as -1 here.
+    A scale is the largest magnitude in a block, and the codes have 1 but not -1: so the lowest one
+    counts as -1 here.
     """
     values = moment.qmap.clone()
     if moment.signed:
@@ -380,7 +446,10 @@ def _exact_floats(moment: Any) -> Tensor:
 
 
 def load_parts(
-    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], rest: Mapping[str, Any]
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    tensors: Mapping[str, Tensor],
+    rest: Mapping[str, Any],
 ) -> None:
     """Gives the optimizer a state whose tensors were read into those that ``own_parts`` gave.
 
@@ -396,13 +465,19 @@ def load_parts(
         if not path.startswith(WEIGHTS):
             _, kind, name = path.split("/", 2)
             state[name][kind] = moment = own[name][kind]
-            local, read = ((one.to_local() if isinstance(one, DTensor) else one) for one in (moment, tensor))
-            local.copy_(read)  # nothing is done where the one is the other; moments of one byte are rounded
+            local, read = (
+                (one.to_local() if isinstance(one, DTensor) else one) for one in (moment, tensor)
+            )
+            local.copy_(
+                read
+            )  # nothing is done where the one is the other; moments of one byte are rounded
     whole: dict[str, Any] = {**rest, "state": state}
     set_optimizer_state_dict(model, optimizer, whole, options=_OWN)
 
 
-def load_whole_state(model: nn.Module, optimizer: torch.optim.Optimizer | None, state: dict[str, Any]) -> None:
+def load_whole_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, state: dict[str, Any]
+) -> None:
     """Restores what ``whole_state`` gave; every rank is given the whole state and keeps its part.
 
     Raises:
@@ -413,8 +488,9 @@ def load_whole_state(model: nn.Module, optimizer: torch.optim.Optimizer | None, 
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     if unexpected or trained & set(missing):
         raise RuntimeError(
-            f"the checkpoint does not fit the model: {len(unexpected)} unknown entries {unexpected[:3]}, "
-            f"{len(trained & set(missing))} missing ones {sorted(trained & set(missing))[:3]}."
+            f"the checkpoint does not fit the model: {len(unexpected)} unknown entries "
+            f"{unexpected[:3]}, {len(trained & set(missing))} missing ones "
+            f"{sorted(trained & set(missing))[:3]}."
         )
     if optimizer is not None and state["optimizer"]:
         set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)

@@ -1,4 +1,6 @@
-"""The GRPO loss as a TorchRL ``LossModule``: it reads keys, calls ``functional``, and names the results."""
+"""The GRPO loss as a TorchRL ``LossModule``: it reads keys, calls ``functional``, and names the
+results.
+"""
 
 from __future__ import annotations
 
@@ -34,72 +36,83 @@ from torchrl_grpo.objectives.output import GRPOLossOutput
 class GRPOLoss(LossModule):
     """Clipped policy-gradient loss of GRPO (arXiv 2402.03300, equation 3).
 
-    ``loss_objective`` is minus the clipped surrogate, averaged over the tokens of a sequence and then over sequences.
-    The arguments turn it into its relatives: Dr. GRPO (``aggregation="constant"`` with ``constant_length``), DAPO
-    (``aggregation="token_mean"``, ``clip_epsilon=(0.2, 0.28)``), GSPO (``ratio_level="sequence"``). A subclass
-    overrides ``surrogate``. ``loss_kl_to_ref``, ``loss_kl_to_inference``, ``loss_entropy``, ``loss_teacher`` and
-    ``loss_sft`` are there when their coefficient is not 0. Only entries named ``loss_*`` belong to the loss: add those
-    up, and never average over the whole output. Everything else is a detached metric.
+    ``loss_objective`` is minus the clipped surrogate, averaged over the tokens of a sequence and
+    then over sequences. The arguments turn it into its relatives: Dr. GRPO
+    (``aggregation="constant"`` with ``constant_length``), DAPO (``aggregation="token_mean"``,
+    ``clip_epsilon=(0.2, 0.28)``), GSPO (``ratio_level="sequence"``). A subclass overrides
+    ``surrogate``. ``loss_kl_to_ref``, ``loss_kl_to_inference``, ``loss_entropy``, ``loss_teacher``
+    and ``loss_sft`` are there when their coefficient is not 0. Only entries named ``loss_*`` belong
+    to the loss: add those up, and never average over the whole output. Everything else is a
+    detached metric.
 
-    All outputs are sums whose weights were fixed over the whole optimization batch, if ``normalize`` was called on it:
-    then the outputs of its micro-batches add up to those of the batch, and so do the gradients. On a batch without
-    those weights they are taken from the batch itself.
+    All outputs are sums whose weights were fixed over the whole optimization batch, if
+    ``normalize`` was called on it: then the outputs of its micro-batches add up to those of the
+    batch, and so do the gradients. On a batch without those weights they are taken from the batch
+    itself.
 
-    Args:
-        actor_network: a TensorDict module that writes the current log-probs ``("cur_log_probs", "full")`` and
+    Args: actor_network: a TensorDict module that writes the current log-probs ``("cur_log_probs",
+        "full")`` and
             ``("entropy", "full")``, [B, T] padded on the right, such as ``TokenScorer``. TorchRL's
             ``TransformersWrapper`` becomes a ``WrapperScorer`` of its model.
 
-    Keyword Args:
-        clip_epsilon: clip range of the ratio, ``e`` for ``[1 - e, 1 + e]`` or a pair ``(low, high)``. Low is in [0, 1]
+    Keyword Args: clip_epsilon: clip range of the ratio, ``e`` for ``[1 - e, 1 + e]`` or a pair
+        ``(low, high)``. Low is in [0, 1]
             (1 is no lower bound), high is at least 0.
-        ratio_level: ``"token"``; ``"sequence"``, the exponential of the mean log-ratio of a sequence for all of its
-            tokens (GSPO, arXiv 2507.18071); or ``"sequence_token"``, the same value with each token's own gradient
-            (GSPO-token).
+        ratio_level: ``"token"``; ``"sequence"``, the exponential of the mean log-ratio of a
+            sequence for all of its tokens (GSPO, arXiv 2507.18071); or ``"sequence_token"``, the
+            same value with each token's own gradient (GSPO-token).
         aggregation: average over tokens, see ``functional.token_weights``.
-        constant_length: divisor of ``aggregation="constant"``, in tokens, at least 1; it must be given there, and no
-            other aggregation reads it. The longest response allowed makes Dr. GRPO (arXiv 2503.20783), 1 a plain sum.
-        dual_clip: bound of the surrogate where the advantage is negative, above 1 (arXiv 1912.09729); None is none.
-        proximal: which policy the ratio is taken to and clipped around. ``"behaviour"``: the one that sampled (plain
-            PPO). The others take the two apart (decoupled PPO, arXiv 2505.24298): ``"recomputed"`` reads
-            ``prox_log_prob``, the trainer's own log-probs from before the batch's first step; ``"current"`` is what
-            that amounts to with one optimizer step a batch, the current policy without its gradient;
-            ``"interpolated"`` estimates it from ``staleness`` (``functional.interpolated_log_prob``).
-        behaviour_weight: the objective is multiplied by proximal / sampling probability, bounded: ``"truncate"`` and
-            ``"mask"`` are truncated and masked importance sampling; ``"none"`` is weight 1. See
-            ``functional.behaviour_weight``.
+        constant_length: divisor of ``aggregation="constant"``, in tokens, at least 1; it must be
+            given there, and no other aggregation reads it. The longest response allowed makes Dr.
+            GRPO (arXiv 2503.20783), 1 a plain sum.
+        dual_clip: bound of the surrogate where the advantage is negative, above 1 (arXiv
+            1912.09729); None is none.
+        proximal: which policy the ratio is taken to and clipped around. ``"behaviour"``: the one
+            that sampled (plain PPO). The others take the two apart (decoupled PPO, arXiv
+            2505.24298): ``"recomputed"`` reads ``prox_log_prob``, the trainer's own log-probs from
+            before the batch's first step; ``"current"`` is what that amounts to with one optimizer
+            step a batch, the current policy without its gradient; ``"interpolated"`` estimates it
+            from ``staleness`` (``functional.interpolated_log_prob``).
+        behaviour_weight: the objective is multiplied by proximal / sampling probability, bounded:
+            ``"truncate"`` and ``"mask"`` are truncated and masked importance sampling; ``"none"``
+            is weight 1. See ``functional.behaviour_weight``.
         behaviour_level: the weight of each ``"token"``, or that of its ``"sequence"``.
         behaviour_cap: largest weight, above 0.
-        mask_truncated: whether truncated responses leave the loss (they stay in their group's statistics).
-        kl_to_ref_coeff: weight of the KL to the reference policy; 0 (or None) needs no reference log-probs.
+        mask_truncated: whether truncated responses leave the loss (they stay in their group's
+            statistics).
+        kl_to_ref_coeff: weight of the KL to the reference policy; 0 (or None) needs no reference
+            log-probs.
         kl_to_inference_coeff: weight of the KL to the sampling policy, likewise.
         kl_estimator: ``"k1"``, ``"k2"`` or ``"k3"``, for both.
         entropy_coeff: weight of the entropy bonus.
         teacher_coeff: weight of the divergence from a teacher that ``actor_network`` writes
             (``TokenScorer.distill_from``); 0 needs none.
-        sft_coeff: weight of minus the log-likelihood of the demonstrations in the batch, the mean over their masked
-            tokens (``SFTLoss`` with ``aggregation="token_mean"``); 0 needs none.
+        sft_coeff: weight of minus the log-likelihood of the demonstrations in the batch, the mean
+            over their masked tokens (``SFTLoss`` with ``aggregation="token_mean"``); 0 needs none.
 
-    Input keys (``set_keys`` renames them): ``advantage`` [B, 1] (or TorchRL's [B, 1, 1]) or [B, T], ``sample_log_prob``
-    [B, T], ``ref_log_probs`` [B, T], ``mask`` [B, T] bool (the tokens that the policy sampled), ``cur_log_prob`` and
-    ``entropy`` as above; ``prox_log_prob`` [B, T], ``staleness`` [B, 1] or [B, T] and ``truncated`` [B, 1] bool
-    where they are asked for, ``divergence`` [B, T] with a ``teacher_coeff``, and ``is_demonstration`` [B, 1] bool with
-    an ``sft_coeff``: these rows count in ``loss_sft``, and in no other term or metric. Rows with one value of
-    ``"trajectory"`` [B, 1] int64 are samples of one trajectory, which counts as one sequence. Where the batch has
-    ``reward_valid`` [B, 1] bool, a sequence without has no effect at all.
+    Input keys (``set_keys`` renames them): ``advantage`` [B, 1] (or TorchRL's [B, 1, 1]) or [B, T],
+    ``sample_log_prob`` [B, T], ``ref_log_probs`` [B, T], ``mask`` [B, T] bool (the tokens that the
+    policy sampled), ``cur_log_prob`` and ``entropy`` as above; ``prox_log_prob`` [B, T],
+    ``staleness`` [B, 1] or [B, T] and ``truncated`` [B, 1] bool where they are asked for,
+    ``divergence`` [B, T] with a ``teacher_coeff``, and ``is_demonstration`` [B, 1] bool with an
+    ``sft_coeff``: these rows count in ``loss_sft``, and in no other term or metric. Rows with one
+    value of ``"trajectory"`` [B, 1] int64 are samples of one trajectory, which counts as one
+    sequence. Where the batch has ``reward_valid`` [B, 1] bool, a sequence without has no effect at
+    all.
 
-    Output (``GRPOLossOutput``), all scalars: the ``loss_*`` entries; ``objective``, ``clip_fraction_low`` and
-    ``clip_fraction_high`` (tokens whose gradient the lower or upper clip took away), ``ESS``, ``ratio_mean``,
-    ``ratio_square_mean``, ``kl_k1_to_inference``, ``kl_k3_to_inference``, ``entropy``; ``kl_k1_to_ref`` and
-    ``kl_k3_to_ref`` when there are reference log-probs, ``kl_k1_to_teacher`` and ``kl_k3_to_teacher`` when there are
-    those of a teacher, ``divergence_to_teacher`` with a ``teacher_coeff``; ``behaviour_weight`` and
-    ``behaviour_capped`` (tokens whose weight the cap changed) when there is such a weight. Metrics are means over the
-    masked tokens.
+    Output (``GRPOLossOutput``), all scalars: the ``loss_*`` entries; ``objective``,
+    ``clip_fraction_low`` and ``clip_fraction_high`` (tokens whose gradient the lower or upper clip
+    took away), ``ESS``, ``ratio_mean``, ``ratio_square_mean``, ``kl_k1_to_inference``,
+    ``kl_k3_to_inference``, ``entropy``; ``kl_k1_to_ref`` and ``kl_k3_to_ref`` when there are
+    reference log-probs, ``kl_k1_to_teacher`` and ``kl_k3_to_teacher`` when there are those of a
+    teacher, ``divergence_to_teacher`` with a ``teacher_coeff``; ``behaviour_weight`` and
+    ``behaviour_capped`` (tokens whose weight the cap changed) when there is such a weight. Metrics
+    are means over the masked tokens.
 
-    Raises:
-        ValueError: ``actor_network`` is no TensorDict module, a coefficient or a bound is out of its range, or two
-            arguments exclude each other; the batch is no batch, or its ``advantage``, ``staleness`` or ``truncated``
-            has another shape.
+    Raises: ValueError: ``actor_network`` is no TensorDict module, a coefficient or a bound is out
+        of its range, or two
+            arguments exclude each other; the batch is no batch, or its ``advantage``, ``staleness``
+            or ``truncated`` has another shape.
         TypeError: an argument is TorchRL's and has another name here.
         KeyError: the batch lacks an entry that the loss reads.
 
@@ -185,23 +198,38 @@ class GRPOLoss(LossModule):
         check_choice("kl_estimator", self.kl_estimator, get_args(KLEstimator))
         check_behaviour_weight(self.behaviour_weight, self.proximal)
         if self.dual_clip is not None and self.dual_clip <= 1:
-            raise ValueError(f"dual_clip={self.dual_clip} must be above 1: use 3.0, or None for none.")
+            raise ValueError(
+                f"dual_clip={self.dual_clip} must be above 1: use 3.0, or None for none."
+            )
         if self.behaviour_cap <= 0:
             raise ValueError(f"behaviour_cap={self.behaviour_cap} must be above 0: use 5.0.")
         length = self.constant_length
         if (length or 0) < 1 and (length is not None or self.aggregation == "constant"):
             raise ValueError(
-                f"constant_length={length} must be at least 1, it divides the sums of aggregation='constant': "
-                "use the longest response allowed, in tokens."
+                f"constant_length={length} must be at least 1, it divides the sums of "
+                "aggregation='constant': use the longest response allowed, in tokens."
             )
-        for name in ("kl_to_ref_coeff", "kl_to_inference_coeff", "entropy_coeff", "teacher_coeff", "sft_coeff"):
+        for name in (
+            "kl_to_ref_coeff",
+            "kl_to_inference_coeff",
+            "entropy_coeff",
+            "teacher_coeff",
+            "sft_coeff",
+        ):
             if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must not be negative: use 0 to switch the term off.")
+                raise ValueError(
+                    f"{name}={getattr(self, name)} must not be negative: use 0 to switch the term "
+                    "off."
+                )
 
     @property
     def in_keys(self) -> list[NestedKey]:
         """Keys that ``forward`` reads."""
-        names = [self.tensor_keys.mask, self.tensor_keys.sample_log_prob, self.tensor_keys.advantage]
+        names = [
+            self.tensor_keys.mask,
+            self.tensor_keys.sample_log_prob,
+            self.tensor_keys.advantage,
+        ]
         names += [self.tensor_keys.prox_log_prob] if self.proximal == "recomputed" else []
         names += [self.tensor_keys.staleness] if self.proximal == "interpolated" else []
         names += [self.tensor_keys.truncated] if self.mask_truncated else []
@@ -209,7 +237,11 @@ class GRPOLoss(LossModule):
         names += [self.tensor_keys.divergence] if self.teacher_coeff else []
         names += [self.tensor_keys.is_demonstration] if self.sft_coeff else []
         written = self.actor_network.out_keys
-        return list(dict.fromkeys([*self.actor_network.in_keys, *(name for name in names if name not in written)]))
+        return list(
+            dict.fromkeys(
+                [*self.actor_network.in_keys, *(name for name in names if name not in written)]
+            )
+        )
 
     @property
     def out_keys(self) -> list[NestedKey]:
@@ -220,7 +252,14 @@ class GRPOLoss(LossModule):
         names += ["loss_entropy"] if self.entropy_coeff else []
         names += ["loss_teacher"] if self.teacher_coeff else []
         names += ["loss_sft"] if self.sft_coeff else []
-        names += ["objective", "clip_fraction_low", "clip_fraction_high", "ESS", "ratio_mean", "ratio_square_mean"]
+        names += [
+            "objective",
+            "clip_fraction_low",
+            "clip_fraction_high",
+            "ESS",
+            "ratio_mean",
+            "ratio_square_mean",
+        ]
         names += ["kl_k1_to_inference", "kl_k3_to_inference", "entropy"]
         names += ["behaviour_weight", "behaviour_capped"] if self.behaviour_weight != "none" else []
         names += ["divergence_to_teacher"] if self.teacher_coeff else []
@@ -230,15 +269,20 @@ class GRPOLoss(LossModule):
         """Nothing to forward without a value estimator; the scorer gets the mask's key."""
         if type(self.actor_network) is TokenScorer:
             self.actor_network.mask_key = self.tensor_keys.mask
-            self.actor_network.in_keys = [keys.FULL, self.tensor_keys.mask, *self.actor_network.in_keys[2:]]
+            self.actor_network.in_keys = [
+                keys.FULL,
+                self.tensor_keys.mask,
+                *self.actor_network.in_keys[2:],
+            ]
 
     def normalize(self, batch: TensorDictBase) -> TensorDictBase:
-        """Fixes the weight of each token and the token count over a whole optimization batch, in place.
+        """Fixes the weight of each token and the token count over a whole optimization batch, in
+        place.
 
         Call it on the padded batch before splitting it, so that micro-batches add up to the batch.
 
-        Args:
-            batch: [N], with ``mask`` and ``sample_log_prob`` [N, T], and what else decides which tokens count
+        Args: batch: [N], with ``mask`` and ``sample_log_prob`` [N, T], and what else decides which
+            tokens count
                 (``truncated``, ``reward_valid``).
         """
         mask = self._mask(batch)
@@ -269,7 +313,9 @@ class GRPOLoss(LossModule):
     def _weights(self, mask: Tensor, dtype: torch.dtype, trajectory: Tensor | None) -> Tensor:
         trajectory = None if trajectory is None else trajectory.to(mask.device)
         length = self.constant_length or 1
-        return F.token_weights(mask, self.aggregation, constant_length=length, dtype=dtype, trajectory=trajectory)
+        return F.token_weights(
+            mask, self.aggregation, constant_length=length, dtype=dtype, trajectory=trajectory
+        )
 
     def ratio(self, log_prob: Tensor, prox_log_prob: Tensor, mask: Tensor) -> Tensor:
         """Current over proximal probability, [B, T], at the level that ``ratio_level`` names."""
@@ -281,30 +327,34 @@ class GRPOLoss(LossModule):
         return F.importance_ratio(mean, torch.zeros_like(mean)).expand_as(log_prob)
 
     def behaviour(self, log_prob: Tensor, sample_log_prob: Tensor) -> Tensor:
-        """[B, T], the log-probs of the policy that sampled. Subclasses for other data put their own here."""
+        """[B, T], the log-probs of the policy that sampled. Subclasses for other data put their own
+        here.
+        """
         return sample_log_prob
 
     def surrogate(self, ratio: Tensor, log_prob: Tensor, advantage: Tensor) -> Tensor:
         """Per-token objective to maximize: PPO's clipped surrogate. Subclasses override it.
 
-        Args:
-            ratio: [B, T], as ``ratio`` gives it.
-            log_prob: [B, T], current log-probs.
-            advantage: [B, T], the same for all tokens of a sequence unless the batch has one for each.
+        Args: ratio: [B, T], as ``ratio`` gives it. log_prob: [B, T], current log-probs. advantage:
+            [B, T], the same for all tokens of a sequence unless the batch has one for each.
         """
         return F.clipped_surrogate(ratio, advantage, self.clip_epsilon_low, self.clip_epsilon_high)
 
     def clipped(self, ratio: Tensor, advantage: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, T] bool each: the tokens whose gradient the lower and the upper clip took away, for the metrics."""
+        """[B, T] bool each: the tokens whose gradient the lower and the upper clip took away, for
+        the metrics.
+        """
         below, above = ratio < 1 - self.clip_epsilon_low, ratio > 1 + self.clip_epsilon_high
         return below & (advantage < 0), above & (advantage > 0)
 
     def forward(self, tensordict: TensorDictBase) -> GRPOLossOutput:
-        """Computes the loss terms and the metrics of a batch [B], ragged or padded on the right; see the class."""
+        """Computes the loss terms and the metrics of a batch [B], ragged or padded on the right;
+        see the class.
+        """
         if tensordict.ndim != 1:
             raise ValueError(
-                f"batch_size={list(tensordict.batch_size)} must be [N], N sequences: use batch[:1] for one of them, "
-                "batch.reshape(-1) for more dimensions."
+                f"batch_size={list(tensordict.batch_size)} must be [N], N sequences: use batch[:1] "
+                "for one of them, batch.reshape(-1) for more dimensions."
             )
         data = self.actor_network(tensordict.copy())
         cur = entry(data, self.tensor_keys.cur_log_prob)
@@ -323,13 +373,17 @@ class GRPOLoss(LossModule):
         cur = torch.where(mask, cur, 0.0)
         sample = self.behaviour(cur, per_token(self.tensor_keys.sample_log_prob))
         entropy = per_token(self.tensor_keys.entropy)
-        advantage = _of_sequence_or_token(data, self.tensor_keys.advantage, mask.shape[1]).to(cur.device)
+        advantage = _of_sequence_or_token(data, self.tensor_keys.advantage, mask.shape[1]).to(
+            cur.device
+        )
         advantage = torch.where(mask, advantage, 0.0)
 
         if self.proximal == "recomputed":
             prox = per_token(self.tensor_keys.prox_log_prob)
         elif self.proximal == "interpolated":
-            staleness = _of_sequence_or_token(data, self.tensor_keys.staleness, mask.shape[1]).to(cur.device)
+            staleness = _of_sequence_or_token(data, self.tensor_keys.staleness, mask.shape[1]).to(
+                cur.device
+            )
             prox = F.interpolated_log_prob(cur, sample, staleness)
         else:
             prox = cur.detach() if self.proximal == "current" else sample
@@ -349,7 +403,9 @@ class GRPOLoss(LossModule):
         if self.kl_to_ref_coeff and reference is not None:
             out["loss_kl_to_ref"] = self.kl_to_ref_coeff * (weights * kl(cur, reference)).sum()
         if self.kl_to_inference_coeff:
-            out["loss_kl_to_inference"] = self.kl_to_inference_coeff * (weights * kl(cur, sample)).sum()
+            out["loss_kl_to_inference"] = (
+                self.kl_to_inference_coeff * (weights * kl(cur, sample)).sum()
+            )
         if self.entropy_coeff:
             out["loss_entropy"] = -self.entropy_coeff * (weights * entropy).sum()
         if self.teacher_coeff:
@@ -360,17 +416,27 @@ class GRPOLoss(LossModule):
             weights = data.get(keys.DEMONSTRATION_WEIGHTS, None)
             weights = self._demonstration_weights(data, cur.dtype) if weights is None else weights
             weights = weights.to(cur.device)
-            out["loss_sft"] = -self.sft_coeff * (weights * torch.where(weights > 0, shown, 0.0)).sum()
+            out["loss_sft"] = (
+                -self.sft_coeff * (weights * torch.where(weights > 0, shown, 0.0)).sum()
+            )
         with torch.no_grad():
             if has(data, self.tensor_keys.teacher_log_probs):
                 teacher = per_token(self.tensor_keys.teacher_log_probs)
                 for name in ("k1", "k3"):
-                    out[f"kl_{name}_to_teacher"] = F.masked_mean(F.KL_ESTIMATORS[name](cur, teacher), mask, count)
-            out |= self._metrics(cur, sample, reference, ratio, surrogate, advantage, entropy, mask, count)
+                    out[f"kl_{name}_to_teacher"] = F.masked_mean(
+                        F.KL_ESTIMATORS[name](cur, teacher), mask, count
+                    )
+            out |= self._metrics(
+                cur, sample, reference, ratio, surrogate, advantage, entropy, mask, count
+            )
             if self.behaviour_weight != "none":
-                plain = F.behaviour_weight(prox - sample, mask, self.behaviour_weight, self.behaviour_level, math.inf)
+                plain = F.behaviour_weight(
+                    prox - sample, mask, self.behaviour_weight, self.behaviour_level, math.inf
+                )
                 out["behaviour_weight"] = F.masked_mean(weight, mask, count)
-                out["behaviour_capped"] = F.masked_mean((weight != plain).to(weight.dtype), mask, count)
+                out["behaviour_capped"] = F.masked_mean(
+                    (weight != plain).to(weight.dtype), mask, count
+                )
         return GRPOLossOutput(out)
 
     def _metrics(
@@ -393,7 +459,9 @@ class GRPOLoss(LossModule):
             "objective": mean(surrogate),
             "clip_fraction_low": mean(low.to(ratio.dtype)),
             "clip_fraction_high": mean(high.to(ratio.dtype)),
-            "ESS": F.effective_sample_size(F.masked_mean(ratio, mask), F.masked_mean(ratio.square(), mask)),
+            "ESS": F.effective_sample_size(
+                F.masked_mean(ratio, mask), F.masked_mean(ratio.square(), mask)
+            ),
             "ratio_mean": mean(ratio),
             "ratio_square_mean": mean(ratio.square()),
             "kl_k1_to_inference": mean(F.kl_k1(cur, sample)),
@@ -407,19 +475,21 @@ class GRPOLoss(LossModule):
 
 
 def _scorer(actor_network: nn.Module) -> TensorDictModuleBase:
-    """The module that writes current log-probs and entropy; one around the model of a TorchRL wrapper.
+    """The module that writes current log-probs and entropy; one around the model of a TorchRL
+    wrapper.
 
     Raises:
         ValueError: it is no TensorDict module, or the wrapper has no Hugging Face model.
     """
-    # Who has a wrapper has imported this module; importing it here would import vLLM, where it is installed.
+    # Who has a wrapper has imported this module; importing it here would import vLLM, where it is
+    # installed.
     wrappers = sys.modules.get("torchrl.modules.llm")
     if wrappers is not None and isinstance(actor_network, wrappers.LLMWrapperBase):
         return WrapperScorer(actor_network)
     if not hasattr(actor_network, "out_keys"):
         raise ValueError(
-            f"actor_network={type(actor_network).__name__} must be a TensorDict module that writes log-probs and "
-            "entropy of the sampled tokens: use TokenScorer(model)."
+            f"actor_network={type(actor_network).__name__} must be a TensorDict module that writes "
+            "log-probs and entropy of the sampled tokens: use TokenScorer(model)."
         )
     return actor_network
 
@@ -434,7 +504,8 @@ def _of_sequence_or_token(batch: TensorDictBase, key: NestedKey, width: int) -> 
     value = pad(batch, key)
     if value.flatten(1).shape[1] not in (1, width):
         raise ValueError(
-            f"entry {key!r} of shape {list(value.shape)} must be [{len(batch)}, 1], one value for each sequence, or "
-            f"[{len(batch)}, {width}], one for each token: make it for the tokens of this batch."
+            f"entry {key!r} of shape {list(value.shape)} must be [{len(batch)}, 1], one value for "
+            f"each sequence, or [{len(batch)}, {width}], one for each token: make it for the "
+            "tokens of this batch."
         )
     return value.flatten(1)

@@ -12,9 +12,9 @@ _OPTIONAL = {"loss_entropy", "loss_kl_to_ref", "loss_kl_to_inference", "loss_tea
 class GRPOLossOutput(TensorDict):
     """A TensorDict whose entries are attributes too, under TorchRL's names as well.
 
-    ``clip_fraction`` is the sum of ``clip_fraction_low`` and ``clip_fraction_high``, ``kl_approx`` minus
-    ``kl_k1_to_inference``, and ``kl_to_ref`` and ``kl_to_inference`` are their k3 estimates. A loss term that was not
-    asked for is None.
+    ``clip_fraction`` is the sum of ``clip_fraction_low`` and ``clip_fraction_high``, ``kl_approx``
+    minus ``kl_k1_to_inference``, and ``kl_to_ref`` and ``kl_to_inference`` are their k3 estimates.
+    A loss term that was not asked for is None.
 
     Examples:
         >>> import torch
@@ -32,5 +32,7 @@ class GRPOLossOutput(TensorDict):
             return self.get(name.replace("kl", "kl_k3", 1), None)
         value = None if name.startswith("_") else self.get(name, None)
         if value is None and name not in _OPTIONAL:
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}, it has {', '.join(self.keys())}.")
+            raise AttributeError(
+                f"{type(self).__name__} has no attribute {name!r}, it has {', '.join(self.keys())}."
+            )
         return value

@@ -12,11 +12,12 @@ from torchrl_grpo.objectives.grpo import GRPOLoss
 
 
 class CISPOLoss(GRPOLoss):
-    """CISPO (arXiv 2506.13585): the clipped ratio is a weight without gradient, times advantage and log-prob.
+    """CISPO (arXiv 2506.13585): the clipped ratio is a weight without gradient, times advantage and
+    log-prob.
 
-    The clip bounds are those of the weight. The default has no lower bound and an upper one of 5; with the 0.2 of a
-    clipped surrogate nearly every weight would be at a bound. The clip fractions count the tokens whose weight is at a
-    bound; none of them loses its gradient.
+    The clip bounds are those of the weight. The default has no lower bound and an upper one of 5;
+    with the 0.2 of a clipped surrogate nearly every weight would be at a bound. The clip fractions
+    count the tokens whose weight is at a bound; none of them loses its gradient.
 
     Args:
         actor_network: as in ``GRPOLoss``, like all other arguments but ``dual_clip``.
@@ -41,7 +42,9 @@ class CISPOLoss(GRPOLoss):
 
     def surrogate(self, ratio: Tensor, log_prob: Tensor, advantage: Tensor) -> Tensor:
         """See the class."""
-        return F.cispo_objective(ratio, log_prob, advantage, self.clip_epsilon_low, self.clip_epsilon_high)
+        return F.cispo_objective(
+            ratio, log_prob, advantage, self.clip_epsilon_low, self.clip_epsilon_high
+        )
 
 
 class SAPOLoss(GRPOLoss):
@@ -52,12 +55,12 @@ class SAPOLoss(GRPOLoss):
     Args:
         actor_network: as in ``GRPOLoss``, like all other arguments but ``dual_clip``.
 
-    Keyword Args:
-        tau_positive: temperature of the gate where the advantage is positive, above 0.
-        tau_negative: temperature elsewhere, above 0; larger takes away more of the gradient that makes tokens unlikely.
+    Keyword Args: tau_positive: temperature of the gate where the advantage is positive, above 0.
+        tau_negative: temperature elsewhere, above 0; larger takes away more of the gradient that
+        makes tokens unlikely.
 
-    Raises:
-        ValueError: a temperature is not above 0, or ``dual_clip`` is given; the gate is bounded already.
+    Raises: ValueError: a temperature is not above 0, or ``dual_clip`` is given; the gate is bounded
+        already.
     """
 
     def __init__(
@@ -70,7 +73,8 @@ class SAPOLoss(GRPOLoss):
     ) -> None:
         if tau_positive <= 0 or tau_negative <= 0:
             raise ValueError(
-                f"tau_positive={tau_positive} and tau_negative={tau_negative} must be above 0: use 1.0 and 1.05."
+                f"tau_positive={tau_positive} and tau_negative={tau_negative} must be above 0: use "
+                "1.0 and 1.05."
             )
         _refuse_dual_clip(type(self).__name__, kwargs)
         super().__init__(actor_network, **kwargs)
@@ -83,10 +87,11 @@ class SAPOLoss(GRPOLoss):
 
 
 class SFTLoss(GRPOLoss):
-    """Minus the log-likelihood of demonstrations: supervised training, with each token weighted by its advantage.
+    """Minus the log-likelihood of demonstrations: supervised training, with each token weighted by
+    its advantage.
 
-    Nobody sampled them, so that the policy itself counts as the one that did: every ratio is 1, and the metrics that
-    compare with the sampling policy say nothing.
+    Nobody sampled them, so that the policy itself counts as the one that did: every ratio is 1, and
+    the metrics that compare with the sampling policy say nothing.
 
     Args:
         actor_network: as in ``GRPOLoss``, like all other arguments.
@@ -103,6 +108,6 @@ class SFTLoss(GRPOLoss):
 def _refuse_dual_clip(name: str, settings: dict[str, Any]) -> None:
     if settings.get("dual_clip") is not None:
         raise ValueError(
-            f"dual_clip={settings['dual_clip']} must be None with {name}, which bounds every token by itself: leave it "
-            "out, or use GRPOLoss."
+            f"dual_clip={settings['dual_clip']} must be None with {name}, which bounds every token "
+            "by itself: leave it out, or use GRPOLoss."
         )

@@ -1,7 +1,8 @@
-"""Alarms: signs in the rows of ``metrics.jsonl`` that a run does not learn, each as one line with a remedy.
+"""Alarms: signs in the rows of ``metrics.jsonl`` that a run does not learn, each as one line with a
+remedy.
 
-They read what a run writes and nothing else, so that a report made later shows the same ones. Nothing heavy is imported
-here. docs/troubleshooting.md has a row for each name.
+They read what a run writes and nothing else, so that a report made later shows the same ones.
+Nothing heavy is imported here. docs/troubleshooting.md has a row for each name.
 """
 
 from __future__ import annotations
@@ -53,9 +54,8 @@ class Alarms:
 
     Lifecycle: ``take`` for each row in the order of the steps, ``end`` after the last one.
 
-    Attributes:
-        raised: all alarms, in the order in which they came.
-        steps_without_signal: steps in a row, up to the latest one, in which the rewards of every group were equal or
+    Attributes: raised: all alarms, in the order in which they came. steps_without_signal: steps in
+        a row, up to the latest one, in which the rewards of every group were equal or
             not valid.
         steps_without_reward: steps of the whole run if no reward of any of them was valid, else 0.
 
@@ -84,15 +84,20 @@ class Alarms:
             self._first.append(row)
         self._steps += 1
         self.steps_without_signal = self.steps_without_signal + 1 if _no_signal(row) else 0
-        if self.steps_without_reward == self._steps - 1 and row.get("rollout/invalid") == row["rollout/sequences"]:
+        if (
+            self.steps_without_reward == self._steps - 1
+            and row.get("rollout/invalid") == row["rollout/sequences"]
+        ):
             self.steps_without_reward = self._steps
         else:
             self.steps_without_reward = 0
-        return self._raise(found for rule in _RULES for found in rule(list(self._last), self._first))
+        return self._raise(
+            found for rule in _RULES for found in rule(list(self._last), self._first)
+        )
 
     def end(self) -> list[Alarm]:
-        """Return the alarms raised at the end of a run that had no signal at all, in fewer steps than the rules
-        require.
+        """Return the alarms raised at the end of a run that had no signal at all, in fewer steps
+        than the rules require.
         """
         if not self._steps or self.steps_without_signal < self._steps or self._steps >= _FEW:
             return []
@@ -123,8 +128,13 @@ def alarms_of(rows: Iterable[Row], *, ended: bool = True) -> list[Alarm]:
 
 
 def _no_signal(row: Row) -> bool:
-    """Whether nothing was to be learned: no advantage, and neither a teacher nor demonstrations in the loss."""
-    return _value(row, "rollout/zero_variance_groups") == 1 and not {"train/loss_teacher", "train/loss_sft"} & {*row}
+    """Whether nothing was to be learned: no advantage, and neither a teacher nor demonstrations in
+    the loss.
+    """
+    return _value(row, "rollout/zero_variance_groups") == 1 and not {
+        "train/loss_teacher",
+        "train/loss_sft",
+    } & {*row}
 
 
 def _value(row: Row, name: str) -> float | None:
@@ -145,22 +155,26 @@ def _share(value: float) -> str:
 
 def _invalid_shares(rows: Sequence[Row], steps: int) -> list[float]:
     """The share of invalid rewards in each of the latest steps."""
-    return [(_value(row, "rollout/invalid") or 0.0) / row["rollout/sequences"] for row in rows[-steps:]]
+    return [
+        (_value(row, "rollout/invalid") or 0.0) / row["rollout/sequences"] for row in rows[-steps:]
+    ]
 
 
 def _signal(rows: Sequence[Row], first: Sequence[Row]) -> Found:
     if len(rows) >= _FEW and all(_no_signal(row) for row in rows[-_FEW:]):
         yield from _without_signal(rows, _FEW)
         return
-    equal, accuracy = (_mean(rows, f"rollout/{name}", _SOME) for name in ("zero_variance_groups", "accuracy"))
+    equal, accuracy = (
+        _mean(rows, f"rollout/{name}", _SOME) for name in ("zero_variance_groups", "accuracy")
+    )
     if fmean(_invalid_shares(rows, _SOME)) > MOSTLY_INVALID:
         return  # the rule for invalid rewards says what is wrong
     if equal is not None and equal >= _ZERO_VARIANCE and (accuracy or 0.0) < _SOLVED:
         yield (
             "zero_variance",
-            f"all rewards were equal in {_share(equal)} of the groups over {_SOME} steps, which gives no signal: use "
-            "policy.dynamic_sampling=true, env.difficulty_filter=[0.05,0.95], a larger env.repeats, or easier "
-            "problems",
+            f"all rewards were equal in {_share(equal)} of the groups over {_SOME} steps, which "
+            "gives no signal: use policy.dynamic_sampling=true, "
+            "env.difficulty_filter=[0.05,0.95], a larger env.repeats, or easier problems",
         )
 
 
@@ -174,26 +188,29 @@ def _without_signal(rows: Sequence[Row], steps: int) -> Found:
         return
     penalties = [name for name in _PENALTIES if name in last]
     learned = f"all that trains is {' and '.join(penalties)}" if penalties else "nothing is learned"
-    if all(_value(row, "rollout/reward_mean") == 0 == _value(row, "rollout/reward_std") for row in rows):
+    if all(
+        _value(row, "rollout/reward_mean") == 0 == _value(row, "rollout/reward_std") for row in rows
+    ):
         cut = _value(last, "rollout/truncated") or 0.0
         hint = "" if cut < _TRUNCATED else f"; {_share(cut)} were truncated: raise {_limits(last)}"
         yield (
             "zero_rewards",
             f"all rewards were 0 over {when}, so {learned}: read the responses (python -m "
-            "torchrl_grpo.samples DIR), and check that the prompt has the format that the model was trained on and "
-            f"asks for the one that the reward expects{hint}",
+            "torchrl_grpo.samples DIR), and check that the prompt has the format that the model "
+            f"was trained on and asks for the one that the reward expects{hint}",
         )
     elif (_value(last, "rollout/accuracy") or 0.0) >= _SOLVED:
         yield (
             "no_signal",
-            f"all rewards of each group were equal over {when}, because the problems are solved: stop, or use harder "
-            "ones",
+            f"all rewards of each group were equal over {when}, because the problems are solved: "
+            "stop, or use harder ones",
         )
     else:
         yield (
             "no_signal",
-            f"all rewards of each group were equal over {when}, so {learned}: use a reward that ranks better "
-            "responses higher, easier or harder problems, or a larger env.repeats or inference_model.temperature",
+            f"all rewards of each group were equal over {when}, so {learned}: use a reward that "
+            "ranks better responses higher, easier or harder problems, or a larger env.repeats or "
+            "inference_model.temperature",
         )
 
 
@@ -206,13 +223,16 @@ def _invalid(rows: Sequence[Row], first: Sequence[Row]) -> Found:
 
 
 def _invalid_rewards(rows: Sequence[Row], steps: int) -> Found:
-    causes = [name.partition("invalid_")[2] for name in rows[-1] if name.startswith("rewards/invalid_")]
+    causes = [
+        name.partition("invalid_")[2] for name in rows[-1] if name.startswith("rewards/invalid_")
+    ]
     why = f" ({', '.join(map(invalid_cause, causes))})" if causes else ""
     share = _share(fmean(_invalid_shares(rows, steps)))
     yield (
         "invalid_rewards",
-        f"{share} of the rewards are invalid{why}, and their responses are left out of training: the log has the "
-        "first error of each kind; call the reward function yourself on a row of samples.jsonl",
+        f"{share} of the rewards are invalid{why}, and their responses are left out of training: "
+        "the log has the first error of each kind; call the reward function yourself on a row of "
+        "samples.jsonl",
     )
 
 
@@ -229,29 +249,33 @@ def _parts(rows: Sequence[Row], first: Sequence[Row]) -> Found:
             what = "applied to no response" if never else "was 0 for every response"
             yield (
                 f"reward_part/{name}",
-                f"the reward component {name!r} {what} over {_MANY} steps, so it gives no signal: check in "
-                "samples.jsonl what it looks for, or remove it (a penalty that never applies is fine)",
+                f"the reward component {name!r} {what} over {_MANY} steps, so it gives no signal: "
+                "check in samples.jsonl what it looks for, or remove it (a penalty that never "
+                "applies is fine)",
             )
 
 
 def _mismatch(rows: Sequence[Row], first: Sequence[Row]) -> Found:
     fix = (
-        "set inference_model.dtype=float32 to see whether rounding is the cause, or correct for it with "
-        "policy.proximal=recomputed policy.behaviour_weight=truncate"
+        "set inference_model.dtype=float32 to see whether rounding is the cause, or correct for "
+        "it with policy.proximal=recomputed policy.behaviour_weight=truncate"
     )
     measured = _mean(rows, "sync/mismatch_mean", _FEW)
     if measured is not None and measured > _MISMATCH:
         text = f"log-probs of engine and trainer differ by {measured:.2g} nats on average right after a weight sync"
         yield "mismatch", f"{text}: {fix}"
         return
-    kl, ratio = (_mean(rows, f"train/{name}", _FEW) for name in ("kl_k3_to_inference", "ratio_mean"))
+    kl, ratio = (
+        _mean(rows, f"train/{name}", _FEW) for name in ("kl_k3_to_inference", "ratio_mean")
+    )
     apart = kl is not None and kl > _KL_TO_INFERENCE
     if apart or (ratio is not None and abs(ratio - 1) > _RATIO):
         yield (
             "mismatch",
-            f"the trained policy is far from the one that sampled (KL {kl or 0:.2g} nats per token, mean ratio "
-            f"{1 if ratio is None else ratio:.3g}) over {_FEW} steps: inference_model.check_sync=true shows whether "
-            "the engine is wrong; if not, use fewer optimizer steps per batch, or lower optimizer.lr or max_staleness",
+            f"the trained policy is far from the one that sampled (KL {kl or 0:.2g} nats per "
+            f"token, mean ratio {1 if ratio is None else ratio:.3g}) over {_FEW} steps: "
+            "inference_model.check_sync=true shows whether the engine is wrong; if not, use fewer "
+            "optimizer steps per batch, or lower optimizer.lr or max_staleness",
         )
 
 
@@ -260,8 +284,9 @@ def _ess(rows: Sequence[Row], first: Sequence[Row]) -> Found:
     if ess is not None and ess < _ESS:
         yield (
             "ess",
-            f"the effective sample size is {_share(ess)} over {_FEW} steps, so a few tokens dominate the gradient: "
-            "lower optimizer.lr, train.epochs or train.max_staleness, or use policy.behaviour_weight=truncate",
+            f"the effective sample size is {_share(ess)} over {_FEW} steps, so a few tokens "
+            "dominate the gradient: lower optimizer.lr, train.epochs or train.max_staleness, or "
+            "use policy.behaviour_weight=truncate",
         )
 
 
@@ -271,8 +296,9 @@ def _clip(rows: Sequence[Row], first: Sequence[Row]) -> Found:
     if clipped > _CLIPPED:
         yield (
             "clip_fraction",
-            f"{_share(clipped)} of the tokens are clipped over {_FEW} steps, so much of each batch is wasted: lower "
-            "optimizer.lr or train.epochs, use larger optimizer batches, or widen policy.clip_epsilon",
+            f"{_share(clipped)} of the tokens are clipped over {_FEW} steps, so much of each batch "
+            "is wasted: lower optimizer.lr or train.epochs, use larger optimizer batches, or "
+            "widen policy.clip_epsilon",
         )
 
 
@@ -285,8 +311,9 @@ def _entropy(rows: Sequence[Row], first: Sequence[Row]) -> Found:
     if before and now is not None and now < _ENTROPY * before and (accuracy or 0.0) < _SOLVED:
         yield (
             "entropy",
-            f"the entropy fell to {now:.2g} nats per token, {_share(now / before)} of what it was, before the "
-            "problems are solved: use policy.clip_epsilon=[0.2,0.28], policy.entropy_coef=0.001 or lower optimizer.lr",
+            f"the entropy fell to {now:.2g} nats per token, {_share(now / before)} of what it was, "
+            "before the problems are solved: use policy.clip_epsilon=[0.2,0.28], "
+            "policy.entropy_coef=0.001 or lower optimizer.lr",
         )
 
 
@@ -295,22 +322,27 @@ def _truncation(rows: Sequence[Row], first: Sequence[Row]) -> Found:
     if cut is not None and cut > _TRUNCATED:
         yield (
             "truncated",
-            f"{_share(cut)} of the responses were truncated over {_FEW} steps: raise {_limits(rows[-1])}, "
-            "or check that the model ends its turn (chat template, stop tokens); policy.overlong_buffer=0.2 teaches it",
+            f"{_share(cut)} of the responses were truncated over {_FEW} steps: raise "
+            f"{_limits(rows[-1])}, or check that the model ends its turn (chat template, stop "
+            "tokens); policy.overlong_buffer=0.2 teaches it",
         )
 
 
 def _truncation_pays(rows: Sequence[Row], first: Sequence[Row]) -> Found:
     before, now = _mean(first, "rollout/truncated", _FEW), _mean(rows, "rollout/truncated", _FEW)
-    reward, better = _mean(first, "rollout/reward_mean", _FEW), _mean(rows, "rollout/reward_mean", _FEW)
+    reward, better = (
+        _mean(first, "rollout/reward_mean", _FEW),
+        _mean(rows, "rollout/reward_mean", _FEW),
+    )
     if before is None or now is None or reward is None or better is None:
         return
     if now > before + _MORE_TRUNCATED and better > reward:
         yield (
             "truncation_pays",
-            f"truncated responses rose from {_share(before)} to {_share(now)} and the reward from {reward:.2g} to "
-            f"{better:.2g}: the policy may learn to be cut off; give such a response the least reward (a text game by "
-            "step(response, truncated), a function by finish_reason), or use policy.mask_truncated=true",
+            f"truncated responses rose from {_share(before)} to {_share(now)} and the reward from "
+            f"{reward:.2g} to {better:.2g}: the policy may learn to be cut off; give such a "
+            "response the least reward (a text game by step(response, truncated), a function by "
+            "finish_reason), or use policy.mask_truncated=true",
         )
 
 
@@ -321,13 +353,20 @@ def _limits(row: Row) -> str:
 
 
 def _length(rows: Sequence[Row], first: Sequence[Row]) -> Found:
-    before, now = _mean(first, "rollout/response_length", _FEW), _mean(rows, "rollout/response_length", _SOME)
-    reward, better = _mean(first, "rollout/reward_mean", _FEW), _mean(rows, "rollout/reward_mean", _SOME)
+    before, now = (
+        _mean(first, "rollout/response_length", _FEW),
+        _mean(rows, "rollout/response_length", _SOME),
+    )
+    reward, better = (
+        _mean(first, "rollout/reward_mean", _FEW),
+        _mean(rows, "rollout/reward_mean", _SOME),
+    )
     if before and now is not None and now > _LENGTH * before and (better or 0.0) <= (reward or 0.0):
         yield (
             "length",
             f"responses grew from {before:.0f} to {now:.0f} tokens and the reward did not: use "
-            "policy.overlong_buffer=0.2, policy.aggregation=constant, or a lower inference_model.max_new_tokens",
+            "policy.overlong_buffer=0.2, policy.aggregation=constant, or a lower "
+            "inference_model.max_new_tokens",
         )
 
 
@@ -336,8 +375,9 @@ def _kl(rows: Sequence[Row], first: Sequence[Row]) -> Found:
     if kl is not None and kl > _KL_TO_REF:
         yield (
             "kl",
-            f"the KL to the reference model is {kl:.2g} nats per token over {_FEW} steps, so the policy has drifted "
-            "far from it: lower optimizer.lr, raise policy.kl_coef, or set ref_model.refresh_every",
+            f"the KL to the reference model is {kl:.2g} nats per token over {_FEW} steps, so the "
+            "policy has drifted far from it: lower optimizer.lr, raise policy.kl_coef, or set "
+            "ref_model.refresh_every",
         )
 
 
@@ -346,8 +386,9 @@ def _repeated(rows: Sequence[Row], first: Sequence[Row]) -> Found:
     if repeated is not None and repeated > _REPEATED and (accuracy or 0.0) < _HALF_SOLVED:
         yield (
             "repeated",
-            f"{_share(repeated)} of the responses duplicate another one in their group over {_FEW} steps: raise "
-            "inference_model.temperature, or lower optimizer.lr; if it began at step 1, check the engine's seeds",
+            f"{_share(repeated)} of the responses duplicate another one in their group over {_FEW} "
+            "steps: raise inference_model.temperature, or lower optimizer.lr; if it began at step "
+            "1, check the engine's seeds",
         )
 
 
@@ -357,8 +398,9 @@ def _staleness(rows: Sequence[Row], first: Sequence[Row]) -> Found:
     if len(ages) == _MANY and oldest >= 2 and all(mean >= 0.95 * oldest for mean, _ in ages):
         yield (
             "staleness",
-            f"every group is {oldest:.0f} steps old when it is trained on, as old as train.max_staleness allows, over "
-            f"{_MANY} steps: the samplers wait for the learner; give it more devices, or lower train.max_staleness",
+            f"every group is {oldest:.0f} steps old when it is trained on, as old as "
+            f"train.max_staleness allows, over {_MANY} steps: the samplers wait for the learner; "
+            "give it more devices, or lower train.max_staleness",
         )
 
 
@@ -370,9 +412,9 @@ def _restarts(rows: Sequence[Row], first: Sequence[Row]) -> Found:
         if sum(later > earlier for earlier, later in pairwise(counts)) >= _RESTARTS:
             yield (
                 f"restarts/{kind}",
-                f"a {name} was restarted {counts[-1] - counts[0]:.0f} times within {len(rows)} steps: the log says why "
-                "it ended; often it is out of memory (env.num_envs, inference_model.gpu_memory_utilization), or a "
-                "response crashes its scorer",
+                f"a {name} was restarted {counts[-1] - counts[0]:.0f} times within {len(rows)} "
+                "steps: the log says why it ended; often it is out of memory (env.num_envs, "
+                "inference_model.gpu_memory_utilization), or a response crashes its scorer",
             )
 
 

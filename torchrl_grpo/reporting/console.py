@@ -1,8 +1,10 @@
-"""Terminal output of a run: the plan, a progress bar, samples, evaluations and the paths of its files.
+"""Terminal output of a run: the plan, a progress bar, samples, evaluations and the paths of its
+files.
 
-On a terminal there is a live bar, with the tables scrolling by above it; into a pipe or a file goes plain text, one
-line every few steps, without control characters. Text that a model wrote is never trusted: it is not read as markup,
-and what cannot be printed (escape sequences, direction marks; outside of samples also newlines) is shown escaped.
+On a terminal there is a live bar, with the tables scrolling by above it; into a pipe or a file goes
+plain text, one line every few steps, without control characters. Text that a model wrote is never
+trusted: it is not read as markup, and what cannot be printed (escape sequences, direction marks;
+outside of samples also newlines) is shown escaped.
 """
 
 from __future__ import annotations
@@ -51,9 +53,9 @@ _DIMENSIONLESS = ("", "k", "M", "B", "T")
 class Console(AbstractContextManager["Console"]):
     """Prints a run.
 
-    Lifecycle: ``table`` (and ``resume``), then ``start``, then ``step``, ``samples`` and ``evaluation`` in any order,
-    then ``finish``; ``close`` at the end, also after a failure: it takes the bar off, so that a traceback stays
-    readable.
+    Lifecycle: ``table`` (and ``resume``), then ``start``, then ``step``, ``samples`` and
+    ``evaluation`` in any order, then ``finish``; ``close`` at the end, also after a failure: it
+    takes the bar off, so that a traceback stays readable.
 
     Args:
         every: where there is no terminal, one line is printed every so many steps.
@@ -67,7 +69,9 @@ class Console(AbstractContextManager["Console"]):
         test after step 0: pass@1 25.0% greedy, pass@8 50.0% sampled
     """
 
-    def __init__(self, *, every: int = 10, file: IO[str] | None = None, width: int | None = None) -> None:
+    def __init__(
+        self, *, every: int = 10, file: IO[str] | None = None, width: int | None = None
+    ) -> None:
         self._rich = RichConsole(file=file, width=width, highlight=False)
         self._every = every
         self._live = self._rich.is_terminal and not self._rich.is_dumb_terminal
@@ -76,15 +80,16 @@ class Console(AbstractContextManager["Console"]):
         self._started_at = time.monotonic()
         self._silent = True  # no step was printed yet
         for handler in torchrl_logger.handlers:
-            if type(handler) is logging.StreamHandler and not handler.stream.isatty():  # TorchRL's lines have colors
+            if (
+                type(handler) is logging.StreamHandler and not handler.stream.isatty()
+            ):  # TorchRL's lines have colors
                 handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s: %(message)s"))
 
     def table(self, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Prints a table.
 
-        Args:
-            title: stands above it.
-            rows: their keys are the columns; a value may be None. ``parameters`` is a count and ``memory`` are bytes.
+        Args: title: stands above it. rows: their keys are the columns; a value may be None.
+            ``parameters`` is a count and ``memory`` are bytes.
         """
         columns = list(dict.fromkeys(name for row in rows for name in row))
         table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
@@ -105,11 +110,15 @@ class Console(AbstractContextManager["Console"]):
             opens: an environment or an agent says more before the model's first turn.
         """
         first = "before its environment or agent speaks" if opens else "as the model sees it"
-        self._line(f"{train:,} training problems, {test:,} test problems; the first prompt {first}:")
+        self._line(
+            f"{train:,} training problems, {test:,} test problems; the first prompt {first}:"
+        )
         self._line(clip(prompt, 4 * _LONGEST_SAMPLE), "dim")
 
     def resume(self, step: int, path: str | os.PathLike[str], *, finished: bool = False) -> None:
-        """Print the step and the checkpoint that a run resumes from, and whether there is nothing left to train."""
+        """Print the step and the checkpoint that a run resumes from, and whether there is nothing
+        left to train.
+        """
         rest = ", the last step: raise train.total_dialog_turns to train longer" if finished else ""
         self._line(f"Resuming after step {step:,} from {os.fspath(path)}{rest}")
 
@@ -129,7 +138,9 @@ class Console(AbstractContextManager["Console"]):
         if not self._live or self._progress is not None:
             rollout = "the next rollout" if sequences_done else "the first rollout"
             evaluation = "the initial evaluation and " if evaluates and not sequences_done else ""
-            startup.say(f"running {evaluation}{rollout}" if sequences_total else "running the evaluation")
+            startup.say(
+                f"running {evaluation}{rollout}" if sequences_total else "running the evaluation"
+            )
             return
         startup.end()
         wide, line = self._rich.width >= _WIDE, Column(no_wrap=True)
@@ -142,11 +153,15 @@ class Console(AbstractContextManager["Console"]):
             _Clock(table_column=line),
         )
         self._progress = Progress(*columns, console=self._rich, refresh_per_second=4, expand=wide)
-        self._progress.add_task("train", completed=sequences_done, total=sequences_total, step=MISSING, numbers="")
+        self._progress.add_task(
+            "train", completed=sequences_done, total=sequences_total, step=MISSING, numbers=""
+        )
         self._progress.start()
         self._reroute_logger()
 
-    def step(self, step: int, metrics: Mapping[str, float], sequences_done: int, sequences_total: int) -> None:
+    def step(
+        self, step: int, metrics: Mapping[str, float], sequences_done: int, sequences_total: int
+    ) -> None:
         """Show a step: move the bar or, without a terminal, print a line every so many steps.
 
         Args:
@@ -159,46 +174,69 @@ class Console(AbstractContextManager["Console"]):
         first = _REWARD if "rollout/accuracy" in metrics else _LOSS
         if self._progress is not None:
             bar, shown = self._progress.task_ids[0], _join(metrics, first, " ")
-            self._progress.update(bar, completed=sequences_done, total=sequences_total, step=step, numbers=shown)
-        elif not self._live and (self._silent or step % self._every == 0 or sequences_done >= sequences_total):
+            self._progress.update(
+                bar, completed=sequences_done, total=sequences_total, step=step, numbers=shown
+            )
+        elif not self._live and (
+            self._silent or step % self._every == 0 or sequences_done >= sequences_total
+        ):
             self._silent = False
             elapsed = duration(time.monotonic() - self._started_at)
             numbers = _join(metrics, first | _FURTHER, ", ")
-            self._line(f"step {step}: {sequences_done:,}/{sequences_total:,} sequences, {numbers}, {elapsed} elapsed")
+            self._line(
+                f"step {step}: {sequences_done:,}/{sequences_total:,} sequences, {numbers}, "
+                f"{elapsed} elapsed"
+            )
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Prints a few prompts and responses.
 
-        Args:
-            step: steps done.
-            rows: ``query``, ``response``, ``reward``, ``correct`` and ``valid``, as they are logged; other keys are not
+        Args: step: steps done. rows: ``query``, ``response``, ``reward``, ``correct`` and
+            ``valid``, as they are logged; other keys are not
                 shown.
         """
-        table = Table(box=box.SIMPLE_HEAD, title=f"Samples after step {step}", title_justify="left", expand=self._live)
+        table = Table(
+            box=box.SIMPLE_HEAD,
+            title=f"Samples after step {step}",
+            title_justify="left",
+            expand=self._live,
+        )
         table.add_column("prompt", ratio=2, overflow="fold")
         table.add_column("response", ratio=3, overflow="fold")
         table.add_column("reward", justify="right", no_wrap=True)
         for row in rows:
             reward = Text(reward_text(row), style="green" if row.get("correct") else "red")
-            texts = (clip(_BLANK_LINES.sub("\n", str(row.get(key))), _LONGEST_SAMPLE) for key in ("query", "response"))
-            table.add_row(*(Text(printable_lines(text, self._rich.encoding)) for text in texts), reward)
+            texts = (
+                clip(_BLANK_LINES.sub("\n", str(row.get(key))), _LONGEST_SAMPLE)
+                for key in ("query", "response")
+            )
+            table.add_row(
+                *(Text(printable_lines(text, self._rich.encoding)) for text in texts), reward
+            )
         self._rich.print(table)
 
     def alarm(self, step: int, name: str, text: str) -> None:
-        """Print one line for an alarm that was raised at a step; ``docs/troubleshooting.md`` lists the names."""
+        """Print one line for an alarm that was raised at a step; ``docs/troubleshooting.md`` lists
+        the names.
+        """
         self._line(f"alarm {name} at step {step}: {text}", style="bold yellow")
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Prints the ``eval/*`` metrics of the test split in a line; step 0 is before training."""
         tested = [name for name in metrics if name.startswith("eval/pass@")]
-        shown = [f"{name.removeprefix('eval/')} {accuracy(metrics, name, decoding(name))}" for name in tested]
+        shown = [
+            f"{name.removeprefix('eval/')} {accuracy(metrics, name, decoding(name))}"
+            for name in tested
+        ]
         if (length := metrics.get("eval/response_length")) is not None:
             shown.append(f"{number(length)} tokens")
         if (truncated := metrics.get("eval/truncated")) is not None:
             shown.append(f"{percent(truncated)} truncated")
         self._line(f"test after step {step}: {', '.join(shown)}", style="bold cyan")
 
-    def finish(self, summary: Mapping[str, Any], paths: Mapping[str, str | os.PathLike[str]]) -> None:
+    def finish(
+        self, summary: Mapping[str, Any], paths: Mapping[str, str | os.PathLike[str]]
+    ) -> None:
         """Close the bar and print results and the paths of the files.
 
         Args:
@@ -219,7 +257,11 @@ class Console(AbstractContextManager["Console"]):
             self._line(f"test accuracy (greedy) {summary['before_text']}", style="bold")
         for line in summary.get("never_correct", ()):
             self._line(line, style="yellow")
-        parts = [f"{summary[key]:,} {key}" for key in ("steps", "sequences", "tokens") if summary.get(key)]
+        parts = [
+            f"{summary[key]:,} {key}"
+            for key in ("steps", "sequences", "tokens")
+            if summary.get(key)
+        ]
         if (first := summary.get("first_step", 1)) > 1:
             parts[0] = f"steps {first:,} to {summary['steps']:,}"
         if wall_s := summary.get("wall_s"):
@@ -229,14 +271,23 @@ class Console(AbstractContextManager["Console"]):
         if parts:
             self._line(", ".join(parts))
         if restarts := summary.get("restarts"):
-            self._line(f"{restarts:,} actor restarts, {summary['groups_resampled']:,} groups resampled")
+            self._line(
+                f"{restarts:,} actor restarts, {summary['groups_resampled']:,} groups resampled"
+            )
         if invalid := summary.get("invalid"):
             causes = ", ".join(f"{count:,} {cause}" for cause, count in invalid.items())
             self._line(f"{sum(invalid.values()):,} invalid rewards: {causes}", style="yellow")
         for alarm in summary.get("alarms", ()):
             still = alarm.last == summary.get("steps")
-            when = f"from step {alarm.first} to the end" if still else f"steps {alarm.first} to {alarm.last}"
-            self._line(f"alarm {alarm.name}, {when}: {alarm.text}", style="bold yellow" if still else "yellow")
+            when = (
+                f"from step {alarm.first} to the end"
+                if still
+                else f"steps {alarm.first} to {alarm.last}"
+            )
+            self._line(
+                f"alarm {alarm.name}, {when}: {alarm.text}",
+                style="bold yellow" if still else "yellow",
+            )
         width = max((len(name) for name in paths), default=0)
         for name, path in paths.items():
             self._line(f"  {name:<{width}}  {os.fspath(path)}")
@@ -266,12 +317,16 @@ class Console(AbstractContextManager["Console"]):
         self._rich.print(self._text(text, style), soft_wrap=True)
 
     def _text(self, text: str, style: str = "") -> Text:
-        """Return the text without control characters, in the terminal's encoding: no character may end a run."""
+        """Return the text without control characters, in the terminal's encoding: no character may
+        end a run.
+        """
         encoding = self._rich.encoding
         return Text(printable(text, encoding), style=style)
 
     def _reroute_logger(self) -> None:
-        """Lets TorchRL's log lines scroll above the bar: its handler holds the stream that the bar is drawn on."""
+        """Lets TorchRL's log lines scroll above the bar: its handler holds the stream that the bar
+        is drawn on.
+        """
         for handler in torchrl_logger.handlers:
             if type(handler) is logging.StreamHandler and handler.stream.isatty():
                 proxy = cast(IO[str], FileProxy(self._rich, handler.stream))
@@ -283,7 +338,11 @@ class _Clock(ProgressColumn):
     """Elapsed time and, once it can be estimated, remaining time."""
 
     def render(self, task: Task) -> Text:
-        left = "" if task.finished or task.time_remaining is None else f" ({duration(task.time_remaining)} left)"
+        left = (
+            ""
+            if task.finished or task.time_remaining is None
+            else f" ({duration(task.time_remaining)} left)"
+        )
         return Text(f"{duration(task.elapsed or 0)}{left}", style="dim")
 
 
@@ -300,7 +359,9 @@ _FURTHER = {
 
 
 def _join(metrics: Mapping[str, float], names: Mapping[str, str], separator: str) -> str:
-    shown = {label: _metric(name, metrics[name]) for label, name in names.items() if name in metrics}
+    shown = {
+        label: _metric(name, metrics[name]) for label, name in names.items() if name in metrics
+    }
     if invalid := metrics.get("rollout/invalid"):
         shown["accuracy"] += f" ({percent(invalid / metrics['rollout/sequences'])} invalid)"
     return separator.join(f"{label} {value}" for label, value in shown.items())
@@ -319,7 +380,11 @@ def _cell(name: str, value: Any) -> str:
         return size(value)
     if isinstance(value, list | tuple):
         return ", ".join(str(item) for item in value)
-    return number(value) if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
+    return (
+        number(value)
+        if isinstance(value, int | float) and not isinstance(value, bool)
+        else str(value)
+    )
 
 
 def _scaled(value: float) -> str:

@@ -1,4 +1,6 @@
-"""The curves of a run, drawn with matplotlib: one PNG with all panels, or one small SVG a panel for a web page."""
+"""The curves of a run, drawn with matplotlib: one PNG with all panels, or one small SVG a panel for
+a web page.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +44,8 @@ _USUAL_ROWS = 3
 def save_png(records: Sequence[Record], path: str | os.PathLike[str]) -> None:
     """Writes all panels into one picture.
 
-    Args:
-        records: one mapping a step (metric name to number or None, and ``step``), in the order of the steps.
-        path: the PNG file.
+    Args: records: one mapping a step (metric name to number or None, and ``step``), in the order of
+        the steps. path: the PNG file.
     """
     top, between, bottom = 0.66, 1.13, 0.46  # inches
     panels = panels_of(records)
@@ -63,7 +64,9 @@ def save_png(records: Sequence[Record], path: str | os.PathLike[str]) -> None:
 
 
 def panel_svg(panel: Panel, records: Sequence[Record]) -> str:
-    """One panel as an ``<svg>`` element, its text and lines in the CSS colors ``--ink`` and ``--line``."""
+    """One panel as an ``<svg>`` element, its text and lines in the CSS colors ``--ink`` and
+    ``--line``.
+    """
     return _svg(panel_figure(panel, records), panel)
 
 
@@ -77,9 +80,8 @@ def panel_figure(panel: Panel, records: Sequence[Record]) -> Figure:
 def compared_svg(panel: Panel, settings: Sequence[tuple[str, Sequence[Sequence[Record]]]]) -> str:
     """One panel with a curve for each setting, as an ``<svg>`` element like those of ``panel_svg``.
 
-    Args:
-        panel: of one metric.
-        settings: color and runs of each. Several runs are one curve, their mean, in a band from the lowest to the
+    Args: panel: of one metric. settings: color and runs of each. Several runs are one curve, their
+        mean, in a band from the lowest to the
             highest of them. The first one is drawn on top.
     """
     figure = _small_figure()
@@ -92,19 +94,25 @@ def compared_svg(panel: Panel, settings: Sequence[tuple[str, Sequence[Sequence[R
 
 
 def _draw_runs(axes: Axes, panel: Panel, runs: Sequence[Sequence[Record]], color: str) -> None:
-    curves = [dict(zip(*points, strict=True)) for run in runs for points in series(panel, run).values()]
+    curves = [
+        dict(zip(*points, strict=True)) for run in runs for points in series(panel, run).values()
+    ]
     steps = sorted({step for curve in curves for step in curve})
     if not steps:
         return
     rows = [[curve[step] for curve in curves if step in curve] for step in steps]
-    lowest, mean, highest = (thin(steps, [take(row) for row in rows])[1] for take in (min, fmean, max))
+    lowest, mean, highest = (
+        thin(steps, [take(row) for row in rows])[1] for take in (min, fmean, max)
+    )
     shown = thin(steps, steps)[0]
     is_test = panel.metrics[0].startswith("eval/")
     if not is_test and len(shown) >= SMOOTH_FROM:
         lowest, mean, highest = smooth(lowest), smooth(mean), smooth(highest)
     if len(curves) > 1:
         axes.fill_between(shown, lowest, highest, color=color, alpha=0.18, linewidth=0)
-    axes.plot(shown, mean, color=color, linewidth=1.8, marker="o" if is_test else None, markersize=3.2)
+    axes.plot(
+        shown, mean, color=color, linewidth=1.8, marker="o" if is_test else None, markersize=3.2
+    )
 
 
 def _small_figure(extra_height: float = 0.0) -> Figure:
@@ -116,7 +124,11 @@ def _small_figure(extra_height: float = 0.0) -> Figure:
 
 def _extra_height(panel: Panel, records: Sequence[Record]) -> float:
     """Additional inches for a long legend."""
-    labels = [] if panel.metrics == ("time/*_s",) else [label_of(name) for name in series(panel, records)]
+    labels = (
+        []
+        if panel.metrics == ("time/*_s",)
+        else [label_of(name) for name in series(panel, records)]
+    )
     return _LEGEND_ROW * max(0, _legend_rows(labels) - _USUAL_ROWS)
 
 
@@ -131,13 +143,25 @@ def _svg(figure: Figure, panel: Panel) -> str:
 def _draw(axes: Axes, panel: Panel, records: Sequence[Record]) -> None:
     curves = series(panel, records)
     if not curves:
-        axes.text(0.5, 0.5, "no data", ha="center", va="center", transform=axes.transAxes, color=_INK, fontsize=9)
+        axes.text(
+            0.5,
+            0.5,
+            "no data",
+            ha="center",
+            va="center",
+            transform=axes.transAxes,
+            color=_INK,
+            fontsize=9,
+        )
         axes.set_yticks([])
     elif panel.metrics == ("time/*_s",):
         _draw_times(axes, records)
     else:
         for place, (name, points) in enumerate(curves.items()):
-            look = {"color": COLORS[place % len(COLORS)], "linestyle": _DASHES[place // len(COLORS) % len(_DASHES)]}
+            look = {
+                "color": COLORS[place % len(COLORS)],
+                "linestyle": _DASHES[place // len(COLORS) % len(_DASHES)],
+            }
             _draw_curve(axes, label_of(name), *curve_of(name, points), look)
     if panel.percent:
         highest = max((max(values) for _, values in curves.values()), default=1.0)
@@ -183,22 +207,29 @@ def _style(axes: Axes, panel: Panel) -> None:
         spine.set_color(_LINE)
     axes.tick_params(colors=_INK, labelsize=9, length=0)
     first, last = axes.get_xlim()
-    axes.set_xlim(min(first, (first + last) / 2 - 1), max(last, (first + last) / 2 + 1))  # whole steps, even of one
+    axes.set_xlim(
+        min(first, (first + last) / 2 - 1), max(last, (first + last) / 2 + 1)
+    )  # whole steps, even of one
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.set_xlabel("step", fontsize=8, color=_INK)
     if axes.lines or axes.collections:
         axes.yaxis.set_major_locator(MaxNLocator(5))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{100 * y:.3g}%" if panel.percent else _number(y)))
+    axes.yaxis.set_major_formatter(
+        FuncFormatter(lambda y, _: f"{100 * y:.3g}%" if panel.percent else _number(y))
+    )
     _, labels = axes.get_legend_handles_labels()
     if len(labels) > 1:
-        # Above the curves and the grid: the axis goes on without ticks to make room for the legend's rows.
+        # Above the curves and the grid: the axis goes on without ticks to make room for the
+        # legend's rows.
         columns = _legend_columns(labels)
         share = _LEGEND_ROW * (_legend_rows(labels) + 0.4) * axes.figure.dpi / axes.bbox.height
         low, high = axes.get_ylim()
         axes.set_yticks([tick for tick in axes.get_yticks() if low <= tick <= high])
         axes.set_ylim(low, low + (high - low) / (1 - share))
         spacing = {"borderaxespad": 0, "borderpad": 0.2, "labelspacing": 0.35}
-        axes.legend(fontsize=8, frameon=False, labelcolor=_INK, ncols=columns, loc="upper left", **spacing)
+        axes.legend(
+            fontsize=8, frameon=False, labelcolor=_INK, ncols=columns, loc="upper left", **spacing
+        )
 
 
 def _legend_columns(labels: Sequence[str]) -> int:

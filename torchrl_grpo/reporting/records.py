@@ -13,7 +13,8 @@ from torchrl_grpo.host.text import number
 
 
 def one_of_each(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Rows of ``samples.jsonl`` with the first of each group first, then the second ones, and so on.
+    """Rows of ``samples.jsonl`` with the first of each group first, then the second ones, and so
+    on.
 
     >>> [row["n"] for row in one_of_each([{"group": 4, "n": 1}, {"group": 4, "n": 2}, {"group": 5, "n": 3}])]
     [1, 3, 2]
@@ -43,9 +44,13 @@ def earned(row: Mapping[str, Any]) -> Any:
 
 
 def passes(
-    row: Mapping[str, Any], least: float | None = None, most: float | None = None, text: str | None = None
+    row: Mapping[str, Any],
+    least: float | None = None,
+    most: float | None = None,
+    text: str | None = None,
 ) -> bool:
-    """Whether a sample's reward is within bounds and its prompt or response contains the text, ignoring case.
+    """Whether a sample's reward is within bounds and its prompt or response contains the text,
+    ignoring case.
 
     An invalid reward is neither high nor low.
     """
@@ -61,7 +66,9 @@ def passes(
 
 
 def reward_text(row: Mapping[str, Any]) -> str:
-    """Format a sample's reward, with those of its turns: ``invalid`` for one that crashed or timed out, not 0."""
+    """Format a sample's reward, with those of its turns: ``invalid`` for one that crashed or timed
+    out, not 0.
+    """
     if row.get("valid") is False or row.get("reward") is None:
         return "invalid"
     turns = row.get("turn_rewards")
@@ -77,14 +84,20 @@ def merge_steps(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def run_title(config: str, hydra: str) -> str:
-    """Model, data and algorithm, where the texts of Hydra's ``config.yaml`` and ``hydra.yaml`` name them."""
+    """Model, data and algorithm, where the texts of Hydra's ``config.yaml`` and ``hydra.yaml`` name
+    them.
+    """
     try:
         settings = load_yaml(config)
         choices = load_yaml(hydra)["hydra"]["runtime"]["choices"]
         env = settings["env"]
         data = " and ".join(str(entry["dataset"]) for entry in env.get("datasets") or [env])
         task = env.get("task") or {}
-        data = (task if isinstance(task, str) else task.get("_target_")) or env.get("environment") or data
+        data = (
+            (task if isinstance(task, str) else task.get("_target_"))
+            or env.get("environment")
+            or data
+        )
         return f"{settings['model']['name']} on {data} with {choices['algo']}"
     except (yaml.YAMLError, AttributeError, KeyError, TypeError):
         return "GRPO run"

@@ -1,7 +1,7 @@
 """The report of a run: ``report.html``, one file that needs nothing else, and ``curves.png``.
 
-Everything is read back from the run's folder, so that a report can be made of a run that crashed, or of one that still
-runs. What is not there is left out.
+Everything is read back from the run's folder, so that a report can be made of a run that crashed,
+or of one that still runs. What is not there is left out.
 """
 
 from __future__ import annotations
@@ -17,11 +17,26 @@ import jinja2
 
 from torchrl_grpo.host.files import ENVIRONMENT_FILE, METRICS_FILE, SAMPLES_FILE, read_jsonl
 from torchrl_grpo.host.folders import check_own_files
-from torchrl_grpo.host.text import accuracy, clip, duration, invalid_cause, number, percent, points, printable_lines
+from torchrl_grpo.host.text import (
+    accuracy,
+    clip,
+    duration,
+    invalid_cause,
+    number,
+    percent,
+    points,
+    printable_lines,
+)
 from torchrl_grpo.reporting.alarms import MOSTLY_INVALID, alarms_of
 from torchrl_grpo.reporting.curves import panel_svg, save_png
 from torchrl_grpo.reporting.panels import COLORS, STAGES, panels_of, series, stage_seconds
-from torchrl_grpo.reporting.records import merge_steps, one_of_each, problem_of, reward_text, run_title
+from torchrl_grpo.reporting.records import (
+    merge_steps,
+    one_of_each,
+    problem_of,
+    reward_text,
+    run_title,
+)
 
 ACCURACY = "eval/pass@1"
 _MOST_SAMPLES = 12
@@ -34,8 +49,8 @@ Row = Mapping[str, Any]
 def write_report(directory: str | os.PathLike[str]) -> Path:
     """Writes ``report.html`` and ``curves.png`` into a run's folder.
 
-    Args:
-        directory: holds ``metrics.jsonl`` and, where there are any, ``samples.jsonl``, ``environment.json`` and the
+    Args: directory: holds ``metrics.jsonl`` and, where there are any, ``samples.jsonl``,
+        ``environment.json`` and the
             files of Hydra's ``.hydra`` folder.
 
     Returns:
@@ -52,13 +67,19 @@ def write_report(directory: str | os.PathLike[str]) -> Path:
     config = _read(directory / ".hydra" / "config.yaml")
     environment = json.loads(_read(directory / ENVIRONMENT_FILE) or "{}")
     if environment:
-        environment["packages"] = ", ".join(f"{name} {version}" for name, version in environment["packages"].items())
+        environment["packages"] = ", ".join(
+            f"{name} {version}" for name, version in environment["packages"].items()
+        )
     page = page_template("report.html.j2").render(
         title=title_of(directory),
         name="/".join(directory.resolve().parts[-2:]),  # a date and a time in the usual layout
         logged=bool(records),
         summary=_summary(records),
-        panels=[(panel, panel_svg(panel, records)) for panel in panels_of(records) if series(panel, records)],
+        panels=[
+            (panel, panel_svg(panel, records))
+            for panel in panels_of(records)
+            if series(panel, records)
+        ],
         times=_times(records),
         tested=_tested(samples),
         trained=_trained(samples),
@@ -73,23 +94,24 @@ def write_report(directory: str | os.PathLike[str]) -> Path:
 
 def title_of(directory: Path) -> str:
     """Model, data and algorithm of a run, where Hydra's files name them."""
-    return run_title(_read(directory / ".hydra" / "config.yaml"), _read(directory / ".hydra" / "hydra.yaml"))
+    return run_title(
+        _read(directory / ".hydra" / "config.yaml"), _read(directory / ".hydra" / "hydra.yaml")
+    )
 
 
 def summarize(directory: str | os.PathLike[str]) -> dict[str, Any]:
     """Summarize a run from ``metrics.jsonl``.
 
-    Returns:
-        ``steps``; ``first_step``, 1 but in a resumed run's new folder; ``sequences`` and ``tokens`` (sums of
-        ``rollout/sequences`` and ``rollout/tokens``); ``wall_s`` (the steps and the evaluations);
-        ``trained_tokens_per_s`` (as the metric of that name: without the evaluations);
-        ``accuracy_before`` and ``accuracy_after`` (first and last ``eval/pass@1``), as texts with the share of invalid
-        rewards ``before_text`` and ``after_text``, and the steps that they were measured after, ``before_step`` and
-        ``after_step``; ``invalid_fraction`` of the last evaluation; ``never_correct``, a line for each test set with
-        rewards but without a correct response; ``reward``, its mean over the last tenth of the steps;
-        ``restarts`` of actors and ``groups_resampled`` after them;
-        ``invalid`` rewards by cause; ``alarms``, all that came.
-        What the run has no numbers for is None, or 0 where it is a count.
+    Returns: ``steps``; ``first_step``, 1 but in a resumed run's new folder; ``sequences`` and
+        ``tokens`` (sums of ``rollout/sequences`` and ``rollout/tokens``); ``wall_s`` (the steps and
+        the evaluations); ``trained_tokens_per_s`` (as the metric of that name: without the
+        evaluations); ``accuracy_before`` and ``accuracy_after`` (first and last ``eval/pass@1``),
+        as texts with the share of invalid rewards ``before_text`` and ``after_text``, and the steps
+        that they were measured after, ``before_step`` and ``after_step``; ``invalid_fraction`` of
+        the last evaluation; ``never_correct``, a line for each test set with rewards but without a
+        correct response; ``reward``, its mean over the last tenth of the steps; ``restarts`` of
+        actors and ``groups_resampled`` after them; ``invalid`` rewards by cause; ``alarms``, all
+        that came. What the run has no numbers for is None, or 0 where it is a count.
     """
     return _summary(merge_steps(read_jsonl(Path(directory) / METRICS_FILE)))
 
@@ -97,7 +119,9 @@ def summarize(directory: str | os.PathLike[str]) -> dict[str, Any]:
 def _summary(records: Sequence[Row]) -> dict[str, Any]:
     evaluations = [record for record in records if ACCURACY in record]
     before = evaluations[0] if evaluations else {}
-    after = evaluations[-1] if len(evaluations) > 1 else {}  # one evaluation is not yet a result of training
+    after = (
+        evaluations[-1] if len(evaluations) > 1 else {}
+    )  # one evaluation is not yet a result of training
     tokens = int(_sum(records, "rollout/tokens"))
     wall_s = sum(sum(stage_seconds(r).values()) for r in records)
     steps_s = _sum(records, "time/step_s")
@@ -117,7 +141,9 @@ def _summary(records: Sequence[Row]) -> dict[str, Any]:
         "invalid_fraction": (after or before).get("eval/invalid_fraction"),
         "never_correct": _never_correct(records),
         "reward": _last_reward(records),
-        "restarts": sum(_latest_sum(records, f"workers/restarts_{role}") for role in ("rollout", "reference")),
+        "restarts": sum(
+            _latest_sum(records, f"workers/restarts_{role}") for role in ("rollout", "reference")
+        ),
         "groups_resampled": _latest_sum(records, "workers/groups_resampled"),
         "invalid": _invalid(records),
         "alarms": alarms_of(records),
@@ -125,7 +151,8 @@ def _summary(records: Sequence[Row]) -> dict[str, Any]:
 
 
 def objective(summary: Mapping[str, Any]) -> float | None:
-    """Objective of a sweep: the last greedy test accuracy or, where nothing was evaluated, ``reward``.
+    """Objective of a sweep: the last greedy test accuracy or, where nothing was evaluated,
+    ``reward``.
 
     None where most rewards of the last evaluation were invalid.
     """
@@ -139,21 +166,31 @@ def objective(summary: Mapping[str, Any]) -> float | None:
 def _never_correct(records: Sequence[Row]) -> list[str]:
     """Test sets with rewards but without a correct response: their reward may never reach 1."""
     lines = []
-    for name in sorted({name for record in records for name in record if name.startswith(ACCURACY)}):
+    for name in sorted(
+        {name for record in records for name in record if name.startswith(ACCURACY)}
+    ):
         dataset = name.removeprefix(ACCURACY)
-        seen = [r[key] for r in records for key in (name, f"rollout/accuracy{dataset}") if r.get(key) is not None]
+        seen = [
+            r[key]
+            for r in records
+            for key in (name, f"rollout/accuracy{dataset}")
+            if r.get(key) is not None
+        ]
         rewards = [r[key] for r in records if (key := f"eval/reward_mean{dataset}") in r]
         if seen and not any(seen) and rewards and rewards[-1]:
             which = f" to {dataset[1:]}" if dataset else ""
             lines.append(
-                f"no response{which} was correct, although the mean reward is {number(rewards[-1])}: a response is "
-                "correct if its reward is at least 1 or the reward function returns `correct`"
+                f"no response{which} was correct, although the mean reward is "
+                f"{number(rewards[-1])}: a response is correct if its reward is at least 1 or the "
+                "reward function returns `correct`"
             )
     return lines
 
 
 def _last_reward(records: Sequence[Row]) -> float | None:
-    rewards = [r["rollout/reward_mean"] for r in records if r.get("rollout/reward_mean") is not None]
+    rewards = [
+        r["rollout/reward_mean"] for r in records if r.get("rollout/reward_mean") is not None
+    ]
     return fmean(rewards[len(rewards) * 9 // 10 :]) if rewards else None
 
 
@@ -169,15 +206,29 @@ def _latest_sum(records: Sequence[Row], prefix: str) -> int:
 
 def _invalid(records: Sequence[Row]) -> dict[str, int]:
     """Invalid rewards since the start, by cause."""
-    latest = {name: int(value) for record in records for name, value in record.items() if name.startswith(_INVALID)}
-    return {invalid_cause(name.removeprefix(_INVALID)): count for name, count in latest.items() if count}
+    latest = {
+        name: int(value)
+        for record in records
+        for name, value in record.items()
+        if name.startswith(_INVALID)
+    }
+    return {
+        invalid_cause(name.removeprefix(_INVALID)): count for name, count in latest.items() if count
+    }
 
 
 def _times(records: Sequence[Row]) -> list[dict[str, Any]]:
     """Stages of the whole run's wall time that are not 0, in seconds."""
     parts = [stage_seconds(record) for record in records]
-    totals = [(name, sum(part[name] for part in parts), color) for name, color in zip(STAGES, COLORS, strict=True)]
-    return [{"name": name, "seconds": seconds, "color": color} for name, seconds, color in totals if seconds]
+    totals = [
+        (name, sum(part[name] for part in parts), color)
+        for name, color in zip(STAGES, COLORS, strict=True)
+    ]
+    return [
+        {"name": name, "seconds": seconds, "color": color}
+        for name, seconds, color in totals
+        if seconds
+    ]
 
 
 def _tested(samples: Sequence[Row]) -> dict[str, Any] | None:
@@ -189,9 +240,15 @@ def _tested(samples: Sequence[Row]) -> dict[str, Any] | None:
     if not by_step:
         return None
     steps = sorted({min(by_step), max(by_step)})
-    queries = {problem: row.get("query") for step in steps for problem, row in by_step[step].items()}
-    order = list(dict.fromkeys(problem for step in reversed(steps) for problem in by_step[step]))[:_MOST_SAMPLES]
-    problems = [(queries[problem], [by_step[step].get(problem) for step in steps]) for problem in order]
+    queries = {
+        problem: row.get("query") for step in steps for problem, row in by_step[step].items()
+    }
+    order = list(dict.fromkeys(problem for step in reversed(steps) for problem in by_step[step]))[
+        :_MOST_SAMPLES
+    ]
+    problems = [
+        (queries[problem], [by_step[step].get(problem) for step in steps]) for problem in order
+    ]
     return {"steps": steps, "problems": problems}
 
 
@@ -214,7 +271,9 @@ def _text(value: Any, longest: int | None = _LONGEST_TEXT) -> str:
 def page_template(name: str) -> jinja2.Template:
     """Load a page template of this folder, with its filters."""
     loader = jinja2.PackageLoader("torchrl_grpo.reporting", "")
-    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment = jinja2.Environment(
+        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
     environment.filters |= {"text": _text, "percent": percent, "number": number}
     environment.globals["points"] = points
     environment.filters |= {"duration": duration, "reward": reward_text}

@@ -1,6 +1,7 @@
 """The report of a sweep: ``sweep.html`` in the folder of a multirun, one self-contained file.
 
-Like the report of a run it is read back from files, so that it can be made while a sweep goes on, or after it failed.
+Like the report of a run it is read back from files, so that it can be made while a sweep goes on,
+or after it failed.
 """
 
 from __future__ import annotations
@@ -67,9 +68,8 @@ class Job:
 class Influence:
     """Share of the variance among the jobs' outcomes that a key explains.
 
-    Attributes:
-        key: its name.
-        share: of the variance of all outcomes, that of the means of the key's values; None where each value has one
+    Attributes: key: its name. share: of the variance of all outcomes, that of the means of the
+        key's values; None where each value has one
             job.
         by_chance: the share that is expected of a key that has no influence.
         levels: values, how many jobs each has, and the mean of their outcomes.
@@ -95,16 +95,23 @@ def write_sweep(directory: str | os.PathLike[str]) -> Path:
     jobs = read_jobs(directory)
     if not any(job.records for job in jobs):
         raise ValueError(
-            f"{directory} must be the folder of a multirun in which a job has logged a step, and there is no such job: "
-            "name a folder such as multirun/2026-01-31/12-00-00."
+            f"{directory} must be the folder of a multirun in which a job has logged a step, and "
+            "there is no such job: name a folder such as multirun/2026-01-31/12-00-00."
         )
     keys = varied(jobs)
     tested = any(job.summary["before_step"] is not None for job in jobs)
     settings = _settings(jobs, [key for key in keys if key != "seed"])
     colors = [*_BRIGHT, *[_GREY] * len(settings)][: len(settings)]
-    drawn = [(color, [job.records for job in setting.jobs]) for color, setting in zip(colors, settings, strict=True)]
+    drawn = [
+        (color, [job.records for job in setting.jobs])
+        for color, setting in zip(colors, settings, strict=True)
+    ]
     learned = panels_of([record for job in jobs for record in job.records])[0]
-    panels = [panel for panel in (_TESTED, learned, *_FURTHER) if any(series(panel, job.records) for job in jobs)]
+    panels = [
+        panel
+        for panel in (_TESTED, learned, *_FURTHER)
+        if any(series(panel, job.records) for job in jobs)
+    ]
     titles = {title_of(directory / job.name) for job in jobs}
     page = page_template("sweep.html.j2").render(
         title=titles.pop() if len(titles) == 1 else "GRPO sweep",
@@ -116,7 +123,9 @@ def write_sweep(directory: str | os.PathLike[str]) -> Path:
         tested=tested,
         settings=settings,
         legend=list(zip(_BRIGHT, settings, strict=False)),
-        influences=sorted((influence(jobs, key) for key in keys), key=lambda i: i.by_chance - (i.share or 0.0)),
+        influences=sorted(
+            (influence(jobs, key) for key in keys), key=lambda i: i.by_chance - (i.share or 0.0)
+        ),
         panels=[(panel, compared_svg(panel, drawn)) for panel in panels],
     )
     path = directory / "sweep.html"
@@ -133,7 +142,9 @@ def read_jobs(directory: Path) -> list[Job]:
         overrides = yaml.safe_load((folder / _OVERRIDES).read_text(encoding="utf-8")) or []
         values = dict(text.lstrip("+").partition("=")[::2] for text in overrides)
         records = merge_steps(read_jsonl(folder / METRICS_FILE))
-        jobs.append(Job(folder.relative_to(directory).as_posix(), values, records, summarize(folder)))
+        jobs.append(
+            Job(folder.relative_to(directory).as_posix(), values, records, summarize(folder))
+        )
     return jobs
 
 
@@ -149,13 +160,23 @@ def shown(value: str) -> str:
     >>> shown("0.00012345678"), shown("10240000"), shown("dapo")
     ('0.000123', '10240000', 'dapo')
     """
-    return f"{_number(value):.3g}" if "." in value and len(value) > 7 and math.isfinite(_number(value)) else value
+    return (
+        f"{_number(value):.3g}"
+        if "." in value and len(value) > 7 and math.isfinite(_number(value))
+        else value
+    )
 
 
 def influence(jobs: Sequence[Job], key: str) -> Influence:
-    """Compute how much of the outcomes a key explains on its own (eta squared of a one-way analysis of variance)."""
+    """Compute how much of the outcomes a key explains on its own (eta squared of a one-way analysis
+    of variance).
+    """
     pairs = [(job.values.get(key, "-"), job.outcome) for job in jobs]
-    scored = [(value, outcome) for value, outcome in pairs if outcome is not None and math.isfinite(outcome)]
+    scored = [
+        (value, outcome)
+        for value, outcome in pairs
+        if outcome is not None and math.isfinite(outcome)
+    ]
     levels = _levels(scored)
     outcomes = [outcome for _, outcome in scored]
     count = len(outcomes)
@@ -193,7 +214,9 @@ def _settings(jobs: Sequence[Job], keys: Sequence[str]) -> list[_Setting]:
     groups: dict[str, list[Job]] = {}
     for job in jobs:
         groups.setdefault(json.dumps([job.values.get(key) for key in keys]), []).append(job)
-    made = [_Setting({key: of[0].values.get(key, "-") for key in keys}, of) for of in groups.values()]
+    made = [
+        _Setting({key: of[0].values.get(key, "-") for key in keys}, of) for of in groups.values()
+    ]
     return sorted(made, key=lambda setting: -setting.outcomes[1] if setting.outcomes else math.inf)
 
 
@@ -201,10 +224,18 @@ def _levels(scored: Sequence[tuple[str, float]]) -> list[tuple[str, list[float]]
     """Values of a key with their outcomes; many numbers, as Optuna tries them, become three ranges."""
     values = sorted({value for value, _ in scored}, key=lambda value: (_number(value), value))
     if len(values) <= _MOST_LEVELS or not math.isfinite(_number(values[-1])):
-        return [(shown(value), [outcome for other, outcome in scored if other == value]) for value in values]
+        return [
+            (shown(value), [outcome for other, outcome in scored if other == value])
+            for value in values
+        ]
     ordered = sorted(scored, key=lambda pair: _number(pair[0]))
-    parts = [ordered[low:high] for low, high in pairwise(len(ordered) * part // 3 for part in range(4))]
-    return [(f"{shown(part[0][0])} to {shown(part[-1][0])}", [outcome for _, outcome in part]) for part in parts]
+    parts = [
+        ordered[low:high] for low, high in pairwise(len(ordered) * part // 3 for part in range(4))
+    ]
+    return [
+        (f"{shown(part[0][0])} to {shown(part[-1][0])}", [outcome for _, outcome in part])
+        for part in parts
+    ]
 
 
 def _number(value: str) -> float:

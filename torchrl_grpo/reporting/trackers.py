@@ -1,7 +1,8 @@
-"""Loggers other than the run's own files, through TorchRL's: TensorBoard, Weights & Biases, MLflow, Trackio.
+"""Loggers other than the run's own files, through TorchRL's: TensorBoard, Weights & Biases, MLflow,
+Trackio.
 
-They are views of what the run's own files have. A run that goes on from another one goes on in the same run of a
-service, whose id lies in the run's folder.
+They are views of what the run's own files have. A run that goes on from another one goes on in the
+same run of a service, whose id lies in the run's folder.
 """
 
 from __future__ import annotations
@@ -30,12 +31,23 @@ from torchrl_grpo.reporting.view.files import read_inside
 
 Row = Mapping[str, Any]
 
-# A run must end even when the server does not answer: seconds for the start and for the last upload.
+# A run must end even when the server does not answer: seconds for the start and for the last
+# upload.
 _WANDB_TIMEOUT_S = 60.0
 _SERVER = "MLFLOW_TRACKING_URI"
 _MLFLOW_WAITS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "20", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "5"}
 """Seconds per request, and number of retries, a minute apart. MLflow itself waits 20 minutes."""
-_COLUMNS = ("dataset", "group", "query", "response", "reward", "advantage", "correct", "valid", "length")
+_COLUMNS = (
+    "dataset",
+    "group",
+    "query",
+    "response",
+    "reward",
+    "advantage",
+    "correct",
+    "valid",
+    "length",
+)
 """Columns of the tables of samples."""
 
 
@@ -61,7 +73,9 @@ class TensorBoard(Tracker):
 
     def __init__(self, folder: Path, config: str) -> None:
         self._folder = folder
-        self._logger: TensorboardLogger | None = TensorboardLogger(exp_name="tensorboard", log_dir=str(folder))
+        self._logger: TensorboardLogger | None = TensorboardLogger(
+            exp_name="tensorboard", log_dir=str(folder)
+        )
         self._logger.experiment.add_text("config", f"```\n{config}\n```")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -72,12 +86,15 @@ class TensorBoard(Tracker):
         except OSError as error:
             if not is_full(error):
                 raise
-            torchrl_logger.warning(f"There is no room for TensorBoard's files in {self._folder}: they end here.")
+            torchrl_logger.warning(
+                f"There is no room for TensorBoard's files in {self._folder}: they end here."
+            )
             self._logger = None
 
     def truncate(self, step: int) -> None:
         if self._logger is not None:
-            # A new event file that opens with a session start makes TensorBoard hide the later steps of the older ones.
+            # A new event file that opens with a session start makes TensorBoard hide the later
+            # steps of the older ones.
             writer = self._logger.experiment
             writer.close()
             writer.purge_step = step
@@ -95,22 +112,32 @@ class Wandb(Tracker):
         ValueError: wandb cannot start.
     """
 
-    def __init__(self, folders: Sequence[Path], settings: Mapping[str, Any], name: str, config: str) -> None:
+    def __init__(
+        self, folders: Sequence[Path], settings: Mapping[str, Any], name: str, config: str
+    ) -> None:
         import wandb
 
-        # Not TorchRL's `offline=True`: it sets an environment variable that outlives the run. And no console capture:
-        # it would record every redraw of the progress bar.
-        timeouts = dict.fromkeys(("init_timeout", "login_timeout", "finish_timeout"), _WANDB_TIMEOUT_S)
-        given = {key: settings[key] or None for key in ("mode", "project", "entity", "group", "tags")}
+        # Not TorchRL's `offline=True`: it sets an environment variable that outlives the run. And
+        # no console capture: it would record every redraw of the progress bar.
+        timeouts = dict.fromkeys(
+            ("init_timeout", "login_timeout", "finish_timeout"), _WANDB_TIMEOUT_S
+        )
+        given = {
+            key: settings[key] or None for key in ("mode", "project", "entity", "group", "tags")
+        }
         try:
             self._logger = WandbLogger(
-                name, save_dir=folders[0], id=_known(folders, "wandb"), settings={"console": "off", **timeouts}, **given
+                name,
+                save_dir=folders[0],
+                id=_known(folders, "wandb"),
+                settings={"console": "off", **timeouts},
+                **given,
             )
         except (wandb.Error, ValueError) as error:
             raise ValueError(
-                f"logging.wandb.mode={settings['mode']} must be able to start a run, and wandb says "
-                f"{' '.join(str(error).split())!r}: check WANDB_API_KEY and the network, or set "
-                "logging.wandb.mode=offline."
+                f"logging.wandb.mode={settings['mode']} must be able to start a run, and wandb "
+                f"says {' '.join(str(error).split())!r}: check WANDB_API_KEY and the network, or "
+                "set logging.wandb.mode=offline."
             ) from error
         _keep(folders[0], "wandb", self._logger.experiment.id)
         self._logger.log_hparams(json.loads(config))
@@ -122,7 +149,9 @@ class Wandb(Tracker):
         import wandb
 
         columns = _columns(rows)
-        table = wandb.Table(list(columns), [list(row) for row in zip(*columns.values(), strict=True)])
+        table = wandb.Table(
+            list(columns), [list(row) for row in zip(*columns.values(), strict=True)]
+        )
         self._logger.log_metrics({f"samples/{rows[0]['split']}": table}, step=step)
 
     def close(self) -> None:
@@ -130,18 +159,22 @@ class Wandb(Tracker):
 
 
 class MLflow(Tracker):
-    """MLflow; offline into a database in the folder in which the run began, online at ``MLFLOW_TRACKING_URI``.
+    """MLflow; offline into a database in the folder in which the run began, online at
+    ``MLFLOW_TRACKING_URI``.
 
     Raises:
         ValueError: MLflow cannot start.
     """
 
-    def __init__(self, folders: Sequence[Path], settings: Mapping[str, Any], name: str, config: str) -> None:
+    def __init__(
+        self, folders: Sequence[Path], settings: Mapping[str, Any], name: str, config: str
+    ) -> None:
         import mlflow
 
         online, home = settings["mode"] == "online", folders[0].resolve() / "mlflow"
         known, _, store = (_known(folders, "mlflow") or "").partition("\n")
-        # The folder in which it began is gone, or it began on a server and goes on here, or the other way round.
+        # The folder in which it began is gone, or it began on a server and goes on here, or the
+        # other way round.
         ours = Path(store).parts[-2:] == ("mlflow", "mlflow.db") and Path(store).exists()
         if bool(store) == online or (store and not ours):
             known = store = ""
@@ -150,32 +183,43 @@ class MLflow(Tracker):
         address = os.environ[_SERVER] if online else f"sqlite:///{store}"
         artifacts = None if online else (Path(store).parent / "artifacts").as_uri()
         if known:
-            os.environ["MLFLOW_RUN_ID"] = known  # which the start of a run takes out of the environment
+            os.environ["MLFLOW_RUN_ID"] = (
+                known  # which the start of a run takes out of the environment
+            )
         for variable, value in _MLFLOW_WAITS.items():
             os.environ.setdefault(variable, value)
         try:
             self._logger = MLFlowLogger(settings["project"], address, artifact_location=artifacts)
         except mlflow.MlflowException as error:
             raise ValueError(
-                f"logging.mlflow.mode={settings['mode']} must be able to start a run, and mlflow says "
-                f"{' '.join(str(error).split())!r:.500}: check {_SERVER} and the network, or set "
-                "logging.mlflow.mode=offline."
+                f"logging.mlflow.mode={settings['mode']} must be able to start a run, and mlflow "
+                f"says {' '.join(str(error).split())!r:.500}: check {_SERVER} and the network, or "
+                "set logging.mlflow.mode=offline."
             ) from error
         _keep(folders[0], "mlflow", f"{self._logger.experiment.info.run_id}\n{store}")
         if not known:  # what is known of a run cannot be changed
             self._logger.log_hparams(dict(dotted(json.loads(config))))
-            mlflow.set_tags({"mlflow.runName": name} | ({"group": settings["group"]} if settings["group"] else {}))
+            mlflow.set_tags(
+                {"mlflow.runName": name}
+                | ({"group": settings["group"]} if settings["group"] else {})
+            )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        finite = {_mlflow_name(name): value for name, value in values.items() if math.isfinite(value)}
+        finite = {
+            _mlflow_name(name): value for name, value in values.items() if math.isfinite(value)
+        }
         self._logger.log_metrics(finite, step=step)
 
     def log_samples(self, step: int, rows: Sequence[Row]) -> None:
         import mlflow
 
-        # What log_table writes, but for a tag in which it keeps all names: that is cut after 8,000 characters.
+        # What log_table writes, but for a tag in which it keeps all names: that is cut after 8,000
+        # characters.
         columns = _columns(rows)
-        table = {"columns": list(columns), "data": [list(row) for row in zip(*columns.values(), strict=True)]}
+        table = {
+            "columns": list(columns),
+            "data": [list(row) for row in zip(*columns.values(), strict=True)],
+        }
         mlflow.log_dict(table, f"samples/{rows[0]['split']}_{step:06d}.json")
 
     def close(self) -> None:
@@ -185,9 +229,13 @@ class MLflow(Tracker):
 
 
 class Trackio(Tracker):
-    """Trackio on this machine, in the folder of its own that ``trackio show`` reads (``TRACKIO_DIR``)."""
+    """Trackio on this machine, in the folder of its own that ``trackio show`` reads
+    (``TRACKIO_DIR``).
+    """
 
-    def __init__(self, folders: Sequence[Path], settings: Mapping[str, Any], name: str, config: str) -> None:
+    def __init__(
+        self, folders: Sequence[Path], settings: Mapping[str, Any], name: str, config: str
+    ) -> None:
         known = _known(folders, "trackio")
         # Trackio tells runs apart by their names alone.
         name = known or f"{name}-{secrets.token_hex(2)}"
@@ -208,8 +256,12 @@ class Trackio(Tracker):
         import trackio
 
         columns = _columns(rows)
-        table = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-        self._logger.experiment.log({f"samples/{rows[0]['split']}": trackio.Table(data=table)}, step=step)
+        table = [
+            dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)
+        ]
+        self._logger.experiment.log(
+            {f"samples/{rows[0]['split']}": trackio.Table(data=table)}, step=step
+        )
 
     def close(self) -> None:
         self._logger.experiment.finish()
@@ -218,7 +270,9 @@ class Trackio(Tracker):
 _SERVICES = {"wandb": Wandb, "mlflow": MLflow, "trackio": Trackio}
 
 
-def check_logging(*, tensorboard: bool, services: Mapping[str, Mapping[str, Any]], page: bool = False) -> None:
+def check_logging(
+    *, tensorboard: bool, services: Mapping[str, Mapping[str, Any]], page: bool = False
+) -> None:
     """Check quickly, and without a network, that the requested loggers can start.
 
     Args:
@@ -244,23 +298,28 @@ def check_logging(*, tensorboard: bool, services: Mapping[str, Mapping[str, Any]
         field = f"logging.{name}.mode"
         if not _installed(name):
             raise ValueError(
-                f"{field}={settings['mode']} needs the package {name}, which is not installed: `pip install {name}`, "
-                f"or set {field}=disabled."
+                f"{field}={settings['mode']} needs the package {name}, which is not installed: "
+                f"`pip install {name}`, or set {field}=disabled."
             )
         if name == "wandb" and settings["mode"] == "online" and not _has_wandb_key():
             raise ValueError(
-                "logging.wandb.mode=online needs a Weights & Biases key, and neither WANDB_API_KEY nor the netrc file "
-                "has one: run `wandb login`, or set logging.wandb.mode=offline."
+                "logging.wandb.mode=online needs a Weights & Biases key, and neither "
+                "WANDB_API_KEY nor the netrc file has one: run `wandb login`, or set "
+                "logging.wandb.mode=offline."
             )
         if name == "mlflow" and settings["mode"] == "online" and not os.environ.get(_SERVER):
             raise ValueError(
-                f"logging.mlflow.mode=online needs the address of a server in the environment variable {_SERVER}, "
-                "which is not set: set it, or set logging.mlflow.mode=offline."
+                "logging.mlflow.mode=online needs the address of a server in the environment "
+                f"variable {_SERVER}, which is not set: set it, or set logging.mlflow.mode=offline."
             )
 
 
 def start_trackers(
-    folders: Sequence[Path], *, tensorboard: bool, services: Mapping[str, Mapping[str, Any]], config: str
+    folders: Sequence[Path],
+    *,
+    tensorboard: bool,
+    services: Mapping[str, Mapping[str, Any]],
+    config: str,
 ) -> list[Tracker]:
     """Starts the loggers that are asked for.
 
@@ -312,7 +371,11 @@ def _keep(folder: Path, service: str, run: str) -> None:
 
 def _columns(rows: Sequence[Row]) -> dict[str, list[Any]]:
     """A table of samples, column by column."""
-    return {name: [row.get(name) for row in rows] for name in _COLUMNS if any(name in row for row in rows)}
+    return {
+        name: [row.get(name) for row in rows]
+        for name in _COLUMNS
+        if any(name in row for row in rows)
+    }
 
 
 def _mlflow_name(name: str) -> str:

@@ -1,9 +1,10 @@
-"""``RewardPool``: a task's answers and scores from separate processes, so that a scorer or a tool that hangs or crashes
-affects nothing else.
+"""``RewardPool``: a task's answers and scores from separate processes, so that a scorer or a tool
+that hangs or crashes affects nothing else.
 
-Each worker process has a pipe of its own, which one thread at a time uses, so there is no queue or lock that a killed
-worker could leave broken. The workers are new interpreters that import this module, and start fast because it does not
-import torch; those of ``multiprocessing`` would import the script again.
+Each worker process has a pipe of its own, which one thread at a time uses, so there is no queue or
+lock that a killed worker could leave broken. The workers are new interpreters that import this
+module, and start fast because it does not import torch; those of ``multiprocessing`` would import
+the script again.
 """
 
 from __future__ import annotations
@@ -45,12 +46,16 @@ _STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
 _START_S = 600.0  # a machine that is busy, or a slow file system: only something stuck takes longer
 _LONGEST_END_S = 10.0
 _OWN_END_S = 2.0
-"""Seconds in which a worker whose pipe is closed may end by itself, so that its exit status is its own."""
+"""Seconds in which a worker whose pipe is closed may end by itself, so that its exit status is its
+own.
+"""
 _LONGEST_TEXT = 4000  # characters of an error
 _LONGEST_LINE = 200  # of its message on one line
 _LARGEST_ANSWER = 2**26  # bytes
 _LONGEST_TRANSFER_S = 30
-"""Seconds for which a pipe may be full, or a message incomplete, before the process at its other end is stopped."""
+"""Seconds for which a pipe may be full, or a message incomplete, before the process at its other
+end is stopped.
+"""
 _START = "import sys; sys.path[:] = {path!r}; from torchrl_grpo.reward_pool import serve; serve({fd}, {parent})"
 
 
@@ -58,12 +63,11 @@ _START = "import sys; sys.path[:] = {path!r}; from torchrl_grpo.reward_pool impo
 class Failure:
     """Reason why a dialog has no score.
 
-    Attributes:
-        kind: failures of one kind are logged once.
-        text: for the log; a traceback where there is one.
-        cause: one of ``INVALID_CAUSES``; ``crash`` is that of a process, ``lost`` that of one that kept the dialog.
-        told: what the policy is told, if a tool took too long or ended its process.
-        line: the same on one line: of an exception its type, its message, and the place in the user's file.
+    Attributes: kind: failures of one kind are logged once. text: for the log; a traceback where
+        there is one. cause: one of ``INVALID_CAUSES``; ``crash`` is that of a process, ``lost``
+        that of one that kept the dialog. told: what the policy is told, if a tool took too long or
+        ended its process. line: the same on one line: of an exception its type, its message, and
+        the place in the user's file.
     """
 
     kind: tuple[Any, ...]
@@ -74,16 +78,22 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        """Make the failure of a task's exception; its kind is type and place. The text omits our own lines."""
+        """Make the failure of a task's exception; its kind is type and place. The text omits our
+        own lines.
+        """
         places = traceback.extract_tb(error.__traceback__)
         place = (places[-1].filename, places[-1].lineno) if places else ()
         theirs = [place for place in places if not place.filename.startswith(_PACKAGE)]
         shown = theirs or ([] if isinstance(error, InvalidRewardError) else places)
-        text = "".join([*traceback.format_list(shown), *traceback.format_exception_only(error)]).rstrip()
+        text = "".join(
+            [*traceback.format_list(shown), *traceback.format_exception_only(error)]
+        ).rstrip()
         said = error.cause if isinstance(error, InvalidRewardError) else None
         cause = said if isinstance(said, str) and said in INVALID_CAUSES else "exception"
         line = f"{type(error).__name__}: {printable(clip(str(error), _LONGEST_LINE))}"
-        own = [place for place in theirs if not place.filename.startswith(_STANDARD_LIBRARY)] or theirs
+        own = [
+            place for place in theirs if not place.filename.startswith(_STANDARD_LIBRARY)
+        ] or theirs
         if own:  # the deepest line of the file that was called
             last = [place for place in own if place.filename == own[0].filename][-1]
             line += f" at {last.filename}:{last.lineno}"
@@ -94,11 +104,19 @@ def _short(text: str) -> str:
     """Return beginning and end of a text that is too long for a log."""
     left_out = len(text) - _LONGEST_TEXT
     half = _LONGEST_TEXT // 2
-    return text if left_out <= 0 else f"{text[:half]}\n... ({left_out:,} characters left out) ...\n{text[-half:]}"
+    return (
+        text
+        if left_out <= 0
+        else f"{text[:half]}\n... ({left_out:,} characters left out) ...\n{text[-half:]}"
+    )
 
 
-def advance(task: Task, dialogs: Sequence[Dialog], timeout_s: float | None = None) -> list[Turn | Failure]:
-    """Return the answer of ``task.advance`` for each dialog, with finite rewards, or why there is none."""
+def advance(
+    task: Task, dialogs: Sequence[Dialog], timeout_s: float | None = None
+) -> list[Turn | Failure]:
+    """Return the answer of ``task.advance`` for each dialog, with finite rewards, or why there is
+    none.
+    """
     try:
         turns = task.advance(dialogs, timeout_s)
     except Exception as error:  # of a task whose advance is the user's
@@ -111,11 +129,15 @@ def _checked(turn: Turn | Exception, task: Task) -> Turn | Failure:
         return Failure.of(turn)
     try:
         if turn.reward is not None:
-            turn = replace(turn, reward=check_reward(turn.reward, f"the reward of a turn of {task.name!r}"))
+            turn = replace(
+                turn, reward=check_reward(turn.reward, f"the reward of a turn of {task.name!r}")
+            )
         if turn.score is None:
             return turn
         parts = {
-            str(name): None if value is None else check_reward(value, f"the part {name} of {task.name!r}")
+            str(name): None
+            if value is None
+            else check_reward(value, f"the part {name} of {task.name!r}")
             for name, value in turn.score.parts.items()
         }
         reward = check_reward(turn.score.reward, f"the reward of {task.name!r}")
@@ -130,16 +152,23 @@ class _Worker:
     def __init__(self, task: bytes) -> None:
         self.connection, theirs = Pipe()
         code = _START.format(path=sys.path, fd=theirs.fileno(), parent=os.getpid())
-        # In a new process group: the parent handles Ctrl-C in the terminal. On Linux it is a guard, with a child.
+        # In a new process group: the parent handles Ctrl-C in the terminal. On Linux it is a guard,
+        # with a child.
         self.process = subprocess.Popen(
-            [sys.executable, "-c", code], stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], process_group=0
+            [sys.executable, "-c", code],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            process_group=0,
         )
         theirs.close()
         self._task: bytes | None = task
         self._requests = 0
 
-    def ask(self, dialogs: Sequence[Dialog], ended: Sequence[str], timeout_s: float) -> list[Turn | Failure] | None:
-        """Return the task's answers to dialogs, None where there is none in time; first have it close ``ended`` ones.
+    def ask(
+        self, dialogs: Sequence[Dialog], ended: Sequence[str], timeout_s: float
+    ) -> list[Turn | Failure] | None:
+        """Return the task's answers to dialogs, None where there is none in time; first have it
+        close ``ended`` ones.
 
         Raises:
             EOFError or OSError: the process has ended, or closed its pipe.
@@ -152,12 +181,16 @@ class _Worker:
             if self.connection.poll(_START_S):
                 refused = self.connection.recv_bytes(_LARGEST_ANSWER).decode()
             if refused:
-                raise RuntimeError(f"env.reward_workers needs processes that can load the task; one failed: {refused}")
+                raise RuntimeError(
+                    "env.reward_workers needs processes that can load the task; one failed: "
+                    f"{refused}"
+                )
             self._task = None
             self._limit_transfers()
         self._requests += 1
         self.connection.send((self._requests, dialogs, ended, timeout_s))
-        # One of several that are judged at a time, or one that is kept, is given up by the process itself.
+        # One of several that are judged at a time, or one that is kept, is given up by the process
+        # itself.
         patience = len(dialogs) > 1 or any(dialog.episode for dialog in dialogs)
         if not self.connection.poll(timeout_s + patience):
             return None
@@ -206,14 +239,13 @@ class _Worker:
 
 
 class _WorkerSlot:
-    """The place of one worker: what waits for it, and the dialogs that it keeps between their turns.
+    """The place of one worker: what waits for it, and the dialogs that it keeps between their
+    turns.
 
-    Attributes:
-        worker: its process, if one was started.
-        waiting: dialogs for this worker alone with their futures, and keys of those to close, in order.
-        kept: keys of the dialogs that the process keeps.
-        busy: whether a thread works with it, which then is the only one that uses the process.
-        playing: whether it does so for dialogs, and not to close some.
+    Attributes: worker: its process, if one was started. waiting: dialogs for this worker alone with
+        their futures, and keys of those to close, in order. kept: keys of the dialogs that the
+        process keeps. busy: whether a thread works with it, which then is the only one that uses
+        the process. playing: whether it does so for dialogs, and not to close some.
     """
 
     def __init__(self) -> None:
@@ -226,12 +258,14 @@ class _WorkerSlot:
 class RewardPool(AbstractContextManager["RewardPool"]):
     """Pool of worker processes that answer and score dialogs, made when they are first needed.
 
-    A scorer or tool that takes too long is killed. A worker that dies is replaced, and its dialog tried once more. May
-    be used by several threads at a time, and be pickled: the copy makes its own workers. On Linux the workers, and all
-    processes that a scorer started, end with this process, however it ends.
+    A scorer or tool that takes too long is killed. A worker that dies is replaced, and its dialog
+    tried once more. May be used by several threads at a time, and be pickled: the copy makes its
+    own workers. On Linux the workers, and all processes that a scorer started, end with this
+    process, however it ends.
 
-    A dialog with an ``episode`` stays with the worker that got its first turn, because the task keeps something of it
-    there. Where that process ends, its dialogs are lost, and no others; none of them is tried again.
+    A dialog with an ``episode`` stays with the worker that got its first turn, because the task
+    keeps something of it there. Where that process ends, its dialogs are lost, and no others; none
+    of them is tried again.
 
     Args:
         task: its ``advance`` is what runs in the workers.
@@ -253,7 +287,12 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         self._init(cloudpickle.dumps(task), task.at_a_time, workers, timeout_s)
 
     def _init(self, task: bytes, at_a_time: int, workers: int, timeout_s: float) -> None:
-        self._task, self._at_a_time, self._most, self.timeout_s = task, at_a_time, workers, timeout_s
+        self._task, self._at_a_time, self._most, self.timeout_s = (
+            task,
+            at_a_time,
+            workers,
+            timeout_s,
+        )
         self._threads = ThreadPoolExecutor(self._most, thread_name_prefix="rewards")
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
@@ -274,10 +313,11 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         return self.submit_all([dialog])[0]
 
     def submit_all(self, dialogs: Sequence[Dialog]) -> list[Future[Turn | Failure]]:
-        """Give dialogs to workers as soon as they are free, as many as the task takes at a time to each.
+        """Give dialogs to workers as soon as they are free, as many as the task takes at a time to
+        each.
 
-        Raises:
-            RuntimeError: the pool is closed; or, from the future, a worker process cannot load the task.
+        Raises: RuntimeError: the pool is closed; or, from the future, a worker process cannot load
+            the task.
         """
         futures: list[Future[Turn | Failure]] = []
         with self._lock:
@@ -291,7 +331,9 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         return futures
 
     def _queue_of(self, dialog: Dialog) -> deque[Any]:
-        """Return the queue of a dialog: its first turn goes to the worker that keeps the fewest dialogs."""
+        """Return the queue of a dialog: its first turn goes to the worker that keeps the fewest
+        dialogs.
+        """
         if not dialog.episode:
             return self._waiting
         if not dialog.responses:
@@ -312,7 +354,9 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         self._threads.submit(self._work)
 
     def take_counts(self) -> dict[str, int]:
-        """Return the counts since the last call, as metrics: workers that died, and dialogs that took too long."""
+        """Return the counts since the last call, as metrics: workers that died, and dialogs that
+        took too long.
+        """
         with self._lock:
             counts, self._counts = self._counts, Counter()
         return {name: counts[name] for name in (RESTARTS, TIMED_OUT)}
@@ -326,9 +370,15 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         """Ends the workers, those in the middle of a dialog at once. May be called again."""
         with self._idle:
             self._closed = True
-            self._idle.wait_for(lambda: not any(one.busy and not one.playing for one in self._slots), _OWN_END_S)
+            self._idle.wait_for(
+                lambda: not any(one.busy and not one.playing for one in self._slots), _OWN_END_S
+            )
             workers = [slot.worker for slot in self._slots if slot.worker is not None]
-            keeping = [slot.worker for slot in self._slots if slot.worker is not None and slot.kept and not slot.busy]
+            keeping = [
+                slot.worker
+                for slot in self._slots
+                if slot.worker is not None and slot.kept and not slot.busy
+            ]
         leaving = [threading.Thread(target=worker.let_go) for worker in keeping]
         for thread in leaving:
             thread.start()
@@ -381,26 +431,41 @@ class RewardPool(AbstractContextManager["RewardPool"]):
             slot.busy = True
             return slot
 
-    def _take(self, slot: _WorkerSlot) -> tuple[list[str], list[tuple[Dialog, Future[Turn | Failure]]]]:
-        """Takes what waits: episodes to close or, if there are none, as many dialogs as are played at a time."""
+    def _take(
+        self, slot: _WorkerSlot
+    ) -> tuple[list[str], list[tuple[Dialog, Future[Turn | Failure]]]]:
+        """Takes what waits: episodes to close or, if there are none, as many dialogs as are played
+        at a time.
+        """
         ended: list[str] = []
         taken: list[tuple[Dialog, Future[Turn | Failure]]] = []
         with self._lock:
             while slot.waiting and isinstance(slot.waiting[0], str):
                 ended.append(slot.waiting.popleft())
             queue: deque[Any] = slot.waiting or self._waiting
-            while queue and not ended and len(taken) < self._at_a_time and not isinstance(queue[0], str):
+            while (
+                queue
+                and not ended
+                and len(taken) < self._at_a_time
+                and not isinstance(queue[0], str)
+            ):
                 taken.append(queue.popleft())
             slot.playing = bool(taken)
         return ended, taken
 
-    def _advance(self, slot: _WorkerSlot, dialogs: list[Dialog], ended: Sequence[str] = ()) -> list[Turn | Failure]:
+    def _advance(
+        self, slot: _WorkerSlot, dialogs: list[Dialog], ended: Sequence[str] = ()
+    ) -> list[Turn | Failure]:
         """The answers to dialogs; all of them stay with the slot's worker, or none does."""
-        if slot.worker is not None and slot.worker.process.poll() is not None:  # it ended while it had nothing to do
+        if (
+            slot.worker is not None and slot.worker.process.poll() is not None
+        ):  # it ended while it had nothing to do
             self._drop(slot, RESTARTS)
         ended = [episode for episode in ended if episode in slot.kept]
         lost = {
-            id(dialog) for dialog in dialogs if dialog.episode and dialog.responses and dialog.episode not in slot.kept
+            id(dialog)
+            for dialog in dialogs
+            if dialog.episode and dialog.responses and dialog.episode not in slot.kept
         }
         alive = [dialog for dialog in dialogs if id(dialog) not in lost]
         slot.kept.update(dialog.episode for dialog in alive if dialog.episode)
@@ -408,7 +473,9 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         slot.kept.difference_update(ended)
         return [_LOST if id(dialog) in lost else next(turns) for dialog in dialogs]
 
-    def _asked(self, slot: _WorkerSlot, dialogs: list[Dialog], ended: Sequence[str]) -> list[Turn | Failure]:
+    def _asked(
+        self, slot: _WorkerSlot, dialogs: list[Dialog], ended: Sequence[str]
+    ) -> list[Turn | Failure]:
         how, keeps = "", bool(ended) or any(dialog.episode for dialog in dialogs)
         attempts = 1 if keeps else _MOST_ATTEMPTS
         for _ in range(attempts):
@@ -416,8 +483,14 @@ class RewardPool(AbstractContextManager["RewardPool"]):
             try:
                 turns = worker.ask(dialogs, ended, self.timeout_s)
             except (EOFError, OSError, ValueError) as error:
-                foreign = isinstance(error, ValueError) or not worker.connection.readable  # it was too large
-                how = "after sending something that is no answer" if foreign else worker.how_it_ended()
+                foreign = (
+                    isinstance(error, ValueError) or not worker.connection.readable
+                )  # it was too large
+                how = (
+                    "after sending something that is no answer"
+                    if foreign
+                    else worker.how_it_ended()
+                )
                 self._drop(slot, RESTARTS)
                 if len(dialogs) > 1:
                     break
@@ -431,7 +504,9 @@ class RewardPool(AbstractContextManager["RewardPool"]):
                 told = "" if keeps else f"it took longer than {self.timeout_s:g} s"
                 return [Failure(("timeout",), text, "timeout", told, text)] * len(dialogs)
             break
-        if len(dialogs) > 1 and not keeps:  # one of them took the others with it: which, they show alone
+        if (
+            len(dialogs) > 1 and not keeps
+        ):  # one of them took the others with it: which, they show alone
             return [turn for dialog in dialogs for turn in self._asked(slot, [dialog], ())]
         text = f"{attempts} processes ended while they scored it ({how})."
         text = f"its process ended ({how})." if keeps else text
@@ -465,7 +540,9 @@ _LOST = Failure(
 
 
 def _encoded(turns: Sequence[Turn | Failure], number: int) -> bytes:
-    """Encode an answer as JSON, which is never unpickled: what a worker sends may come from what it scores."""
+    """Encode an answer as JSON, which is never unpickled: what a worker sends may come from what it
+    scores.
+    """
     return json.dumps([number, [_as_json(turn) for turn in turns]]).encode()
 
 
@@ -483,17 +560,28 @@ def _as_json(turn: Turn | Failure) -> Any:
             "reward": turn.reward,
             "tools": tools,
         }
-        made |= {"sample": turn.sample, "wish": [turn.limits.max_tokens, list(turn.limits.stop), turn.limits.log_probs]}
+        made |= {
+            "sample": turn.sample,
+            "wish": [turn.limits.max_tokens, list(turn.limits.stop), turn.limits.log_probs],
+        }
         made["undelivered"] = turn.undelivered
         try:
             if len(json.dumps(made)) > _LARGEST_ANSWER // 128:
-                raise ValueError(f"a turn must be under {_LARGEST_ANSWER // 128:,} bytes: return shorter messages.")
+                raise ValueError(
+                    f"a turn must be under {_LARGEST_ANSWER // 128:,} bytes: return shorter "
+                    "messages."
+                )
             return made
         except (TypeError, ValueError, RecursionError) as error:
             failed = Failure.of(error)
     else:
         failed = turn
-    return {"kind": list(failed.kind), "text": failed.text, "cause": failed.cause, "line": failed.line}
+    return {
+        "kind": list(failed.kind),
+        "text": failed.text,
+        "cause": failed.cause,
+        "line": failed.line,
+    }
 
 
 def _decoded(answer: bytes, number: int, count: int) -> list[Turn | Failure]:
@@ -505,7 +593,14 @@ def _decoded(answer: bytes, number: int, count: int) -> list[Turn | Failure]:
     try:
         answered, given = json.loads(answer)
         turns = [_from_json(one) for one in given]
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        RecursionError,
+        OverflowError,
+    ) as error:
         raise ValueError("it is no answer") from error
     if answered != number or len(turns) != count:
         raise ValueError("it is no answer to this request")
@@ -519,7 +614,9 @@ def _from_json(one: dict[str, Any]) -> Turn | Failure:
     score = None
     if one["score"] is not None:
         reward, correct, parts = one["score"]
-        score = Score(float(reward), bool(correct), {name: _number(value) for name, value in parts.items()})
+        score = Score(
+            float(reward), bool(correct), {name: _number(value) for name, value in parts.items()}
+        )
     messages = None if one["messages"] is None else [dict(message) for message in one["messages"]]
     tools = None if one["tools"] is None else [dict(tool) for tool in one["tools"]]
     counts = {name: float(count) for name, count in one["counts"].items()}
@@ -534,8 +631,8 @@ def _number(value: Any) -> float | None:
 
 
 def serve(fd: int, parent: int) -> None:
-    """Main function of a worker process: load the task that it is sent, advance dialogs until the pipe is
-    closed, and then close those that it keeps.
+    """Main function of a worker process: load the task that it is sent, advance dialogs until the
+    pipe is closed, and then close those that it keeps.
 
     Args:
         fd: its end of the pipe.
@@ -561,10 +658,14 @@ def serve(fd: int, parent: int) -> None:
             while True:
                 number, dialogs, ended, timeout_s = connection.recv()
                 _close(task, ended, told)
-                kept = (kept - set(ended)) | {dialog.episode for dialog in dialogs if dialog.episode}
+                kept = (kept - set(ended)) | {
+                    dialog.episode for dialog in dialogs if dialog.episode
+                }
                 try:
                     turns = advance(task, dialogs, timeout_s)
-                except BaseException as error:  # of a scorer: nobody interrupts a worker by the keyboard
+                except (
+                    BaseException
+                ) as error:  # of a scorer: nobody interrupts a worker by the keyboard
                     turns = [Failure.of(error)] * len(dialogs)
                 connection.send_bytes(_encoded(turns, number))
         finally:
@@ -577,4 +678,8 @@ def _close(task: Task, episodes: Iterable[str], told: set[tuple[Any, ...]]) -> N
         error = attempt(task.close, episode)
         if isinstance(error, Exception) and (failure := Failure.of(error)).kind not in told:
             told.add(failure.kind)
-            print(f"task {task.name!r} failed to close a dialog.\n{failure.text}", file=sys.stderr, flush=True)
+            print(
+                f"task {task.name!r} failed to close a dialog.\n{failure.text}",
+                file=sys.stderr,
+                flush=True,
+            )

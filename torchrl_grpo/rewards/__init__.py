@@ -1,13 +1,15 @@
 """Built-in rewards, and the interface of a reward.
 
-A reward is a plain function whose arguments are matched by name: ``response`` (the policy's last turn as text),
-``prompt``, ``messages``, ``answer``, ``finish_reason``, ``tokens`` and the columns of the data set; the other arguments
-are options. It returns a number, a bool, None (does not apply) or a dict of named parts.
+A reward is a plain function whose arguments are matched by name: ``response`` (the policy's last
+turn as text), ``prompt``, ``messages``, ``answer``, ``finish_reason``, ``tokens`` and the columns
+of the data set; the other arguments are options. It returns a number, a bool, None (does not apply)
+or a dict of named parts.
 
-``BUILTINS`` has the names, and as text where the functions are: naming one reward loads no other one, and so not the
-packages that the others need. No built-in reward raises for a response, whatever its text and size, but ``judge`` and
-``reward_model``, which ask a model. They raise ``ValueError`` for an option or a column that cannot be, and
-``ImportError`` when their package is missing.
+``BUILTINS`` has the names, and as text where the functions are: naming one reward loads no other
+one, and so not the packages that the others need. No built-in reward raises for a response,
+whatever its text and size, but ``judge`` and ``reward_model``, which ask a model. They raise
+``ValueError`` for an option or a column that cannot be, and ``ImportError`` when their package is
+missing.
 
 >>> sorted(BUILTINS)[:4]
 ['code', 'countdown', 'format', 'gsm8k']

@@ -1,7 +1,7 @@
 """Code: the share of a problem's tests that the program in a response passes, run in isolation.
 
-Tests are those of MBPP (arXiv:2108.07732), HumanEval (arXiv:2107.03374), APPS and verl's ``prime_code``
-(arXiv:2105.09938), and LiveCodeBench (arXiv:2403.07974); see ``read_tests``.
+Tests are those of MBPP (arXiv:2108.07732), HumanEval (arXiv:2107.03374), APPS and verl's
+``prime_code`` (arXiv:2105.09938), and LiveCodeBench (arXiv:2403.07974); see ``read_tests``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ _PACKAGES = (
     "matplotlib", "mpmath", "networkx", "numba", "numpy", "pandas", "requests", "scipy", "sklearn", "sortedcontainers",
     "sympy", "torch",
 )  # fmt: skip
-"""Packages that a grader's machine may have, and the sandbox has not. Another name is taken for an invented one."""
+"""Packages that a grader's machine may have, and the sandbox has not. Another name is taken for an
+invented one.
+"""
 _NO_MODULE = re.compile(r"ModuleNotFoundError: No module named '(\w+)[^'\n]*'\s*\Z")
 _REL, _ABS = 1e-5, 1e-8
 """How near a number must come, as in APPS' and prime_code's graders (numpy.allclose)."""
@@ -41,12 +43,10 @@ _LEAST_MIB = 64
 class Tests:
     """Tests of a program.
 
-    Attributes:
-        kind: ``assert`` (``inputs`` are statements), ``call`` (of a function with arguments) or ``stdin``.
-        inputs: of each test.
-        outputs: what each must give; empty for statements.
-        function: name of the function that is called.
-        exact: whether numbers are compared as decimals, and lines one by one, as LiveCodeBench does.
+    Attributes: kind: ``assert`` (``inputs`` are statements), ``call`` (of a function with
+        arguments) or ``stdin``. inputs: of each test. outputs: what each must give; empty for
+        statements. function: name of the function that is called. exact: whether numbers are
+        compared as decimals, and lines one by one, as LiveCodeBench does.
     """
 
     kind: Literal["assert", "call", "stdin"]
@@ -57,12 +57,16 @@ class Tests:
 
 
 def program_in(response: str) -> str:
-    """Return the last fenced block of Python: one that says so, else one without a language; else the whole response.
+    """Return the last fenced block of Python: one that says so, else one without a language; else
+    the whole response.
 
     >>> program_in("So:\\n```python\\nprint(1)\\n```\\nDone.")
     'print(1)'
     """
-    blocks = [(info.strip().lower(), block.removesuffix("\n")) for info, block in _FENCED.findall(response)]
+    blocks = [
+        (info.strip().lower(), block.removesuffix("\n"))
+        for info, block in _FENCED.findall(response)
+    ]
     for languages in (_PYTHON, ("",)):
         if found := [block for language, block in blocks if language in languages]:
             return found[-1]
@@ -72,12 +76,13 @@ def program_in(response: str) -> str:
 def read_tests(answer: Any, entry_point: str | None = None) -> Tests:
     """Parse the tests in a column.
 
-    Args:
-        answer: a list of statements such as ``["assert add(1, 2) == 3"]`` (MBPP's ``test_list``); a text with them, or
-            with ``def check(candidate)`` (HumanEval's ``test``); ``{"inputs": [...], "outputs": [...]}``, with
-            ``fn_name`` for calls (APPS; prime_code, which has JSON in texts, a line for each argument); or a list of
-            ``{"input", "output", "testtype"}`` (LiveCodeBench's ``public_test_cases``). The last two also as JSON, and
-            all in ``{"ground_truth": ...}`` (verl's column ``reward_model``).
+    Args: answer: a list of statements such as ``["assert add(1, 2) == 3"]`` (MBPP's ``test_list``);
+        a text with them, or
+            with ``def check(candidate)`` (HumanEval's ``test``); ``{"inputs": [...], "outputs":
+            [...]}``, with ``fn_name`` for calls (APPS; prime_code, which has JSON in texts, a line
+            for each argument); or a list of ``{"input", "output", "testtype"}`` (LiveCodeBench's
+            ``public_test_cases``). The last two also as JSON, and all in ``{"ground_truth": ...}``
+            (verl's column ``reward_model``).
         entry_point: name of the function that is tested, where the tests do not say it.
 
     Raises:
@@ -89,12 +94,17 @@ def read_tests(answer: Any, entry_point: str | None = None) -> Tests:
         try:
             answer = json.loads(answer)
         except ValueError as error:
-            raise ValueError(f"reward 'code' must have tests as JSON or as statements: {error}.") from error
+            raise ValueError(
+                f"reward 'code' must have tests as JSON or as statements: {error}."
+            ) from error
     if isinstance(answer, str) and "def check(" in answer and entry_point:
         return Tests("assert", [f"{answer}\ncheck({entry_point})"])
     if isinstance(answer, str) and answer.strip():
         return Tests("assert", [answer])
-    if isinstance(answer, Mapping) and len(answer.get("inputs") or ()) == len(answer.get("outputs") or ()) > 0:
+    if (
+        isinstance(answer, Mapping)
+        and len(answer.get("inputs") or ()) == len(answer.get("outputs") or ()) > 0
+    ):
         function = answer.get("fn_name") or entry_point
         inputs, outputs = answer["inputs"], answer["outputs"]
         if function is None:
@@ -112,11 +122,14 @@ def read_tests(answer: Any, entry_point: str | None = None) -> Tests:
         if answer[0].get("testtype") == "functional":
             if not entry_point:
                 raise ValueError(
-                    "reward 'code' must have tests with the name of the function that they call, this problem has "
-                    "none: keep the column metadata, whose func_name it is, or entry_point."
+                    "reward 'code' must have tests with the name of the function that they call, "
+                    "this problem has none: keep the column metadata, whose func_name it is, or "
+                    "entry_point."
                 )
             outputs = [json.loads(one) for one in outputs]
-            return Tests("call", [_arguments(one) for one in inputs], outputs, entry_point, exact=True)
+            return Tests(
+                "call", [_arguments(one) for one in inputs], outputs, entry_point, exact=True
+            )
         return Tests("stdin", inputs, outputs, exact=True)
     raise ValueError(
         f"reward 'code' must have tests, this problem has {answer!r:.80}: give a list of assert statements, a text "
@@ -154,24 +167,23 @@ def code(
 ) -> float:
     """Return 1.0 for a program that passes all tests, or the share of tests that it passes.
 
-    A test of standard input and output, or of a call, is compared outside of the program, which does not see what is
-    expected. Statements run in the program's own process: one that sets out to can make them pass.
+    A test of standard input and output, or of a call, is compared outside of the program, which
+    does not see what is expected. Statements run in the program's own process: one that sets out to
+    can make them pass.
 
-    A program that computes for longer than its time, waits, exceeds its memory or raises is wrong. Where the machine
-    did not let it compute, killed it, or lacks a package that it imports, the reward is invalid.
+    A program that computes for longer than its time, waits, exceeds its memory or raises is wrong.
+    Where the machine did not let it compute, killed it, or lacks a package that it imports, the
+    reward is invalid.
 
-    Args:
-        response: with the program in its last fenced block, or nothing but the program.
-        answer: the tests, see ``read_tests``.
-        entry_point: column of HumanEval: the function's name.
+    Args: response: with the program in its last fenced block, or nothing but the program. answer:
+        the tests, see ``read_tests``. entry_point: column of HumanEval: the function's name.
         metadata: column of LiveCodeBench, also as JSON: its ``func_name`` is the function's name.
-        prompt: of the problem: where it is the beginning of the function, the program may go on from there.
-        test_imports: column of MBPP: statements that run before the tests.
-        test_setup_code: likewise, as one text.
-        metric: ``"all"`` or ``"fraction"``.
-        seconds: longest CPU time of each test. After two that exceed it, the rest counts as failed.
-        memory_mib: address space of each of the program's processes, in MiB; at least 64.
-        sandbox: ``"strict"`` runs nothing where there are limits alone.
+        prompt: of the problem: where it is the beginning of the function, the program may go on
+        from there. test_imports: column of MBPP: statements that run before the tests.
+        test_setup_code: likewise, as one text. metric: ``"all"`` or ``"fraction"``. seconds:
+        longest CPU time of each test. After two that exceed it, the rest counts as failed.
+        memory_mib: address space of each of the program's processes, in MiB; at least 64. sandbox:
+        ``"strict"`` runs nothing where there are limits alone.
 
     Raises:
         ValueError: there are no tests, or an option is none of those that there are.
@@ -183,11 +195,16 @@ def code(
     1.0
     """
     if metric not in ("all", "fraction"):
-        raise ValueError(f"metric={metric} of reward 'code' must be all or fraction: for example, all.")
+        raise ValueError(
+            f"metric={metric} of reward 'code' must be all or fraction: for example, all."
+        )
     if not seconds > 0:
         raise ValueError(f"seconds={seconds} of reward 'code' must be above 0: for example, 6.")
     if memory_mib < _LEAST_MIB:
-        raise ValueError(f"memory_mib={memory_mib} of reward 'code' must be at least {_LEAST_MIB}: for example, 512.")
+        raise ValueError(
+            f"memory_mib={memory_mib} of reward 'code' must be at least {_LEAST_MIB}: for example, "
+            "512."
+        )
     require_isolation(sandbox)
     if entry_point is None and metadata:
         given = json.loads(metadata) if isinstance(metadata, str) else metadata
@@ -241,8 +258,8 @@ def _require_judged(ended: Mapping[str, Any], error: Any, limits: Limits) -> Non
     """Raise where it is not the program's fault that a test ended as it did."""
     if ended["end"] == "starved":
         raise InvalidRewardError(
-            f"a program must get {limits.seconds:g} s of CPU time, on this machine it waited ten times as long for "
-            "them: use fewer env.reward_workers.",
+            f"a program must get {limits.seconds:g} s of CPU time, on this machine it waited ten "
+            "times as long for them: use fewer env.reward_workers.",
             "timeout",
         )
     if ended["end"] == "exit" and ended["status"] == -signal.SIGKILL:
@@ -257,7 +274,9 @@ def _require_judged(ended: Mapping[str, Any], error: Any, limits: Limits) -> Non
         )
 
 
-def _is_right(tests: Tests, ended: Mapping[str, Any], answer: Mapping[str, Any], expected: Any) -> bool:
+def _is_right(
+    tests: Tests, ended: Mapping[str, Any], answer: Mapping[str, Any], expected: Any
+) -> bool:
     if tests.kind == "stdin":
         right = ended["end"] == "exit" and ended["status"] == 0
         return right and _same_output(ended["output"], _text(expected), tests.exact)
@@ -283,10 +302,13 @@ def _text(value: Any) -> str:
 def _same_output(printed: str, expected: str, exact: bool) -> bool:
     """Whether the lines are the same, or have the same numbers.
 
-    Exact is LiveCodeBench's way: each line is the same text or, as decimals, the same numbers. Otherwise empty lines do
-    not count, words are compared one by one, and a number may be near another that is no integer.
+    Exact is LiveCodeBench's way: each line is the same text or, as decimals, the same numbers.
+    Otherwise empty lines do not count, words are compared one by one, and a number may be near
+    another that is no integer.
     """
-    lines, right = ([line.strip() for line in text.strip().split("\n")] for text in (printed, expected))
+    lines, right = (
+        [line.strip() for line in text.strip().split("\n")] for text in (printed, expected)
+    )
     if exact:
         return len(lines) == len(right) and all(map(_same_line, lines, right))
     rows, right_rows = ([line.split() for line in part if line] for part in (lines, right))
@@ -299,7 +321,9 @@ def _same_line(line: str, expected: str) -> bool:
     if line == expected:
         return True
     try:
-        return [Decimal(word) for word in line.split()] == [Decimal(word) for word in expected.split()]
+        return [Decimal(word) for word in line.split()] == [
+            Decimal(word) for word in expected.split()
+        ]
     except ArithmeticError:
         return False
 

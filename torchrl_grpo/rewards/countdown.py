@@ -1,6 +1,7 @@
 """The countdown game: an expression that uses each given number once and equals the target.
 
-The columns ``nums`` and ``target`` are those of the data set Jiayi-Pan/Countdown-Tasks-3to4 (TinyZero).
+The columns ``nums`` and ``target`` are those of the data set Jiayi-Pan/Countdown-Tasks-3to4
+(TinyZero).
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ _ALLOWED = re.compile(r"[0-9+\-*/×÷−() \t]+")
 
 
 def stated_expression(text: str) -> str:
-    """Return a response's answer: the last ``<answer></answer>``, else the line of the last ``####``, else nothing.
+    """Return a response's answer: the last ``<answer></answer>``, else the line of the last
+    ``####``, else nothing.
 
     An equation stands for its left side: ``(3+5)*2 = 16`` is ``(3+5)*2``.
     """
@@ -29,8 +31,8 @@ def stated_expression(text: str) -> str:
 
 
 def countdown(response: str, nums: Sequence[int], target: int, format_score: float = 0.0) -> float:
-    """Return 1.0 for an expression of ``+ - * /`` and brackets that uses each of ``nums`` exactly once and equals
-    ``target``.
+    """Return 1.0 for an expression of ``+ - * /`` and brackets that uses each of ``nums`` exactly
+    once and equals ``target``.
 
     Args:
         response: the response, with its expression in ``<answer></answer>`` or after ``####``.
@@ -43,7 +45,11 @@ def countdown(response: str, nums: Sequence[int], target: int, format_score: flo
     """
     expression = stated_expression(response)
     # Without ".", "**" and "//": 3.5 would use 3 and 5, and powers are not part of the game.
-    if len(expression) > MAX_CHARACTERS or not _ALLOWED.fullmatch(expression) or _OTHER.search(expression):
+    if (
+        len(expression) > MAX_CHARACTERS
+        or not _ALLOWED.fullmatch(expression)
+        or _OTHER.search(expression)
+    ):
         return 0.0
     if sorted(_NUMBER.findall(expression)) != sorted(str(int(number)) for number in nums):
         return 0.0

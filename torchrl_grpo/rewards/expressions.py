@@ -1,4 +1,6 @@
-"""Exact and safe evaluation of arithmetic in a response: an allow-list of syntax, and a limit on every size."""
+"""Exact and safe evaluation of arithmetic in a response: an allow-list of syntax, and a limit on
+every size.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +12,22 @@ MAX_CHARACTERS = 256
 MAX_BITS = 4096  # of a numerator or denominator, in any intermediate result
 
 _CHARACTERS = re.compile(r"[0-9+\-*/(). ]+")
-_SPELLINGS = str.maketrans({"×": "*", "÷": "/", "\N{MINUS SIGN}": "-", "\N{EN DASH}": "-", "^": "**", "\t": " "})
+_SPELLINGS = str.maketrans(
+    {"×": "*", "÷": "/", "\N{MINUS SIGN}": "-", "\N{EN DASH}": "-", "^": "**", "\t": " "}
+)
 
 
 def evaluate(text: str) -> Fraction:
     """The exact value of an arithmetic expression.
 
-    Allowed are numbers (with decimals), ``+ - * /`` (also as ``×``, ``÷``, ``−``), powers (``**`` or ``^``), signs and
-    brackets.
+    Allowed are numbers (with decimals), ``+ - * /`` (also as ``×``, ``÷``, ``−``), powers (``**``
+    or ``^``), signs and brackets.
 
     Args:
         text: at most 256 characters.
 
-    Raises:
-        ValueError: it is no such expression, divides by zero, or an intermediate result exceeds 4096 bits.
+    Raises: ValueError: it is no such expression, divides by zero, or an intermediate result exceeds
+        4096 bits.
 
     >>> evaluate("(3 + 5) × 2 / 6")
     Fraction(8, 3)
@@ -32,18 +36,23 @@ def evaluate(text: str) -> Fraction:
     source = text[: MAX_CHARACTERS + 1].translate(_SPELLINGS).strip()
     if len(text) > MAX_CHARACTERS or not _CHARACTERS.fullmatch(source):
         raise ValueError(
-            f"an expression must be at most {MAX_CHARACTERS} characters of numbers, + - * / ** ( ), got {shown}."
+            f"an expression must be at most {MAX_CHARACTERS} characters of numbers, + - * / ** ( "
+            f"), got {shown}."
         )
     try:
         return _value(ast.parse(source, mode="eval").body)
     except (ArithmeticError, MemoryError, RecursionError, SyntaxError, ValueError) as error:
-        raise ValueError(f"an expression must be finite arithmetic, got {shown}: {error}.") from error
+        raise ValueError(
+            f"an expression must be finite arithmetic, got {shown}: {error}."
+        ) from error
 
 
 def _value(node: ast.expr) -> Fraction:
     match node:
         case ast.Constant(value=int() | float() as number):
-            value = Fraction(str(number))  # the decimal number that was written, not its nearest binary one
+            value = Fraction(
+                str(number)
+            )  # the decimal number that was written, not its nearest binary one
         case ast.UnaryOp(op=ast.UAdd() | ast.USub() as sign, operand=operand):
             value = _value(operand) if isinstance(sign, ast.UAdd) else -_value(operand)
         case ast.BinOp(left=left, op=operator, right=right):
@@ -67,7 +76,9 @@ def _apply(operator: ast.operator, left: Fraction, right: Fraction) -> Fraction:
             return left / right
         case ast.Pow():
             if right.denominator != 1 or _bits(left) * abs(right) > MAX_BITS:
-                raise ValueError(f"the exponent of {left}**{right} is not a whole number, or is too large")
+                raise ValueError(
+                    f"the exponent of {left}**{right} is not a whole number, or is too large"
+                )
             return left**right.numerator
     raise ValueError(f"{type(operator).__name__} is not allowed")
 

@@ -1,15 +1,17 @@
-"""A reward function: its arguments, by the form that its parameters show, and the interpretation of its result.
+"""A reward function: its arguments, by the form that its parameters show, and the interpretation of
+its result.
 
-========  ====================  ==================================================================================
-form      told by               given
-========  ====================  ==================================================================================
-own                             ``FACTS`` and the columns by name; columns alone to ``**kwargs``
-TRL's     ``completions``,      lists of one: ``prompts``, ``completions``, ``completion_ids`` and the columns;
-          ``completion_ids``,   ``trainer_state=None``, and ``log_extra`` and ``log_metric``, which do nothing
-          ``prompts``, or
-          ``environments``
-verl's    ``solution_str``      ``data_source``, ``solution_str``, ``ground_truth``, ``extra_info``; columns by name
-========  ====================  ==================================================================================
+========  ====================
+================================================================================== form      told by
+given ========  ====================
+================================================================================== own
+``FACTS`` and the columns by name; columns alone to ``**kwargs`` TRL's     ``completions``,
+lists of one: ``prompts``, ``completions``, ``completion_ids`` and the columns;
+          ``completion_ids``,   ``trainer_state=None``, and ``log_extra`` and ``log_metric``, which
+          do nothing ``prompts``, or ``environments``
+verl's    ``solution_str``      ``data_source``, ``solution_str``, ``ground_truth``, ``extra_info``;
+columns by name ========  ====================
+==================================================================================
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ def _ignore(*args: Any, **kwargs: Any) -> None:
 
 
 def _own(facts: Given, columns: Given) -> tuple[Given, Given]:
-    return columns | {name: facts[name] for name in (*FACTS, *(facts.keys() & _ENVIRONMENTS))}, columns
+    return columns | {
+        name: facts[name] for name in (*FACTS, *(facts.keys() & _ENVIRONMENTS))
+    }, columns
 
 
 def _trl(facts: Given, columns: Given) -> tuple[Given, Given]:
@@ -64,7 +68,11 @@ def _verl(facts: Given, columns: Given) -> tuple[Given, Given]:
 
 
 # From facts and columns to what is matched by name, and what else ``**kwargs`` gets.
-_FORMS: dict[Form, Callable[[Given, Given], tuple[Given, Given]]] = {"own": _own, "trl": _trl, "verl": _verl}
+_FORMS: dict[Form, Callable[[Given, Given], tuple[Given, Given]]] = {
+    "own": _own,
+    "trl": _trl,
+    "verl": _verl,
+}
 _OWN = set(FACTS) - {"answer"}
 _OF_TRL = {"completions", "completion_ids", "prompts"}
 _ENVIRONMENTS = {"environments"}
@@ -86,8 +94,8 @@ class RewardFunction:
         function: of any form.
         entry: what the config says about it.
 
-    Raises:
-        ValueError: the function has not the arguments that it is given as options, or can not be called by name.
+    Raises: ValueError: the function has not the arguments that it is given as options, or can not
+        be called by name.
 
     >>> def short(response, limit): return len(response) < limit
     >>> reward = RewardFunction(short, RewardEntry("my.py:short", "short", 1.0, {"limit": 3}))
@@ -103,8 +111,12 @@ class RewardFunction:
         try:
             parameters = inspect.signature(function).parameters.values()
         except (TypeError, ValueError) as error:
-            raise ValueError(f"reward {self.name} must show its parameters ({error}): wrap it in a `def`.") from error
-        named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+            raise ValueError(
+                f"reward {self.name} must show its parameters ({error}): wrap it in a `def`."
+            ) from error
+        named = {
+            p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+        }
         self._names = set(named)
         self._needed = {key for key, p in named.items() if p.default is p.empty}
         self._takes_rest = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -119,10 +131,14 @@ class RewardFunction:
                 + (f"did you mean {close[0]}?" if close else f"use some of {keys}.")
             )
         if any(p.kind is p.POSITIONAL_ONLY for p in parameters):
-            raise ValueError(f"reward {self.name} must take its arguments by name: remove the '/' from its parameters.")
+            raise ValueError(
+                f"reward {self.name} must take its arguments by name: remove the '/' from its "
+                "parameters."
+            )
         if self.form == "verl" and self._expected:
             raise ValueError(
-                f"weight of reward {self.name} must be a number, it is verl's form, where `score` alone trains: use 1."
+                f"weight of reward {self.name} must be a number, it is verl's form, where `score` "
+                "alone trains: use 1."
             )
 
     @property
@@ -131,7 +147,9 @@ class RewardFunction:
         call = getattr(function, "__call__", None)  # noqa: B004  # of an object whose class defines it
         return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
-    def check(self, columns: Collection[str], has_answer: bool = True, has_environment: bool = False) -> None:
+    def check(
+        self, columns: Collection[str], has_answer: bool = True, has_environment: bool = False
+    ) -> None:
         """Refuse arguments that are neither columns nor built-in.
 
         Args:
@@ -148,29 +166,33 @@ class RewardFunction:
         there = {name for name, value in given.items() if value not in (_ABSENT, [_ABSENT])}
         if not self._takes_rest and not (self._names - set(self.options)) & there:
             raise ValueError(
-                f"reward {self.name} must take something of a response, such as `response` or `completions`, its "
-                f"parameters are {sorted(self._names)}: if it makes a reward function, call it in a file of yours, "
-                f"`{self.name}_made = {self.name}(...)`, and name that, file.py:{self.name}_made."
+                f"reward {self.name} must take something of a response, such as `response` or "
+                f"`completions`, its parameters are {sorted(self._names)}: if it makes a reward "
+                f"function, call it in a file of yours, `{self.name}_made = {self.name}(...)`, and "
+                f"name that, file.py:{self.name}_made."
             )
         missing = sorted(self._needed - set(self.options) - there)
         if missing:
             raise ValueError(
-                f"reward {self.name} needs {' and '.join(missing)}, {'which is' if len(missing) == 1 else 'which are'} "
-                f"neither a column nor a built-in argument: use names of these: {', '.join(sorted(there))}; or give it "
-                f"as an option, {{fn: ..., {missing[0]}: ...}}."
+                f"reward {self.name} needs {' and '.join(missing)}, "
+                f"{'which is' if len(missing) == 1 else 'which are'} neither a column nor a "
+                f"built-in argument: use names of these: {', '.join(sorted(there))}; or give it as "
+                f"an option, {{fn: ..., {missing[0]}: ...}}."
             )
 
     def call(self, facts: Given, columns: Given) -> Any:
         """Call the function; the result is an awaitable where it is asynchronous.
 
-        Args:
-            facts: ``FACTS``; ``prompt_column``, ``asked`` (the messages of the prompt), ``written`` (those since) and
+        Args: facts: ``FACTS``; ``prompt_column``, ``asked`` (the messages of the prompt),
+            ``written`` (those since) and
                 ``dataset``.
             columns: of the row.
         """
         given, rest = _FORMS[self.form](facts, columns)
         arguments = {name: value for name, value in given.items() if name in self._names}
-        return self.function(**((rest | arguments if self._takes_rest else arguments) | self.options))
+        return self.function(
+            **((rest | arguments if self._takes_rest else arguments) | self.options)
+        )
 
     def parts(self, result: Any) -> dict[str, float | None]:
         """The parts of a result by name, None for one that does not apply.
@@ -183,8 +205,8 @@ class RewardFunction:
                 (result,) = result
             except (TypeError, ValueError) as error:
                 raise ValueError(
-                    f"reward {self.name} must return a list with one reward for each completion, for one it gave "
-                    f"{type(result).__name__} ({error}): return [reward]."
+                    f"reward {self.name} must return a list with one reward for each completion, "
+                    f"for one it gave {type(result).__name__} ({error}): return [reward]."
                 ) from error
         elif self.form == "verl" and isinstance(result, tuple | list) and result:
             result = result[0]  # verl takes the first of several, too
@@ -192,13 +214,22 @@ class RewardFunction:
             result = {"": result}
         elif self.form == "verl":
             if "score" not in result:
-                raise ValueError(f"reward {self.name} must return a score, its dict has {sorted(result)}: add `score`.")
+                raise ValueError(
+                    f"reward {self.name} must return a score, its dict has {sorted(result)}: add "
+                    "`score`."
+                )
             numbers = {key: value for key, value in result.items() if isinstance(value, Real)}
-            result = {"": result["score"]} | {key: value for key, value in numbers.items() if key != "score"}
+            result = {"": result["score"]} | {
+                key: value for key, value in numbers.items() if key != "score"
+            }
         if not self._expected <= set(result):
             raise ValueError(
-                f"reward {self.name} must return the parts that have a weight, {sorted(self._expected)}, it returned "
-                f"{sorted(map(str, result))}: return None for one that does not apply."
+                f"reward {self.name} must return the parts that have a weight, "
+                f"{sorted(self._expected)}, it returned {sorted(map(str, result))}: return None "
+                "for one that does not apply."
             )
         named = {f"{self.name}/{key}" if key else self.name: value for key, value in result.items()}
-        return {name: None if value is None else check_reward(value, f"reward {name}") for name, value in named.items()}
+        return {
+            name: None if value is None else check_reward(value, f"reward {name}")
+            for name, value in named.items()
+        }

@@ -1,8 +1,9 @@
 """Loads a function by name: a built-in one, one in a file, or one of an installed package.
 
-A function of a file can be sent to another process or machine by any pickler. The source of the file is sent, and that
-of the modules beside it that it has imported. There it runs as an import does, so a file may hold clients, locks and
-caches, which cannot be pickled; the files themselves need not be there.
+A function of a file can be sent to another process or machine by any pickler. The source of the
+file is sent, and that of the modules beside it that it has imported. There it runs as an import
+does, so a file may hold clients, locks and caches, which cannot be pickled; the files themselves
+need not be there.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ Sources = dict[str, tuple[str, str]]
 _sources: Sources = {}
 
 
-def load_function(name: str, field: str = "env.reward", builtins: Mapping[str, str] = BUILTINS) -> Callable[..., Any]:
+def load_function(
+    name: str, field: str = "env.reward", builtins: Mapping[str, str] = BUILTINS
+) -> Callable[..., Any]:
     """Load a function by name.
 
     Args:
@@ -46,7 +49,8 @@ def load_function(name: str, field: str = "env.reward", builtins: Mapping[str, s
 
 
 def load_class(name: str, field: str) -> Callable[..., Any]:
-    """The class of a name, ``path/to/file.py:Class`` or ``package.module:Class``; see ``load_function``.
+    """The class of a name, ``path/to/file.py:Class`` or ``package.module:Class``; see
+    ``load_function``.
 
     Raises:
         ValueError: there is no such class, or what defines it cannot be imported.
@@ -54,16 +58,21 @@ def load_class(name: str, field: str) -> Callable[..., Any]:
     return _load(name, name, field, {}, "class")
 
 
-def _load(full: str, name: str, field: str, builtins: Mapping[str, str], kind: str) -> Callable[..., Any]:
+def _load(
+    full: str, name: str, field: str, builtins: Mapping[str, str], kind: str
+) -> Callable[..., Any]:
     place, colon, function = full.rpartition(":")
     if not (colon and place and function):
         known = f"a built-in name ({', '.join(sorted(builtins))}), " if builtins else ""
-        raise ValueError(f"{field}={name} must be {known}file.py:{kind} or package.module:{kind}: use one of them.")
+        raise ValueError(
+            f"{field}={name} must be {known}file.py:{kind} or package.module:{kind}: use one of "
+            "them."
+        )
     path = Path(place).expanduser().resolve() if place.endswith(".py") else None
     if path is not None and not path.is_file():
         raise ValueError(
-            f"{field}={name} must name a file that exists, there is no {path}: fix the path, or run in the folder that "
-            "it starts from."
+            f"{field}={name} must name a file that exists, there is no {path}: fix the path, or "
+            "run in the folder that it starts from."
         )
     try:
         module = importlib.import_module(place) if path is None else _load_file(path)
@@ -78,33 +87,55 @@ def _load(full: str, name: str, field: str, builtins: Mapping[str, str], kind: s
         ]  # fmt: skip
         what = "it is not one" if hasattr(module, function) else "it has no such name"
         raise ValueError(
-            f"{field}={name} must name a {kind} of {place}, {what}: use one of {there or 'those you define there'}."
+            f"{field}={name} must name a {kind} of {place}, {what}: use one of "
+            f"{there or 'those you define there'}."
         )
     if path is not None:
-        found = FileFunction(module, function, _beside(path) | {module.__name__: _sources[module.__name__]})
+        found = FileFunction(
+            module, function, _beside(path) | {module.__name__: _sources[module.__name__]}
+        )
     return found
 
 
 def _refused(field: str, name: str, place: str, error: BaseException) -> ValueError:
     """Return the error for a user's module that raised on import, with its place."""
     places = traceback.extract_tb(error.__traceback__)
-    last = next((one for one in reversed(places) if "site-packages" not in one.filename), places[-1])
+    last = next(
+        (one for one in reversed(places) if "site-packages" not in one.filename), places[-1]
+    )
     what = traceback.format_exception_only(error)[-1].strip()
-    missing = isinstance(error, ModuleNotFoundError) and error.name and f"{place}.".startswith(f"{error.name}.")
-    where = "" if missing or isinstance(error, SyntaxError) else f" at {last.filename}:{last.lineno}"
-    fix = "put its folder on PYTHONPATH, or name the file, as path/to/file.py:function" if missing else "fix it"
+    missing = (
+        isinstance(error, ModuleNotFoundError)
+        and error.name
+        and f"{place}.".startswith(f"{error.name}.")
+    )
+    where = (
+        "" if missing or isinstance(error, SyntaxError) else f" at {last.filename}:{last.lineno}"
+    )
+    fix = (
+        "put its folder on PYTHONPATH, or name the file, as path/to/file.py:function"
+        if missing
+        else "fix it"
+    )
     if isinstance(error, ImportError) and "relative import" in str(error):
         fix = (
             f"a file is not part of a package, so name the function as {_module_of(Path(place))}:"
             f"{name.rpartition(':')[2]}, with the folder that holds the package on PYTHONPATH"
         )
-    return ValueError(f"{field}={name} must be in a module that can be imported, that raised {what}{where}: {fix}.")
+    return ValueError(
+        f"{field}={name} must be in a module that can be imported, that raised {what}{where}: "
+        f"{fix}."
+    )
 
 
 def _module_of(path: Path) -> str:
-    """Return a file's module within its package; a folder without ``__init__.py`` may be a package, too."""
+    """Return a file's module within its package; a folder without ``__init__.py`` may be a package,
+    too.
+    """
     packages = [path.resolve().parent]
-    while (packages[-1] / "__init__.py").is_file() and (packages[-1].parent / "__init__.py").is_file():
+    while (packages[-1] / "__init__.py").is_file() and (
+        packages[-1].parent / "__init__.py"
+    ).is_file():
         packages.append(packages[-1].parent)
     return ".".join([*(folder.name for folder in reversed(packages)), path.stem])
 
@@ -171,7 +202,9 @@ def _load_file(path: Path) -> ModuleType:
 
 def _beside(path: Path) -> Sources:
     """Return the modules in a file's folder that were imported by name."""
-    files = {name: Path(getattr(one, "__file__", None) or "/") for name, one in list(sys.modules.items())}
+    files = {
+        name: Path(getattr(one, "__file__", None) or "/") for name, one in list(sys.modules.items())
+    }
     return {
         name: (str(file), importlib.util.decode_source(file.read_bytes()))
         for name, file in files.items()

@@ -1,7 +1,8 @@
 """GSM8K's scorer: the number that a response states, and equality of numbers (arXiv:2110.14168).
 
-Nothing here evaluates model text, and every function takes time linear in its length: a number stays a string of
-digits, so that a response of a million digits costs no more than any other response of its size.
+Nothing here evaluates model text, and every function takes time linear in its length: a number
+stays a string of digits, so that a response of a million digits costs no more than any other
+response of its size.
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ _THOUSANDS = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+")
 _FRACTION = re.compile(r"(?:([0-9]{1,40}) +)?([0-9]{1,40}) ?/ ?([0-9]{1,40})")
 _MINUS = ("-", "\N{MINUS SIGN}", "\N{EN DASH}")
 _CURRENCY = "$€£¥₹"
-# What may stand in front of a number: no letter, no digit of another script, no operator or relation but a sign.
+# What may stand in front of a number: no letter, no digit of another script, no operator or
+# relation but a sign.
 _BEFORE = re.compile(rf"[\s{_CURRENCY}*_`'\"“”‘’()\[\]{{}}#:=+\-−–\\]*")
 # What makes it another number: 5 million, 72k, 72x, 2^3, 72², 72+; 72 or 73; two and a half.
-_ATTACHED = re.compile(r"[kKMBTx](?![^\W_])|[+√]|\s*\^|(?i:\s*(?:hundred|thousand|million|billion|trillion|dozen)s?\b)")
+_ATTACHED = re.compile(
+    r"[kKMBTx](?![^\W_])|[+√]|\s*\^|(?i:\s*(?:hundred|thousand|million|billion|trillion|dozen)s?\b)"
+)
 _WORDS = "half|third|quarter|one|two|three|four|five|six|seven|eight|nine|ten|[a-z]{2,5}teen|[a-z]{3,5}ty"
 _UNCLEAR = re.compile(rf"\bor\b|\band\s+(?:an?\s+)?(?:{_WORDS})\b", re.I)
 
@@ -34,9 +38,14 @@ _PHRASE = re.compile(
     re.I,
 )
 _SENTENCE_END = re.compile(r"\n|[.;!?](?=\s|$)")
-_ASIDE = re.compile(r",\s+(?![0-9$-])|\s\((?!\s*[0-9$.,]+\s*\))|\s(?:because|since|so|as|which|where|for)\b")
+_ASIDE = re.compile(
+    r",\s+(?![0-9$-])|\s\((?!\s*[0-9$.,]+\s*\))|\s(?:because|since|so|as|which|where|for)\b"
+)
 _LATEX = (
-    (re.compile(r"\\[dt]?frac\s*(?:\{(-?[0-9]{1,40})\}\s*\{([0-9]{1,40})\}|([0-9])([0-9]))"), r" \1\3/\2\4"),
+    (
+        re.compile(r"\\[dt]?frac\s*(?:\{(-?[0-9]{1,40})\}\s*\{([0-9]{1,40})\}|([0-9])([0-9]))"),
+        r" \1\3/\2\4",
+    ),
     (re.compile(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}"), r" \1 "),
     (re.compile(r"\\[,!;: ]|\^\{?\\circ\}?"), ""),
     (re.compile(r"\{,\}"), ","),
@@ -50,19 +59,20 @@ _LAST = re.compile(
 
 
 def canonical_number(text: str) -> str | None:
-    """Return the one number in ``text`` in a canonical form, so that equal numbers are equal strings.
+    """Return the one number in ``text`` in a canonical form, so that equal numbers are equal
+    strings.
 
-    A currency sign, thousands separators, a fraction (``3/4``, ``1 1/2``), a trailing full stop and a unit are
-    understood, ``%`` being a unit. Text with two numbers (``1e5``, ``2 or 3``), with letters before the number, with
-    commas that are no thousands separators or with a word that makes it another number (``5 million``) has no clear
-    answer.
+    A currency sign, thousands separators, a fraction (``3/4``, ``1 1/2``), a trailing full stop and
+    a unit are understood, ``%`` being a unit. Text with two numbers (``1e5``, ``2 or 3``), with
+    letters before the number, with commas that are no thousands separators or with a word that
+    makes it another number (``5 million``) has no clear answer.
 
     Args:
         text: the number with at most a unit behind it.
 
-    Returns:
-        digits without leading zeros, decimals only where they are not zero, ``p/q`` where no decimal number is exact,
-        ``-`` in front of a negative number; None when the text does not hold exactly one number.
+    Returns: digits without leading zeros, decimals only where they are not zero, ``p/q`` where no
+        decimal number is exact, ``-`` in front of a negative number; None when the text does not
+        hold exactly one number.
 
     >>> canonical_number("$1,234.50"), canonical_number("72.00 clips."), canonical_number("-0"), canonical_number("3/4")
     ('1234.5', '72', '0', '0.75')
@@ -97,7 +107,9 @@ def _fraction(written: str) -> str | None:
     if match is None or int(match[3]) == 0:
         return None
     value = int(match[1] or 0) + Fraction(int(match[2]), int(match[3]))
-    places = max(value.denominator.bit_length(), 1)  # enough: a power of 2 or 5 divides 10 ** its exponent
+    places = max(
+        value.denominator.bit_length(), 1
+    )  # enough: a power of 2 or 5 divides 10 ** its exponent
     scaled, rest = divmod(value.numerator * 10**places, value.denominator)
     if rest:
         return str(value)
@@ -111,8 +123,8 @@ def marked_number(text: str) -> str | None:
     Args:
         text: a response or a reference solution.
 
-    Returns:
-        what ``canonical_number`` makes of the rest of that line, None when there is no marker or no clear number.
+    Returns: what ``canonical_number`` makes of the rest of that line, None when there is no marker
+        or no clear number.
 
     >>> marked_number("48 + 24 = 72\\n#### 72")
     '72'
@@ -124,8 +136,9 @@ def marked_number(text: str) -> str | None:
 def stated_number(text: str, last_number: bool = False) -> str | None:
     r"""Return the number in the last stated answer of ``text``, in any form.
 
-    An answer is stated by ``####``, ``\boxed{}``, ``<answer></answer>`` or "the answer is", "answer:". The last one in
-    the text decides, alone: a response that states several answers is judged by what it ends with.
+    An answer is stated by ``####``, ``\boxed{}``, ``<answer></answer>`` or "the answer is",
+    "answer:". The last one in the text decides, alone: a response that states several answers is
+    judged by what it ends with.
 
     Args:
         text: a response.
@@ -159,7 +172,8 @@ def stated_number(text: str, last_number: bool = False) -> str | None:
 
 
 def tagged_answer(text: str) -> tuple[int, str]:
-    """Return the position and the content of the last ``<answer>...</answer>``; -1 and nothing if there is none.
+    """Return the position and the content of the last ``<answer>...</answer>``; -1 and nothing if
+    there is none.
 
     >>> tagged_answer("so <answer>72</answer>")
     (3, '72')
@@ -192,11 +206,11 @@ def _last_number(text: str) -> str | None:
 def gsm8k(response: str, answer: str | int | float, mode: str = "strict") -> bool:
     r"""Whether a response ends with the right number.
 
-    Args:
-        response: the response.
-        answer: the number, or a reference solution that ends with ``#### n``.
-        mode: ``strict`` reads ``#### n`` alone; ``lenient`` also ``\boxed{n}``, ``<answer>n</answer>`` and "the answer
-            is n"; ``last_number`` takes the last number of the response where it states no answer in these ways.
+    Args: response: the response. answer: the number, or a reference solution that ends with ``####
+        n``. mode: ``strict`` reads ``#### n`` alone; ``lenient`` also ``\boxed{n}``,
+        ``<answer>n</answer>`` and "the answer
+            is n"; ``last_number`` takes the last number of the response where it states no answer
+            in these ways.
 
     Raises:
         ValueError: ``answer`` holds no number, or there is no such mode.
@@ -205,13 +219,17 @@ def gsm8k(response: str, answer: str | int | float, mode: str = "strict") -> boo
     (True, False, True)
     """
     if mode not in MODES:
-        raise ValueError(f"mode of the reward gsm8k must be one of {list(MODES)}, got {mode!r}: use 'strict'.")
+        raise ValueError(
+            f"mode of the reward gsm8k must be one of {list(MODES)}, got {mode!r}: use 'strict'."
+        )
     reference = str(answer)
-    expected = marked_number(reference) if ANSWER_MARKER in reference else canonical_number(reference)
+    expected = (
+        marked_number(reference) if ANSWER_MARKER in reference else canonical_number(reference)
+    )
     if expected is None:
         raise ValueError(
-            f"answer of the reward gsm8k must be a number or end with '#### <number>', got {reference[-80:]!r}: "
-            "fix that row of the data."
+            "answer of the reward gsm8k must be a number or end with '#### <number>', got "
+            f"{reference[-80:]!r}: fix that row of the data."
         )
     if mode == "strict":
         return marked_number(response) == expected

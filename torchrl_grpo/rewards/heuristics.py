@@ -1,4 +1,5 @@
-"""Rewards without labels, for a first look at a new setup: each in [0, 1], none of them measures correctness.
+"""Rewards without labels, for a first look at a new setup: each in [0, 1], none of them measures
+correctness.
 
 They read at most the first and the last 20,000 characters.
 """
@@ -17,14 +18,17 @@ _CALCULATION = re.compile(r"[0-9+\-*/×÷−()., $€£]*\Z")
 _NOT_OF_IT = re.compile(
     r"^[\s.,]*(?:(?:[-*]|[0-9]+[.)])\s+)?|[$€£]|,(?=[0-9]{3})"
 )  # a list's mark, currency, thousands
-_STEP = re.compile(r"^\s{0,8}(?:[-*•] |[0-9]{1,2}[.)] |step\b)|\b(?:first|second|then|next|finally)\b", re.I | re.M)
+_STEP = re.compile(
+    r"^\s{0,8}(?:[-*•] |[0-9]{1,2}[.)] |step\b)|\b(?:first|second|then|next|finally)\b", re.I | re.M
+)
 _REASON = re.compile(r"\b(?:because|since|so|therefore|thus|hence|means)\b|[^=<>!]=[^=]", re.I)
 _ANSWER = re.compile(r"####|\\boxed|<answer>|\banswer\b", re.I)
 
 
 def format(response: str, prefill: str = "") -> float:
-    """Think and answer tags: 0.2 for each of the four that occurs exactly once, 0.2 when the whole response is
-    ``<think>...</think><answer>...</answer>``. A thought that the prompt begins, ``prefill``, is part of it.
+    """Think and answer tags: 0.2 for each of the four that occurs exactly once, 0.2 when the whole
+    response is ``<think>...</think><answer>...</answer>``. A thought that the prompt begins,
+    ``prefill``, is part of it.
 
     >>> format("<think>7 + 8</think> <answer>15</answer>"), format("<answer>15</answer>")
     (1.0, 0.4)
@@ -39,15 +43,20 @@ def format(response: str, prefill: str = "") -> float:
 
 
 def length(response: str, low: int = 50, high: int = 2000) -> float:
-    """1 from ``low`` to ``high`` characters, falling in a straight line to 0 at no character and at twice ``high``.
+    """1 from ``low`` to ``high`` characters, falling in a straight line to 0 at no character and at
+    twice ``high``.
 
     >>> length("x" * 100), length("x" * 25), length("x" * 3000)
     (1.0, 0.5, 0.5)
     """
     if not 0 <= low <= high or high == 0:
-        raise ValueError(f"low and high of the reward length must be 0 <= low <= high > 0, got {low} and {high}.")
+        raise ValueError(
+            f"low and high of the reward length must be 0 <= low <= high > 0, got {low} and {high}."
+        )
     count = len(response.strip())
-    return 1.0 if low <= count <= high else max(0.0, count / low if count < low else 2 - count / high)
+    return (
+        1.0 if low <= count <= high else max(0.0, count / low if count < low else 2 - count / high)
+    )
 
 
 def number(response: str) -> float:
@@ -62,7 +71,8 @@ def number(response: str) -> float:
 
 
 def operations(response: str) -> float:
-    """The share of the written calculations (``48 + 24 = 72``) that are right, among the first 50; 0 without any.
+    """The share of the written calculations (``48 + 24 = 72``) that are right, among the first 50;
+    0 without any.
 
     >>> operations("7 * 8 = 56, so 56 - 6 = 50"), operations("7 x 8 = 54 and 2 + 2 = 4"), operations("56")
     (1.0, 0.5, 0.0)
@@ -70,21 +80,26 @@ def operations(response: str) -> float:
     right = []
     text = response[:_READ]
     for equals in islice(re.finditer("=", text), 50):
-        left = re.sub(r"(?<=[0-9)]) ?x ?(?=[0-9(])", "*", text[max(equals.start() - 80, 0) : equals.start()])
+        left = re.sub(
+            r"(?<=[0-9)]) ?x ?(?=[0-9(])", "*", text[max(equals.start() - 80, 0) : equals.start()]
+        )
         written = _CALCULATION.search(left)
         result = _RESULT.match(text, equals.end())
         expression = _NOT_OF_IT.sub("", written[0]) if written else ""
         if result and re.search(r"[0-9)] *[-+*/×÷−] *[0-9(.]", expression):
             try:
-                right.append(evaluate(expression) == evaluate(result[1] + result[2].replace(",", "")))
+                right.append(
+                    evaluate(expression) == evaluate(result[1] + result[2].replace(",", ""))
+                )
             except ValueError:
                 continue
     return sum(right) / len(right) if right else 0.0
 
 
 def structure(response: str) -> float:
-    """A quarter each for: more than one line; steps (a list, or "first", "then"); reasons ("because", "so", an
-    equation); an answer that is marked (``####``, ``\\boxed``, ``<answer>``, "answer") near the end.
+    """A quarter each for: more than one line; steps (a list, or "first", "then"); reasons
+    ("because", "so", an equation); an answer that is marked (``####``, ``\\boxed``, ``<answer>``,
+    "answer") near the end.
 
     >>> structure("First, 7 + 8 = 15.\\nThe answer is 15."), structure("15")
     (1.0, 0.0)
@@ -92,4 +107,9 @@ def structure(response: str) -> float:
     text = response.strip()
     start = text[:_READ]
     end = text[-200:]
-    return (("\n" in start) + bool(_STEP.search(start)) + bool(_REASON.search(start)) + bool(_ANSWER.search(end))) / 4
+    return (
+        ("\n" in start)
+        + bool(_STEP.search(start))
+        + bool(_REASON.search(start))
+        + bool(_ANSWER.search(end))
+    ) / 4

@@ -14,8 +14,8 @@ MAX_CHARACTERS = 1_000_000  # a longer response follows nothing
 
 
 def loose_variants(response: str) -> list[str]:
-    """The eight texts that the loose metrics look at: with and without asterisks, each whole, without its first line,
-    without its last line, and without both.
+    """The eight texts that the loose metrics look at: with and without asterisks, each whole,
+    without its first line, without its last line, and without both.
 
     >>> len(loose_variants("Sure:\\n*yes*\\nBye")), loose_variants("Sure:\\n*yes*\\nBye")[-1]
     (8, 'yes')
@@ -44,26 +44,35 @@ def follows(
     """
     if len(instruction_id_list) != len(kwargs):
         raise ValueError(
-            f"kwargs of an IFEval prompt must have one entry for each of its {len(instruction_id_list)} instructions, "
-            f"it has {len(kwargs)}: fix that row of the data."
+            "kwargs of an IFEval prompt must have one entry for each of its "
+            f"{len(instruction_id_list)} instructions, it has {len(kwargs)}: fix that row of the "
+            "data."
         )
-    checks = [_check(name, arguments) for name, arguments in zip(instruction_id_list, kwargs, strict=True)]
+    checks = [
+        _check(name, arguments) for name, arguments in zip(instruction_id_list, kwargs, strict=True)
+    ]
     if len(response) > MAX_CHARACTERS:
         return [False] * len(checks)
-    variants = dict.fromkeys(loose_variants(response) if loose else [response])  # each once, in their order
+    variants = dict.fromkeys(
+        loose_variants(response) if loose else [response]
+    )  # each once, in their order
     texts = [text for text in variants if text.strip()]
     return [any(check(text) for text in texts) for check in checks]
 
 
 def _check(name: str, arguments: Mapping[str, Any]) -> Callable[[str], bool]:
     if name not in CHECKS:
-        raise ValueError(f"instruction_id_list must name IFEval's instructions, got {name!r}: use {sorted(CHECKS)}.")
+        raise ValueError(
+            f"instruction_id_list must name IFEval's instructions, got {name!r}: use "
+            f"{sorted(CHECKS)}."
+        )
     given = {key: value for key, value in arguments.items() if value is not None}
     check = CHECKS[name]
     needed = list(inspect.signature(check).parameters)[1:]
     if set(given) != set(needed):
         raise ValueError(
-            f"kwargs of the instruction {name} must be {sorted(needed)}, got {sorted(given)}: fix that row of the data."
+            f"kwargs of the instruction {name} must be {sorted(needed)}, got {sorted(given)}: fix "
+            "that row of the data."
         )
     return partial(check, **given)
 
@@ -76,11 +85,10 @@ def ifeval(
 ) -> dict[str, float] | float:
     """The four accuracies of the paper for one response, as parts of a reward.
 
-    Args:
-        response: the response.
-        instruction_id_list: the prompt's instructions (a column of the data set).
-        kwargs: their arguments (a column of the data set).
-        metric: one of ``prompt_strict`` (1.0 when every instruction is followed), ``instruction_strict`` (the share
+    Args: response: the response. instruction_id_list: the prompt's instructions (a column of the
+        data set). kwargs: their arguments (a column of the data set). metric: one of
+        ``prompt_strict`` (1.0 when every instruction is followed), ``instruction_strict`` (the
+        share
             that is followed), ``prompt_loose``, ``instruction_loose``; None gives all four.
 
     Raises:
@@ -91,7 +99,9 @@ def ifeval(
     0.5
     """
     if metric not in (None, *METRICS):
-        raise ValueError(f"metric of the reward ifeval must be one of {list(METRICS)} or None, got {metric!r}.")
+        raise ValueError(
+            f"metric of the reward ifeval must be one of {list(METRICS)} or None, got {metric!r}."
+        )
     parts: dict[str, float] = {}
     for level in ("strict", "loose"):
         if metric is None or metric.endswith(level):

@@ -1,8 +1,9 @@
 """The 25 instruction checks of IFEval (arXiv:2311.07911): does a text follow one instruction?
 
-They decide as the paper's published checkers do (google-research/instruction_following_eval), with these differences,
-all of them in docs/rewards.md: sentences are split by rules instead of nltk's trained punkt model, a keyword is a word
-and not a regular expression, language detection has a fixed seed, and every check takes time linear in its text.
+They decide as the paper's published checkers do (google-research/instruction_following_eval), with
+these differences, all of them in docs/rewards.md: sentences are split by rules instead of nltk's
+trained punkt model, a keyword is a word and not a regular expression, language detection has a
+fixed seed, and every check takes time linear in its text.
 """
 
 from __future__ import annotations
@@ -25,13 +26,15 @@ ABBREVIATIONS = """
     sept oct nov dec tues wed fri ft yr mg
 """
 _ABBREVIATIONS = frozenset(ABBREVIATIONS.split())
-# One of these with a capital, behind an abbreviation or an ellipsis, begins a sentence: "at 5 p.m. He left."
+# One of these with a capital, behind an abbreviation or an ellipsis, begins a sentence: "at 5 p.m.
+# He left."
 _STARTERS = re.compile(
     r"(?:the|he|she|it|they|we|i|this|these|there|in|if|when|while|since|so|but|however|although|though|thus|yet)\b",
     re.I,
 )
 
-# One of these behind a capital letter begins a sentence, "Plan B. Then we left.", and is no surname, "J. Smith".
+# One of these behind a capital letter begins a sentence, "Plan B. Then we left.", and is no
+# surname, "J. Smith".
 _COMMON_WORDS = """
     a about above after afterwards again all also always am an and another any anyone anything are as ask at be because
     become before both but by can cannot choose could did do does doesn't don't each either enjoy even every everyone
@@ -47,7 +50,8 @@ _COMMON_WORDS = """
 _COMMON = frozenset(_COMMON_WORDS.split())
 _WORD = re.compile(r"[^\W\d_]+(?:['’]t)?")
 
-# nltk's word_tokenize, as far as it matters for words in capitals: it splits I'M, DON'T, NASA's and CANNOT.
+# nltk's word_tokenize, as far as it matters for words in capitals: it splits I'M, DON'T, NASA's and
+# CANNOT.
 _WORD_END = re.compile(r"[\s«“‘„»”’\"`\[\](){}<>;@#$%&?!*\u2012-\u2015]+|--+|\.\.+|[:,](?![0-9])")
 _CLITIC = re.compile(
     r"(?=(?:'[sSmMdD]|'(?:ll|LL|re|RE|ve|VE)|n't|N'T)$)|(?<=^CAN)(?=NOT$)|(?<=^G[OI][NMT])(?=[NMT][AE]$)"
@@ -64,7 +68,8 @@ def count_words(text: str) -> int:
 
 
 def count_capital_words(text: str) -> int:
-    """Words in capitals; a hyphenated word is one, a contraction two, as nltk's tokenizer splits them.
+    """Words in capitals; a hyphenated word is one, a contraction two, as nltk's tokenizer splits
+    them.
 
     >>> count_capital_words("NASA's WELL-KNOWN I'M not")
     4
@@ -76,9 +81,9 @@ def count_capital_words(text: str) -> int:
 def count_sentences(text: str) -> int:
     """Sentences, split where a word ends in ``.``, ``?`` or ``!`` and another word follows.
 
-    Closing quotes and brackets may stand behind the mark. A full stop ends no sentence behind a letter that may be an
-    initial, behind an abbreviation or an ellipsis (unless a word like "He" or "The" follows), or behind a number before
-    a small letter.
+    Closing quotes and brackets may stand behind the mark. A full stop ends no sentence behind a
+    letter that may be an initial, behind an abbreviation or an ellipsis (unless a word like "He" or
+    "The" follows), or behind a number before a small letter.
 
     >>> count_sentences("Dr. J. Smith left at 5 p.m. He said: wait... what? (Really!) 1. Buy milk")
     5
@@ -108,12 +113,15 @@ def _is_common(word: str) -> bool:
 
 @functools.cache
 def _language_detector() -> Any:
-    """langdetect's own factory, with seed 0 as in the paper's code; not its module-wide one, which threads race for."""
+    """langdetect's own factory, with seed 0 as in the paper's code; not its module-wide one, which
+    threads race for.
+    """
     try:
         from langdetect.detector_factory import PROFILES_DIRECTORY, DetectorFactory
     except ImportError as error:
         raise ImportError(
-            "reward 'ifeval' must have the package langdetect, it is missing: pip install 'torchrl_grpo[rewards]'."
+            "reward 'ifeval' must have the package langdetect, it is missing: pip install "
+            "'torchrl_grpo[rewards]'."
         ) from error
     factory = DetectorFactory()
     factory.load_profile(PROFILES_DIRECTORY)
@@ -122,7 +130,8 @@ def _language_detector() -> Any:
 
 
 def is_language(text: str, language: str) -> bool:
-    """Whether a text is in a language (ISO 639-1); True where none can be detected, as in the paper's code.
+    """Whether a text is in a language (ISO 639-1); True where none can be detected, as in the
+    paper's code.
 
     >>> is_language("Today we visit the Louvre", "en"), is_language("123", "fr")
     (True, True)
@@ -139,7 +148,9 @@ def is_language(text: str, language: str) -> bool:
 
 def _compare(count: int, relation: str, threshold: int) -> bool:
     if relation not in ("less than", "at least"):
-        raise ValueError(f"relation of an instruction must be 'less than' or 'at least', got {relation!r}.")
+        raise ValueError(
+            f"relation of an instruction must be 'less than' or 'at least', got {relation!r}."
+        )
     return count < threshold if relation == "less than" else count >= threshold
 
 
@@ -148,7 +159,9 @@ def _occurrences(word: str, text: str) -> int:
 
 
 def _has_no_word_of(text: str, forbidden_words: Sequence[str]) -> bool:
-    return not any(re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.I) for word in forbidden_words)
+    return not any(
+        re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.I) for word in forbidden_words
+    )
 
 
 def _placeholders(text: str, num_placeholders: int) -> bool:
@@ -163,7 +176,9 @@ def _placeholders(text: str, num_placeholders: int) -> bool:
 
 def _postscript(text: str, postscript_marker: str) -> bool:
     marker = postscript_marker.strip()
-    pattern = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}.get(marker, re.escape(marker.lower()))
+    pattern = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}.get(
+        marker, re.escape(marker.lower())
+    )
     return re.search(pattern, text.lower()) is not None
 
 
@@ -181,7 +196,9 @@ def _sections(text: str, section_spliter: str, num_sections: int) -> bool:
 
 
 def _parts(text: str, divider: str) -> list[str] | None:
-    """Split at a divider, without an empty first or last part; None when a part between two dividers is empty."""
+    """Split at a divider, without an empty first or last part; None when a part between two
+    dividers is empty.
+    """
     parts = text.split(divider)
     inner = [part.strip() for i, part in enumerate(parts) if part.strip() or 0 < i < len(parts) - 1]
     return inner if all(inner) else None
@@ -200,7 +217,11 @@ def _two_responses(text: str) -> bool:
 def _first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
     paragraphs = text.split("\n\n")
     count = sum(bool(paragraph.strip()) for paragraph in paragraphs)
-    if count != num_paragraphs or not 1 <= nth_paragraph <= count or not paragraphs[nth_paragraph - 1].strip():
+    if (
+        count != num_paragraphs
+        or not 1 <= nth_paragraph <= count
+        or not paragraphs[nth_paragraph - 1].strip()
+    ):
         return False
     word = paragraphs[nth_paragraph - 1].split(maxsplit=1)[0].lstrip("'").lstrip('"')
     return re.split(r"[.,?!'\"]", word, maxsplit=1)[0].lower() == first_word.lower()
@@ -230,7 +251,8 @@ def _quoted(text: str) -> bool:
     return len(text) > 1 and text[0] == text[-1] == '"'
 
 
-# By the paper's instruction ids. The arguments behind the text are those of the data set's column ``kwargs``.
+# By the paper's instruction ids. The arguments behind the text are those of the data set's column
+# ``kwargs``.
 CHECKS: dict[str, Callable[..., bool]] = {
     "keywords:existence": lambda text, keywords: all(_occurrences(word, text) for word in keywords),
     "keywords:frequency": lambda text, keyword, frequency, relation: _compare(
@@ -252,7 +274,9 @@ CHECKS: dict[str, Callable[..., bool]] = {
     "detectable_content:number_placeholders": _placeholders,
     "detectable_content:postscript": _postscript,
     "detectable_format:number_bullet_lists": _bullets,
-    "detectable_format:constrained_response": lambda text: any(option in text for option in _CONSTRAINED),
+    "detectable_format:constrained_response": lambda text: any(
+        option in text for option in _CONSTRAINED
+    ),
     "detectable_format:number_highlighted_sections": _highlights,
     "detectable_format:multiple_sections": _sections,
     "detectable_format:json_format": _json,
@@ -265,8 +289,8 @@ CHECKS: dict[str, Callable[..., bool]] = {
         text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
     ),
     "startend:quotation": _quoted,
-    "change_case:capital_word_frequency": lambda text, capital_frequency, capital_relation: _compare(
-        count_capital_words(text), capital_relation, capital_frequency
+    "change_case:capital_word_frequency": lambda text, capital_frequency, capital_relation: (
+        _compare(count_capital_words(text), capital_relation, capital_frequency)
     ),
     "change_case:english_capital": lambda text: text.isupper() and is_language(text, "en"),
     "change_case:english_lowercase": lambda text: text.islower() and is_language(text, "en"),

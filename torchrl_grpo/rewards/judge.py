@@ -1,4 +1,6 @@
-"""A language model as judge, behind any endpoint that speaks OpenAI's chat completions (such as ``vllm serve``)."""
+"""A language model as judge, behind any endpoint that speaks OpenAI's chat completions (such as
+``vllm serve``).
+"""
 
 from __future__ import annotations
 
@@ -49,17 +51,16 @@ async def judge(
 ) -> float:
     """The rating of a response by a language model, as a share of the scale in [0, 1].
 
-    Args:
-        response: the response.
-        prompt: what it answers.
-        answer: the true answer, for templates that show it.
-        url: of the endpoint, such as ``http://localhost:8000/v1``.
-        model: the judge's name there.
-        template: what the judge is asked; ``{prompt}``, ``{response}``, ``{answer}``, ``{low}`` and ``{high}`` are
-            filled in. The last ``Score: number`` of its reply is read, or a reply that is only a number.
+    Args: response: the response. prompt: what it answers. answer: the true answer, for templates
+        that show it. url: of the endpoint, such as ``http://localhost:8000/v1``. model: the judge's
+        name there. template: what the judge is asked; ``{prompt}``, ``{response}``, ``{answer}``,
+        ``{low}`` and ``{high}`` are
+            filled in. The last ``Score: number`` of its reply is read, or a reply that is only a
+            number.
         scale: lowest and highest rating.
         concurrency: most requests at a time, of each process.
-        retries: further attempts where the endpoint does not answer, is too slow or says that it is overloaded.
+        retries: further attempts where the endpoint does not answer, is too slow or says that it is
+            overloaded.
         timeout_s: longest time for one attempt, in seconds.
         max_tokens: most tokens of the judge's reply.
         temperature: of the judge.
@@ -72,7 +73,9 @@ async def judge(
     """
     low, high = scale
     if not low < high:
-        raise ValueError(f"scale={list(scale)} of the reward judge must be [low, high], low < high: use [0, 10].")
+        raise ValueError(
+            f"scale={list(scale)} of the reward judge must be [low, high], low < high: use [0, 10]."
+        )
     shown = {"prompt": prompt, "response": response, "answer": answer, "low": low, "high": high}
     question = _PLACEHOLDER.sub(lambda match: str(shown[match[1]]), template)
     body = {
@@ -85,8 +88,9 @@ async def judge(
     rating = read_rating(reply)
     if rating is None or not low <= rating <= high:
         raise ValueError(
-            f"the reply of the judge {model} must have a rating from {low} to {high} as `Score: number`, it ends with "
-            f"{reply[-200:]!r}: change template or max_tokens, or use another judge."
+            f"the reply of the judge {model} must have a rating from {low} to {high} as `Score: "
+            f"number`, it ends with {reply[-200:]!r}: change template or max_tokens, or use "
+            "another judge."
         )
     return (rating - low) / (high - low)
 
@@ -97,7 +101,9 @@ def read_rating(reply: str) -> float | None:
     >>> [read_rating(reply) for reply in ("Score: 2? No. **Score:** 7/10", " 8.5 ", "good", "Score: -1")]
     [7.0, 8.5, None, -1.0]
     """
-    found = _SCORE.findall(reply) or _NUMBER.findall(reply if _NUMBER.fullmatch(reply.strip()) else "")
+    found = _SCORE.findall(reply) or _NUMBER.findall(
+        reply if _NUMBER.fullmatch(reply.strip()) else ""
+    )
     return float(found[-1]) if found else None
 
 
@@ -105,12 +111,21 @@ async def _ask(client: HttpClient, body: dict[str, Any], retries: int, timeout_s
     """The text of the reply, after as many attempts as it takes."""
     try:
         answer = await client.ask(
-            "POST", "/chat/completions", body, timeout_s=timeout_s, largest=_LARGEST_ANSWER, retries=retries
+            "POST",
+            "/chat/completions",
+            body,
+            timeout_s=timeout_s,
+            largest=_LARGEST_ANSWER,
+            retries=retries,
         )
     except NoAnswerError as error:
-        raise RuntimeError(f"the judge at {client.url} must answer, {error}: start it, or fix url.") from error
+        raise RuntimeError(
+            f"the judge at {client.url} must answer, {error}: start it, or fix url."
+        ) from error
     except BadAnswerError as error:
-        raise RuntimeError(f"an answer of the judge at {client.url} cannot be read, {error}: fix url.") from error
+        raise RuntimeError(
+            f"an answer of the judge at {client.url} cannot be read, {error}: fix url."
+        ) from error
     try:
         choice = answer["choices"][0]
         reply, reason = choice["message"]["content"] or "", choice.get("finish_reason")
@@ -118,11 +133,14 @@ async def _ask(client: HttpClient, body: dict[str, Any], retries: int, timeout_s
             raise TypeError("content must be text")
     except (AttributeError, KeyError, IndexError, TypeError) as error:
         shown = ascii(answer)[:200]
-        raise RuntimeError(f"the judge at {client.url} must answer as OpenAI's API does, got {shown}.") from error
+        raise RuntimeError(
+            f"the judge at {client.url} must answer as OpenAI's API does, got {shown}."
+        ) from error
     if reason == "length":  # "Score: 1" may have become "Score: 10"
         raise ValueError(
-            f"the reply of the judge {body['model']} must end within max_tokens={body['max_tokens']}, it was cut off "
-            f"after {ascii(reply)[-200:]}: use a larger max_tokens."
+            f"the reply of the judge {body['model']} must end within "
+            f"max_tokens={body['max_tokens']}, it was cut off after {ascii(reply)[-200:]}: use a "
+            "larger max_tokens."
         )
     return reply
 
@@ -135,6 +153,7 @@ def _client(url: str, concurrency: int, api_key_env: str) -> HttpClient:
             clients[options] = HttpClient(url, key_variable=api_key_env, concurrency=concurrency)
         except ImportError as error:
             raise ImportError(
-                "reward 'judge' must have the package httpx, it is missing: pip install 'torchrl_grpo[rewards]'."
+                "reward 'judge' must have the package httpx, it is missing: pip install "
+                "'torchrl_grpo[rewards]'."
             ) from error
     return clients[options]

@@ -1,8 +1,10 @@
-r"""Mathematical answers, compared by the library math-verify: ``\frac{3}{4}`` is ``0.75``, ``x+1`` is ``1+x``.
+r"""Mathematical answers, compared by the library math-verify: ``\frac{3}{4}`` is ``0.75``, ``x+1``
+is ``1+x``.
 
-math-verify limits its time by ``signal.alarm``, which exists in the main thread alone and does not stop a long integer
-operation there either. So it runs here in a process of its own, whose time and memory the kernel limits: a verdict is
-the same in every thread and process, and an answer of absurd size costs that process and nothing else.
+math-verify limits its time by ``signal.alarm``, which exists in the main thread alone and does not
+stop a long integer operation there either. So it runs here in a process of its own, whose time and
+memory the kernel limits: a verdict is the same in every thread and process, and an answer of absurd
+size costs that process and nothing else.
 """
 
 from __future__ import annotations
@@ -36,16 +38,35 @@ _READ = 2000  # characters at the end of a response
 _MOST_ATTEMPTS = 2  # where the process ended for another reason than its time limit
 _START_S = 600.0  # a machine that is busy, or a slow file system
 _LONGEST_S = 300.0  # of a process that gets no processor time
-_START = "import sys; sys.path[:] = {path!r}; from torchrl_grpo.rewards.math import serve; serve({fd})"
+_START = (
+    "import sys; sys.path[:] = {path!r}; from torchrl_grpo.rewards.math import serve; serve({fd})"
+)
 
 _LATEX = re.compile(r"(?<!\\)(?:\$|\\boxed|\\\(|\\\[)")
 _SPAN = re.compile(r"(?<!\\)\$+(.+?)(?<!\\)\$+|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.S)
 _TEXT = re.compile(r"\\(?:text(?:bf|it|rm)?|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
 _QUANTITY = re.compile(r"[-+0-9.,/ ]*[0-9][0-9.,/ ]*[a-z ]+(?:\^?[23])?", re.I)
-_FUNCTIONS = {"and", "arccos", "arcsin", "arctan", "cos", "deg", "det", "exp", "lim", "log", "max", "min", "mod", "sec"}
+_FUNCTIONS = {
+    "and",
+    "arccos",
+    "arcsin",
+    "arctan",
+    "cos",
+    "deg",
+    "det",
+    "exp",
+    "lim",
+    "log",
+    "max",
+    "min",
+    "mod",
+    "sec",
+}
 _FUNCTIONS |= {"sin", "tan"}  # plain letters that are no word
 _ALGEBRA = re.compile(r"[0-9a-z+\-*/^=<>|(). {}_]+", re.I)
-_VARIABLE = re.compile(r"[a-z] ?[-+*/^=<>]|[0-9a-z)] ?[-+*^=<>] ?[0-9.]*[a-z]", re.I)  # not the unit of "3/4 m"
+_VARIABLE = re.compile(
+    r"[a-z] ?[-+*/^=<>]|[0-9a-z)] ?[-+*^=<>] ?[0-9.]*[a-z]", re.I
+)  # not the unit of "3/4 m"
 _STATED = re.compile(r"\banswer\b(?: is)?:?", re.I)
 _TIME = re.compile(r"([0-9]{1,2}):([0-5][0-9])")
 
@@ -53,13 +74,14 @@ _TIME = re.compile(r"([0-9]{1,2}):([0-5][0-9])")
 def math(response: str, answer: str) -> bool | None:
     r"""Whether the last answer that a response gives equals the reference answer.
 
-    Args:
-        response: the response; its answer is best in ``\boxed{}``, else after "####", in ``$...$`` or after "the answer
-            is". The last 2000 characters are read, or the last ``\boxed{}`` where it begins before them.
+    Args: response: the response; its answer is best in ``\boxed{}``, else after "####", in
+        ``$...$`` or after "the answer
+            is". The last 2000 characters are read, or the last ``\boxed{}`` where it begins before
+            them.
         answer: the reference, as LaTeX (with or without ``$``) or as a plain expression.
 
-    Returns:
-        None when the reference itself cannot be read: words, or several formulas that are not one answer.
+    Returns: None when the reference itself cannot be read: words, or several formulas that are not
+        one answer.
 
     Raises:
         ImportError: math-verify is not installed.
@@ -70,18 +92,24 @@ def math(response: str, answer: str) -> bool | None:
     """
     judge = _judges.get(os.getpid()) or _judges.setdefault(os.getpid(), _Judge())  # a fork has none
     reference = str(answer)
-    return judge.verdict(_answer_text(response), reference if _LATEX.search(reference) else f"${reference}$")
+    return judge.verdict(
+        _answer_text(response), reference if _LATEX.search(reference) else f"${reference}$"
+    )
 
 
 def _answer_text(response: str) -> str:
-    r"""The ``\boxed{}`` of the last line that has one, and nothing around them, else the end of the response."""
+    r"""The ``\boxed{}`` of the last line that has one, and nothing around them, else the end of the
+    response.
+    """
     boxed = response.rfind(r"\boxed")
     if boxed < 0:
         return _marked(response[-_READ:].rpartition("####")[2])
     start = max(response.rfind("\n", 0, boxed) + 1, boxed - _READ // 2)
     line = response[start : start + _READ].strip()
     contents = [_in_braces(part) for part in line.split(r"\boxed")[1:]]
-    return ", ".join(rf"\boxed{{{one.rstrip(' .,;')}}}" for one in contents if one is not None) or line
+    return (
+        ", ".join(rf"\boxed{{{one.rstrip(' .,;')}}}" for one in contents if one is not None) or line
+    )
 
 
 def _in_braces(text: str) -> str | None:
@@ -96,7 +124,8 @@ def _in_braces(text: str) -> str | None:
 
 
 def _marked(text: str) -> str:
-    """Marks algebra or a time in the last line, as in "The answer is 2x + 2", as LaTeX, if there is none in the text.
+    """Marks algebra or a time in the last line, as in "The answer is 2x + 2", as LaTeX, if there is
+    none in the text.
 
     Of plain text, math-verify reads numbers alone, and none behind an escaped dollar.
     """
@@ -107,12 +136,15 @@ def _marked(text: str) -> str:
     stated = _STATED.split(last)[-1].strip().removesuffix(".")
     bare = re.sub(r"\\[a-z]+", "", stated, flags=re.I)
     has_variable = bare != stated or _VARIABLE.search(stated)
-    is_algebra = _ALGEBRA.fullmatch(bare or "x") and has_variable and not re.search("[a-z]{2}", bare, re.I)
+    is_algebra = (
+        _ALGEBRA.fullmatch(bare or "x") and has_variable and not re.search("[a-z]{2}", bare, re.I)
+    )
     return f"${stated.replace('**', '^')}$" if is_algebra or _TIME.fullmatch(stated) else text
 
 
 class _Judge:
-    """math-verify in a process, started when first needed and again after a comparison has ended it.
+    """math-verify in a process, started when first needed and again after a comparison has ended
+    it.
 
     Threads share it, one comparison at a time.
     """
@@ -142,8 +174,12 @@ class _Judge:
                     return verdict
                 except (EOFError, OSError):
                     if self.end() == -signal.SIGPROF:
-                        raise _undecided(f"it took more than {LONGEST_CPU_S:g} s", "timeout") from None
-                except BaseException:  # of a signal: the answer would be taken for that to the next request
+                        raise _undecided(
+                            f"it took more than {LONGEST_CPU_S:g} s", "timeout"
+                        ) from None
+                except (
+                    BaseException
+                ):  # of a signal: the answer would be taken for that to the next request
                     self.end()
                     raise
         raise _undecided("its process ended", "crash")
@@ -151,23 +187,33 @@ class _Judge:
     def _start(self) -> Connection:
         if importlib.util.find_spec("math_verify") is None:
             raise ImportError(
-                "reward 'math' must have the package math-verify, it is missing: pip install 'torchrl_grpo[rewards]'."
+                "reward 'math' must have the package math-verify, it is missing: pip install "
+                "'torchrl_grpo[rewards]'."
             )
         connection, theirs = Pipe()
         code = _START.format(path=sys.path, fd=theirs.fileno())
         # In a new process group: the parent handles Ctrl-C in the terminal.
         process = subprocess.Popen(
-            [sys.executable, "-c", code], stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], process_group=0
+            [sys.executable, "-c", code],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            process_group=0,
         )
         theirs.close()
         self._running = process, connection
         try:
-            refused = connection.recv_bytes().decode() if connection.poll(_START_S) else f"no answer in {_START_S:g} s"
+            refused = (
+                connection.recv_bytes().decode()
+                if connection.poll(_START_S)
+                else f"no answer in {_START_S:g} s"
+            )
         except (EOFError, OSError):
             refused = f"it ended with status {self.end()}"
         if refused:
             self.end()
-            raise ImportError(f"reward 'math' must have a process that can import math-verify, it says: {refused}")
+            raise ImportError(
+                f"reward 'math' must have a process that can import math-verify, it says: {refused}"
+            )
         return connection
 
     def end(self) -> int | None:
@@ -181,14 +227,17 @@ class _Judge:
 
 
 def _undecided(why: str, cause: str) -> InvalidRewardError:
-    return InvalidRewardError(f"math-verify could not compare the answer ({why}): look at the sample's size.", cause)
+    return InvalidRewardError(
+        f"math-verify could not compare the answer ({why}): look at the sample's size.", cause
+    )
 
 
 _judges: dict[int, _Judge] = {}
 
 
 def serve(fd: int) -> None:
-    """Main function of the process: compare answers until the pipe is closed; a comparison beyond the limits ends it.
+    """Main function of the process: compare answers until the pipe is closed; a comparison beyond
+    the limits ends it.
 
     Args:
         fd: its end of the pipe.
@@ -199,7 +248,9 @@ def serve(fd: int) -> None:
         try:
             import math_verify  # noqa: F401
 
-            logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of switched-off limits
+            logging.getLogger("math_verify").setLevel(
+                logging.ERROR
+            )  # it warns of switched-off limits
         except Exception as error:
             connection.send_bytes(traceback.format_exception_only(error)[-1].encode())
             return
@@ -209,7 +260,9 @@ def serve(fd: int) -> None:
         connection.send_bytes(b"")
         while True:
             text, reference = json.loads(connection.recv_bytes())
-            signal.setitimer(signal.ITIMER_PROF, LONGEST_CPU_S)  # the kernel ends the process, also inside C code
+            signal.setitimer(
+                signal.ITIMER_PROF, LONGEST_CPU_S
+            )  # the kernel ends the process, also inside C code
             verdict = _verdict(text, reference)
             signal.setitimer(signal.ITIMER_PROF, 0)
             connection.send_bytes(json.dumps(verdict).encode())
@@ -230,20 +283,27 @@ def _verdict(text: str, reference: str) -> bool | None:
 
 
 def _is_read_whole(reference: str, gold: list[Any]) -> bool:
-    """Whether all of a reference is in what was parsed: not the last of its formulas alone, nor words as a product."""
+    """Whether all of a reference is in what was parsed: not the last of its formulas alone, nor
+    words as a product.
+    """
     spans = [next(filter(None, span)) for span in _SPAN.findall(reference)]
     if str(gold[-1]).count(" and ") < len(spans) - 1:
         return False
     text = " ".join(spans).strip() or reference
     if _TEXT.fullmatch(text):  # compared as it is written
         return True
-    bare = re.sub(r"\\(?:begin|end)\{[a-z]+\*?\}|\\[a-z]+", " ", _TEXT.sub(r" \1 ", text), flags=re.I).strip()
+    bare = re.sub(
+        r"\\(?:begin|end)\{[a-z]+\*?\}|\\[a-z]+", " ", _TEXT.sub(r" \1 ", text), flags=re.I
+    ).strip()
     if _QUANTITY.fullmatch(bare):
         return True
     words = [word for word in re.findall("[a-z]{2,}", bare.lower()) if re.search("[aeiou]", word)]
     if re.fullmatch("[a-z ]*", bare, re.I):
         return not words
-    if any(len(word) > 2 and word not in _FUNCTIONS and list(word) != sorted(set(word)) for word in words):
+    if any(
+        len(word) > 2 and word not in _FUNCTIONS and list(word) != sorted(set(word))
+        for word in words
+    ):
         return False
     variables = _VARIABLE.search(re.sub("[ei]", "", bare, flags=re.I))
     return not (variables and getattr(gold[0], "is_number", False))

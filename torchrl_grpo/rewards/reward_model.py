@@ -10,11 +10,14 @@ _lock = threading.Lock()
 _loaded: dict[tuple[str, str], tuple[Any, Any]] = {}
 
 
-def reward_model(messages: Sequence[Mapping[str, Any]], *, model: str, device: str = "cpu") -> float:
+def reward_model(
+    messages: Sequence[Mapping[str, Any]], *, model: str, device: str = "cpu"
+) -> float:
     """Return the only logit of a reward model for a conversation.
 
-    The model is loaded when the first response is scored, once in each process. It sees the conversation through its
-    own chat template, or the texts of the messages with an empty line between them where it has none.
+    The model is loaded when the first response is scored, once in each process. It sees the
+    conversation through its own chat template, or the texts of the messages with an empty line
+    between them where it has none.
 
     Args:
         messages: the conversation, the response last.
@@ -38,8 +41,8 @@ def reward_model(messages: Sequence[Mapping[str, Any]], *, model: str, device: s
     limit = getattr(classifier.config, "max_position_embeddings", None) or length
     if not 0 < length <= limit:
         raise ValueError(
-            f"a conversation for the reward model {model} must have at most {limit} tokens, it has {length}: use a "
-            "smaller max_new_tokens, or another model."
+            f"a conversation for the reward model {model} must have at most {limit} tokens, it has "
+            f"{length}: use a smaller max_new_tokens, or another model."
         )
     with torch.inference_mode():
         return float(classifier(input_ids=torch.tensor([tokens], device=device)).logits)
@@ -52,7 +55,9 @@ def _load(model: str, device: str) -> tuple[Any, Any]:
             from transformers.utils import logging as transformers_logging
 
             transformers_logging.disable_progress_bar()  # a reward worker shares the run's terminal
-            classifier = AutoModelForSequenceClassification.from_pretrained(model, use_safetensors=True)
+            classifier = AutoModelForSequenceClassification.from_pretrained(
+                model, use_safetensors=True
+            )
             classifier = classifier.eval().to(device)
             if classifier.config.num_labels != 1:
                 raise ValueError(

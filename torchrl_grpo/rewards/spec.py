@@ -20,11 +20,9 @@ CORRECT = "correct"
 class RewardEntry:
     """One function of a spec.
 
-    Attributes:
-        fn: its name, see ``load_function``, or the function itself.
-        name: under which it is logged.
-        weight: of what it returns, or of each part that is named; its other parts are then only logged.
-        options: arguments by name.
+    Attributes: fn: its name, see ``load_function``, or the function itself. name: under which it is
+        logged. weight: of what it returns, or of each part that is named; its other parts are then
+        only logged. options: arguments by name.
     """
 
     fn: str | Callable[..., Any]
@@ -46,16 +44,22 @@ def parse_rewards(spec: RewardSpec, field: str = "env.reward") -> list[RewardEnt
     >>> [entry.name for entry in parse_rewards(["math", {"fn": "my_rewards.py:short", "weight": 0.1}])]
     ['math', 'short']
     """
-    several: list[Any] = list(spec) if isinstance(spec, Sequence) and not isinstance(spec, str) else [spec]
+    several: list[Any] = (
+        list(spec) if isinstance(spec, Sequence) and not isinstance(spec, str) else [spec]
+    )
     entries = [_entry(one, field) for one in several]
     if not entries:
         raise ValueError(
-            f"{field}=[] must name a reward: for example, [gsm8k], or leave {field} out for the task's own."
+            f"{field}=[] must name a reward: for example, [gsm8k], or leave {field} out for the "
+            "task's own."
         )
     names = [entry.name for entry in entries]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ValueError(f"{field} must have different names, {', '.join(twice)} is there twice: give one a `name`.")
+        raise ValueError(
+            f"{field} must have different names, {', '.join(twice)} is there twice: give one a "
+            "`name`."
+        )
     return entries
 
 
@@ -63,16 +67,29 @@ def _entry(one: OneReward, field: str) -> RewardEntry:
     given: dict[str, Any] = dict(one) if isinstance(one, Mapping) else {"fn": one}
     fn = given.pop("fn", None)
     if not (isinstance(fn, str) or callable(fn)):
-        raise ValueError(f"{field} must name a function as fn, got {one!r}: for example, {{fn: gsm8k, weight: 1}}.")
-    default = fn.rpartition(":")[2] if isinstance(fn, str) else getattr(fn, "__name__", type(fn).__name__)
+        raise ValueError(
+            f"{field} must name a function as fn, got {one!r}: for example, {{fn: gsm8k, weight: "
+            "1}."
+        )
+    default = (
+        fn.rpartition(":")[2] if isinstance(fn, str) else getattr(fn, "__name__", type(fn).__name__)
+    )
     name = given.pop("name", default)
     weight = given.pop("weight", 1.0)
     if not isinstance(name, str) or not name or "/" in name:
-        raise ValueError(f"{field}.name={name!r} must be a text without '/', which comes before a part: use {default}.")
+        raise ValueError(
+            f"{field}.name={name!r} must be a text without '/', which comes before a part: use "
+            f"{default}."
+        )
     for value in weight.values() if isinstance(weight, Mapping) else [weight]:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not math.isfinite(value)
+        ):
             raise ValueError(
-                f"{field}.weight={weight!r} of {name} must be a finite number, or one for each part: use 1."
+                f"{field}.weight={weight!r} of {name} must be a finite number, or one for each "
+                "part: use 1."
             )
     return RewardEntry(fn, name, weight, given)
 
@@ -94,8 +111,9 @@ def reward_weights(entries: Sequence[RewardEntry]) -> dict[str, float]:
 def part_weight(part: str, parts: Collection[str], weights: Mapping[str, float]) -> float:
     """Weight of a part in the reward.
 
-    A weight is that of the part, else that of its function, else 1. A part ``correct`` is only logged; so is ``name/x``
-    where there is a part ``name``: verl's functions return one score, and other numbers beside it.
+    A weight is that of the part, else that of its function, else 1. A part ``correct`` is only
+    logged; so is ``name/x`` where there is a part ``name``: verl's functions return one score, and
+    other numbers beside it.
 
     Args:
         part: ``name``, or ``name/part`` where a function returned a dict.

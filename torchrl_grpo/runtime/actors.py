@@ -1,7 +1,8 @@
-"""``Actor``: one part of a distributed run (a sampler, a reference model, a training rank) in a process of its own.
+"""``Actor``: one part of a distributed run (a sampler, a reference model, a training rank) in a
+process of its own.
 
-Data goes from actor to actor as object references: of a group, the driver sees the numbers in a ``RolloutReport`` and
-nothing else.
+Data goes from actor to actor as object references: of a group, the driver sees the numbers in a
+``RolloutReport`` and nothing else.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from torchrl_grpo.runtime.placement import own_device
 
 
 class Actor:
-    """Actor around a part, which a factory makes in the actor's process and whose methods others call.
+    """Actor around a part, which a factory makes in the actor's process and whose methods others
+    call.
 
     Args:
         factory: makes the part.
@@ -48,7 +50,9 @@ class Actor:
         return found(*arguments) if callable(found) else found
 
     def call_for_groups(self, method: str, *arguments: Any) -> tuple[Any, ...]:
-        """Call a method that gives something and a list of groups; each group becomes an object of its own."""
+        """Call a method that gives something and a list of groups; each group becomes an object of
+        its own.
+        """
         first, groups = self.call(method, *arguments)
         return (first, *map(PackedGroup, groups))
 
@@ -58,13 +62,17 @@ class Actor:
 
 
 def start_actor(role: str, factory: Callable[..., Any], options: Mapping[str, Any]) -> Any:
-    """Start an actor with Ray's options; its process is named after the role, such as ``ray::SamplerActor``."""
+    """Start an actor with Ray's options; its process is named after the role, such as
+    ``ray::SamplerActor``.
+    """
     import ray
 
     return ray.remote(type(role, (Actor,), {})).options(**options).remote(factory)
 
 
-def make_seeded(factory: Callable[..., Sampler], seed: int, state: dict[str, Any] | None, **settings: Any) -> Sampler:
+def make_seeded(
+    factory: Callable[..., Sampler], seed: int, state: dict[str, Any] | None, **settings: Any
+) -> Sampler:
     """Make a sampler, and seed its engine or restore the state reported by an earlier one.
 
     Args:
@@ -106,7 +114,8 @@ def make_rank(
     """
     if address is None:
         return factory(None)
-    # By itself gloo takes what the machine's name stands for, which is often an address of the machine alone.
+    # By itself gloo takes what the machine's name stands for, which is often an address of the
+    # machine alone.
     if (interface := interface_of(own_address())) is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     mesh = init_mesh(

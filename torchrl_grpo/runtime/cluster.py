@@ -1,7 +1,8 @@
-"""A Ray cluster for one run: start or join it, reserve what a ``DevicePlan`` needs, and leave nothing behind.
+"""A Ray cluster for one run: start or join it, reserve what a ``DevicePlan`` needs, and leave
+nothing behind.
 
-Each process of the plan gets the options for its actor: its place in the run's one placement group, its share of CPUs
-and GPUs, and the accelerators and threads that it may use.
+Each process of the plan gets the options for its actor: its place in the run's one placement group,
+its share of CPUs and GPUs, and the accelerators and threads that it may use.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ _LONGEST_STACKS_S = 30.0
 _TICK_S = 0.1
 _CRASHES = [-number for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS)]
 _SIOCGIFADDR = 0x8915  # Linux's question for an interface's address
-MIN_RAY = (2, 59)  # asks for a token by itself: before that, whoever reached the ports of a local cluster ran code
+MIN_RAY = (
+    2,
+    59,
+)  # asks for a token by itself: before that, whoever reached the ports of a local cluster ran code
 
 
 @dataclass(frozen=True)
@@ -84,29 +88,41 @@ def allocations(
 ) -> tuple[list[dict[str, float]], dict[str, list[ActorAllocation]]]:
     """Return the bundles for a plan, and the seat of each process.
 
-    An engine is in one bundle, which is never spread over machines, and so are the training ranks that compute each
-    layer together, and all who share a GPU with them. CPUs are only tokens for Ray's scheduler: one for a device or,
-    where there are fewer, as much less as makes all processes fit.
+    An engine is in one bundle, which is never spread over machines, and so are the training ranks
+    that compute each layer together, and all who share a GPU with them. CPUs are only tokens for
+    Ray's scheduler: one for a device or, where there are fewer, as much less as makes all processes
+    fit.
 
     Args:
         plan: which role runs where.
         node_cpus: CPUs of each machine.
         tensor_parallel_size: training ranks that compute each layer together.
 
-    Returns:
-        the bundles, as resources and amounts, and for each role its processes' seats in the plan's order.
+    Returns: the bundles, as resources and amounts, and for each role its processes' seats in the
+        plan's order.
     """
-    ranks: list[tuple[str, tuple[torch.device, ...]]] = [("train", (device,)) for device in plan.train]
+    ranks: list[tuple[str, tuple[torch.device, ...]]] = [
+        ("train", (device,)) for device in plan.train
+    ]
     starts = range(0, len(ranks), tensor_parallel_size)
     together = [ranks[start : start + tensor_parallel_size] for start in starts]
     together += [[("inference", devices)] for devices in plan.inference]
     together += [[("reference", (device,))] for device in plan.reference]
     together += [[("teacher", (device,))] for device in plan.teacher]
-    share = _cpu_share([sum(len(devices) for _, devices in members) for members in together], node_cpus)
+    share = _cpu_share(
+        [sum(len(devices) for _, devices in members) for members in together], node_cpus
+    )
     users = Counter(device for members in together for _, devices in members for device in devices)
-    in_bundle = _bundled([[device for _, devices in members for device in devices] for members in together])
+    in_bundle = _bundled(
+        [[device for _, devices in members for device in devices] for members in together]
+    )
     bundles: list[dict[str, float]] = [{"CPU": 0.0} for _ in range(max(in_bundle) + 1)]
-    taken: dict[str, list[ActorAllocation]] = {"train": [], "inference": [], "reference": [], "teacher": []}
+    taken: dict[str, list[ActorAllocation]] = {
+        "train": [],
+        "inference": [],
+        "reference": [],
+        "teacher": [],
+    }
     of_bundle: dict[int, set[torch.device]] = {}
     for index, members in zip(in_bundle, together, strict=True):
         for role, devices in members:
@@ -115,7 +131,9 @@ def allocations(
             cuda = devices[0].type == "cuda"
             of_bundle.setdefault(index, set()).update(devices if cuda else ())
             gpus = len(devices) * int(10_000 / max(users[device] for device in devices)) / 10_000
-            gpus = gpus if gpus < 1 else int(gpus)  # Ray counts in 10,000ths below 1, and in whole ones above it
+            gpus = (
+                gpus if gpus < 1 else int(gpus)
+            )  # Ray counts in 10,000ths below 1, and in whole ones above it
             taken[role].append(ActorAllocation(index, devices, cpus, gpus if cuda else 0))
     for index, gpus_of_bundle in of_bundle.items():
         if gpus_of_bundle:
@@ -124,11 +142,12 @@ def allocations(
 
 
 def _bundled(together: Sequence[Sequence[torch.device]]) -> list[int]:
-    """Return the bundle of each group of devices: the same one for groups with a common GPU. The CPU, which those have
-    that work on servers elsewhere, is in common to nobody.
+    """Return the bundle of each group of devices: the same one for groups with a common GPU. The
+    CPU, which those have that work on servers elsewhere, is in common to nobody.
     """
     groups: list[set[Any]] = [
-        {device if device.type == "cuda" else number for device in devices} for number, devices in enumerate(together)
+        {device if device.type == "cuda" else number for device in devices}
+        for number, devices in enumerate(together)
     ]
     joined: list[set[Any]] = []
     for group in groups:
@@ -136,7 +155,9 @@ def _bundled(together: Sequence[Sequence[torch.device]]) -> list[int]:
         for other in met:
             joined.remove(other)
         joined.append(group.union(*met))
-    found = [next(index for index, one in enumerate(joined) if one.issuperset(group)) for group in groups]
+    found = [
+        next(index for index, one in enumerate(joined) if one.issuperset(group)) for group in groups
+    ]
     order = list(dict.fromkeys(found))
     return [order.index(one) for one in found]
 
@@ -144,14 +165,17 @@ def _bundled(together: Sequence[Sequence[torch.device]]) -> list[int]:
 def by_machine(ranks: Sequence[ActorAllocation], machines: Sequence[str]) -> list[ActorAllocation]:
     """Return the seats of the training ranks machine by machine, beginning with rank 0's.
 
-    So a collective operation between neighbors crosses from one machine to another as rarely as it can.
+    So a collective operation between neighbors crosses from one machine to another as rarely as it
+    can.
 
     Args:
         ranks: in the plan's order.
         machines: of each bundle.
     """
     met = list(dict.fromkeys(machines[allocation.bundle] for allocation in ranks))
-    return sorted(ranks, key=lambda allocation: (met.index(machines[allocation.bundle]), allocation.bundle))
+    return sorted(
+        ranks, key=lambda allocation: (met.index(machines[allocation.bundle]), allocation.bundle)
+    )
 
 
 def _cpu_share(widths: Sequence[int], node_cpus: Sequence[float]) -> float:
@@ -170,8 +194,8 @@ def _cpu_share(widths: Sequence[int], node_cpus: Sequence[float]) -> float:
 class Cluster:
     """This process's connection to Ray; made by ``start``.
 
-    Attributes:
-        address: of the cluster that was joined; None when it was started here and ends with the run.
+    Attributes: address: of the cluster that was joined; None when it was started here and ends with
+        the run.
     """
 
     def __init__(self, address: str | None, folder_lock: IO[str] | None) -> None:
@@ -182,14 +206,17 @@ class Cluster:
         self._closed = False
 
     def watch(self, what_to_say: Callable[[], str]) -> None:
-        """End a script when a process of a Ray cluster that it started ends: nothing works without it, and Ray itself
-        would end this process silently, or after a minute of messages. Has no effect in other programs.
+        """End a script when a process of a Ray cluster that it started ends: nothing works without
+        it, and Ray itself would end this process silently, or after a minute of messages. Has no
+        effect in other programs.
 
         Args:
             what_to_say: how the run goes on; called in another thread.
         """
         if self.address is None and interrupts.in_script():
-            threading.Thread(target=self._watch, args=(what_to_say,), name="watch Ray", daemon=True).start()
+            threading.Thread(
+                target=self._watch, args=(what_to_say,), name="watch Ray", daemon=True
+            ).start()
 
     def _watch(self, what_to_say: Callable[[], str]) -> None:
         from torchrl_grpo.compat.ray import started_node
@@ -201,13 +228,20 @@ class Cluster:
             if self._closed:
                 return
         if dead[0][1].returncode not in _CRASHES:
-            time.sleep(2.0)  # a signal to all processes of a job ends Ray too, and this process then in order
+            time.sleep(
+                2.0
+            )  # a signal to all processes of a job ends Ray too, and this process then in order
         if self._closed or interrupts.status() is not None:
             return
         (name, process), go_on = dead[0], what_to_say()
-        sys.stderr.write(f"\nerror: Ray's {name} (process {process.pid}) has ended, and the run with it: {go_on}.\n")
+        sys.stderr.write(
+            f"\nerror: Ray's {name} (process {process.pid}) has ended, and the run with it: "
+            f"{go_on}.\n"
+        )
         sys.stderr.flush()
-        for pid in descendants(os.getpid()):  # at once, before the main thread hears of it; Ray's agents wait a minute
+        for pid in descendants(
+            os.getpid()
+        ):  # at once, before the main thread hears of it; Ray's agents wait a minute
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         os._exit(1)
@@ -216,7 +250,10 @@ class Cluster:
         """The cluster's GPUs. Their indices only distinguish them: they may be on several machines."""
         import ray
 
-        return [torch.device("cuda", index) for index in range(int(ray.cluster_resources().get("GPU", 0)))]
+        return [
+            torch.device("cuda", index)
+            for index in range(int(ray.cluster_resources().get("GPU", 0)))
+        ]
 
     def place(
         self, plan: DevicePlan, *, tensor_parallel_size: int = 1, timeout_s: float = 120.0
@@ -228,17 +265,21 @@ class Cluster:
             tensor_parallel_size: training ranks that compute each layer together, on one machine.
             timeout_s: how long to wait for the resources, which others may still hold.
 
-        Returns:
-            for each role, the keyword arguments of ``ActorClass.options`` for each of its processes, in the plan's
-            order, but that the training ranks of a machine follow each other. A process on CUDA sees its own devices
-            only: the first is ``cuda:0`` there, whatever the plan calls it.
+        Returns: for each role, the keyword arguments of ``ActorClass.options`` for each of its
+            processes, in the plan's order, but that the training ranks of a machine follow each
+            other. A process on CUDA sees its own devices only: the first is ``cuda:0`` there,
+            whatever the plan calls it.
 
-        Raises:
-            ValueError: the resources were not free in time; the message says which, and how much is missing. Or no
+        Raises: ValueError: the resources were not free in time; the message says which, and how
+            much is missing. Or no
                 machine has the accelerators of ``tensor_parallel_size`` ranks.
         """
         import ray
-        from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+        from ray.util.placement_group import (
+            placement_group,
+            placement_group_table,
+            remove_placement_group,
+        )
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -247,15 +288,21 @@ class Cluster:
         most = int(max(node.get("GPU", 0) for node in nodes))
         if 0 < most < tensor_parallel_size:
             raise ValueError(
-                f"train_model.tensor_parallel_size={tensor_parallel_size} must be at most the GPUs of one machine, and "
-                f"no machine of {place} has more than {most}: use {most}, or leave it out and shard over all devices."
+                f"train_model.tensor_parallel_size={tensor_parallel_size} must be at most the GPUs "
+                f"of one machine, and no machine of {place} has more than {most}: use {most}, or "
+                "leave it out and shard over all devices."
             )
         bundles, taken = allocations(plan, cpus, tensor_parallel_size)
-        if self.address and plan.colocated and (widest := max(bundle.get("GPU", 0) for bundle in bundles)) > 1:
+        if (
+            self.address
+            and plan.colocated
+            and (widest := max(bundle.get("GPU", 0) for bundle in bundles)) > 1
+        ):
             raise ValueError(
-                f"engines and training ranks that take turns must each be on one GPU on {place}, because Ray decides "
-                f"who gets which, and here {widest:g} GPUs belong together: leave inference_model.tensor_parallel_size "
-                "and train_model.tensor_parallel_size out, or give the roles devices of their own."
+                f"engines and training ranks that take turns must each be on one GPU on {place}, "
+                f"because Ray decides who gets which, and here {widest:g} GPUs belong together: "
+                "leave inference_model.tensor_parallel_size and train_model.tensor_parallel_size "
+                "out, or give the roles devices of their own."
             )
         group = self._group = placement_group(bundles, strategy="PACK")
         if not group.wait(timeout_s):
@@ -263,15 +310,20 @@ class Cluster:
             remove_placement_group(group)
             self._group = None
             raise ValueError(
-                f"the device plan's processes must find room on {place} within {timeout_s:g} s, but {missing}: lower "
-                "num_devices, or wait for others to finish."
+                f"the device plan's processes must find room on {place} within {timeout_s:g} s, "
+                f"but {missing}: lower num_devices, or wait for others to finish."
             )
         table: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
         machines = [table[index] for index in range(len(bundles))]
         taken["train"], self._machines = by_machine(taken["train"], machines), set(machines)
-        # Ray gives a process one thread; the CPUs there are, shared out, are what torch would use in one process.
+        # Ray gives a process one thread; the CPUs there are, shared out, are what torch would use
+        # in one process.
         threads = max(
-            1, int(sum(cpus) // sum(len(allocation.devices) for role in taken.values() for allocation in role))
+            1,
+            int(
+                sum(cpus)
+                // sum(len(allocation.devices) for role in taken.values() for allocation in role)
+            ),
         )
 
         def options(role: str, allocation: ActorAllocation) -> dict[str, Any]:
@@ -287,10 +339,14 @@ class Cluster:
                 "runtime_env": {"env_vars": variables},
             }
 
-        return {role: [options(role, allocation) for allocation in places] for role, places in taken.items()}
+        return {
+            role: [options(role, allocation) for allocation in places]
+            for role, places in taken.items()
+        }
 
     def check_object_store(self, wanted: int) -> None:
-        """Check that weights fit into Ray's object store on each machine of the run; call it after ``place``.
+        """Check that weights fit into Ray's object store on each machine of the run; call it after
+        ``place``.
 
         Args:
             wanted: bytes of all versions that are there at a time.
@@ -307,12 +363,17 @@ class Cluster:
         ]
         there, machine = min(stores)
         if wanted > there:
-            how = f"start Ray there with --object-store-memory={wanted}" if self.address else "use a machine with more"
+            how = (
+                f"start Ray there with --object-store-memory={wanted}"
+                if self.address
+                else "use a machine with more"
+            )
             raise ValueError(
-                f"inference_model.weight_transfer=object_store needs {wanted / 1e9:.1f} GB of Ray's object store for "
-                f"two versions of the weights, and it has {there / 1e9:.1f} GB on {machine}: use "
-                "inference_model.weight_transfer=broadcast or inference_model.dtype=bfloat16, start a container with "
-                f"--ipc host, which gives it the machine's /dev/shm, or {how}."
+                f"inference_model.weight_transfer=object_store needs {wanted / 1e9:.1f} GB of "
+                f"Ray's object store for two versions of the weights, and it has {there / 1e9:.1f} "
+                f"GB on {machine}: use inference_model.weight_transfer=broadcast or "
+                "inference_model.dtype=bfloat16, start a container with --ipc host, which gives "
+                f"it the machine's /dev/shm, or {how}."
             )
 
     def stacks(self, pids: Sequence[int]) -> str:
@@ -325,27 +386,39 @@ class Cluster:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         here = ray.get_runtime_context().get_node_id()
-        others = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] in self._machines - {here}]
+        others = [
+            node
+            for node in ray.nodes()
+            if node["Alive"] and node["NodeID"] in self._machines - {here}
+        ]
         ask = ray.remote(num_cpus=0, max_retries=0)(stacks_of)
         asked = {
-            ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote(
-                list(pids)
-            ): node["NodeManagerHostname"]
+            ask.options(
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            ).remote(list(pids)): node["NodeManagerHostname"]
             for node in others
         }
-        done = set(ray.wait([*asked], num_returns=len(asked), timeout=_LONGEST_STACKS_S)[0]) if asked else set()
+        done = (
+            set(ray.wait([*asked], num_returns=len(asked), timeout=_LONGEST_STACKS_S)[0])
+            if asked
+            else set()
+        )
         texts = []
         for answer, machine in asked.items():
             try:
-                text = ray.get(answer) if answer in done else f"\n(no answer in {_LONGEST_STACKS_S:g} s)\n"
+                text = (
+                    ray.get(answer)
+                    if answer in done
+                    else f"\n(no answer in {_LONGEST_STACKS_S:g} s)\n"
+                )
             except ray.exceptions.RayError as error:
                 text = f"\n(no answer: {type(error).__name__})\n"
             texts.append(f"\non {machine}\n{text}")
         return "".join(texts)
 
     def shutdown(self) -> None:
-        """End the run's actors and release what was reserved, and end the cluster if it was started here. May be called
-        again.
+        """End the run's actors and release what was reserved, and end the cluster if it was started
+        here. May be called again.
         """
         if self._closed:
             return
@@ -354,8 +427,8 @@ class Cluster:
         from ray.util.placement_group import remove_placement_group
 
         try:
-            # A cluster of our own ends as a whole; asking it first would hang where a signal to the process group has
-            # ended it already.
+            # A cluster of our own ends as a whole; asking it first would hang where a signal to the
+            # process group has ended it already.
             if self._group is not None and self.address is not None and ray.is_initialized():
                 remove_placement_group(self._group)
         finally:
@@ -367,11 +440,11 @@ class Cluster:
 def start(address: str | None = None) -> Cluster:
     """Start Ray on this machine, or join a cluster.
 
-    A cluster that is started here listens on loopback and has no dashboard. Ray asks for a token by default, which it
-    keeps in ``~/.ray``.
+    A cluster that is started here listens on loopback and has no dashboard. Ray asks for a token by
+    default, which it keeps in ``~/.ray``.
 
-    Args:
-        address: ``auto`` (the cluster of this machine or of ``RAY_ADDRESS``) or ``host:port``; None starts one.
+    Args: address: ``auto`` (the cluster of this machine or of ``RAY_ADDRESS``) or ``host:port``;
+        None starts one.
 
     Raises:
         ValueError: Ray is missing or too old, or there is no cluster at the address.
@@ -381,7 +454,8 @@ def start(address: str | None = None) -> Cluster:
         _check_reachable(address)
     import ray
 
-    # Whoever waits for a call gets its error. What is still under way when a run ends may fail: Ray would print that.
+    # Whoever waits for a call gets its error. What is still under way when a run ends may fail: Ray
+    # would print that.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     # Ray would replace the handler by its own, and a run that is told to end would not be saved.
     on_main_thread = threading.current_thread() is threading.main_thread()
@@ -407,7 +481,9 @@ def start(address: str | None = None) -> Cluster:
 
 
 def _show_token() -> None:
-    """Make this process send its token: ``ray start`` requires one if it finds one; joining does not look."""
+    """Make this process send its token: ``ray start`` requires one if it finds one; joining does
+    not look.
+    """
     from torchrl_grpo.compat.ray import raylet
 
     loader = raylet.AuthenticationTokenLoader.instance()
@@ -417,22 +493,33 @@ def _show_token() -> None:
 
 
 def _start_here(folder: str) -> None:
-    """Start Ray, with one retry if its node was not up after Ray's limit of 30 s, as on a busy machine.
+    """Start Ray, with one retry if its node was not up after Ray's limit of 30 s, as on a busy
+    machine.
 
-    It listens on loopback alone, as Ray by itself does on macOS: elsewhere that has no option. It starts no process for
-    each CPU ahead of time: actors have environment variables of their own, so they could not use one. And neither those
-    of an autoscaler and a dashboard, which Ray starts even so, and waits for. Each is in a process group
-    of its own: a signal to the script's group is the script's to answer.
+    It listens on loopback alone, as Ray by itself does on macOS: elsewhere that has no option. It
+    starts no process for each CPU ahead of time: actors have environment variables of their own, so
+    they could not use one. And neither those of an autoscaler and a dashboard, which Ray starts
+    even so, and waits for. Each is in a process group of its own: a signal to the script's group is
+    the script's to answer.
     """
     import ray
 
     from torchrl_grpo.compat.ray import Node, ray_constants, services
 
-    options: dict[str, Any] = {"include_dashboard": False, "logging_level": "error", "_temp_dir": folder}
+    options: dict[str, Any] = {
+        "include_dashboard": False,
+        "logging_level": "error",
+        "_temp_dir": folder,
+    }
     options["_system_config"] = {"prestart_worker_first_driver": False}
     if sys.platform == "linux":
         options["object_store_memory"] = _object_store_memory()
-    usual = ray_constants.ENABLE_RAY_CLUSTER, services.ConsolePopen, Node.start_monitor, Node.start_api_server
+    usual = (
+        ray_constants.ENABLE_RAY_CLUSTER,
+        services.ConsolePopen,
+        Node.start_monitor,
+        Node.start_api_server,
+    )
     ray_constants.ENABLE_RAY_CLUSTER = False
     if sys.platform == "linux":  # elsewhere Ray itself ends them by their group
         services.ConsolePopen = partial(services.ConsolePopen, process_group=0)
@@ -446,7 +533,12 @@ def _start_here(folder: str) -> None:
                 if last or "timed out during startup" not in str(error):
                     raise
     finally:
-        ray_constants.ENABLE_RAY_CLUSTER, services.ConsolePopen, Node.start_monitor, Node.start_api_server = usual
+        (
+            ray_constants.ENABLE_RAY_CLUSTER,
+            services.ConsolePopen,
+            Node.start_monitor,
+            Node.start_api_server,
+        ) = usual
 
 
 def _object_store_memory() -> int:
@@ -460,14 +552,17 @@ def _object_store_memory() -> int:
     usual: int = utils.resolve_object_store_memory(memory)
     if shared < usual:  # Ray's own warning is not shown
         torchrl_logger.warning(
-            f"/dev/shm has {shared / 1e9:.1f} GB, and Ray's object store is {usual / 1e9:.1f} GB: it lies in files on "
-            "disk, which is slow. Start a container with --ipc host, or with a larger --shm-size."
+            f"/dev/shm has {shared / 1e9:.1f} GB, and Ray's object store is {usual / 1e9:.1f} GB: "
+            "it lies in files on disk, which is slow. Start a container with --ipc host, or with "
+            "a larger --shm-size."
         )
     return max(usual, min(int(0.95 * shared), memory // 2))
 
 
 def interface_of(address: str) -> str | None:
-    """Return this machine's network interface with an IPv4 address; None if there is none, or it is unknown."""
+    """Return this machine's network interface with an IPv4 address; None if there is none, or it is
+    unknown.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex() if sys.platform == "linux" else ():
             with suppress(OSError):  # it has no address
@@ -490,14 +585,15 @@ def _check_reachable(address: str) -> None:
 
 def _unreachable(address: str | None, error: Exception) -> ValueError:
     return ValueError(
-        f"ray.address={address} must be a Ray cluster that can be joined ({error}): start one with `ray start --head`, "
-        "copy ~/.ray/auth_token from its head if it asks for a token, or leave ray.address out to have one started for "
-        "the run."
+        f"ray.address={address} must be a Ray cluster that can be joined ({error}): start one with "
+        "`ray start --head`, copy ~/.ray/auth_token from its head if it asks for a token, or "
+        "leave ray.address out to have one started for the run."
     )
 
 
 def _short_folder() -> IO[str]:
-    """A locked file in a new folder for Ray's sockets, whose paths may have 107 bytes, of which Ray's own part is 65.
+    """A locked file in a new folder for Ray's sockets, whose paths may have 107 bytes, of which
+    Ray's own part is 65.
 
     Folders whose lock nobody holds were left by a process that was killed: they are removed.
     """
@@ -513,7 +609,9 @@ def _short_folder() -> IO[str]:
 
 
 def _remove(lock: IO[str]) -> None:
-    """Remove the folder of a cluster that was told to end; its last processes may still write there."""
+    """Remove the folder of a cluster that was told to end; its last processes may still write
+    there.
+    """
     folder = Path(lock.name).parent
     lock.close()
     deadline = time.monotonic() + _LONGEST_END_S
@@ -523,7 +621,9 @@ def _remove(lock: IO[str]) -> None:
 
 
 def _environment(allocation: ActorAllocation, threads: int, *, pinned: bool) -> dict[str, str]:
-    """Return environment variables of a process; ``pinned`` if its devices are the plan's and not Ray's choice."""
+    """Return environment variables of a process; ``pinned`` if its devices are the plan's and not
+    Ray's choice.
+    """
     # Ray copies what an actor prints into the user's terminal, which has a progress bar of its own.
     variables = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", **actor_environment()}
     if "OMP_NUM_THREADS" not in os.environ:
@@ -538,16 +638,24 @@ def _environment(allocation: ActorAllocation, threads: int, *, pinned: bool) -> 
 
 
 def _allocator(allocation: ActorAllocation) -> dict[str, str]:
-    """Environment variables that let a training rank's memory on CUDA grow in place, as the sizes of its passes vary.
+    """Environment variables that let a training rank's memory on CUDA grow in place, as the sizes
+    of its passes vary.
 
-    Not for memory that an engine on the same device reads through CUDA IPC: that is slower to open then (vLLM's
-    ``sharded_rdt_trainer``), and PyTorch asks for the right to trace the process that it belongs to.
+    Not for memory that an engine on the same device reads through CUDA IPC: that is slower to open
+    then (vLLM's ``sharded_rdt_trainer``), and PyTorch asks for the right to trace the process that
+    it belongs to.
     """
     given = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()
-    return {} if given or allocation.devices[0].type != "cuda" else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    return (
+        {}
+        if given or allocation.devices[0].type != "cuda"
+        else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    )
 
 
-def _missing(bundles: Sequence[dict[str, float]], nodes: Sequence[dict[str, float]], free: dict[str, float]) -> str:
+def _missing(
+    bundles: Sequence[dict[str, float]], nodes: Sequence[dict[str, float]], free: dict[str, float]
+) -> str:
     """Describe what keeps the bundles from being placed, with the numbers."""
     lacks = []
     for resource in ("GPU", "CPU"):
@@ -555,10 +663,16 @@ def _missing(bundles: Sequence[dict[str, float]], nodes: Sequence[dict[str, floa
         there, total = free.get(resource, 0), sum(node.get(resource, 0) for node in nodes)
         if wanted > there:
             lacks.append(
-                f"{wanted:g} {resource} are needed and {there:g} of {total:g} are free, {wanted - there:g} short"
+                f"{wanted:g} {resource} are needed and {there:g} of {total:g} are free, "
+                f"{wanted - there:g} short"
             )
         largest = max(bundle.get(resource, 0) for bundle in bundles)
         most = max((node.get(resource, 0) for node in nodes), default=0)
         if wanted <= there and largest > most:
-            lacks.append(f"one process needs {largest:g} {resource} and no machine has more than {most:g}")
-    return " and ".join(lacks) or f"they do not fit together on any of the {len(nodes)} machines' free resources"
+            lacks.append(
+                f"one process needs {largest:g} {resource} and no machine has more than {most:g}"
+            )
+    return (
+        " and ".join(lacks)
+        or f"they do not fit together on any of the {len(nodes)} machines' free resources"
+    )

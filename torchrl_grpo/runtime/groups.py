@@ -1,7 +1,7 @@
 """``PackedGroup``: a group of sequences on its way from actor to actor.
 
-A group travels as one flat tensor for each key, instead of one for each sequence. Pickling costs by the object: a lazy
-stack of 64 short sequences has more than a thousand tensors and TensorDicts.
+A group travels as one flat tensor for each key, instead of one for each sequence. Pickling costs by
+the object: a lazy stack of 64 short sequences has more than a thousand tensors and TensorDicts.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from tensordict import NonTensorData, TensorDict, TensorDictBase, is_leaf_nonten
 from torch import Tensor
 
 _Column = tuple[tuple[str, ...], Any, list[torch.Size] | None]
-"""A key, and its values: a flat tensor and the shapes of its parts, or a list of what is no tensor and None."""
+"""A key, and its values: a flat tensor and the shapes of its parts, or a list of what is no tensor
+and None.
+"""
 
 
 class PackedGroup:
     """A group that is unpickled as the lazy stack that it was, in views of the flat tensors.
 
-    Args:
-        group: lazy stack of sequences, each without a batch size. Sequences with different keys travel as they are.
+    Args: group: lazy stack of sequences, each without a batch size. Sequences with different keys
+        travel as they are.
 
     Example:
         >>> import pickle
@@ -35,16 +37,28 @@ class PackedGroup:
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         sequences = self._group.unbind(0)
-        rows = [dict(row.items(True, leaves_only=True, is_leaf=is_leaf_nontensor)) for row in sequences]
+        rows = [
+            dict(row.items(True, leaves_only=True, is_leaf=is_leaf_nontensor)) for row in sequences
+        ]
         columns = [_column(key, [row.get(key) for row in rows]) for key in rows[0]]
-        whole = any(row.keys() != rows[0].keys() for row in rows) or any(row.batch_size for row in sequences)
-        return (_as_it_is, (self._group,)) if whole or None in columns else (_rows, (len(rows), columns))
+        whole = any(row.keys() != rows[0].keys() for row in rows) or any(
+            row.batch_size for row in sequences
+        )
+        return (
+            (_as_it_is, (self._group,))
+            if whole or None in columns
+            else (_rows, (len(rows), columns))
+        )
 
 
 def _column(key: str | tuple[str, ...], values: list[Any]) -> _Column | None:
     path = (key,) if isinstance(key, str) else key
     if all(type(value) is Tensor and value.dtype == values[0].dtype for value in values):
-        return path, torch.cat([value.reshape(-1) for value in values]), [value.shape for value in values]
+        return (
+            path,
+            torch.cat([value.reshape(-1) for value in values]),
+            [value.shape for value in values],
+        )
     if all(type(value) is NonTensorData for value in values):
         return path, [value.data for value in values], None
     return None

@@ -1,8 +1,10 @@
-"""``InlineDriver``: steps the coroutines of ``Rollouts`` in the caller's thread, without an event loop.
+"""``InlineDriver``: steps the coroutines of ``Rollouts`` in the caller's thread, without an event
+loop.
 
-A job runs only while a caller waits: nothing is sampled before a batch is requested, or while weights are published.
-The workers are ``LocalWorker`` and never wait, so a job either completes, or finds nothing to do and is dropped.
-Signals, random states and accelerators are those of the one thread, and an error arrives as the part raised it.
+A job runs only while a caller waits: nothing is sampled before a batch is requested, or while
+weights are published. The workers are ``LocalWorker`` and never wait, so a job either completes, or
+finds nothing to do and is dropped. Signals, random states and accelerators are those of the one
+thread, and an error arrives as the part raised it.
 """
 
 from __future__ import annotations
@@ -47,9 +49,12 @@ class InlineDriver:
         self._missing = missing
         for worker in chain(*kinds):
             self.run(make(worker))
-        # Weights first; then tasks, from the end of their way, so that none is begun before others are done.
+        # Weights first; then tasks, from the end of their way, so that none is begun before others
+        # are done.
         last_first = [jobs for work in reversed(kinds) for jobs in work.values()]
-        self._jobs = [jobs[0] for jobs in last_first] + [one for jobs in last_first for one in jobs[1:]]
+        self._jobs = [jobs[0] for jobs in last_first] + [
+            one for jobs in last_first for one in jobs[1:]
+        ]
 
     def run(self, coro: Coroutine[Any, Any, T], progress_note: str = "") -> T:
         """Return the answer to a question; while it waits, run one round after another.
@@ -67,13 +72,15 @@ class InlineDriver:
                 done, answer = _go_on(coro)
                 if done:
                     return answer
-                for one in self._jobs:  # no ``any``, which would take a part's StopIteration for its own end
+                for one in (
+                    self._jobs
+                ):  # no ``any``, which would take a part's StopIteration for its own end
                     if _make(one):
                         break
                 else:
                     raise RuntimeError(
-                        f"what is asked for never comes: {self._missing()}. Publish weights before the first batch and "
-                        "after each one."
+                        f"what is asked for never comes: {self._missing()}. Publish weights before "
+                        "the first batch and after each one."
                     )
         finally:
             coro.close()

@@ -1,4 +1,6 @@
-"""``RayLearner``: the driver's handle on the training ranks, with the methods of ``Learner`` that ``fit`` uses."""
+"""``RayLearner``: the driver's handle on the training ranks, with the methods of ``Learner`` that
+``fit`` uses.
+"""
 
 from __future__ import annotations
 
@@ -33,17 +35,15 @@ _HARMLESS = (NotSavedError, NonFiniteError)
 class RayLearner:
     """Learners as Ray actors, one per training rank.
 
-    A rank that dies takes the run with it: the others hold a part of the model each, and what they would wait for never
-    comes. Every method but ``close`` raises ``LearnerLostError`` then, with the last checkpoint, and
-    ``WaitedTooLongError`` when the ranks do not answer.
+    A rank that dies takes the run with it: the others hold a part of the model each, and what they
+    would wait for never comes. Every method but ``close`` raises ``LearnerLostError`` then, with
+    the last checkpoint, and ``WaitedTooLongError`` when the ranks do not answer.
 
-    Attributes:
-        version: batches trained so far.
-        resumable: whether the weights are those between two batches: not inside one, nor after a loss.
-        pids: the process of each rank.
+    Attributes: version: batches trained so far. resumable: whether the weights are those between
+        two batches: not inside one, nor after a loss. pids: the process of each rank.
 
-    Args:
-        factory: makes a rank's learner in its process; it is given the mesh of all ranks, None for one rank.
+    Args: factory: makes a rank's learner in its process; it is given the mesh of all ranks, None
+        for one rank.
 
     Keyword Args:
         options: for each rank, Ray's options for its actor.
@@ -78,7 +78,9 @@ class RayLearner:
             tensor_parallel_size=tensor_parallel_size,
             replicas=replicas,
         )
-        self._ranks = [start_actor(_ROLE, partial(make, rank), given) for rank, given in enumerate(options)]
+        self._ranks = [
+            start_actor(_ROLE, partial(make, rank), given) for rank, given in enumerate(options)
+        ]
 
     def start(self) -> None:
         """Makes the learners of all ranks.
@@ -118,9 +120,15 @@ class RayLearner:
         return self._send("weights")
 
     def resend(self, version: int, reason: str) -> Any:
-        """A reference to another handle of a version, because the first one was refused. Returns at once."""
-        torchrl_logger.warning(f"The weights go through the object store from version {version} on: {reason}.")
-        return self._ranks[0].call_and_keep.options(num_returns=2).remote("resend", version, reason)[1]
+        """A reference to another handle of a version, because the first one was refused. Returns at
+        once.
+        """
+        torchrl_logger.warning(
+            f"The weights go through the object store from version {version} on: {reason}."
+        )
+        return (
+            self._ranks[0].call_and_keep.options(num_returns=2).remote("resend", version, reason)[1]
+        )
 
     def reference_weights(self) -> Any:
         """The same for a reference model; the weights are there as long as the reference."""
@@ -149,14 +157,18 @@ class RayLearner:
         if self._saving is None or not self._answers:
             return
         saving, self._saving = self._saving, None
-        self._ask_all("write a checkpoint", "finish_save", timeout_s=None if self.resumable else _LEFT_S)
+        self._ask_all(
+            "write a checkpoint", "finish_save", timeout_s=None if self.resumable else _LEFT_S
+        )
         self._last_checkpoint = saving
 
     def sizes(self) -> tuple[int, int]:
         """See ``Learner.sizes``."""
         return self._ask_first("measure the model", "sizes")
 
-    def export(self, checkpointer: Checkpointer, tokenizer: PreTrainedTokenizerBase, ended: bool = True) -> Path:
+    def export(
+        self, checkpointer: Checkpointer, tokenizer: PreTrainedTokenizerBase, ended: bool = True
+    ) -> Path:
         """See ``Learner.export``; rank 0 writes the files."""
         return self._ask_all("export", "export", checkpointer, tokenizer, ended)
 
@@ -181,15 +193,25 @@ class RayLearner:
         """Rank 0's answer to what it does alone."""
         return self._ask(what, [_call(self._ranks[0], method, *arguments)])[0]
 
-    def _ask_all(self, what: str, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
+    def _ask_all(
+        self, what: str, method: str, *arguments: Any, timeout_s: float | None = None
+    ) -> Any:
         """Rank 0's answer to what all ranks do together."""
-        return self._ask(what, [_call(rank, method, *arguments) for rank in self._ranks], timeout_s)[0]
+        return self._ask(
+            what, [_call(rank, method, *arguments) for rank in self._ranks], timeout_s
+        )[0]
 
     def _ask(self, what: str, references: list[Any], timeout_s: float | None = None) -> list[Any]:
-        """Return the ranks' answers; the first failure ends the wait, because other ranks may wait for that one."""
+        """Return the ranks' answers; the first failure ends the wait, because other ranks may wait
+        for that one.
+        """
         import ray
 
-        limit = f"{self.actor_timeout_s:g} s (ray.actor_timeout_s)" if timeout_s is None else f"{timeout_s:g} s"
+        limit = (
+            f"{self.actor_timeout_s:g} s (ray.actor_timeout_s)"
+            if timeout_s is None
+            else f"{timeout_s:g} s"
+        )
         deadline = time.monotonic() + (self.actor_timeout_s if timeout_s is None else timeout_s)
         pending = list(references)
         while pending:
@@ -205,13 +227,14 @@ class RayLearner:
                     raise cause_of(error) from None
                 self._answers = False
                 raise LearnerLostError(
-                    f"a training rank died while the ranks were to {what} (version {self.version}): "
-                    f"{self.last_saved()}."
+                    f"a training rank died while the ranks were to {what} (version "
+                    f"{self.version}): {self.last_saved()}."
                 ) from error
             if pending and time.monotonic() > deadline:
                 self.resumable = self._answers = False
                 raise WaitedTooLongError(
-                    f"waited {limit} for the training ranks to {what} (version {self.version}): {self.last_saved()}."
+                    f"waited {limit} for the training ranks to {what} (version {self.version}): "
+                    f"{self.last_saved()}."
                 )
         return ray.get(references)
 
@@ -222,12 +245,16 @@ class RayLearner:
 
 
 def _call(rank: Any, method: str, *arguments: Any) -> Any:
-    """A reference to what a method of a rank's learner gives; the process has the method in its name meanwhile."""
+    """A reference to what a method of a rank's learner gives; the process has the method in its
+    name meanwhile.
+    """
     return rank.call.options(name=f"{_ROLE}.{method}").remote(method, *arguments)
 
 
 def _root_cause(first: Exception, references: Sequence[Any]) -> Exception:
-    """Return the loss of a rank if an error was caused by it; others may notice it first, as a broken connection."""
+    """Return the loss of a rank if an error was caused by it; others may notice it first, as a
+    broken connection.
+    """
     import ray
 
     if is_loss(first):

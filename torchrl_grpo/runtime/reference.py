@@ -36,7 +36,10 @@ class Reference:
         start = time.perf_counter()
         rows = self.scoring(join_groups(groups)).unbind(0)
         ends = list(itertools.accumulate(map(len, groups)))
-        scored = [lazy_stack(list(rows[end - len(group) : end])) for end, group in zip(ends, groups, strict=True)]
+        scored = [
+            lazy_stack(list(rows[end - len(group) : end]))
+            for end, group in zip(ends, groups, strict=True)
+        ]
         if self.makes_room:
             torch.cuda.empty_cache()
         return time.perf_counter() - start, scored

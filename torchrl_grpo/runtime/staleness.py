@@ -1,15 +1,17 @@
-"""``GroupBuffer``: bounds staleness by deciding how many groups may be in progress, and which ones make the next batch.
+"""``GroupBuffer``: bounds staleness by deciding how many groups may be in progress, and which ones
+make the next batch.
 
-Pure bookkeeping, without data, processes or time. A group holds a slot from the moment its sampling is allowed until
-the weights that it trained were published.
+Pure bookkeeping, without data, processes or time. A group holds a slot from the moment its sampling
+is allowed until the weights that it trained were published.
 
-Let S be the bound, B the groups in a batch, p the latest published version. At most (S + 1) * B groups hold a slot, and
-those of them that were begun by weights of a version <= w are never more than (S + 1 - (p - w)) * B, which is what fits
-into the batches for which they are fresh enough. ``admit`` keeps the first rule and ``take`` the second, by taking
-enough of the older groups: so the bound holds without a group ever being thrown away.
+Let S be the bound, B the groups in a batch, p the latest published version. At most (S + 1) * B
+groups hold a slot, and those of them that were begun by weights of a version <= w are never more
+than (S + 1 - (p - w)) * B, which is what fits into the batches for which they are fresh enough.
+``admit`` keeps the first rule and ``take`` the second, by taking enough of the older groups: so the
+bound holds without a group ever being thrown away.
 
-What a group costs does not grow with the number of groups: ``take`` looks at those that wait only when it gives a
-batch, and else at a count for each version.
+What a group costs does not grow with the number of groups: ``take`` looks at those that wait only
+when it gives a batch, and else at a count for each version.
 """
 
 from __future__ import annotations
@@ -22,13 +24,12 @@ from typing import Any
 class GroupBuffer:
     """Admission and order of groups.
 
-    A group is *pending* after ``admit``, *waiting* after ``finish``, *in training* after ``take``, and gone after
-    ``publish``.
+    A group is *pending* after ``admit``, *waiting* after ``finish``, *in training* after ``take``,
+    and gone after ``publish``.
 
-    Args:
-        groups_per_batch: groups in one batch, at least 1.
-        max_staleness: largest ``trainer_version - policy_version`` of a group that ``take`` gives, at least 0.
-        version: the version that is published already.
+    Args: groups_per_batch: groups in one batch, at least 1. max_staleness: largest
+        ``trainer_version - policy_version`` of a group that ``take`` gives, at least 0. version:
+        the version that is published already.
 
     Raises:
         ValueError: a number is out of its range.
@@ -48,9 +49,13 @@ class GroupBuffer:
 
     def __init__(self, groups_per_batch: int, max_staleness: int, version: int = 0) -> None:
         if groups_per_batch < 1:
-            raise ValueError(f"groups_per_batch={groups_per_batch} must be at least 1: use 1 or more.")
+            raise ValueError(
+                f"groups_per_batch={groups_per_batch} must be at least 1: use 1 or more."
+            )
         if max_staleness < 0:
-            raise ValueError(f"max_staleness={max_staleness} must be at least 0: use 0 for synchronous training.")
+            raise ValueError(
+                f"max_staleness={max_staleness} must be at least 0: use 0 for synchronous training."
+            )
         self.groups_per_batch = groups_per_batch
         self.max_staleness = max_staleness
         self.version = version
@@ -110,14 +115,16 @@ class GroupBuffer:
             version: the oldest version that sampled one of its tokens.
             item: what ``take`` gives back.
 
-        Raises:
-            RuntimeError: the group is not pending, or was sampled by older weights than it was admitted for.
+        Raises: RuntimeError: the group is not pending, or was sampled by older weights than it was
+            admitted for.
         """
         begun = self._pending.get(group)
         if begun is None:
             raise RuntimeError(f"group {group} arrived, and is not pending.")
         if version < begun:
-            raise RuntimeError(f"group {group} was admitted for version {begun} and sampled by {version}.")
+            raise RuntimeError(
+                f"group {group} was admitted for version {begun} and sampled by {version}."
+            )
         self._leave(self._pending_of, self._pending.pop(group))
         self._waiting[group] = (version, item)
         self._waiting_of[version] += 1
@@ -129,16 +136,17 @@ class GroupBuffer:
             del groups[version]
 
     def take(self) -> list[tuple[int, Any]] | None:
-        """Return the next batch for the published version, as (group, item) in the order of the groups.
+        """Return the next batch for the published version, as (group, item) in the order of the
+        groups.
 
-        Groups that would be too old for later batches come first, and are waited for; the others come in the order in
-        which they arrived.
+        Groups that would be too old for later batches come first, and are waited for; the others
+        come in the order in which they arrived.
 
         Returns:
             ``groups_per_batch`` groups, or None while they are not all there.
 
-        Raises:
-            RuntimeError: groups are too old already, or a batch is in training: publish its weights first.
+        Raises: RuntimeError: groups are too old already, or a batch is in training: publish its
+            weights first.
         """
         if self._training:
             raise RuntimeError(f"a batch is in training: publish version {self.version + 1} first.")
@@ -147,8 +155,8 @@ class GroupBuffer:
         late = sum(count for version, count in held.items() if version < oldest)
         if late:
             raise RuntimeError(
-                f"{late} groups of version {oldest - 1} or older were left for version {self.version}, and "
-                f"max_staleness={self.max_staleness}."
+                f"{late} groups of version {oldest - 1} or older were left for version "
+                f"{self.version}, and max_staleness={self.max_staleness}."
             )
         due, begun, waiting = [], 0, 0  # how many of a version or older ones must be in this batch
         for version in sorted(held):

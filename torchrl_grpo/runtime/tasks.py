@@ -41,11 +41,12 @@ class Progress:
 
 
 class TaskQueue:
-    """Draws tasks while the ``GroupBuffer`` has room, takes them back, and makes batches of finished ones.
+    """Draws tasks while the ``GroupBuffer`` has room, takes them back, and makes batches of
+    finished ones.
 
-    With dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) a group whose valid rewards are all equal gives its
-    place back, and another problem is drawn for it, until so many groups were played for one batch as
-    ``most_played`` says; after that such groups stay in the batch.
+    With dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) a group whose valid rewards are all
+    equal gives its place back, and another problem is drawn for it, until so many groups were
+    played for one batch as ``most_played`` says; after that such groups stay in the batch.
 
     Attributes:
         buffer: the groups.
@@ -55,12 +56,13 @@ class TaskQueue:
         drawing: draws the problems.
         buffer: bounds the staleness.
 
-    Keyword Args:
-        task_groups: groups in a task; divides the buffer's ``groups_per_batch``. A task has fewer where fewer are
+    Keyword Args: task_groups: groups in a task; divides the buffer's ``groups_per_batch``. A task
+        has fewer where fewer are
             missing.
         total_groups: groups that the whole run trains on; no more are drawn.
         group_size: responses in a group.
-        most_played: most groups that are played for one batch with dynamic sampling; None is no dynamic sampling.
+        most_played: most groups that are played for one batch with dynamic sampling; None is no
+            dynamic sampling.
 
     Raises:
         ValueError: ``task_groups`` does not divide ``groups_per_batch``.
@@ -78,7 +80,8 @@ class TaskQueue:
     ) -> None:
         if buffer.groups_per_batch % task_groups:
             raise ValueError(
-                f"groups_per_batch={buffer.groups_per_batch} must be a multiple of task_groups={task_groups}: use "
+                f"groups_per_batch={buffer.groups_per_batch} must be a multiple of "
+                f"task_groups={task_groups}: use "
                 f"{buffer.groups_per_batch // task_groups * task_groups or task_groups}."
             )
         self.buffer = buffer
@@ -92,14 +95,18 @@ class TaskQueue:
         self._unplayed: deque[Progress] = deque()  # in the order of their groups
         self._left = 0  # groups of all these tasks that no batch has taken
         self._dynamic: Counter[str] = Counter()  # what dynamic sampling did since the latest batch
-        self._released_s: Counter[str] = Counter()  # seconds of the groups that gave their places back since then
+        self._released_s: Counter[str] = (
+            Counter()
+        )  # seconds of the groups that gave their places back since then
         self._rewards: Counter[str] = Counter()  # what the reward workers counted so far
         self._most_waiting = 0
         self._resampled = 0
         self._warned = False
 
     def next_unplayed(self) -> Progress | None:
-        """Return a task to play, with a slot in the buffer for each of its groups; None if there is no room."""
+        """Return a task to play, with a slot in the buffer for each of its groups; None if there is
+        no room.
+        """
         if not self._unplayed:
             self._draw()
         if not self._unplayed or len(self._unplayed[0].left) > self.buffer.room:
@@ -175,8 +182,8 @@ class TaskQueue:
             self._warned = True
             torchrl_logger.warning(
                 f"dynamic sampling: {self._most_played} groups were played for a batch of "
-                f"{self.buffer.groups_per_batch}, and too few have different rewards; zero-variance groups fill it. "
-                "Further batches like it are only counted."
+                f"{self.buffer.groups_per_batch}, and too few have different rewards; "
+                "zero-variance groups fill it. Further batches like it are only counted."
             )
         return False
 
@@ -204,7 +211,9 @@ class TaskQueue:
         self._most_waiting = max(self._most_waiting, self.buffer.waiting)
 
     def take(self) -> tuple[list[tuple[int, Any]], dict[str, float]] | None:
-        """Return the next batch as (group, its data or a reference to it), and its metrics; None if it is not ready."""
+        """Return the next batch as (group, its data or a reference to it), and its metrics; None if
+        it is not ready.
+        """
         taken = self.buffer.take()
         if taken is None:
             return None
@@ -235,7 +244,9 @@ class TaskQueue:
             **self._drawing.metrics(),
         }
         if any(progress.reference_s for progress in tasks):
-            metrics["workers/reference_s"] = sum(each.reference_s / len(each.kept) for each in tasks)
+            metrics["workers/reference_s"] = sum(
+                each.reference_s / len(each.kept) for each in tasks
+            )
         if self._most_played is not None:
             counts = {name: self._dynamic[name] for name in ("played", "zero_variance", "filled")}
             metrics |= {f"rollout/groups_{name}": float(count) for name, count in counts.items()}
@@ -244,8 +255,15 @@ class TaskQueue:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of drawing, and drawn groups that no batch has taken, with the indices of their problems."""
-        drawn = (one for progress in self._progress for one in progress.task.drawn if one.group in progress.left)
+        """Return the state of drawing, and drawn groups that no batch has taken, with the indices
+        of their problems.
+        """
+        drawn = (
+            one
+            for progress in self._progress
+            for one in progress.task.drawn
+            if one.group in progress.left
+        )
         ahead = sorted((one.group, one.index) for one in drawn)
         return {"drawing": self._drawing.state_dict(), "ahead": [list(pair) for pair in ahead]}
 

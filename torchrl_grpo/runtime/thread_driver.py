@@ -1,7 +1,9 @@
-"""``ThreadDriver``: runs the coroutines of ``Rollouts`` in an event loop in its own thread, also between questions.
+"""``ThreadDriver``: runs the coroutines of ``Rollouts`` in an event loop in its own thread, also
+between questions.
 
-Each question waits for its answer with a bound. All else runs in that loop, and a state changes between two ``await``
-only: so no lock is needed, what ``until`` waits for holds when it returns, and the caller's thread never touches it.
+Each question waits for its answer with a bound. All else runs in that loop, and a state changes
+between two ``await`` only: so no lock is needed, what ``until`` waits for holds when it returns,
+and the caller's thread never touches it.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ class ThreadDriver:
 
     overlaps = True
 
-    def __init__(self, *, actor_timeout_s: float = 1800.0, recovery_timeout_s: float = 900.0) -> None:
+    def __init__(
+        self, *, actor_timeout_s: float = 1800.0, recovery_timeout_s: float = 900.0
+    ) -> None:
         self.actor_timeout_s = actor_timeout_s
         self._recovery_timeout_s = recovery_timeout_s
         self._workers: list[RayWorker] = []
@@ -59,10 +63,8 @@ class ThreadDriver:
     def start(self, make: Make, kinds: Sequence[Work], missing: Callable[[], str]) -> None:
         """Begin the lives of all actors; return at once.
 
-        Args:
-            make: makes the part of a place.
-            kinds: the places of each kind, with the rounds of work that are made there again and again.
-            missing: says what is waited for, in words.
+        Args: make: makes the part of a place. kinds: the places of each kind, with the rounds of
+            work that are made there again and again. missing: says what is waited for, in words.
         """
         self._missing = missing
         self.run(self._begin(make, kinds))
@@ -70,14 +72,19 @@ class ThreadDriver:
     async def _begin(self, make: Make, kinds: Sequence[Any]) -> None:
         self._workers = [worker for work in kinds for worker in work]
         # Who comes last in a task's way begins first: samplers may wait for reference models.
-        actor_tasks = [self._supervise(worker, make, jobs) for work in reversed(kinds) for worker, jobs in work.items()]
+        actor_tasks = [
+            self._supervise(worker, make, jobs)
+            for work in reversed(kinds)
+            for worker, jobs in work.items()
+        ]
         actor_tasks += [self._watch(list(work)) for work in kinds if work]
         self._actor_tasks = [asyncio.create_task(self._guard(task)) for task in actor_tasks]
 
     def run(self, coro: Coroutine[Any, Any, T], progress_note: str = "") -> T:
         """Return the answer to a question; it must come while some actor shows signs of life.
 
-        An actor that is late and then replaced is silent for twice its time-out: only a longer silence ends the wait.
+        An actor that is late and then replaced is silent for twice its time-out: only a longer
+        silence ends the wait.
 
         Args:
             question: waits with ``until``.
@@ -97,10 +104,13 @@ class ThreadDriver:
                         raise
                 if progress_note:
                     stalls.note(progress_note)
-                if time.monotonic() - max([start, *(worker.heard_at for worker in self._workers)]) > longest_s:
+                if (
+                    time.monotonic() - max([start, *(worker.heard_at for worker in self._workers)])
+                    > longest_s
+                ):
                     raise WaitedTooLongError(
-                        f"heard nothing from any actor for {longest_s:g} s, twice ray.actor_timeout_s: "
-                        f"{self._missing()}."
+                        f"heard nothing from any actor for {longest_s:g} s, twice "
+                        f"ray.actor_timeout_s: {self._missing()}."
                     )
         finally:
             answer.cancel()
@@ -167,13 +177,17 @@ class ThreadDriver:
                 self.notify()
 
     async def _start(self, worker: RayWorker, make: Make) -> None:
-        """Make an actor. The first one must start; a replacement that cannot be made is tried again."""
+        """Make an actor. The first one must start; a replacement that cannot be made is tried
+        again.
+        """
         first = not worker.restarts
         try:
             await make(worker)
         except ActorLostError as lost:
             if first:
-                raise WorkersLostError(f"{worker.name} could not start: {first_line(lost.args[0])}") from lost.args[0]
+                raise WorkersLostError(
+                    f"{worker.name} could not start: {first_line(lost.args[0])}"
+                ) from lost.args[0]
         except Exception as error:
             if first or error is self._error:
                 raise
@@ -189,9 +203,10 @@ class ThreadDriver:
             if dead_for > self._recovery_timeout_s:
                 last = next(worker.error for worker in workers if worker.error is not None)
                 raise WorkersLostError(
-                    f"all of {', '.join(worker.name for worker in workers)} have been dead for {dead_for:.0f} s, more "
-                    f"than the {self._recovery_timeout_s:g} s of ray.recovery_timeout_s, and could not be replaced. "
-                    f"The last error was: {first_line(last)}"
+                    f"all of {', '.join(worker.name for worker in workers)} have been dead for "
+                    f"{dead_for:.0f} s, more than the {self._recovery_timeout_s:g} s of "
+                    "ray.recovery_timeout_s, and could not be replaced. The last error was: "
+                    f"{first_line(last)}"
                 ) from last
 
 

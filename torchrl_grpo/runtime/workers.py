@@ -1,6 +1,7 @@
 """Places: homes of the parts of a run. A part is called the same way in each of them.
 
-``LocalWorker`` is this very thread. ``RayWorker`` is an actor, which may die and is then made again.
+``LocalWorker`` is this very thread. ``RayWorker`` is an actor, which may die and is then made
+again.
 """
 
 from __future__ import annotations
@@ -21,13 +22,21 @@ from torchrl_grpo.host import clock
 from torchrl_grpo.runtime.actors import start_actor
 
 _LONGEST_PAUSE_S = 30.0
-_KINDS = {"setup": "start", "play": "sample", "score": "score", "update": "update", "evaluate": "evaluate"}
+_KINDS = {
+    "setup": "start",
+    "play": "sample",
+    "score": "score",
+    "update": "update",
+    "evaluate": "evaluate",
+}
 """Methods shown in the timeline, and their labels."""
 _MOST_SPANS = 10_000
 
 
 class ActorLostError(Exception):
-    """The actor is gone, or did not answer in time, and will be replaced. ``args[0]`` is the reason."""
+    """The actor is gone, or did not answer in time, and will be replaced. ``args[0]`` is the
+    reason.
+    """
 
 
 class Worker(ABC):
@@ -80,11 +89,9 @@ class Worker(ABC):
     async def call(self, what: str, method: str, *arguments: Any, groups: int = 0) -> Any:
         """Call a method of the part and return its result.
 
-        Args:
-            what: what it is to do, in words.
-            method: its name.
-            *arguments: of the method.
-            groups: number of groups that the method gives beside something else; actors give references to them.
+        Args: what: what it is to do, in words. method: its name. *arguments: of the method. groups:
+            number of groups that the method gives beside something else; actors give references to
+            them.
 
         Raises:
             ActorLostError: the actor is gone or late.
@@ -105,7 +112,9 @@ class Worker(ABC):
         elif method in _KINDS:
             kind = "restart" if method == "setup" and self.restarts else _KINDS[method]
             seconds = clock.now() - began_at
-            self.spans.append({"actor": self.name, "kind": kind, "start": began_at, "seconds": seconds})
+            self.spans.append(
+                {"actor": self.name, "kind": kind, "start": began_at, "seconds": seconds}
+            )
 
 
 class LocalWorker(Worker):
@@ -142,12 +151,13 @@ class LocalWorker(Worker):
 
 
 class RayWorker(Worker):
-    """A part as an actor, and its replacements. It belongs to the event loop in which ``start`` was called.
+    """A part as an actor, and its replacements. It belongs to the event loop in which ``start`` was
+    called.
 
-    Attributes:
-        role: kind of part, and its process's name: ``ray::SamplerActor.play`` while a "sampler 0" plays.
-        actor: the handle of the current actor, None while there is none.
-        alive_at: when the last of its actors was lost that had done something, or had nothing to do; at first when it
+    Attributes: role: kind of part, and its process's name: ``ray::SamplerActor.play`` while a
+        "sampler 0" plays. actor: the handle of the current actor, None while there is none.
+        alive_at: when the last of its actors was lost that had done something, or had nothing to
+        do; at first when it
             was made itself (``time.monotonic``).
         heard_at: when an actor last gave an answer (``time.monotonic``).
         timeout_s: longest wait for an answer.
@@ -159,7 +169,9 @@ class RayWorker(Worker):
         timeout_s: longest wait for an answer, and for the start of an actor.
     """
 
-    def __init__(self, name: str, factory: Callable[..., Any], options: Mapping[str, Any], timeout_s: float) -> None:
+    def __init__(
+        self, name: str, factory: Callable[..., Any], options: Mapping[str, Any], timeout_s: float
+    ) -> None:
         super().__init__(name, factory)
         self.role = f"{name.split()[0].capitalize()}Actor"
         self.actor: Any = None
@@ -174,17 +186,24 @@ class RayWorker(Worker):
 
     async def start(self, *arguments: Any) -> None:
         """Make an actor and wait until its part is made; after repeated failures, pause first."""
-        await asyncio.sleep(0 if self._failures < 2 else min(2.0 ** (self._failures - 1), _LONGEST_PAUSE_S))
+        await asyncio.sleep(
+            0 if self._failures < 2 else min(2.0 ** (self._failures - 1), _LONGEST_PAUSE_S)
+        )
         self.actor = start_actor(self.role, self._factory, self._options)
         self._lost = asyncio.get_running_loop().create_future()
-        self.pid = await self._answer("start", "setup", self.actor.setup.remote(*arguments), self._start_timeout_s)
+        self.pid = await self._answer(
+            "start", "setup", self.actor.setup.remote(*arguments), self._start_timeout_s
+        )
         self.ready = True
 
     async def call(self, what: str, method: str, *arguments: Any, groups: int = 0) -> Any:
         if self._lost.done():
             raise ActorLostError(self._lost.result())
         remote = self.actor.call_for_groups if groups else self.actor.call
-        options = {"name": f"{self.role}.{method}", "num_returns": 1 + groups}  # the name is that of the process
+        options = {
+            "name": f"{self.role}.{method}",
+            "num_returns": 1 + groups,
+        }  # the name is that of the process
         given = remote.options(**options).remote(method, *arguments)
         first, *references = given if groups else [given]
         answer = await self._answer(what, method, first, self.timeout_s)
@@ -197,7 +216,9 @@ class RayWorker(Worker):
         began_at = clock.now()
         self._asked += 1
         try:
-            await asyncio.wait({answer, lost}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                {answer, lost}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
         finally:
             answered = answer.done()
             if not answered:  # nobody waits any more; its error, if one comes, is not news
@@ -229,7 +250,9 @@ class RayWorker(Worker):
         """End the actor and raise in everything that waits for it. May be called again."""
         if self.actor is None:
             return
-        torchrl_logger.warning(f"{self.name} (process {self.pid}) is lost, a new one starts: {first_line(error)}")
+        torchrl_logger.warning(
+            f"{self.name} (process {self.pid}) is lost, a new one starts: {first_line(error)}"
+        )
         if self._useful or (self.ready and not self._asked):
             self.alive_at = time.monotonic()
         self._useful, self._asked = False, 0

@@ -1,9 +1,11 @@
-"""Program of a ``Judge``: runs the program of a response on one test after another, each with limits of its own.
+"""Program of a ``Judge``: runs the program of a response on one test after another, each with
+limits of its own.
 
-Nothing of the package imports this file. The first line of its standard input says what to run, each further one is a
-test; each line of its standard output is how a test ended. It knows no expected result. The program runs in children,
-one for each test of standard input, and otherwise one that answers tests until it ends or is killed at a limit. In
-namespaces this process is the first one there, which the program cannot kill.
+Nothing of the package imports this file. The first line of its standard input says what to run,
+each further one is a test; each line of its standard output is how a test ended. It knows no
+expected result. The program runs in children, one for each test of standard input, and otherwise
+one that answers tests until it ends or is killed at a limit. In namespaces this process is the
+first one there, which the program cannot kill.
 """
 
 from __future__ import annotations
@@ -26,12 +28,15 @@ _TICK_S = 0.05
 _IDLE = 0.01
 """Share of the time that a program must compute for; below, it waits for something."""
 _STARVED = 10
-"""A program that has not come to its CPU time in so many times that time ran out of its machine's."""
+"""A program that has not come to its CPU time in so many times that time ran out of its machine's.
+"""
 _STARS = (
-    "string re datetime collections heapq bisect copy math random statistics itertools functools operator io sys json "
-    "builtins typing"
+    "string re datetime collections heapq bisect copy math random statistics itertools functools "
+    "operator io sys json builtins typing"
 )
-"""Modules whose names a contest's programs may use without an import, in APPS' successors and LiveCodeBench."""
+"""Modules whose names a contest's programs may use without an import, in APPS' successors and
+LiveCodeBench.
+"""
 
 
 def failed(answer: str) -> bool:
@@ -93,7 +98,12 @@ class Program:
         output: int,
         tests: int = 1,
     ) -> None:
-        self.function, self.statements, self.contest, self.keys = function, statements, contest, keys
+        self.function, self.statements, self.contest, self.keys = (
+            function,
+            statements,
+            contest,
+            keys,
+        )
         self.seconds, self.output = seconds, output
         self.stays = statements or function is not None
         self.cpu_s = int(seconds * (tests + 1 if self.stays else 1)) + 2
@@ -136,7 +146,9 @@ class Program:
                 raise
 
     def answer(self) -> None:
-        """Load, and then run test after test; each answer is None for one that passed, or its result as JSON."""
+        """Load, and then run test after test; each answer is None for one that passed, or its
+        result as JSON.
+        """
         requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
         null = os.open("/dev/null", os.O_RDWR)
         os.dup2(null, 0)
@@ -176,7 +188,9 @@ class Program:
                 tell(result)
 
     def named(self, name: str, scope: dict[str, Any]) -> Any:
-        """Return a function of the program or of its class ``Solution``, and none that was imported for it."""
+        """Return a function of the program or of its class ``Solution``, and none that was imported
+        for it.
+        """
         function = scope.get(name)
         if function is None or function is self.names.get(name):
             function = getattr(scope["Solution"](), name)
@@ -221,7 +235,11 @@ class Child:
     def __init__(self, program: Program, run: Any) -> None:
         self.program = program
         self.status: int | None = None
-        (theirs, self.stdin), (self.stdout, out), (self.stderr, err) = os.pipe(), os.pipe(), os.pipe()
+        (theirs, self.stdin), (self.stdout, out), (self.stderr, err) = (
+            os.pipe(),
+            os.pipe(),
+            os.pipe(),
+        )
         self.pid = os.fork()
         if self.pid:
             for end in (theirs, out, err):
@@ -255,9 +273,9 @@ class Child:
             one_line: whether a line is an answer; otherwise it must end.
             close: whether its standard input ends with the data.
 
-        Returns:
-            ``end``: ``exit``, ``answer``, or what it was killed for: ``time`` of its CPU or waiting, ``output``, or
-            ``starved``, which is the machine's fault. ``output``, ``errors`` and ``status``.
+        Returns: ``end``: ``exit``, ``answer``, or what it was killed for: ``time`` of its CPU or
+            waiting, ``output``, or ``starved``, which is the machine's fault. ``output``,
+            ``errors`` and ``status``.
         """
         printed = {self.stdout: bytearray(), self.stderr: bytearray()}
         start, start_cpu = time.monotonic(), self.cpu()
@@ -270,7 +288,9 @@ class Child:
                 selector.register(stream, selectors.EVENT_READ)
             while not end:
                 exited = self.exited()
-                events = selector.select(0 if exited else _TICK_S if len(selector.get_map()) else 0.001)
+                events = selector.select(
+                    0 if exited else _TICK_S if len(selector.get_map()) else 0.001
+                )
                 for key, _ in events:
                     if key.fd == self.stdin:
                         data = self.feed(data)
@@ -288,7 +308,9 @@ class Child:
                     end = "output"
                 elif one_line and printed[self.stdout].endswith(b"\n"):
                     end = "answer"
-                elif exited and (now - mark > seconds or all(key.fd == self.stdin for key, _ in events)):
+                elif exited and (
+                    now - mark > seconds or all(key.fd == self.stdin for key, _ in events)
+                ):
                     end = "exit"  # what it has left behind may go on printing
                 elif not exited and cpu - start_cpu > seconds:
                     end = "time"
@@ -310,7 +332,9 @@ class Child:
             return b""
 
     def exited(self) -> bool:
-        """Whether it has ended; then its status is known, negative the number of the signal that ended it."""
+        """Whether it has ended; then its status is known, negative the number of the signal that
+        ended it.
+        """
         if self.status is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:

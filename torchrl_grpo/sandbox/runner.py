@@ -1,5 +1,6 @@
-"""Runs a Python program in a process with limits and, where the kernel lets an ordinary user make them, in namespaces
-of its own: without a network, and with a file system that has Python, the program and an empty ``/tmp`` in it.
+"""Runs a Python program in a process with limits and, where the kernel lets an ordinary user make
+them, in namespaces of its own: without a network, and with a file system that has Python, the
+program and an empty ``/tmp`` in it.
 
 ``docs/security.md`` says what that does not stop.
 """
@@ -57,9 +58,9 @@ unset PWD OLDPWD
 set -- setpriv {identity} --no-new-privs --bounding-set=-all --inh-caps=-all "$@"
 exec chroot {root} "$@"
 """
-"""Shell script for a separate file system in which nothing can be mounted and no other one be reached: its processes
-have no capabilities, and the kernel creates no user namespace in a ``chroot``. There is no ``/proc``, whose files root
-could write."""
+"""Shell script for a separate file system in which nothing can be mounted and no other one be
+reached: its processes have no capabilities, and the kernel creates no user namespace in a
+``chroot``. There is no ``/proc``, whose files root could write."""
 _NAMESPACES = ("--net", "--mount", "--ipc", "--uts", "--pid", "--fork", "--kill-child")
 
 
@@ -67,12 +68,10 @@ _NAMESPACES = ("--net", "--mount", "--ipc", "--uts", "--pid", "--fork", "--kill-
 class Limits:
     """Resource limits of a program.
 
-    Attributes:
-        seconds: CPU time of a run, or of a test; of a ``Session``, of the clock for each piece of code.
-        memory: bytes of each process's address space.
-        processes: of the program, threads included, where it has namespaces of its own; elsewhere of the user.
-        file: bytes of each file; with namespaces also of all files together.
-        output: bytes of what it prints.
+    Attributes: seconds: CPU time of a run, or of a test; of a ``Session``, of the clock for each
+        piece of code. memory: bytes of each process's address space. processes: of the program,
+        threads included, where it has namespaces of its own; elsewhere of the user. file: bytes of
+        each file; with namespaces also of all files together. output: bytes of what it prints.
     """
 
     seconds: float = 10.0
@@ -86,10 +85,11 @@ class Limits:
 class Outcome:
     """Result of a program.
 
-    Attributes:
-        end: ``exit``, or the limit that it was killed at: ``time`` (its own CPU time, or it only waited), ``output``,
+    Attributes: end: ``exit``, or the limit that it was killed at: ``time`` (its own CPU time, or it
+        only waited), ``output``,
             or ``starved`` (the machine did not let it compute).
-        status: exit status, negative the number of the signal that ended it; None where a limit did.
+        status: exit status, negative the number of the signal that ended it; None where a limit
+            did.
         output: what it printed on its standard output, as text.
         errors: the end of what it printed on its standard error.
     """
@@ -103,9 +103,17 @@ class Outcome:
 @cache
 def _missing() -> str:
     """What keeps programs from having namespaces here, as text; empty where nothing does."""
-    lacking = [tool for tool in ("unshare", "setpriv", "mount", "chroot") if not shutil.which(tool, path=_PATH)]
+    lacking = [
+        tool
+        for tool in ("unshare", "setpriv", "mount", "chroot")
+        if not shutil.which(tool, path=_PATH)
+    ]
     if sys.platform != "linux" or lacking:
-        return f"this is {sys.platform}" if sys.platform != "linux" else f"there is no {lacking[0]} in {_PATH}"
+        return (
+            f"this is {sys.platform}"
+            if sys.platform != "linux"
+            else f"there is no {lacking[0]} in {_PATH}"
+        )
     try:
         with started("print(6 * int(input()), flush=True)", Limits(), "namespaces") as process:
             answer = process.ask(7, _START_S)
@@ -133,9 +141,10 @@ def require_isolation(sandbox: str) -> None:
         raise ValueError(f"sandbox={sandbox} must be auto or strict: for example, strict.")
     if sandbox == "strict" and isolation() != "namespaces":
         raise RuntimeError(
-            f"sandbox=strict must have namespaces for programs, which could not be made ({_missing()}): use Linux with "
-            "util-linux and user namespaces (in Docker --security-opt seccomp=unconfined), or sandbox=auto, which "
-            "runs them with limits alone: they can read files and use the network."
+            "sandbox=strict must have namespaces for programs, which could not be made "
+            f"({_missing()}): use Linux with util-linux and user namespaces (in Docker "
+            "--security-opt seccomp=unconfined), or sandbox=auto, which runs them with limits "
+            "alone: they can read files and use the network."
         )
 
 
@@ -153,7 +162,11 @@ class Process:
 
     def __init__(self, process: subprocess.Popen[bytes], limits: Limits) -> None:
         assert process.stdin and process.stdout
-        self._stdin, self._stdout, self._limits = process.stdin.fileno(), process.stdout.fileno(), limits
+        self._stdin, self._stdout, self._limits = (
+            process.stdin.fileno(),
+            process.stdout.fileno(),
+            limits,
+        )
         os.set_blocking(self._stdin, False)
 
     def ask(self, message: Any, seconds: float) -> Any:
@@ -204,8 +217,11 @@ class Process:
 
 
 @contextmanager
-def started(program: str, limits: Limits, isolated: Isolation, cpu_s: float = 3600.0) -> Iterator[Process]:
-    """Start a program, and wait until its sandbox is made; in the end it is killed, with all that it started.
+def started(
+    program: str, limits: Limits, isolated: Isolation, cpu_s: float = 3600.0
+) -> Iterator[Process]:
+    """Start a program, and wait until its sandbox is made; in the end it is killed, with all that
+    it started.
 
     Args:
         program: its source.
@@ -220,7 +236,10 @@ def started(program: str, limits: Limits, isolated: Isolation, cpu_s: float = 36
         folder = Path(made)
         for name in ("program", "root", "tmp"):
             (folder / name).mkdir()
-        root, user = os.geteuid() == 0, random.randrange(10**6, 2**31)  # a user of its own, for its number of processes
+        root, user = (
+            os.geteuid() == 0,
+            random.randrange(10**6, 2**31),
+        )  # a user of its own, for its number of processes
         python, inside = os.path.realpath(sys.executable), isolated == "namespaces"
         source = folder / "program"
         (source / "program.py").write_text(program, encoding="utf-8", errors="replace")
@@ -273,11 +292,15 @@ def started(program: str, limits: Limits, isolated: Isolation, cpu_s: float = 36
                 except (EndedError, TimeoutError) as error:
                     errors.seek(0)
                     reason = errors.read(2000).decode(errors="replace").strip() or error
-                    raise OSError(f"the sandbox of a program could not be made: {reason}") from error
+                    raise OSError(
+                        f"the sandbox of a program could not be made: {reason}"
+                    ) from error
                 yield asked
             finally:
                 with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # with a PID namespace all in it ends with its first one
+                    os.killpg(
+                        process.pid, signal.SIGKILL
+                    )  # with a PID namespace all in it ends with its first one
                 process.wait()
                 for stream in (process.stdin, process.stdout):
                     with suppress(OSError):
@@ -287,9 +310,15 @@ def started(program: str, limits: Limits, isolated: Isolation, cpu_s: float = 36
 def _places(python: str) -> list[str]:
     """Folders that Python needs, none inside another."""
     wanted = {"/usr", sys.base_prefix, str(Path(python).parent.parent)}
-    wanted |= {place for place in ("/lib", "/lib64") if Path(place).is_dir() and not Path(place).is_symlink()}
+    wanted |= {
+        place
+        for place in ("/lib", "/lib64")
+        if Path(place).is_dir() and not Path(place).is_symlink()
+    }
     return sorted(
-        place for place in wanted if not any(place != other and Path(place).is_relative_to(other) for other in wanted)
+        place
+        for place in wanted
+        if not any(place != other and Path(place).is_relative_to(other) for other in wanted)
     )
 
 
@@ -297,7 +326,8 @@ def _places(python: str) -> list[str]:
 def judging(limits: Limits, **program: Any) -> Iterator[Callable[[Any], dict[str, Any]]]:
     """Start a sandbox in which a program runs on one test after another.
 
-    Gives a function that runs a test and says how it ended, as ``torchrl_grpo/sandbox/judge.py`` does.
+    Gives a function that runs a test and says how it ended, as ``torchrl_grpo/sandbox/judge.py``
+    does.
 
     Args:
         limits: of each test.

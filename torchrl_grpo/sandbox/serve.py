@@ -1,7 +1,7 @@
 """Program of a ``Session``: runs one piece of code after another in one scope, as a notebook does.
 
-Nothing of the package imports this file. Each line of its standard input is a piece of code as JSON, each line of its
-standard output what that printed, likewise.
+Nothing of the package imports this file. Each line of its standard input is a piece of code as
+JSON, each line of its standard output what that printed, likewise.
 """
 
 from __future__ import annotations
@@ -21,15 +21,21 @@ _LARGEST = 2**16
 
 
 def run(code: str, scope: dict[str, Any]) -> str:
-    """Run a piece of code: what it prints, and the value of an expression at its end or the error that it raised."""
+    """Run a piece of code: what it prints, and the value of an expression at its end or the error
+    that it raised.
+    """
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         try:
             tree = ast.parse(code)
-            last: Any = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+            last: Any = (
+                tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+            )
             exec(compile(tree, "<code>", "exec", dont_inherit=True), scope)
             if last is not None:
-                expression = compile(ast.Expression(last.value), "<code>", "eval", dont_inherit=True)
+                expression = compile(
+                    ast.Expression(last.value), "<code>", "eval", dont_inherit=True
+                )
                 value = eval(expression, scope)
                 if value is not None:
                     print(repr(value))
@@ -37,7 +43,9 @@ def run(code: str, scope: dict[str, Any]) -> str:
             print(f"SystemExit: {end.code}")
         except BaseException:
             kind, error, trace = sys.exc_info()
-            print("".join(traceback.format_exception(kind, error, trace and trace.tb_next)).rstrip())
+            print(
+                "".join(traceback.format_exception(kind, error, trace and trace.tb_next)).rstrip()
+            )
     return printed.getvalue()[:_LARGEST]
 
 

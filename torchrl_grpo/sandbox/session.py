@@ -1,4 +1,6 @@
-"""``Session``: Python in a sandbox, one piece of code after another, with the variables of those before."""
+"""``Session``: Python in a sandbox, one piece of code after another, with the variables of those
+before.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,12 @@ class Session:
         self._process: Process | None = None
 
     def run(self, code: str) -> str:
-        """Return what code prints, and after it the value of an expression at its end, or the error that it raised.
+        """Return what code prints, and after it the value of an expression at its end, or the error
+        that it raised.
 
-        Raises:
-            TimeoutError: it took too long. The process is gone, and the next piece of code begins with no variables.
-            RuntimeError: the process has ended, likewise.
-            OSError: no process can be started, or no sandbox for it be made.
+        Raises: TimeoutError: it took too long. The process is gone, and the next piece of code
+            begins with no variables. RuntimeError: the process has ended, likewise. OSError: no
+            process can be started, or no sandbox for it be made.
         """
         limits, lost = self._limits, "what it had computed is lost"
         if self._process is None:
@@ -46,7 +48,9 @@ class Session:
             return str(self._process.ask(code, limits.seconds)).rstrip("\n")
         except TimeoutError as error:
             self.close()
-            raise TimeoutError(f"the code took longer than {limits.seconds:g} s; {lost}.") from error
+            raise TimeoutError(
+                f"the code took longer than {limits.seconds:g} s; {lost}."
+            ) from error
         except EndedError as error:
             self.close()
             raise RuntimeError(f"Python has ended; {lost}.") from error

@@ -1,6 +1,8 @@
-"""First code in a sandbox: limits its own process, and all that it will start, and then runs a program in it.
+"""First code in a sandbox: limits its own process, and all that it will start, and then runs a
+program in it.
 
-Nothing of the package imports this file. Its one argument is JSON: the limits and the program's path.
+Nothing of the package imports this file. Its one argument is JSON: the limits and the program's
+path.
 """
 
 from __future__ import annotations
@@ -25,13 +27,16 @@ _FORBIDDEN = {
         198,
     ),
 }
-"""Of each machine, its number in an audit and those of system calls: for memory that counts in nobody's address space
-(memfd_create, memfd_secret, shmget, msgget, semget, mq_open, vmsplice, inotify_init, inotify_init1, fanotify_init, and
-setsockopt, which makes a socket's buffer as large as the machine allows); for other processes and the kernel (ptrace,
-process_vm_readv, process_vm_writev, pidfd_getfd, io_uring_setup, bpf, perf_event_open, add_key, request_key, keyctl);
+"""Of each machine, its number in an audit and those of system calls: for memory that counts in
+nobody's address space (memfd_create, memfd_secret, shmget, msgget, semget, mq_open, vmsplice,
+inotify_init, inotify_init1, fanotify_init, and setsockopt, which makes a socket's buffer as large
+as the machine allows); for other processes and the kernel (ptrace, process_vm_readv,
+process_vm_writev, pidfd_getfd, io_uring_setup, bpf, perf_event_open, add_key, request_key, keyctl);
 prlimit64, which is for the own limits only, and socket."""
 _FAMILIES = 1, 2, 10
-"""Sockets that are local, or belong to the network that is not there; those of virtual machines reach the host."""
+"""Sockets that are local, or belong to the network that is not there; those of virtual machines
+reach the host.
+"""
 
 
 def limit(limits: dict[str, int]) -> None:
@@ -61,7 +66,14 @@ def forbid() -> None:
     audit, memory, processes, prlimit, socket = _FORBIDDEN[machine]
     load, equal, at_least, leave = 0x20, 0x15, 0x35, 0x06
     refuse = (leave, 0, 0, 0x50000 | errno.EPERM)
-    steps = [(load, 0, 0, 4), (equal, 1, 0, audit), refuse, (load, 0, 0, 0), (at_least, 0, 1, 2**30), refuse]
+    steps = [
+        (load, 0, 0, 4),
+        (equal, 1, 0, audit),
+        refuse,
+        (load, 0, 0, 0),
+        (at_least, 0, 1, 2**30),
+        refuse,
+    ]
     for call in memory + processes:
         steps += [(equal, 0, 1, call), refuse]
     for call, allowed in ((prlimit, (0,)), (socket, _FAMILIES)):

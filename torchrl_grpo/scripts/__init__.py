@@ -1,7 +1,8 @@
-"""The commands ``grpo`` and ``grpo-async``; ``sota/grpo/grpo.py`` and ``sota/grpo/grpo-async.py`` are the same.
+"""The commands ``grpo`` and ``grpo-async``; ``sota/grpo/grpo.py`` and ``sota/grpo/grpo-async.py``
+are the same.
 
-``grpo.py`` here is the entry of both, ``job.py`` what a job does. Nothing heavy is imported before it is known that
-there is something to do.
+``grpo.py`` here is the entry of both, ``job.py`` what a job does. Nothing heavy is imported before
+it is known that there is something to do.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ def start_grpo_async() -> None:
 
 
 def _start(*, asynchronous: bool) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is a run to save, Ctrl-C just ends the process
+    signal.signal(
+        signal.SIGINT, signal.SIG_DFL
+    )  # until there is a run to save, Ctrl-C just ends the process
     from torchrl_grpo.host.startup import leave
     from torchrl_grpo.scripts.grpo import job
     from torchrl_grpo.scripts.job import command

@@ -1,8 +1,8 @@
 """Exports the model of a checkpoint, for Hugging Face's ``from_pretrained`` and vLLM.
 
-    python -m torchrl_grpo.export outputs/DATE/TIME
-    python -m torchrl_grpo.export outputs/DATE/TIME/checkpoints/checkpoint_000100.pt --output my_model
-    python -m torchrl_grpo.export outputs/DATE/TIME --adapters
+    python -m torchrl_grpo.export outputs/DATE/TIME python -m torchrl_grpo.export
+    outputs/DATE/TIME/checkpoints/checkpoint_000100.pt --output my_model python -m
+    torchrl_grpo.export outputs/DATE/TIME --adapters
 
 A run's folder stands for its newest whole checkpoint. The run's base model must be where it was.
 """
@@ -23,11 +23,18 @@ from torchrl_grpo.errors import RunLostError
 def main(arguments: Sequence[str] | None = None) -> None:
     """Answers a command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m torchrl_grpo.export", description="Writes the model of a checkpoint as a Hugging Face model."
+        prog="python -m torchrl_grpo.export",
+        description="Writes the model of a checkpoint as a Hugging Face model.",
     )
-    parser.add_argument("checkpoint", help="a checkpoint, or the folder of a run: its newest whole one")
-    parser.add_argument("--output", type=Path, help="the folder to write; by default beside the checkpoint")
-    parser.add_argument("--adapters", action="store_true", help="write LoRA's adapters by themselves")
+    parser.add_argument(
+        "checkpoint", help="a checkpoint, or the folder of a run: its newest whole one"
+    )
+    parser.add_argument(
+        "--output", type=Path, help="the folder to write; by default beside the checkpoint"
+    )
+    parser.add_argument(
+        "--adapters", action="store_true", help="write LoRA's adapters by themselves"
+    )
     parser.add_argument(
         "--trust-remote-code",
         action="store_true",
@@ -37,7 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     transformers_logging.disable_progress_bar()
     try:
         target = export(
-            asked.checkpoint, asked.output, adapters=asked.adapters, trust_remote_code=asked.trust_remote_code
+            asked.checkpoint,
+            asked.output,
+            adapters=asked.adapters,
+            trust_remote_code=asked.trust_remote_code,
         )
     except (ValueError, RunLostError) as error:
         parser.exit(2, f"error: {str(error).replace('train.resume=', '')}\n")

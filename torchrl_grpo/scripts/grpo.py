@@ -13,7 +13,9 @@ from torchrl_grpo.scripts.job import train
 
 
 def job(*, asynchronous: bool) -> Callable[[], None]:
-    """Return the entry point of ``grpo`` or, if asynchronous, of ``grpo-async``; it reads the command line."""
+    """Return the entry point of ``grpo`` or, if asynchronous, of ``grpo-async``; it reads the
+    command line.
+    """
 
     @hydra.main(version_base="1.3", config_path=CONFIG_FILES, config_name="grpo_gsm8k")
     def main(cfg: DictConfig) -> float | None:

@@ -38,9 +38,9 @@ _log = logging.getLogger(__name__)
 class Sweep(Callback):
     """Gives each start its own folder, and knows that of a multirun.
 
-    Attributes:
-        folder: of the one that this process started; None in a single run, and in a process that a launcher made.
-        made: folders that were not there before this start: of a single run and around it, the innermost first.
+    Attributes: folder: of the one that this process started; None in a single run, and in a process
+        that a launcher made. made: folders that were not there before this start: of a single run
+        and around it, the innermost first.
     """
 
     folder: Path | None = None
@@ -55,7 +55,9 @@ class Sweep(Callback):
             if config.dry_run:
                 check_own_files(folder)
             else:
-                FolderLock(folder).close()  # refuses before Hydra writes into the folder of a run; build takes it again
+                FolderLock(
+                    folder
+                ).close()  # refuses before Hydra writes into the folder of a run; build takes it again
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         with _refusing():
@@ -74,7 +76,9 @@ def _refusing() -> Iterator[None]:
 
 
 def _own_folder(hydra: DictConfig, kind: str) -> Path:
-    """Return the ``dir`` of ``hydra.run`` or ``hydra.sweep``; one named after the time gets a free name."""
+    """Return the ``dir`` of ``hydra.run`` or ``hydra.sweep``; one named after the time gets a free
+    name.
+    """
     node = hydra[kind]
     if "${now:" not in str(OmegaConf.to_container(node, resolve=False)["dir"]):  # type: ignore[call-overload, index]
         return Path(node.dir)
@@ -82,19 +86,23 @@ def _own_folder(hydra: DictConfig, kind: str) -> Path:
         folder = claim(Path(node.dir))
     except OSError as error:
         raise ConfigError(
-            f"hydra.{kind}.dir={node.dir} must be a folder that can be made, but it cannot ({error.strerror}): use "
-            "another."
+            f"hydra.{kind}.dir={node.dir} must be a folder that can be made, but it cannot "
+            f"({error.strerror}): use another."
         ) from error
     with read_write(hydra):
         node.dir = str(folder)
-        hydra.overrides.hydra.append(f"hydra.{kind}.dir='{folder}'")  # from which the jobs of a sweep are composed
+        hydra.overrides.hydra.append(
+            f"hydra.{kind}.dir='{folder}'"
+        )  # from which the jobs of a sweep are composed
     return folder
 
 
 register()
 # In every config, those of the user included, without a word on the command line.
 ConfigStore.instance().store(
-    group="hydra", name="config", node=HydraConf(callbacks={"sweep": {"_target_": f"{__name__}.{Sweep.__name__}"}})
+    group="hydra",
+    name="config",
+    node=HydraConf(callbacks={"sweep": {"_target_": f"{__name__}.{Sweep.__name__}"}}),
 )
 
 
@@ -117,7 +125,8 @@ def _check_working_directory() -> None:
         os.getcwd()
     except FileNotFoundError:
         raise ConfigError(
-            "the working directory must exist, and this one was removed: change to another one (cd)."
+            "the working directory must exist, and this one was removed: change to another one "
+            "(cd)."
         ) from None
 
 
@@ -136,7 +145,9 @@ def train(cfg: DictConfig, *, asynchronous: bool) -> float | None:
 
 @contextmanager
 def _removing_empty_run_folder(hydra_config: HydraConf) -> Iterator[None]:
-    """Context that removes the folder of a refused run, if this start made it and only Hydra has written to it."""
+    """Context that removes the folder of a refused run, if this start made it and only Hydra has
+    written to it.
+    """
     try:
         yield
     except ConfigError:
@@ -157,7 +168,10 @@ def _train_in_sweep(cfg: DictConfig, hydra_config: HydraConf, asynchronous: bool
     directory = Path(hydra_config.runtime.output_dir)
     beside_others = Sweep.folder is None
     try:
-        with interrupts.watched(), _printing_to(directory / "output.txt") if beside_others else nullcontext():
+        with (
+            interrupts.watched(),
+            _printing_to(directory / "output.txt") if beside_others else nullcontext(),
+        ):
             outcome = _train(cfg, hydra_config, asynchronous)
     except Exception as error:
         _log.error(f"{directory} failed: {error}")
@@ -172,8 +186,12 @@ def _train_in_sweep(cfg: DictConfig, hydra_config: HydraConf, asynchronous: bool
 def _train(cfg: DictConfig, hydra_config: HydraConf, asynchronous: bool) -> float | None:
     """Build the run that the config describes, train, and close it in any case."""
     directory = Path(hydra_config.runtime.output_dir)
-    config = from_hydra(cfg, hydra_config.overrides.task, partial(saved_config, directory=directory))
-    with starting(config, asynchronous=asynchronous):  # takes seconds; --help and mistakes are answered before
+    config = from_hydra(
+        cfg, hydra_config.overrides.task, partial(saved_config, directory=directory)
+    )
+    with starting(
+        config, asynchronous=asynchronous
+    ):  # takes seconds; --help and mistakes are answered before
         from torchrl_grpo.assembly.doctor import examine
         from torchrl_grpo.assembly.run import build
 
@@ -183,7 +201,9 @@ def _train(cfg: DictConfig, hydra_config: HydraConf, asynchronous: bool) -> floa
         return None
     with _writing_log(), closing(build(config, directory, asynchronous=asynchronous)) as run:
         summary = run.fit()
-    from torchrl_grpo.reporting.report import objective  # imports matplotlib, which a run needs at its end only
+    from torchrl_grpo.reporting.report import (
+        objective,
+    )  # imports matplotlib, which a run needs at its end only
 
     return objective(summary)
 
@@ -193,7 +213,11 @@ def _writing_log() -> Iterator[None]:
     """Write TorchRL's log lines to Hydra's log file too: its logger does not propagate them."""
     from torchrl import torchrl_logger
 
-    files = [handler for handler in logging.getLogger().handlers if isinstance(handler, logging.FileHandler)]
+    files = [
+        handler
+        for handler in logging.getLogger().handlers
+        if isinstance(handler, logging.FileHandler)
+    ]
     for file in files:
         file.handleError = _say_nothing  # type: ignore[method-assign]
         torchrl_logger.addHandler(file)
@@ -210,7 +234,9 @@ def _say_nothing(record: logging.LogRecord) -> None:
 
 @contextmanager
 def _printing_to(path: Path) -> Iterator[None]:
-    """Context that redirects all output of this process to a file, because parallel jobs share one terminal."""
+    """Context that redirects all output of this process to a file, because parallel jobs share one
+    terminal.
+    """
     sys.stdout.flush()
     terminal = os.dup(1)
     with path.open("a") as file:
@@ -231,4 +257,6 @@ def _report(folder: Path) -> None:
     except ValueError:
         return  # no job came to a step
     except Exception as error:  # how the jobs ended is what counts
-        sys.stderr.write(f"warning: the sweep page could not be written: {type(error).__name__}: {error}\n")
+        sys.stderr.write(
+            f"warning: the sweep page could not be written: {type(error).__name__}: {error}\n"
+        )

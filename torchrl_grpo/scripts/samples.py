@@ -1,6 +1,7 @@
 """Shows samples of a run in the terminal: filtered, sorted, or before against after training.
 
-Text that a model wrote is never trusted: it is not read as markup, and what cannot be printed is shown escaped.
+Text that a model wrote is never trusted: it is not read as markup, and what cannot be printed is
+shown escaped.
 
     python -m torchrl_grpo.samples outputs/DATE/TIME --split test --max-reward 0 --limit 5
     python -m torchrl_grpo.samples outputs/DATE/TIME --text "####" --sort length
@@ -30,7 +31,9 @@ Row = Mapping[str, Any]
 Pair = tuple[Row, Row]
 
 
-def main(arguments: Sequence[str] | None = None, file: IO[str] | None = None, width: int | None = None) -> None:
+def main(
+    arguments: Sequence[str] | None = None, file: IO[str] | None = None, width: int | None = None
+) -> None:
     """Prints the samples that the command line asks for.
 
     Args:
@@ -45,27 +48,42 @@ def main(arguments: Sequence[str] | None = None, file: IO[str] | None = None, wi
     if not path.is_file():
         why = f"it has no {SAMPLES_FILE}" if Path(asked.run).exists() else "it does not exist"
         parser.error(
-            f"RUN={asked.run} must be a run's folder, or its {SAMPLES_FILE}, but {why}: use outputs/DATE/TIME."
+            f"RUN={asked.run} must be a run's folder, or its {SAMPLES_FILE}, but {why}: use "
+            "outputs/DATE/TIME."
         )
     if asked.sort == "change" and not asked.compare:
-        parser.error("--sort=change needs two samples of a problem: give --compare too, or sort by reward.")
+        parser.error(
+            "--sort=change needs two samples of a problem: give --compare too, or sort by reward."
+        )
     rows = read_jsonl(path)
     found = [row for row in rows if _belongs(row, asked)]
     console = Console(file=file, width=width, highlight=False)
     if asked.compare:
         pairs = [pair for pair in compare(found) if _passes(pair[1], asked)]
         _show_pairs(
-            _first(pairs, asked, lambda pair, by: _change(pair) if by == "change" else _key(pair[1], by)), console
+            _first(
+                pairs,
+                asked,
+                lambda pair, by: _change(pair) if by == "change" else _key(pair[1], by),
+            ),
+            console,
         )
         _line(_compared(pairs), console)
     else:
         found = [row for row in found if _passes(row, asked)]
         for row in _first(found, asked, _key):
             _show(row, console)
-        _line(f"{min(asked.limit, len(found)):,} of {len(found):,} matching samples, {len(rows):,} in total", console)
+        _line(
+            f"{min(asked.limit, len(found)):,} of {len(found):,} matching samples, {len(rows):,} in total",
+            console,
+        )
     if not found:
         steps, sets = ({row[name] for row in rows if name in row} for name in ("step", "dataset"))
-        _line(f"available: steps {sorted(steps)}" + (f" and data sets {sorted(sets)}" if sets else ""), console)
+        _line(
+            f"available: steps {sorted(steps)}"
+            + (f" and data sets {sorted(sets)}" if sets else ""),
+            console,
+        )
 
 
 def compare(rows: Iterable[Row]) -> list[Pair]:
@@ -88,18 +106,30 @@ def compare(rows: Iterable[Row]) -> list[Pair]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m torchrl_grpo.samples", description="Shows the samples of a run.")
+    parser = argparse.ArgumentParser(
+        "python -m torchrl_grpo.samples", description="Shows the samples of a run."
+    )
     parser.add_argument("run", metavar="RUN", help=f"a run's folder, or its {SAMPLES_FILE}")
     parser.add_argument("--step", type=int, nargs="+", metavar="N", help="of these steps")
     parser.add_argument("--split", choices=("train", "test"), help="of this split")
     parser.add_argument("--dataset", metavar="NAME", help="of this data set")
-    parser.add_argument("--group", type=int, metavar="N", help="of this group: the responses to one prompt")
+    parser.add_argument(
+        "--group", type=int, metavar="N", help="of this group: the responses to one prompt"
+    )
     parser.add_argument("--min-reward", type=float, metavar="X", help="with at least this reward")
     parser.add_argument("--max-reward", type=float, metavar="X", help="with at most this reward")
     parser.add_argument("--text", help="with this text in prompt or response, in capitals or not")
-    parser.add_argument("--sort", choices=("step", "reward", "length", "change"), help="lowest first; change of reward")
-    parser.add_argument("--reverse", action="store_true", help="highest first, or last written first")
-    parser.add_argument("--limit", type=_count, default=20, metavar="N", help="show at most so many (20)")
+    parser.add_argument(
+        "--sort",
+        choices=("step", "reward", "length", "change"),
+        help="lowest first; change of reward",
+    )
+    parser.add_argument(
+        "--reverse", action="store_true", help="highest first, or last written first"
+    )
+    parser.add_argument(
+        "--limit", type=_count, default=20, metavar="N", help="show at most so many (20)"
+    )
     parser.add_argument(
         "--compare",
         action="store_true",
@@ -139,9 +169,13 @@ def _change(pair: Pair) -> float:
     return 0.0 if before is None or after is None else after - before
 
 
-def _first(items: Sequence[Any], asked: argparse.Namespace, key: Callable[[Any, str], Any]) -> list[Any]:
+def _first(
+    items: Sequence[Any], asked: argparse.Namespace, key: Callable[[Any, str], Any]
+) -> list[Any]:
     """The items that are shown, in order."""
-    ordered = list(items) if asked.sort is None else sorted(items, key=lambda item: key(item, asked.sort))
+    ordered = (
+        list(items) if asked.sort is None else sorted(items, key=lambda item: key(item, asked.sort))
+    )
     return (ordered[::-1] if asked.reverse else ordered)[: asked.limit]
 
 
@@ -150,7 +184,11 @@ def _show(row: Row, console: Console) -> None:
     where = [f"step {row.get('step')}", row.get("split"), row.get("dataset"), group]
     console.print(_outcome(row, console, " | ".join(str(item) for item in where if item)))
     for name in ("query", "response"):
-        console.print(Padding(_text(str(row.get(name)), console, "dim" if name == "query" else ""), (0, 0, 1, 2)))
+        console.print(
+            Padding(
+                _text(str(row.get(name)), console, "dim" if name == "query" else ""), (0, 0, 1, 2)
+            )
+        )
 
 
 def _outcome(row: Row, console: Console, before: str) -> Text:
@@ -167,7 +205,9 @@ def _show_pairs(pairs: Sequence[Pair], console: Console) -> None:
         table = Table(box=box.SIMPLE_HEAD, expand=True, title_justify="left", title_style="")
         table.title = _text(str(after.get("query")), console, "dim")
         for row in (before, after):
-            table.add_column(_outcome(row, console, f"step {row['step']}"), ratio=1, overflow="fold")
+            table.add_column(
+                _outcome(row, console, f"step {row['step']}"), ratio=1, overflow="fold"
+            )
         table.add_row(*(_text(str(row.get("response")), console) for row in (before, after)))
         console.print(table)
 
@@ -179,7 +219,10 @@ def _compared(pairs: Sequence[Pair]) -> str:
     better = sum(change > 0 for change in changes)
     worse = sum(change < 0 for change in changes)
     text = f"{len(pairs):,} problems: {better:,} better, {worse:,} worse, {len(valid) - better - worse:,} the same"
-    for name, value, shown in (("reward", earned, number), ("correct", lambda row: bool(row.get("correct")), percent)):
+    for name, value, shown in (
+        ("reward", earned, number),
+        ("correct", lambda row: bool(row.get("correct")), percent),
+    ):
         if valid:
             before, after = (fmean(value(pair[i]) for pair in valid) for i in (0, 1))
             text += f"; {name} {shown(before)} -> {shown(after)}"

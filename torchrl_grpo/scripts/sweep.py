@@ -18,9 +18,12 @@ from torchrl_grpo.reporting.sweep_report import write_sweep
 def main(arguments: Sequence[str] | None = None) -> None:
     """Answers a command line."""
     parser = argparse.ArgumentParser(
-        "python -m torchrl_grpo.sweep", description="Writes a page that compares the runs of a sweep."
+        "python -m torchrl_grpo.sweep",
+        description="Writes a page that compares the runs of a sweep.",
     )
-    parser.add_argument("folder", type=Path, help="folder of the sweep; the page is written to sweep.html in it")
+    parser.add_argument(
+        "folder", type=Path, help="folder of the sweep; the page is written to sweep.html in it"
+    )
     asked = parser.parse_args(arguments)
     try:
         path = write_sweep(asked.folder)

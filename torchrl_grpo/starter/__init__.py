@@ -1,4 +1,5 @@
-"""The embedded starter model: a small Qwen2 model that adds two-digit numbers and mostly forgets to carry.
+"""The embedded starter model: a small Qwen2 model that adds two-digit numbers and mostly forgets to
+carry.
 
 ``tools/make_starter.py`` made it; its model card is ``model/README.md``.
 """

@@ -1,4 +1,6 @@
-"""Tasks: problems, prompt formats and scorers, one file each. ``make`` has those that a config names."""
+"""Tasks: problems, prompt formats and scorers, one file each. ``make`` has those that a config
+names.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The embedded task: sums and differences of whole numbers. It needs no data and no download.
 
-A problem is drawn by a seeded generator, and a hash of the problem alone decides which split it belongs to, so no
-problem is ever in both splits, whatever the seed and the difficulty: ``27+58`` and ``58+27`` count as one problem.
+A problem is drawn by a seeded generator, and a hash of the problem alone decides which split it
+belongs to, so no problem is ever in both splits, whatever the seed and the difficulty: ``27+58``
+and ``58+27`` count as one problem.
 
 ========== ================================================
 difficulty operands and operations
@@ -45,7 +46,8 @@ def split_of(a: int, op: str, b: int) -> Split:
 
 
 def final_answer(response: str) -> str | None:
-    """Return the integer after ``####`` at the very end of a response, without leading zeros; None if there is none.
+    """Return the integer after ``####`` at the very end of a response, without leading zeros; None
+    if there is none.
 
     It stays text, so that thousands of digits cost nothing and never reach ``int``.
 
@@ -64,8 +66,8 @@ def final_answer(response: str) -> str | None:
 class ArithmeticTask(GeneratedTask):
     """Sums and differences, drawn by a seeded generator.
 
-    ``problems`` gives up to 4096 train and 512 test problems (all there are, where a difficulty has fewer). The reward
-    is 1.0 for a right answer in the right format and 0.0 for everything else.
+    ``problems`` gives up to 4096 train and 512 test problems (all there are, where a difficulty has
+    fewer). The reward is 1.0 for a right answer in the right format and 0.0 for everything else.
 
     Args:
         difficulty: 1 to 10, see the table at the top of the module.
@@ -84,7 +86,8 @@ class ArithmeticTask(GeneratedTask):
     def __init__(self, difficulty: int = 2, seed: int = 0) -> None:
         if not 1 <= difficulty <= MAX_DIFFICULTY:
             raise ValueError(
-                f"difficulty must be from 1 to {MAX_DIFFICULTY}, got {difficulty}: use 2 for sums of two-digit numbers."
+                f"difficulty must be from 1 to {MAX_DIFFICULTY}, got {difficulty}: use 2 for sums "
+                "of two-digit numbers."
             )
         super().__init__()
         self.difficulty = difficulty

@@ -39,10 +39,9 @@ class Problem:
 class TurnLimits:
     """Wishes for a turn of the policy, of who asked for it.
 
-    Attributes:
-        max_tokens: most tokens of the turn; what was sampled beyond it is cut off. None leaves the run's own limit.
-        stop: strings of which the first ends the turn.
-        log_probs: whether the dialog then says the log-prob of each token.
+    Attributes: max_tokens: most tokens of the turn; what was sampled beyond it is cut off. None
+        leaves the run's own limit. stop: strings of which the first ends the turn. log_probs:
+        whether the dialog then says the log-prob of each token.
     """
 
     max_tokens: int | None = None
@@ -52,22 +51,21 @@ class TurnLimits:
 
 @dataclass(frozen=True)
 class Dialog:
-    """A dialog up to the policy's latest turn; of a task that ``opens``, also the one before the policy's first turn.
+    """A dialog up to the policy's latest turn; of a task that ``opens``, also the one before the
+    policy's first turn.
 
-    Attributes:
-        problem: what it is about.
-        responses: the policy's turns as text, special tokens removed; one for a single-turn task, none at the opening.
-        messages: the whole chat: that of the problem, the policy's turns and what came between them.
-        tokens: ids of the latest turn, its stop token included.
-        finish_reason: ``"length"`` where a token limit cut the latest turn off, else ``"stop"``.
-        raw: the latest turn with its special tokens; empty where the task has no tools.
-        last: whether the policy has no turn left.
-        episode: key of the dialog of a task that ``opens``, which no other dialog of the run has; else empty.
-        prompt_tokens: tokens before the latest turn.
-        log_probs: text and log-prob of each token of the latest turn, where the task asked for them.
-        environment: object that plays the dialog, where there is one; it does not leave its process.
-        takes_tools: of an opening, whether the chat template writes tools.
-        prefill: what the prompt has of the policy's turn: the begin of a thought, ``<think>``, or an empty one.
+    Attributes: problem: what it is about. responses: the policy's turns as text, special tokens
+        removed; one for a single-turn task, none at the opening. messages: the whole chat: that of
+        the problem, the policy's turns and what came between them. tokens: ids of the latest turn,
+        its stop token included. finish_reason: ``"length"`` where a token limit cut the latest turn
+        off, else ``"stop"``. raw: the latest turn with its special tokens; empty where the task has
+        no tools. last: whether the policy has no turn left. episode: key of the dialog of a task
+        that ``opens``, which no other dialog of the run has; else empty. prompt_tokens: tokens
+        before the latest turn. log_probs: text and log-prob of each token of the latest turn, where
+        the task asked for them. environment: object that plays the dialog, where there is one; it
+        does not leave its process. takes_tools: of an opening, whether the chat template writes
+        tools. prefill: what the prompt has of the policy's turn: the begin of a thought,
+        ``<think>``, or an empty one.
     """
 
     problem: Problem
@@ -104,17 +102,18 @@ class Score:
 class Turn:
     """Outcome of the policy's latest turn.
 
-    Attributes:
-        messages: its answer; None where the dialog is over. Of an opening, the whole chat of the first prompt.
-        score: of the dialog; there when it is over, or the policy has no turn left.
-        counts: what happened, as metrics that add up.
-        reward: of this turn alone, where the task rewards turns; it is part of the dialog's reward.
-        tools: where the messages are a whole chat, JSON schemas for the chat template; None takes those of the task.
-        sample: which training sample of the trajectory the messages go on with, by number; one that is not there yet
-            begins with them, and they are then a whole chat. A dialog that one chat tells is sample 0.
+    Attributes: messages: its answer; None where the dialog is over. Of an opening, the whole chat
+        of the first prompt. score: of the dialog; there when it is over, or the policy has no turn
+        left. counts: what happened, as metrics that add up. reward: of this turn alone, where the
+        task rewards turns; it is part of the dialog's reward. tools: where the messages are a whole
+        chat, JSON schemas for the chat template; None takes those of the task. sample: which
+        training sample of the trajectory the messages go on with, by number; one that is not there
+        yet
+            begins with them, and they are then a whole chat. A dialog that one chat tells is sample
+            0.
         wish: for the policy's next turn.
-        undelivered: whether the policy's latest turn reached nobody: the dialog goes on as it was before that turn, and
-            the turn is not trained.
+        undelivered: whether the policy's latest turn reached nobody: the dialog goes on as it was
+            before that turn, and the turn is not trained.
     """
 
     messages: Sequence[Message] | None
@@ -133,13 +132,19 @@ def attempt(function: Callable[[A], T], argument: A) -> T | Exception:
         return function(argument)
     except Exception as error:
         return error
-    except (SystemExit, GeneratorExit, CancelledError) as error:  # of a scorer that would end the run
-        return RuntimeError(f"{type(error).__name__}({error}) was raised.").with_traceback(error.__traceback__)
+    except (
+        SystemExit,
+        GeneratorExit,
+        CancelledError,
+    ) as error:  # of a scorer that would end the run
+        return RuntimeError(f"{type(error).__name__}({error}) was raised.").with_traceback(
+            error.__traceback__
+        )
 
 
 def answers(task: Task, dialogs: Sequence[Dialog]) -> list[Turn | Exception]:
-    """Return turns without scores: a task's ``reply`` to each dialog, None where a token limit cut it off; its
-    ``messages`` where the policy has not said anything."""
+    """Return turns without scores: a task's ``reply`` to each dialog, None where a token limit cut
+    it off; its ``messages`` where the policy has not said anything."""
 
     def said(dialog: Dialog) -> list[Message] | None:
         if not dialog.responses:
@@ -175,16 +180,19 @@ def with_scores(
 
 
 class Task(ABC):
-    """Problems with a prompt format and a scorer. Cheap to build: data is read when ``problems`` is first called.
+    """Problems with a prompt format and a scorer. Cheap to build: data is read when ``problems`` is
+    first called.
 
-    A task defines ``name``, ``problems`` and what it says of one dialog: ``score``, and ``next_turn`` if it answers.
-    One that needs more of the dialog than its problem and its responses defines ``judge`` and ``reply`` instead.
-    ``advance`` applies them to many dialogs; a task that gains from having many at a time overrides it.
+    A task defines ``name``, ``problems`` and what it says of one dialog: ``score``, and
+    ``next_turn`` if it answers. One that needs more of the dialog than its problem and its
+    responses defines ``judge`` and ``reply`` instead. ``advance`` applies them to many dialogs; a
+    task that gains from having many at a time overrides it.
 
-    A task that keeps something of a dialog between its turns sets ``opens`` and overrides ``advance`` and ``close``.
-    ``advance`` then gets each new dialog without responses first, and answers with the first prompt; a reward worker
-    that was asked for the opening gets all turns of the dialog, and ``close`` after the last. Without reward workers,
-    several threads may call them at a time.
+    A task that keeps something of a dialog between its turns sets ``opens`` and overrides
+    ``advance`` and ``close``. ``advance`` then gets each new dialog without responses first, and
+    answers with the first prompt; a reward worker that was asked for the opening gets all turns of
+    the dialog, and ``close`` after the last. Without reward workers, several threads may call them
+    at a time.
 
     Attributes:
         tools: JSON schemas of functions that the policy may call; they enter the chat template.
@@ -234,29 +242,31 @@ class Task(ABC):
     def score(self, problem: Problem, responses: Sequence[str]) -> Score:
         """Scores a finished dialog.
 
-        Args:
-            problem: the problem.
-            responses: the policy's turns as text, special tokens removed; one for a single-turn task.
+        Args: problem: the problem. responses: the policy's turns as text, special tokens removed;
+            one for a single-turn task.
 
         Raises:
             Exception: anything; the sequence is then marked invalid, never scored 0.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no scorer: define score, or use WithRewards.")
+        raise NotImplementedError(
+            f"{type(self).__name__} has no scorer: define score, or use WithRewards."
+        )
 
     def next_turn(self, problem: Problem, responses: Sequence[str]) -> str | None:
         """Return a further user message after the policy's latest turn, or None to end the dialog."""
         return None
 
     def demonstration(self, problem: Problem) -> list[Message]:
-        """Return how the dialog should go on after ``messages``: the assistant's turn is first and last.
+        """Return how the dialog should go on after ``messages``: the assistant's turn is first and
+        last.
 
         Raises:
             ValueError: there is none; the message says what the problem must have.
         """
         raise ValueError(
-            "algo=sft (policy.demonstrations=true) and policy.sft_coef must have a response to each problem, task "
-            f"{self.name!r} has none: name their column as env.columns.completion, or that of whole chats as "
-            "env.columns.messages."
+            "algo=sft (policy.demonstrations=true) and policy.sft_coef must have a response to "
+            f"each problem, task {self.name!r} has none: name their column as "
+            "env.columns.completion, or that of whole chats as env.columns.messages."
         )
 
     def tools_for(self, problem: Problem) -> Sequence[Mapping[str, Any]]:
@@ -268,37 +278,46 @@ class Task(ABC):
         return self.score(dialog.problem, dialog.responses)
 
     def reply(self, dialog: Dialog) -> list[Message] | None:
-        """Return the messages after the latest turn, None when the dialog is over; by default ``next_turn``'s."""
+        """Return the messages after the latest turn, None when the dialog is over; by default
+        ``next_turn``'s.
+        """
         message = self.next_turn(dialog.problem, dialog.responses)
         return None if message is None else [{"role": "user", "content": message}]
 
-    def advance(self, dialogs: Sequence[Dialog], timeout_s: float | None = None) -> list[Turn | Exception]:
-        """Return the outcome of each dialog's latest turn, or the exception that was raised: ``reply``, and ``judge``
-        if the dialog is over or the policy has no turn left.
+    def advance(
+        self, dialogs: Sequence[Dialog], timeout_s: float | None = None
+    ) -> list[Turn | Exception]:
+        """Return the outcome of each dialog's latest turn, or the exception that was raised:
+        ``reply``, and ``judge`` if the dialog is over or the policy has no turn left.
 
-        Args:
-            dialogs: one that was cut off by a token limit gets no answer; one without responses is an opening.
-            timeout_s: longest time for one of several that are judged at a time.
+        Args: dialogs: one that was cut off by a token limit gets no answer; one without responses
+            is an opening. timeout_s: longest time for one of several that are judged at a time.
         """
-        return with_scores(dialogs, answers(self, dialogs), lambda done: [attempt(self.judge, one) for one in done])
+        return with_scores(
+            dialogs, answers(self, dialogs), lambda done: [attempt(self.judge, one) for one in done]
+        )
 
     def close(self, episode: str) -> None:  # noqa: B027  # most tasks keep nothing
-        """Ends what is kept of a dialog; called once when it is over or was given up, also where its opening failed.
-        A process that ends takes with it what it kept, and calls nothing.
+        """Ends what is kept of a dialog; called once when it is over or was given up, also where
+        its opening failed. A process that ends takes with it what it kept, and calls nothing.
 
         Args:
             episode: that of the dialog; one of which nothing is kept is none of this task's.
         """
 
     def tool_failure_reply(self, dialog: Dialog, why: str) -> list[Message] | None:
-        """Return the message to a policy whose latest turn took too long or ended the process; None ends the dialog."""
+        """Return the message to a policy whose latest turn took too long or ended the process; None
+        ends the dialog.
+        """
         return None
 
     @property
     def multi_turn(self) -> bool:
         return type(self).next_turn is not Task.next_turn or type(self).reply is not Task.reply
 
-    def epoch(self, problems: Sequence[Problem], usable: Sequence[int], rng: random.Random) -> list[int]:
+    def epoch(
+        self, problems: Sequence[Problem], usable: Sequence[int], rng: random.Random
+    ) -> list[int]:
         """The order in which an epoch draws problems.
 
         Args:
@@ -315,8 +334,8 @@ class Task(ABC):
 
 
 class WrappedTask(Task):
-    """A task that delegates to another one, except for methods that its subclass defines and ``advance``, which uses
-    ``reply`` and ``judge``.
+    """A task that delegates to another one, except for methods that its subclass defines and
+    ``advance``, which uses ``reply`` and ``judge``.
 
     Args:
         task: the other one.
@@ -324,7 +343,12 @@ class WrappedTask(Task):
 
     def __init__(self, task: Task) -> None:
         self.task = task
-        self.name, self.tools, self.has_parts, self.at_a_time = task.name, task.tools, task.has_parts, task.at_a_time
+        self.name, self.tools, self.has_parts, self.at_a_time = (
+            task.name,
+            task.tools,
+            task.has_parts,
+            task.at_a_time,
+        )
         self.opens, self.part_weights = task.opens, task.part_weights
 
     def problems(self, split: Split) -> Sequence[Problem]:
@@ -348,8 +372,14 @@ class WrappedTask(Task):
     def reply(self, dialog: Dialog) -> list[Message] | None:
         return self.task.reply(dialog)
 
-    def advance(self, dialogs: Sequence[Dialog], timeout_s: float | None = None) -> list[Turn | Exception]:
-        return self.task.advance(dialogs, timeout_s) if self.opens else super().advance(dialogs, timeout_s)
+    def advance(
+        self, dialogs: Sequence[Dialog], timeout_s: float | None = None
+    ) -> list[Turn | Exception]:
+        return (
+            self.task.advance(dialogs, timeout_s)
+            if self.opens
+            else super().advance(dialogs, timeout_s)
+        )
 
     def close(self, episode: str) -> None:
         self.task.close(episode)
@@ -361,5 +391,7 @@ class WrappedTask(Task):
     def multi_turn(self) -> bool:
         return self.task.multi_turn
 
-    def epoch(self, problems: Sequence[Problem], usable: Sequence[int], rng: random.Random) -> list[int]:
+    def epoch(
+        self, problems: Sequence[Problem], usable: Sequence[int], rng: random.Random
+    ) -> list[int]:
         return self.task.epoch(problems, usable, rng)

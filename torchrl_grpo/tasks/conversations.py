@@ -13,8 +13,9 @@ from torchrl_grpo.tools import Toolbox, tool_message
 class WithTools(WrappedTask):
     """A task whose policy may call functions: a turn with calls is answered by their results.
 
-    Calls are found in the policy's own text, and results come back as the chat template's tool messages. What cannot
-    be read, wrong arguments, exceptions and time-outs are told to the policy as text.
+    Calls are found in the policy's own text, and results come back as the chat template's tool
+    messages. What cannot be read, wrong arguments, exceptions and time-outs are told to the policy
+    as text.
 
     Args:
         task: judges the dialog, and what it says to turns without calls.
@@ -40,20 +41,37 @@ class WithTools(WrappedTask):
     def multi_turn(self) -> bool:
         return True
 
-    def advance(self, dialogs: Sequence[Dialog], timeout_s: float | None = None) -> list[Turn | Exception]:
-        calling = [dialog.finish_reason == "stop" and self._is_for_tools(dialog) for dialog in dialogs]
+    def advance(
+        self, dialogs: Sequence[Dialog], timeout_s: float | None = None
+    ) -> list[Turn | Exception]:
+        calling = [
+            dialog.finish_reason == "stop" and self._is_for_tools(dialog) for dialog in dialogs
+        ]
         run = [calls and not dialog.last for calls, dialog in zip(calling, dialogs, strict=True)]
-        other = iter(self.task.advance([d for d, runs in zip(dialogs, run, strict=True) if not runs], timeout_s))
-        turns = [self._run(dialog) if runs else next(other) for dialog, runs in zip(dialogs, run, strict=True)]
-        # The calls of a last turn are not made, nobody would read the results; it is scored as one that goes on.
+        other = iter(
+            self.task.advance(
+                [d for d, runs in zip(dialogs, run, strict=True) if not runs], timeout_s
+            )
+        )
+        turns = [
+            self._run(dialog) if runs else next(other)
+            for dialog, runs in zip(dialogs, run, strict=True)
+        ]
+        # The calls of a last turn are not made, nobody would read the results; it is scored as one
+        # that goes on.
         turns = [
             replace(turn, messages=[]) if calls and not runs and isinstance(turn, Turn) else turn
             for turn, calls, runs in zip(turns, calling, run, strict=True)
         ]
-        return [self._with_tools(turn) if isinstance(turn, Turn) and turn.tools is not None else turn for turn in turns]
+        return [
+            self._with_tools(turn) if isinstance(turn, Turn) and turn.tools is not None else turn
+            for turn in turns
+        ]
 
     def _is_for_tools(self, dialog: Dialog) -> bool:
-        """Whether a dialog's latest turn calls; a task that opens may have tools of its own, which it runs itself."""
+        """Whether a dialog's latest turn calls; a task that opens may have tools of its own, which
+        it runs itself.
+        """
         names = {name for _, name in self._calls(dialog)}
         return bool(names & self.toolbox.functions.keys() if self.task.opens else names)
 
@@ -71,7 +89,11 @@ class WithTools(WrappedTask):
             errors += not well
             messages.append(tool_message(call.name, text, number))
         seconds = time.perf_counter() - start
-        return Turn(messages, None, {"tools/calls": len(messages), "tools/errors": errors, "tools/seconds": seconds})
+        return Turn(
+            messages,
+            None,
+            {"tools/calls": len(messages), "tools/errors": errors, "tools/seconds": seconds},
+        )
 
     def tool_failure_reply(self, dialog: Dialog, why: str) -> list[Message] | None:
         calls = self._calls(dialog) if dialog.finish_reason == "stop" else []
@@ -106,7 +128,9 @@ class WithRetry(WrappedTask):
     def multi_turn(self) -> bool:
         return True
 
-    def advance(self, dialogs: Sequence[Dialog], timeout_s: float | None = None) -> list[Turn | Exception]:
+    def advance(
+        self, dialogs: Sequence[Dialog], timeout_s: float | None = None
+    ) -> list[Turn | Exception]:
         turns = self.task.advance(dialogs, timeout_s)
         return [self._retry(dialog, turn) for dialog, turn in zip(dialogs, turns, strict=True)]
 

@@ -1,7 +1,9 @@
-"""The countdown game, generated: reach a target from given numbers with ``+ - * /``, using each number exactly once.
+"""The countdown game, generated: reach a target from given numbers with ``+ - * /``, using each
+number exactly once.
 
-Every problem is made from a solution that passes through positive whole numbers alone. As in the arithmetic task, a
-hash of the problem (its numbers in any order, and its target) decides which split it belongs to, and no data is needed.
+Every problem is made from a solution that passes through positive whole numbers alone. As in the
+arithmetic task, a hash of the problem (its numbers in any order, and its target) decides which
+split it belongs to, and no data is needed.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ from torchrl_grpo.tasks.generated import SPLIT_SIZES, GeneratedTask, split_by_ha
 
 MAX_NUMBERS = 6
 INSTRUCTION = (
-    "Using each of the numbers {nums} exactly once, with + - * / and brackets, write an expression that equals "
-    "{target}. Finish with a line that holds only the expression: #### expression"
+    "Using each of the numbers {nums} exactly once, with + - * / and brackets, write an "
+    "expression that equals {target}. Finish with a line that holds only the expression: #### "
+    "expression"
 )
 
 _DRAWS_PER_PROBLEM = 50
@@ -28,10 +31,11 @@ def split_of(nums: Sequence[int], target: int) -> Split:
 
 
 class CountdownTask(GeneratedTask):
-    """Countdown problems, drawn by a seeded generator; a problem's ``answer`` is one solution of possibly many.
+    """Countdown problems, drawn by a seeded generator; a problem's ``answer`` is one solution of
+    possibly many.
 
-    ``problems`` gives up to 4096 train and 512 test problems (fewer where there are few). The reward is that of
-    ``torchrl_grpo.rewards.countdown``.
+    ``problems`` gives up to 4096 train and 512 test problems (fewer where there are few). The
+    reward is that of ``torchrl_grpo.rewards.countdown``.
 
     Args:
         difficulty: how many numbers are given, 2 to 6.
@@ -50,12 +54,17 @@ class CountdownTask(GeneratedTask):
 
     name = "countdown"
 
-    def __init__(self, difficulty: int = 3, largest: int = 20, largest_target: int = 100, seed: int = 0) -> None:
+    def __init__(
+        self, difficulty: int = 3, largest: int = 20, largest_target: int = 100, seed: int = 0
+    ) -> None:
         if not 2 <= difficulty <= MAX_NUMBERS:
-            raise ValueError(f"difficulty must be from 2 to {MAX_NUMBERS} numbers, got {difficulty}: use 3.")
+            raise ValueError(
+                f"difficulty must be from 2 to {MAX_NUMBERS} numbers, got {difficulty}: use 3."
+            )
         if largest < 2 or largest_target < 2:
             raise ValueError(
-                f"largest and largest_target must be at least 2, got {largest} and {largest_target}: use 20 and 100."
+                f"largest and largest_target must be at least 2, got {largest} and "
+                f"{largest_target}: use 20 and 100."
             )
         super().__init__()
         self.difficulty = difficulty
@@ -70,22 +79,27 @@ class CountdownTask(GeneratedTask):
 
     def draw(self, split: Split) -> list[Problem]:
         # A string seeds Random through SHA-512, so the stream is the same in every process.
-        rng = random.Random(f"countdown {self.difficulty} {self.largest} {self.largest_target} {self.seed} {split}")
+        rng = random.Random(
+            f"countdown {self.difficulty} {self.largest} {self.largest_target} {self.seed} {split}"
+        )
         drawn: dict[tuple[int, ...], Problem] = {}
         for _ in range(_DRAWS_PER_PROBLEM * SPLIT_SIZES[split]):
             nums = [rng.randint(1, self.largest) for _ in range(self.difficulty)]
             target, solution = _combine(rng, nums)
             if target <= self.largest_target and split_of(nums, target) == split:
                 query = INSTRUCTION.format(nums=nums, target=target)
-                drawn.setdefault((*sorted(nums), target), Problem(query, solution, {"nums": nums, "target": target}))
+                drawn.setdefault(
+                    (*sorted(nums), target),
+                    Problem(query, solution, {"nums": nums, "target": target}),
+                )
             if len(drawn) == SPLIT_SIZES[split]:
                 break
         return list(drawn.values())
 
 
 def _combine(rng: random.Random, nums: Sequence[int]) -> tuple[int, str]:
-    """Combine numbers by random operations, two at a time, through positive whole numbers; return the result and its
-    expression.
+    """Combine numbers by random operations, two at a time, through positive whole numbers; return
+    the result and its expression.
     """
     parts = [(number, str(number)) for number in nums]
     while len(parts) > 1:

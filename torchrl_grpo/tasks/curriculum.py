@@ -17,8 +17,9 @@ _NUMBER = re.compile(r"-?\d+(\.\d+)?")
 class Curriculum:
     """The current level of problems, for each data set separately.
 
-    A problem's level is its column ``level``: a number, or a text with one, such as ``"Level 3"``. Those of a data set
-    without one are of its highest level, and a data set where none has one is drawn whole.
+    A problem's level is its column ``level``: a number, or a text with one, such as ``"Level 3"``.
+    Those of a data set without one are of its highest level, and a data set where none has one is
+    drawn whole.
 
     Args:
         problems: of the split.
@@ -50,8 +51,9 @@ class Curriculum:
                 levels[dataset].add(level)
         if not levels:
             raise ValueError(
-                f"a curriculum (env.curriculum={target}) must have problems with a column level, these have none: give "
-                "them one, use env.dataset_options={levels: [0,1,2]} of a reasoning_gym data set, or leave it out."
+                f"a curriculum (env.curriculum={target}) must have problems with a column level, "
+                "these have none: give them one, use env.dataset_options={levels: [0,1,2]} of a "
+                "reasoning_gym data set, or leave it out."
             )
         self._levels = {dataset: sorted(found) for dataset, found in levels.items()}
         self._at = dict.fromkeys(self._levels, 0)
@@ -70,8 +72,8 @@ class Curriculum:
     def record(self, outcomes: Sequence[tuple[int, bool]]) -> bool:
         """Count responses to problems of the current level; return whether a new level has begun.
 
-        Args:
-            outcomes: of responses with a valid reward, the problem's index and whether the response is correct.
+        Args: outcomes: of responses with a valid reward, the problem's index and whether the
+            response is correct.
         """
         for index, correct in outcomes:
             if self._of[index][0] in self._recent and self._is_current(index):
@@ -105,7 +107,10 @@ class Curriculum:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore ``state_dict``."""
         self._at = dict(state["at"])
-        self._recent = {dataset: deque(map(bool, recent), maxlen=WINDOW) for dataset, recent in state["recent"].items()}
+        self._recent = {
+            dataset: deque(map(bool, recent), maxlen=WINDOW)
+            for dataset, recent in state["recent"].items()
+        }
 
 
 def _level(value: Any) -> float | None:

@@ -1,6 +1,7 @@
 """Problems from a data set: any file, folder or data set on the hub with prompts in its rows.
 
-It has no scorer: a reward scores it (``env.reward``), or a subclass. ``gsm8k``, ``math`` and ``ifeval`` are presets.
+It has no scorer: a reward scores it (``env.reward``), or a subclass. ``gsm8k``, ``math`` and
+``ifeval`` are presets.
 """
 
 from __future__ import annotations
@@ -24,7 +25,16 @@ from torchrl_grpo.tasks.fields import (
     fill_template,
     first_turn,
 )
-from torchrl_grpo.tasks.sources import Files, Hub, Row, Source, Table, UnknownSplitError, data_name, find_source
+from torchrl_grpo.tasks.sources import (
+    Files,
+    Hub,
+    Row,
+    Source,
+    Table,
+    UnknownSplitError,
+    data_name,
+    find_source,
+)
 
 PROMPT_COLUMNS = ("prompt", "question", "problem", "query", "instruction")
 ANSWER_COLUMNS = ("answer", "solution", "ground_truth", "target")
@@ -71,23 +81,22 @@ class Rows(Sequence[Problem]):
 class DatasetTask(Task):
     """Problems from the rows of a data set.
 
-    The test split is one of its own, or ``test_fraction`` of the train split: a hash of the prompt decides, so it is
-    the same in every run, and equal prompts are in one split. A split is read and checked when it is asked for.
+    The test split is one of its own, or ``test_fraction`` of the train split: a hash of the prompt
+    decides, so it is the same in every run, and equal prompts are in one split. A split is read and
+    checked when it is asked for.
 
-    Args:
-        dataset: a file (jsonl, json, csv, parquet), a folder of such files, or a name on the Hugging Face hub.
+    Args: dataset: a file (jsonl, json, csv, parquet), a folder of such files, or a name on the
+        Hugging Face hub.
 
-    Keyword Args:
-        dataset_config: on the hub, the configuration.
-        revision: on the hub, the branch, tag or commit.
-        train_split: name of the train split; by default ``train``.
-        test_split: name of the test split; by default ``test``, if there is one.
-        test_fraction: share of the train split that is the test split.
-        max_samples: most rows of each split that are read, the first ones.
-        prompt_column: a text, or a list of chat messages; by default one of ``PROMPT_COLUMNS``.
-        answer_column: what the reward compares with; by default one of ``ANSWER_COLUMNS``, or none.
-        completion_column: what the policy should answer, for supervised training: a text, or a list of chat messages.
-        messages_column: a whole chat in place of prompt and completion; the prompt ends before the assistant's first
+    Keyword Args: dataset_config: on the hub, the configuration. revision: on the hub, the branch,
+        tag or commit. train_split: name of the train split; by default ``train``. test_split: name
+        of the test split; by default ``test``, if there is one. test_fraction: share of the train
+        split that is the test split. max_samples: most rows of each split that are read, the first
+        ones. prompt_column: a text, or a list of chat messages; by default one of
+        ``PROMPT_COLUMNS``. answer_column: what the reward compares with; by default one of
+        ``ANSWER_COLUMNS``, or none. completion_column: what the policy should answer, for
+        supervised training: a text, or a list of chat messages. messages_column: a whole chat in
+        place of prompt and completion; the prompt ends before the assistant's first
             turn.
         prompt_template: the user's message, see ``fill_template``; by default the prompt alone.
         system_prompt: the system's message, in place of one in the data.
@@ -104,7 +113,9 @@ class DatasetTask(Task):
     reward: ClassVar[Any] = None
     """Reward when ``env.reward`` is not set."""
     drops_shared = False
-    """Whether train problems that are also in the test split are dropped; otherwise they are an error."""
+    """Whether train problems that are also in the test split are dropped; otherwise they are an
+    error.
+    """
 
     def __init__(
         self,
@@ -126,8 +137,8 @@ class DatasetTask(Task):
     ) -> None:
         if test_fraction is not None and (test_split is not None or not 0 < test_fraction < 1):
             raise ValueError(
-                f"{field}.test_fraction={test_fraction} must be between 0 and 1, and left out with {field}.test_split: "
-                f"for example, {field}.test_fraction=0.1."
+                f"{field}.test_fraction={test_fraction} must be between 0 and 1, and left out with "
+                f"{field}.test_split: for example, {field}.test_fraction=0.1."
             )
         self.name = data_name(dataset)
         self.dataset = dataset
@@ -161,8 +172,8 @@ class DatasetTask(Task):
     def problems(self, split: Split) -> Sequence[Problem]:
         """The problems of a split, in the order of the rows.
 
-        Raises:
-            ValueError: the data is not there, a row of it is malformed, or the split has no problem or one of the other
+        Raises: ValueError: the data is not there, a row of it is malformed, or the split has no
+            problem or one of the other
                 split.
         """
         if split not in ("train", "test"):
@@ -217,7 +228,9 @@ class DatasetTask(Task):
         value = problem.extra[column]
         if not isinstance(value, list):
             value = [{"role": "assistant", "content": checked_text(problem.extra, column)}]
-        return checked_demonstration(value[first_turn(value) :] if self.messages_column else value, column)
+        return checked_demonstration(
+            value[first_turn(value) :] if self.messages_column else value, column
+        )
 
     def tools_for(self, problem: Problem) -> Sequence[Mapping[str, Any]]:
         """The column ``tools`` of a row with a demonstration."""
@@ -228,10 +241,16 @@ class DatasetTask(Task):
     def _prompt(self, row: Row) -> Any:
         """The prompt in a row: of a whole chat, what comes before the assistant's first turn."""
         value = row[self.prompt_column or ""]
-        return value[: first_turn(value)] if self.messages_column and isinstance(value, list) else value
+        return (
+            value[: first_turn(value)]
+            if self.messages_column and isinstance(value, list)
+            else value
+        )
 
     def _chat(self, problem: Problem, *, filled: bool = True) -> list[Message]:
-        """The prompt without the system prompt of the options; ``filled`` in a template, if there is one."""
+        """The prompt without the system prompt of the options; ``filled`` in a template, if there
+        is one.
+        """
         row, text = problem.extra, problem.query
         if self.prompt_column is not None:
             prompt = self._prompt(row) if self.prompt_column in row else text
@@ -242,25 +261,34 @@ class DatasetTask(Task):
         return [{"role": "user", "content": text}]
 
     def _find_columns(self, names: Sequence[str]) -> None:
-        """Find the columns of prompt and answer that the options do not name; a template can be the prompt."""
+        """Find the columns of prompt and answer that the options do not name; a template can be the
+        prompt.
+        """
         given = self.prompt_column, self.answer_column
         columns = {"messages": self.messages_column, "prompt": given[0], "answer": given[1]}
         for key, name in (columns | {"completion": self.completion_column}).items():
             if name is not None and name not in names:
                 close = difflib.get_close_matches(name, names, 1)
                 raise ValueError(
-                    f"{self.field}.columns.{key}={name} must be a column of {self.dataset}, which has {sorted(names)}: "
+                    f"{self.field}.columns.{key}={name} must be a column of {self.dataset}, which "
+                    f"has {sorted(names)}: "
                     f"{f'did you mean {close[0]}?' if close else f'use one of them as {self.field}.columns.{key}.'}"
                 )
         prompts = [name for name in PROMPT_COLUMNS if name in names]
         if self.prompt_column is None and len(prompts) == 1:
             self.prompt_column = prompts[0]
         elif self.prompt_column is None and self.prompt_template is None:
-            likely = prompts or [name for name in names if any(known in name.lower() for known in PROMPT_COLUMNS)]
+            likely = prompts or [
+                name for name in names if any(known in name.lower() for known in PROMPT_COLUMNS)
+            ]
             raise ValueError(
-                f"{self.field}.columns.prompt must name the column with the prompts of {self.dataset}, which has "
-                f"{sorted(names)}: "
-                + (f"for example, {self.field}.columns.prompt={likely[0]}" if likely else "set it to one of them")
+                f"{self.field}.columns.prompt must name the column with the prompts of "
+                f"{self.dataset}, which has {sorted(names)}: "
+                + (
+                    f"for example, {self.field}.columns.prompt={likely[0]}"
+                    if likely
+                    else "set it to one of them"
+                )
                 + f", or write the prompt as {self.field}.prompt_template."
             )
         answers = [name for name in ANSWER_COLUMNS if name in names and name != self.prompt_column]
@@ -268,14 +296,15 @@ class DatasetTask(Task):
             answers.remove(self.completion_column)
         if self.answer_column is None and len(answers) > 1:
             raise ValueError(
-                f"{self.field}.columns.answer must name one of {answers}, which {self.dataset} has: for example, "
-                f"{self.field}.columns.answer={answers[0]}."
+                f"{self.field}.columns.answer must name one of {answers}, which {self.dataset} "
+                f"has: for example, {self.field}.columns.answer={answers[0]}."
             )
         self.answer_column = self.answer_column or (answers[0] if answers else None)
         if given != (self.prompt_column, self.answer_column):
             _log.info(
                 f"{self._what}: the prompts are in the column {self.prompt_column}, the answers in "
-                f"{self.answer_column}; {self.field}.columns.prompt and {self.field}.columns.answer name others."
+                f"{self.answer_column}; {self.field}.columns.prompt and "
+                f"{self.field}.columns.answer name others."
             )
 
     def _select(self, split: Split) -> Table:
@@ -287,8 +316,9 @@ class DatasetTask(Task):
             chosen = [i for i, test in enumerate(in_test) if test == (split == "test")]
             if not chosen:
                 raise ValueError(
-                    f"{self.field}.test_fraction={self.test_fraction} must leave problems in both splits, the {split} "
-                    f"split of {len(prompts)} rows has 0: use {self.field}.test_fraction=0.5, or more rows."
+                    f"{self.field}.test_fraction={self.test_fraction} must leave problems in both "
+                    f"splits, the {split} split of {len(prompts)} rows has 0: use "
+                    f"{self.field}.test_fraction=0.5, or more rows."
                 )
             return table.select(chosen)
         names: dict[Split, str] = {"train": self.train_split, "test": self.test_split or "test"}
@@ -302,12 +332,16 @@ class DatasetTask(Task):
         if shared and not self.drops_shared:
             first = self.make_problem(table[shared[0]]).query
             raise ValueError(
-                f"{self._what} must have no problem in both splits, {len(shared)} of {names['test']!r} and "
-                f"{names['train']!r} are the same, the first at {table.where(shared[0])}: {first[:80]!r}. Remove them "
-                f"from one, or use {self.field}.test_fraction=0.1 without {self.field}.test_split."
+                f"{self._what} must have no problem in both splits, {len(shared)} of "
+                f"{names['test']!r} and {names['train']!r} are the same, the first at "
+                f"{table.where(shared[0])}: {first[:80]!r}. Remove them from one, or use "
+                f"{self.field}.test_fraction=0.1 without {self.field}.test_split."
             )
         if shared and split == "train":
-            _log.info(f"{self._what}: dropped {len(shared)} training problems that are also in the test split.")
+            _log.info(
+                f"{self._what}: dropped {len(shared)} training problems that are also in the test "
+                "split."
+            )
             return table.select(sorted(set(range(len(prompts))).difference(shared)))
         return table
 
@@ -324,28 +358,35 @@ class DatasetTask(Task):
                 fix += f" or {self.field}.test_fraction=0.1, or evaluation.num_prompts=0 for no evaluation"
             raise UnknownSplitError(f"{error}: {source.fix}set {fix}.") from error
         if not len(table):
-            raise ValueError(f"{self._what} must hold problems, the {name} split has 0: give it rows.")
+            raise ValueError(
+                f"{self._what} must hold problems, the {name} split has 0: give it rows."
+            )
         self._find_columns(table.data.column_names)
         prompts = []
         unanswered = 0
         for index, row in enumerate(table):
             try:
                 problem = self.make_problem(row)
-                # The first 8 bytes decide about the split: the same problem is in the same one with every template.
+                # The first 8 bytes decide about the split: the same problem is in the same one with
+                # every template.
                 chats = [self._chat(problem, filled=filled) for filled in (False, True)]
                 if self.completion_column is not None and split == "train":
                     self.demonstration(problem)
                     self.tools_for(problem)
             except RecursionError as error:
-                raise ValueError(f"{table.where(index)} must be nested less deeply: flatten it.") from error
+                raise ValueError(
+                    f"{table.where(index)} must be nested less deeply: flatten it."
+                ) from error
             except ValueError as error:
                 raise ValueError(f"{table.where(index)} {error}") from error
             unanswered += self.answer_column is not None and problem.answer is None
-            prompts.append(b"".join(hashlib.sha256(json.dumps(chat).encode()).digest()[:8] for chat in chats))
+            prompts.append(
+                b"".join(hashlib.sha256(json.dumps(chat).encode()).digest()[:8] for chat in chats)
+            )
         if unanswered:
             _log.warning(
-                f"{self._what}: {unanswered} of the {len(table)} rows of {name} have nothing in the column "
-                f"{self.answer_column}; their answer is None."
+                f"{self._what}: {unanswered} of the {len(table)} rows of {name} have nothing in "
+                f"the column {self.answer_column}; their answer is None."
             )
         self._read[name] = table, prompts
         return table, prompts
@@ -382,6 +423,10 @@ class PresetTask(DatasetTask):
 
     def _source(self) -> Source:
         if self.dataset_path is not None:
-            return Files(Path(self.dataset_path).expanduser(), self._what, f"a folder with {self.files}")
+            return Files(
+                Path(self.dataset_path).expanduser(), self._what, f"a folder with {self.files}"
+            )
         fix = f"set {self.field}.dataset_path to a folder with {self.title}'s {self.files}"
-        return Hub(self.hub_name, self.dataset_config or self.hub_config, self.revision, self._what, fix)
+        return Hub(
+            self.hub_name, self.dataset_config or self.hub_config, self.revision, self._what, fix
+        )

@@ -35,28 +35,30 @@ class Drawn:
 
 
 class Drawing:
-    """Draws the problems of a split, one for each group. Each epoch goes through the split in the task's order.
+    """Draws the problems of a split, one for each group. Each epoch goes through the split in the
+    task's order.
 
-    With a ``difficulty_filter`` an epoch leaves out the problems of whose responses so far, in all epochs, too many or
-    too few were correct. Without further responses they stay out; where all would be left out, none is. With a
-    ``curriculum`` an epoch has the problems of the current levels, and a new one begins with each level. With a
-    ``pass_rate`` an epoch passes over a problem with a probability that grows with the distance of its share of correct
-    responses from a target.
+    With a ``difficulty_filter`` an epoch leaves out the problems of whose responses so far, in all
+    epochs, too many or too few were correct. Without further responses they stay out; where all
+    would be left out, none is. With a ``curriculum`` an epoch has the problems of the current
+    levels, and a new one begins with each level. With a ``pass_rate`` an epoch passes over a
+    problem with a probability that grows with the distance of its share of correct responses from a
+    target.
 
     Args:
         task: decides the order of an epoch.
         problems: of the split.
         usable: indices of the problems that may be drawn.
 
-    Attributes:
-        epoch: which pass over the problems it is in, from 0.
-        usable: indices of the problems that may be drawn.
-        skipped: those that the current epoch leaves out.
-        difficulty_filter: (low, high), the shares of correct responses between which a problem is drawn again; None
+    Attributes: epoch: which pass over the problems it is in, from 0. usable: indices of the
+        problems that may be drawn. skipped: those that the current epoch leaves out.
+        difficulty_filter: (low, high), the shares of correct responses between which a problem is
+        drawn again; None
             draws all. Responses count from when it is set.
         curriculum: which levels are drawn of; None draws all. ``follow`` sets it.
-        pass_rate: (target, floor): a problem with a share p of correct responses so far is drawn with a probability of
-            ``max(floor, 1 - |p - target| / max(target, 1 - target))``, one without responses always; None always draws.
+        pass_rate: (target, floor): a problem with a share p of correct responses so far is drawn
+            with a probability of ``max(floor, 1 - |p - target| / max(target, 1 - target))``, one
+            without responses always; None always draws.
     """
 
     def __init__(self, task: Task, problems: Sequence[Problem], usable: Sequence[int]) -> None:
@@ -121,7 +123,9 @@ class Drawing:
             return True
         target, floor = self.pass_rate
         near = 1 - abs(share - target) / max(target, 1 - target)
-        return random.Random(f"{self._seed}/{self.epoch}/{self._position}").random() < max(floor, near)
+        return random.Random(f"{self._seed}/{self.epoch}/{self._position}").random() < max(
+            floor, near
+        )
 
     def _share(self, index: int) -> float | None:
         """Return the share of a problem's responses so far that are correct; None without any."""
@@ -133,7 +137,9 @@ class Drawing:
         return Drawn(group, index, self.problems[index])
 
     def record(self, outcomes: Outcomes) -> None:
-        """Count responses, if there is a ``difficulty_filter``, a ``pass_rate`` or a ``curriculum``."""
+        """Count responses, if there is a ``difficulty_filter``, a ``pass_rate`` or a
+        ``curriculum``.
+        """
         outcomes = list(outcomes)
         if self.difficulty_filter is not None or self.pass_rate is not None:
             self._outcomes.update(outcomes)
@@ -144,7 +150,11 @@ class Drawing:
         """Number of problems skipped by a ``difficulty_filter``, or level of a ``curriculum``."""
         if self.curriculum is not None:
             return {"rollout/level": self.curriculum.level}
-        return {} if self.difficulty_filter is None else {"rollout/problems_skipped": float(len(self.skipped))}
+        return (
+            {}
+            if self.difficulty_filter is None
+            else {"rollout/problems_skipped": float(len(self.skipped))}
+        )
 
     def _out_of_range(self) -> frozenset[int]:
         """Problems whose share of correct responses is outside of the ``difficulty_filter``."""
@@ -158,8 +168,8 @@ class Drawing:
                 out.add(index)
         if len(out) == len(self.usable):
             torchrl_logger.warning(
-                f"difficulty_filter=[{low}, {high}] leaves out all {len(out)} problems of {self.task.name!r}, so "
-                "none is left out."
+                f"difficulty_filter=[{low}, {high}] leaves out all {len(out)} problems of "
+                f"{self.task.name!r}, so none is left out."
             )
             return frozenset()
         return frozenset(out)
@@ -169,11 +179,17 @@ class Drawing:
         """Hash that is equal for equal problems in the same order."""
         told = hashlib.sha256()
         for index in self.usable:
-            told.update(repr((self.problems[index].query, self.problems[index].answer)).encode(errors="replace"))
+            told.update(
+                repr((self.problems[index].query, self.problems[index].answer)).encode(
+                    errors="replace"
+                )
+            )
         return told.hexdigest()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, and the state of a ``difficulty_filter``, a ``pass_rate`` or a ``curriculum``."""
+        """Return the position, and the state of a ``difficulty_filter``, a ``pass_rate`` or a
+        ``curriculum``.
+        """
         known: dict[str, Any] = {}
         if self._outcomes:
             known["outcomes"] = [[*key, count] for key, count in sorted(self._outcomes.items())]
@@ -198,13 +214,14 @@ class Drawing:
         """
         if state["num_problems"] != len(self.usable):
             raise ValueError(
-                f"the saved environment has num_problems={state['num_problems']}, this one has {len(self.usable)}: use "
-                "the dataset, split and max_prompt_tokens of the saved run."
+                f"the saved environment has num_problems={state['num_problems']}, this one has "
+                f"{len(self.usable)}: use the dataset, split and max_prompt_tokens of the saved "
+                "run."
             )
         if state["problems"] != self.digest:
             raise ValueError(
-                f"the saved environment has other problems, although both have num_problems={len(self.usable)}: use "
-                "the dataset and the seed of the saved run."
+                "the saved environment has other problems, although both have "
+                f"num_problems={len(self.usable)}: use the dataset and the seed of the saved run."
             )
         self.seed(state["seed"])
         for index, correct, count in state.get("outcomes", ()):

@@ -1,4 +1,6 @@
-"""Checks on a row of a data set, and its conversion to a text, a chat, or a template with the columns filled in."""
+"""Checks on a row of a data set, and its conversion to a text, a chat, or a template with the
+columns filled in.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ _FIELD = re.compile(r"\{\{([^\W\d]\w*)\}\}|\{([^{}]+)\}")
 def fill_template(template: str, row: Mapping[str, Any]) -> str:
     r"""A template with its fields replaced by a row's columns.
 
-    ``{name}`` is the column, with a format if there is one (``{name:.2f}``), and ``{{name}}`` the text ``{name}``.
-    Other braces stay as they are.
+    ``{name}`` is the column, with a format if there is one (``{name:.2f}``), and ``{{name}}`` the
+    text ``{name}``. Other braces stay as they are.
 
     Raises:
         ValueError: a field names no column.
@@ -36,13 +38,20 @@ def fill_template(template: str, row: Mapping[str, Any]) -> str:
         if column in row:
             if row[column] is None:
                 raise ValueError(
-                    f"must have a value in the column {column!r}, which prompt_template uses: give it one."
+                    f"must have a value in the column {column!r}, which prompt_template uses: give "
+                    "it one."
                 )
             return str(row[name]) if name in row else _formatted(match[0], row)
         if name.isidentifier():
             close = difflib.get_close_matches(name, list(row), 1)
-            hint = f"did you mean {{{close[0]}}}?" if close else f"write {{{{{name}}}}} for the text {match[0]}."
-            raise ValueError(f"must have the column {match[0]} of prompt_template, it has {sorted(row)}: {hint}")
+            hint = (
+                f"did you mean {{{close[0]}}}?"
+                if close
+                else f"write {{{{{name}}}}} for the text {match[0]}."
+            )
+            raise ValueError(
+                f"must have the column {match[0]} of prompt_template, it has {sorted(row)}: {hint}"
+            )
         return match[0]
 
     return _FIELD.sub(fill, template)
@@ -69,7 +78,9 @@ def checked_text(row: Row, column: str) -> str:
     found = f"has {value!r:.80}"
     if value is None:
         found = f"has none (the row has {sorted(name for name, value in row.items() if value is not None)})"
-    raise ValueError(f"must have text in the column {column!r}, it {found}: write text there, or remove the row.")
+    raise ValueError(
+        f"must have text in the column {column!r}, it {found}: write text there, or remove the row."
+    )
 
 
 def first_turn(chat: Sequence[Any]) -> int:
@@ -78,12 +89,17 @@ def first_turn(chat: Sequence[Any]) -> int:
     >>> first_turn([{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}])
     1
     """
-    turns = (index for index, one in enumerate(chat) if isinstance(one, dict) and one.get("role") == "assistant")
+    turns = (
+        index
+        for index, one in enumerate(chat)
+        if isinstance(one, dict) and one.get("role") == "assistant"
+    )
     return next(turns, len(chat))
 
 
 def without_nones(value: Any) -> Any:
-    """Return a nested value without keys that have no value: a parquet file gives each row the keys of all rows.
+    """Return a nested value without keys that have no value: a parquet file gives each row the keys
+    of all rows.
 
     >>> without_nones({"arguments": {"city": "Rome", "x": None}, "name": None})
     {'arguments': {'city': 'Rome'}}
@@ -111,8 +127,8 @@ def checked_messages(chat: Sequence[Any], column: str) -> list[Message]:
         if not fits or not all(isinstance(clean.get(key), str) for key in ("role", "content")):
             more = "" if fits or calls is None else " and tool_calls that name functions"
             raise ValueError(
-                f"must have chat messages in the column {column!r}, each with role{more} and content as text, it has "
-                f"{message!r:.80}: fix the row, or remove it."
+                f"must have chat messages in the column {column!r}, each with role{more} and "
+                f"content as text, it has {message!r:.80}: fix the row, or remove it."
             )
         messages.append(clean)
     return messages
@@ -136,8 +152,8 @@ def checked_tools(value: Any, column: str) -> list[dict[str, Any]]:
     tools = without_nones(tools)
     if not (isinstance(tools or [], list) and all(map(_is_call, tools or []))):
         raise ValueError(
-            f"must have a list of tools in the column {column!r}, each the JSON schema of a function with its name, "
-            f"it has {value!r:.80}: fix the row, or rename the column."
+            f"must have a list of tools in the column {column!r}, each the JSON schema of a "
+            f"function with its name, it has {value!r:.80}: fix the row, or rename the column."
         )
     return tools or []
 
@@ -151,8 +167,9 @@ def checked_demonstration(chat: Sequence[Any], column: str) -> list[Message]:
     messages = checked_messages(chat, column)
     if not messages or {messages[0]["role"], messages[-1]["role"]} != {"assistant"}:
         raise ValueError(
-            f"must have in the column {column!r} what the assistant is to answer to the prompt, ending with the "
-            f"assistant's, it has {list(chat[-1:])!r:.80}: fix the row, or remove it."
+            f"must have in the column {column!r} what the assistant is to answer to the prompt, "
+            f"ending with the assistant's, it has {list(chat[-1:])!r:.80}: fix the row, or remove "
+            "it."
         )
     return messages
 
@@ -165,13 +182,13 @@ def checked_chat(chat: Sequence[Any], column: str, template: str | None) -> list
     """
     if template is not None:
         raise ValueError(
-            f"must have text in the column {column!r} with prompt_template, it has a list of messages: leave the "
-            "template out."
+            f"must have text in the column {column!r} with prompt_template, it has a list of "
+            "messages: leave the template out."
         )
     messages = checked_messages(chat, column)
     if not messages or messages[-1]["role"] == "assistant":
         raise ValueError(
-            f"must have chat messages in the column {column!r} that end before the assistant's, it has "
-            f"{list(chat[-1:])!r:.80}: remove the last message, which the policy is to write."
+            f"must have chat messages in the column {column!r} that end before the assistant's, it "
+            f"has {list(chat[-1:])!r:.80}: remove the last message, which the policy is to write."
         )
     return messages

@@ -1,6 +1,7 @@
 """GSM8K: grade-school word problems whose answer is one number (arXiv:2110.14168).
 
-The problems come from a folder with ``train.jsonl`` and ``test.jsonl``, or from ``openai/gsm8k`` on Hugging Face.
+The problems come from a folder with ``train.jsonl`` and ``test.jsonl``, or from ``openai/gsm8k`` on
+Hugging Face.
 """
 
 from __future__ import annotations
@@ -14,16 +15,19 @@ from torchrl_grpo.tasks.dataset import PresetTask
 from torchrl_grpo.tasks.fields import checked_text
 from torchrl_grpo.tasks.sources import Row
 
-INSTRUCTION = "Reason step by step, then finish with a line that holds only the answer: #### <number>"
+INSTRUCTION = (
+    "Reason step by step, then finish with a line that holds only the answer: #### <number>"
+)
 
 
 class GSM8KTask(PresetTask):
-    """GSM8K's problems; the reward is 1 if the number after a response's last ``####`` is the answer, otherwise 0.
+    """GSM8K's problems; the reward is 1 if the number after a response's last ``####`` is the
+    answer, otherwise 0.
 
-    Args:
-        dataset_path: a folder with ``train.jsonl`` and ``test.jsonl``, one JSON object a line with the fields
-            ``question`` and ``answer``, where the answer ends with ``#### n``. None loads ``openai/gsm8k`` through
-            ``datasets``.
+    Args: dataset_path: a folder with ``train.jsonl`` and ``test.jsonl``, one JSON object a line
+        with the fields
+            ``question`` and ``answer``, where the answer ends with ``#### n``. None loads
+            ``openai/gsm8k`` through ``datasets``.
         **options: of ``DatasetTask``, where they are to differ.
 
     >>> task = GSM8KTask()

@@ -10,8 +10,8 @@ from torchrl_grpo.tasks.dataset import PresetTask
 class IFEvalTask(PresetTask):
     """IFEval's prompts, scored by the reward ``ifeval``: the mean of its four accuracies.
 
-    The data has one split. A tenth of it is the test split, unless ``test_fraction`` says otherwise;
-    ``test_split="train"`` evaluates on all of it, and nothing is left to train on.
+    The data has one split. A tenth of it is the test split, unless ``test_fraction`` says
+    otherwise; ``test_split="train"`` evaluates on all of it, and nothing is left to train on.
 
     Args:
         dataset_path: a folder with ``input_data.jsonl``; None is ``google/IFEval`` on the hub.

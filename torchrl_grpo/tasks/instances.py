@@ -21,10 +21,11 @@ _closing: set[Instance] = set()
 
 
 class Instance:
-    """A thread, and the environment that is made, played and closed in it, its coroutines in a loop of their own.
+    """A thread, and the environment that is made, played and closed in it, its coroutines in a loop
+    of their own.
 
-    So environments start and play side by side, and each may hold what belongs to a thread: a browser, a connection.
-    One that hangs holds up nobody; its thread ends with the process.
+    So environments start and play side by side, and each may hold what belongs to a thread: a
+    browser, a connection. One that hangs holds up nobody; its thread ends with the process.
 
     Attributes:
         environment: what the thread made of it.
@@ -45,8 +46,8 @@ class Instance:
         return future
 
     def close(self) -> None:
-        """Ends the environment, by its ``close`` if it has one, and the thread. The process waits for it when it ends,
-        some seconds."""
+        """Ends the environment, by its ``close`` if it has one, and the thread. The process waits
+        for it when it ends, some seconds."""
         _closing.add(self)
         self.call(self._close)
         self._orders.put(None)
@@ -59,7 +60,9 @@ class Instance:
                     future.set_result(function())
                 except Exception as error:
                     future.set_exception(error)
-                except BaseException as error:  # a SystemExit would end the run, if it is raised again where one waits
+                except (
+                    BaseException
+                ) as error:  # a SystemExit would end the run, if it is raised again where one waits
                     raised = RuntimeError(f"{type(error).__name__} was raised.")
                     future.set_exception(raised.with_traceback(error.__traceback__))
         _closing.discard(self)

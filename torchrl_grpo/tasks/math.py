@@ -12,7 +12,8 @@ INSTRUCTION = r"Reason step by step, and put your final answer within \boxed{}."
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the contents of the last ``\boxed{}`` of a text; None where none is closed and not empty.
+    r"""Return the contents of the last ``\boxed{}`` of a text; None where none is closed and not
+    empty.
 
     ``\boxed 5`` and ``\fbox{5}`` count, as in the data set.
 
@@ -24,7 +25,11 @@ def last_boxed(text: str) -> str | None:
         return None
     rest = text[end:].lstrip()
     if not rest.startswith("{"):
-        return rest.split("$")[0].split(maxsplit=1)[0].rstrip(".,") or None if rest.split("$")[0].strip() else None
+        return (
+            rest.split("$")[0].split(maxsplit=1)[0].rstrip(".,") or None
+            if rest.split("$")[0].strip()
+            else None
+        )
     depth = 0
     for i, character in enumerate(rest):
         depth += (character == "{") - (character == "}")
@@ -34,7 +39,8 @@ def last_boxed(text: str) -> str | None:
 
 
 class MathTask(PresetTask):
-    r"""MATH's problems, scored by the reward ``math``; a problem's answer is the last ``\boxed{}`` of its solution.
+    r"""MATH's problems, scored by the reward ``math``; a problem's answer is the last ``\boxed{}``
+    of its solution.
 
     Args:
         dataset_path: a file or folder with the columns ``problem`` and ``solution``; None is
@@ -64,7 +70,7 @@ class MathTask(PresetTask):
         answer = last_boxed(text) if column == "solution" else text
         if answer is None:
             raise ValueError(
-                f"must have a solution with its answer in \\boxed{{}}, it ends with {text[-80:]!r}: add it or remove "
-                "the row."
+                "must have a solution with its answer in \\boxed{}, it ends with "
+                f"{text[-80:]!r}: add it or remove the row."
             )
         return answer

@@ -22,7 +22,10 @@ class MixedProblems(Sequence[Problem]):
     """
 
     def __init__(
-        self, parts: Sequence[Sequence[Problem]], names: Sequence[str], weights: Sequence[float] | None
+        self,
+        parts: Sequence[Sequence[Problem]],
+        names: Sequence[str],
+        weights: Sequence[float] | None,
     ) -> None:
         self.parts, self._names, self.weights = list(parts), list(names), weights
         self._ends = list(accumulate(map(len, parts)))
@@ -57,8 +60,9 @@ class MixedProblems(Sequence[Problem]):
 class MixedTask(Task):
     """Several tasks; each problem is prompted, answered and scored by its own task.
 
-    Of an epoch's train problems each task has a share by its weight. A task with fewer problems than its share gives
-    some more than once, one with more gives others in the next epoch. Test problems come once each, the tasks in turn.
+    Of an epoch's train problems each task has a share by its weight. A task with fewer problems
+    than its share gives some more than once, one with more gives others in the next epoch. Test
+    problems come once each, the tasks in turn.
 
     Args:
         tasks: at least one.
@@ -76,11 +80,15 @@ class MixedTask(Task):
     0.25
     """
 
-    def __init__(self, tasks: Sequence[Task], weights: Sequence[float], names: Sequence[str]) -> None:
+    def __init__(
+        self, tasks: Sequence[Task], weights: Sequence[float], names: Sequence[str]
+    ) -> None:
         if min(weights) <= 0:
             raise ValueError(f"weights={list(weights)} must be above 0: for example, 1 for each.")
         if len(set(names)) < len(names):
-            raise ValueError(f"names={list(names)} must be different: give a data set another name.")
+            raise ValueError(
+                f"names={list(names)} must be different: give a data set another name."
+            )
         self.tasks = dict(zip(names, tasks, strict=True))
         self.weights = list(weights)
         self.name = "+".join(names)
@@ -113,7 +121,9 @@ class MixedTask(Task):
     def reply(self, dialog: Dialog) -> list[Message] | None:
         return self.task_of(dialog.problem).reply(dialog)
 
-    def advance(self, dialogs: Sequence[Dialog], timeout_s: float | None = None) -> list[Turn | Exception]:
+    def advance(
+        self, dialogs: Sequence[Dialog], timeout_s: float | None = None
+    ) -> list[Turn | Exception]:
         turns: dict[int, Turn | Exception] = {}
         for task in self.tasks.values():
             own = [i for i, dialog in enumerate(dialogs) if self.task_of(dialog.problem) is task]
@@ -128,8 +138,12 @@ class MixedTask(Task):
     def multi_turn(self) -> bool:
         return any(task.multi_turn for task in self.tasks.values())
 
-    def epoch(self, problems: Sequence[Problem], usable: Sequence[int], rng: random.Random) -> list[int]:
-        """Return as many draws as there are usable problems, divided by weight among the tasks that have some."""
+    def epoch(
+        self, problems: Sequence[Problem], usable: Sequence[int], rng: random.Random
+    ) -> list[int]:
+        """Return as many draws as there are usable problems, divided by weight among the tasks that
+        have some.
+        """
         if not isinstance(problems, MixedProblems):
             return super().epoch(problems, usable, rng)
         parts = {part: indices for part, indices in enumerate(problems.split(usable)) if indices}
@@ -137,7 +151,9 @@ class MixedTask(Task):
             turns = zip_longest(*(rng.sample(part, len(part)) for part in parts.values()))
             return [index for turn in turns for index in turn if index is not None]
         quotas = _quotas(len(usable), {part: self.weights[part] for part in parts})
-        order = list(chain.from_iterable(_drawn(parts[part], quota, rng) for part, quota in quotas.items()))
+        order = list(
+            chain.from_iterable(_drawn(parts[part], quota, rng) for part, quota in quotas.items())
+        )
         rng.shuffle(order)
         return order
 
@@ -146,7 +162,9 @@ def _quotas(total: int, weights: dict[int, float]) -> dict[int, int]:
     """Divide ``total`` by weight; the remainder goes to the largest fractions."""
     exact = {part: total * weight / sum(weights.values()) for part, weight in weights.items()}
     quotas = {part: int(share) for part, share in exact.items()}
-    for part in sorted(exact, key=lambda part: quotas[part] - exact[part])[: total - sum(quotas.values())]:
+    for part in sorted(exact, key=lambda part: quotas[part] - exact[part])[
+        : total - sum(quotas.values())
+    ]:
         quotas[part] += 1
     return quotas
 

@@ -14,10 +14,9 @@ _TRAIN_PER_TEST = 4
 class SeedsTask(Task):
     """Problems that are numbers, in the column ``seed``; an environment makes something of them.
 
-    Args:
-        max_samples: train problems, the seeds from 0; there is a test problem for each four of them, from the next on.
-        prompt_template: the begin of the user's message.
-        system_prompt: the system's message.
+    Args: max_samples: train problems, the seeds from 0; there is a test problem for each four of
+        them, from the next on. prompt_template: the begin of the user's message. system_prompt: the
+        system's message.
 
     >>> task = SeedsTask(100, system_prompt="Play well.")
     >>> task.problems("test")[0].extra
@@ -27,7 +26,10 @@ class SeedsTask(Task):
     name = "seeds"
 
     def __init__(
-        self, max_samples: int | None = None, prompt_template: str | None = None, system_prompt: str | None = None
+        self,
+        max_samples: int | None = None,
+        prompt_template: str | None = None,
+        system_prompt: str | None = None,
     ) -> None:
         self.max_samples = _TRAIN_SAMPLES if max_samples is None else max_samples
         self.prompt_template, self.system_prompt = prompt_template or "", system_prompt
@@ -39,4 +41,7 @@ class SeedsTask(Task):
 
     def messages(self, problem: Problem) -> list[Message]:
         system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
-        return [*system, {"role": "user", "content": fill_template(self.prompt_template, problem.extra)}]
+        return [
+            *system,
+            {"role": "user", "content": fill_template(self.prompt_template, problem.extra)},
+        ]

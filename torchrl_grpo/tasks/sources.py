@@ -1,8 +1,8 @@
 """Rows of a data set from a file, a folder of files, or the Hugging Face hub.
 
-Text files are read here, row by row, so that a malformed row is named by its line and no value changes: ``datasets``
-makes dates of text that looks like one, and numbers of the answers of a csv file. The rows then are a
-``datasets.Dataset``, as those of parquet files and of the hub are.
+Text files are read here, row by row, so that a malformed row is named by its line and no value
+changes: ``datasets`` makes dates of text that looks like one, and numbers of the answers of a csv
+file. The rows then are a ``datasets.Dataset``, as those of parquet files and of the hub are.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ Row = dict[str, Any]
 class Table:
     """Rows, and the place of each.
 
-    Attributes:
-        data: the rows, a ``datasets.Dataset``.
-        parts: in order, the index of a part's first row, the part's name, and the line of each of its rows, if it has
+    Attributes: data: the rows, a ``datasets.Dataset``. parts: in order, the index of a part's first
+        row, the part's name, and the line of each of its rows, if it has
             lines; else a row is named by its index in the part.
-        encoded: columns whose values are JSON in ``data``, because they differ in type or are nested.
+        encoded: columns whose values are JSON in ``data``, because they differ in type or are
+            nested.
     """
 
     data: Any
@@ -59,7 +59,11 @@ class Table:
 
     def first(self, most: int | None) -> Table:
         """A table of the first rows, or itself."""
-        return self if most is None or most >= len(self) else Table(self.data.take(most), self.parts, self.encoded)
+        return (
+            self
+            if most is None or most >= len(self)
+            else Table(self.data.take(most), self.parts, self.encoded)
+        )
 
     def where(self, index: int) -> str:
         """The place of a row, as ``data.jsonl:7`` or ``openai/gsm8k train[6]``."""
@@ -109,7 +113,8 @@ class Source(Protocol):
 
 
 def data_name(dataset: str) -> str:
-    """Return the name of a data set: that of a file or folder, or the name without the library or the hub's owner.
+    """Return the name of a data set: that of a file or folder, or the name without the library or
+    the hub's owner.
 
     >>> data_name("data/a.jsonl"), data_name("org/set-1.5"), data_name("reasoning_gym:chain_sum")
     ('a', 'set-1.5', 'chain_sum')
@@ -133,15 +138,25 @@ def find_source(dataset: str, config: str | None, revision: str | None, what: st
     path = Path(dataset).expanduser()
     if path.exists():
         if config is not None or revision is not None:
-            raise ValueError(f"{what} is here, and dataset_config and revision are for the hub: leave them out.")
+            raise ValueError(
+                f"{what} is here, and dataset_config and revision are for the hub: leave them out."
+            )
         return Files(path, what)
     if path.suffix in _SUFFIXES or not _HUB_NAME.fullmatch(dataset):
         near = path.parent if path.parent.is_dir() else Path()
         close = difflib.get_close_matches(path.name, [other.name for other in near.iterdir()], 1)
-        hint = f"did you mean {near / close[0]}?" if close else f"paths start from {Path().absolute()}."
+        hint = (
+            f"did you mean {near / close[0]}?"
+            if close
+            else f"paths start from {Path().absolute()}."
+        )
         raise ValueError(f"{what} must be a file or folder that exists, and it does not: {hint}")
     close = difflib.get_close_matches(dataset, [*checks.GENERATED, *checks.PRESETS], 1)
-    instead = f"use {close[0]}" if close else "give a file (jsonl, json, csv, parquet) or a folder that is here"
+    instead = (
+        f"use {close[0]}"
+        if close
+        else "give a file (jsonl, json, csv, parquet) or a folder that is here"
+    )
     return Hub(dataset, config, revision, what, instead)
 
 
@@ -158,7 +173,9 @@ class Hub:
 
     fix = ""
 
-    def __init__(self, name: str, config: str | None, revision: str | None, what: str, instead: str) -> None:
+    def __init__(
+        self, name: str, config: str | None, revision: str | None, what: str, instead: str
+    ) -> None:
         self.name = name
         self.config = config
         self.revision = revision
@@ -173,10 +190,12 @@ class Hub:
         except Exception as error:  # no network, not in the cache, a broken download: of any type
             reason = f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}"
             if "Unknown split" in reason:
-                raise UnknownSplitError(f"{self.what} must have the split {split!r}, got {reason:.300}") from error
+                raise UnknownSplitError(
+                    f"{self.what} must have the split {split!r}, got {reason:.300}"
+                ) from error
             raise ValueError(
-                f"{self.what} must reach {self.name} on Hugging Face or in its cache, got {reason:.300}: connect once, "
-                f"or {self.instead}."
+                f"{self.what} must reach {self.name} on Hugging Face or in its cache, got "
+                f"{reason:.300}: connect once, or {self.instead}."
             ) from error
         return Table(data, [(0, f"{self.name} {split}", ())]).first(most)
 
@@ -184,9 +203,10 @@ class Hub:
 class Files:
     """A file, which is one split, or a folder of them.
 
-    In a folder the split is the file's name without suffix and shard number (``train-00000-of-00002.parquet``), or that
-    of the folder inside it. Files that are named after no split (neither train nor test is among them) are one split,
-    train, in the order of their names.
+    In a folder the split is the file's name without suffix and shard number
+    (``train-00000-of-00002.parquet``), or that of the folder inside it. Files that are named after
+    no split (neither train nor test is among them) are one split, train, in the order of their
+    names.
 
     Args:
         path: the file or folder, which exists.
@@ -207,9 +227,15 @@ class Files:
             paths = [path for part in named.values() for path in part]
         if not paths:
             must = self.layout or f"a file or folder with the split {split!r}"
-            found = sorted(p.name for p in self.path.iterdir())[:10] if self.path.is_dir() else "no folder"
+            found = (
+                sorted(p.name for p in self.path.iterdir())[:10]
+                if self.path.is_dir()
+                else "no folder"
+            )
             found = [self.path.name] if self.path.is_file() else found
-            raise UnknownSplitError(f"{self.what} must be {must}, but {split}.jsonl is missing (found: {found})")
+            raise UnknownSplitError(
+                f"{self.what} must be {must}, but {split}.jsonl is missing (found: {found})"
+            )
         kinds = {path.suffix for path in paths}
         if ".parquet" in kinds:
             return self._read_parquet(paths, most)
@@ -236,14 +262,17 @@ class Files:
             if path.suffix in _SUFFIXES and not any(part.startswith(".") for part in inner.parts):
                 folder = inner.parts[0] if len(inner.parts) > 1 else None
                 stem = _SHARD.sub("", path.stem)
-                named.setdefault(folder if folder and stem not in ("train", "test") else stem, []).append(path)
+                named.setdefault(
+                    folder if folder and stem not in ("train", "test") else stem, []
+                ).append(path)
         return named
 
     def _read_parquet(self, paths: Sequence[Path], most: int | None) -> Table:
         others = [path.name for path in paths if path.suffix != ".parquet"]
         if others:
             raise ValueError(
-                f"{self.what} must have one kind of file in a split, it has parquet and {others}: use one."
+                f"{self.what} must have one kind of file in a split, it has parquet and {others}: "
+                "use one."
             )
         loader = _load_dataset(self.what, "give a jsonl file")
         tables: list[Any] = []
@@ -254,14 +283,17 @@ class Files:
                 tables.append(loader("parquet", data_files={"train": [str(path)]}, split="train"))
             except Exception as error:  # of pyarrow or datasets, of any type
                 reason = " ".join(str(error.__cause__ or error).split())
-                raise ValueError(f"{path} must be a parquet file, got {reason:.200}: write it again.") from error
+                raise ValueError(
+                    f"{path} must be a parquet file, got {reason:.200}: write it again."
+                ) from error
         from datasets import concatenate_datasets
 
         return Table(concatenate_datasets(_same_types(tables, paths)), parts).first(most)
 
 
 def _same_types(tables: Sequence[Any], paths: Sequence[Path]) -> list[Any]:
-    """Return tables whose columns have the same types: the widest, such as int64 of int32 and int64.
+    """Return tables whose columns have the same types: the widest, such as int64 of int32 and
+    int64.
 
     Raises:
         ValueError: two tables have a column of types that no type includes.
@@ -276,10 +308,13 @@ def _same_types(tables: Sequence[Any], paths: Sequence[Path]) -> list[Any]:
             common = pyarrow.unify_schemas([common, schema], promote_options="permissive")
         except pyarrow.ArrowException as error:
             raise ValueError(
-                f"{path} must have columns of the types of {paths[0]}, got {' '.join(str(error).split()):.200}: write "
-                "both with the same types."
+                f"{path} must have columns of the types of {paths[0]}, got "
+                f"{' '.join(str(error).split()):.200}: write both with the same types."
             ) from error
-    wanted = [Features.from_arrow_schema(pyarrow.schema([common.field(name) for name in one.names])) for one in schemas]
+    wanted = [
+        Features.from_arrow_schema(pyarrow.schema([common.field(name) for name in one.names]))
+        for one in schemas
+    ]
     if all(schema.equals(schemas[0]) for schema in schemas):
         return list(tables)
     return [table.cast(features) for table, features in zip(tables, wanted, strict=True)]
@@ -290,13 +325,16 @@ def _load_dataset(what: str, fix: str) -> Any:
         from datasets import load_dataset
     except ImportError as error:
         raise ValueError(
-            f"{what} must have the package 'datasets', it is not installed: pip install datasets, or {fix}."
+            f"{what} must have the package 'datasets', it is not installed: pip install datasets, "
+            f"or {fix}."
         ) from error
     return load_dataset
 
 
 def _table(rows: Sequence[Row], parts: Sequence[tuple[int, str, Sequence[int | None]]]) -> Table:
-    """Make columns of the rows. A column of texts, or of numbers of one type, stays; all others become JSON."""
+    """Make columns of the rows. A column of texts, or of numbers of one type, stays; all others
+    become JSON.
+    """
     from datasets import Dataset
 
     columns = {}
@@ -304,7 +342,9 @@ def _table(rows: Sequence[Row], parts: Sequence[tuple[int, str, Sequence[int | N
     for name in dict.fromkeys(name for row in rows for name in row):
         values = [row.get(name) for row in rows]
         kinds = {type(value) for value in values if value is not None}
-        large = int in kinds and any(isinstance(value, int) and abs(value) >= 2**63 for value in values)
+        large = int in kinds and any(
+            isinstance(value, int) and abs(value) >= 2**63 for value in values
+        )
         if large or len(kinds) > 1 or not kinds <= {str, int, float, bool}:
             values = [None if value is None else json.dumps(value) for value in values]
             encoded.add(name)
@@ -328,16 +368,22 @@ def _row(line: bytes, where: str) -> Row:
             f"{where} must be one JSON object a line, got {line[:80]!r} ({error}): fix that line."
         ) from error
     if not isinstance(row, dict):
-        raise ValueError(f'{where} must be a JSON object, got {line[:80]!r}: write {{"question": ..., "answer": ...}}.')
+        raise ValueError(
+            f'{where} must be a JSON object, got {line[:80]!r}: write {{"question": ..., "answer": ...}}.'
+        )
     return _encodable(row, where)
 
 
 def _encodable(row: Row, where: str) -> Row:
-    """Return the row if its text is Unicode: JSON can contain lone surrogates, which no tokenizer accepts."""
+    """Return the row if its text is Unicode: JSON can contain lone surrogates, which no tokenizer
+    accepts.
+    """
     try:
         json.dumps(row, ensure_ascii=False).encode()
     except (UnicodeEncodeError, RecursionError) as error:
-        raise ValueError(f"{where} must be text in Unicode, got {str(error)!r}: fix that row.") from error
+        raise ValueError(
+            f"{where} must be text in Unicode, got {str(error)!r}: fix that row."
+        ) from error
     return row
 
 
@@ -357,7 +403,9 @@ def _json(path: Path) -> Iterator[tuple[int | None, Row]]:
     for index, row in enumerate(whole if isinstance(whole, list) else [whole]):
         where = f"{path}[{index}]"
         if not isinstance(row, dict):
-            raise ValueError(f"{where} must be a JSON object, got {row!r:.80}: write a list of objects.")
+            raise ValueError(
+                f"{where} must be a JSON object, got {row!r:.80}: write a list of objects."
+            )
         yield None, _encodable(row, where)
 
 
@@ -381,10 +429,13 @@ def _csv(path: Path) -> Iterator[tuple[int | None, Row]]:
             line = end + 1
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
-        raise ValueError(f"{path}:{line} must be UTF-8, {error}: save the file as UTF-8.") from error
+        raise ValueError(
+            f"{path}:{line} must be UTF-8, {error}: save the file as UTF-8."
+        ) from error
     except (csv.Error, ValueError) as error:
         raise ValueError(
-            f"{path}:{line} must be a row of a csv file, {error}: fix that line (quote commas, and close quotes)."
+            f"{path}:{line} must be a row of a csv file, {error}: fix that line (quote commas, and "
+            "close quotes)."
         ) from error
 
 

@@ -1,17 +1,22 @@
-"""``WithEnvironment``: a task whose dialogs are played by environments, objects with a state, one for each dialog.
+"""``WithEnvironment``: a task whose dialogs are played by environments, objects with a state, one
+for each dialog.
 
-A class of an environment is TRL's (``environment_factory``) or, where it has ``step(self, response)``, a text game in
-Gymnasium's words. It is made without arguments; any method may be an ``async def``.
+A class of an environment is TRL's (``environment_factory``) or, where it has ``step(self,
+response)``, a text game in Gymnasium's words. It is made without arguments; any method may be an
+``async def``.
 
-========================  ============================================================================================
-``reset(self, **columns)``  the first observation, a text that is appended to the user's message, or None; it gets the
+========================
+============================================================================================
+``reset(self, **columns)``  the first observation, a text that is appended to the user's message, or
+None; it gets the
                           columns of the problem that it names
-``step(self, response)``  a text game: (observation, reward, done); also of a response that a token limit cut off, of
+``step(self, response)``  a text game: (observation, reward, done); also of a response that a token
+limit cut off, of
                           which ``step(self, response, truncated)`` is told
-other public methods      otherwise: tools that the policy may call; type hints and docstring are their schema
-``get_reward(self)``      of a class with tools: the reward of the dialog, a number
-``close(self)``           called at the end, if it is there
-========================  ============================================================================================
+other public methods      otherwise: tools that the policy may call; type hints and docstring are
+their schema ``get_reward(self)``      of a class with tools: the reward of the dialog, a number
+``close(self)``           called at the end, if it is there ========================
+============================================================================================
 """
 
 from __future__ import annotations
@@ -56,8 +61,8 @@ class Kind:
         parser: finds calls in the policy's text.
         field: what messages call the class.
 
-    Raises:
-        ValueError: it is no class, has no ``reset``, or no tool and no ``step``; or a tool is not described.
+    Raises: ValueError: it is no class, has no ``reset``, or no tool and no ``step``; or a tool is
+        not described.
     """
 
     def __init__(
@@ -74,21 +79,28 @@ class Kind:
         where = f"{field}={self.name}"
         reset = getattr(made, "reset", None)
         if not callable(reset):
-            raise ValueError(f"{where} must have reset(self, **columns): write it, it may return None.")
+            raise ValueError(
+                f"{where} must have reset(self, **columns): write it, it may return None."
+            )
         self._reset = inspect.signature(reset).parameters
         step = getattr(made, "step", None)
         of_step = inspect.signature(step).parameters if callable(step) else {}
         self.steps, self.takes_truncated = "response" in of_step, "truncated" in of_step
         self.owns_reward = self.steps or callable(getattr(made, "get_reward", None))
-        methods = inspect.getmembers(made, lambda one: inspect.isfunction(one) or inspect.ismethod(one))
+        methods = inspect.getmembers(
+            made, lambda one: inspect.isfunction(one) or inspect.ismethod(one)
+        )
         names = [name for name, _ in methods if not name.startswith("_")]
         self._methods = [] if self.steps else [name for name in names if name not in _NO_TOOLS]
         if self.steps and tools:
-            raise ValueError(f"env.tools must be left out with {where}, a text game reads responses: use one of them.")
+            raise ValueError(
+                f"env.tools must be left out with {where}, a text game reads responses: use one of "
+                "them."
+            )
         if not (self.steps or self._methods):
             raise ValueError(
-                f"{where} must have step(self, response) or public methods, which are the policy's tools, it has none: "
-                "write one."
+                f"{where} must have step(self, response) or public methods, which are the policy's "
+                "tools, it has none: write one."
             )
         bare: Any = object.__new__(made)  # only to see the methods as the policy does, without self
         schemas = Toolbox([*tools, *(getattr(bare, name) for name in self._methods)], parser)
@@ -107,15 +119,15 @@ class Kind:
         ]  # fmt: skip
         if missing:
             raise ValueError(
-                f"reset of the environment {self.name} needs {' and '.join(missing)}, the columns are "
-                f"{sorted(columns)}: name one of them, or give it a default."
+                f"reset of the environment {self.name} needs {' and '.join(missing)}, the columns "
+                f"are {sorted(columns)}: name one of them, or give it a default."
             )
         every = any(p.kind is p.VAR_KEYWORD for p in named)
         return {name: value for name, value in columns.items() if every or name in self._reset}
 
     def outcome(self, environment: Any) -> tuple[float | None, bool]:
-        """Return the reward of the policy's latest turn, None without one, and whether the environment, one with tools,
-        ended the dialog."""
+        """Return the reward of the policy's latest turn, None without one, and whether the
+        environment, one with tools, ended the dialog."""
         return None, False
 
     def tools_of(self, environment: Any) -> Toolbox:
@@ -127,13 +139,13 @@ class Kind:
 class WithEnvironment(WrappedTask):
     """Another task's problems, each dialog of which is played by an environment of its own.
 
-    An environment is made in a thread of its own and stays there. Its own reward, the sum of its steps' or what
-    ``get_reward`` returns, and that of reward functions add up; a dialog is correct where the own reward is at least 1,
-    and where there is none, as the functions say. The calls of a last turn are made too: the reward may depend on them.
+    An environment is made in a thread of its own and stays there. Its own reward, the sum of its
+    steps' or what ``get_reward`` returns, and that of reward functions add up; a dialog is correct
+    where the own reward is at least 1, and where there is none, as the functions say. The calls of
+    a last turn are made too: the reward may depend on them.
 
-    Args:
-        task: the other one.
-        kinds: the classes by what the problem's column ``environment`` says; one alone has the name ``""``.
+    Args: task: the other one. kinds: the classes by what the problem's column ``environment`` says;
+        one alone has the name ``""``.
 
     Keyword Args:
         rewards: reward functions; they get ``environments``, a list with the dialog's own.
@@ -184,8 +196,9 @@ class WithEnvironment(WrappedTask):
         for kind in kinds.values():
             if not judged and rewards is None and not kind.owns_reward:
                 raise ValueError(
-                    f"env.environment={kind.name} needs env.reward, it has no get_reward(self): write one that returns "
-                    "the reward of the dialog, or name a reward function, which gets environments."
+                    f"env.environment={kind.name} needs env.reward, it has no get_reward(self): "
+                    "write one that returns the reward of the dialog, or name a reward function, "
+                    "which gets environments."
                 )
         self._instances: dict[str, Instance] = {}
         self._stuck: list[Future[Turn]] = []
@@ -207,8 +220,8 @@ class WithEnvironment(WrappedTask):
         name = "" if "" in self.kinds else problem.extra.get(COLUMN)
         if name not in self.kinds:
             raise ValueError(
-                f"the column {COLUMN} must have one of the names in env.environment, {sorted(self.kinds)}, it has "
-                f"{name!r:.80}: fix the row, or name a class for it."
+                f"the column {COLUMN} must have one of the names in env.environment, "
+                f"{sorted(self.kinds)}, it has {name!r:.80}: fix the row, or name a class for it."
             )
         return self.kinds[name]
 
@@ -222,9 +235,15 @@ class WithEnvironment(WrappedTask):
             self.kind_of(problem).arguments(self._columns(problem))
 
     def _columns(self, problem: Problem) -> dict[str, Any]:
-        return {name: value for name, value in problem.extra.items() if "" in self.kinds or name != COLUMN}
+        return {
+            name: value
+            for name, value in problem.extra.items()
+            if "" in self.kinds or name != COLUMN
+        }
 
-    def advance(self, dialogs: Sequence[Dialog], timeout_s: float | None = None) -> list[Turn | Exception]:
+    def advance(
+        self, dialogs: Sequence[Dialog], timeout_s: float | None = None
+    ) -> list[Turn | Exception]:
         end = None if timeout_s is None else time.monotonic() + timeout_s
         futures = [self._start(dialog, timeout_s) for dialog in dialogs]
         turns = [self._awaited(future, end, timeout_s) for future in futures]
@@ -240,10 +259,14 @@ class WithEnvironment(WrappedTask):
             play = self._open
         instance = self._instances.get(dialog.episode)
         if instance is None:
-            raise RuntimeError(f"the dialog {dialog.episode!r} must be opened before its first turn, it was not.")
+            raise RuntimeError(
+                f"the dialog {dialog.episode!r} must be opened before its first turn, it was not."
+            )
         return instance.call(partial(play, instance, dialog, timeout_s))
 
-    def _awaited(self, future: Future[Turn], end: float | None, timeout_s: float | None) -> Turn | Exception:
+    def _awaited(
+        self, future: Future[Turn], end: float | None, timeout_s: float | None
+    ) -> Turn | Exception:
         try:
             return future.result(None if end is None else max(0.0, end - time.monotonic()))
         except TimeoutError as error:
@@ -252,8 +275,8 @@ class WithEnvironment(WrappedTask):
             if not future.done():
                 self._stuck.append(future)
             return InvalidRewardError(
-                f"an environment must answer within env.reward_timeout_s={timeout_s:g}, it did not: use a larger one, "
-                "or look for what it waits for.",
+                f"an environment must answer within env.reward_timeout_s={timeout_s:g}, it did "
+                "not: use a larger one, or look for what it waits for.",
                 "timeout",
             )
         except Exception as error:
@@ -269,12 +292,16 @@ class WithEnvironment(WrappedTask):
     def _open(self, instance: Instance, dialog: Dialog, timeout_s: float | None) -> Turn:
         kind = self.kind_of(dialog.problem)
         instance.environment = kind.make()
-        said = settled(instance.environment.reset(**kind.arguments(self._columns(dialog.problem))), timeout_s)
+        said = settled(
+            instance.environment.reset(**kind.arguments(self._columns(dialog.problem))), timeout_s
+        )
         return Turn(_prompt(dialog.messages, said, kind.name), None, tools=kind.toolbox.schemas)
 
     def _play(self, instance: Instance, dialog: Dialog, timeout_s: float | None) -> Turn:
         kind, turn = self.kind_of(dialog.problem), Turn(None, None)
-        if kind.steps and len(instance.rewards) < len(dialog.responses):  # else its answer found no room
+        if kind.steps and len(instance.rewards) < len(
+            dialog.responses
+        ):  # else its answer found no room
             turn = self._step(instance, kind, dialog, timeout_s)
         elif not kind.steps and dialog.finish_reason == "stop":
             turn = self._call(instance, kind, dialog, timeout_s)
@@ -282,63 +309,86 @@ class WithEnvironment(WrappedTask):
             turn = replace(turn, score=self._score(instance, kind, dialog, timeout_s))
         return turn
 
-    def _step(self, instance: Instance, kind: Kind, dialog: Dialog, timeout_s: float | None) -> Turn:
+    def _step(
+        self, instance: Instance, kind: Kind, dialog: Dialog, timeout_s: float | None
+    ) -> Turn:
         told = {"truncated": dialog.finish_reason == "length"} if kind.takes_truncated else {}
         result = settled(instance.environment.step(dialog.responses[-1], **told), timeout_s)
         try:
             observation, value, done = result
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"step of the environment {kind.name} must return (observation, reward, done), it returned "
-                f"{result!r:.80} ({error}): return these three."
+                f"step of the environment {kind.name} must return (observation, reward, done), it "
+                f"returned {result!r:.80} ({error}): return these three."
             ) from error
         reward = check_reward(value, f"the reward of a step of {kind.name}")
         if observation is None and not done:
             raise ValueError(
-                f"step of the environment {kind.name} must return an observation while the game goes on, it returned "
-                "None: return a text, or done=True."
+                f"step of the environment {kind.name} must return an observation while the game "
+                "goes on, it returned None: return a text, or done=True."
             )
         instance.rewards.append(reward)
-        return Turn(None if done else [{"role": "user", "content": str(observation)}], None, {}, reward)
+        return Turn(
+            None if done else [{"role": "user", "content": str(observation)}], None, {}, reward
+        )
 
-    def _call(self, instance: Instance, kind: Kind, dialog: Dialog, timeout_s: float | None) -> Turn:
+    def _call(
+        self, instance: Instance, kind: Kind, dialog: Dialog, timeout_s: float | None
+    ) -> Turn:
         toolbox = kind.tools_of(instance.environment)
         calls, start = list(toolbox.calls(dialog.raw)), time.perf_counter()
         if not calls:
             return Turn(None, None)
         results = [(call.name, *toolbox.run(call)) for call in calls]
         reward, done = kind.outcome(instance.environment)
-        messages = [tool_message(name, text, number) for number, (name, text, _) in enumerate(results)]
-        counts: dict[str, float] = {"tools/calls": len(calls), "tools/errors": sum(not well for _, _, well in results)}
+        messages = [
+            tool_message(name, text, number) for number, (name, text, _) in enumerate(results)
+        ]
+        counts: dict[str, float] = {
+            "tools/calls": len(calls),
+            "tools/errors": sum(not well for _, _, well in results),
+        }
         counts["tools/seconds"] = time.perf_counter() - start
         return Turn(None if done else messages, None, counts, reward)
 
-    def _score(self, instance: Instance, kind: Kind, dialog: Dialog, timeout_s: float | None) -> Score:
+    def _score(
+        self, instance: Instance, kind: Kind, dialog: Dialog, timeout_s: float | None
+    ) -> Score:
         if self.judged:
             return self.task.judge(dialog)
         own: float | None = None
         if kind.steps:
             own = sum(instance.rewards)
         elif kind.owns_reward:
-            own = check_reward(settled(instance.environment.get_reward(), timeout_s), f"get_reward of {kind.name}")
+            own = check_reward(
+                settled(instance.environment.get_reward(), timeout_s), f"get_reward of {kind.name}"
+            )
         if self.rewards is None:
             assert own is not None
             return Score(own, own >= 1)
-        score = self.rewards.start(replace(dialog, environment=instance.environment), timeout_s).result()
-        return score if own is None else Score(score.reward + own, own >= 1, {**score.parts, kind.name: own})
+        score = self.rewards.start(
+            replace(dialog, environment=instance.environment), timeout_s
+        ).result()
+        return (
+            score
+            if own is None
+            else Score(score.reward + own, own >= 1, {**score.parts, kind.name: own})
+        )
 
 
 def _prompt(messages: Sequence[Message], said: Any, name: str) -> list[Message]:
     """The chat of a problem with what ``reset`` said at the end of the user's message."""
     if not isinstance(said, str | None):
-        raise TypeError(f"reset of the environment {name} must return a text or None, it returned {said!r:.80}.")
+        raise TypeError(
+            f"reset of the environment {name} must return a text or None, it returned {said!r:.80}."
+        )
     *before, last = messages
     if last["role"] != "user":
         return [*messages, {"role": "user", "content": said or ""}]
     content = f"{last['content']}{said or ''}"
     if not content:
         raise ValueError(
-            f"reset of the environment {name} must return the first prompt where there is no data set, it returned "
-            f"{said!r}: return a text, or give env.dataset or env.prompt_template."
+            f"reset of the environment {name} must return the first prompt where there is no data "
+            f"set, it returned {said!r}: return a text, or give env.dataset or env.prompt_template."
         )
     return [*before, {**last, "content": content}]

@@ -12,8 +12,23 @@ from torchrl_grpo.errors import InvalidRewardError
 from torchrl_grpo.host.event_loop import event_loop
 from torchrl_grpo.rewards.forms import RewardFunction
 from torchrl_grpo.rewards.functions import load_function
-from torchrl_grpo.rewards.spec import CORRECT, RewardSpec, parse_rewards, part_weight, reward_weights
-from torchrl_grpo.tasks.base import Dialog, Message, Score, Task, Turn, WrappedTask, answers, with_scores
+from torchrl_grpo.rewards.spec import (
+    CORRECT,
+    RewardSpec,
+    parse_rewards,
+    part_weight,
+    reward_weights,
+)
+from torchrl_grpo.tasks.base import (
+    Dialog,
+    Message,
+    Score,
+    Task,
+    Turn,
+    WrappedTask,
+    answers,
+    with_scores,
+)
 
 _AT_A_TIME = 64
 
@@ -21,31 +36,37 @@ _AT_A_TIME = 64
 class Rewards:
     """Scores a dialog by reward functions: a weighted sum of their parts.
 
-    Of each function, a number is the part ``name``, and a dict's entries are the parts ``name/entry``. None leaves a
-    part out of the sum. Whether the dialog counts as correct is decided by the first function that applies: by its part
-    ``correct``, which trains nothing, else by whether its value is at least 1, of a dict the part ``reward`` or the
-    first one.
+    Of each function, a number is the part ``name``, and a dict's entries are the parts
+    ``name/entry``. None leaves a part out of the sum. Whether the dialog counts as correct is
+    decided by the first function that applies: by its part ``correct``, which trains nothing, else
+    by whether its value is at least 1, of a dict the part ``reward`` or the first one.
 
-    Functions that are ``async def`` run in an event loop of their own, one for the process. The others run in the
-    calling thread, one after the other.
+    Functions that are ``async def`` run in an event loop of their own, one for the process. The
+    others run in the calling thread, one after the other.
 
-    Attributes:
-        weights: see ``torchrl_grpo.rewards.spec.reward_weights``.
-        asynchronous: whether a function is an ``async def``; ``score_all`` then gains from many dialogs at a time.
+    Attributes: weights: see ``torchrl_grpo.rewards.spec.reward_weights``. asynchronous: whether a
+        function is an ``async def``; ``score_all`` then gains from many dialogs at a time.
 
-    Args:
-        functions: at least one.
-        weights: by name.
-        prompt_column: the column that the prompt came from; where it is a list of messages, TRL's functions get chats.
+    Args: functions: at least one. weights: by name. prompt_column: the column that the prompt came
+        from; where it is a list of messages, TRL's functions get chats.
     """
 
     def __init__(
-        self, functions: Sequence[RewardFunction], weights: Mapping[str, float], prompt_column: str = "prompt"
+        self,
+        functions: Sequence[RewardFunction],
+        weights: Mapping[str, float],
+        prompt_column: str = "prompt",
     ) -> None:
-        self.functions, self.weights, self.prompt_column = list(functions), dict(weights), prompt_column
+        self.functions, self.weights, self.prompt_column = (
+            list(functions),
+            dict(weights),
+            prompt_column,
+        )
         self.asynchronous = any(function.asynchronous for function in functions)
 
-    def check(self, columns: Collection[str], has_answer: bool = True, has_environment: bool = False) -> None:
+    def check(
+        self, columns: Collection[str], has_answer: bool = True, has_environment: bool = False
+    ) -> None:
         """Refuse functions with an argument that is neither a column nor built-in.
 
         Args:
@@ -82,9 +103,13 @@ class Rewards:
         results: list[Any] = []
         try:
             for function in self.functions:
-                results.append(function.call(_facts(dialog, self.prompt_column), dialog.problem.extra))
+                results.append(
+                    function.call(_facts(dialog, self.prompt_column), dialog.problem.extra)
+                )
             if any(map(inspect.isawaitable, results)):
-                return asyncio.run_coroutine_threadsafe(self._wait(results, timeout_s), event_loop())
+                return asyncio.run_coroutine_threadsafe(
+                    self._wait(results, timeout_s), event_loop()
+                )
             done.set_result(self._score(results))
         except (Exception, SystemExit) as error:
             for result in results:
@@ -93,10 +118,16 @@ class Rewards:
             done.set_exception(_harmless(error))
         return done
 
-    def score_all(self, dialogs: Iterable[Dialog], timeout_s: float | None = None) -> list[Score | Exception]:
-        """Return the scores of dialogs in order, or the errors; asynchronous functions run for all at once."""
+    def score_all(
+        self, dialogs: Iterable[Dialog], timeout_s: float | None = None
+    ) -> list[Score | Exception]:
+        """Return the scores of dialogs in order, or the errors; asynchronous functions run for all
+        at once.
+        """
         futures = [self.start(dialog, timeout_s) for dialog in dialogs]
-        return [error if isinstance(error := f.exception(), Exception) else f.result() for f in futures]
+        return [
+            error if isinstance(error := f.exception(), Exception) else f.result() for f in futures
+        ]
 
     async def _wait(self, results: list[Any], timeout_s: float | None) -> Score:
         waiting = [i for i, result in enumerate(results) if inspect.isawaitable(result)]
@@ -106,7 +137,9 @@ class Rewards:
         except TimeoutError as error:
             if not limit.expired():
                 raise
-            raise InvalidRewardError(f"a reward must come within {timeout_s:g} s, none did.", "timeout") from error
+            raise InvalidRewardError(
+                f"a reward must come within {timeout_s:g} s, none did.", "timeout"
+            ) from error
         for i, result in zip(waiting, got, strict=True):
             results[i] = result
         return self._score(results)
@@ -120,23 +153,28 @@ class Rewards:
             if correct is None:
                 correct = _correct(function.name, own)
         weighted = {name: part_weight(name, parts, self.weights) for name in parts}
-        counted = [weighted[name] * value for name, value in parts.items() if value is not None and weighted[name]]
+        counted = [
+            weighted[name] * value
+            for name, value in parts.items()
+            if value is not None and weighted[name]
+        ]
         if not counted:
             raise InvalidRewardError(
-                f"one reward must apply to a response, none of {list(parts)} did: return a number in one of them, with "
-                "a weight that is not 0.",
+                f"one reward must apply to a response, none of {list(parts)} did: return a number "
+                "in one of them, with a weight that is not 0.",
                 "none",
             )
         return Score(sum(counted), bool(correct), parts)
 
 
-def make_rewards(spec: RewardSpec, *, prompt_column: str = "prompt", field: str = "env.reward") -> Rewards:
+def make_rewards(
+    spec: RewardSpec, *, prompt_column: str = "prompt", field: str = "env.reward"
+) -> Rewards:
     """The rewards that a config names.
 
-    Args:
-        spec: a function's name (see ``load_function``) or the function; ``{fn, weight, name, ...options}``; or a list.
-        prompt_column: see ``Rewards``.
-        field: what the user who wrote the spec calls it.
+    Args: spec: a function's name (see ``load_function``) or the function; ``{fn, weight, name,
+        ...options}``; or a list. prompt_column: see ``Rewards``. field: what the user who wrote the
+        spec calls it.
 
     Raises:
         ValueError: the spec is not as it must be, or a function cannot be loaded.
@@ -148,7 +186,9 @@ def make_rewards(spec: RewardSpec, *, prompt_column: str = "prompt", field: str 
     """
     entries = parse_rewards(spec, field)
     functions = [
-        RewardFunction(load_function(entry.fn, field) if isinstance(entry.fn, str) else entry.fn, entry)
+        RewardFunction(
+            load_function(entry.fn, field) if isinstance(entry.fn, str) else entry.fn, entry
+        )
         for entry in entries
     ]
     return Rewards(functions, reward_weights(entries), prompt_column)
@@ -171,13 +211,21 @@ class WithRewards(WrappedTask):
     def __init__(self, task: Task, rewards: Rewards) -> None:
         super().__init__(task)
         self.rewards, self.has_parts, self.part_weights = rewards, True, rewards.weights
-        self.at_a_time = max(_AT_A_TIME if rewards.asynchronous else 1, task.at_a_time if task.opens else 1)
+        self.at_a_time = max(
+            _AT_A_TIME if rewards.asynchronous else 1, task.at_a_time if task.opens else 1
+        )
 
     def judge(self, dialog: Dialog) -> Score:
         return self.rewards(dialog)
 
-    def advance(self, dialogs: Sequence[Dialog], timeout_s: float | None = None) -> list[Turn | Exception]:
-        turns = self.task.advance(dialogs, timeout_s) if self.task.opens else answers(self.task, dialogs)
+    def advance(
+        self, dialogs: Sequence[Dialog], timeout_s: float | None = None
+    ) -> list[Turn | Exception]:
+        turns = (
+            self.task.advance(dialogs, timeout_s)
+            if self.task.opens
+            else answers(self.task, dialogs)
+        )
         return with_scores(dialogs, turns, lambda done: self.rewards.score_all(done, timeout_s))
 
 
@@ -185,9 +233,13 @@ def _facts(dialog: Dialog, prompt_column: str) -> dict[str, Any]:
     problem, response = dialog.problem, dialog.responses[-1]
     turn: Message = {"role": "assistant", "content": response}
     chat = problem.extra.get(prompt_column)
-    asked: Sequence[Message] = chat if isinstance(chat, list) else [{"role": "user", "content": problem.query}]
+    asked: Sequence[Message] = (
+        chat if isinstance(chat, list) else [{"role": "user", "content": problem.query}]
+    )
     messages = list(dialog.messages) or [*asked, turn]
-    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"][-len(dialog.responses) :]
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"][
+        -len(dialog.responses) :
+    ]
     start = turns[0] if turns else len(messages) - 1
     environment = {} if dialog.environment is None else {"environments": [dialog.environment]}
     return environment | {
@@ -210,14 +262,19 @@ def _harmless(error: BaseException) -> Exception:
     if isinstance(error, Exception):
         return error
     if not isinstance(error, SystemExit):
-        return RuntimeError(f"{type(error).__name__} was raised.").with_traceback(error.__traceback__)
+        return RuntimeError(f"{type(error).__name__} was raised.").with_traceback(
+            error.__traceback__
+        )
     return RuntimeError(f"sys.exit({error.code}) was called.").with_traceback(error.__traceback__)
 
 
 async def _guarded(result: Awaitable[Any]) -> Any:
     try:
         return await result
-    except (SystemExit, KeyboardInterrupt) as error:  # they would end the event loop, and nobody would get an answer
+    except (
+        SystemExit,
+        KeyboardInterrupt,
+    ) as error:  # they would end the event loop, and nobody would get an answer
         raise _harmless(error) from None
 
 

@@ -19,9 +19,11 @@ class SetsOfProblems(MixedProblems):
 
 
 class WithTests(MixedTask):
-    """A task in all but its test split: each test set's problems are there too, put, answered and scored by its task.
+    """A task in all but its test split: each test set's problems are there too, put, answered and
+    scored by its task.
 
-    The order of the task's own test problems stays as it is without the test sets; one of each comes in turn.
+    The order of the task's own test problems stays as it is without the test sets; one of each
+    comes in turn.
 
     Args:
         task: the task. If it has no test split, the test sets are all that is tested.
@@ -54,9 +56,14 @@ class WithTests(MixedTask):
     def task_of(self, problem: Problem) -> Task:
         return self.tasks.get(problem.dataset, self.task)
 
-    def epoch(self, problems: Sequence[Problem], usable: Sequence[int], rng: random.Random) -> list[int]:
+    def epoch(
+        self, problems: Sequence[Problem], usable: Sequence[int], rng: random.Random
+    ) -> list[int]:
         if not isinstance(problems, SetsOfProblems):
             return self.task.epoch(problems, usable, rng)
         own, *sets = problems.split(usable)
-        orders = [self.task.epoch(problems.parts[0], own, rng), *(rng.sample(each, len(each)) for each in sets)]
+        orders = [
+            self.task.epoch(problems.parts[0], own, rng),
+            *(rng.sample(each, len(each)) for each in sets),
+        ]
         return [index for index in chain.from_iterable(zip_longest(*orders)) if index is not None]

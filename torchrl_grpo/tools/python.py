@@ -1,4 +1,6 @@
-"""``Python``: the built-in tool ``python``, which runs code in a sandbox and remembers a dialog's variables."""
+"""``Python``: the built-in tool ``python``, which runs code in a sandbox and remembers a dialog's
+variables.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ class Python:
         """Leave the prompt as it is."""
 
     def python(self, code: str) -> str:
-        """Runs Python code and returns what it prints, or the value of its last line. Variables stay for later calls.
+        """Runs Python code and returns what it prints, or the value of its last line. Variables
+        stay for later calls.
 
         Args:
             code: the code, with the standard library.

@@ -1,4 +1,6 @@
-"""Tools: plain functions that the policy may call, and parsers of calls in its text. Does not import torch."""
+"""Tools: plain functions that the policy may call, and parsers of calls in its text. Does not
+import torch.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,11 @@ def parse_tool_calls(text: str) -> list[ToolCall]:
     _, found, rest = bare.partition(_MISTRAL)
     if found:
         named = [part.partition("[ARGS]") for part in rest.split(_MISTRAL)]
-        return [call for name, args, value in named for call in (_read(value, name.strip()) if args else _read(name))]
+        return [
+            call
+            for name, args, value in named
+            for call in (_read(value, name.strip()) if args else _read(name))
+        ]
     if bare.startswith("{") and '"name"' in bare and '"parameters"' in bare:
         return [call for part in re.split(r"(?<=\})\s*;\s*(?=\{)", bare) for call in _read(part)]
     return []
@@ -96,16 +102,16 @@ def tool_message(name: str, content: str, number: int = 0) -> dict[str, Any]:
 class Toolbox:
     """Functions that the policy may call.
 
-    Args:
-        functions: plain ones or ``async``; signature and docstring (with ``Args:``) make the schema, which is
+    Args: functions: plain ones or ``async``; signature and docstring (with ``Args:``) make the
+        schema, which is
             ``transformers.utils.get_json_schema``'s.
         parser: finds the calls in the policy's text.
 
     Attributes:
         schemas: JSON schemas, for the chat template.
 
-    Raises:
-        ValueError: a function has no type hint or no description for an argument, or two have one name.
+    Raises: ValueError: a function has no type hint or no description for an argument, or two have
+        one name.
 
     >>> def add(a: int, b: int) -> int:
     ...     '''Adds two numbers. Args: a: the first. b: the second.'''
@@ -116,11 +122,16 @@ class Toolbox:
     ("error: add needs the argument 'b'", False)
     """
 
-    def __init__(self, functions: Sequence[Callable[..., Any]], parser: Parser = parse_tool_calls) -> None:
+    def __init__(
+        self, functions: Sequence[Callable[..., Any]], parser: Parser = parse_tool_calls
+    ) -> None:
         self.schemas = [_schema(function) for function in functions]
         self.functions = {function.__name__: function for function in functions}
         if len(self.functions) < len(functions):
-            raise ValueError(f"env.tools must have different names, got {[f.__name__ for f in functions]}: rename one.")
+            raise ValueError(
+                f"env.tools must have different names, got {[f.__name__ for f in functions]}: "
+                "rename one."
+            )
         self.calls = parser
 
     def replaced(self, functions: Mapping[str, Callable[..., Any]]) -> Toolbox:
@@ -137,17 +148,25 @@ class Toolbox:
         try:
             result = self.functions[call.name](**call.arguments)
             result = settled(result)
-            text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+            text = (
+                result
+                if isinstance(result, str)
+                else json.dumps(result, ensure_ascii=False, default=str)
+            )
         except (Exception, SystemExit) as error:
             return f"error: {type(error).__name__}: {error}"[:_LONGEST_RESULT], False
-        return (text if len(text) <= _LONGEST_RESULT else f"{text[:_LONGEST_RESULT]} ... (cut)"), True
+        return (
+            text if len(text) <= _LONGEST_RESULT else f"{text[:_LONGEST_RESULT]} ... (cut)"
+        ), True
 
     def _problem(self, call: ToolCall) -> str:
         if call.name not in self.functions:
             return f"there is no tool {call.name!r:.100}, there are {sorted(self.functions)}"
         if not isinstance(call.arguments, dict):
             return f"the arguments of {call.name} must be an object"
-        schema = next(s["function"]["parameters"] for s in self.schemas if s["function"]["name"] == call.name)
+        schema = next(
+            s["function"]["parameters"] for s in self.schemas if s["function"]["name"] == call.name
+        )
         known = schema.get("properties", {})
         for name in schema.get("required", ()):
             if name not in call.arguments:
@@ -161,7 +180,9 @@ class Toolbox:
 
 
 def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
-    """Whether an argument is of its schema's types, the items of a list and the values of an object included."""
+    """Whether an argument is of its schema's types, the items of a list and the values of an object
+    included.
+    """
     if value is None and schema.get("nullable"):
         return True
     if "anyOf" in schema:
@@ -187,7 +208,9 @@ def _wanted(schema: Mapping[str, Any]) -> str:
     types = [*_types(schema), *(kind for one in schema.get("anyOf", ()) for kind in _types(one))]
     of = schema.get("items")
     inner = f" of {' or '.join(_types(of))}" if isinstance(of, dict) and _types(of) else ""
-    return f"of the type {' or '.join([*types, *(['null'] if schema.get('nullable') else [])])}{inner}"
+    return (
+        f"of the type {' or '.join([*types, *(['null'] if schema.get('nullable') else [])])}{inner}"
+    )
 
 
 def _is(value: Any, kind: str) -> bool:
@@ -212,8 +235,9 @@ def _schema(function: Callable[..., Any]) -> dict[str, Any]:
         schema: dict[str, Any] = get_json_schema(twin)
     except Exception as error:
         raise ValueError(
-            f"env.tools: {name} must have type hints and a docstring that describes each argument under 'Args:' "
-            f"(transformers: {str(error).partition(chr(10))[0].rstrip('.!')}): write them as in examples/my_tools.py."
+            f"env.tools: {name} must have type hints and a docstring that describes each argument "
+            f"under 'Args:' (transformers: {str(error).partition(chr(10))[0].rstrip('.!')}): write "
+            "them as in examples/my_tools.py."
         ) from error
     return schema
 

@@ -34,44 +34,57 @@ if TYPE_CHECKING:
 TrajectoryReturn = Literal["sum", "max", "mean"]
 
 _REDUCTIONS = {"sum": "sum", "max": "amax", "mean": "mean"}
-_CANDIDATES = ("keep_return_bounds", "candidate_group_size", "candidate_selection_min_size", "candidate_selector")
+_CANDIDATES = (
+    "keep_return_bounds",
+    "candidate_group_size",
+    "candidate_selection_min_size",
+    "candidate_selector",
+)
 
 
 class GroupAdvantage(Transform):
-    """Writes ``A_i = (r_i - mean(r)) / (std(r) + eps)`` over the valid rewards of each group (arXiv 2402.03300).
+    """Writes ``A_i = (r_i - mean(r)) / (std(r) + eps)`` over the valid rewards of each group (arXiv
+    2402.03300).
 
     It works in three places:
 
     - called on a flat batch of complete groups;
-    - in a replay buffer: ``extend`` holds the members of a group back until all ``repeats`` are there, then writes the
-      group. What is sampled from it has its advantage already and is left alone. ``state_dict`` has those that wait;
-    - in a ``TransformedEnv``: ``("next", "advantage")`` is the advantage where all rows of a group are done, else 0.
-      It sees the reward of the last step alone; where earlier steps have one, let ``RewardSum`` add them up.
+    - in a replay buffer: ``extend`` holds the members of a group back until all ``repeats`` are
+      there, then writes the group. What is sampled from it has its advantage already and is left
+      alone. ``state_dict`` has those that wait;
+    - in a ``TransformedEnv``: ``("next", "advantage")`` is the advantage where all rows of a group
+      are done, else 0. It sees the reward of the last step alone; where earlier steps have one, let
+      ``RewardSum`` add them up.
 
-    A member of a group is a trajectory: the rows of a batch up to one that is done, or one row where nothing says
-    ``done``. Its reward ``r_i`` is made of all rewards of its steps, and all of them get its advantage.
+    A member of a group is a trajectory: the rows of a batch up to one that is done, or one row
+    where nothing says ``done``. Its reward ``r_i`` is made of all rewards of its steps, and all of
+    them get its advantage.
 
-    With ``level="token"`` the advantage is one for each sampled token: the generalized advantage estimate (arXiv
-    1506.02438, TorchRL's function) over ``token_reward`` along the tokens that the policy sampled; tokens of the
-    environment in between take no time. It is then centered and scaled as the rewards are, over all sampled tokens of
-    the valid sequences of the group or the batch. With ``RewardShaping(kl_coef=...)`` before it and ``mean="batch",
-    std="batch"`` this is REINFORCE++ (arXiv 2501.03262). Not in a ``TransformedEnv``, where no sequence is whole.
+    With ``level="token"`` the advantage is one for each sampled token: the generalized advantage
+    estimate (arXiv 1506.02438, TorchRL's function) over ``token_reward`` along the tokens that the
+    policy sampled; tokens of the environment in between take no time. It is then centered and
+    scaled as the rewards are, over all sampled tokens of the valid sequences of the group or the
+    batch. With ``RewardShaping(kl_coef=...)`` before it and ``mean="batch", std="batch"`` this is
+    REINFORCE++ (arXiv 2501.03262). Not in a ``TransformedEnv``, where no sequence is whole.
 
-    With ``level="turn"`` it is one for each turn, for all of its tokens: the turn's return, its own reward and those of
-    the turns after it, each discounted once more by ``gamma``. Returns are compared turn by turn: the first turns with
-    each other, then the second ones, as long as all valid members of the group have that turn. Later turns are compared
-    together with the last one that all have.
+    With ``level="turn"`` it is one for each turn, for all of its tokens: the turn's return, its own
+    reward and those of the turns after it, each discounted once more by ``gamma``. Returns are
+    compared turn by turn: the first turns with each other, then the second ones, as long as all
+    valid members of the group have that turn. Later turns are compared together with the last one
+    that all have.
 
-    With ``part_weights`` the parts of the reward are normalized one by one, then summed by weight, and the sums
-    normalized over the batch: GDPO (arXiv 2601.05242), see ``decoupled_advantage``. The parts are those of a
-    trajectory's last step.
+    With ``part_weights`` the parts of the reward are normalized one by one, then summed by weight,
+    and the sums normalized over the batch: GDPO (arXiv 2601.05242), see ``decoupled_advantage``.
+    The parts are those of a trajectory's last step.
 
-    In a replay buffer a group may get more members than ``repeats`` to choose from, and be dropped where no choice has
-    a mean return within bounds, as in TorchRL's ``MCAdvantage``: see there for ``keep_return_bounds``,
-    ``candidate_group_size``, ``candidate_selection_min_size`` and ``candidate_selector``.
+    In a replay buffer a group may get more members than ``repeats`` to choose from, and be dropped
+    where no choice has a mean return within bounds, as in TorchRL's ``MCAdvantage``: see there for
+    ``keep_return_bounds``, ``candidate_group_size``, ``candidate_selection_min_size`` and
+    ``candidate_selector``.
 
-    ``"batch"`` means all that is computed at once: the batch that was passed; in a replay buffer, the groups that one
-    ``extend`` completed, so extend with the whole batch; in an environment, the groups that are done at that step.
+    ``"batch"`` means all that is computed at once: the batch that was passed; in a replay buffer,
+    the groups that one ``extend`` completed, so extend with the whole batch; in an environment, the
+    groups that are done at that step.
 
     Attributes:
         num_groups: groups completed so far.
@@ -82,33 +95,33 @@ class GroupAdvantage(Transform):
     Args:
         repeats: size of a group, at least 2 where ``mean`` or ``std`` is over the group.
 
-    Keyword Args:
-        mean: the baseline, see ``functional.group_advantage``.
-        std: the scale, see there.
-        level: one advantage for each ``"sequence"``, for each ``"turn"`` or for each sampled ``"token"``.
-        gamma: discount from one sampled token, or one turn, to the next, in [0, 1]; at level token and turn.
-        lmbda: how far the estimate looks past the state values, in [0, 1]; at level token.
-        trajectory_return: what is made of the rewards of a trajectory: their sum, the largest, or the mean.
-        reward_key: [..., 1] floating, one reward a row (or [..., n, 1]), ``("next", "reward")`` if None: what
-            ``RewardShaping`` writes is read only where ``keys.SHAPED_REWARD`` is named here. At level token [..., T],
-            one reward a token, ``("next", "token_reward")`` if None. At level turn likewise, if None
-            ``("next", "turn_rewards")`` or, where a row has none, its reward.
-        part_weights: weights of the parts in ``("next", "reward_parts")``, by part or function, 1 where none is given;
-            where a batch has several data sets, these by the name in ``"dataset"``. None reads the reward as a whole.
+    Keyword Args: mean: the baseline, see ``functional.group_advantage``. std: the scale, see there.
+        level: one advantage for each ``"sequence"``, for each ``"turn"`` or for each sampled
+        ``"token"``. gamma: discount from one sampled token, or one turn, to the next, in [0, 1]; at
+        level token and turn. lmbda: how far the estimate looks past the state values, in [0, 1]; at
+        level token. trajectory_return: what is made of the rewards of a trajectory: their sum, the
+        largest, or the mean. reward_key: [..., 1] floating, one reward a row (or [..., n, 1]),
+        ``("next", "reward")`` if None: what
+            ``RewardShaping`` writes is read only where ``keys.SHAPED_REWARD`` is named here. At
+            level token [..., T], one reward a token, ``("next", "token_reward")`` if None. At level
+            turn likewise, if None ``("next", "turn_rewards")`` or, where a row has none, its
+            reward.
+        part_weights: weights of the parts in ``("next", "reward_parts")``, by part or function, 1
+            where none is given; where a batch has several data sets, these by the name in
+            ``"dataset"``. None reads the reward as a whole.
         valid_key: [..., 1] bool; where the key is missing every reward is valid.
         group_key: [..., 1] int64, or text that is equal within a group.
         done_key: [..., 1] bool, the last step of a trajectory.
-        advantage_key: [..., 1] float32, written; at level token or turn [..., T], ragged like the tokens and 0 on
-            those that were not sampled.
+        advantage_key: [..., 1] float32, written; at level token or turn [..., T], ragged like the
+            tokens and 0 on those that were not sampled.
         **candidates: arguments of ``MCAdvantage``, those that are named above.
 
-    At level token, ``"state_value"`` is read where the batch has it: [..., T] floating, at each sampled token the value
-    of the state that it was sampled in. Without it the values are 0. A sequence has no value after its last token,
-    whether it was truncated or not.
+    At level token, ``"state_value"`` is read where the batch has it: [..., T] floating, at each
+    sampled token the value of the state that it was sampled in. Without it the values are 0. A
+    sequence has no value after its last token, whether it was truncated or not.
 
-    Raises:
-        ValueError: an argument is out of its range, a batch has a group of another size or a trajectory without an end.
-        TypeError: an argument is TorchRL's and has another name here.
+    Raises: ValueError: an argument is out of its range, a batch has a group of another size or a
+        trajectory without an end. TypeError: an argument is TorchRL's and has another name here.
         KeyError: a batch has no groups or no rewards (at level token: no token rewards, no mask).
         RuntimeError: at level token or turn, it is in an environment.
 
@@ -158,18 +171,29 @@ class GroupAdvantage(Transform):
             if not 0 <= value <= 1:
                 raise ValueError(f"{name}={value} must be in [0, 1]: use 1.0.")
             if value != 1 and (level == "sequence" or (level, name) == ("turn", "lmbda")):
-                raise ValueError(f"{name}={value} must be 1 with level={level!r}, nothing reads it: use level='token'.")
+                raise ValueError(
+                    f"{name}={value} must be 1 with level={level!r}, nothing reads it: use "
+                    "level='token'."
+                )
         if reward_key is None:
-            reward_key = {"sequence": keys.REWARD, "turn": keys.TURN_REWARDS, "token": keys.TOKEN_REWARD}[level]
+            reward_key = {
+                "sequence": keys.REWARD,
+                "turn": keys.TURN_REWARDS,
+                "token": keys.TOKEN_REWARD,
+            }[level]
         of_tokens: dict[str, list[NestedKey]] = {
             "token": [keys.ASSISTANT_MASK, keys.STATE_VALUE],
             "turn": [keys.ASSISTANT_MASK, keys.REWARD],
         }
         more = of_tokens.get(level, [])
-        self._of_datasets = any(isinstance(weights, Mapping) for weights in (part_weights or {}).values())
+        self._of_datasets = any(
+            isinstance(weights, Mapping) for weights in (part_weights or {}).values()
+        )
         more += [] if part_weights is None else [keys.REWARD_PARTS]
         more += [keys.DATASET] if self._of_datasets else []
-        super().__init__(in_keys=[reward_key, valid_key, group_key, done_key, *more], out_keys=[advantage_key])
+        super().__init__(
+            in_keys=[reward_key, valid_key, group_key, done_key, *more], out_keys=[advantage_key]
+        )
         self.level = level
         self.gamma = gamma
         self.lmbda = lmbda
@@ -197,10 +221,14 @@ class GroupAdvantage(Transform):
     @property
     def queue(self) -> GroupQueue:
         if "queue" not in self._modules:
-            from torchrl_grpo.transforms.groups import GroupQueue  # imports vLLM, where it is installed
+            from torchrl_grpo.transforms.groups import (
+                GroupQueue,
+            )  # imports vLLM, where it is installed
 
             trajectory_return = "sum" if self.repeats > 1 else None
-            self._modules["queue"] = GroupQueue(self.repeats, trajectory_return=trajectory_return, **self._candidates)
+            self._modules["queue"] = GroupQueue(
+                self.repeats, trajectory_return=trajectory_return, **self._candidates
+            )
         queue: Any = self._modules["queue"]
         return queue
 
@@ -218,17 +246,18 @@ class GroupAdvantage(Transform):
         return self.queue.queued_trajectories
 
     def share_memory_(self) -> GroupAdvantage:
-        """Let several processes write to one buffer, as in TorchRL: their members complete common groups."""
+        """Let several processes write to one buffer, as in TorchRL: their members complete common
+        groups.
+        """
         self.queue.share_memory_()
         return self
 
     def advantage(self, reward: Tensor, group: Tensor, valid: Tensor) -> Tensor:
         """Turn the rewards of whole groups into advantages. Subclasses override this.
 
-        Args:
-            reward: [N] floating, of each sequence; at level token the estimate of each sampled token.
-            group: [N] int64, equal within a group.
-            valid: [N] bool; where it is False the result must be 0.
+        Args: reward: [N] floating, of each sequence; at level token the estimate of each sampled
+            token. group: [N] int64, equal within a group. valid: [N] bool; where it is False the
+            result must be 0.
 
         Returns:
             [N] float32.
@@ -238,7 +267,8 @@ class GroupAdvantage(Transform):
     # On its own, and when a replay buffer is sampled
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Write the advantage of a flat batch of complete groups; a batch that already has it is returned unchanged.
+        """Write the advantage of a flat batch of complete groups; a batch that already has it is
+        returned unchanged.
 
         Raises:
             ValueError: a group has not ``repeats`` members.
@@ -253,9 +283,10 @@ class GroupAdvantage(Transform):
         wrong = sizes[sizes != self.repeats]
         if wrong.numel():
             raise ValueError(
-                f"each group of the batch must have repeats={self.repeats} members, {wrong.numel()} of {ids.numel()} "
-                f"have not (the first has {int(wrong[0])}): pass whole groups, each once; a prompt that was drawn "
-                f"twice is two groups, which group_key='group_id' tells apart and {self.group_key!r} may not."
+                f"each group of the batch must have repeats={self.repeats} members, "
+                f"{wrong.numel()} of {ids.numel()} have not (the first has {int(wrong[0])}): pass "
+                "whole groups, each once; a prompt that was drawn twice is two groups, which "
+                f"group_key='group_id' tells apart and {self.group_key!r} may not."
             )
         return self._write(tensordict, member, group)
 
@@ -264,8 +295,9 @@ class GroupAdvantage(Transform):
         done = _column(flat, self.done_key, torch.ones(len(flat), dtype=torch.bool)).long()
         if len(done) and not done[-1]:
             raise ValueError(
-                f"{self.done_key!r} must be True in the last row of a batch, which ends a trajectory, it is False: "
-                "pass whole trajectories, as LLMCollector yields them with yield_completed_trajectories=True."
+                f"{self.done_key!r} must be True in the last row of a batch, which ends a "
+                "trajectory, it is False: pass whole trajectories, as LLMCollector yields them "
+                "with yield_completed_trajectories=True."
             )
         return done.cumsum(0) - done
 
@@ -280,7 +312,9 @@ class GroupAdvantage(Transform):
         out = torch.zeros(int(member[-1]) + 1, dtype=torch.float64, device=member.device)
         index = member.repeat_interleave(lengths)
         values = torch.cat(rewards).double()
-        return out.scatter_reduce(0, index, values, _REDUCTIONS[self.trajectory_return], include_self=False)
+        return out.scatter_reduce(
+            0, index, values, _REDUCTIONS[self.trajectory_return], include_self=False
+        )
 
     def _valid(self, flat: TensorDictBase, member: Tensor) -> Tensor:
         """[M] bool, whether all rewards of a trajectory are valid."""
@@ -304,12 +338,16 @@ class GroupAdvantage(Transform):
         if self.part_weights is None:
             advantage = self.advantage(self._returns(flat, member), group, valid)
         else:
-            last = torch.cat([member.diff() > 0, torch.ones_like(member[:1], dtype=torch.bool)]).tolist()
+            last = torch.cat(
+                [member.diff() > 0, torch.ones_like(member[:1], dtype=torch.bool)]
+            ).tolist()
             parts = list(compress(reward_parts(flat), last))
             weights = list(compress(self._weights_of(flat), last))
             advantage = decoupled_advantage(parts, weights, group, valid, self.advantage)
         self._count(advantage != 0, group, valid, torch.ones_like(valid))
-        return tensordict.set(self.advantage_key, advantage[member].reshape(*tensordict.batch_size, 1))
+        return tensordict.set(
+            self.advantage_key, advantage[member].reshape(*tensordict.batch_size, 1)
+        )
 
     def _weights_of(self, flat: TensorDictBase) -> list[Any]:
         """The weights of the parts of each row."""
@@ -318,22 +356,27 @@ class GroupAdvantage(Transform):
         weights: Any = self.part_weights
         return [weights[name] for name in entry(flat, keys.DATASET).reshape(-1).tolist()]
 
-    def _write_tokens(self, tensordict: TensorDictBase, member: Tensor, group: Tensor, valid: Tensor) -> TensorDictBase:
+    def _write_tokens(
+        self, tensordict: TensorDictBase, member: Tensor, group: Tensor, valid: Tensor
+    ) -> TensorDictBase:
         """Writes one advantage for each sampled token.
 
-        Args:
-            tensordict: batch of N sequences.
-            member: [N] int64, the trajectory of each; its tokens are those of its rows, one after the other.
-            group: [N] int64.
-            valid: [N] bool.
+        Args: tensordict: batch of N sequences. member: [N] int64, the trajectory of each; its
+            tokens are those of its rows, one after the other. group: [N] int64. valid: [N] bool.
         """
         flat = flatten(tensordict)
         reward = pad(flat, self.reward_key).double()
         mask = pad(flat, keys.ASSISTANT_MASK, False)
-        value = pad(flat, keys.STATE_VALUE).double() if has(flat, keys.STATE_VALUE) else torch.zeros_like(reward)
+        value = (
+            pad(flat, keys.STATE_VALUE).double()
+            if has(flat, keys.STATE_VALUE)
+            else torch.zeros_like(reward)
+        )
         counted = mask & valid.unsqueeze(-1)
         rewards, values, sampled = (_joined(x, member) for x in (reward, value, counted))
-        estimate = _parted(sampled_token_gae(rewards, values, sampled, self.gamma, self.lmbda), member, counted)
+        estimate = _parted(
+            sampled_token_gae(rewards, values, sampled, self.gamma, self.lmbda), member, counted
+        )
         of_token = group.unsqueeze(-1).expand_as(counted)[counted]
         every = torch.ones_like(of_token, dtype=torch.bool)
         advantage = torch.zeros(counted.shape, dtype=torch.float32, device=counted.device)
@@ -341,14 +384,13 @@ class GroupAdvantage(Transform):
         self._count((advantage != 0).any(-1), group, valid, torch.ones_like(valid))
         return self._set_tokens(tensordict, advantage)
 
-    def _write_turns(self, tensordict: TensorDictBase, member: Tensor, group: Tensor, valid: Tensor) -> TensorDictBase:
+    def _write_turns(
+        self, tensordict: TensorDictBase, member: Tensor, group: Tensor, valid: Tensor
+    ) -> TensorDictBase:
         """Write the advantage of each turn to its tokens.
 
-        Args:
-            tensordict: batch of N sequences.
-            member: [N] int64, the trajectory of each; its turns are those of its rows, one after the other.
-            group: [M] int64.
-            valid: [M] bool.
+        Args: tensordict: batch of N sequences. member: [N] int64, the trajectory of each; its turns
+            are those of its rows, one after the other. group: [M] int64. valid: [M] bool.
         """
         flat = flatten(tensordict)
         mask = pad(flat, keys.ASSISTANT_MASK, False)
@@ -357,7 +399,9 @@ class GroupAdvantage(Transform):
         turn = (starts.cumsum(1) - 1).clamp(min=0)
         count = starts.sum(1)
         reward = torch.where(sampled, _joined(self._turn_rewards(flat, mask), member), 0.0)
-        returns = reward.new_zeros(len(count), max(1, int(count.max()))).scatter_add(1, turn, reward)
+        returns = reward.new_zeros(len(count), max(1, int(count.max()))).scatter_add(
+            1, turn, reward
+        )
         for number in range(returns.shape[1] - 2, -1, -1):
             returns[:, number] += self.gamma * returns[:, number + 1]
         ids, index = group.unique(return_inverse=True)
@@ -392,11 +436,15 @@ class GroupAdvantage(Transform):
         """Write [N, T] advantages, each row as wide as its tokens."""
         widths = [row.get(keys.ASSISTANT_MASK).shape[-1] for row in flatten(tensordict).unbind(0)]
         return set_rows(
-            tensordict, self.advantage_key, [row[:width] for row, width in zip(advantage, widths, strict=True)]
+            tensordict,
+            self.advantage_key,
+            [row[:width] for row, width in zip(advantage, widths, strict=True)],
         )
 
     def _count(self, signal: Tensor, group: Tensor, valid: Tensor, counted: Tensor) -> None:
-        """Adds the groups whose members are ``counted`` to the counts; ``signal`` is an advantage that is not 0."""
+        """Adds the groups whose members are ``counted`` to the counts; ``signal`` is an advantage
+        that is not 0.
+        """
         groups = group[counted].unique().numel()
         self.num_groups += groups
         self.num_zero_variance_groups += groups - group[counted & signal].unique().numel()
@@ -446,17 +494,23 @@ class GroupAdvantage(Transform):
             advantage = self.advantage(reward, group, known)
         else:
             parts = reward_parts(next_tensordict, _in_next(keys.REWARD_PARTS))
-            advantage = decoupled_advantage(parts, self._weights_of(tensordict), group, known, self.advantage)
+            advantage = decoupled_advantage(
+                parts, self._weights_of(tensordict), group, known, self.advantage
+            )
         self._count(advantage != 0, group, valid, complete & ~before)
-        next_tensordict.set(_in_next(self.advantage_key), advantage.reshape(*next_tensordict.batch_size, 1))
+        next_tensordict.set(
+            _in_next(self.advantage_key), advantage.reshape(*next_tensordict.batch_size, 1)
+        )
         return next_tensordict
 
-    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+    def _reset(
+        self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
+    ) -> TensorDictBase:
         if self.level != "sequence":
             raise RuntimeError(
-                f"level={self.level!r} must get finished sequences, GroupAdvantage is in an environment, where a step "
-                "has one turn of them: call it on the collector's batch, put it into a ReplayBuffer, or use "
-                "level='sequence'."
+                f"level={self.level!r} must get finished sequences, GroupAdvantage is in an "
+                "environment, where a step has one turn of them: call it on the collector's "
+                "batch, put it into a ReplayBuffer, or use level='sequence'."
             )
         zeros = torch.zeros((*tensordict_reset.batch_size, 1), dtype=torch.float32)
         return tensordict_reset.set(_in_next(self.advantage_key), zeros)

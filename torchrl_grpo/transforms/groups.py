@@ -1,4 +1,6 @@
-"""``GroupQueue``: holds the trajectories of a group back until there are enough of them, and chooses among them."""
+"""``GroupQueue``: holds the trajectories of a group back until there are enough of them, and
+chooses among them.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,14 @@ class Member(NamedTuple):
 class GroupQueue(MCAdvantage):
     """The queue, selection and counts of TorchRL's ``MCAdvantage``, without copying trajectories.
 
-    ``MCAdvantage`` makes contiguous copies of what it is given (128 sequences: 0.5 s, and 10 ms here). Its arguments,
-    ``queues``, ``get_stats()``, ``reset_stats()`` and ``clear_queues()`` are explained there.
+    ``MCAdvantage`` makes contiguous copies of what it is given (128 sequences: 0.5 s, and 10 ms
+    here). Its arguments, ``queues``, ``get_stats()``, ``reset_stats()`` and ``clear_queues()`` are
+    explained there.
     """
 
-    def add(self, name: int | str, steps: Sequence[TensorDictBase], value: float) -> list[Member] | None:
+    def add(
+        self, name: int | str, steps: Sequence[TensorDictBase], value: float
+    ) -> list[Member] | None:
         """Add a trajectory to its group's queue.
 
         Args:
@@ -46,7 +51,9 @@ class GroupQueue(MCAdvantage):
             self.trajectory_return_max = max(self._get_stat("trajectory_return_max"), value)
             self._queue_append(name, Member(steps, value))
             members = self._queue_list(name)
-            chosen = self._choose(members) if len(members) >= self.candidate_selection_min_size else None
+            chosen = (
+                self._choose(members) if len(members) >= self.candidate_selection_min_size else None
+            )
             if chosen is not None or len(members) == self.candidate_group_size:
                 self._queue_delete(name)
                 self.completed_groups += 1
@@ -62,7 +69,9 @@ class GroupQueue(MCAdvantage):
             values = torch.tensor([member.value for member in members])
             candidates = TensorDict({"return": values, "trajectories": steps}, [len(members)])
             candidates = candidates.select(*self.candidate_selector.in_keys)
-            indices = self.candidate_selector.select(candidates, group_size=size, keep_return_bounds=bounds)
+            indices = self.candidate_selector.select(
+                candidates, group_size=size, keep_return_bounds=bounds
+            )
             if indices is None:
                 return None
             low, high = bounds or (-math.inf, math.inf)
@@ -75,7 +84,10 @@ class GroupQueue(MCAdvantage):
     def get_extra_state(self) -> dict[int | str, list[Any]]:
         """Return the waiting trajectories as tensors, numbers and texts, for ``state_dict``."""
         queues = {name: self._queue_list(name) for name in group_names(self)}
-        return {name: [([row.to_dict() for row in one.steps], one.value) for one in queues[name]] for name in queues}
+        return {
+            name: [([row.to_dict() for row in one.steps], one.value) for one in queues[name]]
+            for name in queues
+        }
 
     def set_extra_state(self, state: dict[int | str, list[Any]]) -> None:
         """Restore the waiting trajectories, for ``load_state_dict``."""

@@ -1,4 +1,6 @@
-"""``HistoryTransforms``: TorchRL's chat transforms for an environment whose dialogs are exact tokens."""
+"""``HistoryTransforms``: TorchRL's chat transforms for an environment whose dialogs are exact
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -22,24 +24,28 @@ _FLAGS = ("done", "terminated", "truncated")
 
 
 class HistoryTransforms(Compose):
-    """Transforms that read and extend TorchRL's ``History``, in a ``TransformedEnv`` of an ``LLMEnv``.
+    """Transforms that read and extend TorchRL's ``History``, in a ``TransformedEnv`` of an
+    ``LLMEnv``.
 
-    Each transform is shown ``("history", "full")`` and ``("next", "history", "prompt")``, whose last message is the
-    policy's latest turn, and the columns of the problem. The messages that it appends, in the order of the transforms,
-    follow that turn in place of the task's answer or score, as the tokens that the chat template puts for them; the
-    policy's own tokens stay as they were sampled. The dialog then goes on, unless the turn was cut off or the last of
-    ``max_turns``, or there is no room: it is then truncated.
+    Each transform is shown ``("history", "full")`` and ``("next", "history", "prompt")``, whose
+    last message is the policy's latest turn, and the columns of the problem. The messages that it
+    appends, in the order of the transforms, follow that turn in place of the task's answer or
+    score, as the tokens that the chat template puts for them; the policy's own tokens stay as they
+    were sampled. The dialog then goes on, unless the turn was cut off or the last of ``max_turns``,
+    or there is no room: it is then truncated.
 
-    The reward of a turn that was followed by messages is 0, unless a transform wrote another one or undid ``done``.
-    Where no message was appended, a transform's reward stands in place of the task's, and one that sets ``done`` ends
-    the dialog. Transforms see the rows of finished dialogs as empty, and what they write there is dropped.
+    The reward of a turn that was followed by messages is 0, unless a transform wrote another one or
+    undid ``done``. Where no message was appended, a transform's reward stands in place of the
+    task's, and one that sets ``done`` ends the dialog. Transforms see the rows of finished dialogs
+    as empty, and what they write there is dropped.
 
     Args:
         *transforms: in order. Others than those of chats may be among them.
 
-    Raises:
-        ValueError: a transform rewrites the policy's turns, the environment is no ``LLMEnv``, it gives the policy one
-            turn though a transform answers it, or the chat template does not take the role of its messages.
+    Raises: ValueError: a transform rewrites the policy's turns, the environment is no ``LLMEnv``,
+        it gives the policy one
+            turn though a transform answers it, or the chat template does not take the role of its
+            messages.
 
     Examples:
         >>> from torchrl.envs import TransformedEnv
@@ -58,8 +64,8 @@ class HistoryTransforms(Compose):
         for transform in transforms:
             if getattr(transform, "edit_last_turn", False):
                 raise ValueError(
-                    f"{type(transform).__name__} must have edit_last_turn=false, with true it rewrites text that the "
-                    "policy sampled: use edit_last_turn=false role=user."
+                    f"{type(transform).__name__} must have edit_last_turn=false, with true it "
+                    "rewrites text that the policy sampled: use edit_last_turn=false role=user."
                 )
         super().__init__(*transforms)
         self._ended: dict[int, TensorDictBase] = {}
@@ -71,19 +77,21 @@ class HistoryTransforms(Compose):
             return
         env = self.parent.base_env
         if not isinstance(env, LLMEnv):
-            raise ValueError(f"HistoryTransforms must be around an LLMEnv, not {type(env).__name__}: use one.")
+            raise ValueError(
+                f"HistoryTransforms must be around an LLMEnv, not {type(env).__name__}: use one."
+            )
         if env.task.opens:
             raise ValueError(
-                f"HistoryTransforms must not go on with dialogs that task {env.task.name!r} has closed: leave "
-                "env.transforms out."
+                f"HistoryTransforms must not go on with dialogs that task {env.task.name!r} has "
+                "closed: leave env.transforms out."
             )
         env.input_mode = "history"
         for transform in self.transforms:
             role = getattr(transform, "tool_role", getattr(transform, "role", None))
             if role is not None and env.max_turns < 2:
                 raise ValueError(
-                    f"{type(transform).__name__} answers the policy, which must have max_turns of at least 2, it is "
-                    f"{env.max_turns}: use max_turns=2 (env.max_turns=2)."
+                    f"{type(transform).__name__} answers the policy, which must have max_turns of "
+                    f"at least 2, it is {env.max_turns}: use max_turns=2 (env.max_turns=2)."
                 )
             if role is not None:
                 env.check_role(role)
@@ -92,14 +100,20 @@ class HistoryTransforms(Compose):
         """Adds the history; the shape of the reward stays as it is."""
         rows = output_spec.shape
         reward = output_spec["full_reward_spec", "reward"].clone()
-        output_spec["full_observation_spec", "history"] = ChatHistory.default_spec(shape=rows, keys=["prompt"])
+        output_spec["full_observation_spec", "history"] = ChatHistory.default_spec(
+            shape=rows, keys=["prompt"]
+        )
         output_spec = super().transform_output_spec(output_spec)
         output_spec["full_reward_spec", "reward"] = reward
         return output_spec
 
-    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+    def _reset(
+        self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
+    ) -> TensorDictBase:
         chats = [dialog.messages for dialog in self.parent.base_env.dialogs]
-        tensordict_reset.set("history", ChatHistory(prompt=_history(chats), batch_size=tensordict_reset.batch_size))
+        tensordict_reset.set(
+            "history", ChatHistory(prompt=_history(chats), batch_size=tensordict_reset.batch_size)
+        )
         return super()._reset(tensordict, tensordict_reset)
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
@@ -111,7 +125,9 @@ class HistoryTransforms(Compose):
             chats[row] = [*before, {**turn, "is_complete": dialog.finish_reason == "stop"}]
         views = {"prompt": _history([chat[:-1] for chat in chats]), "full": _history(chats)}
         tensordict.set("history", ChatHistory(**views, batch_size=size))
-        columns = [{"answer": dialog.problem.answer, **dialog.problem.extra} for dialog in env.dialogs]
+        columns = [
+            {"answer": dialog.problem.answer, **dialog.problem.extra} for dialog in env.dialogs
+        ]
         for name in {name for row in columns for name in row} - set(tensordict.keys()):
             tensordict.set(name, NonTensorStack(*[NonTensorData(row.get(name)) for row in columns]))
         before = next_tensordict.select("reward", *_FLAGS).clone()
@@ -120,12 +136,16 @@ class HistoryTransforms(Compose):
             next_tensordict.set("history", ChatHistory(prompt=_history(chats), batch_size=size))
             next_tensordict = transform._step(tensordict, next_tensordict)
             for row in env.latest:
-                added[row] += _appended(transform, next_tensordict["history"].prompt[row], chats[row])
+                added[row] += _appended(
+                    transform, next_tensordict["history"].prompt[row], chats[row]
+                )
         rows = zip(tensordict.unbind(0), before.unbind(0), next_tensordict.unbind(0), strict=True)
         settled = [self._settle(env, row, added[row], *tds) for row, tds in enumerate(rows)]
         env.note_outcomes()
         chats = [list(dialog.messages) for dialog in env.dialogs]
-        return lazy_stack(settled).set("history", ChatHistory(prompt=_history(chats), batch_size=size))
+        return lazy_stack(settled).set(
+            "history", ChatHistory(prompt=_history(chats), batch_size=size)
+        )
 
     def _settle(
         self,
@@ -156,14 +176,22 @@ class HistoryTransforms(Compose):
         if terminated or truncated:
             env.finish(row, truncated=truncated)
             self._ended[row] = after
-        for name, value in zip(_FLAGS, (terminated or truncated, terminated, truncated), strict=True):
+        for name, value in zip(
+            _FLAGS, (terminated or truncated, terminated, truncated), strict=True
+        ):
             after.set(name, torch.tensor([value]))
         return after
 
     @staticmethod
     def _unscore(env: LLMEnv, after: TensorDictBase) -> None:
         """Remove the task's score of a turn that was not the last."""
-        after.update({"reward": torch.zeros(1), "correct": torch.tensor([False]), REWARD_VALID: torch.tensor([True])})
+        after.update(
+            {
+                "reward": torch.zeros(1),
+                "correct": torch.tensor([False]),
+                REWARD_VALID: torch.tensor([True]),
+            }
+        )
         if env.task.has_parts:
             after.set(REWARD_PARTS[-1], NonTensorData({}))
 
@@ -171,7 +199,9 @@ class HistoryTransforms(Compose):
 def _history(chats: Sequence[Sequence[Message]]) -> History:
     """[B, T], padded in front, so that the last message of a chat is the last of its row."""
     longest = max(len(chat) for chat in chats)
-    padded: list[list[Any]] = [[_NONE] * (max(1, longest) - len(chat)) + list(chat) for chat in chats]
+    padded: list[list[Any]] = [
+        [_NONE] * (max(1, longest) - len(chat)) + list(chat) for chat in chats
+    ]
     return lazy_stack([lazy_stack([_message(message) for message in chat]) for chat in padded])
 
 
@@ -183,13 +213,19 @@ def _message(message: Message) -> History:
 
 def _appended(transform: Transform, history: History, chat: Sequence[Message]) -> list[Message]:
     """Return the messages that a transform appended to a chat."""
-    said = [(message.role, message.content) for message in history.unbind(0) if message.role != _NONE["role"]]
+    said = [
+        (message.role, message.content)
+        for message in history.unbind(0)
+        if message.role != _NONE["role"]
+    ]
     if said[: len(chat)] != [(shown.role, shown.content) for shown in map(_message, chat)]:
         raise RuntimeError(
-            f"{type(transform).__name__} must only append messages, it changed one that the policy was given or wrote: "
-            "leave it out."
+            f"{type(transform).__name__} must only append messages, it changed one that the policy "
+            "was given or wrote: leave it out."
         )
     return [
-        tool_message("tool", content, number) if role == "tool" else {"role": role, "content": content}
+        tool_message("tool", content, number)
+        if role == "tool"
+        else {"role": role, "content": content}
         for number, (role, content) in enumerate(said[len(chat) :])
     ]

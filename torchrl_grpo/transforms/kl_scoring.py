@@ -36,17 +36,16 @@ _PURPOSES: dict[NestedKey, str] = {
 class KLScoring(Transform):
     """Writes the reference model's log-probs of the sampled tokens.
 
-    It works on its own (``scoring(batch)``), in a replay buffer (scores what is written to it) and in a
-    ``TransformedEnv`` (scores what the policy sampled at each step). Tokens travel to the reference model's device and
-    log-probs travel back; the model never moves.
+    It works on its own (``scoring(batch)``), in a replay buffer (scores what is written to it) and
+    in a ``TransformedEnv`` (scores what the policy sampled at each step). Tokens travel to the
+    reference model's device and log-probs travel back; the model never moves.
 
     Args:
         scorer: the reference model; its temperature must be the one of the policy.
 
-    Keyword Args:
-        max_tokens: token budget of one forward pass.
-        autocast_dtype: as in the trainer, so that two equal models give equal log-probs; None for none.
-        out_key: where the log-probs go, ``("next", "ref_log_probs", "full")`` by default; [T] float32 a sequence, 0 on
+    Keyword Args: max_tokens: token budget of one forward pass. autocast_dtype: as in the trainer,
+        so that two equal models give equal log-probs; None for none. out_key: where the log-probs
+        go, ``("next", "ref_log_probs", "full")`` by default; [T] float32 a sequence, 0 on
             tokens that were not sampled. A ragged batch stays ragged and a padded one padded.
 
     Raises:
@@ -67,7 +66,8 @@ class KLScoring(Transform):
     ) -> None:
         if not isinstance(scorer, TokenScorer):
             raise ValueError(
-                f"scorer={type(scorer).__name__} must be a TokenScorer: use TokenScorer(hugging_face_model)."
+                f"scorer={type(scorer).__name__} must be a TokenScorer: use "
+                "TokenScorer(hugging_face_model)."
             )
         if max_tokens < 1:
             raise ValueError(f"max_tokens={max_tokens} must be at least 1: for example, 16384.")
@@ -82,11 +82,11 @@ class KLScoring(Transform):
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replace the reference model's weights.
 
-        Args:
-            weights: pairs (name in the Hugging Face checkpoint, tensor), every parameter once, as an engine takes them.
+        Args: weights: pairs (name in the Hugging Face checkpoint, tensor), every parameter once, as
+            an engine takes them.
 
-        Raises:
-            RuntimeError: a name is unknown or missing, or a shape differs; the reference then stays as it is.
+        Raises: RuntimeError: a name is unknown or missing, or a shape differs; the reference then
+            stays as it is.
         """
         load_weights(base_model_of(self.scorer.model), weights)
 
@@ -94,7 +94,8 @@ class KLScoring(Transform):
     def log_probs(self, tokens: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
         """Reference log-probs of right-padded sequences.
 
-        The ranks of a sharded model share the sequences out as they do in a training step, and each gets all log-probs.
+        The ranks of a sharded model share the sequences out as they do in a training step, and each
+        gets all log-probs.
 
         Args:
             tokens: [B, T] int64.
@@ -117,7 +118,9 @@ class KLScoring(Transform):
         widths = [int(lengths[index].max()) if len(index) else 2 for index in parts]
         layouts = [
             self.scorer.layout(tokens[index, :width], mask[index, :width], of_rows)
-            if len(index)  # else a row of which nothing is scored: the others' passes are collective
+            if len(
+                index
+            )  # else a row of which nothing is scored: the others' passes are collective
             else self.scorer.layout(tokens[:1, :2], torch.zeros_like(mask[:1, :2]))
             for index, width, of_rows in zip(parts, widths, own, strict=True)
         ]
@@ -145,11 +148,15 @@ class KLScoring(Transform):
         return self.scorer.score_layout(layout)[0].float()
 
     def _memory_short(self, error: BaseException, tokens: int, mask: Tensor) -> MemoryShortError:
-        """Return the out-of-memory message of a pass of so many tokens, with what each knob would save here."""
+        """Return the out-of-memory message of a pass of so many tokens, with what each knob would
+        save here.
+        """
         model = self.scorer.model
         of_weights = next(model.parameters()).element_size()
         of_pass = of_weights if self.autocast_dtype is None else 2
-        weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+        weights = sum(
+            parameter.numel() * parameter.element_size() for parameter in model.parameters()
+        )
         activations = forward_memory(shape_of(model), tokens, of_pass)
         half = int(mask.sum()) // 2  # of the tokens that were sampled
         knobs: dict[str, float] = {}
@@ -161,7 +168,9 @@ class KLScoring(Transform):
             knobs["train.mixed_precision=bf16"] = activations / 2
         if self.out_key == keys.LOG_PROBS:
             knobs["inference_model.exact=false"] = activations
-        elif self.out_key == keys.REF_LOG_PROBS and not hasattr(model, "peft_config"):  # else it is the trained model
+        elif self.out_key == keys.REF_LOG_PROBS and not hasattr(
+            model, "peft_config"
+        ):  # else it is the trained model
             knobs["train_model.lora.enabled=true"] = weights
             knobs["ref_model.dtype=bfloat16"] = weights // 2 if of_weights == 4 else 0
         what = _PURPOSES.get(self.out_key, "Scoring sequences")
@@ -175,14 +184,20 @@ class KLScoring(Transform):
         return [row[:width] for row, width in zip(scores, widths.tolist(), strict=True)]
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Score a batch [B] (or one sequence) in place; one that already has the entry is unchanged."""
+        """Score a batch [B] (or one sequence) in place; one that already has the entry is
+        unchanged.
+        """
         if has(tensordict, self.out_key):
             return tensordict
         return set_rows(tensordict, self.out_key, self._score(flatten(tensordict)))
 
     def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
-        """Scores what is written to a replay buffer. An environment's input is left alone: ``_step`` scores it."""
-        if tensordict is None:  # a transform of the same buffer, such as GroupAdvantage, holds everything back
+        """Scores what is written to a replay buffer. An environment's input is left alone:
+        ``_step`` scores it.
+        """
+        if (
+            tensordict is None
+        ):  # a transform of the same buffer, such as GroupAdvantage, holds everything back
             return None
         return tensordict if self.parent is not None else self.forward(tensordict)
 
@@ -196,17 +211,23 @@ class KLScoring(Transform):
             sequences.append(TensorDict({keys.FULL: tokens, keys.ASSISTANT_MASK: sampled}))
         return self._set_in_env(next_tensordict, self._score(lazy_stack(sequences)))
 
-    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+    def _reset(
+        self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
+    ) -> TensorDictBase:
         """Write zeros, one per token of the prompt: nothing was sampled yet."""
         prompts = [row.get(keys.PROMPT) for row in tensordict_reset.unbind(0)]
         return self._set_in_env(tensordict_reset, [torch.zeros(prompt.shape) for prompt in prompts])
 
     def _set_in_env(self, tensordict: TensorDictBase, rows: Sequence[Tensor]) -> TensorDictBase:
-        """Writes rows of different lengths as a lazy stack, the form that an environment's tokens have."""
+        """Writes rows of different lengths as a lazy stack, the form that an environment's tokens
+        have.
+        """
         *path, leaf = self.out_keys[0]
         return tensordict.set(tuple(path), lazy_stack([TensorDict({leaf: row}) for row in rows]))
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         """Adds the reference log-probs, ragged like the tokens."""
-        observation_spec[self.out_keys[0]] = Unbounded(shape=(*observation_spec.shape, -1), dtype=torch.float32)
+        observation_spec[self.out_keys[0]] = Unbounded(
+            shape=(*observation_spec.shape, -1), dtype=torch.float32
+        )
         return observation_spec

@@ -16,7 +16,9 @@ from torchrl_grpo.rewards.spec import part_weight
 _CANCELLED = 1e-4  # share of the parts' sizes below which their sum is 0
 
 
-def reward_parts(batch: TensorDictBase, key: NestedKey = keys.REWARD_PARTS) -> list[dict[str, float | None]]:
+def reward_parts(
+    batch: TensorDictBase, key: NestedKey = keys.REWARD_PARTS
+) -> list[dict[str, float | None]]:
     """The parts of each sequence's reward, by name.
 
     Raises:
@@ -33,19 +35,18 @@ def decoupled_advantage(
     valid: Tensor,
     normalize: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """GDPO's advantage (arXiv 2601.05242): the weighted sum of each part's own, normalized over the batch.
+    """GDPO's advantage (arXiv 2601.05242): the weighted sum of each part's own, normalized over the
+    batch.
 
-    ``A_i = (S_i - mean(S)) / (std(S) + eps)`` over the batch, where ``S_i`` is the sum over the parts k of ``w_k A_ki``
-    and ``A_ki`` is what ``normalize`` makes of part k in its group. A response that a part does not apply to (None, or
-    no entry) is left out of that part's statistics and gets nothing from it; so does a group in which all have the same
-    value.
+    ``A_i = (S_i - mean(S)) / (std(S) + eps)`` over the batch, where ``S_i`` is the sum over the
+    parts k of ``w_k A_ki`` and ``A_ki`` is what ``normalize`` makes of part k in its group. A
+    response that a part does not apply to (None, or no entry) is left out of that part's statistics
+    and gets nothing from it; so does a group in which all have the same value.
 
-    Args:
-        parts: of each of N responses, by name.
-        weights: of each of them, see ``rewards.spec.part_weight``.
-        group: [N] int64.
-        valid: [N] bool, False where the reward is unknown.
-        normalize: from a part's values, the groups and where it applies to the part's advantages, all [N].
+    Args: parts: of each of N responses, by name. weights: of each of them, see
+        ``rewards.spec.part_weight``. group: [N] int64. valid: [N] bool, False where the reward is
+        unknown. normalize: from a part's values, the groups and where it applies to the part's
+        advantages, all [N].
 
     Returns:
         [N] float32, exactly 0 where no part gives anything or they cancel each other.
@@ -61,8 +62,9 @@ def decoupled_advantage(
     empty = sum(bool(good) and not row for good, row in zip(valid.tolist(), parts, strict=True))
     if empty:
         raise ValueError(
-            f"reward_combination=gdpo must have the parts of each reward, {empty} of {len(parts)} responses have none: "
-            "name the reward functions in env.reward, or return parts in the task's Score."
+            f"reward_combination=gdpo must have the parts of each reward, {empty} of {len(parts)} "
+            "responses have none: name the reward functions in env.reward, or return parts in the "
+            "task's Score."
         )
     names = list(dict.fromkeys(name for row in parts for name in row))
     total, size = torch.zeros((2, *group.shape), dtype=torch.float64, device=group.device)
@@ -71,11 +73,16 @@ def decoupled_advantage(
         if any(weight):
             values = [row.get(name) for row in parts]
             there = torch.tensor([value is not None for value in values], device=group.device)
-            reward = torch.tensor([value or 0.0 for value in values], dtype=torch.float64, device=group.device)
+            reward = torch.tensor(
+                [value or 0.0 for value in values], dtype=torch.float64, device=group.device
+            )
             part = reward.new_tensor(weight) * normalize(reward, group, valid & there).double()
             total, size = total + part, size + part.abs()
-    # Where parts cancel, their epsilons and rounding are left, which the batch's deviation could blow up. The mean over
-    # the batch is 0 but for the same, as each part's advantages add up to 0 in a group.
+    # Where parts cancel, their epsilons and rounding are left, which the batch's deviation could
+    # blow up. The mean over the batch is 0 but for the same, as each part's advantages add up to 0
+    # in a group.
     signal = total.abs() > _CANCELLED * size
-    whole = group_advantage(torch.where(signal, total, 0.0), group, valid, mean="batch", std="batch")
+    whole = group_advantage(
+        torch.where(signal, total, 0.0), group, valid, mean="batch", std="batch"
+    )
     return torch.where(signal, whole, 0.0)

@@ -1,4 +1,6 @@
-"""Reading and writing one value per token, in a batch that is ragged, padded or a single sequence; and its groups."""
+"""Reading and writing one value per token, in a batch that is ragged, padded or a single sequence;
+and its groups.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from torchrl_grpo.models.packing import entry
 
 
 def flatten(batch: TensorDictBase) -> TensorDictBase:
-    """The sequences of a batch of any shape as a flat batch [N]; a single sequence is a batch of one."""
+    """The sequences of a batch of any shape as a flat batch [N]; a single sequence is a batch of
+    one.
+    """
     return lazy_stack([batch]) if batch.ndim == 0 else batch.reshape(-1)
 
 
@@ -29,8 +33,8 @@ def set_rows(batch: TensorDictBase, key: NestedKey, rows: Sequence[Tensor]) -> T
         key: the entry.
         rows: one for each sequence, in the order of ``flatten``.
 
-    Returns:
-        the same batch; where rows differ in length and the batch is no flat lazy stack, a flat lazy stack.
+    Returns: the same batch; where rows differ in length and the batch is no flat lazy stack, a flat
+        lazy stack.
     """
     if batch.ndim == 0:
         return batch.set(key, rows[0])

@@ -1,4 +1,6 @@
-"""``RewardShaping``: from the task's reward to the reward used for training, as a TorchRL transform."""
+"""``RewardShaping``: from the task's reward to the reward used for training, as a TorchRL
+transform.
+"""
 
 from __future__ import annotations
 
@@ -17,36 +19,40 @@ from torchrl_grpo.transforms.ragged import flatten, set_rows
 class RewardShaping(Transform):
     """Writes the shaped reward of each sequence, and how it is spread over the tokens.
 
-    ``("next", "shaped_reward")`` [1] float32 is ``clip(scale * reward + bias) + overlong - kl_coef * sum_t KL_t``.
-    ``("next", "token_reward")`` [T] float32 are its parts: ``-kl_coef * KL_t`` on each sampled token and the rest on
-    the last sampled token; on the other tokens 0. Where the batch has ``("next", "turn_rewards")``, each turn keeps
-    ``scale`` times its reward, and the last sampled token gets what is missing from the shaped reward: bias, penalty
-    and what the clip changed. So the token rewards of a sequence add up to its shaped reward, unless it has no sampled
-    token; they are then 0, and its shaped reward is that of the task. Both are 0 where ``"reward_valid"`` is False.
-    Of several samples of one trajectory, the last one has the task's reward with scale, bias, clip and penalty, and
-    each its own KL: it is their sum that is the trajectory's.
-    ``("next", "reward")`` stays as it is, and is what ``GroupAdvantage`` reads unless it is told otherwise:
-    ``GroupAdvantage(..., reward_key=keys.SHAPED_REWARD)``, or ``level="token"``, which reads the token rewards.
+    ``("next", "shaped_reward")`` [1] float32 is ``clip(scale * reward + bias) + overlong - kl_coef
+    * sum_t KL_t``. ``("next", "token_reward")`` [T] float32 are its parts: ``-kl_coef * KL_t`` on
+    each sampled token and the rest on the last sampled token; on the other tokens 0. Where the
+    batch has ``("next", "turn_rewards")``, each turn keeps ``scale`` times its reward, and the last
+    sampled token gets what is missing from the shaped reward: bias, penalty and what the clip
+    changed. So the token rewards of a sequence add up to its shaped reward, unless it has no
+    sampled token; they are then 0, and its shaped reward is that of the task. Both are 0 where
+    ``"reward_valid"`` is False. Of several samples of one trajectory, the last one has the task's
+    reward with scale, bias, clip and penalty, and each its own KL: it is their sum that is the
+    trajectory's. ``("next", "reward")`` stays as it is, and is what ``GroupAdvantage`` reads unless
+    it is told otherwise: ``GroupAdvantage(..., reward_key=keys.SHAPED_REWARD)``, or
+    ``level="token"``, which reads the token rewards.
 
-    It works on finished sequences: called on a batch, in place, or in a replay buffer, where ``extend`` shapes what is
-    written. A batch that has both entries is left as it is. A buffer applies its transforms in reverse order when it is
-    written to, so there it comes *after* ``GroupAdvantage``, as in the second example.
+    It works on finished sequences: called on a batch, in place, or in a replay buffer, where
+    ``extend`` shapes what is written. A batch that has both entries is left as it is. A buffer
+    applies its transforms in reverse order when it is written to, so there it comes *after*
+    ``GroupAdvantage``, as in the second example.
 
-    Keyword Args:
-        scale: factor of the reward.
-        bias: added to the scaled reward.
-        clip: lowest and highest value of the scaled and biased reward; None for no bounds. The overlong penalty comes
+    Keyword Args: scale: factor of the reward. bias: added to the scaled reward. clip: lowest and
+        highest value of the scaled and biased reward; None for no bounds. The overlong penalty
+        comes
             on top of it, so that a clip never hides the penalty.
-        overlong_buffer: tokens before ``max_response_tokens`` over which a penalty grows from 0 to 1 (arXiv 2503.14476,
-            equation 13), by the number of sampled tokens of all turns and samples; 0 for no penalty.
+        overlong_buffer: tokens before ``max_response_tokens`` over which a penalty grows from 0 to
+            1 (arXiv 2503.14476, equation 13), by the number of sampled tokens of all turns and
+            samples; 0 for no penalty.
         max_response_tokens: sampled tokens of a sequence from which on the penalty is 1.
-        kl_coef: weight of the KL to the reference policy, taken off token by token; 0 needs no reference log-probs.
-        kl_estimator: ``"k1"`` (as in arXiv 2501.03262), ``"k2"`` or ``"k3"``, of the policy that sampled.
+        kl_coef: weight of the KL to the reference policy, taken off token by token; 0 needs no
+            reference log-probs.
+        kl_estimator: ``"k1"`` (as in arXiv 2501.03262), ``"k2"`` or ``"k3"``, of the policy that
+            sampled.
 
-    Raises:
-        ValueError: an argument is out of its range.
-        KeyError: the batch has no reward or mask, or ``kl_coef`` is not 0 and it has no log-probs, the reference's too.
-        RuntimeError: it is in an environment.
+    Raises: ValueError: an argument is out of its range. KeyError: the batch has no reward or mask,
+        or ``kl_coef`` is not 0 and it has no log-probs, the reference's too. RuntimeError: it is in
+        an environment.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -82,17 +88,32 @@ class RewardShaping(Transform):
     ) -> None:
         check_bounds(clip)
         if overlong_buffer < 0:
-            raise ValueError(f"overlong_buffer={overlong_buffer} must be at least 0: use 0 for no penalty.")
-        if overlong_buffer and (max_response_tokens is None or overlong_buffer > max_response_tokens):
             raise ValueError(
-                f"overlong_buffer={overlong_buffer} must be at most max_response_tokens={max_response_tokens}: "
-                "use a smaller buffer, or 0 for no penalty, and say how long a response may be."
+                f"overlong_buffer={overlong_buffer} must be at least 0: use 0 for no penalty."
+            )
+        if overlong_buffer and (
+            max_response_tokens is None or overlong_buffer > max_response_tokens
+        ):
+            raise ValueError(
+                f"overlong_buffer={overlong_buffer} must be at most "
+                f"max_response_tokens={max_response_tokens}: use a smaller buffer, or 0 for no "
+                "penalty, and say how long a response may be."
             )
         if kl_estimator not in KL_ESTIMATORS:
-            raise ValueError(f"kl_estimator={kl_estimator!r} must be one of {tuple(KL_ESTIMATORS)}: use 'k1'.")
+            raise ValueError(
+                f"kl_estimator={kl_estimator!r} must be one of {tuple(KL_ESTIMATORS)}: use 'k1'."
+            )
         if kl_coef < 0:
-            raise ValueError(f"kl_coef={kl_coef} must be at least 0: use 0.01, or 0 for no KL in the reward.")
-        in_keys = [keys.REWARD, keys.REWARD_VALID, keys.ASSISTANT_MASK, keys.TURN_REWARDS, keys.TRAJECTORY]
+            raise ValueError(
+                f"kl_coef={kl_coef} must be at least 0: use 0.01, or 0 for no KL in the reward."
+            )
+        in_keys = [
+            keys.REWARD,
+            keys.REWARD_VALID,
+            keys.ASSISTANT_MASK,
+            keys.TURN_REWARDS,
+            keys.TRAJECTORY,
+        ]
         super().__init__(
             in_keys=[*in_keys, keys.LOG_PROBS, keys.REF_LOG_PROBS] if kl_coef else in_keys,
             out_keys=[keys.SHAPED_REWARD, keys.TOKEN_REWARD],
@@ -136,8 +157,14 @@ class RewardShaping(Transform):
         if self.clip is not None:
             reward = reward.clamp(*self.clip)
         if self.overlong_buffer and self.max_response_tokens is not None:
-            reward = reward + overlong_penalty(length, self.max_response_tokens, self.overlong_buffer)
-        return reward if trajectory is None else torch.where(last_rows(trajectory).unsqueeze(-1), reward, 0.0)
+            reward = reward + overlong_penalty(
+                length, self.max_response_tokens, self.overlong_buffer
+            )
+        return (
+            reward
+            if trajectory is None
+            else torch.where(last_rows(trajectory).unsqueeze(-1), reward, 0.0)
+        )
 
     def _turn_rewards(self, rows: tuple[TensorDictBase, ...], mask: Tensor) -> Tensor:
         """[N, T] float64, the scaled rewards of the turns where a sequence has them."""
@@ -156,13 +183,17 @@ class RewardShaping(Transform):
         return self.kl_coef * KL_ESTIMATORS[self.kl_estimator](sample, ref)
 
     def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
-        """Shape what is written to a replay buffer; None if another of its transforms holds everything back."""
+        """Shape what is written to a replay buffer; None if another of its transforms holds
+        everything back.
+        """
         return None if tensordict is None else self.forward(tensordict)
 
-    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+    def _reset(
+        self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
+    ) -> TensorDictBase:
         raise RuntimeError(
-            "RewardShaping must get finished sequences, it is in an environment, where a step has one turn of them: "
-            "call it on the collector's batch, or put it into a ReplayBuffer."
+            "RewardShaping must get finished sequences, it is in an environment, where a step has "
+            "one turn of them: call it on the collector's batch, or put it into a ReplayBuffer."
         )
 
 

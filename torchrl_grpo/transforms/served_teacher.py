@@ -1,4 +1,6 @@
-"""``ServedTeacher``: a teacher on a server that somebody else started scores what the policy sampled."""
+"""``ServedTeacher``: a teacher on a server that somebody else started scores what the policy
+sampled.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +19,16 @@ from torchrl_grpo.transforms.ragged import flatten, set_rows
 
 
 class ServedTeacher(Transform):
-    """Writes what ``KLScoring`` or, with ``top_k``, ``TeacherStates`` writes, from a server's log-probs of the tokens.
+    """Writes what ``KLScoring`` or, with ``top_k``, ``TeacherStates`` writes, from a server's
+    log-probs of the tokens.
 
-    Servers state log-probs at temperature 1 for tokens that they are given. They give none of the states that go into
-    the LM head, so that a divergence over the whole vocabulary needs ``top_k``.
+    Servers state log-probs at temperature 1 for tokens that they are given. They give none of the
+    states that go into the LM head, so that a divergence over the whole vocabulary needs ``top_k``.
 
-    Args:
-        address: of the server, such as ``http://127.0.0.1:8000``; token ids go out, and log-probs come back.
-        top_k: of the most likely tokens; None writes the log-probs of the sampled tokens alone.
-        vocabulary: ids that the policy has.
-        starts_within_s: how long to wait for a server that does not answer.
+    Args: address: of the server, such as ``http://127.0.0.1:8000``; token ids go out, and log-probs
+        come back. top_k: of the most likely tokens; None writes the log-probs of the sampled tokens
+        alone. vocabulary: ids that the policy has. starts_within_s: how long to wait for a server
+        that does not answer.
 
     Raises:
         EngineDeadError: the server does not answer.
@@ -58,8 +60,8 @@ class ServedTeacher(Transform):
             longest: sequence, in tokens.
             top_k: as above.
 
-        Raises:
-            ValueError: it does not answer, has another vocabulary, too short a context, or refuses to score.
+        Raises: ValueError: it does not answer, has another vocabulary, too short a context, or
+            refuses to score.
         """
         require_httpx("teacher.address")
         server = connect(address, 0, "teacher")
@@ -71,7 +73,8 @@ class ServedTeacher(Transform):
             server.close()
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Score a batch [B] (or one sequence) in place; one that already has the entry is unchanged.
+        """Score a batch [B] (or one sequence) in place; one that already has the entry is
+        unchanged.
 
         Raises:
             EngineDeadError: the server is gone, too slow, or scored something else.
@@ -88,8 +91,12 @@ class ServedTeacher(Transform):
         found = self._server.score(tokens, start, self.top_k or 0) if start < len(tokens) else []
         sampled = zip(tokens[start:], mask[start:], found, strict=True)
         if self.top_k is None:
-            return torch.tensor([0.0] * start + [of[token] if mine else 0.0 for token, mine, of in sampled])
-        return torch.tensor([_states(of, self.top_k) for _, mine, of in sampled if mine]).view(-1, 2 * self.top_k)
+            return torch.tensor(
+                [0.0] * start + [of[token] if mine else 0.0 for token, mine, of in sampled]
+            )
+        return torch.tensor([_states(of, self.top_k) for _, mine, of in sampled if mine]).view(
+            -1, 2 * self.top_k
+        )
 
 
 def _states(found: dict[int, float], top_k: int) -> list[float]:

@@ -1,4 +1,6 @@
-"""A teacher's part in a batch: its states, for a divergence over the vocabulary, or its share of the advantage."""
+"""A teacher's part in a batch: its states, for a divergence over the vocabulary, or its share of
+the advantage.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,14 @@ from torchrl_grpo.transforms.ragged import flatten, set_rows
 
 
 class TeacherStates(KLScoring):
-    """Writes ``("next", "teacher_states")``: of the tokens that were sampled, what a divergence from a teacher needs.
+    """Writes ``("next", "teacher_states")``: of the tokens that were sampled, what a divergence
+    from a teacher needs.
 
     Args:
         scorer: the teacher.
 
-    Keyword Args:
-        top_k: of the most likely tokens; None gives what goes into its LM head. See ``models.divergence.Teacher``.
-        **options: of ``KLScoring``.
+    Keyword Args: top_k: of the most likely tokens; None gives what goes into its LM head. See
+        ``models.divergence.Teacher``. **options: of ``KLScoring``.
     """
 
     def __init__(self, scorer: TokenScorer, *, top_k: int | None = None, **options: Any) -> None:
@@ -42,21 +44,22 @@ class TeacherStates(KLScoring):
 
 
 class TeacherAdvantage(Transform):
-    """Adds the reverse KL to a teacher to the advantage, token by token: on-policy distillation with sampled tokens.
+    """Adds the reverse KL to a teacher to the advantage, token by token: on-policy distillation
+    with sampled tokens.
 
-    ``"advantage"`` becomes [T]: ``reward_coef * A - coef * (log p_t - log q_t)`` at a sampled token, and 0 elsewhere,
-    with A the advantage of its sequence (or its own), p the policy that sampled and q the teacher. The estimate is k1,
-    and each token has the credit for itself alone: a discount of 0 (K. Lu and Thinking Machines Lab, "On-Policy
-    Distillation", 2025; the sum of both terms as in prime-rl).
+    ``"advantage"`` becomes [T]: ``reward_coef * A - coef * (log p_t - log q_t)`` at a sampled
+    token, and 0 elsewhere, with A the advantage of its sequence (or its own), p the policy that
+    sampled and q the teacher. The estimate is k1, and each token has the credit for itself alone: a
+    discount of 0 (K. Lu and Thinking Machines Lab, "On-Policy Distillation", 2025; the sum of both
+    terms as in prime-rl).
 
     It works on finished sequences, after ``GroupAdvantage``.
 
-    Args:
-        coef: weight of the KL, in units of the advantage for each nat; 0 where the divergence is part of the loss.
-        reward_coef: weight of the advantage that is there.
+    Args: coef: weight of the KL, in units of the advantage for each nat; 0 where the divergence is
+        part of the loss. reward_coef: weight of the advantage that is there.
 
-    Raises:
-        KeyError: the batch has no advantage, no mask or, with a ``coef``, no log-probs, the teacher's too.
+    Raises: KeyError: the batch has no advantage, no mask or, with a ``coef``, no log-probs, the
+        teacher's too.
 
     Example:
         >>> from tensordict import TensorDict
@@ -70,7 +73,9 @@ class TeacherAdvantage(Transform):
 
     def __init__(self, coef: float, reward_coef: float = 1.0) -> None:
         read = [keys.LOG_PROBS, keys.TEACHER_LOG_PROBS] if coef else []
-        super().__init__(in_keys=[keys.ADVANTAGE, keys.ASSISTANT_MASK, *read], out_keys=[keys.ADVANTAGE])
+        super().__init__(
+            in_keys=[keys.ADVANTAGE, keys.ASSISTANT_MASK, *read], out_keys=[keys.ADVANTAGE]
+        )
         self.coef = coef
         self.reward_coef = reward_coef
 
@@ -80,7 +85,9 @@ class TeacherAdvantage(Transform):
         mask = pad(flat, keys.ASSISTANT_MASK, False)
         advantage = self.reward_coef * pad(flat, keys.ADVANTAGE).expand(mask.shape)
         if self.coef:
-            advantage = advantage - self.coef * kl_k1(pad(flat, keys.LOG_PROBS), pad(flat, keys.TEACHER_LOG_PROBS))
+            advantage = advantage - self.coef * kl_k1(
+                pad(flat, keys.LOG_PROBS), pad(flat, keys.TEACHER_LOG_PROBS)
+            )
         advantage = torch.where(mask, advantage, 0.0)
         widths = [row.get(keys.ASSISTANT_MASK).shape[-1] for row in flat.unbind(0)]
         rows = [row[:width] for row, width in zip(advantage, widths, strict=True)]

@@ -4,13 +4,22 @@
 - ``object_store``, ``nccl``, ``ipc``: the kinds of transfer to an engine in another process.
 - ``adapters``: LoRA adapters in place of whole weights, by any kind of transfer.
 - ``kinds``: which kind a run takes, and its sender.
-- ``named``: the weights of a model by name, LoRA merged, gathered one at a time, and whether they fit a model.
-- ``worker``: what vLLM's worker processes do; ``transfer_engine``, ``shared``: our engine of vLLM's weight transfer.
+- ``named``: the weights of a model by name, LoRA merged, gathered one at a time, and whether they
+fit a model.
+- ``worker``: what vLLM's worker processes do; ``transfer_engine``, ``shared``: our engine of vLLM's
+weight transfer.
 - ``meeting``: where trainer and engines agree on numbers.
 - ``mismatch``: whether an engine has the trainer's weights.
 """
 
-from torchrl_grpo.weights.handle import DirectHandle, DirectSender, EitherHandle, Sender, TransferHandle, WeightHandle
+from torchrl_grpo.weights.handle import (
+    DirectHandle,
+    DirectSender,
+    EitherHandle,
+    Sender,
+    TransferHandle,
+    WeightHandle,
+)
 from torchrl_grpo.weights.kinds import Transfer, make_sender, transfer_kind
 from torchrl_grpo.weights.named import (
     LoraDelta,

@@ -1,5 +1,5 @@
-"""LoRA adapters instead of full weights: only trained tensors are sent, and each reader merges them into the base
-weights.
+"""LoRA adapters instead of full weights: only trained tensors are sent, and each reader merges them
+into the base weights.
 
 Any kind of transfer carries them: to it they are named tensors like others.
 """
@@ -25,10 +25,9 @@ BaseModel = Callable[[], nn.Module]
 class AdapterHandle(WeightHandle):
     """The weights of a base model with adapters added.
 
-    Attributes:
-        base: gives the base model on the CPU in the trainer's dtype. Hashable: a process asks it once.
-        layers: of each adapter the name of its parameter and the scaling.
-        matrices: A [r, in] and B [out, r] of each adapter, in the order of ``layers``.
+    Attributes: base: gives the base model on the CPU in the trainer's dtype. Hashable: a process
+        asks it once. layers: of each adapter the name of its parameter and the scaling. matrices: A
+        [r, in] and B [out, r] of each adapter, in the order of ``layers``.
     """
 
     base: BaseModel
@@ -41,12 +40,18 @@ class AdapterHandle(WeightHandle):
         deltas = deltas_of(self.layers, self.matrices.weights(), torch.device("cpu"))
         for name in deltas:
             if name not in base:
-                raise RuntimeError(f"an adapter changes {name!r}, which is not among the {len(base)} base weights.")
-        return to_checkpoint(model, ((name, merged(weight, deltas.get(name, []))) for name, weight in base.items()))
+                raise RuntimeError(
+                    f"an adapter changes {name!r}, which is not among the {len(base)} base weights."
+                )
+        return to_checkpoint(
+            model, ((name, merged(weight, deltas.get(name, []))) for name, weight in base.items())
+        )
 
 
 def deltas_of(
-    layers: Sequence[tuple[str, float]], matrices: Iterable[tuple[str, Tensor]], device: torch.device
+    layers: Sequence[tuple[str, float]],
+    matrices: Iterable[tuple[str, Tensor]],
+    device: torch.device,
 ) -> dict[str, list[LoraDelta]]:
     """Return what adapters add to each parameter.
 
@@ -56,7 +61,8 @@ def deltas_of(
         device: where the matrices are to be.
     """
     deltas: defaultdict[str, list[LoraDelta]] = defaultdict(list)
-    # Copies: a sum of products may depend on how its operands lie in memory, and must be the trainer's to the bit.
+    # Copies: a sum of products may depend on how its operands lie in memory, and must be the
+    # trainer's to the bit.
     copies = (matrix.to(device, copy=True) for _, matrix in matrices)
     for (name, scaling), a, b in zip(layers, copies, copies, strict=True):
         deltas[name].append(LoraDelta(a, b, scaling))

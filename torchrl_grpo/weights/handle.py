@@ -1,8 +1,9 @@
 """The interface between the trainer, which sends weights, and the engines, which load them.
 
-The trainer's ``Sender`` makes a ``WeightHandle`` for each version: a small object that says how to get the weights of
-that version. Whoever drives the run gives the handle to the engines, and tells the sender when nobody reads the version
-any more. Until then its weights stay as they are: an engine that lags behind never sees them change, without a lock.
+The trainer's ``Sender`` makes a ``WeightHandle`` for each version: a small object that says how to
+get the weights of that version. Whoever drives the run gives the handle to the engines, and tells
+the sender when nobody reads the version any more. Until then its weights stay as they are: an
+engine that lags behind never sees them change, without a lock.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from torchrl_grpo.weights.named import LoraDelta
 
 Named = Iterable[tuple[str, Tensor]]
 Part = tuple[str, list[tuple[str, tuple[int, ...]]]]
-"""Layout of a flat tensor: its dtype, such as ``"float32"``, and name and shape of each weight, in order."""
+"""Layout of a flat tensor: its dtype, such as ``"float32"``, and name and shape of each weight, in
+order.
+"""
 
 
 class WeightHandle(ABC):
@@ -51,7 +54,8 @@ class TransferHandle(WeightHandle):
         return None
 
     def init_info(self, workers: int) -> dict[str, Any] | None:
-        """Return what the engine of each worker is initialized with, None where that was done before.
+        """Return what the engine of each worker is initialized with, None where that was done
+        before.
 
         Args:
             workers: how many processes of this reader receive the weights.
@@ -63,15 +67,20 @@ class TransferHandle(WeightHandle):
 
     @abstractmethod
     def updates(self) -> Iterator[dict[str, Any]]:
-        """Return the update infos, one after the other; dicts, lists, strings, numbers and bytes alone."""
+        """Return the update infos, one after the other; dicts, lists, strings, numbers and bytes
+        alone.
+        """
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        raise RuntimeError(f"weights that travel by {self.backend} are received by vLLM's workers alone.")
+        raise RuntimeError(
+            f"weights that travel by {self.backend} are received by vLLM's workers alone."
+        )
 
 
 @dataclass(frozen=True)
 class EitherHandle(WeightHandle):
-    """The same weights by two paths: a fast one, which must first prove itself, and one that works everywhere.
+    """The same weights by two paths: a fast one, which must first prove itself, and one that works
+    everywhere.
 
     Attributes:
         slow: works everywhere.
@@ -97,12 +106,11 @@ class Sender(ABC):
     """The trainer's side. Each training rank has a sender; that of rank 0 makes the handles."""
 
     def send(self, source: Source, version: int, *, keep: bool = True) -> WeightHandle | None:
-        """Makes a handle of the current weights. They are gathered one at a time, so all ranks must call this.
+        """Makes a handle of the current weights. They are gathered one at a time, so all ranks must
+        call this.
 
-        Args:
-            source: has the weights.
-            version: of the weights.
-            keep: whether this rank makes the handle. The others take part in gathering and return None.
+        Args: source: has the weights. version: of the weights. keep: whether this rank makes the
+            handle. The others take part in gathering and return None.
         """
         weights = self._content(source)
         if keep:
@@ -125,7 +133,9 @@ class Sender(ABC):
             version: of the weights.
             reason: of the refusal. Later versions are sent in the same way as this one.
         """
-        raise NotImplementedError(f"{type(self).__name__} has one way to send weights, and it was refused: {reason}")
+        raise NotImplementedError(
+            f"{type(self).__name__} has one way to send weights, and it was refused: {reason}"
+        )
 
     def release(self, version: int) -> None:  # noqa: B027
         """Free a version that nobody reads or will read anymore."""
@@ -166,7 +176,8 @@ PART_BYTES = 256 * 2**20
 
 
 def in_parts(weights: Named, dtype: torch.dtype | None) -> Iterator[tuple[Tensor, Part]]:
-    """Copies weights into flat tensors on their device: a few large ones are faster to send than many small ones.
+    """Copies weights into flat tensors on their device: a few large ones are faster to send than
+    many small ones.
 
     Args:
         weights: they may come one at a time.
@@ -180,7 +191,10 @@ def in_parts(weights: Named, dtype: torch.dtype | None) -> Iterator[tuple[Tensor
 
     def part() -> tuple[Tensor, Part]:
         layout = [(name, tuple(value.shape)) for name, value in zip(names, values, strict=True)]
-        return torch.cat([value.reshape(-1) for value in values]), (dtype_name(values[0].dtype), layout)
+        return torch.cat([value.reshape(-1) for value in values]), (
+            dtype_name(values[0].dtype),
+            layout,
+        )
 
     for name, weight in weights:
         value = weight.detach().to(dtype or weight.dtype)

@@ -1,6 +1,8 @@
-"""Weights in the memory of the GPU that trainer and engine share, for the engine ``ipc`` of vLLM's weight transfer.
+"""Weights in the memory of the GPU that trainer and engine share, for the engine ``ipc`` of vLLM's
+weight transfer.
 
-They go in parts, each an allocation of its own that is exported once, in the form that vLLM calls packed.
+They go in parts, each an allocation of its own that is exported once, in the form that vLLM calls
+packed.
 """
 
 from __future__ import annotations
@@ -46,15 +48,24 @@ def exported(flat: Tensor, part: Part) -> dict[str, Any]:
         "dtype_names": [dtype] * len(layout),
         "shapes": [list(shape) for _, shape in layout],
         "tensor_sizes": sizes,
-        "ipc_handles": [str(torch.cuda.get_device_properties(device).uuid), flat.nbytes, offset, *memory],
+        "ipc_handles": [
+            str(torch.cuda.get_device_properties(device).uuid),
+            flat.nbytes,
+            offset,
+            *memory,
+        ],
     }
 
 
 def opened(update: dict[str, Any]) -> dict[str, Any]:
-    """Return an update info as vLLM's engine takes it: with the arguments of torch's ``rebuild_cuda_tensor``."""
+    """Return an update info as vLLM's engine takes it: with the arguments of torch's
+    ``rebuild_cuda_tensor``.
+    """
     gpu, size, offset, *memory = update["ipc_handles"]
     tensor = (torch.Tensor, torch.Size([size]), (1,), offset)
-    return update | {"ipc_handles": {gpu: (*tensor, torch.storage.TypedStorage, torch.uint8, 0, *memory)}}
+    return update | {
+        "ipc_handles": {gpu: (*tensor, torch.storage.TypedStorage, torch.uint8, 0, *memory)}
+    }
 
 
 def on_gpu(weights: Named) -> Iterator[tuple[str, Tensor]]:
@@ -97,12 +108,18 @@ class LocalSender(DirectSender):
 
     def handle(self, read: Callable[[], Named]) -> WeightHandle:
         self._direct = DirectHandle(read)
-        return self._direct if self._refused else EitherHandle(self._direct, IpcStream(read, self._dtype))
+        return (
+            self._direct
+            if self._refused
+            else EitherHandle(self._direct, IpcStream(read, self._dtype))
+        )
 
     def resend(self, version: int, reason: str) -> WeightHandle:
         from torchrl import torchrl_logger  # slow, and vLLM's workers import this module
 
-        torchrl_logger.warning(f"The engine takes its weights through the host from here on: {reason}.")
+        torchrl_logger.warning(
+            f"The engine takes its weights through the host from here on: {reason}."
+        )
         self._refused = True
         return self._direct
 
@@ -126,7 +143,9 @@ class IpcParts(TransferHandle):
     @property
     def layout(self) -> list[tuple[str, tuple[int, ...]]]:
         named = (
-            (name, shape) for info in self.infos for name, shape in zip(info["names"], info["shapes"], strict=True)
+            (name, shape)
+            for info in self.infos
+            for name, shape in zip(info["names"], info["shapes"], strict=True)
         )
         return [(name, tuple(shape)) for name, shape in named]
 
@@ -139,7 +158,8 @@ class IpcParts(TransferHandle):
 
 
 class IpcSender(Sender):
-    """Sends ``IpcParts`` to one engine; a version takes the memory of the whole model on the GPU until it is released.
+    """Sends ``IpcParts`` to one engine; a version takes the memory of the whole model on the GPU
+    until it is released.
 
     Args:
         dtype: of the weights on their way, best the engine's; None keeps their own.
@@ -169,11 +189,14 @@ class IpcSender(Sender):
         kept = self._kept.pop(version, None)
         if kept is None:
             return
-        # Torch keeps memory that was shared until a reader has opened and closed it, once. Of a version that was
-        # skipped, the reader's side is taken here; taken twice, the memory would never be free.
+        # Torch keeps memory that was shared until a reader has opened and closed it, once. Of a
+        # version that was skipped, the reader's side is taken here; taken twice, the memory would
+        # never be free.
         if not connected(self._meeting).check([f"read/{version}"]):
             for info in kept[1]:
-                *_, counter, place, _, _ = info["ipc_handles"]  # ref_counter_handle and _offset of rebuild_cuda_tensor
+                *_, counter, place, _, _ = info[
+                    "ipc_handles"
+                ]  # ref_counter_handle and _offset of rebuild_cuda_tensor
                 release_shared_memory(counter, place)
         del kept
         torch.cuda.ipc_collect()

@@ -1,7 +1,8 @@
-"""Rendezvous of trainer and engines: a store at rank 0 of the trainer for numbers, through which no weights go.
+"""Rendezvous of trainer and engines: a store at rank 0 of the trainer for numbers, through which no
+weights go.
 
-It listens on one address alone and gives nothing to those who do not know the run's secret. Values are short strings
-and counters, and are never unpickled.
+It listens on one address alone and gives nothing to those who do not know the run's secret. Values
+are short strings and counters, and are never unpickled.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ TIMEOUT_S = 120.0
 
 
 def open_store(host: str, timeout_s: float = TIMEOUT_S) -> TCPStore:
-    """Open a store for processes that look for each other, on a free port of one address; torch's default is all
-    addresses.
+    """Open a store for processes that look for each other, on a free port of one address; torch's
+    default is all addresses.
     """
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
@@ -50,8 +51,11 @@ class Meeting:
 
     def connect(self) -> Any:
         """Return a separate connection: a wait blocks all users of a connection."""
-        store = TCPStore(self.host, self.port, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
-        # The store tells its keys to whoever asks, so what keeps strangers out must not be the secret itself.
+        store = TCPStore(
+            self.host, self.port, is_master=False, timeout=timedelta(seconds=TIMEOUT_S)
+        )
+        # The store tells its keys to whoever asks, so what keeps strangers out must not be the
+        # secret itself.
         return PrefixStore(hashlib.sha256(self.secret.encode()).hexdigest(), store)
 
 

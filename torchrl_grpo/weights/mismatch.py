@@ -20,15 +20,17 @@ Probe = list[tuple[Tensor, Tensor, Tensor]]
 def sample_probe(engine: _Generates, prompts: Sequence[Tensor], params: Any) -> Probe:
     """Samples one response to each prompt."""
     completions = [group[0] for group in engine.generate(prompts, 1, params)]
-    return [(prompt, done.tokens, done.log_probs) for prompt, done in zip(prompts, completions, strict=True)]
+    return [
+        (prompt, done.tokens, done.log_probs)
+        for prompt, done in zip(prompts, completions, strict=True)
+    ]
 
 
 def log_prob_mismatch(probe: Probe, scored: Sequence[Tensor]) -> tuple[float, float]:
     """Return the distance between the log-probs of an engine and of the trainer.
 
-    Args:
-        probe: as ``sample_probe`` gives it, at least one response.
-        scored: for each response the trainer's log-probs [R] of the sampled tokens, at the sampling temperature.
+    Args: probe: as ``sample_probe`` gives it, at least one response. scored: for each response the
+        trainer's log-probs [R] of the sampled tokens, at the sampling temperature.
 
     Returns:
         mean and largest absolute difference over all sampled tokens, in nats.

@@ -1,4 +1,6 @@
-"""A model's weights by the names of its Hugging Face checkpoint, LoRA adapters' updates, and whether weights fit."""
+"""A model's weights by the names of its Hugging Face checkpoint, LoRA adapters' updates, and
+whether weights fit.
+"""
 
 from __future__ import annotations
 
@@ -46,34 +48,35 @@ def merged(weight: Tensor, deltas: Sequence[LoraDelta]) -> Tensor:
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield a causal language model's weights under the names of its Hugging Face checkpoint.
 
-    A LoRA model gives its base model's weights with the active adapters merged in. Its own weights stay as they are:
-    the merged tensors are new, and made one at a time. A sharded model gathers each weight when it is asked for, which
-    all ranks must do.
+    A LoRA model gives its base model's weights with the active adapters merged in. Its own weights
+    stay as they are: the merged tensors are new, and made one at a time. A sharded model gathers
+    each weight when it is asked for, which all ranks must do.
 
     Args:
         model: a Hugging Face model, or a peft model around one; sharded or not.
 
-    Yields:
-        (name, tensor); a parameter that several modules share comes once. The tensors are detached, and are the
-        model's own memory where nothing had to be merged, gathered or split.
+    Yields: (name, tensor); a parameter that several modules share comes once. The tensors are
+        detached, and are the model's own memory where nothing had to be merged, gathered or split.
 
-    Raises:
-        ValueError: an adapter is not plain LoRA (DoRA, for example), so that it cannot be added to the base weight.
+    Raises: ValueError: an adapter is not plain LoRA (DoRA, for example), so that it cannot be added
+        to the base weight.
     """
     peft: Any = model
     base = peft.get_base_model() if hasattr(model, "peft_config") else model
     layers = {} if base is model else _lora_layers(base)
-    return to_checkpoint(base, ((name, _whole(weight)) for name, weight in _merged_weights(base, layers)))
+    return to_checkpoint(
+        base, ((name, _whole(weight)) for name, weight in _merged_weights(base, layers))
+    )
 
 
 def named_adapters(model: nn.Module) -> Iterator[tuple[str, LoraDelta]]:
     """Return what the active adapters of a LoRA model add to its base model's parameters.
 
-    Args:
-        model: a peft model; sharded or not. A sharded matrix is gathered when it is asked for, which all ranks must do.
+    Args: model: a peft model; sharded or not. A sharded matrix is gathered when it is asked for,
+        which all ranks must do.
 
-    Yields:
-        (name of the parameter in the base model, what is added), one for each adapter of each layer.
+    Yields: (name of the parameter in the base model, what is added), one for each adapter of each
+        layer.
 
     Raises:
         ValueError: an adapter is not plain LoRA, or is merged into the base weight.
@@ -81,15 +84,22 @@ def named_adapters(model: nn.Module) -> Iterator[tuple[str, LoraDelta]]:
     base: nn.Module = model.get_base_model()  # type: ignore[operator]
     for name, layer in _lora_layers(base).items():
         if layer.merged:
-            raise ValueError(f"{name}: its adapters are merged into the weight and cannot be sent apart: unmerge them.")
+            raise ValueError(
+                f"{name}: its adapters are merged into the weight and cannot be sent apart: "
+                "unmerge them."
+            )
         for delta in _deltas(name, layer):
             yield name, LoraDelta(_whole(delta.a), _whole(delta.b), delta.scaling)
 
 
 def named_adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of a LoRA model's adapters under their names in the model. Those of a sharded one are gathered,
-    which all ranks must do."""
-    return ((name, _whole(weight).detach()) for name, weight in model.named_parameters() if ".lora_" in name)
+    """The parameters of a LoRA model's adapters under their names in the model. Those of a sharded
+    one are gathered, which all ranks must do."""
+    return (
+        (name, _whole(weight).detach())
+        for name, weight in model.named_parameters()
+        if ".lora_" in name
+    )
 
 
 def expected_weights(model: nn.Module) -> tuple[dict[str, torch.Size], set[str]]:
@@ -107,33 +117,49 @@ def expected_weights(model: nn.Module) -> tuple[dict[str, torch.Size], set[str]]
     return every, every.keys() - shapes(remove_duplicate=True).keys()
 
 
-def to_checkpoint(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def to_checkpoint(
+    model: nn.Module, weights: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
     """Parameters of a model under the names, and in the shapes, that they have in its checkpoint.
 
-    For most models nothing changes. Since transformers 5 some differ: Mixtral has the weights of all experts of a layer
-    in one parameter, and its checkpoints have one for each expert. vLLM reads the checkpoint's.
+    For most models nothing changes. Since transformers 5 some differ: Mixtral has the weights of
+    all experts of a layer in one parameter, and its checkpoints have one for each expert. vLLM
+    reads the checkpoint's.
     """
     return _convert(model, weights, reverse=True)
 
 
-def from_checkpoint(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def from_checkpoint(
+    model: nn.Module, weights: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
     """Undoes ``to_checkpoint``; the weights of all experts of a layer must be there."""
     from transformers.core_model_loading import dot_natural_key
 
-    return _convert(model, sorted(weights, key=lambda item: dot_natural_key(item[0])), reverse=False)
+    return _convert(
+        model, sorted(weights, key=lambda item: dot_natural_key(item[0])), reverse=False
+    )
 
 
-def _convert(model: nn.Module, weights: Iterable[tuple[str, Tensor]], *, reverse: bool) -> Iterator[tuple[str, Tensor]]:
-    """Applies transformers' own rules for a model's checkpoints, as ``from_pretrained`` and ``save_pretrained`` do.
+def _convert(
+    model: nn.Module, weights: Iterable[tuple[str, Tensor]], *, reverse: bool
+) -> Iterator[tuple[str, Tensor]]:
+    """Applies transformers' own rules for a model's checkpoints, as ``from_pretrained`` and
+    ``save_pretrained`` do.
 
-    Those work on a whole state dict; here weights come one at a time, and most need not wait for another one.
+    Those work on a whole state dict; here weights come one at a time, and most need not wait for
+    another one.
     """
     from transformers import PreTrainedModel
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange, WeightConverter, rename_source_key
 
-    rules = get_model_conversion_mapping(model, add_legacy=False) if isinstance(model, PreTrainedModel) else []
-    # A prefix is there or not in different checkpoints of a model; like ``save_pretrained``, leave it out.
+    rules = (
+        get_model_conversion_mapping(model, add_legacy=False)
+        if isinstance(model, PreTrainedModel)
+        else []
+    )
+    # A prefix is there or not in different checkpoints of a model; like ``save_pretrained``, leave
+    # it out.
     rules = [rule for rule in rules if not isinstance(rule, PrefixChange)]
     if reverse:
         rules = [rule.reverse_transform() for rule in reversed(rules)]
@@ -143,7 +169,9 @@ def _convert(model: nn.Module, weights: Iterable[tuple[str, Tensor]], *, reverse
     waiting: dict[str, Any] = {}
 
     def converted(name: str) -> Iterator[tuple[str, Tensor]]:
-        for target, value in waiting.pop(name).convert(name, model=model, config=model.config).items():
+        for target, value in (
+            waiting.pop(name).convert(name, model=model, config=model.config).items()
+        ):
             yield target, value[0] if isinstance(value, list) else value
 
     for name, weight in weights:
@@ -164,14 +192,21 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _merged_weights(base: nn.Module, layers: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of a model with its adapters merged in; sharded ones are merged part by part and not gathered."""
+    """The parameters of a model with its adapters merged in; sharded ones are merged part by part
+    and not gathered.
+    """
     for name, weight in base.named_parameters():
         if not layers:
             yield name, weight.detach()
         elif ".lora_" not in name:
             name = name.replace(".base_layer", "")
             layer = layers.get(name)
-            yield name, merged(weight.detach(), [] if layer is None or layer.merged else _deltas(name, layer))
+            yield (
+                name,
+                merged(
+                    weight.detach(), [] if layer is None or layer.merged else _deltas(name, layer)
+                ),
+            )
 
 
 def _lora_layers(base: nn.Module) -> dict[str, Any]:
@@ -204,8 +239,8 @@ def _deltas(name: str, layer: Any) -> list[LoraDelta]:
         if adapter in layer.lora_variant or not plain:
             kind = layer.lora_variant.get(adapter, layer)
             raise ValueError(
-                f"{name}: only plain LoRA can be sent to an engine, adapter {adapter!r} is a {type(kind).__name__}: "
-                "train without it."
+                f"{name}: only plain LoRA can be sent to an engine, adapter {adapter!r} is a "
+                f"{type(kind).__name__}: train without it."
             )
         a, b = a.detach(), b.detach()
         if transposed:
@@ -223,14 +258,12 @@ def check_weights(
 ) -> None:
     """Check that weights are a model's, each exactly once.
 
-    Args:
-        layout: name and shape of each weight.
-        expected: name to shape of the model's weights.
-        model: what the message calls the model.
-        optional: names of ``expected`` that may be left out: a tied head is another weight's memory.
+    Args: layout: name and shape of each weight. expected: name to shape of the model's weights.
+        model: what the message calls the model. optional: names of ``expected`` that may be left
+        out: a tied head is another weight's memory.
 
-    Raises:
-        RuntimeError: names are unknown, missing or come twice, or shapes differ; the message has all of it.
+    Raises: RuntimeError: names are unknown, missing or come twice, or shapes differ; the message
+        has all of it.
     """
     given = [(name, tuple(shape)) for name, shape in layout]
     counts = Counter(name for name, _ in given)
@@ -244,11 +277,14 @@ def check_weights(
             if name in expected and shape != tuple(expected[name])
         ],
     }
-    found = [f"{len(names)} {kind} ({', '.join(names[:3])})" for kind, names in problems.items() if names]
+    found = [
+        f"{len(names)} {kind} ({', '.join(names[:3])})" for kind, names in problems.items() if names
+    ]
     if found:
         raise RuntimeError(
-            f"the weights must be the {len(expected) - len(optional)} of {model}, under the names of its Hugging Face "
-            f"checkpoint, got {'; '.join(found)}: send those of the same model. No weight was changed."
+            f"the weights must be the {len(expected) - len(optional)} of {model}, under the names "
+            f"of its Hugging Face checkpoint, got {'; '.join(found)}: send those of the same "
+            "model. No weight was changed."
         )
 
 
@@ -261,7 +297,9 @@ def load_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Non
     """
     given = list(weights)
     expected, tied = expected_weights(model)
-    check_weights([(name, weight.shape) for name, weight in given], expected, type(model).__name__, tied)
+    check_weights(
+        [(name, weight.shape) for name, weight in given], expected, type(model).__name__, tied
+    )
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, weight in from_checkpoint(model, given):
         parameters[name].copy_(weight)

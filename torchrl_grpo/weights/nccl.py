@@ -1,11 +1,12 @@
 """Weights from GPU to GPU, over the engine ``nccl`` of vLLM's weight transfer.
 
-Rank 0 of the trainer and all workers of all engines are one group, so that a version is sent once, however many engines
-there are. Rank 0 keeps each version in the memory of its host, and a thread sends it when the engines ask for it, while
-training goes on. All engines ask for the same version at the same time: whoever gives them their handles sees to that.
+Rank 0 of the trainer and all workers of all engines are one group, so that a version is sent once,
+however many engines there are. Rank 0 keeps each version in the memory of its host, and a thread
+sends it when the engines ask for it, while training goes on. All engines ask for the same version
+at the same time: whoever gives them their handles sees to that.
 
-A group cannot be joined again. An engine that comes later, or after something went wrong, is refused, and whoever gave
-it the handle asks the sender for another one (``Sender.resend``).
+A group cannot be joined again. An engine that comes later, or after something went wrong, is
+refused, and whoever gave it the handle asks the sender for another one (``Sender.resend``).
 
 vLLM's own way to meet unpickles what it finds in a store. Here the group's id goes with the handle.
 """
@@ -26,11 +27,21 @@ import torch
 from torch import Tensor
 
 from torchrl_grpo.errors import TransferRefusedError
-from torchrl_grpo.weights.handle import PART_BYTES, Named, Part, Sender, TransferHandle, in_parts, unpacked
+from torchrl_grpo.weights.handle import (
+    PART_BYTES,
+    Named,
+    Part,
+    Sender,
+    TransferHandle,
+    in_parts,
+    unpacked,
+)
 from torchrl_grpo.weights.meeting import Meeting, connected, open_store
 
 _BUFFERS = {"packed": True, "packed_buffer_size_bytes": PART_BYTES, "packed_num_buffers": 2}
-"""vLLM's settings for sending several weights at once; its default is a buffer of 1 GiB on each GPU."""
+"""vLLM's settings for sending several weights at once; its default is a buffer of 1 GiB on each
+GPU.
+"""
 _TICK = timedelta(seconds=1)
 
 
@@ -66,7 +77,9 @@ class NcclWeights(TransferHandle):
         if number == 0:
             last = store.add("workers", workers)
             if last >= self.world_size:
-                raise TransferRefusedError("an engine was replaced, and a new one cannot join the group of the others")
+                raise TransferRefusedError(
+                    "an engine was replaced, and a new one cannot join the group of the others"
+                )
             init = {
                 "nccl_unique_id_b64": self.group_id,
                 "rank_offset": last - workers + 1,
@@ -75,12 +88,16 @@ class NcclWeights(TransferHandle):
             }
         asked = store.compare_set(f"round/{number}", "", str(self.version)).decode()
         if asked != str(self.version):
-            raise TransferRefusedError(f"another engine asked for version {asked}, and this one for {self.version}")
+            raise TransferRefusedError(
+                f"another engine asked for version {asked}, and this one for {self.version}"
+            )
         _rounds[self.meeting] = number + 1
         return init
 
     def updates(self) -> Iterator[dict[str, Any]]:
-        named = [(name, dtype, list(shape)) for dtype, layout in self.parts for name, shape in layout]
+        named = [
+            (name, dtype, list(shape)) for dtype, layout in self.parts for name, shape in layout
+        ]
         names, dtypes, shapes = (list(values) for values in zip(*named, strict=True))
         yield {"names": names, "dtype_names": dtypes, "shapes": shapes}
 
@@ -109,15 +126,23 @@ class NcclSender(Sender):
         self._group_id = b""
 
     def pack(self, weights: Named, version: int) -> NcclWeights:
-        self._kept[version] = [(_on_host(flat), part) for flat, part in in_parts(weights, self.dtype)]
+        self._kept[version] = [
+            (_on_host(flat), part) for flat, part in in_parts(weights, self.dtype)
+        ]
         if self._thread is None:
             self._group_id = _new_group_id()
             device = torch.cuda.current_device() if torch.cuda.is_available() else None
-            self._thread = threading.Thread(target=self._serve, args=(device,), name="weights", daemon=True)
+            self._thread = threading.Thread(
+                target=self._serve, args=(device,), name="weights", daemon=True
+            )
             self._thread.start()
         group_id = base64.b64encode(self._group_id).decode()
         return NcclWeights(
-            self._meeting, group_id, self._world_size, version, [part for _, part in self._kept[version]]
+            self._meeting,
+            group_id,
+            self._world_size,
+            version,
+            [part for _, part in self._kept[version]],
         )
 
     def kept(self, version: int) -> Iterator[tuple[str, Tensor]]:
@@ -186,8 +211,8 @@ class _Kept:
 
 
 class _NoClient:
-    """Stands in for the calls by which vLLM's trainer side directs its engines, which here know from their handle what
-    to do.
+    """Stands in for the calls by which vLLM's trainer side directs its engines, which here know
+    from their handle what to do.
     """
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
@@ -212,7 +237,9 @@ def _join(group_id: bytes, world_size: int, device: int | None) -> Any:
 
 def _send(group: Any, parts: Sequence[tuple[Tensor, Part]]) -> None:
     """Sends weights with vLLM's own trainer side, in the buffers that the workers were told of."""
-    made = import_module("vllm.distributed.weight_transfer.nccl_engine").NCCLTrainerWeightTransferEngine
+    made = import_module(
+        "vllm.distributed.weight_transfer.nccl_engine"
+    ).NCCLTrainerWeightTransferEngine
     engine = made(client=_NoClient(), source=_Kept(parts), is_sender=True, **_BUFFERS)
     engine.model_update_group = group
     engine.send_weights()
@@ -220,4 +247,6 @@ def _send(group: Any, parts: Sequence[tuple[Tensor, Part]]) -> None:
 
 def _on_host(flat: Tensor) -> Tensor:
     """Copy to host memory, where versions are kept: the accelerator's memory is the trainer's."""
-    return torch.empty_like(flat, device="cpu", pin_memory=True).copy_(flat) if flat.is_cuda else flat
+    return (
+        torch.empty_like(flat, device="cpu", pin_memory=True).copy_(flat) if flat.is_cuda else flat
+    )

@@ -18,16 +18,21 @@ from torchrl_grpo.weights.handle import Named, Sender, WeightHandle, tensor_byte
 class PackedWeights(WeightHandle):
     """The weights themselves.
 
-    Attributes:
-        tensors: name, dtype, shape and bytes of each: Ray shares arrays between processes without copying them.
+    Attributes: tensors: name, dtype, shape and bytes of each: Ray shares arrays between processes
+        without copying them.
     """
 
     tensors: tuple[tuple[str, torch.dtype, torch.Size, np.ndarray[Any, Any]], ...]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns that the memory is read-only, and nobody writes to it
-            views = [(name, torch.from_numpy(data).view(dtype), shape) for name, dtype, shape, data in self.tensors]
+            warnings.simplefilter(
+                "ignore"
+            )  # torch warns that the memory is read-only, and nobody writes to it
+            views = [
+                (name, torch.from_numpy(data).view(dtype), shape)
+                for name, dtype, shape, data in self.tensors
+            ]
         return ((name, flat.view(shape)) for name, flat, shape in views)
 
 
@@ -42,7 +47,13 @@ class ObjectSender(Sender):
         self._dtype = dtype
 
     def pack(self, weights: Named, version: int) -> PackedWeights:
-        values = ((name, weight.detach().to("cpu", self._dtype or weight.dtype)) for name, weight in weights)
+        values = (
+            (name, weight.detach().to("cpu", self._dtype or weight.dtype))
+            for name, weight in weights
+        )
         return PackedWeights(
-            tuple((name, value.dtype, value.shape, tensor_bytes(value.contiguous())) for name, value in values)
+            tuple(
+                (name, value.dtype, value.shape, tensor_bytes(value.contiguous()))
+                for name, value in values
+            )
         )

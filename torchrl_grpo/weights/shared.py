@@ -1,5 +1,5 @@
-"""Weights in shared memory of the host: the last step from the object store, or the trainer's process, to vLLM's
-workers.
+"""Weights in shared memory of the host: the last step from the object store, or the trainer's
+process, to vLLM's workers.
 """
 
 from __future__ import annotations
@@ -14,17 +14,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrl_grpo.weights.handle import Named, Part, TransferHandle, dtype_name, tensor_bytes, unpacked
+from torchrl_grpo.weights.handle import (
+    Named,
+    Part,
+    TransferHandle,
+    dtype_name,
+    tensor_bytes,
+    unpacked,
+)
 
 
 @dataclass(frozen=True)
 class SharedBlock(TransferHandle):
     """Weights in shared memory of this machine.
 
-    Attributes:
-        path: the block, as every process of this machine and user can open it.
-        name: what must be found there, so that nothing else is taken for the block once its maker has dropped it.
-        part: dtype, names and shapes of what lies in it.
+    Attributes: path: the block, as every process of this machine and user can open it. name: what
+        must be found there, so that nothing else is taken for the block once its maker has dropped
+        it. part: dtype, names and shapes of what lies in it.
     """
 
     backend = "object_store"
@@ -38,19 +44,32 @@ class SharedBlock(TransferHandle):
         return self.part[1]
 
     def updates(self) -> Iterator[dict[str, Any]]:
-        yield {"path": self.path, "name": self.name, "part": self.part, "base_dtype": "", "layers": []}
+        yield {
+            "path": self.path,
+            "name": self.name,
+            "part": self.part,
+            "base_dtype": "",
+            "layers": [],
+        }
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         if not os.path.exists(self.path) or self.name not in os.readlink(self.path):
-            raise RuntimeError(f"the shared weights at {self.path} are gone: the process that made them dropped them.")
+            raise RuntimeError(
+                f"the shared weights at {self.path} are gone: the process that made them dropped "
+                "them."
+            )
         dtype, layout = self.part
         size = sum(math.prod(shape) for _, shape in layout)
-        return unpacked(torch.from_file(self.path, shared=True, size=size, dtype=getattr(torch, dtype)), self.part)
+        return unpacked(
+            torch.from_file(self.path, shared=True, size=size, dtype=getattr(torch, dtype)),
+            self.part,
+        )
 
 
 @dataclass(frozen=True)
 class SharedAdapters(TransferHandle):
-    """Adapters in shared memory of this machine; each worker adds them to the weights of its own checkpoint.
+    """Adapters in shared memory of this machine; each worker adds them to the weights of its own
+    checkpoint.
 
     Attributes:
         block: A and B of each adapter.
@@ -66,14 +85,18 @@ class SharedAdapters(TransferHandle):
 
     def updates(self) -> Iterator[dict[str, Any]]:
         [update] = self.block.updates()
-        yield update | {"base_dtype": self.base_dtype, "layers": [list(layer) for layer in self.layers]}
+        yield update | {
+            "base_dtype": self.base_dtype,
+            "layers": [list(layer) for layer in self.layers],
+        }
 
 
 class SharedWeights:
     """Weights in a block of shared memory that the workers of an engine read through ``block``.
 
-    The block has no name in any file system (it is a ``memfd``, Linux only): it can be opened as long as this object is
-    open, and its memory is gone with the last process that uses it, however these processes end.
+    The block has no name in any file system (it is a ``memfd``, Linux only): it can be opened as
+    long as this object is open, and its memory is gone with the last process that uses it, however
+    these processes end.
 
     Attributes:
         block: what the readers need.
@@ -105,7 +128,9 @@ class SharedWeights:
         except BaseException:
             self.close()
             raise
-        self.block = SharedBlock(f"/proc/{os.getpid()}/fd/{self._file.fileno()}", name, (dtype_name(dtype), layout))
+        self.block = SharedBlock(
+            f"/proc/{os.getpid()}/fd/{self._file.fileno()}", name, (dtype_name(dtype), layout)
+        )
 
     def close(self) -> None:
         """Prevent further opening of the block; who has it open keeps it. May be called again."""

@@ -1,4 +1,6 @@
-"""The object store as an engine of vLLM's weight transfer. vLLM's factory imports this module, in its workers alone."""
+"""The object store as an engine of vLLM's weight transfer. vLLM's factory imports this module, in
+its workers alone.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,8 @@ class UpdateInfo(_base.WeightTransferUpdateInfo):
 
 
 class ObjectStoreEngine(_base.WeightTransferEngine):
-    """Loads weights from shared memory of the host. vLLM copies them to where the model is: it serves every device.
+    """Loads weights from shared memory of the host. vLLM copies them to where the model is: it
+    serves every device.
 
     Attributes:
         loaded: names of the model's parameters that the latest update replaced.
@@ -77,12 +80,14 @@ class ObjectStoreEngine(_base.WeightTransferEngine):
         self.loaded = self.model.load_weights(weights) or set()
 
     def base(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights of the checkpoint that the engine was started from, one at a time from its files: the host has
-        these in memory once, however many workers and engines read them."""
+        """The weights of the checkpoint that the engine was started from, one at a time from its
+        files: the host has these in memory once, however many workers and engines read them."""
         loader = _loader.get_model_loader(self.vllm_config.load_config)
         return loader.get_all_weights(self.model_config, self.model)
 
-    def _merged(self, matrices: Iterator[tuple[str, Tensor]], info: UpdateInfo) -> Iterator[tuple[str, Tensor]]:
+    def _merged(
+        self, matrices: Iterator[tuple[str, Tensor]], info: UpdateInfo
+    ) -> Iterator[tuple[str, Tensor]]:
         """The base weights with adapters added, on this worker's device."""
         deltas = deltas_of(info.layers, matrices, self.device)
         for name, weight in self.base():

@@ -27,14 +27,17 @@ OBJECT_STORE = "object_store"
 """Name of our engine in vLLM's factory."""
 _CHUNK = 2**20
 _NUMPY_STATE = struct.Struct("2496sqqd")
-"""The state of NumPy's generator: its 624 words, the place among them, and a Gaussian that is left over."""
+"""The state of NumPy's generator: its 624 words, the place among them, and a Gaussian that is left
+over.
+"""
 
 
 class WeightSyncExtension:
-    """Methods that vLLM adds to its worker class (``worker_extension_cls``), called by name through ``collective_rpc``.
+    """Methods that vLLM adds to its worker class (``worker_extension_cls``), called by name through
+    ``collective_rpc``.
 
-    ``self`` is the vLLM worker, and each tensor-parallel rank reads for itself. vLLM copies what is read to where the
-    model is, so the same code serves every device.
+    ``self`` is the vLLM worker, and each tensor-parallel rank reads for itself. vLLM copies what is
+    read to where the model is, so the same code serves every device.
     """
 
     def receive(
@@ -46,15 +49,13 @@ class WeightSyncExtension:
         last: bool,
         deadline_s: float | None,
     ) -> str:
-        """Receive a part of new weights through vLLM's weight transfer: init (if given), start, update, finish.
+        """Receive a part of new weights through vLLM's weight transfer: init (if given), start,
+        update, finish.
 
-        Args:
-            backend: name of the engine that receives, as in ``TransferHandle``.
-            init: for the engine, before its first update.
-            update: info of this part.
-            first: whether this part starts the update.
-            last: whether it finishes it.
-            deadline_s: None raises what goes wrong. Else it is returned, and so is that nothing came in these seconds;
+        Args: backend: name of the engine that receives, as in ``TransferHandle``. init: for the
+            engine, before its first update. update: info of this part. first: whether this part
+            starts the update. last: whether it finishes it. deadline_s: None raises what goes
+            wrong. Else it is returned, and so is that nothing came in these seconds;
                 the model is then of no use until another update has come.
 
         Returns:
@@ -62,7 +63,9 @@ class WeightSyncExtension:
         """
         worker: Any = self
         engine = _transfer_engine(worker, backend)
-        take = partial(_take, worker, engine, init, opened(update) if backend == "ipc" else update, first, last)
+        take = partial(
+            _take, worker, engine, init, opened(update) if backend == "ipc" else update, first, last
+        )
         if deadline_s is None:
             take()
             return ""
@@ -77,7 +80,10 @@ class WeightSyncExtension:
 
     def base_layout(self) -> list[tuple[str, list[int]]]:
         """Return name and shape of each weight in the checkpoint that the engine was started from."""
-        return [(name, list(weight.shape)) for name, weight in _transfer_engine(self, OBJECT_STORE).base()]
+        return [
+            (name, list(weight.shape))
+            for name, weight in _transfer_engine(self, OBJECT_STORE).base()
+        ]
 
     def digest(self) -> str:
         """Return a checksum of this worker's parameters that depends on the place of each byte."""
@@ -88,8 +94,8 @@ class WeightSyncExtension:
         ).hexdigest()
 
     def zero_received_weights(self) -> None:
-        """Zero the parameters that the latest update through the object store replaced, so that an incomplete update is
-        noticed.
+        """Zero the parameters that the latest update through the object store replaced, so that an
+        incomplete update is noticed.
         """
         worker: Any = self
         loaded = worker.weight_transfer_engine.loaded
@@ -97,7 +103,8 @@ class WeightSyncExtension:
             if name in loaded:
                 parameter.data.zero_()
 
-    # Sampling draws from torch's generator of the device; on CUDA vLLM also draws each request's seed from NumPy's.
+    # Sampling draws from torch's generator of the device; on CUDA vLLM also draws each request's
+    # seed from NumPy's.
 
     def seed_sampler(self, seed: int) -> None:
         """Seeds the generators that sampling draws from."""
@@ -137,10 +144,14 @@ class WeightSyncExtension:
 
 
 def _transfer_engine(worker: Any, backend: str) -> Any:
-    """Return the worker's engine of vLLM's weight transfer, which is made when it is first asked for."""
+    """Return the worker's engine of vLLM's weight transfer, which is made when it is first asked
+    for.
+    """
     factory = import_module("vllm.distributed.weight_transfer.factory").WeightTransferEngineFactory
     with suppress(ValueError):  # it is registered already
-        factory.register_engine(OBJECT_STORE, "torchrl_grpo.weights.transfer_engine", "ObjectStoreEngine")
+        factory.register_engine(
+            OBJECT_STORE, "torchrl_grpo.weights.transfer_engine", "ObjectStoreEngine"
+        )
     engine = worker.weight_transfer_engine
     if engine is None or engine.config.backend != backend:
         if engine is not None:
@@ -153,7 +164,12 @@ def _transfer_engine(worker: Any, backend: str) -> Any:
 
 
 def _take(
-    worker: Any, engine: Any, init: dict[str, Any] | None, update: dict[str, Any], first: bool, last: bool
+    worker: Any,
+    engine: Any,
+    init: dict[str, Any] | None,
+    update: dict[str, Any],
+    first: bool,
+    last: bool,
 ) -> None:
     """See ``WeightSyncExtension.receive``."""
     with import_module("vllm.config").set_current_vllm_config(worker.vllm_config), torch.no_grad():
@@ -172,7 +188,9 @@ def _take(
 
 
 def _within(take: Callable[[], None], seconds: float) -> str:
-    """Return why a function did not end well within a time limit, or nothing. It continues in an abandoned thread."""
+    """Return why a function did not end well within a time limit, or nothing. It continues in an
+    abandoned thread.
+    """
     wrong: list[str] = []
 
     def run() -> None:
@@ -188,16 +206,22 @@ def _within(take: Callable[[], None], seconds: float) -> str:
 
 
 def checksum(tensor: torch.Tensor) -> list[int]:
-    """Return a number for each 2**20 elements of a tensor: the sum of its bits times its place, modulo 2**64."""
+    """Return a number for each 2**20 elements of a tensor: the sum of its bits times its place,
+    modulo 2**64.
+    """
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     chunks = tensor.contiguous().reshape(-1).view(bits).split(_CHUNK)
     place = torch.arange(1, _CHUNK + 1, device=tensor.device)
-    return torch.stack([(chunk * place[: len(chunk)]).sum() for chunk in chunks]).tolist() if len(chunks[0]) else []
+    return (
+        torch.stack([(chunk * place[: len(chunk)]).sum() for chunk in chunks]).tolist()
+        if len(chunks[0])
+        else []
+    )
 
 
 def _repair(worker: Any) -> None:
-    """Rebuild what a reload leaves stale on a CPU, where vLLM computes with packed weights: a tied head, which is not
-    sent, keeps the packed copy of the old embedding, and experts are not packed.
+    """Rebuild what a reload leaves stale on a CPU, where vLLM computes with packed weights: a tied
+    head, which is not sent, keeps the packed copy of the old embedding, and experts are not packed.
     """
     for module in worker.model_runner.get_model().modules():
         if type(module).__name__ == "ParallelLMHead" and module.weight.numel():
@@ -207,10 +231,12 @@ def _repair(worker: Any) -> None:
 
 
 def unname_queues() -> None:
-    """Remove the files of the message queues that vLLM made in this process, once their other ends have opened them.
+    """Remove the files of the message queues that vLLM made in this process, once their other ends
+    have opened them.
 
-    Who has a queue open keeps it, and its memory (``/dev/shm/psm_*``, 160 and 240 MiB) is gone with the last of these
-    processes, however they end. Python's resource tracker would remove it too, but Ray kills it with the actor.
+    Who has a queue open keeps it, and its memory (``/dev/shm/psm_*``, 160 and 240 MiB) is gone with
+    the last of these processes, however they end. Python's resource tracker would remove it too,
+    but Ray kills it with the actor.
     """
     frozen = gc.get_freeze_count()  # by vLLM; what is frozen is not found
     gc.unfreeze()

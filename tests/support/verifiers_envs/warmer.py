@@ -44,4 +44,7 @@ class Warmer(vf.Taskset[GuessTask, WarmerConfig]):
     def load(self) -> Iterator[GuessTask]:
         for number in itertools.count():
             seed = number % self.config.games
-            yield GuessTask(GuessData(name=f"game {seed}", prompt="Guess 0-9.", number=seed % 10), self.config.task)
+            yield GuessTask(
+                GuessData(name=f"game {seed}", prompt="Guess 0-9.", number=seed % 10),
+                self.config.task,
+            )

@@ -34,7 +34,10 @@ class WeighedConfig(vf.TasksetConfig):
 
 class Weighed(vf.Taskset[WeighTask, WeighedConfig]):
     def load(self) -> list[WeighTask]:
-        return [WeighTask(vf.TaskData(prompt=f"Weigh a bear, {number}."), self.config.task) for number in range(10)]
+        return [
+            WeighTask(vf.TaskData(prompt=f"Weigh a bear, {number}."), self.config.task)
+            for number in range(10)
+        ]
 
 
 if __name__ == "__main__":

@@ -28,7 +28,9 @@ _PLACE = re.compile(r"\$(HOME|PWD)\b")
 _NO_TEXT = re.compile(r"true|false|null|none|nan|inf|[-+.\d][\d.e+\-_]*", re.IGNORECASE)
 
 
-def main(arguments: Sequence[str] | None = None, file: IO[str] | None = None, width: int | None = None) -> None:
+def main(
+    arguments: Sequence[str] | None = None, file: IO[str] | None = None, width: int | None = None
+) -> None:
     """Print the command line for a file, and what it cannot express.
 
     Args:
@@ -39,9 +41,13 @@ def main(arguments: Sequence[str] | None = None, file: IO[str] | None = None, wi
     parser = argparse.ArgumentParser(
         "python -m torchrl_grpo.migrate",
         description="Prints the command line that makes the same run as a config of another library.",
-        epilog="FILE is " + "; ".join(read_table(name).what.replace("`", "") for name in NAMES) + ".",
+        epilog="FILE is "
+        + "; ".join(read_table(name).what.replace("`", "") for name in NAMES)
+        + ".",
     )
-    parser.add_argument("file", metavar="FILE", type=Path, help="a config of another library; it is read, never run")
+    parser.add_argument(
+        "file", metavar="FILE", type=Path, help="a config of another library; it is read, never run"
+    )
     parser.add_argument("--devices", type=_count, metavar="N", help="TRL: processes of the run (1)")
     asked = parser.parse_args(arguments)
     try:
@@ -64,7 +70,9 @@ def report(made: Translation, width: int) -> str:
         f"Set these ({SET_ME} above): the file does not give their values": _lines(made.unset),
         f"Different meaning in {made.table.title}": [*_lines(made.differs), *made.table.differs],
         "No equivalent": _lines(made.lacks),
-        "Ignored: not relevant here": [f"{why}: {', '.join(keys)}" for why, keys in made.ignored.items()],
+        "Ignored: not relevant here": [
+            f"{why}: {', '.join(keys)}" for why, keys in made.ignored.items()
+        ],
         "Unknown keys: check these yourself": [", ".join(made.unknown)],
     }
     for title, texts in lines.items():
@@ -76,14 +84,19 @@ def report(made: Translation, width: int) -> str:
 def command(made: Translation) -> list[str]:
     """Return the words of the command line, quoted for a shell."""
     script = "grpo-async.py" if made.asynchronous else "grpo.py"
-    return [f"python sota/grpo/{script}", *(_quoted(f"{key}={_text(value)}") for key, value in made.overrides.items())]
+    return [
+        f"python sota/grpo/{script}",
+        *(_quoted(f"{key}={_text(value)}") for key, value in made.overrides.items()),
+    ]
 
 
 def _quoted(word: str) -> str:
     """Quote a word for the shell, which still expands ``$HOME``."""
     if _PLAIN.fullmatch(word.replace("=", "")):
         return word
-    return '"' + re.sub(r'(["`\\])', r"\\\1", word) + '"' if _PLACE.search(word) else shlex.quote(word)
+    return (
+        '"' + re.sub(r'(["`\\])', r"\\\1", word) + '"' if _PLACE.search(word) else shlex.quote(word)
+    )
 
 
 def _text(value: Any) -> str:
@@ -95,7 +108,9 @@ def _text(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ",".join(_text(one) for one in value) + "]"
     text = re.sub(r"^~(?=/)", "$HOME", str(value))
-    plain = isinstance(value, int | float) or (re.fullmatch(r"[\w./+\-$@%:]+", text) and not _NO_TEXT.fullmatch(text))
+    plain = isinstance(value, int | float) or (
+        re.fullmatch(r"[\w./+\-$@%:]+", text) and not _NO_TEXT.fullmatch(text)
+    )
     if plain:
         return text
     escaped = re.sub(r'(\\*)"', r'\1\1\\"', text)

@@ -30,8 +30,11 @@ _OPEN_R1_REWARDS = {
 }
 
 
-def problems(asked: Quantities, source: str, differs: Note, unset: Note, *, scored: bool = True) -> dict[str, Any]:
-    """Return ``env.dataset`` and ``env.reward``, and no evaluation if nothing names the test problems.
+def problems(
+    asked: Quantities, source: str, differs: Note, unset: Note, *, scored: bool = True
+) -> dict[str, Any]:
+    """Return ``env.dataset`` and ``env.reward``, and no evaluation if nothing names the test
+    problems.
 
     Args:
         asked: the quantities.
@@ -44,7 +47,9 @@ def problems(asked: Quantities, source: str, differs: Note, unset: Note, *, scor
         return _files(asked, differs, unset)
     name = str(asked.get("dataset", ""))
     if "environments" in asked:
-        name = next((found for found in map(_task, asked["environments"]) if found in _BUILT_IN), "")
+        name = next(
+            (found for found in map(_task, asked["environments"]) if found in _BUILT_IN), ""
+        )
     known = _BUILT_IN.get(name)
     ours: dict[str, Any] = {"env.dataset": known or name}
     if known:
@@ -57,7 +62,8 @@ def problems(asked: Quantities, source: str, differs: Note, unset: Note, *, scor
         )
     if (test := asked.get("test_dataset")) and test != asked.get("dataset"):
         differs(
-            "env.test_split", f"the test split of the data is taken: evaluation.datasets=[{{dataset: {test}}}] adds it"
+            "env.test_split",
+            f"the test split of the data is taken: evaluation.datasets=[{{dataset: {test}}}] adds it",
         )
     if "rewards" in asked:
         ours["env.reward"] = _rewards(asked, source, unset)
@@ -65,7 +71,8 @@ def problems(asked: Quantities, source: str, differs: Note, unset: Note, *, scor
         ours["env.reward"] = [{"fn": "reward_model", "model": asked["reward_model"]}]
     elif known:
         differs(
-            "env.reward", f"our reward of {known} is taken, which may score otherwise than theirs (docs/rewards.md)"
+            "env.reward",
+            f"our reward of {known} is taken, which may score otherwise than theirs (docs/rewards.md)",
         )
     elif scored:
         unset("env.reward", "the reward is not in the file (docs/rewards.md)")
@@ -79,17 +86,22 @@ def _task(environment: Any) -> str:
     inner = environment.get("env", environment)
     inner = inner if isinstance(inner, dict) else {}
     task = inner.get("taskset", {})
-    return str(task.get("id", "") if isinstance(task, dict) else "") or str(environment.get("id", ""))
+    return str(task.get("id", "") if isinstance(task, dict) else "") or str(
+        environment.get("id", "")
+    )
 
 
 def _rewards(asked: Quantities, source: str, unset: Note) -> Any:
-    """TRL's functions by name: a name alone is one of the script's, or one of TRL's where a yaml gives it."""
+    """TRL's functions by name: a name alone is one of the script's, or one of TRL's where a yaml
+    gives it.
+    """
     given = asked["rewards"]
     several = given if isinstance(given, list) else [given]
     weights = asked.get("reward_weights") or [1.0] * len(several)
     named = [_function(one, source, unset) for one in several]
     entries = [
-        {"fn": name, "weight": weight} if weight != 1 else name for name, weight in zip(named, weights, strict=False)
+        {"fn": name, "weight": weight} if weight != 1 else name
+        for name, weight in zip(named, weights, strict=False)
     ]
     return entries if len(entries) > 1 or not isinstance(entries[0], str) else entries[0]
 
@@ -108,7 +120,10 @@ def _function(name: Any, source: str, unset: Note) -> str:
         return f"open_r1.rewards:{_OPEN_R1_REWARDS[name]}"
     if "." in name:
         return ":".join(name.rsplit(".", 1))
-    unset("env.reward", f"{name} is no function of a name, it is made with arguments: give file.py:function")
+    unset(
+        "env.reward",
+        f"{name} is no function of a name, it is made with arguments: give file.py:function",
+    )
     return SET_ME
 
 
@@ -127,13 +142,21 @@ def _files(asked: Quantities, differs: Note, unset: Note) -> dict[str, Any]:
     if not all(whole):
         ours["evaluation.num_prompts"] = 0
         listed = ", ".join(f"{{dataset: {path}}}" for path in test)
-        differs("data.val_files", f"give env.test_fraction, and evaluation.datasets=[{listed}] beside it")
+        differs(
+            "data.val_files",
+            f"give env.test_fraction, and evaluation.datasets=[{listed}] beside it",
+        )
     if model := asked.get("reward_model"):
         ours["env.reward"] = [{"fn": "reward_model", "model": model}]
     elif path := asked.get("reward_path"):
         named = f"{path}:{asked['reward_name']}"
-        ours["env.reward"] = [{"fn": named, **asked["reward_options"]}] if asked.get("reward_options") else named
+        ours["env.reward"] = (
+            [{"fn": named, **asked["reward_options"]}] if asked.get("reward_options") else named
+        )
     else:
         ours["env.reward"] = _VERL_REWARD
-        differs("env.reward", "verl's own choice by data_source, which needs verl to be installed (docs/rewards.md)")
+        differs(
+            "env.reward",
+            "verl's own choice by data_source, which needs verl to be installed (docs/rewards.md)",
+        )
     return ours

@@ -43,22 +43,27 @@ class Settings:
 def read(path: Path) -> Settings:
     """Read a file, and tell which library it belongs to.
 
-    Raises:
-        ValueError: there is no such file, it is broken, or it is none of the five peers', whose name is said if known.
+    Raises: ValueError: there is no such file, it is broken, or it is none of the five peers', whose
+        name is said if known.
     """
     if not path.is_file():
-        raise ValueError(f"FILE={path} must be a file, but it does not exist: give the path of a script or a config.")
+        raise ValueError(
+            f"FILE={path} must be a file, but it does not exist: give the path of a script or a "
+            "config."
+        )
     try:
         text = path.read_text(encoding="utf-8")
         data = _parse(path.suffix.lower(), text)
     except (yaml.YAMLError, ValueError, SyntaxError, RecursionError) as error:
         why = " ".join(str(error).split())
-        raise ValueError(f"FILE={path} must be whole {path.suffix or 'yaml'}, and it is not: {why}.") from error
+        raise ValueError(
+            f"FILE={path} must be whole {path.suffix or 'yaml'}, and it is not: {why}."
+        ) from error
     for name, sign in _OTHERS.items():
         if match := re.search(sign, text, re.MULTILINE):
             raise ValueError(
-                f"FILE={path} must be a config of one of five libraries, and with {match[0]} it is one of {name}, "
-                "which is not read: docs/migrate.md names the five."
+                f"FILE={path} must be a config of one of five libraries, and with {match[0]} it is "
+                f"one of {name}, which is not read: docs/migrate.md names the five."
             )
     values = _flat(data) if isinstance(data, Mapping) else {}
     values = {key: _known(_number(_resolved(value, values))) for key, value in values.items()}
@@ -68,9 +73,14 @@ def read(path: Path) -> Settings:
         if table.is_of(values) or (values and is_script and name == TRL[-1]):
             _refuse(table, values, path)
             return Settings(table, _folded(values, table))
-    looked = "; ".join(f"{table.title}: {', '.join(table.marks)}" for table in map(read_table, NAMES))
+    looked = "; ".join(
+        f"{table.title}: {', '.join(table.marks)}" for table in map(read_table, NAMES)
+    )
     looked += ", or one of these classes of TRL in a .py"
-    raise ValueError(f"FILE={path} must be a config of one of five libraries, and has none of their keys ({looked}).")
+    raise ValueError(
+        f"FILE={path} must be a config of one of five libraries, and has none of their keys "
+        f"({looked})."
+    )
 
 
 def _folded(values: Mapping[str, Any], table: Table) -> dict[str, Any]:
@@ -78,7 +88,11 @@ def _folded(values: Mapping[str, Any], table: Table) -> dict[str, Any]:
     folded = dict(values)
     for key in (key for key in table.rows if key.endswith(("_kwargs", "_kwargs.vllm"))):
         own = (name for name in values if name not in table.rows and table.ignores(name) is None)
-        inner = {name.removeprefix(f"{key}."): folded.pop(name) for name in own if name.startswith(f"{key}.")}
+        inner = {
+            name.removeprefix(f"{key}."): folded.pop(name)
+            for name in own
+            if name.startswith(f"{key}.")
+        }
         if inner:
             folded[key] = inner
     return folded
@@ -86,16 +100,22 @@ def _folded(values: Mapping[str, Any], table: Table) -> dict[str, Any]:
 
 def _refuse(table: Table, values: Mapping[str, Any], path: Path) -> None:
     lists = {
-        f"{key}[{n}]": one for key, value in values.items() if isinstance(value, list) for n, one in enumerate(value)
+        f"{key}[{n}]": one
+        for key, value in values.items()
+        if isinstance(value, list)
+        for n, one in enumerate(value)
     }
     entries = {
-        key: value for name, one in lists.items() if isinstance(one, Mapping) for key, value in _flat(one, name).items()
+        key: value
+        for name, one in lists.items()
+        if isinstance(one, Mapping)
+        for key, value in _flat(one, name).items()
     }
     for refusal in table.refused:
         if (why := refusal.found_in({**values, **entries})) is not None:
             raise ValueError(
-                f"FILE={path} must be a run of {table.title} with a counterpart here, and with {why} it is "
-                f"{refusal.what}: give the config of such a run (docs/migrate.md)."
+                f"FILE={path} must be a run of {table.title} with a counterpart here, and with "
+                f"{why} it is {refusal.what}: give the config of such a run (docs/migrate.md)."
             )
 
 
@@ -112,7 +132,9 @@ def _parse(suffix: str, text: str) -> Any:
 
 
 def _flat(node: Mapping[Any, Any], name: str = "") -> dict[str, Any]:
-    """Return the leaves of nested tables by their dotted names, without those that are still to be set."""
+    """Return the leaves of nested tables by their dotted names, without those that are still to be
+    set.
+    """
     return {key: value for key, value in dotted(node, name) if key and value != "???"}
 
 
@@ -135,7 +157,11 @@ def _resolved(value: Any, values: Mapping[str, Any]) -> Any:
 def _known(value: Any) -> Any:
     """A value, or that it is unknown where a ``${reference}`` is left in it."""
     several = value if isinstance(value, list) else [value]
-    return Unknown(str(value)) if any(isinstance(one, str) and "${" in one for one in several) else value
+    return (
+        Unknown(str(value))
+        if any(isinstance(one, str) and "${" in one for one in several)
+        else value
+    )
 
 
 def _number(value: Any) -> Any:

@@ -1,5 +1,5 @@
-"""Settings in scripts, which are read and never run: Python that makes a config of TRL, a shell script that starts
-verl.
+"""Settings in scripts, which are read and never run: Python that makes a config of TRL, a shell
+script that starts verl.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class Unknown:
 
 
 def read_python(text: str) -> dict[str, Any]:
-    """TRL's keys, of the calls of one of its config classes and of what goes with it; none where none is called.
+    """TRL's keys, of the calls of one of its config classes and of what goes with it; none where
+    none is called.
 
     The name of the class is a key too. Of several the first of ``_TRAINERS`` counts.
 
@@ -57,17 +58,28 @@ def read_python(text: str) -> dict[str, Any]:
         SyntaxError: it is no Python.
     """
     script = _Script(ast.parse(text))
-    kind = next((name for name in _TRAINERS if script.calls(f"{name}Config") or script.calls(f"{name}Trainer")), None)
+    kind = next(
+        (
+            name
+            for name in _TRAINERS
+            if script.calls(f"{name}Config") or script.calls(f"{name}Trainer")
+        ),
+        None,
+    )
     if kind is None:
         return {f"{name}Config": True for name in _OTHER_TRAINERS if script.calls(f"{name}Trainer")}
     found: dict[str, Any] = {f"{kind}Config": True}
     for call in script.calls(f"{kind}Config"):
         for key, value in script.arguments(call).items():
-            found[key] = value if found.get(key, value) == value else Unknown(f"{found[key]} or {value}")
+            found[key] = (
+                value if found.get(key, value) == value else Unknown(f"{found[key]} or {value}")
+            )
     found |= script.settings_after(kind)
     calls = script.calls(f"{kind}Trainer")
     trainer = (
-        {name: script.argument(calls[0], name, place) for place, name in enumerate(_TRAINERS[kind])} if calls else {}
+        {name: script.argument(calls[0], name, place) for place, name in enumerate(_TRAINERS[kind])}
+        if calls
+        else {}
     )
     trainer |= {name: script.argument(calls[0], name, 99) for name in _NAMED} if calls else {}
     found |= _trainer(script, trainer)
@@ -103,10 +115,14 @@ class _Script:
             if isinstance(node, ast.ImportFrom)
             for alias in node.names
         }
-        self.importable = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        self.importable = {
+            node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        }
         for statement in tree.body:
             if isinstance(statement, ast.Assign):
-                self.importable |= {target.id for target in statement.targets if isinstance(target, ast.Name)}
+                self.importable |= {
+                    target.id for target in statement.targets if isinstance(target, ast.Name)
+                }
         self._assigned: dict[str, ast.expr | None] = {}
         for node in self._nodes:
             self._note(node)
@@ -133,7 +149,9 @@ class _Script:
 
     def calls(self, name: str) -> list[ast.Call]:
         """The calls of a class or function, in the order of the file."""
-        return [node for node in self._nodes if isinstance(node, ast.Call) and _name(node.func) == name]
+        return [
+            node for node in self._nodes if isinstance(node, ast.Call) and _name(node.func) == name
+        ]
 
     def is_certain(self, node: ast.AST) -> bool:
         """Whether a node stands in no branch, loop or handler."""
@@ -155,12 +173,18 @@ class _Script:
             return _arithmetic(found, left, right)
         if isinstance(found, ast.List | ast.Tuple):
             several = [self.value(one) for one in found.elts]
-            return Unknown(ast.unparse(node)) if any(isinstance(one, Unknown) for one in several) else several
+            return (
+                Unknown(ast.unparse(node))
+                if any(isinstance(one, Unknown) for one in several)
+                else several
+            )
         if isinstance(found, ast.Call) and _name(found.func) == "dict" and not found.args:
             return self.arguments(found)
         if isinstance(found, ast.Dict):
             pairs = zip(found.keys, found.values, strict=True)
-            return {key.value: self.value(one) for key, one in pairs if isinstance(key, ast.Constant)}
+            return {
+                key.value: self.value(one) for key, one in pairs if isinstance(key, ast.Constant)
+            }
         if found is None:
             return Unknown(ast.unparse(node))
         try:
@@ -169,7 +193,9 @@ class _Script:
             return Unknown(ast.unparse(node))
 
     def arguments(self, call: ast.Call) -> dict[str, Any]:
-        """The values of a call's keywords; those of ``**name`` too, where the file says what they are."""
+        """The values of a call's keywords; those of ``**name`` too, where the file says what they
+        are.
+        """
         found: dict[str, Any] = {}
         for item in call.keywords:
             value = self.value(item.value)
@@ -188,8 +214,13 @@ class _Script:
         return next((item.value for item in call.keywords if item.arg == name), by_place)
 
     def settings_after(self, kind: str) -> dict[str, Any]:
-        """Attributes set on a config, or on the trainer's ``args``, after creation: ``config.x = 1``."""
-        owners = {*self._made_of(f"{kind}Config"), *(f"{one}.args" for one in self._made_of(f"{kind}Trainer"))}
+        """Attributes set on a config, or on the trainer's ``args``, after creation: ``config.x =
+        1``.
+        """
+        owners = {
+            *self._made_of(f"{kind}Config"),
+            *(f"{one}.args" for one in self._made_of(f"{kind}Trainer")),
+        }
         found: dict[str, Any] = {}
         for node in self._nodes:
             if isinstance(node, ast.Assign):
@@ -202,18 +233,30 @@ class _Script:
                 continue
             for target in targets:
                 if isinstance(target, ast.Attribute) and ast.unparse(target.value) in owners:
-                    found[target.attr] = self.value(node.value) if certain else Unknown(ast.unparse(node.value))
+                    found[target.attr] = (
+                        self.value(node.value) if certain else Unknown(ast.unparse(node.value))
+                    )
         return found
 
     def _made_of(self, name: str) -> Iterator[str]:
         """The names that are given to objects of a class."""
         for node in self._nodes:
-            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and _name(node.value.func) == name:
+            if (
+                isinstance(node, ast.Assign)
+                and isinstance(node.value, ast.Call)
+                and _name(node.value.func) == name
+            ):
                 yield from (target.id for target in node.targets if isinstance(target, ast.Name))
 
 
 def _name(node: ast.expr | None) -> str | None:
-    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else None
+    return (
+        node.attr
+        if isinstance(node, ast.Attribute)
+        else node.id
+        if isinstance(node, ast.Name)
+        else None
+    )
 
 
 def _arithmetic(node: ast.BinOp, left: Any, right: Any) -> Any:
@@ -227,7 +270,16 @@ def _conditional(node: ast.AST, inside: bool) -> Iterator[int]:
     if inside:
         yield id(node)
     main = isinstance(node, ast.If) and ast.unparse(node.test).startswith("__name__ ==")
-    branches = ast.If | ast.IfExp | ast.For | ast.While | ast.ExceptHandler | ast.Match | ast.comprehension | ast.BoolOp
+    branches = (
+        ast.If
+        | ast.IfExp
+        | ast.For
+        | ast.While
+        | ast.ExceptHandler
+        | ast.Match
+        | ast.comprehension
+        | ast.BoolOp
+    )
     for child in ast.iter_child_nodes(node):
         yield from _conditional(child, inside or (isinstance(node, branches) and not main))
 
@@ -255,7 +307,9 @@ def _model(script: _Script, node: ast.expr) -> Any:
     if isinstance(found, ast.Call) and _name(found.func) == "get_peft_model" and found.args:
         found = script.source(found.args[0])
     if isinstance(found, ast.Call) and _name(found.func) == "from_pretrained":
-        given = script.argument(found, "pretrained_model_name_or_path", 0) or script.argument(found, "model_name", 0)
+        given = script.argument(found, "pretrained_model_name_or_path", 0) or script.argument(
+            found, "model_name", 0
+        )
         found = given or found
     return Unknown(ast.unparse(node)) if found is None else script.value(found)
 
@@ -277,9 +331,15 @@ def _adapters(script: _Script, given: ast.expr | None) -> dict[str, Any]:
         return {}
     if given is None and not calls:
         return {}
-    certain = (isinstance(found, ast.Call) and found in calls) if given is not None else script.is_certain(calls[0])
+    certain = (
+        (isinstance(found, ast.Call) and found in calls)
+        if given is not None
+        else script.is_certain(calls[0])
+    )
     made: dict[str, Any] = {
-        "use_peft": True if certain else Unknown(ast.unparse(given if given is not None else calls[0]))
+        "use_peft": True
+        if certain
+        else Unknown(ast.unparse(given if given is not None else calls[0]))
     }
     if calls:
         made |= _LORA_DEFAULTS
@@ -293,8 +353,17 @@ def _data(script: _Script, node: ast.expr | None) -> dict[str, Any]:
     changes = False
     for _ in range(16):
         node = script.source(node)
-        if isinstance(node, ast.Call) and node not in calls and isinstance(node.func, ast.Attribute):
-            changes = changes or node.func.attr in ("map", "filter", "rename_column", "rename_columns")
+        if (
+            isinstance(node, ast.Call)
+            and node not in calls
+            and isinstance(node.func, ast.Attribute)
+        ):
+            changes = changes or node.func.attr in (
+                "map",
+                "filter",
+                "rename_column",
+                "rename_columns",
+            )
             node = node.func.value
         elif isinstance(node, ast.Subscript):
             node = node.value
@@ -303,13 +372,17 @@ def _data(script: _Script, node: ast.expr | None) -> dict[str, Any]:
     changes = changes or any(script.calls(name) for name in ("map", "filter"))
     if node in calls:
         calls = [call for call in calls if call is node]
-    trained = [call for call in calls if not str(_split(script, call)).startswith(("test", "valid"))] or calls
+    trained = [
+        call for call in calls if not str(_split(script, call)).startswith(("test", "valid"))
+    ] or calls
     if not trained:
         return {}
     made: dict[str, Any] = {"train_dataset": True} if changes else {}
     if len({ast.unparse(call) for call in trained}) > 1:
         return {**made, "dataset_name": Unknown(f"one of {len(trained)} calls of load_dataset")}
-    name, config = (script.argument(trained[0], key, place) for place, key in enumerate(("path", "name")))
+    name, config = (
+        script.argument(trained[0], key, place) for place, key in enumerate(("path", "name"))
+    )
     made["dataset_name"] = Unknown(ast.unparse(trained[0])) if name is None else script.value(name)
     if made["dataset_name"] in _FILES:
         files = script.argument(trained[0], "data_files", 2)
@@ -327,7 +400,8 @@ def _split(script: _Script, call: ast.Call) -> Any:
 
 
 def read_shell(text: str) -> dict[str, Any]:
-    """The ``key.key=value`` of a shell script, wherever they stand, with the script's variables put in.
+    """The ``key.key=value`` of a shell script, wherever they stand, with the script's variables put
+    in.
 
     Raises:
         ValueError: quotes or parentheses are left open.
@@ -342,7 +416,9 @@ def read_shell(text: str) -> dict[str, Any]:
     while words:
         word = words.popleft().removesuffix(";")
         if use := _USE.fullmatch(word):  # a variable with settings
-            words.extendleft(filter(_OVERRIDE.fullmatch, reversed(variables.get(use[1] or use[3], "").split())))
+            words.extendleft(
+                filter(_OVERRIDE.fullmatch, reversed(variables.get(use[1] or use[3], "").split()))
+            )
         word = word.removesuffix(")") if word.count(")") > word.count("(") else word
         depth = max(0, depth + _BLOCKS.get(word, 0))
         if override := _OVERRIDE.fullmatch(word):
@@ -364,7 +440,9 @@ def _told(text: str, variables: Mapping[str, str]) -> Any:
 
 
 def _expanded(text: str, variables: Mapping[str, str]) -> str:
-    """A word with its variables and sums put in; ``$HOME`` and others that the script does not set stay."""
+    """A word with its variables and sums put in; ``$HOME`` and others that the script does not set
+    stay.
+    """
 
     def value(found: re.Match[str]) -> str:
         name = found[1] or found[3]
@@ -381,7 +459,9 @@ def _expanded(text: str, variables: Mapping[str, str]) -> str:
 
 def _computed(text: str, variables: Mapping[str, str]) -> Iterator[int]:
     """The value of a shell's sum, if it is one of whole numbers."""
-    assigned = "\n".join(f"{name} = {value}" for name, value in variables.items() if value.isdecimal())
+    assigned = "\n".join(
+        f"{name} = {value}" for name, value in variables.items() if value.isdecimal()
+    )
     try:
         script = _Script(ast.parse(assigned))
         value = script.value(ast.parse(text.replace("/", "//"), mode="eval").body)

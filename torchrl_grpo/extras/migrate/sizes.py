@@ -1,4 +1,6 @@
-"""Settings of ours that depend on several of theirs: batches, lengths, frequencies, devices, rewards, bounds."""
+"""Settings of ours that depend on several of theirs: batches, lengths, frequencies, devices,
+rewards, bounds.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ _PROMPT = 1024  # tokens, at most, where a limit is that of prompt and response 
 
 @dataclass(frozen=True)
 class _Batch:
-    """Sequences between two weight syncs, in an optimizer step, in a group, and optimizer steps in such a batch."""
+    """Sequences between two weight syncs, in an optimizer step, in a group, and optimizer steps in
+    such a batch.
+    """
 
     size: int
     step: int
@@ -34,7 +38,11 @@ class _Batch:
 
 SIZES = ("train.dialog_turns_per_batch", "train.optim_batch_size", "train.total_dialog_turns")
 """Keys of ours that follow from the size of a batch."""
-_DEVICES = ("inference_model.num_devices", "inference_model.tensor_parallel_size", "train_model.num_devices")
+_DEVICES = (
+    "inference_model.num_devices",
+    "inference_model.tensor_parallel_size",
+    "train_model.num_devices",
+)
 SETTLES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("per_device", "accumulation", "sync_steps", "steps_per_generation"), ("env.num_envs",)),
     **dict.fromkeys(("batch_sequences", "batch_prompts", "step_batches"), ("env.num_envs",)),
@@ -72,7 +80,9 @@ SETTLES: dict[str, tuple[str, ...]] = {
 """Our keys that a quantity determines, to be set by hand if the file does not give it."""
 
 
-def sizes(asked: Quantities, chosen: Mapping[str, Any], differs: Note, lacks: Note, unset: Note) -> dict[str, Any]:
+def sizes(
+    asked: Quantities, chosen: Mapping[str, Any], differs: Note, lacks: Note, unset: Note
+) -> dict[str, Any]:
     """Return our keys for a library's quantities.
 
     Args:
@@ -87,7 +97,9 @@ def sizes(asked: Quantities, chosen: Mapping[str, Any], differs: Note, lacks: No
     """
     for name in _COUNTS:
         if asked.get(name, 1) < 1:
-            raise ValueError(f"{name.replace('_', ' ')}={asked[name]} must be at least 1: mend the file.")
+            raise ValueError(
+                f"{name.replace('_', ' ')}={asked[name]} must be at least 1: mend the file."
+            )
     ours: dict[str, Any] = {}
     batch = _batch(asked, chosen["algo"] == "grpo", ours, differs, lacks)
     _length(asked, batch, ours, lacks, unset)
@@ -99,13 +111,25 @@ def sizes(asked: Quantities, chosen: Mapping[str, Any], differs: Note, lacks: No
     _teacher(asked, ours)
     if cap := asked.get("behaviour_cap"):
         weight = chosen["policy.behaviour_weight"]
-        ours |= {"policy.behaviour_cap": cap, "policy.behaviour_weight": "mask" if weight == "none" else weight}
-    if asked.get("refresh_optimizer_steps") and chosen.get("policy.kl_coef") and not _has_lora(chosen):
-        ours["ref_model.refresh_every"] = max(1, round(asked["refresh_optimizer_steps"] / batch.steps))
+        ours |= {
+            "policy.behaviour_cap": cap,
+            "policy.behaviour_weight": "mask" if weight == "none" else weight,
+        }
+    if (
+        asked.get("refresh_optimizer_steps")
+        and chosen.get("policy.kl_coef")
+        and not _has_lora(chosen)
+    ):
+        ours["ref_model.refresh_every"] = max(
+            1, round(asked["refresh_optimizer_steps"] / batch.steps)
+        )
     if asked.get("lora_rank"):
         ours |= {"train_model.lora.enabled": True, "train_model.lora.r": asked["lora_rank"]}
     if asked.get("squared_log_ratio"):
-        ours |= {"policy.kl_to_behaviour_coef": 2 * asked["squared_log_ratio"], "policy.kl_estimator": "k2"}
+        ours |= {
+            "policy.kl_to_behaviour_coef": 2 * asked["squared_log_ratio"],
+            "policy.kl_estimator": "k2",
+        }
     if asked.get("lowest_lr"):
         ours["optimizer.lr_floor"] = asked["lowest_lr"] / chosen["optimizer.lr"]
     if asked.get("staleness") is not None:
@@ -121,7 +145,9 @@ def _has_lora(chosen: Mapping[str, Any]) -> bool:
     return bool(chosen.get("train_model.lora.enabled"))
 
 
-def _batch(asked: Quantities, compares: bool, ours: dict[str, Any], differs: Note, lacks: Note) -> _Batch:
+def _batch(
+    asked: Quantities, compares: bool, ours: dict[str, Any], differs: Note, lacks: Note
+) -> _Batch:
     group = asked.get("group", 1)
     if group < 2 and compares:
         lacks("env.repeats", f"a group of {group} has nothing to be compared with; 8 is taken")
@@ -130,12 +156,19 @@ def _batch(asked: Quantities, compares: bool, ours: dict[str, Any], differs: Not
     if "per_device" in asked:
         devices = asked.get("devices", 1)
         step = asked["per_device"] * asked["accumulation"] * devices
-        generated = asked.get("steps_per_generation") or asked["accumulation"] * asked.get("sync_steps", 1)
+        generated = asked.get("steps_per_generation") or asked["accumulation"] * asked.get(
+            "sync_steps", 1
+        )
         size = asked.get("batch_sequences") or asked["per_device"] * devices * generated
     elif "batch_prompts" in asked:
         size = asked["batch_prompts"] * group
     elif "step_prompts" in asked:
-        size = asked["step_prompts"] * asked.get("step_batches", 1) * asked.get("sync_steps", 1) * group
+        size = (
+            asked["step_prompts"]
+            * asked.get("step_batches", 1)
+            * asked.get("sync_steps", 1)
+            * group
+        )
     else:
         size = asked["batch_sequences"]
     if "step_prompts" in asked:
@@ -146,9 +179,16 @@ def _batch(asked: Quantities, compares: bool, ours: dict[str, Any], differs: Not
     unit = group if rows is None else -(-rows // group) * group
     whole = _whole(size, unit, step)
     if whole != size:
-        differs("env.num_envs", f"a batch of {size:,} sequences is rounded to {whole:,}: whole groups and whole steps")
+        differs(
+            "env.num_envs",
+            f"a batch of {size:,} sequences is rounded to {whole:,}: whole groups and whole steps",
+        )
     step = step if whole % step == 0 else whole
-    rows = unit if rows is not None else max(n for n in range(group, _MOST_ROWS + 1, group) if whole % n == 0)
+    rows = (
+        unit
+        if rows is not None
+        else max(n for n in range(group, _MOST_ROWS + 1, group) if whole % n == 0)
+    )
     epochs = asked.get("epochs_per_batch", 1)
     ours |= {"env.repeats": group, "env.num_envs": rows, "train.epochs": epochs}
     ours["train.dialog_turns_per_batch"] = whole if whole != rows else None
@@ -157,7 +197,8 @@ def _batch(asked: Quantities, compares: bool, ours: dict[str, Any], differs: Not
 
 
 def _whole(size: int, unit: int, step: int) -> int:
-    """The least batch of at least ``size`` that has whole units and, if it is not too large, whole steps.
+    """The least batch of at least ``size`` that has whole units and, if it is not too large, whole
+    steps.
 
     There are at least 2 sequences in a batch of ours.
     """
@@ -166,7 +207,9 @@ def _whole(size: int, unit: int, step: int) -> int:
     return max(2, -(-size // of) * of)
 
 
-def _length(asked: Quantities, batch: _Batch, ours: dict[str, Any], lacks: Note, unset: Note) -> None:
+def _length(
+    asked: Quantities, batch: _Batch, ours: dict[str, Any], lacks: Note, unset: Note
+) -> None:
     """Length of the run, and of its warm-up."""
     batches = asked.get("batches")
     if "optimizer_steps" in asked:
@@ -185,7 +228,10 @@ def _length(asked: Quantities, batch: _Batch, ours: dict[str, Any], lacks: Note,
     if share and not warmup and batches:
         warmup = math.ceil(share * batches * batch.steps)
     elif share and not warmup:
-        unset("optimizer.warmup_steps", f"{share:g} of the run's optimizer steps, which are {_whole_run(asked, batch)}")
+        unset(
+            "optimizer.warmup_steps",
+            f"{share:g} of the run's optimizer steps, which are {_whole_run(asked, batch)}",
+        )
     ours["optimizer.warmup_steps"] = warmup
 
 
@@ -197,7 +243,10 @@ def _whole_run(asked: Quantities, batch: _Batch) -> str:
 def _frequencies(asked: Quantities, batch: _Batch, ours: dict[str, Any], unset: Note) -> None:
     """Steps between checkpoints and evaluations, which are batches here."""
     for ending, key in (("save", "train.checkpoint_frequency"), ("eval", "evaluation.frequency")):
-        every = asked.get(f"{ending}_batches", asked.get(f"{ending}_optimizer_steps", asked.get(f"{ending}_default")))
+        every = asked.get(
+            f"{ending}_batches",
+            asked.get(f"{ending}_optimizer_steps", asked.get(f"{ending}_default")),
+        )
         strategy = asked.get(f"{ending}_strategy", "steps")
         epochs = 1 if strategy in ("epoch", "best") else asked.get(f"{ending}_epochs")
         if strategy in ("no", False):  # a yaml's no is false
@@ -206,24 +255,34 @@ def _frequencies(asked: Quantities, batch: _Batch, ours: dict[str, Any], unset: 
             per = 1 if f"{ending}_batches" in asked else batch.steps
             if isinstance(every, float) and 0 < every < 1:
                 if (total := asked.get("optimizer_steps")) is None:
-                    unset(key, f"{every:g} of the run's optimizer steps, which are {_whole_run(asked, batch)}")
+                    unset(
+                        key,
+                        f"{every:g} of the run's optimizer steps, which are {_whole_run(asked, batch)}",
+                    )
                     continue
                 every = math.ceil(every * total)
             ours[key] = max(1, round(every / per)) if every > 0 else 0
         elif epochs is not None:
-            unset(key, f"once in {epochs:g} epochs there; an epoch is {batch.group} x problems / {batch.size} batches")
+            unset(
+                key,
+                f"once in {epochs:g} epochs there; an epoch is {batch.group} x problems / {batch.size} batches",
+            )
         elif ending == "save":
             ours[key] = 0
     if asked.get("keep"):
         ours["train.keep_checkpoints"] = f"last:{asked['keep']}"
 
 
-def _devices(asked: Quantities, samples_nothing: bool, ours: dict[str, Any], differs: Note, unset: Note) -> None:
+def _devices(
+    asked: Quantities, samples_nothing: bool, ours: dict[str, Any], differs: Note, unset: Note
+) -> None:
     parallel = asked.get("engine_tensor_parallel", 1)
     train, engine = asked.get("train_devices"), asked.get("engine_devices")
     for role, text in (("train", "train_allocation"), ("engine", "engine_allocation")):
         if text in asked and (found := _allocation(str(asked[text]))):
-            train, engine, parallel = (found[0], engine, parallel) if role == "train" else (train, *found)
+            train, engine, parallel = (
+                (found[0], engine, parallel) if role == "train" else (train, *found)
+            )
     if "allocation" in asked:
         first, _, second = str(asked["allocation"]).partition("+")
         if (left := _allocation(first)) and (right := _allocation(second)):
@@ -236,7 +295,10 @@ def _devices(asked: Quantities, samples_nothing: bool, ours: dict[str, Any], dif
         train = asked["train_nodes"] * node
         engine = nodes * node * asked.get("engine_replicas", 1)
         if not nodes:
-            unset("inference_model.num_devices", "the file does not tell on how many nodes samplers run")
+            unset(
+                "inference_model.num_devices",
+                "the file does not tell on how many nodes samplers run",
+            )
     shared = asked.get("devices", 1) * asked.get("nodes", 1)
     if "rollout_devices" in asked:
         train, engine = shared, asked["rollout_devices"] * asked.get("rollout_nodes", 1)
@@ -251,8 +313,8 @@ def _devices(asked: Quantities, samples_nothing: bool, ours: dict[str, Any], dif
         train = shared - engine
         differs(
             "inference_model.num_devices",
-            f"there the roles take turns on {shared} devices; here each role has its own, and half of them sample: "
-            f"python -m torchrl_grpo.plan --devices {shared} suggests a split",
+            f"there the roles take turns on {shared} devices; here each role has its own, and half "
+            f"of them sample: python -m torchrl_grpo.plan --devices {shared} suggests a split",
         )
     if "engine_data_parallel" in asked:
         engine = max(engine or 1, parallel * asked["engine_data_parallel"])
@@ -265,13 +327,20 @@ def _devices(asked: Quantities, samples_nothing: bool, ours: dict[str, Any], dif
 
 def _allocation(text: str) -> tuple[int, int] | None:
     """Devices, and those of one tensor-parallel group, of AReaL's ``sglang:d4p1t2``."""
-    parts = {name: int(number) for name, number in re.findall(r"([dptc])(\d+)", text.rpartition(":")[2])}
+    parts = {
+        name: int(number) for name, number in re.findall(r"([dptc])(\d+)", text.rpartition(":")[2])
+    }
     return (math.prod(parts.values()), parts.get("t", 1)) if parts else None
 
 
-def _clip(asked: Quantities, chosen: Mapping[str, Any], ours: dict[str, Any], lacks: Note, unset: Note) -> None:
+def _clip(
+    asked: Quantities, chosen: Mapping[str, Any], ours: dict[str, Any], lacks: Note, unset: Note
+) -> None:
     if bound := asked.get("second_moment"):
-        unset("policy.clip_epsilon", f"M2PO bounds the second moment of the log-ratio, by {bound}, in place of a clip")
+        unset(
+            "policy.clip_epsilon",
+            f"M2PO bounds the second moment of the log-ratio, by {bound}, in place of a clip",
+        )
     if "clip_low" not in asked:
         return
     high = asked.get("clip_high", asked["clip_low"])
@@ -283,14 +352,23 @@ def _clip(asked: Quantities, chosen: Mapping[str, Any], ours: dict[str, Any], la
     ours["policy.clip_epsilon"] = low if low == high else [low, high]
 
 
-def _reward(asked: Quantities, chosen: Mapping[str, Any], ours: dict[str, Any], lacks: Note) -> None:
+def _reward(
+    asked: Quantities, chosen: Mapping[str, Any], ours: dict[str, Any], lacks: Note
+) -> None:
     if "reward_bias" in asked:
         ours["policy.reward_bias"] = asked["reward_bias"] * chosen["policy.reward_scale"]
     if asked.get("reward_clip"):
         ours["policy.reward_clip"] = [-asked["reward_clip"], asked["reward_clip"]]
     if "kl_in_reward" in asked:
-        ours |= {"policy.kl_coef": asked["kl_in_reward"], "policy.kl_in_reward": asked["kl_in_reward"] > 0}
-    both = [name for name in ("reward", "advantage") if f"{name}_mean" in asked or f"{name}_std" in asked]
+        ours |= {
+            "policy.kl_coef": asked["kl_in_reward"],
+            "policy.kl_in_reward": asked["kl_in_reward"] > 0,
+        }
+    both = [
+        name
+        for name in ("reward", "advantage")
+        if f"{name}_mean" in asked or f"{name}_std" in asked
+    ]
     if both:
         ours["policy.advantage_mean"] = asked.get(f"{both[0]}_mean") or "none"
         ours["policy.advantage_std"] = asked.get(f"{both[0]}_std") or "none"
@@ -301,9 +379,14 @@ def _reward(asked: Quantities, chosen: Mapping[str, Any], ours: dict[str, Any], 
     if len(both) > 1:
         ours["policy.advantage_whiten"] = True
         if {asked.get("advantage_mean"), asked.get("advantage_std")} != {"batch"}:
-            lacks("actor.adv_norm", "the second normalization is by mean and standard deviation of the batch")
+            lacks(
+                "actor.adv_norm",
+                "the second normalization is by mean and standard deviation of the batch",
+            )
     if asked.get("overlong") and asked.get("overlong_tokens"):
-        ours["policy.overlong_buffer"] = round(asked["overlong_tokens"] / chosen["inference_model.max_new_tokens"], 6)
+        ours["policy.overlong_buffer"] = round(
+            asked["overlong_tokens"] / chosen["inference_model.max_new_tokens"], 6
+        )
 
 
 def _teacher(asked: Quantities, ours: dict[str, Any]) -> None:
@@ -323,7 +406,8 @@ def _tokens(asked: Quantities, samples_nothing: bool, ours: dict[str, Any], diff
     context = asked["context"]
     if samples_nothing:
         differs(
-            "inference_model.max_new_tokens", "a response is cut there, without its prompt; long prompts are dropped"
+            "inference_model.max_new_tokens",
+            "a response is cut there, without its prompt; long prompts are dropped",
         )
         ours |= {"inference_model.max_new_tokens": context, "env.max_prompt_tokens": None}
         return
@@ -331,6 +415,9 @@ def _tokens(asked: Quantities, samples_nothing: bool, ours: dict[str, Any], diff
     if response is None or response >= context:
         prompt = min(_PROMPT, context // 2)
         response = context - prompt
-        differs("inference_model.max_new_tokens", f"{prompt:,} of {context:,} tokens are left to the prompt")
+        differs(
+            "inference_model.max_new_tokens",
+            f"{prompt:,} of {context:,} tokens are left to the prompt",
+        )
     ours["inference_model.max_new_tokens"] = response
     ours["env.max_prompt_tokens"] = context - response

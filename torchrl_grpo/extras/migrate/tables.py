@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 TRL = ("trl_async", "trl_gkd", "trl_distill", "trl_sft", "trl")
-"""The tables of TRL, whose trainers have many keys in common; the last one has a file that none of the others has."""
+"""The tables of TRL, whose trainers have many keys in common; the last one has a file that none of
+the others has.
+"""
 NAMES = ("verl", "areal", "torchrl", "prime_rl", *TRL)
 """The tables, in the order in which a file is compared with them."""
 
@@ -20,15 +22,13 @@ NAMES = ("verl", "areal", "torchrl", "prime_rl", *TRL)
 class Row:
     """Translation of one key of another library.
 
-    Attributes:
-        ours: our key, or ``@name`` for a quantity that ``sizes`` and ``problems`` turn into ours.
-        none: there is no such key of ours; what to do instead.
-        differs: what means something else, of any value but 0 and false, or of some values by their names.
-        default: what the peer does where a file does not say; "null" is None.
-        null: our key that is to be set by hand where a file says null, which is no bound.
-        values: for their values ours, or several of our keys.
-        same: values with which nothing has to be said here.
-        when: the row counts where this other key of theirs is set, or has one of the values after ``=``, or none of
+    Attributes: ours: our key, or ``@name`` for a quantity that ``sizes`` and ``problems`` turn into
+        ours. none: there is no such key of ours; what to do instead. differs: what means something
+        else, of any value but 0 and false, or of some values by their names. default: what the peer
+        does where a file does not say; "null" is None. null: our key that is to be set by hand
+        where a file says null, which is no bound. values: for their values ours, or several of our
+        keys. same: values with which nothing has to be said here. when: the row counts where this
+        other key of theirs is set, or has one of the values after ``=``, or none of
             those after ``!=``.
         also_when: a further one.
         said_when: ``differs`` counts where this is so, likewise.
@@ -109,23 +109,37 @@ class Table:
 
     def ignores(self, key: str) -> str | None:
         """Return why a key has no effect here; None if it may have one."""
-        why = (reason for reason, patterns in self.ignored.items() for one in patterns if fnmatchcase(key, one))
+        why = (
+            reason
+            for reason, patterns in self.ignored.items()
+            for one in patterns
+            if fnmatchcase(key, one)
+        )
         return next(why, None)
 
     def is_of(self, settings: Mapping[str, Any]) -> bool:
         """Whether flat settings are this peer's."""
         if any(key in settings for key in self.without):
             return False
-        return any(key == mark or key.startswith(f"{mark}.") for mark in self.marks for key in settings)
+        return any(
+            key == mark or key.startswith(f"{mark}.") for mark in self.marks for key in settings
+        )
 
 
 @cache
 def read_table(name: str) -> Table:
     """The table of one of ``NAMES``."""
     data = _read(name)
-    rows = {key: Row(**{**row, "same": tuple(row.get("same", ()))}) for key, row in data["keys"].items()}
+    rows = {
+        key: Row(**{**row, "same": tuple(row.get("same", ()))}) for key, row in data["keys"].items()
+    }
     refused = tuple(
-        Refusal(**{**one, **{name: tuple(one.get(name, ())) for name in ("values", "unless", "without")}})
+        Refusal(
+            **{
+                **one,
+                **{name: tuple(one.get(name, ())) for name in ("values", "unless", "without")},
+            }
+        )
         for refusal in data["refused"]
         for one in _each_key(refusal)
     )
@@ -138,13 +152,19 @@ def read_table(name: str) -> Table:
 
 
 def _read(name: str) -> dict[str, Any]:
-    """A table's file. One with a ``base`` begins with the rows, refusals and ignored keys of that file."""
-    data: dict[str, Any] = tomllib.loads((Path(__file__).parent / f"{name}.toml").read_text(encoding="utf-8"))
+    """A table's file. One with a ``base`` begins with the rows, refusals and ignored keys of that
+    file.
+    """
+    data: dict[str, Any] = tomllib.loads(
+        (Path(__file__).parent / f"{name}.toml").read_text(encoding="utf-8")
+    )
     if "base" not in data:
         return data
     base, ignored = _read(data["base"]), data.get("ignored", {})
     data["refused"] = base.get("refused", []) + data.get("refused", [])
-    data["ignored"] = {why: several + ignored.get(why, []) for why, several in base["ignored"].items()}
+    data["ignored"] = {
+        why: several + ignored.get(why, []) for why, several in base["ignored"].items()
+    }
     data["keys"] = base["keys"] | data["keys"]
     return data
 
@@ -156,7 +176,9 @@ def _each_key(refusal: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 SET_ME = "SET_ME"
-"""Placeholder on a printed command line for a value that the file does not give; no relevant key accepts it."""
+"""Placeholder on a printed command line for a value that the file does not give; no relevant key
+accepts it.
+"""
 
 BASE: dict[str, Any] = {
     "algo": "grpo",
@@ -278,4 +300,6 @@ BASE: dict[str, Any] = {
     "logging.wandb.group": None,
     "logging.wandb.tags": [],
 }
-"""Value of each key that may be printed, in ``config/grpo_gsm8k.yaml``: a key that has it is not printed."""
+"""Value of each key that may be printed, in ``config/grpo_gsm8k.yaml``: a key that has it is not
+printed.
+"""

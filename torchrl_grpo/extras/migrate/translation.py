@@ -1,4 +1,6 @@
-"""Translates another library's settings into overrides of ``config/grpo_gsm8k.yaml``, with notes on the rest."""
+"""Translates another library's settings into overrides of ``config/grpo_gsm8k.yaml``, with notes on
+the rest.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +21,12 @@ from torchrl_grpo.generation.engines import engines_with
 class Translation:
     """Translation of a file into our keys.
 
-    Attributes:
-        table: of the peer whose file it is.
-        asynchronous: whether it is a run of ``grpo-async.py``.
-        overrides: our keys with their values, those that are so anyway left out but for model and data.
-        unset: our keys that are to be set by hand, because the file does not tell their values.
-        differs: what means something else, by key.
-        lacks: what has no counterpart, by key.
-        ignored: keys that ask for nothing here, by why they do not.
-        unknown: keys that the table has not.
+    Attributes: table: of the peer whose file it is. asynchronous: whether it is a run of
+        ``grpo-async.py``. overrides: our keys with their values, those that are so anyway left out
+        but for model and data. unset: our keys that are to be set by hand, because the file does
+        not tell their values. differs: what means something else, by key. lacks: what has no
+        counterpart, by key. ignored: keys that ask for nothing here, by why they do not. unknown:
+        keys that the table has not.
     """
 
     table: Table
@@ -55,8 +54,12 @@ def translate(settings: Settings, source: str, devices: int | None = None) -> Tr
     rows = table.rows
     for key, row in rows.items():
         if row.null and key in values and values[key] is None:
-            made.unset[row.null] = f"{key} is null, which is no bound: the most tokens of a response"
-        elif not _given(key, row, values) and row.default is not None and _counts(row, table, values):
+            made.unset[row.null] = (
+                f"{key} is null, which is no bound: the most tokens of a response"
+            )
+        elif (
+            not _given(key, row, values) and row.default is not None and _counts(row, table, values)
+        ):
             _apply(key, row, _plain(row.default), ours, asked, made)
     if devices is not None:
         asked["devices"] = devices
@@ -64,7 +67,9 @@ def translate(settings: Settings, source: str, devices: int | None = None) -> Tr
         if key in rows:
             continue
         if key.startswith("**"):
-            made.unset[key] = "may set any of their keys, and only running the file would tell which"
+            made.unset[key] = (
+                "may set any of their keys, and only running the file would tell which"
+            )
         elif (why := table.ignores(key)) is not None:
             made.ignored.setdefault(why, []).append(key)
         elif value is not None and value != {}:
@@ -83,15 +88,22 @@ def translate(settings: Settings, source: str, devices: int | None = None) -> Tr
         unset("model.name", "the model is not in the file")
     if "divergence" in asked and not asked.get("teacher"):
         unset("teacher.model", "the teacher is not in the file")
-    if ours.get("algo") == "sft" and not {"env.columns.completion", "env.columns.messages"} & set(ours):
-        unset("env.columns.completion", "the column with the response, or env.columns.messages=COLUMN of whole chats")
+    if ours.get("algo") == "sft" and not {"env.columns.completion", "env.columns.messages"} & set(
+        ours
+    ):
+        unset(
+            "env.columns.completion",
+            "the column with the response, or env.columns.messages=COLUMN of whole chats",
+        )
     ours |= sizes(asked, {**BASE, **ours}, differs, lacks, unset)
     scored = ours.get("algo") != "sft" or ours.get("evaluation.num_prompts") != 0
     ours |= problems(asked, source, differs, unset, scored=scored)
     made.asynchronous = bool(ours.get("train.max_staleness"))
     if table.title == "TorchRL" and not _is_synchronous(asked, values):
         made.asynchronous = True
-        made.differs["train.max_staleness"] = "TorchRL's asynchronous script has no bound; ours is 1 unless it is given"
+        made.differs["train.max_staleness"] = (
+            "TorchRL's asynchronous script has no bound; ours is 1 unless it is given"
+        )
     if "env.num_envs" in made.unset:
         for key in (key for key in SIZES if ours.get(key) is not None):
             unset(key, "depends on env.num_envs")
@@ -122,7 +134,11 @@ def _plain(value: Any) -> Any:
 
 def _counts(row: Row, table: Table, values: Mapping[str, Any]) -> bool:
     """Whether the keys that a row depends on have the required values."""
-    return all(_is_so(condition, table, values) for condition in (row.when, row.also_when) if condition is not None)
+    return all(
+        _is_so(condition, table, values)
+        for condition in (row.when, row.also_when)
+        if condition is not None
+    )
 
 
 def _is_so(condition: str, table: Table, values: Mapping[str, Any]) -> bool:
@@ -142,9 +158,13 @@ def _difference(row: Row, value: Any, table: Table, values: Mapping[str, Any]) -
     return row.differs if value else None
 
 
-def _apply(key: str, row: Row, value: Any, ours: dict[str, Any], asked: dict[str, Any], made: Translation) -> bool:
+def _apply(
+    key: str, row: Row, value: Any, ours: dict[str, Any], asked: dict[str, Any], made: Translation
+) -> bool:
     """Apply a row to a value; return whether there is an equivalent."""
-    if any(type(value) is type(one) and value == one for one in row.same) or _number_in(value, row.same):
+    if any(type(value) is type(one) and value == one for one in row.same) or _number_in(
+        value, row.same
+    ):
         return False
     if _is_unknown(value):
         return _leave(key, row, value, ours, asked, made)
@@ -168,7 +188,9 @@ def _apply(key: str, row: Row, value: Any, ours: dict[str, Any], asked: dict[str
         if isinstance(value, list) and not isinstance(BASE.get(row.ours, value), list):
             made.lacks[key] = f"[{', '.join(map(str, value))}] are several, {row.ours} is one"
             return False
-    for name, one in (value if row.values and isinstance(value, Mapping) else {str(row.ours): value}).items():
+    for name, one in (
+        value if row.values and isinstance(value, Mapping) else {str(row.ours): value}
+    ).items():
         (asked if name.startswith("@") else ours)[name.removeprefix("@")] = one
     return True
 
@@ -181,13 +203,21 @@ def _name(value: Any) -> str:
 
 
 def _is_unknown(value: Any) -> bool:
-    return isinstance(value, Unknown) or (isinstance(value, Mapping) and any(map(_is_unknown, value.values())))
+    return isinstance(value, Unknown) or (
+        isinstance(value, Mapping) and any(map(_is_unknown, value.values()))
+    )
 
 
-def _leave(key: str, row: Row, value: Any, ours: dict[str, Any], asked: dict[str, Any], made: Translation) -> bool:
+def _leave(
+    key: str, row: Row, value: Any, ours: dict[str, Any], asked: dict[str, Any], made: Translation
+) -> bool:
     """Mark the equivalents of an unknown value as to be set by hand; return whether there are any."""
-    settled = SETTLES[row.ours[1:]] if row.ours is not None and row.ours.startswith("@") else (row.ours,)
-    several = [name for one in (row.values or {}).values() if isinstance(one, Mapping) for name in one]
+    settled = (
+        SETTLES[row.ours[1:]] if row.ours is not None and row.ours.startswith("@") else (row.ours,)
+    )
+    several = [
+        name for one in (row.values or {}).values() if isinstance(one, Mapping) for name in one
+    ]
     named = list(dict.fromkeys(name for name in (*settled, *several) if name and name[0] != "@"))
     if not named:
         made.lacks[key] = f"{row.none}"
@@ -212,22 +242,30 @@ def _number_in(value: Any, same: tuple[Any, ...]) -> bool:
 def _as_ours(row: Row, value: Any) -> Any:
     if row.list and not isinstance(value, list):
         return [value]
-    whole = isinstance(BASE.get(str(row.ours)), int) and isinstance(value, float) and value.is_integer()
+    whole = (
+        isinstance(BASE.get(str(row.ours)), int) and isinstance(value, float) and value.is_integer()
+    )
     return int(value) if whole else value
 
 
 def _is_synchronous(asked: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
-    """Whether a file of TorchRL's is for its synchronous script: ``train.sync``, or ``mode: sync`` in the defaults."""
+    """Whether a file of TorchRL's is for its synchronous script: ``train.sync``, or ``mode: sync``
+    in the defaults.
+    """
     modes = [one.get("mode") for one in values.get("defaults") or [] if isinstance(one, dict)]
     return bool(asked.get("synchronous", "sync" in modes))
 
 
 def _tidy(ours: dict[str, Any]) -> None:
-    """Remove settings that nothing would read, which our config refuses, and those that exclude each other."""
+    """Remove settings that nothing would read, which our config refuses, and those that exclude
+    each other.
+    """
     if ours.get("env.dataset") is None:
         ours.pop("env.dataset", None)
     if ours.get("env.datasets") and (prompt := ours.pop("env.columns.prompt", None)):
-        ours["env.datasets"] = [{**one, "columns": {"prompt": prompt}} for one in ours["env.datasets"]]
+        ours["env.datasets"] = [
+            {**one, "columns": {"prompt": prompt}} for one in ours["env.datasets"]
+        ]
     if ours.get("algo") != "sft":
         ours.pop("env.columns.completion", None)
     if ours.get("env.columns.messages"):
@@ -255,16 +293,25 @@ def _tidy(ours: dict[str, Any]) -> None:
     if ours.get("policy.kl_estimator") == ("k1" if ours.get("policy.kl_in_reward") else "k3"):
         ours.pop("policy.kl_estimator")
     unread = [] if ours.get("evaluation.k", 1) else ["temperature"]
-    for name in unread if ours.get("evaluation.num_prompts", 1) else ("frequency", "k", "temperature"):
+    for name in (
+        unread if ours.get("evaluation.num_prompts", 1) else ("frequency", "k", "temperature")
+    ):
         ours.pop(f"evaluation.{name}", None)
-    if not ours.get("policy.kl_coef", BASE["policy.kl_coef"]) or ours.get("train_model.lora.enabled"):
+    if not ours.get("policy.kl_coef", BASE["policy.kl_coef"]) or ours.get(
+        "train_model.lora.enabled"
+    ):
         ours.pop("ref_model.num_devices", None)
     if "logging.wandb.mode" not in ours:
         for name in ("project", "name", "entity", "group", "tags"):
             ours.pop(f"logging.wandb.{name}", None)
-    if ours.get("inference_model.backend", BASE["inference_model.backend"]) not in engines_with("tensor_parallel"):
+    if ours.get("inference_model.backend", BASE["inference_model.backend"]) not in engines_with(
+        "tensor_parallel"
+    ):
         ours.pop("inference_model.tensor_parallel_size", None)
     rounds = ours.get("policy.max_sampling_rounds", 10)
     rows = ours.get("env.num_envs", 1) * rounds if rounds != SET_ME else math.inf
-    if ours.get("policy.dynamic_sampling") and (ours.get("train.dialog_turns_per_batch") or 0) > rows:
+    if (
+        ours.get("policy.dynamic_sampling")
+        and (ours.get("train.dialog_turns_per_batch") or 0) > rows
+    ):
         ours.pop("policy.max_sampling_rounds", None)

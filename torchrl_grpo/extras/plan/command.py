@@ -1,10 +1,13 @@
-"""Advises how to split accelerators over training, reference model and inference, by simulating ``grpo-async.py``.
+"""Advises how to split accelerators over training, reference model and inference, by simulating
+``grpo-async.py``.
 
-    python -m torchrl_grpo.plan --devices 8 --gpu h100
-    python -m torchrl_grpo.plan --config-name grpo_math --devices 64 --gpu a100 model.name=Qwen/Qwen2.5-7B-Instruct
-    python -m torchrl_grpo.plan --devices 1024 --params 32e9 env.num_envs=8192 inference_model.tensor_parallel_size=2
+    python -m torchrl_grpo.plan --devices 8 --gpu h100 python -m torchrl_grpo.plan --config-name
+    grpo_math --devices 64 --gpu a100 model.name=Qwen/Qwen2.5-7B-Instruct python -m
+    torchrl_grpo.plan --devices 1024 --params 32e9 env.num_envs=8192
+    inference_model.tensor_parallel_size=2
 
-Nothing is loaded and no device is needed: what the stages take is computed from published figures (hardware.py).
+Nothing is loaded and no device is needed: what the stages take is computed from published figures
+(hardware.py).
 """
 
 from __future__ import annotations
@@ -28,10 +31,15 @@ from torchrl_grpo.starter import starter_path
 
 _PROMPT = 256  # tokens, where the config has no limit
 _LITTLE = 0.01
-_CHANGES = {"staleness": "a staleness bound higher by one", "in_flight": "inference_model.in_flight=keep"}
+_CHANGES = {
+    "staleness": "a staleness bound higher by one",
+    "in_flight": "inference_model.in_flight=keep",
+}
 
 
-def main(arguments: Sequence[str] | None = None, file: IO[str] | None = None, width: int | None = None) -> None:
+def main(
+    arguments: Sequence[str] | None = None, file: IO[str] | None = None, width: int | None = None
+) -> None:
     """Prints the advice that the command line asks for.
 
     Args:
@@ -44,7 +52,9 @@ def main(arguments: Sequence[str] | None = None, file: IO[str] | None = None, wi
         config = compose(asked.config_name, asked.overrides)
         settings = settings_of(config, asked)
         rows = best_splits(settings, asked.devices)
-        compose(asked.config_name, _advice(settings, rows[0], asked))  # what is advised breaks no rule
+        compose(
+            asked.config_name, _advice(settings, rows[0], asked)
+        )  # what is advised breaks no rule
         console = Console(file=file, width=width, highlight=False, soft_wrap=True)
         _show(console, settings, rows, asked)
 
@@ -52,14 +62,28 @@ def main(arguments: Sequence[str] | None = None, file: IO[str] | None = None, wi
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return what a command line asks for; None is this process'."""
     parser = argparse.ArgumentParser(
-        "python -m torchrl_grpo.plan", description="Advises how to split accelerators over the roles of grpo-async.py."
+        "python -m torchrl_grpo.plan",
+        description="Advises how to split accelerators over the roles of grpo-async.py.",
     )
-    parser.add_argument("--config-name", default="grpo_gsm8k", metavar="NAME", help="as for the scripts (grpo_gsm8k)")
+    parser.add_argument(
+        "--config-name",
+        default="grpo_gsm8k",
+        metavar="NAME",
+        help="as for the scripts (grpo_gsm8k)",
+    )
     parser.add_argument("--devices", type=int, default=8, metavar="N", help="accelerators (8)")
     parser.add_argument("--gpu", choices=GPUS, default="h100", help="their kind (h100)")
-    parser.add_argument("--params", type=_positive, metavar="X", help="parameters of a model that is not known, as 7e9")
     parser.add_argument(
-        "--prompt-tokens", type=_positive, metavar="X", help="mean tokens of a prompt (half of env.max_prompt_tokens)"
+        "--params",
+        type=_positive,
+        metavar="X",
+        help="parameters of a model that is not known, as 7e9",
+    )
+    parser.add_argument(
+        "--prompt-tokens",
+        type=_positive,
+        metavar="X",
+        help="mean tokens of a prompt (half of env.max_prompt_tokens)",
     )
     parser.add_argument(
         "--response-tokens",
@@ -67,8 +91,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="X",
         help="mean tokens of a response: a run's rollout/response_length (half of inference_model.max_new_tokens)",
     )
-    parser.add_argument("--reward-s", type=float, default=0.0, metavar="X", help="seconds of a task's rewards (0)")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="overrides of the config, as for the scripts")
+    parser.add_argument(
+        "--reward-s", type=float, default=0.0, metavar="X", help="seconds of a task's rewards (0)"
+    )
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="overrides of the config, as for the scripts",
+    )
     return parser.parse_intermixed_args(arguments)
 
 
@@ -88,8 +119,8 @@ def settings_of(config: GRPOConfig, asked: argparse.Namespace) -> Settings:
     response = asked.response_tokens or longest / 2
     if response > longest:
         raise ConfigError(
-            f"--response-tokens={response:g} must not be above the {longest} of inference_model.max_new_tokens: use "
-            f"{longest} or less."
+            f"--response-tokens={response:g} must not be above the {longest} of "
+            f"inference_model.max_new_tokens: use {longest} or less."
         )
     work = Workload(
         shape=model_shape(name, folder, asked.params),
@@ -120,21 +151,37 @@ def settings_of(config: GRPOConfig, asked: argparse.Namespace) -> Settings:
     )
 
 
-def _show(console: Console, settings: Settings, rows: Sequence[Row], asked: argparse.Namespace) -> None:
+def _show(
+    console: Console, settings: Settings, rows: Sequence[Row], asked: argparse.Namespace
+) -> None:
     work, best = settings.work, rows[0]
     console.print(
-        f"{asked.devices:,} x {asked.gpu}, {work.shape.parameters / 1e9:.3g}B parameters, batches of {work.groups:,} "
-        f"groups of {work.group_size}, prompts of {work.prompt:.0f} tokens and responses of {work.response:.0f} on "
-        f"average, staleness {settings.max_staleness}. Simulated from published figures: trust the ranking more than "
-        "the speeds."
+        f"{asked.devices:,} x {asked.gpu}, {work.shape.parameters / 1e9:.3g}B parameters, batches "
+        f"of {work.groups:,} groups of {work.group_size}, prompts of {work.prompt:.0f} tokens and "
+        f"responses of {work.response:.0f} on average, staleness {settings.max_staleness}. "
+        "Simulated from published figures: trust the ranking more than the speeds."
     )
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
-    for name in ("train", "ref", "inference", "steps/h", "tokens/s", "idle %", "bottleneck", "GB/device"):
-        table.add_column(name, justify="right" if name in ("steps/h", "tokens/s") else "left", no_wrap=True)
+    for name in (
+        "train",
+        "ref",
+        "inference",
+        "steps/h",
+        "tokens/s",
+        "idle %",
+        "bottleneck",
+        "GB/device",
+    ):
+        table.add_column(
+            name, justify="right" if name in ("steps/h", "tokens/s") else "left", no_wrap=True
+        )
     for row in rows:
         table.add_row(*_cells(settings, row))
     console.print(table)
-    console.print("idle % and GB/device: train/ref/inference. Where inference is idle there is room for more groups.")
+    console.print(
+        "idle % and GB/device: train/ref/inference. Where inference is idle there is room for "
+        "more groups."
+    )
     helps = [
         f"{_CHANGES.get(name, f'{name} twice as fast')} {gain:+.0%}"
         for name, gain in sorted(best.gains.items(), key=lambda item: -item[1])
@@ -143,20 +190,25 @@ def _show(console: Console, settings: Settings, rows: Sequence[Row], asked: argp
     console.print(f"The first split would be faster with: {', '.join(helps) or 'nothing alone'}.")
     split, loop = best.split, settings.loop(best.split)
     at_once = simulate(replace(loop, max_staleness=0), settings.costs(split, loop))
-    console.print(f"The same split with grpo.py (no overlap): {3600 / at_once.step_s:,.0f} steps/h.")
+    console.print(
+        f"The same split with grpo.py (no overlap): {3600 / at_once.step_s:,.0f} steps/h."
+    )
     if (turns := settings.in_turns(asked.devices)) is not None:
         console.print(
-            f"grpo.py with train_model.num_devices=all inference_model.num_devices=all, where all {asked.devices:,} "
-            f"take turns: {3600 / turns.step_s:,.0f} steps/h, "
+            "grpo.py with train_model.num_devices=all inference_model.num_devices=all, where all "
+            f"{asked.devices:,} take turns: {3600 / turns.step_s:,.0f} steps/h, "
             f"{_gigabytes(settings.memory_in_turns(asked.devices))} GB/device."
         )
     if split.devices < asked.devices:
         console.print(
-            f"{asked.devices - split.devices:,} devices are left over and would hardly make it faster: a larger "
-            f"train.dialog_turns_per_batch ({work.groups * work.group_size:,} here) could use them."
+            f"{asked.devices - split.devices:,} devices are left over and would hardly make it "
+            f"faster: a larger train.dialog_turns_per_batch ({work.groups * work.group_size:,} "
+            "here) could use them."
         )
     name = "" if asked.config_name == "grpo_gsm8k" else f"--config-name {asked.config_name} "
-    console.print(f"\npython sota/grpo/grpo-async.py {name}{' '.join(_advice(settings, best, asked))}")
+    console.print(
+        f"\npython sota/grpo/grpo-async.py {name}{' '.join(_advice(settings, best, asked))}"
+    )
 
 
 def _cells(settings: Settings, row: Row) -> list[str]:
@@ -170,9 +222,14 @@ def _cells(settings: Settings, row: Row) -> list[str]:
         str(split.inference),
         f"{3600 / result.step_s:,.0f}",
         f"{tokens:,.0f}",
-        "/".join(f"{100 * share:.0f}" if has else "-" for share, has in zip(idle, own, strict=True)),
+        "/".join(
+            f"{100 * share:.0f}" if has else "-" for share, has in zip(idle, own, strict=True)
+        ),
         row.binds,
-        "/".join(_gigabytes(held) if has else "-" for held, has in zip(settings.memory(split), own, strict=True)),
+        "/".join(
+            _gigabytes(held) if has else "-"
+            for held, has in zip(settings.memory(split), own, strict=True)
+        ),
     ]
 
 

@@ -1,8 +1,8 @@
 """Time of a run's stages on an accelerator, and memory of each role, from published figures.
 
-Decoding reads the weights and the KV cache of all rows for each token, so it takes bytes over bandwidth; training and
-scoring take operations over the matrix rate. docs/performance.md says where each figure comes from, and which ones are
-assumed.
+Decoding reads the weights and the KV cache of all rows for each token, so it takes bytes over
+bandwidth; training and scoring take operations over the matrix rate. docs/performance.md says where
+each figure comes from, and which ones are assumed.
 """
 
 from __future__ import annotations
@@ -33,11 +33,9 @@ from torchrl_grpo.models.memory import (
 class Gpu:
     """An accelerator's datasheet; a second counts for one direction.
 
-    Attributes:
-        half, single: operations a second in bfloat16 or float16, dense, and in float32.
-        bandwidth: bytes a second from its memory.
-        memory: bytes.
-        nvlink, network, pcie: bytes a second to an accelerator of the same machine, of another one, and to the host.
+    Attributes: half, single: operations a second in bfloat16 or float16, dense, and in float32.
+        bandwidth: bytes a second from its memory. memory: bytes. nvlink, network, pcie: bytes a
+        second to an accelerator of the same machine, of another one, and to the host.
     """
 
     half: float
@@ -61,12 +59,14 @@ GPUS: Mapping[str, Gpu] = {
 """SXM modules, with a network port each as in a DGX."""
 PER_MACHINE = 8
 COMPUTE_SHARE = 0.4
-"""Achieved share of the matrix rate in training and scoring: the middle of the 38 to 43% of Llama 3 405B (arXiv
-2407.21783)."""
+"""Achieved share of the matrix rate in training and scoring: the middle of the 38 to 43% of Llama 3
+405B (arXiv 2407.21783)."""
 BANDWIDTH_SHARE = 0.6
 """Achieved share of the memory bandwidth in decoding: assumed."""
 STORE_RATE = 5e9
-"""Bytes a second into Ray's object store, and out of it: measured here (benchmarks/bench_weight_sync.py)."""
+"""Bytes a second into Ray's object store, and out of it: measured here
+(benchmarks/bench_weight_sync.py).
+"""
 HOP_S = 0.005
 """Seconds from one actor to the next: assumed."""
 MEMORY_SHARE = 0.9
@@ -74,15 +74,38 @@ MEMORY_SHARE = 0.9
 
 
 def _config(
-    layers: int, hidden: int, heads: int, kv_heads: int, inner: int, vocabulary: int, family: str = "llama", **more: Any
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    inner: int,
+    vocabulary: int,
+    family: str = "llama",
+    **more: Any,
 ) -> dict[str, Any]:
     """Return what the shape of a model is read from, as its config.json has it."""
-    sizes = {"num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": inner, "vocab_size": vocabulary}
-    return {**sizes, "num_attention_heads": heads, "num_key_value_heads": kv_heads, "model_type": family, **more}
+    sizes = {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "vocab_size": vocabulary,
+    }
+    return {
+        **sizes,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "model_type": family,
+        **more,
+    }
 
 
 _TIED: dict[str, Any] = {"tie_word_embeddings": True}
-_EXPERTS: dict[str, Any] = {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+_EXPERTS: dict[str, Any] = {
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+}
 _CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "qwen2.5-0.5b": _config(24, 896, 14, 2, 4864, 151936, "qwen2", **_TIED),
     "qwen2.5-1.5b": _config(28, 1536, 12, 2, 8960, 151936, "qwen2", **_TIED),
@@ -107,17 +130,17 @@ _CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "llama-3.2-3b": _config(28, 3072, 24, 8, 8192, 128256, **_TIED),
     "mistral-7b": _config(32, 4096, 32, 8, 14336, 32000),
 }
-SHAPES: Mapping[str, Shape] = {name: shape_of_config(SimpleNamespace(**config)) for name, config in _CONFIGS.items()}
+SHAPES: Mapping[str, Shape] = {
+    name: shape_of_config(SimpleNamespace(**config)) for name, config in _CONFIGS.items()
+}
 """Shapes from the models' own config.json on the Hugging Face hub, by the start of their names."""
 
 
 def model_shape(name: str, folder: Path, parameters: float | None = None) -> Shape:
     """The shape of a model.
 
-    Args:
-        name: ``model.name``.
-        folder: where its config.json may be.
-        parameters: how many, for a model that is not known; the rest is then that of the known model of nearest size.
+    Args: name: ``model.name``. folder: where its config.json may be. parameters: how many, for a
+        model that is not known; the rest is then that of the known model of nearest size.
 
     Raises:
         ConfigError: nothing is known of the model.
@@ -128,18 +151,27 @@ def model_shape(name: str, folder: Path, parameters: float | None = None) -> Sha
         return replace(near, parameters=parameters, active=parameters)
     if (folder / "config.json").is_file():
         try:
-            return shape_of_config(SimpleNamespace(**json.loads((folder / "config.json").read_text(encoding="utf-8"))))
+            return shape_of_config(
+                SimpleNamespace(**json.loads((folder / "config.json").read_text(encoding="utf-8")))
+            )
         except AttributeError as error:
             raise ConfigError(
-                f"model.name={name} must be a decoder whose config.json has {error.name}: say how many parameters it "
-                "has (for example, --params=7e9)."
+                f"model.name={name} must be a decoder whose config.json has {error.name}: say how "
+                "many parameters it has (for example, --params=7e9)."
             ) from error
-    plain = name.rpartition("/")[2].lower().removeprefix("meta-").replace("-math", "").replace("-coder", "")
+    plain = (
+        name.rpartition("/")[2]
+        .lower()
+        .removeprefix("meta-")
+        .replace("-math", "")
+        .replace("-coder", "")
+    )
     found = [known for known in SHAPES if plain == known or plain.startswith(f"{known}-")]
     if not found:
         raise ConfigError(
-            f"model.name={name} must be a folder with a config.json, or begin like {', '.join(SHAPES)}: use one of "
-            "these, or say how many parameters it has (for example, --params=7e9)."
+            f"model.name={name} must be a folder with a config.json, or begin like "
+            f"{', '.join(SHAPES)}: use one of these, or say how many parameters it has (for "
+            "example, --params=7e9)."
         )
     return SHAPES[found[0]]
 
@@ -148,22 +180,15 @@ def model_shape(name: str, folder: Path, parameters: float | None = None) -> Sha
 class Workload:
     """Work of a run, independent of the devices.
 
-    Attributes:
-        shape: of the model.
-        group_size: responses to a prompt.
-        prompt, response: mean tokens.
-        longest: most tokens of a response.
-        groups: in a batch.
-        passes: over each batch.
-        optim_steps: in each batch, all passes together.
-        step: how a training step is made on one device, in passes as large as they may be.
-        engine_number, reference_number: bytes of a weight.
-        backend: of the engine.
-        recomputes: whether proximal log-probs are computed by a pass of their own.
-        scores: whether there are reference log-probs.
-        shards_reference: whether the reference model is sharded over the learner's devices.
-        broadcast: whether weights travel from accelerator to accelerator, not through Ray's object store.
-        reward_s: seconds for the rewards of a task.
+    Attributes: shape: of the model. group_size: responses to a prompt. prompt, response: mean
+        tokens. longest: most tokens of a response. groups: in a batch. passes: over each batch.
+        optim_steps: in each batch, all passes together. step: how a training step is made on one
+        device, in passes as large as they may be. engine_number, reference_number: bytes of a
+        weight. backend: of the engine. recomputes: whether proximal log-probs are computed by a
+        pass of their own. scores: whether there are reference log-probs. shards_reference: whether
+        the reference model is sharded over the learner's devices. broadcast: whether weights travel
+        from accelerator to accelerator, not through Ray's object store. reward_s: seconds for the
+        rewards of a task.
     """
 
     shape: Shape
@@ -208,7 +233,9 @@ class Workload:
         micro_batches = max(self.optim_steps, math.ceil(tokens * self.passes / self.step.tokens))
         link = gpu.nvlink if ranks <= PER_MACHINE else gpu.network
         gathers = (2 + (not self.lora)) * micro_batches * weights * (1 - 1 / ranks) / link
-        state = 7 * 4 * self.trained / ranks  # Adam reads four numbers of each parameter and writes three
+        state = (
+            7 * 4 * self.trained / ranks
+        )  # Adam reads four numbers of each parameter and writes three
         update = self.optim_steps * state / (gpu.pcie if self.step.offloads else gpu.bandwidth)
         return max(compute, gathers) + update
 
@@ -228,15 +255,26 @@ class Workload:
         return self.shape.adapted * self.step.adapters if self.lora else self.shape.parameters
 
     def score_s(self, gpu: Gpu, groups: int) -> float:
-        """Seconds of scoring so many groups on one device; 0 without a reference model on devices of its own."""
+        """Seconds of scoring so many groups on one device; 0 without a reference model on devices
+        of its own.
+        """
         if not self.scores or self.learner_scores:
             return 0.0
-        return groups * self.group_tokens * self.operations(1) / (gpu.rate(self.reference_number) * COMPUTE_SHARE)
+        return (
+            groups
+            * self.group_tokens
+            * self.operations(1)
+            / (gpu.rate(self.reference_number) * COMPUTE_SHARE)
+        )
 
     def step_s(self, gpu: Gpu, groups: int, size: int) -> float:
         """Seconds of one token of all rows of so many groups, in an engine of so many devices."""
         rows = groups * self.group_size * self.response / self.longest_of_group  # some have ended
-        read = self.weight_bytes + groups * self.prompt * self.kv_bytes + rows * self.response / 2 * self.kv_bytes
+        read = (
+            self.weight_bytes
+            + groups * self.prompt * self.kv_bytes
+            + rows * self.response / 2 * self.kv_bytes
+        )
         operations = (rows + groups * self.prompt / self.longest_of_group) * self.operations(1)
         compute_s = operations / (gpu.rate(self.engine_number) * COMPUTE_SHARE)
         seconds = max(read / (gpu.bandwidth * BANDWIDTH_SHARE), compute_s)
@@ -244,7 +282,9 @@ class Workload:
 
     @property
     def longest_of_group(self) -> float:
-        """Expected tokens of the longest response of a group, if lengths are uniform from 0 to twice their mean."""
+        """Expected tokens of the longest response of a group, if lengths are uniform from 0 to
+        twice their mean.
+        """
         return min(self.longest, 2 * self.response * self.group_size / (self.group_size + 1))
 
     @property
@@ -269,11 +309,17 @@ class Workload:
         return step_memory(self.shape, setup)
 
     def reference_memory(self, ranks: int) -> int:
-        """Bytes of a reference model on one of its devices, where the learner has so many; 0 without one of its own."""
+        """Bytes of a reference model on one of its devices, where the learner has so many; 0
+        without one of its own.
+        """
         if not self.scores or self.lora or (self.shards_reference and self.step.offloads):
             return 0
-        return weight_bytes(self.shape, self.reference_number, ranks if self.shards_reference else 1)
+        return weight_bytes(
+            self.shape, self.reference_number, ranks if self.shards_reference else 1
+        )
 
     def group_memory(self) -> float:
         """Bytes of the KV cache of a group whose responses are all as long as they may be."""
-        return group_cache_bytes(self.shape, self.engine_number, self.prompt, self.group_size, self.longest)
+        return group_cache_bytes(
+            self.shape, self.engine_number, self.prompt, self.group_size, self.longest
+        )

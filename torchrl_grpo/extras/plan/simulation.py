@@ -1,9 +1,11 @@
-"""The asynchronous loop as discrete events: the schedule of ``Rollouts``, the actors and ``fit``, without their work.
+"""The asynchronous loop as discrete events: the schedule of ``Rollouts``, the actors and ``fit``,
+without their work.
 
-The bookkeeping is the real one: a ``GroupBuffer`` admits the groups and makes the batches. Work is done by pools. In a
-pool of n jobs each job advances at ``speed(n)``: the cores that all actors of a CPU share are one pool, an accelerator
-is a pool of its own, and so is an engine that decodes many groups at a time. Nothing is random but the order in which
-tasks of different sizes come, which ``Costs.sample`` gives.
+The bookkeeping is the real one: a ``GroupBuffer`` admits the groups and makes the batches. Work is
+done by pools. In a pool of n jobs each job advances at ``speed(n)``: the cores that all actors of a
+CPU share are one pool, an accelerator is a pool of its own, and so is an engine that decodes many
+groups at a time. Nothing is random but the order in which tasks of different sizes come, which
+``Costs.sample`` gives.
 """
 
 from __future__ import annotations
@@ -23,16 +25,15 @@ Action = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of the stages: work, which a pool of one job does at one unit per second unless its speed says otherwise.
+    """Costs of the stages: work, which a pool of one job does at one unit per second unless its
+    speed says otherwise.
 
-    Attributes:
-        sample: work of sampling one task; tasks take these in turns.
-        train: work of training a batch.
-        score: work of scoring one task; 0 is a run without reference models.
-        publish: work of the learner until new weights are there to be read.
-        update: work of a sampler that takes them.
-        reward_s: seconds from the last token of a task to its rewards, in which the sampler's device is free.
-        hop_s: seconds from a task's end in one actor to its arrival where it goes next, and from a batch's to training.
+    Attributes: sample: work of sampling one task; tasks take these in turns. train: work of
+        training a batch. score: work of scoring one task; 0 is a run without reference models.
+        publish: work of the learner until new weights are there to be read. update: work of a
+        sampler that takes them. reward_s: seconds from the last token of a task to its rewards, in
+        which the sampler's device is free. hop_s: seconds from a task's end in one actor to its
+        arrival where it goes next, and from a batch's to training.
     """
 
     sample: Sequence[float]
@@ -48,17 +49,14 @@ class Costs:
 class Loop:
     """Actors of a run, and how much work may be in flight.
 
-    Attributes:
-        groups_per_batch: groups that train one batch.
-        max_staleness: see ``GroupBuffer``.
-        samplers: how many.
-        references: reference models; 0 where the learner's device has it (``Costs.score`` above 0), or there is none.
-        task_groups: groups that a sampler plays as one task.
-        concurrent_tasks: tasks that a sampler has at a time.
-        serial: whether it samples them one after another, as the ``transformers`` engine does.
-        waits: whether it takes new weights only when it has no task (``inference_model.in_flight=wait``).
-        engine_speed: of the jobs of one sampler that samples them together; not read where ``serial``.
-        cores: speed of the jobs of all actors where they share the cores of a machine, None where each has a device.
+    Attributes: groups_per_batch: groups that train one batch. max_staleness: see ``GroupBuffer``.
+        samplers: how many. references: reference models; 0 where the learner's device has it
+        (``Costs.score`` above 0), or there is none. task_groups: groups that a sampler plays as one
+        task. concurrent_tasks: tasks that a sampler has at a time. serial: whether it samples them
+        one after another, as the ``transformers`` engine does. waits: whether it takes new weights
+        only when it has no task (``inference_model.in_flight=wait``). engine_speed: of the jobs of
+        one sampler that samples them together; not read where ``serial``. cores: speed of the jobs
+        of all actors where they share the cores of a machine, None where each has a device.
     """
 
     groups_per_batch: int
@@ -111,7 +109,9 @@ class Clock:
     def run(self, goes_on: Callable[[], bool]) -> None:
         while goes_on():
             if not self._events:
-                raise RuntimeError(f"nothing happens after {self.now:g} s: the loop waits for itself.")
+                raise RuntimeError(
+                    f"nothing happens after {self.now:g} s: the loop waits for itself."
+                )
             self.now, _, action = heapq.heappop(self._events)
             action()
 
@@ -221,10 +221,16 @@ class Simulation:
         self._samplers = []
         for index in range(loop.samplers):
             pool = shared or Pool(self.clock, _alone if loop.serial else loop.engine_speed)
-            self._samplers.append(_Sampler(index, pool, Queue(self.clock, [pool]) if loop.serial else None))
-        references = [shared or Pool(self.clock, _alone) for _ in range(loop.references)] or [self._learner]
+            self._samplers.append(
+                _Sampler(index, pool, Queue(self.clock, [pool]) if loop.serial else None)
+            )
+        references = [shared or Pool(self.clock, _alone) for _ in range(loop.references)] or [
+            self._learner
+        ]
         self._references = Queue(self.clock, references)
-        self._idle = [(0, index) for index in range(loop.samplers)]  # (tasks, sampler); some entries are out of date
+        self._idle = [
+            (0, index) for index in range(loop.samplers)
+        ]  # (tasks, sampler); some entries are out of date
         self._drawn = self._finished = 0
         self._training = False
         self._learner_s = self._places_s = self._slots_s = self._sojourn_s = 0.0
@@ -240,7 +246,9 @@ class Simulation:
         self.clock.run(lambda: self.buffer.version < warm_up)
         self._look()
         start = self.clock.now
-        self._learner_s = self._places_s = self._slots_s = self._sojourn_s = self._references.busy_s = 0.0
+        self._learner_s = self._places_s = self._slots_s = self._sojourn_s = (
+            self._references.busy_s
+        ) = 0.0
         self._left, self._staleness = 0, []
         self.clock.run(lambda: self.buffer.version < warm_up + batches)
         self._look()
@@ -304,7 +312,8 @@ class Simulation:
         self._offer(sampler)
         if self.costs.score:
             self._references.add(
-                self.costs.score, lambda: self.clock.after(self.costs.hop_s, lambda: self._ready(groups, version))
+                self.costs.score,
+                lambda: self.clock.after(self.costs.hop_s, lambda: self._ready(groups, version)),
             )
         else:
             self._ready(groups, version)
@@ -341,7 +350,11 @@ class Simulation:
 
     def _update(self, sampler: _Sampler) -> None:
         """Gives a sampler the published weights, if it lacks them and can take them."""
-        if sampler.updating or sampler.version == self.buffer.version or (self.loop.waits and sampler.tasks):
+        if (
+            sampler.updating
+            or sampler.version == self.buffer.version
+            or (self.loop.waits and sampler.tasks)
+        ):
             return
         sampler.updating, version = True, self.buffer.version
 

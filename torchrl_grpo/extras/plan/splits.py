@@ -55,7 +55,9 @@ class Settings:
     rows: int
 
     def num_envs(self, split: Split) -> int:
-        """``env.num_envs`` if the split's samplers can share it out in whole groups, else the sequences of a batch."""
+        """``env.num_envs`` if the split's samplers can share it out in whole groups, else the
+        sequences of a batch.
+        """
         samplers, group = split.inference // self.engine_size, self.work.group_size
         return self.rows if self.rows % (samplers * group) == 0 else self.work.groups * group
 
@@ -70,7 +72,9 @@ class Settings:
         return self.gpu.memory * MEMORY_SHARE
 
     def memory(self, split: Split) -> tuple[float, float, float]:
-        """Bytes on one device of each role, with the KV cache of the groups that a sampler has at a time."""
+        """Bytes on one device of each role, with the KV cache of the groups that a sampler has at a
+        time.
+        """
         groups = max(1, self.places(split))
         reference = self.work.reference_memory(split.train)
         train = self.work.train_memory(split.train).peak + (0 if split.reference else reference)
@@ -90,18 +94,27 @@ class Settings:
         return max(train, reference) <= self.room and self.places(split) > 0
 
     def memory_in_turns(self, devices: int) -> float:
-        """Bytes on each of so many devices on which all ranks train, and then engines sample a group or more.
+        """Bytes on each of so many devices on which all ranks train, and then engines sample a
+        group or more.
 
-        That is a training step, or an engine beside what rests between two steps, and the reference model.
+        That is a training step, or an engine beside what rests between two steps, and the reference
+        model.
         """
         train = self.work.train_memory(devices)
         engine = (self.work.weight_bytes + self.work.group_memory()) / self.engine_size
         return self.work.reference_memory(devices) + max(train.peak, train.resting + engine)
 
     def in_turns(self, devices: int) -> Result | None:
-        """The loop whose roles take turns on so many devices; None where they have no room, or cannot share a batch."""
+        """The loop whose roles take turns on so many devices; None where they have no room, or
+        cannot share a batch.
+        """
         samplers, left = divmod(devices, self.engine_size)
-        if left or not samplers or self.work.groups % samplers or self.memory_in_turns(devices) > self.room:
+        if (
+            left
+            or not samplers
+            or self.work.groups % samplers
+            or self.memory_in_turns(devices) > self.room
+        ):
             return None
         split = Split(devices, 0, devices)
         loop = self.loop(split)
@@ -183,7 +196,9 @@ class Row:
 
 def simulate(loop: Loop, costs: Costs) -> Result:
     """Simulate as many batches as take a moment."""
-    return Simulation(loop, costs).run(max(4, min(24, _GROUPS // loop.groups_per_batch)), loop.max_staleness + 2)
+    return Simulation(loop, costs).run(
+        max(4, min(24, _GROUPS // loop.groups_per_batch)), loop.max_staleness + 2
+    )
 
 
 def candidates(settings: Settings, devices: int) -> Iterator[Split]:
@@ -193,38 +208,51 @@ def candidates(settings: Settings, devices: int) -> Iterator[Split]:
     for samplers in (n for n in range(1, devices) if work.groups % n == 0):
         left = devices - samplers * settings.engine_size
         sequences = work.groups * work.group_size  # more ranks than these have nothing to do
-        for total in {left, *(2**power for power in range(12) if 2**power < left)} if left > 0 else ():
+        for total in (
+            {left, *(2**power for power in range(12) if 2**power < left)} if left > 0 else ()
+        ):
             if not settings.has_reference:
                 shares = {0}
             elif total <= 8:
                 shares = set(range(total))
             else:  # near the number at which scoring keeps up with training
                 even = total * score / (score + train)
-                shares = {max(1, min(total - 1, round(even * factor))) for factor in (1.0, 1.4, 2.0)}
+                shares = {
+                    max(1, min(total - 1, round(even * factor))) for factor in (1.0, 1.4, 2.0)
+                }
             for reference in shares:
-                split = Split(min(sequences, total - reference), reference, samplers * settings.engine_size)
+                split = Split(
+                    min(sequences, total - reference), reference, samplers * settings.engine_size
+                )
                 if settings.fits(split):
                     yield split
 
 
 def best_splits(settings: Settings, devices: int, shown: int = 6) -> list[Row]:
-    """Return the most promising splits, the fastest first; among equally fast ones, the one with the fewest devices.
+    """Return the most promising splits, the fastest first; among equally fast ones, the one with
+    the fewest devices.
 
     Raises:
         ConfigError: the run has no room on so many devices.
     """
     if devices < 2:
         raise ConfigError(
-            f"--devices={devices} must be at least 2, because on one all roles take turns: use 2 or more."
+            f"--devices={devices} must be at least 2, because on one all roles take turns: use 2 "
+            "or more."
         )
-    found = sorted(candidates(settings, devices), key=lambda split: (_nearly(settings.bound_s(split)), split.devices))
+    found = sorted(
+        candidates(settings, devices),
+        key=lambda split: (_nearly(settings.bound_s(split)), split.devices),
+    )
     if not found:
         needs = settings.memory(Split(devices, int(settings.has_reference), settings.engine_size))
         raise ConfigError(
-            f"--devices={devices} must hold the run, and no split of them does: of the {size(settings.room)} that may "
-            f"be filled of a device, train needs {size(needs[0])}, ref {size(needs[1])}, inference {size(needs[2])}. "
-            "Use train_model.gradient_checkpointing=true, a smaller train.micro_batch_tokens, "
-            "inference_model.tensor_parallel_size, a smaller env.num_envs, or train_model.lora.enabled=true."
+            f"--devices={devices} must hold the run, and no split of them does: of the "
+            f"{size(settings.room)} that may be filled of a device, train needs {size(needs[0])}, "
+            f"ref {size(needs[1])}, inference {size(needs[2])}. Use "
+            "train_model.gradient_checkpointing=true, a smaller train.micro_batch_tokens, "
+            "inference_model.tensor_parallel_size, a smaller env.num_envs, or "
+            "train_model.lora.enabled=true."
         )
     rows = []
     for split in found[:_SIMULATED]:
@@ -235,7 +263,9 @@ def best_splits(settings: Settings, devices: int, shown: int = 6) -> list[Row]:
 
 
 def _nearly(seconds: float) -> int:
-    """Seconds that are less than 3% apart mostly give the same number: then fewer devices are better."""
+    """Seconds that are less than 3% apart mostly give the same number: then fewer devices are
+    better.
+    """
     return round(math.log(seconds) / 0.03)
 
 
@@ -246,7 +276,10 @@ def gains(settings: Settings, row: Row) -> dict[str, float]:
     changed = {
         "sampling": (loop, replace(costs, sample=[FREE * work for work in costs.sample])),
         "training": (loop, replace(costs, train=FREE * costs.train)),
-        "weight sync": (loop, replace(costs, publish=FREE * costs.publish, update=FREE * costs.update)),
+        "weight sync": (
+            loop,
+            replace(costs, publish=FREE * costs.publish, update=FREE * costs.update),
+        ),
         "staleness": (replace(loop, max_staleness=loop.max_staleness + 1), costs),
     }
     if loop.waits and not loop.serial:

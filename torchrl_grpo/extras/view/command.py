@@ -1,9 +1,11 @@
-"""Serves a dashboard of running or finished runs: curves, groups of responses, tokens, a timeline, alarms, configs.
+"""Serves a dashboard of running or finished runs: curves, groups of responses, tokens, a timeline,
+alarms, configs.
 
     python -m torchrl_grpo.view outputs/DATE/TIME
     python -m torchrl_grpo.view outputs/first outputs/second
 
-It prints the page's address, which this machine alone answers and which has a token, and serves until Ctrl-C.
+It prints the page's address, which this machine alone answers and which has a token, and serves
+until Ctrl-C.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         "python -m torchrl_grpo.view", description="Serves a dashboard of running or finished runs."
     )
-    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="a run's folder; several are compared")
+    parser.add_argument(
+        "runs", metavar="RUN", nargs="+", type=Path, help="a run's folder; several are compared"
+    )
     asked = parser.parse_args(arguments)
     if not all(map(find_spec, ("starlette", "uvicorn", "mpld3"))):
         parser.error('it needs packages that are not installed: pip install "torchrl_grpo[view]".')

@@ -10,7 +10,9 @@ from typing import Any, BinaryIO
 
 
 def open_inside(folder: Path, name: str) -> BinaryIO | None:
-    """Open a file of a run's folder; return None if it does not exist, or if a link leads out of the folder."""
+    """Open a file of a run's folder; return None if it does not exist, or if a link leads out of
+    the folder.
+    """
     try:
         path = (folder / name).resolve(strict=True)
         if path.is_relative_to(folder.resolve()) and path.is_file():
@@ -41,8 +43,9 @@ def changed_at(folder: Path, name: str) -> float:
 class Tail:
     """A jsonl file of a run, each line of which is read once.
 
-    A run that is resumed writes the file anew, without the steps that it does again: then ``reopen`` says so, and all
-    is read again. Until then the file that was opened stays open, so that a place in it keeps its meaning.
+    A run that is resumed writes the file anew, without the steps that it does again: then
+    ``reopen`` says so, and all is read again. Until then the file that was opened stays open, so
+    that a place in it keeps its meaning.
 
     Args:
         folder: of the run.
@@ -61,7 +64,11 @@ class Tail:
         if found is None:
             return False
         now = os.fstat(found.fileno())
-        if self.file is not None and os.path.samestat(now, os.fstat(self.file.fileno())) and now.st_size >= self._end:
+        if (
+            self.file is not None
+            and os.path.samestat(now, os.fstat(self.file.fileno()))
+            and now.st_size >= self._end
+        ):
             found.close()
             return False
         self.file = found

@@ -1,4 +1,5 @@
-"""In-memory index of a run's ``samples.jsonl``: the position of each row, and the values to search by.
+"""In-memory index of a run's ``samples.jsonl``: the position of each row, and the values to search
+by.
 
 A hundred thousand responses take some tens of megabytes; their texts and tokens stay in the file.
 """
@@ -47,7 +48,8 @@ class Search:
 
 
 class Index:
-    """The rows of one file, in its order. A reader may look at the first ``count`` rows while others are added.
+    """The rows of one file, in its order. A reader may look at the first ``count`` rows while
+    others are added.
 
     Attributes:
         count: rows.
@@ -136,10 +138,14 @@ class Index:
         step, reward = self._steps[number], self._rewards[number]
         return (
             (wanted.split is None or self._split[number] == self.splits.get(wanted.split))
-            and (wanted.dataset is None or self._dataset[number] == self.datasets.get(wanted.dataset))
+            and (
+                wanted.dataset is None or self._dataset[number] == self.datasets.get(wanted.dataset)
+            )
             and (wanted.first_step is None or step >= wanted.first_step)
             and (wanted.last_step is None or step <= wanted.last_step)
-            and (wanted.min_reward is None or reward >= wanted.min_reward)  # no comparison holds for one not valid
+            and (
+                wanted.min_reward is None or reward >= wanted.min_reward
+            )  # no comparison holds for one not valid
             and (wanted.max_reward is None or reward <= wanted.max_reward)
             and (wanted.text is None or self._has_text(number, wanted.text))
         )

@@ -12,7 +12,14 @@ from typing import Any
 
 import yaml
 
-from torchrl_grpo.extras.view.files import Tail, changed_at, is_number, is_step, read_inside, read_row
+from torchrl_grpo.extras.view.files import (
+    Tail,
+    changed_at,
+    is_number,
+    is_step,
+    read_inside,
+    read_row,
+)
 from torchrl_grpo.extras.view.index import Samples, Wanted
 from torchrl_grpo.extras.view.strip import strip_of
 from torchrl_grpo.extras.view.timeline import Timeline
@@ -20,13 +27,33 @@ from torchrl_grpo.host.files import ENVIRONMENT_FILE, METRICS_FILE, load_yaml
 from torchrl_grpo.host.text import clip, printable_lines
 from torchrl_grpo.host.trees import dotted
 from torchrl_grpo.reporting.alarms import Alarm, Alarms
-from torchrl_grpo.reporting.panels import COLORS, STAGES, Panel, Record, curve_of, label_of, panels_of, series, times
+from torchrl_grpo.reporting.panels import (
+    COLORS,
+    STAGES,
+    Panel,
+    Record,
+    curve_of,
+    label_of,
+    panels_of,
+    series,
+    times,
+)
 from torchrl_grpo.reporting.records import reward_text, run_title
 
 _FRESH_S = 0.5
 """Seconds for which files that were just read are not checked again."""
 _LONGEST_TEXT = 2000
-_FACTS = ("step", "split", "dataset", "advantage", "parts", "length", "finish_reason", "version", "staleness")
+_FACTS = (
+    "step",
+    "split",
+    "dataset",
+    "advantage",
+    "parts",
+    "length",
+    "finish_reason",
+    "version",
+    "staleness",
+)
 
 
 class RunView:
@@ -39,7 +66,11 @@ class RunView:
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name = folder, name
-        self.samples, self.timeline, self.metrics = Samples(folder), Timeline(folder), Metrics(folder)
+        self.samples, self.timeline, self.metrics = (
+            Samples(folder),
+            Timeline(folder),
+            Metrics(folder),
+        )
         self._title = ""
         self._reading, self._searching = threading.Lock(), threading.Lock()
         self._read_at = float("-inf")
@@ -56,7 +87,9 @@ class RunView:
             self._reading.release()
 
     def status(self) -> dict[str, Any]:
-        """State of the run, and how much of its files was read: a client is out of date when these counts grow."""
+        """State of the run, and how much of its files was read: a client is out of date when these
+        counts grow.
+        """
         written = changed_at(self.folder, METRICS_FILE)
         ended = changed_at(self.folder, "report.html") >= written > 0
         index, record = self.samples.index, self.metrics.records[-1:]
@@ -68,7 +101,11 @@ class RunView:
             "age": max(0.0, time.time() - written) if written else None,
             "step": record[0]["step"] if record else None,
             "alarms": len(self.alarms(ended)),
-            "versions": {"metrics": self.metrics.version, "samples": index.count, "timeline": len(self.timeline)},
+            "versions": {
+                "metrics": self.metrics.version,
+                "samples": index.count,
+                "timeline": len(self.timeline),
+            },
             "splits": list(index.splits),
             "datasets": [name for name in list(index.datasets) if name],
         }
@@ -76,7 +113,9 @@ class RunView:
     def title(self) -> str:
         """Model, data and algorithm."""
         if not self._title:
-            texts = [read_inside(self.folder, f".hydra/{name}.yaml") for name in ("config", "hydra")]
+            texts = [
+                read_inside(self.folder, f".hydra/{name}.yaml") for name in ("config", "hydra")
+            ]
             self._title = printable_lines(run_title(*texts))
         return self._title
 
@@ -99,7 +138,10 @@ class RunView:
             shown = {group: set(found[group]) for group in groups[page * size : (page + 1) * size]}
         return {
             "groups": [
-                [_cell(index.row(row), row) | {"wanted": row in rows} for row in list(index.groups[group])]
+                [
+                    _cell(index.row(row), row) | {"wanted": row in rows}
+                    for row in list(index.groups[group])
+                ]
                 for group, rows in shown.items()
             ],
             "found": len(groups),
@@ -146,7 +188,9 @@ class Metrics:
 
     def __init__(self, folder: Path) -> None:
         self._tail = Tail(folder, METRICS_FILE)
-        self._watching = threading.Lock()  # of the alarms: one thread adds to them while others copy
+        self._watching = (
+            threading.Lock()
+        )  # of the alarms: one thread adds to them while others copy
         self.records: list[dict[str, Any]] = []
         self.version = 0
         self._begin()
@@ -185,7 +229,9 @@ class Metrics:
 
 def _can_be_drawn(row: dict[str, Any]) -> bool:
     """Whether a row is a step with numbers, as a run writes it."""
-    return is_step(row.get("step")) and all(value is None or is_number(value) for value in row.values())
+    return is_step(row.get("step")) and all(
+        value is None or is_number(value) for value in row.values()
+    )
 
 
 def panels(runs: dict[int, RunView], first: int | None, last: int | None) -> list[dict[str, Any]]:
@@ -198,7 +244,8 @@ def panels(runs: dict[int, RunView], first: int | None, last: int | None) -> lis
     """
     low, high = -1 if first is None else first, float("inf") if last is None else last
     shown = {
-        run: [one for one in list(view.metrics.records) if low <= one["step"] <= high] for run, view in runs.items()
+        run: [one for one in list(view.metrics.records) if low <= one["step"] <= high]
+        for run, view in runs.items()
     }
     of_runs = {run: panels_of(records) for run, records in shown.items()}
     out = []
@@ -207,13 +254,23 @@ def panels(runs: dict[int, RunView], first: int | None, last: int | None) -> lis
         if stacked:
             [(run, records)] = shown.items()
             curves = [
-                {"run": run, "label": part, "color": COLORS[STAGES.index(part)], "steps": steps, "values": values}
+                {
+                    "run": run,
+                    "label": part,
+                    "color": COLORS[STAGES.index(part)],
+                    "steps": steps,
+                    "values": values,
+                }
                 for part, (steps, values) in times(records).items()
             ]
         else:
             own = {run: records for run, records in shown.items() if panel in of_runs[run]}
-            curves = [curve for run, records in own.items() for curve in _curves(run, panel, records)]
-        out.append({"title": panel.title, "note": panel.note, "percent": panel.percent, "stacked": stacked})
+            curves = [
+                curve for run, records in own.items() for curve in _curves(run, panel, records)
+            ]
+        out.append(
+            {"title": panel.title, "note": panel.note, "percent": panel.percent, "stacked": stacked}
+        )
         out[-1]["curves"] = curves
     return [panel for panel in out if panel["curves"]]
 
@@ -231,13 +288,18 @@ def _curves(run: int, panel: Panel, records: Sequence[Record]) -> list[dict[str,
 
 
 def _cell(row: dict[str, Any], number: int, longest: int | None = _LONGEST_TEXT) -> dict[str, Any]:
-    """Return the columns of a row that are shown; its texts hold nothing that a browser would not print."""
+    """Return the columns of a row that are shown; its texts hold nothing that a browser would not
+    print.
+    """
     texts = {name: str(row.get(name)) for name in ("query", "response")}
     facts = {name: row[name] for name in _FACTS if row.get(name) is not None}
     return {
         "row": number,
         "reward": reward_text(row),
         "good": bool(row.get("correct")),
-        **{name: printable_lines(text if longest is None else clip(text, longest)) for name, text in texts.items()},
+        **{
+            name: printable_lines(text if longest is None else clip(text, longest))
+            for name, text in texts.items()
+        },
         **facts,
     }

@@ -59,7 +59,11 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         token, slash, path = scope["path"].removeprefix("/").partition("/")
-        if scope["type"] != "http" or not slash or not secrets.compare_digest(token.encode(), self._token):
+        if (
+            scope["type"] != "http"
+            or not slash
+            or not secrets.compare_digest(token.encode(), self._token)
+        ):
             refusal: ASGIApp = PlainTextResponse("Not found", 404)
         elif scope["method"] not in ("GET", "HEAD"):
             refusal = PlainTextResponse("The page only reads", 405, {"Allow": "GET, HEAD"})
@@ -115,7 +119,9 @@ class Api:
         """One response with its tokens."""
         found = asked.run(self.runs).response(asked.whole("row") or 0)
         if found is None:
-            raise ValueError("There is no such response: the run may have been resumed and have written it anew.")
+            raise ValueError(
+                "There is no such response: the run may have been resumed and have written it anew."
+            )
         return found
 
     def timeline(self, asked: Asked) -> Any:
@@ -185,7 +191,9 @@ def make_app(folders: Sequence[Path], token: str) -> ASGIApp:
     template = jinja2.Environment(loader=loader, autoescape=True).get_template("page.html.j2")
     page = template.render(title=title_of(api.runs), names=names, colors=COLORS)
     # In memory: what paints the page must not wait for the threads that read the runs.
-    files = {path.name: path.read_bytes() for path in [*_STATIC.iterdir(), _STYLE]} | {"d3.js": _d3().read_bytes()}
+    files = {path.name: path.read_bytes() for path in [*_STATIC.iterdir(), _STYLE]} | {
+        "d3.js": _d3().read_bytes()
+    }
 
     async def shell(request: Request) -> Response:
         return HTMLResponse(page)
@@ -194,26 +202,40 @@ def make_app(folders: Sequence[Path], token: str) -> ASGIApp:
         name = request.path_params["name"]
         if name not in files:
             return PlainTextResponse("Not found", 404)
-        return Response(files[name], media_type="text/css" if name.endswith(".css") else "text/javascript")
+        return Response(
+            files[name], media_type="text/css" if name.endswith(".css") else "text/javascript"
+        )
 
     routes = [
         Route("/", shell),
         Route("/static/{name}", static),
         *(
             Route(f"/api/{part.__name__}", _answer(part))
-            for part in (api.status, api.curves, api.groups, api.response, api.timeline, api.alarms, api.config)
+            for part in (
+                api.status,
+                api.curves,
+                api.groups,
+                api.response,
+                api.timeline,
+                api.alarms,
+                api.config,
+            )
         ),
     ]
     # Another name that leads to loopback would make this page part of another site.
     middleware = [
-        Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"], www_redirect=False),
+        Middleware(
+            TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"], www_redirect=False
+        ),
         Middleware(GZipMiddleware, minimum_size=10_000, compresslevel=1),
     ]
     return Guard(Starlette(routes=routes, middleware=middleware), token)
 
 
 def title_of(runs: Sequence[RunView]) -> str:
-    """The model, data and algorithm of the runs; of several with the names of the runs that have them."""
+    """The model, data and algorithm of the runs; of several with the names of the runs that have
+    them.
+    """
     names: dict[str, list[str]] = {}
     for run in runs:
         names.setdefault(run.title(), []).append(run.name)
@@ -223,7 +245,9 @@ def title_of(runs: Sequence[RunView]) -> str:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """Names of runs: for one the last two parts of its path, for several as many as distinguish them."""
+    """Names of runs: for one the last two parts of its path, for several as many as distinguish
+    them.
+    """
     parts = [folder.resolve().parts for folder in folders]
     for count in range(2 if len(folders) == 1 else 1, max(map(len, parts)) + 1):
         names = ["/".join(one[-count:]) for one in parts]

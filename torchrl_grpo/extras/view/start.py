@@ -60,8 +60,11 @@ def serve(folders: Sequence[Path], listening: socket.socket, token: str) -> None
 
 
 @contextmanager
-def page_beside(folder: Path, say: Callable[[str], object], warn: Callable[[str], object]) -> Iterator[None]:
-    """Serve the run dashboard from a separate process with the lowest priority, which ends with this one.
+def page_beside(
+    folder: Path, say: Callable[[str], object], warn: Callable[[str], object]
+) -> Iterator[None]:
+    """Serve the run dashboard from a separate process with the lowest priority, which ends with
+    this one.
 
     Whatever goes wrong with it is a warning.
 
@@ -73,7 +76,9 @@ def page_beside(folder: Path, say: Callable[[str], object], warn: Callable[[str]
     try:
         listening, token, address = listen()
         with listening:
-            code = _START.format(path=sys.path, folder=str(folder), fd=listening.fileno(), parent=os.getpid())
+            code = _START.format(
+                path=sys.path, folder=str(folder), fd=listening.fileno(), parent=os.getpid()
+            )
             process = subprocess.Popen(
                 [sys.executable, "-c", code],
                 stdin=subprocess.PIPE,
@@ -100,12 +105,15 @@ def page_beside(folder: Path, say: Callable[[str], object], warn: Callable[[str]
 
 
 def _watch(
-    process: subprocess.Popen[bytes], token: str, ending: threading.Event, warn: Callable[[str], object]
+    process: subprocess.Popen[bytes],
+    token: str,
+    ending: threading.Event,
+    warn: Callable[[str], object],
 ) -> None:
     """Give the process its token, which no command line shows, and report when it ends by itself.
 
-    However much the process writes to stderr, this one keeps the end of it and reads it at a slow rate: the pipe is
-    full then, and it is the page that waits.
+    However much the process writes to stderr, this one keeps the end of it and reads it at a slow
+    rate: the pipe is full then, and it is the page that waits.
     """
     assert process.stdin is not None and process.stderr is not None
     errors = b""
@@ -117,12 +125,16 @@ def _watch(
             ending.wait(_STDERR_EVERY_S)
     process.wait()
     if not ending.is_set():
-        last = errors.decode(errors="replace").strip().rpartition("\n")[2] or f"status {process.returncode}"
+        last = (
+            errors.decode(errors="replace").strip().rpartition("\n")[2]
+            or f"status {process.returncode}"
+        )
         warn(f"The run dashboard ended ({last:.300}); the run continues without it.")
 
 
 def serve_beside(folder: str, descriptor: int, parent: int) -> None:
-    """Serve the run dashboard, in a process that gets its token on standard input, until the run's process ends.
+    """Serve the run dashboard, in a process that gets its token on standard input, until the run's
+    process ends.
 
     Args:
         folder: of the run.
@@ -131,8 +143,12 @@ def serve_beside(folder: str, descriptor: int, parent: int) -> None:
     """
     if sys.platform == "linux":
         die_with_parent(parent)
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # runs when nothing else wants to
+        os.sched_setscheduler(
+            0, os.SCHED_IDLE, os.sched_param(0)
+        )  # runs when nothing else wants to
         with suppress(OSError):
-            Path("/proc/self/oom_score_adj").write_text("1000")  # where memory runs out, it ends and not the run
+            Path("/proc/self/oom_score_adj").write_text(
+                "1000"
+            )  # where memory runs out, it ends and not the run
     os.nice(19)
     serve([Path(folder)], socket.socket(fileno=descriptor), sys.stdin.read())

@@ -20,9 +20,9 @@ Numbers = list[float | None]
 def strip_of(row: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the tokens of a row of ``samples.jsonl`` for display, None if it has none.
 
-    Returns:
-        ``text`` of each token, whether it was ``sampled``, ``values`` by name (as many, None where not known) and
-        ``turns``: runs of tokens that the policy sampled or did not, each with ``start``, ``end`` and a ``label``.
+    Returns: ``text`` of each token, whether it was ``sampled``, ``values`` by name (as many, None
+        where not known) and ``turns``: runs of tokens that the policy sampled or did not, each with
+        ``start``, ``end`` and a ``label``.
 
     Examples:
         >>> tokens = {"text": ["4", "2"], "log_prob": [-0.5, -1.0], "trainer": [-0.5, -0.5]}
@@ -34,7 +34,9 @@ def strip_of(row: Mapping[str, Any]) -> dict[str, Any] | None:
     text = tokens.get("text") if isinstance(tokens, dict) else None
     if not text or not isinstance(text, list) or not all(isinstance(part, str) for part in text):
         return None
-    columns: dict[str, Numbers] = {name: column for name, column in tokens.items() if _is_column(column, len(text))}
+    columns: dict[str, Numbers] = {
+        name: column for name, column in tokens.items() if _is_column(column, len(text))
+    }
     log_probs = columns.get("log_prob", [])
     sampled = [value is not None for value in log_probs] if log_probs else [True] * len(text)
     trainer = columns.get("trainer", log_probs)
@@ -59,7 +61,9 @@ def _is_column(values: Any, count: int) -> bool:
     return has_all and all(value is None or is_number(value) for value in values)
 
 
-def _pairwise(first: Sequence[float | None], second: Sequence[float | None], function: Any) -> Numbers:
+def _pairwise(
+    first: Sequence[float | None], second: Sequence[float | None], function: Any
+) -> Numbers:
     pairs = zip(first, second, strict=False)
     return [None if None in pair else function(*pair) for pair in pairs]
 
@@ -88,7 +92,9 @@ def _turns(text: Sequence[str], sampled: Sequence[bool]) -> list[dict[str, Any]]
         if own:
             count += 1
             calls = [call.name or "a tool" for call in parse_tool_calls("".join(text[start:end]))]
-            label = f"turn {count}, {size}" + (f", calls {printable_lines(', '.join(calls))}" if calls else "")
+            label = f"turn {count}, {size}" + (
+                f", calls {printable_lines(', '.join(calls))}" if calls else ""
+            )
         else:
             label = f"not sampled (a tool's answer, another's turn or the template), {size}"
         turns.append({"start": start, "end": end, "sampled": own, "label": label})

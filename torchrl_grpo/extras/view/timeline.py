@@ -62,11 +62,11 @@ class Timeline:
             first: seconds after the first span's start at which the window begins, None is 0.
             last: seconds at which it ends, None is the end of the last span.
 
-        Returns:
-            ``begin``, seconds since 1970; ``end``, ``first`` and ``last`` in seconds after it; whether the spans are
-            ``shares`` of columns, because there are too many to be drawn one by one; ``actors``, each with its
-            ``name``, its ``seconds`` by kind, the times of its ``restarts``, and ``spans``: lists of kind, first and
-            last second, step, and the share of the lane that it takes from and to.
+        Returns: ``begin``, seconds since 1970; ``end``, ``first`` and ``last`` in seconds after it;
+            whether the spans are ``shares`` of columns, because there are too many to be drawn one
+            by one; ``actors``, each with its ``name``, its ``seconds`` by kind, the times of its
+            ``restarts``, and ``spans``: lists of kind, first and last second, step, and the share
+            of the lane that it takes from and to.
         """
         spans = list(self._spans)
         if not spans:
@@ -75,7 +75,9 @@ class Timeline:
         first = 0.0 if first is None else max(0.0, first)
         last = end - begin if last is None else min(last, end - begin)
         seen = [span for span in spans if span.end >= begin + first and span.start <= begin + last]
-        actors: dict[str, list[Span]] = {span.actor: [] for span in sorted(spans, key=lambda span: span.actor)}
+        actors: dict[str, list[Span]] = {
+            span.actor: [] for span in sorted(spans, key=lambda span: span.actor)
+        }
         for span in seen:
             actors[span.actor].append(span)
         one_by_one = len(seen) <= _MOST_SPANS
@@ -104,7 +106,11 @@ def _span_of(row: Mapping[str, Any]) -> Span | None:
     step = row.get("step")
     seconds = row.get("seconds") or 0.0
     timed = is_number(start, _LATEST_S) and is_number(seconds, _LATEST_S) and seconds >= 0
-    return Span(actor, kind, start, seconds, step) if timed and (step is None or is_step(step)) else None
+    return (
+        Span(actor, kind, start, seconds, step)
+        if timed and (step is None or is_step(step))
+        else None
+    )
 
 
 def _cut(span: Span, begin: float, first: float, last: float) -> Span:
@@ -125,11 +131,16 @@ def _one_by_one(spans: Iterable[Span]) -> list[list[Any]]:
     lanes: list[float] = []
     placed = []
     for span in sorted(spans, key=lambda span: span.start):
-        lane = next((at for at, end in enumerate(lanes) if end <= span.start + _ROUNDED_S), len(lanes))
+        lane = next(
+            (at for at, end in enumerate(lanes) if end <= span.start + _ROUNDED_S), len(lanes)
+        )
         lanes[lane : lane + 1] = [span.end]
         placed.append((span, lane))
     count = len(lanes) or 1
-    return [[span.kind, span.start, span.end, span.step, lane / count, (lane + 1) / count] for span, lane in placed]
+    return [
+        [span.kind, span.start, span.end, span.step, lane / count, (lane + 1) / count]
+        for span, lane in placed
+    ]
 
 
 def _columns(spans: Iterable[Span], first: float, last: float) -> list[list[Any]]:
@@ -137,7 +148,10 @@ def _columns(spans: Iterable[Span], first: float, last: float) -> list[list[Any]
     width = (last - first) / _COLUMNS or 1.0
     columns: list[dict[str, float]] = [{} for _ in range(_COLUMNS)]
     for span in spans:
-        for at in range(int((span.start - first) / width), min(int((span.end - first) / width), _COLUMNS - 1) + 1):
+        for at in range(
+            int((span.start - first) / width),
+            min(int((span.end - first) / width), _COLUMNS - 1) + 1,
+        ):
             left = first + at * width
             part = min(span.end, left + width) - max(span.start, left)
             columns[at][span.kind] = columns[at].get(span.kind, 0.0) + max(part, 0.0)

@@ -239,7 +239,10 @@ def main() -> None:
         simulated = simulate(samplers, kind, seeds, speeds)
         ratio = simulated["step_s"] / real["step_s"]
         results[name] = {"measured": real, "simulated": simulated, "ratio": ratio}
-        line = f"{name:25} measured {real['step_s']:.3f} s a step, simulated {simulated['step_s']:.3f}: {ratio - 1:+.0%}"
+        line = (
+            f"{name:25} measured {real['step_s']:.3f} s a step, simulated "
+            f"{simulated['step_s']:.3f}: {ratio - 1:+.0%}"
+        )
         print(line, file=sys.stderr, flush=True)
     setting = {"steps": args.steps, "reward_latency_s": LATENCY_S, "load_before": load}
     report(

@@ -95,7 +95,10 @@ ARGUMENTS: dict[str, dict[str, Sequence[Any]]] = {
     "startend:end_checker": {"end_phrase": ["Is there anything else I can help with?"]},
     "change_case:capital_word_frequency": {"capital_frequency": [1, 3, 12], "capital_relation": LIMITS},
 }  # fmt: skip
-UNSEEDED = "TorchRL does not seed langdetect, so its verdict on a short or mixed text changes; the paper's code has seed 0"
+UNSEEDED = (
+    "TorchRL does not seed langdetect, so its verdict on a short or mixed text "
+    "changes; the paper's code has seed 0"
+)
 NO_PUNKT = "TorchRL raises `LookupError` without nltk's punkt model"
 DROPS_ZERO = "TorchRL drops an argument that is 0 and draws a random one; the paper's code takes 0"
 REGEX = "TorchRL, as the paper's code, reads `c++` and `C#` as regular expressions; the instruction says a word"

@@ -73,9 +73,11 @@ def main() -> None:
         for line in path.read_text().splitlines()
         if line.strip()
     ]
-    length = sum(map(len, lines)) / len(lines)
+    length = sum(len(line.strip()) for line in lines) / len(lines)
     long = sum(len(line) > LONG for line in lines) / len(lines)
-    print(f"{length:.1f} characters per non-blank line, {long:.1%} of the lines above {LONG}")
+    print(
+        f"{length:.1f} characters per non-blank line without indentation, {long:.1%} of the lines above {LONG}"
+    )
 
 
 if __name__ == "__main__":

@@ -12,7 +12,10 @@ from pathlib import Path
 from torchrl_grpo.extras.migrate.tables import TRL, Row, Table, read_table
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "migrate.md"
-MARK = "<!-- tables: made by tools/make_migrate_docs.py from torchrl_grpo/extras/migrate/*.toml, change them there -->\n"
+MARK = (
+    "<!-- tables: made by tools/make_migrate_docs.py from "
+    "torchrl_grpo/extras/migrate/*.toml, change them there -->\n"
+)
 ORDER = (*reversed(TRL), "verl", "areal", "prime_rl", "torchrl")
 QUANTITIES = {
     "accumulation": "part of `train.optim_batch_size`",

@@ -64,7 +64,9 @@ def problems_of_resumed(whole: Path, resumed: Path, first: int) -> Iterator[str]
         if other := [name for name in names if expected[step][name] != got.get(step, {}).get(name)]:
             yield f"resumed: step {step} differs in {other[:5]}"
     states = [state_of(checkpoints_in(folder / "checkpoints")[0]) for folder in (whole, resumed)]
-    if len(states[0]["source"]["engines"]) > 1:  # which of several samplers played last is a matter of time
+    if (
+        len(states[0]["source"]["engines"]) > 1
+    ):  # which of several samplers played last is a matter of time
         for state in states:
             del state["source"]["engines"]
     if places := differences(*states):

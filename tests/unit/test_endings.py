@@ -33,7 +33,10 @@ def test_a_scorer_that_always_fails_ends_the_run(tmp_path: Path) -> None:
             steps(5),
             "train.max_nonfinite_steps=3",
         )
-    failed = f"The scorer failed on 16 of 16 responses, the first time with OSError: no judge at {tmp_path}/broken.py:2."
+    failed = (
+        "The scorer failed on 16 of 16 responses, the first time with OSError: no "
+        f"judge at {tmp_path}/broken.py:2."
+    )
     assert failed in str(ended.value)
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [row.get("rollout/invalid") for row in rows] == [None, 16, 16]

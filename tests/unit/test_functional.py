@@ -212,7 +212,10 @@ def test_pass_at_k_wants_enough_samples() -> None:
     ("mean", "std"), [("median", "group"), ("group", "median"), ("median", "median")]
 )
 def test_an_unknown_baseline_or_scale_is_refused_with_the_choices(mean: str, std: str) -> None:
-    message = rf"mean='{mean}' must be one of \('group', .*'none'\) and std='{std}' one of \('group', .*: use 'group' for"
+    message = (
+        rf"mean='{mean}' must be one of \('group', .*'none'\) and std='{std}' one of "
+        rf"\('group', .*: use 'group' for"
+    )
     with pytest.raises(ValueError, match=message):
         F.group_advantage(torch.ones(2), torch.zeros(2), torch.ones(2) > 0, mean=mean, std=std)  # type: ignore[arg-type]
 

@@ -253,8 +253,8 @@ def test_weights_that_are_nan_in_a_folder_are_named_when_it_is_read(whole: Path)
     with safe_open(file, framework="pt") as opened:
         metadata, tensors = (
             opened.metadata(),
-            {name: opened.get_tensor(name) for name in opened.keys()},
-        )  # noqa: SIM118
+            {name: opened.get_tensor(name) for name in opened.keys()},  # noqa: SIM118  (it is no dict),
+        )
     next(iter(tensors.values()))[0, 0] = torch.nan
     save_file(tensors, file, metadata)
     files = {one.name: measured(one) for one in path.iterdir() if one.name != "manifest.json"}

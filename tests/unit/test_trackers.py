@@ -132,7 +132,10 @@ def test_an_mlflow_server_that_does_not_answer_is_one_line(
     monkeypatch.setattr(trackers, "_MLFLOW_WAITS", {})
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # where nothing listens
-    message = r"logging\.mlflow\.mode=online must be able to start a run, and mlflow says .* or set logging\.mlflow\.mode"
+    message = (
+        r"logging\.mlflow\.mode=online must be able to start a run, and mlflow says .* "
+        r"or set logging\.mlflow\.mode"
+    )
     with pytest.raises(ValueError, match=message):
         run(tmp_path, services("logging.mlflow.mode=online"), [1])
 

@@ -308,5 +308,8 @@ def _write_head(
     writer: asyncio.StreamWriter, status: int, kind: str, length: str, stays: bool
 ) -> None:
     connection = "keep-alive" if stays else "close"
-    head = f"HTTP/1.1 {status} {_REASONS[status]}\r\nContent-Type: {kind}\r\n{length}\r\nConnection: {connection}\r\n\r\n"
+    head = (
+        f"HTTP/1.1 {status} {_REASONS[status]}\r\nContent-Type: {kind}\r\n{length}\r\n"
+        f"Connection: {connection}\r\n\r\n"
+    )
     writer.write(head.encode())

@@ -425,7 +425,10 @@ class _Rehearsal:
         each = sampling_s / blueprint.config.dialog_turns_per_batch
         if (2 * greedy + sampled) * each > _EVALUATION_S:
             measured.greedy_s, measured.sampled_s = greedy * each, (greedy + sampled) * each
-            check.found = f"skipped: would take about {measured.sampled_s:.0f} s with pass@{blueprint.config.evaluation.k}"
+            check.found = (
+                f"skipped: would take about {measured.sampled_s:.0f} s with "
+                f"pass@{blueprint.config.evaluation.k}"
+            )
             return
         for name in ("sampled_s", "greedy_s"):
             start = time.perf_counter()

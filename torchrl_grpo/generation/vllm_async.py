@@ -296,7 +296,10 @@ class AsyncVLLMEngine(VLLMBase):
                 except BaseException as error:
                     # A part of the weights may have been loaded. It is the engine that is lost, and
                     # not the run.
-                    reason = f"vLLM's workers did not load the weights of version {version} ({error}): make a new engine."
+                    reason = (
+                        f"vLLM's workers did not load the weights of version {version} ({error}): make "
+                        "a new engine."
+                    )
                     if self._loop is not None:
                         self._loop.call_soon_threadsafe(self._finish, reason)
                     raise EngineDeadError(reason) from error

@@ -448,12 +448,12 @@ class WrapperScorer(TokenScorer):
     """
 
     in_keys: list[NestedKey] = [keys.FULL]  # noqa: RUF012
-    out_keys: list[NestedKey] = [
+    out_keys: list[NestedKey] = [  # noqa: RUF012
         keys.CUR_LOG_PROBS,
         keys.ENTROPY,
         keys.ASSISTANT_MASK,
         keys.LOG_PROBS,
-    ]  # noqa: RUF012
+    ]
 
     def __init__(self, wrapper: LLMWrapperBase) -> None:
         model = getattr(wrapper, "model", None)

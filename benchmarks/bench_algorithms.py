@@ -1,18 +1,15 @@
-"""How each algorithm preset learns the arithmetic task: one run a preset and seed, one figure that
-compares all.
+"""How each algorithm preset learns the arithmetic task: one run a preset and seed, one figure that compares all.
 
-    python benchmarks/bench_algorithms.py python benchmarks/bench_algorithms.py --presets grpo cispo
-    --seeds 0 --override train.total_dialog_turns=1280 python benchmarks/bench_algorithms.py
-    --plot-only
+    python benchmarks/bench_algorithms.py
+    python benchmarks/bench_algorithms.py --presets grpo cispo --seeds 0 --override train.total_dialog_turns=1280
+    python benchmarks/bench_algorithms.py --plot-only
 
-Every file in ``config/algo`` is a preset. The runs follow one another, each in a process of its
-own; all of them take about 20 minutes on 2 cores. After each run the JSON is written again, so that
-``--resume`` continues where an interrupted comparison stopped. At the end the figure is drawn and
-the table of ``docs/algorithms.md`` is printed.
+Every file in ``config/algo`` is a preset. The runs follow one another, each in a process of its own; all of them take
+about 20 minutes on 2 cores. After each run the JSON is written again, so that ``--resume`` continues where an
+interrupted comparison stopped. At the end the figure is drawn and the table of ``docs/algorithms.md`` is printed.
 
-Accuracy is that of greedy responses to the test problems. "Sampled" are the responses that a run
-sampled: with dynamic sampling more than it trains on. Nothing is timed, so other work on the
-machine does no harm.
+Accuracy is that of greedy responses to the test problems. "Sampled" are the responses that a run sampled: with dynamic
+sampling more than it trains on. Nothing is timed, so other work on the machine does no harm.
 """
 
 from __future__ import annotations

@@ -1,19 +1,16 @@
-"""Runs that are killed by SIGKILL again and again, and go on by ``train.resume=auto``; and runs
-that are interrupted.
+"""Runs that are killed by SIGKILL again and again, and go on by ``train.resume=auto``; and runs that are interrupted.
 
-    python benchmarks/bench_kills.py                                          # 20 points of a save,
-    20 moments python benchmarks/bench_kills.py --script grpo.py --points 3 --moments 3 --seed 1
+    python benchmarks/bench_kills.py                                          # 20 points of a save, 20 moments
+    python benchmarks/bench_kills.py --script grpo.py --points 3 --moments 3 --seed 1
     python benchmarks/bench_kills.py --signals
 
-A chain of lives is one run. Each life but the last one is killed with all its processes: in a save,
-when so much of the file is written, or at a random moment from the start of the process on. After
-each kill every checkpoint must be whole. At the end the run must be the one that nobody killed:
-with ``grpo.py`` its metrics, weights and Adam's moments to the last bit, with ``grpo-async.py``
-each group trained once.
+A chain of lives is one run. Each life but the last one is killed with all its processes: in a save, when so much of the
+file is written, or at a random moment from the start of the process on. After each kill every checkpoint must be whole.
+At the end the run must be the one that nobody killed: with ``grpo.py`` its metrics, weights and Adam's moments to the
+last bit, with ``grpo-async.py`` each group trained once.
 
-``--signals`` sends SIGTERM and SIGINT at eight moments and prints a table: seconds until the end,
-exit status, newest checkpoint, and what is left: temporary files, processes, shared memory. It
-needs Linux and, for ``grpo-async.py``, Ray.
+``--signals`` sends SIGTERM and SIGINT at eight moments and prints a table: seconds until the end, exit status, newest
+checkpoint, and what is left: temporary files, processes, shared memory. It needs Linux and, for ``grpo-async.py``, Ray.
 """
 
 from __future__ import annotations

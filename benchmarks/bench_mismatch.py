@@ -1,19 +1,17 @@
 """Engine and trainer that disagree: by how much, and which correction learns best.
 
-    python benchmarks/bench_mismatch.py python benchmarks/bench_mismatch.py --only learning
-    --engines float8 --override train.total_dialog_turns=1280
+    python benchmarks/bench_mismatch.py
+    python benchmarks/bench_mismatch.py --only learning --engines float8 --override train.total_dialog_turns=1280
 
-``precision``: the share of sampled tokens whose probability under the trainer is more than a tenth
-away from what the engine in bfloat16 sampled them with, where the product of the LM head comes out
-in 16 bits and in float32, on either side. The models are the starter, and a random one of 30M
-parameters whose logits are spread as a trained model's.
+``precision``: the share of sampled tokens whose probability under the trainer is more than a tenth away from what the
+engine in bfloat16 sampled them with, where the product of the LM head comes out in 16 bits and in float32, on either
+side. The models are the starter, and a random one of 30M parameters whose logits are spread as a trained model's.
 
-``learning``: the default job with each of ``CORRECTIONS`` and with engines that are further and
-further away from the trainer in float32: in bfloat16, with matrices rounded to 8 bits
-(``float8_e4m3fn``, a scale for each), to 4 bits (a scale for each row), and with matrices of roots
-of two, which no one would sample with. The accuracy is that of the weights that were trained,
-unrounded, as ``from_pretrained`` loads them; and of the rounded ones that sampled. Each run is a
-process of its own; after each one the JSON is written, so that ``--resume`` goes on.
+``learning``: the default job with each of ``CORRECTIONS`` and with engines that are further and further away from the
+trainer in float32: in bfloat16, with matrices rounded to 8 bits (``float8_e4m3fn``, a scale for each), to 4 bits (a
+scale for each row), and with matrices of roots of two, which no one would sample with. The accuracy is that of the
+weights that were trained, unrounded, as ``from_pretrained`` loads them; and of the rounded ones that sampled.
+Each run is a process of its own; after each one the JSON is written, so that ``--resume`` goes on.
 
 Nothing is timed, so other work on the machine does no harm.
 """

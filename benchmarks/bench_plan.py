@@ -1,16 +1,15 @@
 """Does the simulation of the plan give the throughput of this machine's real `grpo-async.py` runs?
 
-    python benchmarks/bench_plan.py                                  # about 6 minutes on 2 idle
-    cores python benchmarks/bench_plan.py --steps 15 --only "1 sampler, fast reward"
+    python benchmarks/bench_plan.py                                  # about 6 minutes on 2 idle cores
+    python benchmarks/bench_plan.py --steps 15 --only "1 sampler, fast reward"
 
-Measured and simulated: the default arithmetic job with 1 and 2 samplers, each with its own quick
-reward and with an `async def` that takes half a second in 4 reward workers. What the simulation is
-given comes from other runs: of the same job with `train.max_staleness=0`, where one stage follows
-the other, with one sampler and a reward that answers at once. There each process's CPU seconds a
-step are read, and what of a step is no CPU time of anyone is latency. Two samplers have tasks of
-half the size, which are measured with one sampler that plays two of them for each batch. How much
-slower one core's work becomes when others work too is measured by itself. Nothing is fitted to the
-runs that are compared.
+Measured and simulated: the default arithmetic job with 1 and 2 samplers, each with its own quick reward and with an
+`async def` that takes half a second in 4 reward workers. What the simulation is given comes from other runs: of the
+same job with `train.max_staleness=0`, where one stage follows the other, with one sampler and a reward that answers at
+once. There each process's CPU seconds a step are read, and what of a step is no CPU time of anyone is latency. Two
+samplers have tasks of half the size, which are measured with one sampler that plays two of them for each batch. How
+much slower one core's work becomes when others work too is measured by itself. Nothing is fitted to the runs that are
+compared.
 
 The 2 cores must be idle but for this: else the measured steps are too long, and the latencies too.
 """

@@ -1,20 +1,17 @@
-"""How fast responses are sampled: the ``transformers`` engine against Hugging Face ``generate``
-and, on request, vLLM.
+"""How fast responses are sampled: the ``transformers`` engine against Hugging Face ``generate`` and, on request, vLLM.
 
-    python benchmarks/bench_rollout.py --model tiny python benchmarks/bench_rollout.py --model small
-    --dtype bfloat16 --generic --out rollout.json python benchmarks/bench_rollout.py --model small
-    --vllm python benchmarks/bench_rollout.py --model small --lengths --new-tokens 512 --prompts 32
-    --at-once 64
+    python benchmarks/bench_rollout.py --model tiny
+    python benchmarks/bench_rollout.py --model small --dtype bfloat16 --generic --out rollout.json
+    python benchmarks/bench_rollout.py --model small --vllm
+    python benchmarks/bench_rollout.py --model small --lengths --new-tokens 512 --prompts 32 --at-once 64
 
-All sides sample the same prompts of one random Qwen2 model at temperature 1 and ignore the end
-token, so each makes the same number of tokens; they take turns, after one warm-up each. With
-`--lengths` one token of 128 ends a response, so that lengths go from a few tokens to
-`--new-tokens`, and each side's own tokens are counted. `--at-once` bounds the sequences that are
-there at a time: our engine gets a cache for so many and fills the places of finished ones, and
-``generate`` takes one batch of that size after another. Our engine and vLLM also compute the
-log-probs of what they sample, ``generate`` does not. The result is JSON with the machine, the
-versions, the setting, every time and the medians; those by CPU seconds of this process are the ones
-to read where other work is running (vLLM works in others).
+All sides sample the same prompts of one random Qwen2 model at temperature 1 and ignore the end token, so each makes
+the same number of tokens; they take turns, after one warm-up each. With `--lengths` one token of 128 ends a response,
+so that lengths go from a few tokens to `--new-tokens`, and each side's own tokens are counted. `--at-once` bounds the
+sequences that are there at a time: our engine gets a cache for so many and fills the places of finished ones, and
+``generate`` takes one batch of that size after another. Our engine and vLLM also compute the log-probs of what they
+sample, ``generate`` does not. The result is JSON with the machine, the versions, the setting, every time and the
+medians; those by CPU seconds of this process are the ones to read where other work is running (vLLM works in others).
 """
 
 from __future__ import annotations

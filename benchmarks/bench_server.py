@@ -1,15 +1,14 @@
-"""Servers that run elsewhere: what they cost beside the engine in the sampler's process, and what
-becomes of a run.
+"""Servers that run elsewhere: what they cost beside the engine in the sampler's process, and what becomes of a run.
 
-    python benchmarks/bench_server.py                     # all of it, with two servers of vLLM's on
-    this machine python benchmarks/bench_server.py --only lost         # one part
+    python benchmarks/bench_server.py                     # all of it, with two servers of vLLM's on this machine
+    python benchmarks/bench_server.py --only lost         # one part
 
-- ``response``: seconds of a call of 16 prompts x 8 responses x 32 tokens, by ``ServerEngine`` and
-  ``AsyncVLLMEngine`` in turns;
+- ``response``: seconds of a call of 16 prompts x 8 responses x 32 tokens, by ``ServerEngine`` and ``AsyncVLLMEngine``
+  in turns;
 - ``sync``: seconds until a server has the weights of a 100M model from a folder;
-- ``lost``: an asynchronous run whose servers are killed, restarted with their first weights, hang
-  (SIGSTOP) until their worker is given up, and are slow, in turn, and whose teacher's server is
-  killed and restarted: groups that were trained twice or not at all.
+- ``lost``: an asynchronous run whose servers are killed, restarted with their first weights, hang (SIGSTOP) until their
+  worker is given up, and are slow, in turn, and whose teacher's server is killed and restarted: groups that were
+  trained twice or not at all.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """An agent that knows only an OpenAI client, played by the policy that is trained.
 
-    python sota/grpo/grpo.py --config-name grpo_arithmetic env.agent=examples/my_agent.py:play
-    env.max_turns=2
+    python sota/grpo/grpo.py --config-name grpo_arithmetic env.agent=examples/my_agent.py:play env.max_turns=2
 
 Each request is a turn of the policy: its tokens are trained with the reward that ``play`` returns.
 """

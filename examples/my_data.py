@@ -1,14 +1,12 @@
 """Your own data and reward, from a file to a learning curve:
 
-    python examples/my_data.py sums.csv        # your own may be any csv, json, jsonl or parquet
-    file python sota/grpo/grpo.py --config-name grpo_arithmetic env.dataset=sums.csv
-    env.columns.prompt=question \\
+    python examples/my_data.py sums.csv        # your own may be any csv, json, jsonl or parquet file
+    python sota/grpo/grpo.py --config-name grpo_arithmetic env.dataset=sums.csv env.columns.prompt=question \\
         env.columns.answer=sum 'env.prompt_template="{question} #### n"' env.test_fraction=0.2 \\
         env.reward=examples/my_data.py:exact_match
 
-The reward's arguments are matched by name: ``response``, ``answer``, ``prompt``, ``messages``,
-``finish_reason``, ``tokens``, and every column of the data. It returns a number, a bool, None, or
-named parts.
+The reward's arguments are matched by name: ``response``, ``answer``, ``prompt``, ``messages``, ``finish_reason``,
+``tokens``, and every column of the data. It returns a number, a bool, None, or named parts.
 """
 
 import csv

@@ -1,10 +1,9 @@
 """A reward function for TRL's GRPOTrainer, unchanged:
 
-    python sota/grpo/grpo.py --config-name grpo_arithmetic
-    env.reward=examples/trl_reward.py:accuracy
+    python sota/grpo/grpo.py --config-name grpo_arithmetic env.reward=examples/trl_reward.py:accuracy
 
-It is recognized by its parameter ``completions`` and called with lists of one element, as soon as a
-response is finished. Data columns, such as ``answer``, are passed as lists under their names.
+It is recognized by its parameter ``completions`` and called with lists of one element, as soon as a response is
+finished. Data columns, such as ``answer``, are passed as lists under their names.
 """
 
 import re

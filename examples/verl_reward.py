@@ -1,10 +1,9 @@
 """A reward function for verl's ``custom_reward_function``, unchanged:
 
-    python sota/grpo/grpo.py --config-name grpo_arithmetic
-    env.reward=examples/verl_reward.py:compute_score
+    python sota/grpo/grpo.py --config-name grpo_arithmetic env.reward=examples/verl_reward.py:compute_score
 
-It is recognized by its parameter ``solution_str``. In a returned dict, ``score`` is the reward;
-other numbers are logged.
+It is recognized by its parameter ``solution_str``. In a returned dict, ``score`` is the reward; other
+numbers are logged.
 """
 
 

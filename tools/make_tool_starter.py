@@ -2,18 +2,16 @@
 
     python tools/make_tool_starter.py --out DIR     # about 8 minutes on 2 CPU cores
     python sota/grpo/grpo.py --config-name grpo_arithmetic model.name=DIR env.difficulty=4 \\
-        'env.tools=[examples/my_tools.py:calculator]' env.max_turns=2
-        inference_model.max_new_tokens=96
+        'env.tools=[examples/my_tools.py:calculator]' env.max_turns=2 inference_model.max_new_tokens=96
 
-It is the starter, trained further on the *train* split of ``ArithmeticTask(difficulty=4)``: sums
-and differences of three-digit numbers. Its demonstrators
+It is the starter, trained further on the *train* split of ``ArithmeticTask(difficulty=4)``: sums and differences of
+three-digit numbers. Its demonstrators
 
-- call the calculator now and then, copy one wrong digit in 20 % of these cases, and then answer
-what it said;
+- call the calculator now and then, copy one wrong digit in 20 % of these cases, and then answer what it said;
 - guess in all others: up to three random digits, which are right about once in a thousand.
 
-So the model has seen calls, and that an answer follows a result. That calling pays off, and copying
-with care, is left for reinforcement learning to find out.
+So the model has seen calls, and that an answer follows a result. That calling pays off, and copying with care, is left
+for reinforcement learning to find out.
 """
 
 from __future__ import annotations

@@ -79,6 +79,7 @@ NAMES = [
 
 # Outside compat/: what a library documents, and what its classes leave to their subclasses.
 DOCUMENTED = {"_exit", "_replace"}
+OF_PYTHON = {"_run_exitfuncs", "_shutdown"}  # the sandbox's judge ends as Python does
 FOR_SUBCLASSES = {
     "_AcceptedKeys",  # torchrl's LossModule
     "_get_stat", "_queue_append", "_queue_delete", "_queue_list", "_state_lock",  # torchrl's MCAdvantage
@@ -158,7 +159,7 @@ def test_each_private_name_in_compat_is_looked_for(path: str) -> None:
 @pytest.mark.parametrize("path", [path for path in TREES if not path.startswith("compat/")])
 def test_private_names_of_libraries_are_in_compat_alone(path: str) -> None:
     assert list(private_modules(TREES[path])) == []
-    assert private_attributes(TREES[path]) - OWN - DOCUMENTED - FOR_SUBCLASSES == set()
+    assert private_attributes(TREES[path]) - OWN - DOCUMENTED - OF_PYTHON - FOR_SUBCLASSES == set()
 
 
 @pytest.mark.parametrize(

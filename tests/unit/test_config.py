@@ -413,6 +413,11 @@ def test_every_field_has_a_docstring_below_it() -> None:
             if dataclasses.is_dataclass(item.default_factory):
                 continue
             at = next(i for i, line in enumerate(lines) if re.match(rf"    {item.name}: ", line))
+            at += next(
+                i
+                for i, line in enumerate(lines[at:])
+                if not line.endswith("(") and not line[4:8] == "    "
+            )
             if not lines[at + 1].strip().startswith('"""'):
                 missing.append(f"{node.__name__}.{item.name}")
     assert missing == []

@@ -86,7 +86,9 @@ def on_saved_config(
         base.train.total_epochs = None
     written_here = dict(inner_nodes(OmegaConf.to_container(composed)))
     for name in names & written_here.keys():
-        OmegaConf.update(base, name, written_here[name], merge=False)
+        value = written_here[name]
+        # A merge replaces a list, whose entries it makes of their dataclass; a dict it would fill up.
+        OmegaConf.update(base, name, value, merge=isinstance(value, list))
     here: Any = OmegaConf.to_container(base, resolve=True)
     for name, value in from_outside(here, OmegaConf.to_container(composed, resolve=True)):  # type: ignore[arg-type]
         raise ConfigError(

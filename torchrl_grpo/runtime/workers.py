@@ -126,9 +126,9 @@ class LocalWorker(Worker):
     Example:
         >>> from torchrl_grpo.runtime.inline_driver import InlineDriver
         >>> worker = LocalWorker("list", lambda: [3, 1, 2])
-        >>> ask = InlineDriver().ask
-        >>> ask(place.start())
-        >>> ask(place.call("look for 2", "index", 2))
+        >>> run = InlineDriver().run
+        >>> run(worker.start())
+        >>> run(worker.call("look for 2", "index", 2))
         2
     """
 

@@ -1,13 +1,10 @@
-"""Advises how to split accelerators over training, reference model and inference, by simulating
-``grpo-async.py``.
+"""Advises how to split accelerators over training, reference model and inference, by simulating ``grpo-async.py``.
 
-    python -m torchrl_grpo.plan --devices 8 --gpu h100 python -m torchrl_grpo.plan --config-name
-    grpo_math --devices 64 --gpu a100 model.name=Qwen/Qwen2.5-7B-Instruct python -m
-    torchrl_grpo.plan --devices 1024 --params 32e9 env.num_envs=8192
-    inference_model.tensor_parallel_size=2
+    python -m torchrl_grpo.plan --devices 8 --gpu h100
+    python -m torchrl_grpo.plan --config-name grpo_math --devices 64 --gpu a100 model.name=Qwen/Qwen2.5-7B-Instruct
+    python -m torchrl_grpo.plan --devices 1024 --params 32e9 env.num_envs=8192 inference_model.tensor_parallel_size=2
 
-Nothing is loaded and no device is needed: what the stages take is computed from published figures
-(hardware.py).
+Nothing is loaded and no device is needed: what the stages take is computed from published figures (hardware.py).
 """
 
 from __future__ import annotations

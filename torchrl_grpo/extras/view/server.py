@@ -30,7 +30,7 @@ Number = TypeVar("Number", int, float)
 
 _PAGE_SIZE = 10
 _STATIC = Path(__file__).parent / "static"
-_STYLE = Path(__file__).parents[1] / "style.css"
+_STYLE = Path(__file__).parents[2] / "reporting" / "style.css"  # the report's
 """Style sheet of the report."""
 _HEADERS = [
     (

@@ -416,7 +416,7 @@ def test_every_field_has_a_docstring_below_it() -> None:
             at += next(
                 i
                 for i, line in enumerate(lines[at:])
-                if not line.endswith("(") and not line[4:8] == "    "
+                if not line.endswith("(") and line[4:8] != "    "
             )
             if not lines[at + 1].strip().startswith('"""'):
                 missing.append(f"{node.__name__}.{item.name}")

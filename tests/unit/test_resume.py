@@ -286,7 +286,10 @@ def test_a_checkpoint_of_other_data_is_refused_by_name(full_run: Path, tmp_path:
         ((*MOMENTS, "step"), torch.tensor(-1.0)),
         ((*MOMENTS, "step"), torch.zeros(5)),
         (("source", "engines"), [{"policy_version": 5, "generator": "x"}]),
-        (("source", "engines"), [{"policy_version": 5, "generator": torch.zeros(5056, dtype=torch.uint8)}]),
+        (
+            ("source", "engines"),
+            [{"policy_version": 5, "generator": torch.zeros(5056, dtype=torch.uint8)}],
+        ),
         (("rng", "torch"), "x"),
         (("rng", "torch"), torch.zeros(10, dtype=torch.uint8)),
         (("rng", "python"), [3, [1], None]),

@@ -89,7 +89,9 @@ class Server:
     def __init__(self, find: Callable[[str], Asks | None]) -> None:
         self._find = find
         self._loop = asyncio.new_event_loop()
-        self._strangers: dict[asyncio.StreamWriter, None] = {}  # the one that has waited longest is the first
+        self._strangers: dict[
+            asyncio.StreamWriter, None
+        ] = {}  # the one that has waited longest is the first
         started: Future[int] = Future()
         threading.Thread(
             target=self._run, args=(started,), name="agents' server", daemon=True

@@ -156,7 +156,9 @@ class TransformersEngine(Engine):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._check_open()
         super().load_state_dict(state)
-        if state["generator"].shape == self._generator.get_state().shape:  # else another kind of device's
+        if (
+            state["generator"].shape == self._generator.get_state().shape
+        ):  # else another kind of device's
             self._generator.set_state(state["generator"])
 
     def close(self) -> None:

@@ -20,7 +20,16 @@ _NO_FLOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 _WRITTEN = (
     ".lock",
     *(f"*.{end}" for end in ("json", "jsonl", "tmp", "log", "html", "png", "txt", "yaml")),
-    *("checkpoints", "checkpoints/*", "tensorboard", "wandb", "trackio", "mlflow", "mlflow/*", "*/run_id"),
+    *(
+        "checkpoints",
+        "checkpoints/*",
+        "tensorboard",
+        "wandb",
+        "trackio",
+        "mlflow",
+        "mlflow/*",
+        "*/run_id",
+    ),
     *(".hydra", ".hydra/*", "*/.hydra", "*/.hydra/*"),
 )
 """What runs and sweeps write into their folders."""
@@ -70,7 +79,9 @@ def check_own_files(folder: Path) -> None:
     for path in itertools.chain.from_iterable(map(folder.glob, _WRITTEN)):
         with suppress(OSError, RuntimeError):  # a link to itself
             target = path.resolve()
-            if target.is_relative_to(root) and (target.is_file() or target.is_dir() or not target.exists()):
+            if target.is_relative_to(root) and (
+                target.is_file() or target.is_dir() or not target.exists()
+            ):
                 continue
         raise ConfigError(
             f"{folder} must have files of its own, but {path} is a link that leads out of it, or no file: remove that, "

@@ -196,7 +196,10 @@ def _check_random(rng: Mapping[str, Any], engines: Sequence[Mapping[str, Any]]) 
     """Try the states of random generators; an accelerator's engine has another kind."""
     version, numbers, gauss = rng["python"]
     random.Random().setstate((version, tuple(numbers), gauss))
-    for saved in (rng["torch"], *(engine["generator"] for engine in engines if "generator" in engine)):
+    for saved in (
+        rng["torch"],
+        *(engine["generator"] for engine in engines if "generator" in engine),
+    ):
         if len(saved) != _ACCELERATOR_RNG:
             torch.Generator().set_state(saved)
 
@@ -212,7 +215,9 @@ def _check_moments(trainer: Mapping[str, Any]) -> None:
     grouped = {name for group in optimizer.get("param_groups", ()) for name in group["params"]}
     if not moments.keys() <= grouped <= weights.keys():
         raise ValueError("the optimizer has other parameters than the model")
-    for name, key, value in ((name, key, value) for name, of in moments.items() for key, value in of.items()):
+    for name, key, value in (
+        (name, key, value) for name, of in moments.items() for key, value in of.items()
+    ):
         numbers = getattr(value, "codes", value)  # of torchao's 8 bits
         shape = () if key == "step" else weights[name].shape
         if not is_whole(numbers) or value.shape != shape or numbers.shape != shape:
@@ -238,7 +243,9 @@ def _read(path: Path) -> dict[str, Any]:
         for engine in engines:
             _check_state(engine, {"policy_version": int}, f"{path.name}.source.engines")
         if state["trainer"]["version"] != state["step"]:
-            raise ValueError(f"{path.name} has weights of step {state['trainer']['version']} as those of another step")
+            raise ValueError(
+                f"{path.name} has weights of step {state['trainer']['version']} as those of another step"
+            )
         try:
             _check_random(state["rng"], engines)
             if not is_sharded(path):  # of which each tensor is read into one of the right shape

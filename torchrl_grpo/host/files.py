@@ -6,7 +6,7 @@ import errno
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import yaml
 
@@ -43,6 +43,28 @@ def parse_row(line: str) -> dict[str, Any] | None:
 def whole_lines(path: Path) -> list[str]:
     """Return the lines that end in a newline (``splitlines`` would also split at other characters)."""
     return path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
+
+
+def open_inside(folder: Path, name: str) -> BinaryIO | None:
+    """Open a file of a run's folder; return None if it does not exist, or if a link leads out of
+    the folder.
+    """
+    try:
+        path = (folder / name).resolve(strict=True)
+        if path.is_relative_to(folder.resolve()) and path.is_file():
+            return path.open("rb")
+    except (OSError, RuntimeError):  # not there, not ours to read, or a link to itself
+        pass
+    return None
+
+
+def read_inside(folder: Path, name: str) -> str:
+    """The text of a file of a run's folder, nothing where there is none."""
+    file = open_inside(folder, name)
+    if file is None:
+        return ""
+    with file:
+        return file.read().decode(errors="replace")
 
 
 def is_full(error: BaseException) -> bool:

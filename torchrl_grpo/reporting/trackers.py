@@ -25,9 +25,8 @@ from torchrl.record.loggers.trackio import TrackioLogger
 from torchrl.record.loggers.wandb import WandbLogger
 
 from torchrl_grpo.compat.torch import open_event_file
-from torchrl_grpo.host.files import is_full
+from torchrl_grpo.host.files import is_full, read_inside
 from torchrl_grpo.host.trees import dotted
-from torchrl_grpo.reporting.view.files import read_inside
 
 Row = Mapping[str, Any]
 

@@ -8,27 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-
-def open_inside(folder: Path, name: str) -> BinaryIO | None:
-    """Open a file of a run's folder; return None if it does not exist, or if a link leads out of
-    the folder.
-    """
-    try:
-        path = (folder / name).resolve(strict=True)
-        if path.is_relative_to(folder.resolve()) and path.is_file():
-            return path.open("rb")
-    except (OSError, RuntimeError):  # not there, not ours to read, or a link to itself
-        pass
-    return None
-
-
-def read_inside(folder: Path, name: str) -> str:
-    """The text of a file of a run's folder, nothing where there is none."""
-    file = open_inside(folder, name)
-    if file is None:
-        return ""
-    with file:
-        return file.read().decode(errors="replace")
+from torchrl_grpo.host.files import open_inside
 
 
 def changed_at(folder: Path, name: str) -> float:

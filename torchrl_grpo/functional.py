@@ -61,10 +61,12 @@ def rounds_logits(hidden: Tensor) -> bool:
 def masked_mean(values: Tensor, mask: Tensor, count: Tensor | float | None = None) -> Tensor:
     """Mean of ``values`` where ``mask`` is True; 0 when the mask is empty.
 
-    Args: values: any shape, floating. mask: bool, the same shape. Values outside it may be
-        anything, NaN included. count: what to divide by instead of the number of True elements. A
-        micro-batch passes the count of the whole
-            batch, so that the results of its parts add up to the mean over the batch.
+    Args:
+        values: any shape, floating.
+        mask: bool, the same shape. Values outside it may be anything, NaN included.
+        count: what to divide by instead of the number of True elements. A micro-batch passes the
+            count of the whole batch, so that the results of its parts add up to the mean over the
+            batch.
 
     Returns:
         scalar tensor.
@@ -99,9 +101,10 @@ def group_advantage(
         std: the scale.
         eps: added to the standard deviation.
 
-    Returns: [N] float32. Exactly 0 for an invalid member. With a baseline or scale of the group,
-        exactly 0 for a group whose valid rewards are all equal or that has fewer than two of them;
-        with those of the batch, for such a batch.
+    Returns:
+        [N] float32. Exactly 0 for an invalid member. With a baseline or scale of the group, exactly
+        0 for a group whose valid rewards are all equal or that has fewer than two of them; with
+        those of the batch, for such a batch.
 
     Raises:
         ValueError: a valid reward is not finite, or a choice is unknown.
@@ -204,8 +207,9 @@ def overlong_penalty(length: Tensor, longest: int, buffer: int) -> Tensor:
         longest: the length that gets the full penalty.
         buffer: tokens over which the penalty grows, at least 1.
 
-    Returns: float64 of the same shape: 0 up to ``longest - buffer``, from there linear down to -1
-        at ``longest``, -1 beyond.
+    Returns:
+        float64 of the same shape: 0 up to ``longest - buffer``, from there linear down to -1 at
+        ``longest``, -1 beyond.
     """
     return ((longest - buffer - length.to(torch.float64)) / buffer).clamp(-1, 0)
 
@@ -256,9 +260,12 @@ def clipped_surrogate(
     """PPO's pessimistic objective per token: ``min(ratio A, clip(ratio, 1 - clip_low, 1 +
     clip_high) A)``.
 
-    Args: ratio: [N, T], current over sampling probability. advantage: [N, 1] or [N, T]. clip_low:
-        distance below 1, in [0, 1). clip_high: distance above 1, at least 0 (arXiv 2503.14476 takes
-        it larger than ``clip_low``).
+    Args:
+        ratio: [N, T], current over sampling probability.
+        advantage: [N, 1] or [N, T].
+        clip_low: distance below 1, in [0, 1).
+        clip_high: distance above 1, at least 0 (arXiv 2503.14476 takes it larger than
+            ``clip_low``).
 
     Returns:
         [N, T], to be maximized. Its gradient is 0 where the clipped branch is the smaller one.
@@ -362,10 +369,14 @@ def behaviour_weight(
     Source: decoupled PPO, arXiv 2505.24298; it also corrects for an engine whose log-probs differ
     from the trainer's.
 
-    Args: log_ratio: [N, T], proximal less sampling log-probs. mask: [N, T] bool, the tokens that
-        count. bound: ``truncate`` makes ``cap`` of weights above it, ``mask`` makes them 0,
-        ``none`` is weight 1 everywhere. level: ``token``, or ``sequence`` for the product over a
-        sequence's tokens, given to each of them. cap: largest weight, above 0.
+    Args:
+        log_ratio: [N, T], proximal less sampling log-probs.
+        mask: [N, T] bool, the tokens that count.
+        bound: ``truncate`` makes ``cap`` of weights above it, ``mask`` makes them 0, ``none`` is
+            weight 1 everywhere.
+        level: ``token``, or ``sequence`` for the product over a sequence's tokens, given to each of
+            them.
+        cap: largest weight, above 0.
 
     Returns:
         [N, T], without gradient.

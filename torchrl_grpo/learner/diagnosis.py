@@ -31,11 +31,14 @@ def where_not_finite(
 
     The gradients that it makes are cleared.
 
-    Args: model: trained; its weights are those of the step. data: padded, with the entries that the
-        loss reads. parts: the micro-batches, as rows of ``data``. passes: forward and backward of
-        some rows, as in the step. queries: of each row, to name it; its number by default.
+    Args:
+        model: trained; its weights are those of the step.
+        data: padded, with the entries that the loss reads.
+        parts: the micro-batches, as rows of ``data``.
+        passes: forward and backward of some rows, as in the step.
+        queries: of each row, to name it; its number by default.
         one_by_one: whether samples may be passed one at a time; not where several ranks must do the
-        same passes.
+            same passes.
     """
     counts = data.get(keys.LOSS_WEIGHTS) != 0
     for key in data.keys(True, True):

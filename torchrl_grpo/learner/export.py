@@ -45,13 +45,17 @@ def export_model(
     ``AutoModelForCausalLM.from_pretrained`` and vLLM load the folder as it is. Of a sharded model
     all ranks must call this: rank 0 writes.
 
-    Args: model: trained; adapters are merged. tokenizer: of the model. target: the folder. card:
-        text of its ``README.md``. adapters: whether LoRA's adapters are written by themselves, as
-        peft loads them, in place of the whole model.
+    Args:
+        model: trained; adapters are merged.
+        tokenizer: of the model.
+        target: the folder.
+        card: text of its ``README.md``.
+        adapters: whether LoRA's adapters are written by themselves, as peft loads them, in place of
+            the whole model.
 
-    Raises: NotSavedError: there is no room for it (``DiskFullError``), or the folder cannot be
-        written to; what was there
-            stays.
+    Raises:
+        NotSavedError: there is no room for it (``DiskFullError``), or the folder cannot be written
+            to; what was there stays.
     """
     named = named_adapter_weights(model) if adapters else named_weights(model)
     if not is_writer(model):

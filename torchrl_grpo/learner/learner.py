@@ -38,9 +38,11 @@ class Learner:
     then collective, and what goes out of the learner (weights, files, sample rows) comes from rank
     0.
 
-    Args: trainer: trains the batch; of a sharded model, its rank's share. transforms: what is
-        applied to the whole batch first, by name: reference scoring (LoRA, or a sharded reference
-            model), reward shaping, advantage. The name appears in ``time/{name}_s``.
+    Args:
+        trainer: trains the batch; of a sharded model, its rank's share.
+        transforms: what is applied to the whole batch first, by name: reference scoring (LoRA, or a
+            sharded reference model), reward shaping, advantage. The name appears in
+            ``time/{name}_s``.
         sender: gives the weights to the engines.
         tokenizer: makes the text of the tokens in ``samples``; None leaves them out.
         makes_room: whether engines wake on this GPU when they are given weights: they get what

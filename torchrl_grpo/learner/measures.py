@@ -1,6 +1,7 @@
 """Measures that a training step gives at no cost: the size of an optimizer step and the noise of
 its gradients, from a few numbers of each parameter, and the per-token scores of the logged
-sequences, from the passes of the step."""
+sequences, from the passes of the step.
+"""
 
 from __future__ import annotations
 
@@ -54,9 +55,10 @@ class StepMeasures:
             steps: that the optimizer made.
             sequences: in an optimizer step.
 
-        Returns: ``update_size``, the norm of the change over the norm of the weights; and after
-            some steps of Adam's ``grad_noise_scale`` of arXiv 1812.06162, in sequences, infinite
-            where there is nothing but noise.
+        Returns:
+            ``update_size``, the norm of the change over the norm of the weights; and after some
+            steps of Adam's ``grad_noise_scale`` of arXiv 1812.06162, in sequences, infinite where
+            there is nothing but noise.
         """
         changes = differences(self._few(self._parameters), before)
         sums = {"changed": _squares(changes), "size": _squares(before)}

@@ -23,11 +23,12 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Make AdamW (arXiv 1711.05101), without weight decay for norms and biases.
 
-    Args: parameters: what is trained. name: ``adamw``, or ``adamw_8bit``: torchao's, whose two
-        moments take one byte each for a weight of a matrix, in
-            blocks of 256 with a scale (arXiv 2110.02861). It is compiled at its first step, and
-            rounds weights in bfloat16 at random, so that small steps count on average (arXiv
-            2010.06192).
+    Args:
+        parameters: what is trained.
+        name: ``adamw``, or ``adamw_8bit``: torchao's, whose two moments take one byte each for a
+            weight of a matrix, in blocks of 256 with a scale (arXiv 2110.02861). It is compiled at
+            its first step, and rounds weights in bfloat16 at random, so that small steps count on
+            average (arXiv 2010.06192).
         lr: the learning rate.
         weight_decay: decoupled, of matrices.
         betas: decays of the two moments.

@@ -75,11 +75,12 @@ class GRPOTrainer:
         model: the trained model (or a peft model), in eval mode: dropout stays off.
         optimizer: over the trainable parameters of ``model``.
 
-    Keyword Args: scheduler: stepped after each optimizer step, or None. optim_batch_size:
-        trajectories in one optimizer step, with all of their samples. epochs: passes over a batch.
+    Keyword Args:
+        scheduler: stepped after each optimizer step, or None.
+        optim_batch_size: trajectories in one optimizer step, with all of their samples.
+        epochs: passes over a batch.
         micro_batch_tokens: most tokens that one forward and backward pass computes. A prompt that
-        several sequences
-            share counts once, and padding counts where the model cannot be packed
+            several sequences share counts once, and padding counts where the model cannot be packed
             (``TokenScorer.packs``).
         autocast_dtype: bfloat16 or float16 for mixed precision, None for none. With float16 the
             loss is scaled, by a scaler that lives as long as the trainer.
@@ -160,7 +161,8 @@ class GRPOTrainer:
     def train_batch(self, batch: TensorDictBase) -> dict[str, float]:
         """Makes all optimizer steps of one batch [N] and raises ``version``.
 
-        Returns: the metrics, averaged over the optimizer steps where they are finite, and
+        Returns:
+            the metrics, averaged over the optimizer steps where they are finite, and
             ``train/skipped_steps``, the count of the whole run.
 
         Raises:
@@ -395,11 +397,12 @@ class GRPOTrainer:
         """Clip the gradients and step, unless loss or gradient norm is not finite; clear the
         gradients.
 
-        Args: loss: the whole loss of the optimization batch, scalar. empty: whether no token
-            counted: then there is no step, because the moments of earlier ones would make it. why:
-            says where numbers that are not finite come from, called for the first such step in a
-            row; or why no
-                token counted.
+        Args:
+            loss: the whole loss of the optimization batch, scalar.
+            empty: whether no token counted: then there is no step, because the moments of earlier
+                ones would make it.
+            why: says where numbers that are not finite come from, called for the first such step in
+                a row; or why no token counted.
 
         Raises:
             NonFiniteError: too many bad steps in a row.
@@ -488,8 +491,10 @@ class GRPOTrainer:
     def load_state_dict(self, state: dict[str, Any], parts: Path | None = None) -> None:
         """Restore ``state_dict`` on any number of ranks; each of them gets the whole state.
 
-        Args: state: the state. parts: the folder that has its tensors, where several ranks saved
-            it: each rank reads its own part.
+        Args:
+            state: the state.
+            parts: the folder that has its tensors, where several ranks saved it: each rank reads
+                its own part.
 
         Raises:
             RuntimeError: the model has other parameters.

@@ -50,14 +50,15 @@ class GRPOLoss(LossModule):
     batch, and so do the gradients. On a batch without those weights they are taken from the batch
     itself.
 
-    Args: actor_network: a TensorDict module that writes the current log-probs ``("cur_log_probs",
-        "full")`` and
-            ``("entropy", "full")``, [B, T] padded on the right, such as ``TokenScorer``. TorchRL's
-            ``TransformersWrapper`` becomes a ``WrapperScorer`` of its model.
+    Args:
+        actor_network: a TensorDict module that writes the current log-probs ``("cur_log_probs",
+            "full")`` and ``("entropy", "full")``, [B, T] padded on the right, such as
+            ``TokenScorer``. TorchRL's ``TransformersWrapper`` becomes a ``WrapperScorer`` of its
+            model.
 
-    Keyword Args: clip_epsilon: clip range of the ratio, ``e`` for ``[1 - e, 1 + e]`` or a pair
-        ``(low, high)``. Low is in [0, 1]
-            (1 is no lower bound), high is at least 0.
+    Keyword Args:
+        clip_epsilon: clip range of the ratio, ``e`` for ``[1 - e, 1 + e]`` or a pair ``(low,
+            high)``. Low is in [0, 1] (1 is no lower bound), high is at least 0.
         ratio_level: ``"token"``; ``"sequence"``, the exponential of the mean log-ratio of a
             sequence for all of its tokens (GSPO, arXiv 2507.18071); or ``"sequence_token"``, the
             same value with each token's own gradient (GSPO-token).
@@ -109,10 +110,10 @@ class GRPOLoss(LossModule):
     ``behaviour_capped`` (tokens whose weight the cap changed) when there is such a weight. Metrics
     are means over the masked tokens.
 
-    Raises: ValueError: ``actor_network`` is no TensorDict module, a coefficient or a bound is out
-        of its range, or two
-            arguments exclude each other; the batch is no batch, or its ``advantage``, ``staleness``
-            or ``truncated`` has another shape.
+    Raises:
+        ValueError: ``actor_network`` is no TensorDict module, a coefficient or a bound is out of
+            its range, or two arguments exclude each other; the batch is no batch, or its
+            ``advantage``, ``staleness`` or ``truncated`` has another shape.
         TypeError: an argument is TorchRL's and has another name here.
         KeyError: the batch lacks an entry that the loss reads.
 
@@ -281,9 +282,9 @@ class GRPOLoss(LossModule):
 
         Call it on the padded batch before splitting it, so that micro-batches add up to the batch.
 
-        Args: batch: [N], with ``mask`` and ``sample_log_prob`` [N, T], and what else decides which
-            tokens count
-                (``truncated``, ``reward_valid``).
+        Args:
+            batch: [N], with ``mask`` and ``sample_log_prob`` [N, T], and what else decides which
+                tokens count (``truncated``, ``reward_valid``).
         """
         mask = self._mask(batch)
         dtype = pad(batch, self.tensor_keys.sample_log_prob).dtype
@@ -335,8 +336,11 @@ class GRPOLoss(LossModule):
     def surrogate(self, ratio: Tensor, log_prob: Tensor, advantage: Tensor) -> Tensor:
         """Per-token objective to maximize: PPO's clipped surrogate. Subclasses override it.
 
-        Args: ratio: [B, T], as ``ratio`` gives it. log_prob: [B, T], current log-probs. advantage:
-            [B, T], the same for all tokens of a sequence unless the batch has one for each.
+        Args:
+            ratio: [B, T], as ``ratio`` gives it.
+            log_prob: [B, T], current log-probs.
+            advantage: [B, T], the same for all tokens of a sequence unless the batch has one for
+                each.
         """
         return F.clipped_surrogate(ratio, advantage, self.clip_epsilon_low, self.clip_epsilon_high)
 

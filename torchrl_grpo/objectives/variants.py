@@ -55,12 +55,14 @@ class SAPOLoss(GRPOLoss):
     Args:
         actor_network: as in ``GRPOLoss``, like all other arguments but ``dual_clip``.
 
-    Keyword Args: tau_positive: temperature of the gate where the advantage is positive, above 0.
+    Keyword Args:
+        tau_positive: temperature of the gate where the advantage is positive, above 0.
         tau_negative: temperature elsewhere, above 0; larger takes away more of the gradient that
-        makes tokens unlikely.
+            makes tokens unlikely.
 
-    Raises: ValueError: a temperature is not above 0, or ``dual_clip`` is given; the gate is bounded
-        already.
+    Raises:
+        ValueError: a temperature is not above 0, or ``dual_clip`` is given; the gate is bounded
+            already.
     """
 
     def __init__(

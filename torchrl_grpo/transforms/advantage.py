@@ -95,17 +95,21 @@ class GroupAdvantage(Transform):
     Args:
         repeats: size of a group, at least 2 where ``mean`` or ``std`` is over the group.
 
-    Keyword Args: mean: the baseline, see ``functional.group_advantage``. std: the scale, see there.
+    Keyword Args:
+        mean: the baseline, see ``functional.group_advantage``.
+        std: the scale, see there.
         level: one advantage for each ``"sequence"``, for each ``"turn"`` or for each sampled
-        ``"token"``. gamma: discount from one sampled token, or one turn, to the next, in [0, 1]; at
-        level token and turn. lmbda: how far the estimate looks past the state values, in [0, 1]; at
-        level token. trajectory_return: what is made of the rewards of a trajectory: their sum, the
-        largest, or the mean. reward_key: [..., 1] floating, one reward a row (or [..., n, 1]),
-        ``("next", "reward")`` if None: what
-            ``RewardShaping`` writes is read only where ``keys.SHAPED_REWARD`` is named here. At
-            level token [..., T], one reward a token, ``("next", "token_reward")`` if None. At level
-            turn likewise, if None ``("next", "turn_rewards")`` or, where a row has none, its
-            reward.
+            ``"token"``.
+        gamma: discount from one sampled token, or one turn, to the next, in [0, 1]; at level token
+            and turn.
+        lmbda: how far the estimate looks past the state values, in [0, 1]; at level token.
+        trajectory_return: what is made of the rewards of a trajectory: their sum, the largest, or
+            the mean.
+        reward_key: [..., 1] floating, one reward a row (or [..., n, 1]), ``("next", "reward")`` if
+            None: what ``RewardShaping`` writes is read only where ``keys.SHAPED_REWARD`` is named
+            here. At level token [..., T], one reward a token, ``("next", "token_reward")`` if None.
+            At level turn likewise, if None ``("next", "turn_rewards")`` or, where a row has none,
+            its reward.
         part_weights: weights of the parts in ``("next", "reward_parts")``, by part or function, 1
             where none is given; where a batch has several data sets, these by the name in
             ``"dataset"``. None reads the reward as a whole.
@@ -120,8 +124,10 @@ class GroupAdvantage(Transform):
     sampled token the value of the state that it was sampled in. Without it the values are 0. A
     sequence has no value after its last token, whether it was truncated or not.
 
-    Raises: ValueError: an argument is out of its range, a batch has a group of another size or a
-        trajectory without an end. TypeError: an argument is TorchRL's and has another name here.
+    Raises:
+        ValueError: an argument is out of its range, a batch has a group of another size or a
+            trajectory without an end.
+        TypeError: an argument is TorchRL's and has another name here.
         KeyError: a batch has no groups or no rewards (at level token: no token rewards, no mask).
         RuntimeError: at level token or turn, it is in an environment.
 
@@ -255,9 +261,11 @@ class GroupAdvantage(Transform):
     def advantage(self, reward: Tensor, group: Tensor, valid: Tensor) -> Tensor:
         """Turn the rewards of whole groups into advantages. Subclasses override this.
 
-        Args: reward: [N] floating, of each sequence; at level token the estimate of each sampled
-            token. group: [N] int64, equal within a group. valid: [N] bool; where it is False the
-            result must be 0.
+        Args:
+            reward: [N] floating, of each sequence; at level token the estimate of each sampled
+                token.
+            group: [N] int64, equal within a group.
+            valid: [N] bool; where it is False the result must be 0.
 
         Returns:
             [N] float32.
@@ -361,8 +369,12 @@ class GroupAdvantage(Transform):
     ) -> TensorDictBase:
         """Writes one advantage for each sampled token.
 
-        Args: tensordict: batch of N sequences. member: [N] int64, the trajectory of each; its
-            tokens are those of its rows, one after the other. group: [N] int64. valid: [N] bool.
+        Args:
+            tensordict: batch of N sequences.
+            member: [N] int64, the trajectory of each; its tokens are those of its rows, one after
+                the other.
+            group: [N] int64.
+            valid: [N] bool.
         """
         flat = flatten(tensordict)
         reward = pad(flat, self.reward_key).double()
@@ -389,8 +401,12 @@ class GroupAdvantage(Transform):
     ) -> TensorDictBase:
         """Write the advantage of each turn to its tokens.
 
-        Args: tensordict: batch of N sequences. member: [N] int64, the trajectory of each; its turns
-            are those of its rows, one after the other. group: [M] int64. valid: [M] bool.
+        Args:
+            tensordict: batch of N sequences.
+            member: [N] int64, the trajectory of each; its turns are those of its rows, one after
+                the other.
+            group: [M] int64.
+            valid: [M] bool.
         """
         flat = flatten(tensordict)
         mask = pad(flat, keys.ASSISTANT_MASK, False)

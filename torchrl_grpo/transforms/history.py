@@ -42,10 +42,10 @@ class HistoryTransforms(Compose):
     Args:
         *transforms: in order. Others than those of chats may be among them.
 
-    Raises: ValueError: a transform rewrites the policy's turns, the environment is no ``LLMEnv``,
-        it gives the policy one
-            turn though a transform answers it, or the chat template does not take the role of its
-            messages.
+    Raises:
+        ValueError: a transform rewrites the policy's turns, the environment is no ``LLMEnv``, it
+            gives the policy one turn though a transform answers it, or the chat template does not
+            take the role of its messages.
 
     Examples:
         >>> from torchrl.envs import TransformedEnv

@@ -43,10 +43,13 @@ class KLScoring(Transform):
     Args:
         scorer: the reference model; its temperature must be the one of the policy.
 
-    Keyword Args: max_tokens: token budget of one forward pass. autocast_dtype: as in the trainer,
-        so that two equal models give equal log-probs; None for none. out_key: where the log-probs
-        go, ``("next", "ref_log_probs", "full")`` by default; [T] float32 a sequence, 0 on
-            tokens that were not sampled. A ragged batch stays ragged and a padded one padded.
+    Keyword Args:
+        max_tokens: token budget of one forward pass.
+        autocast_dtype: as in the trainer, so that two equal models give equal log-probs; None for
+            none.
+        out_key: where the log-probs go, ``("next", "ref_log_probs", "full")`` by default; [T]
+            float32 a sequence, 0 on tokens that were not sampled. A ragged batch stays ragged and a
+            padded one padded.
 
     Raises:
         ValueError: ``scorer`` is no ``TokenScorer``, or ``max_tokens`` is below 1.
@@ -82,11 +85,13 @@ class KLScoring(Transform):
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replace the reference model's weights.
 
-        Args: weights: pairs (name in the Hugging Face checkpoint, tensor), every parameter once, as
-            an engine takes them.
+        Args:
+            weights: pairs (name in the Hugging Face checkpoint, tensor), every parameter once, as
+                an engine takes them.
 
-        Raises: RuntimeError: a name is unknown or missing, or a shape differs; the reference then
-            stays as it is.
+        Raises:
+            RuntimeError: a name is unknown or missing, or a shape differs; the reference then stays
+                as it is.
         """
         load_weights(base_model_of(self.scorer.model), weights)
 

@@ -43,10 +43,13 @@ def decoupled_advantage(
     response that a part does not apply to (None, or no entry) is left out of that part's statistics
     and gets nothing from it; so does a group in which all have the same value.
 
-    Args: parts: of each of N responses, by name. weights: of each of them, see
-        ``rewards.spec.part_weight``. group: [N] int64. valid: [N] bool, False where the reward is
-        unknown. normalize: from a part's values, the groups and where it applies to the part's
-        advantages, all [N].
+    Args:
+        parts: of each of N responses, by name.
+        weights: of each of them, see ``rewards.spec.part_weight``.
+        group: [N] int64.
+        valid: [N] bool, False where the reward is unknown.
+        normalize: from a part's values, the groups and where it applies to the part's advantages,
+            all [N].
 
     Returns:
         [N] float32, exactly 0 where no part gives anything or they cancel each other.

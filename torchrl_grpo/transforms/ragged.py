@@ -33,8 +33,9 @@ def set_rows(batch: TensorDictBase, key: NestedKey, rows: Sequence[Tensor]) -> T
         key: the entry.
         rows: one for each sequence, in the order of ``flatten``.
 
-    Returns: the same batch; where rows differ in length and the batch is no flat lazy stack, a flat
-        lazy stack.
+    Returns:
+        the same batch; where rows differ in length and the batch is no flat lazy stack, a flat lazy
+        stack.
     """
     if batch.ndim == 0:
         return batch.set(key, rows[0])

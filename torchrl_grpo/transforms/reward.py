@@ -37,10 +37,11 @@ class RewardShaping(Transform):
     applies its transforms in reverse order when it is written to, so there it comes *after*
     ``GroupAdvantage``, as in the second example.
 
-    Keyword Args: scale: factor of the reward. bias: added to the scaled reward. clip: lowest and
-        highest value of the scaled and biased reward; None for no bounds. The overlong penalty
-        comes
-            on top of it, so that a clip never hides the penalty.
+    Keyword Args:
+        scale: factor of the reward.
+        bias: added to the scaled reward.
+        clip: lowest and highest value of the scaled and biased reward; None for no bounds. The
+            overlong penalty comes on top of it, so that a clip never hides the penalty.
         overlong_buffer: tokens before ``max_response_tokens`` over which a penalty grows from 0 to
             1 (arXiv 2503.14476, equation 13), by the number of sampled tokens of all turns and
             samples; 0 for no penalty.
@@ -50,9 +51,11 @@ class RewardShaping(Transform):
         kl_estimator: ``"k1"`` (as in arXiv 2501.03262), ``"k2"`` or ``"k3"``, of the policy that
             sampled.
 
-    Raises: ValueError: an argument is out of its range. KeyError: the batch has no reward or mask,
-        or ``kl_coef`` is not 0 and it has no log-probs, the reference's too. RuntimeError: it is in
-        an environment.
+    Raises:
+        ValueError: an argument is out of its range.
+        KeyError: the batch has no reward or mask, or ``kl_coef`` is not 0 and it has no log-probs,
+            the reference's too.
+        RuntimeError: it is in an environment.
 
     Examples:
         >>> from tensordict import TensorDict

@@ -25,10 +25,12 @@ class ServedTeacher(Transform):
     Servers state log-probs at temperature 1 for tokens that they are given. They give none of the
     states that go into the LM head, so that a divergence over the whole vocabulary needs ``top_k``.
 
-    Args: address: of the server, such as ``http://127.0.0.1:8000``; token ids go out, and log-probs
-        come back. top_k: of the most likely tokens; None writes the log-probs of the sampled tokens
-        alone. vocabulary: ids that the policy has. starts_within_s: how long to wait for a server
-        that does not answer.
+    Args:
+        address: of the server, such as ``http://127.0.0.1:8000``; token ids go out, and log-probs
+            come back.
+        top_k: of the most likely tokens; None writes the log-probs of the sampled tokens alone.
+        vocabulary: ids that the policy has.
+        starts_within_s: how long to wait for a server that does not answer.
 
     Raises:
         EngineDeadError: the server does not answer.
@@ -60,8 +62,9 @@ class ServedTeacher(Transform):
             longest: sequence, in tokens.
             top_k: as above.
 
-        Raises: ValueError: it does not answer, has another vocabulary, too short a context, or
-            refuses to score.
+        Raises:
+            ValueError: it does not answer, has another vocabulary, too short a context, or refuses
+                to score.
         """
         require_httpx("teacher.address")
         server = connect(address, 0, "teacher")

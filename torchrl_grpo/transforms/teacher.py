@@ -27,8 +27,10 @@ class TeacherStates(KLScoring):
     Args:
         scorer: the teacher.
 
-    Keyword Args: top_k: of the most likely tokens; None gives what goes into its LM head. See
-        ``models.divergence.Teacher``. **options: of ``KLScoring``.
+    Keyword Args:
+        top_k: of the most likely tokens; None gives what goes into its LM head. See
+            ``models.divergence.Teacher``.
+        **options: of ``KLScoring``.
     """
 
     def __init__(self, scorer: TokenScorer, *, top_k: int | None = None, **options: Any) -> None:
@@ -55,11 +57,14 @@ class TeacherAdvantage(Transform):
 
     It works on finished sequences, after ``GroupAdvantage``.
 
-    Args: coef: weight of the KL, in units of the advantage for each nat; 0 where the divergence is
-        part of the loss. reward_coef: weight of the advantage that is there.
+    Args:
+        coef: weight of the KL, in units of the advantage for each nat; 0 where the divergence is
+            part of the loss.
+        reward_coef: weight of the advantage that is there.
 
-    Raises: KeyError: the batch has no advantage, no mask or, with a ``coef``, no log-probs, the
-        teacher's too.
+    Raises:
+        KeyError: the batch has no advantage, no mask or, with a ``coef``, no log-probs, the
+            teacher's too.
 
     Example:
         >>> from tensordict import TensorDict

@@ -27,16 +27,12 @@ class GuidedSums(Task):
 
     def next_turn(self, problem, responses):
         """Return the message that follows a response; None ends the dialog."""
-        said = final_answer(responses[-1])
-        if said == problem.answer or len(responses) == 2:
+        answer = final_answer(responses[-1])
+        if answer == problem.answer or len(responses) == 2:
             return None
-        return (
-            "no number"
-            if said is None
-            else "too high"
-            if int(said[:9]) > int(problem.answer)
-            else "too low"
-        )
+        if answer is None:
+            return "no number"
+        return "too high" if int(answer[:9]) > int(problem.answer) else "too low"
 
     def score(self, problem, responses):
         right = final_answer(responses[-1]) == problem.answer

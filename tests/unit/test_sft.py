@@ -375,7 +375,7 @@ def test_a_row_with_something_else_as_tools_is_named(tools: Any, tmp_path: Path)
         DatasetTask(str(path), messages_column="m").problems("train")
 
 
-def test_a_row_that_the_template_does_not_write_is_refused_before_a_model_is_loaded(
+def test_a_row_that_the_template_drops_is_refused_before_loading(
     tmp_path: Path,
 ) -> None:
     chat = turns("1+1?", "2")

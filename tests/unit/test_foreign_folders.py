@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import shutil
 import subprocess
@@ -20,6 +22,7 @@ from torchrl_grpo.host.folders import check_own_files
 from torchrl_grpo.reporting.report import write_report
 from torchrl_grpo.reporting.sweep_report import write_sweep
 from torchrl_grpo.reporting.trackers import _known
+from torchrl_grpo.scripts import samples
 
 FILES = (
     ".lock",
@@ -123,3 +126,52 @@ def test_links_within_a_folder_and_of_others_are_left_alone(tmp_path: Path) -> N
     os.mkfifo(tmp_path / "metrics.jsonl")
     with pytest.raises(ConfigError, match="or no file"):
         check_own_files(tmp_path)
+
+
+ROWS = (
+    ("metrics.jsonl", "rollout/reward_mean", "x"),
+    ("metrics.jsonl", "rollout/reward_mean", [1]),
+    ("metrics.jsonl", "rollout/reward_mean", 10**400),
+    ("metrics.jsonl", "time/train_s", {"a": 1}),
+    ("metrics.jsonl", "rollout/sequences", 0),
+    ("metrics.jsonl", "eval/pass@1", "x"),
+    ("metrics.jsonl", "step", 10**400),
+    ("samples.jsonl", "reward", "x"),
+    ("samples.jsonl", "turn_rewards", 1),
+    ("samples.jsonl", "parts", [1]),
+    ("samples.jsonl", "problem", [1]),
+    ("samples.jsonl", "group", {}),
+    ("environment.json", "packages", [1]),
+)
+
+
+@pytest.mark.parametrize(("name", "key", "value"), ROWS, ids=lambda value: str(value)[:20])
+def test_what_no_run_writes_is_left_out(
+    name: str, key: str, value: object, whole: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "0"
+    shutil.copytree(whole, folder)
+    (folder / ".hydra/overrides.yaml").write_text("[]")
+    lines = (folder / name).read_text()
+    row = json.loads(lines if name == "environment.json" else lines.splitlines()[-1]) | {key: value}
+    (folder / name).write_text(
+        json.dumps(row) if name == "environment.json" else f"{lines}{json.dumps(row)}\n"
+    )
+    write_report(folder)
+    write_sweep(tmp_path)
+    for more in ([], ["--sort", "reward"], ["--compare"]):
+        samples.main([str(folder), *more], io.StringIO())
+
+
+@pytest.mark.parametrize("text", ["5", "[[a], {b: 1}, 2]", "- [", "- &a [x]\n- *a", 10**5 * "["])
+def test_overrides_that_are_none_are_left_out(text: str, whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path / "0")
+    (tmp_path / "0/.hydra/overrides.yaml").write_text(text)
+    write_sweep(tmp_path)
+
+
+def test_an_environment_that_is_none_is_left_out(whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path / "0")
+    for text in ("[1]", "{", "[" * 10**5, "\udc80"):
+        (tmp_path / "0/environment.json").write_text(text, errors="surrogateescape")
+        write_report(tmp_path / "0")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,6 +17,11 @@ TIMELINE_FILE = "timeline.jsonl"
 ENVIRONMENT_FILE = "environment.json"
 _LONGEST_YAML = 300_000
 """Characters that PyYAML reads in a few seconds. A run's config has a few thousand."""
+_LARGEST = 1e100
+"""Larger numbers measure nothing, and their sums and squares may not be finite."""
+_LARGEST_STEP = 2**53
+_TEXTS = ("split", "dataset", "query", "response", "finish_reason")
+_NUMBERS = ("reward", "advantage", "length", "version", "staleness")
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -32,12 +38,40 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def parse_row(line: str) -> dict[str, Any] | None:
-    """Return the row on a line: a JSON object with an integer ``step``; None where it is none."""
+    """Return the row on a line; None where it is none."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+    return row if isinstance(row, dict) and is_row(row) else None
+
+
+def is_row(row: Mapping[str, Any]) -> bool:
+    """Whether the values that are shown, searched or drawn have the types that a run writes."""
+    parts, turns = row.get("parts") or {}, row.get("turn_rewards") or []
+    metrics = [value for name, value in row.items() if "/" in name]
+    return (
+        is_step(row.get("step"))
+        and all(isinstance(row.get(name), str | None) for name in _TEXTS)
+        and all(isinstance(row.get(name), int | str | None) for name in ("group", "problem"))
+        and isinstance(parts, dict)
+        and isinstance(turns, list)
+        and all(map(is_number, turns))
+        and all(
+            value is None or is_number(value)
+            for value in (*metrics, *map(row.get, _NUMBERS), *parts.values())
+        )
+    )
+
+
+def is_number(value: Any, largest: float = _LARGEST) -> bool:
+    """Whether a value of a row is a number that can be drawn and computed with."""
+    return isinstance(value, int | float) and abs(value) <= largest
+
+
+def is_step(value: Any) -> bool:
+    """Whether a value of a row can be the number of a step."""
+    return isinstance(value, int) and abs(value) <= _LARGEST_STEP
 
 
 def whole_lines(path: Path) -> list[str]:

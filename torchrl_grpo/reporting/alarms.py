@@ -156,7 +156,8 @@ def _share(value: float) -> str:
 def _invalid_shares(rows: Sequence[Row], steps: int) -> list[float]:
     """The share of invalid rewards in each of the latest steps."""
     return [
-        (_value(row, "rollout/invalid") or 0.0) / row["rollout/sequences"] for row in rows[-steps:]
+        (_value(row, "rollout/invalid") or 0.0) / (_value(row, "rollout/sequences") or 1.0)
+        for row in rows[-steps:]
     ]
 
 

@@ -65,11 +65,7 @@ def write_report(directory: str | os.PathLike[str]) -> Path:
     save_png(records, directory / "curves.png")
     samples = read_jsonl(directory / SAMPLES_FILE)
     config = _read(directory / ".hydra" / "config.yaml")
-    environment = json.loads(_read(directory / ENVIRONMENT_FILE) or "{}")
-    if environment:
-        environment["packages"] = ", ".join(
-            f"{name} {version}" for name, version in environment["packages"].items()
-        )
+    environment = _environment(directory)
     page = page_template("report.html.j2").render(
         title=title_of(directory),
         name="/".join(directory.resolve().parts[-2:]),  # a date and a time in the usual layout
@@ -259,8 +255,20 @@ def _trained(samples: Sequence[Row]) -> list[Row]:
     return one_of_each([row for row in rows if row["step"] == last])[:_MOST_SAMPLES]
 
 
+def _environment(directory: Path) -> dict[str, Any]:
+    """What ``environment.json`` says, nothing where it is something else."""
+    try:
+        facts = dict(json.loads(_read(directory / ENVIRONMENT_FILE) or "{}"))
+    except (ValueError, TypeError, RecursionError):
+        return {}
+    packages = facts.get("packages")
+    if isinstance(packages, dict):
+        facts["packages"] = ", ".join(f"{name} {version}" for name, version in packages.items())
+    return facts
+
+
 def _read(path: Path) -> str:
-    return path.read_text(encoding="utf-8") if path.exists() else ""
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
 
 def _text(value: Any, longest: int | None = _LONGEST_TEXT) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from torchrl_grpo.host.files import METRICS_FILE, read_jsonl
+from torchrl_grpo.host.files import METRICS_FILE, load_yaml, read_jsonl
 from torchrl_grpo.host.folders import check_own_files
 from torchrl_grpo.reporting.curves import compared_svg
 from torchrl_grpo.reporting.panels import COLORS, Panel, panels_of, series
@@ -139,13 +139,21 @@ def read_jobs(directory: Path) -> list[Job]:
     jobs = []
     for folder in found:
         check_own_files(folder)
-        overrides = yaml.safe_load((folder / _OVERRIDES).read_text(encoding="utf-8")) or []
-        values = dict(text.lstrip("+").partition("=")[::2] for text in overrides)
+        values = dict(text.lstrip("+").partition("=")[::2] for text in _overrides(folder))
         records = merge_steps(read_jsonl(folder / METRICS_FILE))
         jobs.append(
             Job(folder.relative_to(directory).as_posix(), values, records, summarize(folder))
         )
     return jobs
+
+
+def _overrides(folder: Path) -> list[str]:
+    """Return the overrides of a job, none where its file has something else."""
+    try:
+        texts = load_yaml((folder / _OVERRIDES).read_text(encoding="utf-8", errors="replace"))
+    except yaml.YAMLError:
+        return []
+    return [text for text in texts if isinstance(text, str)] if isinstance(texts, list) else []
 
 
 def varied(jobs: Sequence[Job]) -> list[str]:

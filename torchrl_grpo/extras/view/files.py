@@ -67,11 +67,6 @@ class Tail:
             yield start, line
 
 
-_LARGEST = 1e100
-"""Larger numbers measure nothing, and their sums and squares may not be finite."""
-_LARGEST_STEP = 2**53
-
-
 def read_row(line: bytes) -> dict[str, Any]:
     """Parse a line as a mapping; empty if it is none, because a page shows what there is."""
     try:
@@ -79,13 +74,3 @@ def read_row(line: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return row if isinstance(row, dict) else {}
-
-
-def is_number(value: Any, largest: float = _LARGEST) -> bool:
-    """Whether a value of a row is a number that can be drawn and computed with."""
-    return isinstance(value, int | float) and abs(value) <= largest
-
-
-def is_step(value: Any) -> bool:
-    """Whether a value of a row can be the number of a step."""
-    return isinstance(value, int) and abs(value) <= _LARGEST_STEP

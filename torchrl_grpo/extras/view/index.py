@@ -15,15 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchrl_grpo.extras.view.files import Tail, is_number, is_step, read_row
-from torchrl_grpo.host.files import SAMPLES_FILE
+from torchrl_grpo.extras.view.files import Tail, read_row
+from torchrl_grpo.host.files import SAMPLES_FILE, is_row
 from torchrl_grpo.reporting.records import earned, passes, problem_of
 
 _TOKENS = b', "tokens": {'
 """Beginning of a row's last key. Within a text its quotes would be escaped."""
 _KEPT_SEARCHES = 8
-_TEXTS = ("split", "dataset", "query", "response", "finish_reason")
-_NUMBERS = ("reward", "advantage", "length", "version", "staleness")
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,7 @@ class Index:
         """Add a line at a position of the file; lines that no run writes are skipped."""
         before, has_tokens, _ = line.partition(_TOKENS)
         row = read_row(before + b"}" if has_tokens else line)
-        if not _can_be_shown(row):
+        if not is_row(row):
             return
         split = str(row.get("split"))
         dataset = str(row.get("dataset") or "")
@@ -157,21 +155,6 @@ class Index:
             if json.dumps(text)[1:-1].lower().encode() not in head.lower():
                 return False
         return passes(self.row(number), text=text)
-
-
-def _can_be_shown(row: dict[str, Any]) -> bool:
-    """Whether the values that are shown or searched have the types that a run writes."""
-    parts, turns = row.get("parts") or {}, row.get("turn_rewards") or []
-    return (
-        is_step(row.get("step"))
-        and all(isinstance(row.get(name), str | None) for name in _TEXTS)
-        and all(value is None or is_number(value) for value in map(row.get, _NUMBERS))
-        and isinstance(row.get("group"), int | str | None)
-        and isinstance(parts, dict)
-        and all(value is None or is_number(value) for value in parts.values())
-        and isinstance(turns, list)
-        and all(map(is_number, turns))
-    )
 
 
 class Samples:

@@ -15,14 +15,19 @@ import yaml
 from torchrl_grpo.extras.view.files import (
     Tail,
     changed_at,
-    is_number,
-    is_step,
     read_row,
 )
 from torchrl_grpo.extras.view.index import Samples, Wanted
 from torchrl_grpo.extras.view.strip import strip_of
 from torchrl_grpo.extras.view.timeline import Timeline
-from torchrl_grpo.host.files import ENVIRONMENT_FILE, METRICS_FILE, load_yaml, read_inside
+from torchrl_grpo.host.files import (
+    ENVIRONMENT_FILE,
+    METRICS_FILE,
+    is_number,
+    is_step,
+    load_yaml,
+    read_inside,
+)
 from torchrl_grpo.host.text import clip, printable_lines
 from torchrl_grpo.host.trees import dotted
 from torchrl_grpo.reporting.alarms import Alarm, Alarms

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from torchrl_grpo.extras.view.files import is_number
+from torchrl_grpo.host.files import is_number
 from torchrl_grpo.host.text import printable_lines
 from torchrl_grpo.tools import parse_tool_calls
 

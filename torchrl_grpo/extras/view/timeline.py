@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchrl_grpo.extras.view.files import Tail, is_number, is_step, read_row
-from torchrl_grpo.host.files import TIMELINE_FILE
+from torchrl_grpo.extras.view.files import Tail, read_row
+from torchrl_grpo.host.files import TIMELINE_FILE, is_number, is_step
 
 _MOST_SPANS = 1500
 """Most spans to draw individually; more are summarized in columns by kind."""

@@ -9,7 +9,8 @@ of the config.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Collection, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -122,6 +123,52 @@ def check_multiple(name: str, value: int, of: int, of_what: str) -> None:
         below, above = value // max(of, 1) * of, -(-value // max(of, 1)) * of
         use = f"{below} or {above}" if 0 < below < above else f"{max(above, of, 1)}"
         raise ValueError(f"{name}={value} must be a multiple of {of_what}: use {use}.")
+
+
+def check_argument(
+    field: str, name: str, names: Collection[str], set_by: Mapping[str, str], what: str
+) -> None:
+    """Refuse a library's argument that is unknown, or that another key of the config sets.
+
+    Args:
+        field: the key of the config that has the argument, with its value.
+        name: of the argument.
+        names: all that there are.
+        set_by: the keys that set arguments, by their name.
+        what: the rule for the name.
+    """
+    if name in set_by:
+        raise ValueError(
+            f"{field} must be left out, because another key sets it: use {set_by[name]}."
+        )
+    if name not in names:
+        close = difflib.get_close_matches(name, names, 1)
+        hint = f"did you mean {close[0]}?" if close else "leave it out."
+        raise ValueError(f"{field} must be {what}: {hint}")
+
+
+def check_heads(field: str, size: int, config: Any, *, repeats: bool = False) -> None:
+    """Refuse a number of devices that a model's attention heads cannot be split over.
+
+    Args:
+        field: the key of the config that has the number.
+        size: number of devices.
+        config: the Hugging Face config of the model for text.
+        repeats: whether several devices may hold the same key and value head.
+    """
+    heads = getattr(config, "num_attention_heads", None) or 0
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+
+    def fits(number: int) -> bool:
+        shared = repeats and number % max(kv_heads, 1) == 0
+        return heads % number == 0 and (kv_heads % number == 0 or shared)
+
+    if not fits(size):
+        raise ValueError(
+            f"{field}={size} must divide the model's {heads} attention heads, and its {kv_heads} "
+            f"key and value heads{' or be a multiple of them' if repeats else ''}: use "
+            f"{max(filter(fits, range(1, size)))}."
+        )
 
 
 def check_keep(value: str | None) -> dict[str, int] | None:

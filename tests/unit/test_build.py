@@ -73,7 +73,7 @@ GOOD = json.dumps({"question": "1+1?", "answer": "It is #### 2"})
         ),
         (
             ["train_model.num_devices=64", "train_model.tensor_parallel_size=64"],
-            r"tensor_parallel_size=64 must divide the model's \d+ key and value heads: use \d+\.",
+            r"train_model\.tensor_parallel_size=64 must divide .* key and value heads: use \d+\.",
         ),
         (
             [

@@ -33,7 +33,7 @@ def test_the_arguments_read_from_the_source_are_vllms_own() -> None:
             "max_num_sequences",
             r"engine_kwargs\.max_num_sequences=1 must be an argument of .*: did you mean max_num_seqs\?",
         ),
-        ("qqq", r"engine_kwargs\.qqq=1 must be an argument of .*: see vLLM's documentation"),
+        ("qqq", r"engine_kwargs\.qqq=1 must be an argument of .*: leave it out"),
         ("dtype", r"engine_kwargs\.dtype=1 must be left out, .* use inference_model\.dtype\."),
         (
             "data_parallel_size",

@@ -24,7 +24,7 @@ from torchrl_grpo import keys
 from torchrl_grpo.assembly.algorithm import batch_transforms, make_loss
 from torchrl_grpo.assembly.memory import RunMemory, run_memory
 from torchrl_grpo.assembly.tasks import check_tests, dataset_names, make_task
-from torchrl_grpo.checks import check_multiple, check_optimizer
+from torchrl_grpo.checks import check_heads, check_multiple, check_optimizer
 from torchrl_grpo.collectors.demonstrations import Demonstrations
 from torchrl_grpo.config import GRPOConfig
 from torchrl_grpo.config.components import make_component
@@ -417,14 +417,7 @@ def _check_sharding(config: GRPOConfig, devices: int, model_config: PretrainedCo
             f"train_model.tensor_parallel_size={size} must divide the trainer's devices, which are "
             f"{devices}: use train_model.num_devices={-(-devices // size) * size}, or leave it out."
         )
-    heads: int = getattr(model_config, "num_key_value_heads", 0) or getattr(
-        model_config, "num_attention_heads", size
-    )
-    if heads % size:
-        raise ConfigError(
-            f"train_model.tensor_parallel_size={size} must divide the model's {heads} key and "
-            f"value heads: use {max(fits for fits in range(1, size) if heads % fits == 0)}."
-        )
+    check_heads("train_model.tensor_parallel_size", size, model_config)
     copies = train.replicas
     if copies > 1 and (devices % copies or size > 1):
         raise ConfigError(

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 
 class StopStrings:
@@ -124,7 +125,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
         else {part["type"]: part for part in [decoder, *decoder.get("decoders", ())]}
     )
     pieces = [b""] * (max([*tokenizer.get_vocab().values(), *added]) + 1)
-    in_bytes = _byte_level()
+    in_bytes = {character: byte for byte, character in bytes_to_unicode().items()}
     for token, token_id in tokenizer.get_vocab().items():
         if token_id in added:
             pieces[token_id] = added[token_id].encode()
@@ -137,17 +138,6 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
                 "\u2581", " "
             ).encode()  # sentencepiece's sign for a space
     return pieces
-
-
-def _byte_level() -> dict[str, int]:
-    """The characters that byte-level tokenizers write bytes as: their own where it can be seen,
-    else one after 255.
-    """
-    seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in seen]
-    return {chr(byte): byte for byte in seen} | {
-        chr(256 + i): byte for i, byte in enumerate(others)
-    }
 
 
 def _automaton(texts: Sequence[bytes]) -> np.ndarray:

@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from torchrl_grpo.checks import check_heads
 from torchrl_grpo.errors import TransferRefusedError
 from torchrl_grpo.generation.base import (
     Completion,
@@ -289,17 +290,7 @@ def check_vllm_model(config: Any, settings: VLLMSettings, *, on_cpu: bool) -> No
             f"{config.model_type}, which overflows in it: use inference_model.dtype=bfloat16 or "
             "float32."
         )
-    if heads % size or (kv_heads % size and size % kv_heads):
-        works = max(
-            fits
-            for fits in range(1, size)
-            if heads % fits == 0 and not (kv_heads % fits and fits % kv_heads)
-        )
-        raise ValueError(
-            f"inference_model.tensor_parallel_size={size} must divide the model's {heads} "
-            f"attention heads, and divide its {kv_heads} key and value heads or be a multiple of "
-            f"them: use {works}."
-        )
+    check_heads("inference_model.tensor_parallel_size", size, config, repeats=True)
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     if on_cpu and not settings.get("enforce_eager") and shutil.which(compiler) is None:
         raise ValueError(

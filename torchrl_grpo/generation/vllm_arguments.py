@@ -5,12 +5,13 @@ importing vLLM.
 from __future__ import annotations
 
 import ast
-import difflib
 from collections.abc import Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from torchrl_grpo.checks import check_argument
 
 _SET_BY = {
     "model": "model.name",
@@ -48,26 +49,14 @@ def check_engine_kwargs(arguments: Mapping[str, Any]) -> None:
         ValueError: one of them is refused.
     """
     for name, value in arguments.items():
-        given = f"inference_model.engine_kwargs.{name}={value}"
-        if name in _SET_BY:
-            raise ValueError(
-                f"{given} must be left out, because another key sets it: use {_SET_BY[name]}."
-            )
+        field = f"inference_model.engine_kwargs.{name}={value}"
         if name in _OURS:
             raise ValueError(
-                f"{given} must be left out: exact log-probs and weight updates need the package's "
+                f"{field} must be left out: exact log-probs and weight updates need the package's "
                 "own value."
             )
-        if name not in argument_names():
-            close = difflib.get_close_matches(name, argument_names(), 1)
-            hint = (
-                f"did you mean {close[0]}?"
-                if close
-                else "see vLLM's documentation of its engine arguments."
-            )
-            raise ValueError(
-                f"{given} must be an argument of the installed vLLM's EngineArgs: {hint}"
-            )
+        what = "an argument of the installed vLLM's EngineArgs"
+        check_argument(field, name, argument_names(), _SET_BY, what)
 
 
 @cache

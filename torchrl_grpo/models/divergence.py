@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from torchrl_grpo.functional import head_logits
-from torchrl_grpo.models.head import MAX_CHUNK_ELEMENTS
+from torchrl_grpo.models.head import HeadGradients, autocast_head, chunk_width, chunks_of
 
-_HELD = 4
+_ARRAYS = 4
 """Arrays of the size of a chunk that are held at once."""
 
 
@@ -55,7 +55,6 @@ class Teacher:
             first ones. width: tokens in a part. temperature: divides the logits of a head; the most
             likely tokens have it in their log-probs.
         """
-        starts = range(0, vocabulary, width)
         if self.weight_VE is None:
             log_probs, tokens = states.chunk(2, -1)
             inside = tokens.long() < vocabulary
@@ -63,28 +62,17 @@ class Teacher:
                 min=1e-9
             )
             rest = rest.log() - math.log(max(1, vocabulary - log_probs.shape[1]))
-            for start in starts:
+            for start in range(0, vocabulary, width):
                 size = min(width, vocabulary - start)
                 # One more column takes the tokens of other parts.
                 place = torch.where(inside, tokens.long() - start, size)
                 place = torch.where((place < 0) | (place > size), size, place)
                 yield rest.expand(-1, size + 1).scatter(-1, place, log_probs)[:, :size]
             return
-        lse_N = _lse(
-            self._logits(states, start, width, vocabulary, temperature) for start in starts
-        )
-        for start in starts:
-            yield self._logits(states, start, width, vocabulary, temperature).sub_(lse_N[:, None])
-
-    def _logits(
-        self, states: Tensor, start: int, width: int, vocabulary: int, temperature: float
-    ) -> Tensor:
-        assert self.weight_VE is not None
-        part = slice(start, min(start + width, vocabulary))
-        bias = None if self.bias_V is None else self.bias_V[part]
-        return head_logits(states.to(self.weight_VE.dtype), self.weight_VE[part], bias).div_(
-            temperature
-        )
+        weight = self.weight_VE[:vocabulary]
+        bias = None if self.bias_V is None else self.bias_V[:vocabulary]
+        head = (states.to(weight.dtype), weight, bias, width, temperature)
+        yield from _log_probs(_lse(_logits(*head)), *head)
 
 
 def _lse(parts: Iterator[Tensor]) -> Tensor:
@@ -133,15 +121,12 @@ class _ChunkedDivergence(torch.autograd.Function):
         width: int,
     ) -> Tensor:
         ctx.teacher, ctx.temperature, ctx.width = teacher, temperature, width
-        lse_N = _lse(_logits(hidden_ND, weight_VD, bias_V, width, temperature))
+        head = (hidden_ND, weight_VD, bias_V, width, temperature)
+        lse_N = _lse(_logits(*head))
         total_N, slope_N = torch.zeros_like(lse_N), torch.zeros_like(lse_N)
-        pairs = zip(
-            _logits(hidden_ND, weight_VD, bias_V, width, temperature),
-            teacher.chunks(states, len(weight_VD), width, temperature),
-            strict=True,
-        )
-        for logits, log_q in pairs:
-            terms, slope = divergence_terms(logits.sub_(lse_N[:, None]), log_q, teacher.beta)
+        others = teacher.chunks(states, len(weight_VD), width, temperature)
+        for log_p, log_q in zip(_log_probs(lse_N, *head), others, strict=True):
+            terms, slope = divergence_terms(log_p, log_q, teacher.beta)
             total_N, slope_N = total_N + terms, slope_N + slope.sum(-1)
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, states, lse_N, slope_N)
         return total_N
@@ -149,54 +134,34 @@ class _ChunkedDivergence(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor | None, ...]:
         hidden_ND, weight_VD, bias_V, states, lse_N, slope_N = ctx.saved_tensors
-        teacher, width = ctx.teacher, ctx.width
-        grad_hidden = (
-            torch.zeros_like(hidden_ND, dtype=lse_N.dtype) if ctx.needs_input_grad[0] else None
-        )
-        grad_weight = torch.empty_like(weight_VD) if ctx.needs_input_grad[1] else None
-        grad_bias = torch.empty_like(bias_V) if ctx.needs_input_grad[2] else None
-        pairs = zip(
-            _logits(hidden_ND, weight_VD, bias_V, width, ctx.temperature),
-            teacher.chunks(states, len(weight_VD), width, ctx.temperature),
+        gradients = HeadGradients(ctx, hidden_ND, weight_VD, bias_V, lse_N.dtype)
+        head = (hidden_ND, weight_VD, bias_V, ctx.width, ctx.temperature)
+        chunks = zip(
+            chunks_of(weight_VD, bias_V, ctx.width),
+            _log_probs(lse_N, *head),
+            ctx.teacher.chunks(states, len(weight_VD), ctx.width, ctx.temperature),
             strict=True,
         )
-        for number, (logits, log_q) in enumerate(pairs):
-            part = slice(number * width, number * width + logits.shape[1])
-            log_p = logits.sub_(lse_N[:, None])
-            _, slope = divergence_terms(log_p, log_q, teacher.beta)
-            grad = slope.sub_(log_p.exp_().mul_(slope_N[:, None])).mul_(
-                grad_N[:, None] / ctx.temperature
-            )
-            if grad_bias is not None:
-                grad_bias[part] = grad.sum(0)
-            grad = grad.to(hidden_ND.dtype)
-            if grad_weight is not None:
-                torch.mm(grad.T, hidden_ND, out=grad_weight[part])
-            if grad_hidden is not None:
-                grad_hidden += grad @ weight_VD[part]
-        if grad_hidden is not None:
-            grad_hidden = grad_hidden.to(hidden_ND.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+        for (part, weight, _), log_p, log_q in chunks:
+            _, slope = divergence_terms(log_p, log_q, ctx.teacher.beta)
+            grad = slope.sub_(log_p.exp_().mul_(slope_N[:, None]))
+            grad = gradients.add(part, grad.mul_(grad_N[:, None] / ctx.temperature))
+            if gradients.hidden is not None:
+                gradients.hidden += grad @ weight
+        return *gradients.result(), None, None, None, None
 
 
 def _logits(
     hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, width: int, temperature: float
 ) -> Iterator[Tensor]:
-    """Yield the logits of the policy part by part, [N, width] float32 or wider."""
-    for start in range(0, len(weight_VD), width):
-        part = slice(start, start + width)
-        yield head_logits(
-            hidden_ND, weight_VD[part], None if bias_V is None else bias_V[part]
-        ).div_(temperature)
+    """Yield the logits of a head chunk by chunk, [N, width] float32 or wider."""
+    for _, weight, bias in chunks_of(weight_VD, bias_V, width):
+        yield head_logits(hidden_ND, weight, bias).div_(temperature)
 
 
-def _width(hidden_ND: Tensor, vocabulary: int, most: int | None) -> int:
-    """Tokens in a part of the vocabulary; the parts are of equal size."""
-    limit = (
-        most or MAX_CHUNK_ELEMENTS.get(hidden_ND.device.type, MAX_CHUNK_ELEMENTS["other"])
-    ) // _HELD
-    chunks = -(-vocabulary // max(1, limit // max(1, len(hidden_ND))))
-    return -(-vocabulary // chunks)
+def _log_probs(lse_N: Tensor, *head: Any) -> Iterator[Tensor]:
+    """Yield the log-probs of a head (arguments of ``_logits``) whose normalizer is known."""
+    return (logits.sub_(lse_N[:, None]) for logits in _logits(*head))
 
 
 def chunked_divergence(
@@ -221,18 +186,13 @@ def chunked_divergence(
     Returns:
         [N] in nats, float32 (float64 for float64 input), differentiable.
     """
-    device_type = hidden_ND.device.type
-    if torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
-        hidden_ND, weight_VD = hidden_ND.to(dtype), weight_VD.to(dtype)
-        bias_V = None if bias_V is None else bias_V.to(dtype)
-    if teacher.weight_VE is not None and len(teacher.weight_VE) < len(
-        weight_VD
-    ):  # rows that no token has
+    hidden_ND, weight_VD, bias_V = autocast_head(hidden_ND, weight_VD, bias_V)
+    if teacher.weight_VE is not None and len(teacher.weight_VE) < len(weight_VD):
+        # Rows that no token has.
         weight_VD = weight_VD[: len(teacher.weight_VE)]
         bias_V = None if bias_V is None else bias_V[: len(teacher.weight_VE)]
-    width = _width(hidden_ND, len(weight_VD), max_chunk_elements)
-    with torch.autocast(device_type, enabled=False):
+    width = chunk_width(hidden_ND, len(weight_VD), max_chunk_elements, _ARRAYS)
+    with torch.autocast(hidden_ND.device.type, enabled=False):
         divergence: Tensor = _ChunkedDivergence.apply(
             hidden_ND, weight_VD, bias_V, states, teacher, temperature, width
         )
@@ -258,20 +218,15 @@ def likely_tokens(
         bias_V: [V] or None.
         temperature: the logits are divided by it; more than 0.
     """
-    width = _width(hidden_NE, len(weight_VE), None)
-    parts = list(_likely_of(_logits(hidden_NE, weight_VE, bias_V, width, temperature), k))
-    logits, tokens = (torch.cat([part[index] for part in parts], -1) for index in (1, 2))
-    best, place = logits.topk(min(k, logits.shape[1]), -1)
-    lse_N = torch.stack([part[0] for part in parts]).logsumexp(0)
-    return torch.cat([best - lse_N[:, None], tokens.gather(-1, place)], -1).float()
-
-
-def _likely_of(parts: Iterator[Tensor], k: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield for each part of the vocabulary its normalizer [N], its largest logits and their
-    tokens, [N, K] each.
-    """
-    start = 0
-    for logits in parts:
+    width = chunk_width(hidden_NE, len(weight_VE), arrays=_ARRAYS)
+    normalizers, likely_logits, likely_ids = [], [], []
+    for number, logits in enumerate(_logits(hidden_NE, weight_VE, bias_V, width, temperature)):
         best, place = logits.topk(min(k, logits.shape[1]), -1)
-        yield logits.logsumexp(-1), best, place + start
-        start += logits.shape[1]
+        normalizers.append(logits.logsumexp(-1))
+        likely_logits.append(best)
+        likely_ids.append(place + number * width)
+    candidates = torch.cat(likely_logits, -1)
+    best, place = candidates.topk(min(k, candidates.shape[1]), -1)
+    tokens = torch.cat(likely_ids, -1).gather(-1, place)
+    lse_N = torch.stack(normalizers).logsumexp(0)
+    return torch.cat([best - lse_N[:, None], tokens], -1).float()

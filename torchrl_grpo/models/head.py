@@ -29,10 +29,90 @@ accelerator busy.
 """
 
 
+def chunk_width(
+    hidden_ND: Tensor, vocabulary: int, max_elements: int | None = None, arrays: int = 1
+) -> int:
+    """Return the tokens in a chunk of the vocabulary; the chunks are of equal size.
+
+    Args:
+        hidden_ND: [N, D].
+        vocabulary: number of tokens.
+        max_elements: bound on the numbers held at once; by default ``MAX_CHUNK_ELEMENTS``.
+        arrays: how many arrays of the size of a chunk are held at once.
+    """
+    default = MAX_CHUNK_ELEMENTS.get(hidden_ND.device.type, MAX_CHUNK_ELEMENTS["other"])
+    limit = (max_elements or default) // arrays
+    chunks = -(-vocabulary // max(1, limit // max(1, len(hidden_ND))))
+    return -(-vocabulary // chunks)
+
+
+def chunks_of(
+    weight_VD: Tensor, bias_V: Tensor | None, width: int
+) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+    """Yield the chunks of a vocabulary, each with its part of the LM head's weight and bias."""
+    for start in range(0, len(weight_VD), width):
+        part = slice(start, start + width)
+        yield part, weight_VD[part], None if bias_V is None else bias_V[part]
+
+
+def autocast_head(
+    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return an LM head and its input in the dtype of autocast, if it is enabled."""
+    device_type = hidden_ND.device.type
+    if not torch.is_autocast_enabled(device_type):
+        return hidden_ND, weight_VD, bias_V
+    dtype = torch.get_autocast_dtype(device_type)
+    bias_V = None if bias_V is None else bias_V.to(dtype)
+    return hidden_ND.to(dtype), weight_VD.to(dtype), bias_V
+
+
+class HeadGradients:
+    """Gradients of an LM head and its input, computed chunk by chunk of the vocabulary.
+
+    Args:
+        ctx: of an autograd function whose first three inputs are the others.
+        hidden_ND: [N, D].
+        weight_VD: [V, D].
+        bias_V: [V] or None.
+        dtype: in which the gradient of the input is summed.
+    """
+
+    def __init__(
+        self,
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        dtype: torch.dtype,
+    ) -> None:
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        self._input = hidden_ND
+        self.hidden = torch.zeros_like(hidden_ND, dtype=dtype) if needs_hidden else None
+        self._weight = torch.empty_like(weight_VD) if needs_weight else None
+        self._bias = torch.empty_like(bias_V) if needs_bias and bias_V is not None else None
+
+    def add(self, part: slice, grad: Tensor) -> Tensor:
+        """Write the chunk's gradient of weight and bias; return that of its logits in the dtype of
+        the input.
+        """
+        if self._bias is not None:
+            self._bias[part] = grad.sum(0)
+        grad = grad.to(self._input.dtype)
+        if self._weight is not None:
+            torch.mm(grad.T, self._input, out=self._weight[part])
+        return grad
+
+    def result(self) -> tuple[Tensor | None, ...]:
+        """Return the gradients of input, weight and bias; None where none is needed."""
+        hidden = None if self.hidden is None else self.hidden.to(self._input.dtype)
+        return hidden, self._weight, self._bias
+
+
 def _chunk_logits(
     hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, scale: float
 ) -> Tensor:
-    """Logits of a part of the vocabulary in float32 (or wider), divided by the temperature."""
+    """Logits of a chunk of the vocabulary in float32 (or wider), divided by the temperature."""
     logits = head_logits(hidden_ND, weight_VD, bias_V)
     return logits if scale == 1.0 else logits.mul_(scale)
 
@@ -77,16 +157,13 @@ class _ChunkedLogProb(torch.autograd.Function):
         most_N = torch.full(targets_N.shape, -math.inf, dtype=dtype, device=hidden_ND.device)
         total_N, weighted_N, logit_N = (torch.zeros_like(most_N) for _ in range(3))
         exact_N = _target_logits(hidden_ND, weight_VD, bias_V, targets_N, scale)
-        for start in range(0, len(weight_VD), width):
-            part = slice(start, start + width)
-            logits = _chunk_logits(
-                hidden_ND, weight_VD[part], None if bias_V is None else bias_V[part], scale
-            )
+        for part, weight, bias in chunks_of(weight_VD, bias_V, width):
+            logits = _chunk_logits(hidden_ND, weight, bias, scale)
             if exact_N is None:
-                index, inside = _place(targets_N, start, logits.shape[1])
+                index, inside = _place(targets_N, part.start, logits.shape[1])
                 logit_N += logits.gather(-1, index).squeeze(-1) * inside
             else:
-                _put(logits, targets_N, start, exact_N, width >= len(weight_VD))
+                _put(logits, targets_N, part.start, exact_N)
             new_N = torch.maximum(most_N, logits.amax(-1))
             exps, shrink_N = (logits - new_N[:, None]).exp_(), (most_N - new_N).exp_()
             total_N = total_N * shrink_N + exps.sum(-1)
@@ -105,21 +182,16 @@ class _ChunkedLogProb(torch.autograd.Function):
         ctx: Any, grad_log_prob_N: Tensor | None, grad_entropy_N: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         hidden_ND, weight_VD, bias_V, targets_N, lse_N, entropy_N, exact_N = ctx.saved_tensors
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         if grad_log_prob_N is None:
             if grad_entropy_N is None:
                 return (None,) * 6
             grad_log_prob_N = torch.zeros_like(grad_entropy_N)
-        grad_hidden = torch.zeros_like(hidden_ND, dtype=lse_N.dtype) if needs_hidden else None
-        grad_weight = torch.empty_like(weight_VD) if needs_weight else None
-        grad_bias = torch.empty_like(bias_V) if needs_bias else None
+        gradients = HeadGradients(ctx, hidden_ND, weight_VD, bias_V, lse_N.dtype)
         slope = grad_log_prob_N[:, None] * -ctx.scale
-        for start in range(0, len(weight_VD), ctx.width):
-            part = slice(start, start + ctx.width)
-            bias = None if bias_V is None else bias_V[part]
-            log_p = _chunk_logits(hidden_ND, weight_VD[part], bias, ctx.scale)
+        for part, weight, bias in chunks_of(weight_VD, bias_V, ctx.width):
+            log_p = _chunk_logits(hidden_ND, weight, bias, ctx.scale)
             if exact_N is not None:
-                _put(log_p, targets_N, start, exact_N, ctx.width >= len(weight_VD))
+                _put(log_p, targets_N, part.start, exact_N)
             log_p.sub_(lse_N[:, None])
             # Times the temperature: dlogp(y)/dlogit = onehot(y) - p;  dH/dlogit = -p (log p + H)
             if grad_entropy_N is None:
@@ -130,30 +202,20 @@ class _ChunkedLogProb(torch.autograd.Function):
                     slope
                 )
                 grad = prob.mul_(log_p)
-            index, inside = _place(targets_N, start, grad.shape[1])
-            grad = grad.scatter_add_(-1, index, -slope * inside[:, None])
-            if grad_bias is not None:
-                grad_bias[part] = grad.sum(0)
-            grad = grad.to(hidden_ND.dtype)
-            if grad_weight is not None:
-                torch.mm(grad.T, hidden_ND, out=grad_weight[part])
-            if grad_hidden is not None and grad_hidden.dtype == grad.dtype:
-                grad_hidden.addmm_(grad, weight_VD[part])
-            elif grad_hidden is not None:
-                grad_hidden += grad @ weight_VD[part]
-        if grad_hidden is not None:
-            grad_hidden = grad_hidden.to(hidden_ND.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None
+            index, inside = _place(targets_N, part.start, grad.shape[1])
+            grad = gradients.add(part, grad.scatter_add_(-1, index, -slope * inside[:, None]))
+            if gradients.hidden is not None and gradients.hidden.dtype == grad.dtype:
+                gradients.hidden.addmm_(grad, weight)
+            elif gradients.hidden is not None:
+                gradients.hidden += grad @ weight
+        return *gradients.result(), None, None, None
 
 
-def _put(logits: Tensor, targets_N: Tensor, start: int, exact_N: Tensor, whole: bool) -> None:
-    """Write the logits of targets within a chunk of the vocabulary, which may be all of it."""
-    if whole:
-        logits.scatter_(-1, targets_N[:, None], exact_N[:, None])
-        return
-    place = targets_N - start
-    rows = ((place >= 0) & (place < logits.shape[1])).nonzero().squeeze(-1)
-    logits[rows, place[rows]] = exact_N[rows]
+def _put(logits: Tensor, targets_N: Tensor, start: int, exact_N: Tensor) -> None:
+    """Write the logits of targets within a chunk of the vocabulary."""
+    index, inside = _place(targets_N, start, logits.shape[1])
+    values = torch.where(inside[:, None], exact_N[:, None], logits.gather(-1, index))
+    logits.scatter_(-1, index, values)
 
 
 def _place(targets_N: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
@@ -184,15 +246,9 @@ def chunked_log_probs(
     Returns: log-probs [N] and entropies [N] in nats, float32 (float64 for float64 input),
         differentiable.
     """
-    device_type = hidden_ND.device.type
-    if torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
-        hidden_ND, weight_VD = hidden_ND.to(dtype), weight_VD.to(dtype)
-        bias_V = None if bias_V is None else bias_V.to(dtype)
-    limit = max_chunk_elements or MAX_CHUNK_ELEMENTS.get(device_type, MAX_CHUNK_ELEMENTS["other"])
-    chunks = -(-weight_VD.shape[0] // max(1, limit // max(1, len(targets_N))))
-    width = -(-weight_VD.shape[0] // chunks)  # chunks of equal size
-    with torch.autocast(device_type, enabled=False):
+    hidden_ND, weight_VD, bias_V = autocast_head(hidden_ND, weight_VD, bias_V)
+    width = chunk_width(hidden_ND, len(weight_VD), max_chunk_elements)
+    with torch.autocast(hidden_ND.device.type, enabled=False):
         return _ChunkedLogProb.apply(
             hidden_ND, weight_VD, bias_V, targets_N, 1.0 / temperature, width
         )
@@ -280,9 +336,8 @@ def tied_rows(embedding: nn.Embedding, once_R: Tensor, place_N: Tensor) -> Itera
     """
     for_embedding, for_head = _Tied.apply(embedding.weight)
 
-    def rows(module: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> Tensor:
-        taken: Tensor = _Rows.apply(for_embedding, given[0], once_R, place_N, embedding.padding_idx)
-        return taken
+    def rows(module: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> Any:
+        return _Rows.apply(for_embedding, inputs[0], once_R, place_N, embedding.padding_idx)
 
     with embedding.register_forward_hook(rows, prepend=True):
         yield for_head

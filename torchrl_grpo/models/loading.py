@@ -4,7 +4,6 @@ that come after.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -31,6 +30,7 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from torchrl_grpo.chat.template import render_chat
+from torchrl_grpo.checks import check_argument
 from torchrl_grpo.models.memory import Shape, shape_of_config
 from torchrl_grpo.starter import starter_path
 
@@ -121,20 +121,10 @@ def check_model_kwargs(arguments: Mapping[str, Any], config: PretrainedConfig) -
         ValueError: one of them is refused.
     """
     names = sorted({*_ARGUMENTS, *config.to_dict()} - {"quantization_config"})
+    what = f"a field of the model's config.json or one of {', '.join(_ARGUMENTS)}"
     for name, value in arguments.items():
-        given = f"train_model.model_kwargs.{name}={value}"
-        if name in _ARGUMENTS_SET_BY:
-            raise ValueError(
-                f"{given} must be left out, because another key sets it: use "
-                f"{_ARGUMENTS_SET_BY[name]}."
-            )
-        if name not in names:
-            close = difflib.get_close_matches(name, names, 1)
-            hint = f"did you mean {close[0]}?" if close else "leave it out."
-            raise ValueError(
-                f"{given} must be a field of the model's config.json or one of "
-                f"{', '.join(_ARGUMENTS)}: {hint}"
-            )
+        field = f"train_model.model_kwargs.{name}={value}"
+        check_argument(field, name, names, _ARGUMENTS_SET_BY, what)
 
 
 def load_config(

@@ -52,23 +52,28 @@ def shape_of_config(config: Any) -> Shape:
     Raises:
         AttributeError: the config lacks a size.
     """
+
+    def size(name: str, default: int) -> int:
+        return int(getattr(config, name, None) or default)
+
     hidden, layers = int(config.hidden_size), int(config.num_hidden_layers)
-    heads = int(getattr(config, "num_attention_heads", None) or 1)
-    width = getattr(config, "head_dim", None) or hidden // heads
-    query_width, kv_width = (
-        width * heads,
-        width * (getattr(config, "num_key_value_heads", None) or heads),
-    )
-    experts = getattr(config, "num_experts", None) or 1
-    used = getattr(config, "num_experts_per_tok", None) or 1
-    expert = (getattr(config, "moe_intermediate_size", None) if experts > 1 else None) or getattr(
-        config, "intermediate_size", None
-    )
-    inner, tied = int(expert or 4 * hidden), bool(getattr(config, "tie_word_embeddings", False))
-    family, head = getattr(config, "model_type", ""), int(config.vocab_size) * hidden
-    small = {"qwen2": query_width + 2 * kv_width, "qwen3": 2 * width, "qwen3_moe": 2 * width}.get(
-        family, 0
-    )
+    heads = size("num_attention_heads", 1)
+    width = size("head_dim", hidden // heads)
+    query_width = width * heads
+    kv_width = width * size("num_key_value_heads", heads)
+    experts = size("num_experts", 1)
+    inner = size("intermediate_size", 4 * hidden)
+    if experts > 1:
+        inner = size("moe_intermediate_size", inner)
+    used = size("num_experts_per_tok", 1)
+    head = int(config.vocab_size) * hidden
+    tied = bool(getattr(config, "tie_word_embeddings", False))
+    outside_of_projections = {
+        "qwen2": query_width + 2 * kv_width,
+        "qwen3": 2 * width,
+        "qwen3_moe": 2 * width,
+    }
+    small = outside_of_projections.get(getattr(config, "model_type", ""), 0)
     attention = 2 * hidden * (query_width + kv_width)
     routing = experts * hidden if experts > 1 else 0
     layer = attention + small + routing + 3 * experts * hidden * inner + 2 * hidden

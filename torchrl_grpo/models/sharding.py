@@ -44,6 +44,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from torchrl_grpo.checks import check_heads
 from torchrl_grpo.models.loading import base_model_of
 
 WEIGHTS = "weights/"
@@ -270,13 +271,7 @@ def _split_layers(base: Any, mesh: DeviceMesh, *, adapters: bool) -> None:
             f"{field} must be 1 for {type(base).__name__}, which has no plan for splitting its "
             "layers."
         )
-    config = base.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    if heads % mesh.size():
-        fits = ", ".join(str(size) for size in range(1, mesh.size()) if heads % size == 0)
-        raise ValueError(
-            f"{field} must divide the model's {heads} key and value heads: use {fits}."
-        )
+    check_heads("tensor_parallel_size", mesh.size(), base.config.get_text_config())
     apply_tensor_parallelism(base, mesh, plan)
 
 

@@ -21,7 +21,7 @@ class KeepingTask(Task):
     """
 
     name = "keeping"
-    opens = True
+    is_stateful = True
     multi_turn = True
 
     def __init__(

@@ -366,7 +366,7 @@ def test_a_prompt_is_shown_as_the_model_gets_it_with_counts() -> None:
     assert (
         first == "4,096 training problems, 14 test problems; the first prompt as the model sees it:"
     )
-    Console(file=file, width=40).problems(7, 0, "<|user|>", opens=True)
+    Console(file=file, width=40).problems(7, 0, "<|user|>", is_stateful=True)
     assert file.getvalue().endswith(
         "problems; the first prompt before its environment or agent speaks:\n<|user|>\n"
     )

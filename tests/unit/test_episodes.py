@@ -386,7 +386,7 @@ def kinds(path: Path) -> list[Task]:
 @pytest.mark.parametrize("number", range(6))
 def test_what_wraps_a_task_hands_opening_turns_and_closing_on(path: Path, number: int) -> None:
     task = kinds(path)[number]
-    assert task.opens
+    assert task.is_stateful
     problem = Problem("a", "a", dataset="kept")
     chat: list[Message] = [{"role": "user", "content": "a"}]
     [opened] = task.advance([Dialog(problem, [], chat, last=False, episode="e")])

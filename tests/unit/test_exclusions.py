@@ -76,13 +76,20 @@ def test_a_group_size_of_demonstrations_that_was_given_is_refused() -> None:
 
 
 class Kept(Task):
-    name, opens = "kept", True
+    name, is_stateful = "kept", True
 
     def problems(self, split: str) -> list[Problem]:
         return [Problem("a", "b")]
 
     def score(self, problem: Problem, responses: list[str]) -> Score:
         return Score(0.0, False)
+
+
+def test_a_task_that_sets_opens_is_told_of_is_stateful() -> None:
+    with pytest.raises(ValueError, match=r"Old\.opens .*is_stateful"):
+        type("Old", (Kept,), {"opens": True})
+    with pytest.raises(ValueError, match=r"Kept\.opens .*is_stateful"):
+        Kept().opens = True
 
 
 def test_transforms_beside_a_task_that_keeps_dialogs() -> None:

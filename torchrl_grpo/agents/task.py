@@ -221,7 +221,7 @@ class WithAgent(WrappedTask):
     def __init__(self, task: Task, program: Program, parser: Parser = parse_tool_calls) -> None:
         super().__init__(task)
         self.program, self.parser = program, parser
-        self.opens, self.at_a_time, self.has_parts = True, _AT_A_TIME, True
+        self.is_stateful, self.at_a_time, self.has_parts = True, _AT_A_TIME, True
         self._server: Server | None = None
         self._episodes: dict[str, _Episode] = {}
         self._keys: dict[str, _Episode] = {}

@@ -164,7 +164,7 @@ def prepare(
         engine_class(inference.backend).check(request)
         if not config.only_evaluates:
             _check_served_teacher(config, max_dialog_tokens + inference.max_new_tokens)
-        workers = env.reward_workers or (1 if env.tools or task.opens else 0)
+        workers = env.reward_workers or (1 if env.tools or task.is_stateful else 0)
         reward_pool = RewardPool(task, workers, timeout_s=env.reward_timeout_s) if workers else None
         make = partial(
             LLMEnv,

@@ -273,7 +273,10 @@ def build(
         [prompt] = train.prompts.first(1)
         tested = 0 if test is None else test.batch_size[0]
         console.problems(
-            train.num_problems, tested, train.tokenizer.decode(prompt), opens=train.task.opens
+            train.num_problems,
+            tested,
+            train.tokenizer.decode(prompt),
+            is_stateful=train.task.is_stateful,
         )
         finished = (
             resume is not None and not config.only_evaluates and resume.step >= config.num_batches

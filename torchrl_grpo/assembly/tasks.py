@@ -96,7 +96,7 @@ def make_task(
     _check_parts(
         env, data.tasks if isinstance(data, MixedTask) and not played else {task.name: task}
     )
-    if task.opens and env.transforms:
+    if task.is_stateful and env.transforms:
         raise ValueError(
             f"env.transforms={list(env.transforms)} must be left out with task {task.name!r}, "
             "which keeps something of a dialog between its turns: let the task itself answer."

@@ -110,8 +110,9 @@ class ChatEncoder:
         tokenizer: with a chat template.
         arguments: further ones of the template.
 
-    Attributes: control: the control tokens, as text. One of a single character cannot be told from
-        text, and is not among them.
+    Attributes:
+        control: the control tokens, as text. One of a single character cannot be told from text,
+            and is not among them.
 
     >>> from transformers import AutoTokenizer
     >>> from torchrl_grpo.starter import starter_path
@@ -173,9 +174,9 @@ class ChatEncoder:
             chat: messages.
             **arguments: of the template, in addition to those given to the constructor.
 
-        Raises: ValueError: the template raises, whatever it is, or leaves the tools out; or the
-            messages are nested too
-                deeply.
+        Raises:
+            ValueError: the template raises, whatever it is, or leaves the tools out; or the
+                messages are nested too deeply.
         """
         return self.render_turns(chat, len(chat), **arguments)[0]
 
@@ -185,9 +186,10 @@ class ChatEncoder:
         """Return what ``render`` does, and the assistant's spans by the template's ``generation``
         markers.
 
-        Args: chat: messages. own: number of messages after which the assistant's are as the policy
-            writes them: there control tokens are
-                control tokens.
+        Args:
+            chat: messages.
+            own: number of messages after which the assistant's are as the policy writes them: there
+                control tokens are control tokens.
             **arguments: of ``render``.
         """
         try:
@@ -382,9 +384,10 @@ class TurnTemplate:
     def tokens(self, messages: Sequence[Message], response: Sequence[int]) -> Tensor:
         """Return the tokens between two turns, [T] int64.
 
-        Args: messages: such as a user's turn or the results of tools. response: the tokens that the
-            policy sampled before. Where it sampled the token that ends its turn, the
-                template does not write it a second time.
+        Args:
+            messages: such as a user's turn or the results of tools.
+            response: the tokens that the policy sampled before. Where it sampled the token that
+                ends its turn, the template does not write it a second time.
 
         Raises:
             ValueError: the template leaves a text out, or refuses such messages.

@@ -104,8 +104,9 @@ class ChatWriter:
             most: tokens of a turn.
             longest: tokens of the chat.
 
-        Raises: ValueError: the template leaves something out, or does not write the chat after its
-            prompt.
+        Raises:
+            ValueError: the template leaves something out, or does not write the chat after its
+                prompt.
         """
         head, text, spans = self.render(prompt, rest, tools)
         [before] = self._chats.encode([head])

@@ -32,9 +32,11 @@ class Evaluator:
         greedy_env: an ``LLMEnv`` over the test split with ``repeats=1``, one row a problem.
         sampled_env: one with ``repeats=k`` over the same problems, or None without pass@k.
 
-    Keyword Args: params: how responses are sampled for pass@k; greedy takes the same but for the
-        temperature. further: data sets that are test sets of their own: what is said of the test
-        split leaves them out. rows: the first problems of which there are sample rows; None is all.
+    Keyword Args:
+        params: how responses are sampled for pass@k; greedy takes the same but for the temperature.
+        further: data sets that are test sets of their own: what is said of the test split leaves
+            them out.
+        rows: the first problems of which there are sample rows; None is all.
     """
 
     def __init__(
@@ -62,7 +64,8 @@ class Evaluator:
         Args:
             sampled: whether pass@k is measured too.
 
-        Returns: ``eval/pass@1`` in [0, 1] and ``eval/reward_mean``, both over the valid rewards,
+        Returns:
+            ``eval/pass@1`` in [0, 1] and ``eval/reward_mean``, both over the valid rewards,
             ``eval/invalid_fraction`` in [0, 1], ``eval/response_length`` in tokens,
             ``eval/truncated`` in [0, 1] and, if asked for, ``eval/pass@k`` and
             ``eval/invalid_fraction@k``; the same with ``/name`` for each data set by name; and a

@@ -65,10 +65,10 @@ class RolloutCollector(BaseCollector):
         env: an ``LLMEnv``, possibly in a ``TransformedEnv``.
         policy: samples the responses; its engine takes the weights.
 
-    Keyword Args: dialog_turns_per_batch: a batch is made of whole rollouts until it has at least so
-        many trajectories. A dialog
-            counts once, however many turns it has. None is one rollout, ``num_envs`` trajectories.
-            The config's ``train.dialog_turns_per_batch`` is this.
+    Keyword Args:
+        dialog_turns_per_batch: a batch is made of whole rollouts until it has at least so many
+            trajectories. A dialog counts once, however many turns it has. None is one rollout,
+            ``num_envs`` trajectories. The config's ``train.dialog_turns_per_batch`` is this.
         total_dialog_turns: iteration ends when so many trajectories were yielded; -1 never ends.
             The config's ``train.total_dialog_turns`` is this. (TorchRL's counts the turns within a
             dialog too.)
@@ -78,9 +78,10 @@ class RolloutCollector(BaseCollector):
         **others: what TorchRL's ``LLMCollector`` takes beyond that, where it says what is so
             anyway.
 
-    Raises: ValueError: a number is out of its range, or the environment or the policy is of another
-        kind. TypeError: an argument is TorchRL's and asks for something that this collector does
-        not do.
+    Raises:
+        ValueError: a number is out of its range, or the environment or the policy is of another
+            kind.
+        TypeError: an argument is TorchRL's and asks for something that this collector does not do.
 
     Examples:
         >>> from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -175,16 +176,19 @@ class RolloutCollector(BaseCollector):
     def rollout(self, drawn: Sequence[Drawn] = ()) -> TensorDictBase:
         """Plays one batch.
 
-        Args: drawn: the groups to play, as many as the environment has room for; without them the
-            environment draws.
+        Args:
+            drawn: the groups to play, as many as the environment has room for; without them the
+                environment draws.
 
-        Returns: flat lazy stack of trajectories with the keys of ``torchrl_grpo.keys``;
-            ``"advantage"`` and ``("next", "ref_log_probs", "full")`` are there only if a transform
-            of the environment writes them.
+        Returns:
+            flat lazy stack of trajectories with the keys of ``torchrl_grpo.keys``; ``"advantage"``
+            and ``("next", "ref_log_probs", "full")`` are there only if a transform of the
+            environment writes them.
 
-        Raises: RuntimeError: the collector is shut down, or a later turn did not keep the tokens of
-            an earlier one. ValueError: a prompt leaves no room for one token in the model's
-            context.
+        Raises:
+            RuntimeError: the collector is shut down, or a later turn did not keep the tokens of an
+                earlier one.
+            ValueError: a prompt leaves no room for one token in the model's context.
         """
         if self._closed:
             raise RuntimeError("the collector was shut down and cannot play: build a new one.")
@@ -246,7 +250,7 @@ class RolloutCollector(BaseCollector):
             copy(self.policy),
             self.policy.on_response,
         )  # others may share it at the same time
-        if env.task.opens:
+        if env.task.is_stateful:
             policy.cut = self._cut
 
         def receive(row: int, done: Completion) -> None:
@@ -288,13 +292,15 @@ class RolloutCollector(BaseCollector):
         """Give the engine new weights. No rollout is in progress, so all tokens of the next one
         come from them.
 
-        Args: weights: a model, its state dict, or pairs (name in the Hugging Face checkpoint,
-            tensor), every parameter
-                once.
+        Args:
+            weights: a model, its state dict, or pairs (name in the Hugging Face checkpoint,
+                tensor), every parameter once.
             version: the engine's new ``policy_version``; by default the next one.
 
-        Raises: TypeError: there are no weights. RuntimeError: a name is unknown or missing, or a
-            shape differs; the engine then keeps its version.
+        Raises:
+            TypeError: there are no weights.
+            RuntimeError: a name is unknown or missing, or a shape differs; the engine then keeps
+                its version.
         """
         if weights is None:
             raise TypeError(
@@ -389,16 +395,18 @@ def _trajectories(
 ) -> Sequence[TensorDictBase]:
     """Return the rows of the last transition with the token entries of all turns.
 
-    Args: last: [B] the last transition; rows that were done before it repeat their outcome. turns:
-        for each row, its turns. transcripts: for each row, the text of its dialog, by the number of
-        the sample. errors: for each row, why its reward is not valid; empty where it is. rewards:
-        for each row, what the task gave to its turns, as part of the reward of the last one; None
-        where it
-            gave nothing.
+    Args:
+        last: [B] the last transition; rows that were done before it repeat their outcome.
+        turns: for each row, its turns.
+        transcripts: for each row, the text of its dialog, by the number of the sample.
+        errors: for each row, why its reward is not valid; empty where it is.
+        rewards: for each row, what the task gave to its turns, as part of the reward of the last
+            one; None where it gave nothing.
         samples: for each row, the sample that each of its turns is of, by number; -1 is none.
 
-    Returns: of each row, its samples in the order in which they ended: the last one has the reward
-        and is done.
+    Returns:
+        of each row, its samples in the order in which they ended: the last one has the reward and
+        is done.
 
     Raises:
         RuntimeError: a later turn did not keep the tokens of an earlier one.

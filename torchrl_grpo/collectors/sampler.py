@@ -108,11 +108,12 @@ class Sampler:
         params: how training samples are drawn, for ``probe``.
         probe_prompts: prompts for ``probe``, [T] int64 each.
 
-    Keyword Args: groups_at_a_time: most groups that are played at a time; a task with more is
-        played in several rounds. overlapping: whether several threads play tasks at a time. sleeps:
-        whether the engine shares its device with the other roles, which have it while the engine
-        plays nothing:
-            it sleeps after each task, and when ``sleep`` says so.
+    Keyword Args:
+        groups_at_a_time: most groups that are played at a time; a task with more is played in
+            several rounds.
+        overlapping: whether several threads play tasks at a time.
+        sleeps: whether the engine shares its device with the other roles, which have it while the
+            engine plays nothing: it sleeps after each task, and when ``sleep`` says so.
         reward_pool: scores for all environments, and is closed with the sampler; None where they
             score themselves.
         demonstrations: give each group one of its problem, beside what is sampled; None gives none.
@@ -273,9 +274,10 @@ def has_variance(rows: Iterable[TensorDictBase]) -> bool:
     """Whether the valid rewards of one group differ, so that its advantages are not all 0 (arXiv
     2503.14476, section 3.2).
 
-    Args: rows: the sequences of the group (a list or a batch), with ``("next", "reward")``, and
-        ``"reward_valid"`` where
-            not all of them are valid. It is the task's reward that counts, not the shaped one.
+    Args:
+        rows: the sequences of the group (a list or a batch), with ``("next", "reward")``, and
+            ``"reward_valid"`` where not all of them are valid. It is the task's reward that counts,
+            not the shaped one.
     """
     return len({row.get(keys.REWARD).item() for row in rows if _is_valid(row) and _ends(row)}) > 1
 

@@ -33,8 +33,10 @@ def rollout_metrics(batch: TensorDictBase, *, sampled: bool = True) -> dict[str,
 
     Several samples of a trajectory are one sequence, as long as all of them together.
 
-    Args: batch: with rewards and advantages. sampled: whether a policy sampled it; demonstrations
-        have no metrics of rewards, advantages and groups.
+    Args:
+        batch: with rewards and advantages.
+        sampled: whether a policy sampled it; demonstrations have no metrics of rewards, advantages
+            and groups.
     """
     samples, batch, lengths = batch, ends_of(batch), response_lengths(batch)
     valid = batch.get(keys.REWARD_VALID).reshape(-1)
@@ -160,11 +162,15 @@ def sample_rows(
 ) -> list[dict[str, Any]]:
     """The sequences of a batch as rows of ``samples.jsonl``.
 
-    Args: batch: flat, as a collector gives it. split: ``"train"`` or ``"test"``. most: take so many
-        rows, rounded up to whole groups: the first ones of the batch of which there are scores.
-        tokenizer: makes the text of each token; None leaves the tokens out. version: of the weights
-        that trained the batch, for its staleness. scores: further numbers of the tokens of the
-        sequence at a position of the batch, by name, [T] each.
+    Args:
+        batch: flat, as a collector gives it.
+        split: ``"train"`` or ``"test"``.
+        most: take so many rows, rounded up to whole groups: the first ones of the batch of which
+            there are scores.
+        tokenizer: makes the text of each token; None leaves the tokens out.
+        version: of the weights that trained the batch, for its staleness.
+        scores: further numbers of the tokens of the sequence at a position of the batch, by name,
+            [T] each.
     """
     groups = batch.get(keys.GROUP_ID).reshape(-1).tolist()
     numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}

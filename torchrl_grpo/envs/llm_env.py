@@ -68,7 +68,7 @@ class _Row:
     )
     samples: list[int] = field(default_factory=list)  # of the turns
     limits: TurnLimits = field(default_factory=TurnLimits)  # for the next turn
-    given: int = 0  # tokens before it, of a task that opens
+    given: int = 0  # tokens before it, of a stateful task
     rewards: list[float | None] = field(
         default_factory=list
     )  # of the turns, where the task rewards them
@@ -111,7 +111,7 @@ class LLMEnv(EnvBase):
     False and the reward 0. The reward of a dialog is that of its last transition, also where the
     task rewards turns: their shares are in ``turn_rewards``.
 
-    A task that ``opens`` is asked for the first prompts by ``reset``, for all rows together, and
+    ``reset`` asks a stateful task for the first prompts, for all rows together, and the task is
     told of the end of each dialog. A row whose opening failed is done from the start and not valid;
     ``stepping`` leaves it out. Such a task may begin another training sample in the middle of a
     dialog: the policy's next turn then has another prompt.
@@ -120,10 +120,12 @@ class LLMEnv(EnvBase):
         task: the problems and their scorer.
         tokenizer: with a chat template.
 
-    Keyword Args: num_envs: rows, a multiple of ``repeats``. repeats: rows per problem (the group
-        size). split: ``"train"`` or ``"test"``. max_prompt_tokens: problems whose prompts are
-        longer, or have no token at all, are dropped and counted in
-            ``num_dropped``. None keeps all.
+    Keyword Args:
+        num_envs: rows, a multiple of ``repeats``.
+        repeats: rows per problem (the group size).
+        split: ``"train"`` or ``"test"``.
+        max_prompt_tokens: problems whose prompts are longer, or have no token at all, are dropped
+            and counted in ``num_dropped``. None keeps all.
         max_dialog_tokens: longest prompt of a later turn; by default ``max_prompt_tokens``.
         max_turns: most turns that the policy has in one dialog.
         seed: decides the order of the problems.
@@ -131,8 +133,9 @@ class LLMEnv(EnvBase):
             environments may share it, and who made it closes it.
         template_arguments: of the chat template, such as ``enable_thinking``.
 
-    Raises: ValueError: a number is out of range, the tokenizer has no chat template, or no problem
-        is left.
+    Raises:
+        ValueError: a number is out of range, the tokenizer has no chat template, or no problem is
+            left.
 
     Examples:
         >>> from transformers import AutoTokenizer
@@ -297,7 +300,7 @@ class LLMEnv(EnvBase):
                 self._rows[row] = self._row(self._copies.pop(), len(self._copies))
                 new.append(self._rows[row])
         self._received = {}
-        if self.task.opens:
+        if self.task.is_stateful:
             self._open(new)
         blank = [_Row(row.drawn) for row in self._rows]
         columns: dict[str, Any] = self._outcome_columns(blank, ("correct", "valid"))
@@ -326,7 +329,9 @@ class LLMEnv(EnvBase):
 
     def _row(self, drawn: Drawn, member: int) -> _Row:
         """A new dialog of a member of a group."""
-        episode = f"{self._split}-{self.repeats}/{drawn.group}/{member}" if self.task.opens else ""
+        episode = (
+            f"{self._split}-{self.repeats}/{drawn.group}/{member}" if self.task.is_stateful else ""
+        )
         return _Row(drawn, self.task.messages(drawn.problem), episode=episode)
 
     def _prompt_of(self, row: _Row) -> Tensor:
@@ -540,7 +545,7 @@ class LLMEnv(EnvBase):
             messages=messages,
             tokens=tokens,
             finish_reason="length" if length_stopped else "stop",
-            raw=self.tokenizer.decode(tokens) if self.task.tools or self.task.opens else "",
+            raw=self.tokenizer.decode(tokens) if self.task.tools or self.task.is_stateful else "",
             last=len(state.responses) + 1 >= self.max_turns,
             prefill=self._prefill(state),
             episode=state.episode,
@@ -574,8 +579,9 @@ class LLMEnv(EnvBase):
     ) -> Tensor | None:
         """End a row's dialog, or append the task's answer to it.
 
-        Returns: [T] int64, all tokens with the answer; None where the dialog ended, or there is no
-            room for the answer.
+        Returns:
+            [T] int64, all tokens with the answer; None where the dialog ended, or there is no room
+            for the answer.
         """
         state = self._rows[row]
         if isinstance(turn, Failure):
@@ -609,7 +615,7 @@ class LLMEnv(EnvBase):
             ValueError,
             RecursionError,
         ) as error:  # what an agent asks, the template need not take
-            if not self.task.opens:
+            if not self.task.is_stateful:
                 raise
             self._invalidate(state, Failure.of(error))
             state.terminated = True

@@ -19,10 +19,12 @@ from torchrl_grpo.tasks.base import Message, Problem, Split, Task
 class Prompts:
     """Renders problems with the chat template, and keeps the tokens.
 
-    Args: task: the problems. tokenizer: with a chat template. split: ``"train"`` or ``"test"``.
+    Args:
+        task: the problems.
+        tokenizer: with a chat template.
+        split: ``"train"`` or ``"test"``.
         max_prompt_tokens: problems whose prompts are longer, or have no token at all, are dropped
-        and counted in
-            ``num_dropped``. None keeps all.
+            and counted in ``num_dropped``. None keeps all.
         template_arguments: of the chat template.
 
     Attributes:

@@ -51,9 +51,10 @@ class ReasoningGymTask(Task):
     Args:
         dataset: its name, such as ``chain_sum``.
 
-    Keyword Args: options: of the data set's own configuration. Two are ours: ``seed`` (0), and
-        ``levels``, difficulty levels of
-            the data set's curriculum, each with an equal share of the problems, easiest first.
+    Keyword Args:
+        options: of the data set's own configuration. Two are ours: ``seed`` (0), and ``levels``,
+            difficulty levels of the data set's curriculum, each with an equal share of the
+            problems, easiest first.
         max_samples: number of train problems; there is a test problem for each four of them. A data
             set that has fewer different ones gives fewer.
         prompt_template: the user's message, with ``question`` and the metadata as columns; by
@@ -61,8 +62,9 @@ class ReasoningGymTask(Task):
         system_prompt: by default the library's.
         field: what messages call the options.
 
-    Raises: ValueError: the library is not installed, has no such data set, or the data set refuses
-        the options.
+    Raises:
+        ValueError: the library is not installed, has no such data set, or the data set refuses the
+            options.
 
     >>> task = ReasoningGymTask("chain_sum", options={"max_digits": 1})  # doctest: +SKIP
     >>> task.problems("train")[0].query  # doctest: +SKIP

@@ -48,9 +48,10 @@ class VerifiersTask(Task):
 
     A hash of a task's data decides which split it belongs to.
 
-    Args: config: of the environment, see ``make_config``. max_samples: number of train problems;
-        there is a test problem for each four of them. By default all tasks or,
-            where there is no end of them, 1,000.
+    Args:
+        config: of the environment, see ``make_config``.
+        max_samples: number of train problems; there is a test problem for each four of them. By
+            default all tasks or, where there is no end of them, 1,000.
     """
 
     def __init__(self, config: Any, max_samples: int | None = None) -> None:
@@ -236,13 +237,15 @@ def _reward(episode: Any, seat: str, complete: bool) -> float:
 def make_config(name: str, options: Mapping[str, Any], max_turns: int) -> Any:
     """Return the config of an environment.
 
-    Args: name: of the package with its taskset. options: verifiers' own, those under ``[env]`` in
-        its files: ``taskset``, seats, such as ``agent``, and others. max_turns: most requests of
-        the policy in an episode, unless the options say how many.
+    Args:
+        name: of the package with its taskset.
+        options: verifiers' own, those under ``[env]`` in its files: ``taskset``, seats, such as
+            ``agent``, and others.
+        max_turns: most requests of the policy in an episode, unless the options say how many.
 
-    Raises: ValueError: the library is not installed, there is no such environment, it refuses the
-        options, or the policy
-            would not play exactly one of its seats.
+    Raises:
+        ValueError: the library is not installed, there is no such environment, it refuses the
+            options, or the policy would not play exactly one of its seats.
     """
     what = f"env.task=verifiers:{name}"
     if find_spec("verifiers") is None or find_spec("verifiers.v1") is None:

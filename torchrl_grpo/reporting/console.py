@@ -100,16 +100,16 @@ class Console(AbstractContextManager["Console"]):
             table.add_row(*(self._text(_cell(name, row.get(name))) for name in columns))
         self._rich.print(table)
 
-    def problems(self, train: int, test: int, prompt: str, *, opens: bool = False) -> None:
+    def problems(self, train: int, test: int, prompt: str, *, is_stateful: bool = False) -> None:
         """Print the number of problems, and one of them as the model sees it.
 
         Args:
             train: problems to train on.
             test: problems of an evaluation.
             prompt: the first one's prompt, chat template included.
-            opens: an environment or an agent says more before the model's first turn.
+            is_stateful: whether an environment or an agent adds to the prompt before the first turn.
         """
-        first = "before its environment or agent speaks" if opens else "as the model sees it"
+        first = "before its environment or agent speaks" if is_stateful else "as the model sees it"
         self._line(
             f"{train:,} training problems, {test:,} test problems; the first prompt {first}:"
         )

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from asyncio import CancelledError
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar, overload
 
 from torchrl_grpo.rewards.spec import PartWeights
 
@@ -35,13 +35,33 @@ class Problem:
     dataset: str = ""
 
 
+class ProblemSequence(Sequence[Problem]):
+    """Problems that are made when they are read. A subclass defines ``make`` and ``__len__``."""
+
+    @abstractmethod
+    def make(self, index: int) -> Problem:
+        """Return the problem at an index from 0 to ``len(self) - 1``."""
+
+    @overload
+    def __getitem__(self, index: int) -> Problem: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Problem]: ...
+    def __getitem__(self, index: int | slice) -> Problem | list[Problem]:
+        position = range(len(self))[index]
+        if isinstance(position, range):
+            return [self.make(i) for i in position]
+        return self.make(position)
+
+
 @dataclass(frozen=True)
 class TurnLimits:
-    """Wishes for a turn of the policy, of who asked for it.
+    """Limits of one turn of the policy, below those of the run.
 
-    Attributes: max_tokens: most tokens of the turn; what was sampled beyond it is cut off. None
-        leaves the run's own limit. stop: strings of which the first ends the turn. log_probs:
-        whether the dialog then says the log-prob of each token.
+    Attributes:
+        max_tokens: most tokens of the turn; what was sampled beyond it is cut off. None leaves the
+            run's own limit.
+        stop: strings of which the first ends the turn.
+        log_probs: whether ``Dialog.log_probs`` is filled in.
     """
 
     max_tokens: int | None = None
@@ -51,21 +71,29 @@ class TurnLimits:
 
 @dataclass(frozen=True)
 class Dialog:
-    """A dialog up to the policy's latest turn; of a task that ``opens``, also the one before the
+    """A dialog up to the policy's latest turn; of a stateful task, also the one before the
     policy's first turn.
 
-    Attributes: problem: what it is about. responses: the policy's turns as text, special tokens
-        removed; one for a single-turn task, none at the opening. messages: the whole chat: that of
-        the problem, the policy's turns and what came between them. tokens: ids of the latest turn,
-        its stop token included. finish_reason: ``"length"`` where a token limit cut the latest turn
-        off, else ``"stop"``. raw: the latest turn with its special tokens; empty where the task has
-        no tools. last: whether the policy has no turn left. episode: key of the dialog of a task
-        that ``opens``, which no other dialog of the run has; else empty. prompt_tokens: tokens
-        before the latest turn. log_probs: text and log-prob of each token of the latest turn, where
-        the task asked for them. environment: object that plays the dialog, where there is one; it
-        does not leave its process. takes_tools: of an opening, whether the chat template writes
-        tools. prefill: what the prompt has of the policy's turn: the begin of a thought,
-        ``<think>``, or an empty one.
+    Attributes:
+        problem: what it is about.
+        responses: the policy's turns as text, special tokens removed; one for a single-turn task,
+            none at the opening.
+        messages: the whole chat: that of the problem, the policy's turns and what came between
+            them.
+        tokens: ids of the latest turn, its stop token included.
+        finish_reason: ``"length"`` where a token limit cut the latest turn off, else ``"stop"``.
+        raw: the latest turn with its special tokens; empty where the task has no tools.
+        last: whether the policy has no turn left.
+        episode: key of the dialog of a stateful task, which no other dialog of the run has; else
+            empty.
+        prompt_tokens: tokens before the latest turn.
+        log_probs: text and log-prob of each token of the latest turn, where the task asked for
+            them.
+        environment: object that plays the dialog, where there is one; it does not leave its
+            process.
+        takes_tools: of an opening, whether the chat template writes tools.
+        prefill: what the prompt has of the policy's turn: the begin of a thought, ``<think>``, or
+            an empty one.
     """
 
     problem: Problem
@@ -102,16 +130,18 @@ class Score:
 class Turn:
     """Outcome of the policy's latest turn.
 
-    Attributes: messages: its answer; None where the dialog is over. Of an opening, the whole chat
-        of the first prompt. score: of the dialog; there when it is over, or the policy has no turn
-        left. counts: what happened, as metrics that add up. reward: of this turn alone, where the
-        task rewards turns; it is part of the dialog's reward. tools: where the messages are a whole
-        chat, JSON schemas for the chat template; None takes those of the task. sample: which
-        training sample of the trajectory the messages go on with, by number; one that is not there
-        yet
-            begins with them, and they are then a whole chat. A dialog that one chat tells is sample
-            0.
-        wish: for the policy's next turn.
+    Attributes:
+        messages: its answer; None where the dialog is over. Of an opening, the whole chat of the
+            first prompt.
+        score: of the dialog; there when it is over, or the policy has no turn left.
+        counts: what happened, as metrics that add up.
+        reward: of this turn alone, where the task rewards turns; it is part of the dialog's reward.
+        tools: where the messages are a whole chat, JSON schemas for the chat template; None takes
+            those of the task.
+        sample: which training sample of the trajectory the messages go on with, by number; one that
+            is not there yet begins with them, and they are then a whole chat. A dialog that one
+            chat tells is sample 0.
+        limits: of the policy's next turn.
         undelivered: whether the policy's latest turn reached nobody: the dialog goes on as it was
             before that turn, and the turn is not trained.
     """
@@ -127,32 +157,29 @@ class Turn:
 
 
 def attempt(function: Callable[[A], T], argument: A) -> T | Exception:
-    """Call a function; return its result or its exception."""
+    """Call a function; return its result or its exception. What would end the run, such as a
+    ``SystemExit``, becomes a ``RuntimeError``.
+    """
     try:
         return function(argument)
     except Exception as error:
         return error
-    except (
-        SystemExit,
-        GeneratorExit,
-        CancelledError,
-    ) as error:  # of a scorer that would end the run
-        return RuntimeError(f"{type(error).__name__}({error}) was raised.").with_traceback(
-            error.__traceback__
-        )
+    except (SystemExit, GeneratorExit, CancelledError) as error:
+        message = f"{type(error).__name__}({error}) was raised."
+        return RuntimeError(message).with_traceback(error.__traceback__)
 
 
 def answers(task: Task, dialogs: Sequence[Dialog]) -> list[Turn | Exception]:
-    """Return turns without scores: a task's ``reply`` to each dialog, None where a token limit cut
-    it off; its ``messages`` where the policy has not said anything."""
+    """Return a turn without a score for each dialog: the task's ``messages`` at its opening, no
+    message if a token limit cut it off, else the task's ``reply``.
+    """
 
-    def said(dialog: Dialog) -> list[Message] | None:
+    def answer(dialog: Dialog) -> Turn:
         if not dialog.responses:
-            return task.messages(dialog.problem)
-        return task.reply(dialog) if dialog.finish_reason == "stop" else None
+            return Turn(task.messages(dialog.problem), None)
+        return Turn(task.reply(dialog) if dialog.finish_reason == "stop" else None, None)
 
-    turns = [attempt(said, dialog) for dialog in dialogs]
-    return [one if isinstance(one, Exception) else Turn(one, None) for one in turns]
+    return [attempt(answer, dialog) for dialog in dialogs]
 
 
 def with_scores(
@@ -167,7 +194,7 @@ def with_scores(
         turns: of each, without a score.
         judge: takes the dialogs that need one, and returns the score of each.
     """
-    out = list(turns)
+    scored = list(turns)
     done = {
         index: turn
         for index, turn in enumerate(turns)
@@ -175,32 +202,32 @@ def with_scores(
     }
     scores = judge([dialogs[index] for index in done])
     for (index, turn), score in zip(done.items(), scores, strict=True):
-        out[index] = replace(turn, score=score) if isinstance(score, Score) else score
-    return out
+        scored[index] = replace(turn, score=score) if isinstance(score, Score) else score
+    return scored
 
 
 class Task(ABC):
     """Problems with a prompt format and a scorer. Cheap to build: data is read when ``problems`` is
     first called.
 
-    A task defines ``name``, ``problems`` and what it says of one dialog: ``score``, and
-    ``next_turn`` if it answers. One that needs more of the dialog than its problem and its
-    responses defines ``judge`` and ``reply`` instead. ``advance`` applies them to many dialogs; a
-    task that gains from having many at a time overrides it.
+    A task defines ``name``, ``problems`` and ``score``, and ``next_turn`` if its dialogs have
+    several turns. A task that needs more of the dialog than its problem and responses defines
+    ``judge`` and ``reply`` instead. ``advance`` applies them to many dialogs; a task that is faster
+    with many at a time overrides it.
 
-    A task that keeps something of a dialog between its turns sets ``opens`` and overrides
-    ``advance`` and ``close``. ``advance`` then gets each new dialog without responses first, and
-    answers with the first prompt; a reward worker that was asked for the opening gets all turns of
-    the dialog, and ``close`` after the last. Without reward workers, several threads may call them
-    at a time.
+    A task that keeps state between the turns of a dialog sets ``is_stateful`` and overrides
+    ``advance`` and ``close``. ``advance`` then first gets each new dialog without responses, its
+    opening, and returns the first prompt. The reward worker that played the opening gets all turns
+    of the dialog, and ``close`` after the last one. Without reward workers, several threads may
+    call them at a time.
 
     Attributes:
         tools: JSON schemas of functions that the policy may call; they enter the chat template.
         has_parts: whether scores have parts.
         part_weights: weights of the parts in the reward.
-        at_a_time: dialogs that ``advance`` takes at a time without one waiting for another.
+        at_a_time: dialogs that ``advance`` handles concurrently.
         multi_turn: whether the task may answer a response.
-        opens: whether a dialog begins with the task.
+        is_stateful: whether the task keeps state between the turns of a dialog.
 
     Example:
         >>> class Doubling(Task):
@@ -229,21 +256,33 @@ class Task(ABC):
     has_parts: bool = False
     part_weights: PartWeights = {}  # noqa: RUF012  # never changed in place
     at_a_time: int = 1
-    opens: bool = False
+    is_stateful: bool = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "opens" in vars(cls):
+            _refuse_opens(cls)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "opens":
+            _refuse_opens(type(self))
+        super().__setattr__(name, value)
 
     @abstractmethod
     def problems(self, split: Split) -> Sequence[Problem]:
-        """All problems of a split, always in the same order. The two splits share no problem."""
+        """Return all problems of a split, always in the same order. The splits share no problem."""
 
     def messages(self, problem: Problem) -> list[Message]:
-        """The chat that is put to the policy: a list of ``{"role": ..., "content": ...}``."""
+        """Return the policy's first prompt: a list of ``{"role": ..., "content": ...}``."""
         return [{"role": "user", "content": problem.query}]
 
     def score(self, problem: Problem, responses: Sequence[str]) -> Score:
-        """Scores a finished dialog.
+        """Return the score of a finished dialog.
 
-        Args: problem: the problem. responses: the policy's turns as text, special tokens removed;
-            one for a single-turn task.
+        Args:
+            problem: the problem.
+            responses: the policy's turns as text, special tokens removed; one for a single-turn
+                task.
 
         Raises:
             Exception: anything; the sequence is then marked invalid, never scored 0.
@@ -290,24 +329,28 @@ class Task(ABC):
         """Return the outcome of each dialog's latest turn, or the exception that was raised:
         ``reply``, and ``judge`` if the dialog is over or the policy has no turn left.
 
-        Args: dialogs: one that was cut off by a token limit gets no answer; one without responses
-            is an opening. timeout_s: longest time for one of several that are judged at a time.
+        Args:
+            dialogs: one that was cut off by a token limit gets no answer; one without responses is
+                an opening.
+            timeout_s: longest time for one of several that are judged at a time.
         """
         return with_scores(
-            dialogs, answers(self, dialogs), lambda done: [attempt(self.judge, one) for one in done]
+            dialogs,
+            answers(self, dialogs),
+            lambda done: [attempt(self.judge, dialog) for dialog in done],
         )
 
     def close(self, episode: str) -> None:  # noqa: B027  # most tasks keep nothing
-        """Ends what is kept of a dialog; called once when it is over or was given up, also where
-        its opening failed. A process that ends takes with it what it kept, and calls nothing.
+        """Release the state of a dialog. Called once when the dialog is over or was given up, also
+        if its opening failed; not called if the process ends.
 
         Args:
-            episode: that of the dialog; one of which nothing is kept is none of this task's.
+            episode: of the dialog; ignored if this task has no state for it.
         """
 
     def tool_failure_reply(self, dialog: Dialog, why: str) -> list[Message] | None:
-        """Return the message to a policy whose latest turn took too long or ended the process; None
-        ends the dialog.
+        """Return the reply to a turn that took too long or ended the process; None ends the
+        dialog.
         """
         return None
 
@@ -318,7 +361,7 @@ class Task(ABC):
     def epoch(
         self, problems: Sequence[Problem], usable: Sequence[int], rng: random.Random
     ) -> list[int]:
-        """The order in which an epoch draws problems.
+        """Return the order in which an epoch draws problems.
 
         Args:
             problems: of the split.
@@ -333,23 +376,28 @@ class Task(ABC):
         return order
 
 
+def _refuse_opens(cls: type[Task]) -> NoReturn:
+    raise ValueError(
+        f"{cls.__name__}.opens must be named is_stateful, which it is called now: rename it."
+    )
+
+
 class WrappedTask(Task):
-    """A task that delegates to another one, except for methods that its subclass defines and
-    ``advance``, which uses ``reply`` and ``judge``.
+    """A task that delegates to another one. Only ``advance`` does not, unless the other task is
+    stateful: it calls ``reply`` and ``judge``, which a subclass may override.
 
     Args:
-        task: the other one.
+        task: the wrapped task.
     """
 
     def __init__(self, task: Task) -> None:
         self.task = task
-        self.name, self.tools, self.has_parts, self.at_a_time = (
-            task.name,
-            task.tools,
-            task.has_parts,
-            task.at_a_time,
-        )
-        self.opens, self.part_weights = task.opens, task.part_weights
+        self.name = task.name
+        self.tools = task.tools
+        self.has_parts = task.has_parts
+        self.part_weights = task.part_weights
+        self.at_a_time = task.at_a_time
+        self.is_stateful = task.is_stateful
 
     def problems(self, split: Split) -> Sequence[Problem]:
         return self.task.problems(split)
@@ -375,11 +423,9 @@ class WrappedTask(Task):
     def advance(
         self, dialogs: Sequence[Dialog], timeout_s: float | None = None
     ) -> list[Turn | Exception]:
-        return (
-            self.task.advance(dialogs, timeout_s)
-            if self.opens
-            else super().advance(dialogs, timeout_s)
-        )
+        if self.is_stateful:
+            return self.task.advance(dialogs, timeout_s)
+        return super().advance(dialogs, timeout_s)
 
     def close(self, episode: str) -> None:
         self.task.close(episode)

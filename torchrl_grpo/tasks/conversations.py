@@ -13,12 +13,12 @@ from torchrl_grpo.tools import Toolbox, tool_message
 class WithTools(WrappedTask):
     """A task whose policy may call functions: a turn with calls is answered by their results.
 
-    Calls are found in the policy's own text, and results come back as the chat template's tool
-    messages. What cannot be read, wrong arguments, exceptions and time-outs are told to the policy
-    as text.
+    Calls are parsed from the policy's own text, and results are the chat template's tool messages.
+    Calls that cannot be parsed, wrong arguments, exceptions and time-outs are answered with an
+    error text.
 
     Args:
-        task: judges the dialog, and what it says to turns without calls.
+        task: judges the dialog, and answers turns without calls.
         toolbox: the functions.
 
     >>> from torchrl_grpo.tasks.arithmetic import ArithmeticTask
@@ -44,49 +44,45 @@ class WithTools(WrappedTask):
     def advance(
         self, dialogs: Sequence[Dialog], timeout_s: float | None = None
     ) -> list[Turn | Exception]:
-        calling = [
-            dialog.finish_reason == "stop" and self._is_for_tools(dialog) for dialog in dialogs
-        ]
-        run = [calls and not dialog.last for calls, dialog in zip(calling, dialogs, strict=True)]
-        other = iter(
-            self.task.advance(
-                [d for d, runs in zip(dialogs, run, strict=True) if not runs], timeout_s
-            )
-        )
-        turns = [
-            self._run(dialog) if runs else next(other)
-            for dialog, runs in zip(dialogs, run, strict=True)
-        ]
-        # The calls of a last turn are not made, nobody would read the results; it is scored as one
-        # that goes on.
-        turns = [
-            replace(turn, messages=[]) if calls and not runs and isinstance(turn, Turn) else turn
-            for turn, calls, runs in zip(turns, calling, run, strict=True)
-        ]
+        calls = [self._calls_tools(dialog) for dialog in dialogs]
+        runs = [call and not dialog.last for call, dialog in zip(calls, dialogs, strict=True)]
+        others = [dialog for dialog, run in zip(dialogs, runs, strict=True) if not run]
+        turns = iter(self.task.advance(others, timeout_s))
         return [
-            self._with_tools(turn) if isinstance(turn, Turn) and turn.tools is not None else turn
-            for turn in turns
+            self._run(dialog) if run else self._extend(next(turns), call)
+            for dialog, run, call in zip(dialogs, runs, calls, strict=True)
         ]
 
-    def _is_for_tools(self, dialog: Dialog) -> bool:
-        """Whether a dialog's latest turn calls; a task that opens may have tools of its own, which
-        it runs itself.
+    def _calls_tools(self, dialog: Dialog) -> bool:
+        """Whether a dialog's latest turn calls a tool. A stateful task may have tools of its own,
+        which it runs itself.
         """
-        names = {name for _, name in self._calls(dialog)}
-        return bool(names & self.toolbox.functions.keys() if self.task.opens else names)
+        if dialog.finish_reason != "stop":
+            return False
+        names = {call.name for call in self.toolbox.calls(dialog.raw)}
+        return bool(names & self.toolbox.functions.keys() if self.task.is_stateful else names)
 
-    def _with_tools(self, opening: Turn) -> Turn:
-        return replace(opening, tools=[*(opening.tools or ()), *self.toolbox.schemas])
+    def _extend(self, turn: Turn | Exception, calls: bool) -> Turn | Exception:
+        """Return the task's own turn with our tools; ``calls`` is whether it is an answer to calls.
 
-    def _calls(self, dialog: Dialog) -> list[tuple[int, str]]:
-        return [(number, call.name) for number, call in enumerate(self.toolbox.calls(dialog.raw))]
+        The calls of a last turn are not run, because nobody would read the results. The dialog is
+        scored as one that goes on.
+        """
+        if isinstance(turn, Exception):
+            return turn
+        if calls:
+            turn = replace(turn, messages=[])
+        if turn.tools is not None:
+            turn = replace(turn, tools=[*turn.tools, *self.toolbox.schemas])
+        return turn
 
     def _run(self, dialog: Dialog) -> Turn:
         messages: list[Message] = []
-        start, errors = time.perf_counter(), 0
+        errors = 0
+        start = time.perf_counter()
         for number, call in enumerate(self.toolbox.calls(dialog.raw)):
-            text, well = self.toolbox.run(call)
-            errors += not well
+            text, succeeded = self.toolbox.run(call)
+            errors += not succeeded
             messages.append(tool_message(call.name, text, number))
         seconds = time.perf_counter() - start
         return Turn(
@@ -96,10 +92,11 @@ class WithTools(WrappedTask):
         )
 
     def tool_failure_reply(self, dialog: Dialog, why: str) -> list[Message] | None:
-        calls = self._calls(dialog) if dialog.finish_reason == "stop" else []
+        calls = list(self.toolbox.calls(dialog.raw)) if dialog.finish_reason == "stop" else []
         if not calls:
             return self.task.tool_failure_reply(dialog, why)
-        return [tool_message(name, f"error: {why}", number) for number, name in calls]
+        error = f"error: {why}"
+        return [tool_message(call.name, error, number) for number, call in enumerate(calls)]
 
 
 class WithRetry(WrappedTask):
@@ -108,8 +105,8 @@ class WithRetry(WrappedTask):
     The dialog's score is that of the last try.
 
     Args:
-        task: says what is wrong, by ``Score.correct``.
-        prompt: what the policy is told.
+        task: its ``Score.correct`` decides whether an answer is wrong.
+        prompt: user message after a wrong answer.
 
     >>> from torchrl_grpo.tasks.arithmetic import ArithmeticTask
     >>> from torchrl_grpo.tasks.base import Problem

@@ -72,8 +72,9 @@ class Curriculum:
     def record(self, outcomes: Sequence[tuple[int, bool]]) -> bool:
         """Count responses to problems of the current level; return whether a new level has begun.
 
-        Args: outcomes: of responses with a valid reward, the problem's index and whether the
-            response is correct.
+        Args:
+            outcomes: of responses with a valid reward, the problem's index and whether the response
+                is correct.
         """
         for index, correct in outcomes:
             if self._of[index][0] in self._recent and self._is_current(index):

@@ -13,9 +13,9 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar
 
-from torchrl_grpo.tasks.base import Message, Problem, Split, Task
+from torchrl_grpo.tasks.base import Message, Problem, ProblemSequence, Split, Task
 from torchrl_grpo.tasks.fields import (
     checked_chat,
     checked_demonstration,
@@ -45,8 +45,8 @@ TOOLS_COLUMN = "tools"
 _log = logging.getLogger(__name__)
 
 
-class Rows(Sequence[Problem]):
-    """The problems of a split; a row becomes one when it is asked for.
+class Rows(ProblemSequence):
+    """The problems of a split.
 
     Args:
         table: the rows.
@@ -60,14 +60,8 @@ class Rows(Sequence[Problem]):
     def __len__(self) -> int:
         return len(self._table)
 
-    @overload
-    def __getitem__(self, index: int) -> Problem: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Problem]: ...
-    def __getitem__(self, index: int | slice) -> Problem | list[Problem]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        return self._task.make_problem(self._table[range(len(self))[index]])
+    def make(self, index: int) -> Problem:
+        return self._task.make_problem(self._table[index])
 
     def __iter__(self) -> Iterator[Problem]:
         return map(self._task.make_problem, self._table)
@@ -85,19 +79,23 @@ class DatasetTask(Task):
     decides, so it is the same in every run, and equal prompts are in one split. A split is read and
     checked when it is asked for.
 
-    Args: dataset: a file (jsonl, json, csv, parquet), a folder of such files, or a name on the
-        Hugging Face hub.
+    Args:
+        dataset: a file (jsonl, json, csv, parquet), a folder of such files, or a name on the
+            Hugging Face hub.
 
-    Keyword Args: dataset_config: on the hub, the configuration. revision: on the hub, the branch,
-        tag or commit. train_split: name of the train split; by default ``train``. test_split: name
-        of the test split; by default ``test``, if there is one. test_fraction: share of the train
-        split that is the test split. max_samples: most rows of each split that are read, the first
-        ones. prompt_column: a text, or a list of chat messages; by default one of
-        ``PROMPT_COLUMNS``. answer_column: what the reward compares with; by default one of
-        ``ANSWER_COLUMNS``, or none. completion_column: what the policy should answer, for
-        supervised training: a text, or a list of chat messages. messages_column: a whole chat in
-        place of prompt and completion; the prompt ends before the assistant's first
-            turn.
+    Keyword Args:
+        dataset_config: on the hub, the configuration.
+        revision: on the hub, the branch, tag or commit.
+        train_split: name of the train split; by default ``train``.
+        test_split: name of the test split; by default ``test``, if there is one.
+        test_fraction: share of the train split that is the test split.
+        max_samples: most rows of each split that are read, the first ones.
+        prompt_column: a text, or a list of chat messages; by default one of ``PROMPT_COLUMNS``.
+        answer_column: what the reward compares with; by default one of ``ANSWER_COLUMNS``, or none.
+        completion_column: what the policy should answer, for supervised training: a text, or a list
+            of chat messages.
+        messages_column: a whole chat in place of prompt and completion; the prompt ends before the
+            assistant's first turn.
         prompt_template: the user's message, see ``fill_template``; by default the prompt alone.
         system_prompt: the system's message, in place of one in the data.
         field: what messages call the options.
@@ -172,9 +170,9 @@ class DatasetTask(Task):
     def problems(self, split: Split) -> Sequence[Problem]:
         """The problems of a split, in the order of the rows.
 
-        Raises: ValueError: the data is not there, a row of it is malformed, or the split has no
-            problem or one of the other
-                split.
+        Raises:
+            ValueError: the data is not there, a row of it is malformed, or the split has no problem
+                or one of the other split.
         """
         if split not in ("train", "test"):
             raise ValueError(f"split must be 'train' or 'test', got {split!r}: use one of the two.")

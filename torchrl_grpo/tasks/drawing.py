@@ -50,11 +50,12 @@ class Drawing:
         problems: of the split.
         usable: indices of the problems that may be drawn.
 
-    Attributes: epoch: which pass over the problems it is in, from 0. usable: indices of the
-        problems that may be drawn. skipped: those that the current epoch leaves out.
+    Attributes:
+        epoch: which pass over the problems it is in, from 0.
+        usable: indices of the problems that may be drawn.
+        skipped: those that the current epoch leaves out.
         difficulty_filter: (low, high), the shares of correct responses between which a problem is
-        drawn again; None
-            draws all. Responses count from when it is set.
+            drawn again; None draws all. Responses count from when it is set.
         curriculum: which levels are drawn of; None draws all. ``follow`` sets it.
         pass_rate: (target, floor): a problem with a share p of correct responses so far is drawn
             with a probability of ``max(floor, 1 - |p - target| / max(target, 1 - target))``, one

@@ -24,10 +24,10 @@ class GSM8KTask(PresetTask):
     """GSM8K's problems; the reward is 1 if the number after a response's last ``####`` is the
     answer, otherwise 0.
 
-    Args: dataset_path: a folder with ``train.jsonl`` and ``test.jsonl``, one JSON object a line
-        with the fields
-            ``question`` and ``answer``, where the answer ends with ``#### n``. None loads
-            ``openai/gsm8k`` through ``datasets``.
+    Args:
+        dataset_path: a folder with ``train.jsonl`` and ``test.jsonl``, one JSON object a line with
+            the fields ``question`` and ``answer``, where the answer ends with ``#### n``. None
+            loads ``openai/gsm8k`` through ``datasets``.
         **options: of ``DatasetTask``, where they are to differ.
 
     >>> task = GSM8KTask()

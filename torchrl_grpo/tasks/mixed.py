@@ -7,12 +7,21 @@ import random
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain, repeat, zip_longest
-from typing import Any, overload
+from typing import Any
 
-from torchrl_grpo.tasks.base import Dialog, Message, Problem, Score, Split, Task, Turn
+from torchrl_grpo.tasks.base import (
+    Dialog,
+    Message,
+    Problem,
+    ProblemSequence,
+    Score,
+    Split,
+    Task,
+    Turn,
+)
 
 
-class MixedProblems(Sequence[Problem]):
+class MixedProblems(ProblemSequence):
     """The problems of several data sets, one data set after the other.
 
     Args:
@@ -44,14 +53,7 @@ class MixedProblems(Sequence[Problem]):
     def __len__(self) -> int:
         return self._ends[-1]
 
-    @overload
-    def __getitem__(self, index: int) -> Problem: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Problem]: ...
-    def __getitem__(self, index: int | slice) -> Problem | list[Problem]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        index = range(len(self))[index]
+    def make(self, index: int) -> Problem:
         part = self.part(index)
         problem = self.parts[part][index - (self._ends[part - 1] if part else 0)]
         return dataclasses.replace(problem, dataset=self._names[part] or problem.dataset)
@@ -95,7 +97,7 @@ class MixedTask(Task):
         self.has_parts = any(task.has_parts for task in tasks)
         self.part_weights: Any = {name: task.part_weights for name, task in self.tasks.items()}
         self.at_a_time = max(task.at_a_time for task in tasks)
-        self.opens = any(task.opens for task in tasks)
+        self.is_stateful = any(task.is_stateful for task in tasks)
 
     def problems(self, split: Split) -> Sequence[Problem]:
         """The problems of all tasks; ``Problem.dataset`` names the task."""

@@ -14,9 +14,11 @@ _TRAIN_PER_TEST = 4
 class SeedsTask(Task):
     """Problems that are numbers, in the column ``seed``; an environment makes something of them.
 
-    Args: max_samples: train problems, the seeds from 0; there is a test problem for each four of
-        them, from the next on. prompt_template: the begin of the user's message. system_prompt: the
-        system's message.
+    Args:
+        max_samples: train problems, the seeds from 0; there is a test problem for each four of
+            them, from the next on.
+        prompt_template: the begin of the user's message.
+        system_prompt: the system's message.
 
     >>> task = SeedsTask(100, system_prompt="Play well.")
     >>> task.problems("test")[0].extra

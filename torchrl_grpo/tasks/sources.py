@@ -33,9 +33,10 @@ Row = dict[str, Any]
 class Table:
     """Rows, and the place of each.
 
-    Attributes: data: the rows, a ``datasets.Dataset``. parts: in order, the index of a part's first
-        row, the part's name, and the line of each of its rows, if it has
-            lines; else a row is named by its index in the part.
+    Attributes:
+        data: the rows, a ``datasets.Dataset``.
+        parts: in order, the index of a part's first row, the part's name, and the line of each of
+            its rows, if it has lines; else a row is named by its index in the part.
         encoded: columns whose values are JSON in ``data``, because they differ in type or are
             nested.
     """

@@ -1,22 +1,19 @@
 """``WithEnvironment``: a task whose dialogs are played by environments, objects with a state, one
 for each dialog.
 
-A class of an environment is TRL's (``environment_factory``) or, where it has ``step(self,
-response)``, a text game in Gymnasium's words. It is made without arguments; any method may be an
-``async def``.
+An environment class is one written for TRL (``environment_factory``) or, if it has ``step(self,
+response)``, a text game in Gymnasium's terms. It is constructed without arguments, and any method
+may be an ``async def``:
 
-========================
-============================================================================================
-``reset(self, **columns)``  the first observation, a text that is appended to the user's message, or
-None; it gets the
-                          columns of the problem that it names
-``step(self, response)``  a text game: (observation, reward, done); also of a response that a token
-limit cut off, of
-                          which ``step(self, response, truncated)`` is told
-other public methods      otherwise: tools that the policy may call; type hints and docstring are
-their schema ``get_reward(self)``      of a class with tools: the reward of the dialog, a number
-``close(self)``           called at the end, if it is there ========================
-============================================================================================
+- ``reset(self, **columns)`` gets the columns of the problem that it names. It returns the first
+  observation, a text that is appended to the user's message, or None.
+- ``step(self, response)`` makes the class a text game. It returns (observation, reward, done), and
+  is also called for a response that a token limit cut off; ``step(self, response, truncated)`` gets
+  that as an argument.
+- Without ``step``, other public methods are tools that the policy may call. Type hints and
+  docstring are their schema.
+- ``get_reward(self)``, of a class with tools, returns the reward of the dialog, a number.
+- ``close(self)``, if there is one, is called at the end.
 """
 
 from __future__ import annotations
@@ -61,8 +58,9 @@ class Kind:
         parser: finds calls in the policy's text.
         field: what messages call the class.
 
-    Raises: ValueError: it is no class, has no ``reset``, or no tool and no ``step``; or a tool is
-        not described.
+    Raises:
+        ValueError: it is no class, has no ``reset``, or no tool and no ``step``; or a tool is not
+            described.
     """
 
     def __init__(
@@ -144,8 +142,10 @@ class WithEnvironment(WrappedTask):
     where the own reward is at least 1, and where there is none, as the functions say. The calls of
     a last turn are made too: the reward may depend on them.
 
-    Args: task: the other one. kinds: the classes by what the problem's column ``environment`` says;
-        one alone has the name ``""``.
+    Args:
+        task: the other one.
+        kinds: the classes by what the problem's column ``environment`` says; one alone has the name
+            ``""``.
 
     Keyword Args:
         rewards: reward functions; they get ``environments``, a list with the dialog's own.
@@ -174,8 +174,6 @@ class WithEnvironment(WrappedTask):
     >>> task.close("a")
     """
 
-    opens = True
-
     def __init__(
         self,
         task: Task,
@@ -186,8 +184,12 @@ class WithEnvironment(WrappedTask):
         at_a_time: int = 16,
     ) -> None:
         super().__init__(task)
-        self.kinds, self.rewards, self.at_a_time, self.opens = dict(kinds), rewards, at_a_time, True
-        self.judged, self.has_parts = judged, task.has_parts if judged else rewards is not None
+        self.kinds = dict(kinds)
+        self.rewards = rewards
+        self.at_a_time = at_a_time
+        self.is_stateful = True
+        self.judged = judged
+        self.has_parts = task.has_parts if judged else rewards is not None
         if rewards is not None:
             self.part_weights = rewards.weights
         self.tools = [schema for kind in kinds.values() for schema in kind.toolbox.schemas]

@@ -44,11 +44,16 @@ class Rewards:
     Functions that are ``async def`` run in an event loop of their own, one for the process. The
     others run in the calling thread, one after the other.
 
-    Attributes: weights: see ``torchrl_grpo.rewards.spec.reward_weights``. asynchronous: whether a
-        function is an ``async def``; ``score_all`` then gains from many dialogs at a time.
+    Attributes:
+        weights: see ``torchrl_grpo.rewards.spec.reward_weights``.
+        asynchronous: whether a function is an ``async def``; ``score_all`` then gains from many
+            dialogs at a time.
 
-    Args: functions: at least one. weights: by name. prompt_column: the column that the prompt came
-        from; where it is a list of messages, TRL's functions get chats.
+    Args:
+        functions: at least one.
+        weights: by name.
+        prompt_column: the column that the prompt came from; where it is a list of messages, TRL's
+            functions get chats.
     """
 
     def __init__(
@@ -172,9 +177,11 @@ def make_rewards(
 ) -> Rewards:
     """The rewards that a config names.
 
-    Args: spec: a function's name (see ``load_function``) or the function; ``{fn, weight, name,
-        ...options}``; or a list. prompt_column: see ``Rewards``. field: what the user who wrote the
-        spec calls it.
+    Args:
+        spec: a function's name (see ``load_function``) or the function; ``{fn, weight, name,
+            ...options}``; or a list.
+        prompt_column: see ``Rewards``.
+        field: what the user who wrote the spec calls it.
 
     Raises:
         ValueError: the spec is not as it must be, or a function cannot be loaded.
@@ -212,7 +219,7 @@ class WithRewards(WrappedTask):
         super().__init__(task)
         self.rewards, self.has_parts, self.part_weights = rewards, True, rewards.weights
         self.at_a_time = max(
-            _AT_A_TIME if rewards.asynchronous else 1, task.at_a_time if task.opens else 1
+            _AT_A_TIME if rewards.asynchronous else 1, task.at_a_time if task.is_stateful else 1
         )
 
     def judge(self, dialog: Dialog) -> Score:
@@ -223,7 +230,7 @@ class WithRewards(WrappedTask):
     ) -> list[Turn | Exception]:
         turns = (
             self.task.advance(dialogs, timeout_s)
-            if self.task.opens
+            if self.task.is_stateful
             else answers(self.task, dialogs)
         )
         return with_scores(dialogs, turns, lambda done: self.rewards.score_all(done, timeout_s))

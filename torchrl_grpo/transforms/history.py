@@ -80,7 +80,7 @@ class HistoryTransforms(Compose):
             raise ValueError(
                 f"HistoryTransforms must be around an LLMEnv, not {type(env).__name__}: use one."
             )
-        if env.task.opens:
+        if env.task.is_stateful:
             raise ValueError(
                 f"HistoryTransforms must not go on with dialogs that task {env.task.name!r} has "
                 "closed: leave env.transforms out."

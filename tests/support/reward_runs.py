@@ -14,7 +14,7 @@ from tests.support.configs import compose_config
 from tests.support.processes import command_line, worker_processes
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.reporting.metrics import read_jsonl
-from torchrl_grpo.reward_pool.pool import RESTARTS, TIMED_OUT
+from torchrl_grpo.reward_pool import RESTARTS, TIMED_OUT
 
 
 def run(

@@ -150,3 +150,10 @@ def served(*folders: Path) -> Iterator[str]:
     finally:
         process.terminate()
         process.wait(timeout=30)
+
+
+def flood_stderr(fd: int, folder: str, parent: int) -> None:
+    """Write 4 MB to stderr, in place of the dashboard's server."""
+    for _ in range(40_000):
+        print("x" * 99, file=sys.stderr)
+    print("the end", file=sys.stderr)

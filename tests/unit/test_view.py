@@ -31,6 +31,7 @@ from torchrl_grpo.extras.view.command import main
 from torchrl_grpo.extras.view.runs import RunView, panels
 from torchrl_grpo.extras.view.server import title_of
 from torchrl_grpo.extras.view.start import page_beside
+from torchrl_grpo.host.children import start_python
 
 
 @pytest.fixture(scope="module")
@@ -374,9 +375,12 @@ def test_a_connection_has_seconds_to_ask(address: str) -> None:
 def test_what_a_page_says_on_stderr_costs_the_run_no_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = 40_000
-    flood = f"import sys; [print('x' * 99, file=sys.stderr) for _ in range({lines})]; print('the end', file=sys.stderr)"
-    monkeypatch.setattr("torchrl_grpo.extras.view.start._START", flood)
+    monkeypatch.setattr(
+        "torchrl_grpo.extras.view.start.start_python",
+        lambda _, *arguments, **streams: start_python(
+            "tests.support.view_runs:flood_stderr", *arguments, **streams
+        ),
+    )
     warnings: list[str] = []
     tracemalloc.start()
     try:

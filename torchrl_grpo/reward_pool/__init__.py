@@ -1,5 +1,7 @@
 """Reward workers: processes that score dialogs, with a time limit each."""
 
-from torchrl_grpo.reward_pool.pool import Failure, RewardPool, advance, serve
+from torchrl_grpo.reward_pool.pool import RewardPool
+from torchrl_grpo.reward_pool.protocol import Failure, advance, serve
+from torchrl_grpo.reward_pool.slot import RESTARTS, TIMED_OUT
 
-__all__ = ["Failure", "RewardPool", "advance", "serve"]
+__all__ = ["RESTARTS", "TIMED_OUT", "Failure", "RewardPool", "advance", "serve"]

@@ -17,17 +17,14 @@ import os
 import re
 import resource
 import signal
-import subprocess
-import sys
 import threading
 import traceback
 from contextlib import suppress
 from math import gcd
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from typing import Any
 
 from torchrl_grpo.errors import InvalidRewardError
+from torchrl_grpo.host.children import PipedChild, serve_connection
 
 LONGEST_CPU_S = 3.0
 """CPU seconds for one comparison. An answer that takes longer has no valid reward."""
@@ -35,12 +32,8 @@ MOST_MEMORY = 2 * 1024**3
 """Address space of the comparing process, in bytes."""
 
 _READ = 2000  # characters at the end of a response
-_MOST_ATTEMPTS = 2  # where the process ended for another reason than its time limit
-_START_S = 600.0  # a machine that is busy, or a slow file system
-_LONGEST_S = 300.0  # of a process that gets no processor time
-_START = (
-    "import sys; sys.path[:] = {path!r}; from torchrl_grpo.rewards.math import serve; serve({fd})"
-)
+_MAX_ATTEMPTS = 2  # where the process ended for another reason than its time limit
+_MAX_WAIT_S = 300.0  # of a process that gets no processor time
 
 _LATEX = re.compile(r"(?<!\\)(?:\$|\\boxed|\\\(|\\\[)")
 _SPAN = re.compile(r"(?<!\\)\$+(.+?)(?<!\\)\$+|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.S)
@@ -143,15 +136,14 @@ def _marked(text: str) -> str:
 
 
 class _Judge:
-    """math-verify in a process, started when first needed and again after a comparison has ended
-    it.
+    """math-verify in a process, started when first needed and again after a comparison ended it.
 
     Threads share it, one comparison at a time.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._running: tuple[subprocess.Popen[bytes], Connection] | None = None
+        self._child: PipedChild | None = None
         atexit.register(self.end)
 
     def verdict(self, text: str, reference: str) -> bool | None:
@@ -159,71 +151,54 @@ class _Judge:
 
         Raises:
             ImportError: math-verify cannot be imported.
-            InvalidRewardError: it takes too long, or ends its process.
+            InvalidRewardError: the comparison takes too long, or ends its process.
         """
         request = json.dumps([text, reference]).encode()
         with self._lock:
-            for _ in range(_MOST_ATTEMPTS):
-                connection = self._running[1] if self._running else self._start()
+            for _ in range(_MAX_ATTEMPTS):
+                connection = (self._child or self._start()).connection
                 try:
                     connection.send_bytes(request)
-                    if not connection.poll(_LONGEST_S):
+                    if not connection.poll(_MAX_WAIT_S):
                         self.end()
                         raise _undecided("no processor time", "timeout")
                     verdict: bool | None = json.loads(connection.recv_bytes())
                     return verdict
                 except (EOFError, OSError):
                     if self.end() == -signal.SIGPROF:
-                        raise _undecided(
-                            f"it took more than {LONGEST_CPU_S:g} s", "timeout"
-                        ) from None
-                except (
-                    BaseException
-                ):  # of a signal: the answer would be taken for that to the next request
+                        reason = f"it took more than {LONGEST_CPU_S:g} s"
+                        raise _undecided(reason, "timeout") from None
+                except BaseException:  # a signal's: the next request would get this one's answer
                     self.end()
                     raise
         raise _undecided("its process ended", "crash")
 
-    def _start(self) -> Connection:
+    def _start(self) -> PipedChild:
         if importlib.util.find_spec("math_verify") is None:
             raise ImportError(
                 "reward 'math' must have the package math-verify, it is missing: pip install "
                 "'torchrl_grpo[rewards]'."
             )
-        connection, theirs = Pipe()
-        code = _START.format(path=sys.path, fd=theirs.fileno())
-        # In a new process group: the parent handles Ctrl-C in the terminal.
-        process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            stdin=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
-            process_group=0,
-        )
-        theirs.close()
-        self._running = process, connection
+        self._child = child = PipedChild("torchrl_grpo.rewards.math:serve", LONGEST_CPU_S)
         try:
-            refused = (
-                connection.recv_bytes().decode()
-                if connection.poll(_START_S)
-                else f"no answer in {_START_S:g} s"
-            )
+            refusal = child.receive_refusal()
         except (EOFError, OSError):
-            refused = f"it ended with status {self.end()}"
-        if refused:
+            refusal = f"it ended with status {self.end()}"
+        if refusal:
             self.end()
             raise ImportError(
-                f"reward 'math' must have a process that can import math-verify, it says: {refused}"
+                f"reward 'math' must have a process that can import math-verify, it says: {refusal}"
             )
-        return connection
+        return child
 
     def end(self) -> int | None:
-        """Ends the process; returns its exit status. May be called again."""
-        if self._running is None:
+        """End the process; return its exit status. May be called again."""
+        child, self._child = self._child, None
+        if child is None:
             return None
-        (process, connection), self._running = self._running, None
-        connection.close()
-        process.kill()  # does nothing to one that has ended
-        return process.wait()
+        child.connection.close()
+        child.process.kill()  # does nothing to a process that has ended
+        return child.process.wait()
 
 
 def _undecided(why: str, cause: str) -> InvalidRewardError:
@@ -235,22 +210,21 @@ def _undecided(why: str, cause: str) -> InvalidRewardError:
 _judges: dict[int, _Judge] = {}
 
 
-def serve(fd: int) -> None:
-    """Main function of the process: compare answers until the pipe is closed; a comparison beyond
-    the limits ends it.
+def serve(fd: int, longest_cpu_s: float) -> None:
+    """Run the process: compare answers until the pipe is closed; a comparison beyond the limits
+    ends it.
 
     Args:
         fd: its end of the pipe.
+        longest_cpu_s: CPU seconds for one comparison.
     """
-    os.set_inheritable(fd, False)
-    connection = Connection(fd)
+    connection = serve_connection(fd)
     with suppress(EOFError, OSError):
         try:
             import math_verify  # noqa: F401
 
-            logging.getLogger("math_verify").setLevel(
-                logging.ERROR
-            )  # it warns of switched-off limits
+            # It warns of switched-off limits.
+            logging.getLogger("math_verify").setLevel(logging.ERROR)
         except Exception as error:
             connection.send_bytes(traceback.format_exception_only(error)[-1].encode())
             return
@@ -260,9 +234,8 @@ def serve(fd: int) -> None:
         connection.send_bytes(b"")
         while True:
             text, reference = json.loads(connection.recv_bytes())
-            signal.setitimer(
-                signal.ITIMER_PROF, LONGEST_CPU_S
-            )  # the kernel ends the process, also inside C code
+            # The kernel ends the process, even inside C code.
+            signal.setitimer(signal.ITIMER_PROF, longest_cpu_s)
             verdict = _verdict(text, reference)
             signal.setitimer(signal.ITIMER_PROF, 0)
             connection.send_bytes(json.dumps(verdict).encode())

@@ -12,14 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from torchrl_grpo.host.children import start_python
 from torchrl_grpo.host.processes import die_with_parent
 
 _LOOPBACK = "127.0.0.1"
 _STDERR_BYTES, _STDERR_EVERY_S = 16_384, 0.01
-_START = (
-    "import sys; sys.path[:] = {path!r}; from torchrl_grpo.extras.view.start import serve_beside; "
-    "serve_beside({folder!r}, {fd}, {parent})"
-)
 
 
 def listen() -> tuple[socket.socket, str, str]:
@@ -76,17 +73,15 @@ def page_beside(
     try:
         listening, token, address = listen()
         with listening:
-            code = _START.format(
-                path=sys.path, folder=str(folder), fd=listening.fileno(), parent=os.getpid()
-            )
-            process = subprocess.Popen(
-                [sys.executable, "-c", code],
+            process = start_python(
+                "torchrl_grpo.extras.view.start:serve_beside",
+                listening.fileno(),
+                str(folder),
+                os.getpid(),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 bufsize=0,
-                pass_fds=[listening.fileno()],
-                process_group=0,  # Ctrl-C is for the run
             )
     except OSError as error:
         warn(f"The run dashboard could not be started ({error}); the run continues without it.")
@@ -132,13 +127,13 @@ def _watch(
         warn(f"The run dashboard ended ({last:.300}); the run continues without it.")
 
 
-def serve_beside(folder: str, descriptor: int, parent: int) -> None:
+def serve_beside(descriptor: int, folder: str, parent: int) -> None:
     """Serve the run dashboard, in a process that gets its token on standard input, until the run's
     process ends.
 
     Args:
-        folder: of the run.
         descriptor: of the socket.
+        folder: of the run.
         parent: process id of the run.
     """
     if sys.platform == "linux":

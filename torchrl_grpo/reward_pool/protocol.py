@@ -1,0 +1,244 @@
+"""Messages between a reward pool and its workers, and the worker's side of the pipe.
+
+Requests are pickled. Answers are JSON and never unpickled: what a worker sends may come from what
+it scores.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import sys
+import traceback
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torchrl_grpo.checks import check_reward
+from torchrl_grpo.errors import INVALID_CAUSES, InvalidRewardError
+from torchrl_grpo.host import interrupts
+from torchrl_grpo.host.children import serve_connection
+from torchrl_grpo.host.processes import go_on_in_guarded_child, show_stack_when_asked
+from torchrl_grpo.host.text import clip, printable
+from torchrl_grpo.tasks.base import Dialog, Score, Task, Turn, TurnLimits, attempt
+
+MAX_ANSWER_BYTES = 2**26
+_MAX_TURN_BYTES = MAX_ANSWER_BYTES // 128
+_MAX_ERROR_CHARACTERS = 4000
+_MAX_LINE_CHARACTERS = 200
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Reason why a dialog has no score.
+
+    Attributes:
+        kind: failures of one kind are logged once.
+        text: for the log; a traceback if there is one.
+        cause: one of ``INVALID_CAUSES``: ``crash`` if the process ended, ``lost`` if the process
+            that kept the dialog had ended before.
+        told: message to the policy, if a tool took too long or ended its process.
+        line: the failure on one line: an exception's type, message, and place in the user's file.
+    """
+
+    kind: tuple[Any, ...]
+    text: str
+    cause: str = "exception"
+    told: str = ""
+    line: str = ""
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """Return the failure of a task's exception; its kind is the type and the place. The text
+        omits our own frames.
+        """
+        frames = traceback.extract_tb(error.__traceback__)
+        user_frames = [frame for frame in frames if not frame.filename.startswith(_PACKAGE)]
+        expected = isinstance(error, InvalidRewardError)
+        shown = user_frames or ([] if expected else frames)
+        lines = [*traceback.format_list(shown), *traceback.format_exception_only(error)]
+        cause = error.cause if isinstance(error, InvalidRewardError) else "exception"
+        line = f"{type(error).__name__}: {printable(clip(str(error), _MAX_LINE_CHARACTERS))}"
+        own_frames = [
+            frame for frame in user_frames if not frame.filename.startswith(_STANDARD_LIBRARY)
+        ]
+        called = own_frames or user_frames
+        if called:  # the deepest line of the file that was called
+            deepest = [frame for frame in called if frame.filename == called[0].filename][-1]
+            line += f" at {deepest.filename}:{deepest.lineno}"
+        place = (frames[-1].filename, frames[-1].lineno) if frames else ()
+        return cls(
+            kind=(type(error).__name__, *place),
+            text=clip("".join(lines).rstrip(), _MAX_ERROR_CHARACTERS),
+            cause=cause if cause in INVALID_CAUSES else "exception",
+            line=line,
+        )
+
+
+def advance(
+    task: Task, dialogs: Sequence[Dialog], timeout_s: float | None = None
+) -> list[Turn | Failure]:
+    """Return the turn of ``task.advance`` for each dialog, with finite rewards, or its failure."""
+    try:
+        turns = task.advance(dialogs, timeout_s)
+    except Exception as error:  # of a task whose advance is the user's
+        turns = [error] * len(dialogs)
+    return [_checked(turn, task) for turn in turns]
+
+
+def _checked(turn: Turn | Exception, task: Task) -> Turn | Failure:
+    if isinstance(turn, Exception):
+        return Failure.of(turn)
+    try:
+        if turn.reward is not None:
+            reward = check_reward(turn.reward, f"the reward of a turn of {task.name!r}")
+            turn = replace(turn, reward=reward)
+        if turn.score is None:
+            return turn
+        parts: dict[str, float | None] = {}
+        for name, value in turn.score.parts.items():
+            part = f"the part {name} of {task.name!r}"
+            parts[str(name)] = None if value is None else check_reward(value, part)
+        reward = check_reward(turn.score.reward, f"the reward of {task.name!r}")
+        return replace(turn, score=Score(reward, bool(turn.score.correct), parts))
+    except Exception as error:
+        return Failure.of(error)
+
+
+def encode(turns: Sequence[Turn | Failure], number: int) -> bytes:
+    """Return the answer to a request, as JSON."""
+    return json.dumps([number, [_to_json(turn) for turn in turns]]).encode()
+
+
+def _to_json(turn: Turn | Failure) -> dict[str, Any]:
+    if isinstance(turn, Failure):
+        return vars(turn)
+    fields = vars(turn) | {
+        "messages": None if turn.messages is None else list(turn.messages),
+        "score": turn.score and vars(turn.score) | {"parts": dict(turn.score.parts)},
+        "counts": {str(name): float(count) for name, count in turn.counts.items()},
+        "tools": None if turn.tools is None else list(turn.tools),
+        "limits": vars(turn.limits),
+    }
+    try:
+        if len(json.dumps(fields)) > _MAX_TURN_BYTES:
+            raise ValueError(
+                f"a turn must be under {_MAX_TURN_BYTES:,} bytes: return shorter messages."
+            )
+        return fields
+    except (TypeError, ValueError, RecursionError) as error:
+        return vars(Failure.of(error))
+
+
+def decode(answer: bytes, number: int, count: int) -> list[Turn | Failure]:
+    """Return the turns of an answer.
+
+    Raises:
+        ValueError: it is not an answer to the request with this number and count of dialogs.
+    """
+    try:
+        answered, parts = json.loads(answer)
+        turns = [_from_json(fields) for fields in parts]
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        RecursionError,
+        OverflowError,
+    ) as error:
+        raise ValueError("it is no answer") from error
+    if answered != number or len(turns) != count:
+        raise ValueError("it is no answer to this request")
+    return turns
+
+
+def _from_json(fields: dict[str, Any]) -> Turn | Failure:
+    if "cause" in fields:
+        if fields["cause"] not in INVALID_CAUSES:
+            raise ValueError("unknown cause")
+        kind = tuple(map(str, fields["kind"]))
+        return Failure(kind, str(fields["text"]), fields["cause"], line=str(fields["line"]))
+    score, limits = fields["score"], fields["limits"]
+    if score is not None:
+        parts = {name: _number(value) for name, value in score["parts"].items()}
+        score = Score(float(score["reward"]), bool(score["correct"]), parts)
+    max_tokens = limits["max_tokens"]
+    return Turn(
+        messages=_objects(fields["messages"]),
+        score=score,
+        counts={name: float(count) for name, count in fields["counts"].items()},
+        reward=_number(fields["reward"]),
+        tools=_objects(fields["tools"]),
+        sample=int(fields["sample"]),
+        limits=TurnLimits(
+            None if max_tokens is None else int(max_tokens),
+            tuple(map(str, limits["stop"])),
+            bool(limits["log_probs"]),
+        ),
+        undelivered=bool(fields["undelivered"]),
+    )
+
+
+def _objects(values: Any) -> list[dict[str, Any]] | None:
+    return None if values is None else [dict(value) for value in values]
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+def serve(fd: int, parent: int) -> None:
+    """Run a worker process: load the task, advance dialogs until the pipe closes, and then close
+    the dialogs that the task keeps.
+
+    Args:
+        fd: the worker's end of the pipe.
+        parent: the process that started it.
+    """
+    connection = serve_connection(fd)
+    if sys.platform == "linux":
+        go_on_in_guarded_child(parent, closing=fd)
+        show_stack_when_asked()
+    interrupts.ignore_broken_pipes()  # a scorer may print
+    with suppress(EOFError, OSError):
+        task_bytes = connection.recv_bytes()
+        try:
+            task = pickle.loads(task_bytes)
+        except Exception:
+            text = clip(traceback.format_exc(), _MAX_ERROR_CHARACTERS)
+            connection.send_bytes(text.encode(errors="replace"))
+            return
+        connection.send_bytes(b"")
+        open_episodes: set[str] = set()
+        printed_kinds: set[tuple[Any, ...]] = set()
+        try:
+            while True:
+                number, dialogs, ended, timeout_s = connection.recv()
+                _close(task, ended, printed_kinds)
+                open_episodes.difference_update(ended)
+                open_episodes.update(dialog.episode for dialog in dialogs if dialog.episode)
+                try:
+                    turns = advance(task, dialogs, timeout_s)
+                except BaseException as error:  # a scorer's: no keyboard interrupts a worker
+                    turns = [Failure.of(error)] * len(dialogs)
+                connection.send_bytes(encode(turns, number))
+        finally:
+            _close(task, sorted(open_episodes), printed_kinds)
+
+
+def _close(task: Task, episodes: Iterable[str], printed_kinds: set[tuple[Any, ...]]) -> None:
+    """Close dialogs; failures of one kind are printed once."""
+    for episode in episodes:
+        error = attempt(task.close, episode)
+        if (
+            isinstance(error, Exception)
+            and (failure := Failure.of(error)).kind not in printed_kinds
+        ):
+            printed_kinds.add(failure.kind)
+            message = f"task {task.name!r} failed to close a dialog.\n{failure.text}"
+            print(message, file=sys.stderr, flush=True)

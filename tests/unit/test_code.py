@@ -16,11 +16,12 @@ import psutil
 import pytest
 
 from tests.support.configs import ROOT, compose_config
+from tests.support.sandboxes import run_python
 from tests.support.scripts import SMALL
 from torchrl_grpo.assembly.tasks import make_task
 from torchrl_grpo.rewards import code as rewards
 from torchrl_grpo.rewards.code import program_in
-from torchrl_grpo.sandbox import Limits, isolation, run_python, runner
+from torchrl_grpo.sandbox import Limits, isolation, runner
 from torchrl_grpo.tasks.base import Dialog
 
 ADD = "def add(a, b):\n    return a + b\n"
@@ -253,7 +254,8 @@ def test_a_temporary_folder_may_have_any_name(tmp_path: Path) -> None:
     folder = tmp_path / "a folder with 'quotes'"
     folder.mkdir()
     script = (
-        "import torchrl_grpo.sandbox as s\nprint(s.isolation(), s.run_python('print(42)').output)\n"
+        "import tests.support.sandboxes as s\nfrom torchrl_grpo.sandbox import isolation\n"
+        "print(isolation(), s.run_python('print(42)').output)\n"
     )
     environment = os.environ | {"TMPDIR": str(folder), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
@@ -332,7 +334,10 @@ def test_a_program_has_no_memory_beside_its_address_space(make: str) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="the other tests are those of an ordinary user")
 def test_an_ordinary_user_has_namespaces_too() -> None:
     """Who makes them in a user namespace, which root does not."""
-    said = "import torchrl_grpo.sandbox as s\nprint(s.isolation())\n"
+    said = (
+        "import tests.support.sandboxes as s\nfrom torchrl_grpo.sandbox import isolation\n"
+        "print(isolation())\n"
+    )
     tried = [
         f"print(repr(s.run_python({ATTACKS[what]!r}).output.strip()))\n"
         for what in ("a mount", "its folder")

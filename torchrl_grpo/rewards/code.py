@@ -21,7 +21,7 @@ from torchrl_grpo.sandbox import Limits, judging, require_isolation
 
 _FENCED = re.compile(r"```([^\n`]*)\n(.*?)(?:^[ \t]*```|\Z)", re.S | re.M)
 _PYTHON = ("python", "py", "python3")
-_SLOW = 2
+_MAX_SLOW = 2
 """Tests that may reach their time limit; after them a program counts as too slow for the rest."""
 _PACKAGES = (
     "matplotlib", "mpmath", "networkx", "numba", "numpy", "pandas", "requests", "scipy", "sklearn", "sortedcontainers",
@@ -63,89 +63,84 @@ def program_in(response: str) -> str:
     >>> program_in("So:\\n```python\\nprint(1)\\n```\\nDone.")
     'print(1)'
     """
-    blocks = [
-        (info.strip().lower(), block.removesuffix("\n"))
-        for info, block in _FENCED.findall(response)
-    ]
+    blocks = _FENCED.findall(response)
     for languages in (_PYTHON, ("",)):
-        if found := [block for language, block in blocks if language in languages]:
-            return found[-1]
+        programs = [block for info, block in blocks if info.strip().lower() in languages]
+        if programs:
+            return str(programs[-1]).removesuffix("\n")
     return response
 
 
 def read_tests(answer: Any, entry_point: str | None = None) -> Tests:
     """Parse the tests in a column.
 
-    Args: answer: a list of statements such as ``["assert add(1, 2) == 3"]`` (MBPP's ``test_list``);
-        a text with them, or
-            with ``def check(candidate)`` (HumanEval's ``test``); ``{"inputs": [...], "outputs":
-            [...]}``, with ``fn_name`` for calls (APPS; prime_code, which has JSON in texts, a line
-            for each argument); or a list of ``{"input", "output", "testtype"}`` (LiveCodeBench's
-            ``public_test_cases``). The last two also as JSON, and all in ``{"ground_truth": ...}``
-            (verl's column ``reward_model``).
-        entry_point: name of the function that is tested, where the tests do not say it.
+    Args:
+        answer: a list of statements such as ``["assert add(1, 2) == 3"]`` (MBPP's ``test_list``); a
+            text with them, or with ``def check(candidate)`` (HumanEval's ``test``);
+            ``{"inputs": [...], "outputs": [...]}``, with ``fn_name`` for calls (APPS; prime_code,
+            whose arguments are JSON, one per line); or a list of ``{"input", "output",
+            "testtype"}`` (LiveCodeBench's ``public_test_cases``). The last two also as JSON, and
+            all in ``{"ground_truth": ...}`` (verl's column ``reward_model``).
+        entry_point: name of the tested function, if the tests do not contain it.
 
     Raises:
         ValueError: it is none of these.
     """
     if isinstance(answer, Mapping) and "ground_truth" in answer:
         answer = answer["ground_truth"]
-    if isinstance(answer, str) and answer.lstrip()[:1] in ("[", "{"):
+    if isinstance(answer, str) and answer.lstrip().startswith(("[", "{")):
         try:
             answer = json.loads(answer)
         except ValueError as error:
             raise ValueError(
                 f"reward 'code' must have tests as JSON or as statements: {error}."
             ) from error
-    if isinstance(answer, str) and "def check(" in answer and entry_point:
-        return Tests("assert", [f"{answer}\ncheck({entry_point})"])
     if isinstance(answer, str) and answer.strip():
-        return Tests("assert", [answer])
-    if (
-        isinstance(answer, Mapping)
-        and len(answer.get("inputs") or ()) == len(answer.get("outputs") or ()) > 0
-    ):
+        calls_check = "def check(" in answer and entry_point
+        return Tests("assert", [f"{answer}\ncheck({entry_point})" if calls_check else answer])
+    if isinstance(answer, Mapping):
+        inputs, outputs = answer.get("inputs") or (), answer.get("outputs") or ()
         function = answer.get("fn_name") or entry_point
-        inputs, outputs = answer["inputs"], answer["outputs"]
-        if function is None:
-            return Tests("stdin", inputs, outputs)
-        outputs = [_result(*one) for one in zip(inputs, outputs, strict=True)]
-        return Tests("call", [_arguments(one) for one in inputs], outputs, function)
-    if isinstance(answer, Sequence) and answer and all(isinstance(one, str) for one in answer):
-        return Tests("assert", answer)
-    if (
-        isinstance(answer, Sequence)
-        and answer
-        and all(isinstance(one, Mapping) and {"input", "output"} <= one.keys() for one in answer)
-    ):
-        inputs, outputs = [one["input"] for one in answer], [one["output"] for one in answer]
-        if answer[0].get("testtype") == "functional":
-            if not entry_point:
-                raise ValueError(
-                    "reward 'code' must have tests with the name of the function that they call, "
-                    "this problem has none: keep the column metadata, whose func_name it is, or "
-                    "entry_point."
-                )
-            outputs = [json.loads(one) for one in outputs]
-            return Tests(
-                "call", [_arguments(one) for one in inputs], outputs, entry_point, exact=True
-            )
-        return Tests("stdin", inputs, outputs, exact=True)
+        if len(inputs) == len(outputs) > 0:
+            if function is None:
+                return Tests("stdin", inputs, outputs)
+            results = list(map(_result, inputs, outputs))
+            return Tests("call", list(map(_arguments, inputs)), results, function)
+    elif isinstance(answer, Sequence) and answer:
+        if all(isinstance(test, str) for test in answer):
+            return Tests("assert", answer)
+        if all(isinstance(test, Mapping) and {"input", "output"} <= test.keys() for test in answer):
+            return _contest_tests(answer, entry_point)
     raise ValueError(
-        f"reward 'code' must have tests, this problem has {answer!r:.80}: give a list of assert statements, a text "
-        'with them, {"inputs": [...], "outputs": [...]} or a list of {"input", "output"} in the column of '
-        "env.columns.answer."
+        f"reward 'code' must have tests, this problem has {answer!r:.80}: give a list of assert "
+        'statements, a text with them, {"inputs": [...], "outputs": [...]} or a list of '
+        '{"input", "output"} in the column of env.columns.answer.'
     )
 
 
-def _arguments(given: Any) -> Any:
-    """The arguments of a call, which may be JSON in a text, a line for each."""
-    return [json.loads(line) for line in given.splitlines()] if isinstance(given, str) else given
+def _contest_tests(tests: Sequence[Mapping[str, Any]], function: str | None) -> Tests:
+    """Return the tests of LiveCodeBench."""
+    inputs = [test["input"] for test in tests]
+    outputs = [test["output"] for test in tests]
+    if tests[0].get("testtype") != "functional":
+        return Tests("stdin", inputs, outputs, exact=True)
+    if not function:
+        raise ValueError(
+            "reward 'code' must have tests with the name of the function that they call, this "
+            "problem has none: keep the column metadata, whose func_name it is, or entry_point."
+        )
+    results = list(map(json.loads, outputs))
+    return Tests("call", list(map(_arguments, inputs)), results, function, exact=True)
 
 
-def _result(given: Any, expected: Any) -> Any:
-    """What a call must return: JSON in a text where the arguments are."""
-    if isinstance(given, str) and isinstance(expected, str):
+def _arguments(value: Any) -> Any:
+    """Return the arguments of a call, which may be lines of JSON."""
+    return list(map(json.loads, value.splitlines())) if isinstance(value, str) else value
+
+
+def _result(arguments: Any, expected: Any) -> Any:
+    """Return the expected result of a call, which may be JSON if the arguments are."""
+    if isinstance(arguments, str) and isinstance(expected, str):
         with suppress(ValueError):
             return json.loads(expected)
     return expected
@@ -175,15 +170,18 @@ def code(
     Where the machine did not let it compute, killed it, or lacks a package that it imports, the
     reward is invalid.
 
-    Args: response: with the program in its last fenced block, or nothing but the program. answer:
-        the tests, see ``read_tests``. entry_point: column of HumanEval: the function's name.
+    Args:
+        response: with the program in its last fenced block, or nothing but the program.
+        answer: the tests, see ``read_tests``.
+        entry_point: column of HumanEval: the function's name.
         metadata: column of LiveCodeBench, also as JSON: its ``func_name`` is the function's name.
-        prompt: of the problem: where it is the beginning of the function, the program may go on
-        from there. test_imports: column of MBPP: statements that run before the tests.
-        test_setup_code: likewise, as one text. metric: ``"all"`` or ``"fraction"``. seconds:
-        longest CPU time of each test. After two that exceed it, the rest counts as failed.
-        memory_mib: address space of each of the program's processes, in MiB; at least 64. sandbox:
-        ``"strict"`` runs nothing where there are limits alone.
+        prompt: of the problem: if it is the beginning of the function, the program may continue it.
+        test_imports: column of MBPP: statements that run before the tests.
+        test_setup_code: likewise, as one text.
+        metric: ``"all"`` or ``"fraction"``.
+        seconds: longest CPU time of each test. After two that exceed it, the rest counts as failed.
+        memory_mib: address space of each of the program's processes, in MiB; at least 64.
+        sandbox: ``"strict"`` refuses to run programs with limits alone.
 
     Raises:
         ValueError: there are no tests, or an option is none of those that there are.
@@ -207,46 +205,47 @@ def code(
         )
     require_isolation(sandbox)
     if entry_point is None and metadata:
-        given = json.loads(metadata) if isinstance(metadata, str) else metadata
-        entry_point = given.get("func_name") if isinstance(given, Mapping) else None
+        fields = json.loads(metadata) if isinstance(metadata, str) else metadata
+        entry_point = fields.get("func_name") if isinstance(fields, Mapping) else None
     tests = read_tests(answer, entry_point)
-    begins = entry_point and re.search(rf"^(?:async )?def {re.escape(entry_point)}\b", prompt, re.M)
+    definition = rf"^(?:async )?def {re.escape(entry_point or '')}\b"
+    has_stub = entry_point and tests.kind == "assert" and re.search(definition, prompt, re.M)
     program = {
         "source": program_in(response),
-        "stub": prompt if begins and tests.kind == "assert" else "",
+        "stub": prompt if has_stub else "",
         "setup": "\n".join([*(test_imports or ()), test_setup_code or ""]),
     }
-    passed = _passed(program, tests, Limits(seconds, memory_mib * 2**20), metric)
+    passed = _count_passed(program, tests, Limits(seconds, memory_mib * 2**20), metric)
     share = passed / len(tests.inputs)
     return share if metric == "fraction" else float(share == 1)
 
 
-def _passed(program: Mapping[str, str], tests: Tests, limits: Limits, metric: str) -> int:
-    """Count the tests that a program passes; with ``all`` stop at the first that it does not."""
+def _count_passed(program: Mapping[str, str], tests: Tests, limits: Limits, metric: str) -> int:
+    """Count the tests that a program passes; with ``all`` stop at the first that fails."""
     passed, slow = 0, 0
     settings = {
+        "kind": tests.kind,
         "function": tests.function,
-        "statements": tests.kind == "assert",
-        "contest": tests.kind != "assert",
-        "keys": not tests.exact,
+        "exact": tests.exact,
         "tests": len(tests.inputs),
     }
     outputs = tests.outputs or [None] * len(tests.inputs)
-    with judging(limits, **program, **settings) as test:
-        for given, expected in zip(tests.inputs, outputs, strict=True):
-            ended = test(_text(given) if tests.kind == "stdin" else given)
-            answer = _read_answer(ended["output"]) if ended["end"] == "answer" else {}
-            _require_judged(ended, answer.get("error") or ended["errors"], limits)
-            right = _is_right(tests, ended, answer, expected)
-            passed += right
-            slow += ended["end"] == "time"
-            if not ended.get("loaded", True) or slow == _SLOW or (metric == "all" and not right):
+    with judging(limits, **program, **settings) as run_test:
+        for test, expected in zip(tests.inputs, outputs, strict=True):
+            end = run_test(_text(test) if tests.kind == "stdin" else test)
+            answer = _read_answer(end["output"]) if end["end"] == "answer" else {}
+            _require_judged(end, answer.get("error") or end["errors"], limits)
+            is_right = _is_right(tests, end, answer, expected)
+            passed += is_right
+            slow += end["end"] == "time"
+            is_loaded = end["loaded"]
+            if not is_loaded or slow == _MAX_SLOW or (metric == "all" and not is_right):
                 break
     return passed
 
 
 def _read_answer(line: str) -> dict[str, Any]:
-    """What a program's process answered, empty where the program has written something else."""
+    """Return the answer of a program's process; empty if the program has written something else."""
     try:
         answer = json.loads(line)
     except (ValueError, RecursionError):
@@ -254,39 +253,41 @@ def _read_answer(line: str) -> dict[str, Any]:
     return answer if isinstance(answer, dict) else {}
 
 
-def _require_judged(ended: Mapping[str, Any], error: Any, limits: Limits) -> None:
-    """Raise where it is not the program's fault that a test ended as it did."""
-    if ended["end"] == "starved":
+def _require_judged(end: Mapping[str, Any], error: Any, limits: Limits) -> None:
+    """Raise if a test did not end as it did because of the program."""
+    if end["end"] == "starved":
         raise InvalidRewardError(
             f"a program must get {limits.seconds:g} s of CPU time, on this machine it waited ten "
             "times as long for them: use fewer env.reward_workers.",
             "timeout",
         )
-    if ended["end"] == "exit" and ended["status"] == -signal.SIGKILL:
+    if end["end"] == "exit" and end["status"] == -signal.SIGKILL:
         raise InvalidRewardError(
             "a program was killed from outside of its sandbox: look for a lack of memory.", "crash"
         )
     missing = _NO_MODULE.search(error) if isinstance(error, str) else None
-    if missing and missing[1] in _PACKAGES and ended["status"] != 0:
+    if missing and missing[1] in _PACKAGES and end["status"] != 0:
         raise InvalidRewardError(
-            f"a program must do with the standard library, it imports {missing[1]}: ask for that in the prompt.",
+            f"a program must use the standard library alone, it imports {missing[1]}: ask for that "
+            "in the prompt.",
             "import",
         )
 
 
 def _is_right(
-    tests: Tests, ended: Mapping[str, Any], answer: Mapping[str, Any], expected: Any
+    tests: Tests, end: Mapping[str, Any], answer: Mapping[str, Any], expected: Any
 ) -> bool:
     if tests.kind == "stdin":
-        right = ended["end"] == "exit" and ended["status"] == 0
-        return right and _same_output(ended["output"], _text(expected), tests.exact)
-    if ended["end"] != "answer" or not ended.get("loaded", True) or answer.get("error") != "":
+        if end["end"] != "exit" or end["status"] != 0:
+            return False
+        return _same_output(end["output"], _text(expected), tests.exact)
+    if not end["loaded"] or answer.get("error") != "":
         return False
     return tests.kind == "assert" or _equals(answer.get("result"), expected, tests.exact)
 
 
 def _equals(result: Any, expected: Any, exact: bool) -> bool:
-    """Whether a call has returned what it must; APPS puts that into a list."""
+    """Return whether a call has returned the expected value, which APPS puts into a list."""
     try:
         value = json.loads(result)
         return bool(value == expected or (not exact and [value] == expected))
@@ -295,25 +296,25 @@ def _equals(result: Any, expected: Any, exact: bool) -> bool:
 
 
 def _text(value: Any) -> str:
-    """Standard input or output as text; APPS also stores it as lines."""
+    """Return standard input or output as text; APPS also stores it as lines."""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _same_output(printed: str, expected: str, exact: bool) -> bool:
-    """Whether the lines are the same, or have the same numbers.
+    """Return whether the lines are the same, or have the same numbers.
 
-    Exact is LiveCodeBench's way: each line is the same text or, as decimals, the same numbers.
+    ``exact`` is LiveCodeBench's way: each line is the same text or, as decimals, the same numbers.
     Otherwise empty lines do not count, words are compared one by one, and a number may be near
     another that is no integer.
     """
-    lines, right = (
-        [line.strip() for line in text.strip().split("\n")] for text in (printed, expected)
-    )
+    lines = [line.strip() for line in printed.strip().split("\n")]
+    right = [line.strip() for line in expected.strip().split("\n")]
     if exact:
         return len(lines) == len(right) and all(map(_same_line, lines, right))
-    rows, right_rows = ([line.split() for line in part if line] for part in (lines, right))
+    rows = [line.split() for line in lines if line]
+    right_rows = [line.split() for line in right if line]
     return list(map(len, rows)) == list(map(len, right_rows)) and all(
-        map(_same_word, chain.from_iterable(rows), chain.from_iterable(right_rows))
+        map(_same_word, chain(*rows), chain(*right_rows))
     )
 
 

@@ -1,12 +1,5 @@
 """Isolated execution of programs that a language model wrote."""
 
-from torchrl_grpo.sandbox.runner import (
-    Limits,
-    Outcome,
-    isolation,
-    judging,
-    require_isolation,
-    run_python,
-)
+from torchrl_grpo.sandbox.runner import Limits, isolation, judging, require_isolation
 
-__all__ = ["Limits", "Outcome", "isolation", "judging", "require_isolation", "run_python"]
+__all__ = ["Limits", "isolation", "judging", "require_isolation"]

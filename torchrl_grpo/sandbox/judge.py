@@ -5,7 +5,7 @@ Nothing of the package imports this file. The first line of its standard input s
 each further one is a test; each line of its standard output is how a test ended. It knows no
 expected result. The program runs in children, one for each test of standard input, and otherwise
 one that answers tests until it ends or is killed at a limit. In namespaces this process is the
-first one there, which the program cannot kill.
+first one, which the program cannot kill.
 """
 
 from __future__ import annotations
@@ -73,45 +73,40 @@ class Program:
 
     Args:
         source: its source.
+        seconds: CPU time of each test.
+        output: bytes that it may print.
+        kind: of its tests: ``assert``, ``call`` or ``stdin``; the last two as in a contest, with
+            the usual imports and any exit status.
         stub: text that it may continue.
         setup: statements to run after it.
         function: name of the function that tests call.
-        statements: whether tests are statements.
-        contest: whether it finds the usual imports, and may end with any status.
-        keys: whether a dict as the only argument has numbers for keys, which JSON has as text.
-        seconds: CPU time of each test.
-        output: bytes that it may print.
+        exact: whether the keys of a dict that is the only argument stay text, as in JSON.
         tests: number of tests.
     """
 
     def __init__(
         self,
-        *,
         source: str,
+        seconds: float,
+        output: int,
+        kind: str = "stdin",
         stub: str = "",
         setup: str = "",
         function: str | None = None,
-        statements: bool = False,
-        contest: bool = False,
-        keys: bool = False,
-        seconds: float,
-        output: int,
+        exact: bool = False,
         tests: int = 1,
     ) -> None:
-        self.function, self.statements, self.contest, self.keys = (
-            function,
-            statements,
-            contest,
-            keys,
-        )
-        self.seconds, self.output = seconds, output
-        self.stays = statements or function is not None
+        self.seconds = seconds
+        self.output = output
+        self.setup = setup
+        self.function = function
+        self.exact = exact
+        self.statements = kind == "assert"
+        self.stays = kind != "stdin"
         self.cpu_s = int(seconds * (tests + 1 if self.stays else 1)) + 2
         self.name = "solution" if self.stays else "__main__"
-        self.names = usual_imports() if contest else {}
-        self.sources = [f"{stub}\n{source}", stub + source] if stub else []
-        self.sources.append(source)
-        self.setup = setup
+        self.names = {} if self.statements else usual_imports()
+        self.sources = [f"{stub}\n{source}", stub + source, source] if stub else [source]
         self.child: Child | None = None
 
     def load(self) -> dict[str, Any]:
@@ -129,7 +124,7 @@ class Program:
         scope["__name__"] = self.name
         sys.modules[self.name] = module
         vars(builtins).update(exit=sys.exit, quit=sys.exit)
-        if self.contest:
+        if not self.statements:
             scope.update(stdin=sys.stdin, stdout=sys.stdout, stderr=sys.stderr)
             sys.setrecursionlimit(50_000)
             sys.set_int_max_str_digits(50_000)
@@ -139,34 +134,26 @@ class Program:
 
     def play(self) -> None:
         """Run once, with a test's standard input."""
-        try:
+        with suppress(SystemExit):
             self.load()
-        except SystemExit:
-            if not self.contest:
-                raise
 
     def answer(self) -> None:
-        """Load, and then run test after test; each answer is None for one that passed, or its
-        result as JSON.
+        """Load, and then run one test after another. An answer has the error, and a call's result
+        as JSON.
         """
         requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
         null = os.open("/dev/null", os.O_RDWR)
         os.dup2(null, 0)
         os.dup2(null, 1)
-        run, translate, dumps, loads, say = (
-            exec,
-            compile,
-            json.dumps,
-            json.loads,
-            os.write,
-        )  # a program may replace them
-        where = answers.fileno()
+        # A program may replace them.
+        run, translate, dumps, loads, write = exec, compile, json.dumps, json.loads, os.write
+        fd = answers.fileno()
 
         def tell(result: str | None = None, error: BaseException | None = None) -> None:
             text = "" if error is None else f"{type(error).__name__}: {error}"[:500]
             data = dumps({"result": result, "error": text}).encode() + b"\n"
             while data:
-                data = data[say(where, data) :]
+                data = data[write(fd, data) :]
 
         try:
             scope = self.load()
@@ -198,30 +185,32 @@ class Program:
 
     def arguments(self, test: list[Any]) -> list[Any]:
         """Return the arguments of a call."""
-        if self.keys and test and isinstance(test[0], dict):
+        if not self.exact and test and isinstance(test[0], dict):
             with suppress(ValueError):
                 return [{int(key): value for key, value in test[0].items()}]
         return test
 
     def test(self, test: Any) -> dict[str, Any]:
-        """Run a test: how it ended (see ``Child.talk``), and what the program answered or printed."""
+        """Run a test; return how it ended (see ``Child.talk``), and what the program answered or
+        printed.
+        """
         if not self.stays:
             child = Child(self, self.play)
-            ended = child.talk(test.encode(errors="replace"), one_line=False)
+            end = child.talk(test.encode(errors="replace"), one_line=False)
             child.kill()
-            return ended
+            return end
+        loaded = True
+        end = {}
         if self.child is None:
             self.child = Child(self, self.answer)
-            ended = self.child.talk(b"", one_line=True, close=False)
-            if ended["end"] != "answer" or failed(ended["output"]):
-                self.child.kill()
-                self.child = None
-                return ended | {"loaded": False}
-        ended = self.child.talk(json.dumps(test).encode() + b"\n", one_line=True, close=False)
-        if ended["end"] != "answer":
+            end = self.child.talk(b"", one_line=True)
+            loaded = end["end"] == "answer" and not failed(end["output"])
+        if loaded:
+            end = self.child.talk(json.dumps(test).encode() + b"\n", one_line=True)
+        if not loaded or end["end"] != "answer":
             self.child.kill()
             self.child = None
-        return ended
+        return end | {"loaded": loaded}
 
 
 class Child:
@@ -235,11 +224,9 @@ class Child:
     def __init__(self, program: Program, run: Any) -> None:
         self.program = program
         self.status: int | None = None
-        (theirs, self.stdin), (self.stdout, out), (self.stderr, err) = (
-            os.pipe(),
-            os.pipe(),
-            os.pipe(),
-        )
+        theirs, self.stdin = os.pipe()
+        self.stdout, out = os.pipe()
+        self.stderr, err = os.pipe()
         self.pid = os.fork()
         if self.pid:
             for end in (theirs, out, err):
@@ -265,16 +252,17 @@ class Child:
         except OSError:
             return time.monotonic()
 
-    def talk(self, data: bytes, *, one_line: bool, close: bool = True) -> dict[str, Any]:
+    def talk(self, data: bytes, *, one_line: bool) -> dict[str, Any]:
         """Feed it, and read what it prints.
 
         Args:
             data: for its standard input.
-            one_line: whether a line is an answer; otherwise it must end.
-            close: whether its standard input ends with the data.
+            one_line: whether a line is an answer; otherwise its input ends with the data, and it
+                must exit.
 
-        Returns: ``end``: ``exit``, ``answer``, or what it was killed for: ``time`` of its CPU or
-            waiting, ``output``, or ``starved``, which is the machine's fault. ``output``,
+        Returns:
+            ``end``: ``exit``, ``answer``, or what it was killed for: ``time`` of its CPU or
+            waiting, ``output``, or ``starved``, which is the machine's fault; ``output``,
             ``errors`` and ``status``.
         """
         printed = {self.stdout: bytearray(), self.stderr: bytearray()}
@@ -282,21 +270,20 @@ class Child:
         mark, mark_cpu = start, start_cpu
         seconds, end = self.program.seconds, ""
         with selectors.DefaultSelector() as selector:
-            if data or close:
+            if data or not one_line:
                 selector.register(self.stdin, selectors.EVENT_WRITE)
             for stream in printed:
                 selector.register(stream, selectors.EVENT_READ)
             while not end:
                 exited = self.exited()
-                events = selector.select(
-                    0 if exited else _TICK_S if len(selector.get_map()) else 0.001
-                )
+                tick_s = _TICK_S if selector.get_map() else 0.001
+                events = selector.select(0 if exited else tick_s)
                 for key, _ in events:
                     if key.fd == self.stdin:
                         data = self.feed(data)
                         if not data:
                             selector.unregister(self.stdin)
-                            if close:
+                            if not one_line:
                                 os.close(self.stdin)
                                 self.stdin = -1
                     elif chunk := os.read(key.fd, _CHUNK):
@@ -320,7 +307,13 @@ class Child:
                     if not end and now - start > _STARVED * seconds:
                         end = "starved"
         output, errors = (bytes(part).decode(errors="replace") for part in printed.values())
-        return {"end": end, "status": self.status, "output": output, "errors": errors[-2000:]}
+        return {
+            "end": end,
+            "status": self.status,
+            "output": output,
+            "errors": errors[-2000:],
+            "loaded": True,
+        }
 
     def feed(self, data: bytes) -> bytes:
         """Write some of the data; return what is left, nothing where it reads no more."""

@@ -28,7 +28,7 @@ from typing import Any, Literal
 Isolation = Literal["namespaces", "limits"]
 
 _HERE = Path(__file__).parent
-_READ = 2**16
+_CHUNK = 2**16
 _PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
 _START_S = 120.0
 """Longest time for a sandbox to be made, on a busy machine."""
@@ -68,10 +68,12 @@ _NAMESPACES = ("--net", "--mount", "--ipc", "--uts", "--pid", "--fork", "--kill-
 class Limits:
     """Resource limits of a program.
 
-    Attributes: seconds: CPU time of a run, or of a test; of a ``Session``, of the clock for each
-        piece of code. memory: bytes of each process's address space. processes: of the program,
-        threads included, where it has namespaces of its own; elsewhere of the user. file: bytes of
-        each file; with namespaces also of all files together. output: bytes of what it prints.
+    Attributes:
+        seconds: CPU time of a test; of a ``Session``, wall-clock time for each piece of code.
+        memory: bytes of each process's address space.
+        processes: of the program, threads included, if it has namespaces; otherwise of the user.
+        file: bytes of each file; with namespaces also of all files together.
+        output: bytes that it may print.
     """
 
     seconds: float = 10.0
@@ -81,39 +83,14 @@ class Limits:
     output: int = 2**20
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """Result of a program.
-
-    Attributes: end: ``exit``, or the limit that it was killed at: ``time`` (its own CPU time, or it
-        only waited), ``output``,
-            or ``starved`` (the machine did not let it compute).
-        status: exit status, negative the number of the signal that ended it; None where a limit
-            did.
-        output: what it printed on its standard output, as text.
-        errors: the end of what it printed on its standard error.
-    """
-
-    end: str
-    status: int | None
-    output: str
-    errors: str
-
-
 @cache
 def _missing() -> str:
-    """What keeps programs from having namespaces here, as text; empty where nothing does."""
-    lacking = [
-        tool
-        for tool in ("unshare", "setpriv", "mount", "chroot")
-        if not shutil.which(tool, path=_PATH)
-    ]
-    if sys.platform != "linux" or lacking:
-        return (
-            f"this is {sys.platform}"
-            if sys.platform != "linux"
-            else f"there is no {lacking[0]} in {_PATH}"
-        )
+    """Return why programs cannot have namespaces here; empty if they can."""
+    if sys.platform != "linux":
+        return f"this is {sys.platform}"
+    for tool in ("unshare", "setpriv", "mount", "chroot"):
+        if not shutil.which(tool, path=_PATH):
+            return f"there is no {tool} in {_PATH}"
     try:
         with started("print(6 * int(input()), flush=True)", Limits(), "namespaces") as process:
             answer = process.ask(7, _START_S)
@@ -149,7 +126,7 @@ def require_isolation(sandbox: str) -> None:
 
 
 class EndedError(RuntimeError):
-    """A program has ended, or sent something that is no answer."""
+    """A program has ended, or sent something that is not an answer."""
 
 
 class Process:
@@ -157,16 +134,14 @@ class Process:
 
     Args:
         process: with pipes.
-        limits: of which ``output`` holds for an answer.
+        limits: ``output`` applies to an answer.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], limits: Limits) -> None:
         assert process.stdin and process.stdout
-        self._stdin, self._stdout, self._limits = (
-            process.stdin.fileno(),
-            process.stdout.fileno(),
-            limits,
-        )
+        self._stdin = process.stdin.fileno()
+        self._stdout = process.stdout.fileno()
+        self._max_bytes = 8 * limits.output
         os.set_blocking(self._stdin, False)
 
     def ask(self, message: Any, seconds: float) -> Any:
@@ -174,7 +149,7 @@ class Process:
 
         Raises:
             TimeoutError: it did not answer in time.
-            EndedError: it has ended, or what it sent is no answer.
+            EndedError: it has ended, or what it sent is not an answer.
         """
         try:
             return json.loads(self.line(seconds, json.dumps(message).encode() + b"\n"))
@@ -183,7 +158,8 @@ class Process:
 
     def line(self, seconds: float, data: bytes = b"") -> bytes:
         """Send data, and return the line that it sends; raises as ``ask`` does."""
-        deadline, answer = time.monotonic() + seconds, bytearray()
+        deadline = time.monotonic() + seconds
+        answer = bytearray()
         with selectors.DefaultSelector() as selector:
             selector.register(self._stdout, selectors.EVENT_READ)
             if data:
@@ -198,18 +174,18 @@ class Process:
                         if not data:
                             selector.unregister(self._stdin)
                         continue
-                    part = os.read(self._stdout, _READ)
-                    answer += part
-                    if not part:
+                    chunk = os.read(self._stdout, _CHUNK)
+                    answer += chunk
+                    if not chunk:
                         raise EndedError("it has ended")
-                    if len(answer) > 8 * self._limits.output:
+                    if len(answer) > self._max_bytes:
                         raise EndedError("it sent too much")
         return bytes(answer)
 
     def _write(self, data: bytes) -> bytes:
-        """Write some of the data; return what is left, nothing where it reads no more."""
+        """Write some of the data; return the rest, nothing if it reads no more."""
         try:
-            return data[os.write(self._stdin, data[:_READ]) :]
+            return data[os.write(self._stdin, data[:_CHUNK]) :]
         except BlockingIOError:
             return data
         except OSError:
@@ -225,109 +201,106 @@ def started(
 
     Args:
         program: its source.
-        limits: on its resources; that of time is for who reads what it prints.
-        isolated: what there is.
+        limits: on its resources; the reader of its output limits the time.
+        isolated: what the machine offers.
         cpu_s: CPU time of each of its processes.
 
     Raises:
         OSError: no process can be started, or no sandbox for it be made.
     """
-    with tempfile.TemporaryDirectory(prefix="program-", ignore_cleanup_errors=True) as made:
-        folder = Path(made)
-        for name in ("program", "root", "tmp"):
-            (folder / name).mkdir()
-        root, user = (
-            os.geteuid() == 0,
-            random.randrange(10**6, 2**31),
-        )  # a user of its own, for its number of processes
-        python, inside = os.path.realpath(sys.executable), isolated == "namespaces"
+    with tempfile.TemporaryDirectory(prefix="program-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
         source = folder / "program"
+        for path in (source, folder / "root", folder / "tmp"):
+            path.mkdir()
         (source / "program.py").write_text(program, encoding="utf-8", errors="replace")
         shutil.copyfile(_HERE / "start.py", source / "start.py")
-        place = Path("/program") if inside else source
-        settings = {
-            "program": str(place / "program.py"),
-            "strict": inside,
-            "limits": {
-                "CPU": int(cpu_s),
-                "AS": limits.memory,
-                "NPROC": limits.processes if inside else 4096,
-                "FSIZE": limits.file,
-                "NOFILE": 64,
-                "CORE": 0,
-                "STACK": 2**26,
-                "MSGQUEUE": 0,
-                "SIGPENDING": 1024,
-            },
-        }
-        command = [python, "-I", "-S", "-B", str(place / "start.py"), json.dumps(settings)]
-        environment = {"PATH": _PATH, "LANG": "C.UTF-8", "TMPDIR": "/tmp"}
-        if inside:
-            script = _ROOT.format(
-                root=shlex.quote(str(folder / "root")),
-                folder=shlex.quote(str(source)),
-                size=limits.file,
-                places=shlex.join(_places(python)),
-                identity=f"--reuid={user} --regid={user} --clear-groups" if root else "",
-            )
-            own_user = () if root else ("--user", "--map-root-user")
-            command = ["unshare", *own_user, *_NAMESPACES, "sh", "-c", script, "sh", *command]
-        else:
-            environment["TMPDIR"] = str(folder / "tmp")
         with open(folder / "errors", "w+b") as errors:
             process = subprocess.Popen(
-                command,
+                _command(folder, limits, isolated, cpu_s),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 bufsize=0,  # nothing is left to be written when it is closed
                 cwd=folder / "tmp",
-                env=environment,
+                env={
+                    "PATH": _PATH,
+                    "LANG": "C.UTF-8",
+                    "TMPDIR": "/tmp" if isolated == "namespaces" else str(folder / "tmp"),
+                },
                 start_new_session=True,
             )
             try:
-                asked = Process(process, limits)
+                answering = Process(process, limits)
                 try:
-                    asked.line(_START_S)
+                    answering.line(_START_S)
                 except (EndedError, TimeoutError) as error:
                     errors.seek(0)
                     reason = errors.read(2000).decode(errors="replace").strip() or error
                     raise OSError(
                         f"the sandbox of a program could not be made: {reason}"
                     ) from error
-                yield asked
+                yield answering
             finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(
-                        process.pid, signal.SIGKILL
-                    )  # with a PID namespace all in it ends with its first one
+                with suppress(ProcessLookupError):  # a PID namespace ends with its first process
+                    os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
                 for stream in (process.stdin, process.stdout):
                     with suppress(OSError):
                         stream.close()  # type: ignore[union-attr]
 
 
-def _places(python: str) -> list[str]:
-    """Folders that Python needs, none inside another."""
-    wanted = {"/usr", sys.base_prefix, str(Path(python).parent.parent)}
-    wanted |= {
-        place
-        for place in ("/lib", "/lib64")
-        if Path(place).is_dir() and not Path(place).is_symlink()
+def _command(folder: Path, limits: Limits, isolated: Isolation, cpu_s: float) -> list[str]:
+    """Return the command line that makes the sandbox of a program in a folder, and starts it."""
+    inside = isolated == "namespaces"
+    python = os.path.realpath(sys.executable)
+    source = folder / "program"
+    place = Path("/program") if inside else source
+    settings = {
+        "program": str(place / "program.py"),
+        "strict": inside,
+        "limits": {
+            "CPU": int(cpu_s),
+            "AS": limits.memory,
+            "NPROC": limits.processes if inside else 4096,
+            "FSIZE": limits.file,
+            "NOFILE": 64,
+            "CORE": 0,
+            "STACK": 2**26,
+            "MSGQUEUE": 0,
+            "SIGPENDING": 1024,
+        },
     }
-    return sorted(
-        place
-        for place in wanted
-        if not any(place != other and Path(place).is_relative_to(other) for other in wanted)
+    command = [python, "-I", "-S", "-B", str(place / "start.py"), json.dumps(settings)]
+    if not inside:
+        return command
+    identity, own_user = "", ["--user", "--map-root-user"]
+    if os.geteuid() == 0:
+        user = random.randrange(10**6, 2**31)  # of its own, for its number of processes
+        identity, own_user = f"--reuid={user} --regid={user} --clear-groups", []
+    script = _ROOT.format(
+        root=shlex.quote(str(folder / "root")),
+        folder=shlex.quote(str(source)),
+        size=limits.file,
+        places=shlex.join(_places(python)),
+        identity=identity,
     )
+    return ["unshare", *own_user, *_NAMESPACES, "sh", "-c", script, "sh", *command]
+
+
+def _places(python: str) -> list[str]:
+    """Return the folders that Python needs, none inside another."""
+    places = {"/usr", sys.base_prefix, str(Path(python).parent.parent)}
+    places |= {lib for lib in ("/lib", "/lib64") if os.path.isdir(lib) and not os.path.islink(lib)}
+    return sorted(place for place in places if not places & set(map(str, Path(place).parents)))
 
 
 @contextmanager
 def judging(limits: Limits, **program: Any) -> Iterator[Callable[[Any], dict[str, Any]]]:
     """Start a sandbox in which a program runs on one test after another.
 
-    Gives a function that runs a test and says how it ended, as ``torchrl_grpo/sandbox/judge.py``
-    does.
+    Gives a function that runs a test and returns how it ended; see ``Program.test`` in
+    ``torchrl_grpo/sandbox/judge.py``.
 
     Args:
         limits: of each test.
@@ -344,21 +317,3 @@ def judging(limits: Limits, **program: Any) -> Iterator[Callable[[Any], dict[str
             yield lambda test: process.ask(test, longest)
         except (EndedError, TimeoutError) as error:
             raise OSError(f"the sandbox of a program was lost: {error}") from error
-
-
-def run_python(program: str, stdin: str = "", limits: Limits | None = None) -> Outcome:
-    """Run a Python program, with the standard library alone, and wait for it.
-
-    Args:
-        program: its source.
-        stdin: its standard input.
-        limits: by default those of ``Limits``.
-
-    Raises:
-        OSError: no process can be started, or no sandbox for it be made.
-
-    >>> run_python("print(int(input()) * 2)", "21").output
-    '42\\n'
-    """
-    with judging(limits or Limits(), source=program) as test:
-        return Outcome(**test(stdin))

@@ -12,27 +12,22 @@ import os
 import sys
 
 _FORBIDDEN = {
-    "x86_64": (
-        0xC000003E,
-        (319, 447, 29, 68, 64, 240, 278, 253, 294, 300, 54),
-        (101, 310, 311, 438, 425, 321, 298, 248, 249, 250),
-        302,
-        41,
-    ),
-    "aarch64": (
-        0xC00000B7,
-        (279, 447, 194, 186, 190, 180, 75, 26, 262, 208),
-        (117, 270, 271, 438, 425, 280, 241, 217, 218, 219),
-        261,
-        198,
-    ),
-}
-"""Of each machine, its number in an audit and those of system calls: for memory that counts in
-nobody's address space (memfd_create, memfd_secret, shmget, msgget, semget, mq_open, vmsplice,
-inotify_init, inotify_init1, fanotify_init, and setsockopt, which makes a socket's buffer as large
-as the machine allows); for other processes and the kernel (ptrace, process_vm_readv,
-process_vm_writev, pidfd_getfd, io_uring_setup, bpf, perf_event_open, add_key, request_key, keyctl);
-prlimit64, which is for the own limits only, and socket."""
+    "x86_64": (0xC000003E, (
+        319, 447, 29, 68, 64, 240, 278, 253, 294, 300, 54,
+        101, 310, 311, 438, 425, 321, 298, 248, 249, 250,
+    ), 302, 41),
+    "aarch64": (0xC00000B7, (
+        279, 447, 194, 186, 190, 180, 75, 26, 262, 208,
+        117, 270, 271, 438, 425, 280, 241, 217, 218, 219,
+    ), 261, 198),
+}  # fmt: skip
+"""Of each machine, its number in an audit and those of system calls: for memory outside of every
+address space (memfd_create, memfd_secret, shmget, msgget, semget, mq_open, vmsplice, inotify_init,
+inotify_init1, fanotify_init, and setsockopt, which makes a socket's buffer as large as the machine
+allows) and for other processes and the kernel (ptrace, process_vm_readv, process_vm_writev,
+pidfd_getfd, io_uring_setup, bpf, perf_event_open, add_key, request_key, keyctl); prlimit64, which
+is allowed for the process's own limits only; and socket.
+"""
 _FAMILIES = 1, 2, 10
 """Sockets that are local, or belong to the network that is not there; those of virtual machines
 reach the host.
@@ -63,7 +58,7 @@ def forbid() -> None:
     machine = os.uname().machine
     if sys.platform != "linux" or machine not in _FORBIDDEN:
         raise OSError(f"no filter of system calls for {sys.platform} on {machine}")
-    audit, memory, processes, prlimit, socket = _FORBIDDEN[machine]
+    audit, calls, prlimit, socket = _FORBIDDEN[machine]
     load, equal, at_least, leave = 0x20, 0x15, 0x35, 0x06
     refuse = (leave, 0, 0, 0x50000 | errno.EPERM)
     steps = [
@@ -74,7 +69,7 @@ def forbid() -> None:
         (at_least, 0, 1, 2**30),
         refuse,
     ]
-    for call in memory + processes:
+    for call in calls:
         steps += [(equal, 0, 1, call), refuse]
     for call, allowed in ((prlimit, (0,)), (socket, _FAMILIES)):
         steps += [(equal, 0, len(allowed) + 2, call), (load, 0, 0, 16)]  # its first argument

@@ -1,9 +1,8 @@
-"""OpenAI's wire format: what a request asks of the policy, and how the policy's turn is told to who
-asked.
+"""OpenAI's wire format: parses the requests of agents and writes the policy's turns as answers.
 
-What cannot be honored is refused. ``temperature``, ``top_p`` and what else would change the sampled
-distribution are read and not honored: what is trained is the distribution of the run. Sources:
-OpenAI's API reference, chat completions and completions.
+Requests that cannot be honored are refused. ``temperature``, ``top_p`` and other options that would
+change the sampled distribution are accepted and ignored: the run's own distribution is trained.
+Sources: OpenAI's API reference, chat completions and completions.
 """
 
 from __future__ import annotations
@@ -13,7 +12,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any
+from itertools import accumulate
+from typing import Any, TypeVar
 
 from torchrl_grpo.host.text import replace_lone_surrogates
 from torchrl_grpo.tasks.base import Dialog, Message, TurnLimits
@@ -22,6 +22,7 @@ from torchrl_grpo.tools.toolbox import Parser, ToolCall
 CHAT, TEXT, ANTHROPIC = "/v1/chat/completions", "/v1/completions", "/v1/messages"
 PATHS = (CHAT, TEXT, ANTHROPIC)
 MODEL = "policy"
+T = TypeVar("T")
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MOST_STOPS, _MOST_STOP_BYTES = 4, 256
@@ -29,32 +30,21 @@ _DEEPEST = 100
 """Levels of nested JSON: chat templates, and what reads a chat before them, recurse."""
 _MOST_CHARACTERS = 500_000
 """Characters of a chat and its tools as JSON: what a worker tells the run of a turn has a limit."""
-_ONE = {
-    "n": 1,
-    "best_of": 1,
-    "echo": False,
-    "suffix": None,
-    "logit_bias": None,
-    "response_format": "text",
-    "functions": None,
-    "function_call": None,
+_FIXED = {
+    "n": (1, "ask once for each answer"),
+    "best_of": (1, "leave it out"),
+    "echo": (False, "leave it out"),
+    "suffix": (None, "leave it out"),
+    "logit_bias": (None, "leave it out, the policy's own distribution is what is trained"),
+    "response_format": ("text", "say in the prompt which form an answer must have"),
+    "functions": (None, "use tools"),
+    "function_call": (None, "use tools"),
 }
-_FIXES = {
-    "functions": "use tools",
-    "function_call": "use tools",
-    "n": "ask once for each answer",
-    "best_of": "leave it out",
-    "echo": "leave it out",
-    "suffix": "leave it out",
-    "logit_bias": "leave it out, the policy's own distribution is what is trained",
-    "response_format": "say in the prompt which form an answer must have",
-}
+"""Fields with a single supported value, and the fix for another one."""
 
 
 def _anthropic() -> Any:
-    """The integration that reads and writes Anthropic's form, which no run without such an agent
-    imports.
-    """
+    """Return the integration with Anthropic's form, which only runs with such an agent import."""
     return import_module("torchrl_grpo.integrations.anthropic")
 
 
@@ -75,7 +65,7 @@ class BadRequest(Exception):
         self.param, self.status, self.code = param, status, code
 
     def body(self, path: str = CHAT) -> dict[str, Any]:
-        """The error as the servers of who defined the path write it."""
+        """Return the error in the form of the path's own API."""
         kind = "authentication_error" if self.status == 401 else "invalid_request_error"
         if path == ANTHROPIC:
             return {"type": "error", "error": {"type": kind, "message": str(self)}}
@@ -88,10 +78,15 @@ class BadRequest(Exception):
 class Request:
     """Request of an agent to the policy.
 
-    Attributes: messages: the chat, as chat templates take it; of a completion one message of no
-        role, which is its text. tools: JSON schemas. wish: where the policy's turn is cut off, and
-        what is told of it. stream: whether the answer is an event stream. usage: whether the stream
-        ends with the usage. path: one of ``PATHS``. model: what the agent calls the policy.
+    Attributes:
+        messages: the chat, as chat templates take it; of a completion one message without a role,
+            which is its text.
+        tools: JSON schemas.
+        limits: of the policy's turn.
+        stream: whether the answer is an event stream.
+        usage: whether the stream ends with the usage.
+        path: one of ``PATHS``.
+        model: the agent's name for the policy.
     """
 
     messages: Sequence[Message]
@@ -104,10 +99,10 @@ class Request:
 
 
 def parse_request(path: str, body: bytes) -> Request:
-    """Parse and check a request; nothing of it is used before.
+    """Parse and check a request, before any of it is used.
 
     Raises:
-        BadRequest: it cannot be honored; the message says what can.
+        BadRequest: it cannot be honored.
     """
     try:
         text = body.decode()
@@ -119,18 +114,17 @@ def parse_request(path: str, body: bytes) -> Request:
     places: Sequence[str] = ()
     if path == ANTHROPIC:
         fields, places = _anthropic().as_openai(fields)
-    for name, only in _ONE.items():
+    for name, (supported, fix) in _FIXED.items():
         value = fields.get(name)
-        value = (
-            value.get("type") if name == "response_format" and isinstance(value, dict) else value
-        )
-        if value not in (None, only, {}, []):
-            raise BadRequest(
-                f"{name}={value!s:.60} must be {json.dumps(only)}: {_FIXES[name]}.", name
-            )
+        if name == "response_format" and isinstance(value, dict):
+            value = value.get("type")
+        if value not in (None, supported, {}, []):
+            message = f"{name}={value!s:.60} must be {json.dumps(supported)}: {fix}."
+            raise BadRequest(message, name)
     chat = path != TEXT
     stop = "stop_sequences" if path == ANTHROPIC else "stop"
-    options = _object(fields, "stream_options")
+    stream = _flag(fields, "stream")
+    options = _optional(fields, "stream_options", dict, "must be an object: leave it out") or {}
     messages = _messages(fields, places) if chat else [{"role": "", "content": _prompt(fields)}]
     tools = _tools(fields) if chat else []
     if (size := len(json.dumps([messages, tools]))) > _MOST_CHARACTERS:
@@ -147,19 +141,18 @@ def parse_request(path: str, body: bytes) -> Request:
         limits=TurnLimits(
             _most_tokens(fields, chat), _stops(fields, stop), _log_probs(fields, chat)
         ),
-        stream=_flag(fields, "stream"),
-        usage=_flag(fields, "stream") and _flag(options, "include_usage"),
+        stream=stream,
+        usage=stream and _flag(options, "include_usage"),
         path=path,
         model=_text(fields, "model", "model") or MODEL,
     )
 
 
 def parse_json(text: str, field: str) -> Any:
-    """Parse JSON that everything behind the border can take: not nested too deep, no halves of
-    characters, no NaN.
+    """Parse JSON that is not nested too deep, and has no lone surrogates and no NaN.
 
     Raises:
-        BadRequest: it is not.
+        BadRequest: the text is something else.
     """
     try:
         value = json.loads(text, parse_constant=_no_constant, parse_float=_finite)
@@ -171,10 +164,10 @@ def parse_json(text: str, field: str) -> Any:
         ) from error
     level = [value]
     for _ in range(_DEEPEST + 1):
-        nested = [part for part in level if isinstance(part, dict | list)]
         level = [
             entry
-            for part in nested
+            for part in level
+            if isinstance(part, dict | list)
             for entry in (part.values() if isinstance(part, dict) else part)
         ]
     if level:
@@ -197,9 +190,7 @@ def _finite(text: str) -> float:
 
 
 def _messages(fields: Mapping[str, Any], places: Sequence[str]) -> list[Message]:
-    """The chat; ``places`` are the names of its messages in errors, if they are not those of their
-    positions.
-    """
+    """Return the chat; ``places`` name its messages in errors, by default by their positions."""
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
         raise BadRequest(
@@ -211,7 +202,7 @@ def _messages(fields: Mapping[str, Any], places: Sequence[str]) -> list[Message]
 
 
 def _message(value: Any, field: str) -> Message:
-    """A message in the plainest form, so that two that say the same are equal."""
+    """Return a message in its plainest form, so that equivalent messages are equal."""
     if not isinstance(value, dict):
         raise BadRequest(f"{field}={value!s:.60} must be an object: send a message.", field)
     role = value.get("role")
@@ -222,16 +213,11 @@ def _message(value: Any, field: str) -> Message:
     role = "system" if role == "developer" else role
     content = value.get("content")
     if isinstance(content, list):
-        texts = [
-            part.get("text")
-            for part in content
-            if isinstance(part, dict) and part.get("type", "text") == "text"
-        ]
-        if len(texts) < len(content) or not all(isinstance(text, str) for text in texts):
+        if not all(_is_text_part(part) for part in content):
             raise BadRequest(
                 f"{field}.content must be text, it has other parts: leave them out.", field
             )
-        content = "".join(map(str, texts))
+        content = "".join(part["text"] for part in content)
     if not isinstance(content, str) and not (content is None and role in ("assistant", "tool")):
         raise BadRequest(f"{field}.content={content!s:.60} must be text: send a string.", field)
     if value.get("function_call") is not None:
@@ -254,8 +240,16 @@ def _message(value: Any, field: str) -> Message:
     return message
 
 
+def _is_text_part(part: Any) -> bool:
+    return (
+        isinstance(part, dict)
+        and part.get("type", "text") == "text"
+        and isinstance(part.get("text"), str)
+    )
+
+
 def _call(value: Any, field: str) -> dict[str, Any]:
-    """A call with its arguments as an object, which is what chat templates want."""
+    """Return a call with its arguments as an object, which chat templates expect."""
     function = value.get("function") if isinstance(value, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BadRequest(
@@ -332,10 +326,10 @@ def _stops(fields: Mapping[str, Any], name: str) -> tuple[str, ...]:
 
 
 def _most_tokens(fields: Mapping[str, Any], chat: bool) -> int | None:
-    names = ("max_completion_tokens", "max_tokens") if chat else ("max_tokens",)
-    name, value = next(
-        ((name, fields[name]) for name in names if fields.get(name) is not None), ("", None)
-    )
+    name = "max_completion_tokens"
+    if not chat or fields.get(name) is None:
+        name = "max_tokens"
+    value = fields.get(name)
     if value is not None and (type(value) is not int or value < 1):
         raise BadRequest(
             f"{name}={value!s:.60} must be a whole number of at least 1: for example, 256.", name
@@ -344,7 +338,7 @@ def _most_tokens(fields: Mapping[str, Any], chat: bool) -> int | None:
 
 
 def _log_probs(fields: Mapping[str, Any], chat: bool) -> bool:
-    """Whether the log-prob of each sampled token is told; those of other tokens are not known."""
+    """Return whether the answer has the log-probs of sampled tokens; no others are known."""
     if not chat:
         value = fields.get("logprobs")
         if value not in (None, 0, 1) or value is True:
@@ -361,38 +355,36 @@ def _log_probs(fields: Mapping[str, Any], chat: bool) -> bool:
 
 
 def _flag(fields: Mapping[str, Any], name: str) -> bool:
-    value = fields.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise BadRequest(f"{name}={value!s:.60} must be true or false: use one of them.", name)
-    return bool(value)
+    return bool(_optional(fields, name, bool, "must be true or false: use one of them"))
 
 
 def _text(fields: Mapping[str, Any], name: str, field: str) -> str:
-    value = fields.get(name)
-    if value is not None and not isinstance(value, str):
-        raise BadRequest(f"{field}={value!s:.60} must be text: send a string.", field)
-    return value or ""
+    return _optional(fields, name, str, "must be text: send a string", field) or ""
 
 
-def _object(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def _optional(
+    fields: Mapping[str, Any], name: str, kind: type[T], rule: str, field: str = ""
+) -> T | None:
+    """Return a field of a type, or None."""
     value = fields.get(name)
-    if value is not None and not isinstance(value, dict):
-        raise BadRequest(f"{name}={value!s:.60} must be an object: leave it out.", name)
-    return value or {}
+    if value is not None and not isinstance(value, kind):
+        field = field or name
+        raise BadRequest(f"{field}={value!s:.60} {rule}.", field)
+    return value
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The policy's turn, as an agent is told of it.
+    """The policy's turn as the answer to an agent.
 
     Attributes:
         request: that it answers.
-        text: without what ended it.
+        text: without the stop string or token that ended it.
         calls: of tools, with arguments as the policy wrote them.
-        finish_reason: of OpenAI's.
-        dialog: the turn's tokens, their number and, if they were asked for, their log-probs.
+        finish_reason: in OpenAI's terms.
+        dialog: has the turn's tokens and, if the request wants them, their log-probs.
         number: of the answer in its episode.
-        stop: string that ended it; None where nothing of the request's did.
+        stop: the request's stop string that ended it, if one did.
     """
 
     request: Request
@@ -405,26 +397,27 @@ class Answer:
 
     @classmethod
     def of(cls, request: Request, dialog: Dialog, number: int, parser: Parser) -> Answer:
-        """The latest turn of a dialog, as the answer to a request."""
-        text, reason = dialog.responses[-1], str(dialog.finish_reason)
-        found: str | None = None
+        """Return the latest turn of a dialog as the answer to a request."""
+        text = dialog.responses[-1]
+        reason = str(dialog.finish_reason)
+        stop: str | None = None
+        calls: Sequence[dict[str, Any]] = []
         if reason == "stop":
-            ends = [
-                (place, stop) for stop in request.limits.stop if (place := text.find(stop)) >= 0
-            ]
-            if ends:
-                place, found = min(ends)
-                text = text[:place]
-        calls = (
-            _sampled_calls(parser(dialog.raw), number) if request.tools and reason == "stop" else []
-        )
+            stops = [(text.find(stop), stop) for stop in request.limits.stop if stop in text]
+            if stops:
+                position, stop = min(stops)
+                text = text[:position]
+            if request.tools:
+                calls = _sampled_calls(parser(dialog.raw), number)
         if calls:
-            text = text.partition("<tool_call>")[0].strip() if "<tool_call>" in text else ""
-        return cls(request, text, calls, "tool_calls" if calls else reason, dialog, number, found)
+            reason = "tool_calls"
+            before, tag, _ = text.partition("<tool_call>")
+            text = before.strip() if tag else ""
+        return cls(request, text, calls, reason, dialog, number, stop)
 
     @property
     def message(self) -> Message:
-        """The answer as a message of a later request says it."""
+        """The answer as a message of a later request."""
         if self.request.path == TEXT:
             return {"role": "", "content": self.text}
         return _message(
@@ -433,7 +426,7 @@ class Answer:
         )
 
     def body(self) -> dict[str, Any]:
-        """The answer as one object."""
+        """Return the answer as one object."""
         if self.request.path == ANTHROPIC:
             return _anthropic().body(self)
         choice: dict[str, Any] = {
@@ -452,9 +445,7 @@ class Answer:
         return self._head("") | {"choices": [choice], "usage": self._usage()}
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """The answer as the events of a stream. All of it is there at once, so there are few of
-        them.
-        """
+        """Yield the answer as a few events of a stream: all of it is known at once."""
         if self.request.path == ANTHROPIC:
             yield from _anthropic().events(self)
             return
@@ -509,7 +500,7 @@ class Answer:
                 "tokens": names,
                 "token_logprobs": values,
                 "top_logprobs": None,
-                "text_offset": _offsets(names),
+                "text_offset": list(accumulate(map(len, names[:-1]), initial=0)) if names else [],
             }
         return {
             "content": [
@@ -521,7 +512,7 @@ class Answer:
 
 
 def _sampled_calls(calls: Sequence[ToolCall], number: int) -> list[dict[str, Any]]:
-    """The policy's calls as an agent is told of them; none where a later request could not say one
+    """Return the policy's calls in OpenAI's form; none if a later request could not contain one
     of them.
     """
     texts = []
@@ -544,16 +535,8 @@ def _sampled_calls(calls: Sequence[ToolCall], number: int) -> list[dict[str, Any
     ]
 
 
-def _offsets(texts: Sequence[str]) -> list[int]:
-    out, at = [], 0
-    for text in texts:
-        out.append(at)
-        at += len(text)
-    return out
-
-
 def models() -> dict[str, Any]:
-    """The one model that there is."""
+    """Return the list with the only model."""
     return {
         "object": "list",
         "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "torchrl_grpo"}],

@@ -84,8 +84,9 @@ def run(
         watch: called with the script's process id and the number of rows, ten times a second.
         environment: further variables.
 
-    Raises: RuntimeError: the script failed, with the end of what it wrote, or took longer than
-        ``TIMEOUT``.
+    Raises:
+        RuntimeError: the script failed, with the end of what it wrote, or took longer than
+            ``TIMEOUT``.
     """
     command = [
         sys.executable,

@@ -129,7 +129,8 @@ def make_batch(
 ) -> tuple[Tensor, Tensor]:
     """Draws a batch of demonstrations.
 
-    Returns: tokens [B, T] int64, padded on the right, and labels [B, T] int64, -100 outside the
+    Returns:
+        tokens [B, T] int64, padded on the right, and labels [B, T] int64, -100 outside the
         responses.
     """
     tokens, labels = [], []

@@ -99,14 +99,18 @@ class Schedule:
     """Length of a run, and frequencies of evaluations, checkpoints, exports and reference
     refreshes.
 
-    Attributes: num_batches: steps of the run; one step trains one batch. evaluation_frequency:
-        between evaluations; 0 is before and after the run alone. checkpoint_frequency: between
-        checkpoints; 0 is at the end alone. export_frequency: between models that are written beside
-        the checkpoints; 0 is none but the one at the end. refresh_every: between updates of the
-        reference model with the trained weights; None is never. reference_version: of the weights
-        that the reference model of a resumed run had; 0 is the base model. mismatch_tolerance:
-        largest mean difference of the log-probs of engine and trainer after a weight sync, in nats;
-            None measures none.
+    Attributes:
+        num_batches: steps of the run; one step trains one batch.
+        evaluation_frequency: between evaluations; 0 is before and after the run alone.
+        checkpoint_frequency: between checkpoints; 0 is at the end alone.
+        export_frequency: between models that are written beside the checkpoints; 0 is none but the
+            one at the end.
+        refresh_every: between updates of the reference model with the trained weights; None is
+            never.
+        reference_version: of the weights that the reference model of a resumed run had; 0 is the
+            base model.
+        mismatch_tolerance: largest mean difference of the log-probs of engine and trainer after a
+            weight sync, in nats; None measures none.
         verify_tolerance: the same after the first sync, where weights travel in a way that is on
             trial: with a larger one they are sent again in another way. None where no way is on
             trial.
@@ -181,10 +185,13 @@ def fit(
     The weights are published once before the first batch, so that engine and trainer start equal.
     The test split is evaluated before the run and after it.
 
-    Args: learner: makes the steps, in this process or in others. rollouts: gives the batches and
-        takes the weights. schedule: how long, and how often. observers: are told what happens, in
-        this order. written: the latest row of metrics in the run's folder, if the run goes on in
-        its own folder.
+    Args:
+        learner: makes the steps, in this process or in others.
+        rollouts: gives the batches and takes the weights.
+        schedule: how long, and how often.
+        observers: are told what happens, in this order.
+        written: the latest row of metrics in the run's folder, if the run goes on in its own
+            folder.
 
     Raises:
         RuntimeError: engine and trainer differ by more than rounding.

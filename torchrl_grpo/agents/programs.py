@@ -49,8 +49,9 @@ class Program(ABC):
             url: of the endpoint.
             key: of the episode.
 
-        Returns: its reward, None where it has none to say, or what it raised; and what ends it
-            before its time.
+        Returns:
+            its reward, None where it has none to say, or what it raised; and what ends it before
+            its time.
         """
 
 

@@ -41,9 +41,11 @@ _REASONS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found"
 class Asked:
     """A request that waits for its answer.
 
-    Attributes: request: of the agent. answer: the policy's turn, or why there is none. delivered:
-        whether the client was there to take the answer; set by the server, at the latest after
-        ``answer``.
+    Attributes:
+        request: of the agent.
+        answer: the policy's turn, or why there is none.
+        delivered: whether the client was there to take the answer; set by the server, at the latest
+            after ``answer``.
     """
 
     request: Request

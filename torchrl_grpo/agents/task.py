@@ -354,8 +354,10 @@ class WithAgent(WrappedTask):
     def _own_score(self, episode: _Episode, result: Future[float | None]) -> Score | None:
         """The score that the agent gives itself; None leaves it to the other task.
 
-        Raises: InvalidRewardError: the agent got no answer. Exception: what the agent raised; one
-            that was refused an answer is scored by the task all the same.
+        Raises:
+            InvalidRewardError: the agent got no answer.
+            Exception: what the agent raised; one that was refused an answer is scored by the task
+                all the same.
         """
         error = result.exception()
         if error is not None and not episode.cut:

@@ -52,10 +52,13 @@ _PACKAGES = ("torch", "torchrl", "tensordict", "transformers")
 class Check:
     """Result of one check.
 
-    Attributes: name: of the check. result: ok, warning (it works, but may not be intended), FAILED,
-        or skipped. found: what it found or, of a failure, what is wrong and how to fix it. seconds:
-        that it took. memory: afterwards, in bytes: the peak of all processes of the run, or what
-        its accelerators have in use.
+    Attributes:
+        name: of the check.
+        result: ok, warning (it works, but may not be intended), FAILED, or skipped.
+        found: what it found or, of a failure, what is wrong and how to fix it.
+        seconds: that it took.
+        memory: afterwards, in bytes: the peak of all processes of the run, or what its accelerators
+            have in use.
     """
 
     name: str
@@ -111,8 +114,11 @@ def examine(
 ) -> bool:
     """Check a run, and print what was found, each failure with its fix, and the run's forecast.
 
-    Args: config: validated. directory: where the run's files would go. Nothing is written there,
-        and it is removed if it is empty. asynchronous: as in ``run.build``.
+    Args:
+        config: validated.
+        directory: where the run's files would go. Nothing is written there, and it is removed if it
+            is empty.
+        asynchronous: as in ``run.build``.
 
     Returns:
         whether nothing failed.

@@ -28,15 +28,17 @@ def export(
 ) -> Path:
     """Writes the model of a checkpoint; returns the folder.
 
-    Args: checkpoint: a checkpoint, or the folder of a run. output: the folder, which must not
-        exist; by default it is beside the checkpoint, with its name (and ``_model``
-            where that is a folder itself).
+    Args:
+        checkpoint: a checkpoint, or the folder of a run.
+        output: the folder, which must not exist; by default it is beside the checkpoint, with its
+            name (and ``_model`` where that is a folder itself).
         adapters: whether LoRA's adapters are written by themselves.
         trust_remote_code: whether code of the base model's repository may run, and the checkpoint
             may name code and files of its own; the checkpoint alone does not decide that.
 
-    Raises: ConfigError: there is no such checkpoint, the folder exists or would be elsewhere, or
-        there are no adapters.
+    Raises:
+        ConfigError: there is no such checkpoint, the folder exists or would be elsewhere, or there
+            are no adapters.
     """
     if output is None and Path(checkpoint).is_dir():
         check_own_files(Path(checkpoint))

@@ -24,8 +24,11 @@ from torchrl_grpo.models.memory import (
 class RunMemory:
     """Memory on one device of each role, in bytes.
 
-    Attributes: train: of a rank of the learner. engine: of one of an engine's devices. reference:
-        of a reference model of its own, which may lie on the learner's devices; None without one.
+    Attributes:
+        train: of a rank of the learner.
+        engine: of one of an engine's devices.
+        reference: of a reference model of its own, which may lie on the learner's devices; None
+            without one.
         teacher: of the teacher, likewise.
     """
 
@@ -54,11 +57,16 @@ def run_memory(
 ) -> RunMemory:
     """Return what each role holds.
 
-    Args: config: validated. shape: of the model. prompt: tokens of a prompt. response: tokens of a
-        response in the training step; the engine has room for the longest one. ranks: devices of
-        the learner. samplers: engines, each on ``inference_model.tensor_parallel_size`` devices.
-        on_cpu: whether the learner computes on a CPU, which has nowhere to offload to. teacher:
-        shape of the teacher, None without one.
+    Args:
+        config: validated.
+        shape: of the model.
+        prompt: tokens of a prompt.
+        response: tokens of a response in the training step; the engine has room for the longest
+            one.
+        ranks: devices of the learner.
+        samplers: engines, each on ``inference_model.tensor_parallel_size`` devices.
+        on_cpu: whether the learner computes on a CPU, which has nowhere to offload to.
+        teacher: shape of the teacher, None without one.
     """
     env, engine = config.env, config.inference_model
     number = BYTES[engine.dtype]

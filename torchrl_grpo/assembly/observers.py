@@ -38,8 +38,9 @@ _SHOWN = 4
 class FolderGuard(Observer):
     """Check that the run's folder still exists before something is written that would be lost.
 
-    Args: check: raises ``FolderLostError`` where it is gone, once, and has the rest written
-        elsewhere.
+    Args:
+        check: raises ``FolderLostError`` where it is gone, once, and has the rest written
+            elsewhere.
     """
 
     def __init__(self, check: Callable[[], None]) -> None:
@@ -156,9 +157,10 @@ class Limits(Observer):
     Args:
         alarms: have judged the steps.
 
-    Keyword Args: schedule: of the run. max_steps_without_signal: steps in a row without a
-        difference of rewards in any group that end the run; None
-            never does.
+    Keyword Args:
+        schedule: of the run.
+        max_steps_without_signal: steps in a row without a difference of rewards in any group that
+            end the run; None never does.
     """
 
     def __init__(

@@ -182,9 +182,11 @@ def make_sampler(
 ) -> Sampler:
     """A sampler.
 
-    Args: blueprint: checked. task_groups: groups of a rollout task; the engine is then one that
-        several may call at a time, where there is
-            such a one and it need not sleep. None is a sampler that plays whole batches.
+    Args:
+        blueprint: checked.
+        task_groups: groups of a rollout task; the engine is then one that several may call at a
+            time, where there is such a one and it need not sleep. None is a sampler that plays
+            whole batches.
         concurrent_tasks: rollout tasks that it plays at a time.
         number: of the sampler, from 0.
         device: of its engine, the first one of several.

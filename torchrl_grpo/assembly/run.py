@@ -123,8 +123,9 @@ class Run:
         """Have the rest written where the folder is now or, if it was removed, into a new one, and
         end the run.
 
-        Raises: FolderLostError: the folder is no longer where it was; the next call does not raise
-            again.
+        Raises:
+            FolderLostError: the folder is no longer where it was; the next call does not raise
+                again.
         """
         before, now = self.directory, self.lock.where()
         if now == before or self.lost_folder:
@@ -229,9 +230,11 @@ def build(
 ) -> Run:
     """Make a run: check it, show the plan, load the models, start the engine.
 
-    Args: config: validated. directory: where the run's files go. asynchronous: whether sampling and
-        training overlap. The roles are then processes on Ray, as they are where a
-            role has several devices or ``ray.address`` names a cluster.
+    Args:
+        config: validated.
+        directory: where the run's files go.
+        asynchronous: whether sampling and training overlap. The roles are then processes on Ray, as
+            they are where a role has several devices or ``ray.address`` names a cluster.
 
     Raises:
         ConfigError: a rule is broken, before any weights are loaded.

@@ -54,9 +54,10 @@ def make_task(
 ) -> Task:
     """The task that a config names, with its rewards.
 
-    Args: env: validated. split: that is needed first. Of data sets it is read here, so that what is
-        wrong with the data, or with a reward
-            that asks for a column, is found before a model is loaded.
+    Args:
+        env: validated.
+        split: that is needed first. Of data sets it is read here, so that what is wrong with the
+            data, or with a reward that asks for a column, is found before a model is loaded.
         tests: further test sets.
         scored: whether responses are scored; otherwise the data needs no reward.
 

@@ -77,8 +77,9 @@ def group_names(advantage: Any) -> list[int | str]:
 def refuse_arguments(owner: str, given: Mapping[str, Any], known: Sequence[str] = ()) -> None:
     """Refuse keyword arguments other than ``known`` ones.
 
-    Raises: TypeError: one is not known; it says what to use where it is TorchRL's and asks for
-        something else than we do.
+    Raises:
+        TypeError: one is not known; it says what to use where it is TorchRL's and asks for
+            something else than we do.
     """
     for name, value in given.items():
         if name in known:

@@ -64,14 +64,16 @@ def from_hydra(
 ) -> GRPOConfig:
     """The typed, validated config of what Hydra composed.
 
-    Args: cfg: what it composed. overrides: of the command line, where ``env.environment`` takes the
-        place of a data set. find_saved: given ``train.resume``, finds the checkpoint that the run
-        goes on from and the config in it, which
-            is then the base of the overrides; None, or where it finds none, the run has the config
-            that was composed.
+    Args:
+        cfg: what it composed.
+        overrides: of the command line, where ``env.environment`` takes the place of a data set.
+        find_saved: given ``train.resume``, finds the checkpoint that the run goes on from and the
+            config in it, which is then the base of the overrides; None, or where it finds none, the
+            run has the config that was composed.
 
-    Raises: ConfigError: a rule is broken, or a key does not exist (``+`` adds any to what Hydra
-        composes).
+    Raises:
+        ConfigError: a rule is broken, or a key does not exist (``+`` adds any to what Hydra
+            composes).
     """
     try:
         composed: Any = OmegaConf.to_container(cfg)
@@ -225,12 +227,13 @@ def check_command_line(arguments: Sequence[str]) -> list[str]:
     Args:
         arguments: the overrides of a command line.
 
-    Returns: overrides that go with them: in a dry run those with which Hydra writes nothing, and
-        that Optuna maximizes.
+    Returns:
+        overrides that go with them: in a dry run those with which Hydra writes nothing, and that
+        Optuna maximizes.
 
-    Raises: ConfigError: a value looks like a secret, is ``???`` or is not one of the key's choices,
-        or both keys that say
-            how long a run is are given.
+    Raises:
+        ConfigError: a value looks like a secret, is ``???`` or is not one of the key's choices, or
+            both keys that say how long a run is are given.
     """
     _check_form(arguments)
     given = dict(text.lstrip("+").partition("=")[::2] for text in arguments)
@@ -447,8 +450,9 @@ def starting(config: GRPOConfig, *, asynchronous: bool = False) -> AbstractConte
     """Context in which a script imports a run: the user sees signs of life from here until the
     first step.
 
-    Raises: ConfigError: the script, ``grpo.py`` or the asynchronous one, cannot do what the config
-        asks for.
+    Raises:
+        ConfigError: the script, ``grpo.py`` or the asynchronous one, cannot do what the config asks
+            for.
     """
     check_script(config, asynchronous)
     begin()

@@ -31,10 +31,16 @@ Label = tuple[str, int, int]
 class SampleRequest:
     """A request for responses, and what their reader must know.
 
-    Attributes: prompt: ids. n: responses. limit: most tokens of each. room: tokens that the context
-        has left for a response, at least ``limit``. params: of sampling. vocabulary: ids that the
-        model has. labels: versions of the weights that the server was given, by label; None where
-        it keeps its own. oldest: version of the weights when the request was sent.
+    Attributes:
+        prompt: ids.
+        n: responses.
+        limit: most tokens of each.
+        room: tokens that the context has left for a response, at least ``limit``.
+        params: of sampling.
+        vocabulary: ids that the model has.
+        labels: versions of the weights that the server was given, by label; None where it keeps its
+            own.
+        oldest: version of the weights when the request was sent.
     """
 
     prompt: list[int]

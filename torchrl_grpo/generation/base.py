@@ -31,9 +31,10 @@ from torchrl_grpo.weights import WeightHandle
 class SamplingParams:
     """Parameters of sampling.
 
-    Args: max_new_tokens: most tokens that one response may have, at least 1. temperature: the
-        logits are divided by it, at least 0.01; or 0, which is greedy (log-probs are then those of
-            temperature 1).
+    Args:
+        max_new_tokens: most tokens that one response may have, at least 1.
+        temperature: the logits are divided by it, at least 0.01; or 0, which is greedy (log-probs
+            are then those of temperature 1).
         top_p: nucleus mass in (0, 1]; 1 keeps all tokens.
         top_k: number of most likely tokens to keep; 0 keeps all.
         min_p: share in [0, 1) of the most likely token's probability that a token must have to be
@@ -82,11 +83,12 @@ class SamplingParams:
 class Completion:
     """One response to one prompt.
 
-    Attributes: tokens: [T] int64, T >= 1, with the stop token, or the tokens that hold the stop
-        string, when there is one. log_probs: [T] float32, of the distribution that each token was
-        sampled from. finish_reason: ``"stop"`` after a stop token or string, ``"length"`` when
-        ``max_new_tokens`` or the context
-            ended it.
+    Attributes:
+        tokens: [T] int64, T >= 1, with the stop token, or the tokens that hold the stop string,
+            when there is one.
+        log_probs: [T] float32, of the distribution that each token was sampled from.
+        finish_reason: ``"stop"`` after a stop token or string, ``"length"`` when ``max_new_tokens``
+            or the context ended it.
         versions: [T] int64, the ``policy_version`` of the weights that sampled each token; None
             where the engine's version cannot change during ``generate``.
     """
@@ -164,13 +166,15 @@ class Engine(ABC):
     """Samples responses with a copy of the policy's weights.
 
     Lifecycle: ``generate`` and ``update_weights`` in any order, then ``close`` once or more; after
-    ``close`` every call raises ``RuntimeError``. ``policy_version`` changes in ``update_weights``
-    alone. Where that may happen while ``generate`` runs, the completions say themselves which
-    version sampled each token.
+        ``close`` every call
+    raises ``RuntimeError``. ``policy_version`` changes in ``update_weights`` alone. Where that may
+    happen while ``generate`` runs, the completions say themselves which version sampled each token.
 
-    Attributes: policy_version: version of the weights. concurrent: whether it samples for several
-        threads at a time. exclusive: entered by all who use an engine that is not concurrent, where
-        it is shared by several threads.
+    Attributes:
+        policy_version: version of the weights.
+        concurrent: whether it samples for several threads at a time.
+        exclusive: entered by all who use an engine that is not concurrent, where it is shared by
+            several threads.
     """
 
     policy_version: int = 0
@@ -215,9 +219,13 @@ class Engine(ABC):
     ) -> Engine:
         """Makes the engine that a run asks for; an engine in ``ENGINES`` overrides this.
 
-        Args: request: checked. device: of the engine, the first one of several. load_model: loads
-            the model onto the device, for an engine that samples with a PyTorch model. concurrent:
-            whether several threads may call the engine at a time, if it can do that at all.
+        Args:
+            request: checked.
+            device: of the engine, the first one of several.
+            load_model: loads the model onto the device, for an engine that samples with a PyTorch
+                model.
+            concurrent: whether several threads may call the engine at a time, if it can do that at
+                all.
         """
         raise NotImplementedError(
             f"{cls.__name__} cannot be made from a config: override Engine.make."
@@ -233,12 +241,13 @@ class Engine(ABC):
     ) -> list[list[Completion]]:
         """Samples ``n`` responses to each prompt.
 
-        Args: prompts: one [T] int64 tensor a prompt, T >= 1; lengths may differ. n: responses a
-            prompt; the prompt is computed once for all of them. params: how to sample. on_finished:
-            told each completion as soon as it is finished, while others are still sampled: the
-            index of
-                the prompt, the number of the response, and the completion. It must be quick, and
-                may be called in another thread.
+        Args:
+            prompts: one [T] int64 tensor a prompt, T >= 1; lengths may differ.
+            n: responses a prompt; the prompt is computed once for all of them.
+            params: how to sample.
+            on_finished: told each completion as soon as it is finished, while others are still
+                sampled: the index of the prompt, the number of the response, and the completion. It
+                must be quick, and may be called in another thread.
 
         Returns:
             for each prompt, in order, its ``n`` completions (CPU tensors).
@@ -251,13 +260,14 @@ class Engine(ABC):
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replaces all weights.
 
-        Args: weights: pairs (name in the Hugging Face checkpoint, tensor), every parameter once; a
-            tied ``lm_head`` may
-                be left out. Values are copied before the call returns.
+        Args:
+            weights: pairs (name in the Hugging Face checkpoint, tensor), every parameter once; a
+                tied ``lm_head`` may be left out. Values are copied before the call returns.
             version: the new ``policy_version``.
 
-        Raises: RuntimeError: a name is unknown, missing, or has another shape; the engine then
-            keeps its version.
+        Raises:
+            RuntimeError: a name is unknown, missing, or has another shape; the engine then keeps
+                its version.
         """
 
     def load(self, handle: WeightHandle, version: int) -> None:

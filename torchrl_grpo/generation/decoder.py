@@ -68,8 +68,9 @@ class Decoder(ABC):
     def start(self, max_new_tokens: int) -> Batch:
         """An empty batch.
 
-        Args: max_new_tokens: most tokens that a row will have; a row takes part in at most
-            ``max_new_tokens - 1`` steps.
+        Args:
+            max_new_tokens: most tokens that a row will have; a row takes part in at most
+                ``max_new_tokens - 1`` steps.
         """
 
     @abstractmethod

@@ -18,13 +18,16 @@ from torchrl_grpo.checks import WeightTransfer
 class EngineKind:
     """Capabilities of an engine.
 
-    Attributes: implementation: its class, as ``module:name``; ``engine_class`` imports it.
+    Attributes:
+        implementation: its class, as ``module:name``; ``engine_class`` imports it.
         concurrent: whether it can sample for several callers at a time; rollout tasks are then
-        single groups. updates_in_flight: whether it can take new weights while it samples
-        (``in_flight`` other than ``wait``). tensor_parallel: whether several devices can share its
-        weights (``tensor_parallel_size`` above 1). exact: whether its log-probs can be the
-        trainer's to the last bit (``exact``). It has the PyTorch model that it
-            samples with as ``model``.
+            single groups.
+        updates_in_flight: whether it can take new weights while it samples (``in_flight`` other
+            than ``wait``).
+        tensor_parallel: whether several devices can share its weights (``tensor_parallel_size``
+            above 1).
+        exact: whether its log-probs can be the trainer's to the last bit (``exact``). It has the
+            PyTorch model that it samples with as ``model``.
         stop_strings: whether it ends responses at strings (``stop``).
         own_arguments: whether it takes further arguments of its library (``engine_kwargs``).
         weight_transfers: values of ``weight_transfer`` that it takes.

@@ -118,8 +118,9 @@ def can_fuse(model: PreTrainedModel) -> bool:
 class FusedDecoder(Decoder):
     """Decodes with fused weights and a static cache; prompts are padded on the right.
 
-    Args: model: a model for which :func:`can_fuse` holds; its projections become views of the fused
-        matrices.
+    Args:
+        model: a model for which :func:`can_fuse` holds; its projections become views of the fused
+            matrices.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:

@@ -40,16 +40,19 @@ class GenerationPolicy(TensorDictModuleBase):
     may change meanwhile says which of them sampled each token; the version of any other is read
     before generation starts.
 
-    Attributes: on_response: told the row and the completion of each response that is finished,
-        while others are still sampled. cut: what is made of a row's completion before anything is
-        told or written of it; a beginning of it. None
-            leaves it as it is.
+    Attributes:
+        on_response: told the row and the completion of each response that is finished, while others
+            are still sampled.
+        cut: what is made of a row's completion before anything is told or written of it; a
+            beginning of it. None leaves it as it is.
 
-    Args: engine: samples the tokens. params: how. rescore: gives the log-probs of a finished
-        response in place of the engine's: of tokens [1, T] int64, a mask
-            [1, T] bool of the sampled ones and the length [1] int64, [1, T] float32
-            (``KLScoring.log_probs``). It may compute with the engine's model, whose weights stay
-            while it does.
+    Args:
+        engine: samples the tokens.
+        params: how.
+        rescore: gives the log-probs of a finished response in place of the engine's: of tokens [1,
+            T] int64, a mask [1, T] bool of the sampled ones and the length [1] int64, [1, T]
+            float32 (``KLScoring.log_probs``). It may compute with the engine's model, whose weights
+            stay while it does.
 
     Examples:
         >>> from transformers import AutoModelForCausalLM
@@ -90,10 +93,10 @@ class GenerationPolicy(TensorDictModuleBase):
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Writes the response, its log-probs, masks and policy versions, and ``"length_stopped"``.
 
-        Args: tensordict: any batch size, with ``("tokens", "prompt")`` ([T] int64 a row, without
-            padding); rows may have
-                different lengths. ``"group_id"`` is optional: without it rows are grouped by prompt
-                alone.
+        Args:
+            tensordict: any batch size, with ``("tokens", "prompt")`` ([T] int64 a row, without
+                padding); rows may have different lengths. ``"group_id"`` is optional: without it
+                rows are grouped by prompt alone.
 
         Returns:
             the same tensordict.

@@ -67,8 +67,10 @@ def invert_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
 
     The search has two levels, so that only sums of blocks and one block a row are accumulated.
 
-    Args: probs: [B, V] float32, rows with a positive sum; they are normalised here. uniform: [B] in
-        [0, 1); its dtype is that of the accumulation: float64 wherever the device has it.
+    Args:
+        probs: [B, V] float32, rows with a positive sum; they are normalised here.
+        uniform: [B] in [0, 1); its dtype is that of the accumulation: float64 wherever the device
+            has it.
 
     Returns:
         [B] int64 tokens, each of positive probability.
@@ -96,8 +98,9 @@ def _first_above(weights: Tensor, fraction: Tensor) -> tuple[Tensor, Tensor]:
         weights: [B, N] float32.
         fraction: [B] in [0, 1).
 
-    Returns: [B] int64 indices, each of positive weight, and [B] fractions in [0, 1) of the weight
-        at the index.
+    Returns:
+        [B] int64 indices, each of positive weight, and [B] fractions in [0, 1) of the weight at the
+        index.
     """
     cumulative = weights.cumsum(-1, dtype=fraction.dtype)
     target = fraction.unsqueeze(-1) * cumulative[:, -1:]
@@ -112,8 +115,11 @@ def _first_above(weights: Tensor, fraction: Tensor) -> tuple[Tensor, Tensor]:
 def sample(logits: Tensor, params: SamplingParams, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """Takes one token a row.
 
-    Args: logits: [B, V], any floating dtype. params: how to sample. uniform: [B] in [0, 1), float64
-        where the device has it: the only randomness. Not read when greedy.
+    Args:
+        logits: [B, V], any floating dtype.
+        params: how to sample.
+        uniform: [B] in [0, 1), float64 where the device has it: the only randomness. Not read when
+            greedy.
 
     Returns:
         [B] int64 tokens and [B] float32 log-probs of the distribution that they were drawn from.

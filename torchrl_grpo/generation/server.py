@@ -50,9 +50,10 @@ _ABORTS = 5
 class ServerEngine(Engine):
     """Samples with a server, for many threads at once.
 
-    Args: address: of the server, such as ``http://127.0.0.1:8000``. folder: where weights are left
-        for the server, which must see it under the same path; None leaves the server the
-            weights that it has, for an evaluation.
+    Args:
+        address: of the server, such as ``http://127.0.0.1:8000``.
+        folder: where weights are left for the server, which must see it under the same path; None
+            leaves the server the weights that it has, for an evaluation.
         dtype: of the weights on their way.
         tied: names of weights that are another one's memory, as pairs (name, the other one's).
         in_flight: what an update does to the requests that are running: ``"wait"`` for their end,

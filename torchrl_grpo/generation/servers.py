@@ -111,8 +111,9 @@ class Server(ABC):
             start: index of the first one that is scored, at least 1.
             top_k: how many of the most likely tokens are told beside each.
 
-        Returns: for each token from ``start`` on, the log-probs by id: its own, and those of the
-            likely ones.
+        Returns:
+            for each token from ``start`` on, the log-probs by id: its own, and those of the likely
+            ones.
         """
 
     @abstractmethod
@@ -183,8 +184,9 @@ class Server(ABC):
     def check_context(self, longest: int) -> None:
         """Compare the server's context with the longest sequence.
 
-        Args: longest: prompt and response, in tokens; a server that scores them must sample one
-            more (vLLM).
+        Args:
+            longest: prompt and response, in tokens; a server that scores them must sample one more
+                (vLLM).
 
         Raises:
             ValueError: it is shorter.
@@ -478,8 +480,11 @@ class SGLang(Server):
 def connect(address: str, within_s: float, role: Role = "engine") -> Server:
     """Connect to a server, whichever kind it is.
 
-    Args: address: of the server. within_s: how long to wait for one that does not answer; 0 refuses
-        it as one that the user gave. role: of the server in the run.
+    Args:
+        address: of the server.
+        within_s: how long to wait for one that does not answer; 0 refuses it as one that the user
+            gave.
+        role: of the server in the run.
 
     Raises:
         EngineDeadError: it does not answer in time.

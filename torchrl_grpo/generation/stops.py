@@ -24,9 +24,10 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 class StopStrings:
     """Ends a response with the token that completes one of some strings.
 
-    Attributes: strings: what is looked for. table: [S, V] int32, the state after a token. State 0
-        is that of a response without a token, the last one is
-            the end and stays.
+    Attributes:
+        strings: what is looked for.
+        table: [S, V] int32, the state after a token. State 0 is that of a response without a token,
+            the last one is the end and stays.
 
     Args:
         strings: texts, not empty; short ones, as each of their bytes is a state.

@@ -49,14 +49,17 @@ class TransformersEngine(Engine):
     a cache. Either must give the logits of the model's forward without a cache on a probe. A small
     model on a CPU is computed on one thread (``threads``).
 
-    Attributes: model: what it samples with; ``update_weights`` changes its weights, and ``close``
-        lets go of it.
+    Attributes:
+        model: what it samples with; ``update_weights`` changes its weights, and ``close`` lets go
+            of it.
 
-    Args: model: a causal language model, on its device and in its dtype; the adapters of a peft
-        model are merged. copy: whether to work on a copy; False hands the model over to the engine
-        and saves that memory. kv_cache_bytes: most memory for keys and values; groups that find no
-        room wait until others have left, or until
-            all have where the model takes its own forward.
+    Args:
+        model: a causal language model, on its device and in its dtype; the adapters of a peft model
+            are merged.
+        copy: whether to work on a copy; False hands the model over to the engine and saves that
+            memory.
+        kv_cache_bytes: most memory for keys and values; groups that find no room wait until others
+            have left, or until all have where the model takes its own forward.
 
     Raises:
         ValueError: the model cannot be sampled from token by token; the message says why.
@@ -286,13 +289,20 @@ def _decode(
     Row ``r`` is response ``r % n`` to prompt ``r // n``. Prompts that found no room take the place
     of finished rows.
 
-    Args: decoder: advances the rows. prompts: [T] int64 each, on the device, as are all tensors
-        here. n: rows a prompt. params: how to sample. uniform: [R, max_new_tokens] in [0, 1).
-        limits: [R] int64, most tokens of each row. after: [S, V] int32, as ``ending`` makes it: the
-        state of a response after a token; the last state is its end. admit: how many of so many
-        prompts that wait fit beside the given rows; at least one beside none. finish: told rows
-        that are done: [F] int64 indices, [F, T] int64 tokens, [F, T] float32 log-probs, [F] int64
-            lengths, what follows is arbitrary, and [F] bool whether they ended before their limit.
+    Args:
+        decoder: advances the rows.
+        prompts: [T] int64 each, on the device, as are all tensors here.
+        n: rows a prompt.
+        params: how to sample.
+        uniform: [R, max_new_tokens] in [0, 1).
+        limits: [R] int64, most tokens of each row.
+        after: [S, V] int32, as ``ending`` makes it: the state of a response after a token; the last
+            state is its end.
+        admit: how many of so many prompts that wait fit beside the given rows; at least one beside
+            none.
+        finish: told rows that are done: [F] int64 indices, [F, T] int64 tokens, [F, T] float32
+            log-probs, [F] int64 lengths, what follows is arbitrary, and [F] bool whether they ended
+            before their limit.
     """
     steps = int(limits.max())
     tokens = torch.zeros(len(limits), steps, dtype=torch.int64, device=limits.device)
@@ -389,8 +399,9 @@ def probe(decoder: Decoder, model: PreTrainedModel) -> float:
     """Compares a decoder with a model's own forward over a few tokens after two prompts of
     different lengths.
 
-    Returns: the mean absolute difference of the logits, in standard deviations of the model's
-        logits over the vocabulary.
+    Returns:
+        the mean absolute difference of the logits, in standard deviations of the model's logits
+        over the vocabulary.
     """
     device, vocab_size = model.device, model.get_output_embeddings().weight.shape[0]
     tokens = torch.randint(vocab_size, (20,), generator=torch.Generator().manual_seed(0)).to(device)

@@ -144,9 +144,10 @@ def starting_vllm(device: torch.device | None, log_file: str | None = None) -> I
     """Sets what vLLM reads while it starts, and afterwards puts back what it changed in this
     process.
 
-    Args: device: the accelerator that its workers see; None is all that are visible here. log_file:
-        what its processes add their log to; None, or a folder that this machine does not have, is
-        no file.
+    Args:
+        device: the accelerator that its workers see; None is all that are visible here.
+        log_file: what its processes add their log to; None, or a folder that this machine does not
+            have, is no file.
     """
     environ, num_threads = dict(os.environ), torch.get_num_threads()
     # At WARNING it reports, with tracebacks, that it has no tokenizer; it is not meant to have one.
@@ -186,9 +187,9 @@ def starting_vllm(device: torch.device | None, log_file: str | None = None) -> I
 class VLLMSettings(TypedDict, total=False):
     """Settings of both vLLM engines, as keyword arguments.
 
-    Attributes: dtype: dtype of the engine's weights and activations; by default ``"float32"``,
-        which matches a float32 trainer
-            to rounding.
+    Attributes:
+        dtype: dtype of the engine's weights and activations; by default ``"float32"``, which
+            matches a float32 trainer to rounding.
         max_model_len: longest prompt plus response, in tokens; by default, and for None, the
             model's own limit.
         seed: seed of the draws; by default 0.
@@ -473,8 +474,9 @@ class VLLMBase(Engine):
     def load(self, handle: WeightHandle, version: int) -> None:
         """See ``Engine``; the workers receive the weights by themselves if possible.
 
-        Raises: TransferRefusedError: they cannot. The engine is as it was, or has the weights of
-            ``EitherHandle.slow``.
+        Raises:
+            TransferRefusedError: they cannot. The engine is as it was, or has the weights of
+                ``EitherHandle.slow``.
         """
         self._open()
         if isinstance(handle, EitherHandle):
@@ -635,10 +637,13 @@ class VLLMBase(Engine):
 class VLLMEngine(VLLMBase):
     """Samples with vLLM.
 
-    Args: model_path: a ``save_pretrained`` folder or a name on the Hugging Face hub; no tokenizer
-        is needed. device: which accelerator; None is the first (not run yet on a machine with
-        several). enable_sleep: let ``sleep`` move the weights off the device and drop the KV cache;
-        no effect on a CPU. **settings: see ``VLLMSettings``.
+    Args:
+        model_path: a ``save_pretrained`` folder or a name on the Hugging Face hub; no tokenizer is
+            needed.
+        device: which accelerator; None is the first (not run yet on a machine with several).
+        enable_sleep: let ``sleep`` move the weights off the device and drop the KV cache; no effect
+            on a CPU.
+        **settings: see ``VLLMSettings``.
 
     Raises:
         ValueError: vLLM is not installed, or cannot run this model on this machine.

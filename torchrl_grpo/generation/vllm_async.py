@@ -67,12 +67,16 @@ class AsyncVLLMEngine(VLLMBase):
     draws depend on how the responses were batched: ``seed`` and ``state_dict`` repeat them only
     where one response is sampled at a time.
 
-    Attributes: restarted_requests: how often an update with ``in_flight="abort"`` made a request
-        start again.
+    Attributes:
+        restarted_requests: how often an update with ``in_flight="abort"`` made a request start
+            again.
 
-    Args: model_path: a ``save_pretrained`` folder or a name on the Hugging Face hub; no tokenizer
-        is needed. in_flight: what an update does to running requests. update_timeout: seconds that
-        an update may wait for running requests. **settings: see ``VLLMSettings``.
+    Args:
+        model_path: a ``save_pretrained`` folder or a name on the Hugging Face hub; no tokenizer is
+            needed.
+        in_flight: what an update does to running requests.
+        update_timeout: seconds that an update may wait for running requests.
+        **settings: see ``VLLMSettings``.
 
     Raises:
         ValueError: vLLM is not installed, or cannot run this model on this machine.
@@ -281,10 +285,11 @@ class AsyncVLLMEngine(VLLMBase):
     def _updating(self, version: int) -> Iterator[None]:
         """Context of an update, in which running requests are treated as ``in_flight`` says.
 
-        Raises: EngineDeadError: the workers did not load the weights, or not in time; or the
-            engine's process has ended. TimeoutError: requests ran for longer than
-            ``update_timeout``; the engine goes on with the weights and the
-                version that it has.
+        Raises:
+            EngineDeadError: the workers did not load the weights, or not in time; or the engine's
+                process has ended.
+            TimeoutError: requests ran for longer than ``update_timeout``; the engine goes on with
+                the weights and the version that it has.
         """
         with self._updates:
             try:

@@ -170,8 +170,9 @@ def saved_config(given: str | None, directory: Path) -> tuple[Path, dict[str, An
         given: ``train.resume``.
         directory: of this run.
 
-    Raises: ConfigError: there is no such checkpoint, or a run that starts would write into the
-        folder of another one.
+    Raises:
+        ConfigError: there is no such checkpoint, or a run that starts would write into the folder
+            of another one.
     """
     if given is None:
         check_unused(directory)

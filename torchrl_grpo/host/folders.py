@@ -101,7 +101,8 @@ class FolderLock(AbstractContextManager["FolderLock"]):
         folder: made when it is not there.
 
     Raises:
-        ConfigError: another process holds the lock, or the folder cannot be written to, or its files are elsewhere.
+        ConfigError: another process holds the lock, or the folder cannot be written to, or its
+            files are elsewhere.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:

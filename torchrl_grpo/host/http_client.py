@@ -97,14 +97,21 @@ class HttpClient:
     ) -> Any:
         """Return the JSON of an answer; None is that of an empty one.
 
-        Args: method: of HTTP. route: with its slash. body: sent as JSON. query: parameters of the
-            URL. timeout_s: longest time for one attempt, in seconds. largest: most bytes of the
-            answer. retries: further attempts where the server does not answer, is too slow or says
-            that it is overloaded.
+        Args:
+            method: of HTTP.
+            route: with its slash.
+            body: sent as JSON.
+            query: parameters of the URL.
+            timeout_s: longest time for one attempt, in seconds.
+            largest: most bytes of the answer.
+            retries: further attempts where the server does not answer, is too slow or says that it
+                is overloaded.
 
-        Raises: NoAnswerError: it did not answer with a success. ValueError: the key cannot be one.
+        Raises:
+            NoAnswerError: it did not answer with a success.
+            ValueError: the key cannot be one.
             BadAnswerError: the answer is too large, no JSON, or compressed: then nothing is known
-            of its size.
+                of its size.
         """
         headers, hidden = {"Accept-Encoding": "identity"}, ""
         if key := os.environ.get(self._key_variable, "").strip():

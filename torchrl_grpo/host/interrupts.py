@@ -100,8 +100,9 @@ def end_with(status: int) -> None:
 def shielded(longest_s: float | None = None) -> Iterator[None]:
     """Context that delays the first signal until the block ends.
 
-    Args: longest_s: of the wait for it; then the signal is raised inside. None waits as long as it
-        takes.
+    Args:
+        longest_s: of the wait for it; then the signal is raised inside. None waits as long as it
+            takes.
     """
     global _depth, _longest_s
     _depth += 1

@@ -125,8 +125,9 @@ def quick_imports(*, whole_torchrl: bool = False) -> Iterator[None]:
     garbage is put off: imports make a million objects and hardly any garbage. What they made is
     never looked at again.
 
-    Args: whole_torchrl: whether its wrappers are to work all the same, for components of it that
-        the user names.
+    Args:
+        whole_torchrl: whether its wrappers are to work all the same, for components of it that the
+            user names.
     """
     global _hides
     _hides = not whole_torchrl and (_hides or "torchrl.collectors" not in sys.modules)

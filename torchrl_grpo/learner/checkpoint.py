@@ -147,9 +147,10 @@ class Checkpointer:
     def save(self, step: int, trainer: dict[str, Any], source: dict[str, Any]) -> Path:
         """Writes the state after ``step`` steps; returns the file.
 
-        Raises: NonFiniteError: a weight is not finite; nothing is written. NotSavedError: there is
-            no room for it (``DiskFullError``), or the folder cannot be written to; the earlier
-                ones are as they were.
+        Raises:
+            NonFiniteError: a weight is not finite; nothing is written.
+            NotSavedError: there is no room for it (``DiskFullError``), or the folder cannot be
+                written to; the earlier ones are as they were.
         """
         check_finite(trainer["model"].items())
         state, path = self.state(step, trainer, source), self.path(step)

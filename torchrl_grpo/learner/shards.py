@@ -80,9 +80,9 @@ class ShardedSaver:
     def finish(self) -> None:
         """Waits for the checkpoint that is being written, if one is.
 
-        Raises: NotSavedError: it could not be written, for lack of room (``DiskFullError``) or
-            because the folder cannot be
-                written to; the earlier ones are as they were. It is said once.
+        Raises:
+            NotSavedError: it could not be written, for lack of room (``DiskFullError``) or because
+                the folder cannot be written to; the earlier ones are as they were. It is said once.
         """
         writing, self._writing = self._writing, None
         if writing is not None:

@@ -29,12 +29,12 @@ _ARRAYS = 4
 class Teacher:
     """The other side of a divergence: what the teacher's states are, and which divergence is taken.
 
-    Args: beta: 0 is the forward KL(teacher || policy), 1 the reverse KL(policy || teacher); between
-        them it is the
-            generalized Jensen-Shannon divergence ``beta KL(teacher || m) + (1 - beta) KL(policy ||
-            m)`` of the mixture ``m = beta teacher + (1 - beta) policy`` (arXiv 2306.13649, section
-            2). It is bounded, and not the limit of the two: they are it over beta, and over 1 -
-            beta.
+    Args:
+        beta: 0 is the forward KL(teacher || policy), 1 the reverse KL(policy || teacher); between
+            them it is the generalized Jensen-Shannon divergence ``beta KL(teacher || m) + (1 -
+            beta) KL(policy || m)`` of the mixture ``m = beta teacher + (1 - beta) policy`` (arXiv
+            2306.13649, section 2). It is bounded, and not the limit of the two: they are it over
+            beta, and over 1 - beta.
         weight_VE: the teacher's LM head; a state is then what goes into it, [E]. None takes a state
             for the log-probs of the teacher's K most likely tokens and their ids, [2 K]: what is
             left of its probability is shared out evenly among the other tokens.
@@ -51,9 +51,12 @@ class Teacher:
         """Yield the log-probs of the teacher over the vocabulary, part by part, [N, width] float32
         or wider.
 
-        Args: states: [N, E] or [N, 2 K]. vocabulary: tokens over which they are normalized, the
-            first ones. width: tokens in a part. temperature: divides the logits of a head; the most
-            likely tokens have it in their log-probs.
+        Args:
+            states: [N, E] or [N, 2 K].
+            vocabulary: tokens over which they are normalized, the first ones.
+            width: tokens in a part.
+            temperature: divides the logits of a head; the most likely tokens have it in their
+                log-probs.
         """
         if self.weight_VE is None:
             log_probs, tokens = states.chunk(2, -1)
@@ -92,8 +95,9 @@ def divergence_terms(log_p: Tensor, log_q: Tensor, beta: float) -> tuple[Tensor,
         log_q: [N, W], of the teacher.
         beta: as in ``Teacher``.
 
-    Returns: [N], the part's sum; and [N, W], p times the derivative by p. With S the sum of the
-        latter over the vocabulary, the derivative by the policy's logits is it less p S.
+    Returns:
+        [N], the part's sum; and [N, W], p times the derivative by p. With S the sum of the latter
+        over the vocabulary, the derivative by the policy's logits is it less p S.
     """
     p, q = log_p.exp(), log_q.exp()
     if beta == 0:
@@ -176,12 +180,15 @@ def chunked_divergence(
 ) -> Tensor:
     """Divergence of a policy from a teacher at each token, over the tokens that both heads have.
 
-    Args: hidden_ND: [N, D], the state from which the policy predicts each token. weight_VD: [V, D],
-        the policy's LM head; under autocast both are cast to its dtype. states: [N, E] or [N, 2 K],
-        the teacher's, see ``Teacher``; no gradient flows to them. teacher: the divergence, and the
-        teacher's head. bias_V: [V] or None, of the policy's head. temperature: the logits of both
-        are divided by it; more than 0. max_chunk_elements: bound on the numbers held at once; by
-        default ``MAX_CHUNK_ELEMENTS`` of the device.
+    Args:
+        hidden_ND: [N, D], the state from which the policy predicts each token.
+        weight_VD: [V, D], the policy's LM head; under autocast both are cast to its dtype.
+        states: [N, E] or [N, 2 K], the teacher's, see ``Teacher``; no gradient flows to them.
+        teacher: the divergence, and the teacher's head.
+        bias_V: [V] or None, of the policy's head.
+        temperature: the logits of both are divided by it; more than 0.
+        max_chunk_elements: bound on the numbers held at once; by default ``MAX_CHUNK_ELEMENTS`` of
+            the device.
 
     Returns:
         [N] in nats, float32 (float64 for float64 input), differentiable.

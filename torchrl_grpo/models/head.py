@@ -238,12 +238,17 @@ def chunked_log_probs(
     """Log-probs of the targets and entropy of their distributions, from hidden states and the LM
     head.
 
-    Args: hidden_ND: [N, D], the state from which each target is predicted. weight_VD: [V, D], the
-        LM head; under autocast both are cast to its dtype. targets_N: [N] int64. bias_V: [V] or
-        None. temperature: the logits are divided by it; more than 0. max_chunk_elements: bound on
-        the logits held at once; by default ``MAX_CHUNK_ELEMENTS`` of the device.
+    Args:
+        hidden_ND: [N, D], the state from which each target is predicted.
+        weight_VD: [V, D], the LM head; under autocast both are cast to its dtype.
+        targets_N: [N] int64.
+        bias_V: [V] or None.
+        temperature: the logits are divided by it; more than 0.
+        max_chunk_elements: bound on the logits held at once; by default ``MAX_CHUNK_ELEMENTS`` of
+            the device.
 
-    Returns: log-probs [N] and entropies [N] in nats, float32 (float64 for float64 input),
+    Returns:
+        log-probs [N] and entropies [N] in nats, float32 (float64 for float64 input),
         differentiable.
     """
     hidden_ND, weight_VD, bias_V = autocast_head(hidden_ND, weight_VD, bias_V)

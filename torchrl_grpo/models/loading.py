@@ -450,8 +450,9 @@ def add_lora(
     """Wrap a model with LoRA adapters (arXiv 2106.09685) through peft; only they are trained,
     without dropout.
 
-    Raises: ValueError: the model has no such modules, or uses their weights by other ways than
-        their forward.
+    Raises:
+        ValueError: the model has no such modules, or uses their weights by other ways than their
+            forward.
     """
     from peft import LoraConfig, get_peft_model  # slow to import, and only LoRA runs need it
 

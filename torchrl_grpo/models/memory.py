@@ -23,12 +23,18 @@ _LORA_RANK = 16
 class Shape:
     """A decoder's size, in numbers.
 
-    Attributes: parameters: all of them, tied ones once. active: those that a token meets: of the
-        experts, those that it is sent to. layers: how many. hidden: width. query_width: numbers of
-        a token's queries in a layer. kv_width: numbers that a token leaves in the key cache of a
-        layer, and again in the value cache. inner: width of a layer's gated part, over all experts
-        that a token is sent to. head: parameters of the LM head. tied: whether the embedding is the
-        head. adapted: parameters of adapters of rank 1.
+    Attributes:
+        parameters: all of them, tied ones once.
+        active: those that a token meets: of the experts, those that it is sent to.
+        layers: how many.
+        hidden: width.
+        query_width: numbers of a token's queries in a layer.
+        kv_width: numbers that a token leaves in the key cache of a layer, and again in the value
+            cache.
+        inner: width of a layer's gated part, over all experts that a token is sent to.
+        head: parameters of the LM head.
+        tied: whether the embedding is the head.
+        adapted: parameters of adapters of rank 1.
     """
 
     parameters: float
@@ -46,8 +52,9 @@ class Shape:
 def shape_of_config(config: Any) -> Shape:
     """Return the shape of a decoder with gated layers, with or without experts.
 
-    Args: config: its Hugging Face config for text, or an object with the entries of its
-        ``config.json``.
+    Args:
+        config: its Hugging Face config for text, or an object with the entries of its
+            ``config.json``.
 
     Raises:
         AttributeError: the config lacks a size.
@@ -99,13 +106,19 @@ def shape_of_config(config: Any) -> Shape:
 class StepSetup:
     """Parameters of a training step that a rank's memory depends on.
 
-    Attributes: tokens: in the largest pass. sequences: in that pass. passes: in a step. number:
-        bytes of an activation. master: bytes of a weight of the model; where it is trained, of its
-        gradient and each of its moments too. checkpoints: whether gradient checkpointing is on.
-        adapters: rank of the adapters that alone are trained; 0 trains all weights. small_states:
-        whether the optimizer keeps 8 bits a moment. ranks: that share a batch. replicas: copies of
-        the model, each sharded over as many of the ranks. offloads: whether weights, gradients and
-        moments rest on the CPU.
+    Attributes:
+        tokens: in the largest pass.
+        sequences: in that pass.
+        passes: in a step.
+        number: bytes of an activation.
+        master: bytes of a weight of the model; where it is trained, of its gradient and each of its
+            moments too.
+        checkpoints: whether gradient checkpointing is on.
+        adapters: rank of the adapters that alone are trained; 0 trains all weights.
+        small_states: whether the optimizer keeps 8 bits a moment.
+        ranks: that share a batch.
+        replicas: copies of the model, each sharded over as many of the ranks.
+        offloads: whether weights, gradients and moments rest on the CPU.
     """
 
     tokens: int
@@ -137,11 +150,15 @@ class StepSetup:
 class StepMemory:
     """Memory of a rank in a training step, in bytes.
 
-    Attributes: parameters: the model's own. copies: their copies in the 16 bits that the step
-        computes in, or the ones that are gathered from other ranks. gradients: of what is trained.
-        moments: AdamW's two. activations: of the largest pass, with the gradients that its backward
-        pass holds of them. peak: the most at a time: less than the sum where a step is one pass,
-        whose gradients come as activations go.
+    Attributes:
+        parameters: the model's own.
+        copies: their copies in the 16 bits that the step computes in, or the ones that are gathered
+            from other ranks.
+        gradients: of what is trained.
+        moments: AdamW's two.
+        activations: of the largest pass, with the gradients that its backward pass holds of them.
+        peak: the most at a time: less than the sum where a step is one pass, whose gradients come
+            as activations go.
     """
 
     parameters: int

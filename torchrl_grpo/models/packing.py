@@ -186,8 +186,9 @@ def with_demonstrations(
         batch: [N], what it was made of.
         mask_key: the tokens that a loss trains on.
 
-    Returns: [N + M] with ``"is_demonstration"`` [N + M, 1] bool. What a demonstration has no value
-        of is 0 or False.
+    Returns:
+        [N + M] with ``"is_demonstration"`` [N + M, 1] bool. What a demonstration has no value of is
+        0 or False.
     """
     shown = [batch[row] for row in demonstrations_in(batch)]
     lengths = torch.tensor([len(row.get(K.DEMONSTRATION)) for row in shown], dtype=torch.int64)
@@ -288,9 +289,10 @@ def _sequence_of(row: TensorDictBase) -> TensorDictBase:
 def pass_tokens(lengths: Sequence[int], prompts: Sequence[Prompt] | None = None) -> int:
     """Number of tokens that one forward pass over some sequences computes.
 
-    Args: lengths: tokens in each sequence. prompts: their prompts, as ``shared_prompts`` gives
-        them, which are computed once each; None for sequences that
-            are padded to the longest.
+    Args:
+        lengths: tokens in each sequence.
+        prompts: their prompts, as ``shared_prompts`` gives them, which are computed once each; None
+            for sequences that are padded to the longest.
 
     Example:
         >>> pass_tokens([5, 6, 3]), pass_tokens([5, 6, 3], [(0, 4), (0, 4), (2, 1)])
@@ -379,7 +381,8 @@ def rank_micro_batches(
         world_size: number of ranks; 1 gives just ``micro_batches``.
         prompts: as in ``pass_tokens``.
 
-    Returns: index tensors [n_i] int64; an empty one stands for a micro-batch that this rank has no
+    Returns:
+        index tensors [n_i] int64; an empty one stands for a micro-batch that this rank has no
         sequences for.
 
     Example:

@@ -112,14 +112,19 @@ def pick(tensor: Tensor, dim: int, picks: GatherIndex) -> Tensor:
 class Layout:
     """Inputs of a model, and positions of the scored tokens' predictions in its output.
 
-    Args: source: the tokens and the mask that it is the layout of, [B, T] each. tokens: [1, N] of
-        sequences without padding, or [B, T - 1] of padded ones. predictors: S flat indices in
-        ``tokens``, of the token that each scored one is predicted from. targets: [S] int64, the
-        scored tokens. places: [S] int64, their flat index in [B, T]. positions: [1, N] int64, or
-        None for padded sequences. groups: for each prompt its length, that of the first sequence,
-        and those of the other responses. once: [R] int64, each of ``tokens`` once, in order; None
-        where a dense gradient of the embedding is made. place: [N] int64, where in ``once`` each of
-        them is.
+    Args:
+        source: the tokens and the mask that it is the layout of, [B, T] each.
+        tokens: [1, N] of sequences without padding, or [B, T - 1] of padded ones.
+        predictors: S flat indices in ``tokens``, of the token that each scored one is predicted
+            from.
+        targets: [S] int64, the scored tokens.
+        places: [S] int64, their flat index in [B, T].
+        positions: [1, N] int64, or None for padded sequences.
+        groups: for each prompt its length, that of the first sequence, and those of the other
+            responses.
+        once: [R] int64, each of ``tokens`` once, in order; None where a dense gradient of the
+            embedding is made.
+        place: [N] int64, where in ``once`` each of them is.
     """
 
     source: tuple[Tensor, Tensor]
@@ -226,8 +231,11 @@ def packed(tokens_BT: Tensor, mask_BT: Tensor, prompts: Sequence[Prompt] | None 
     """Return the layout without padding and with one copy of each prompt; tokens after the last
     scored one are dropped.
 
-    Args: tokens_BT: int64, padding on the right. mask_BT: bool, the tokens to score. prompts: of
-        the sequences, where ``shared_prompts`` has found them in this batch or a larger one.
+    Args:
+        tokens_BT: int64, padding on the right.
+        mask_BT: bool, the tokens to score.
+        prompts: of the sequences, where ``shared_prompts`` has found them in this batch or a larger
+            one.
 
     Returns:
         the layout, on the CPU.
@@ -286,10 +294,12 @@ def attention(
     """Hugging Face's ``sdpa``, or, with a layout, attention of each sequence over its prompt and
     itself.
 
-    Args: query: [1, H, N, D], rotated by the tokens' positions. key: [1, heads of keys, N, D].
-        value: [1, heads of keys, N, DV]. **kwargs: those of Hugging Face's ``sdpa``; of these
-        ``sliding_window`` is how many tokens a token looks at, the
-            last one of which is itself.
+    Args:
+        query: [1, H, N, D], rotated by the tokens' positions.
+        key: [1, heads of keys, N, D].
+        value: [1, heads of keys, N, DV].
+        **kwargs: those of Hugging Face's ``sdpa``; of these ``sliding_window`` is how many tokens a
+            token looks at, the last one of which is itself.
 
     Raises:
         NotImplementedError: the layer adds to the scores.

@@ -56,14 +56,16 @@ class TokenScorer(TensorDictModuleBase):
     of these very tensors, it is used; otherwise one is made. A small model on a CPU is computed on
     one thread (``threads``).
 
-    Args: model: a Hugging Face causal LM, or a peft model around one. temperature: the one that the
-        tokens were sampled with, so that the scores are of the same distribution.
+    Args:
+        model: a Hugging Face causal LM, or a peft model around one.
+        temperature: the one that the tokens were sampled with, so that the scores are of the same
+            distribution.
         max_chunk_elements: bound on the logits held at once; by default ``MAX_CHUNK_ELEMENTS`` of
-        the device.
+            the device.
 
-    Raises: ValueError: the head is no plain linear layer (a LoRA adapter on it), or the scores are
-        not those of the model's
-            own logits (see ``check_scorer``).
+    Raises:
+        ValueError: the head is no plain linear layer (a LoRA adapter on it), or the scores are not
+            those of the model's own logits (see ``check_scorer``).
 
     Example:
         >>> scorer = TokenScorer(AutoModelForCausalLM.from_pretrained(path))  # doctest: +SKIP
@@ -132,9 +134,11 @@ class TokenScorer(TensorDictModuleBase):
     def score(self, tokens_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Scores right-padded sequences.
 
-        Args: tokens_BT: [B, T] int64, padding on the right (any valid id); best on the CPU, where
-            their layout is made. mask_BT: [B, T] bool, the tokens to score; the first token of a
-            sequence has no prediction and scores 0.
+        Args:
+            tokens_BT: [B, T] int64, padding on the right (any valid id); best on the CPU, where
+                their layout is made.
+            mask_BT: [B, T] bool, the tokens to score; the first token of a sequence has no
+                prediction and scores 0.
 
         Returns:
             log-probs and entropies, both [B, T] float32, 0 outside the mask, on the model's device.
@@ -159,8 +163,10 @@ class TokenScorer(TensorDictModuleBase):
     def score_layout(self, layout: Layout, states: Tensor | None = None) -> tuple[Tensor, ...]:
         """Score sequences with an existing layout, on any device; see ``score``.
 
-        Args: layout: of the sequences. states: [B, S, E], the teacher's, of the tokens of the mask;
-            the divergence from it is then a third result.
+        Args:
+            layout: of the sequences.
+            states: [B, S, E], the teacher's, of the tokens of the mask; the divergence from it is
+                then a third result.
         """
         shape = layout.source[0].shape
         layout = layout.to(compute_device(self.model))
@@ -181,8 +187,9 @@ class TokenScorer(TensorDictModuleBase):
             layout: of the sequences.
             top_k: how many of the most likely tokens; None gives what goes into the LM head.
 
-        Returns: [B, T, E] in the type of the model, or [B, T, 2 K] float32; 0 on tokens that are
-            not scored.
+        Returns:
+            [B, T, E] in the type of the model, or [B, T, 2 K] float32; 0 on tokens that are not
+            scored.
         """
         shape = layout.source[0].shape
         layout = layout.to(compute_device(self.model))
@@ -308,8 +315,10 @@ def check_packing(scorer: TokenScorer, autocast_dtype: torch.dtype | None) -> No
     Where they differ, its sequences are padded from here on. A model is checked once for each
     dtype; one that is sharded is not. Trainer and ``KLScoring`` do this when they are made.
 
-    Args: scorer: checked by ``check_scorer``. autocast_dtype: of the passes to come; None is the
-        precision that ``check_scorer`` has checked.
+    Args:
+        scorer: checked by ``check_scorer``.
+        autocast_dtype: of the passes to come; None is the precision that ``check_scorer`` has
+            checked.
     """
     base = scorer.base
     checked = vars(base).setdefault("packing_checked_in", set())
@@ -440,8 +449,9 @@ class WrapperScorer(TokenScorer):
     Reads ``("tokens", "full")`` and what else ``packing.sequences_of`` needs; writes what
     ``TokenScorer`` writes, the mask and the behavior log-probs.
 
-    Args: wrapper: a ``TransformersWrapper``. Its log-probs are those of temperature 1, whatever it
-        samples with.
+    Args:
+        wrapper: a ``TransformersWrapper``. Its log-probs are those of temperature 1, whatever it
+            samples with.
 
     Raises:
         ValueError: the wrapper's model is no Hugging Face model (vLLM), so it has no gradients.

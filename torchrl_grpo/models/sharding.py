@@ -66,11 +66,12 @@ def init_mesh(
 ) -> DeviceMesh:
     """Join the process group of the trainer's ranks; call it once in each process, before sharding.
 
-    Args: rank: 0 to ``world_size - 1``, another one in each process. world_size: number of
-        processes. store: where they find each other; the same one in each process, and new. device:
-        what this rank computes on. On a CPU the ranks talk through gloo, on CUDA through NCCL (and
-        through
-            gloo about what lies on the CPU).
+    Args:
+        rank: 0 to ``world_size - 1``, another one in each process.
+        world_size: number of processes.
+        store: where they find each other; the same one in each process, and new.
+        device: what this rank computes on. On a CPU the ranks talk through gloo, on CUDA through
+            NCCL (and through gloo about what lies on the CPU).
         timeout_s: how long a rank waits for the others, here and in each collective call, before it
             raises; with tensor parallelism, in those of all ranks (the others have torch's own
             bound, of minutes).
@@ -78,12 +79,13 @@ def init_mesh(
             layer.
         replicas: sharded copies of the model, each on ranks that follow each other.
 
-    Returns: a mesh of two dimensions, ``"shard"`` and ``"tensor"``, before which ``"replicate"``
-        comes with several copies.
+    Returns:
+        a mesh of two dimensions, ``"shard"`` and ``"tensor"``, before which ``"replicate"`` comes
+        with several copies.
 
-    Raises: ValueError: ``world_size`` is no multiple of ``tensor_parallel_size``, or not of
-        ``replicas``, or both are
-            above 1.
+    Raises:
+        ValueError: ``world_size`` is no multiple of ``tensor_parallel_size``, or not of
+            ``replicas``, or both are above 1.
     """
     if replicas > 1 and (world_size % replicas or tensor_parallel_size > 1):
         raise ValueError(
@@ -156,10 +158,11 @@ def shard_model(
     (``base_model_tp_plan`` of its config); what is outside of the layers is not. Those ranks must
     see the same data.
 
-    Args: model: a Hugging Face causal LM or a peft model around one, on the CPU or the mesh's
-        device. All ranks get rank
-            0's weights and buffers, tensor by tensor, so the others' may be on the meta device
-            (``loading_device``). With tensor parallelism it must be the same on all ranks.
+    Args:
+        model: a Hugging Face causal LM or a peft model around one, on the CPU or the mesh's device.
+            All ranks get rank 0's weights and buffers, tensor by tensor, so the others' may be on
+            the meta device (``loading_device``). With tensor parallelism it must be the same on all
+            ranks.
         mesh: as ``init_mesh`` gives it.
         param_dtype: dtype in which parameters are gathered, which is then the one to compute in;
             gradients are summed in float32. None is the parameters' own.
@@ -169,9 +172,9 @@ def shard_model(
     Returns:
         the model.
 
-    Raises: ValueError: the model cannot be split along ``"tensor"``: it has adapters, no plan, or
-        heads that do not
-            divide.
+    Raises:
+        ValueError: the model cannot be split along ``"tensor"``: it has adapters, no plan, or heads
+            that do not divide.
     """
     if mesh.size() == 1 and not cpu_offload:
         return model
@@ -389,8 +392,9 @@ def own_parts(
     Nothing is gathered. An optimizer that made no step yet gets its state, as ``load_parts`` needs
     it.
 
-    Returns: the tensors by ``weights/NAME`` and ``moments/KIND/NAME``, sharded ones as DTensors,
-        and the optimizer's state without them.
+    Returns:
+        the tensors by ``weights/NAME`` and ``moments/KIND/NAME``, sharded ones as DTensors, and the
+        optimizer's state without them.
     """
     parameters = {
         name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad

@@ -54,9 +54,10 @@ class Alarms:
 
     Lifecycle: ``take`` for each row in the order of the steps, ``end`` after the last one.
 
-    Attributes: raised: all alarms, in the order in which they came. steps_without_signal: steps in
-        a row, up to the latest one, in which the rewards of every group were equal or
-            not valid.
+    Attributes:
+        raised: all alarms, in the order in which they came.
+        steps_without_signal: steps in a row, up to the latest one, in which the rewards of every
+            group were equal or not valid.
         steps_without_reward: steps of the whole run if no reward of any of them was valid, else 0.
 
     Examples:

@@ -88,8 +88,10 @@ class Console(AbstractContextManager["Console"]):
     def table(self, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Prints a table.
 
-        Args: title: stands above it. rows: their keys are the columns; a value may be None.
-            ``parameters`` is a count and ``memory`` are bytes.
+        Args:
+            title: stands above it.
+            rows: their keys are the columns; a value may be None. ``parameters`` is a count and
+                ``memory`` are bytes.
         """
         columns = list(dict.fromkeys(name for row in rows for name in row))
         table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
@@ -191,9 +193,10 @@ class Console(AbstractContextManager["Console"]):
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Prints a few prompts and responses.
 
-        Args: step: steps done. rows: ``query``, ``response``, ``reward``, ``correct`` and
-            ``valid``, as they are logged; other keys are not
-                shown.
+        Args:
+            step: steps done.
+            rows: ``query``, ``response``, ``reward``, ``correct`` and ``valid``, as they are
+                logged; other keys are not shown.
         """
         table = Table(
             box=box.SIMPLE_HEAD,

@@ -44,8 +44,10 @@ _USUAL_ROWS = 3
 def save_png(records: Sequence[Record], path: str | os.PathLike[str]) -> None:
     """Writes all panels into one picture.
 
-    Args: records: one mapping a step (metric name to number or None, and ``step``), in the order of
-        the steps. path: the PNG file.
+    Args:
+        records: one mapping a step (metric name to number or None, and ``step``), in the order of
+            the steps.
+        path: the PNG file.
     """
     top, between, bottom = 0.66, 1.13, 0.46  # inches
     panels = panels_of(records)
@@ -80,9 +82,10 @@ def panel_figure(panel: Panel, records: Sequence[Record]) -> Figure:
 def compared_svg(panel: Panel, settings: Sequence[tuple[str, Sequence[Sequence[Record]]]]) -> str:
     """One panel with a curve for each setting, as an ``<svg>`` element like those of ``panel_svg``.
 
-    Args: panel: of one metric. settings: color and runs of each. Several runs are one curve, their
-        mean, in a band from the lowest to the
-            highest of them. The first one is drawn on top.
+    Args:
+        panel: of one metric.
+        settings: color and runs of each. Several runs are one curve, their mean, in a band from the
+            lowest to the highest of them. The first one is drawn on top.
     """
     figure = _small_figure()
     axes = figure.subplots()

@@ -56,17 +56,19 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
     """Writes the metrics and samples of one run into its directory.
 
     Lifecycle: ``log``, ``log_samples`` and ``log_spans`` in any order, then ``close``, once or
-    more. A logger opened on the directory of an earlier run appends to it; ``truncate(step)`` first
-    drops what the resumed run will do again, so that the files of an interrupted and resumed run
-    equal those of an uninterrupted one.
+        more. A logger opened on
+    the directory of an earlier run appends to it; ``truncate(step)`` first drops what the resumed
+    run will do again, so that the files of an interrupted and resumed run equal those of an
+    uninterrupted one.
 
     Attributes:
         last_row: of ``metrics.jsonl``, empty if it has none.
 
-    Args: directory: where the files go; made when it is not there. tensorboard: whether to write
-        TensorBoard files into ``directory/tensorboard``. services: of Weights & Biases (``wandb``),
-        ``mlflow`` and ``trackio``, those that get the same, with what the
-            config says of each.
+    Args:
+        directory: where the files go; made when it is not there.
+        tensorboard: whether to write TensorBoard files into ``directory/tensorboard``.
+        services: of Weights & Biases (``wandb``), ``mlflow`` and ``trackio``, those that get the
+            same, with what the config says of each.
         goes_on_from: the directory of the run that this one goes on from: in such a service they
             are one.
         config: the run's config, sent along with the metrics (TensorBoard: as text).
@@ -135,10 +137,12 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Writes one line a sample.
 
-        Args: step: as in ``log``. rows: ``split`` ("train" or "test", the same in all), ``query``,
-            ``response``, ``reward``, ``correct`` and
-                whatever else there is. Test rows with the same ``problem`` (without one, ``query``)
-                at several steps stand side by side in the report.
+        Args:
+            step: as in ``log``.
+            rows: ``split`` ("train" or "test", the same in all), ``query``, ``response``,
+                ``reward``, ``correct`` and whatever else there is. Test rows with the same
+                ``problem`` (without one, ``query``) at several steps stand side by side in the
+                report.
 
         Raises:
             RuntimeError: the logger is closed.

@@ -131,11 +131,12 @@ def label_of(name: str) -> str:
 def stage_seconds(record: Record) -> dict[str, float]:
     """Split the wall time of a step into stages, in seconds.
 
-    Args: record: ``time/<stage>_s`` for the stages that were timed, and ``time/step_s`` for the
-        step without its
-            evaluation.
+    Args:
+        record: ``time/<stage>_s`` for the stages that were timed, and ``time/step_s`` for the step
+            without its evaluation.
 
-    Returns: every stage of ``STAGES``. ``other`` is what the step spent outside of the timed ones.
+    Returns:
+        every stage of ``STAGES``. ``other`` is what the step spent outside of the timed ones.
         ``wait`` is 0 where the stages that made the batch are timed, because it is their sum.
     """
     seconds = {stage: float(record.get(f"time/{stage}_s") or 0) for stage in STAGES}

@@ -49,9 +49,9 @@ Row = Mapping[str, Any]
 def write_report(directory: str | os.PathLike[str]) -> Path:
     """Writes ``report.html`` and ``curves.png`` into a run's folder.
 
-    Args: directory: holds ``metrics.jsonl`` and, where there are any, ``samples.jsonl``,
-        ``environment.json`` and the
-            files of Hydra's ``.hydra`` folder.
+    Args:
+        directory: holds ``metrics.jsonl`` and, where there are any, ``samples.jsonl``,
+            ``environment.json`` and the files of Hydra's ``.hydra`` folder.
 
     Returns:
         the path of ``report.html``.
@@ -98,9 +98,10 @@ def title_of(directory: Path) -> str:
 def summarize(directory: str | os.PathLike[str]) -> dict[str, Any]:
     """Summarize a run from ``metrics.jsonl``.
 
-    Returns: ``steps``; ``first_step``, 1 but in a resumed run's new folder; ``sequences`` and
-        ``tokens`` (sums of ``rollout/sequences`` and ``rollout/tokens``); ``wall_s`` (the steps and
-        the evaluations); ``trained_tokens_per_s`` (as the metric of that name: without the
+    Returns:
+        ``steps``; ``first_step``, 1 but in a resumed run's new folder; ``sequences`` and ``tokens``
+        (sums of ``rollout/sequences`` and ``rollout/tokens``); ``wall_s`` (the steps and the
+        evaluations); ``trained_tokens_per_s`` (as the metric of that name: without the
         evaluations); ``accuracy_before`` and ``accuracy_after`` (first and last ``eval/pass@1``),
         as texts with the share of invalid rewards ``before_text`` and ``after_text``, and the steps
         that they were measured after, ``before_step`` and ``after_step``; ``invalid_fraction`` of

@@ -68,9 +68,10 @@ class Job:
 class Influence:
     """Share of the variance among the jobs' outcomes that a key explains.
 
-    Attributes: key: its name. share: of the variance of all outcomes, that of the means of the
-        key's values; None where each value has one
-            job.
+    Attributes:
+        key: its name.
+        share: of the variance of all outcomes, that of the means of the key's values; None where
+            each value has one job.
         by_chance: the share that is expected of a key that has no influence.
         levels: values, how many jobs each has, and the mean of their outcomes.
     """

@@ -26,8 +26,9 @@ def evaluate(text: str) -> Fraction:
     Args:
         text: at most 256 characters.
 
-    Raises: ValueError: it is no such expression, divides by zero, or an intermediate result exceeds
-        4096 bits.
+    Raises:
+        ValueError: it is no such expression, divides by zero, or an intermediate result exceeds
+            4096 bits.
 
     >>> evaluate("(3 + 5) × 2 / 6")
     Fraction(8, 3)

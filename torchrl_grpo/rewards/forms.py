@@ -94,8 +94,9 @@ class RewardFunction:
         function: of any form.
         entry: what the config says about it.
 
-    Raises: ValueError: the function has not the arguments that it is given as options, or can not
-        be called by name.
+    Raises:
+        ValueError: the function has not the arguments that it is given as options, or can not be
+            called by name.
 
     >>> def short(response, limit): return len(response) < limit
     >>> reward = RewardFunction(short, RewardEntry("my.py:short", "short", 1.0, {"limit": 3}))
@@ -183,9 +184,9 @@ class RewardFunction:
     def call(self, facts: Given, columns: Given) -> Any:
         """Call the function; the result is an awaitable where it is asynchronous.
 
-        Args: facts: ``FACTS``; ``prompt_column``, ``asked`` (the messages of the prompt),
-            ``written`` (those since) and
-                ``dataset``.
+        Args:
+            facts: ``FACTS``; ``prompt_column``, ``asked`` (the messages of the prompt), ``written``
+                (those since) and ``dataset``.
             columns: of the row.
         """
         given, rest = _FORMS[self.form](facts, columns)

@@ -70,7 +70,8 @@ def canonical_number(text: str) -> str | None:
     Args:
         text: the number with at most a unit behind it.
 
-    Returns: digits without leading zeros, decimals only where they are not zero, ``p/q`` where no
+    Returns:
+        digits without leading zeros, decimals only where they are not zero, ``p/q`` where no
         decimal number is exact, ``-`` in front of a negative number; None when the text does not
         hold exactly one number.
 
@@ -123,8 +124,9 @@ def marked_number(text: str) -> str | None:
     Args:
         text: a response or a reference solution.
 
-    Returns: what ``canonical_number`` makes of the rest of that line, None when there is no marker
-        or no clear number.
+    Returns:
+        what ``canonical_number`` makes of the rest of that line, None when there is no marker or no
+        clear number.
 
     >>> marked_number("48 + 24 = 72\\n#### 72")
     '72'
@@ -206,11 +208,12 @@ def _last_number(text: str) -> str | None:
 def gsm8k(response: str, answer: str | int | float, mode: str = "strict") -> bool:
     r"""Whether a response ends with the right number.
 
-    Args: response: the response. answer: the number, or a reference solution that ends with ``####
-        n``. mode: ``strict`` reads ``#### n`` alone; ``lenient`` also ``\boxed{n}``,
-        ``<answer>n</answer>`` and "the answer
-            is n"; ``last_number`` takes the last number of the response where it states no answer
-            in these ways.
+    Args:
+        response: the response.
+        answer: the number, or a reference solution that ends with ``#### n``.
+        mode: ``strict`` reads ``#### n`` alone; ``lenient`` also ``\boxed{n}``,
+            ``<answer>n</answer>`` and "the answer is n"; ``last_number`` takes the last number of
+            the response where it states no answer in these ways.
 
     Raises:
         ValueError: ``answer`` holds no number, or there is no such mode.

@@ -85,11 +85,13 @@ def ifeval(
 ) -> dict[str, float] | float:
     """The four accuracies of the paper for one response, as parts of a reward.
 
-    Args: response: the response. instruction_id_list: the prompt's instructions (a column of the
-        data set). kwargs: their arguments (a column of the data set). metric: one of
-        ``prompt_strict`` (1.0 when every instruction is followed), ``instruction_strict`` (the
-        share
-            that is followed), ``prompt_loose``, ``instruction_loose``; None gives all four.
+    Args:
+        response: the response.
+        instruction_id_list: the prompt's instructions (a column of the data set).
+        kwargs: their arguments (a column of the data set).
+        metric: one of ``prompt_strict`` (1.0 when every instruction is followed),
+            ``instruction_strict`` (the share that is followed), ``prompt_loose``,
+            ``instruction_loose``; None gives all four.
 
     Raises:
         ValueError: the columns are not IFEval's, or there is no such metric.

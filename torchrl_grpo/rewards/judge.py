@@ -51,12 +51,15 @@ async def judge(
 ) -> float:
     """The rating of a response by a language model, as a share of the scale in [0, 1].
 
-    Args: response: the response. prompt: what it answers. answer: the true answer, for templates
-        that show it. url: of the endpoint, such as ``http://localhost:8000/v1``. model: the judge's
-        name there. template: what the judge is asked; ``{prompt}``, ``{response}``, ``{answer}``,
-        ``{low}`` and ``{high}`` are
-            filled in. The last ``Score: number`` of its reply is read, or a reply that is only a
-            number.
+    Args:
+        response: the response.
+        prompt: what it answers.
+        answer: the true answer, for templates that show it.
+        url: of the endpoint, such as ``http://localhost:8000/v1``.
+        model: the judge's name there.
+        template: what the judge is asked; ``{prompt}``, ``{response}``, ``{answer}``, ``{low}`` and
+            ``{high}`` are filled in. The last ``Score: number`` of its reply is read, or a reply
+            that is only a number.
         scale: lowest and highest rating.
         concurrency: most requests at a time, of each process.
         retries: further attempts where the endpoint does not answer, is too slow or says that it is

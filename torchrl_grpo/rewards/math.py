@@ -67,14 +67,15 @@ _TIME = re.compile(r"([0-9]{1,2}):([0-5][0-9])")
 def math(response: str, answer: str) -> bool | None:
     r"""Whether the last answer that a response gives equals the reference answer.
 
-    Args: response: the response; its answer is best in ``\boxed{}``, else after "####", in
-        ``$...$`` or after "the answer
-            is". The last 2000 characters are read, or the last ``\boxed{}`` where it begins before
-            them.
+    Args:
+        response: the response; its answer is best in ``\boxed{}``, else after "####", in ``$...$``
+            or after "the answer is". The last 2000 characters are read, or the last ``\boxed{}``
+            where it begins before them.
         answer: the reference, as LaTeX (with or without ``$``) or as a plain expression.
 
-    Returns: None when the reference itself cannot be read: words, or several formulas that are not
-        one answer.
+    Returns:
+        None when the reference itself cannot be read: words, or several formulas that are not one
+        answer.
 
     Raises:
         ImportError: math-verify is not installed.

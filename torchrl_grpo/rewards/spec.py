@@ -20,9 +20,12 @@ CORRECT = "correct"
 class RewardEntry:
     """One function of a spec.
 
-    Attributes: fn: its name, see ``load_function``, or the function itself. name: under which it is
-        logged. weight: of what it returns, or of each part that is named; its other parts are then
-        only logged. options: arguments by name.
+    Attributes:
+        fn: its name, see ``load_function``, or the function itself.
+        name: under which it is logged.
+        weight: of what it returns, or of each part that is named; its other parts are then only
+            logged.
+        options: arguments by name.
     """
 
     fn: str | Callable[..., Any]

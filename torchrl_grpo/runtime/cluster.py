@@ -98,8 +98,9 @@ def allocations(
         node_cpus: CPUs of each machine.
         tensor_parallel_size: training ranks that compute each layer together.
 
-    Returns: the bundles, as resources and amounts, and for each role its processes' seats in the
-        plan's order.
+    Returns:
+        the bundles, as resources and amounts, and for each role its processes' seats in the plan's
+        order.
     """
     ranks: list[tuple[str, tuple[torch.device, ...]]] = [
         ("train", (device,)) for device in plan.train
@@ -194,8 +195,9 @@ def _cpu_share(widths: Sequence[int], node_cpus: Sequence[float]) -> float:
 class Cluster:
     """This process's connection to Ray; made by ``start``.
 
-    Attributes: address: of the cluster that was joined; None when it was started here and ends with
-        the run.
+    Attributes:
+        address: of the cluster that was joined; None when it was started here and ends with the
+            run.
     """
 
     def __init__(self, address: str | None, folder_lock: IO[str] | None) -> None:
@@ -265,14 +267,15 @@ class Cluster:
             tensor_parallel_size: training ranks that compute each layer together, on one machine.
             timeout_s: how long to wait for the resources, which others may still hold.
 
-        Returns: for each role, the keyword arguments of ``ActorClass.options`` for each of its
+        Returns:
+            for each role, the keyword arguments of ``ActorClass.options`` for each of its
             processes, in the plan's order, but that the training ranks of a machine follow each
             other. A process on CUDA sees its own devices only: the first is ``cuda:0`` there,
             whatever the plan calls it.
 
-        Raises: ValueError: the resources were not free in time; the message says which, and how
-            much is missing. Or no
-                machine has the accelerators of ``tensor_parallel_size`` ranks.
+        Raises:
+            ValueError: the resources were not free in time; the message says which, and how much is
+                missing. Or no machine has the accelerators of ``tensor_parallel_size`` ranks.
         """
         import ray
         from ray.util.placement_group import (
@@ -443,8 +446,9 @@ def start(address: str | None = None) -> Cluster:
     A cluster that is started here listens on loopback and has no dashboard. Ray asks for a token by
     default, which it keeps in ``~/.ray``.
 
-    Args: address: ``auto`` (the cluster of this machine or of ``RAY_ADDRESS``) or ``host:port``;
-        None starts one.
+    Args:
+        address: ``auto`` (the cluster of this machine or of ``RAY_ADDRESS``) or ``host:port``; None
+            starts one.
 
     Raises:
         ValueError: Ray is missing or too old, or there is no cluster at the address.

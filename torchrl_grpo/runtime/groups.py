@@ -22,8 +22,9 @@ and None.
 class PackedGroup:
     """A group that is unpickled as the lazy stack that it was, in views of the flat tensors.
 
-    Args: group: lazy stack of sequences, each without a batch size. Sequences with different keys
-        travel as they are.
+    Args:
+        group: lazy stack of sequences, each without a batch size. Sequences with different keys
+            travel as they are.
 
     Example:
         >>> import pickle

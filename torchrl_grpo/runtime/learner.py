@@ -39,11 +39,15 @@ class RayLearner:
     would wait for never comes. Every method but ``close`` raises ``LearnerLostError`` then, with
     the last checkpoint, and ``WaitedTooLongError`` when the ranks do not answer.
 
-    Attributes: version: batches trained so far. resumable: whether the weights are those between
-        two batches: not inside one, nor after a loss. pids: the process of each rank.
+    Attributes:
+        version: batches trained so far.
+        resumable: whether the weights are those between two batches: not inside one, nor after a
+            loss.
+        pids: the process of each rank.
 
-    Args: factory: makes a rank's learner in its process; it is given the mesh of all ranks, None
-        for one rank.
+    Args:
+        factory: makes a rank's learner in its process; it is given the mesh of all ranks, None for
+            one rank.
 
     Keyword Args:
         options: for each rank, Ray's options for its actor.

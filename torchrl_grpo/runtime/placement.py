@@ -40,11 +40,14 @@ class RoleRequest:
 class DevicePlan:
     """Devices of each role.
 
-    Attributes: train: the trained model's devices, one for each rank of the learner. inference: the
-        engines, each with its devices: as many as ``engine_devices``. reference: the reference
-        model's devices, each with a whole copy; empty when there is no such model. colocated:
-        whether the engine shares its accelerator, and must give its memory back while the others
-        work. teacher: the teacher's devices, likewise.
+    Attributes:
+        train: the trained model's devices, one for each rank of the learner.
+        inference: the engines, each with its devices: as many as ``engine_devices``.
+        reference: the reference model's devices, each with a whole copy; empty when there is no
+            such model.
+        colocated: whether the engine shares its accelerator, and must give its memory back while
+            the others work.
+        teacher: the teacher's devices, likewise.
     """
 
     train: tuple[torch.device, ...]
@@ -100,9 +103,9 @@ def plan_devices(
 ) -> DevicePlan:
     """Assign devices to the roles.
 
-    Args: requests: what was asked for each role of ``ROLES``; that of the reference model, or of
-        the teacher, counts only
-            if it is needed.
+    Args:
+        requests: what was asked for each role of ``ROLES``; that of the reference model, or of the
+            teacher, counts only if it is needed.
         accelerators: those of the machine or of the cluster, empty if it has CPUs only.
         needs_reference: whether there is a separate reference model.
         needs_teacher: whether there is a teacher.
@@ -113,11 +116,11 @@ def plan_devices(
             Ray decides which of its accelerators a process gets, so in the plan of a cluster the
             indices only tell them apart.
 
-    Raises: ValueError: more devices than there are, an index that does not exist or that names a
-        cluster's accelerator,
-            devices that overlap in part or not with the trained model's, a number of the engine's
-            devices that is no multiple of ``engine_devices``, or all devices for engine and
-            reference model alone, or where there are none.
+    Raises:
+        ValueError: more devices than there are, an index that does not exist or that names a
+            cluster's accelerator, devices that overlap in part or not with the trained model's, a
+            number of the engine's devices that is no multiple of ``engine_devices``, or all devices
+            for engine and reference model alone, or where there are none.
     """
     where = "this machine" if cluster is None else f"the Ray cluster at {cluster}"
     left_out = {

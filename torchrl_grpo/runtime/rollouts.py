@@ -37,8 +37,9 @@ class Rollouts:
     tasks' ``GroupBuffer``.
 
     Lifecycle: ``start``, with actors ``wait_until_ready``, then ``publish`` and ``next_batch`` in
-    turns, then ``close``, once or more. Nothing is sampled before the first ``publish``. Every
-    method but ``close`` raises what a part raised, and with actors what ``ThreadDriver`` says, and
+        turns, then
+    ``close``, once or more. Nothing is sampled before the first ``publish``. Every method but
+    ``close`` raises what a part raised, and with actors what ``ThreadDriver`` says, and
     ``WorkersLostError`` when a task ended every actor that played it.
 
     Attributes:
@@ -48,18 +49,23 @@ class Rollouts:
         teachers: places of the teachers.
         published: the latest version, None before the first.
 
-    Args: tasks: what is to be played; the samplers have environments of as many groups as a task.
+    Args:
+        tasks: what is to be played; the samplers have environments of as many groups as a task.
         driver: of the places: ``InlineDriver`` if they are ``LocalWorker``, ``ThreadDriver`` if
-        they are ``RayWorker``.
+            they are ``RayWorker``.
 
-    Keyword Args: samplers: places that make a sampler of an engine's state, which is None at first
-        (``make_seeded``). references: places of reference models; none where that is not needed, or
-        the learner scores. teachers: places of teachers, which score what the reference models have
-        scored; each is a ``Reference`` too. concurrent_tasks: tasks that one sampler plays at a
-        time. in_flight: what happens to tasks that are being played when weights arrive; see
-        ``AsyncVLLMEngine``. references_first: whether samplers start only while the reference
-        models are there: for those that share an
-            accelerator, whose free memory an engine measures while it starts.
+    Keyword Args:
+        samplers: places that make a sampler of an engine's state, which is None at first
+            (``make_seeded``).
+        references: places of reference models; none where that is not needed, or the learner
+            scores.
+        teachers: places of teachers, which score what the reference models have scored; each is a
+            ``Reference`` too.
+        concurrent_tasks: tasks that one sampler plays at a time.
+        in_flight: what happens to tasks that are being played when weights arrive; see
+            ``AsyncVLLMEngine``.
+        references_first: whether samplers start only while the reference models are there: for
+            those that share an accelerator, whose free memory an engine measures while it starts.
         release: called with each published version that no sampler reads or will read any more.
         resend: gives another handle of a version, because a sampler refused the first one for this
             reason.
@@ -132,8 +138,9 @@ class Rollouts:
         """Return the groups of the next batch, when it is there: lazy stacks of sequences, or
         references to them.
 
-        Raises: RuntimeError: a sequence was sampled by weights that are older than those that it
-            was begun with.
+        Raises:
+            RuntimeError: a sequence was sampled by weights that are older than those that it was
+                begun with.
         """
         groups, self._metrics = self._driver.run(self._next_groups())
         return [group for _, group in groups]

@@ -27,9 +27,11 @@ class GroupBuffer:
     A group is *pending* after ``admit``, *waiting* after ``finish``, *in training* after ``take``,
     and gone after ``publish``.
 
-    Args: groups_per_batch: groups in one batch, at least 1. max_staleness: largest
-        ``trainer_version - policy_version`` of a group that ``take`` gives, at least 0. version:
-        the version that is published already.
+    Args:
+        groups_per_batch: groups in one batch, at least 1.
+        max_staleness: largest ``trainer_version - policy_version`` of a group that ``take`` gives,
+            at least 0.
+        version: the version that is published already.
 
     Raises:
         ValueError: a number is out of its range.
@@ -115,8 +117,9 @@ class GroupBuffer:
             version: the oldest version that sampled one of its tokens.
             item: what ``take`` gives back.
 
-        Raises: RuntimeError: the group is not pending, or was sampled by older weights than it was
-            admitted for.
+        Raises:
+            RuntimeError: the group is not pending, or was sampled by older weights than it was
+                admitted for.
         """
         begun = self._pending.get(group)
         if begun is None:
@@ -145,8 +148,9 @@ class GroupBuffer:
         Returns:
             ``groups_per_batch`` groups, or None while they are not all there.
 
-        Raises: RuntimeError: groups are too old already, or a batch is in training: publish its
-            weights first.
+        Raises:
+            RuntimeError: groups are too old already, or a batch is in training: publish its weights
+                first.
         """
         if self._training:
             raise RuntimeError(f"a batch is in training: publish version {self.version + 1} first.")

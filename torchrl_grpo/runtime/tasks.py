@@ -56,9 +56,9 @@ class TaskQueue:
         drawing: draws the problems.
         buffer: bounds the staleness.
 
-    Keyword Args: task_groups: groups in a task; divides the buffer's ``groups_per_batch``. A task
-        has fewer where fewer are
-            missing.
+    Keyword Args:
+        task_groups: groups in a task; divides the buffer's ``groups_per_batch``. A task has fewer
+            where fewer are missing.
         total_groups: groups that the whole run trains on; no more are drawn.
         group_size: responses in a group.
         most_played: most groups that are played for one batch with dynamic sampling; None is no

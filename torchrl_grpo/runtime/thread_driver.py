@@ -63,8 +63,11 @@ class ThreadDriver:
     def start(self, make: Make, kinds: Sequence[Work], missing: Callable[[], str]) -> None:
         """Begin the lives of all actors; return at once.
 
-        Args: make: makes the part of a place. kinds: the places of each kind, with the rounds of
-            work that are made there again and again. missing: says what is waited for, in words.
+        Args:
+            make: makes the part of a place.
+            kinds: the places of each kind, with the rounds of work that are made there again and
+                again.
+            missing: says what is waited for, in words.
         """
         self._missing = missing
         self.run(self._begin(make, kinds))

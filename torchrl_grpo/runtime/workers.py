@@ -89,9 +89,12 @@ class Worker(ABC):
     async def call(self, what: str, method: str, *arguments: Any, groups: int = 0) -> Any:
         """Call a method of the part and return its result.
 
-        Args: what: what it is to do, in words. method: its name. *arguments: of the method. groups:
-            number of groups that the method gives beside something else; actors give references to
-            them.
+        Args:
+            what: what it is to do, in words.
+            method: its name.
+            *arguments: of the method.
+            groups: number of groups that the method gives beside something else; actors give
+                references to them.
 
         Raises:
             ActorLostError: the actor is gone or late.
@@ -154,11 +157,12 @@ class RayWorker(Worker):
     """A part as an actor, and its replacements. It belongs to the event loop in which ``start`` was
     called.
 
-    Attributes: role: kind of part, and its process's name: ``ray::SamplerActor.play`` while a
-        "sampler 0" plays. actor: the handle of the current actor, None while there is none.
+    Attributes:
+        role: kind of part, and its process's name: ``ray::SamplerActor.play`` while a "sampler 0"
+            plays.
+        actor: the handle of the current actor, None while there is none.
         alive_at: when the last of its actors was lost that had done something, or had nothing to
-        do; at first when it
-            was made itself (``time.monotonic``).
+            do; at first when it was made itself (``time.monotonic``).
         heard_at: when an actor last gave an answer (``time.monotonic``).
         timeout_s: longest wait for an answer.
 

@@ -35,9 +35,11 @@ class Session:
         """Return what code prints, and after it the value of an expression at its end, or the error
         that it raised.
 
-        Raises: TimeoutError: it took too long. The process is gone, and the next piece of code
-            begins with no variables. RuntimeError: the process has ended, likewise. OSError: no
-            process can be started, or no sandbox for it be made.
+        Raises:
+            TimeoutError: it took too long. The process is gone, and the next piece of code begins
+                with no variables.
+            RuntimeError: the process has ended, likewise.
+            OSError: no process can be started, or no sandbox for it be made.
         """
         limits, lost = self._limits, "what it had computed is lost"
         if self._process is None:

@@ -38,9 +38,11 @@ _log = logging.getLogger(__name__)
 class Sweep(Callback):
     """Gives each start its own folder, and knows that of a multirun.
 
-    Attributes: folder: of the one that this process started; None in a single run, and in a process
-        that a launcher made. made: folders that were not there before this start: of a single run
-        and around it, the innermost first.
+    Attributes:
+        folder: of the one that this process started; None in a single run, and in a process that a
+            launcher made.
+        made: folders that were not there before this start: of a single run and around it, the
+            innermost first.
     """
 
     folder: Path | None = None

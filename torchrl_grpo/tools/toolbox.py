@@ -102,16 +102,17 @@ def tool_message(name: str, content: str, number: int = 0) -> dict[str, Any]:
 class Toolbox:
     """Functions that the policy may call.
 
-    Args: functions: plain ones or ``async``; signature and docstring (with ``Args:``) make the
-        schema, which is
-            ``transformers.utils.get_json_schema``'s.
+    Args:
+        functions: plain ones or ``async``; signature and docstring (with ``Args:``) make the
+            schema, which is ``transformers.utils.get_json_schema``'s.
         parser: finds the calls in the policy's text.
 
     Attributes:
         schemas: JSON schemas, for the chat template.
 
-    Raises: ValueError: a function has no type hint or no description for an argument, or two have
-        one name.
+    Raises:
+        ValueError: a function has no type hint or no description for an argument, or two have one
+            name.
 
     >>> def add(a: int, b: int) -> int:
     ...     '''Adds two numbers. Args: a: the first. b: the second.'''

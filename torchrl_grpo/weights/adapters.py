@@ -25,9 +25,11 @@ BaseModel = Callable[[], nn.Module]
 class AdapterHandle(WeightHandle):
     """The weights of a base model with adapters added.
 
-    Attributes: base: gives the base model on the CPU in the trainer's dtype. Hashable: a process
-        asks it once. layers: of each adapter the name of its parameter and the scaling. matrices: A
-        [r, in] and B [out, r] of each adapter, in the order of ``layers``.
+    Attributes:
+        base: gives the base model on the CPU in the trainer's dtype. Hashable: a process asks it
+            once.
+        layers: of each adapter the name of its parameter and the scaling.
+        matrices: A [r, in] and B [out, r] of each adapter, in the order of ``layers``.
     """
 
     base: BaseModel

@@ -109,8 +109,11 @@ class Sender(ABC):
         """Makes a handle of the current weights. They are gathered one at a time, so all ranks must
         call this.
 
-        Args: source: has the weights. version: of the weights. keep: whether this rank makes the
-            handle. The others take part in gathering and return None.
+        Args:
+            source: has the weights.
+            version: of the weights.
+            keep: whether this rank makes the handle. The others take part in gathering and return
+                None.
         """
         weights = self._content(source)
         if keep:

@@ -18,9 +18,9 @@ from torchrl_grpo.weights.object_store import ObjectSender
 class Transfer:
     """A run's weight transfer.
 
-    Attributes: kind: ``direct`` or ``direct_ipc`` (an engine that is driven from the trainer's
-        process), ``object_store``,
-            ``nccl`` or ``ipc``.
+    Attributes:
+        kind: ``direct`` or ``direct_ipc`` (an engine that is driven from the trainer's process),
+            ``object_store``, ``nccl`` or ``ipc``.
         unverified: whether the kind was not asked for by name: it must show that it works, and the
             object store, or the way through the host, takes its place if it does not.
         workers: processes of all engines together.
@@ -57,15 +57,19 @@ def transfer_kind(
     GPU memory is reached by vLLM's workers alone, and adapters are small: else it is the object
     store.
 
-    Args: asked: ``object_store``, ``broadcast`` (nccl), ``cuda_ipc``, or ``auto``: the fastest that
-        fits. on_device: whether the engines take weights that are in GPU memory
-        (``EngineKind.weights_on_device``). trainer: the device of training rank 0. engines: the
-        devices of each engine. colocated: whether an engine shares the trainer's accelerator.
-        distributed: whether trainer and engines are processes on Ray. lora: whether adapters are
-        sent. waits: whether an engine takes new weights only when the responses that it samples
-        have ended, while training
-            goes on: then several engines are not made to wait for each other unless that is asked
-            for.
+    Args:
+        asked: ``object_store``, ``broadcast`` (nccl), ``cuda_ipc``, or ``auto``: the fastest that
+            fits.
+        on_device: whether the engines take weights that are in GPU memory
+            (``EngineKind.weights_on_device``).
+        trainer: the device of training rank 0.
+        engines: the devices of each engine.
+        colocated: whether an engine shares the trainer's accelerator.
+        distributed: whether trainer and engines are processes on Ray.
+        lora: whether adapters are sent.
+        waits: whether an engine takes new weights only when the responses that it samples have
+            ended, while training goes on: then several engines are not made to wait for each other
+            unless that is asked for.
 
     Raises:
         ValueError: what was asked for does not work there.
@@ -140,11 +144,12 @@ def make_sender(
 ) -> Sender:
     """Make the trainer's side of a weight transfer.
 
-    Args: transfer: as ``transfer_kind`` gives it. dtype: of whole weights on their way, best the
-        engine's; None keeps their own. lora_base: gives the base model of a LoRA model (see
-        ``AdapterHandle``): then its adapters are sent, and each
-            reader adds them to the base weights. None sends whole weights, with any adapters
-            merged. An engine that is driven from the trainer's process needs neither.
+    Args:
+        transfer: as ``transfer_kind`` gives it.
+        dtype: of whole weights on their way, best the engine's; None keeps their own.
+        lora_base: gives the base model of a LoRA model (see ``AdapterHandle``): then its adapters
+            are sent, and each reader adds them to the base weights. None sends whole weights, with
+            any adapters merged. An engine that is driven from the trainer's process needs neither.
         host: address of this machine for the others.
     """
     if transfer.kind == "direct":

@@ -29,8 +29,10 @@ def sample_probe(engine: _Generates, prompts: Sequence[Tensor], params: Any) -> 
 def log_prob_mismatch(probe: Probe, scored: Sequence[Tensor]) -> tuple[float, float]:
     """Return the distance between the log-probs of an engine and of the trainer.
 
-    Args: probe: as ``sample_probe`` gives it, at least one response. scored: for each response the
-        trainer's log-probs [R] of the sampled tokens, at the sampling temperature.
+    Args:
+        probe: as ``sample_probe`` gives it, at least one response.
+        scored: for each response the trainer's log-probs [R] of the sampled tokens, at the sampling
+            temperature.
 
     Returns:
         mean and largest absolute difference over all sampled tokens, in nats.

@@ -55,11 +55,13 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     Args:
         model: a Hugging Face model, or a peft model around one; sharded or not.
 
-    Yields: (name, tensor); a parameter that several modules share comes once. The tensors are
-        detached, and are the model's own memory where nothing had to be merged, gathered or split.
+    Yields:
+        (name, tensor); a parameter that several modules share comes once. The tensors are detached,
+        and are the model's own memory where nothing had to be merged, gathered or split.
 
-    Raises: ValueError: an adapter is not plain LoRA (DoRA, for example), so that it cannot be added
-        to the base weight.
+    Raises:
+        ValueError: an adapter is not plain LoRA (DoRA, for example), so that it cannot be added to
+            the base weight.
     """
     peft: Any = model
     base = peft.get_base_model() if hasattr(model, "peft_config") else model
@@ -72,10 +74,12 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def named_adapters(model: nn.Module) -> Iterator[tuple[str, LoraDelta]]:
     """Return what the active adapters of a LoRA model add to its base model's parameters.
 
-    Args: model: a peft model; sharded or not. A sharded matrix is gathered when it is asked for,
-        which all ranks must do.
+    Args:
+        model: a peft model; sharded or not. A sharded matrix is gathered when it is asked for,
+            which all ranks must do.
 
-    Yields: (name of the parameter in the base model, what is added), one for each adapter of each
+    Yields:
+        (name of the parameter in the base model, what is added), one for each adapter of each
         layer.
 
     Raises:
@@ -258,12 +262,16 @@ def check_weights(
 ) -> None:
     """Check that weights are a model's, each exactly once.
 
-    Args: layout: name and shape of each weight. expected: name to shape of the model's weights.
-        model: what the message calls the model. optional: names of ``expected`` that may be left
-        out: a tied head is another weight's memory.
+    Args:
+        layout: name and shape of each weight.
+        expected: name to shape of the model's weights.
+        model: what the message calls the model.
+        optional: names of ``expected`` that may be left out: a tied head is another weight's
+            memory.
 
-    Raises: RuntimeError: names are unknown, missing or come twice, or shapes differ; the message
-        has all of it.
+    Raises:
+        RuntimeError: names are unknown, missing or come twice, or shapes differ; the message has
+            all of it.
     """
     given = [(name, tuple(shape)) for name, shape in layout]
     counts = Counter(name for name, _ in given)

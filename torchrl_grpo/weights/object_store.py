@@ -18,8 +18,9 @@ from torchrl_grpo.weights.handle import Named, Sender, WeightHandle, tensor_byte
 class PackedWeights(WeightHandle):
     """The weights themselves.
 
-    Attributes: tensors: name, dtype, shape and bytes of each: Ray shares arrays between processes
-        without copying them.
+    Attributes:
+        tensors: name, dtype, shape and bytes of each: Ray shares arrays between processes without
+            copying them.
     """
 
     tensors: tuple[tuple[str, torch.dtype, torch.Size, np.ndarray[Any, Any]], ...]

@@ -28,9 +28,11 @@ from torchrl_grpo.weights.handle import (
 class SharedBlock(TransferHandle):
     """Weights in shared memory of this machine.
 
-    Attributes: path: the block, as every process of this machine and user can open it. name: what
-        must be found there, so that nothing else is taken for the block once its maker has dropped
-        it. part: dtype, names and shapes of what lies in it.
+    Attributes:
+        path: the block, as every process of this machine and user can open it.
+        name: what must be found there, so that nothing else is taken for the block once its maker
+            has dropped it.
+        part: dtype, names and shapes of what lies in it.
     """
 
     backend = "object_store"

@@ -52,11 +52,14 @@ class WeightSyncExtension:
         """Receive a part of new weights through vLLM's weight transfer: init (if given), start,
         update, finish.
 
-        Args: backend: name of the engine that receives, as in ``TransferHandle``. init: for the
-            engine, before its first update. update: info of this part. first: whether this part
-            starts the update. last: whether it finishes it. deadline_s: None raises what goes
-            wrong. Else it is returned, and so is that nothing came in these seconds;
-                the model is then of no use until another update has come.
+        Args:
+            backend: name of the engine that receives, as in ``TransferHandle``.
+            init: for the engine, before its first update.
+            update: info of this part.
+            first: whether this part starts the update.
+            last: whether it finishes it.
+            deadline_s: None raises what goes wrong. Else it is returned, and so is that nothing
+                came in these seconds; the model is then of no use until another update has come.
 
         Returns:
             why the weights did not come, or nothing.

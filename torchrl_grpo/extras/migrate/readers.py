@@ -43,8 +43,9 @@ class Settings:
 def read(path: Path) -> Settings:
     """Read a file, and tell which library it belongs to.
 
-    Raises: ValueError: there is no such file, it is broken, or it is none of the five peers', whose
-        name is said if known.
+    Raises:
+        ValueError: there is no such file, it is broken, or it is none of the five peers', whose
+            name is said if known.
     """
     if not path.is_file():
         raise ValueError(

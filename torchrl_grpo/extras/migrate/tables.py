@@ -22,14 +22,17 @@ NAMES = ("verl", "areal", "torchrl", "prime_rl", *TRL)
 class Row:
     """Translation of one key of another library.
 
-    Attributes: ours: our key, or ``@name`` for a quantity that ``sizes`` and ``problems`` turn into
-        ours. none: there is no such key of ours; what to do instead. differs: what means something
-        else, of any value but 0 and false, or of some values by their names. default: what the peer
-        does where a file does not say; "null" is None. null: our key that is to be set by hand
-        where a file says null, which is no bound. values: for their values ours, or several of our
-        keys. same: values with which nothing has to be said here. when: the row counts where this
-        other key of theirs is set, or has one of the values after ``=``, or none of
-            those after ``!=``.
+    Attributes:
+        ours: our key, or ``@name`` for a quantity that ``sizes`` and ``problems`` turn into ours.
+        none: there is no such key of ours; what to do instead.
+        differs: what means something else, of any value but 0 and false, or of some values by their
+            names.
+        default: what the peer does where a file does not say; "null" is None.
+        null: our key that is to be set by hand where a file says null, which is no bound.
+        values: for their values ours, or several of our keys.
+        same: values with which nothing has to be said here.
+        when: the row counts where this other key of theirs is set, or has one of the values after
+            ``=``, or none of those after ``!=``.
         also_when: a further one.
         said_when: ``differs`` counts where this is so, likewise.
         list: a single value is a list of one here.

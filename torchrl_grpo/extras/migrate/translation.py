@@ -21,12 +21,16 @@ from torchrl_grpo.generation.engines import engines_with
 class Translation:
     """Translation of a file into our keys.
 
-    Attributes: table: of the peer whose file it is. asynchronous: whether it is a run of
-        ``grpo-async.py``. overrides: our keys with their values, those that are so anyway left out
-        but for model and data. unset: our keys that are to be set by hand, because the file does
-        not tell their values. differs: what means something else, by key. lacks: what has no
-        counterpart, by key. ignored: keys that ask for nothing here, by why they do not. unknown:
-        keys that the table has not.
+    Attributes:
+        table: of the peer whose file it is.
+        asynchronous: whether it is a run of ``grpo-async.py``.
+        overrides: our keys with their values, those that are so anyway left out but for model and
+            data.
+        unset: our keys that are to be set by hand, because the file does not tell their values.
+        differs: what means something else, by key.
+        lacks: what has no counterpart, by key.
+        ignored: keys that ask for nothing here, by why they do not.
+        unknown: keys that the table has not.
     """
 
     table: Table

@@ -33,9 +33,12 @@ from torchrl_grpo.models.memory import (
 class Gpu:
     """An accelerator's datasheet; a second counts for one direction.
 
-    Attributes: half, single: operations a second in bfloat16 or float16, dense, and in float32.
-        bandwidth: bytes a second from its memory. memory: bytes. nvlink, network, pcie: bytes a
-        second to an accelerator of the same machine, of another one, and to the host.
+    Attributes:
+        half, single: operations a second in bfloat16 or float16, dense, and in float32.
+        bandwidth: bytes a second from its memory.
+        memory: bytes.
+        nvlink, network, pcie: bytes a second to an accelerator of the same machine, of another one,
+            and to the host.
     """
 
     half: float
@@ -139,8 +142,11 @@ SHAPES: Mapping[str, Shape] = {
 def model_shape(name: str, folder: Path, parameters: float | None = None) -> Shape:
     """The shape of a model.
 
-    Args: name: ``model.name``. folder: where its config.json may be. parameters: how many, for a
-        model that is not known; the rest is then that of the known model of nearest size.
+    Args:
+        name: ``model.name``.
+        folder: where its config.json may be.
+        parameters: how many, for a model that is not known; the rest is then that of the known
+            model of nearest size.
 
     Raises:
         ConfigError: nothing is known of the model.
@@ -180,15 +186,23 @@ def model_shape(name: str, folder: Path, parameters: float | None = None) -> Sha
 class Workload:
     """Work of a run, independent of the devices.
 
-    Attributes: shape: of the model. group_size: responses to a prompt. prompt, response: mean
-        tokens. longest: most tokens of a response. groups: in a batch. passes: over each batch.
-        optim_steps: in each batch, all passes together. step: how a training step is made on one
-        device, in passes as large as they may be. engine_number, reference_number: bytes of a
-        weight. backend: of the engine. recomputes: whether proximal log-probs are computed by a
-        pass of their own. scores: whether there are reference log-probs. shards_reference: whether
-        the reference model is sharded over the learner's devices. broadcast: whether weights travel
-        from accelerator to accelerator, not through Ray's object store. reward_s: seconds for the
-        rewards of a task.
+    Attributes:
+        shape: of the model.
+        group_size: responses to a prompt.
+        prompt, response: mean tokens.
+        longest: most tokens of a response.
+        groups: in a batch.
+        passes: over each batch.
+        optim_steps: in each batch, all passes together.
+        step: how a training step is made on one device, in passes as large as they may be.
+        engine_number, reference_number: bytes of a weight.
+        backend: of the engine.
+        recomputes: whether proximal log-probs are computed by a pass of their own.
+        scores: whether there are reference log-probs.
+        shards_reference: whether the reference model is sharded over the learner's devices.
+        broadcast: whether weights travel from accelerator to accelerator, not through Ray's object
+            store.
+        reward_s: seconds for the rewards of a task.
     """
 
     shape: Shape

@@ -28,12 +28,16 @@ class Costs:
     """Costs of the stages: work, which a pool of one job does at one unit per second unless its
     speed says otherwise.
 
-    Attributes: sample: work of sampling one task; tasks take these in turns. train: work of
-        training a batch. score: work of scoring one task; 0 is a run without reference models.
-        publish: work of the learner until new weights are there to be read. update: work of a
-        sampler that takes them. reward_s: seconds from the last token of a task to its rewards, in
-        which the sampler's device is free. hop_s: seconds from a task's end in one actor to its
-        arrival where it goes next, and from a batch's to training.
+    Attributes:
+        sample: work of sampling one task; tasks take these in turns.
+        train: work of training a batch.
+        score: work of scoring one task; 0 is a run without reference models.
+        publish: work of the learner until new weights are there to be read.
+        update: work of a sampler that takes them.
+        reward_s: seconds from the last token of a task to its rewards, in which the sampler's
+            device is free.
+        hop_s: seconds from a task's end in one actor to its arrival where it goes next, and from a
+            batch's to training.
     """
 
     sample: Sequence[float]
@@ -49,14 +53,21 @@ class Costs:
 class Loop:
     """Actors of a run, and how much work may be in flight.
 
-    Attributes: groups_per_batch: groups that train one batch. max_staleness: see ``GroupBuffer``.
-        samplers: how many. references: reference models; 0 where the learner's device has it
-        (``Costs.score`` above 0), or there is none. task_groups: groups that a sampler plays as one
-        task. concurrent_tasks: tasks that a sampler has at a time. serial: whether it samples them
-        one after another, as the ``transformers`` engine does. waits: whether it takes new weights
-        only when it has no task (``inference_model.in_flight=wait``). engine_speed: of the jobs of
-        one sampler that samples them together; not read where ``serial``. cores: speed of the jobs
-        of all actors where they share the cores of a machine, None where each has a device.
+    Attributes:
+        groups_per_batch: groups that train one batch.
+        max_staleness: see ``GroupBuffer``.
+        samplers: how many.
+        references: reference models; 0 where the learner's device has it (``Costs.score`` above 0),
+            or there is none.
+        task_groups: groups that a sampler plays as one task.
+        concurrent_tasks: tasks that a sampler has at a time.
+        serial: whether it samples them one after another, as the ``transformers`` engine does.
+        waits: whether it takes new weights only when it has no task
+            (``inference_model.in_flight=wait``).
+        engine_speed: of the jobs of one sampler that samples them together; not read where
+            ``serial``.
+        cores: speed of the jobs of all actors where they share the cores of a machine, None where
+            each has a device.
     """
 
     groups_per_batch: int

@@ -20,8 +20,9 @@ Numbers = list[float | None]
 def strip_of(row: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the tokens of a row of ``samples.jsonl`` for display, None if it has none.
 
-    Returns: ``text`` of each token, whether it was ``sampled``, ``values`` by name (as many, None
-        where not known) and ``turns``: runs of tokens that the policy sampled or did not, each with
+    Returns:
+        ``text`` of each token, whether it was ``sampled``, ``values`` by name (as many, None where
+        not known) and ``turns``: runs of tokens that the policy sampled or did not, each with
         ``start``, ``end`` and a ``label``.
 
     Examples:

@@ -62,7 +62,8 @@ class Timeline:
             first: seconds after the first span's start at which the window begins, None is 0.
             last: seconds at which it ends, None is the end of the last span.
 
-        Returns: ``begin``, seconds since 1970; ``end``, ``first`` and ``last`` in seconds after it;
+        Returns:
+            ``begin``, seconds since 1970; ``end``, ``first`` and ``last`` in seconds after it;
             whether the spans are ``shares`` of columns, because there are too many to be drawn one
             by one; ``actors``, each with its ``name``, its ``seconds`` by kind, the times of its
             ``restarts``, and ``spans``: lists of kind, first and last second, step, and the share

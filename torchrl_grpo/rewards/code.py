@@ -43,10 +43,14 @@ _LEAST_MIB = 64
 class Tests:
     """Tests of a program.
 
-    Attributes: kind: ``assert`` (``inputs`` are statements), ``call`` (of a function with
-        arguments) or ``stdin``. inputs: of each test. outputs: what each must give; empty for
-        statements. function: name of the function that is called. exact: whether numbers are
-        compared as decimals, and lines one by one, as LiveCodeBench does.
+    Attributes:
+        kind: ``assert`` (``inputs`` are statements), ``call`` (of a function with arguments) or
+            ``stdin``.
+        inputs: of each test.
+        outputs: what each must give; empty for statements.
+        function: name of the function that is called.
+        exact: whether numbers are compared as decimals, and lines one by one, as LiveCodeBench
+            does.
     """
 
     kind: Literal["assert", "call", "stdin"]

@@ -51,10 +51,6 @@ class DiskFullError(NotSavedError):
     """There is no room for a file of the run."""
 
 
-class FolderLostError(RunLostError):
-    """The run's folder was moved or removed while the run wrote to it."""
-
-
 STALLED_STATUS = 75
 """Exit status of a stalled run: that of sysexits.h for a failure after which a retry makes sense.
 """

@@ -13,7 +13,6 @@ from typing import Any
 from torchrl import torchrl_logger
 
 from torchrl_grpo.errors import (
-    FolderLostError,
     NonFiniteError,
     NoSignalError,
     NotSavedError,
@@ -21,6 +20,7 @@ from torchrl_grpo.errors import (
 )
 from torchrl_grpo.host import clock, stalls
 from torchrl_grpo.host.files import METRICS_FILE, read_jsonl
+from torchrl_grpo.host.folders import FolderLock
 from torchrl_grpo.host.interrupts import shielded
 from torchrl_grpo.learner.checkpoint import Checkpointer
 from torchrl_grpo.learner.learner import Learner
@@ -36,26 +36,18 @@ _SHOWN = 4
 
 
 class FolderGuard(Observer):
-    """Check that the run's folder still exists before something is written that would be lost.
+    """Ends the run if its folder was moved or removed, before a step is recorded and saved.
 
     Args:
-        check: raises ``FolderLostError`` where it is gone, once, and has the rest written
-            elsewhere.
+        lock: on the run's folder.
     """
 
-    def __init__(self, check: Callable[[], None]) -> None:
-        self._check = check
+    def __init__(self, lock: FolderLock) -> None:
+        self._lock = lock
 
     def stage(self, kind: str, step: int, what: str) -> None:
         if kind == "save":
-            self._check()
-
-    def interrupted(self) -> None:
-        """Say where the rest is written."""
-        try:
-            self._check()
-        except (FolderLostError, OSError) as error:
-            torchrl_logger.warning(str(error))
+            self._lock.check_in_place()
 
 
 class Recorder(Observer):

@@ -34,12 +34,11 @@ from torchrl_grpo.assembly.observers import FolderGuard, Limits, Recorder, Saver
 from torchrl_grpo.assembly.parts import make_learner, make_reference, make_sampler, make_teacher
 from torchrl_grpo.assembly.schedule import schedule_of, writes_of
 from torchrl_grpo.config import GRPOConfig, check_one_process, plain, staleness_bound
-from torchrl_grpo.errors import FolderLostError
 from torchrl_grpo.generation.engines import ENGINES
 from torchrl_grpo.host import stalls
 from torchrl_grpo.host.checkpoint_files import check_unused
 from torchrl_grpo.host.files import METRICS_FILE, is_full
-from torchrl_grpo.host.folders import FolderLock, claim
+from torchrl_grpo.host.folders import FolderLock
 from torchrl_grpo.host.startup import say
 from torchrl_grpo.learner.checkpoint import Checkpointer, Writes
 from torchrl_grpo.learner.learner import Learner
@@ -76,7 +75,6 @@ class Run:
     console: Console
     resources: ExitStack
     started_at: float
-    lost_folder: bool = False
     unverified: bool = False
 
     def fit(self) -> dict[str, Any]:
@@ -85,8 +83,7 @@ class Run:
         checkpointer = self._checkpointer()
         try:
             export = partial(learner.export, checkpointer, blueprint.tokenizer, ended=False)
-            check_folder = partial(self._check_folder, checkpointer)
-            observers = self._observers(checkpointer, export, check_folder)
+            observers = self._observers(checkpointer, export)
             fit(learner, self.source, self.schedule, observers, written=self.logger.last_row)
             trained = not blueprint.config.only_evaluates
             written = {"checkpoints": checkpointer.directory} if trained else {}
@@ -98,7 +95,7 @@ class Run:
             written |= (
                 {"model": learner.export(checkpointer, blueprint.tokenizer)} if trained else {}
             )
-            check_folder()
+            self.lock.check_in_place()
         except BaseException:
             go_on = self._goes_on(checkpointer)
             torchrl_logger.warning(
@@ -118,29 +115,6 @@ class Run:
         }
         self.console.finish(summary, paths | written)
         return summary
-
-    def _check_folder(self, checkpointer: Checkpointer) -> None:
-        """Have the rest written where the folder is now or, if it was removed, into a new one, and
-        end the run.
-
-        Raises:
-            FolderLostError: the folder is no longer where it was; the next call does not raise
-                again.
-        """
-        before, now = self.directory, self.lock.where()
-        if now == before or self.lost_folder:
-            return
-        self.lost_folder = True
-        what = f"was moved to {now}" if now else "was removed"
-        self.directory = now or claim(before)
-        self.logger.move_to(self.directory)
-        checkpointer.directory = self.directory / checkpointer.directory.name
-        what += "" if now else f", and what is left was written to {self.directory}"
-        raise FolderLostError(
-            f"hydra.run.dir={before} must stay where it is while a run writes into it, but it "
-            f"{what}: the run ends after step {self.learner.version}. Go on from the checkpoint "
-            "there."
-        )
 
     def _goes_on(self, checkpointer: Checkpointer) -> str:
         """Describe how to resume from the last checkpoint, if there is one."""
@@ -191,16 +165,11 @@ class Run:
             torchrl_logger.warning(f"No report could be written in {self.directory} ({why}).")
             return self.directory / METRICS_FILE
 
-    def _observers(
-        self,
-        checkpointer: Checkpointer,
-        export: Callable[[], Any],
-        check_folder: Callable[[], None],
-    ) -> list[Observer]:
+    def _observers(self, checkpointer: Checkpointer, export: Callable[[], Any]) -> list[Observer]:
         """Observers in order: a step is recorded and shown, then saved, and then may end the run."""
         config, alarms, schedule = self.blueprint.config, Alarms(), self.schedule
         return [
-            FolderGuard(check_folder),
+            FolderGuard(self.lock),
             Recorder(
                 self.learner,
                 self.logger,

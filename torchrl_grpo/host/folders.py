@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
-from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.errors import ConfigError, RunLostError
 
 LOCK_FILE = ".lock"
 _NO_FLOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -126,15 +126,19 @@ class FolderLock(AbstractContextManager["FolderLock"]):
                 raise self._unwritable(error) from error
             raise
 
-    def where(self) -> Path | None:
-        """Return the folder's current location, which differs if it was moved; None if it was
-        removed.
+    def check_in_place(self) -> None:
+        """Check that the folder is still at its path.
+
+        Raises:
+            RunLostError: it was moved or removed.
         """
-        for path in (self.folder, Path(f"/proc/self/fd/{self._directory}").resolve()):
-            with suppress(FileNotFoundError, NotADirectoryError):
-                if os.path.samestat(os.stat(path), os.fstat(self._directory)):
-                    return path
-        return None
+        with suppress(FileNotFoundError, NotADirectoryError):
+            if os.path.samestat(os.stat(self.folder), os.fstat(self._directory)):
+                return
+        raise RunLostError(
+            f"hydra.run.dir={self.folder} must stay in place while a run writes to it, but it was "
+            "moved or removed: the run ends here. Resume from its last checkpoint."
+        )
 
     def close(self) -> None:
         """Release the lock."""

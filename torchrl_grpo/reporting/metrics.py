@@ -12,7 +12,6 @@ import json
 import math
 import os
 import platform
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -174,14 +173,6 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
         self._open(below=step)
         self._tell("truncate", step)
 
-    def move_to(self, directory: Path) -> None:
-        """Continue in another folder. A file missing there is copied, even if its own folder was
-        removed.
-        """
-        self.directory = directory
-        for file_name, file in self._files.items():
-            file.move_to(directory / file_name)
-
     def close(self) -> None:
         """Write what is still held and close everything. May be called again."""
         if not self._files:
@@ -259,15 +250,6 @@ class _Lines:
                     f"There is no room for {self._path}: its lines wait until there is."
                 )
             self._told = True
-
-    def move_to(self, path: Path) -> None:
-        self._path = path
-        if not path.exists():  # else it was moved with its folder
-            shutil.copyfile(
-                f"/proc/self/fd/{self._file.fileno()}", path
-            )  # the open file needs no name
-            self._file.close()
-            self._file = path.open("ab", buffering=0)
 
     def close(self) -> None:
         self._write()

@@ -11,8 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
-from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -211,6 +210,7 @@ class TransformersEngine(Engine):
                     "to the model."
                 )
 
+    @torch.inference_mode()
     def _generate(
         self,
         prompts: Sequence[Tensor],
@@ -219,134 +219,99 @@ class TransformersEngine(Engine):
         uniform: Tensor,
         tell: Callable[[int, Completion], None],
     ) -> None:
+        """Draw tokens until every row has ended or is at its limit.
+
+        Row ``r`` is response ``r % n`` to prompt ``r // n``. Prompts that found no room take the
+        place of finished rows.
+
+        Args:
+            prompts: [T] int64 each, the longest first.
+            n: rows a prompt.
+            params: how to sample.
+            uniform: [R, max_new_tokens] float64 in [0, 1).
+            tell: called with each row that has ended, and its response.
+        """
         device = self.model.device
+        waiting = [prompt.to(device) for prompt in prompts]
         limits = torch.tensor([min(params.max_new_tokens, self._context - len(p)) for p in prompts])
-        limits = limits.repeat_interleave(n)
-        after = ending(params.stop, params.stop_token_ids, self._vocab_size)
+        limits = limits.repeat_interleave(n).to(device)
+        # The state of a response after a token; the last state is its end.
+        after = ending(params.stop, params.stop_token_ids, self._vocab_size).to(device)
         if device.type == "mps":  # It has no float64.
             uniform = uniform.float().clamp_(max=1 - 2**-24)
-
-        def finish(
-            rows: Tensor, tokens: Tensor, log_probs: Tensor, lengths: Tensor, stopped: Tensor
-        ) -> None:
-            # Copies made outside of inference mode: autograd must be able to save them.
-            with torch.inference_mode(False):
-                tokens, log_probs = tokens.cpu(), log_probs.cpu()
-                for row, t, p, length, stop in zip(
-                    rows.tolist(),
-                    tokens,
-                    log_probs,
-                    lengths.tolist(),
-                    stopped.tolist(),
-                    strict=True,
-                ):
-                    tell(
-                        row,
-                        Completion(
-                            t[:length].clone(), p[:length].clone(), "stop" if stop else "length"
-                        ),
+        uniform = uniform.to(device)
+        steps = int(limits.max())
+        tokens = torch.zeros(len(limits), steps, dtype=torch.int64, device=device)
+        log_probs = torch.zeros(len(limits), steps, dtype=torch.float32, device=device)
+        # Rows in the batch, the number of tokens that each has, and the state of its response.
+        rows = drawn = limits.new_empty(0)
+        state, end = after.new_empty(0), len(after) - 1
+        step, freed = 0, True
+        ends = set()  # the steps after which no row of an addition goes on
+        while waiting or len(rows):
+            if not len(rows):
+                batch, logits = self.decoder.start(steps), uniform.new_empty(0)
+            if waiting and freed and (not len(rows) or batch.refills):
+                first = (len(prompts) - len(waiting)) * n
+                room = self._room_for(len(prompts[0]), n, params.max_new_tokens, rows.tolist())
+                added, waiting = waiting[:room], waiting[room:]
+                if added:
+                    more = torch.arange(first, first + len(added) * n, device=device)
+                    of_prompts = batch.add(added, n).repeat_interleave(n, dim=0)
+                    logits = torch.cat((logits, of_prompts)) if len(rows) else of_prompts
+                    rows = torch.cat((rows, more))
+                    drawn = torch.cat((drawn, torch.zeros_like(more)))
+                    state = torch.cat((state, state.new_zeros(len(more))))
+                    ends.add(step + int(limits[more].max()))
+                    alive = torch.ones_like(rows, dtype=torch.bool)
+            latest, latest_log_probs = sample(logits, params, uniform[rows, drawn])
+            tokens[rows, drawn] = latest
+            log_probs[rows, drawn] = latest_log_probs
+            # A row that is done stays where it is, and goes on overwriting what follows its end.
+            drawn, step, freed = drawn + alive, step + 1, False
+            state = torch.where(alive, after[state, latest], state)
+            alive = alive & (state != end) & (limits[rows] > drawn)
+            if step % _CHECK_EVERY == 0 or step in ends:
+                kept = _compact(alive)
+                freed = len(kept) < len(rows)
+                if freed:
+                    done, lengths, stopped = rows[~alive], drawn[~alive], state[~alive] == end
+                    _tell(tell, done, tokens[done], log_probs[done], lengths, stopped)
+                    rows, drawn, alive, latest, state = (
+                        x[kept] for x in (rows, drawn, alive, latest, state)
                     )
+                    if len(rows):
+                        batch.keep(kept)
+            if len(rows):
+                logits = batch.step(latest)
 
-        def admit(waiting: int, rows: Sequence[int]) -> int:
-            """Return how many waiting prompts fit beside these rows, assuming that all reach their
-            maximum length.
-            """
-            size = partial(
-                self.decoder.cache_bytes, len(prompts[0]), max_new_tokens=params.max_new_tokens
-            )
-            left = self._kv_cache_bytes - sum(
-                size(count) for count in Counter(row // n for row in rows).values()
-            )
-            return min(waiting, max(0 if rows else 1, left // size(n)))
-
-        with torch.inference_mode():
-            _decode(
-                self.decoder,
-                [prompt.to(device) for prompt in prompts],
-                n,
-                params,
-                uniform.to(device),
-                limits.to(device),
-                after.to(device),
-                admit,
-                finish,
-            )
+    def _room_for(self, longest: int, n: int, max_new_tokens: int, rows: Sequence[int]) -> int:
+        """Return how many groups fit beside these rows, assuming that all responses reach their
+        maximum length; at least one beside none.
+        """
+        groups = Counter(row // n for row in rows).values()
+        used = sum(self.decoder.cache_bytes(longest, size, max_new_tokens) for size in groups)
+        size = self.decoder.cache_bytes(longest, n, max_new_tokens)
+        return max(0 if rows else 1, (self._kv_cache_bytes - used) // size)
 
 
-def _decode(
-    decoder: Decoder,
-    prompts: Sequence[Tensor],
-    n: int,
-    params: SamplingParams,
-    uniform: Tensor,
-    limits: Tensor,
-    after: Tensor,
-    admit: Callable[[int, Sequence[int]], int],
-    finish: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None],
+def _tell(
+    tell: Callable[[int, Completion], None],
+    rows: Tensor,
+    tokens: Tensor,
+    log_probs: Tensor,
+    lengths: Tensor,
+    stopped: Tensor,
 ) -> None:
-    """Draws tokens until every row has ended or is at its limit.
-
-    Row ``r`` is response ``r % n`` to prompt ``r // n``. Prompts that found no room take the place
-    of finished rows.
-
-    Args:
-        decoder: advances the rows.
-        prompts: [T] int64 each, on the device, as are all tensors here.
-        n: rows a prompt.
-        params: how to sample.
-        uniform: [R, max_new_tokens] in [0, 1).
-        limits: [R] int64, most tokens of each row.
-        after: [S, V] int32, as ``ending`` makes it: the state of a response after a token; the last
-            state is its end.
-        admit: how many of so many prompts that wait fit beside the given rows; at least one beside
-            none.
-        finish: told rows that are done: [F] int64 indices, [F, T] int64 tokens, [F, T] float32
-            log-probs, [F] int64 lengths, what follows is arbitrary, and [F] bool whether they ended
-            before their limit.
+    """Report rows that are done: [F] int64 indices, [F, T] tokens and log-probs of which the first
+    ones count, as many as ``lengths`` says, and whether they ended before their limit.
     """
-    steps = int(limits.max())
-    tokens = torch.zeros(len(limits), steps, dtype=torch.int64, device=limits.device)
-    log_probs = torch.zeros(len(limits), steps, dtype=torch.float32, device=limits.device)
-    rows = drawn = limits.new_empty(
-        0
-    )  # the rows in the batch, how many tokens each has, and what they are up to
-    state, end = after.new_empty(0), len(after) - 1
-    waiting, step, freed = list(prompts), 0, True
-    ends = set()  # the steps after which no row of an addition goes on
-    while waiting or len(rows):
-        if not len(rows):
-            batch, logits = decoder.start(steps), uniform.new_empty(0)
-        if waiting and freed and (not len(rows) or batch.refills):
-            first, count = (len(prompts) - len(waiting)) * n, admit(len(waiting), rows.tolist())
-            if count:
-                more = torch.arange(first, first + count * n, device=rows.device)
-                of_prompts = batch.add(waiting[:count], n).repeat_interleave(n, dim=0)
-                logits = torch.cat((logits, of_prompts)) if len(rows) else of_prompts
-                rows, drawn = torch.cat((rows, more)), torch.cat((drawn, torch.zeros_like(more)))
-                state = torch.cat((state, state.new_zeros(len(more))))
-                ends.add(step + int(limits[more].max()))
-                alive = torch.ones_like(rows, dtype=torch.bool)
-                del waiting[:count]
-        latest, latest_log_probs = sample(logits, params, uniform[rows, drawn])
-        tokens[rows, drawn] = latest
-        log_probs[rows, drawn] = latest_log_probs
-        # A row that is done stays where it is, and goes on overwriting what comes after its end.
-        drawn, step, freed = drawn + alive, step + 1, False
-        state = torch.where(alive, after[state, latest], state)
-        alive = alive & (state != end) & (limits[rows] > drawn)
-        if step % _CHECK_EVERY == 0 or step in ends:
-            kept = _compact(alive)
-            freed = len(kept) < len(rows)
-            if freed:
-                done = rows[~alive]
-                finish(done, tokens[done], log_probs[done], drawn[~alive], state[~alive] == end)
-                rows, drawn, alive, latest, state = (
-                    x[kept] for x in (rows, drawn, alive, latest, state)
-                )
-                if len(rows):
-                    batch.keep(kept)
-        if len(rows):
-            logits = batch.step(latest)
+    # Copies made outside of inference mode: autograd must be able to save them.
+    with torch.inference_mode(False):
+        parts = zip(tokens.cpu(), log_probs.cpu(), lengths.tolist(), stopped.tolist(), strict=True)
+        for row, (ids, values, length, stop) in zip(rows.tolist(), parts, strict=True):
+            reason: Literal["stop", "length"] = "stop" if stop else "length"
+            tell(row, Completion(ids[:length].clone(), values[:length].clone(), reason))
 
 
 def _compact(alive: Tensor) -> Tensor:

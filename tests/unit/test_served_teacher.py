@@ -271,7 +271,7 @@ def test_a_server_that_cannot_be_the_teacher_is_refused(
                 "/v1/models": {"data": [{"max_model_len": 2048}]},
                 "/v1/completions": {"choices": [{"prompt_logprobs": None}]},
             },
-            "teacher.address: .* must answer as vLLM does when it is to score token ids; .* prompt_logprobs",
+            "teacher.address: .* must answer as vLLM does when it is to score token ids; .*prompt_logprobs",
         ),
     ],
 )

@@ -23,6 +23,8 @@ _LEAST_LOG_PROB = -1000.0
 _CONTEXT_KEPT = 8
 """Tokens of its context that a server may keep for itself (SGLang)."""
 
+_NUMBER = (int, float)
+
 Label = tuple[str, int, int]
 """Weights, the first token that they sampled, and the one after the last."""
 
@@ -73,24 +75,27 @@ class Answer:
 ABORTED = Answer((), (), "abort")
 
 
-def entry(container: Any, key: str | int, *kinds: type, where: str = "") -> Any:
-    """Return an entry of a JSON object or array.
+def entry(kind: type | tuple[type, ...], container: Any, *path: str | int, where: str = "") -> Any:
+    """Return an entry of nested JSON objects and arrays.
 
     Args:
-        container: the object or array.
-        key: of the entry.
-        kinds: exact types that it may have.
+        kind: exact type of the entry, or several that it may have.
+        container: the outermost object or array.
+        path: keys and indices that lead to the entry.
         where: the container's own place, for the message.
 
     Raises:
         ValueError: it is missing, or of another type.
     """
-    is_container = type(container) is (dict if isinstance(key, str) else list)
-    has_key = is_container and (key in container if isinstance(key, str) else key < len(container))
-    place = f"{where}.{key}".lstrip(".") if isinstance(key, str) else f"{where}[{key}]"
-    if not has_key:
-        raise ValueError(f"{place} is missing")
-    value = container[key]
+    value, place = container, where
+    for key in path:
+        by_name = isinstance(key, str)
+        place = f"{place}.{key}".lstrip(".") if by_name else f"{place}[{key}]"
+        is_container = type(value) is (dict if by_name else list)
+        if not is_container or key not in (value if by_name else range(len(value))):
+            raise ValueError(f"{place} is missing")
+        value = value[key]
+    kinds = kind if isinstance(kind, tuple) else (kind,)
     if type(value) not in kinds:
         names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
         raise ValueError(f"{place} must be {names}, got {_shown(value)}")
@@ -99,30 +104,23 @@ def entry(container: Any, key: str | int, *kinds: type, where: str = "") -> Any:
 
 def read_vllm_samples(answer: Any, request: SampleRequest) -> list[Answer]:
     """Read vLLM's ``/inference/v1/generate``."""
-    choices = entry(answer, "choices", list)
+    choices = entry(list, answer, "choices")
     places = [f"choices[{number}]" for number in range(len(choices))]
-    indices = [
-        entry(choice, "index", int, where=where)
-        for choice, where in zip(choices, places, strict=True)
-    ]
+    indices = [entry(int, answer, "choices", number, "index") for number in range(len(choices))]
     if sorted(indices) != list(range(request.n)):
         raise ValueError(
             f"choices must have each index from 0 to {request.n - 1} once, got {_shown(indices)}"
         )
     answers = []
     for _, choice, where in sorted(zip(indices, choices, places, strict=True)):
-        reason = entry(choice, "finish_reason", str, where=where)
+        reason = entry(str, choice, "finish_reason", where=where)
         if reason == "abort":
             answers.append(ABORTED)
             continue
-        tokens = entry(choice, "token_ids", list, where=where)
-        content = entry(
-            entry(choice, "logprobs", dict, where=where), "content", list, where=f"{where}.logprobs"
-        )
-        log_probs = [
-            entry(one, "logprob", int, float, where=f"{where}.logprobs.content[]")
-            for one in content
-        ]
+        tokens = entry(list, choice, "token_ids", where=where)
+        content = entry(list, choice, "logprobs", "content", where=where)
+        inside = f"{where}.logprobs.content[]"
+        log_probs = [entry(_NUMBER, token, "logprob", where=inside) for token in content]
         labels = [] if request.labels is None else _vllm_labels(choice, where)
         answers.append(_sample(request, tokens, log_probs, reason, labels, where))
     return answers
@@ -130,12 +128,12 @@ def read_vllm_samples(answer: Any, request: SampleRequest) -> list[Answer]:
 
 def _vllm_labels(choice: Any, where: str) -> list[Label]:
     where = f"{where}.weight_versions"
-    spans = choice.get("weight_versions") and entry(choice, "weight_versions", list)
-    ends = ("start", "end")
+    spans = choice.get("weight_versions") and entry(list, choice, "weight_versions")
     return [
         (
-            entry(span, "version", str, where=where),
-            *(entry(span, end, int, where=where) for end in ends),
+            entry(str, span, "version", where=where),
+            entry(int, span, "start", where=where),
+            entry(int, span, "end", where=where),
         )
         for span in spans or ()
     ]
@@ -149,23 +147,19 @@ def read_sglang_samples(answer: Any, request: SampleRequest) -> list[Answer]:
     answers = []
     for number, response in enumerate(responses):
         where = f"[{number}].meta_info"
-        info = entry(response, "meta_info", dict, where=f"[{number}]")
-        reason = entry(
-            entry(info, "finish_reason", dict, where=where),
-            "type",
-            str,
-            where=f"{where}.finish_reason",
-        )
+        info = entry(dict, response, "meta_info", where=f"[{number}]")
+        reason = entry(str, info, "finish_reason", "type", where=where)
         if reason == "abort":
             answers.append(ABORTED)
             continue
         tokens, log_probs = [], []
-        for pair in entry(info, "output_token_logprobs", list, where=where):
-            log_probs.append(entry(pair, 0, int, float, where=f"{where}.output_token_logprobs[]"))
-            tokens.append(entry(pair, 1, int, where=f"{where}.output_token_logprobs[]"))
+        inside = f"{where}.output_token_logprobs[]"
+        for pair in entry(list, info, "output_token_logprobs", where=where):
+            log_probs.append(entry(_NUMBER, pair, 0, where=inside))
+            tokens.append(entry(int, pair, 1, where=inside))
         labels = []
         if request.labels is not None:
-            labels = [(entry(info, "weight_version", str, where=where), 0, len(tokens))]
+            labels = [(entry(str, info, "weight_version", where=where), 0, len(tokens))]
         answers.append(_sample(request, tokens, log_probs, reason, labels, where))
     return answers
 
@@ -239,26 +233,19 @@ def _versions(
 
 def read_vllm_candidates(answer: Any, vocabulary: int) -> dict[int, float]:
     """Read the likely first tokens, with their log-probs, in vLLM's ``/inference/v1/generate``."""
-    log_probs = entry(
-        entry(entry(answer, "choices", list), 0, dict, where="choices"), "logprobs", dict
-    )
-    first = entry(entry(log_probs, "content", list), 0, dict, where="content")
-    where = "content[0].top_logprobs[]"
-    return {
-        _token(entry(one, "token_id", int, where=where), vocabulary, where): _log_prob(
-            entry(one, "logprob", int, float, where=where), where
-        )
-        for one in entry(first, "top_logprobs", list)
-    }
+    path = ("choices", 0, "logprobs", "content", 0, "top_logprobs")
+    where = "choices[0].logprobs.content[0].top_logprobs[]"
+    candidates = {}
+    for candidate in entry(list, answer, *path):
+        token = _token(entry(int, candidate, "token_id", where=where), vocabulary, where)
+        candidates[token] = _stated_log_prob(candidate, "logprob", where)
+    return candidates
 
 
 def read_sglang_candidates(answer: Any, vocabulary: int) -> dict[int, float]:
     """Read the likely first tokens, with their log-probs, in SGLang's ``/generate``."""
-    tops = entry(entry(answer, "meta_info", dict), "output_top_logprobs", list)
-    where = "output_top_logprobs[0]"
-    return dict(
-        _pair(one, vocabulary, where) for one in entry(tops, 0, list, where="output_top_logprobs")
-    )
+    candidates = entry(list, answer, "meta_info", "output_top_logprobs", 0)
+    return dict(_pair(pair, vocabulary, "meta_info.output_top_logprobs[0]") for pair in candidates)
 
 
 def read_vllm_scores(
@@ -267,8 +254,7 @@ def read_vllm_scores(
     """Read the log-probs of given tokens, and of likely ones beside each, in vLLM's
     ``/v1/completions``.
     """
-    choice = entry(entry(answer, "choices", list), 0, dict, where="choices")
-    stated = entry(choice, "prompt_logprobs", list)
+    stated = entry(list, answer, "choices", 0, "prompt_logprobs")
     if len(stated) != len(tokens):
         raise ValueError(
             f"prompt_logprobs must have an entry for each of {len(tokens)} tokens, got "
@@ -278,10 +264,8 @@ def read_vllm_scores(
     for index in range(start, len(tokens)):
         where = f"prompt_logprobs[{index}]"
         likely = {
-            _decimal(token, vocabulary, where): _log_prob(
-                entry(one, "logprob", int, float, where=where), where
-            )
-            for token, one in entry(stated, index, dict, where="prompt_logprobs").items()
+            _decimal(token, vocabulary, where): _stated_log_prob(candidate, "logprob", where)
+            for token, candidate in entry(dict, stated, index, where="prompt_logprobs").items()
         }
         scores.append(_score(likely, tokens[index], top_k, where))
     return scores
@@ -293,9 +277,11 @@ def read_sglang_scores(
     """Read the log-probs of given tokens, and of likely ones beside each, in SGLang's
     ``/generate``.
     """
-    info, wanted = entry(answer, "meta_info", dict), len(tokens) - start
-    own = entry(info, "input_token_logprobs", list)
-    likely = entry(info, "input_top_logprobs", list) if top_k else [[]] * len(own)
+    wanted = len(tokens) - start
+    own = entry(list, answer, "meta_info", "input_token_logprobs")
+    likely: list[Any] = [[]] * len(own)
+    if top_k:
+        likely = entry(list, answer, "meta_info", "input_top_logprobs")
     # The first one that is asked for has no log-prob.
     if len(own) not in (wanted, wanted + 1) or len(likely) != len(own):
         raise ValueError(
@@ -304,8 +290,8 @@ def read_sglang_scores(
     scores = []
     for index in range(-wanted, 0):
         where = f"input_token_logprobs[{index}]"
-        stated = entry(likely, len(likely) + index, list, where="input_top_logprobs")
-        others = dict(_pair(one, vocabulary, where) for one in stated)
+        stated = entry(list, likely, len(likely) + index, where="input_top_logprobs")
+        others = dict(_pair(pair, vocabulary, where) for pair in stated)
         if len(others) != top_k:
             raise ValueError(f"{where} must have {top_k} likely tokens, got {_shown(stated)}")
         token, log_prob = _pair(own[index], vocabulary, where)
@@ -332,8 +318,12 @@ def _score(likely: dict[int, float], token: int, top_k: int, where: str) -> dict
 
 def _pair(pair: Any, vocabulary: int, where: str) -> tuple[int, float]:
     """Return token and log-prob of SGLang's [log-prob, id, text]."""
-    log_prob = _log_prob(entry(pair, 0, int, float, where=where), where)
-    return _token(entry(pair, 1, int, where=where), vocabulary, where), log_prob
+    log_prob = _stated_log_prob(pair, 0, where)
+    return _token(entry(int, pair, 1, where=where), vocabulary, where), log_prob
+
+
+def _stated_log_prob(container: Any, key: str | int, where: str) -> float:
+    return _log_prob(entry(_NUMBER, container, key, where=where), where)
 
 
 def _decimal(text: str, vocabulary: int, where: str) -> int:

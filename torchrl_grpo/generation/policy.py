@@ -8,9 +8,10 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase, lazy_stack
+from tensordict import NestedKey, TensorDict, TensorDictBase, lazy_stack
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
@@ -117,8 +118,8 @@ class GenerationPolicy(TensorDictModuleBase):
             completions = [self._rescored(*both) for both in zip(prompts, completions, strict=True)]
         _check_finite(completions, version)
 
-        masks, log_probs, versions, oldest = [], [], [], []
-        for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        rows, oldest = [], []
+        for token_row, prompt, completion in zip(token_rows, prompts, completions, strict=True):
             response = prompt.new_empty(0) if completion is None else completion.tokens
             full = torch.cat([prompt, response])
             sampled = torch.ones_like(full, dtype=torch.bool)
@@ -129,25 +130,23 @@ class GenerationPolicy(TensorDictModuleBase):
                 row_log_probs[prompt.numel() :] = completion.log_probs
                 if completion.versions is not None:
                     row_versions[prompt.numel() :] = completion.versions
-            token_rows[row] = TensorDict(
-                {**token_rows[row], RESPONSE[-1]: response, FULL[-1]: full}
-            )
-            masks.append(
-                TensorDict(
-                    {ATTENTION_MASK[-1]: torch.ones_like(sampled), ASSISTANT_MASK[-1]: sampled}
-                )
-            )
-            log_probs.append(TensorDict({LOG_PROBS[-1]: row_log_probs}))
-            versions.append(TensorDict({POLICY_VERSIONS[-1]: row_versions}))
+            values: dict[NestedKey, Any] = {
+                PROMPT[0]: {**token_row},
+                RESPONSE: response,
+                FULL: full,
+                ATTENTION_MASK: torch.ones_like(sampled),
+                ASSISTANT_MASK: sampled,
+                LOG_PROBS: row_log_probs,
+                POLICY_VERSIONS: row_versions,
+            }
+            rows.append(TensorDict(values))
             oldest.append(row_versions[sampled].min().item() if response.numel() else version)
         cut = [
             completion is not None and completion.finish_reason == "length"
             for completion in completions
         ]
-        tensordict.set("tokens", _stack(token_rows, shape))
-        tensordict.set("masks", _stack(masks, shape))
-        tensordict.set("log_probs", _stack(log_probs, shape))
-        tensordict.set(POLICY_VERSIONS[0], _stack(versions, shape))
+        for name in ("tokens", "masks", "log_probs", POLICY_VERSIONS[0]):
+            tensordict.set(name, _stack([row.get(name) for row in rows], shape))
         tensordict.set(POLICY_VERSION, torch.tensor(oldest, dtype=torch.int64).reshape(*shape, 1))
         tensordict.set(LENGTH_STOPPED, torch.tensor(cut, dtype=torch.bool).reshape(*shape, 1))
         return tensordict

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from torchrl_grpo.generation import answers
 from torchrl_grpo.generation.answers import TOLERANCE, Answer, SampleRequest, entry
@@ -51,6 +51,10 @@ def require_httpx(field: str) -> None:
         raise ValueError(
             f"{field} needs the package httpx, which is not installed: pip install httpx."
         )
+
+
+T = TypeVar("T")
+_AS_IT_IS: Any = lambda answer: answer  # noqa: E731
 
 
 class WrongAnswerError(EngineDeadError, ValueError):
@@ -232,11 +236,11 @@ class Server(ABC):
         what: str,
         body: Any = None,
         *,
-        read: Callable[[Any], Any] = lambda answer: answer,
+        read: Callable[[Any], T] = _AS_IT_IS,
         log_probs: int = 0,
         retries: int = 0,
         **query: str,
-    ) -> Any:
+    ) -> T:
         """Return what a reader takes from an answer.
 
         Args:
@@ -298,8 +302,7 @@ class VLLM(Server):
 
     def greet(self) -> None:
         def read(answer: Any) -> int:
-            model = entry(entry(answer, "data", list), 0, dict, where="data")
-            size: int = entry(model, "max_model_len", int, where="data[0]")
+            size: int = entry(int, answer, "data", 0, "max_model_len")
             return size
 
         self.max_model_len = self.ask("GET", "/v1/models", "name its model", read=read)
@@ -324,7 +327,7 @@ class VLLM(Server):
             params.stop is not None
         ):  # its own search may end a response earlier than the token that ours ends it with
             sampling |= {"stop": list(params.stop.strings), "detokenize": True}
-        sampled: list[Answer] = self.ask(
+        return self.ask(
             "POST",
             "/inference/v1/generate",
             "sample",
@@ -332,22 +335,20 @@ class VLLM(Server):
             read=lambda answer: answers.read_vllm_samples(answer, request),
             log_probs=request.n * request.limit,
         )
-        return sampled
 
     def candidates(self, prompt: list[int], temperature: float) -> dict[int, float]:
         sampling = {"max_tokens": 1, "temperature": temperature, "logprobs": 5, "detokenize": False}
         body = {"token_ids": prompt, "sampling_params": sampling}
-        likely: dict[int, float] = self.ask(
+        return self.ask(
             "POST",
             "/inference/v1/generate",
             "sample from token ids",
             body,
             read=lambda answer: answers.read_vllm_candidates(answer, self.vocabulary),
         )
-        return likely
 
     def score(self, tokens: list[int], start: int, top_k: int = 0) -> list[dict[int, float]]:
-        scores: list[dict[int, float]] = self.ask(
+        return self.ask(
             "POST",
             "/v1/completions",
             "score token ids",
@@ -358,7 +359,6 @@ class VLLM(Server):
             log_probs=len(tokens) * (top_k + 1),
             retries=_SCORE_AGAIN,
         )
-        return scores
 
     def pause(self, mode: str) -> None:
         self.ask("POST", "/pause", "pause", mode=mode)
@@ -391,8 +391,8 @@ class SGLang(Server):
 
     def greet(self) -> None:
         def read(answer: Any) -> int:
-            cache: int = entry(answer, "max_total_num_tokens", int)
-            return min(cache, entry(answer, "context_length", int, type(None)) or cache)
+            cache: int = entry(int, answer, "max_total_num_tokens")
+            return min(cache, entry((int, type(None)), answer, "context_length") or cache)
 
         self.ask("GET", "/get_model_info", "name its model")
         self.max_model_len = self.ask(
@@ -413,7 +413,7 @@ class SGLang(Server):
             "stop": [] if params.stop is None else list(params.stop.strings),
             "no_stop_trim": True,
         }
-        sampled: list[Answer] = self.ask(
+        return self.ask(
             "POST",
             "/generate",
             "sample",
@@ -421,7 +421,6 @@ class SGLang(Server):
             read=lambda answer: answers.read_sglang_samples(answer, request),
             log_probs=request.n * request.limit,
         )
-        return sampled
 
     def candidates(self, prompt: list[int], temperature: float) -> dict[int, float]:
         body = {
@@ -430,14 +429,13 @@ class SGLang(Server):
             "return_logprob": True,
             "top_logprobs_num": 5,
         }
-        likely: dict[int, float] = self.ask(
+        return self.ask(
             "POST",
             "/generate",
             "sample from token ids",
             body,
             read=lambda answer: answers.read_sglang_candidates(answer, self.vocabulary),
         )
-        return likely
 
     def score(self, tokens: list[int], start: int, top_k: int = 0) -> list[dict[int, float]]:
         body = {
@@ -447,7 +445,7 @@ class SGLang(Server):
             "logprob_start_len": start - 1,  # the first one has no log-prob
             "top_logprobs_num": top_k,
         }
-        scores: list[dict[int, float]] = self.ask(
+        return self.ask(
             "POST",
             "/generate",
             "score token ids",
@@ -458,7 +456,6 @@ class SGLang(Server):
             log_probs=len(tokens) * (top_k + 1),
             retries=_SCORE_AGAIN,
         )
-        return scores
 
     def pause(self, mode: str) -> None:
         # What is aborted is asked for again: each response is then of one version.
@@ -467,7 +464,7 @@ class SGLang(Server):
     def load(self, folder: Path, label: str) -> None:
         body = {"model_path": str(folder), "weight_version": label, "flush_cache": True}
         what = f"load the weights in {folder}"
-        answer = self.ask("POST", "/update_weights_from_disk", what, body)
+        answer: Any = self.ask("POST", "/update_weights_from_disk", what, body)
         if type(answer) is not dict or answer.get("success") is not True:
             raise EngineDeadError(
                 f"the server at {self.address} did not {what}: it answered {str(answer)[:300]!r}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -9,8 +10,10 @@ import random
 import re
 import shutil
 import signal
+import struct
 import subprocess
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -155,6 +158,38 @@ def test_a_weight_that_is_nan_is_named_before_anything_is_loaded(
         ConfigError, match=rf"cannot be used: the weight {name} has values that are not finite"
     ):
         found(path)
+
+
+def test_what_is_unpacked_to_any_size_is_refused_unread(saved: Path, tmp_path: Path) -> None:
+    path = at(tmp_path, 2)
+    path.parent.mkdir(parents=True)
+    with zipfile.ZipFile(at(saved, 2)) as members, path.open("wb") as file:
+        packed = io.BytesIO()
+        with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as other:
+            for name in members.namelist():
+                other.writestr(name, members.read(name))
+        sealed = SealedFile(file)
+        sealed.write(packed.getvalue())
+        sealed.seal({"config": {}, "metrics": {}})
+    with pytest.raises(ConfigError, match="its tensors are compressed"):
+        found(path)
+
+
+def test_a_manifest_of_any_length_is_refused_unread(saved: Path, tmp_path: Path) -> None:
+    path = at(tmp_path, 2)
+    path.parent.mkdir(parents=True)
+    with path.open("wb") as file:
+        file.truncate(2**36)
+        file.seek(2**36)
+        file.write(struct.pack("<Q32s8s", 2**35, bytes(32), b"grpo-ck1"))
+    with pytest.raises(ConfigError, match="has no checksum"):
+        found(path)
+    folder = tmp_path / "checkpoint_000003"
+    folder.mkdir()
+    with (folder / "manifest.json").open("wb") as file:
+        file.truncate(2**36)
+    with pytest.raises(ConfigError, match=r"manifest\.json of \d+ bytes"):
+        found(folder)
 
 
 def test_a_pickle_is_refused_unread_and_without_advice_to_trust_it(tmp_path: Path) -> None:

@@ -16,13 +16,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import os
 import shutil
 import struct
+import zipfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, TypeVar, cast
 
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.host.files import METRICS_FILE, read_jsonl
@@ -31,6 +33,7 @@ _END = struct.Struct("<Q32s8s")
 """Trailer of the file: the manifest's length, the SHA-256, and a marker."""
 _MARK = b"grpo-ck1"
 _PART = 1 << 24
+_LONGEST_MANIFEST = 1 << 26
 _CHECK = "sha256"
 """Manifest entry with the checksum of its other entries, because the manifest is used before the
 whole file is checked.
@@ -286,6 +289,24 @@ def check_whole(path: Path) -> None:
         )
 
 
+def check_stored(path: Path) -> None:
+    """Check that a state's file is not compressed: it might be unpacked to any size.
+
+    Raises:
+        ValueError: it is.
+        BadZipFile: it is no file of ``torch.save``.
+    """
+    sharded = is_sharded(path)
+    with _opened(path / STATE if sharded else path) as file:
+        length = 0 if sharded else _end_of(path, file)[0]  # 0 is the whole file
+        with (
+            mmap.mmap(file.fileno(), length, access=mmap.ACCESS_READ) as state,
+            zipfile.ZipFile(cast(IO[bytes], state)) as members,
+        ):
+            if any(member.compress_type != zipfile.ZIP_STORED for member in members.infolist()):
+                raise ValueError("its tensors are compressed")
+
+
 def _check_files(path: Path) -> None:
     """Check that the files of a folder are those of its manifest."""
     files = read_manifest(path).get(_FILES)
@@ -315,6 +336,8 @@ def _check_files(path: Path) -> None:
 def _read_bytes(file: Path, checkpoint: Path) -> bytes:
     if file.exists() and not file.is_file():
         raise ValueError(f"{checkpoint.name} has a {file.name} that is no file")
+    if file.exists() and file.stat().st_size > _LONGEST_MANIFEST:
+        raise ValueError(f"{checkpoint.name} has a {file.name} of {file.stat().st_size} bytes")
     try:
         return file.read_bytes()
     except OSError as error:
@@ -346,6 +369,6 @@ def _end_of(path: Path, file: IO[bytes]) -> tuple[int, int, bytes]:
     if size >= _END.size:
         file.seek(size - _END.size)
         length, digest, mark = _END.unpack(file.read(_END.size))
-        if mark == _MARK and length <= size - _END.size:
+        if mark == _MARK and length <= min(size - _END.size, _LONGEST_MANIFEST):
             return size - _END.size - length, length, digest
     raise ValueError(f"{path.name} has no checksum: it is cut short, or something else wrote it")

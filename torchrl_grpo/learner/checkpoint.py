@@ -21,6 +21,7 @@ from torchrl_grpo.errors import ConfigError, DiskFullError, NonFiniteError, NotS
 from torchrl_grpo.host.checkpoint_files import (
     STATE,
     SealedFile,
+    check_stored,
     check_whole,
     checkpoints_in,
     is_sharded,
@@ -253,6 +254,8 @@ def read_checkpoint(path: Path, *, trusted: bool = False) -> dict[str, Any]:
     if not trusted:
         check_whole(path)
     try:
+        if not trusted:
+            check_stored(path)
         config = read_manifest(path)["config"]
         if config.get("optimizer", {}).get("name") == "adamw_8bit":
             import torchao.optim  # noqa: F401  names the types of its state that may be read

@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -25,73 +25,18 @@ from transformers import PreTrainedTokenizerBase
 from torchrl_grpo import keys
 from torchrl_grpo.chat.template import TurnTemplate, check_tools
 from torchrl_grpo.checks import check_multiple
+from torchrl_grpo.envs.dialog_state import DialogState, Outcome, SampleState
 from torchrl_grpo.envs.prompts import Prompts
 from torchrl_grpo.envs.specs import transition_specs
 from torchrl_grpo.reward_pool import Failure, RewardPool, advance
-from torchrl_grpo.tasks.base import Dialog, Message, Problem, Split, Task, Turn, TurnLimits, attempt
+from torchrl_grpo.tasks.base import Dialog, Message, Split, Task, Turn, TurnLimits, attempt
 from torchrl_grpo.tasks.drawing import Drawing, Drawn
 from torchrl_grpo.tools import tool_message
 
 _THOUGHT = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
 _PREFILL_TOKENS = 32
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 _OUTCOME = ("reward", "done", "terminated", "truncated", "correct", "valid")
-
-
-_LOST = -1
-"""Sample of a turn that reached nobody: it is in none."""
-
-
-@dataclass
-class _Sample:
-    """A training sample that the policy's next turn may go on with."""
-
-    chat: Sequence[Message]
-    between: list[Message]
-    tokens: Tensor
-    latest: Dialog
-
-
-@dataclass
-class _Row:
-    """One row of the environment: what was drawn for it, the dialog so far, and how it ended."""
-
-    drawn: Drawn
-    chat: Sequence[Message] = ()  # of the first prompt
-    prompt: Tensor | None = None  # its tokens; None where they are those of the problem
-    episode: str = ""
-    responses: list[str] = field(default_factory=list)
-    between: list[Message] = field(default_factory=list)  # all messages after the first prompt's
-    sample: int = 0  # of which these are
-    others: dict[int, _Sample] = field(default_factory=dict)
-    before: _Sample | None = (
-        None  # the sample before the latest turn; None where it began with that turn
-    )
-    samples: list[int] = field(default_factory=list)  # of the turns
-    limits: TurnLimits = field(default_factory=TurnLimits)  # for the next turn
-    given: int = 0  # tokens before it, of a stateful task
-    rewards: list[float | None] = field(
-        default_factory=list
-    )  # of the turns, where the task rewards them
-    reward: float = 0.0
-    correct: bool = False
-    parts: dict[str, float | None] = field(default_factory=dict)
-    valid: bool = True
-    error: str = ""
-    terminated: bool = False
-    truncated: bool = False
-
-    @property
-    def problem(self) -> Problem:
-        return self.drawn.problem
-
-    @property
-    def query(self) -> str:
-        """The problem's or, where it has none, the end of the first prompt."""
-        return self.problem.query or (str(self.chat[-1]["content"]) if self.chat else "")
-
-    @property
-    def done(self) -> bool:
-        return self.terminated or self.truncated
 
 
 class LLMEnv(EnvBase):
@@ -199,7 +144,7 @@ class LLMEnv(EnvBase):
             if task.tools:
                 self._template.text([tool_message("@", "@")])
         self._set_seed(seed)
-        self._rows: list[_Row] = []
+        self._rows: list[DialogState] = []
         self._assigned: list[Drawn] = []
         self._copies: list[
             Drawn
@@ -290,63 +235,61 @@ class LLMEnv(EnvBase):
             self._draws = not self._assigned
             self._assigned = []
             self._end_episodes(self._rows)
-            self._rows = [self._row(one, member) for one in drawn for member in range(self.repeats)]
+            self._rows = [
+                self._begin(group, member) for group in drawn for member in range(self.repeats)
+            ]
             new = self._rows
         else:
             new = []
             for row in mask.reshape(-1).nonzero().reshape(-1).tolist():
                 self._copies = self._copies or [self.drawing.draw()] * self.repeats
                 self._end_episodes([self._rows[row]])
-                self._rows[row] = self._row(self._copies.pop(), len(self._copies))
+                self._rows[row] = self._begin(self._copies.pop(), len(self._copies))
                 new.append(self._rows[row])
         self._received = {}
         if self.task.is_stateful:
             self._open(new)
-        blank = [_Row(row.drawn) for row in self._rows]
-        columns: dict[str, Any] = self._outcome_columns(blank, ("correct", "valid"))
-        columns[keys.QUERY] = NonTensorStack(*[NonTensorData(row.query) for row in self._rows])
+        blank = [Outcome() for _ in self._rows]
+        columns = self._outcome_columns(blank, ("correct", "valid"))
+        columns[keys.QUERY] = _stack([row.query for row in self._rows])
         if self._has_datasets:
-            columns[keys.DATASET] = NonTensorStack(
-                *[NonTensorData(row.problem.dataset) for row in blank]
-            )
-        if self.task.has_parts:
-            columns[keys.REWARD_PARTS[-1]] = NonTensorStack(
-                *[NonTensorData(row.parts) for row in blank]
-            )
+            columns[keys.DATASET] = _stack([row.problem.dataset for row in self._rows])
         return TensorDict(
             {
                 "tokens": lazy_stack(
                     [TensorDict({"prompt": self._prompt_of(row)}) for row in self._rows]
                 ),
-                keys.GROUP_ID: torch.tensor([row.drawn.group for row in blank]).unsqueeze(-1),
-                "text": TensorDict(
-                    {"response": NonTensorStack(*[NonTensorData("")] * len(blank))}, self.batch_size
-                ),
+                keys.GROUP_ID: torch.tensor([row.drawn.group for row in self._rows]).unsqueeze(-1),
+                "text": TensorDict({"response": _stack([""] * len(blank))}, self.batch_size),
                 **columns,
             },
             self.batch_size,
         )
 
-    def _row(self, drawn: Drawn, member: int) -> _Row:
-        """A new dialog of a member of a group."""
-        episode = (
-            f"{self._split}-{self.repeats}/{drawn.group}/{member}" if self.task.is_stateful else ""
-        )
-        return _Row(drawn, self.task.messages(drawn.problem), episode=episode)
-
-    def _prompt_of(self, row: _Row) -> Tensor:
-        return (
-            self.prompts.tokens(row.drawn.index, row.problem) if row.prompt is None else row.prompt
+    def _begin(self, drawn: Drawn, member: int) -> DialogState:
+        """Return a new dialog of a member of a group."""
+        stateful = self.task.is_stateful
+        episode = f"{self._split}-{self.repeats}/{drawn.group}/{member}" if stateful else ""
+        return DialogState(
+            drawn, SampleState(0, self.task.messages(drawn.problem)), episode=episode
         )
 
-    def _open(self, rows: Sequence[_Row]) -> None:
-        """Asks the task for the first prompts of rows; where it has none for a row, the row is done
-        and not valid.
-        """
-        takes_tools = self._takes_tools
+    def _prompt_of(self, row: DialogState) -> Tensor:
+        """Return a row's first prompt, [T] int64."""
+        if row.prompt is not None:
+            return row.prompt
+        return self.prompts.tokens(row.drawn.index, row.problem)
+
+    def _open(self, rows: Sequence[DialogState]) -> None:
+        """Ask the task for the first prompts of rows. A row that gets none is done and invalid."""
         dialogs = [
             Dialog(
-                row.problem, [], row.chat, last=False, episode=row.episode, takes_tools=takes_tools
+                row.problem,
+                [],
+                row.current.chat,
+                last=False,
+                episode=row.episode,
+                takes_tools=self._takes_tools,
             )
             for row in rows
         ]
@@ -358,29 +301,21 @@ class LLMEnv(EnvBase):
             failure = turn if isinstance(turn, Failure) else self._accept_opening(row, turn)
             if failure is not None:
                 self._invalidate(row, failure)
-                row.terminated = True
                 self._end_episodes([row])
 
     @cached_property
     def _takes_tools(self) -> bool:
         """Whether the chat template writes tools that a task brings."""
-        function = {
-            "name": "probe",
-            "description": "?",
-            "parameters": {"type": "object", "properties": {}},
-        }
+        function = {"name": "probe", "description": "?", "parameters": _NO_PARAMETERS}
+        tools = [{"type": "function", "function": function}]
         try:
-            check_tools(
-                self.tokenizer,
-                [{"type": "function", "function": function}],
-                **self.template_arguments,
-            )
+            check_tools(self.tokenizer, tools, **self.template_arguments)
         except ValueError:
             return False
         return True
 
-    def _accept_opening(self, row: _Row, turn: Turn) -> Failure | None:
-        """Takes a row's first prompt; returns why it cannot be one."""
+    def _accept_opening(self, row: DialogState, turn: Turn) -> Failure | None:
+        """Accept a row's first prompt, or return why it cannot be one."""
         self.counts.update(turn.counts)
         try:
             if turn.messages is None:
@@ -395,30 +330,33 @@ class LLMEnv(EnvBase):
                 )
         except (ValueError, RecursionError) as error:
             return Failure.of(error)
-        row.chat, row.prompt = list(turn.messages), prompt
-        row.limits, row.given = turn.limits, prompt.numel()
+        row.prompt = prompt
+        row.continue_with(0, list(turn.messages), prompt, turn.limits)
         return None
 
     def _first_prompt_tokens(self, turn: Turn) -> Tensor:
-        """[T] int64, a whole chat, or a whole text where its one message has no role.
+        """Return the tokens of a whole chat or, if its only message has no role, of its text;
+        [T] int64.
 
         Raises:
             ValueError: the chat template does not take it.
         """
         messages = list(turn.messages or ())
         if messages and not messages[0]["role"]:
-            return self._text_tokens(messages, begins=True)
-        return self.prompts.chat_tokens(
-            messages, self.task.tools if turn.tools is None else turn.tools
-        )
+            return self._text_tokens(messages, add_special_tokens=True)
+        tools = self.task.tools if turn.tools is None else turn.tools
+        return self.prompts.chat_tokens(messages, tools)
 
-    def _text_tokens(self, messages: Sequence[Message], *, begins: bool) -> Tensor:
-        """[T] int64, a text as it is: who writes it writes its control tokens, too."""
-        ids = self.tokenizer(messages[0]["content"], add_special_tokens=begins)["input_ids"]
+    def _text_tokens(self, messages: Sequence[Message], *, add_special_tokens: bool) -> Tensor:
+        """Return the tokens of a text as it is, [T] int64; control tokens in it are control
+        tokens.
+        """
+        text = messages[0]["content"]
+        ids = self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
         return torch.tensor(ids, dtype=torch.int64)
 
-    def _end_episodes(self, rows: Sequence[_Row]) -> None:
-        """Tells the task, once, that dialogs are over."""
+    def _end_episodes(self, rows: Sequence[DialogState]) -> None:
+        """Close dialogs that are over with their task, each once."""
         for row in rows:
             episode, row.episode = row.episode, ""
             if episode and self.reward_pool is not None:
@@ -431,22 +369,22 @@ class LLMEnv(EnvBase):
                     )
 
     def close(self, *, raise_if_closed: bool = True) -> None:
-        """Gives up the dialogs in progress. May be called again."""
+        """Abandon the dialogs in progress. May be called again."""
         self._end_episodes(self._rows)
         super().close(raise_if_closed=raise_if_closed)
 
     @property
     def stepping(self) -> Tensor:
-        """[B] bool, the rows whose dialogs go on."""
-        return torch.tensor([not row.done for row in self._rows])
+        """Rows whose dialogs go on, [B] bool."""
+        return torch.tensor([not row.outcome.done for row in self._rows])
 
     @property
     def turn_rewards(self) -> list[list[float | None]]:
-        """Rewards that the task gave to each row's turns, None where it gave none."""
-        return [row.rewards for row in self._rows]
+        """Reward of each turn of each row, None if the task rewards no turns."""
+        return [row.turn_rewards for row in self._rows]
 
     def limits(self, row: int) -> TurnLimits:
-        """Limit of a row's next turn."""
+        """Return the limits of a row's next turn."""
         return self._rows[row].limits
 
     def receive(
@@ -473,54 +411,41 @@ class LLMEnv(EnvBase):
         active = [
             row
             for row, state in enumerate(self._rows)
-            if not state.done and (stepping is None or bool(stepping[row].any()))
+            if not state.outcome.done and (stepping is None or bool(stepping[row].any()))
         ]
-        responses = {row: rows[row].get(keys.RESPONSE[-1]) for row in active}
         length_stopped = tensordict.get(keys.LENGTH_STOPPED).reshape(-1).tolist()
-        scores = tensordict.get(keys.LOG_PROBS[0], None)
-        dialogs = {
-            row: self._dialog(
-                row,
-                responses[row].tolist(),
-                length_stopped[row],
-                None
-                if scores is None
-                else scores[row].get(keys.LOG_PROBS[-1])[-len(responses[row]) :],
-            )
-            for row in active
-        }
+        log_probs = tensordict.get(keys.LOG_PROBS[0], None)
+        tokens = [row.get(keys.PROMPT[-1]) for row in rows]
+        dialogs: dict[int, Dialog] = {}
+        for row in active:
+            response = rows[row].get(keys.RESPONSE[-1])
+            tokens[row] = torch.cat([tokens[row], response])
+            own = None
+            if log_probs is not None:
+                own = log_probs[row].get(keys.LOG_PROBS[-1])[-len(response) :]
+            dialogs[row] = self._dialog(row, response.tolist(), length_stopped[row], own)
         self.latest = dialogs
-        prompts = [row.get(keys.PROMPT[-1]) for row in rows]
-        again: dict[int, Dialog] = {}
+        cut_off: dict[int, Dialog] = {}
         for row, turn in zip(active, self._advance(dialogs), strict=True):
-            prompts[row] = torch.cat([prompts[row], responses[row]])
-            self._rows[row].responses.append(dialogs[row].responses[-1])
-            self._rows[row].rewards.append(None)
-            self._rows[row].samples.append(self._rows[row].sample)
-            self._rows[row].between.append(dialogs[row].messages[-1])
-            longer = self._take(row, dialogs[row], turn, prompts[row])
+            state = self._rows[row]
+            state.add_turn(dialogs[row], tokens[row])
+            longer = self._apply(state, dialogs[row], turn)
             if longer is not None:
-                prompts[row] = longer
-            elif self._rows[row].truncated and isinstance(turn, Turn) and turn.score is None:
-                again[row] = replace(
-                    dialogs[row], finish_reason="length"
-                )  # its answer found no room: it ends here
-        for row, turn in zip(again, self._advance(again), strict=True):
-            self._take(row, again[row], turn, prompts[row])
-        self._end_episodes([self._rows[row] for row in active if self._rows[row].done])
+                tokens[row] = longer
+            elif state.outcome.truncated and isinstance(turn, Turn) and turn.score is None:
+                # There was no room for the task's reply, so the dialog ends with the response.
+                cut_off[row] = replace(dialogs[row], finish_reason="length")
+        for row, turn in zip(cut_off, self._advance(cut_off), strict=True):
+            self._apply(self._rows[row], cut_off[row], turn)
+        self._end_episodes([self._rows[row] for row in active if self._rows[row].outcome.done])
         if self.input_mode == "tokens":  # else HistoryTransforms has the last word
             self.note_outcomes()
-        text_column = [row.responses[-1] if row.responses else "" for row in self._rows]
-        columns: dict[str, Any] = self._outcome_columns(self._rows, _OUTCOME)
-        if self.task.has_parts:
-            columns[keys.REWARD_PARTS[-1]] = NonTensorStack(
-                *[NonTensorData(row.parts) for row in self._rows]
-            )
+        responses = [row.responses[-1] if row.responses else "" for row in self._rows]
         return TensorDict(
             {
-                "tokens": lazy_stack([TensorDict({"prompt": prompt}) for prompt in prompts]),
-                "text": TensorDict({"response": NonTensorStack(*text_column)}, self.batch_size),
-                **columns,
+                "tokens": lazy_stack([TensorDict({"prompt": row}) for row in tokens]),
+                "text": TensorDict({"response": NonTensorStack(*responses)}, self.batch_size),
+                **self._outcome_columns([row.outcome for row in self._rows], _OUTCOME),
             },
             self.batch_size,
         )
@@ -535,10 +460,11 @@ class LLMEnv(EnvBase):
         if received is not None and received.tokens == tokens:
             return received
         state, text = self._rows[row], self.tokenizer.decode(tokens, skip_special_tokens=True)
-        messages = [*state.chat, *state.between, {"role": "assistant", "content": text}]
-        told: list[tuple[str, float]] = []
+        messages = [*state.current.messages, {"role": "assistant", "content": text}]
+        token_log_probs: list[tuple[str, float]] = []
         if state.limits.log_probs and log_probs is not None:
-            told = list(zip(map(self.tokenizer.decode, tokens), log_probs.tolist(), strict=True))
+            texts = map(self.tokenizer.decode, tokens)
+            token_log_probs = list(zip(texts, log_probs.tolist(), strict=True))
         return Dialog(
             problem=state.problem,
             responses=[*state.responses, text],
@@ -549,17 +475,17 @@ class LLMEnv(EnvBase):
             last=len(state.responses) + 1 >= self.max_turns,
             prefill=self._prefill(state),
             episode=state.episode,
-            prompt_tokens=state.given,
-            log_probs=told,
+            prompt_tokens=state.prompt_tokens,
+            log_probs=token_log_probs,
         )
 
-    def _prefill(self, row: _Row) -> str:
-        """What the chat template begins each of a row's turns with, where it is a thought."""
+    def _prefill(self, row: DialogState) -> str:
+        """Return the thought that the chat template begins each of a row's turns with, if any."""
         match = _THOUGHT.search(self.tokenizer.decode(self._prompt_of(row)[-_PREFILL_TOKENS:]))
         return match[0] if match else ""
 
     def _advance(self, dialogs: Mapping[int, Dialog]) -> list[Turn | Failure]:
-        """Ask the task about the dialogs of rows."""
+        """Return the outcome of the latest turn in each dialog, from the task."""
         if not dialogs:
             return []
         if self.reward_pool is None:
@@ -574,110 +500,69 @@ class LLMEnv(EnvBase):
             )
         return [future.result() for future in futures]
 
-    def _take(
-        self, row: int, dialog: Dialog, turn: Turn | Failure, tokens: Tensor
-    ) -> Tensor | None:
-        """End a row's dialog, or append the task's answer to it.
+    def _apply(self, state: DialogState, dialog: Dialog, turn: Turn | Failure) -> Tensor | None:
+        """End a dialog, or append the task's reply to it.
 
         Returns:
-            [T] int64, all tokens with the answer; None where the dialog ended, or there is no room
-            for the answer.
+            [T] int64, all tokens with the reply; None if the dialog ended, or there is no room for
+            the reply.
         """
-        state = self._rows[row]
+        cut = dialog.finish_reason == "length"
         if isinstance(turn, Failure):
-            tool_failure_reply = (
-                self.task.tool_failure_reply(dialog, turn.told) if turn.told else None
-            )
-            if tool_failure_reply is None or dialog.last:
-                self._invalidate(state, turn)
-                state.truncated = dialog.finish_reason == "length"
-                state.terminated = not state.truncated
+            reply = self.task.tool_failure_reply(dialog, turn.told) if turn.told else None
+            if reply is None or dialog.last:
+                self._invalidate(state, turn, truncated=cut)
                 return None
-            calls = sum(message["role"] == "tool" for message in tool_failure_reply)
-            turn = Turn(tool_failure_reply, None, {"tools/calls": calls, "tools/errors": calls})
+            calls = sum(message["role"] == "tool" for message in reply)
+            turn = Turn(reply, None, {"tools/calls": calls, "tools/errors": calls})
         self.counts.update(turn.counts)
         if turn.undelivered:
-            self._forget(state)
-        else:
-            state.others[state.sample] = _Sample(state.chat, state.between, tokens, dialog)
+            state.undo_turn()
         if turn.reward is not None:
-            state.rewards[-1] = turn.reward
+            state.turn_rewards[-1] = turn.reward
         if turn.score is not None:
-            state.reward, state.correct = turn.score.reward, turn.score.correct
-            state.parts = dict(turn.score.parts)
-            cut = dialog.finish_reason == "length" and not turn.undelivered
-            state.truncated = cut or turn.messages is not None
-            state.terminated = not state.truncated
+            ended_by_limit = turn.messages is not None or (cut and not turn.undelivered)
+            state.score(turn.score, truncated=ended_by_limit)
             return None
         try:
-            longer = self._continued(state, turn)
-        except (
-            ValueError,
-            RecursionError,
-        ) as error:  # what an agent asks, the template need not take
+            tokens = self._with_reply(state, turn)
+        except (ValueError, RecursionError) as error:
             if not self.task.is_stateful:
                 raise
+            # The template need not render what an agent writes.
             self._invalidate(state, Failure.of(error))
-            state.terminated = True
             return None
-        if longer is None:
-            state.truncated = True
+        if tokens is None:
+            state.end(truncated=True)
         else:
-            state.limits, state.given = turn.limits, longer.numel()
-        return longer
+            state.continue_with(turn.sample, turn.messages or (), tokens, turn.limits)
+        return tokens
 
-    @staticmethod
-    def _forget(state: _Row) -> None:
-        """Undo what a row's latest turn did to its sample."""
-        if state.before is not None:
-            state.others[state.sample] = state.before
-        state.samples[-1] = state.sample = _LOST
-        state.between = []
-
-    def _continued(self, state: _Row, turn: Turn) -> Tensor | None:
-        """All tokens of the sample that the task's answer goes on with, or that it begins; None
-        without room.
-        """
-        messages, old = turn.messages or (), state.others.get(turn.sample)
-        longer = (
-            self._if_fits(self._first_prompt_tokens(turn))
-            if old is None
-            else self._append_reply(old.tokens, messages, old.latest)
-        )
-        if longer is None:
-            return None
-        state.others.pop(turn.sample, None)
-        state.before, state.sample = old, turn.sample
-        state.chat, state.between = (
-            (messages, []) if old is None else (old.chat, [*old.between, *messages])
-        )
-        return longer
+    def _with_reply(self, state: DialogState, turn: Turn) -> Tensor | None:
+        """Return all tokens of the sample that a reply continues or begins, None without room."""
+        sample = state.samples.get(turn.sample)
+        if sample is None or sample.tokens is None:
+            return self._if_fits(self._first_prompt_tokens(turn))
+        return self._append_reply(sample.tokens, turn.messages or (), sample.turn_tokens)
 
     def _append_reply(
-        self, tokens: Tensor, messages: Sequence[Message], dialog: Dialog
+        self, tokens: Tensor, messages: Sequence[Message], turn_tokens: Sequence[int]
     ) -> Tensor | None:
         """Return all tokens with messages after the latest turn; None if there is no room for them."""
         if messages and not messages[0]["role"]:
-            between = self._text_tokens(messages, begins=False)
+            reply = self._text_tokens(messages, add_special_tokens=False)
         else:
-            between = self._template.tokens(messages, dialog.tokens)
-        return self._if_fits(torch.cat([tokens, between]))
+            reply = self._template.tokens(messages, turn_tokens)
+        return self._if_fits(torch.cat([tokens, reply]))
 
     def _if_fits(self, tokens: Tensor) -> Tensor | None:
-        return (
-            tokens
-            if self.max_dialog_tokens is None or tokens.numel() <= self.max_dialog_tokens
-            else None
-        )
+        most = self.max_dialog_tokens
+        return tokens if most is None or tokens.numel() <= most else None
 
     @property
     def dialogs(self) -> list[Dialog]:
         """Return the dialog of each row so far, including messages after the latest turn."""
-        chats = [[*row.chat, *row.between] for row in self._rows]
-        return [
-            Dialog(row.problem, row.responses, chat)
-            for row, chat in zip(self._rows, chats, strict=True)
-        ]
+        return [Dialog(row.problem, row.responses, row.current.messages) for row in self._rows]
 
     @property
     def transcripts(self) -> list[dict[int, str]]:
@@ -686,27 +571,23 @@ class LLMEnv(EnvBase):
         """
 
         def line(message: Message) -> str:
-            said = str(message["content"])
-            return said if message["role"] in ("assistant", "") else f"[{message['role']}] {said}"
+            text = str(message["content"])
+            return text if message["role"] in ("assistant", "") else f"[{message['role']}] {text}"
 
-        chats = [
-            {row.sample: row.between}
-            | {number: sample.between for number, sample in row.others.items()}
-            for row in self._rows
-        ]
         return [
-            {number: "\n".join(map(line, chat)) for number, chat in one.items()} for one in chats
+            {number: "\n".join(map(line, chat)) for number, chat in row.chats.items()}
+            for row in self._rows
         ]
 
     @property
     def samples(self) -> list[list[int]]:
         """Number of the training sample of each turn, for each row."""
-        return [row.samples for row in self._rows]
+        return [row.turn_samples for row in self._rows]
 
     @property
     def errors(self) -> list[str]:
-        """Return in a line why each row's reward is invalid; empty if it is valid."""
-        return [row.error for row in self._rows]
+        """Why each row's reward is invalid, in a line; empty if it is valid."""
+        return [row.outcome.error for row in self._rows]
 
     def check_role(self, role: str) -> None:
         """Raise ``ValueError`` if the chat template rejects messages of a role after the policy's
@@ -722,11 +603,12 @@ class LLMEnv(EnvBase):
         dialog, state = self.latest[row], self._rows[row]
         if dialog.last or dialog.finish_reason == "length":
             return None
-        longer = self._append_reply(tokens, messages, dialog)
+        longer = self._append_reply(tokens, messages, dialog.tokens)
         if longer is not None:
-            said = dialog.messages[len(state.chat) :]
-            self._rows[row] = _Row(
-                state.drawn, state.chat, responses=state.responses, between=[*said, *messages]
+            chat = state.current.chat
+            later = [*dialog.messages[len(chat) :], *messages]
+            self._rows[row] = DialogState(
+                state.drawn, SampleState(0, chat, later), responses=state.responses
             )
         return longer
 
@@ -735,19 +617,20 @@ class LLMEnv(EnvBase):
         draws.
         """
         if self._draws:
+            states = [self._rows[row] for row in self.latest]
             self.drawing.record(
-                (self._rows[row].drawn.index, self._rows[row].correct)
-                for row in self.latest
-                if self._rows[row].done and self._rows[row].valid
+                (state.drawn.index, state.outcome.correct)
+                for state in states
+                if state.outcome.done and state.outcome.valid
             )
 
     def finish(self, row: int, *, truncated: bool) -> None:
-        """Ends a row's dialog."""
-        self._rows[row].terminated, self._rows[row].truncated = not truncated, truncated
+        """End a row's dialog."""
+        self._rows[row].end(truncated=truncated)
 
-    def _invalidate(self, row: _Row, failure: Failure) -> None:
-        """Mark the dialog as not scored; log each kind of failure once."""
-        row.valid, row.error = False, failure.line
+    def _invalidate(self, row: DialogState, failure: Failure, *, truncated: bool = False) -> None:
+        """End a dialog without a valid reward; log each kind of failure once."""
+        row.invalidate(failure.line, truncated=truncated)
         self.counts[f"rewards/invalid_{failure.cause}"] += 1
         if self._is_new(failure):
             torchrl_logger.error(
@@ -767,18 +650,21 @@ class LLMEnv(EnvBase):
         included.
         """
         counts, self.counts = self.counts, Counter()
-        tools = dict.fromkeys(("tools/calls", "tools/errors") if self.task.tools else (), 0)
-        return {
-            **tools,
-            **counts,
-            **({} if self.reward_pool is None else self.reward_pool.take_counts()),
-        }
+        tools = dict.fromkeys(("tools/calls", "tools/errors"), 0) if self.task.tools else {}
+        pool = {} if self.reward_pool is None else self.reward_pool.take_counts()
+        return {**tools, **counts, **pool}
 
-    @staticmethod
-    def _outcome_columns(rows: Sequence[_Row], names: Sequence[str]) -> dict[str, Tensor]:
-        """Return attributes of the rows as [B, 1] columns."""
-        columns = {
-            name: torch.tensor([getattr(row, name) for row in rows]).unsqueeze(-1) for name in names
+    def _outcome_columns(self, outcomes: Sequence[Outcome], names: Sequence[str]) -> dict[str, Any]:
+        """Return attributes of outcomes as [B, 1] columns, and the parts of the rewards."""
+        columns: dict[str, Any] = {
+            name: torch.tensor([getattr(outcome, name) for outcome in outcomes]).unsqueeze(-1)
+            for name in names
         }
         columns[keys.REWARD_VALID] = columns.pop("valid")
+        if self.task.has_parts:
+            columns[keys.REWARD_PARTS[-1]] = _stack([outcome.parts for outcome in outcomes])
         return columns
+
+
+def _stack(values: Sequence[Any]) -> NonTensorStack:
+    return NonTensorStack(*[NonTensorData(value) for value in values])

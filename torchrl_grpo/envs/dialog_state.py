@@ -1,0 +1,160 @@
+"""``DialogState``: a dialog in progress, its training samples and its outcome, with named
+transitions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from torchrl_grpo.tasks.base import Dialog, Message, Problem, Score, TurnLimits
+from torchrl_grpo.tasks.drawing import Drawn
+
+LOST = -1
+"""Sample of a turn that was not delivered: the turn belongs to no sample."""
+
+
+@dataclass
+class Outcome:
+    """Outcome of a dialog; neither terminated nor truncated while the dialog goes on."""
+
+    reward: float = 0.0
+    correct: bool = False
+    parts: dict[str, float | None] = field(default_factory=dict)
+    valid: bool = True
+    error: str = ""
+    terminated: bool = False
+    truncated: bool = False
+
+    @property
+    def done(self) -> bool:
+        return self.terminated or self.truncated
+
+
+@dataclass(frozen=True)
+class SampleState:
+    """A training sample up to now.
+
+    Attributes:
+        number: of the sample within the trajectory.
+        chat: messages of the sample's first prompt.
+        later: all messages after them.
+        tokens: all tokens up to the policy's latest turn; None before its first turn.
+        turn_tokens: tokens of that turn.
+    """
+
+    number: int
+    chat: Sequence[Message]
+    later: Sequence[Message] = ()
+    tokens: Tensor | None = None
+    turn_tokens: Sequence[int] = ()
+
+    @property
+    def messages(self) -> list[Message]:
+        return [*self.chat, *self.later]
+
+
+@dataclass
+class DialogState:
+    """A dialog in progress.
+
+    A turn is ``add_turn``, possibly ``undo_turn``, and then ``continue_with`` the task's reply or
+    one of ``score``, ``invalidate`` and ``end``.
+
+    Attributes:
+        drawn: group and problem.
+        current: training sample that the policy writes.
+        episode: key of the dialog of a stateful task, which must be closed; else empty.
+        prompt: [T] int64, first prompt of a stateful task; None is the problem's own.
+        prompt_tokens: number of tokens before the next turn, of a stateful task.
+        limits: of the next turn.
+        responses: text of each turn.
+        turn_rewards: reward of each turn, None without one.
+        turn_samples: number of each turn's sample.
+        samples: samples with a turn, by number, that the dialog may return to.
+        outcome: reward, and how the dialog ended.
+    """
+
+    drawn: Drawn
+    current: SampleState
+    episode: str = ""
+    prompt: Tensor | None = None
+    prompt_tokens: int = 0
+    limits: TurnLimits = field(default_factory=TurnLimits)
+    responses: list[str] = field(default_factory=list)
+    turn_rewards: list[float | None] = field(default_factory=list)
+    turn_samples: list[int] = field(default_factory=list)
+    samples: dict[int, SampleState] = field(default_factory=dict)
+    outcome: Outcome = field(default_factory=Outcome)
+    _before: SampleState | None = None  # the current sample before the latest turn
+
+    @property
+    def problem(self) -> Problem:
+        return self.drawn.problem
+
+    @property
+    def query(self) -> str:
+        """The problem's query or, if it has none, the end of the first prompt."""
+        chat = self.current.chat
+        return self.problem.query or (str(chat[-1]["content"]) if chat else "")
+
+    def add_turn(self, dialog: Dialog, tokens: Tensor) -> None:
+        """Append the policy's turn to the current sample, whose tokens then are ``tokens``."""
+        later = [*self.current.later, dialog.messages[-1]]
+        self.current = replace(self.current, later=later, tokens=tokens, turn_tokens=dialog.tokens)
+        self.samples[self.current.number] = self.current
+        self.responses.append(dialog.responses[-1])
+        self.turn_rewards.append(None)
+        self.turn_samples.append(self.current.number)
+
+    def undo_turn(self) -> None:
+        """Take the latest turn, which was not delivered, out of its sample."""
+        self.samples.pop(self.current.number, None)
+        if self._before is not None:
+            self.samples[self.current.number] = self._before
+        self.turn_samples[-1] = LOST
+        self.current = SampleState(LOST, self.current.chat)
+
+    def continue_with(
+        self, number: int, messages: Sequence[Message], tokens: Tensor, limits: TurnLimits
+    ) -> None:
+        """Append the task's reply to a sample, or begin the sample with it; also the first
+        prompt of a stateful task.
+
+        Args:
+            number: of the sample.
+            messages: the reply; a whole chat if it begins the sample.
+            tokens: all tokens of the sample, with the reply.
+            limits: of the next turn.
+        """
+        self._before = sample = self.samples.pop(number, None)
+        if sample is None:
+            self.current = SampleState(number, messages)
+        else:
+            self.current = replace(sample, later=[*sample.later, *messages])
+        self.limits = limits
+        self.prompt_tokens = tokens.numel()
+
+    def score(self, score: Score, *, truncated: bool) -> None:
+        """End the dialog with a score."""
+        self.outcome = Outcome(score.reward, score.correct, dict(score.parts))
+        self.end(truncated=truncated)
+
+    def invalidate(self, error: str, *, truncated: bool) -> None:
+        """End the dialog without a valid reward; ``error`` says why in a line."""
+        self.outcome.valid = False
+        self.outcome.error = error
+        self.end(truncated=truncated)
+
+    def end(self, *, truncated: bool) -> None:
+        """End the dialog."""
+        self.outcome.truncated = truncated
+        self.outcome.terminated = not truncated
+
+    @property
+    def chats(self) -> dict[int, Sequence[Message]]:
+        """Messages of each sample after its first prompt, by number."""
+        current = {self.current.number: self.current.later}
+        return current | {number: sample.later for number, sample in self.samples.items()}

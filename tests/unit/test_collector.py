@@ -363,9 +363,9 @@ class TurnRewardEnv(LLMEnv):
     """An environment whose steps all have a reward: the number of letters of the turn, not valid for ``bad``."""
 
     def _step(self, tensordict):
-        active = [not dialog.done for dialog in self._rows]
+        active = self.stepping.tolist()
         out = super()._step(tensordict)
-        texts = [dialog.responses[-1] for dialog in self._rows]
+        texts = [dialog.responses[-1] for dialog in self.dialogs]
         reward = [
             float(len(text)) if went else 99.0 for text, went in zip(texts, active, strict=True)
         ]

@@ -29,7 +29,7 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers finds
 def render_chat(
     tokenizer: PreTrainedTokenizerBase, chat: Sequence[Message], **arguments: Any
 ) -> str:
-    """A chat as the chat template writes it.
+    """Return a chat as the chat template writes it.
 
     Raises:
         ValueError: the template raises, whatever it is.
@@ -40,7 +40,7 @@ def render_chat(
 def render_spans(
     tokenizer: PreTrainedTokenizerBase, chat: Sequence[Message], **arguments: Any
 ) -> tuple[str, list[tuple[int, int]]]:
-    """A chat as the chat template writes it, and the characters between its ``generation`` markers,
+    """Return a chat as the chat template writes it, and the characters between its ``generation`` markers,
     if it has any.
 
     Raises:
@@ -58,11 +58,11 @@ def render_spans(
         return text, spans
     except Exception as error:
         template = printable(str(tokenizer.chat_template))
-        said = printable(f"{type(error).__name__}: {error}")
+        reason = printable(f"{type(error).__name__}: {error}")
         roles = list(dict.fromkeys(str(message.get("role")) for message in chat))
         raise ValueError(
             f"model.chat_template={template!r:.80} must write a chat of the roles {roles}, and it "
-            f"says {said!r:.200}: mend it, or leave it out, if it is not the tokenizer's own."
+            f"says {reason!r:.200}: mend it, or leave it out, if it is not the tokenizer's own."
         ) from error
 
 
@@ -76,11 +76,9 @@ def check_tools(
     """
     if not tools:
         return
-    with_tools, without = (
-        render_chat(tokenizer, [_USER], tools=each, add_generation_prompt=True, **arguments)
-        for each in (list(tools), None)
-    )
-    if with_tools == without:
+    arguments = {**arguments, "add_generation_prompt": True}
+    with_tools = render_chat(tokenizer, [_USER], tools=list(tools), **arguments)
+    if with_tools == render_chat(tokenizer, [_USER], tools=None, **arguments):
         raise ValueError(
             f"model.chat_template={printable(str(tokenizer.chat_template))!r:.80} must write the "
             f"tools {[tool.get('function', tool).get('name') for tool in tools]}, and it leaves "
@@ -139,31 +137,23 @@ class ChatEncoder:
         self._normalize: Callable[[str], str] = normalizer.normalize_str if normalizer else str
 
     def _control_tokens(self) -> tuple[str, ...]:
-        """Control tokens, longest first."""
+        """Return the control tokens, longest first."""
         chats = ([_USER, _ASSISTANT, _USER], [_USER, _ASSISTANT, _RESULT, _ASSISTANT, _USER])
         written = ""
         for chat in chats:
-            with suppress(
-                ValueError
-            ):  # not every template takes a tool's result, or more than one turn
+            with suppress(ValueError):  # the template may refuse tool results, or several turns
                 written += render_chat(self.tokenizer, chat, **self.arguments)
-        special: set[str] = set(self.tokenizer.all_special_tokens)
-        others: set[str] = set()
+        control: set[str] = set(self.tokenizer.all_special_tokens)
         for added in self.tokenizer.added_tokens_decoder.values():
-            (special if added.special else others).add(added.content)
-        others = {
-            token
-            for token in others
-            if token in written and not (token[0].isalnum() or token.isspace())
-        }
-        return tuple(
-            sorted(
-                (token for token in special | others if len(token) > 1), key=lambda t: (-len(t), t)
-            )
-        )
+            token = added.content
+            is_text = token not in written or token[0].isalnum() or token.isspace()
+            if added.special or not is_text:
+                control.add(token)
+        tokens = (token for token in control if len(token) > 1)
+        return tuple(sorted(tokens, key=lambda token: (-len(token), token)))
 
     def tokens(self, chat: Sequence[Message], **arguments: Any) -> list[int]:
-        """A chat's tokens; ``arguments`` are those of ``render``."""
+        """Return a chat's tokens; ``arguments`` are those of ``render``."""
         return self.encode([self.render(chat, **arguments)])[0]
 
     def render(self, chat: Sequence[Message], **arguments: Any) -> str:
@@ -230,9 +220,8 @@ class ChatEncoder:
         if apart == chat:
             return text, spans
         safe, safe_spans = render_spans(self.tokenizer, apart, **arguments)
-        same = [token for _, token in self._found(safe)] == [
-            token for _, token in self._found(text)
-        ]
+        tokens = [token for _, token in self._control_in(text)]
+        same = tokens == [token for _, token in self._control_in(safe)]
         return (text, spans) if same else (safe, safe_spans)
 
     def _with_call_form(self, message: Message) -> Message:
@@ -264,11 +253,8 @@ class ChatEncoder:
         pieces = [piece.translate(self._originals) for text in cut for piece in text]
         if not pieces:
             return [[] for _ in texts]
-        ids = iter(
-            self.tokenizer(pieces, add_special_tokens=False, return_attention_mask=False)[
-                "input_ids"
-            ]
-        )
+        encoded = self.tokenizer(pieces, add_special_tokens=False, return_attention_mask=False)
+        ids = iter(encoded["input_ids"])
         return [[token for _ in text for token in next(ids)] for text in cut]
 
     def plain(self, text: str) -> str:
@@ -314,18 +300,18 @@ class ChatEncoder:
     def _marked(self, text: str) -> str:
         """Return a message's text with stand-ins."""
         text = replace_lone_surrogates(text)
-        found, normal = self._found(text), self._normalize(text)
-        if len(self._found(normal)) > len(
-            found
-        ):  # such as a wide "<", of which the tokenizer makes a plain one
+        tokens = self._control_in(text)
+        normal = self._normalize(text)
+        normal_tokens = self._control_in(normal)
+        if len(normal_tokens) > len(tokens):  # the tokenizer makes a plain "<" of a wide one
             text = normal
-            found = self._found(normal)
+            tokens = normal_tokens
         chars = list(text)
-        for place, _ in found:
+        for place, _ in tokens:
             chars[place] = self._stand_ins[chars[place]]
         return "".join(chars)
 
-    def _found(self, text: str) -> list[tuple[int, str]]:
+    def _control_in(self, text: str) -> list[tuple[int, str]]:
         """Return the control tokens in a text with their positions; one may begin within another."""
         begin = [first.start() for first in self._first.finditer(text)]
         return [(place, token[0]) for place in begin if (token := self._any.match(text, place))]
@@ -377,9 +363,7 @@ class TurnTemplate:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> None:
         self._chats = ChatEncoder(tokenizer, arguments)
         self._known: dict[str, list[int]] = {}
-        self._kept: set[tuple[Any, ...]] = (
-            set()
-        )  # roles of messages that the template is known to write
+        self._written_roles: set[tuple[Any, ...]] = set()
 
     def tokens(self, messages: Sequence[Message], response: Sequence[int]) -> Tensor:
         """Return the tokens between two turns, [T] int64.
@@ -412,31 +396,27 @@ class TurnTemplate:
     def _between(self, messages: Sequence[Message]) -> str:
         """Return what ``ChatEncoder.render`` puts after the assistant's text."""
         roles = tuple(message.get("role") for message in messages)
-        if roles not in self._kept:
+        if roles not in self._written_roles:
             # Not looked for in their own words: a template may write a text as JSON, strip it or
             # take a part out.
             probes = [_PROBE.format(number) for number in range(len(messages))]
-            said = self._after(
-                [
-                    {**message, "content": probe}
-                    for message, probe in zip(messages, probes, strict=True)
-                ]
-            )
+            pairs = zip(messages, probes, strict=True)
+            text = self._after([{**message, "content": probe} for message, probe in pairs])
             for role, probe in zip(roles, probes, strict=True):
-                if probe not in said:
+                if probe not in text:
                     raise ValueError(
                         "the tokenizer's chat template must write a message after an assistant's "
                         f"turn, it left the content of a message of the role {role!r} out: use "
                         "another template (model.chat_template)."
                     )
-            self._kept.add(roles)
+            self._written_roles.add(roles)
         return self._after(messages)
 
     def _after(self, messages: Sequence[Message]) -> str:
         chat = [_USER, {**_ASSISTANT, "content": _PLACEHOLDER}, *messages]
         text = self._chats.render(chat, add_generation_prompt=True)
-        _, found, between = text.partition(_PLACEHOLDER)
-        if not found:
+        _, placeholder, between = text.partition(_PLACEHOLDER)
+        if not placeholder:
             raise ValueError(
                 "the tokenizer's chat template must keep the text of an assistant turn, it left "
                 f"{_PLACEHOLDER!r} out: use max_turns=1 or another template."

@@ -111,10 +111,7 @@ class ChatWriter:
         head, text, spans = self.render(prompt, rest, tools)
         [before] = self._chats.encode([head])
         tokens, turns = self._chats.encode_spans(text, spans)
-        shared = next(
-            (i for i, (a, b) in enumerate(zip(before, tokens, strict=False)) if a != b), len(before)
-        )
-        shared = min(shared, turns[0].start)
+        shared = min(_common_length(before, tokens), turns[0].start)
         if not any(tokens[i] in self._stops for turn in turns for i in turn):
             tokens, turns = self._with_ends(tokens, turns)
         end, cut = len(tokens), False
@@ -151,11 +148,11 @@ class ChatWriter:
         whole = self._chats.plain(text)
         heads = {first: self._chats.render(prompt, add_generation_prompt=True, **arguments)}
         start = len(heads[first])
-        _check_goes_on(whole, self._chats.plain(heads[first]))
+        _check_begins_with(whole, self._chats.plain(heads[first]))
         spans = [(max(begin, start), end) for begin, end in marked if end > start]
         if not spans:
             spans = list(self._spans(chat, first, whole, arguments))
-        _check_kept(rest, whole, spans, start)
+        _check_written(rest, whole, spans, start)
         return heads[first], text, spans
 
     def _spans(
@@ -173,9 +170,9 @@ class ChatWriter:
             if chat[place]["role"] != "assistant":
                 continue
             head = write(place, prompts=True)
-            _check_goes_on(whole, head)
+            _check_begins_with(whole, head)
             up_to_here = whole if place == len(chat) - 1 else write(place + 1, prompts=False)
-            _check_goes_on(up_to_here, head)
+            _check_begins_with(up_to_here, head)
             turn, start = up_to_here[len(head) :], len(head)
             # A template may begin the last turn of a chat with an empty thought that it writes in
             # no other.
@@ -207,11 +204,14 @@ class ChatWriter:
         return out + tokens[done:], ended
 
 
-def _check_goes_on(text: str, head: str) -> None:
+def _common_length(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """Return the length of the common beginning of two sequences."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(a))
+
+
+def _check_begins_with(text: str, head: str) -> None:
     if not text.startswith(head):
-        same = next(
-            (i for i, (a, b) in enumerate(zip(text, head, strict=False)) if a != b), len(text)
-        )
+        same = _common_length(text, head)
         raise ValueError(
             "model.chat_template must write a response after the prompt that the policy sees, "
             f"which goes on with {head[same:]!r:.80} where the chat has {text[same:]!r:.80}: write "
@@ -220,7 +220,7 @@ def _check_goes_on(text: str, head: str) -> None:
         )
 
 
-def _check_kept(rest: Sequence[Message], text: str, spans: Spans, start: int) -> None:
+def _check_written(rest: Sequence[Message], text: str, spans: Spans, start: int) -> None:
     """Check that the words of each message are written, an assistant's within its turns and others'
     between them.
     """
@@ -239,15 +239,15 @@ def _check_kept(rest: Sequence[Message], text: str, spans: Spans, start: int) ->
                 functions = [call.get("function", call) for call in calls]
                 value = [(function["name"], function["arguments"]) for function in functions]
             for word in _words(value):
-                found = sides[own].find(word, place)
-                if found < 0:
+                start = sides[own].find(word, place)
+                if start < 0:
                     raise ValueError(
                         f"model.chat_template must write {field} of each message, it left out "
                         f"{word!r} of {message[field]!r:.80} of the {message['role']}: use a "
                         "template that writes it (one for training, which keeps earlier turns as "
                         "they were), or remove it from the row."
                     )
-                place = found + len(word)
+                place = start + len(word)
             ends.append(place)
         places[own] = max(ends)
 
@@ -321,7 +321,7 @@ class Demonstrations:
             ValueError: the task has no demonstration of a problem.
         """
         start = time.perf_counter()
-        batch = lazy_stack([self._row(one) for one in drawn])
+        batch = lazy_stack([self._row(group) for group in drawn])
         self.last = RolloutCounts(env_seconds=time.perf_counter() - start)
         return batch
 
@@ -334,19 +334,21 @@ class Demonstrations:
         Raises:
             ValueError: the task has no demonstration of the problem.
         """
-        chat, nothing = self._chat(drawn.problem), slice(0, 0)
+        chat = self._chat(drawn.problem)
         for number, row in enumerate(rows):
-            row.set(keys.DEMONSTRATION, chat.tokens[nothing] if number else chat.tokens)
-            row.set(keys.DEMONSTRATION_MASK, chat.learned[nothing] if number else chat.learned)
+            part = slice(0, 0 if number else None)
+            row.set(keys.DEMONSTRATION, chat.tokens[part])
+            row.set(keys.DEMONSTRATION_MASK, chat.learned[part])
 
     def _chat(self, problem: Problem) -> WrittenChat:
         task = self.env.task
-        prompt, rest, tools = (
+        return self._write(
             task.messages(problem),
             task.demonstration(problem),
             task.tools_for(problem),
+            most=self.most,
+            longest=self.longest,
         )
-        return self._write(prompt, rest, tools, most=self.most, longest=self.longest)
 
     def _row(self, drawn: Drawn) -> TensorDictBase:
         chat = self._chat(drawn.problem)
@@ -378,11 +380,9 @@ class Demonstrations:
                 keys.RESPONSE_TEXT: NonTensorData("\n".join(texts)),
             }
         )
-        return (
+        if drawn.problem.dataset:
             row.set(keys.DATASET, NonTensorData(drawn.problem.dataset))
-            if drawn.problem.dataset
-            else row
-        )
+        return row
 
     def take_counts(self) -> dict[str, float]:
         """Return nothing: no reward function was called."""

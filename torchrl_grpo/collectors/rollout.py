@@ -174,7 +174,7 @@ class RolloutCollector(BaseCollector):
                 yield None
 
     def rollout(self, drawn: Sequence[Drawn] = ()) -> TensorDictBase:
-        """Plays one batch.
+        """Play one batch.
 
         Args:
             drawn: the groups to play, as many as the environment has room for; without them the
@@ -195,24 +195,24 @@ class RolloutCollector(BaseCollector):
         self.last = RolloutCounts()
         if drawn:
             self.base_env.assign(drawn)
-        sequences, played = list(self._play()), self.base_env.batch_size[0]
+        rows = self.base_env.batch_size[0]
+        sequences = list(self._play())
+        played = rows
         while not drawn and played < self.requested_frames_per_batch:
             sequences.extend(self._play())
-            played += self.base_env.batch_size[0]
+            played += rows
         self._frames += played
         return lazy_stack(sequences)
 
     def _play(self) -> Iterable[TensorDictBase]:
-        """Resets the environment and plays until all rows are done; one TensorDict per sample of a
-        row.
+        """Reset the environment and play until all rows are done; return a TensorDict for each
+        sample of a row.
         """
         start = time.perf_counter()
         data = self.env.reset()
         self.last.env_seconds += time.perf_counter() - start
         turns: list[list[TensorDictBase]] = [[] for _ in range(data.batch_size[0])]
-        active = list(
-            range(len(turns))
-        )  # each row has a first transition, also one whose opening failed
+        active = list(range(len(turns)))  # also rows whose opening failed have a first transition
         stepping = self.base_env.stepping
         if not stepping.all():
             data.set(keys.STEPPING, stepping)
@@ -246,30 +246,26 @@ class RolloutCollector(BaseCollector):
         finishes.
         """
         env = self.base_env
-        policy, told = (
-            copy(self.policy),
-            self.policy.on_response,
-        )  # others may share it at the same time
+        on_response = self.policy.on_response
+        policy = copy(self.policy)  # others may share it at the same time
         if env.task.is_stateful:
             policy.cut = self._cut
 
         def receive(row: int, done: Completion) -> None:
             env.receive(row, done.tokens, done.finish_reason == "length", done.log_probs)
-            if told is not None:
-                told(row, done)
+            if on_response is not None:
+                on_response(row, done)
 
         if env.reward_pool is not None:
             policy.on_response = receive
         return policy(data)
 
     def _cut(self, row: int, done: Completion) -> Completion:
-        """A row's response as it was wished for, before anything of it is recorded."""
+        """Return a row's response within the limits of the turn, before any of it is recorded."""
         limits = self.base_env.limits(row)
-        end = (
-            completed_at(limits.stop, done.tokens.tolist(), self._token_bytes)
-            if limits.stop
-            else None
-        )
+        end = None
+        if limits.stop:
+            end = completed_at(limits.stop, done.tokens.tolist(), self._token_bytes)
         return cut_off(done, limits.max_tokens, end)
 
     @cached_property
@@ -321,7 +317,7 @@ class RolloutCollector(BaseCollector):
         )
 
     def increment_version(self) -> None:
-        """Raises the engine's ``policy_version`` by 1, as ``update_policy_weights_`` does without a
+        """Raise the engine's ``policy_version`` by 1, as ``update_policy_weights_`` does without a
         version.
         """
         engine = self.policy.engine
@@ -339,7 +335,7 @@ class RolloutCollector(BaseCollector):
         )
 
     def shutdown(self, *args: Any, **kwargs: Any) -> None:
-        """Closes the environment and the engine. May be called again."""
+        """Close the environment and the engine. May be called again."""
         if not self._closed:
             self._closed = True
             self.env.close()
@@ -361,7 +357,7 @@ class RolloutCollector(BaseCollector):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores what ``state_dict`` gave.
+        """Restore ``state_dict``.
 
         Raises:
             ValueError: the state is from an environment with another number of problems.
@@ -438,8 +434,9 @@ def _split(
     rewards: Sequence[float | None],
     samples: Sequence[int],
 ) -> list[TensorDictBase]:
-    """The samples of a row of this number. Without turns that are of no sample; where there are
-    only such turns, the last one stands for the row, which is not valid."""
+    """Return the samples of the row of this number, without turns that belong to no sample. If
+    there are only such turns, the last one stands for the row, which is invalid.
+    """
     of_sample: dict[int, list[int]] = {}
     for turn, sample in enumerate(samples or [0]):  # it has none where its opening failed
         of_sample[sample] = [*of_sample.get(sample, ()), turn]
@@ -458,7 +455,7 @@ def _split(
         part = trajectory.clone(recurse=False).update(merged).set(keys.RESPONSE_TEXT, texts[sample])
         part.set(keys.TRAJECTORY, trajectory.get(keys.GROUP_ID) * _MOST_ROWS + number)
         out.append(part)
-    valid = torch.stack([one.get(keys.REWARD_VALID) for one in (trajectory, *out)]).all(0)
+    valid = torch.stack([part.get(keys.REWARD_VALID) for part in (trajectory, *out)]).all(0)
     for part in out:
         part.set(keys.REWARD_VALID, valid)
         part.set(keys.DONE, torch.tensor([part is out[-1]]))
@@ -469,21 +466,22 @@ def _merge(turns: list[TensorDictBase], own: Sequence[float | None]) -> TensorDi
     """Join a dialog's turns into one sequence; each turn's tokens begin with all tokens of the turn
     before.
     """
-    full, prompt = turns[-1].get(keys.FULL), turns[0].get(keys.PROMPT)
-    sampled, versions = torch.zeros_like(full, dtype=torch.bool), torch.full_like(full, -1)
+    full = turns[-1].get(keys.FULL)
+    prompt = turns[0].get(keys.PROMPT)
+    sampled = torch.zeros_like(full, dtype=torch.bool)
+    versions = torch.full_like(full, -1)
     written = [
         key for key in (keys.LOG_PROBS, keys.REF_LOG_PROBS) if turns[0].get(key, None) is not None
     ]
     log_probs = [torch.zeros(full.shape) for _ in written]
     rewards = torch.zeros(full.shape, dtype=torch.float64)
     shares = [float(turn.get(keys.REWARD)) for turn in turns]
-    given = [share or 0.0 for share in own]
-    if any(given):
-        rest = sum(shares) - sum(
-            given
-        )  # of a score that is more than its turns' rewards, or rounding
-        shares = given
-        shares[-1] += rest if abs(rest) > _ROUNDING * sum(map(abs, given)) else 0.0
+    turn_rewards = [reward or 0.0 for reward in own]
+    if any(turn_rewards):
+        # The rest is a score beyond the rewards of the turns, or rounding.
+        rest = sum(shares) - sum(turn_rewards)
+        shares = turn_rewards
+        shares[-1] += rest if abs(rest) > _ROUNDING * sum(map(abs, turn_rewards)) else 0.0
     for turn, share in zip(turns, shares, strict=True):
         length, mask = turn.get(keys.FULL).numel(), turn.get(keys.ASSISTANT_MASK)
         if not torch.equal(turn.get(keys.FULL), full[:length]):

@@ -37,7 +37,7 @@ class RolloutTask:
     @property
     def groups(self) -> tuple[int, ...]:
         """The ids of the groups."""
-        return tuple(one.group for one in self.drawn)
+        return tuple(drawn.group for drawn in self.drawn)
 
     def __str__(self) -> str:
         return f"groups {self.groups[0]} to {self.groups[-1]}"
@@ -79,22 +79,19 @@ class RolloutReport:
     rewards: dict[str, float] = field(default_factory=dict)
 
     def spans(self, actor: str, start: float) -> list[dict[str, Any]]:
-        """The rollout as spans of ``timeline.jsonl``: sampling, and then the rewards, as if all of
-        them came after it.
+        """Return the rollout as spans of ``timeline.jsonl``: sampling, and then all rewards.
 
         Args:
             actor: that made it.
             start: of it, in Unix seconds.
         """
-        scored = {
-            "actor": actor,
-            "kind": "score",
-            "start": start + self.generate_s,
-            "seconds": self.env_s,
-        }
+        spans = [
+            ("sample", start, self.generate_s),
+            ("score", start + self.generate_s, self.env_s),
+        ]
         return [
-            {"actor": actor, "kind": "sample", "start": start, "seconds": self.generate_s},
-            scored,
+            {"actor": actor, "kind": kind, "start": start, "seconds": seconds}
+            for kind, start, seconds in spans
         ]
 
 
@@ -148,22 +145,21 @@ class Sampler:
         self.reward_pool = reward_pool
         self.demonstrations = demonstrations
         self._make_collector = make_collector
-        self._idle: list[
-            tuple[int, RolloutCollector | Demonstrations]
-        ] = []  # with the number of groups that each plays
+        # With the number of groups that each plays.
+        self._idle: list[tuple[int, RolloutCollector | Demonstrations]] = []
         self._lock = threading.Lock()
         self._asleep = False
 
     def update(self, handle: WeightHandle, version: int) -> float:
         """Give the engine new weights; return the seconds that this took."""
         start = time.perf_counter()
-        self._make_room()
+        self._empty_cache()
         self.engine.load(handle, version)  # which wakes it
         self._asleep = False
         return time.perf_counter() - start
 
     def play(self, task: RolloutTask) -> tuple[RolloutReport, list[TensorDictBase]]:
-        """Plays a task.
+        """Play a task.
 
         Returns:
             the report, and for each group a lazy stack of its sequences.
@@ -173,36 +169,34 @@ class Sampler:
         generate_s = env_s = 0.0
         rewards: dict[str, float] = {}
         for start in range(0, len(task.drawn), self.groups_at_a_time):
-            drawn = task.drawn[start : start + self.groups_at_a_time]
-            collector = self._take(len(drawn))
+            at_a_time = task.drawn[start : start + self.groups_at_a_time]
+            collector = self._take(len(at_a_time))
             if self.seed is not None:
-                self.engine.seed(random.Random(f"{self.seed}/{drawn[0].group}").getrandbits(32))
+                seed = random.Random(f"{self.seed}/{at_a_time[0].group}").getrandbits(32)
+                self.engine.seed(seed)
             try:
-                rows.extend(collector.rollout(drawn).unbind(0))
+                rows.extend(collector.rollout(at_a_time).unbind(0))
                 generate_s += collector.last.generate_seconds
                 env_s += collector.last.env_seconds
                 for name, count in collector.take_counts().items():
                     rewards[name] = rewards.get(name, 0) + count
             finally:
-                self._idle.append((len(drawn), collector))
-        of_group: dict[int, list[TensorDictBase]] = {one.group: [] for one in task.drawn}
+                self._idle.append((len(at_a_time), collector))
+        groups: dict[int, list[TensorDictBase]] = {group: [] for group in task.groups}
         for row in rows:
-            of_group[int(row.get(keys.GROUP_ID))].append(row)
-        groups = list(of_group.values())
+            groups[int(row.get(keys.GROUP_ID))].append(row)
         if self.demonstrations is not None:
-            for one, group in zip(task.drawn, groups, strict=True):
-                self.demonstrations.give(one, group)
+            for drawn in task.drawn:
+                self.demonstrations.give(drawn, groups[drawn.group])
         report = RolloutReport(
-            groups=tuple(
-                _report(one.group, group) for one, group in zip(task.drawn, groups, strict=True)
-            ),
+            groups=tuple(_report(number, group) for number, group in groups.items()),
             generate_s=generate_s,
             env_s=env_s,
             engine=None if self.overlapping else self.engine.state_dict(),
             rewards=rewards,
         )
         self.sleep()
-        return report, [lazy_stack(group) for group in groups]
+        return report, [lazy_stack(group) for group in groups.values()]
 
     def sleep(self) -> None:
         """Have the engine release its device to the other roles, if they share it, until it is
@@ -214,13 +208,13 @@ class Sampler:
             torch.cuda.empty_cache()
 
     def _wake(self) -> None:
-        """Ends the engine's sleep."""
+        """Wake the engine if it sleeps."""
         if self._asleep:
-            self._make_room()
+            self._empty_cache()
             self.engine.wake()
             self._asleep = False
 
-    def _make_room(self) -> None:
+    def _empty_cache(self) -> None:
         """Release the memory cached by the trainer's allocator, which a waking engine's process
         could not use.
         """
@@ -252,7 +246,7 @@ class Sampler:
             return sample_probe(self.engine, self.probe_prompts, self.params)
 
     def close(self) -> None:
-        """Ends the engine, its processes and the reward workers. May be called again."""
+        """End the engine, its processes and the reward workers. May be called again."""
         for _, collector in self._idle:
             collector.shutdown()
         self.engine.close()

@@ -28,7 +28,7 @@ _OF_SAMPLES = tuple(
 
 
 def rollout_metrics(batch: TensorDictBase, *, sampled: bool = True) -> dict[str, float]:
-    """Metrics of a batch [N]: rewards over valid sequences (NaN without any), lengths, truncated
+    """Return the metrics of a batch [N]: rewards over valid sequences (NaN without any), lengths, truncated
     and invalid ones.
 
     Several samples of a trajectory are one sequence, as long as all of them together.
@@ -71,38 +71,28 @@ def rollout_metrics(batch: TensorDictBase, *, sampled: bool = True) -> dict[str,
         values["samples"] = len(samples)
     numbers = {f"rollout/{name}": float(value) for name, value in values.items()}
     numbers |= _by_dataset(batch) | _by_part(batch)
-    return (
-        numbers
-        if sampled
-        else {k: value for k, value in numbers.items() if not k.startswith(_OF_SAMPLES)}
-    )
+    if sampled:
+        return numbers
+    return {name: value for name, value in numbers.items() if not name.startswith(_OF_SAMPLES)}
 
 
 def ends_of(batch: TensorDictBase) -> TensorDictBase:
-    """The row of each trajectory that has its reward: where there are several samples, the last
-    one.
-    """
+    """Return the row of each trajectory that has its reward: of several samples, the last."""
     trajectory = trajectories_of(batch)
-    return (
-        batch
-        if trajectory is None
-        else lazy_stack([batch[int(row)] for row in last_rows(trajectory).nonzero()])
-    )
+    if trajectory is None:
+        return batch
+    return lazy_stack([batch[int(row)] for row in last_rows(trajectory).nonzero()])
 
 
 def response_lengths(batch: TensorDictBase) -> Tensor:
-    """[M] float32, the tokens that the policy wrote in each trajectory, in all of its samples
-    together.
+    """Return the number of tokens that the policy wrote in each trajectory, in all its samples
+    together, [M] float32.
     """
-    lengths, trajectory = (
-        pad(batch, keys.ASSISTANT_MASK, False).sum(-1).float(),
-        trajectories_of(batch),
-    )
-    return (
-        lengths
-        if trajectory is None
-        else torch.zeros(int(trajectory.max()) + 1).index_add_(0, trajectory, lengths)
-    )
+    lengths = pad(batch, keys.ASSISTANT_MASK, False).sum(-1).float()
+    trajectory = trajectories_of(batch)
+    if trajectory is None:
+        return lengths
+    return torch.zeros(int(trajectory.max()) + 1).index_add_(0, trajectory, lengths)
 
 
 def _std(values: Tensor) -> Tensor:
@@ -160,7 +150,7 @@ def sample_rows(
     version: int | None = None,
     scores: Callable[[int], dict[str, Tensor]] = lambda row: {},
 ) -> list[dict[str, Any]]:
-    """The sequences of a batch as rows of ``samples.jsonl``.
+    """Return the sequences of a batch as rows of ``samples.jsonl``.
 
     Args:
         batch: flat, as a collector gives it.
@@ -280,20 +270,20 @@ def _tokens(
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> list[str]:
-    """The text of each token, as it stands among those before it; together they are the text of
-    all.
+    """Return the text of each token after the tokens before it. Joined, they are the whole text.
 
-    Of tokens that are a part of a character, the last one has it and the others have none.
+    Of several tokens that are one character, the last one has it and the others are empty.
     """
     texts = []
     start = 0
-    told = 0
+    decoded = 0
     for end in range(1, len(tokens) + 1):
-        before = tokenizer.decode(tokens[start:told])
+        before = tokenizer.decode(tokens[start:decoded])
         after = tokenizer.decode(tokens[start:end])
-        if after.endswith("\ufffd") and end < min(len(tokens), told + _LONGEST_CHARACTER):
+        if after.endswith("\ufffd") and end < min(len(tokens), decoded + _LONGEST_CHARACTER):
             texts.append("")
         else:
             texts.append(after[len(before) :])
-            start, told = told, end
+            start = decoded
+            decoded = end
     return texts

@@ -18,17 +18,18 @@ _THOUGHTS = ("thinking", "redacted_thinking")
 
 
 def as_openai(fields: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """A request in OpenAI's words, and the names of its messages in Anthropic's. What cannot be
-    said in them is left as it is, and refused by who reads it."""
+    """Return a request in OpenAI's format, and the names of its messages in Anthropic's. Parts
+    that have no equivalent are left as they are, and refused by the parser of requests.
+    """
     chat: list[tuple[str, Any]] = []
     if fields.get("system"):
         chat.append(("system", {"role": "system", "content": fields["system"]}))
     messages = fields.get("messages")
     if isinstance(messages, list):
         chat += [
-            (f"messages[{place}]", one)
+            (f"messages[{place}]", part)
             for place, message in enumerate(messages)
-            for one in _messages(message)
+            for part in _messages(message)
         ]
     tools, choice = fields.get("tools"), fields.get("tool_choice")
     request = {

@@ -72,20 +72,19 @@ class Session:
         try:
             self._socket.send(json.dumps({"type": kind, "data": data}, default=str))
             answer = json.loads(self._socket.recv(timeout=_LONGEST_CALL_S))
-            told: dict[str, Any] = answer.get("data") or {}
+            body: dict[str, Any] = answer.get("data") or {}
             if answer.get("type") == "error":
-                said = (
-                    f"{told.get('code')}: {told.get('message')} {told.get('errors') or ''}".rstrip()
-                )
-                if told.get("code") == "VALIDATION_ERROR":
-                    raise Refused(said)
-                raise RuntimeError(f"the server of OpenEnv failed: {said}")
+                details = body.get("errors") or ""
+                error = f"{body.get('code')}: {body.get('message')} {details}".rstrip()
+                if body.get("code") == "VALIDATION_ERROR":
+                    raise Refused(error)
+                raise RuntimeError(f"the server of OpenEnv failed: {error}")
         except Refused:
             raise
         except Exception as error:
             self.failure = error
             raise
-        return told
+        return body
 
     def reset(self, **columns: Any) -> str:
         return _text(self.ask("reset", columns))
@@ -114,21 +113,21 @@ def _text(outcome: Mapping[str, Any]) -> str:
     """Return the observation as text: an MCP tool's result, the only text there is, or everything
     as JSON.
     """
-    seen = {
+    observation = {
         name: value
         for name, value in (outcome.get("observation") or {}).items()
         if value not in (None, {}, [])
     }
-    seen.pop(_OF_EVERY_ACTION, None)
-    if seen.pop("tool_name", None) is not None:
-        if "error" in seen:
-            return f"error: {seen['error'].get('message')}"
-        result = seen.get("result")
+    observation.pop(_OF_EVERY_ACTION, None)
+    if observation.pop("tool_name", None) is not None:
+        if "error" in observation:
+            return f"error: {observation['error'].get('message')}"
+        result = observation.get("result")
         result = result.get("data", result) if isinstance(result, dict) else result
         return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
-    if len(seen) == 1 and isinstance(only := next(iter(seen.values())), str):
+    if len(observation) == 1 and isinstance(only := next(iter(observation.values())), str):
         return only
-    return json.dumps(seen, ensure_ascii=False) if seen else ""
+    return json.dumps(observation, ensure_ascii=False) if observation else ""
 
 
 class OpenEnvKind(Kind):
@@ -208,8 +207,12 @@ class OpenEnvKind(Kind):
 
 def _schema(name: str, description: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
     """A tool's schema for the chat template."""
-    kept = {
+    schema = {
         key: parameters[key] for key in ("properties", "required", "$defs") if key in parameters
     }
-    function = {"name": name, "description": description, "parameters": {"type": "object", **kept}}
+    function = {
+        "name": name,
+        "description": description,
+        "parameters": {"type": "object", **schema},
+    }
     return {"type": "function", "function": function}

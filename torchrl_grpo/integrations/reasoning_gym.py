@@ -171,16 +171,16 @@ class ReasoningGymTask(Task):
         dataset = reasoning_gym.factory.DATASETS[self.name][0](
             dataclasses.replace(config, size=draws)
         )
-        wanted = len(drawn) + size
+        total = len(drawn) + size
         for index in range(draws):
-            if len(drawn) == wanted:
+            if len(drawn) == total:
                 break
             try:
                 entry = dataset[index]
             except Exception as error:
                 raise ValueError(
                     f"{self.field}.dataset=reasoning_gym:{self.name} could not make problem "
-                    f"{index} with {self._said()} ({type(error).__name__}: {error}): use other "
+                    f"{index} with {self._all_options} ({type(error).__name__}: {error}): use other "
                     "options."
                 ) from error
             question = entry["question"]
@@ -202,9 +202,9 @@ class ReasoningGymTask(Task):
                     config.validate()
         except (AssertionError, TypeError, ValueError) as error:
             raise ValueError(
-                f"{self.field}.dataset_options={self._said()} must be what "
+                f"{self.field}.dataset_options={self._all_options} must be what "
                 f"reasoning_gym:{self.name} takes ({error}): its options are "
-                f"{self._known(config_class)}."
+                f"{self._option_names(config_class)}."
             ) from error
         return [(level, dataclasses.replace(config, seed=seed)) for level, config in configs]
 
@@ -214,7 +214,7 @@ class ReasoningGymTask(Task):
         return curriculum.generate_configuration(dict(self._options))
 
     def _check(self, gym: Any) -> None:
-        known = self._known(gym.factory.DATASETS[self.name][1])
+        known = self._option_names(gym.factory.DATASETS[self.name][1])
         key = f"{self.field}.dataset_options"
         for name in self._options:
             if name not in known or name in _OURS:
@@ -242,15 +242,15 @@ class ReasoningGymTask(Task):
             )
         curriculum = gym.factory.create_curriculum(self.name)
         most = max(len(attribute.levels) for attribute in curriculum.attributes.values())
-        given = self._levels
+        levels = self._levels
         if (
-            not isinstance(given, list)
-            or not given
-            or any(type(level) is not int or not 0 <= level < most for level in given)
-            or sorted(set(given)) != given
+            not isinstance(levels, list)
+            or not levels
+            or any(type(level) is not int or not 0 <= level < most for level in levels)
+            or sorted(set(levels)) != levels
         ):
             raise ValueError(
-                f"{key}.levels={given} must be whole numbers from 0 to {most - 1}, each above the "
+                f"{key}.levels={levels} must be whole numbers from 0 to {most - 1}, each above the "
                 "one before: for example, [0,1,2]."
             )
         set_by_level = {
@@ -265,7 +265,7 @@ class ReasoningGymTask(Task):
             if name in set_by_level:
                 raise ValueError(f"{key}.{name} must be left out with {key}.levels, which set it.")
 
-    def _known(self, config_class: Any) -> list[str]:
+    def _option_names(self, config_class: Any) -> list[str]:
         own = [
             item.name
             for item in dataclasses.fields(config_class)
@@ -273,7 +273,8 @@ class ReasoningGymTask(Task):
         ]
         return sorted([*own, *_OWN])
 
-    def _said(self) -> dict[str, Any]:
+    @property
+    def _all_options(self) -> dict[str, Any]:
         return self._options | ({} if self._levels is None else {"levels": self._levels})
 
 

@@ -89,10 +89,11 @@ class VerifiersTask(Task):
             if data.get("system_prompt")
             else []
         )
-        said = [
-            {"role": one["role"], "content": _text(one.get("content"))} for one in [*system, *chat]
+        messages = [
+            {"role": message["role"], "content": _text(message.get("content"))}
+            for message in [*system, *chat]
         ]
-        return said or [{"role": "user", "content": ""}]
+        return messages or [{"role": "user", "content": ""}]
 
     def _load(self) -> dict[Split, list[Problem]]:
         taskset = import_module("verifiers.v1.utils.loaders").load_taskset(self._config.taskset)
@@ -221,9 +222,9 @@ def _reward(episode: Any, seat: str, complete: bool) -> float:
     """
     traces = [trace for trace in episode.traces if trace.agent.name == seat]
     if not complete:
-        errors = [error for one in (episode, *episode.traces) for error in one.errors]
-        told = "; ".join(f"{error.type}: {error.message}" for error in errors)
-        raise InvalidRewardError(f"the environment failed: {told}", "exception")
+        errors = [error for part in (episode, *episode.traces) for error in part.errors]
+        reasons = "; ".join(f"{error.type}: {error.message}" for error in errors)
+        raise InvalidRewardError(f"the environment failed: {reasons}", "exception")
     rewards = [] if len(traces) != 1 else list(traces[0].rewards.values())
     if not rewards or None in rewards:
         raise InvalidRewardError(
@@ -285,11 +286,13 @@ def make_config(name: str, options: Mapping[str, Any], max_turns: int) -> Any:
     return config
 
 
-def _with_defaults(seat: Any, given: Mapping[str, Any], own: str, max_turns: int) -> dict[str, Any]:
+def _with_defaults(
+    seat: Any, options: Mapping[str, Any], own: str, max_turns: int
+) -> dict[str, Any]:
     """The options of a seat: it plays on this machine and, where nothing else is asked for, in this
     process.
     """
-    out = {"max_turns": max_turns if seat.max_turns is None else seat.max_turns, **given}
+    out = {"max_turns": max_turns if seat.max_turns is None else seat.max_turns, **options}
     if "runtime" not in seat.model_fields_set:
         out.setdefault("runtime", {"type": "subprocess"})
     if (seat.harness.id if seat.harness is not None else own) in _REPLACED:

@@ -81,20 +81,20 @@ async def _chat(
             AsyncOpenAI(base_url=url, api_key=key, http_client=plain, timeout=None, max_retries=0)
         )
         tools, names, servers = await connect_mcp(spec, stack)
-        given = {"tools": tools} if tools else {}
+        options = {"tools": tools} if tools else {}
         try:
             while True:
                 answer = await client.chat.completions.create(
-                    model=model, messages=messages, **given
+                    model=model, messages=messages, **options
                 )
                 message = answer.choices[0].message
                 messages.append(message.model_dump(exclude_none=True))
                 if not message.tool_calls:
                     return None
                 for call in message.tool_calls:
-                    said = {"role": "tool", "tool_call_id": call.id, "name": call.function.name}
+                    reply = {"role": "tool", "tool_call_id": call.id, "name": call.function.name}
                     content = await _call(call.function, names, servers)
-                    messages.append(bound_tool_message(said | {"content": content}))
+                    messages.append(bound_tool_message(reply | {"content": content}))
         except APIStatusError as error:
             return None if is_context_overflow(error) else str(error)
 

@@ -382,7 +382,36 @@ def _refuse_opens(cls: type[Task]) -> NoReturn:
     )
 
 
-class WrappedTask(Task):
+class DelegatingTask(Task):
+    """A task that delegates what concerns one problem to the task of the problem."""
+
+    @abstractmethod
+    def task_of(self, problem: Problem) -> Task:
+        """Return the task of a problem."""
+
+    def messages(self, problem: Problem) -> list[Message]:
+        return self.task_of(problem).messages(problem)
+
+    def score(self, problem: Problem, responses: Sequence[str]) -> Score:
+        return self.task_of(problem).score(problem, responses)
+
+    def demonstration(self, problem: Problem) -> list[Message]:
+        return self.task_of(problem).demonstration(problem)
+
+    def tools_for(self, problem: Problem) -> Sequence[Mapping[str, Any]]:
+        return self.task_of(problem).tools_for(problem) or self.tools
+
+    def judge(self, dialog: Dialog) -> Score:
+        return self.task_of(dialog.problem).judge(dialog)
+
+    def reply(self, dialog: Dialog) -> list[Message] | None:
+        return self.task_of(dialog.problem).reply(dialog)
+
+    def tool_failure_reply(self, dialog: Dialog, why: str) -> list[Message] | None:
+        return self.task_of(dialog.problem).tool_failure_reply(dialog, why)
+
+
+class WrappedTask(DelegatingTask):
     """A task that delegates to another one. Only ``advance`` does not, unless the other task is
     stateful: it calls ``reply`` and ``judge``, which a subclass may override.
 
@@ -402,23 +431,8 @@ class WrappedTask(Task):
     def problems(self, split: Split) -> Sequence[Problem]:
         return self.task.problems(split)
 
-    def messages(self, problem: Problem) -> list[Message]:
-        return self.task.messages(problem)
-
-    def score(self, problem: Problem, responses: Sequence[str]) -> Score:
-        return self.task.score(problem, responses)
-
-    def demonstration(self, problem: Problem) -> list[Message]:
-        return self.task.demonstration(problem)
-
-    def tools_for(self, problem: Problem) -> Sequence[Mapping[str, Any]]:
-        return self.task.tools_for(problem) or self.tools
-
-    def judge(self, dialog: Dialog) -> Score:
-        return self.task.judge(dialog)
-
-    def reply(self, dialog: Dialog) -> list[Message] | None:
-        return self.task.reply(dialog)
+    def task_of(self, problem: Problem) -> Task:
+        return self.task
 
     def advance(
         self, dialogs: Sequence[Dialog], timeout_s: float | None = None
@@ -429,9 +443,6 @@ class WrappedTask(Task):
 
     def close(self, episode: str) -> None:
         self.task.close(episode)
-
-    def tool_failure_reply(self, dialog: Dialog, why: str) -> list[Message] | None:
-        return self.task.tool_failure_reply(dialog, why)
 
     @property
     def multi_turn(self) -> bool:

@@ -41,12 +41,12 @@ class Curriculum:
 
     def __init__(self, problems: Sequence[Problem], usable: Sequence[int], target: float) -> None:
         self._target = target
-        self._of: dict[int, tuple[str, float | None]] = {}
+        self._places: dict[int, tuple[str, float | None]] = {}
         for index in usable:
             problem = problems[index]
-            self._of[index] = problem.dataset, _level(problem.extra.get("level"))
+            self._places[index] = (problem.dataset, _level(problem.extra.get("level")))
         levels: dict[str, set[float]] = defaultdict(set)
-        for dataset, level in self._of.values():
+        for dataset, level in self._places.values():
             if level is not None:
                 levels[dataset].add(level)
         if not levels:
@@ -55,19 +55,21 @@ class Curriculum:
                 "these have none: give them one, use env.dataset_options={levels: [0,1,2]} of a "
                 "reasoning_gym data set, or leave it out."
             )
-        self._levels = {dataset: sorted(found) for dataset, found in levels.items()}
-        self._at = dict.fromkeys(self._levels, 0)
+        self._levels = {dataset: sorted(values) for dataset, values in levels.items()}
+        self._positions = dict.fromkeys(self._levels, 0)
         self._recent = {dataset: deque[bool](maxlen=WINDOW) for dataset in self._levels}
 
     @property
     def usable(self) -> list[int]:
         """Indices of the problems of the current levels."""
-        return [index for index in self._of if self._is_current(index)]
+        return [index for index in self._places if self._is_current(index)]
 
     @property
     def level(self) -> float:
         """Mean of the current levels of all data sets with levels."""
-        return sum(self._levels[dataset][at] for dataset, at in self._at.items()) / len(self._at)
+        return sum(self._levels[dataset][at] for dataset, at in self._positions.items()) / len(
+            self._positions
+        )
 
     def record(self, outcomes: Sequence[tuple[int, bool]]) -> bool:
         """Count responses to problems of the current level; return whether a new level has begun.
@@ -77,37 +79,37 @@ class Curriculum:
                 is correct.
         """
         for index, correct in outcomes:
-            if self._of[index][0] in self._recent and self._is_current(index):
-                self._recent[self._of[index][0]].append(correct)
+            if self._places[index][0] in self._recent and self._is_current(index):
+                self._recent[self._places[index][0]].append(correct)
         mastered = [
             dataset
             for dataset, recent in self._recent.items()
             if len(recent) == WINDOW
             and sum(recent) >= self._target * WINDOW
-            and self._at[dataset] + 1 < len(self._levels[dataset])
+            and self._positions[dataset] + 1 < len(self._levels[dataset])
         ]
         for dataset in mastered:
-            self._at[dataset] += 1
+            self._positions[dataset] += 1
             self._recent[dataset].clear()
         return bool(mastered)
 
     def _is_current(self, index: int) -> bool:
-        dataset, level = self._of[index]
+        dataset, level = self._places[index]
         if dataset not in self._levels:
             return True
         levels = self._levels[dataset]
-        return (levels[-1] if level is None else level) == levels[self._at[dataset]]
+        return (levels[-1] if level is None else level) == levels[self._positions[dataset]]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the level and the latest responses of each data set."""
         return {
-            "at": dict(self._at),
+            "at": dict(self._positions),
             "recent": {dataset: list(map(int, recent)) for dataset, recent in self._recent.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore ``state_dict``."""
-        self._at = dict(state["at"])
+        self._positions = dict(state["at"])
         self._recent = {
             dataset: deque(map(bool, recent), maxlen=WINDOW)
             for dataset, recent in state["recent"].items()
@@ -115,8 +117,8 @@ class Curriculum:
 
 
 def _level(value: Any) -> float | None:
-    """A level as a number, None where there is none."""
+    """Return a level as a number, None without one."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
-    found = _NUMBER.search(value) if isinstance(value, str) else None
-    return float(found[0]) if found else None
+    match = _NUMBER.search(value) if isinstance(value, str) else None
+    return float(match[0]) if match else None

@@ -29,7 +29,6 @@ from torchrl_grpo.tasks.sources import (
     Files,
     Hub,
     Row,
-    Source,
     Table,
     UnknownSplitError,
     data_name,
@@ -164,7 +163,7 @@ class DatasetTask(Task):
     def _what(self) -> str:
         return f"{self.field}.dataset={self.dataset}"
 
-    def _source(self) -> Source:
+    def _source(self) -> Files | Hub:
         return find_source(self.dataset, self.dataset_config, self.revision, self._what)
 
     def problems(self, split: Split) -> Sequence[Problem]:
@@ -239,11 +238,9 @@ class DatasetTask(Task):
     def _prompt(self, row: Row) -> Any:
         """The prompt in a row: of a whole chat, what comes before the assistant's first turn."""
         value = row[self.prompt_column or ""]
-        return (
-            value[: first_turn(value)]
-            if self.messages_column and isinstance(value, list)
-            else value
-        )
+        if self.messages_column and isinstance(value, list):
+            return value[: first_turn(value)]
+        return value
 
     def _chat(self, problem: Problem, *, filled: bool = True) -> list[Message]:
         """The prompt without the system prompt of the options; ``filled`` in a template, if there
@@ -262,9 +259,13 @@ class DatasetTask(Task):
         """Find the columns of prompt and answer that the options do not name; a template can be the
         prompt.
         """
-        given = self.prompt_column, self.answer_column
-        columns = {"messages": self.messages_column, "prompt": given[0], "answer": given[1]}
-        for key, name in (columns | {"completion": self.completion_column}).items():
+        configured = {
+            "messages": self.messages_column,
+            "prompt": self.prompt_column,
+            "answer": self.answer_column,
+            "completion": self.completion_column,
+        }
+        for key, name in configured.items():
             if name is not None and name not in names:
                 close = difflib.get_close_matches(name, names, 1)
                 raise ValueError(
@@ -298,7 +299,7 @@ class DatasetTask(Task):
                 f"has: for example, {self.field}.columns.answer={answers[0]}."
             )
         self.answer_column = self.answer_column or (answers[0] if answers else None)
-        if given != (self.prompt_column, self.answer_column):
+        if (configured["prompt"], configured["answer"]) != (self.prompt_column, self.answer_column):
             _log.info(
                 f"{self._what}: the prompts are in the column {self.prompt_column}, the answers in "
                 f"{self.answer_column}; {self.field}.columns.prompt and "
@@ -406,10 +407,10 @@ class PresetTask(DatasetTask):
     defaults: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, dataset_path: str | None = None, **options: Any) -> None:
-        given = {key: value for key, value in options.items() if value is not None}
-        if "test_split" in given or "test_fraction" in given:
-            given = {"test_split": None, "test_fraction": None, **given}
-        super().__init__(dataset_path or self.hub_name, **{**self.defaults, **given})
+        overrides = {key: value for key, value in options.items() if value is not None}
+        if "test_split" in overrides or "test_fraction" in overrides:
+            overrides = {"test_split": None, "test_fraction": None, **overrides}
+        super().__init__(dataset_path or self.hub_name, **{**self.defaults, **overrides})
         self.dataset_path = dataset_path
         self.name = type(self).name
 
@@ -419,7 +420,7 @@ class PresetTask(DatasetTask):
             return f"{self.field}.dataset_path={self.dataset_path!r}"
         return f"{self.field}.dataset={self.name} without {self.field}.dataset_path"
 
-    def _source(self) -> Source:
+    def _source(self) -> Files | Hub:
         if self.dataset_path is not None:
             return Files(
                 Path(self.dataset_path).expanduser(), self._what, f"a folder with {self.files}"

@@ -119,14 +119,12 @@ class Drawing:
 
     def _keeps(self, index: int) -> bool:
         """Whether the problem at the current place in the epoch is drawn; see ``pass_rate``."""
-        share = None if self.pass_rate is None else self._share(index)
+        share = self._share(index)
         if self.pass_rate is None or share is None:
             return True
         target, floor = self.pass_rate
-        near = 1 - abs(share - target) / max(target, 1 - target)
-        return random.Random(f"{self._seed}/{self.epoch}/{self._position}").random() < max(
-            floor, near
-        )
+        probability = max(floor, 1 - abs(share - target) / max(target, 1 - target))
+        return random.Random(f"{self._seed}/{self.epoch}/{self._position}").random() < probability
 
     def _share(self, index: int) -> float | None:
         """Return the share of a problem's responses so far that are correct; None without any."""
@@ -151,11 +149,9 @@ class Drawing:
         """Number of problems skipped by a ``difficulty_filter``, or level of a ``curriculum``."""
         if self.curriculum is not None:
             return {"rollout/level": self.curriculum.level}
-        return (
-            {}
-            if self.difficulty_filter is None
-            else {"rollout/problems_skipped": float(len(self.skipped))}
-        )
+        if self.difficulty_filter is not None:
+            return {"rollout/problems_skipped": float(len(self.skipped))}
+        return {}
 
     def _out_of_range(self) -> frozenset[int]:
         """Problems whose share of correct responses is outside of the ``difficulty_filter``."""
@@ -178,27 +174,24 @@ class Drawing:
     @cached_property
     def digest(self) -> str:
         """Hash that is equal for equal problems in the same order."""
-        told = hashlib.sha256()
+        digest = hashlib.sha256()
         for index in self.usable:
-            told.update(
-                repr((self.problems[index].query, self.problems[index].answer)).encode(
-                    errors="replace"
-                )
-            )
-        return told.hexdigest()
+            problem = self.problems[index]
+            digest.update(repr((problem.query, problem.answer)).encode(errors="replace"))
+        return digest.hexdigest()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, and the state of a ``difficulty_filter``, a ``pass_rate`` or a
         ``curriculum``.
         """
-        known: dict[str, Any] = {}
+        state: dict[str, Any] = {}
         if self._outcomes:
-            known["outcomes"] = [[*key, count] for key, count in sorted(self._outcomes.items())]
+            state["outcomes"] = [[*key, count] for key, count in sorted(self._outcomes.items())]
         if self.skipped:
-            known["skipped"] = sorted(self.skipped)
+            state["skipped"] = sorted(self.skipped)
         if self.curriculum is not None:
-            known["curriculum"] = self.curriculum.state_dict()
-        return known | {
+            state["curriculum"] = self.curriculum.state_dict()
+        return state | {
             "seed": self._seed,
             "epoch": self.epoch,
             "position": self._position,

@@ -75,11 +75,12 @@ def checked_text(row: Row, column: str) -> str:
     value = row[column]
     if isinstance(value, str) and value.strip():
         return value
-    found = f"has {value!r:.80}"
+    actual = f"{value!r:.80}"
     if value is None:
-        found = f"has none (the row has {sorted(name for name, value in row.items() if value is not None)})"
+        names = sorted(name for name, value in row.items() if value is not None)
+        actual = f"none (the row has {names})"
     raise ValueError(
-        f"must have text in the column {column!r}, it {found}: write text there, or remove the row."
+        f"must have text in the column {column!r}, it has {actual}: write text there, or remove the row."
     )
 
 
@@ -91,8 +92,8 @@ def first_turn(chat: Sequence[Any]) -> int:
     """
     turns = (
         index
-        for index, one in enumerate(chat)
-        if isinstance(one, dict) and one.get("role") == "assistant"
+        for index, message in enumerate(chat)
+        if isinstance(message, dict) and message.get("role") == "assistant"
     )
     return next(turns, len(chat))
 

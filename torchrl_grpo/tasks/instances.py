@@ -62,7 +62,7 @@ class Instance:
                     future.set_exception(error)
                 except (
                     BaseException
-                ) as error:  # a SystemExit would end the run, if it is raised again where one waits
+                ) as error:  # a SystemExit would end the run in the waiting thread
                     raised = RuntimeError(f"{type(error).__name__} was raised.")
                     future.set_exception(raised.with_traceback(error.__traceback__))
         _closing.discard(self)

@@ -5,16 +5,15 @@ from __future__ import annotations
 import dataclasses
 import random
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, chain, repeat, zip_longest
 from typing import Any
 
 from torchrl_grpo.tasks.base import (
+    DelegatingTask,
     Dialog,
-    Message,
     Problem,
     ProblemSequence,
-    Score,
     Split,
     Task,
     Turn,
@@ -36,7 +35,9 @@ class MixedProblems(ProblemSequence):
         names: Sequence[str],
         weights: Sequence[float] | None,
     ) -> None:
-        self.parts, self._names, self.weights = list(parts), list(names), weights
+        self.parts = list(parts)
+        self.weights = weights
+        self._names = list(names)
         self._ends = list(accumulate(map(len, parts)))
 
     def part(self, index: int) -> int:
@@ -59,12 +60,12 @@ class MixedProblems(ProblemSequence):
         return dataclasses.replace(problem, dataset=self._names[part] or problem.dataset)
 
 
-class MixedTask(Task):
+class MixedTask(DelegatingTask):
     """Several tasks; each problem is prompted, answered and scored by its own task.
 
-    Of an epoch's train problems each task has a share by its weight. A task with fewer problems
-    than its share gives some more than once, one with more gives others in the next epoch. Test
-    problems come once each, the tasks in turn.
+    Each task's share of an epoch of train problems is its weight. A task with fewer problems than
+    its share repeats some, one with more has others in the next epoch. Test problems come once
+    each, from each task in turn.
 
     Args:
         tasks: at least one.
@@ -105,23 +106,7 @@ class MixedTask(Task):
         return MixedProblems(parts, list(self.tasks), self.weights if split == "train" else None)
 
     def task_of(self, problem: Problem) -> Task:
-        """Return the task of a problem."""
         return self.tasks[problem.dataset]
-
-    def messages(self, problem: Problem) -> list[Message]:
-        return self.task_of(problem).messages(problem)
-
-    def demonstration(self, problem: Problem) -> list[Message]:
-        return self.task_of(problem).demonstration(problem)
-
-    def tools_for(self, problem: Problem) -> Sequence[Mapping[str, Any]]:
-        return self.task_of(problem).tools_for(problem)
-
-    def judge(self, dialog: Dialog) -> Score:
-        return self.task_of(dialog.problem).judge(dialog)
-
-    def reply(self, dialog: Dialog) -> list[Message] | None:
-        return self.task_of(dialog.problem).reply(dialog)
 
     def advance(
         self, dialogs: Sequence[Dialog], timeout_s: float | None = None

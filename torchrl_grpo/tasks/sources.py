@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torchrl_grpo import checks
 from torchrl_grpo.checks import REASONING_GYM
@@ -59,15 +59,13 @@ class Table:
         return Table(self.data.select(indices), encoded=self.encoded)
 
     def first(self, most: int | None) -> Table:
-        """A table of the first rows, or itself."""
-        return (
-            self
-            if most is None or most >= len(self)
-            else Table(self.data.take(most), self.parts, self.encoded)
-        )
+        """Return a table of the first rows."""
+        if most is None or most >= len(self):
+            return self
+        return Table(self.data.take(most), self.parts, self.encoded)
 
     def where(self, index: int) -> str:
-        """The place of a row, as ``data.jsonl:7`` or ``openai/gsm8k train[6]``."""
+        """Return the place of a row, such as ``data.jsonl:7`` or ``openai/gsm8k train[6]``."""
         first, name, lines = self.parts[bisect_right([part[0] for part in self.parts], index) - 1]
         line = lines[index - first] if lines else None
         return f"{name}[{index - first}]" if line is None else f"{name}:{line}"
@@ -81,7 +79,7 @@ class Table:
         }
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the rows themselves: another machine does not have the files."""
+        """Pickle the rows, because another machine does not have the files."""
         return _unpickled, (self.data[:], self.data.features, self.encoded)
 
 
@@ -95,24 +93,6 @@ class UnknownSplitError(ValueError):
     """A split does not exist; the message ends before the fix."""
 
 
-class Source(Protocol):
-    """Splits of rows.
-
-    Attributes:
-        fix: what to do when a split is missing, before other ways.
-    """
-
-    fix: str
-
-    def read(self, split: str, most: int | None) -> Table:
-        """Return the first ``most`` rows of a split, or all.
-
-        Raises:
-            UnknownSplitError: there is no such split.
-            ValueError: the data cannot be read, or a row is malformed.
-        """
-
-
 def data_name(dataset: str) -> str:
     """Return the name of a data set: that of a file or folder, or the name without the library or
     the hub's owner.
@@ -124,7 +104,7 @@ def data_name(dataset: str) -> str:
     return path.stem if path.suffix in _SUFFIXES else path.name
 
 
-def find_source(dataset: str, config: str | None, revision: str | None, what: str) -> Source:
+def find_source(dataset: str, config: str | None, revision: str | None, what: str) -> Files | Hub:
     """Return the file, folder or hub data set of a name.
 
     Args:
@@ -173,6 +153,7 @@ class Hub:
     """
 
     fix = ""
+    """What to do about a missing split, before other ways."""
 
     def __init__(
         self, name: str, config: str | None, revision: str | None, what: str, instead: str
@@ -184,10 +165,16 @@ class Hub:
         self.instead = instead
 
     def read(self, split: str, most: int | None) -> Table:
+        """Return the first ``most`` rows of a split, or all.
+
+        Raises:
+            UnknownSplitError: there is no such split.
+            ValueError: the data cannot be read.
+        """
         loader = _load_dataset(self.what, self.instead)
-        given = {} if self.revision is None else {"revision": self.revision}
+        options = {} if self.revision is None else {"revision": self.revision}
         try:
-            data = loader(*filter(None, (self.name, self.config)), split=split, **given)
+            data = loader(*filter(None, (self.name, self.config)), split=split, **options)
         except Exception as error:  # no network, not in the cache, a broken download: of any type
             reason = f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}"
             if "Unknown split" in reason:
@@ -222,20 +209,25 @@ class Files:
         self.fix = "give the folder that holds both files, or " if layout else ""
 
     def read(self, split: str, most: int | None) -> Table:
+        """Return the first ``most`` rows of a split, or all.
+
+        Raises:
+            UnknownSplitError: there is no such split.
+            ValueError: the data cannot be read, or a row is malformed.
+        """
         named = self._named()
         paths = named.get(split)
         if paths is None and split == "train" and "test" not in named:
             paths = [path for part in named.values() for path in part]
         if not paths:
             must = self.layout or f"a file or folder with the split {split!r}"
-            found = (
-                sorted(p.name for p in self.path.iterdir())[:10]
-                if self.path.is_dir()
-                else "no folder"
-            )
-            found = [self.path.name] if self.path.is_file() else found
+            files: Any = "no folder"
+            if self.path.is_file():
+                files = [self.path.name]
+            elif self.path.is_dir():
+                files = sorted(file.name for file in self.path.iterdir())[:10]
             raise UnknownSplitError(
-                f"{self.what} must be {must}, but {split}.jsonl is missing (found: {found})"
+                f"{self.what} must be {must}, but {split}.jsonl is missing (found: {files})"
             )
         kinds = {path.suffix for path in paths}
         if ".parquet" in kinds:
@@ -244,9 +236,9 @@ class Files:
         parts: list[tuple[int, str, Sequence[int | None]]] = []
         for path in paths:
             left = None if most is None else most - len(rows)
-            found_rows = list(islice(_READERS[path.suffix](path), left))
-            parts.append((len(rows), str(path), [line for line, _ in found_rows]))
-            rows += [row for _, row in found_rows]
+            numbered = list(islice(_READERS[path.suffix](path), left))
+            parts.append((len(rows), str(path), [line for line, _ in numbered]))
+            rows += [row for _, row in numbered]
         return _table(rows, parts)
 
     def _named(self) -> dict[str, list[Path]]:
@@ -304,6 +296,8 @@ def _same_types(tables: Sequence[Any], paths: Sequence[Path]) -> list[Any]:
 
     schemas = [pyarrow.schema(list(table.features.arrow_schema)) for table in tables]
     common = schemas[0]
+    if all(schema.equals(common) for schema in schemas):
+        return list(tables)
     for schema, path in zip(schemas, paths, strict=True):
         try:
             common = pyarrow.unify_schemas([common, schema], promote_options="permissive")
@@ -312,13 +306,14 @@ def _same_types(tables: Sequence[Any], paths: Sequence[Path]) -> list[Any]:
                 f"{path} must have columns of the types of {paths[0]}, got "
                 f"{' '.join(str(error).split()):.200}: write both with the same types."
             ) from error
-    wanted = [
-        Features.from_arrow_schema(pyarrow.schema([common.field(name) for name in one.names]))
-        for one in schemas
+    return [
+        table.cast(
+            Features.from_arrow_schema(
+                pyarrow.schema([common.field(name) for name in schema.names])
+            )
+        )
+        for table, schema in zip(tables, schemas, strict=True)
     ]
-    if all(schema.equals(schemas[0]) for schema in schemas):
-        return list(tables)
-    return [table.cast(features) for table, features in zip(tables, wanted, strict=True)]
 
 
 def _load_dataset(what: str, fix: str) -> Any:
@@ -354,7 +349,7 @@ def _table(rows: Sequence[Row], parts: Sequence[tuple[int, str, Sequence[int | N
 
 
 def _lines(path: Path) -> Iterator[tuple[int | None, Row]]:
-    """The rows of a jsonl file; an empty line is none."""
+    """Yield the rows of a jsonl file; empty lines are skipped."""
     # Bytes, so that a line that is not UTF-8 is reported like any other malformed line.
     for number, line in enumerate(path.read_bytes().removeprefix(BOM_UTF8).splitlines(), start=1):
         if line.strip():
@@ -389,7 +384,7 @@ def _encodable(row: Row, where: str) -> Row:
 
 
 def _json(path: Path) -> Iterator[tuple[int | None, Row]]:
-    """The rows of a json file: a list of objects, one object, or one object a line."""
+    """Yield the rows of a json file: a list of objects, one object, or one object a line."""
     text = path.read_bytes().removeprefix(BOM_UTF8)
     try:
         whole = json.loads(text)
@@ -411,7 +406,7 @@ def _json(path: Path) -> Iterator[tuple[int | None, Row]]:
 
 
 def _csv(path: Path) -> Iterator[tuple[int | None, Row]]:
-    """The rows of a csv file with a line of names. A value is text, and a missing one None."""
+    """Yield the rows of a csv file with a header. A value is text, a missing one None."""
     line = 1
     try:
         text = path.read_bytes().removeprefix(BOM_UTF8).decode()

@@ -70,23 +70,25 @@ class Kind:
         parser: Parser = parse_tool_calls,
         field: str = "env.environment",
     ) -> None:
-        made = inspect.unwrap(make)
-        if not isinstance(made, type):
-            raise ValueError(f"{field}={made!r:.80} must be a class: name the class itself.")
-        self.make, self.name = make, made.__name__
+        cls = inspect.unwrap(make)
+        if not isinstance(cls, type):
+            raise ValueError(f"{field}={cls!r:.80} must be a class: name the class itself.")
+        self.make = make
+        self.name = cls.__name__
         where = f"{field}={self.name}"
-        reset = getattr(made, "reset", None)
+        reset = getattr(cls, "reset", None)
         if not callable(reset):
             raise ValueError(
                 f"{where} must have reset(self, **columns): write it, it may return None."
             )
         self._reset = inspect.signature(reset).parameters
-        step = getattr(made, "step", None)
+        step = getattr(cls, "step", None)
         of_step = inspect.signature(step).parameters if callable(step) else {}
-        self.steps, self.takes_truncated = "response" in of_step, "truncated" in of_step
-        self.owns_reward = self.steps or callable(getattr(made, "get_reward", None))
+        self.steps = "response" in of_step
+        self.takes_truncated = "truncated" in of_step
+        self.owns_reward = self.steps or callable(getattr(cls, "get_reward", None))
         methods = inspect.getmembers(
-            made, lambda one: inspect.isfunction(one) or inspect.ismethod(one)
+            cls, lambda member: inspect.isfunction(member) or inspect.ismethod(member)
         )
         names = [name for name, _ in methods if not name.startswith("_")]
         self._methods = [] if self.steps else [name for name in names if name not in _NO_TOOLS]
@@ -100,7 +102,7 @@ class Kind:
                 f"{where} must have step(self, response) or public methods, which are the policy's "
                 "tools, it has none: write one."
             )
-        bare: Any = object.__new__(made)  # only to see the methods as the policy does, without self
+        bare: Any = object.__new__(cls)  # only to see the methods as the policy does, without self
         schemas = Toolbox([*tools, *(getattr(bare, name) for name in self._methods)], parser)
         self.toolbox = schemas.replaced({function.__name__: function for function in tools})
 
@@ -294,10 +296,10 @@ class WithEnvironment(WrappedTask):
     def _open(self, instance: Instance, dialog: Dialog, timeout_s: float | None) -> Turn:
         kind = self.kind_of(dialog.problem)
         instance.environment = kind.make()
-        said = settled(
-            instance.environment.reset(**kind.arguments(self._columns(dialog.problem))), timeout_s
-        )
-        return Turn(_prompt(dialog.messages, said, kind.name), None, tools=kind.toolbox.schemas)
+        arguments = kind.arguments(self._columns(dialog.problem))
+        observation = settled(instance.environment.reset(**arguments), timeout_s)
+        prompt = _prompt(dialog.messages, observation, kind.name)
+        return Turn(prompt, None, tools=kind.toolbox.schemas)
 
     def _play(self, instance: Instance, dialog: Dialog, timeout_s: float | None) -> Turn:
         kind, turn = self.kind_of(dialog.problem), Turn(None, None)
@@ -314,8 +316,8 @@ class WithEnvironment(WrappedTask):
     def _step(
         self, instance: Instance, kind: Kind, dialog: Dialog, timeout_s: float | None
     ) -> Turn:
-        told = {"truncated": dialog.finish_reason == "length"} if kind.takes_truncated else {}
-        result = settled(instance.environment.step(dialog.responses[-1], **told), timeout_s)
+        options = {"truncated": dialog.finish_reason == "length"} if kind.takes_truncated else {}
+        result = settled(instance.environment.step(dialog.responses[-1], **options), timeout_s)
         try:
             observation, value, done = result
         except (TypeError, ValueError) as error:
@@ -348,7 +350,7 @@ class WithEnvironment(WrappedTask):
         ]
         counts: dict[str, float] = {
             "tools/calls": len(calls),
-            "tools/errors": sum(not well for _, _, well in results),
+            "tools/errors": sum(not succeeded for _, _, succeeded in results),
         }
         counts["tools/seconds"] = time.perf_counter() - start
         return Turn(None if done else messages, None, counts, reward)
@@ -368,29 +370,27 @@ class WithEnvironment(WrappedTask):
         if self.rewards is None:
             assert own is not None
             return Score(own, own >= 1)
-        score = self.rewards.start(
-            replace(dialog, environment=instance.environment), timeout_s
-        ).result()
-        return (
-            score
-            if own is None
-            else Score(score.reward + own, own >= 1, {**score.parts, kind.name: own})
-        )
+        dialog = replace(dialog, environment=instance.environment)
+        score = self.rewards.start(dialog, timeout_s).result()
+        if own is None:
+            return score
+        return Score(score.reward + own, own >= 1, {**score.parts, kind.name: own})
 
 
-def _prompt(messages: Sequence[Message], said: Any, name: str) -> list[Message]:
-    """The chat of a problem with what ``reset`` said at the end of the user's message."""
-    if not isinstance(said, str | None):
+def _prompt(messages: Sequence[Message], observation: Any, name: str) -> list[Message]:
+    """Return a problem's chat with the first observation at the end of the user's message."""
+    if not isinstance(observation, str | None):
         raise TypeError(
-            f"reset of the environment {name} must return a text or None, it returned {said!r:.80}."
+            f"reset of the environment {name} must return a text or None, it returned "
+            f"{observation!r:.80}."
         )
     *before, last = messages
     if last["role"] != "user":
-        return [*messages, {"role": "user", "content": said or ""}]
-    content = f"{last['content']}{said or ''}"
+        return [*messages, {"role": "user", "content": observation or ""}]
+    content = f"{last['content']}{observation or ''}"
     if not content:
         raise ValueError(
             f"reset of the environment {name} must return the first prompt where there is no data "
-            f"set, it returned {said!r}: return a text, or give env.dataset or env.prompt_template."
+            f"set, it returned {observation!r}: return a text, or give env.dataset or env.prompt_template."
         )
     return [*before, {**last, "content": content}]

@@ -62,11 +62,9 @@ class Rewards:
         weights: Mapping[str, float],
         prompt_column: str = "prompt",
     ) -> None:
-        self.functions, self.weights, self.prompt_column = (
-            list(functions),
-            dict(weights),
-            prompt_column,
-        )
+        self.functions = list(functions)
+        self.weights = dict(weights)
+        self.prompt_column = prompt_column
         self.asynchronous = any(function.asynchronous for function in functions)
 
     def check(
@@ -138,14 +136,14 @@ class Rewards:
         waiting = [i for i, result in enumerate(results) if inspect.isawaitable(result)]
         try:
             async with asyncio.timeout(timeout_s) as limit:
-                got = await asyncio.gather(*(_guarded(results[i]) for i in waiting))
+                values = await asyncio.gather(*(_guarded(results[i]) for i in waiting))
         except TimeoutError as error:
             if not limit.expired():
                 raise
             raise InvalidRewardError(
                 f"a reward must come within {timeout_s:g} s, none did.", "timeout"
             ) from error
-        for i, result in zip(waiting, got, strict=True):
+        for i, result in zip(waiting, values, strict=True):
             results[i] = result
         return self._score(results)
 
@@ -217,10 +215,12 @@ class WithRewards(WrappedTask):
 
     def __init__(self, task: Task, rewards: Rewards) -> None:
         super().__init__(task)
-        self.rewards, self.has_parts, self.part_weights = rewards, True, rewards.weights
-        self.at_a_time = max(
-            _AT_A_TIME if rewards.asynchronous else 1, task.at_a_time if task.is_stateful else 1
-        )
+        self.rewards = rewards
+        self.has_parts = True
+        self.part_weights = rewards.weights
+        self.at_a_time = task.at_a_time if task.is_stateful else 1
+        if rewards.asynchronous:
+            self.at_a_time = max(_AT_A_TIME, self.at_a_time)
 
     def judge(self, dialog: Dialog) -> Score:
         return self.rewards(dialog)
@@ -230,7 +230,7 @@ class WithRewards(WrappedTask):
     ) -> list[Turn | Exception]:
         turns = (
             self.task.advance(dialogs, timeout_s)
-            if self.task.is_stateful
+            if self.is_stateful
             else answers(self.task, dialogs)
         )
         return with_scores(dialogs, turns, lambda done: self.rewards.score_all(done, timeout_s))
@@ -268,20 +268,16 @@ def _harmless(error: BaseException) -> Exception:
     """Return the error, with a ``sys.exit`` that would end the run replaced."""
     if isinstance(error, Exception):
         return error
-    if not isinstance(error, SystemExit):
-        return RuntimeError(f"{type(error).__name__} was raised.").with_traceback(
-            error.__traceback__
-        )
-    return RuntimeError(f"sys.exit({error.code}) was called.").with_traceback(error.__traceback__)
+    message = f"{type(error).__name__} was raised."
+    if isinstance(error, SystemExit):
+        message = f"sys.exit({error.code}) was called."
+    return RuntimeError(message).with_traceback(error.__traceback__)
 
 
 async def _guarded(result: Awaitable[Any]) -> Any:
     try:
         return await result
-    except (
-        SystemExit,
-        KeyboardInterrupt,
-    ) as error:  # they would end the event loop, and nobody would get an answer
+    except (SystemExit, KeyboardInterrupt) as error:  # they would end the event loop
         raise _harmless(error) from None
 
 

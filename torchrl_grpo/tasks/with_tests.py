@@ -64,6 +64,6 @@ class WithTests(MixedTask):
         own, *sets = problems.split(usable)
         orders = [
             self.task.epoch(problems.parts[0], own, rng),
-            *(rng.sample(each, len(each)) for each in sets),
+            *(rng.sample(indices, len(indices)) for indices in sets),
         ]
         return [index for index in chain.from_iterable(zip_longest(*orders)) if index is not None]

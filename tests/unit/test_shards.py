@@ -27,9 +27,9 @@ from torchrl_grpo.host.checkpoint_files import (
     MANIFEST,
     check_whole,
     checkpoints_in,
-    measured,
     newest,
     read_manifest,
+    size_and_sha256,
     step_of,
     write_manifest,
 )
@@ -218,7 +218,7 @@ def test_a_resealed_folder_that_lacks_a_part_is_refused(whole: Path, rank: int) 
     [shard] = path.glob(f"shard-{rank:05d}-*.safetensors")
     shard.unlink()
     manifest = {name: value for name, value in read_manifest(path).items() if name != "files"}
-    files = {file.name: measured(file) for file in path.iterdir() if file.name != MANIFEST}
+    files = {file.name: size_and_sha256(file) for file in path.iterdir() if file.name != MANIFEST}
     write_manifest(path, manifest, files)
     check_whole(path)
     model: Any = nn.Sequential(nn.Linear(4, ROWS, bias=False))
@@ -246,7 +246,7 @@ def test_weights_that_are_nan_in_a_folder_are_named_when_it_is_read(whole: Path)
     """Whoever wrote them: the checksums are right."""
     from safetensors.torch import safe_open, save_file
 
-    from torchrl_grpo.host.checkpoint_files import measured, write_manifest
+    from torchrl_grpo.host.checkpoint_files import size_and_sha256, write_manifest
 
     path = whole / "checkpoint_000005"
     [file, *_] = sorted(path.glob("shard-*"))
@@ -257,7 +257,9 @@ def test_weights_that_are_nan_in_a_folder_are_named_when_it_is_read(whole: Path)
         )
     next(iter(tensors.values()))[0, 0] = torch.nan
     save_file(tensors, file, metadata)
-    files = {one.name: measured(one) for one in path.iterdir() if one.name != "manifest.json"}
+    files = {
+        one.name: size_and_sha256(one) for one in path.iterdir() if one.name != "manifest.json"
+    }
     write_manifest(path, {"step": 5, "config": {}, "metrics": {}}, files)
     with pytest.raises(ValueError, match=r"the weight 0\.weight has values that are not finite"):
         read_checkpoint(path)

@@ -1,15 +1,14 @@
 """Checkpoints as files: listing them, choosing the one to resume from, integrity checks, and
 manifests.
 
-Nothing heavy is imported here, so that what is refused is refused at once.
+This module imports nothing heavy, so that a bad checkpoint is refused at once.
 
-The checkpoint of one process is what ``torch.save`` writes, and after it a manifest (JSON), the
-manifest's length and a SHA-256 of all of that. ``torch.load`` reads the file as if the rest were
-not there.
+One process writes a file: the output of ``torch.save``, followed by a manifest (JSON), the
+manifest's length and a SHA-256 of everything before it. ``torch.load`` ignores what follows its own
+output.
 
-The checkpoint of several ranks is a folder: the tensors as safetensors, each rank's part in files
-of its own, all else in ``STATE``, and ``MANIFEST``, which has the size and SHA-256 of each file
-too.
+Several ranks write a folder: each rank's tensors in its own safetensors files, everything else in
+``STATE``, and ``MANIFEST``, which also lists the size and SHA-256 of each file.
 """
 
 from __future__ import annotations
@@ -32,31 +31,31 @@ from torchrl_grpo.host.files import METRICS_FILE, read_jsonl
 _END = struct.Struct("<Q32s8s")
 """Trailer of the file: the manifest's length, the SHA-256, and a marker."""
 _MARK = b"grpo-ck1"
-_PART = 1 << 24
-_LONGEST_MANIFEST = 1 << 26
+_CHUNK_BYTES = 1 << 24
+_MAX_MANIFEST_BYTES = 1 << 26
 _CHECK = "sha256"
-"""Manifest entry with the checksum of its other entries, because the manifest is used before the
-whole file is checked.
+"""Manifest entry with the checksum of the other entries: the manifest is used before the whole
+checkpoint is verified.
 """
 MANIFEST = "manifest.json"
 STATE = "state.pt"
 _FILES = "files"
 """Manifest entry of a folder: size and SHA-256 of each file."""
 
-
 AUTO = "auto"
 """``train.resume=auto``: the newest checkpoint in the run's own folder, or a fresh start."""
-_MOST = 3
-"""Damaged checkpoints that are named."""
+_MAX_NAMED = 3
+"""Maximum number of damaged checkpoints that a message names."""
 
 _Read = TypeVar("_Read")
 
 
 class SealedFile:
-    """A file written front to back, by ``torch.save(state, sealed)``, and then sealed.
+    """File that ``torch.save(state, sealed)`` writes front to back, and that ``seal`` ends with a
+    manifest and a checksum.
 
     Attributes:
-        error: what ended a write.
+        error: the exception that a write raised; ``torch.save`` raises a different one.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -84,25 +83,24 @@ class SealedFile:
 
 
 def checkpoints_in(directory: Path) -> list[Path]:
-    """Return the paths in a folder with a checkpoint's name, the one with the most steps first."""
-    steps = {
-        path: step_of(path)
+    """Return the checkpoints in a folder, latest step first."""
+    steps = [
+        (step, path)
         for path in directory.glob("checkpoint_*")
-        if path.suffix == ".pt" or is_sharded(path)
-    }
-    found = ((step, path) for path, step in steps.items() if step is not None)
-    return [path for _, path in sorted(found, reverse=True)]
+        if (step := step_of(path)) is not None and (path.suffix == ".pt" or is_sharded(path))
+    ]
+    return [path for _, path in sorted(steps, reverse=True)]
 
 
 def is_sharded(path: Path) -> bool:
-    """Whether a path is the checkpoint of several ranks; an exported model may be a folder of the
-    same name.
+    """Whether a path is a checkpoint of several ranks; an exported model's folder may have the same
+    name.
     """
     return path.suffix == "" and any((path / name).exists() for name in (MANIFEST, STATE))
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint; a partly removed folder no longer has a checkpoint's name."""
+    """Remove a checkpoint. A folder is renamed first: a partly removed one must not look whole."""
     if path.is_dir():
         path = path.rename(path.with_name(f"{path.name}.removed.tmp"))
         shutil.rmtree(path)
@@ -111,24 +109,28 @@ def remove(path: Path) -> None:
 
 
 def step_of(path: Path) -> int | None:
-    """Return the step in a checkpoint's name, None for other names."""
+    """Return the step in a checkpoint's name; None for other names."""
     number = path.stem.removeprefix("checkpoint_")
     return int(number) if number.isdecimal() else None
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint: ``step``, ``config`` and ``metrics``. Nothing else is read.
+    """Read a checkpoint's manifest (``step``, ``config`` and ``metrics``) and nothing else.
 
     Raises:
-        ValueError: it has none.
+        ValueError: the checkpoint has no readable manifest.
     """
-    if is_sharded(path):
-        text = _read_bytes(path / MANIFEST, path)
-    else:
-        with _opened(path) as file:
-            start, length, _ = _end_of(path, file)
-            file.seek(start)
-            text = file.read(length)
+    sharded = is_sharded(path)
+    with _open(path / MANIFEST if sharded else path, path) as file:
+        start = 0
+        if sharded:
+            length = file.seek(0, os.SEEK_END)
+        else:
+            start, length, _ = _read_trailer(path, file)
+        if length > _MAX_MANIFEST_BYTES:
+            raise ValueError(f"{path.name} has a {MANIFEST} of {length} bytes")
+        file.seek(start)
+        text = file.read(length)
     try:
         manifest = dict(json.loads(text))
         if manifest.pop(_CHECK, None) != _digest(manifest):
@@ -143,12 +145,12 @@ def read_manifest(path: Path) -> dict[str, Any]:
 def write_manifest(
     folder: Path, manifest: Mapping[str, Any], files: Mapping[str, tuple[int, str]]
 ) -> None:
-    """Writes the manifest of a checkpoint that is a folder.
+    """Write the manifest of a checkpoint that is a folder.
 
     Args:
-        folder: with all other files.
+        folder: contains all other files already.
         manifest: ``step``, ``config`` and ``metrics``.
-        files: size and SHA-256 of each file, by name (``measured``).
+        files: size and SHA-256 of each file (``size_and_sha256``), by name.
     """
     with (folder / MANIFEST).open("wb") as file:
         file.write(_with_digest({**manifest, _FILES: files}))
@@ -156,109 +158,101 @@ def write_manifest(
         os.fsync(file.fileno())
 
 
-def measured(path: Path) -> tuple[int, str]:
-    """The size of a file in bytes, and its SHA-256."""
-    hashed, length = hashlib.sha256(), 0
+def size_and_sha256(path: Path) -> tuple[int, str]:
+    """Return the size of a file in bytes, and its SHA-256."""
     with path.open("rb") as file:
-        while part := file.read(_PART):
-            hashed.update(part)
-            length += len(part)
-    return length, hashed.hexdigest()
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return file.tell(), digest
 
 
-def saved_config(given: str | None, directory: Path) -> tuple[Path, dict[str, Any]] | None:
-    """Return the checkpoint to resume from, and the config in its manifest; None for a new run.
+def saved_config(resume: str | None, directory: Path) -> tuple[Path, dict[str, Any]] | None:
+    """Return the checkpoint to resume from and the config in its manifest; None for a new run.
 
     Args:
-        given: ``train.resume``.
-        directory: of this run.
+        resume: ``train.resume``.
+        directory: folder of this run.
 
     Raises:
-        ConfigError: there is no such checkpoint, or a run that starts would write into the folder
-            of another one.
+        ConfigError: there is no such checkpoint, or a new run would write into the folder of
+            another run.
     """
-    if given is None:
+    if resume is None:
         check_unused(directory)
         return None
-    return newest(given, directory, _read_config)
+    return newest(resume, directory, lambda path: read_manifest(path)["config"])
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    config: dict[str, Any] = read_manifest(path)["config"]
-    return config
-
-
-def newest(given: str, directory: Path, read: Callable[[Path], _Read]) -> tuple[Path, _Read] | None:
-    """Return the newest readable checkpoint, and the result of ``read``; None if ``auto`` finds no
+def newest(
+    resume: str, directory: Path, read: Callable[[Path], _Read]
+) -> tuple[Path, _Read] | None:
+    """Return the newest readable checkpoint and the result of ``read``; None if ``auto`` finds no
     checkpoints.
 
     Args:
-        given: ``train.resume``: a checkpoint, the folder of a run, or ``auto``.
-        directory: of this run.
-        read: raises ``ValueError`` where a checkpoint is not to be used.
+        resume: ``train.resume``: a checkpoint, the folder of a run, or ``auto``.
+        directory: folder of this run.
+        read: raises ``ValueError`` if a checkpoint must not be used.
 
     Raises:
-        ConfigError: there is no such checkpoint, or none that can be read.
+        ConfigError: there is no such checkpoint, or none is readable.
     """
-    path = directory.resolve() if given == AUTO else Path(given).expanduser().resolve()
+    auto = resume == AUTO
+    path = directory.resolve() if auto else Path(resume).expanduser().resolve()
     if path.is_file() or is_sharded(path):
         try:
             return path, read(path)
         except ValueError as error:
             raise ConfigError(
-                f"train.resume={given} must be a whole checkpoint of this library, but {error}: "
+                f"train.resume={resume} must be a whole checkpoint of this library, but {error}: "
                 "give another one, or the run's folder to have its latest whole one."
             ) from error
-    if given == AUTO and (path / "checkpoints").exists() and not (path / "checkpoints").is_dir():
+    folders = [path / "checkpoints"] if auto else [path / "checkpoints", path]
+    if auto and folders[0].exists() and not folders[0].is_dir():
         raise ConfigError(
-            f"hydra.run.dir={path} must have a folder {path / 'checkpoints'}, but that is a file: "
-            "move it away, or use another folder."
+            f"hydra.run.dir={path} must have a folder {folders[0]}, but that is a file: move it "
+            "away, or use another folder."
         )
     reasons: dict[Path, str] = {}
     while candidates := [
-        one for one in _checkpoints(path, given) if one not in reasons
-    ]:  # a live run replaces its own
-        for candidate in candidates:
+        checkpoint
+        for folder in folders
+        for checkpoint in checkpoints_in(folder)
+        if checkpoint not in reasons
+    ]:  # listed again after failures, because a live run replaces its checkpoints
+        for checkpoint in candidates:
             try:
-                return candidate, read(candidate)
+                return checkpoint, read(checkpoint)
             except ValueError as error:
-                reasons[candidate] = str(error)
-    if given == AUTO and not reasons:
+                reasons[checkpoint] = str(error)
+    if auto and not reasons:
         return None
-    if given == AUTO:
-        more = f" and {len(reasons) - _MOST} more" if len(reasons) > _MOST else ""
+    damage = list(reasons.values())
+    if auto:
+        more = f" and {len(damage) - _MAX_NAMED} more" if len(damage) > _MAX_NAMED else ""
         raise ConfigError(
             "train.resume=auto must find a checkpoint that is whole, but of those in "
-            f"{path / 'checkpoints'} none is: {'; '.join([*reasons.values()][:_MOST])}{more}. "
-            "Nothing is thrown away: to start afresh use another hydra.run.dir, or move that "
-            "folder away."
+            f"{folders[0]} none is: {'; '.join(damage[:_MAX_NAMED])}{more}. Nothing is thrown "
+            "away: to start afresh use another hydra.run.dir, or move that folder away."
         )
-    found = (
-        ("has none" if path.is_dir() else "does not exist")
-        if not reasons
-        else f"has none: {'; '.join(reasons.values())}"
-    )
+    problem = "has none" if path.is_dir() else "does not exist"
+    if damage:
+        problem = f"has none: {'; '.join(damage)}"
     raise ConfigError(
-        f"train.resume={given} must be a checkpoint, or a run's folder that has one, but it "
-        f"{found}: give such a path, or leave train.resume out to start a new run."
+        f"train.resume={resume} must be a checkpoint, or a run's folder that has one, but it "
+        f"{problem}: give such a path, or leave train.resume out to start a new run."
     )
-
-
-def _checkpoints(path: Path, given: str) -> list[Path]:
-    """Return the checkpoints of a run's folder or, if the path is not one, of the folder itself."""
-    return [*checkpoints_in(path / "checkpoints"), *([] if given == AUTO else checkpoints_in(path))]
 
 
 def check_unused(directory: Path) -> None:
-    """Refuse a folder that already has a run: the files of two runs would be mixed.
+    """Refuse a folder that already has a run, whose files would be mixed with a new run's.
 
     Raises:
-        ConfigError: it has one.
+        ConfigError: the folder has checkpoints or metrics.
     """
-    saved = checkpoints_in(directory / "checkpoints")
+    checkpoints = checkpoints_in(directory / "checkpoints")
     rows = read_jsonl(directory / METRICS_FILE)
-    if saved or rows:
-        what = f"{saved[0].name}" if saved else f"{len(rows)} rows of {METRICS_FILE}"
+    if checkpoints or rows:
+        what = checkpoints[0].name if checkpoints else f"{len(rows)} rows of {METRICS_FILE}"
         raise ConfigError(
             f"hydra.run.dir={directory} must be a folder without a run, but it has {what}: use "
             "train.resume=auto to go on with that run, or another folder."
@@ -269,20 +263,20 @@ def check_whole(path: Path) -> None:
     """Verify a checkpoint's checksums.
 
     Raises:
-        ValueError: it has none, or a byte is another than the one that was written.
+        ValueError: a checksum is missing or does not match.
     """
     if is_sharded(path):
         _check_files(path)
         return
-    hashed = hashlib.sha256()
-    with _opened(path) as file:
-        start, length, digest = _end_of(path, file)
+    sha256 = hashlib.sha256()
+    with _open(path, path) as file:
+        start, length, digest = _read_trailer(path, file)
         left = start + length + 8
         file.seek(0)
-        while left and (part := file.read(min(left, _PART))):
-            hashed.update(part)
-            left -= len(part)
-    if hashed.digest() != digest:
+        while left and (chunk := file.read(min(left, _CHUNK_BYTES))):
+            sha256.update(chunk)
+            left -= len(chunk)
+    if sha256.digest() != digest:
         raise ValueError(
             f"{path.name} is damaged: its contents do not have the checksum that they were written "
             "with"
@@ -290,15 +284,15 @@ def check_whole(path: Path) -> None:
 
 
 def check_stored(path: Path) -> None:
-    """Check that a state's file is not compressed: it might be unpacked to any size.
+    """Check that the file of a state is not compressed, because it might unpack to any size.
 
     Raises:
-        ValueError: it is.
-        BadZipFile: it is no file of ``torch.save``.
+        ValueError: it is compressed.
+        BadZipFile: it is not a file of ``torch.save``.
     """
     sharded = is_sharded(path)
-    with _opened(path / STATE if sharded else path) as file:
-        length = 0 if sharded else _end_of(path, file)[0]  # 0 is the whole file
+    with _open(path / STATE if sharded else path, path) as file:
+        length = 0 if sharded else _read_trailer(path, file)[0]  # 0 maps the whole file
         with (
             mmap.mmap(file.fileno(), length, access=mmap.ACCESS_READ) as state,
             zipfile.ZipFile(cast(IO[bytes], state)) as members,
@@ -308,23 +302,24 @@ def check_stored(path: Path) -> None:
 
 
 def _check_files(path: Path) -> None:
-    """Check that the files of a folder are those of its manifest."""
+    """Check that a folder has the files in its manifest, and nothing else."""
     files = read_manifest(path).get(_FILES)
-    there = {file.name for file in path.iterdir()} - {MANIFEST}
-    if any(file.is_symlink() or not file.is_file() for file in path.iterdir()):
+    entries = list(path.iterdir())
+    if any(entry.is_symlink() or not entry.is_file() for entry in entries):
         raise ValueError(
             f"{path.name} must have files of its own, and has a link or something else"
         )
-    if not isinstance(files, dict) or files.keys() != there:
+    names = {entry.name for entry in entries} - {MANIFEST}
+    if not isinstance(files, dict) or files.keys() != names:
         raise ValueError(
             f"{path.name} is damaged: it does not have the files that it was written with"
         )
     with ThreadPoolExecutor() as pool:
         try:
-            for name, found in zip(
-                files, pool.map(measured, [path / name for name in files]), strict=True
+            for name, actual in zip(
+                files, pool.map(size_and_sha256, [path / name for name in files]), strict=True
             ):
-                if files[name] != [*found]:
+                if files[name] != [*actual]:
                     raise ValueError(
                         f"{path.name} is damaged: {name} does not have the checksum that it was "
                         "written with"
@@ -333,26 +328,15 @@ def _check_files(path: Path) -> None:
             raise ValueError(f"{path.name} cannot be read ({error.strerror})") from error
 
 
-def _read_bytes(file: Path, checkpoint: Path) -> bytes:
-    if file.exists() and not file.is_file():
-        raise ValueError(f"{checkpoint.name} has a {file.name} that is no file")
-    if file.exists() and file.stat().st_size > _LONGEST_MANIFEST:
-        raise ValueError(f"{checkpoint.name} has a {file.name} of {file.stat().st_size} bytes")
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise ValueError(
-            f"{checkpoint.name} has no {file.name} that can be opened ({error.strerror})"
-        ) from error
-
-
-def _opened(path: Path) -> IO[bytes]:
+def _open(path: Path, checkpoint: Path) -> IO[bytes]:
+    """Open a checkpoint, or a file in its folder."""
+    name = path.name if path == checkpoint else f"{checkpoint.name}/{path.name}"
     if path.exists() and not path.is_file():
-        raise ValueError(f"{path.name} is no file")  # a pipe would never end
+        raise ValueError(f"{name} is no file")  # reading a pipe would never end
     try:
         return path.open("rb")
-    except OSError as error:  # a folder, a link to nothing, or not ours to read
-        raise ValueError(f"{path.name} cannot be opened ({error.strerror})") from error
+    except OSError as error:  # a folder, a dangling link, or no permission
+        raise ValueError(f"{name} cannot be opened ({error.strerror})") from error
 
 
 def _with_digest(manifest: dict[str, Any]) -> bytes:
@@ -363,12 +347,12 @@ def _digest(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
 
 
-def _end_of(path: Path, file: IO[bytes]) -> tuple[int, int, bytes]:
+def _read_trailer(path: Path, file: IO[bytes]) -> tuple[int, int, bytes]:
     """Return the manifest's offset and length, and the checksum."""
-    size = file.seek(0, 2)
-    if size >= _END.size:
-        file.seek(size - _END.size)
+    end = file.seek(0, os.SEEK_END) - _END.size
+    if end >= 0:
+        file.seek(end)
         length, digest, mark = _END.unpack(file.read(_END.size))
-        if mark == _MARK and length <= min(size - _END.size, _LONGEST_MANIFEST):
-            return size - _END.size - length, length, digest
+        if mark == _MARK and length <= min(end, _MAX_MANIFEST_BYTES):
+            return end - length, length, digest
     raise ValueError(f"{path.name} has no checksum: it is cut short, or something else wrote it")

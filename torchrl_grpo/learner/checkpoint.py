@@ -1,4 +1,4 @@
-"""Checkpoints: the state of a run, and the model as ``from_pretrained`` reads it."""
+"""Write and read checkpoints: everything that a run needs to go on."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from torchrl_grpo.learner.export import ACCURACY, INVALID, check_room, export_mo
 from torchrl_grpo.learner.parts import weights_in
 
 _MOST_INVALID = 0.5
-"""Share of invalid rewards above which an evaluation does not count for ``best``: it is of the few
-problems left.
+"""Share of invalid rewards above which an evaluation does not count for ``best``: too few problems
+are left.
 """
 _ENTRIES = {"step", "trainer", "source", "rng", "config"}
 
@@ -47,11 +47,11 @@ class Writes:
     """Number and size of the checkpoints and models that a run writes.
 
     Attributes:
-        checkpoints: how many.
-        checkpoint_bytes: of each.
-        models: how many.
-        model_bytes: of each.
-        keep: which checkpoints stay when a newer one is written, as in ``train.keep_checkpoints``.
+        checkpoints: number of checkpoints.
+        checkpoint_bytes: size of each checkpoint.
+        models: number of exported models.
+        model_bytes: size of each model.
+        keep: which checkpoints to keep, as in ``train.keep_checkpoints``.
     """
 
     checkpoints: int
@@ -62,11 +62,11 @@ class Writes:
 
     @property
     def most(self) -> int:
-        """Maximum number of checkpoints at a time: the new one is written before an old one is
+        """Maximum number of checkpoints at a time: a new one is written before an old one is
         removed.
         """
-        kept = check_keep(self.keep)
-        return self.checkpoints if kept is None else min(self.checkpoints, sum(kept.values()) + 1)
+        keep = check_keep(self.keep)
+        return self.checkpoints if keep is None else min(self.checkpoints, sum(keep.values()) + 1)
 
     @property
     def bytes(self) -> int:
@@ -77,13 +77,14 @@ class Writes:
         """Check that the disk has room for them.
 
         Args:
-            directory: of the run; it need not exist.
-            beside: bytes of what else is written there.
+            directory: folder of the run; it need not exist.
+            beside: bytes that the run writes there in addition.
 
         Raises:
-            ConfigError: there is not.
+            ConfigError: the disk has too little room.
         """
-        needed, (there, free) = self.bytes + beside, room_at(directory)
+        needed = self.bytes + beside
+        there, free = room_at(directory)
         if free < needed:
             raise ConfigError(
                 f"hydra.run.dir={directory} must have room for {self.most} checkpoints of "
@@ -95,29 +96,27 @@ class Writes:
 
 
 def room_at(directory: Path) -> tuple[Path, int]:
-    """The folder in which a folder is or would be made, and the bytes that are free there."""
+    """Return the nearest existing folder of a path, and the bytes free there."""
     there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     return there, shutil.disk_usage(there).free
 
 
 class Checkpointer:
-    """Writes ``checkpoint_{step}.pt`` and ``model/`` into a folder, each completely or not at all.
+    """Writer of ``checkpoint_{step}.pt`` and ``model/``, each complete or absent.
 
-    Several ranks write a folder ``checkpoint_{step}`` in place of the file
-    (``shards.ShardedSaver``).
-
-    A checkpoint holds ``trainer`` (model, optimizer, scheduler, scaler, counts), ``source`` (data
+    A checkpoint has ``trainer`` (model, optimizer, scheduler, scaler, counters), ``source`` (data
     order, the engine's random state), ``rng`` (Python, torch, CUDA), ``config`` (the full config as
-    plain types) and ``step``. It loads with ``torch.load(path, weights_only=True)``. A manifest and
-    a checksum stand at its end (``checkpoint_files``).
+    plain types) and ``step``. ``torch.load(path, weights_only=True)`` loads it. A manifest and a
+    checksum follow (``checkpoint_files``). Several ranks write a folder ``checkpoint_{step}``
+    instead (``shards.ShardedSaver``).
 
     Attributes:
-        metrics: of the evaluation at the step that is saved next, for the manifest.
+        metrics: results of the evaluation at the step that is saved next, for the manifest.
 
     Args:
-        directory: made when the first checkpoint is written.
+        directory: created with the first checkpoint.
         config: the run's config as plain types.
-        keep: which checkpoints stay when a newer one is written, as in ``train.keep_checkpoints``.
+        keep: which checkpoints to keep, as in ``train.keep_checkpoints``.
     """
 
     def __init__(
@@ -126,15 +125,15 @@ class Checkpointer:
         self.directory = Path(directory)
         self.config = config
         self.metrics: dict[str, float] = {}
-        self._kept = check_keep(keep)
+        self._keep = check_keep(keep)
 
     def path(self, step: int) -> Path:
-        """The file of the checkpoint after ``step`` steps."""
+        """Return the file of the checkpoint after ``step`` steps."""
         return self.directory / f"checkpoint_{step:06d}.pt"
 
     def begin(self, step: int) -> None:
-        """Prepare the folder for a run that resumes after ``step``: later checkpoints are renamed
-        (``.old``, ``.old-2``), and leftovers of an interrupted save are removed.
+        """Prepare the folder for a run that resumes after ``step``: rename later checkpoints
+        (``.old``, ``.old-2``) and remove the leftovers of an interrupted save.
         """
         for path in checkpoints_in(self.directory):
             if (step_of(path) or 0) > step:
@@ -146,15 +145,16 @@ class Checkpointer:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def save(self, step: int, trainer: dict[str, Any], source: dict[str, Any]) -> Path:
-        """Writes the state after ``step`` steps; returns the file.
+        """Write the state after ``step`` steps; return the file.
 
         Raises:
             NonFiniteError: a weight is not finite; nothing is written.
-            NotSavedError: there is no room for it (``DiskFullError``), or the folder cannot be
-                written to; the earlier ones are as they were.
+            NotSavedError: the disk is full (``DiskFullError``) or the folder is not writable;
+                earlier checkpoints are unchanged.
         """
         check_finite(trainer["model"].items())
-        state, path = self.state(step, trainer, source), self.path(step)
+        state = self.state(step, trainer, source)
+        path = self.path(step)
         staging = path.with_suffix(".tmp")
         sealed: SealedFile | None = None
         try:
@@ -170,15 +170,14 @@ class Checkpointer:
         except BaseException as error:
             with suppress(OSError):
                 staging.unlink(missing_ok=True)
-            first = (
-                sealed and sealed.error
-            ) or error  # torch raises another one, of its own count of bytes
-            raise self.not_saved(path, first) from None
+            # After a failed write torch raises an error of its own, about its count of bytes.
+            cause = (sealed and sealed.error) or error
+            raise self.not_saved(path, cause) from None
         self.remove_old()
         return path
 
     def state(self, step: int, trainer: dict[str, Any], source: dict[str, Any]) -> dict[str, Any]:
-        """The state of a run after ``step`` steps, as a checkpoint has it."""
+        """Return the state of a run after ``step`` steps, in the form of a checkpoint."""
         return {
             "step": step,
             "trainer": trainer,
@@ -192,7 +191,7 @@ class Checkpointer:
         return {"step": step, "config": self.config, "metrics": self.metrics}
 
     def not_saved(self, path: Path, error: BaseException) -> BaseException:
-        """Return the error to raise for one that ended the writing of a checkpoint."""
+        """Return the exception to raise when ``error`` has ended the writing of a checkpoint."""
         if is_full(error):
             return DiskFullError(f"there is no room for {path.name} in {self.directory}")
         if isinstance(error, OSError):
@@ -202,50 +201,46 @@ class Checkpointer:
         return error
 
     def remove_old(self) -> None:
-        """Removes the checkpoints that ``train.keep_checkpoints`` does not keep; the newest one
+        """Remove the checkpoints that ``train.keep_checkpoints`` does not keep; the newest one
         always stays.
         """
-        kept = self._kept
-        if kept is None:
+        keep = self._keep
+        if keep is None:
             return
-        found = checkpoints_in(self.directory)
-        stay = set(found[: kept["last"]])
-        if "best" in kept:
-            scores = {path: _score(path) for path in found}
-            scored = [path for path in found if scores[path] is not None]
-            stay |= set(
-                sorted(scored, key=lambda path: scores[path] or 0.0, reverse=True)[: kept["best"]]
-            )
-        for path in found:
+        checkpoints = checkpoints_in(self.directory)
+        stay = checkpoints[: keep["last"]]
+        if "best" in keep:
+            scores = {path: score for path in checkpoints if (score := _score(path)) is not None}
+            stay += sorted(scores, key=scores.__getitem__, reverse=True)[: keep["best"]]
+        for path in checkpoints:
             if path not in stay:
                 remove(path)
 
     def latest(self) -> Path | None:
-        """The checkpoint with the most steps, None when there is none."""
+        """Return the checkpoint with the most steps; None if there is none."""
         return next(iter(checkpoints_in(self.directory)), None)
 
     def export(
         self, model: Any, tokenizer: PreTrainedTokenizerBase, step: int, *, ended: bool = True
     ) -> Path:
-        """Writes the model, its tokenizer and its card into ``model/``, and before the run has
-        ended into ``model_{step}/``, of LoRA then the adapters alone; see ``export_model``."""
-        target, adapters = (
-            self.directory / ("model" if ended else f"model_{step:06d}"),
-            hasattr(model, "peft_config"),
-        )
+        """Write the model, its tokenizer and its card into ``model/``. Before the run has ended the
+        folder is ``model_{step}/`` and has LoRA's adapters alone; see ``export_model``.
+        """
+        target = self.directory / ("model" if ended else f"model_{step:06d}")
         card = model_card(self.config, step, self.metrics)
-        return export_model(model, tokenizer, target, card, adapters=adapters and not ended)
+        adapters = hasattr(model, "peft_config") and not ended
+        return export_model(model, tokenizer, target, card, adapters=adapters)
 
 
 def read_checkpoint(path: Path, *, trusted: bool = False) -> dict[str, Any]:
-    """Return the state in a checkpoint; for several ranks without the tensors, which
+    """Return the state in a checkpoint. That of several ranks comes without its tensors, which
     ``parts.read_parts`` reads.
 
-    The tensors of a file stay in it until they are used.
+    A file's tensors are memory-mapped.
 
     Args:
         path: the file or folder.
-        trusted: whether checksums and weights were checked already.
+        trusted: skip checksums and weights, which were checked before.
 
     Raises:
         ValueError: it is not a whole checkpoint, or has weights that are not finite.
@@ -258,14 +253,13 @@ def read_checkpoint(path: Path, *, trusted: bool = False) -> dict[str, Any]:
             check_stored(path)
         config = read_manifest(path)["config"]
         if config.get("optimizer", {}).get("name") == "adamw_8bit":
-            import torchao.optim  # noqa: F401  names the types of its state that may be read
+            import torchao.optim  # noqa: F401  allows torch.load to read its types
         state = torch.load(
             path / STATE if sharded else path, map_location="cpu", weights_only=True, mmap=True
         )
-    except Exception as error:  # whatever reading a foreign file may raise
-        reason = (
-            str(error).splitlines()[0].partition(". ")[0]
-        )  # torch goes on with advice to trust the file
+    except Exception as error:  # a foreign file may raise anything
+        # The rest of torch's message advises to trust the file.
+        reason = str(error).splitlines()[0].partition(". ")[0]
         raise ValueError(
             f"{path.name} cannot be read ({type(error).__name__}: {reason:.200})"
         ) from error
@@ -279,15 +273,15 @@ def read_checkpoint(path: Path, *, trusted: bool = False) -> dict[str, Any]:
             check_finite(weights_in(path) if sharded else weights.items())
         except NonFiniteError as error:
             raise ValueError(f"{path.name} cannot be used: {error}") from error
-        except Exception as error:  # whatever reading a foreign file may raise
+        except Exception as error:  # a foreign state may raise anything
             raise ValueError(
                 f"{path.name} holds something else ({type(error).__name__}: {error!s:.200})"
             ) from error
-    return state | {"config": config}  # the one that was checked when the run's own was made
+    return state | {"config": config}  # the config that was checked when this run's was made
 
 
 def is_whole(weight: Any) -> bool:
-    """Whether a weight is a tensor with memory for all of its numbers."""
+    """Whether a weight is a dense tensor whose memory holds all of its elements."""
     if not isinstance(weight, torch.Tensor) or weight.layout != torch.strided:
         return False
     return weight.nbytes <= weight.untyped_storage().nbytes()
@@ -295,30 +289,26 @@ def is_whole(weight: Any) -> bool:
 
 def set_aside(path: Path) -> Path:
     """Rename a checkpoint, or whatever has its name, to ``.old``, ``.old-2`` and so on; return the
-    new name.
+    new path.
     """
-    aside = next(name for name in numbered(path.with_suffix(".old")) if not name.exists())
-    return path.rename(aside)
+    return path.rename(
+        next(name for name in numbered(path.with_suffix(".old")) if not name.exists())
+    )
 
 
 def bytes_of(tensors: Any) -> int:
-    """Bytes of the tensors in a nest of dictionaries and lists; those of all ranks where they are
-    sharded.
+    """Return the bytes of the tensors in nested dictionaries and lists; for sharded ones, those of
+    all ranks.
     """
     if isinstance(tensors, torch.Tensor):
-        return tensors.numel() * tensors.element_size()
-    nested = (
-        tensors.values()
-        if isinstance(tensors, Mapping)
-        else tensors
-        if isinstance(tensors, list)
-        else ()
-    )
-    return sum(map(bytes_of, nested))
+        return tensors.nbytes
+    if isinstance(tensors, Mapping):
+        tensors = list(tensors.values())
+    return sum(map(bytes_of, tensors)) if isinstance(tensors, list) else 0
 
 
 def _score(path: Path) -> float | None:
-    """Return the accuracy of an evaluated checkpoint; None if it cannot be the best one."""
+    """Return a checkpoint's accuracy; None if it cannot be the best one."""
     try:
         metrics = read_manifest(path)["metrics"]
     except ValueError:
@@ -328,16 +318,13 @@ def _score(path: Path) -> float | None:
 
 
 def check_finite(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Check that weights are finite.
-
-    Args:
-        weights: (name, tensor).
+    """Check that weights, (name, tensor), are finite.
 
     Raises:
-        NonFiniteError: one is not finite.
+        NonFiniteError: a weight is not finite.
     """
     for name, tensor in weights:
-        # A sum is cheap, and not finite if a summand is not; it may overflow by itself.
+        # The sum is cheap, and not finite if an element is not. It may also overflow.
         if (
             tensor.is_floating_point()
             and not tensor.sum().isfinite()
@@ -347,7 +334,7 @@ def check_finite(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 
 def rng_state() -> dict[str, Any]:
-    """The state of the global random generators."""
+    """Return the state of the global random generators."""
     version, numbers, gauss = random.getstate()
     return {
         "python": [version, list(numbers), gauss],
@@ -357,7 +344,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Restores what ``rng_state`` gave; that of the accelerators only where there are as many."""
+    """Restore the state from ``rng_state``; accelerators' only if there are as many of them."""
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     torch.set_rng_state(state["torch"])

@@ -1,5 +1,5 @@
-"""The tensors of a checkpoint of several ranks: safetensors files with the position of their parts
-in each tensor.
+"""Tensors of a checkpoint of several ranks: safetensors files that record where each part lies in
+its tensor.
 
 ``torch.distributed.checkpoint`` writes and reads them. Reading unpickles nothing.
 """
@@ -20,35 +20,35 @@ from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
 )
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from torchrl_grpo.models.sharding import WEIGHTS, load_parts, own_parts
 
 _FILE_BYTES = 1 << 29
-"""Approximate size of a rank's file, which is copied once more while it is written."""
+"""Approximate size of a rank's file, which takes memory once more while it is written."""
 
 
 def files_of(folder: Path, rank: int) -> list[Path]:
-    """The files that a rank wrote; ranks count from 0."""
+    """Return the files that a rank (from 0) wrote."""
     return sorted(folder.glob(f"shard-{rank + 1:05d}-*.safetensors"))
 
 
 def write_parts(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
-    """Writes each rank's part of tensors into a folder, flushed to the disk. Collective.
+    """Write each rank's part of tensors into a folder, and flush it to the disk. Collective.
 
     Args:
-        folder: there already.
-        tensors: on the CPU, under the same names on all ranks.
-        group: of all ranks, over gloo, which nothing else uses meanwhile.
+        folder: an existing folder.
+        tensors: on the CPU, with the same names on all ranks.
+        group: gloo group of all ranks, which nothing else uses meanwhile.
 
     Raises:
-        Exception: the first error of a rank, on all of them.
+        Exception: the first rank's error, on all ranks.
     """
-    files, used = dict[str, int](), 0
+    files: dict[str, int] = {}
+    used = 0
     for name, tensor in tensors.items():
-        used += tensor.numel() * tensor.element_size() // dist.get_world_size(group)
+        used += tensor.nbytes // dist.get_world_size(group)
         files[name] = 1 + used // _FILE_BYTES
     writer = HuggingFaceStorageWriter(
         str(folder), fqn_to_index_mapping=files, save_distributed=True
@@ -65,38 +65,34 @@ def read_parts(
     """Read weights and optimizer state; each rank reads its share, directly into place. Collective.
 
     Args:
-        folder: of any number of ranks.
+        folder: checkpoint of any number of ranks.
         model: sharded or not.
-        optimizer: of the model; None leaves its state unread.
-        rest: what ``own_parts`` gave beside the tensors; empty if the optimizer had made no step.
+        optimizer: the model's; None skips its state.
+        rest: the optimizer's state without tensors, from ``own_parts``; empty if the optimizer had
+            made no step.
 
     Raises:
         RuntimeError: the model has other parameters.
     """
     tensors, _ = own_parts(model, optimizer if rest else None)
     reader = HuggingFaceStorageReader(str(folder))
-    found = reader.read_metadata().state_dict_metadata.items()
-    saved = {
-        name: tuple(tensor.size)
-        for name, tensor in found
-        if isinstance(tensor, TensorStorageMetadata)
-    }
-    if optimizer is None:
-        saved = {name: shape for name, shape in saved.items() if name.startswith(WEIGHTS)}
+    metadata: dict[str, Any] = reader.read_metadata().state_dict_metadata
     partial = [
         name
-        for name, tensor in found
-        if isinstance(tensor, TensorStorageMetadata)
-        and sum(chunk.sizes.numel() for chunk in tensor.chunks) != tensor.size.numel()
+        for name, tensor in metadata.items()
+        if sum(chunk.sizes.numel() for chunk in tensor.chunks) != tensor.size.numel()
     ]
     if partial:
         raise RuntimeError(f"the checkpoint lacks parts of {len(partial)} tensors {partial[:3]}.")
+    saved = {
+        name: tuple(tensor.size)
+        for name, tensor in metadata.items()
+        if optimizer is not None or name.startswith(WEIGHTS)
+    }
     needed = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if saved != needed:
-        unknown, missing = (
-            [name for name in one if one[name] != other.get(name)]
-            for one, other in ((saved, needed), (needed, saved))
-        )
+        unknown = [name for name in saved if saved[name] != needed.get(name)]
+        missing = [name for name in needed if needed[name] != saved.get(name)]
         raise RuntimeError(
             f"the checkpoint does not fit the model: {len(unknown)} unknown entries {unknown[:3]}, "
             f"{len(missing)} missing ones {missing[:3]}."
@@ -104,7 +100,7 @@ def read_parts(
     alone = not dist.is_initialized()
     try:
         with warnings.catch_warnings():
-            if alone:  # torch says that it takes this for intended
+            if alone:  # which torch warns about
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")
             load(tensors, storage_reader=reader, no_dist=alone)
     except CheckpointException as error:
@@ -114,14 +110,14 @@ def read_parts(
 
 
 def weights_in(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """The parts of the weights in all files of a folder, (name, tensor), one at a time."""
+    """Yield the parts of the weights in all files of a folder as (name, tensor)."""
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  it is no dictionary
+            for name in file.keys():  # noqa: SIM118  it is not a dictionary
                 if name.startswith(WEIGHTS):
                     yield name.removeprefix(WEIGHTS), file.get_tensor(name)
 
 
 def _first_of(error: CheckpointException) -> BaseException:
-    """Return the error of the first rank that had one."""
+    """Return the first failed rank's error."""
     return error.failures[min(error.failures)][0]

@@ -1,6 +1,6 @@
 """Resuming: find the checkpoint, check that its state fits this run, and restore the trainer.
 
-Which options may differ says ``config.resumed``.
+``config.resumed`` decides which options may differ.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _STATE: dict[str, Any] = {
     },
     "rng": {"python": list, "torch": Tensor, "cuda": list},
 }
-"""Types of the entries of a state; numbers are not negative."""
+"""Types of a state's entries; numbers must not be negative."""
 _ACCELERATOR_RNG = 16
-"""Bytes of the state of an accelerator's random generator."""
+"""Size in bytes of the state of an accelerator's random generator."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class Resume:
     """A checkpoint that fits the config.
 
     Attributes:
-        path: the file or folder, absolute: every training rank reads it.
-        step: steps that it has behind it.
+        path: absolute path of the file or folder, which every training rank reads.
+        step: number of finished steps.
         source: state of the source of batches.
-        reference_version: of the weights that its reference model had; 0 is the base model.
-        differences: between its config and that of this run, a row an option.
+        reference_version: version of the reference model's weights; 0 is the base model.
+        differences: options that differ between its config and this run's, one row each.
     """
 
     path: Path
@@ -70,20 +70,19 @@ def find_resume(
     """Return the checkpoint of ``train.resume``, checked against the config; None without one.
 
     Args:
-        config: validated.
-        plain: the same as plain types.
-        directory: of this run.
+        config: validated config.
+        plain: the same config as plain types.
+        directory: folder of this run.
 
     Raises:
         ConfigError: there is no such checkpoint, it is not whole, or an option does not fit it.
     """
-    if config.train.resume is None:
+    checkpoint = config.train.resume and newest(config.train.resume, directory, _read)
+    if not checkpoint:
         return None
-    found = newest(config.train.resume, directory, _read)
-    if found is None:
-        return None
-    path, state = found
-    step, source = state["step"], dict(state["source"])
+    path, state = checkpoint
+    step = state["step"]
+    source = dict(state["source"])
     saved = state["config"]
     check_options(saved, plain, path)
     if config.only_evaluates:
@@ -104,47 +103,47 @@ def check_length(resume: Resume, config: GRPOConfig) -> None:
     """Check that steps remain.
 
     Raises:
-        ConfigError: the checkpoint has all steps of the run behind it.
+        ConfigError: the checkpoint already has all steps of the run.
     """
-    done, train = resume.step * config.dialog_turns_per_batch, config.train
+    train = config.train
     if config.only_evaluates or resume.step < config.num_batches or train.resume == AUTO:
-        return  # with auto what is left may be to write the model
-    field, value, use = "total_dialog_turns", train.total_dialog_turns, 2 * done
+        return  # auto may still have to write the model
+    trajectories = resume.step * config.dialog_turns_per_batch
+    field, value = "total_dialog_turns", train.total_dialog_turns
+    suggestion = 2 * trajectories
     if train.total_epochs is not None:
-        field, value, use = (
-            "total_epochs",
-            train.total_epochs,
-            done * train.total_epochs // value + 1,
-        )
+        field, suggestion = "total_epochs", trajectories * train.total_epochs // value + 1
+        value = train.total_epochs
     raise ConfigError(
-        f"train.{field}={value} must be more than the {done} trajectories that {resume.path} has "
-        f"behind it: for example, train.{field}={use}."
+        f"train.{field}={value} must be more than the {trajectories} trajectories that "
+        f"{resume.path} has behind it: for example, train.{field}={suggestion}."
     )
 
 
 def restore(learner: Learner, resume: Resume) -> None:
-    """Restore a learner and its process's random generators; learning rate and the like are the
-    config's.
+    """Restore a learner and its process's random generators. Settings such as the learning rate
+    come from the config.
 
-    With several ranks each of them calls this.
+    Every rank calls this.
     """
     with refusing(resume.path):
         _restore(learner, resume)
 
 
 def _restore(learner: Learner, resume: Resume) -> None:
-    state, trainer = read_checkpoint(resume.path, trusted=True), learner.trainer
+    state = read_checkpoint(resume.path, trusted=True)
+    trainer = learner.trainer
     saved: dict[str, Any] = dict(state["trainer"])
     configured = [{**group, "params": None} for group in trainer.optimizer.param_groups]
     scheduler: Any = trainer.scheduler
     if scheduler is not None:
         own = scheduler.state_dict()
-        kept = {
+        progress = {
             name: value
             for name, value in saved["scheduler"].items()
-            if type(value) is type(own.get(name))
+            if name not in ("base_lrs", "lr_lambdas") and type(value) is type(own.get(name))
         }
-        saved["scheduler"] = own | kept | {name: own[name] for name in ("base_lrs", "lr_lambdas")}
+        saved["scheduler"] = own | progress
     learner.load_state_dict(saved, resume.path if is_sharded(resume.path) else None)
     for index, (group, settings) in enumerate(
         zip(trainer.optimizer.param_groups, configured, strict=True)
@@ -159,16 +158,16 @@ def _restore(learner: Learner, resume: Resume) -> None:
 
 @contextmanager
 def refusing(path: Path) -> Iterator[None]:
-    """Context in which a state is restored: what does not fit ends the run with one line.
+    """Context for restoring a state, which turns any error into one line.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: the state does not fit this run.
     """
     try:
         yield
     except (ValueError, RunLostError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # whatever restoring a foreign state may raise
+    except Exception as error:  # a foreign state may raise anything
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.300}"
         raise ConfigError(
             f"train.resume={path} must be a checkpoint whose state fits this run, but it cannot be "
@@ -180,45 +179,44 @@ def _check_state(state: Any, form: Mapping[str, Any], name: str) -> None:
     """Check that a state has entries of the right types.
 
     Raises:
-        ValueError: one is not.
+        ValueError: an entry has another type.
     """
     for key, kind in form.items():
         value = state.get(key) if isinstance(state, dict) else None
         if isinstance(kind, dict):
             _check_state(value, kind, f"{name}.{key}")
-        elif not isinstance(value, kind) or (
-            kind is int and (type(value) is not int or not 0 <= value < 2**63)
-        ):
+            continue
+        fits = type(value) is int and 0 <= value < 2**63 if kind is int else isinstance(value, kind)
+        if not fits:
             raise ValueError(f"{name} holds something else as {key}")
 
 
 def _check_random(rng: Mapping[str, Any], engines: Sequence[Mapping[str, Any]]) -> None:
-    """Try the states of random generators; an accelerator's engine has another kind."""
+    """Try the states of random generators; an accelerator's engine has a state of another kind."""
     version, numbers, gauss = rng["python"]
     random.Random().setstate((version, tuple(numbers), gauss))
-    for saved in (
-        rng["torch"],
-        *(engine["generator"] for engine in engines if "generator" in engine),
-    ):
-        if len(saved) != _ACCELERATOR_RNG:
-            torch.Generator().set_state(saved)
+    engine_states = [engine["generator"] for engine in engines if "generator" in engine]
+    for state in (rng["torch"], *engine_states):
+        if len(state) != _ACCELERATOR_RNG:
+            torch.Generator().set_state(state)
 
 
 def _check_moments(trainer: Mapping[str, Any]) -> None:
-    """Check that the optimizer's state is that of the weights: a kernel reads beyond a tensor that is too small.
+    """Check that the optimizer's state fits the weights: a kernel reads beyond a tensor that is too
+    small.
 
     Raises:
-        ValueError: it is not.
+        ValueError: it does not.
     """
-    weights, optimizer = trainer["model"], trainer["optimizer"]
-    moments = optimizer.get("state", {})
+    weights = trainer["model"]
+    optimizer = trainer["optimizer"]
+    states = optimizer.get("state", {})
     grouped = {name for group in optimizer.get("param_groups", ()) for name in group["params"]}
-    if not moments.keys() <= grouped <= weights.keys():
+    if not states.keys() <= grouped <= weights.keys():
         raise ValueError("the optimizer has other parameters than the model")
-    for name, key, value in (
-        (name, key, value) for name, of in moments.items() for key, value in of.items()
-    ):
-        numbers = getattr(value, "codes", value)  # of torchao's 8 bits
+    entries = [(name, *entry) for name, state in states.items() for entry in state.items()]
+    for name, key, value in entries:
+        numbers = getattr(value, "codes", value)  # torchao's 8 bits
         shape = () if key == "step" else weights[name].shape
         if not is_whole(numbers) or value.shape != shape or numbers.shape != shape:
             raise ValueError(f"{key} of {name} is no tensor of the weight's shape")
@@ -227,32 +225,43 @@ def _check_moments(trainer: Mapping[str, Any]) -> None:
             raise ValueError(f"{key} of {name} is negative")
 
 
+def _check_position(source: Mapping[str, Any], name: str) -> None:
+    """Check the position in the data, and the groups that were drawn ahead.
+
+    Raises:
+        ValueError: they are not valid.
+    """
+    drawing = source["drawing"]
+    ahead = source["ahead"]
+    pairs = all(isinstance(pair, list) and [*map(type, pair)] == [int, int] for pair in ahead)
+    if (
+        not pairs
+        or drawing["position"] > drawing["num_problems"]
+        or len({group for group, _ in ahead}) < len(ahead)
+    ):
+        raise ValueError(f"{name} holds something else as the place in its data")
+
+
 def _read(path: Path) -> dict[str, Any]:
+    """Read a checkpoint and check its state; log why it is refused."""
+    name = path.name
     try:
         state = read_checkpoint(path)
-        _check_state(state, _STATE, path.name)
-        drawing, ahead = state["source"]["drawing"], state["source"]["ahead"]
-        pairs = all(isinstance(pair, list) and [*map(type, pair)] == [int, int] for pair in ahead)
-        if (
-            not pairs
-            or drawing["position"] > drawing["num_problems"]
-            or len({group for group, _ in ahead}) < len(ahead)
-        ):
-            raise ValueError(f"{path.name} holds something else as the place in its data")
+        _check_state(state, _STATE, name)
+        _check_position(state["source"], name)
         engines = [*filter(None, state["source"]["engines"])]
         for engine in engines:
-            _check_state(engine, {"policy_version": int}, f"{path.name}.source.engines")
-        if state["trainer"]["version"] != state["step"]:
-            raise ValueError(
-                f"{path.name} has weights of step {state['trainer']['version']} as those of another step"
-            )
+            _check_state(engine, {"policy_version": int}, f"{name}.source.engines")
+        version = state["trainer"]["version"]
+        if version != state["step"]:
+            raise ValueError(f"{name} has weights of step {version} as those of another step")
         try:
             _check_random(state["rng"], engines)
-            if not is_sharded(path):  # of which each tensor is read into one of the right shape
+            if not is_sharded(path):  # a folder's tensors are read into tensors of the right shape
                 _check_moments(state["trainer"])
-        except Exception as error:  # whatever a foreign state may raise
+        except Exception as error:  # a foreign state may raise anything
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
-            raise ValueError(f"{path.name} holds something else ({reason})") from error
+            raise ValueError(f"{name} holds something else ({reason})") from error
         return state
     except ValueError as error:
         torchrl_logger.warning(f"{path} is not used: {error}.")

@@ -2,14 +2,14 @@
 
 - ``handle``: the interface (``Sender``, ``WeightHandle``), and an engine in the trainer's process.
 - ``object_store``, ``nccl``, ``ipc``: the kinds of transfer to an engine in another process.
-- ``adapters``: LoRA adapters in place of whole weights, by any kind of transfer.
-- ``kinds``: which kind a run takes, and its sender.
-- ``named``: the weights of a model by name, LoRA merged, gathered one at a time, and whether they
-fit a model.
-- ``worker``: what vLLM's worker processes do; ``transfer_engine``, ``shared``: our engine of vLLM's
-weight transfer.
-- ``meeting``: where trainer and engines agree on numbers.
-- ``mismatch``: whether an engine has the trainer's weights.
+- ``adapters``: LoRA adapters instead of whole weights, over any kind of transfer.
+- ``kinds``: the choice of a run's kind, and its sender.
+- ``named``: a model's weights by name (LoRA merged, gathered one at a time), and the check that
+  weights fit a model.
+- ``worker``: methods of vLLM's worker processes.
+- ``transfer_engine``, ``shared``: our engine of vLLM's weight transfer.
+- ``meeting``: the store through which trainer and engines agree.
+- ``mismatch``: the check that an engine has the trainer's weights.
 """
 
 from torchrl_grpo.weights.handle import (

@@ -1,7 +1,7 @@
 """LoRA adapters instead of full weights: only trained tensors are sent, and each reader merges them
 into the base weights.
 
-Any kind of transfer carries them: to it they are named tensors like others.
+To a kind of transfer they are named tensors like any others.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class AdapterHandle(WeightHandle):
     """The weights of a base model with adapters added.
 
     Attributes:
-        base: gives the base model on the CPU in the trainer's dtype. Hashable: a process asks it
-            once.
-        layers: of each adapter the name of its parameter and the scaling.
+        base: loads the base model on the CPU in the trainer's dtype. Hashable: each process calls
+            it once.
+        layers: parameter name and scaling of each adapter.
         matrices: A [r, in] and B [out, r] of each adapter, in the order of ``layers``.
     """
 
@@ -55,16 +55,16 @@ def deltas_of(
     matrices: Iterable[tuple[str, Tensor]],
     device: torch.device,
 ) -> dict[str, list[LoraDelta]]:
-    """Return what adapters add to each parameter.
+    """Return the updates that adapters add to each parameter.
 
     Args:
-        layers: name of the parameter and scaling of each adapter.
-        matrices: A and B of each, in the order of ``layers``.
-        device: where the matrices are to be.
+        layers: parameter name and scaling of each adapter.
+        matrices: A and B of each adapter, in the order of ``layers``.
+        device: device to copy the matrices to.
     """
     deltas: defaultdict[str, list[LoraDelta]] = defaultdict(list)
-    # Copies: a sum of products may depend on how its operands lie in memory, and must be the
-    # trainer's to the bit.
+    # Copies, because the memory layout of operands may change the last bits of their product, which
+    # must equal the trainer's.
     copies = (matrix.to(device, copy=True) for _, matrix in matrices)
     for (name, scaling), a, b in zip(layers, copies, copies, strict=True):
         deltas[name].append(LoraDelta(a, b, scaling))
@@ -77,15 +77,16 @@ def _loaded(base: BaseModel) -> nn.Module:
 
 
 class AdapterSender(Sender):
-    """Sends ``AdapterHandle``s.
+    """Sender of ``AdapterHandle``s.
 
     Args:
         carrier: sends the adapters' matrices; it must keep their dtype.
-        base: as in ``AdapterHandle``.
+        base: see ``AdapterHandle``.
     """
 
     def __init__(self, carrier: Sender, base: BaseModel) -> None:
-        self._carrier, self._base = carrier, base
+        self._carrier = carrier
+        self._base = base
 
     def _content(self, source: Source) -> Iterator[tuple[str, Any]]:
         return source.adapters()

@@ -1,13 +1,12 @@
 """Weights in the memory of the GPU that trainer and engine share, for the engine ``ipc`` of vLLM's
 weight transfer.
 
-They go in parts, each an allocation of its own that is exported once, in the form that vLLM calls
-packed.
+They go in parts, each in an allocation of its own that is exported once, in the form that vLLM
+calls packed.
 """
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,21 +22,20 @@ from torchrl_grpo.weights.handle import (
     EitherHandle,
     Named,
     Part,
-    Sender,
     TransferHandle,
     WeightHandle,
     in_parts,
     unpacked,
 )
-from torchrl_grpo.weights.meeting import Meeting, connected, open_store
+from torchrl_grpo.weights.meeting import Meeting, MeetingSender, connected
 
 
 def exported(flat: Tensor, part: Part) -> dict[str, Any]:
-    """Return the update info of a part, in plain values: see ``opened``.
+    """Return the update info of a part in plain values, which ``opened`` turns into vLLM's.
 
     Args:
-        flat: on the GPU, as ``in_parts`` gives it. It must stay as it is until the reader is done.
-        part: what lies in it.
+        flat: tensor on the GPU, from ``in_parts``. It must not change until the reader is done.
+        part: layout of the tensor.
     """
     dtype, layout = part
     sizes = [view.nbytes for _, view in unpacked(flat, part)]
@@ -58,9 +56,7 @@ def exported(flat: Tensor, part: Part) -> dict[str, Any]:
 
 
 def opened(update: dict[str, Any]) -> dict[str, Any]:
-    """Return an update info as vLLM's engine takes it: with the arguments of torch's
-    ``rebuild_cuda_tensor``.
-    """
+    """Return an update info in vLLM's form, with the arguments of ``rebuild_cuda_tensor``."""
     gpu, size, offset, *memory = update["ipc_handles"]
     tensor = (torch.Tensor, torch.Size([size]), (1,), offset)
     return update | {
@@ -69,17 +65,17 @@ def opened(update: dict[str, Any]) -> dict[str, Any]:
 
 
 def on_gpu(weights: Named) -> Iterator[tuple[str, Tensor]]:
-    """Weights on the current GPU."""
+    """Move weights to the current GPU."""
     return ((name, weight.cuda()) for name, weight in weights)
 
 
 @dataclass(frozen=True)
 class IpcStream(TransferHandle):
-    """The weights of a trainer in this process, part after part: one part at a time takes memory.
+    """The weights of a trainer in this process. One part at a time takes memory.
 
     Attributes:
-        read: gives the weights.
-        dtype: of the weights on their way.
+        read: returns the weights.
+        dtype: dtype of the weights in transit.
     """
 
     backend = "ipc"
@@ -96,10 +92,10 @@ class IpcStream(TransferHandle):
 
 
 class LocalSender(DirectSender):
-    """Sends the weights to an engine on the trainer's GPU whose driver is in the trainer's process.
+    """Sender to an engine on the trainer's GPU that is driven from the trainer's process.
 
     Args:
-        dtype: of the weights on their way, best the engine's.
+        dtype: dtype of the weights in transit, best the engine's.
     """
 
     def __init__(self, dtype: torch.dtype | None) -> None:
@@ -108,14 +104,12 @@ class LocalSender(DirectSender):
 
     def handle(self, read: Callable[[], Named]) -> WeightHandle:
         self._direct = DirectHandle(read)
-        return (
-            self._direct
-            if self._refused
-            else EitherHandle(self._direct, IpcStream(read, self._dtype))
-        )
+        if self._refused:
+            return self._direct
+        return EitherHandle(self._direct, IpcStream(read, self._dtype))
 
     def resend(self, version: int, reason: str) -> WeightHandle:
-        from torchrl import torchrl_logger  # slow, and vLLM's workers import this module
+        from torchrl import torchrl_logger  # a slow import, which vLLM's workers do not need
 
         torchrl_logger.warning(
             f"The engine takes its weights through the host from here on: {reason}."
@@ -129,9 +123,9 @@ class IpcParts(TransferHandle):
     """Weights in buffers that another process of this machine keeps on its GPU.
 
     Attributes:
-        meeting: where the reader says that it has opened them.
-        version: of the weights.
-        infos: of each buffer, see ``exported``.
+        meeting: where the reader reports that it opens them.
+        version: version of the weights.
+        infos: update info of each buffer, from ``exported``.
     """
 
     backend = "ipc"
@@ -142,12 +136,11 @@ class IpcParts(TransferHandle):
 
     @property
     def layout(self) -> list[tuple[str, tuple[int, ...]]]:
-        named = (
-            (name, shape)
+        return [
+            (name, tuple(shape))
             for info in self.infos
             for name, shape in zip(info["names"], info["shapes"], strict=True)
-        )
-        return [(name, tuple(shape)) for name, shape in named]
+        ]
 
     def init_info(self, workers: int) -> dict[str, Any]:
         connected(self.meeting).set(f"read/{self.version}", "1")
@@ -157,50 +150,36 @@ class IpcParts(TransferHandle):
         return iter(self.infos)
 
 
-class IpcSender(Sender):
-    """Sends ``IpcParts`` to one engine; a version takes the memory of the whole model on the GPU
-    until it is released.
-
-    Args:
-        dtype: of the weights on their way, best the engine's; None keeps their own.
-        host: address of this machine.
+class IpcSender(MeetingSender):
+    """Sender of ``IpcParts`` to one engine. Until it is released, a version takes the memory of the
+    whole model on the GPU.
     """
 
     def __init__(self, dtype: torch.dtype | None, host: str) -> None:
-        self.dtype = dtype
-        self._store = open_store(host)
-        self._meeting = Meeting(host, self._store.port, secrets.token_hex(32))
-        self._kept: dict[int, tuple[list[tuple[Tensor, Part]], list[dict[str, Any]]]] = {}
+        super().__init__(dtype, host)
+        self._infos: dict[int, list[dict[str, Any]]] = {}
 
     def pack(self, weights: Named, version: int) -> IpcParts:
-        parts = list(in_parts(on_gpu(weights), self.dtype))
-        infos = [exported(flat, part) for flat, part in parts]
-        self._kept[version] = parts, infos
-        return IpcParts(self._meeting, version, infos)
-
-    def kept(self, version: int) -> Iterator[tuple[str, Tensor]]:
-        """The weights of a version that was not released, by name."""
-        return (named for flat, part in self._kept[version][0] for named in unpacked(flat, part))
-
-    def refuse(self, reason: str) -> None:
-        """Do nothing: the only engine reads by itself."""
+        self._parts[version] = list(in_parts(on_gpu(weights), self.dtype))
+        self._infos[version] = [exported(flat, part) for flat, part in self._parts[version]]
+        return IpcParts(self._meeting, version, self._infos[version])
 
     def release(self, version: int) -> None:
-        kept = self._kept.pop(version, None)
-        if kept is None:
+        if version not in self._parts:
             return
-        # Torch keeps memory that was shared until a reader has opened and closed it, once. Of a
-        # version that was skipped, the reader's side is taken here; taken twice, the memory would
-        # never be free.
+        # Torch keeps memory that was exported until a reader has opened and closed it, once. For a
+        # version that was skipped, this does the reader's part; done twice, the memory would never
+        # be freed.
+        parts = self._parts.pop(version)
+        infos = self._infos.pop(version)
         if not connected(self._meeting).check([f"read/{version}"]):
-            for info in kept[1]:
-                *_, counter, place, _, _ = info[
-                    "ipc_handles"
-                ]  # ref_counter_handle and _offset of rebuild_cuda_tensor
-                release_shared_memory(counter, place)
-        del kept
+            for info in infos:
+                # ref_counter_handle and ref_counter_offset of rebuild_cuda_tensor
+                *_, counter, offset, _, _ = info["ipc_handles"]
+                release_shared_memory(counter, offset)
+        del parts
         torch.cuda.ipc_collect()
 
     def close(self) -> None:
-        for version in list(self._kept):
+        for version in list(self._parts):
             self.release(version)

@@ -21,9 +21,9 @@ class Transfer:
     Attributes:
         kind: ``direct`` or ``direct_ipc`` (an engine that is driven from the trainer's process),
             ``object_store``, ``nccl`` or ``ipc``.
-        unverified: whether the kind was not asked for by name: it must show that it works, and the
-            object store, or the way through the host, takes its place if it does not.
-        workers: processes of all engines together.
+        unverified: whether ``auto`` chose a fast kind. Its first weights are compared with the
+            object store's (or the host's), which replaces it if they differ.
+        workers: number of processes of all engines together.
     """
 
     kind: str
@@ -32,17 +32,17 @@ class Transfer:
 
     @property
     def name(self) -> str:
-        """The value of ``inference_model.weight_transfer`` that asks for this kind."""
+        """The value of ``inference_model.weight_transfer`` that selects this kind."""
         return {"nccl": "broadcast", "ipc": "cuda_ipc"}.get(self.kind, "object_store")
 
     @property
     def together(self) -> bool:
-        """Whether all engines take a version at the same time."""
+        """Whether all engines receive a version at the same time."""
         return self.kind == "nccl"
 
 
 def transfer_kind(
-    asked: str,
+    requested: str,
     *,
     on_device: bool,
     trainer: torch.device,
@@ -54,63 +54,64 @@ def transfer_kind(
 ) -> Transfer:
     """Return how weights reach the engines of a run.
 
-    GPU memory is reached by vLLM's workers alone, and adapters are small: else it is the object
-    store.
+    Only vLLM's workers can read GPU memory, and adapters are small: otherwise the object store
+    carries the weights.
 
     Args:
-        asked: ``object_store``, ``broadcast`` (nccl), ``cuda_ipc``, or ``auto``: the fastest that
-            fits.
-        on_device: whether the engines take weights that are in GPU memory
+        requested: ``object_store``, ``broadcast`` (nccl), ``cuda_ipc``, or ``auto``, the fastest
+            that fits.
+        on_device: whether the engines can read weights in GPU memory
             (``EngineKind.weights_on_device``).
-        trainer: the device of training rank 0.
-        engines: the devices of each engine.
+        trainer: device of training rank 0.
+        engines: devices of each engine.
         colocated: whether an engine shares the trainer's accelerator.
         distributed: whether trainer and engines are processes on Ray.
         lora: whether adapters are sent.
-        waits: whether an engine takes new weights only when the responses that it samples have
-            ended, while training goes on: then several engines are not made to wait for each other
-            unless that is asked for.
+        waits: whether an engine takes new weights only after its running responses, while training
+            goes on. Then ``auto`` does not make several engines wait for each other.
 
     Raises:
-        ValueError: what was asked for does not work there.
+        ValueError: the requested kind does not work there.
     """
-    field = f"inference_model.weight_transfer={asked}"
+    field = f"inference_model.weight_transfer={requested}"
     same_gpu = trainer.type == "cuda" and all(tuple(devices) == (trainer,) for devices in engines)
-    if asked == "cuda_ipc" and not same_gpu:
+    if requested == "cuda_ipc" and not same_gpu:
+        separate = trainer.type == "cuda" and not colocated
         raise ValueError(
             f"{field} needs trainer and engine on one GPU, and they are on {trainer} and "
             f"{', '.join(str(device) for devices in engines for device in devices)}: use "
-            f"inference_model.weight_transfer={'broadcast' if trainer.type == 'cuda' and not colocated else 'auto'}."
+            f"inference_model.weight_transfer={'broadcast' if separate else 'auto'}."
         )
-    if asked == "broadcast" and colocated:
+    if requested == "broadcast" and colocated:
         raise ValueError(
             f"{field} needs trainer and engine on different GPUs, because nccl does not connect a "
             f"GPU with itself, and both are on {trainer}: use "
             f"inference_model.weight_transfer={'cuda_ipc' if same_gpu else 'auto'}."
         )
     fast = on_device and trainer.type == "cuda"
-    auto, workers = asked == "auto", sum(len(devices) for devices in engines)
+    auto = requested == "auto"
     if not distributed:
         return Transfer("direct_ipc", True) if fast and same_gpu else Transfer("direct")
-    if not fast or lora or asked == "object_store":
+    if not fast or lora or requested == "object_store":
         return Transfer("object_store")
     if same_gpu:
         return Transfer("ipc", auto) if len(engines) == 1 else Transfer("object_store")
     if colocated or (auto and waits and len(engines) > 1):
         return Transfer("object_store")
-    return Transfer("nccl", auto, workers)
+    return Transfer("nccl", auto, workers=sum(map(len, engines)))
 
 
 class FastSender(Sender):
-    """Sends weights on a fast path, or through the object store after a refusal.
+    """Sender on a fast path, or through the object store after a refusal.
 
     Args:
-        fast: sends them in the fast way.
-        unverified: whether the first handle has both ways, for an engine to compare.
+        fast: sender of the fast path.
+        unverified: whether the first handle has both paths, for an engine to compare.
     """
 
     def __init__(self, fast: NcclSender | IpcSender, *, unverified: bool) -> None:
-        self._fast, self._unverified = fast, unverified
+        self._fast = fast
+        self._unverified = unverified
         self._store = ObjectSender(None)
         self._refused = False
 
@@ -145,11 +146,11 @@ def make_sender(
     """Make the trainer's side of a weight transfer.
 
     Args:
-        transfer: as ``transfer_kind`` gives it.
-        dtype: of whole weights on their way, best the engine's; None keeps their own.
-        lora_base: gives the base model of a LoRA model (see ``AdapterHandle``): then its adapters
-            are sent, and each reader adds them to the base weights. None sends whole weights, with
-            any adapters merged. An engine that is driven from the trainer's process needs neither.
+        transfer: from ``transfer_kind``.
+        dtype: dtype of whole weights in transit, best the engine's; None keeps their own.
+        lora_base: loads the base model of a LoRA model (see ``AdapterHandle``): its adapters are
+            sent, and each reader adds them to the base weights. None sends whole weights, with any
+            adapters merged. An engine that is driven from the trainer's process needs neither.
         host: address of this machine for the others.
     """
     if transfer.kind == "direct":
@@ -160,6 +161,7 @@ def make_sender(
         return AdapterSender(ObjectSender(None), lora_base)
     if transfer.kind == "object_store":
         return ObjectSender(dtype)
-    nccl = transfer.kind == "nccl"
-    fast = NcclSender(dtype, host, transfer.workers) if nccl else IpcSender(dtype, host)
-    return FastSender(fast, unverified=transfer.unverified)
+    if transfer.kind == "ipc":
+        return FastSender(IpcSender(dtype, host), unverified=transfer.unverified)
+    nccl = NcclSender(dtype, host, transfer.workers)
+    return FastSender(nccl, unverified=transfer.unverified)

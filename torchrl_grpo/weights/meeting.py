@@ -1,29 +1,32 @@
-"""Rendezvous of trainer and engines: a store at rank 0 of the trainer for numbers, through which no
-weights go.
+"""Rendezvous of trainer and engines: a store at rank 0 of the trainer for numbers, never weights.
 
-It listens on one address alone and gives nothing to those who do not know the run's secret. Values
-are short strings and counters, and are never unpickled.
+It listens on one address only, and a process that does not know the run's secret gets nothing from
+it. Values are short strings and counters, and are never unpickled.
 """
 
 from __future__ import annotations
 
 import hashlib
+import secrets
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from torchrl_grpo.weights.handle import Part, Sender, unpacked
+
 TIMEOUT_S = 120.0
-"""Longest wait for the store, each time."""
+"""Timeout of each operation on the store."""
 
 
 def open_store(host: str, timeout_s: float = TIMEOUT_S) -> TCPStore:
-    """Open a store for processes that look for each other, on a free port of one address; torch's
-    default is all addresses.
-    """
+    """Open a store on a free port of one address; torch's default is all addresses."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     return TCPStore(
@@ -41,8 +44,8 @@ class Meeting:
     """Address and secret of a store.
 
     Attributes:
-        host, port: of the store.
-        secret: of the run.
+        host, port: address of the store.
+        secret: secret of the run.
     """
 
     host: str
@@ -50,16 +53,38 @@ class Meeting:
     secret: str = field(repr=False)
 
     def connect(self) -> Any:
-        """Return a separate connection: a wait blocks all users of a connection."""
+        """Open a separate connection: a wait blocks all users of a connection."""
         store = TCPStore(
             self.host, self.port, is_master=False, timeout=timedelta(seconds=TIMEOUT_S)
         )
-        # The store tells its keys to whoever asks, so what keeps strangers out must not be the
-        # secret itself.
+        # The store lists its keys to everybody, so the prefix must not be the secret itself.
         return PrefixStore(hashlib.sha256(self.secret.encode()).hexdigest(), store)
 
 
 @lru_cache(maxsize=1)
 def connected(meeting: Meeting) -> Any:
-    """Return this process's connection to the store, which lasts from one update to the next."""
+    """Return this process's connection to the store, which is reused by later updates."""
     return meeting.connect()
+
+
+class MeetingSender(Sender):
+    """Sender that keeps the parts of each version until it is released, and whose readers come to a
+    meeting.
+
+    Args:
+        dtype: dtype of the weights in transit, best the engine's; None keeps their own.
+        host: address of this machine.
+    """
+
+    def __init__(self, dtype: torch.dtype | None, host: str) -> None:
+        self.dtype = dtype
+        self._store = open_store(host)
+        self._meeting = Meeting(host, self._store.port, secrets.token_hex(32))
+        self._parts: dict[int, list[tuple[Tensor, Part]]] = {}
+
+    def kept(self, version: int) -> Iterator[tuple[str, Tensor]]:
+        """Return the weights of an unreleased version, by name."""
+        return (named for flat, part in self._parts[version] for named in unpacked(flat, part))
+
+    def refuse(self, reason: str) -> None:
+        """Stop sending, because an engine refused a version."""

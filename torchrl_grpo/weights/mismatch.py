@@ -1,4 +1,4 @@
-"""Distance between the log-probs of an engine and of the trainer, to check a weight sync."""
+"""Distance between the engine's and the trainer's log-probs, to check a weight sync."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class _Generates(Protocol):
 
 
 Probe = list[tuple[Tensor, Tensor, Tensor]]
-"""A few responses: prompt [P], sampled tokens [R] and their log-probs [R] of each."""
+"""A few responses: prompt [P], sampled tokens [R] and their log-probs [R]."""
 
 
 def sample_probe(engine: _Generates, prompts: Sequence[Tensor], params: Any) -> Probe:
-    """Samples one response to each prompt."""
+    """Sample one response to each prompt."""
     completions = [group[0] for group in engine.generate(prompts, 1, params)]
     return [
         (prompt, done.tokens, done.log_probs)
@@ -30,19 +30,22 @@ def log_prob_mismatch(probe: Probe, scored: Sequence[Tensor]) -> tuple[float, fl
     """Return the distance between the log-probs of an engine and of the trainer.
 
     Args:
-        probe: as ``sample_probe`` gives it, at least one response.
-        scored: for each response the trainer's log-probs [R] of the sampled tokens, at the sampling
+        probe: at least one response, from ``sample_probe``.
+        scored: the trainer's log-probs [R] of each response's sampled tokens, at the sampling
             temperature.
 
     Returns:
         mean and largest absolute difference over all sampled tokens, in nats.
 
     Raises:
-        RuntimeError: there is another number of log-probs than of sampled tokens.
+        RuntimeError: the numbers of log-probs and of sampled tokens differ.
     """
-    given, lengths = [len(row) for row in scored], [len(tokens) for _, tokens, _ in probe]
-    if given != lengths:
-        raise RuntimeError(f"the trainer gave {given} log-probs for {lengths} sampled tokens.")
+    scored_lengths = [len(row) for row in scored]
+    lengths = [len(tokens) for _, tokens, _ in probe]
+    if scored_lengths != lengths:
+        raise RuntimeError(
+            f"the trainer gave {scored_lengths} log-probs for {lengths} sampled tokens."
+        )
     sampled = torch.cat([log_probs for _, _, log_probs in probe])
     difference = (sampled - torch.cat([row.detach().float().cpu() for row in scored])).abs()
     return difference.mean().item(), difference.max().item()

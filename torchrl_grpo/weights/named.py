@@ -1,5 +1,5 @@
-"""A model's weights by the names of its Hugging Face checkpoint, LoRA adapters' updates, and
-whether weights fit.
+"""A model's weights by the names of its Hugging Face checkpoint, the updates of LoRA adapters, and
+the check that weights fit a model.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class LoraDelta:
     scaling: float
 
     def tensor(self, dtype: torch.dtype) -> Tensor:
-        """The shape of the weight, computed in float32 at least and then rounded."""
+        """Return the update in the weight's shape, computed in at least float32 and rounded."""
         wide = torch.promote_types(self.a.dtype, torch.float32)
         return (self.b.to(wide) @ self.a.to(wide) * self.scaling).to(dtype)
 
 
 @torch.no_grad()
 def merged(weight: Tensor, deltas: Sequence[LoraDelta]) -> Tensor:
-    """A weight with what adapters add to it, in the weight's dtype; without any, the weight itself."""
+    """Add updates to a weight, in its dtype; without any, return the weight itself."""
     total = None
     for delta in deltas:
         added = delta.tensor(weight.dtype)
@@ -48,20 +48,19 @@ def merged(weight: Tensor, deltas: Sequence[LoraDelta]) -> Tensor:
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield a causal language model's weights under the names of its Hugging Face checkpoint.
 
-    A LoRA model gives its base model's weights with the active adapters merged in. Its own weights
-    stay as they are: the merged tensors are new, and made one at a time. A sharded model gathers
-    each weight when it is asked for, which all ranks must do.
+    A LoRA model yields its base model's weights with the active adapters merged in. The merged
+    tensors are new ones, made one at a time. A sharded model gathers each weight when the iterator
+    reaches it, so all ranks must exhaust the iterator.
 
     Args:
         model: a Hugging Face model, or a peft model around one; sharded or not.
 
     Yields:
-        (name, tensor); a parameter that several modules share comes once. The tensors are detached,
-        and are the model's own memory where nothing had to be merged, gathered or split.
+        (name, tensor). A parameter that several modules share comes once. The tensors are detached,
+        and share the model's memory unless they were merged, gathered or split.
 
     Raises:
-        ValueError: an adapter is not plain LoRA (DoRA, for example), so that it cannot be added to
-            the base weight.
+        ValueError: an adapter is not plain LoRA (DoRA, for example) and cannot be merged.
     """
     peft: Any = model
     base = peft.get_base_model() if hasattr(model, "peft_config") else model
@@ -72,15 +71,14 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def named_adapters(model: nn.Module) -> Iterator[tuple[str, LoraDelta]]:
-    """Return what the active adapters of a LoRA model add to its base model's parameters.
+    """Yield the updates that a LoRA model's active adapters add to its base model's parameters.
 
     Args:
-        model: a peft model; sharded or not. A sharded matrix is gathered when it is asked for,
-            which all ranks must do.
+        model: a peft model; sharded or not. All ranks must exhaust the iterator of a sharded one,
+            which gathers each matrix.
 
     Yields:
-        (name of the parameter in the base model, what is added), one for each adapter of each
-        layer.
+        (parameter name in the base model, update), for each adapter of each layer.
 
     Raises:
         ValueError: an adapter is not plain LoRA, or is merged into the base weight.
@@ -97,8 +95,9 @@ def named_adapters(model: nn.Module) -> Iterator[tuple[str, LoraDelta]]:
 
 
 def named_adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of a LoRA model's adapters under their names in the model. Those of a sharded
-    one are gathered, which all ranks must do."""
+    """Return the parameters of a LoRA model's adapters under their names in the model. All ranks of
+    a sharded model must exhaust the iterator.
+    """
     return (
         (name, _whole(weight).detach())
         for name, weight in model.named_parameters()
@@ -107,9 +106,8 @@ def named_adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def expected_weights(model: nn.Module) -> tuple[dict[str, torch.Size], set[str]]:
-    """Name to shape of each weight of a model's checkpoint, and the names that may be left out.
-
-    Those are tied weights: the memory of another one.
+    """Return the shapes of a model's checkpoint by name, and the names that may be missing: weights
+    tied to another one.
     """
 
     def shapes(remove_duplicate: bool) -> dict[str, torch.Size]:
@@ -124,11 +122,10 @@ def expected_weights(model: nn.Module) -> tuple[dict[str, torch.Size], set[str]]
 def to_checkpoint(
     model: nn.Module, weights: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Parameters of a model under the names, and in the shapes, that they have in its checkpoint.
+    """Convert a model's parameters to the names and shapes in its checkpoint, which vLLM reads.
 
-    For most models nothing changes. Since transformers 5 some differ: Mixtral has the weights of
-    all experts of a layer in one parameter, and its checkpoints have one for each expert. vLLM
-    reads the checkpoint's.
+    Most models need no change. Since transformers 5 some differ: Mixtral has the weights of all
+    experts of a layer in one parameter, and its checkpoints have one weight per expert.
     """
     return _convert(model, weights, reverse=True)
 
@@ -136,7 +133,7 @@ def to_checkpoint(
 def from_checkpoint(
     model: nn.Module, weights: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Undoes ``to_checkpoint``; the weights of all experts of a layer must be there."""
+    """Undo ``to_checkpoint``. The weights of all experts of a layer must be present."""
     from transformers.core_model_loading import dot_natural_key
 
     return _convert(
@@ -147,35 +144,30 @@ def from_checkpoint(
 def _convert(
     model: nn.Module, weights: Iterable[tuple[str, Tensor]], *, reverse: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """Applies transformers' own rules for a model's checkpoints, as ``from_pretrained`` and
-    ``save_pretrained`` do.
+    """Apply the rules of ``from_pretrained`` and ``save_pretrained`` for a model's checkpoints.
 
-    Those work on a whole state dict; here weights come one at a time, and most need not wait for
-    another one.
+    transformers applies them to a whole state dict; here weights come one at a time, and most need
+    not wait for another one.
     """
     from transformers import PreTrainedModel
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange, WeightConverter, rename_source_key
 
-    rules = (
-        get_model_conversion_mapping(model, add_legacy=False)
-        if isinstance(model, PreTrainedModel)
-        else []
-    )
-    # A prefix is there or not in different checkpoints of a model; like ``save_pretrained``, leave
-    # it out.
+    rules: list[Any] = []
+    if isinstance(model, PreTrainedModel):
+        rules = get_model_conversion_mapping(model, add_legacy=False)
+    # Some checkpoints of a model have a prefix; ``save_pretrained`` writes none.
     rules = [rule for rule in rules if not isinstance(rule, PrefixChange)]
     if reverse:
         rules = [rule.reverse_transform() for rule in reversed(rules)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     renamings = [rule for rule in rules if not isinstance(rule, WeightConverter)]
-    of_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    converter_of = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     waiting: dict[str, Any] = {}
 
     def converted(name: str) -> Iterator[tuple[str, Tensor]]:
-        for target, value in (
-            waiting.pop(name).convert(name, model=model, config=model.config).items()
-        ):
+        tensors = waiting.pop(name).convert(name, model=model, config=model.config)
+        for target, value in tensors.items():
             yield target, value[0] if isinstance(value, list) else value
 
     for name, weight in weights:
@@ -183,7 +175,7 @@ def _convert(
         if pattern is None:
             yield renamed, weight
             continue
-        rule = waiting.setdefault(renamed, deepcopy(of_pattern[pattern]))
+        rule = waiting.setdefault(renamed, deepcopy(converter_of[pattern]))
         rule.add_tensor(renamed, name, pattern, weight)
         if reverse and len(rule.source_patterns) == 1:
             yield from converted(renamed)
@@ -196,8 +188,8 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _merged_weights(base: nn.Module, layers: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of a model with its adapters merged in; sharded ones are merged part by part
-    and not gathered.
+    """Yield a model's parameters with its adapters merged in. Sharded ones are merged part by part,
+    without gathering.
     """
     for name, weight in base.named_parameters():
         if not layers:
@@ -205,16 +197,12 @@ def _merged_weights(base: nn.Module, layers: dict[str, Any]) -> Iterator[tuple[s
         elif ".lora_" not in name:
             name = name.replace(".base_layer", "")
             layer = layers.get(name)
-            yield (
-                name,
-                merged(
-                    weight.detach(), [] if layer is None or layer.merged else _deltas(name, layer)
-                ),
-            )
+            deltas = [] if layer is None or layer.merged else _deltas(name, layer)
+            yield name, merged(weight.detach(), deltas)
 
 
 def _lora_layers(base: nn.Module) -> dict[str, Any]:
-    """The layers with adapters, by the name that the adapted parameter has without them."""
+    """Return the layers with adapters, by the adapted parameter's name in the base model."""
     from peft.tuners.lora import LoraLayer
 
     return {
@@ -225,7 +213,7 @@ def _lora_layers(base: nn.Module) -> dict[str, Any]:
 
 
 def _deltas(name: str, layer: Any) -> list[LoraDelta]:
-    """Return what each active adapter adds to a parameter."""
+    """Return the update of a parameter by each active adapter."""
     deltas = []
     for adapter in layer.active_adapters:
         if getattr(layer, "num_experts", 1) > 1:
@@ -249,7 +237,7 @@ def _deltas(name: str, layer: Any) -> list[LoraDelta]:
         a, b = a.detach(), b.detach()
         if transposed:
             a, b = b.T, a.T
-        # Contiguous, as a reader gets them: the sums of products are then the same to the last bit.
+        # Contiguous, as readers receive them, so that their products are equal to the last bit.
         deltas.append(LoraDelta(a.contiguous(), b.contiguous(), layer.scaling[adapter]))
     return deltas
 
@@ -260,54 +248,54 @@ def check_weights(
     model: str,
     optional: Collection[str] = (),
 ) -> None:
-    """Check that weights are a model's, each exactly once.
+    """Check that weights are those of a model, each exactly once.
 
     Args:
         layout: name and shape of each weight.
-        expected: name to shape of the model's weights.
-        model: what the message calls the model.
-        optional: names of ``expected`` that may be left out: a tied head is another weight's
+        expected: shapes of the model's weights by name.
+        model: name of the model in the message.
+        optional: names in ``expected`` that may be missing: a tied head shares another weight's
             memory.
 
     Raises:
-        RuntimeError: names are unknown, missing or come twice, or shapes differ; the message has
-            all of it.
+        RuntimeError: names are unknown, missing or repeated, or shapes differ; the message lists
+            all problems.
     """
-    given = [(name, tuple(shape)) for name, shape in layout]
-    counts = Counter(name for name, _ in given)
+    weights = [(name, tuple(shape)) for name, shape in layout]
+    counts = Counter(name for name, _ in weights)
     problems = {
         "unknown": [name for name in counts if name not in expected],
         "missing": [name for name in expected if name not in counts and name not in optional],
         "sent twice": [name for name, count in counts.items() if count > 1],
         "of another shape": [
             f"{name} {shape} instead of {tuple(expected[name])}"
-            for name, shape in given
+            for name, shape in weights
             if name in expected and shape != tuple(expected[name])
         ],
     }
-    found = [
+    messages = [
         f"{len(names)} {kind} ({', '.join(names[:3])})" for kind, names in problems.items() if names
     ]
-    if found:
+    if messages:
         raise RuntimeError(
             f"the weights must be the {len(expected) - len(optional)} of {model}, under the names "
-            f"of its Hugging Face checkpoint, got {'; '.join(found)}: send those of the same "
+            f"of its Hugging Face checkpoint, got {'; '.join(messages)}: send those of the same "
             "model. No weight was changed."
         )
 
 
 @torch.no_grad()
 def load_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy weights into a model, once all are present and fit.
+    """Copy weights into a model, if all are present and fit.
 
     Raises:
-        RuntimeError: see ``check_weights``; the model is then as it was.
+        RuntimeError: see ``check_weights``; the model is unchanged.
     """
-    given = list(weights)
+    weights = list(weights)
     expected, tied = expected_weights(model)
     check_weights(
-        [(name, weight.shape) for name, weight in given], expected, type(model).__name__, tied
+        [(name, weight.shape) for name, weight in weights], expected, type(model).__name__, tied
     )
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    for name, weight in from_checkpoint(model, given):
+    for name, weight in from_checkpoint(model, weights):
         parameters[name].copy_(weight)

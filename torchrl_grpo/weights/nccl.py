@@ -1,20 +1,19 @@
 """Weights from GPU to GPU, over the engine ``nccl`` of vLLM's weight transfer.
 
-Rank 0 of the trainer and all workers of all engines are one group, so that a version is sent once,
-however many engines there are. Rank 0 keeps each version in the memory of its host, and a thread
-sends it when the engines ask for it, while training goes on. All engines ask for the same version
-at the same time: whoever gives them their handles sees to that.
+Rank 0 of the trainer and all workers of all engines form one group, so that a version is sent once
+to any number of engines. Rank 0 keeps each version in host memory, and a thread sends it when the
+engines ask for it, while training goes on. The driver makes all engines ask for the same version at
+the same time.
 
-A group cannot be joined again. An engine that comes later, or after something went wrong, is
-refused, and whoever gave it the handle asks the sender for another one (``Sender.resend``).
+A group cannot be joined again. An engine that comes later, or after a failure, is refused, and the
+driver asks the sender for another handle (``Sender.resend``).
 
-vLLM's own way to meet unpickles what it finds in a store. Here the group's id goes with the handle.
+vLLM's own rendezvous unpickles values from a store. Here the handle carries the group's id.
 """
 
 from __future__ import annotations
 
 import base64
-import secrets
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -31,17 +30,14 @@ from torchrl_grpo.weights.handle import (
     PART_BYTES,
     Named,
     Part,
-    Sender,
     TransferHandle,
     in_parts,
     unpacked,
 )
-from torchrl_grpo.weights.meeting import Meeting, connected, open_store
+from torchrl_grpo.weights.meeting import Meeting, MeetingSender, connected
 
 _BUFFERS = {"packed": True, "packed_buffer_size_bytes": PART_BYTES, "packed_num_buffers": 2}
-"""vLLM's settings for sending several weights at once; its default is a buffer of 1 GiB on each
-GPU.
-"""
+"""vLLM's settings for packing weights; its default is a buffer of 1 GiB on each GPU."""
 _TICK = timedelta(seconds=1)
 
 
@@ -51,10 +47,10 @@ class NcclWeights(TransferHandle):
 
     Attributes:
         meeting: where the engines ask for a version.
-        group_id: ncclUniqueId, in base64.
-        world_size: of the group: rank 0 of the trainer, and each worker.
-        version: of the weights.
-        parts: what is sent.
+        group_id: ncclUniqueId in base64.
+        world_size: size of the group: rank 0 of the trainer and each worker.
+        version: version of the weights.
+        parts: layouts of the parts.
     """
 
     backend = "nccl"
@@ -73,7 +69,8 @@ class NcclWeights(TransferHandle):
         store = connected(self.meeting)
         if store.check(["closed"]):
             raise TransferRefusedError(store.get("closed").decode())
-        init, number = None, _rounds.get(self.meeting, 0)
+        init = None
+        number = _rounds.get(self.meeting, 0)
         if number == 0:
             last = store.add("workers", workers)
             if last >= self.world_size:
@@ -103,32 +100,27 @@ class NcclWeights(TransferHandle):
 
 
 _rounds: dict[Meeting, int] = {}
-"""Number of updates that this process's engine has joined."""
+"""Number of updates that this process's engine has joined, by meeting."""
 
 
-class NcclSender(Sender):
-    """Sends ``NcclWeights``.
+class NcclSender(MeetingSender):
+    """Sender of ``NcclWeights``.
 
     Args:
-        dtype: of the weights on their way, best the engine's; None keeps their own.
-        host: address of this machine.
-        workers: processes of all engines together.
+        dtype, host: see ``MeetingSender``.
+        workers: number of processes of all engines together.
     """
 
     def __init__(self, dtype: torch.dtype | None, host: str, workers: int) -> None:
-        self.dtype = dtype
-        self._store = open_store(host)
-        self._meeting = Meeting(host, self._store.port, secrets.token_hex(32))
+        super().__init__(dtype, host)
         self._world_size = workers + 1
-        self._kept: dict[int, list[tuple[Tensor, Part]]] = {}
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._group_id = b""
 
     def pack(self, weights: Named, version: int) -> NcclWeights:
-        self._kept[version] = [
-            (_on_host(flat), part) for flat, part in in_parts(weights, self.dtype)
-        ]
+        parts = [(_on_host(flat), part) for flat, part in in_parts(weights, self.dtype)]
+        self._parts[version] = parts
         if self._thread is None:
             self._group_id = _new_group_id()
             device = torch.cuda.current_device() if torch.cuda.is_available() else None
@@ -136,21 +128,16 @@ class NcclSender(Sender):
                 target=self._serve, args=(device,), name="weights", daemon=True
             )
             self._thread.start()
-        group_id = base64.b64encode(self._group_id).decode()
         return NcclWeights(
             self._meeting,
-            group_id,
+            base64.b64encode(self._group_id).decode(),
             self._world_size,
             version,
-            [part for _, part in self._kept[version]],
+            [part for _, part in parts],
         )
 
-    def kept(self, version: int) -> Iterator[tuple[str, Tensor]]:
-        """The weights of a version that was not released, by name."""
-        return (named for flat, part in self._kept[version] for named in unpacked(flat, part))
-
     def release(self, version: int) -> None:
-        self._kept.pop(version, None)  # the thread that is sending it has it until it is done
+        self._parts.pop(version, None)  # a thread that is sending it still has it
 
     def refuse(self, reason: str) -> None:
         """Stop sending, and let no engine wait."""
@@ -160,8 +147,8 @@ class NcclSender(Sender):
     def close(self) -> None:
         self._closing.set()
         if self._thread is not None:
-            self._thread.join(timeout=10)  # it may be waiting for an engine that does not come
-        self._kept.clear()
+            self._thread.join(timeout=10)  # it may be waiting for an engine that never comes
+        self._parts.clear()
 
     def _serve(self, device: int | None) -> None:
         """Send the version of each round to all engines."""
@@ -173,18 +160,18 @@ class NcclSender(Sender):
                 version = self._asked(store, f"round/{number}")
                 if version is None:
                     return
-                if version not in self._kept:
+                if version not in self._parts:
                     raise RuntimeError(f"version {version} was dropped")
                 group = group or _join(self._group_id, self._world_size, device)
-                _send(group, self._kept[version])
+                _send(group, self._parts[version])
         except Exception as error:
             store.set("closed", f"nccl failed at the trainer: {str(error).partition(chr(10))[0]}")
         finally:
             if group is not None:
-                group.destroy()  # aborts what is under way
+                group.destroy()  # aborts pending transfers
 
     def _asked(self, store: Any, key: str) -> int | None:
-        """Return the version that the engines ask for, None once this sender closes."""
+        """Wait for the version that the engines ask for; return None once this sender closes."""
         while not self._closing.is_set():
             try:
                 store.wait([key], _TICK)
@@ -195,7 +182,7 @@ class NcclSender(Sender):
 
 
 class _Kept:
-    """The weights of a version, as vLLM's ``WeightSource``."""
+    """The weights of a version in the form of vLLM's ``WeightSource``."""
 
     def __init__(self, parts: Sequence[tuple[Tensor, Part]]) -> None:
         self._parts = parts
@@ -211,8 +198,8 @@ class _Kept:
 
 
 class _NoClient:
-    """Stands in for the calls by which vLLM's trainer side directs its engines, which here know
-    from their handle what to do.
+    """Client that ignores the calls with which vLLM's trainer directs its engines: here the engines
+    follow their handle.
     """
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
@@ -230,23 +217,22 @@ def _new_group_id() -> bytes:
 
 
 def _join(group_id: bytes, world_size: int, device: int | None) -> Any:
-    """Rank 0 of the group."""
+    """Join the group as rank 0."""
     common = import_module("vllm.distributed.weight_transfer.nccl_common")
     return common.uid_init_process_group(group_id, 0, world_size, device)
 
 
 def _send(group: Any, parts: Sequence[tuple[Tensor, Part]]) -> None:
-    """Sends weights with vLLM's own trainer side, in the buffers that the workers were told of."""
-    made = import_module(
-        "vllm.distributed.weight_transfer.nccl_engine"
-    ).NCCLTrainerWeightTransferEngine
-    engine = made(client=_NoClient(), source=_Kept(parts), is_sender=True, **_BUFFERS)
+    """Send weights with vLLM's trainer side, in buffers with the workers' settings."""
+    module = import_module("vllm.distributed.weight_transfer.nccl_engine")
+    engine_class = module.NCCLTrainerWeightTransferEngine
+    engine = engine_class(client=_NoClient(), source=_Kept(parts), is_sender=True, **_BUFFERS)
     engine.model_update_group = group
     engine.send_weights()
 
 
 def _on_host(flat: Tensor) -> Tensor:
-    """Copy to host memory, where versions are kept: the accelerator's memory is the trainer's."""
-    return (
-        torch.empty_like(flat, device="cpu", pin_memory=True).copy_(flat) if flat.is_cuda else flat
-    )
+    """Copy a part to host memory, to leave the GPU's to training."""
+    if not flat.is_cuda:
+        return flat
+    return torch.empty_like(flat, device="cpu", pin_memory=True).copy_(flat)

@@ -1,4 +1,4 @@
-"""Weights as an object in Ray's object store, which has one copy of it per machine."""
+"""Weights as an object in Ray's object store, which has one copy per machine."""
 
 from __future__ import annotations
 
@@ -19,29 +19,27 @@ class PackedWeights(WeightHandle):
     """The weights themselves.
 
     Attributes:
-        tensors: name, dtype, shape and bytes of each: Ray shares arrays between processes without
-            copying them.
+        tensors: name, dtype, shape and bytes of each weight. Ray shares NumPy arrays between
+            processes without copying them.
     """
 
     tensors: tuple[tuple[str, torch.dtype, torch.Size, np.ndarray[Any, Any]], ...]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # torch warns that the memory is read-only, and nobody writes to it
+            warnings.simplefilter("ignore")  # the memory is read-only, and nobody writes to it
             views = [
-                (name, torch.from_numpy(data).view(dtype), shape)
+                (name, torch.from_numpy(data).view(dtype).view(shape))
                 for name, dtype, shape, data in self.tensors
             ]
-        return ((name, flat.view(shape)) for name, flat, shape in views)
+        return iter(views)
 
 
 class ObjectSender(Sender):
-    """Sends ``PackedWeights``.
+    """Sender of ``PackedWeights``.
 
     Args:
-        dtype: of the weights on their way, best the engine's; None keeps their own.
+        dtype: dtype of the weights in transit, best the engine's; None keeps their own.
     """
 
     def __init__(self, dtype: torch.dtype | None) -> None:

@@ -1,4 +1,4 @@
-"""Weights in shared memory of the host: the last step from the object store, or the trainer's
+"""Weights in the host's shared memory: the last step from the object store, or from the trainer's
 process, to vLLM's workers.
 """
 
@@ -29,10 +29,9 @@ class SharedBlock(TransferHandle):
     """Weights in shared memory of this machine.
 
     Attributes:
-        path: the block, as every process of this machine and user can open it.
-        name: what must be found there, so that nothing else is taken for the block once its maker
-            has dropped it.
-        part: dtype, names and shapes of what lies in it.
+        path: path of the block, which every process of this machine and user can open.
+        name: name that the path must lead to, so that nothing else is taken for a dropped block.
+        part: layout of the block.
     """
 
     backend = "object_store"
@@ -57,8 +56,7 @@ class SharedBlock(TransferHandle):
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         if not os.path.exists(self.path) or self.name not in os.readlink(self.path):
             raise RuntimeError(
-                f"the shared weights at {self.path} are gone: the process that made them dropped "
-                "them."
+                f"the shared weights at {self.path} are gone: their process has dropped them."
             )
         dtype, layout = self.part
         size = sum(math.prod(shape) for _, shape in layout)
@@ -70,13 +68,12 @@ class SharedBlock(TransferHandle):
 
 @dataclass(frozen=True)
 class SharedAdapters(TransferHandle):
-    """Adapters in shared memory of this machine; each worker adds them to the weights of its own
-    checkpoint.
+    """Adapters in shared memory of this machine; each worker adds them to its checkpoint's weights.
 
     Attributes:
         block: A and B of each adapter.
-        layers: of each adapter the name of its parameter and the scaling.
-        base_dtype: of the weights that they are added to, such as ``"float32"``.
+        layers: parameter name and scaling of each adapter.
+        base_dtype: dtype of the weights that they are added to, such as ``"float32"``.
     """
 
     backend = "object_store"
@@ -94,18 +91,18 @@ class SharedAdapters(TransferHandle):
 
 
 class SharedWeights:
-    """Weights in a block of shared memory that the workers of an engine read through ``block``.
+    """Weights in a block of shared memory, which an engine's workers read through ``block``.
 
-    The block has no name in any file system (it is a ``memfd``, Linux only): it can be opened as
-    long as this object is open, and its memory is gone with the last process that uses it, however
-    these processes end.
+    The block has no name in any file system (it is a ``memfd``, Linux only). It can be opened until
+    this object is closed, and its memory is freed with the last process that uses it, however that
+    process ends.
 
     Attributes:
-        block: what the readers need.
+        block: handle for the readers.
 
     Args:
-        weights: they may come one at a time.
-        dtype: of the weights in the block, best the engine's.
+        weights: may come one at a time.
+        dtype: dtype of the weights in the block, best the engine's.
 
     Raises:
         OSError: there is not enough memory.
@@ -118,10 +115,11 @@ class SharedWeights:
     """
 
     def __init__(self, weights: Named, dtype: torch.dtype) -> None:
-        name, layout = f"torchrl_grpo_weights_{uuid.uuid4().hex}", []
+        name = f"torchrl_grpo_weights_{uuid.uuid4().hex}"
+        layout = []
         self._file = open(os.memfd_create(name), "wb")  # noqa: SIM115  closed by close
         try:
-            # Written and not mapped: a lack of memory is an error here, and not a SIGBUS later.
+            # Written, not mapped: a lack of memory is an OSError here instead of a SIGBUS later.
             for weight_name, weight in weights:
                 value = weight.detach().to("cpu", dtype).contiguous()
                 self._file.write(tensor_bytes(value).data)
@@ -135,5 +133,5 @@ class SharedWeights:
         )
 
     def close(self) -> None:
-        """Prevent further opening of the block; who has it open keeps it. May be called again."""
+        """Prevent further opening of the block; open ones stay valid. May be called again."""
         self._file.close()

@@ -1,5 +1,5 @@
-"""The object store as an engine of vLLM's weight transfer. vLLM's factory imports this module, in
-its workers alone.
+"""The object store as an engine of vLLM's weight transfer. Only vLLM's factory imports this module,
+in its workers.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class UpdateInfo(_base.WeightTransferUpdateInfo):
     """All weights of an update.
 
     Attributes:
-        path, name, part: of a ``SharedBlock``.
-        base_dtype, layers: of ``SharedAdapters``; empty where whole weights come.
+        path, name, part: see ``SharedBlock``.
+        base_dtype, layers: see ``SharedAdapters``; empty for whole weights.
     """
 
     path: str
@@ -48,8 +48,8 @@ class UpdateInfo(_base.WeightTransferUpdateInfo):
 
 
 class ObjectStoreEngine(_base.WeightTransferEngine):
-    """Loads weights from shared memory of the host. vLLM copies them to where the model is: it
-    serves every device.
+    """Engine that loads weights from the host's shared memory. vLLM copies them to the model's
+    device.
 
     Attributes:
         loaded: names of the model's parameters that the latest update replaced.
@@ -70,7 +70,7 @@ class ObjectStoreEngine(_base.WeightTransferEngine):
         _reload.finalize_layerwise_reload(self.model, self.model_config)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        # Not vLLM's own, which waits for an accelerator.
+        # vLLM's own waits for an accelerator.
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
@@ -80,15 +80,16 @@ class ObjectStoreEngine(_base.WeightTransferEngine):
         self.loaded = self.model.load_weights(weights) or set()
 
     def base(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights of the checkpoint that the engine was started from, one at a time from its
-        files: the host has these in memory once, however many workers and engines read them."""
+        """Yield the weights of the checkpoint that the engine was started from, from its files: the
+        host has these in memory once for all workers and engines.
+        """
         loader = _loader.get_model_loader(self.vllm_config.load_config)
         return loader.get_all_weights(self.model_config, self.model)
 
     def _merged(
         self, matrices: Iterator[tuple[str, Tensor]], info: UpdateInfo
     ) -> Iterator[tuple[str, Tensor]]:
-        """The base weights with adapters added, on this worker's device."""
+        """Yield the base weights with adapters added, on this worker's device."""
         deltas = deltas_of(info.layers, matrices, self.device)
         for name, weight in self.base():
             whole = weight.to(self.device, getattr(torch, info.base_dtype))

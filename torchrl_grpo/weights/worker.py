@@ -27,17 +27,15 @@ OBJECT_STORE = "object_store"
 """Name of our engine in vLLM's factory."""
 _CHUNK = 2**20
 _NUMPY_STATE = struct.Struct("2496sqqd")
-"""The state of NumPy's generator: its 624 words, the place among them, and a Gaussian that is left
-over.
-"""
+"""State of NumPy's generator: 624 words, the position in them, and a Gaussian left over."""
 
 
 class WeightSyncExtension:
     """Methods that vLLM adds to its worker class (``worker_extension_cls``), called by name through
     ``collective_rpc``.
 
-    ``self`` is the vLLM worker, and each tensor-parallel rank reads for itself. vLLM copies what is
-    read to where the model is, so the same code serves every device.
+    ``self`` is the vLLM worker, and each tensor-parallel rank reads for itself. vLLM copies the
+    weights to the model's device, so the same code serves every device.
     """
 
     def receive(
@@ -49,47 +47,46 @@ class WeightSyncExtension:
         last: bool,
         deadline_s: float | None,
     ) -> str:
-        """Receive a part of new weights through vLLM's weight transfer: init (if given), start,
-        update, finish.
+        """Receive a part of new weights by vLLM's weight transfer: init, start, update, finish.
 
         Args:
-            backend: name of the engine that receives, as in ``TransferHandle``.
-            init: for the engine, before its first update.
-            update: info of this part.
+            backend: name of the receiving engine, as in ``TransferHandle``.
+            init: init info for the engine before its first update.
+            update: update info of this part.
             first: whether this part starts the update.
-            last: whether it finishes it.
-            deadline_s: None raises what goes wrong. Else it is returned, and so is that nothing
-                came in these seconds; the model is then of no use until another update has come.
+            last: whether this part finishes it.
+            deadline_s: None raises errors. Otherwise an error is returned, as is a timeout after
+                these seconds; the model is then unusable until another update.
 
         Returns:
-            why the weights did not come, or nothing.
+            the reason why the weights did not come, or an empty string.
         """
         worker: Any = self
         engine = _transfer_engine(worker, backend)
-        take = partial(
-            _take, worker, engine, init, opened(update) if backend == "ipc" else update, first, last
-        )
+        if backend == "ipc":
+            update = opened(update)
+        take = partial(_take, worker, engine, init, update, first, last)
         if deadline_s is None:
             take()
             return ""
-        wrong = _within(take, deadline_s)
-        if wrong:
+        failure = _run_within(take, deadline_s)
+        if failure:
             worker.weight_transfer_engine = None
-            engine.shutdown()  # aborts what is under way
-        return wrong
+            engine.shutdown()  # aborts pending transfers
+        return failure
 
     unfinished: Any = None
-    """The engine of an update that was begun and not ended."""
+    """Engine of an update that was started and not finished."""
 
     def base_layout(self) -> list[tuple[str, list[int]]]:
-        """Return name and shape of each weight in the checkpoint that the engine was started from."""
+        """Return name and shape of each weight in the engine's original checkpoint."""
         return [
             (name, list(weight.shape))
             for name, weight in _transfer_engine(self, OBJECT_STORE).base()
         ]
 
     def digest(self) -> str:
-        """Return a checksum of this worker's parameters that depends on the place of each byte."""
+        """Return a checksum of this worker's parameters; it depends on each byte's position."""
         worker: Any = self
         named = worker.model_runner.get_model().named_parameters()
         return hashlib.sha256(
@@ -97,8 +94,8 @@ class WeightSyncExtension:
         ).hexdigest()
 
     def zero_received_weights(self) -> None:
-        """Zero the parameters that the latest update through the object store replaced, so that an
-        incomplete update is noticed.
+        """Zero the parameters that the latest update through the object store replaced, so that the
+        next update is noticed if it is incomplete.
         """
         worker: Any = self
         loaded = worker.weight_transfer_engine.loaded
@@ -106,16 +103,16 @@ class WeightSyncExtension:
             if name in loaded:
                 parameter.data.zero_()
 
-    # Sampling draws from torch's generator of the device; on CUDA vLLM also draws each request's
-    # seed from NumPy's.
+    # Sampling uses torch's generator of the device; on CUDA vLLM also draws each request's seed
+    # from NumPy's.
 
     def seed_sampler(self, seed: int) -> None:
-        """Seeds the generators that sampling draws from."""
+        """Seed the generators that sampling uses."""
         torch.manual_seed(seed)
         np.random.seed(seed % 2**32)
 
     def sampler_state(self) -> list[bytes]:
-        """The states of torch's and of NumPy's generator."""
+        """Return the states of torch's and of NumPy's generator."""
         device = self.device  # type: ignore[attr-defined]
         state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
         numpy_state: Any = np.random.get_state(legacy=True)
@@ -123,7 +120,7 @@ class WeightSyncExtension:
         return [state.numpy().tobytes(), _NUMPY_STATE.pack(words.tobytes(), *rest)]
 
     def set_sampler_state(self, state: bytes, numpy_state: bytes) -> None:
-        """Restores what ``sampler_state`` gave."""
+        """Restore the state from ``sampler_state``."""
         device = self.device  # type: ignore[attr-defined]
         tensor = torch.frombuffer(bytearray(state), dtype=torch.uint8)
         if device.type == "cuda":
@@ -134,22 +131,20 @@ class WeightSyncExtension:
         np.random.set_state(("MT19937", np.frombuffer(words, np.uint32), *rest))
 
     def die_with_parent(self) -> int:
-        """Makes the worker end with the process that started it; returns the worker's process id."""
+        """Make the worker end with the process that started it; return the worker's process id."""
         parent = multiprocessing.parent_process()
         if parent is not None and parent.pid is not None:
             die_with_parent(parent.pid)
         return os.getpid()
 
     def finish_setup(self) -> None:
-        """Makes the worker one of the run's processes, once all of them have met."""
+        """Finish the worker's setup, after all workers have connected."""
         show_stack_when_asked()
         unname_queues()
 
 
 def _transfer_engine(worker: Any, backend: str) -> Any:
-    """Return the worker's engine of vLLM's weight transfer, which is made when it is first asked
-    for.
-    """
+    """Return the worker's engine of vLLM's weight transfer; make it on first use."""
     factory = import_module("vllm.distributed.weight_transfer.factory").WeightTransferEngineFactory
     with suppress(ValueError):  # it is registered already
         factory.register_engine(
@@ -177,7 +172,8 @@ def _take(
     """See ``WeightSyncExtension.receive``."""
     with import_module("vllm.config").set_current_vllm_config(worker.vllm_config), torch.no_grad():
         if first and worker.unfinished is not None:
-            worker.unfinished.finish_weight_update()  # or what it left of the layers would be taken for new weights
+            # Otherwise its leftovers in the layers would be taken for new weights.
+            worker.unfinished.finish_weight_update()
         if init is not None:
             engine.init_transfer_engine(engine.parse_init_info(init))
         if first:
@@ -190,41 +186,40 @@ def _take(
             _repair(worker)
 
 
-def _within(take: Callable[[], None], seconds: float) -> str:
-    """Return why a function did not end well within a time limit, or nothing. It continues in an
-    abandoned thread.
+def _run_within(function: Callable[[], None], seconds: float) -> str:
+    """Run a function in a thread, which is abandoned after a timeout. Return its error, or that it
+    timed out, or an empty string.
     """
-    wrong: list[str] = []
+    failures: list[str] = []
 
     def run() -> None:
         try:
-            take()
+            function()
         except Exception as error:
-            wrong.append(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+            message = str(error).strip().partition("\n")[0]
+            failures.append(f"{type(error).__name__}: {message}")
 
     thread = threading.Thread(target=run, name="weights", daemon=True)
     thread.start()
     thread.join(seconds)
-    return f"nothing came in {seconds:g} s" if thread.is_alive() else "".join(wrong)
+    return f"nothing came in {seconds:g} s" if thread.is_alive() else "".join(failures)
 
 
 def checksum(tensor: torch.Tensor) -> list[int]:
-    """Return a number for each 2**20 elements of a tensor: the sum of its bits times its place,
-    modulo 2**64.
+    """Return a number for each 2**20 elements of a tensor: the sum of each element's bits times its
+    position, modulo 2**64.
     """
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    positions = torch.arange(1, _CHUNK + 1, device=tensor.device)
     chunks = tensor.contiguous().reshape(-1).view(bits).split(_CHUNK)
-    place = torch.arange(1, _CHUNK + 1, device=tensor.device)
-    return (
-        torch.stack([(chunk * place[: len(chunk)]).sum() for chunk in chunks]).tolist()
-        if len(chunks[0])
-        else []
-    )
+    sums = [(chunk * positions[: len(chunk)]).sum() for chunk in chunks if len(chunk)]
+    return torch.stack(sums).tolist() if sums else []
 
 
 def _repair(worker: Any) -> None:
-    """Rebuild what a reload leaves stale on a CPU, where vLLM computes with packed weights: a tied
-    head, which is not sent, keeps the packed copy of the old embedding, and experts are not packed.
+    """Repack weights that a reload leaves stale on a CPU, where vLLM computes with packed weights.
+
+    A tied head, which is not sent, still has the old embedding packed, and experts are not packed.
     """
     for module in worker.model_runner.get_model().modules():
         if type(module).__name__ == "ParallelLMHead" and module.weight.numel():
@@ -237,15 +232,15 @@ def unname_queues() -> None:
     """Remove the files of the message queues that vLLM made in this process, once their other ends
     have opened them.
 
-    Who has a queue open keeps it, and its memory (``/dev/shm/psm_*``, 160 and 240 MiB) is gone with
-    the last of these processes, however they end. Python's resource tracker would remove it too,
+    Open queues stay valid, and their memory (``/dev/shm/psm_*``, 160 and 240 MiB) is freed with the
+    last of these processes, however it ends. Python's resource tracker would remove the files too,
     but Ray kills it with the actor.
     """
-    frozen = gc.get_freeze_count()  # by vLLM; what is frozen is not found
+    frozen = gc.get_freeze_count()  # vLLM freezes objects, and get_objects does not list these
     gc.unfreeze()
-    for one in gc.get_objects():
-        if type(one).__name__ == "ShmRingBuffer" and one.is_creator:
-            one.shared_memory.unlink()
-            one.is_creator = False  # or it does so at its end
+    for queue in gc.get_objects():
+        if type(queue).__name__ == "ShmRingBuffer" and queue.is_creator:
+            queue.shared_memory.unlink()
+            queue.is_creator = False  # otherwise its destructor unlinks again
     if frozen:
         gc.freeze()

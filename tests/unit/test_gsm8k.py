@@ -213,9 +213,3 @@ def test_offline_without_a_path_is_one_clear_error_that_names_the_fix(tmp_path: 
     ).stdout
     assert "env.dataset=gsm8k without env.dataset_path must reach openai/gsm8k" in out
     assert "set env.dataset_path to a folder with GSM8K's train.jsonl and test.jsonl" in out
-
-
-def test_without_the_datasets_package_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match=r"pip install datasets, or set env\.dataset_path"):
-        GSM8KTask().problems("train")

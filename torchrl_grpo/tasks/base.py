@@ -156,17 +156,24 @@ class Turn:
     undelivered: bool = False
 
 
-def attempt(function: Callable[[A], T], argument: A) -> T | Exception:
-    """Call a function; return its result or its exception. What would end the run, such as a
-    ``SystemExit``, becomes a ``RuntimeError``.
+def harmless(error: BaseException) -> Exception:
+    """Return an error; one that would end the process or its event loop becomes a
+    ``RuntimeError``.
     """
+    if isinstance(error, Exception):
+        return error
+    message = f"{type(error).__name__} was raised."
+    if isinstance(error, SystemExit):
+        message = f"sys.exit({error.code}) was called."
+    return RuntimeError(message).with_traceback(error.__traceback__)
+
+
+def attempt(function: Callable[[A], T], argument: A) -> T | Exception:
+    """Call a function; return its result or its exception, made ``harmless``."""
     try:
         return function(argument)
-    except Exception as error:
-        return error
-    except (SystemExit, GeneratorExit, CancelledError) as error:
-        message = f"{type(error).__name__}({error}) was raised."
-        return RuntimeError(message).with_traceback(error.__traceback__)
+    except (Exception, SystemExit, GeneratorExit, CancelledError) as error:
+        return harmless(error)
 
 
 def answers(task: Task, dialogs: Sequence[Dialog]) -> list[Turn | Exception]:

@@ -32,14 +32,12 @@ class WithTools(WrappedTask):
     [{'role': 'tool', 'name': 'add', 'content': '5', 'tool_call_id': 'call00000'}]
     """
 
+    multi_turn = True
+
     def __init__(self, task: Task, toolbox: Toolbox) -> None:
         super().__init__(task)
         self.toolbox = toolbox
         self.tools = toolbox.schemas
-
-    @property
-    def multi_turn(self) -> bool:
-        return True
 
     def advance(
         self, dialogs: Sequence[Dialog], timeout_s: float | None = None
@@ -117,13 +115,11 @@ class WithRetry(WrappedTask):
     Score(reward=1.0, correct=True)
     """
 
+    multi_turn = True
+
     def __init__(self, task: Task, prompt: str) -> None:
         super().__init__(task)
         self.prompt = prompt
-
-    @property
-    def multi_turn(self) -> bool:
-        return True
 
     def advance(
         self, dialogs: Sequence[Dialog], timeout_s: float | None = None

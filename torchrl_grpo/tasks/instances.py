@@ -13,6 +13,7 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from torchrl_grpo.host.event_loop import own_event_loop, settled
+from torchrl_grpo.tasks.base import harmless
 
 T = TypeVar("T")
 
@@ -21,14 +22,14 @@ _closing: set[Instance] = set()
 
 
 class Instance:
-    """A thread, and the environment that is made, played and closed in it, its coroutines in a loop
-    of their own.
+    """A thread in which one environment is constructed, played and closed, with an event loop for
+    its coroutines.
 
-    So environments start and play side by side, and each may hold what belongs to a thread: a
-    browser, a connection. One that hangs holds up nobody; its thread ends with the process.
+    Environments thus run concurrently, and each may hold resources of a thread, such as a browser.
+    One that hangs blocks no other; its thread ends with the process.
 
     Attributes:
-        environment: what the thread made of it.
+        environment: the object; None before it is constructed.
         rewards: of its steps so far.
     """
 
@@ -46,8 +47,9 @@ class Instance:
         return future
 
     def close(self) -> None:
-        """Ends the environment, by its ``close`` if it has one, and the thread. The process waits
-        for it when it ends, some seconds."""
+        """End the environment, by its ``close`` if it has one, and the thread. A process that ends
+        waits some seconds for it.
+        """
         _closing.add(self)
         self.call(self._close)
         self._orders.put(None)
@@ -58,13 +60,8 @@ class Instance:
                 future, function = order
                 try:
                     future.set_result(function())
-                except Exception as error:
-                    future.set_exception(error)
-                except (
-                    BaseException
-                ) as error:  # a SystemExit would end the run in the waiting thread
-                    raised = RuntimeError(f"{type(error).__name__} was raised.")
-                    future.set_exception(raised.with_traceback(error.__traceback__))
+                except BaseException as error:
+                    future.set_exception(harmless(error))
         _closing.discard(self)
         self._ended.set()
 

@@ -171,10 +171,11 @@ class Hub:
             UnknownSplitError: there is no such split.
             ValueError: the data cannot be read.
         """
-        loader = _load_dataset(self.what, self.instead)
+        from datasets import load_dataset
+
         options = {} if self.revision is None else {"revision": self.revision}
         try:
-            data = loader(*filter(None, (self.name, self.config)), split=split, **options)
+            data = load_dataset(*filter(None, (self.name, self.config)), split=split, **options)
         except Exception as error:  # no network, not in the cache, a broken download: of any type
             reason = f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}"
             if "Unknown split" in reason:
@@ -267,20 +268,21 @@ class Files:
                 f"{self.what} must have one kind of file in a split, it has parquet and {others}: "
                 "use one."
             )
-        loader = _load_dataset(self.what, "give a jsonl file")
+        from datasets import concatenate_datasets, load_dataset
+
         tables: list[Any] = []
         parts: list[tuple[int, str, Sequence[int | None]]] = []
         for path in paths:
             parts.append((sum(len(table) for table in tables), str(path), ()))
             try:
-                tables.append(loader("parquet", data_files={"train": [str(path)]}, split="train"))
+                tables.append(
+                    load_dataset("parquet", data_files={"train": [str(path)]}, split="train")
+                )
             except Exception as error:  # of pyarrow or datasets, of any type
                 reason = " ".join(str(error.__cause__ or error).split())
                 raise ValueError(
                     f"{path} must be a parquet file, got {reason:.200}: write it again."
                 ) from error
-        from datasets import concatenate_datasets
-
         return Table(concatenate_datasets(_same_types(tables, paths)), parts).first(most)
 
 
@@ -314,17 +316,6 @@ def _same_types(tables: Sequence[Any], paths: Sequence[Path]) -> list[Any]:
         )
         for table, schema in zip(tables, schemas, strict=True)
     ]
-
-
-def _load_dataset(what: str, fix: str) -> Any:
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise ValueError(
-            f"{what} must have the package 'datasets', it is not installed: pip install datasets, "
-            f"or {fix}."
-        ) from error
-    return load_dataset
 
 
 def _table(rows: Sequence[Row], parts: Sequence[tuple[int, str, Sequence[int | None]]]) -> Table:

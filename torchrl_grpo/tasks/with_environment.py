@@ -176,6 +176,8 @@ class WithEnvironment(WrappedTask):
     >>> task.close("a")
     """
 
+    multi_turn = True
+
     def __init__(
         self,
         task: Task,
@@ -210,10 +212,6 @@ class WithEnvironment(WrappedTask):
     def __getstate__(self) -> dict[str, Any]:
         """Without the environments of dialogs: they stay where they are."""
         return self.__dict__ | {"_instances": {}, "_stuck": []}
-
-    @property
-    def multi_turn(self) -> bool:
-        return True
 
     def kind_of(self, problem: Problem) -> Kind:
         """The class that a problem is for.

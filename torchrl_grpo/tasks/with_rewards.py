@@ -27,6 +27,7 @@ from torchrl_grpo.tasks.base import (
     Turn,
     WrappedTask,
     answers,
+    harmless,
     with_scores,
 )
 
@@ -118,7 +119,7 @@ class Rewards:
             for result in results:
                 if inspect.iscoroutine(result):
                     result.close()
-            done.set_exception(_harmless(error))
+            done.set_exception(harmless(error))
         return done
 
     def score_all(
@@ -264,21 +265,11 @@ def _facts(dialog: Dialog, prompt_column: str) -> dict[str, Any]:
     }
 
 
-def _harmless(error: BaseException) -> Exception:
-    """Return the error, with a ``sys.exit`` that would end the run replaced."""
-    if isinstance(error, Exception):
-        return error
-    message = f"{type(error).__name__} was raised."
-    if isinstance(error, SystemExit):
-        message = f"sys.exit({error.code}) was called."
-    return RuntimeError(message).with_traceback(error.__traceback__)
-
-
 async def _guarded(result: Awaitable[Any]) -> Any:
     try:
         return await result
     except (SystemExit, KeyboardInterrupt) as error:  # they would end the event loop
-        raise _harmless(error) from None
+        raise harmless(error) from None
 
 
 def _correct(name: str, parts: Mapping[str, float | None]) -> bool | None:

@@ -264,19 +264,18 @@ def _words(value: Any) -> Iterator[str]:
 
 
 class Demonstrations:
-    """Gives the demonstrations of problems as a ``RolloutCollector`` gives what was sampled for
-    them.
+    """Returns the demonstrations of problems in the form of a ``RolloutCollector``'s trajectories.
 
-    A demonstration has a reward of 1 and is correct. Nobody sampled it, so that its behavior
-    log-probs are 0. Beside what was sampled (``give``) it has neither: it is no member of the
-    group, and only the loss reads it.
+    A demonstration has a reward of 1, is correct, and its behavior log-probs are 0, because nobody
+    sampled it. One that ``give`` adds to sampled trajectories has neither reward nor log-probs: it
+    is no member of the group, and only the loss reads it.
 
     Attributes:
         last: counts of the latest batch.
 
     Args:
-        env: has the problems, the prompts and the tokenizer; it plays nothing.
-        engine: has the version of the weights.
+        env: source of problems, prompts and tokenizer; it plays nothing.
+        engine: source of the version of the weights.
         stop_token_ids: the tokens that end a turn.
         most: tokens of a turn; a demonstration ends there, as a dialog would.
         longest: tokens of a prompt and its demonstration.

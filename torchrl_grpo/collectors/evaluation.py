@@ -21,10 +21,10 @@ from torchrl_grpo.host import stalls
 
 
 class Evaluator:
-    """Plays the same test problems each time and computes accuracy.
+    """Plays the same test problems at each evaluation and computes their accuracy.
 
-    The engine's random state is put back after each evaluation, so that evaluating changes nothing
-    in the run, and the sampled responses are drawn from the same seed each time; neither where the
+    The engine's random state is restored after each evaluation, so that an evaluation changes
+    nothing in the run, and responses are sampled from the same seed each time. Neither holds if the
     engine samples for others meanwhile.
 
     Args:
@@ -33,10 +33,9 @@ class Evaluator:
         sampled_env: one with ``repeats=k`` over the same problems, or None without pass@k.
 
     Keyword Args:
-        params: how responses are sampled for pass@k; greedy takes the same but for the temperature.
-        further: data sets that are test sets of their own: what is said of the test split leaves
-            them out.
-        rows: the first problems of which there are sample rows; None is all.
+        params: how responses are sampled for pass@k; greedy ones differ in the temperature.
+        further: names of further test sets, which the metrics of the test split leave out.
+        rows: number of problems with sample rows; None is all.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class Evaluator:
         self._sampling_policy = GenerationPolicy(engine, params)
 
     def evaluate(self, *, sampled: bool) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Evaluates the engine's current weights.
+        """Evaluate the engine's current weights.
 
         Args:
             sampled: whether pass@k is measured too.

@@ -1,8 +1,6 @@
-"""``RolloutCollector``: plays whole groups of dialogs to their end and yields one element per
-trajectory.
+"""``RolloutCollector``: plays whole groups of dialogs to their end and yields their trajectories.
 
-The turns of a dialog, as the environment and the policy wrote them, become one sequence per sample
-(``_trajectories``).
+``_trajectories`` joins the turns of a dialog to one sequence per sample.
 """
 
 from __future__ import annotations
@@ -47,16 +45,21 @@ class RolloutCounts:
 class RolloutCollector(BaseCollector):
     """Plays an ``LLMEnv`` with a ``GenerationPolicy``.
 
-    Each batch is a flat lazy stack of finished trajectories, whole groups only and the members of a
-    group adjacent. A trajectory is one row; where a task begins several samples in it, it is so
-    many rows, of which the last one has the reward and is done (``"trajectory"`` in
-    ``torchrl_grpo.keys``). The turns of a dialog are one sequence: ``("tokens", "prompt")`` is the
-    first prompt, ``("tokens", "response")`` all that came after it, ``("masks",
-    "all_assistant_mask")`` is True on the tokens that the policy sampled, the log-probs are 0
-    elsewhere, ``"policy_version"`` is the oldest of the turns, and ``("next", ...)`` is that of the
-    last turn, but for the reward: it is the sum over the turns, valid if all of them are, and
-    ``("next", "turn_rewards")`` has the parts where a dialog of the rollout had several turns. Rows
-    that are done cost nothing in later turns.
+    Each batch is a flat lazy stack of finished trajectories: whole groups, with adjacent members. A
+    trajectory is one row. If a task begins several samples in it, it has a row for each, of which
+    the last one has the reward and is done (``"trajectory"`` in ``torchrl_grpo.keys``).
+
+    The turns of a dialog are one sequence:
+
+    - ``("tokens", "prompt")`` is the first prompt, ``("tokens", "response")`` all tokens after it.
+    - ``("masks", "all_assistant_mask")`` is True on the tokens that the policy sampled; log-probs
+      are 0 elsewhere.
+    - ``"policy_version"`` is the oldest version among the turns.
+    - ``("next", ...)`` is that of the last turn, except for the reward, which is the sum over the
+      turns and valid if all of them are. ``("next", "turn_rewards")`` has the reward of each turn
+      if a dialog of the rollout had several.
+
+    Rows that are done cost nothing in later turns.
 
     Attributes:
         last: counts of the latest rollout.

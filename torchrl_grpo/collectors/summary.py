@@ -237,7 +237,7 @@ def _sample(row: TensorDictBase, split: str, end: TensorDictBase) -> dict[str, A
 
 
 def _turn_rewards(row: TensorDictBase) -> list[float]:
-    """The reward of each turn, where a sequence has them."""
+    """Return the reward of each turn, where a sequence has them."""
     rewards, mask = row.get(keys.TURN_REWARDS, None), row[keys.ASSISTANT_MASK]
     ends = mask & ~torch.cat([mask[1:], torch.zeros_like(mask[:1])])
     return [] if rewards is None else rewards[ends].tolist()
@@ -246,8 +246,8 @@ def _turn_rewards(row: TensorDictBase) -> list[float]:
 def _tokens(
     row: TensorDictBase, tokenizer: PreTrainedTokenizerBase, scores: dict[str, Tensor]
 ) -> dict[str, list[Any]]:
-    """The response token by token: its text, and numbers with four digits, None where the policy
-    did not sample.
+    """Return the response token by token: its text, and numbers with four digits, None where the
+    policy did not sample.
     """
     tokens = row[keys.RESPONSE].tolist()
     prompt = len(row[keys.FULL]) - len(row[keys.RESPONSE])

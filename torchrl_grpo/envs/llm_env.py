@@ -1,8 +1,7 @@
 """``LLMEnv``: problems of a task in, token transitions out; single- and multi-turn.
 
-It is not a reward function (a ``Task`` has that) and not a sampler (a policy writes the response).
-Token in, token out: text is made from response tokens for the task alone, and no text that the
-policy wrote is tokenized again.
+The task scores, and a policy samples. Token in, token out: response tokens are decoded only for the
+task, and no text that the policy wrote is tokenized again.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _OUTCOME = ("reward", "done", "terminated", "truncated", "correct", "valid")
 
 
 class LLMEnv(EnvBase):
-    """Draws problems, gives their prompts as tokens, and scores the responses.
+    """Environment that draws problems, returns their prompts as tokens, and scores responses.
 
     ``reset`` draws ``num_envs / repeats`` problems, or takes those that ``assign`` gave, and
     repeats each ``repeats`` times, in adjacent rows that share a ``group_id``. Each epoch goes once
@@ -62,7 +61,7 @@ class LLMEnv(EnvBase):
     dialog: the policy's next turn then has another prompt.
 
     Args:
-        task: the problems and their scorer.
+        task: problems and their scorer.
         tokenizer: with a chat template.
 
     Keyword Args:
@@ -129,26 +128,23 @@ class LLMEnv(EnvBase):
         self.template_arguments = dict(template_arguments or {})
         self.prompts = Prompts(task, tokenizer, split, max_prompt_tokens, self.template_arguments)
         self.drawing = Drawing(task, self.prompts.problems, self.prompts.usable)
-        self._has_datasets = any(
-            self.prompts.problems[i].dataset for i in (0, -1)
-        )  # further test sets come last
+        problems = self.prompts.problems  # further test sets come last
+        self._has_datasets = bool(problems[0].dataset or problems[-1].dataset)
         self.counts: Counter[str] = Counter()
         self._template = TurnTemplate(tokenizer, self.template_arguments)
+        # Shared by all environments of the task.
         self._logged_failures: set[tuple[Any, ...]] = vars(task).setdefault(
             "_logged_failures", set()
-        )  # of all its envs
-        if (
-            max_turns > 1
-        ):  # what the template does not take, it does not take at the end of a rollout either
+        )
+        if max_turns > 1:  # raises now if the template cannot render a further turn
             self._template.text([{"role": "user", "content": "@"}])
             if task.tools:
                 self._template.text([tool_message("@", "@")])
         self._set_seed(seed)
         self._rows: list[DialogState] = []
         self._assigned: list[Drawn] = []
-        self._copies: list[
-            Drawn
-        ] = []  # of the group that was drawn last, for rows that are reset one by one
+        # Of the group that was drawn last, for rows that are reset one by one.
+        self._copies: list[Drawn] = []
         self._received: dict[int, tuple[Dialog, Future[Turn | Failure]]] = {}
         self.latest: dict[int, Dialog] = {}
         self._draws = True
@@ -164,7 +160,7 @@ class LLMEnv(EnvBase):
         """Return an environment with this many rows that shares problems, prompts and reward
         workers, and has its own dialogs.
 
-        What it plays it is to be told by ``assign``: it draws nothing.
+        It draws nothing: ``assign`` must be called before each ``reset``.
         """
         check_multiple("num_envs", num_envs, self.repeats, f"repeats={self.repeats}, at least 1")
         new = object.__new__(type(self))

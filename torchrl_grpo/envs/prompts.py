@@ -17,7 +17,7 @@ from torchrl_grpo.tasks.base import Message, Problem, Split, Task
 
 
 class Prompts:
-    """Renders problems with the chat template, and keeps the tokens.
+    """Prompts of problems, rendered with the chat template and cached as tokens.
 
     Args:
         task: the problems.
@@ -48,9 +48,7 @@ class Prompts:
         self._chats = ChatEncoder(tokenizer, template_arguments)
         self.problems: Sequence[Problem] = task.problems(split)
         self._tokens: dict[int, Tensor] = {}
-        self._warned = (
-            split != "train"
-        )  # one line is enough: the test problems are of the same kind
+        self._warned = split != "train"  # test problems are of the same kind
         self.usable = self._select(max_prompt_tokens)
         self.num_dropped = len(self.problems) - len(self.usable)
         if self.num_dropped:
@@ -68,7 +66,7 @@ class Prompts:
             )
 
     def _select(self, most: int | None) -> list[int]:
-        """Indices of the problems that may be drawn. Without a limit none is tokenized here."""
+        """Return the indices of problems whose prompts fit. Without a limit none is tokenized."""
         everything = list(range(len(self.problems)))
         if most is None:
             return everything
@@ -90,7 +88,7 @@ class Prompts:
         return text
 
     def chat_tokens(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> Tensor:
-        """[T] int64 prompt of a chat.
+        """Return the prompt of a chat, [T] int64.
 
         Raises:
             ValueError: the chat template does not take it.
@@ -99,18 +97,18 @@ class Prompts:
         return torch.tensor(self._chats.encode([text])[0], dtype=torch.int64)
 
     def __len__(self) -> int:
-        """Problems that can be drawn."""
+        """Return the number of problems that can be drawn."""
         return len(self.usable)
 
     def tokens(self, index: int, problem: Problem) -> Tensor:
-        """[T] int64 prompt of the problem with this index, tokenized when it is first asked for."""
+        """Return the prompt of the problem with this index, [T] int64; tokens are cached."""
         if index not in self._tokens:
             tokens = self._chats.encode([self._render(problem)])[0]
             self._tokens[index] = torch.tensor(tokens, dtype=torch.int64)
         return self._tokens[index]
 
     def first(self, count: int) -> list[Tensor]:
-        """The prompts of the split's first ``count`` problems, [T] int64 each; drawing is not
-        affected.
+        """Return the prompts of the split's first ``count`` problems, [T] int64 each; drawing is
+        not affected.
         """
         return [self.tokens(index, self.problems[index]) for index in self.usable[:count]]

@@ -29,7 +29,7 @@ class _RaggedTokens(Categorical):
 def transition_specs(
     num_envs: int, vocabulary: int, has_parts: bool, has_datasets: bool
 ) -> dict[str, Composite]:
-    """The specs by their names in ``EnvBase``.
+    """Return the specs by their names in ``EnvBase``.
 
     Args:
         num_envs: rows.

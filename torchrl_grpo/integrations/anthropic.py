@@ -47,7 +47,7 @@ def as_openai(fields: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _messages(message: Any) -> Iterator[Any]:
-    """A message as one or several: each result of a tool is one of its own."""
+    """Yield a message as one or several: each result of a tool is one of its own."""
     content = message.get("content") if isinstance(message, dict) else None
     if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
         yield message
@@ -77,7 +77,7 @@ def _messages(message: Any) -> Iterator[Any]:
 
 
 def _tool(tool: Any) -> Any:
-    """A tool of the agent's own; one of Anthropic's, which has no schema, stays as it is."""
+    """Return a tool of the agent's own; one of Anthropic's, which has no schema, stays as it is."""
     if not isinstance(tool, dict) or "input_schema" not in tool:
         return tool
     function = {"name": tool.get("name"), "parameters": tool["input_schema"]}
@@ -86,7 +86,7 @@ def _tool(tool: Any) -> Any:
 
 
 def body(answer: Answer) -> dict[str, Any]:
-    """The answer as one object."""
+    """Return the answer as one object."""
     calls = [
         {
             "type": "tool_use",
@@ -117,7 +117,7 @@ def body(answer: Answer) -> dict[str, Any]:
 
 
 def events(answer: Answer) -> Iterator[dict[str, Any]]:
-    """The answer as the events of a stream."""
+    """Yield the answer as the events of a stream."""
     whole = body(answer)
     start = whole | {"content": [], "stop_reason": None, "stop_sequence": None}
     yield {"type": "message_start", "message": start}

@@ -191,7 +191,7 @@ class OpenEnvKind(Kind):
         self._remote = [schema["function"]["name"] for schema in schemas]
 
     def arguments(self, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """All columns: the server takes those that its environment's ``reset`` names."""
+        """Return all columns: the server takes those that its environment's ``reset`` names."""
         return dict(columns)
 
     def tools_of(self, environment: Any) -> Toolbox:
@@ -206,7 +206,7 @@ class OpenEnvKind(Kind):
 
 
 def _schema(name: str, description: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool's schema for the chat template."""
+    """Return a tool's schema for the chat template."""
     schema = {
         key: parameters[key] for key in ("properties", "required", "$defs") if key in parameters
     }

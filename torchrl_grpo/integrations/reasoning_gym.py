@@ -106,7 +106,7 @@ class ReasoningGymTask(Task):
         }
 
     def problems(self, split: Split) -> Sequence[Problem]:
-        """The split's problems, all different, level by level.
+        """Return the split's problems, all different, level by level.
 
         Raises:
             ValueError: the data set cannot draw one with these options.
@@ -133,7 +133,9 @@ class ReasoningGymTask(Task):
         return self._problems[split]
 
     def messages(self, problem: Problem) -> list[Message]:
-        """The system prompt, if it is not empty, and the question, in the template if there is one."""
+        """Return the system prompt, if it is not empty, and the question, in the template if there
+        is one.
+        """
         content = problem.query
         if self.prompt_template is not None:
             content = fill_template(
@@ -189,7 +191,7 @@ class ReasoningGymTask(Task):
                 drawn[question] = Problem(question, entry["answer"], extra)
 
     def _make_configs(self, gym: Any) -> list[tuple[int | None, Any]]:
-        """The data set's configuration, one for each level that is asked for."""
+        """Return the data set's configuration, one for each level that is asked for."""
         seed = _DRAWS_PER_SEED * self._seed
         config_class = gym.factory.DATASETS[self.name][1]
         try:

@@ -63,7 +63,7 @@ class VerifiersTask(Task):
         return self.__dict__ | {"_problems": None}
 
     def problems(self, split: Split) -> Sequence[Problem]:
-        """The split's problems, in the order of the environment's tasks.
+        """Return the split's problems, in the order of the environment's tasks.
 
         Raises:
             ValueError: there is none.
@@ -78,8 +78,8 @@ class VerifiersTask(Task):
         return self._problems[split]
 
     def messages(self, problem: Problem) -> list[Message]:
-        """The chat that the environment begins with; of one whose user speaks first, the system's
-        message alone.
+        """Return the chat that the environment begins with; of one whose user speaks first, the
+        system's message alone.
         """
         data = problem.extra["task"]
         prompt = data.get("prompt") or []
@@ -154,7 +154,7 @@ class Verifiers(Program):
         return done, done.cancel  # type: ignore[return-value]
 
     def _serve(self) -> None:
-        """Starts an event loop with the environment in it."""
+        """Start an event loop with the environment in it."""
         self._loop = asyncio.new_event_loop()
         self._environment = self._loop.create_future()
         threading.Thread(
@@ -182,8 +182,9 @@ class Verifiers(Program):
         numbers = itertools.count()
 
         def name(trace: Any) -> None:
-            """Names a session by the key of the episode: verifiers keeps one connection for all of
-            them, with one key, and says the session's name in each request."""
+            """Name a session by the key of the episode: verifiers keeps one connection for all of
+            them, with one key, and says the session's name in each request.
+            """
             trace.id = f"{key}.{next(numbers)}"
 
         task_class = type(environment.taskset).task_type()
@@ -215,7 +216,7 @@ def _reacts(loop: asyncio.AbstractEventLoop) -> bool:
 
 
 def _reward(episode: Any, seat: str, complete: bool) -> float:
-    """The reward of the policy's seat.
+    """Return the reward of the policy's seat.
 
     Raises:
         InvalidRewardError: something failed, or scored nothing.
@@ -289,8 +290,8 @@ def make_config(name: str, options: Mapping[str, Any], max_turns: int) -> Any:
 def _with_defaults(
     seat: Any, options: Mapping[str, Any], own: str, max_turns: int
 ) -> dict[str, Any]:
-    """The options of a seat: it plays on this machine and, where nothing else is asked for, in this
-    process.
+    """Return the options of a seat: it plays on this machine and, where nothing else is asked for,
+    in this process.
     """
     out = {"max_turns": max_turns if seat.max_turns is None else seat.max_turns, **options}
     if "runtime" not in seat.model_fields_set:
@@ -301,7 +302,7 @@ def _with_defaults(
 
 
 def _seat(config: Any) -> str:
-    """The name of the seat that the policy plays: the one without a client of its own."""
+    """Return the name of the seat that the policy plays: the one without a client of its own."""
     seats = [name for name, seat in config if hasattr(seat, "harness") and seat.client is None]
     if len(seats) != 1:
         raise ValueError(

@@ -16,7 +16,7 @@ NAME = "torchrl_grpo_chat"
 
 
 def register() -> None:
-    """Makes the harness known to verifiers, which finds one by the name of a module that is in no
+    """Make the harness known to verifiers, which finds one by the name of a module that is in no
     package.
     """
     if NAME in sys.modules:
@@ -60,7 +60,7 @@ def register() -> None:
 async def _chat(
     model: str, url: str, key: str, spec: dict[str, Any], system: str | None, prompt: Any
 ) -> str | None:
-    """Plays a chat to its end, also where that is a chat that became too long; returns what failed,
+    """Play a chat to its end, also where that is a chat that became too long; return what failed,
     or None.
     """
     from openai import APIStatusError, AsyncOpenAI, DefaultAsyncHttpxClient
@@ -100,7 +100,7 @@ async def _chat(
 
 
 async def _call(function: Any, names: dict[str, tuple[str, str]], servers: dict[str, Any]) -> Any:
-    """The result of a tool, or what was wrong with the call."""
+    """Return the result of a tool, or what was wrong with the call."""
     from verifiers.v1.harnesses.utils.mcp import call_mcp
 
     try:

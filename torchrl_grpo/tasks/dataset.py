@@ -74,9 +74,9 @@ class Rows(ProblemSequence):
 class DatasetTask(Task):
     """Problems from the rows of a data set.
 
-    The test split is one of its own, or ``test_fraction`` of the train split: a hash of the prompt
-    decides, so it is the same in every run, and equal prompts are in one split. A split is read and
-    checked when it is asked for.
+    The test split is a split of the data, or ``test_fraction`` of the train split: a hash of the
+    prompt decides, so that it is the same in every run and equal prompts are in one split. A split
+    is read and checked at its first use.
 
     Args:
         dataset: a file (jsonl, json, csv, parquet), a folder of such files, or a name on the
@@ -167,7 +167,7 @@ class DatasetTask(Task):
         return find_source(self.dataset, self.dataset_config, self.revision, self._what)
 
     def problems(self, split: Split) -> Sequence[Problem]:
-        """The problems of a split, in the order of the rows.
+        """Return the problems of a split, in the order of the rows.
 
         Raises:
             ValueError: the data is not there, a row of it is malformed, or the split has no problem
@@ -182,7 +182,9 @@ class DatasetTask(Task):
         return self._problems[split]
 
     def messages(self, problem: Problem) -> list[Message]:
-        """The system prompt, if there is one, and the user's message or the chat of the data."""
+        """Return the system prompt, if there is one, and the user's message or the chat of the
+        data.
+        """
         chat = self._chat(problem)
         if self.system_prompt is None:
             return chat
@@ -192,7 +194,7 @@ class DatasetTask(Task):
         ]
 
     def read_answer(self, row: Row, column: str) -> Any:
-        """The answer as the reward wants it.
+        """Return the answer as the reward wants it.
 
         Args:
             row: of the data.
@@ -230,21 +232,23 @@ class DatasetTask(Task):
         )
 
     def tools_for(self, problem: Problem) -> Sequence[Mapping[str, Any]]:
-        """The column ``tools`` of a row with a demonstration."""
+        """Return the column ``tools`` of a row with a demonstration."""
         if self.completion_column is None:
             return self.tools
         return checked_tools(problem.extra.get(TOOLS_COLUMN), TOOLS_COLUMN) or self.tools
 
     def _prompt(self, row: Row) -> Any:
-        """The prompt in a row: of a whole chat, what comes before the assistant's first turn."""
+        """Return the prompt in a row: of a whole chat, what comes before the assistant's first
+        turn.
+        """
         value = row[self.prompt_column or ""]
         if self.messages_column and isinstance(value, list):
             return value[: first_turn(value)]
         return value
 
     def _chat(self, problem: Problem, *, filled: bool = True) -> list[Message]:
-        """The prompt without the system prompt of the options; ``filled`` in a template, if there
-        is one.
+        """Return the prompt without the system prompt of the options; ``filled`` in a template, if
+        there is one.
         """
         row, text = problem.extra, problem.query
         if self.prompt_column is not None:
@@ -307,7 +311,7 @@ class DatasetTask(Task):
             )
 
     def _select(self, split: Split) -> Table:
-        """The rows of a split, after the checks that need both splits."""
+        """Return the rows of a split, after the checks that need both splits."""
         if self.test_fraction is not None:
             table, prompts = self._checked(self.train_split, "train")
             bound = self.test_fraction * 2**64

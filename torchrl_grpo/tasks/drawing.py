@@ -1,4 +1,4 @@
-"""The order in which problems are drawn. Rendering a prompt is the player's part."""
+"""``Drawing``: the order in which problems are drawn."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Drawn:
     Attributes:
         group: id of the group, counted over the whole run.
         index: of the problem in its split.
-        problem: the problem itself, so that whoever plays it need not have the data.
+        problem: the problem itself, so that a worker can play it without the data.
     """
 
     group: int
@@ -38,10 +38,10 @@ class Drawing:
     """Draws the problems of a split, one for each group. Each epoch goes through the split in the
     task's order.
 
-    With a ``difficulty_filter`` an epoch leaves out the problems of whose responses so far, in all
-    epochs, too many or too few were correct. Without further responses they stay out; where all
-    would be left out, none is. With a ``curriculum`` an epoch has the problems of the current
-    levels, and a new one begins with each level. With a ``pass_rate`` an epoch passes over a
+    With a ``difficulty_filter`` an epoch skips problems whose share of correct responses, over all
+    epochs so far, is too high or too low. They stay out, because they get no further responses; if
+    all problems would be skipped, none is. With a ``curriculum`` an epoch has the problems of the
+    current levels, and each new level begins an epoch. With a ``pass_rate`` an epoch skips a
     problem with a probability that grows with the distance of its share of correct responses from a
     target.
 

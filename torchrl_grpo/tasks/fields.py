@@ -18,7 +18,7 @@ _FIELD = re.compile(r"\{\{([^\W\d]\w*)\}\}|\{([^{}]+)\}")
 
 
 def fill_template(template: str, row: Mapping[str, Any]) -> str:
-    r"""A template with its fields replaced by a row's columns.
+    r"""Return a template with its fields replaced by a row's columns.
 
     ``{name}`` is the column, with a format if there is one (``{name:.2f}``), and ``{{name}}`` the
     text ``{name}``. Other braces stay as they are.
@@ -67,7 +67,7 @@ def _formatted(field: str, row: Mapping[str, Any]) -> str:
 
 
 def checked_text(row: Row, column: str) -> str:
-    """The text in a column.
+    """Return the text in a column.
 
     Raises:
         ValueError: there is none.
@@ -113,7 +113,7 @@ def without_nones(value: Any) -> Any:
 
 
 def checked_messages(chat: Sequence[Any], column: str) -> list[Message]:
-    """The messages in a column. A message that only calls tools may have no content.
+    """Return the messages in a column. A message that only calls tools may have no content.
 
     Raises:
         ValueError: they are something else.
@@ -141,7 +141,7 @@ def _is_call(call: Any) -> bool:
 
 
 def checked_tools(value: Any, column: str) -> list[dict[str, Any]]:
-    """The JSON schemas of tools in a column, as a list or as its JSON.
+    """Return the JSON schemas of tools in a column, as a list or as its JSON.
 
     Raises:
         ValueError: it has something else.
@@ -176,7 +176,7 @@ def checked_demonstration(chat: Sequence[Any], column: str) -> list[Message]:
 
 
 def checked_chat(chat: Sequence[Any], column: str, template: str | None) -> list[Message]:
-    """The chat in a column, which ends before the policy's turn.
+    """Return the chat in a column, which ends before the policy's turn.
 
     Raises:
         ValueError: it is none, or there is a template, which it cannot be filled in.

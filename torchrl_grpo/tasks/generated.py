@@ -26,8 +26,8 @@ class GeneratedTask(Task):
         self._problems: dict[Split, list[Problem]] = {}
 
     def problems(self, split: Split) -> Sequence[Problem]:
-        """The split's problems, all different, in the order in which the seeded generator drew
-        them.
+        """Return the split's problems, all different, in the order in which the seeded generator
+        drew them.
 
         Raises:
             ValueError: ``split`` is neither ``"train"`` nor ``"test"``.

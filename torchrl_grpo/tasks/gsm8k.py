@@ -48,7 +48,7 @@ class GSM8KTask(PresetTask):
     }
 
     def read_answer(self, row: Row, column: str) -> str:
-        """The number after ``####``, in its canonical form."""
+        """Return the number after ``####``, in its canonical form."""
         text = checked_text(row, column)
         answer = marked_number(text)
         if answer is None:

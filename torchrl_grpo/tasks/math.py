@@ -65,7 +65,9 @@ class MathTask(PresetTask):
     }
 
     def read_answer(self, row: Row, column: str) -> str:
-        r"""The last ``\boxed{}`` of the solution; of a column that is not the solution, the text."""
+        r"""Return the last ``\boxed{}`` of the solution; of a column that is not the solution, the
+        text.
+        """
         text = checked_text(row, column)
         answer = last_boxed(text) if column == "solution" else text
         if answer is None:

@@ -101,7 +101,7 @@ class MixedTask(DelegatingTask):
         self.is_stateful = any(task.is_stateful for task in tasks)
 
     def problems(self, split: Split) -> Sequence[Problem]:
-        """The problems of all tasks; ``Problem.dataset`` names the task."""
+        """Return the problems of all tasks; ``Problem.dataset`` names the task."""
         parts = [task.problems(split) for task in self.tasks.values()]
         return MixedProblems(parts, list(self.tasks), self.weights if split == "train" else None)
 

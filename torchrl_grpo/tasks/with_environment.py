@@ -131,7 +131,7 @@ class Kind:
         return None, False
 
     def tools_of(self, environment: Any) -> Toolbox:
-        """The tools of a dialog, with the methods of its environment."""
+        """Return the tools of a dialog, with the methods of its environment."""
         methods = {name: getattr(environment, name) for name in self._methods}
         return self.toolbox.replaced(self.toolbox.functions | methods)
 
@@ -139,10 +139,10 @@ class Kind:
 class WithEnvironment(WrappedTask):
     """Another task's problems, each dialog of which is played by an environment of its own.
 
-    An environment is made in a thread of its own and stays there. Its own reward, the sum of its
-    steps' or what ``get_reward`` returns, and that of reward functions add up; a dialog is correct
-    where the own reward is at least 1, and where there is none, as the functions say. The calls of
-    a last turn are made too: the reward may depend on them.
+    Each environment lives in a thread of its own. Its reward is the sum over its steps, or the
+    result of ``get_reward``; rewards of reward functions are added. A dialog is correct if the
+    environment's reward is at least 1 or, if it has none, by the reward functions. Tool calls of
+    the last turn are run too, because the reward may depend on them.
 
     Args:
         task: the other one.
@@ -151,8 +151,8 @@ class WithEnvironment(WrappedTask):
 
     Keyword Args:
         rewards: reward functions; they get ``environments``, a list with the dialog's own.
-        judged: whether the other task scores the dialogs, and nothing else does.
-        at_a_time: dialogs that are opened, or answered, at a time.
+        judged: whether only the other task scores the dialogs.
+        at_a_time: dialogs that are played concurrently.
 
     Raises:
         ValueError: nothing gives a reward, or ``reset`` needs a column that there is not.
@@ -214,7 +214,7 @@ class WithEnvironment(WrappedTask):
         return self.__dict__ | {"_instances": {}, "_stuck": []}
 
     def kind_of(self, problem: Problem) -> Kind:
-        """The class that a problem is for.
+        """Return the class that a problem is for.
 
         Raises:
             ValueError: it names none of several.

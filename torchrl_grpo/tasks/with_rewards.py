@@ -85,7 +85,7 @@ class Rewards:
             function.check(columns, has_answer, has_environment)
 
     def __call__(self, dialog: Dialog) -> Score:
-        """The score of a dialog.
+        """Return the score of a dialog.
 
         Raises:
             ValueError: what a function returned is no reward, or none applies.
@@ -174,7 +174,7 @@ class Rewards:
 def make_rewards(
     spec: RewardSpec, *, prompt_column: str = "prompt", field: str = "env.reward"
 ) -> Rewards:
-    """The rewards that a config names.
+    """Return the rewards that a config names.
 
     Args:
         spec: a function's name (see ``load_function``) or the function; ``{fn, weight, name,

@@ -40,8 +40,8 @@ def render_chat(
 def render_spans(
     tokenizer: PreTrainedTokenizerBase, chat: Sequence[Message], **arguments: Any
 ) -> tuple[str, list[tuple[int, int]]]:
-    """Return a chat as the chat template writes it, and the characters between its ``generation`` markers,
-    if it has any.
+    """Return a chat as the chat template writes it, and the spans between its ``generation``
+    markers, if it has any.
 
     Raises:
         ValueError: the template raises, whatever it is.
@@ -312,7 +312,7 @@ class ChatEncoder:
         return "".join(chars)
 
     def _control_in(self, text: str) -> list[tuple[int, str]]:
-        """Return the control tokens in a text with their positions; one may begin within another."""
+        """Return the control tokens in a text with their positions; they may overlap."""
         begin = [first.start() for first in self._first.finditer(text)]
         return [(place, token[0]) for place in begin if (token := self._any.match(text, place))]
 

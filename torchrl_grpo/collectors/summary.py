@@ -28,8 +28,8 @@ _OF_SAMPLES = tuple(
 
 
 def rollout_metrics(batch: TensorDictBase, *, sampled: bool = True) -> dict[str, float]:
-    """Return the metrics of a batch [N]: rewards over valid sequences (NaN without any), lengths, truncated
-    and invalid ones.
+    """Return the metrics of a batch [N]: rewards over valid sequences (NaN without any), lengths,
+    truncated and invalid ones.
 
     Several samples of a trajectory are one sequence, as long as all of them together.
 

@@ -544,7 +544,7 @@ class LLMEnv(EnvBase):
     def _append_reply(
         self, tokens: Tensor, messages: Sequence[Message], turn_tokens: Sequence[int]
     ) -> Tensor | None:
-        """Return all tokens with messages after the latest turn; None if there is no room for them."""
+        """Return all tokens with messages after the latest turn, None without room for them."""
         if messages and not messages[0]["role"]:
             reply = self._text_tokens(messages, add_special_tokens=False)
         else:

@@ -100,7 +100,7 @@ class ReasoningGymTask(Task):
         self._problems: dict[Split, list[Problem]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without problems and scorer: a process that scores makes its own scorer."""
+        """Return the state without problems and scorer; each process makes its own scorer."""
         return {name: value for name, value in self.__dict__.items() if name != "_scorer"} | {
             "_problems": {}
         }

@@ -1,4 +1,4 @@
-"""Interface of a task: its problems, their prompts, answers to the policy, and scores of dialogs."""
+"""Interface of a task: problems, prompts, replies to the policy, and scores of dialogs."""
 
 from __future__ import annotations
 
@@ -245,7 +245,9 @@ class Task(ABC):
         ...         return [Problem(f"Twice {number} is", str(2 * number)) for number in numbers]
         ...
         ...     def next_turn(self, problem, responses):
-        ...         return "A number, please." if len(responses) == 1 and not responses[0].isdigit() else None
+        ...         if len(responses) == 1 and not responses[0].isdigit():
+        ...             return "A number, please."
+        ...         return None
         ...
         ...     def score(self, problem, responses):
         ...         right = responses[-1] == problem.answer

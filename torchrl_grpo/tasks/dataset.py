@@ -272,10 +272,11 @@ class DatasetTask(Task):
         for key, name in configured.items():
             if name is not None and name not in names:
                 close = difflib.get_close_matches(name, names, 1)
+                option = f"{self.field}.columns.{key}"
+                fix = f"did you mean {close[0]}?" if close else f"use one of them as {option}."
                 raise ValueError(
-                    f"{self.field}.columns.{key}={name} must be a column of {self.dataset}, which "
-                    f"has {sorted(names)}: "
-                    f"{f'did you mean {close[0]}?' if close else f'use one of them as {self.field}.columns.{key}.'}"
+                    f"{option}={name} must be a column of {self.dataset}, which has "
+                    f"{sorted(names)}: {fix}"
                 )
         prompts = [name for name in PROMPT_COLUMNS if name in names]
         if self.prompt_column is None and len(prompts) == 1:
@@ -358,7 +359,10 @@ class DatasetTask(Task):
         except UnknownSplitError as error:
             fix = f"{self.field}.{split}_split=NAME"
             if split == "test":
-                fix += f" or {self.field}.test_fraction=0.1, or evaluation.num_prompts=0 for no evaluation"
+                fix += (
+                    f" or {self.field}.test_fraction=0.1, or evaluation.num_prompts=0 for no "
+                    "evaluation"
+                )
             raise UnknownSplitError(f"{error}: {source.fix}set {fix}.") from error
         if not len(table):
             raise ValueError(

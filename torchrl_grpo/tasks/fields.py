@@ -80,7 +80,8 @@ def checked_text(row: Row, column: str) -> str:
         names = sorted(name for name, value in row.items() if value is not None)
         actual = f"none (the row has {names})"
     raise ValueError(
-        f"must have text in the column {column!r}, it has {actual}: write text there, or remove the row."
+        f"must have text in the column {column!r}, it has {actual}: write text there, or "
+        "remove the row."
     )
 
 

@@ -356,7 +356,8 @@ def _row(line: bytes, where: str) -> Row:
         ) from error
     if not isinstance(row, dict):
         raise ValueError(
-            f'{where} must be a JSON object, got {line[:80]!r}: write {{"question": ..., "answer": ...}}.'
+            f"{where} must be a JSON object, got {line[:80]!r}: write "
+            '{"question": ..., "answer": ...}.'
         )
     return _encodable(row, where)
 

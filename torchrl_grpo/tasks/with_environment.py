@@ -113,10 +113,12 @@ class Kind:
             ValueError: it needs a column that there is not.
         """
         named = [p for name, p in self._reset.items() if name != "self"]
+        by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         missing = [
-            p.name for p in named
-            if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in columns
-        ]  # fmt: skip
+            p.name
+            for p in named
+            if p.default is p.empty and p.kind in by_name and p.name not in columns
+        ]
         if missing:
             raise ValueError(
                 f"reset of the environment {self.name} needs {' and '.join(missing)}, the columns "
@@ -389,6 +391,7 @@ def _prompt(messages: Sequence[Message], observation: Any, name: str) -> list[Me
     if not content:
         raise ValueError(
             f"reset of the environment {name} must return the first prompt where there is no data "
-            f"set, it returned {observation!r}: return a text, or give env.dataset or env.prompt_template."
+            f"set, it returned {observation!r}: return a text, or give env.dataset or "
+            "env.prompt_template."
         )
     return [*before, {**last, "content": content}]

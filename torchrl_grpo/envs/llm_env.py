@@ -137,7 +137,7 @@ class LLMEnv(EnvBase):
             "_logged_failures", set()
         )
         if max_turns > 1:  # raises now if the template cannot render a further turn
-            self._template.text([{"role": "user", "content": "@"}])
+            self.check_role("user")
             if task.tools:
                 self._template.text([tool_message("@", "@")])
         self._set_seed(seed)

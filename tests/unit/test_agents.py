@@ -22,7 +22,7 @@ from tests.support.agents import PROBLEM, agent_task, own_score, played
 from torchrl_grpo.agents import load_program
 from torchrl_grpo.agents.programs import Command, Function, _printed_reward
 from torchrl_grpo.agents.protocol import ANTHROPIC, CHAT, TEXT, BadRequest, parse_request
-from torchrl_grpo.agents.server import LARGEST_BODY, Asks, Server
+from torchrl_grpo.agents.server import LARGEST_BODY, Receiver, Server
 from torchrl_grpo.agents.task import _Episode
 from torchrl_grpo.errors import InvalidRewardError
 from torchrl_grpo.tasks.base import Dialog, Score, Turn, TurnLimits
@@ -370,7 +370,7 @@ def test_strangers_that_only_connect_leave_files_for_others():
     def connect() -> socket.socket:
         return socket.create_connection((place.hostname, place.port), timeout=20)
 
-    server = Server(lambda key: cast("Asks", "an episode") if key == "key" else None)
+    server = Server(lambda key: cast("Receiver", "an episode") if key == "key" else None)
     place = urlsplit(server.url)
     known = http.client.HTTPConnection(place.hostname, place.port, timeout=20)
 
@@ -545,7 +545,7 @@ def test_an_agent_interrupts_no_run(kind):
 def test_a_request_that_comes_while_its_episode_is_closed_is_refused():
     episode = _Episode()
     episode.close()
-    refusal = episode.ask(parse_request(TEXT, b'{"prompt": "a"}')).answer.exception(timeout=1)
+    refusal = episode.submit(parse_request(TEXT, b'{"prompt": "a"}')).answer.exception(timeout=1)
     assert isinstance(refusal, BadRequest) and refusal.status == 401
 
 

@@ -1,7 +1,7 @@
-"""An agent's program: a Python function that is given a client, or a command that has the endpoint
-in its environment.
+"""An agent's program: a Python function that takes a client, or a command with the endpoint in its
+environment.
 
-Each runs in a thread or a process of its own, so that one that blocks holds up no other.
+Each runs in its own thread or process, so that one that blocks does not hold up the others.
 """
 
 from __future__ import annotations
@@ -27,22 +27,21 @@ from typing import Any
 
 from torchrl_grpo.errors import InvalidRewardError
 from torchrl_grpo.host.processes import guarded
-from torchrl_grpo.host.text import clip
 from torchrl_grpo.rewards.functions import load_function
 
-_MOST_OUTPUT = 2**20
-_LONGEST_ERROR = 2000
+_MAX_OUTPUT = 2**20
+_MAX_ERROR_CHARACTERS = 2000
 _END_S = 2.0
 
 
 class Program(ABC):
-    """Interface of an agent: it plays a problem with an OpenAI client."""
+    """Interface of an agent, which plays a problem with an OpenAI client."""
 
     @abstractmethod
     def start(
         self, problem: Mapping[str, Any], url: str, key: str
     ) -> tuple[Future[float | None], Callable[[], None]]:
-        """Plays a problem in the background.
+        """Play a problem in the background.
 
         Args:
             problem: the columns of its row, ``prompt``, ``messages`` and ``answer``.
@@ -50,17 +49,17 @@ class Program(ABC):
             key: of the episode.
 
         Returns:
-            its reward, None where it has none to say, or what it raised; and what ends it before
-            its time.
+            The agent's reward, None if it has none, or its exception; and a function that ends it
+            early.
         """
 
 
 def load_program(spec: str, field: str = "env.agent") -> Program:
-    """The program that a config names.
+    """Load the program that a config names.
 
     Args:
         spec: ``path/to/file.py:function``, ``package.module:function``, or a command line.
-        field: what the user who wrote it calls it.
+        field: config key of the spec.
 
     Raises:
         ValueError: there is no such function or command, or it cannot be an agent.
@@ -78,12 +77,12 @@ def load_program(spec: str, field: str = "env.agent") -> Program:
 
 
 class Function(Program):
-    """``async def play(client, problem)``, called with an ``openai.AsyncOpenAI``; in a thread and
-    an event loop of its own.
+    """``async def play(client, problem)``, called with an ``openai.AsyncOpenAI`` in its own thread
+    and event loop.
 
     Args:
-        play: the function; what it returns is the reward, or None.
-        what: names it in messages.
+        play: the function; returns the reward or None.
+        what: its name in messages.
 
     Raises:
         ValueError: it is not asynchronous, or there is no package ``openai``.
@@ -102,7 +101,7 @@ class Function(Program):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        import_module("openai")  # takes a second, which is not to be the first agent's
+        import_module("openai")  # takes a second, which the first agent should not wait for
 
     def start(
         self, problem: Mapping[str, Any], url: str, key: str
@@ -116,8 +115,8 @@ class Function(Program):
             running.append((asyncio.get_running_loop(), asyncio.current_task()))  # type: ignore[arg-type]
             if ended.is_set():
                 raise asyncio.CancelledError
-            # Loopback needs neither certificates, which take 70 ms to load, nor a proxy. Nothing
-            # limits the time of a request, because the policy answers when its batch is sampled.
+            # Loopback needs neither certificates, which take 70 ms to load, nor a proxy. Requests
+            # have no timeout, because the policy answers when its batch is sampled.
             plain = DefaultAsyncHttpxClient(verify=False, trust_env=False)
             async with AsyncOpenAI(
                 base_url=url, api_key=key, http_client=plain, timeout=None, max_retries=0
@@ -137,9 +136,9 @@ class Function(Program):
 
 
 class Command(Program):
-    """A command line. The endpoint is ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY`` in its
-    environment, and Anthropic's two; the problem is JSON on its standard input, and its last line
-    of output may be the reward: a number, or ``{"reward": number}``.
+    """A command line. Its environment has the endpoint as ``OPENAI_BASE_URL`` and
+    ``OPENAI_API_KEY``, and as Anthropic's two variables. The problem is JSON on its standard input,
+    and its last line of output may be the reward: a number, or ``{"reward": number}``.
 
     Args:
         words: of the command line.
@@ -153,11 +152,11 @@ class Command(Program):
     ) -> tuple[Future[float | None], Callable[[], None]]:
         anthropic = {"ANTHROPIC_BASE_URL": url.removesuffix("/v1"), "ANTHROPIC_API_KEY": key}
         openai = {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": key}
-        kept = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
-        direct = kept if kept == "*" else f"{kept},127.0.0.1" if kept else "127.0.0.1"
-        environment = (
-            os.environ | openai | anthropic | {"NO_PROXY": direct, "no_proxy": direct}
-        )  # clients differ
+        hosts = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+        if hosts != "*":
+            hosts = f"{hosts},127.0.0.1".lstrip(",")
+        no_proxy = {"NO_PROXY": hosts, "no_proxy": hosts}  # clients differ
+        environment = os.environ | openai | anthropic | no_proxy
         text = json.dumps(problem, default=str).encode()
         processes: list[subprocess.Popen[bytes]] = []
         ended = threading.Event()
@@ -178,10 +177,10 @@ class Command(Program):
                 _kill(process)
             out, err = _talk(process, text)
             if process.returncode:
+                errors = err.decode(errors="replace").strip()[-_MAX_ERROR_CHARACTERS:]
                 raise RuntimeError(
                     f"{shlex.join(self._words)} must end with status 0, it ended with "
-                    f"{process.returncode}: "
-                    f"{clip(err.decode(errors='replace').strip()[-_LONGEST_ERROR:], _LONGEST_ERROR)}"
+                    f"{process.returncode}: {errors}"
                 )
             return _printed_reward(out.decode(errors="replace"), shlex.join(self._words))
 
@@ -194,7 +193,7 @@ class Command(Program):
 
 
 def _in_thread(run: Callable[[], float | None]) -> Future[float | None]:
-    """Call a function in a thread of its own."""
+    """Call a function in its own thread."""
     done: Future[float | None] = Future()
 
     def call() -> None:
@@ -207,28 +206,27 @@ def _in_thread(run: Callable[[], float | None]) -> Future[float | None]:
     return done
 
 
-def _talk(process: subprocess.Popen[bytes], given: bytes) -> tuple[bytes, bytes]:
-    """Gives a process its input; returns the ends of what it writes to its output and as errors."""
+def _talk(process: subprocess.Popen[bytes], text: bytes) -> tuple[bytes, bytes]:
+    """Write a process's input; return the ends of its output and of its errors."""
     assert process.stdin and process.stdout and process.stderr
     ends: list[bytes] = [b"", b""]
 
-    def read(place: int, pipe: Any) -> None:
+    def read(index: int, pipe: Any) -> None:
         with pipe:
             while data := pipe.read1(2**16):
-                ends[place] = (ends[place] + data)[-_MOST_OUTPUT:]
+                ends[index] = (ends[index] + data)[-_MAX_OUTPUT:]
 
     readers = [
-        threading.Thread(target=read, args=one, daemon=True)
-        for one in enumerate((process.stdout, process.stderr))
+        threading.Thread(target=read, args=arguments, daemon=True)
+        for arguments in enumerate((process.stdout, process.stderr))
     ]
     for reader in readers:
         reader.start()
     with suppress(OSError), process.stdin as pipe:  # it need not read it
-        pipe.write(given)
-    os.waitid(
-        os.P_PID, process.pid, os.WEXITED | os.WNOWAIT
-    )  # until it is waited for, nobody else has its number
-    _kill(process)  # what it has left behind, which may hold the pipes
+        pipe.write(text)
+    # Until it is waited for, its number stays its own.
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    _kill(process)  # and what it has left behind, which may hold the pipes
     process.wait()
     for reader in readers:
         reader.join(_END_S)
@@ -240,16 +238,16 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError, PermissionError):
         if sys.platform == "linux":  # its guard ends the rest
             process.terminate()
-            process.send_signal(signal.SIGCONT)  # where the command has stopped it
+            process.send_signal(signal.SIGCONT)  # the command may have stopped it
         elif process.returncode is None:
             os.killpg(process.pid, signal.SIGKILL)
 
 
 def _printed_reward(output: str, what: str) -> float | None:
-    """The reward in the last line; None where it is no JSON, or JSON that says no reward.
+    """Return the reward in the last line; None if it is not JSON, or JSON without a reward.
 
     Raises:
-        InvalidRewardError: it is a number as text, or another value where a number must be.
+        InvalidRewardError: it is a number as text, or another value in the place of a number.
     """
     lines = output.strip().splitlines()
     try:
@@ -258,16 +256,12 @@ def _printed_reward(output: str, what: str) -> float | None:
         return None
     if isinstance(value, list):
         return None
-    if isinstance(value, str) and not _is_number(value):
-        return None
+    if isinstance(value, str):
+        try:
+            float(value)
+        except ValueError:
+            return None
     return _reward(value.get("reward") if isinstance(value, dict) else value, what)
-
-
-def _is_number(text: str) -> bool:
-    with suppress(ValueError):
-        float(text)
-        return True
-    return False
 
 
 def _reward(value: Any, what: str) -> float | None:

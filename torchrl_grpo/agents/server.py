@@ -1,7 +1,7 @@
 """``Server``: HTTP/1.1 on loopback, one for a process, for any number of agents at a time.
 
 It knows neither tasks nor the policy: a request with the key of an episode goes to that episode,
-which answers it when the policy has. Plain asyncio in a thread of its own, because no dependency of
+which answers it after the policy's turn. It is plain asyncio in a thread, because no dependency of
 the package is a server that starts in a few milliseconds inside a reward worker.
 """
 
@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any, Protocol
 
 from torchrl_grpo.agents.protocol import (
@@ -28,24 +29,22 @@ from torchrl_grpo.agents.protocol import (
 
 _LARGEST_HEAD = 2**16
 LARGEST_BODY = 2**18
-"""Bytes of a request: what a worker tells the run of a turn has a limit, too."""
-_MOST_STRANGERS = 256
-"""Connections that have not shown a key: anybody on the machine can open some, and files are few."""
+"""Bytes of a request; a turn on its way from a worker to the run has a limit, too."""
+_MAX_STRANGERS = 256
+"""Connections without a key: anybody on the machine can open some, and files are few."""
 _IDLE_S = 600.0
-"""Seconds for which a connection may say nothing between two requests, or in the middle of one."""
-_REASONS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found", 405: "Method Not Allowed",
-            411: "Length Required", 413: "Payload Too Large", 431: "Request Header Fields Too Large"}  # fmt: skip
+"""Seconds for which a connection may be idle between two requests, or within one."""
 
 
 @dataclass
-class Asked:
+class PendingRequest:
     """A request that waits for its answer.
 
     Attributes:
         request: of the agent.
-        answer: the policy's turn, or why there is none.
-        delivered: whether the client was there to take the answer; set by the server, at the latest
-            after ``answer``.
+        answer: the policy's turn, or the refusal.
+        delivered: whether the client was there to receive the answer; set by the server, at the
+            latest after ``answer``.
     """
 
     request: Request
@@ -53,15 +52,15 @@ class Asked:
     delivered: Future[bool] = field(default_factory=Future)
 
 
-class Asks(Protocol):
-    """Who answers the requests of one key."""
+class Receiver(Protocol):
+    """Interface of an episode: it receives the requests with its key."""
 
-    def ask(self, request: Request) -> Asked: ...
+    def submit(self, request: Request) -> PendingRequest: ...
 
 
 class _Connection(asyncio.StreamReaderProtocol):
-    """Notices that the client closes its side, also while nothing is read. As for most servers, it
-    has then left.
+    """Protocol that notices when the client closes its side, even while nothing is read. As for
+    most servers, the client has then left.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -82,18 +81,16 @@ class Server:
     episodes.
 
     Args:
-        find: gives the episode of a key, None where there is none.
+        find: returns the episode of a key, or None.
 
     Attributes:
-        url: what an OpenAI client takes as its base URL.
+        url: base URL for an OpenAI client.
     """
 
-    def __init__(self, find: Callable[[str], Asks | None]) -> None:
+    def __init__(self, find: Callable[[str], Receiver | None]) -> None:
         self._find = find
         self._loop = asyncio.new_event_loop()
-        self._strangers: dict[
-            asyncio.StreamWriter, None
-        ] = {}  # the one that has waited longest is the first
+        self._strangers: dict[asyncio.StreamWriter, None] = {}  # the oldest first
         started: Future[int] = Future()
         threading.Thread(
             target=self._run, args=(started,), name="agents' server", daemon=True
@@ -117,30 +114,28 @@ class Server:
         return _Connection(reader, self._serve, loop=self._loop)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answers the requests of one connection, one after the other."""
+        """Answer the requests of one connection, one after another."""
         self._strangers[writer] = None
-        if len(self._strangers) > _MOST_STRANGERS:
+        if len(self._strangers) > _MAX_STRANGERS:
             oldest = next(iter(self._strangers))
             del self._strangers[oldest]
             oldest.transport.abort()
         with suppress(ConnectionError, TimeoutError, asyncio.IncompleteReadError):
-            stays = True
-            while stays:
+            keep_alive = True
+            while keep_alive:
                 try:
                     method, path, headers = await asyncio.wait_for(_head(reader), _IDLE_S)
-                    # The answer to HEAD may have no body, and ours has one: nothing may follow it.
-                    stays = (
-                        headers.get("connection", "keep-alive").lower() != "close"
-                        and method != "HEAD"
-                    )
+                    keep_alive = headers.get("connection", "").lower() != "close"
+                    if method == "HEAD":  # ours has a body, after which nothing may follow
+                        keep_alive = False
                     body = await asyncio.wait_for(_body(reader, writer, headers), _IDLE_S)
-                except BadRequest as refusal:  # what follows on the connection cannot be told apart
-                    _write(writer, refusal.status, refusal.body(), stays=False)
+                except BadRequest as refusal:  # where the next request begins is unknown
+                    _write(writer, refusal.status, refusal.body(), keep_alive=False)
                     break
                 try:
-                    await self._answer(writer, method, path, headers, body, stays)
+                    await self._answer(writer, method, path, headers, body, keep_alive)
                 except BadRequest as refusal:
-                    _write(writer, refusal.status, refusal.body(path), stays)
+                    _write(writer, refusal.status, refusal.body(path), keep_alive)
                 await writer.drain()
         self._strangers.pop(writer, None)
         with suppress(ConnectionError):
@@ -154,9 +149,9 @@ class Server:
         path: str,
         headers: dict[str, str],
         body: bytes,
-        stays: bool,
+        keep_alive: bool,
     ) -> None:
-        """Answers a request.
+        """Answer a request.
 
         Raises:
             BadRequest: it is refused.
@@ -172,37 +167,28 @@ class Server:
             )
         self._strangers.pop(writer, None)
         if path == "/v1/models" and method == "GET":
-            _write(writer, 200, models(), stays)
+            _write(writer, 200, models(), keep_alive)
             return
         if path not in PATHS:
             raise BadRequest(f"there is no {path:.60}: use one of {', '.join(PATHS)}.", status=404)
         if method != "POST":
             raise BadRequest(f"the method must be POST, it is {method:.20}: use POST.", status=405)
         request = parse_request(path, body)
-        asked, delivered = episode.ask(request), False
+        pending = episode.submit(request)
+        delivered = False
         try:
-            answer = await _unless_left(asked, writer)
-            if request.stream and path == ANTHROPIC:
-                _stream(
-                    writer,
-                    (f"event: {one['type']}\ndata: {json.dumps(one)}" for one in answer.events()),
-                    stays,
-                )
-            elif request.stream:
-                _stream(
-                    writer,
-                    (f"data: {data}" for data in (*map(json.dumps, answer.events()), "[DONE]")),
-                    stays,
-                )
+            answer = await _unless_left(pending, writer)
+            if request.stream:
+                _stream(writer, answer, keep_alive)
             else:
-                _write(writer, 200, answer.body(), stays)
+                _write(writer, 200, answer.body(), keep_alive)
             await writer.drain()
             delivered = True
         finally:
-            asked.delivered.set_result(delivered)
+            pending.delivered.set_result(delivered)
 
 
-async def _unless_left(asked: Asked, writer: asyncio.StreamWriter) -> Answer:
+async def _unless_left(pending: PendingRequest, writer: asyncio.StreamWriter) -> Answer:
     """Wait for the answer to a request.
 
     Raises:
@@ -210,33 +196,32 @@ async def _unless_left(asked: Asked, writer: asyncio.StreamWriter) -> Answer:
         ConnectionError: the client has left.
     """
     connection: Any = writer.transport.get_protocol()
-    answer = asyncio.wrap_future(asked.answer)
+    answer = asyncio.wrap_future(pending.answer)
     left = asyncio.ensure_future(connection.left.wait())
     await asyncio.wait((answer, left), return_when=asyncio.FIRST_COMPLETED)
     if connection.left.is_set():
-        answer.add_done_callback(lambda done: done.exception())  # nobody else asks for it
+        answer.add_done_callback(lambda done: done.exception())  # nobody else retrieves it
         raise ConnectionResetError
     left.cancel()
     return answer.result()
 
 
 def _keys(headers: dict[str, str]) -> list[str]:
-    """Candidates for the key of an episode: OpenAI's key, Anthropic's, and the name of a session of
-    verifiers.
+    """Return candidates for an episode's key: OpenAI's key, Anthropic's, and the name of a session
+    of verifiers.
     """
-    session = headers.get("x-session-id", "").partition(".")[0]
     return [
         headers.get("authorization", "").removeprefix("Bearer ").strip(),
         headers.get("x-api-key", ""),
-        session,
+        headers.get("x-session-id", "").partition(".")[0],
     ]
 
 
 async def _head(reader: asyncio.StreamReader) -> tuple[str, str, dict[str, str]]:
-    """Method, path and headers of a request.
+    """Return method, path and headers of a request.
 
     Raises:
-        BadRequest: it is no HTTP, or it is too long.
+        BadRequest: it is not HTTP, or it is too long.
         IncompleteReadError: there is none.
     """
     try:
@@ -293,27 +278,34 @@ async def _body(
     return await reader.readexactly(int(length))
 
 
-def _write(writer: asyncio.StreamWriter, status: int, body: Any, stays: bool) -> None:
+def _write(writer: asyncio.StreamWriter, status: int, body: Any, keep_alive: bool) -> None:
     data = json.dumps(body).encode()
-    _write_head(writer, status, "application/json", f"Content-Length: {len(data)}", stays)
+    length = f"Content-Length: {len(data)}"
+    _write_head(writer, status, "application/json", length, keep_alive)
     writer.write(data)
 
 
-def _stream(writer: asyncio.StreamWriter, events: Iterable[str], stays: bool) -> None:
-    """Writes server-sent events."""
-    _write_head(writer, 200, "text/event-stream", "Transfer-Encoding: chunked", stays)
-    for event in events:
+def _stream(writer: asyncio.StreamWriter, answer: Answer, keep_alive: bool) -> None:
+    """Write an answer as server-sent events."""
+    _write_head(writer, 200, "text/event-stream", "Transfer-Encoding: chunked", keep_alive)
+    is_named = answer.request.path == ANTHROPIC
+    events = [
+        f"event: {event['type']}\ndata: {json.dumps(event)}"
+        if is_named
+        else f"data: {json.dumps(event)}"
+        for event in answer.events()
+    ]
+    for event in events if is_named else [*events, "data: [DONE]"]:
         data = f"{event}\n\n".encode()
         writer.write(b"%x\r\n%b\r\n" % (len(data), data))
     writer.write(b"0\r\n\r\n")
 
 
 def _write_head(
-    writer: asyncio.StreamWriter, status: int, kind: str, length: str, stays: bool
+    writer: asyncio.StreamWriter, status: int, kind: str, length: str, keep_alive: bool
 ) -> None:
-    connection = "keep-alive" if stays else "close"
     head = (
-        f"HTTP/1.1 {status} {_REASONS[status]}\r\nContent-Type: {kind}\r\n{length}\r\n"
-        f"Connection: {connection}\r\n\r\n"
+        f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: {kind}\r\n{length}\r\n"
+        f"Connection: {'keep-alive' if keep_alive else 'close'}\r\n\r\n"
     )
     writer.write(head.encode())

@@ -1,8 +1,8 @@
 """``WithAgent``: a task whose problems are played by an agent that knows only an OpenAI client.
 
-A request of the agent waits until the policy has taken its turn; to ``LLMEnv`` it is what every
-other task says to the policy. So tokens, masks, log-probs, versions, groups and resume are those of
-any dialog.
+A request of the agent waits until the policy has taken its turn. To ``LLMEnv`` it looks like any
+other task's messages to the policy, so tokens, masks, log-probs, versions, groups, and resume work
+as in any dialog.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from torchrl_grpo.agents.programs import Program
 from torchrl_grpo.agents.protocol import TEXT, Answer, BadRequest, Request
-from torchrl_grpo.agents.server import Asked, Server
+from torchrl_grpo.agents.server import PendingRequest, Server
 from torchrl_grpo.errors import InvalidRewardError
 from torchrl_grpo.tasks.base import (
     Dialog,
@@ -37,16 +37,14 @@ _AT_A_TIME = 64
 _PART = "agent"
 """Part of the reward that is the agent's own number."""
 _NO_LIMIT_S = 3600.0
-"""Seconds for an agent where the run has no limit: nothing waits for ever."""
+"""Seconds for an agent if the run has no limit."""
 _SHORTEST_SCORING_S = 1.0
 """Seconds for the scorers, however long the agents took."""
 
 
 @dataclass
 class _Sample:
-    """One training sample of an episode: the chat that its tokens stand for, the policy's answer
-    included.
-    """
+    """One training sample of an episode: the chat of its tokens, with the policy's answer."""
 
     chat: Sequence[Message]
     tools: Sequence[dict[str, Any]]
@@ -54,40 +52,38 @@ class _Sample:
 
 
 class _Episode:
-    """One play of a problem: the agent's requests in the order in which they came, and its end.
+    """One play of a problem: the agent's requests in their order, and its end.
 
     Args:
         takes_tools: whether the chat template writes tools.
 
     Attributes:
-        answered: turns of the policy that answered a request.
+        answer_count: turns of the policy that answered a request.
         delivered: numbers of those that reached the agent.
-        refused: why it gets no further answers; None while it does.
-        cut: whether a request was refused.
+        refusal: why the agent gets no further answers, if it does not.
+        is_cut: whether a request was refused.
         result: the agent's end, once it has come.
     """
 
     def __init__(self, takes_tools: bool = True) -> None:
         self.takes_tools = takes_tools
         self.key = secrets.token_urlsafe(24)
-        self.answered = 0
+        self.answer_count = 0
         self.delivered: list[int] = []
-        self.refused: BadRequest | None = None
-        self.cut = False
+        self.refusal: BadRequest | None = None
+        self.is_cut = False
         self.result: Future[float | None] | None = None
         self.end: Callable[[], None] = lambda: None
-        self._events: SimpleQueue[Asked | Future[float | None]] = SimpleQueue()
-        self._waiting: Asked | None = None
-        self._closed: BadRequest | None = None
+        self._events: SimpleQueue[PendingRequest | Future[float | None]] = SimpleQueue()
+        self._waiting: PendingRequest | None = None
+        self._close_reason: BadRequest | None = None
         self._samples: list[_Sample] = []
         self._sample = 0
-        self._begins = False  # whether the sample began with the request that waits
-        self._answered: tuple[Asked, list[Message]] | None = (
-            None  # the latest, and the chat that it makes
-        )
+        self._is_new_sample = False  # of the request that waits
+        self._last_answer: tuple[PendingRequest, list[Message]] | None = None  # with its chat
 
-    def ask(self, request: Request) -> Asked:
-        """Takes a request; in the server's thread.
+    def submit(self, request: Request) -> PendingRequest:
+        """Queue a request; called in the server's thread.
 
         Raises:
             BadRequest: it has tools, which would be lost.
@@ -99,18 +95,18 @@ class _Episode:
                 "writes tools.",
                 "tools",
             )
-        asked = Asked(request)
-        self._events.put(asked)
-        if self._closed is not None:  # meanwhile
-            self._refuse_all(self._closed)
-        return asked
+        pending = PendingRequest(request)
+        self._events.put(pending)
+        if self._close_reason is not None:  # meanwhile
+            self._refuse_all(self._close_reason)
+        return pending
 
-    def ended(self, result: Future[float | None]) -> None:
-        """Takes the agent's end; in any thread."""
+    def submit_result(self, result: Future[float | None]) -> None:
+        """Queue the agent's end; called in any thread."""
         self._events.put(result)
 
-    def next(self, deadline: float) -> Asked | Future[float | None]:
-        """The next request, or the end.
+    def next_event(self, deadline: float) -> PendingRequest | Future[float | None]:
+        """Return the next request, or the agent's end.
 
         Raises:
             TimeoutError: there is none in time.
@@ -120,77 +116,82 @@ class _Episode:
         except Empty:
             raise TimeoutError from None
 
-    def turn(self, asked: Asked) -> Turn:
-        """A request as what is said to the policy: what follows an answer of ours, or a whole chat."""
-        request = asked.request
-        self._waiting, chat = asked, list(request.messages)
-        self._sample, said = len(self._samples), chat
+    def turn(self, pending: PendingRequest) -> Turn:
+        """Return a request as messages to the policy: those that continue a sample, or a whole
+        chat.
+        """
+        request = pending.request
+        self._waiting = pending
+        chat = list(request.messages)
+        candidates = [(len(self._samples), chat)]
         for number, sample in enumerate(self._samples):
             rest = _rest(chat, sample, request)
-            if rest is not None and (self._sample == len(self._samples) or len(rest) <= len(said)):
-                self._sample, said = number, rest
-        self._begins = self._sample == len(self._samples)
-        if self._begins:
+            if rest is not None:
+                candidates.append((number, rest))
+        # The sample with the shortest rest; the latest one of several, and a new one only if there
+        # is no other.
+        self._sample, messages = min(candidates[1:] or candidates, key=lambda c: (len(c[1]), -c[0]))
+        self._is_new_sample = self._sample == len(self._samples)
+        if self._is_new_sample:
             self._samples.append(_Sample(chat, request.tools, request.path))
-        return Turn(said, None, tools=request.tools, sample=self._sample, limits=request.limits)
+        return Turn(messages, None, tools=request.tools, sample=self._sample, limits=request.limits)
 
     def answer(self, dialog: Dialog, parser: Parser) -> None:
-        """Gives the request that waits the policy's turn."""
-        assert self._waiting is not None
-        request = self._waiting.request
-        answer = Answer.of(request, dialog, self.answered, parser)
+        """Answer the request that waits with the policy's turn."""
+        pending, self._waiting = self._waiting, None
+        assert pending is not None
+        request = pending.request
+        answer = Answer.of(request, dialog, self.answer_count, parser)
         chat = [*request.messages, answer.message]
-        if (
-            request.path == TEXT
-        ):  # with a stop string that the answer is without: the tokens have it
+        if request.path == TEXT:  # with the stop string, which the sample's tokens contain
             chat = [{"role": "", "content": request.messages[0]["content"] + dialog.responses[-1]}]
-        self.answered += 1
-        self._answered = self._waiting, chat
-        self._waiting.answer.set_result(answer)
-        self._waiting = None
+        self.answer_count += 1
+        self._last_answer = pending, chat
+        pending.answer.set_result(answer)
 
-    def settle(self, deadline: float) -> bool:
-        """Return whether the latest answer was lost, because its client had left: then it is as if
-        it were not there.
+    def confirm_delivery(self, deadline: float) -> bool:
+        """Return whether the latest answer was lost because its client had left. The episode then
+        continues as if it had not been given.
 
         Raises:
             TimeoutError: the client does not read it in time.
         """
-        if self._answered is None:
+        if self._last_answer is None:
             return False
-        (asked, chat), self._answered = self._answered, None
-        if asked.delivered.result(max(0.0, deadline - time.monotonic())):
+        (pending, chat), self._last_answer = self._last_answer, None
+        if pending.delivered.result(max(0.0, deadline - time.monotonic())):
             self._samples[self._sample].chat = chat
-            self.delivered.append(self.answered - 1)
+            self.delivered.append(self.answer_count - 1)
             return False
-        if self._begins:
+        if self._is_new_sample:
             self._samples.pop()
         return True
 
-    def refuse(self, why: BadRequest, asked: Asked | None = None) -> None:
-        """Refuses a request, by default the one that waits, and all that come later."""
-        self.refused, asked, self._waiting = why, asked or self._waiting, None
-        if asked is not None:
-            self.cut = True
-            asked.answer.set_exception(why)
+    def refuse(self, reason: BadRequest, pending: PendingRequest | None = None) -> None:
+        """Refuse a request, by default the one that waits, and all later ones."""
+        self.refusal = reason
+        pending, self._waiting = pending or self._waiting, None
+        if pending is not None:
+            self.is_cut = True
+            pending.answer.set_exception(reason)
 
     def close(self) -> None:
-        """Ends the agent, and refuses what it still asks."""
-        ended = BadRequest(
+        """End the agent, and refuse its open requests."""
+        reason = BadRequest(
             "the API key must be that of an episode that is being played, its has ended.",
             status=401,
         )
         self.end()
-        self.refuse(ended)
-        self._closed = ended
-        self._refuse_all(ended)
+        self.refuse(reason)
+        self._close_reason = reason
+        self._refuse_all(reason)
 
-    def _refuse_all(self, why: BadRequest) -> None:
+    def _refuse_all(self, reason: BadRequest) -> None:
         with suppress(Empty):
             while True:
                 event = self._events.get_nowait()
-                if isinstance(event, Asked):
-                    self.refuse(why, event)
+                if isinstance(event, PendingRequest):
+                    self.refuse(reason, event)
 
 
 def _rest(chat: list[Message], sample: _Sample, request: Request) -> list[Message] | None:
@@ -205,12 +206,11 @@ def _rest(chat: list[Message], sample: _Sample, request: Request) -> list[Messag
 
 
 class WithAgent(WrappedTask):
-    """A task's problems, each played by an agent; see ``torchrl_grpo.agents.programs`` for what an
-    agent is.
+    """A task's problems, each played by an agent; see ``torchrl_grpo.agents.programs``.
 
-    Where the agent says a reward, that is the score with the one part ``agent``, and it counts as
-    correct from 1 on; where it says none, the other task's scorer has the word. Up to 64 agents
-    play at a time in one process.
+    If the agent returns a reward, it is the score, with the one part ``agent``, and counts as
+    correct from 1 on; otherwise the other task scores the dialog. Up to 64 agents play at a time
+    in one process.
 
     Args:
         task: the problems, and the scorer.
@@ -237,66 +237,58 @@ class WithAgent(WrappedTask):
         self, dialogs: Sequence[Dialog], timeout_s: float | None = None
     ) -> list[Turn | Exception]:
         deadline = time.monotonic() + (_NO_LIMIT_S if timeout_s is None else timeout_s)
-        begun = [
-            attempt(self._go_on, dialog) for dialog in dialogs
-        ]  # all of them, before one is waited for
+        started = [attempt(self._continue, dialog) for dialog in dialogs]  # all, before any wait
         outcome = partial(self._outcome, deadline=deadline, timeout_s=timeout_s)
         turns = [
-            failed if isinstance(failed, Exception) else attempt(outcome, dialog)
-            for dialog, failed in zip(dialogs, begun, strict=True)
+            failure if isinstance(failure, Exception) else attempt(outcome, dialog)
+            for dialog, failure in zip(dialogs, started, strict=True)
         ]
-        ends = {
-            index: turn
+        unscored = [
+            index
             for index, (dialog, turn) in enumerate(zip(dialogs, turns, strict=True))
             if isinstance(turn, Turn)
             and turn.score is None
             and self._episodes[dialog.episode].result is not None
-        }
-        if ends:  # together, because the other task may wait for several scorers at a time
-            left = (
-                None if timeout_s is None else max(_SHORTEST_SCORING_S, deadline - time.monotonic())
+        ]
+        if unscored:  # together, because the other task may wait for several scorers at a time
+            if timeout_s is not None:
+                timeout_s = max(_SHORTEST_SCORING_S, deadline - time.monotonic())
+            judged = self.task.advance(
+                [self._judged(dialogs[index]) for index in unscored], timeout_s
             )
-            judged = self.task.advance([self._judged(dialogs[index]) for index in ends], left)
-            for (index, turn), other in zip(ends.items(), judged, strict=True):
-                turns[index] = self._scored(turn, other, self._episodes[dialogs[index].episode])
+            for index, other in zip(unscored, judged, strict=True):
+                episode = self._episodes[dialogs[index].episode]
+                turns[index] = self._scored(turns[index], other, episode)
         return turns
 
     def _judged(self, dialog: Dialog) -> Dialog:
-        """A dialog that is over as the scorer sees it: the turns that reached the agent."""
+        """Return a finished dialog for the scorer: with the turns that reached the agent."""
         delivered = self._episodes[dialog.episode].delivered
         return replace(dialog, responses=[dialog.responses[turn] for turn in delivered], last=True)
 
-    def _scored(self, turn: Turn, other: Turn | Exception, episode: _Episode) -> Turn | Exception:
-        """The agent's last turn, with the score that the other task gives."""
+    def _scored(self, turn: Any, other: Turn | Exception, episode: _Episode) -> Turn | Exception:
+        """Return the agent's last turn, with the score of the other task."""
         if isinstance(other, Turn):
             return replace(turn, score=other.score)
         if not isinstance(other, NotImplementedError):
             return other
-        raised = None if episode.result is None else episode.result.exception()
-        if isinstance(raised, Exception):
-            return raised
+        error = None if episode.result is None else episode.result.exception()
+        if isinstance(error, Exception):
+            return error
         return InvalidRewardError(
             "an agent must return its reward where nothing else scores the response, it returned "
             "None: return a number, or name env.reward.",
             "none",
         )
 
-    def _go_on(self, dialog: Dialog) -> None:
-        """Starts an episode's agent, or gives it the policy's latest turn."""
+    def _continue(self, dialog: Dialog) -> None:
+        """Start an episode's agent, or give it the policy's latest turn."""
         if not dialog.responses:
             self._start(dialog)
             return
         episode = self._episodes[dialog.episode]
-        if len(dialog.responses) > episode.answered:
-            episode.answer(dialog, self.parser)
-            if dialog.last:
-                turns = len(dialog.responses)
-                episode.refused = BadRequest(
-                    f"an episode must have at most env.max_turns={turns} requests, this is one "
-                    f"more: end the episode, or use env.max_turns={2 * turns}.",
-                    code="max_turns_exceeded",
-                )
-        else:  # what it asked found no room
+        turns = len(dialog.responses)
+        if turns <= episode.answer_count:  # its request found no room
             episode.refuse(
                 BadRequest(
                     "the chat must leave room for an answer, it is longer than "
@@ -305,6 +297,14 @@ class WithAgent(WrappedTask):
                     "messages",
                     code="context_length_exceeded",
                 )
+            )
+            return
+        episode.answer(dialog, self.parser)
+        if dialog.last:
+            episode.refusal = BadRequest(
+                f"an episode must have at most env.max_turns={turns} requests, this is one "
+                f"more: end the episode, or use env.max_turns={2 * turns}.",
+                code="max_turns_exceeded",
             )
 
     def _start(self, dialog: Dialog) -> None:
@@ -315,70 +315,65 @@ class WithAgent(WrappedTask):
         result, episode.end = self.program.start(
             self._problem(dialog.problem), self._server.url, episode.key
         )
-        result.add_done_callback(episode.ended)
+        result.add_done_callback(episode.submit_result)
 
     def _problem(self, problem: Problem) -> dict[str, Any]:
-        messages = self.task.messages(problem)
         return {
             **problem.extra,
             "prompt": problem.query,
-            "messages": messages,
+            "messages": self.task.messages(problem),
             "answer": problem.answer,
         }
 
     def _outcome(self, dialog: Dialog, *, deadline: float, timeout_s: float | None) -> Turn:
-        """The agent's next request, or the score."""
+        """Return the agent's next request, or its score."""
         episode = self._episodes[dialog.episode]
         try:
-            lost = episode.settle(deadline)
+            undelivered = episode.confirm_delivery(deadline)
             while True:
-                event = episode.next(deadline)
+                event = episode.next_event(deadline)
                 if isinstance(event, Future):
-                    # An answer that found no room, or no turn, is one that goes on: the dialog is
-                    # truncated.
                     episode.result = event
-                    messages: list[Message] | None = [] if episode.cut else None
-                    return Turn(messages, self._own_score(episode, event), undelivered=lost)
+                    # A refused agent would have continued: its dialog is truncated.
+                    messages: list[Message] | None = [] if episode.is_cut else None
+                    score = self._own_score(episode, event)
+                    return Turn(messages, score, undelivered=undelivered)
                 if event.delivered.done():  # its client has left
                     continue
-                if episode.refused is None:
-                    return replace(episode.turn(event), undelivered=lost)
-                episode.refuse(episode.refused, event)
+                if episode.refusal is None:
+                    return replace(episode.turn(event), undelivered=undelivered)
+                episode.refuse(episode.refusal, event)
         except TimeoutError:
             raise InvalidRewardError(
                 f"an agent must ask or end within env.reward_timeout_s={timeout_s}, it did not: "
-                "use a larger one, or mend the agent.",
+                "use a larger one, or fix the agent.",
                 "timeout",
             ) from None
 
     def _own_score(self, episode: _Episode, result: Future[float | None]) -> Score | None:
-        """The score that the agent gives itself; None leaves it to the other task.
+        """Return the agent's own score; None leaves it to the other task.
 
         Raises:
             InvalidRewardError: the agent got no answer.
-            Exception: what the agent raised; one that was refused an answer is scored by the task
-                all the same.
+            Exception: the agent's own. An agent that was refused an answer is scored nevertheless.
         """
         error = result.exception()
-        if error is not None and not episode.cut:
-            interrupts = not isinstance(
-                error, Exception
-            )  # such as KeyboardInterrupt: no agent interrupts a run
-            raise (
-                RuntimeError(f"the agent raised {type(error).__name__}: {error}")
-                if interrupts
-                else error
-            )
+        if error is not None and not episode.is_cut:
+            if isinstance(error, Exception):
+                raise error
+            # No agent interrupts a run, for example with KeyboardInterrupt.
+            raise RuntimeError(f"the agent raised {type(error).__name__}: {error}")
         if not episode.delivered:
             raise InvalidRewardError(
-                "an agent must ask the policy, it ended without an answer: send a request, and wait for its answer.",
+                "an agent must ask the policy, it ended without an answer: send a request, and wait "
+                "for its answer.",
                 "exception",
             )
         reward = None if error else result.result()
         return None if reward is None else Score(reward, reward >= 1, {_PART: reward})
 
     def close(self, episode: str) -> None:
-        found = self._episodes.pop(episode, None)
-        if found is not None:
-            del self._keys[found.key]
-            found.close()
+        state = self._episodes.pop(episode, None)
+        if state is not None:
+            del self._keys[state.key]
+            state.close()

@@ -1,17 +1,17 @@
-"""A reward function: its arguments, by the form that its parameters show, and the interpretation of
-its result.
+"""Reward functions: the arguments of each form, and the interpretation of the result.
 
-========  ====================
-================================================================================== form      told by
-given ========  ====================
-================================================================================== own
-``FACTS`` and the columns by name; columns alone to ``**kwargs`` TRL's     ``completions``,
-lists of one: ``prompts``, ``completions``, ``completion_ids`` and the columns;
-          ``completion_ids``,   ``trainer_state=None``, and ``log_extra`` and ``log_metric``, which
-          do nothing ``prompts``, or ``environments``
-verl's    ``solution_str``      ``data_source``, ``solution_str``, ``ground_truth``, ``extra_info``;
-columns by name ========  ====================
-==================================================================================
+========  ==========================  ===================================================
+form      recognized by               arguments
+========  ==========================  ===================================================
+own                                   ``FACTS`` and the columns by name; columns alone to
+                                      ``**kwargs``
+TRL's     ``completions``,            lists of one: ``prompts``, ``completions``,
+          ``completion_ids``,         ``completion_ids`` and the columns;
+          ``prompts``, or             ``trainer_state=None``, and ``log_extra`` and
+          ``environments``            ``log_metric``, which do nothing
+verl's    ``solution_str``            ``data_source``, ``solution_str``,
+                                      ``ground_truth``, ``extra_info``; columns by name
+========  ==========================  ===================================================
 """
 
 from __future__ import annotations
@@ -29,34 +29,35 @@ FACTS = ("response", "prompt", "messages", "answer", "finish_reason", "tokens", 
 """Arguments available for each response besides the columns of its row."""
 
 Form = Literal["own", "trl", "verl"]
-Given = dict[str, Any]
+Arguments = dict[str, Any]
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:
     """No-op for TRL's logging arguments; parts of a reward are logged anyway."""
 
 
-def _own(facts: Given, columns: Given) -> tuple[Given, Given]:
-    return columns | {
-        name: facts[name] for name in (*FACTS, *(facts.keys() & _ENVIRONMENTS))
-    }, columns
+def _own(facts: Arguments, columns: Arguments) -> tuple[Arguments, Arguments]:
+    names = (*FACTS, *(facts.keys() & _ENVIRONMENTS))
+    return columns | {name: facts[name] for name in names}, columns
 
 
-def _trl(facts: Given, columns: Given) -> tuple[Given, Given]:
+def _trl(facts: Arguments, columns: Arguments) -> tuple[Arguments, Arguments]:
     chat = isinstance(columns.get(facts["prompt_column"]), list)
-    given: Given = {name: [value] for name, value in columns.items() if name != "prompt"}
-    given = {"answer": [facts["answer"]]} | given | {
-        "prompts": [facts["asked"] if chat else facts["prompt"]],
-        "completions": [facts["written"] if chat else facts["response"]],
+    lists: Arguments = {"answer": [facts["answer"]]}
+    lists |= {name: [value] for name, value in columns.items() if name != "prompt"}
+    lists |= {
+        "prompts": [facts["prompt_messages"] if chat else facts["prompt"]],
+        "completions": [facts["completion_messages"] if chat else facts["response"]],
         "completion_ids": [facts["tokens"]],
         "trainer_state": None,
         "log_extra": _ignore,
         "log_metric": _ignore,
-    } | {name: facts[name] for name in facts.keys() & _ENVIRONMENTS}  # fmt: skip
-    return given, given
+    }
+    lists |= {name: facts[name] for name in facts.keys() & _ENVIRONMENTS}
+    return lists, lists
 
 
-def _verl(facts: Given, columns: Given) -> tuple[Given, Given]:
+def _verl(facts: Arguments, columns: Arguments) -> tuple[Arguments, Arguments]:
     model, extra = columns.get("reward_model"), columns.get("extra_info")
     truth = columns.get("ground_truth", facts["answer"])
     return columns | {
@@ -67,8 +68,8 @@ def _verl(facts: Given, columns: Given) -> tuple[Given, Given]:
     }, {}  # fmt: skip
 
 
-# From facts and columns to what is matched by name, and what else ``**kwargs`` gets.
-_FORMS: dict[Form, Callable[[Given, Given], tuple[Given, Given]]] = {
+# From facts and columns to the arguments by name, and those of ``**kwargs``.
+_FORMS: dict[Form, Callable[[Arguments, Arguments], tuple[Arguments, Arguments]]] = {
     "own": _own,
     "trl": _trl,
     "verl": _verl,
@@ -76,27 +77,29 @@ _FORMS: dict[Form, Callable[[Given, Given], tuple[Given, Given]]] = {
 _OWN = set(FACTS) - {"answer"}
 _OF_TRL = {"completions", "completion_ids", "prompts"}
 _ENVIRONMENTS = {"environments"}
-"""Argument where environments play the dialogs: a list with the response's own."""
+"""Argument if environments play the dialogs: a list with the response's own."""
 _OF_VERL = ("solution_str", "model_output", "predict_str")
 _ABSENT = object()
-_NOTHING: Given = dict.fromkeys((*FACTS, "prompt_column", "asked", "written", "dataset"))
+_NOTHING: Arguments = dict.fromkeys(
+    (*FACTS, "prompt_column", "prompt_messages", "completion_messages", "dataset")
+)
 
 
 class RewardFunction:
     """A function of a reward, with its name and options.
+
+    Args:
+        function: of any form.
+        entry: its entry in the config.
 
     Attributes:
         name: of the function in logs.
         form: how it is called.
         asynchronous: whether it is an ``async def``.
 
-    Args:
-        function: of any form.
-        entry: what the config says about it.
-
     Raises:
-        ValueError: the function has not the arguments that it is given as options, or can not be
-            called by name.
+        ValueError: the function does not have the arguments of its options, or cannot be called by
+            name.
 
     >>> def short(response, limit): return len(response) < limit
     >>> reward = RewardFunction(short, RewardEntry("my.py:short", "short", 1.0, {"limit": 3}))
@@ -151,7 +154,7 @@ class RewardFunction:
     def check(
         self, columns: Collection[str], has_answer: bool = True, has_environment: bool = False
     ) -> None:
-        """Refuse arguments that are neither columns nor built-in.
+        """Check that all arguments are columns or built-in.
 
         Args:
             columns: of the data.
@@ -159,47 +162,46 @@ class RewardFunction:
             has_environment: whether environments play its dialogs.
 
         Raises:
-            ValueError: there are some.
+            ValueError: some are neither.
         """
         facts = _NOTHING if has_answer else _NOTHING | {"answer": _ABSENT}
         facts = facts | (dict.fromkeys(_ENVIRONMENTS) if has_environment else {})
-        given = _FORMS[self.form](facts, dict.fromkeys(columns))[0]
-        there = {name for name, value in given.items() if value not in (_ABSENT, [_ABSENT])}
-        if not self._takes_rest and not (self._names - set(self.options)) & there:
+        arguments = _FORMS[self.form](facts, dict.fromkeys(columns))[0]
+        known = {name for name, value in arguments.items() if value not in (_ABSENT, [_ABSENT])}
+        if not self._takes_rest and not (self._names - set(self.options)) & known:
             raise ValueError(
                 f"reward {self.name} must take something of a response, such as `response` or "
                 f"`completions`, its parameters are {sorted(self._names)}: if it makes a reward "
                 f"function, call it in a file of yours, `{self.name}_made = {self.name}(...)`, and "
                 f"name that, file.py:{self.name}_made."
             )
-        missing = sorted(self._needed - set(self.options) - there)
+        missing = sorted(self._needed - set(self.options) - known)
         if missing:
+            verb = "is" if len(missing) == 1 else "are"
             raise ValueError(
-                f"reward {self.name} needs {' and '.join(missing)}, "
-                f"{'which is' if len(missing) == 1 else 'which are'} neither a column nor a "
-                f"built-in argument: use names of these: {', '.join(sorted(there))}; or give it as "
-                f"an option, {{fn: ..., {missing[0]}: ...}}."
+                f"reward {self.name} needs {' and '.join(missing)}, which {verb} neither a column "
+                f"nor a built-in argument: use names of these: {', '.join(sorted(known))}; or give "
+                f"it as an option, {{fn: ..., {missing[0]}: ...}}."
             )
 
-    def call(self, facts: Given, columns: Given) -> Any:
-        """Call the function; the result is an awaitable where it is asynchronous.
+    def call(self, facts: Arguments, columns: Arguments) -> Any:
+        """Call the function; the result is an awaitable if it is asynchronous.
 
         Args:
-            facts: ``FACTS``; ``prompt_column``, ``asked`` (the messages of the prompt), ``written``
-                (those since) and ``dataset``.
+            facts: ``FACTS``; ``prompt_column``, ``prompt_messages``, ``completion_messages`` and
+                ``dataset``.
             columns: of the row.
         """
-        given, rest = _FORMS[self.form](facts, columns)
-        arguments = {name: value for name, value in given.items() if name in self._names}
-        return self.function(
-            **((rest | arguments if self._takes_rest else arguments) | self.options)
-        )
+        named, rest = _FORMS[self.form](facts, columns)
+        arguments = rest if self._takes_rest else {}
+        arguments = arguments | {name: named[name] for name in named.keys() & self._names}
+        return self.function(**arguments | self.options)
 
     def parts(self, result: Any) -> dict[str, float | None]:
-        """The parts of a result by name, None for one that does not apply.
+        """Return the parts of a result by name, None for one that does not apply.
 
         Raises:
-            ValueError: the result is not what a reward returns.
+            ValueError: the result is not that of a reward.
         """
         if self.form == "trl":
             try:
@@ -219,10 +221,10 @@ class RewardFunction:
                     f"reward {self.name} must return a score, its dict has {sorted(result)}: add "
                     "`score`."
                 )
+            score = result["score"]
             numbers = {key: value for key, value in result.items() if isinstance(value, Real)}
-            result = {"": result["score"]} | {
-                key: value for key, value in numbers.items() if key != "score"
-            }
+            numbers.pop("score", None)
+            result = {"": score} | numbers
         if not self._expected <= set(result):
             raise ValueError(
                 f"reward {self.name} must return the parts that have a weight, "

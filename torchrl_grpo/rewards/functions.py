@@ -1,9 +1,8 @@
 """Loads a function by name: a built-in one, one in a file, or one of an installed package.
 
-A function of a file can be sent to another process or machine by any pickler. The source of the
-file is sent, and that of the modules beside it that it has imported. There it runs as an import
-does, so a file may hold clients, locks and caches, which cannot be pickled; the files themselves
-need not be there.
+Any pickler can send a file's function to another process or machine, as the source of the file and
+of the modules beside it that it has imported. There the source runs as in an import, so a file may
+hold clients, locks and caches, which cannot be pickled. The files themselves need not be there.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def load_function(
 
     Args:
         name: one of ``builtins``, ``path/to/file.py:function`` or ``package.module:function``.
-        field: what the user who wrote the name calls it.
+        field: config key of the name.
         builtins: ``package.module:function`` by name.
 
     Raises:
@@ -49,8 +48,7 @@ def load_function(
 
 
 def load_class(name: str, field: str) -> Callable[..., Any]:
-    """The class of a name, ``path/to/file.py:Class`` or ``package.module:Class``; see
-    ``load_function``.
+    """Load a class, ``path/to/file.py:Class`` or ``package.module:Class``; see ``load_function``.
 
     Raises:
         ValueError: there is no such class, or what defines it cannot be imported.

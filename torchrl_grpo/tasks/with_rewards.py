@@ -259,8 +259,8 @@ def _facts(dialog: Dialog, prompt_column: str) -> dict[str, Any]:
         "tokens": list(dialog.tokens),
         "prefill": dialog.prefill,
         "prompt_column": prompt_column,
-        "asked": messages[:start],
-        "written": messages[start:],
+        "prompt_messages": messages[:start],
+        "completion_messages": messages[start:],
         "dataset": problem.dataset,
     }
 

@@ -90,7 +90,7 @@ def test_a_worker_that_dies_costs_its_own_dialogs_and_no_others(path: Path) -> N
         ]
         assert len(mates) == 2 and mates[0] == "e0"
         [died] = play(pool, dialog("e0", "1", "exit"))
-        assert isinstance(died, Failure) and (died.cause, died.told) == ("crash", "")
+        assert isinstance(died, Failure) and (died.cause, died.policy_message) == ("crash", "")
         assert "its process ended (status 3)" in died.text
         after = dict(
             zip(

@@ -600,4 +600,4 @@ def test_nothing_unpickles_a_file() -> None:
                 ]  # a SafeLoader
                 unpickling += [] if safe else [f"{path.name}: {name}"]
             unpickling += [f"{path.name}: {name}"] if name.endswith("connection.recv") else []
-    assert unpickling == ["pool.py: pickle.loads", "pool.py: connection.recv"]
+    assert unpickling == ["protocol.py: pickle.loads", "protocol.py: connection.recv"]

@@ -112,7 +112,8 @@ class Function(Program):
         async def main() -> Any:
             from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-            running.append((asyncio.get_running_loop(), asyncio.current_task()))  # type: ignore[arg-type]
+            task: Any = asyncio.current_task()
+            running.append((asyncio.get_running_loop(), task))
             if ended.is_set():
                 raise asyncio.CancelledError
             # Loopback needs neither certificates, which take 70 ms to load, nor a proxy. Requests

@@ -253,7 +253,7 @@ def _call(value: Any, field: str) -> dict[str, Any]:
     function = value.get("function") if isinstance(value, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BadRequest(
-            f"{field} must be calls of functions with a name: send those of the answer as they were.",
+            f"{field} must be calls of functions with a name: send those of the answer.",
             field,
         )
     arguments = function.get("arguments")
@@ -262,7 +262,8 @@ def _call(value: Any, field: str) -> dict[str, Any]:
     arguments = {} if arguments is None else arguments
     if not isinstance(arguments, dict):
         raise BadRequest(
-            f"{field}.arguments={arguments!s:.60} must be an object or its JSON: send those of the answer.",
+            f"{field}.arguments={arguments!s:.60} must be an object or its JSON: send those of the "
+            "answer.",
             field,
         )
     call = {"name": function["name"], "arguments": arguments}
@@ -348,7 +349,8 @@ def _log_probs(fields: Mapping[str, Any], chat: bool) -> bool:
         return value is not None
     if fields.get("top_logprobs"):
         raise BadRequest(
-            f"top_logprobs={fields['top_logprobs']!s:.60} must be 0: those of other tokens are not known.",
+            f"top_logprobs={fields['top_logprobs']!s:.60} must be 0: those of other tokens are not "
+            "known.",
             "top_logprobs",
         )
     return _flag(fields, "logprobs")

@@ -269,7 +269,8 @@ async def _body(
         )
     if len(length) > 12 or int(length) > LARGEST_BODY:
         raise BadRequest(
-            f"a request must be of at most {LARGEST_BODY:,} bytes, it has {length:.20}: send a shorter chat.",
+            f"a request must be of at most {LARGEST_BODY:,} bytes, it has {length:.20}: send a "
+            "shorter chat.",
             status=413,
             code="context_length_exceeded",
         )

@@ -41,14 +41,14 @@ class Failure:
         text: for the log; a traceback if there is one.
         cause: one of ``INVALID_CAUSES``: ``crash`` if the process ended, ``lost`` if the process
             that kept the dialog had ended before.
-        told: message to the policy, if a tool took too long or ended its process.
+        policy_message: message to the policy, if a tool took too long or ended its process.
         line: the failure on one line: an exception's type, message, and place in the user's file.
     """
 
     kind: tuple[Any, ...]
     text: str
     cause: str = "exception"
-    told: str = ""
+    policy_message: str = ""
     line: str = ""
 
     @classmethod

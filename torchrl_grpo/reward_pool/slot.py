@@ -184,16 +184,18 @@ class WorkerSlot:
             if is_stateful or len(dialogs) == 1:
                 what = "answer" if is_stateful else "score"
                 text = f"there was no {what} within env.reward_timeout_s={self._timeout_s:g}."
-                told = "" if is_stateful else f"it took longer than {self._timeout_s:g} s"
-                return [Failure(("timeout",), text, "timeout", told, text)] * len(dialogs)
+                message = "" if is_stateful else f"it took longer than {self._timeout_s:g} s"
+                return [Failure(("timeout",), text, "timeout", message, text)] * len(dialogs)
             break
         if len(dialogs) > 1 and not is_stateful:  # alone, they show which one ended the process
             return [turn for dialog in dialogs for turn in self._request([dialog], ())]
         if is_stateful:
-            text, told = f"its process ended ({end}).", ""
+            text = f"its process ended ({end})."
+            message = ""
         else:
-            text, told = f"{attempts} processes ended while they scored it ({end}).", _ENDED
-        return [Failure(("died", end), text, "crash", told, text)] * len(dialogs)
+            text = f"{attempts} processes ended while they scored it ({end})."
+            message = "its process ended"
+        return [Failure(("died", end), text, "crash", message, text)] * len(dialogs)
 
     def _running_worker(self) -> Worker:
         with self._lock:
@@ -213,7 +215,6 @@ class WorkerSlot:
             worker.close()
 
 
-_ENDED = "its process ended"
 _LOST = Failure(
     ("lost",),
     "the process that kept its dialog had ended, because of another dialog or from outside.",

@@ -1,4 +1,4 @@
-"""The countdown game: an expression that uses each given number once and equals the target.
+"""The countdown game: an expression that uses each number once and equals the target.
 
 The columns ``nums`` and ``target`` are those of the data set Jiayi-Pan/Countdown-Tasks-3to4
 (TinyZero).
@@ -36,7 +36,7 @@ def countdown(response: str, nums: Sequence[int], target: int, format_score: flo
 
     Args:
         response: the response, with its expression in ``<answer></answer>`` or after ``####``.
-        nums: the given whole numbers, none negative.
+        nums: whole numbers that are not negative.
         target: the number to reach.
         format_score: for an expression that uses the numbers rightly but has another value.
 

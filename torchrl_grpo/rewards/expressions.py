@@ -1,5 +1,5 @@
-"""Exact and safe evaluation of arithmetic in a response: an allow-list of syntax, and a limit on
-every size.
+"""Exact and safe evaluation of arithmetic in a response, with an allow-list of syntax and size
+limits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SPELLINGS = str.maketrans(
 
 
 def evaluate(text: str) -> Fraction:
-    """The exact value of an arithmetic expression.
+    """Return the exact value of an arithmetic expression.
 
     Allowed are numbers (with decimals), ``+ - * /`` (also as ``×``, ``÷``, ``−``), powers (``**``
     or ``^``), signs and brackets.
@@ -27,33 +27,31 @@ def evaluate(text: str) -> Fraction:
         text: at most 256 characters.
 
     Raises:
-        ValueError: it is no such expression, divides by zero, or an intermediate result exceeds
+        ValueError: the text is something else, divides by zero, or an intermediate result exceeds
             4096 bits.
 
     >>> evaluate("(3 + 5) × 2 / 6")
     Fraction(8, 3)
     """
-    shown = ascii(text[:80])
+    excerpt = ascii(text[:80])
     source = text[: MAX_CHARACTERS + 1].translate(_SPELLINGS).strip()
     if len(text) > MAX_CHARACTERS or not _CHARACTERS.fullmatch(source):
         raise ValueError(
             f"an expression must be at most {MAX_CHARACTERS} characters of numbers, + - * / ** ( "
-            f"), got {shown}."
+            f"), got {excerpt}."
         )
     try:
         return _value(ast.parse(source, mode="eval").body)
     except (ArithmeticError, MemoryError, RecursionError, SyntaxError, ValueError) as error:
         raise ValueError(
-            f"an expression must be finite arithmetic, got {shown}: {error}."
+            f"an expression must be finite arithmetic, got {excerpt}: {error}."
         ) from error
 
 
 def _value(node: ast.expr) -> Fraction:
     match node:
         case ast.Constant(value=int() | float() as number):
-            value = Fraction(
-                str(number)
-            )  # the decimal number that was written, not its nearest binary one
+            value = Fraction(str(number))  # the decimal number, not its nearest binary one
         case ast.UnaryOp(op=ast.UAdd() | ast.USub() as sign, operand=operand):
             value = _value(operand) if isinstance(sign, ast.UAdd) else -_value(operand)
         case ast.BinOp(left=left, op=operator, right=right):

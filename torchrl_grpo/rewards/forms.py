@@ -131,7 +131,7 @@ class RewardFunction:
             keys = sorted({"name", "weight"} | self._names)
             close = difflib.get_close_matches(unknown[0], keys, 1)
             raise ValueError(
-                f"reward {self.name} must take the options that it is given, it has no {', '.join(unknown)}: "
+                f"reward {self.name} must take its options, it has no {', '.join(unknown)}: "
                 + (f"did you mean {close[0]}?" if close else f"use some of {keys}.")
             )
         if any(p.kind is p.POSITIONAL_ONLY for p in parameters):
@@ -148,7 +148,7 @@ class RewardFunction:
     @property
     def asynchronous(self) -> bool:
         function = inspect.unwrap(self.function)
-        call = getattr(function, "__call__", None)  # noqa: B004  # of an object whose class defines it
+        call = getattr(function, "__call__", None)  # noqa: B004  # an object's
         return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
     def check(

@@ -1,4 +1,4 @@
-"""Loads a function by name: a built-in one, one in a file, or one of an installed package.
+"""Loads a function by name: built-in, in a file, or of an installed package.
 
 Any pickler can send a file's function to another process or machine, as the source of the file and
 of the modules beside it that it has imported. There the source runs as in an import, so a file may
@@ -23,7 +23,7 @@ from typing import Any
 from torchrl_grpo.rewards import BUILTINS
 
 Sources = dict[str, tuple[str, str]]
-"""The path and the source of modules, by name."""
+"""Paths and sources of modules, by name."""
 
 _sources: Sources = {}
 
@@ -76,45 +76,44 @@ def _load(
         module = importlib.import_module(place) if path is None else _load_file(path)
     except (Exception, SystemExit) as error:
         raise _refused(field, name, place, error) from error
-    found = getattr(module, function, None)
-    classes = kind == "class"
-    if not callable(found) or isinstance(found, type) != classes:
-        there = [
-            key for key, value in vars(module).items() if callable(value) and isinstance(value, type) == classes
-            and getattr(value, "__module__", None) == module.__name__ and not key.startswith("_")
-        ]  # fmt: skip
+    value = getattr(module, function, None)
+    is_class = kind == "class"
+    if not callable(value) or isinstance(value, type) != is_class:
+        candidates = [
+            key
+            for key, other in vars(module).items()
+            if callable(other)
+            and isinstance(other, type) == is_class
+            and getattr(other, "__module__", None) == module.__name__
+            and not key.startswith("_")
+        ]
         what = "it is not one" if hasattr(module, function) else "it has no such name"
         raise ValueError(
             f"{field}={name} must name a {kind} of {place}, {what}: use one of "
-            f"{there or 'those you define there'}."
+            f"{candidates or 'those you define there'}."
         )
-    if path is not None:
-        found = FileFunction(
-            module, function, _beside(path) | {module.__name__: _sources[module.__name__]}
-        )
-    return found
+    if path is None:
+        return value
+    sources = _beside(path) | {module.__name__: _sources[module.__name__]}
+    return FileFunction(module, function, sources)
 
 
 def _refused(field: str, name: str, place: str, error: BaseException) -> ValueError:
     """Return the error for a user's module that raised on import, with its place."""
-    places = traceback.extract_tb(error.__traceback__)
-    last = next(
-        (one for one in reversed(places) if "site-packages" not in one.filename), places[-1]
-    )
+    frames = traceback.extract_tb(error.__traceback__)
+    own_frames = [frame for frame in frames if "site-packages" not in frame.filename]
+    last = (own_frames or [frames[-1]])[-1]
     what = traceback.format_exception_only(error)[-1].strip()
     missing = (
         isinstance(error, ModuleNotFoundError)
         and error.name
         and f"{place}.".startswith(f"{error.name}.")
     )
-    where = (
-        "" if missing or isinstance(error, SyntaxError) else f" at {last.filename}:{last.lineno}"
-    )
-    fix = (
-        "put its folder on PYTHONPATH, or name the file, as path/to/file.py:function"
-        if missing
-        else "fix it"
-    )
+    has_place = missing or isinstance(error, SyntaxError)
+    where = "" if has_place else f" at {last.filename}:{last.lineno}"
+    fix = "fix it"
+    if missing:
+        fix = "put its folder on PYTHONPATH, or name the file, as path/to/file.py:function"
     if isinstance(error, ImportError) and "relative import" in str(error):
         fix = (
             f"a file is not part of a package, so name the function as {_module_of(Path(place))}:"
@@ -130,19 +129,19 @@ def _module_of(path: Path) -> str:
     """Return a file's module within its package; a folder without ``__init__.py`` may be a package,
     too.
     """
-    packages = [path.resolve().parent]
-    while (packages[-1] / "__init__.py").is_file() and (
-        packages[-1].parent / "__init__.py"
-    ).is_file():
-        packages.append(packages[-1].parent)
-    return ".".join([*(folder.name for folder in reversed(packages)), path.stem])
+    package = path.resolve().parent
+    names = [package.name, path.stem]
+    while all((folder / "__init__.py").is_file() for folder in (package, package.parent)):
+        package = package.parent
+        names.insert(0, package.name)
+    return ".".join(names)
 
 
 class FileFunction:
-    """A function, or a class, in a file, which any pickler sends as the source of its file.
+    """Function or class in a file, which any pickler sends as the source of its file.
 
     Args:
-        module: what the file defines.
+        module: of the file.
         name: of the function in it.
         sources: of the module and of those beside it.
     """
@@ -164,7 +163,7 @@ def _received(module: str, name: str, sources: Sources) -> FileFunction:
 
 
 class _FromSources(importlib.abc.ExecutionLoader, importlib.abc.MetaPathFinder):
-    """Imports modules from received sources; asked last, so that installed modules take precedence."""
+    """Imports modules from received sources. It comes last: installed modules take precedence."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -201,7 +200,8 @@ def _load_file(path: Path) -> ModuleType:
 def _beside(path: Path) -> Sources:
     """Return the modules in a file's folder that were imported by name."""
     files = {
-        name: Path(getattr(one, "__file__", None) or "/") for name, one in list(sys.modules.items())
+        name: Path(getattr(module, "__file__", None) or "/")
+        for name, module in list(sys.modules.items())
     }
     return {
         name: (str(file), importlib.util.decode_source(file.read_bytes()))

@@ -1,8 +1,7 @@
 """GSM8K's scorer: the number that a response states, and equality of numbers (arXiv:2110.14168).
 
-Nothing here evaluates model text, and every function takes time linear in its length: a number
-stays a string of digits, so that a response of a million digits costs no more than any other
-response of its size.
+Nothing here evaluates model text, and every function takes time linear in its length, because a
+number stays a string of digits.
 """
 
 from __future__ import annotations
@@ -62,18 +61,18 @@ def canonical_number(text: str) -> str | None:
     """Return the one number in ``text`` in a canonical form, so that equal numbers are equal
     strings.
 
-    A currency sign, thousands separators, a fraction (``3/4``, ``1 1/2``), a trailing full stop and
-    a unit are understood, ``%`` being a unit. Text with two numbers (``1e5``, ``2 or 3``), with
-    letters before the number, with commas that are no thousands separators or with a word that
-    makes it another number (``5 million``) has no clear answer.
+    The number may have a currency sign, thousands separators, a fraction (``3/4``, ``1 1/2``), a
+    trailing full stop, and a unit, such as ``%``. Text with two numbers (``1e5``, ``2 or 3``),
+    letters before the number, commas that do not separate thousands, or a word that makes it
+    another number (``5 million``) has no clear answer.
 
     Args:
         text: the number with at most a unit behind it.
 
     Returns:
-        digits without leading zeros, decimals only where they are not zero, ``p/q`` where no
-        decimal number is exact, ``-`` in front of a negative number; None when the text does not
-        hold exactly one number.
+        Digits without leading zeros, with decimals only if they are not zero; ``p/q`` if no decimal
+        number is exact; ``-`` before a negative number. None if the text does not have exactly one
+        number.
 
     >>> canonical_number("$1,234.50"), canonical_number("72.00 clips."), canonical_number("-0"), canonical_number("3/4")
     ('1234.5', '72', '0', '0.75')
@@ -108,9 +107,7 @@ def _fraction(written: str) -> str | None:
     if match is None or int(match[3]) == 0:
         return None
     value = int(match[1] or 0) + Fraction(int(match[2]), int(match[3]))
-    places = max(
-        value.denominator.bit_length(), 1
-    )  # enough: a power of 2 or 5 divides 10 ** its exponent
+    places = value.denominator.bit_length()  # enough: 2**n and 5**n divide 10**n
     scaled, rest = divmod(value.numerator * 10**places, value.denominator)
     if rest:
         return str(value)
@@ -119,14 +116,13 @@ def _fraction(written: str) -> str | None:
 
 
 def marked_number(text: str) -> str | None:
-    """The number on the line of the last ``####``, GSM8K's answer format.
+    """Return the number on the line of the last ``####``, GSM8K's answer format.
 
     Args:
         text: a response or a reference solution.
 
     Returns:
-        what ``canonical_number`` makes of the rest of that line, None when there is no marker or no
-        clear number.
+        The canonical number of the rest of that line; None without a marker or a clear number.
 
     >>> marked_number("48 + 24 = 72\\n#### 72")
     '72'
@@ -139,12 +135,11 @@ def stated_number(text: str, last_number: bool = False) -> str | None:
     r"""Return the number in the last stated answer of ``text``, in any form.
 
     An answer is stated by ``####``, ``\boxed{}``, ``<answer></answer>`` or "the answer is",
-    "answer:". The last one in the text decides, alone: a response that states several answers is
-    judged by what it ends with.
+    "answer:". Only the last one in the text counts.
 
     Args:
         text: a response.
-        last_number: takes the last number of the text where no answer is stated.
+        last_number: return the last number of the text if it states no answer.
 
     >>> stated_number(r"So \boxed{\frac{3}{4}}."), stated_number("The answer is 7 x 8 = $56."), stated_number("56")
     ('0.75', '56', None)
@@ -174,8 +169,7 @@ def stated_number(text: str, last_number: bool = False) -> str | None:
 
 
 def tagged_answer(text: str) -> tuple[int, str]:
-    """Return the position and the content of the last ``<answer>...</answer>``; -1 and nothing if
-    there is none.
+    """Return the position and the content of the last ``<answer>...</answer>``, or -1 and ``""``.
 
     >>> tagged_answer("so <answer>72</answer>")
     (3, '72')
@@ -186,7 +180,7 @@ def tagged_answer(text: str) -> tuple[int, str]:
 
 
 def _in_braces(text: str) -> str:
-    """Return the contents of the braces at the start of ``text``, nothing when they do not close."""
+    """Return the contents of the braces at the start of ``text``; empty if they do not close."""
     depth = 0
     for i, character in enumerate(text):
         depth += (character == "{") - (character == "}")
@@ -206,17 +200,17 @@ def _last_number(text: str) -> str | None:
 
 
 def gsm8k(response: str, answer: str | int | float, mode: str = "strict") -> bool:
-    r"""Whether a response ends with the right number.
+    r"""Return whether a response ends with the right number.
 
     Args:
         response: the response.
         answer: the number, or a reference solution that ends with ``#### n``.
         mode: ``strict`` reads ``#### n`` alone; ``lenient`` also ``\boxed{n}``,
-            ``<answer>n</answer>`` and "the answer is n"; ``last_number`` takes the last number of
-            the response where it states no answer in these ways.
+            ``<answer>n</answer>`` and "the answer is n"; ``last_number`` takes the last number of a
+            response that states no answer in these ways.
 
     Raises:
-        ValueError: ``answer`` holds no number, or there is no such mode.
+        ValueError: ``answer`` has no number, or there is no such mode.
 
     >>> gsm8k("48 + 24 = 72\n#### 72", "72"), gsm8k(r"\boxed{72}", "72"), gsm8k(r"\boxed{72}", "72", mode="lenient")
     (True, False, True)

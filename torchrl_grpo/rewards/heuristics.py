@@ -1,4 +1,4 @@
-"""Rewards without labels, for a first look at a new setup: each in [0, 1], none of them measures
+"""Rewards without labels, for a first look at a new setup. They are in [0, 1] and do not measure
 correctness.
 
 They read at most the first and the last 20,000 characters.
@@ -26,9 +26,9 @@ _ANSWER = re.compile(r"####|\\boxed|<answer>|\banswer\b", re.I)
 
 
 def format(response: str, prefill: str = "") -> float:
-    """Think and answer tags: 0.2 for each of the four that occurs exactly once, 0.2 when the whole
-    response is ``<think>...</think><answer>...</answer>``. A thought that the prompt begins,
-    ``prefill``, is part of it.
+    """Reward think and answer tags: 0.2 for each of the four that occurs exactly once, 0.2 if the
+    whole response is ``<think>...</think><answer>...</answer>``. ``prefill``, a thought that the
+    prompt begins, is part of the response.
 
     >>> format("<think>7 + 8</think> <answer>15</answer>"), format("<answer>15</answer>")
     (1.0, 0.4)
@@ -43,7 +43,7 @@ def format(response: str, prefill: str = "") -> float:
 
 
 def length(response: str, low: int = 50, high: int = 2000) -> float:
-    """1 from ``low`` to ``high`` characters, falling in a straight line to 0 at no character and at
+    """Return 1 from ``low`` to ``high`` characters, falling linearly to 0 at no characters and at
     twice ``high``.
 
     >>> length("x" * 100), length("x" * 25), length("x" * 3000)
@@ -54,13 +54,13 @@ def length(response: str, low: int = 50, high: int = 2000) -> float:
             f"low and high of the reward length must be 0 <= low <= high > 0, got {low} and {high}."
         )
     count = len(response.strip())
-    return (
-        1.0 if low <= count <= high else max(0.0, count / low if count < low else 2 - count / high)
-    )
+    if count < low:
+        return count / low
+    return 1.0 if count <= high else max(0.0, 2 - count / high)
 
 
 def number(response: str) -> float:
-    """1 when the last line that is not empty holds a number, 0.5 when only an earlier one does.
+    """Return 1 if the last line that is not empty has a number, 0.5 if only an earlier one does.
 
     >>> number("7 + 8\\nis 15."), number("7 + 8\\nis fifteen."), number("fifteen")
     (1.0, 0.5, 0.0)
@@ -71,8 +71,7 @@ def number(response: str) -> float:
 
 
 def operations(response: str) -> float:
-    """The share of the written calculations (``48 + 24 = 72``) that are right, among the first 50;
-    0 without any.
+    """Return the share of right calculations (``48 + 24 = 72``) among the first 50; 0 without any.
 
     >>> operations("7 * 8 = 56, so 56 - 6 = 50"), operations("7 x 8 = 54 and 2 + 2 = 4"), operations("56")
     (1.0, 0.5, 0.0)
@@ -83,9 +82,9 @@ def operations(response: str) -> float:
         left = re.sub(
             r"(?<=[0-9)]) ?x ?(?=[0-9(])", "*", text[max(equals.start() - 80, 0) : equals.start()]
         )
-        written = _CALCULATION.search(left)
+        calculation = _CALCULATION.search(left)
         result = _RESULT.match(text, equals.end())
-        expression = _NOT_OF_IT.sub("", written[0]) if written else ""
+        expression = _NOT_OF_IT.sub("", calculation[0]) if calculation else ""
         if result and re.search(r"[0-9)] *[-+*/×÷−] *[0-9(.]", expression):
             try:
                 right.append(
@@ -97,7 +96,7 @@ def operations(response: str) -> float:
 
 
 def structure(response: str) -> float:
-    """A quarter each for: more than one line; steps (a list, or "first", "then"); reasons
+    """Return a quarter each for: more than one line; steps (a list, or "first", "then"); reasons
     ("because", "so", an equation); an answer that is marked (``####``, ``\\boxed``, ``<answer>``,
     "answer") near the end.
 

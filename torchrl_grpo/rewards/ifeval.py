@@ -14,8 +14,8 @@ MAX_CHARACTERS = 1_000_000  # a longer response follows nothing
 
 
 def loose_variants(response: str) -> list[str]:
-    """The eight texts that the loose metrics look at: with and without asterisks, each whole,
-    without its first line, without its last line, and without both.
+    """Return the eight texts of the loose metrics: with and without asterisks, each whole, without
+    its first line, without its last line, and without both.
 
     >>> len(loose_variants("Sure:\\n*yes*\\nBye")), loose_variants("Sure:\\n*yes*\\nBye")[-1]
     (8, 'yes')
@@ -36,11 +36,11 @@ def follows(
     Args:
         response: the response.
         instruction_id_list: the prompt's instructions, see ``ifeval_checks.CHECKS``.
-        kwargs: the arguments of each; those that are None do not count.
-        loose: whether one of ``loose_variants`` following it is enough.
+        kwargs: the arguments of each; None stands for no argument.
+        loose: whether it is enough that one of ``loose_variants`` follows an instruction.
 
     Raises:
-        ValueError: there is no such instruction, or its arguments are not those that it needs.
+        ValueError: there is no such instruction, or it needs other arguments.
     """
     if len(instruction_id_list) != len(kwargs):
         raise ValueError(
@@ -53,9 +53,7 @@ def follows(
     ]
     if len(response) > MAX_CHARACTERS:
         return [False] * len(checks)
-    variants = dict.fromkeys(
-        loose_variants(response) if loose else [response]
-    )  # each once, in their order
+    variants = dict.fromkeys(loose_variants(response) if loose else [response])
     texts = [text for text in variants if text.strip()]
     return [any(check(text) for text in texts) for check in checks]
 
@@ -66,15 +64,15 @@ def _check(name: str, arguments: Mapping[str, Any]) -> Callable[[str], bool]:
             f"instruction_id_list must name IFEval's instructions, got {name!r}: use "
             f"{sorted(CHECKS)}."
         )
-    given = {key: value for key, value in arguments.items() if value is not None}
+    options = {key: value for key, value in arguments.items() if value is not None}
     check = CHECKS[name]
-    needed = list(inspect.signature(check).parameters)[1:]
-    if set(given) != set(needed):
+    _, *needed = inspect.signature(check).parameters
+    if set(options) != set(needed):
         raise ValueError(
-            f"kwargs of the instruction {name} must be {sorted(needed)}, got {sorted(given)}: fix "
-            "that row of the data."
+            f"kwargs of the instruction {name} must be {sorted(needed)}, got {sorted(options)}: "
+            "fix that row of the data."
         )
-    return partial(check, **given)
+    return partial(check, **options)
 
 
 def ifeval(
@@ -83,15 +81,15 @@ def ifeval(
     kwargs: Sequence[Mapping[str, Any]],
     metric: str | None = None,
 ) -> dict[str, float] | float:
-    """The four accuracies of the paper for one response, as parts of a reward.
+    """Return the four accuracies of the paper for one response, as parts of a reward.
 
     Args:
         response: the response.
         instruction_id_list: the prompt's instructions (a column of the data set).
         kwargs: their arguments (a column of the data set).
-        metric: one of ``prompt_strict`` (1.0 when every instruction is followed),
-            ``instruction_strict`` (the share that is followed), ``prompt_loose``,
-            ``instruction_loose``; None gives all four.
+        metric: ``prompt_strict`` (1.0 if every instruction is followed), ``instruction_strict``
+            (the share that is followed), ``prompt_loose``, or ``instruction_loose``; None returns
+            all four.
 
     Raises:
         ValueError: the columns are not IFEval's, or there is no such metric.

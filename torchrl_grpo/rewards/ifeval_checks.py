@@ -1,4 +1,4 @@
-"""The 25 instruction checks of IFEval (arXiv:2311.07911): does a text follow one instruction?
+"""The 25 instruction checks of IFEval (arXiv:2311.07911).
 
 They decide as the paper's published checkers do (google-research/instruction_following_eval), with
 these differences, all of them in docs/rewards.md: sentences are split by rules instead of nltk's
@@ -59,7 +59,7 @@ _CLITIC = re.compile(
 
 
 def count_words(text: str) -> int:
-    """Runs of letters, digits and underscores, as in the paper's code.
+    """Count runs of letters, digits and underscores, as in the paper's code.
 
     >>> count_words("Well-known words, isn't it?")
     6
@@ -68,8 +68,8 @@ def count_words(text: str) -> int:
 
 
 def count_capital_words(text: str) -> int:
-    """Words in capitals; a hyphenated word is one, a contraction two, as nltk's tokenizer splits
-    them.
+    """Count words in capitals. A hyphenated word counts as one, a contraction as two, as in nltk's
+    tokenizer.
 
     >>> count_capital_words("NASA's WELL-KNOWN I'M not")
     4
@@ -79,7 +79,7 @@ def count_capital_words(text: str) -> int:
 
 
 def count_sentences(text: str) -> int:
-    """Sentences, split where a word ends in ``.``, ``?`` or ``!`` and another word follows.
+    """Count sentences, split where a word ends in ``.``, ``?`` or ``!`` and another word follows.
 
     Closing quotes and brackets may stand behind the mark. A full stop ends no sentence behind a
     letter that may be an initial, behind an abbreviation or an ellipsis (unless a word like "He" or
@@ -107,14 +107,14 @@ def _ends_sentence(word: str, following: str) -> bool:
 
 
 def _is_common(word: str) -> bool:
-    found = _WORD.match(word)
-    return found is not None and found[0].lower().replace("’", "'") in _COMMON
+    match = _WORD.match(word)
+    return match is not None and match[0].lower().replace("’", "'") in _COMMON
 
 
 @functools.cache
 def _language_detector() -> Any:
-    """langdetect's own factory, with seed 0 as in the paper's code; not its module-wide one, which
-    threads race for.
+    """Return a langdetect factory with seed 0, as in the paper's code. Threads would race for the
+    module's own factory.
     """
     try:
         from langdetect.detector_factory import PROFILES_DIRECTORY, DetectorFactory
@@ -130,7 +130,7 @@ def _language_detector() -> Any:
 
 
 def is_language(text: str, language: str) -> bool:
-    """Whether a text is in a language (ISO 639-1); True where none can be detected, as in the
+    """Return whether a text is in a language (ISO 639-1); True if none can be detected, as in the
     paper's code.
 
     >>> is_language("Today we visit the Louvre", "en"), is_language("123", "fr")

@@ -1,4 +1,4 @@
-"""A language model as judge, behind any endpoint that speaks OpenAI's chat completions (such as
+"""A language model as judge, behind any endpoint with OpenAI's chat completions (such as
 ``vllm serve``).
 """
 
@@ -49,7 +49,7 @@ async def judge(
     temperature: float = 0.0,
     api_key_env: str = "OPENAI_API_KEY",
 ) -> float:
-    """The rating of a response by a language model, as a share of the scale in [0, 1].
+    """Return a language model's rating of a response, as a share of the scale in [0, 1].
 
     Args:
         response: the response.
@@ -57,20 +57,19 @@ async def judge(
         answer: the true answer, for templates that show it.
         url: of the endpoint, such as ``http://localhost:8000/v1``.
         model: the judge's name there.
-        template: what the judge is asked; ``{prompt}``, ``{response}``, ``{answer}``, ``{low}`` and
-            ``{high}`` are filled in. The last ``Score: number`` of its reply is read, or a reply
-            that is only a number.
+        template: the judge's prompt, with ``{prompt}``, ``{response}``, ``{answer}``, ``{low}`` and
+            ``{high}``. The last ``Score: number`` of its reply is read, or a reply that is only a
+            number.
         scale: lowest and highest rating.
-        concurrency: most requests at a time, of each process.
-        retries: further attempts where the endpoint does not answer, is too slow or says that it is
-            overloaded.
+        concurrency: maximum number of concurrent requests of each process.
+        retries: further attempts if the endpoint does not answer, is too slow, or is overloaded.
         timeout_s: longest time for one attempt, in seconds.
-        max_tokens: most tokens of the judge's reply.
+        max_tokens: maximum number of tokens of the judge's reply.
         temperature: of the judge.
-        api_key_env: the environment variable that has the key, where the endpoint wants one.
+        api_key_env: environment variable with the endpoint's key, if it needs one.
 
     Raises:
-        ValueError: an option cannot be, or the reply has no rating on the scale.
+        ValueError: an option is invalid, or the reply has no rating on the scale.
         RuntimeError: the endpoint did not answer.
         ImportError: httpx is missing.
     """
@@ -79,8 +78,8 @@ async def judge(
         raise ValueError(
             f"scale={list(scale)} of the reward judge must be [low, high], low < high: use [0, 10]."
         )
-    shown = {"prompt": prompt, "response": response, "answer": answer, "low": low, "high": high}
-    question = _PLACEHOLDER.sub(lambda match: str(shown[match[1]]), template)
+    values = {"prompt": prompt, "response": response, "answer": answer, "low": low, "high": high}
+    question = _PLACEHOLDER.sub(lambda match: str(values[match[1]]), template)
     body = {
         "model": model,
         "messages": [{"role": "user", "content": question}],
@@ -99,19 +98,19 @@ async def judge(
 
 
 def read_rating(reply: str) -> float | None:
-    """The rating in a judge's reply.
+    """Return the rating in a judge's reply.
 
     >>> [read_rating(reply) for reply in ("Score: 2? No. **Score:** 7/10", " 8.5 ", "good", "Score: -1")]
     [7.0, 8.5, None, -1.0]
     """
-    found = _SCORE.findall(reply) or _NUMBER.findall(
-        reply if _NUMBER.fullmatch(reply.strip()) else ""
-    )
-    return float(found[-1]) if found else None
+    ratings = _SCORE.findall(reply)
+    if not ratings and _NUMBER.fullmatch(reply.strip()):
+        ratings = [reply]
+    return float(ratings[-1]) if ratings else None
 
 
 async def _ask(client: HttpClient, body: dict[str, Any], retries: int, timeout_s: float) -> str:
-    """The text of the reply, after as many attempts as it takes."""
+    """Return the text of the reply, after up to ``retries`` further attempts."""
     try:
         answer = await client.ask(
             "POST",
@@ -135,9 +134,9 @@ async def _ask(client: HttpClient, body: dict[str, Any], retries: int, timeout_s
         if not isinstance(reply, str):
             raise TypeError("content must be text")
     except (AttributeError, KeyError, IndexError, TypeError) as error:
-        shown = ascii(answer)[:200]
+        excerpt = ascii(answer)[:200]
         raise RuntimeError(
-            f"the judge at {client.url} must answer as OpenAI's API does, got {shown}."
+            f"the judge at {client.url} must answer as OpenAI's API does, got {excerpt}."
         ) from error
     if reason == "length":  # "Score: 1" may have become "Score: 10"
         raise ValueError(

@@ -1,10 +1,10 @@
 r"""Mathematical answers, compared by the library math-verify: ``\frac{3}{4}`` is ``0.75``, ``x+1``
 is ``1+x``.
 
-math-verify limits its time by ``signal.alarm``, which exists in the main thread alone and does not
-stop a long integer operation there either. So it runs here in a process of its own, whose time and
-memory the kernel limits: a verdict is the same in every thread and process, and an answer of absurd
-size costs that process and nothing else.
+math-verify limits its time by ``signal.alarm``, which works in the main thread alone and does not
+stop a long integer operation there either. So it runs in a process of its own, whose time and
+memory the kernel limits: verdicts are the same in every thread and process, and an answer of absurd
+size costs nothing but that process.
 """
 
 from __future__ import annotations
@@ -32,50 +32,53 @@ MOST_MEMORY = 2 * 1024**3
 """Address space of the comparing process, in bytes."""
 
 _READ = 2000  # characters at the end of a response
-_MAX_ATTEMPTS = 2  # where the process ended for another reason than its time limit
+_MAX_ATTEMPTS = 2  # if the process ends for another reason than its time limit
 _MAX_WAIT_S = 300.0  # of a process that gets no processor time
 
 _LATEX = re.compile(r"(?<!\\)(?:\$|\\boxed|\\\(|\\\[)")
 _SPAN = re.compile(r"(?<!\\)\$+(.+?)(?<!\\)\$+|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.S)
 _TEXT = re.compile(r"\\(?:text(?:bf|it|rm)?|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
 _QUANTITY = re.compile(r"[-+0-9.,/ ]*[0-9][0-9.,/ ]*[a-z ]+(?:\^?[23])?", re.I)
-_FUNCTIONS = {
-    "and",
-    "arccos",
-    "arcsin",
-    "arctan",
-    "cos",
-    "deg",
-    "det",
-    "exp",
-    "lim",
-    "log",
-    "max",
-    "min",
-    "mod",
-    "sec",
-}
-_FUNCTIONS |= {"sin", "tan"}  # plain letters that are no word
+_FUNCTIONS = frozenset(
+    [
+        "and",
+        "arccos",
+        "arcsin",
+        "arctan",
+        "cos",
+        "deg",
+        "det",
+        "exp",
+        "lim",
+        "log",
+        "max",
+        "min",
+        "mod",
+        "sec",
+        "sin",
+        "tan",
+    ]
+)
+"""Words that are plain letters in a formula."""
 _ALGEBRA = re.compile(r"[0-9a-z+\-*/^=<>|(). {}_]+", re.I)
-_VARIABLE = re.compile(
-    r"[a-z] ?[-+*/^=<>]|[0-9a-z)] ?[-+*^=<>] ?[0-9.]*[a-z]", re.I
-)  # not the unit of "3/4 m"
+# Not the unit of "3/4 m".
+_VARIABLE = re.compile(r"[a-z] ?[-+*/^=<>]|[0-9a-z)] ?[-+*^=<>] ?[0-9.]*[a-z]", re.I)
 _STATED = re.compile(r"\banswer\b(?: is)?:?", re.I)
 _TIME = re.compile(r"([0-9]{1,2}):([0-5][0-9])")
 
 
 def math(response: str, answer: str) -> bool | None:
-    r"""Whether the last answer that a response gives equals the reference answer.
+    r"""Return whether the last answer of a response equals the reference answer.
 
     Args:
-        response: the response; its answer is best in ``\boxed{}``, else after "####", in ``$...$``
-            or after "the answer is". The last 2000 characters are read, or the last ``\boxed{}``
-            where it begins before them.
+        response: the response; its answer is best in ``\boxed{}``, else after "####", in
+            ``$...$`` or after "the answer is". The last 2000 characters are read, or the last
+            ``\boxed{}`` if it begins before them.
         answer: the reference, as LaTeX (with or without ``$``) or as a plain expression.
 
     Returns:
-        None when the reference itself cannot be read: words, or several formulas that are not one
-        answer.
+        None if the reference itself cannot be read, such as words, or several formulas that are
+        not one answer.
 
     Raises:
         ImportError: math-verify is not installed.
@@ -84,30 +87,27 @@ def math(response: str, answer: str) -> bool | None:
     >>> math(r"So it is \boxed{0.75}.", r"\frac{3}{4}"), math("The answer is 0.74", r"\frac{3}{4}")
     (True, False)
     """
-    judge = _judges.get(os.getpid()) or _judges.setdefault(os.getpid(), _Judge())  # a fork has none
+    judge = _judges.get(os.getpid()) or _judges.setdefault(os.getpid(), _Judge())  # one per fork
     reference = str(answer)
-    return judge.verdict(
-        _answer_text(response), reference if _LATEX.search(reference) else f"${reference}$"
-    )
+    if not _LATEX.search(reference):
+        reference = f"${reference}$"
+    return judge.verdict(_answer_text(response), reference)
 
 
 def _answer_text(response: str) -> str:
-    r"""The ``\boxed{}`` of the last line that has one, and nothing around them, else the end of the
-    response.
-    """
+    r"""Return the ``\boxed{}`` of the last line that has any, else the end of the response."""
     boxed = response.rfind(r"\boxed")
     if boxed < 0:
         return _marked(response[-_READ:].rpartition("####")[2])
     start = max(response.rfind("\n", 0, boxed) + 1, boxed - _READ // 2)
     line = response[start : start + _READ].strip()
     contents = [_in_braces(part) for part in line.split(r"\boxed")[1:]]
-    return (
-        ", ".join(rf"\boxed{{{one.rstrip(' .,;')}}}" for one in contents if one is not None) or line
-    )
+    boxes = [rf"\boxed{{{text.rstrip(' .,;')}}}" for text in contents if text is not None]
+    return ", ".join(boxes) or line
 
 
 def _in_braces(text: str) -> str | None:
-    """The contents of the braces that a text begins with, None where there are none that close."""
+    """Return the contents of the braces at the start of a text; None if they do not close."""
     depth = 0
     for position, character in enumerate(text):
         escaped = text[position - 1 : position] == "\\"
@@ -118,10 +118,10 @@ def _in_braces(text: str) -> str | None:
 
 
 def _marked(text: str) -> str:
-    """Marks algebra or a time in the last line, as in "The answer is 2x + 2", as LaTeX, if there is
-    none in the text.
+    """Mark algebra or a time in the last line, as in "The answer is 2x + 2", as LaTeX, unless the
+    text has LaTeX.
 
-    Of plain text, math-verify reads numbers alone, and none behind an escaped dollar.
+    In plain text, math-verify reads only numbers, and none after an escaped dollar.
     """
     if _LATEX.search(text):
         return text
@@ -243,22 +243,22 @@ def serve(fd: int, longest_cpu_s: float) -> None:
 
 
 def _verdict(text: str, reference: str) -> bool | None:
-    """Whether the answer in a text is that in a reference, without limits."""
+    """Return whether the answer in a text is that in a reference, without limits."""
     from math_verify import parse, verify
 
     gold = parse(reference, parsing_timeout=None)
     if not gold or not _is_read_whole(reference, gold):
         return None
-    given = parse(text, parsing_timeout=None)
-    as_written = given[-1:] == gold[-1:]  # the last entry is the text
-    if as_written or _is_time(str(gold[-1])):
-        return as_written
-    return bool(verify(gold, given, timeout_seconds=None))
+    answer = parse(text, parsing_timeout=None)
+    is_same_text = answer[-1:] == gold[-1:]  # the last entry is the text
+    if is_same_text or _is_time(str(gold[-1])):
+        return is_same_text
+    return bool(verify(gold, answer, timeout_seconds=None))
 
 
 def _is_read_whole(reference: str, gold: list[Any]) -> bool:
-    """Whether all of a reference is in what was parsed: not the last of its formulas alone, nor
-    words as a product.
+    """Return whether a reference was parsed as a whole: all of its formulas, and no words as
+    products.
     """
     spans = [next(filter(None, span)) for span in _SPAN.findall(reference)]
     if str(gold[-1]).count(" and ") < len(spans) - 1:
@@ -284,6 +284,6 @@ def _is_read_whole(reference: str, gold: list[Any]) -> bool:
 
 
 def _is_time(text: str) -> bool:
-    """Whether a text is a time such as 4:00 or 1:05. As a ratio it would be in lowest terms."""
-    found = _TIME.fullmatch(text.strip())
-    return found is not None and (found[2].startswith("0") or gcd(int(found[1]), int(found[2])) > 1)
+    """Return whether a text is a time such as 4:00 or 1:05. A ratio would be in lowest terms."""
+    match = _TIME.fullmatch(text.strip())
+    return match is not None and (match[2].startswith("0") or gcd(*map(int, match.groups())) > 1)

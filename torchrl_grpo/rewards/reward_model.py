@@ -15,14 +15,13 @@ def reward_model(
 ) -> float:
     """Return the only logit of a reward model for a conversation.
 
-    The model is loaded when the first response is scored, once in each process. It sees the
-    conversation through its own chat template, or the texts of the messages with an empty line
-    between them where it has none.
+    Each process loads the model once, for the first response. The model reads the conversation in
+    its own chat template; without one, the texts of the messages, separated by empty lines.
 
     Args:
         messages: the conversation, the response last.
         model: name on the hub, or folder.
-        device: where it runs, such as ``cuda:3``; it is not counted among the devices of the run.
+        device: of the model, such as ``cuda:3``; the run does not count it among its devices.
 
     Raises:
         ValueError: the model has several outputs, or the conversation is longer than it can read.

@@ -22,9 +22,8 @@ class RewardEntry:
 
     Attributes:
         fn: its name, see ``load_function``, or the function itself.
-        name: under which it is logged.
-        weight: of what it returns, or of each part that is named; its other parts are then only
-            logged.
+        name: in logs.
+        weight: of its result, or of each named part; its other parts are then only logged.
         options: arguments by name.
     """
 
@@ -35,22 +34,22 @@ class RewardEntry:
 
 
 def parse_rewards(spec: RewardSpec, field: str = "env.reward") -> list[RewardEntry]:
-    """The entries of a spec.
+    """Parse a spec.
 
     Args:
         spec: see ``RewardSpec``.
-        field: what the user who wrote it calls it.
+        field: config key of the spec.
 
     Raises:
-        ValueError: an entry is not as it must be.
+        ValueError: an entry is invalid.
 
     >>> [entry.name for entry in parse_rewards(["math", {"fn": "my_rewards.py:short", "weight": 0.1}])]
     ['math', 'short']
     """
-    several: list[Any] = (
-        list(spec) if isinstance(spec, Sequence) and not isinstance(spec, str) else [spec]
-    )
-    entries = [_entry(one, field) for one in several]
+    specs: Any = [spec]
+    if isinstance(spec, Sequence) and not isinstance(spec, str):
+        specs = spec
+    entries = [_entry(entry, field) for entry in specs]
     if not entries:
         raise ValueError(
             f"{field}=[] must name a reward: for example, [gsm8k], or leave {field} out for the "
@@ -66,19 +65,19 @@ def parse_rewards(spec: RewardSpec, field: str = "env.reward") -> list[RewardEnt
     return entries
 
 
-def _entry(one: OneReward, field: str) -> RewardEntry:
-    given: dict[str, Any] = dict(one) if isinstance(one, Mapping) else {"fn": one}
-    fn = given.pop("fn", None)
+def _entry(spec: OneReward, field: str) -> RewardEntry:
+    options: dict[str, Any] = dict(spec) if isinstance(spec, Mapping) else {"fn": spec}
+    fn = options.pop("fn", None)
     if not (isinstance(fn, str) or callable(fn)):
         raise ValueError(
-            f"{field} must name a function as fn, got {one!r}: for example, {{fn: gsm8k, weight: "
+            f"{field} must name a function as fn, got {spec!r}: for example, {{fn: gsm8k, weight: "
             "1}."
         )
     default = (
         fn.rpartition(":")[2] if isinstance(fn, str) else getattr(fn, "__name__", type(fn).__name__)
     )
-    name = given.pop("name", default)
-    weight = given.pop("weight", 1.0)
+    name = options.pop("name", default)
+    weight = options.pop("weight", 1.0)
     if not isinstance(name, str) or not name or "/" in name:
         raise ValueError(
             f"{field}.name={name!r} must be a text without '/', which comes before a part: use "
@@ -94,11 +93,11 @@ def _entry(one: OneReward, field: str) -> RewardEntry:
                 f"{field}.weight={weight!r} of {name} must be a finite number, or one for each "
                 "part: use 1."
             )
-    return RewardEntry(fn, name, weight, given)
+    return RewardEntry(fn, name, weight, options)
 
 
 def reward_weights(entries: Sequence[RewardEntry]) -> dict[str, float]:
-    """The weights that entries give, by the name of a function, or ``name/part``.
+    """Return the weights of entries, by the name of a function, or ``name/part``.
 
     >>> reward_weights(parse_rewards({"fn": "ifeval", "weight": {"prompt_strict": 0.5}}))
     {'ifeval': 0.0, 'ifeval/prompt_strict': 0.5}
@@ -112,19 +111,18 @@ def reward_weights(entries: Sequence[RewardEntry]) -> dict[str, float]:
 
 
 def part_weight(part: str, parts: Collection[str], weights: Mapping[str, float]) -> float:
-    """Weight of a part in the reward.
+    """Return the weight of a part in the reward.
 
-    A weight is that of the part, else that of its function, else 1. A part ``correct`` is only
-    logged; so is ``name/x`` where there is a part ``name``: verl's functions return one score, and
-    other numbers beside it.
+    It is the part's weight, else its function's, else 1. A part ``correct`` is only logged, and so
+    is ``name/x`` beside a part ``name``: verl's functions return one score with other numbers.
 
     Args:
         part: ``name``, or ``name/part`` where a function returned a dict.
         parts: all of them.
         weights: see ``reward_weights``.
 
-    >>> part_weight("f/a", ["f/a", "f/correct"], {"f": 0.5}), part_weight("f/correct", ["f/a", "f/correct"], {"f": 0.5})
-    (0.5, 0.0)
+    >>> [part_weight(part, ["f/a", "f/correct"], {"f": 0.5}) for part in ("f/a", "f/correct")]
+    [0.5, 0.0]
     >>> part_weight("f/accuracy", ["f", "f/accuracy"], {})
     0.0
     """

@@ -1,9 +1,9 @@
 """Program of a ``Judge``: runs the program of a response on one test after another, each with
 limits of its own.
 
-Nothing of the package imports this file. The first line of its standard input says what to run,
-each further one is a test; each line of its standard output is how a test ended. It knows no
-expected result. The program runs in children, one for each test of standard input, and otherwise
+The package does not import this file. The first line of its standard input is what to run, each
+further line is a test; each line of its standard output is how a test ended. It knows no expected
+result. The program runs in children, one for each test of standard input, and otherwise
 one that answers tests until it ends or is killed at a limit. In namespaces this process is the
 first one, which the program cannot kill.
 """
@@ -26,10 +26,9 @@ from typing import Any
 _CHUNK = 2**16
 _TICK_S = 0.05
 _IDLE = 0.01
-"""Share of the time that a program must compute for; below, it waits for something."""
+"""Share of its time for which a program must compute; below, it waits for something."""
 _STARVED = 10
-"""A program that has not come to its CPU time in so many times that time ran out of its machine's.
-"""
+"""Factor of a test's CPU time after which the machine, and not the program, is too slow."""
 _STARS = (
     "string re datetime collections heapq bisect copy math random statistics itertools functools "
     "operator io sys json builtins typing"
@@ -40,7 +39,7 @@ LiveCodeBench.
 
 
 def failed(answer: str) -> bool:
-    """Whether a child's answer, which its program may have written, says that something was raised."""
+    """Return whether a child's answer, which its program may have written, has an error."""
     try:
         return bool(json.loads(answer)["error"])
     except (ValueError, TypeError, LookupError, RecursionError):
@@ -48,7 +47,7 @@ def failed(answer: str) -> bool:
 
 
 def leave() -> None:
-    """End this process as Python does, without the time that it takes to free everything."""
+    """End this process as Python does, but without freeing everything, which takes time."""
     if "threading" in sys.modules:
         sys.modules["threading"]._shutdown()
     atexit._run_exitfuncs()
@@ -59,7 +58,7 @@ def leave() -> None:
 
 
 def usual_imports() -> dict[str, Any]:
-    """Return what a contest's programs find imported."""
+    """Return the scope of a contest's programs, with the usual imports."""
     scope: dict[str, Any] = {}
     for module in _STARS.split():
         exec(f"from {module} import *", scope)
@@ -175,8 +174,8 @@ class Program:
                 tell(result)
 
     def named(self, name: str, scope: dict[str, Any]) -> Any:
-        """Return a function of the program or of its class ``Solution``, and none that was imported
-        for it.
+        """Return a function of the program or of its class ``Solution``, but not one of the usual
+        imports.
         """
         function = scope.get(name)
         if function is None or function is self.names.get(name):
@@ -246,14 +245,14 @@ class Child:
         leave()
 
     def cpu(self) -> float:
-        """CPU time of all its threads; where that cannot be read, the clock's."""
+        """Return the CPU time of all its threads; wall-clock time if that cannot be read."""
         try:
             return time.clock_gettime((~self.pid << 3) | 2)
         except OSError:
             return time.monotonic()
 
     def talk(self, data: bytes, *, one_line: bool) -> dict[str, Any]:
-        """Feed it, and read what it prints.
+        """Write its input, and read its output.
 
         Args:
             data: for its standard input.
@@ -316,7 +315,7 @@ class Child:
         }
 
     def feed(self, data: bytes) -> bytes:
-        """Write some of the data; return what is left, nothing where it reads no more."""
+        """Write some of the data; return the rest, nothing if it reads no more."""
         try:
             return data[os.write(self.stdin, data[:_CHUNK]) :] if data else b""
         except BlockingIOError:
@@ -325,9 +324,7 @@ class Child:
             return b""
 
     def exited(self) -> bool:
-        """Whether it has ended; then its status is known, negative the number of the signal that
-        ended it.
-        """
+        """Return whether it has ended, and set its status; a negative one is that of a signal."""
         if self.status is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
@@ -335,7 +332,7 @@ class Child:
         return self.status is not None
 
     def kill(self) -> None:
-        """End it and, where this is the first process of all, all that it has started."""
+        """End it, with its process group or, in namespaces, with all processes."""
         with suppress(ProcessLookupError, PermissionError):
             if os.getpid() == 1:
                 os.kill(-1, signal.SIGKILL)

@@ -1,8 +1,8 @@
-"""Runs a Python program in a process with limits and, where the kernel lets an ordinary user make
-them, in namespaces of its own: without a network, and with a file system that has Python, the
-program and an empty ``/tmp`` in it.
+"""Runs a Python program in a process with limits and, if the kernel lets an ordinary user make
+them, in namespaces: without a network, and with a file system of Python, the program, and an empty
+``/tmp``.
 
-``docs/security.md`` says what that does not stop.
+``docs/security.md`` lists what that does not stop.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def require_isolation(sandbox: str) -> None:
     """Refuse to run programs without the required isolation.
 
     Args:
-        sandbox: ``"auto"`` takes what there is, ``"strict"`` needs namespaces.
+        sandbox: ``"auto"`` takes what the machine offers, ``"strict"`` needs namespaces.
 
     Raises:
         ValueError: it is neither.

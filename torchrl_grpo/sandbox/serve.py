@@ -1,7 +1,7 @@
 """Program of a ``Session``: runs one piece of code after another in one scope, as a notebook does.
 
-Nothing of the package imports this file. Each line of its standard input is a piece of code as
-JSON, each line of its standard output what that printed, likewise.
+The package does not import this file. Each line of its standard input is a piece of code as JSON;
+each line of its standard output is the output, likewise.
 """
 
 from __future__ import annotations
@@ -16,37 +16,34 @@ import sys
 import traceback
 from typing import Any
 
-_LARGEST = 2**16
-"""Characters of what one piece of code may say."""
+_MAX_CHARACTERS = 2**16
+"""Characters of the output of one piece of code."""
 
 
 def run(code: str, scope: dict[str, Any]) -> str:
-    """Run a piece of code: what it prints, and the value of an expression at its end or the error
-    that it raised.
+    """Run a piece of code; return its output, and after it the value of an expression at its end,
+    or its error.
     """
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         try:
             tree = ast.parse(code)
-            last: Any = (
-                tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-            )
+            last: Any = None
+            if tree.body and isinstance(tree.body[-1], ast.Expr):
+                last = tree.body.pop()
             exec(compile(tree, "<code>", "exec", dont_inherit=True), scope)
             if last is not None:
-                expression = compile(
-                    ast.Expression(last.value), "<code>", "eval", dont_inherit=True
-                )
-                value = eval(expression, scope)
+                last = ast.Expression(last.value)
+                value = eval(compile(last, "<code>", "eval", dont_inherit=True), scope)
                 if value is not None:
                     print(repr(value))
         except SystemExit as end:
             print(f"SystemExit: {end.code}")
         except BaseException:
             kind, error, trace = sys.exc_info()
-            print(
-                "".join(traceback.format_exception(kind, error, trace and trace.tb_next)).rstrip()
-            )
-    return printed.getvalue()[:_LARGEST]
+            lines = traceback.format_exception(kind, error, trace and trace.tb_next)
+            print("".join(lines).rstrip())
+    return printed.getvalue()[:_MAX_CHARACTERS]
 
 
 def main() -> None:

@@ -1,6 +1,4 @@
-"""``Session``: Python in a sandbox, one piece of code after another, with the variables of those
-before.
-"""
+"""``Session``: Python in a sandbox, for several pieces of code that share their variables."""
 
 from __future__ import annotations
 
@@ -10,14 +8,14 @@ from pathlib import Path
 from torchrl_grpo.sandbox.runner import EndedError, Limits, Process, isolation, started
 
 _CALLS = 64
-"""Pieces of code that a process has CPU time for."""
+"""Pieces of code for which a process has CPU time."""
 
 
 class Session:
-    """A process that runs code when it is asked to, made when it is first needed.
+    """Process that runs pieces of code, started when it is first needed.
 
     Args:
-        limits: of the process; ``seconds`` are those of each piece of code.
+        limits: of the process; ``seconds`` apply to each piece of code.
 
     Example:
         >>> session = Session()
@@ -32,8 +30,8 @@ class Session:
         self._process: Process | None = None
 
     def run(self, code: str) -> str:
-        """Return what code prints, and after it the value of an expression at its end, or the error
-        that it raised.
+        """Run code; return its output, and after it the value of an expression at its end, or its
+        error.
 
         Raises:
             TimeoutError: it took too long. The process is gone, and the next piece of code begins
@@ -41,7 +39,8 @@ class Session:
             RuntimeError: the process has ended, likewise.
             OSError: no process can be started, or no sandbox for it be made.
         """
-        limits, lost = self._limits, "what it had computed is lost"
+        limits = self._limits
+        lost = "what it had computed is lost"
         if self._process is None:
             serve = Path(__file__).with_name("serve.py").read_text(encoding="utf-8")
             process = started(serve, limits, isolation(), cpu_s=limits.seconds * _CALLS)

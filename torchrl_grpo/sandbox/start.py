@@ -1,8 +1,7 @@
-"""First code in a sandbox: limits its own process, and all that it will start, and then runs a
-program in it.
+"""First code in a sandbox: limits its own process and all that it will start, and then runs a
+program.
 
-Nothing of the package imports this file. Its one argument is JSON: the limits and the program's
-path.
+The package does not import this file. Its only argument is JSON: the limits and the program's path.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ reach the host.
 
 
 def limit(limits: dict[str, int]) -> None:
-    """Set resource limits by the end of their names; macOS has none on memory."""
+    """Set resource limits by the ends of their names; macOS has none on memory."""
     import resource
 
     for name, value in limits.items():

@@ -14,7 +14,7 @@ from typing import Any
 
 from torchrl_grpo.host.event_loop import settled
 
-_LONGEST_RESULT = 8192  # characters
+_MAX_RESULT_CHARACTERS = 8192
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.S)
 _MISTRAL = "[TOOL_CALLS]"
 _SPECIAL = re.compile(r"<\|[a-z_]+\|>|</s>")
@@ -31,7 +31,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call as the policy wrote it; ``error`` says why it cannot be parsed."""
+    """Call as the policy wrote it; ``error`` is why it cannot be parsed."""
 
     name: str
     arguments: Any
@@ -43,7 +43,7 @@ Parser = Callable[[str], Sequence[ToolCall]]
 
 
 def parse_tool_calls(text: str) -> list[ToolCall]:
-    r"""The calls in the forms of Hermes and Qwen, Mistral, and Llama 3.
+    r"""Parse calls in the forms of Hermes and Qwen, Mistral, and Llama 3.
 
     Args:
         text: the policy's turn with its special tokens.
@@ -57,25 +57,24 @@ def parse_tool_calls(text: str) -> list[ToolCall]:
     >>> parse_tool_calls("no call")
     []
     """
-    written = _HERMES.findall(text)
-    if written:
-        return [call for part in written for call in _read(part)]
+    parts = _HERMES.findall(text)
+    if parts:
+        return [call for part in parts for call in _read(part)]
     bare = _SPECIAL.sub("", text).strip()
-    _, found, rest = bare.partition(_MISTRAL)
-    if found:
-        named = [part.partition("[ARGS]") for part in rest.split(_MISTRAL)]
-        return [
-            call
-            for name, args, value in named
-            for call in (_read(value, name.strip()) if args else _read(name))
-        ]
+    _, *parts = bare.split(_MISTRAL)
+    if parts:
+        calls = []
+        for part in parts:
+            name, separator, value = part.partition("[ARGS]")
+            calls += _read(value, name.strip()) if separator else _read(name)
+        return calls
     if bare.startswith("{") and '"name"' in bare and '"parameters"' in bare:
         return [call for part in re.split(r"(?<=\})\s*;\s*(?=\{)", bare) for call in _read(part)]
     return []
 
 
 def _read(text: str, name: str | None = None) -> list[ToolCall]:
-    """The call, or the list of calls, in a piece of JSON; with a name, the JSON is its arguments."""
+    """Return the call or calls in a piece of JSON; with a name, the JSON is its arguments."""
     try:
         value, end = json.JSONDecoder().raw_decode(text.strip())
         if text.strip()[end:].strip():
@@ -103,16 +102,16 @@ class Toolbox:
     """Functions that the policy may call.
 
     Args:
-        functions: plain ones or ``async``; signature and docstring (with ``Args:``) make the
-            schema, which is ``transformers.utils.get_json_schema``'s.
+        functions: plain or ``async``; signature and docstring (with ``Args:``) become the schema,
+            which is ``transformers.utils.get_json_schema``'s.
         parser: finds the calls in the policy's text.
 
     Attributes:
         schemas: JSON schemas, for the chat template.
 
     Raises:
-        ValueError: a function has no type hint or no description for an argument, or two have one
-            name.
+        ValueError: a function has no type hint or no description for an argument, or two have the
+            same name.
 
     >>> def add(a: int, b: int) -> int:
     ...     '''Adds two numbers. Args: a: the first. b: the second.'''
@@ -130,13 +129,13 @@ class Toolbox:
         self.functions = {function.__name__: function for function in functions}
         if len(self.functions) < len(functions):
             raise ValueError(
-                f"env.tools must have different names, got {[f.__name__ for f in functions]}: "
-                "rename one."
+                "env.tools must have different names, got "
+                f"{[function.__name__ for function in functions]}: rename one."
             )
         self.calls = parser
 
     def replaced(self, functions: Mapping[str, Callable[..., Any]]) -> Toolbox:
-        """The same tools with other functions, by name, such as the methods of an object."""
+        """Return the same tools with other functions by name, such as methods of an object."""
         other = copy.copy(self)
         other.functions = dict(functions)
         return other
@@ -147,27 +146,22 @@ class Toolbox:
         if problem:
             return f"error: {problem}", False
         try:
-            result = self.functions[call.name](**call.arguments)
-            result = settled(result)
-            text = (
-                result
-                if isinstance(result, str)
-                else json.dumps(result, ensure_ascii=False, default=str)
-            )
+            result = settled(self.functions[call.name](**call.arguments))
+            if not isinstance(result, str):
+                result = json.dumps(result, ensure_ascii=False, default=str)
         except (Exception, SystemExit) as error:
-            return f"error: {type(error).__name__}: {error}"[:_LONGEST_RESULT], False
-        return (
-            text if len(text) <= _LONGEST_RESULT else f"{text[:_LONGEST_RESULT]} ... (cut)"
-        ), True
+            return f"error: {type(error).__name__}: {error}"[:_MAX_RESULT_CHARACTERS], False
+        if len(result) > _MAX_RESULT_CHARACTERS:
+            result = f"{result[:_MAX_RESULT_CHARACTERS]} ... (cut)"
+        return result, True
 
     def _problem(self, call: ToolCall) -> str:
         if call.name not in self.functions:
             return f"there is no tool {call.name!r:.100}, there are {sorted(self.functions)}"
         if not isinstance(call.arguments, dict):
             return f"the arguments of {call.name} must be an object"
-        schema = next(
-            s["function"]["parameters"] for s in self.schemas if s["function"]["name"] == call.name
-        )
+        tools = [schema["function"] for schema in self.schemas]
+        schema = next(tool["parameters"] for tool in tools if tool["name"] == call.name)
         known = schema.get("properties", {})
         for name in schema.get("required", ()):
             if name not in call.arguments:
@@ -181,21 +175,25 @@ class Toolbox:
 
 
 def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
-    """Whether an argument is of its schema's types, the items of a list and the values of an object
-    included.
+    """Return whether an argument, with the items of a list and the values of an object, has its
+    schema's types.
     """
     if value is None and schema.get("nullable"):
         return True
     if "anyOf" in schema:
-        return any(_fits(value, one) for one in schema["anyOf"])
+        return any(_fits(value, option) for option in schema["anyOf"])
     types = _types(schema)
     if types and not any(_is(value, kind) for kind in types):
         return False
     if "enum" in schema:
         return value in schema["enum"]
-    inner = schema.get("items" if isinstance(value, list) else "additionalProperties")
-    values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return not isinstance(inner, dict) or all(_fits(one, inner) for one in values)
+    if isinstance(value, list):
+        items, inner = value, schema.get("items")
+    elif isinstance(value, dict):
+        items, inner = list(value.values()), schema.get("additionalProperties")
+    else:
+        return True
+    return not isinstance(inner, dict) or all(_fits(item, inner) for item in items)
 
 
 def _types(schema: Mapping[str, Any]) -> list[str]:
@@ -206,12 +204,16 @@ def _types(schema: Mapping[str, Any]) -> list[str]:
 def _wanted(schema: Mapping[str, Any]) -> str:
     if "enum" in schema:
         return f"one of {schema['enum']}"
-    types = [*_types(schema), *(kind for one in schema.get("anyOf", ()) for kind in _types(one))]
-    of = schema.get("items")
-    inner = f" of {' or '.join(_types(of))}" if isinstance(of, dict) and _types(of) else ""
-    return (
-        f"of the type {' or '.join([*types, *(['null'] if schema.get('nullable') else [])])}{inner}"
-    )
+    types = [
+        *_types(schema),
+        *(kind for option in schema.get("anyOf", ()) for kind in _types(option)),
+    ]
+    if schema.get("nullable"):
+        types.append("null")
+    items = schema.get("items")
+    item_types = _types(items) if isinstance(items, dict) else []
+    inner = f" of {' or '.join(item_types)}" if item_types else ""
+    return f"of the type {' or '.join(types)}{inner}"
 
 
 def _is(value: Any, kind: str) -> bool:

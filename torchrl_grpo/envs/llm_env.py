@@ -505,15 +505,10 @@ class LLMEnv(EnvBase):
         """
         cut = dialog.finish_reason == "length"
         if isinstance(turn, Failure):
-            tool_failure_reply = (
-                self.task.tool_failure_reply(dialog, turn.policy_message)
-                if turn.policy_message
-                else None
-            )
-            if tool_failure_reply is None or dialog.last:
-                self._invalidate(state, turn)
-                state.truncated = dialog.finish_reason == "length"
-                state.terminated = not state.truncated
+            message = turn.policy_message
+            reply = self.task.tool_failure_reply(dialog, message) if message else None
+            if reply is None or dialog.last:
+                self._invalidate(state, turn, truncated=cut)
                 return None
             calls = sum(message["role"] == "tool" for message in reply)
             turn = Turn(reply, None, {"tools/calls": calls, "tools/errors": calls})

@@ -6,31 +6,30 @@
      driver      samplers     reference     staleness      learner     new weights
        ^                                        |                           |
        |     a group whose rewards are all      |                           |
-       +---- equal gives its place back <-------+  (dynamic sampling)       |
-       +---- places are free again when the weights that they trained are published
+       +---- equal frees its slot <-------------+  (dynamic sampling)       |
+       +---- slots are freed when the weights that their groups trained are published
 
 ``next_batch`` waits until the queue has a batch. The queue admits ``(max_staleness + 1)`` batches
 of groups, so samplers wait for ``publish`` when they are that far ahead. With a bound of 0
-everything takes turns, which is ``grpo.py``; with a larger one samplers, reference models and
-learner work at the same time, which is ``grpo-async.py``. Nothing here knows which.
+everything takes turns (``grpo.py``). With a larger one, samplers, reference models and learner work
+at the same time (``grpo-async.py``). The loop is the same for both.
 
 What was left out of GRPO, and why: there is no value network (the mean of the group is the
 baseline) and no model of the old policy (the engine gives the log-probs that it sampled with). The
 outer loop, which makes the trained policy the reference model, is off unless
 ``ref_model.refresh_every`` asks for it (most recipes since do without).
 
-The loop says what happens, and observers listen: metrics, console, checkpoints, alarms and the
-timeline are ``assembly/observers.py``.
+The loop calls observers at each event: metrics, console, checkpoints, alarms and the timeline are
+in ``assembly/observers.py``.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -49,29 +48,29 @@ _LONGEST_SHIELD_S = 20.0
 """Seconds that a training step may continue after the signal that ends the run."""
 _LARGEST_ON_POLICY_KL = 0.1
 """Nats per token. Rounding gives about 1e-12 in float32 and 1e-3 with an engine in bfloat16."""
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
+_NO_ROW: Mapping[str, Any] = MappingProxyType({})
 
 
 class Observer:
-    """Listener to a run. Its methods are called in the order of the steps, in the thread of the
-    loop.
+    """Listener to a run. Its methods are called in the order of the steps, in the loop's thread.
 
-    What a method raises ends the run, as an error of the loop itself would.
+    An exception that a method raises ends the run, like an error of the loop itself.
     """
 
     def stage(self, kind: str, step: int, what: str) -> None:
-        """A stage of a step begins, and the one before has ended: ``("train", 7, "train step 7")``."""
+        """A stage of a step begins and the previous one ends: ``("train", 7, "train step 7")``."""
 
     def began(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The engine has its first weights, which were evaluated unless the run's folder has that
-        evaluation.
+        """The engine has its first weights, and they are evaluated.
+
+        ``metrics`` is empty if a resumed run has already logged them.
         """
 
     def taken(self) -> None:
         """The rollouts delivered the batch of the next step."""
 
     def trained(self, metrics: Mapping[str, float]) -> None:
-        """The learner has trained the batch; a signal waits until this method returns."""
+        """The learner has trained the batch. A signal is held until this method returns."""
 
     def refreshed(self, version: int) -> None:
         """The reference model has the weights of this version."""
@@ -82,41 +81,37 @@ class Observer:
         """The weights of a step were evaluated on the test split."""
 
     def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step is complete; a signal waits until all observers were told."""
+        """A step is complete. A signal is held until all observers have been called."""
 
     def checked(self, step: int) -> None:
-        """The step was recorded: the place to end the run because of its metrics."""
+        """The step is recorded. An observer may end the run here because of its metrics."""
 
     def interrupted(self) -> None:
-        """The run ends early, for the error or the signal that is being raised."""
+        """The run ends early because of an error or a signal, which is raised afterwards."""
 
     def ended(self, step: int) -> None:
-        """The run has completed all steps, or is out of time."""
+        """The run has completed all steps, or has reached its time limit."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Length of a run, and frequencies of evaluations, checkpoints, exports and reference
-    refreshes.
+    """Length of a run, and how often it evaluates, saves, exports and refreshes its reference.
 
     Attributes:
         num_batches: steps of the run; one step trains one batch.
-        evaluation_frequency: between evaluations; 0 is before and after the run alone.
-        checkpoint_frequency: between checkpoints; 0 is at the end alone.
-        export_frequency: between models that are written beside the checkpoints; 0 is none but the
-            one at the end.
-        refresh_every: between updates of the reference model with the trained weights; None is
-            never.
-        reference_version: of the weights that the reference model of a resumed run had; 0 is the
-            base model.
-        mismatch_tolerance: largest mean difference of the log-probs of engine and trainer after a
-            weight sync, in nats; None measures none.
-        verify_tolerance: the same after the first sync, where weights travel in a way that is on
-            trial: with a larger one they are sent again in another way. None where no way is on
-            trial.
-        on_policy: whether a batch is one optimizer step, so that the first one trains what its own
+        evaluation_frequency: steps between evaluations; 0 evaluates only before and after the run.
+        checkpoint_frequency: steps between checkpoints; 0 saves only at the end.
+        export_frequency: steps between models that are written beside the checkpoints; 0 writes
+            only the one at the end.
+        refresh_every: steps between updates of the reference model; None disables them.
+        reference_version: version of a resumed run's reference weights; 0 is the base model.
+        mismatch_tolerance: largest mean difference of log-probs between engine and trainer after a
+            weight sync, in nats; None disables the check.
+        verify_tolerance: the same for the first sync of an unverified transfer, whose weights are
+            sent again another way if they exceed it; None if the transfer is verified.
+        on_policy: whether a batch is one optimizer step, so that the first step trains what its own
             weights sampled.
-        ends_at: when the run's time is over (``time.monotonic``).
+        ends_at: time limit, in the clock of ``time.monotonic``.
     """
 
     num_batches: int
@@ -131,43 +126,41 @@ class Schedule:
     ends_at: float | None = None
 
     def evaluates(self, step: int) -> bool:
-        """Whether the weights after this many steps are evaluated, apart from the first and last
-        ones.
-        """
-        return _is_turn(step, self.evaluation_frequency)
+        """Return whether a step's weights are evaluated, besides the first and last ones."""
+        return _is_due(step, self.evaluation_frequency)
 
     def saves(self, step: int) -> bool:
-        """Whether a checkpoint is written after this step, apart from the last one."""
-        return _is_turn(step, self.checkpoint_frequency)
+        """Return whether a checkpoint is written after this step, besides the last one."""
+        return _is_due(step, self.checkpoint_frequency)
 
     def exports(self, step: int) -> bool:
-        """Whether the model of this step is written beside the one of the end."""
-        return _is_turn(step, self.export_frequency) and step < self.num_batches
+        """Return whether the model of this step is exported, besides the last one."""
+        return _is_due(step, self.export_frequency) and step < self.num_batches
 
     def left(self, done: int) -> int:
-        """Return the number of steps that remain."""
+        """Return the number of steps that remain after ``done`` steps."""
         return max(0, self.num_batches - done)
 
     def turns(self, frequency: int, done: int) -> int:
-        """Return how often something that happens every so many steps occurs after ``done`` steps
-        and before the last one.
+        """Return how many steps after ``done`` and before the last one are multiples of
+        ``frequency``.
         """
         return max(0, (self.num_batches - 1) // frequency - done // frequency) if frequency else 0
 
     def checkpoints(self, done: int) -> int:
-        """Return the number of checkpoints that a run writes after this many steps."""
+        """Return the number of checkpoints that a run writes after ``done`` steps."""
         return self.turns(self.checkpoint_frequency, done) + bool(self.left(done))
 
     def leaves_time_for(self, seconds: float) -> bool:
-        """Whether a step of this many seconds ends before the time limit."""
+        """Return whether a step of this many seconds ends before the time limit."""
         return self.ends_at is None or time.monotonic() + seconds <= self.ends_at
 
     def refreshes(self, version: int) -> bool:
-        """Whether the reference model gets the weights of this version."""
-        return version > 0 and _is_turn(version, self.refresh_every)
+        """Return whether the reference model gets the weights of this version."""
+        return version > 0 and _is_due(version, self.refresh_every)
 
 
-def _is_turn(step: int, frequency: int | None) -> bool:
+def _is_due(step: int, frequency: int | None) -> bool:
     return bool(frequency) and step % (frequency or 1) == 0
 
 
@@ -177,21 +170,20 @@ def fit(
     schedule: Schedule,
     observers: Sequence[Observer] = (),
     *,
-    written: Mapping[str, Any] = _NOTHING,
+    last_row: Mapping[str, Any] = _NO_ROW,
 ) -> None:
-    """Train until ``learner.version`` is ``schedule.num_batches`` or time is over; with no batches,
-    evaluate only.
+    """Train until ``learner.version`` is ``schedule.num_batches`` or the time limit is reached.
+    Without batches, only evaluate.
 
     The weights are published once before the first batch, so that engine and trainer start equal.
-    The test split is evaluated before the run and after it.
+    The test split is evaluated before and after the run.
 
     Args:
-        learner: makes the steps, in this process or in others.
-        rollouts: gives the batches and takes the weights.
-        schedule: how long, and how often.
-        observers: are told what happens, in this order.
-        written: the latest row of metrics in the run's folder, if the run goes on in its own
-            folder.
+        learner: trains, in this process or in others.
+        rollouts: delivers the batches and takes the weights.
+        schedule: length of the run, and how often it evaluates and saves.
+        observers: called at each event, in this order.
+        last_row: latest row of metrics.jsonl, if the run resumes in its own folder.
 
     Raises:
         RuntimeError: engine and trainer differ by more than rounding.
@@ -199,92 +191,94 @@ def fit(
         NotSavedError: there is no room for the last checkpoint, or its folder cannot be written to.
         Exception: what an observer raises.
     """
-    tell = _Everyone(observers)
+    notify = _Observers(observers)
     first = step = learner.version
     longest_s = 0.0
-    _begin(learner, rollouts, schedule, tell, written)
+    _begin(learner, rollouts, schedule, notify, last_row)
     try:
         while schedule.left(step) and schedule.leaves_time_for(longest_s):
-            step, start = step + 1, time.perf_counter()
-            tell.stage("wait", step, f"sample and score the batch of step {step}")
+            step += 1
+            start = time.perf_counter()
+            notify.stage("wait", step, f"sample and score the batch of step {step}")
             groups = rollouts.next_batch()
-            tell.taken()
+            notify.taken()
             metrics = {"time/wait_s": time.perf_counter() - start} | rollouts.metrics()
-            tell.stage("train", step, f"train step {step}")
+            notify.stage("train", step, f"train step {step}")
             with shielded(_LONGEST_SHIELD_S):
                 metrics |= learner.train_groups(*groups)
-                tell.trained(metrics)
+                notify.trained(metrics)
             if step == first + 1 and schedule.on_policy:
                 _check_on_policy(metrics)
-            metrics |= _publish(
-                learner, rollouts, schedule, tell, step, refresh=schedule.refreshes(step)
-            )
+            refresh = schedule.refreshes(step)
+            metrics |= _publish(learner, rollouts, schedule, notify, step, refresh=refresh)
             metrics["time/step_s"] = time.perf_counter() - start
             metrics["throughput/trained_tokens_per_s"] = (
                 metrics["rollout/tokens"] / metrics["time/step_s"]
             )
-            if step == schedule.num_batches or schedule.evaluates(step):
-                metrics |= _evaluate(rollouts, tell, step, sampled=step == schedule.num_batches)
-            tell.stage("save", step, f"write what step {step} gave")
+            is_last = step == schedule.num_batches
+            if is_last or schedule.evaluates(step):
+                metrics |= _evaluate(rollouts, notify, step, sampled=is_last)
+            notify.stage("save", step, f"write the outputs of step {step}")
             with shielded():
-                tell.stepped(step, metrics)
+                notify.stepped(step, metrics)
             longest_s = max(longest_s, time.perf_counter() - start)
-            tell.checked(step)
+            notify.checked(step)
     except BaseException:
-        tell.interrupted()
+        notify.interrupted()
         raise
-    tell.stage("save", step, "save")
+    notify.stage("save", step, "save")
     with shielded():
-        tell.ended(step)
+        notify.ended(step)
 
 
 def _begin(
     learner: AnyLearner,
     rollouts: Rollouts,
     schedule: Schedule,
-    tell: Observer,
-    written: Mapping[str, Any],
+    notify: Observer,
+    last_row: Mapping[str, Any],
 ) -> None:
-    """Give the engine the learner's weights, and evaluate them unless the run's folder has that
-    evaluation.
-    """
+    """Give the engine the learner's weights, and evaluate them unless a resumed run has done so."""
     step = learner.version
     refresh = 0 < step == schedule.reference_version or schedule.refreshes(step)
+    tolerance = schedule.verify_tolerance
     metrics = _publish(
-        learner, rollouts, schedule, tell, step, refresh=refresh, trial=schedule.verify_tolerance
+        learner, rollouts, schedule, notify, step, refresh=refresh, verify_tolerance=tolerance
     )
-    logged = written.get("step") == step and schedule.num_batches > 0
-    known = any(name.startswith("eval/") for name in written) or not (
-        step == 0 or schedule.evaluates(step)
-    )
-    found = (
-        {} if logged and known else _evaluate(rollouts, tell, step, sampled=not logged or step == 0)
-    )
-    tell.began(step, metrics | found if found or not logged else {})
+    is_logged = last_row.get("step") == step and schedule.num_batches > 0
+    has_evaluation = any(name.startswith("eval/") for name in last_row)
+    is_due = step == 0 or schedule.evaluates(step)
+    evaluation = {}
+    if not is_logged or (is_due and not has_evaluation):
+        evaluation = _evaluate(rollouts, notify, step, sampled=not is_logged or step == 0)
+    notify.began(step, metrics | evaluation if evaluation or not is_logged else {})
 
 
 def _publish(
     learner: AnyLearner,
     rollouts: Rollouts,
     schedule: Schedule,
-    tell: Observer,
+    notify: Observer,
     version: int,
     *,
     refresh: bool,
-    trial: float | None = None,
+    verify_tolerance: float | None = None,
 ) -> dict[str, float]:
-    """Give the samplers, and the reference model if it is its turn, the weights of this version."""
+    """Give the samplers and, with ``refresh``, the reference model the weights of this version."""
     if refresh:  # before anything is sampled with the new weights
         rollouts.update_reference(learner.reference_weights())
-        tell.refreshed(version)
-    tell.stage("publish", version, f"give the engine the weights of step {version}")
+        notify.refreshed(version)
+    notify.stage("publish", version, f"give the engine the weights of step {version}")
     start = time.perf_counter()
     rollouts.publish(learner.weights(), version)
-    if trial is not None:
-        mean, _ = _differences(learner, rollouts)
-        if not mean <= trial:
-            why = f"with these weights, log-probs of engine and trainer differ by {mean:.3g} nats on average"
-            rollouts.publish(learner.resend(version, why), version)
+    if verify_tolerance is not None:
+        mean, _ = _mismatch(learner, rollouts)
+        if not mean <= verify_tolerance:
+            reason = (
+                "with these weights, log-probs of engine and trainer differ by "
+                f"{mean:.3g} nats on average"
+            )
+            rollouts.publish(learner.resend(version, reason), version)
     metrics = {"time/sync_s": time.perf_counter() - start}
     tolerance = schedule.mismatch_tolerance
     if tolerance is None:
@@ -293,14 +287,16 @@ def _publish(
     return metrics | {"sync/mismatch_mean": mean, "sync/mismatch_max": largest}
 
 
-def _evaluate(rollouts: Rollouts, tell: Observer, step: int, *, sampled: bool) -> dict[str, float]:
+def _evaluate(
+    rollouts: Rollouts, notify: Observer, step: int, *, sampled: bool
+) -> dict[str, float]:
     """Return the evaluation of the published weights; empty without a test split."""
-    tell.stage("evaluate", step, f"evaluate the weights of step {step}")
+    notify.stage("evaluate", step, f"evaluate the weights of step {step}")
     start = time.perf_counter()
     metrics, rows = rollouts.evaluate(sampled=sampled)
     if metrics:
         metrics["time/eval_s"] = time.perf_counter() - start
-        tell.evaluated(step, metrics, rows)
+        notify.evaluated(step, metrics, rows)
     return metrics
 
 
@@ -313,58 +309,87 @@ def check_mismatch(
     Raises:
         RuntimeError: the mean is more than the tolerance.
     """
-    mean, largest = _differences(learner, rollouts)
+    mean, largest = _mismatch(learner, rollouts)
     if not mean <= tolerance:
         raise RuntimeError(
             f"after a weight sync, log-probs of engine and trainer differ by {mean:.3g} on average "
             f"({largest:.3g} at most), more than inference_model.check_sync_tolerance={tolerance}: "
-            "the engine does not have the trainer's weights, or computes too coarsely: use "
+            "the engine does not have the trainer's weights, or its dtype is too coarse: use "
             "inference_model.dtype=float32, or another backend."
         )
     return mean, largest
 
 
-def _differences(learner: AnyLearner, rollouts: Rollouts) -> tuple[float, float]:
-    """Return the mean and the largest difference of log-probs, of the sampler where it is largest."""
-    found = [learner.mismatch(probe) for probe in rollouts.probes()]
-    means, largest = zip(*found, strict=True)
+def _mismatch(learner: AnyLearner, rollouts: Rollouts) -> tuple[float, float]:
+    """Return the mean and the largest difference of log-probs, of the worst sampler each."""
+    mismatches = [learner.mismatch(probe) for probe in rollouts.probes()]
+    means, largest = zip(*mismatches, strict=True)
     return max(means, key=_nan_last), max(largest, key=_nan_last)
 
 
 def _nan_last(value: float) -> tuple[bool, float]:
-    """Sort key that puts NaN last."""
+    """Return a sort key that puts NaN last."""
     return math.isnan(value), value
 
 
 def _check_on_policy(metrics: dict[str, float]) -> None:
-    """End a run whose engine samples from another distribution than the trainer computes."""
+    """Raise if the engine samples from another distribution than the trainer computes."""
     kl = metrics.get("train/kl_k3_to_inference", 0.0)
     if metrics.get("staleness/max") == 0 and kl > _LARGEST_ON_POLICY_KL:
         raise RuntimeError(
-            "the first step trained what its own weights sampled, and yet the KL to the engine's "
+            "the first step trained what its own weights sampled, but the KL to the engine's "
             f"policy is {kl:.3g} nats per token, more than the {_LARGEST_ON_POLICY_KL} that "
             "rounding can explain: engine and trainer compute different distributions. Use "
             "another inference_model.backend or dtype, or another model."
         )
 
 
-class _Everyone(Observer):
-    """All observers, called as one."""
+class _Observers(Observer):
+    """All observers of a run, called one after another."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = observers
-        for name in {name for name in vars(Observer) if not name.startswith("_")} - {"interrupted"}:
-            setattr(
-                self, name, partial(self._tell, [getattr(observer, name) for observer in observers])
-            )
 
-    @staticmethod
-    def _tell(listening: Sequence[Callable[..., None]], *given: Any) -> None:
-        for hear in listening:
-            hear(*given)
+    def stage(self, kind: str, step: int, what: str) -> None:
+        for observer in self._observers:
+            observer.stage(kind, step, what)
+
+    def began(self, step: int, metrics: Mapping[str, float]) -> None:
+        for observer in self._observers:
+            observer.began(step, metrics)
+
+    def taken(self) -> None:
+        for observer in self._observers:
+            observer.taken()
+
+    def trained(self, metrics: Mapping[str, float]) -> None:
+        for observer in self._observers:
+            observer.trained(metrics)
+
+    def refreshed(self, version: int) -> None:
+        for observer in self._observers:
+            observer.refreshed(version)
+
+    def evaluated(
+        self, step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, Any]]
+    ) -> None:
+        for observer in self._observers:
+            observer.evaluated(step, metrics, rows)
+
+    def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
+        for observer in self._observers:
+            observer.stepped(step, metrics)
+
+    def checked(self, step: int) -> None:
+        for observer in self._observers:
+            observer.checked(step)
 
     def interrupted(self) -> None:
-        """Tell all observers, even if one raises or a signal arrives."""
+        """Call all observers in order, even if one raises or a signal arrives."""
         with ExitStack() as stack:
             for observer in reversed(self._observers):
                 stack.callback(observer.interrupted)
+
+    def ended(self, step: int) -> None:
+        for observer in self._observers:
+            observer.ended(step)

@@ -17,13 +17,13 @@ from tests.support.configs import compose_config
 from tests.support.documentation import undocumented
 from tests.support.models import make_tiny_model
 from torchrl_grpo.assembly import blueprint as blueprint_module
+from torchrl_grpo.assembly import layouts
 from torchrl_grpo.assembly import run as run_module
 from torchrl_grpo.assembly.blueprint import plan_rows, prepare
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.assembly.tasks import make_task
 from torchrl_grpo.config import ConfigError, GRPOConfig, leaves, plain
 from torchrl_grpo.models import loading
-from torchrl_grpo.runtime import cluster
 from torchrl_grpo.runtime.placement import DevicePlan
 
 SMALL = (
@@ -558,7 +558,7 @@ def test_every_config_key_is_read_by_something_that_uses_it(
             monkeypatch.setattr(vllm_module.VLLMEngine, "__init__", stand_in)
             with pytest.raises(Stop):
                 build(config, tmp_path / "vllm")
-            monkeypatch.setattr(cluster, "start", stand_in)
+            monkeypatch.setattr(layouts, "start", stand_in)
             with pytest.raises(Stop):
                 build(config, tmp_path / "ray", asynchronous=True)
             continue

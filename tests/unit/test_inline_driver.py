@@ -291,7 +291,7 @@ def test_a_batch_that_can_never_come_is_an_error_and_no_hang(
 ) -> None:
     source = make_source(tokenizer, Recorder())
     with pytest.raises(
-        RuntimeError, match=r"never comes: 0 of the 2 groups of a batch wait.*Publish weights"
+        RuntimeError, match=r"0 of the 2 groups of a batch wait.*Publish weights"
     ):
         source.next_batch()
     source.publish(weights(0), 0)

@@ -28,6 +28,8 @@ from torchrl_grpo.checks import check_heads, check_multiple, check_optimizer
 from torchrl_grpo.collectors.demonstrations import Demonstrations
 from torchrl_grpo.config import GRPOConfig
 from torchrl_grpo.config.components import make_component
+from torchrl_grpo.config.models import InferenceModelConfig
+from torchrl_grpo.config.schema import EnvConfig
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.generation.base import EngineRequest, SamplingParams, engine_class
@@ -130,69 +132,55 @@ def prepare(
     accelerators: Sequence[torch.device] | None = None,
     resume: Resume | None = None,
 ) -> Blueprint:
-    """Check everything that needs no weights: logging, devices, data, tokenizer, context.
+    """Check everything that needs no weights, and make what a run needs besides them.
 
     Args:
         config: validated.
-        accelerators: of the cluster at ``ray.address``; None is those of this machine.
-        resume: the checkpoint to go on from.
+        accelerators: those of the cluster at ``ray.address``; None for those of this machine.
+        resume: the checkpoint to resume.
 
     Raises:
         ConfigError: a rule is broken; the message names field, rule, value and fix.
     """
     with as_config_errors():
-        plan = _plan(config, available_accelerators() if accelerators is None else accelerators)
-        make_loss(
-            config, TensorDictModule(torch.nn.Identity(), [keys.FULL], [("cur_log_probs", "full")])
+        plan = _make_plan(
+            config, available_accelerators() if accelerators is None else accelerators
         )
-        batch_transforms(config)
+        _check_algorithm(config)
         check_loggers(config)
         task = make_task(config.env, tests=config.evaluation.datasets or (), scored=config.scores)
         model_config, tokenizer, stop_token_ids = describe_model(config)
-        teacher = None if config.teacher.model is None else check_teacher(config, tokenizer)
+        teacher_shape = None if config.teacher.model is None else check_teacher(config, tokenizer)
         check_optimizer(config.optimizer.name)
         _check_sharding(config, len(plan.train), model_config.get_text_config())
-        env, inference = config.env, config.inference_model
-        params = SamplingParams(
-            inference.max_new_tokens,
-            temperature=inference.temperature,
-            stop_token_ids=stop_token_ids,
-            stop=StopStrings(inference.stop, tokenizer) if inference.stop else None,
-        )
+        params = _make_params(config.inference_model, tokenizer, stop_token_ids)
         max_prompt_tokens, max_dialog_tokens = _max_prompt_tokens(config, model_config)
         request = engine_request(config, plan, model_config, max_dialog_tokens)
-        engine_class(inference.backend).check(request)
+        engine_class(config.inference_model.backend).check(request)
         if not config.only_evaluates:
-            _check_served_teacher(config, max_dialog_tokens + inference.max_new_tokens)
-        workers = env.reward_workers or (1 if env.tools or task.is_stateful else 0)
-        reward_pool = RewardPool(task, workers, timeout_s=env.reward_timeout_s) if workers else None
-        make = partial(
+            _check_served_teacher(config, max_dialog_tokens + params.max_new_tokens)
+        reward_pool = _make_reward_pool(config.env, task)
+        make_env = partial(
             LLMEnv,
             task,
             tokenizer,
             max_prompt_tokens=max_prompt_tokens,
             max_dialog_tokens=max_dialog_tokens,
-            max_turns=env.max_turns,
+            max_turns=config.env.max_turns,
             reward_pool=reward_pool,
-            template_arguments=env.chat_template_kwargs,
+            template_arguments=config.env.chat_template_kwargs,
         )
-        train_env = make(num_envs=env.num_envs, repeats=env.repeats, seed=config.seed)
+        train_env = _make_train_env(config.env, partial(make_env, seed=config.seed))
         if config.needs_demonstrations:
             Demonstrations.check(train_env, stop_token_ids)
-        train_env.drawing.difficulty_filter = env.difficulty_filter
-        if env.sampling == "pass_rate":
-            train_env.drawing.pass_rate = (env.sampling_target, env.sampling_floor)
-        if env.curriculum is not None:
-            train_env.drawing.follow(env.curriculum)
         config = _with_length(config, train_env.num_problems)
         if resume is not None:
             check_length(resume, config)
             with refusing(resume.path):
                 train_env.load_state_dict(resume.source["drawing"])
-        transformed(
-            config, train_env.with_rows(env.num_envs)
-        ).close()  # what it refuses, it refuses here
-        greedy_env, sampled_env = _test_envs(config, task, partial(make, split="test"))
+        # The transforms check their settings when they are made.
+        transformed(config, train_env.with_rows(config.env.num_envs)).close()
+        greedy_env, sampled_env = _make_test_envs(config, task, partial(make_env, split="test"))
         model = config.model
         shape = loading.config_shape(
             model_config, model.attn_implementation, trust_remote_code=model.trust_remote_code
@@ -212,8 +200,44 @@ def prepare(
             sampled_env=sampled_env,
             shape=shape,
             resume=resume,
-            teacher_shape=teacher,
+            teacher_shape=teacher_shape,
         )
+
+
+def _check_algorithm(config: GRPOConfig) -> None:
+    """Make the loss and the batch's transforms once, which check their settings."""
+    network = TensorDictModule(torch.nn.Identity(), [keys.FULL], [("cur_log_probs", "full")])
+    make_loss(config, network)
+    batch_transforms(config)
+
+
+def _make_params(
+    inference: InferenceModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    stop_token_ids: tuple[int, ...],
+) -> SamplingParams:
+    return SamplingParams(
+        inference.max_new_tokens,
+        temperature=inference.temperature,
+        stop_token_ids=stop_token_ids,
+        stop=StopStrings(inference.stop, tokenizer) if inference.stop else None,
+    )
+
+
+def _make_reward_pool(env: EnvConfig, task: Task) -> RewardPool | None:
+    workers = env.reward_workers or (1 if env.tools or task.is_stateful else 0)
+    return RewardPool(task, workers, timeout_s=env.reward_timeout_s) if workers else None
+
+
+def _make_train_env(env: EnvConfig, make_env: partial[LLMEnv]) -> LLMEnv:
+    train_env = make_env(num_envs=env.num_envs, repeats=env.repeats)
+    drawing = train_env.drawing
+    drawing.difficulty_filter = env.difficulty_filter
+    if env.sampling == "pass_rate":
+        drawing.pass_rate = (env.sampling_target, env.sampling_floor)
+    if env.curriculum is not None:
+        drawing.follow(env.curriculum)
+    return train_env
 
 
 def check_loggers(config: GRPOConfig) -> None:
@@ -347,7 +371,7 @@ def transformed(config: GRPOConfig, env: LLMEnv | None) -> Any:
     )
 
 
-def _plan(config: GRPOConfig, accelerators: Sequence[torch.device]) -> DevicePlan:
+def _make_plan(config: GRPOConfig, accelerators: Sequence[torch.device]) -> DevicePlan:
     inference = config.inference_model
     if "VLLM_USE_V1" in os.environ:
         torchrl_logger.info(
@@ -380,32 +404,27 @@ def _plan(config: GRPOConfig, accelerators: Sequence[torch.device]) -> DevicePla
     return plan
 
 
-def _test_envs(
-    config: GRPOConfig, task: Task, make: partial[LLMEnv]
+def _make_test_envs(
+    config: GRPOConfig, task: Task, make_env: partial[LLMEnv]
 ) -> tuple[LLMEnv | None, LLMEnv | None]:
-    """Environments for pass@1 and pass@k; all runs are tested on the same problems."""
+    """Return the environments for pass@1 and pass@k; all runs evaluate the same problems."""
     if not config.evaluation.num_prompts:
         return None, None
     most, k = config.evaluation.num_prompts, config.evaluation.k
     problems = task.problems("test")
     check_tests(task, problems)
     count = min(most, len(problems))
-    greedy_env = make(num_envs=count, repeats=1)
-    prompts, further = (
-        greedy_env.prompts,
-        dataset_names(config.evaluation.datasets or (), "evaluation.datasets"),
-    )
-    sizes = {"": len(prompts)}
-    if further:
-        sizes = Counter(
-            name if (name := prompts.problems[i].dataset) in further else "" for i in prompts.usable
-        )
-    # Some prompts were too long, or there are further test sets: as one problem of each set comes
-    # in turn, the first so many are as many of each set.
+    greedy_env = make_env(num_envs=count, repeats=1)
+    prompts = greedy_env.prompts
+    names = dataset_names(config.evaluation.datasets or (), "evaluation.datasets")
+    datasets = [prompts.problems[index].dataset for index in prompts.usable]
+    sizes = Counter(name if name in names else "" for name in datasets)
+    # Some prompts were too long, or there are several test sets. Their problems alternate, so the
+    # first ones have the same number of each set.
     needed = sum(min(most, size) for size in sizes.values())
     if needed != count:
-        greedy_env = make(num_envs=needed, repeats=1)
-    return greedy_env, make(num_envs=needed * k, repeats=k) if k else None
+        greedy_env = make_env(num_envs=needed, repeats=1)
+    return greedy_env, make_env(num_envs=needed * k, repeats=k) if k else None
 
 
 def _check_sharding(config: GRPOConfig, devices: int, model_config: PretrainedConfig) -> None:
@@ -561,55 +580,50 @@ def stored_bytes(blueprint: Blueprint, transfer: Transfer) -> int:
 
 
 def plan_rows(blueprint: Blueprint) -> list[dict[str, Any]]:
-    """The device plan: a row per role, with the memory of one of its devices, as far as it can be
+    """Return the device plan: a row per role, with the memory of one of its devices, if it can be
     computed.
     """
-    config, plan, memory = blueprint.config, blueprint.plan, blueprint.memory.roles()
-    train, inference = config.train_model, config.inference_model
+    config, plan, memory = blueprint.config, blueprint.plan, blueprint.memory
+    train, inference, teacher = config.train_model, config.inference_model, config.teacher
     ranks = [(device,) for device in plan.train]
-    roles: list[tuple[str, Sequence[tuple[torch.device, ...]], str, int]] = [
-        (
-            "train (LoRA)" if train.lora.enabled else "train",
-            ranks,
-            train.dtype,
-            memory["train"].peak,
-        ),
-        (
-            f"inference ({inference.backend})",
-            plan.inference,
-            inference.dtype,
-            0 if inference.address else memory["inference"].peak,
-        ),
-    ]
-    if config.evaluates_served:
-        del roles[0]
-    if config.only_evaluates:
-        memory = {}
-    elif config.needs_reference and "reference" not in memory:
-        roles.append(("reference (adapters off)", ranks, train.dtype, 0))
-    if "reference" in memory:
-        own = ranks if config.ref_model.sharded else [(device,) for device in plan.reference]
-        roles.append(("reference", own, config.ref_model.dtype, memory["reference"].peak))
-    if "teacher" in memory:
-        own = [(device,) for device in plan.teacher]
-        served = bool(config.teacher.address)
-        dtype = "" if served else config.teacher.dtype
-        roles.append(("teacher", own, dtype, 0 if served else memory["teacher"].peak))
-    parameters = {"teacher": getattr(blueprint.teacher_shape, "parameters", 0)}
-    addresses = {
-        f"inference ({inference.backend})": inference.address,
-        "teacher": config.teacher.address,
-    }
-    return [
-        {
+    rows: list[dict[str, Any]] = []
+
+    def add(
+        role: str,
+        devices: Sequence[Sequence[torch.device]],
+        dtype: str,
+        peak: int = 0,
+        shape: Shape | None = blueprint.shape,
+        addresses: Sequence[str] = (),
+    ) -> None:
+        row = {
             "role": role,
-            "devices": ", ".join(addresses.get(role, ())) or _listed(devices),
+            "devices": ", ".join(addresses) or _listed(devices),
             "dtype": dtype,
-            "parameters": parameters.get(role, blueprint.shape.parameters),
-            "memory per device": peak,
+            "parameters": 0 if shape is None else shape.parameters,
+            "memory per device": 0 if addresses else peak,
         }
-        for role, devices, dtype, peak in roles
-    ]
+        rows.append(row)
+
+    if not config.evaluates_served:
+        add(
+            "train (LoRA)" if train.lora.enabled else "train", ranks, train.dtype, memory.train.peak
+        )
+    engine, addresses = f"inference ({inference.backend})", inference.address
+    add(engine, plan.inference, inference.dtype, memory.engine.peak, addresses=addresses)
+    if config.only_evaluates:
+        return rows
+    if memory.reference is not None:
+        own = ranks if config.ref_model.sharded else [(device,) for device in plan.reference]
+        add("reference", own, config.ref_model.dtype, memory.reference.peak)
+    elif config.needs_reference:
+        add("reference (adapters off)", ranks, train.dtype)
+    if memory.teacher is not None:
+        own = [(device,) for device in plan.teacher]
+        dtype = "" if teacher.address else teacher.dtype
+        shape = blueprint.teacher_shape
+        add("teacher", own, dtype, memory.teacher.peak, shape, teacher.address)
+    return rows
 
 
 def _listed(groups: Sequence[Sequence[torch.device]]) -> str:

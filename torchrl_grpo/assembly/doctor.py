@@ -1,9 +1,8 @@
-"""``examine``: checks a run before it starts (``dry_run=true``): problems with fixes, and the cost
-of the run.
+"""``examine``: check a run before it starts (``dry_run=true``): problems with fixes, and its cost.
 
-It makes the same parts as a run, in a temporary folder, and lets them work for some seconds. The
-optimizer's steps are real, so that their time and memory are those of a run, but have a learning
-rate that rounds to nothing. No file stays.
+It builds the run in a temporary folder and trains for a few seconds. The optimizer's steps are
+real, so that they take the time and memory of a run, but their learning rate changes no weight. No
+file is left behind.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ from torchrl_grpo.reporting.alarms import Alarms
 from torchrl_grpo.reporting.console import Console
 from torchrl_grpo.reporting.records import one_of_each
 
-OK, LOOK, FAILS, SKIPPED = "ok", "warning", "FAILED", "skipped"
+OK, WARNING, FAILS, SKIPPED = "ok", "warning", "FAILED", "skipped"
 
 _STEPS_S, _MOST_STEPS, _EVALUATION_S = 8.0, 12, 15.0
-"""Seconds and steps for timing, and the longest evaluation to play instead of estimating it."""
-_NOTHING = 1e-30
-"""A learning rate that changes no weight."""
+"""Seconds and steps of the timing, and the longest evaluation that is run and not estimated."""
+_TINY_LR = 1e-30
+"""Learning rate that changes no weight."""
 _PACKAGES = ("torch", "torchrl", "tensordict", "transformers")
 
 
@@ -53,23 +52,24 @@ class Check:
     """Result of one check.
 
     Attributes:
-        name: of the check.
+        name: name of the check.
         result: ok, warning (it works, but may not be intended), FAILED, or skipped.
-        found: what it found or, of a failure, what is wrong and how to fix it.
-        seconds: that it took.
-        memory: afterwards, in bytes: the peak of all processes of the run, or what its accelerators
+        details: result in words; of a failure, the problem and its fix.
+        seconds: duration.
+        memory: bytes afterwards: the peak of all processes of the run, or what its accelerators
             have in use.
     """
 
     name: str
     result: str = OK
-    found: str = ""
+    details: str = ""
     seconds: float = 0.0
     memory: int = 0
 
-    def look(self, what: str) -> None:
-        """Note something that works, but may not be intended."""
-        self.result, self.found = LOOK, f"{self.found}; {what}" if self.found else what
+    def warn(self, message: str) -> None:
+        """Add a warning about something that works, but may not be intended."""
+        self.result = WARNING
+        self.details = f"{self.details}; {message}" if self.details else message
 
 
 class Checks:
@@ -82,43 +82,44 @@ class Checks:
         """Run a check; return whether it passed.
 
         Args:
-            name: of the check.
-            body: notes what it finds in the check, or raises what is wrong.
-            needs: checks without which it has no sense.
+            name: name of the check.
+            body: fills in the check's details, or raises.
+            needs: checks that must have passed before.
         """
         check, start = Check(name), time.perf_counter()
         bad = [other for other in self.done if other.result in (FAILS, SKIPPED)]
         missing = [other.name for other in bad if other.name in needs]
         startup.say(f"checking: {name}")
         if missing:
-            check.result, check.found = SKIPPED, f"needs {', '.join(missing)}"
+            check.result = SKIPPED
+            check.details = f"needs {', '.join(missing)}"
         else:
             try:
                 body(check)
             except Exception as error:
-                known = isinstance(error, ValueError | RuntimeError) and str(error)
-                check.result, check.found = (
-                    FAILS,
-                    str(error) if known else f"{type(error).__name__}: {error}",
-                )
+                is_plain = isinstance(error, ValueError | RuntimeError) and str(error)
+                check.result = FAILS
+                check.details = str(error) if is_plain else f"{type(error).__name__}: {error}"
         for other in bad:
-            if check.result == FAILS and other.found == check.found:
-                check.result, check.found = SKIPPED, f"see {other.name}"
-        check.seconds, check.memory = time.perf_counter() - start, sum(memory_now().values())
+            if check.result == FAILS and other.details == check.details:
+                check.result = SKIPPED
+                check.details = f"see {other.name}"
+        check.seconds = time.perf_counter() - start
+        check.memory = sum(memory_now().values())
         self.done.append(check)
-        return check.result in (OK, LOOK)
+        return check.result in (OK, WARNING)
 
 
 def examine(
     config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous: bool = False
 ) -> bool:
-    """Check a run, and print what was found, each failure with its fix, and the run's forecast.
+    """Check a run, and print the checks, each failure with its fix, and the run's forecast.
 
     Args:
         config: validated.
         directory: where the run's files would go. Nothing is written there, and it is removed if it
             is empty.
-        asynchronous: as in ``run.build``.
+        asynchronous: see ``run.build``.
 
     Returns:
         whether nothing failed.
@@ -133,11 +134,11 @@ def examine(
     expected: Forecast | None = None
     computed: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="dry_run_") as folder:
-        made: list[Run] = []
+        runs: list[Run] = []
         checks.run(
-            "parts", partial(_parts, config, directory, Path(folder), asynchronous, made, measured)
+            "parts", partial(_parts, config, directory, Path(folder), asynchronous, runs, measured)
         )
-        for run in made:
+        for run in runs:
             with closing(run):
                 computed = _memory_rows(run.blueprint)
                 expected = _Rehearsal(run, checks, console, measured).play()
@@ -147,19 +148,19 @@ def examine(
     console.table("Checks", [_row(check) for check in checks.done])
     if expected is not None:
         console.table("Forecast for the whole run", [*expected.rows(), *computed])
-    failed = [f"{check.name}: {check.found}" for check in checks.done if check.result == FAILS]
+    failed = [f"{check.name}: {check.details}" for check in checks.done if check.result == FAILS]
     console.verdict(failed)
     return not failed
 
 
 def _row(check: Check) -> dict[str, Any]:
-    seen = {
+    return {
         "check": check.name,
         "result": check.result,
         "s": f"{check.seconds:.2f}",
         "peak": size(check.memory),
+        "details": printable(check.details),
     }
-    return seen | {"details": printable(check.found)}
 
 
 def _memory_rows(blueprint: Blueprint) -> list[dict[str, Any]]:
@@ -187,7 +188,7 @@ def _memory_rows(blueprint: Blueprint) -> list[dict[str, Any]]:
 
 def _versions(config: GRPOConfig, check: Check) -> None:
     """Compare installed packages with the required versions."""
-    check.found = ", ".join(f"{name} {version(name)}" for name in _PACKAGES)
+    check.details = ", ".join(f"{name} {version(name)}" for name in _PACKAGES)
     wrong = []
     with suppress(PackageNotFoundError):  # it is not installed but imported from a folder
         for text in requires("torchrl_grpo") or []:
@@ -204,33 +205,33 @@ def _versions(config: GRPOConfig, check: Check) -> None:
 
 def _devices(check: Check) -> None:
     """Accelerators and their free memory, cores and main memory."""
-    found = accelerators_in_use()
+    accelerators = accelerators_in_use()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     parts = [
         f"{name}: {size(total - used)} of {size(total)} free"
-        for name, (used, total) in found.items()
+        for name, (used, total) in accelerators.items()
     ]
-    check.found = "; ".join([*parts, f"{os.cpu_count()} cores, {size(memory)} of RAM"])
-    taken = [name for name, (used, total) in found.items() if used > 0.2 * total]
-    if taken:
-        check.look(
-            f"other processes use {', '.join(taken)}: stop them (nvidia-smi lists them), or use "
+    check.details = "; ".join([*parts, f"{os.cpu_count()} cores, {size(memory)} of RAM"])
+    busy = [name for name, (used, total) in accelerators.items() if used > 0.2 * total]
+    if busy:
+        check.warn(
+            f"other processes use {', '.join(busy)}: stop them (nvidia-smi lists them), or use "
             "other devices"
         )
 
 
 def _model(config: GRPOConfig, check: Check) -> None:
     """Architecture, tokenizer and chat template, without weights."""
-    found, tokenizer, stops = describe_model(config)
+    model_config, tokenizer, stops = describe_model(config)
     model = config.model
     shape = loading.config_shape(
-        found, model.attn_implementation, trust_remote_code=model.trust_remote_code
+        model_config, model.attn_implementation, trust_remote_code=model.trust_remote_code
     )
     ends = " or ".join(map(repr, [*map(tokenizer.decode, stops), *config.inference_model.stop]))
     sizes = f"{shape.parameters:,} parameters, vocabulary of {len(tokenizer):,}"
-    check.found = f"{found.model_type}, {sizes}, responses end at {ends}"
+    check.details = f"{model_config.model_type}, {sizes}, responses end at {ends}"
     if tokenizer.chat_template == loading.FALLBACK_CHAT_TEMPLATE:
-        check.look("no chat template: set model.chat_template, unless this is a base model")
+        check.warn("no chat template: set model.chat_template, unless this is a base model")
 
 
 def _data(config: GRPOConfig, check: Check) -> None:
@@ -239,18 +240,18 @@ def _data(config: GRPOConfig, check: Check) -> None:
     """
     task = make_task(config.env, tests=config.evaluation.datasets or (), scored=config.scores)
     train = task.problems("train")
-    check.found = f"{len(train):,} training problems"
+    check.details = f"{len(train):,} training problems"
     if not config.evaluation.num_prompts:
         return
     test = task.problems("test")
     known = {problem.query for problem in train}
     both = sum(problem.query in known for problem in test)
     tested = min(len(test), config.evaluation.num_prompts)
-    check.found += f", {len(test):,} test problems" + (
+    check.details += f", {len(test):,} test problems" + (
         f", of which {tested:,} are used" if tested < len(test) else ""
     )
     if both:
-        check.look(
+        check.warn(
             f"{both:,} of the test problems are also training problems, which inflates the test "
             "accuracy: remove them from one of the two, or hold out test problems with "
             "env.test_fraction=0.1"
@@ -262,21 +263,22 @@ def _parts(
     directory: Path,
     folder: Path,
     asynchronous: bool,
-    made: list[Run],
+    runs: list[Run],
     measured: Measured,
     check: Check,
 ) -> None:
     """Build the run (rules, devices, models, engine and processes), and inspect the prompts."""
-    start, resume = time.perf_counter(), config.train.resume
+    start = time.perf_counter()
+    resume = config.train.resume
     if resume == AUTO:
-        found = newest(AUTO, directory, read_manifest)
-        resume = None if found is None else str(found[0])
-    logging, optimizer = config.logging.files_alone, replace(config.optimizer, lr=_NOTHING)
+        checkpoint = newest(AUTO, directory, read_manifest)
+        resume = None if checkpoint is None else str(checkpoint[0])
+    logging, optimizer = config.logging.files_alone, replace(config.optimizer, lr=_TINY_LR)
     trial = replace(
         config, logging=logging, optimizer=optimizer, train=replace(config.train, resume=resume)
     )
     run = build(trial, folder, asynchronous=asynchronous)
-    made.append(run)
+    runs.append(run)
     measured.start_s += time.perf_counter() - start
     measured.steps_done = run.learner.version
     measured.checkpoint_bytes, measured.model_bytes = run.learner.sizes()
@@ -284,14 +286,12 @@ def _parts(
     lengths = [len(prompt) for prompt in prompts.first(500)]
     measured.prompt_tokens = median(lengths)
     shortest, longest = min(lengths), max(lengths)
-    shown = (
-        f"{shortest} to {longest} tokens, median {median(lengths):.0f}"
-        if shortest < longest
-        else f"{longest} tokens"
-    )
-    check.found = f"prompts: {shown} (limit {room:,} with {config.inference_model.max_new_tokens:,} new tokens)"
+    tokens = f"{longest} tokens"
+    if shortest < longest:
+        tokens = f"{shortest} to {longest} tokens, median {median(lengths):.0f}"
+    check.details = f"prompts: {tokens} (limit {room:,} with {config.inference_model.max_new_tokens:,} new tokens)"
     if prompts.num_dropped:
-        check.look(
+        check.warn(
             f"{prompts.num_dropped:,} of {len(prompts.problems):,} prompts are longer and are left "
             "out: raise env.max_prompt_tokens or inference_model.max_model_len, or lower "
             "inference_model.max_new_tokens"
@@ -299,13 +299,13 @@ def _parts(
 
 
 class _Rehearsal:
-    """A few steps of a run, and what they say about the rest.
+    """A few steps of a run, from which the rest is forecast.
 
     Args:
-        run: made with a learning rate of nothing.
-        checks: gets what is found.
+        run: built with a learning rate that changes no weight.
+        checks: collects the results.
         console: shows a few responses.
-        measured: gets the times.
+        measured: collects the times.
     """
 
     def __init__(self, run: Run, checks: Checks, console: Console, measured: Measured) -> None:
@@ -317,7 +317,7 @@ class _Rehearsal:
         self._metrics: dict[str, float] = {}
 
     def play(self) -> Forecast | None:
-        """Run the checks; return the forecast, if they got that far."""
+        """Run the checks; return the forecast, unless a failed one prevents it."""
         run, checks = self.run, self.checks
         good = checks.run("sync", self._sync, "parts")
         if self.left > 0:
@@ -334,23 +334,19 @@ class _Rehearsal:
 
     def _sync(self, check: Check) -> None:
         self.source.publish(self.learner.weights(), self.learner.version)
-        check.found = f"{size(self.measured.model_bytes)} of weights"
+        check.details = f"{size(self.measured.model_bytes)} of weights"
         if self.run.blueprint.config.evaluates_served:
-            check.found = "none: the model is served"
+            check.details = "none: the model is served"
 
     def _rollout(self, check: Check) -> None:
         start = time.perf_counter()
         self._batch = self.source.next_batch()
         self.measured.steps_s.append(time.perf_counter() - start)
-        names = {"sampling": "generate", "rewards": "reward", "reference": "reference"}
-        seconds = self.source.metrics()
-        parts = {
-            name: seconds[key]
-            for name, metric in names.items()
-            for key in (f"time/{metric}_s", f"workers/{metric}_s")
-            if key in seconds
-        }
-        check.found = ", ".join(f"{name} {value:.2f} s" for name, value in parts.items())
+        names = {"generate_s": "sampling", "reward_s": "rewards", "reference_s": "reference"}
+        seconds = {key.partition("/")[2]: value for key, value in self.source.metrics().items()}
+        check.details = ", ".join(
+            f"{name} {seconds[key]:.2f} s" for key, name in names.items() if key in seconds
+        )
 
     def _train(self, check: Check) -> None:
         start = time.perf_counter()
@@ -358,7 +354,7 @@ class _Rehearsal:
         self.measured.steps_s[0] += time.perf_counter() - start
         self.measured.response_tokens = metrics["rollout/response_length"]
         passes = f"{metrics['train/micro_batches']:.0f} micro-batch{'es' if metrics['train/micro_batches'] > 1 else ''}"
-        check.found = (
+        check.details = (
             f"{metrics['rollout/sequences']:.0f} responses of "
             f"{metrics['rollout/response_length']:.0f} tokens, {passes}, gradient norm "
             f"{metrics['train/grad_norm']:.3g}"
@@ -375,8 +371,8 @@ class _Rehearsal:
             )
 
     def _reward(self, check: Check) -> None:
-        """Look at the batch's rewards: a scorer that always fails is a failure, a batch without a
-        signal a warning.
+        """Check the batch's rewards: a scorer that always fails is a failure, a batch without a
+        signal is a warning.
         """
         metrics = {"step": 1, **self._metrics, **self.source.metrics()}
         rows = self.learner.samples(2)
@@ -387,15 +383,15 @@ class _Rehearsal:
                 number(metrics["rollout/reward_mean"]),
                 percent(metrics["rollout/accuracy"]),
             )
-            check.found = f"mean reward {reward}, {correct} correct"
+            check.details = f"mean reward {reward}, {correct} correct"
         else:
-            check.found = "none: the responses are demonstrations"
+            check.details = "none: the responses are demonstrations"
         alarms = Alarms()
-        found = alarms.take(metrics) + alarms.end()
-        for alarm in found:
-            check.look(alarm.text)
+        raised = alarms.take(metrics) + alarms.end()
+        for alarm in raised:
+            check.warn(alarm.text)
         if metrics["rollout/invalid"] == metrics["rollout/sequences"]:
-            raise ValueError(found[0].text)
+            raise ValueError(raised[0].text)
 
     def _mismatch(self, check: Check) -> None:
         inference = self.run.blueprint.config.inference_model
@@ -403,10 +399,10 @@ class _Rehearsal:
         self.source.publish(self.learner.weights(), self.learner.version)
         self.measured.steps_s[0] += time.perf_counter() - start
         mean, largest = check_mismatch(self.learner, self.source, inference.check_sync_tolerance)
-        check.found = f"log-probs of engine and trainer differ by {mean:.2g} nats on average, {largest:.2g} at most"
+        check.details = f"log-probs of engine and trainer differ by {mean:.2g} nats on average, {largest:.2g} at most"
 
     def _steps(self, check: Check) -> None:
-        """Time steps as in ``fit``, as long as there is time."""
+        """Time a few more steps."""
         learner, source, times = self.learner, self.source, self.measured.steps_s
         first = start = time.perf_counter()
         while len(times) < min(_MOST_STEPS, self.left) and (
@@ -417,10 +413,10 @@ class _Rehearsal:
             end = time.perf_counter()
             times.append(end - start)
             start = end
-        check.found = f"first step {times[0]:.2f} s, then {len(times) - 1} at {self.measured.step_s:.2f} s each"
+        check.details = f"first step {times[0]:.2f} s, then {len(times) - 1} at {self.measured.step_s:.2f} s each"
 
     def _evaluation(self, check: Check) -> None:
-        """Time an evaluation, by playing it unless it takes too long."""
+        """Time an evaluation, or estimate it if it would take too long."""
         blueprint, measured = self.run.blueprint, self.measured
         envs = (blueprint.greedy_env, blueprint.sampled_env)
         greedy, sampled = (0 if env is None else env.batch_size[0] for env in envs)
@@ -431,7 +427,7 @@ class _Rehearsal:
         each = sampling_s / blueprint.config.dialog_turns_per_batch
         if (2 * greedy + sampled) * each > _EVALUATION_S:
             measured.greedy_s, measured.sampled_s = greedy * each, (greedy + sampled) * each
-            check.found = (
+            check.details = (
                 f"skipped: would take about {measured.sampled_s:.0f} s with "
                 f"pass@{blueprint.config.evaluation.k}"
             )
@@ -441,11 +437,11 @@ class _Rehearsal:
             metrics, _ = self.source.evaluate(sampled=name == "sampled_s")
             setattr(measured, name, time.perf_counter() - start)
         name = "eval/pass@1"
-        check.found = (
+        check.details = (
             f"pass@1 {accuracy(metrics, name)}" if name in metrics else "other test sets only"
         )
         if metrics.get("eval/invalid_fraction"):
-            check.look(f"{percent(metrics['eval/invalid_fraction'])} of the rewards are invalid")
+            check.warn(f"{percent(metrics['eval/invalid_fraction'])} of the rewards are invalid")
 
     def _report(self, check: Check) -> None:
         start = time.perf_counter()
@@ -458,7 +454,7 @@ class _Rehearsal:
 def _disk(directory: Path, expected: Forecast | None, check: Check) -> None:
     """Check the disk space for the run's files."""
     there, free = room_at(directory)
-    check.found = f"{size(free)} free in {there}"
+    check.details = f"{size(free)} free in {there}"
     if not os.access(there, os.W_OK):
         raise ValueError(f"hydra.run.dir={directory} must be writable: use another folder.")
     if expected is not None:
@@ -466,12 +462,11 @@ def _disk(directory: Path, expected: Forecast | None, check: Check) -> None:
 
 
 def _remove_empty(directory: Path) -> None:
-    """Remove the empty folder that Hydra made and, below the current one, empty folders above it."""
+    """Remove the empty folder that Hydra made, and empty parents below the current folder."""
     here, directory = Path.cwd(), directory.absolute()
+    started_at = time.time() - startup.elapsed() - 1
     with suppress(OSError):
-        if (
-            directory.stat().st_ctime > time.time() - startup.elapsed() - 1
-        ):  # else it was there before
+        if directory.stat().st_ctime > started_at:
             directory.rmdir()
             for folder in directory.parents:
                 if folder == here or not folder.is_relative_to(here):

@@ -33,15 +33,15 @@ class Measured:
     """Measurements of a run, in seconds and bytes.
 
     Attributes:
-        start_s: until the first rollout, imports included.
-        steps_s: of the steps, the first one first.
-        greedy_s, sampled_s: of an evaluation, and of one with pass@k.
-        report_s: of the report.
-        checkpoint_bytes, model_bytes: of a checkpoint, and of the model that is written at the end.
-        sample_bytes: of a row of samples.jsonl.
-        memory: peak, by device.
-        steps_done: by the run that goes on.
-        prompt_tokens, response_tokens: in the middle and on average; 0 where nothing was sampled.
+        start_s: time until the first rollout, imports included.
+        steps_s: time of each step.
+        greedy_s, sampled_s: time of an evaluation, and of one with pass@k.
+        report_s: time of the report.
+        checkpoint_bytes, model_bytes: size of a checkpoint, and of the exported model.
+        sample_bytes: size of a row of samples.jsonl.
+        memory: peak by device.
+        steps_done: steps of the run that is resumed.
+        prompt_tokens, response_tokens: median and mean length; 0 if nothing was sampled.
     """
 
     start_s: float = 0.0
@@ -59,7 +59,7 @@ class Measured:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step: the mean of those after the first one, if there were any."""
+        """Return the seconds of a step: the mean without the first one, if there are others."""
         return fmean(self.steps_s[1:] or self.steps_s or [0.0])
 
 
@@ -68,12 +68,12 @@ class Forecast:
     """Time, disk and memory that a run will take.
 
     Attributes:
-        seconds: of each kind of work.
+        seconds: time of each kind of work.
         writes: checkpoints and models.
-        beside_bytes: of everything else in its folder.
-        memory: peak, by device.
-        lengths: tokens of a response as measured, and the most that it may have.
-        growth: of the tokens of a sequence, from the ones to the others.
+        beside_bytes: size of everything else in the run's folder.
+        memory: peak by device.
+        lengths: measured and maximum number of tokens of a response.
+        growth: ratio of the sequence lengths that go with them.
     """
 
     seconds: dict[str, float]
@@ -85,23 +85,23 @@ class Forecast:
 
     @property
     def disk_bytes(self) -> int:
-        """Maximum bytes of its folder."""
+        """Return the maximum size of the run's folder."""
         return self.writes.bytes + self.beside_bytes
 
     @property
     def total_s(self) -> float:
-        """Seconds of the whole run."""
+        """Return the seconds of the whole run."""
         return sum(self.seconds.values())
 
     @property
     def longest_s(self) -> float:
-        """Seconds if every response had the maximum length: training changes lengths."""
+        """Return the seconds if every response had the maximum length."""
         return self.total_s + (self.growth - 1) * (
             self.seconds["steps"] + self.seconds["evaluations"]
         )
 
     def rows(self) -> list[dict[str, Any]]:
-        """The forecast as rows of a table."""
+        """Return the forecast as rows of a table."""
         parts = ", ".join(
             f"{name} {duration(value)}" for name, value in self.seconds.items() if value >= 0.5
         )
@@ -133,8 +133,8 @@ def forecast(config: GRPOConfig, measured: Measured) -> Forecast:
     """Forecast the rest of a run.
 
     Args:
-        config: with the number of steps.
-        measured: of a few of its steps.
+        config: with a known number of steps.
+        measured: measurements of a few of its steps.
     """
     evaluation, logging, schedule, done = (
         config.evaluation,
@@ -173,13 +173,15 @@ def forecast(config: GRPOConfig, measured: Measured) -> Forecast:
 
 
 def memory_now() -> dict[str, int]:
-    """Memory in use on each NVIDIA device or, on a CPU, the peak of this process and its children."""
+    """Return the memory in use on each NVIDIA device or, on a CPU, the peak of this process and its
+    children.
+    """
     used = {name: used for name, (used, _) in accelerators_in_use().items()}
     return used or {"cpu": _peak_of_processes()}
 
 
 def _peak_of_processes() -> int:
-    """Sum of the largest resident sizes that this process and its children had."""
+    """Return the sum of the peak resident sizes of this process and its children."""
     if not sys.platform.startswith("linux"):
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
             1 if sys.platform == "darwin" else 1024
@@ -187,6 +189,6 @@ def _peak_of_processes() -> int:
     peak = 0
     for pid in (os.getpid(), *descendants(os.getpid())):
         with suppress(OSError):  # it has ended
-            found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
-            peak += int(found[1]) * 1024 if found else 0
+            match = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+            peak += int(match[1]) * 1024 if match else 0
     return peak

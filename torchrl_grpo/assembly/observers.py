@@ -1,7 +1,7 @@
 """Observers of a run: its metrics, console, alarms, samples, checkpoints and timeline.
 
-An observer writes down what the loop says, and decides nothing about training. ``Limits`` alone may
-end the run.
+An observer records events of the loop and has no influence on training. Only ``Limits`` may end the
+run.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _SHOWN = 4
 
 
 class FolderGuard(Observer):
-    """Ends the run if its folder was moved or removed, before a step is recorded and saved.
+    """End of a run whose folder was moved or removed, before a step is recorded and saved.
 
     Args:
-        lock: on the run's folder.
+        lock: lock of the run's folder.
     """
 
     def __init__(self, lock: FolderLock) -> None:
@@ -51,19 +51,19 @@ class FolderGuard(Observer):
 
 
 class Recorder(Observer):
-    """Writes the metrics and samples of each step, and shows them.
+    """Recorder of the metrics and samples of each step, which it also shows.
 
     Args:
-        learner: gives the samples of the batch that it trained.
-        logger: writes.
-        console: shows.
-        alarms: judges the steps.
+        learner: returns the samples of the latest batch.
+        logger: writes metrics and samples.
+        console: shows them.
+        alarms: checks the metrics.
 
     Keyword Args:
-        schedule: of the run.
+        schedule: schedule of the run.
         sequences_per_batch: for the progress bar.
         sample_frequency: steps between tables of samples.
-        sample_rows: samples that are written then, rounded up to whole groups; None is all.
+        sample_rows: samples of each table, rounded up to whole groups; None is all.
     """
 
     def __init__(
@@ -86,18 +86,14 @@ class Recorder(Observer):
         self._sequences = sequences_per_batch
         self._sample_frequency = sample_frequency
         self._sample_rows = sample_rows
-        self._shown = False  # the progress
-        self._unlogged: Mapping[str, float] | None = (
-            None  # of a step that is trained and not written down
-        )
-        for row in read_jsonl(
-            logger.directory / METRICS_FILE
-        ):  # of a run that goes on in its own folder
+        self._has_progress_bar = False
+        self._unlogged: Mapping[str, float] | None = None  # of a trained step
+        for row in read_jsonl(logger.directory / METRICS_FILE):  # if it resumes in its own folder
             alarms.take(row)
 
     def stage(self, kind: str, step: int, what: str) -> None:
-        if kind in ("evaluate", "wait") and not self._shown:
-            self._shown = True
+        if kind in ("evaluate", "wait") and not self._has_progress_bar:
+            self._has_progress_bar = True
             done = step - (kind == "wait")
             total = self._num_batches * self._sequences
             self._console.start(done * self._sequences, total, evaluates=kind == "evaluate")
@@ -122,15 +118,17 @@ class Recorder(Observer):
         )
 
     def interrupted(self) -> None:
-        """Record a step that was trained."""
+        """Record a step that was trained but not recorded."""
         try:
             if self._unlogged is not None and self._learner.resumable:
                 self._record(self._learner.version, self._unlogged)
         except RunLostError:
             pass
         except Exception as error:  # it must not cost the checkpoint
-            why = f"{type(error).__name__}: {error}"
-            torchrl_logger.warning(f"Step {self._learner.version} is not all written down ({why}).")
+            reason = f"{type(error).__name__}: {error}"
+            torchrl_logger.warning(
+                f"Step {self._learner.version} is only partly logged ({reason})."
+            )
 
     def _record(self, step: int, metrics: Mapping[str, float]) -> None:
         self._logger.log(step, metrics)
@@ -144,15 +142,15 @@ class Recorder(Observer):
 
 
 class Limits(Observer):
-    """Ends a run that learns nothing, after it was saved.
+    """End of a run that learns nothing, after it was saved.
 
     Args:
-        alarms: have judged the steps.
+        alarms: have checked the metrics.
 
     Keyword Args:
-        schedule: of the run.
-        max_steps_without_signal: steps in a row without a difference of rewards in any group that
-            end the run; None never does.
+        schedule: schedule of the run.
+        max_steps_without_signal: number of consecutive steps without different rewards in any group
+            that ends the run; None disables it.
     """
 
     def __init__(
@@ -163,35 +161,34 @@ class Limits(Observer):
         self._limit = max_steps_without_signal
 
     def checked(self, step: int) -> None:
-        without = self._alarms.steps_without_signal
-        if self._limit is not None and without >= self._limit and self._schedule.left(step):
+        steps = self._alarms.steps_without_signal
+        if self._limit is not None and steps >= self._limit and self._schedule.left(step):
             raise NoSignalError(
-                f"{without} steps in a row had no learning signal: all rewards of each group are "
+                f"{steps} steps in a row had no learning signal: all rewards of each group are "
                 f"equal or not valid; train.max_steps_without_signal={self._limit}. The alarms "
                 "above and docs/troubleshooting.md say what to do."
             )
 
     def ended(self, step: int) -> None:
         """Raise an error if no reward of the run was valid."""
-        without = self._alarms.steps_without_reward
-        if without:
+        steps = self._alarms.steps_without_reward
+        if steps:
             raise NoSignalError(
-                f"env.reward must give valid rewards, it gave none in the {without} steps of the "
+                f"env.reward must give valid rewards, but it gave none in the {steps} steps of the "
                 "run: the log above has the first error of each kind. Call the reward function by "
                 "hand with a row of samples.jsonl."
             )
 
 
 class Saver(Observer):
-    """Writes checkpoints, each with the state of the rollouts from when the trained batch was
-    taken.
+    """Writer of checkpoints, each with the state of the rollouts from when the batch was taken.
 
     Args:
         learner: saves itself.
-        rollouts: have a state.
+        rollouts: their state is saved.
         checkpointer: writes the files.
         export: writes the model of the current step.
-        schedule: of the run.
+        schedule: schedule of the run.
     """
 
     def __init__(
@@ -207,7 +204,9 @@ class Saver(Observer):
         self._checkpointer = checkpointer
         self._export = export
         self._schedule = schedule
-        self._first = self._saved = self._whole = learner.version  # being written, and on the disk
+        self._first = learner.version
+        self._saved = self._first  # or being written
+        self._complete = self._first  # on the disk
         self._reference_version = 0
         self._evaluated: dict[int, Mapping[str, float]] = {}
         self._states = {
@@ -228,33 +227,30 @@ class Saver(Observer):
 
     def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
         if self._schedule.saves(step):
-            self._finish_or_say_why(NotSavedError)
-            self._save_or_say_why(NotSavedError)
+            self._finish_or_warn(NotSavedError)
+            self._save_or_warn(NotSavedError)
         if self._schedule.exports(step):
-            self._export_or_say_why()
+            self._export_or_warn()
 
     def interrupted(self) -> None:
         reasons = (NotSavedError, NonFiniteError, OSError)
         with shielded():
-            self._finish_or_say_why((RunLostError, OSError))
-            self._save_or_say_why(reasons)
-            self._finish_or_say_why((RunLostError, OSError))
+            self._finish_or_warn((RunLostError, OSError))
+            self._save_or_warn(reasons)
+            self._finish_or_warn((RunLostError, OSError))
 
     def ended(self, step: int) -> None:
-        self._finish_or_say_why(NotSavedError)
+        self._finish_or_warn(NotSavedError)
         self._save()
         self._learner.finish_save()
 
     def _save(self) -> None:
-        """Save, unless this step is already saved; never in the middle of a step."""
+        """Save this step, unless it is saved or incomplete."""
         version = self._learner.version
         if not self._learner.resumable:
-            some = self._saved != self._first
-            last = (
-                f"the last checkpoint is of step {self._saved}"
-                if some
-                else "no checkpoint was written"
-            )
+            last = "no checkpoint was written"
+            if self._saved != self._first:
+                last = f"the last checkpoint is of step {self._saved}"
             torchrl_logger.warning(f"stopped inside step {version + 1}: {last}.")
         elif self._saved != version:
             state = self._states[version] | {"reference_version": self._reference_version}
@@ -262,29 +258,29 @@ class Saver(Observer):
             self._learner.save(self._checkpointer, state)
             self._saved = version
 
-    def _save_or_say_why(self, reasons: type[Exception] | tuple[type[Exception], ...]) -> None:
-        """Save, or log in one line why there is no checkpoint of this step."""
+    def _save_or_warn(self, reasons: type[Exception] | tuple[type[Exception], ...]) -> None:
+        """Save, or log why there is no checkpoint of this step."""
         try:
             self._save()
         except reasons as error:
-            self._say_unsaved(self._learner.version, error)
+            self._warn_unsaved(self._learner.version, error)
 
-    def _finish_or_say_why(self, reasons: type[Exception] | tuple[type[Exception], ...]) -> None:
-        """Wait for the checkpoint in progress, or log in one line why it failed."""
+    def _finish_or_warn(self, reasons: type[Exception] | tuple[type[Exception], ...]) -> None:
+        """Wait for the checkpoint in progress, or log why it failed."""
         try:
             self._learner.finish_save()
         except reasons as error:
-            self._say_unsaved(self._saved, error)
-            self._saved = self._whole
-        self._whole = self._saved
+            self._warn_unsaved(self._saved, error)
+            self._saved = self._complete
+        self._complete = self._saved
 
-    def _say_unsaved(self, version: int, error: Exception) -> None:
+    def _warn_unsaved(self, version: int, error: Exception) -> None:
         last = self._checkpointer.latest()
         before = "there is none before it" if last is None else f"the one before it is {last.name}"
         torchrl_logger.warning(f"Step {version} is not saved, {before}: {error}.")
 
-    def _export_or_say_why(self) -> None:
-        """Export the model of this step, or log in one line why it failed."""
+    def _export_or_warn(self) -> None:
+        """Export the model of this step, or log why it failed."""
         self._checkpointer.metrics = dict(self._evaluated.get(self._learner.version, {}))
         try:
             self._export()
@@ -295,10 +291,10 @@ class Saver(Observer):
 
 
 class Timeline(Observer):
-    """Records when each stage began and how long it took, and names it for the stall watch.
+    """Recorder of the start and duration of each stage, which also names it for the stall watch.
 
     Args:
-        rollouts: know what the actors did.
+        rollouts: return the spans of their workers.
         logger: writes ``timeline.jsonl``.
     """
 

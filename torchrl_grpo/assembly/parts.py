@@ -1,14 +1,14 @@
-"""Makes the parts of a role from a blueprint and a device: the only place that makes engines,
-models and environments.
+"""Parts of a role from a blueprint and a device: the only place that makes engines and models.
 
-The driver of a local run calls these functions, and so do the actors of a distributed one, each in
-its own process.
+The driver of a local run calls these functions. In a distributed run each actor calls them in its
+own process.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -40,6 +40,7 @@ from torchrl_grpo.models.divergence import Teacher
 from torchrl_grpo.models.memory import BYTES, weight_bytes
 from torchrl_grpo.models.scoring import AdapterOffScorer, TokenScorer
 from torchrl_grpo.models.sharding import loading_device, lone_mesh, shard_model
+from torchrl_grpo.runtime.actors import own_address
 from torchrl_grpo.runtime.placement import own_device
 from torchrl_grpo.runtime.reference import Reference
 from torchrl_grpo.transforms.kl_scoring import KLScoring
@@ -61,27 +62,27 @@ def make_learner(
         blueprint: checked.
         transfer: how its weights reach the engines; see ``transfer_kind``.
         mesh: the ranks that the model is sharded over, None for one rank.
-        device: of this rank; by default the first one that this process sees, here and below.
+        device: of this rank; by default, here and below, the first one that this process sees.
     """
     if blueprint.config.evaluates_served:
         return Untrained()
     device = device or own_device()
     say(f"loading the model {blueprint.config.model.name}")
     config, lora = blueprint.config, blueprint.config.train_model.lora.enabled
-    if mesh is None and config.train_model.cpu_offload:  # which is a matter of sharding
+    if mesh is None and config.train_model.cpu_offload:  # which is a feature of sharding
         mesh = lone_mesh(device)
     random.seed(config.seed)
     torch.manual_seed(config.seed)
     trainer = make_trainer(blueprint, device, mesh)
     transforms = batch_transforms(config, blueprint.task.part_weights)
     if config.learner_scores:
-        temperature = config.inference_model.temperature
-        scorer = (
-            AdapterOffScorer(trainer.model, temperature=temperature)
-            if lora
-            else _sharded(blueprint, device, mesh)
-        )
-        transforms.insert(0, ("reference", _kl_scoring(config, scorer)))
+        scorer: TokenScorer
+        if lora:
+            temperature = config.inference_model.temperature
+            scorer = AdapterOffScorer(trainer.model, temperature=temperature)
+        else:
+            scorer = _load_scorer(config, "ref_model", device, mesh)
+        transforms.insert(0, ("reference", KLScoring(scorer, **_passes(config))))
     model = config.model
     base = loading.CheckpointModel(
         model.source,
@@ -93,16 +94,15 @@ def make_learner(
         transfer,
         dtype=_dtype(config.inference_model.dtype),
         lora_base=base if lora else None,
-        host=_own_address() if transfer.kind in ("nccl", "ipc") else "",
+        host=own_address() if transfer.kind in ("nccl", "ipc") else "",
     )
-    sampled = not config.policy.demonstrations
     learner = Learner(
         trainer,
         transforms,
         sender,
         blueprint.tokenizer,
         makes_room=blueprint.sleeps,
-        sampled=sampled,
+        sampled=not config.policy.demonstrations,
     )
     if blueprint.resume is not None:
         restore(learner, blueprint.resume)
@@ -112,9 +112,7 @@ def make_learner(
 def make_trainer(
     blueprint: Blueprint, device: torch.device, mesh: DeviceMesh | None = None
 ) -> GRPOTrainer:
-    """The trainer with its model, loss and optimizer; the model is sharded over the ranks of a
-    mesh.
-    """
+    """Make the trainer with its model, which is sharded over a mesh, loss and optimizer."""
     config = blueprint.config
     train, settings = config.train_model, config.optimizer
     # Sharding moves the model to its device layer by layer: it need not fit there as a whole.
@@ -129,7 +127,7 @@ def make_trainer(
     if config.teacher_in_loss:
         scorer.distill_from(_teacher_head(config, device))
     loss = make_loss(config, scorer)
-    for name, buffer in loss.named_buffers(recurse=False):  # the model is where it belongs
+    for name, buffer in loss.named_buffers(recurse=False):  # the model has its device already
         setattr(loss, name, buffer.to(device))
     optimizer = make_optimizer(
         [parameter for parameter in model.parameters() if parameter.requires_grad],
@@ -161,7 +159,7 @@ def make_trainer(
 
 
 def make_model(config: GRPOConfig, device: torch.device) -> nn.Module:
-    """The model that is trained, as it is before the first step, with its adapters."""
+    """Make the trained model, as before the first step, with its adapters."""
     model: nn.Module = _load(config, "train_model", device)
     lora = config.train_model.lora
     if not lora.enabled:
@@ -180,15 +178,14 @@ def make_sampler(
     number: int = 0,
     device: torch.device | None = None,
 ) -> Sampler:
-    """A sampler.
+    """Make a sampler.
 
     Args:
         blueprint: checked.
-        task_groups: groups of a rollout task; the engine is then one that several may call at a
-            time, where there is such a one and it need not sleep. None is a sampler that plays
-            whole batches.
+        task_groups: groups of a rollout task. If set, the engine takes concurrent calls, if its
+            kind can and it need not sleep. None makes a sampler that plays whole batches.
         concurrent_tasks: rollout tasks that it plays at a time.
-        number: of the sampler, from 0.
+        number: index of the sampler.
         device: of its engine, the first one of several.
     """
     config = blueprint.config
@@ -197,9 +194,9 @@ def make_sampler(
     engine = make_engine(blueprint, device or own_device(), concurrent=concurrent, number=number)
     policy = GenerationPolicy(engine, blueprint.params, rescore=_rescorer(config, engine))
 
-    shown = None
+    demonstrations = None
     if config.needs_demonstrations:
-        shown = Demonstrations(
+        demonstrations = Demonstrations(
             blueprint.train_env,
             engine,
             blueprint.params.stop_token_ids,
@@ -208,8 +205,8 @@ def make_sampler(
         )
 
     def make_collector(groups: int) -> RolloutCollector | Demonstrations:
-        if shown is not None and config.policy.demonstrations:
-            return shown
+        if demonstrations is not None and config.policy.demonstrations:
+            return demonstrations
         env = blueprint.train_env.with_rows(groups * config.env.repeats)
         return RolloutCollector(transformed(config, env), policy)
 
@@ -243,9 +240,8 @@ def make_sampler(
         overlapping=concurrent_tasks > 1,
         sleeps=blueprint.sleeps,
         reward_pool=blueprint.reward_pool,
-        demonstrations=shown if config.policy.sft_coef else None,
-        # One sampler plays all tasks in their order, and overlapping ones share an engine's draws
-        # anyway.
+        demonstrations=demonstrations if config.policy.sft_coef else None,
+        # A single sampler plays all tasks in order, and overlapping tasks share the engine's draws.
         seed=config.seed if len(blueprint.plan.inference) > 1 and concurrent_tasks == 1 else None,
     )
 
@@ -253,8 +249,8 @@ def make_sampler(
 def make_engine(
     blueprint: Blueprint, device: torch.device, *, concurrent: bool = False, number: int = 0
 ) -> Engine:
-    """The generation engine with its model; ``concurrent`` is one that many threads may call at a
-    time, if it can.
+    """Make the generation engine with its model; ``concurrent`` allows calls from many threads, if
+    its kind can.
     """
     config = blueprint.config
     request = engine_request(
@@ -270,7 +266,7 @@ def make_engine(
 def _rescorer(
     config: GRPOConfig, engine: Engine
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-    """Scorer of single responses that computes as the trainer does with ``inference_model.exact``."""
+    """Return the scorer for ``inference_model.exact``, which computes as the trainer does."""
     if not config.inference_model.exact:
         return None
     model = cast(Any, engine).model  # of each engine whose ``EngineKind.exact`` is true
@@ -283,87 +279,72 @@ def _rescorer(
 def make_reference(blueprint: Blueprint, device: torch.device | None = None) -> Reference:
     """Make a separate reference model, which scores in passes of the trainer's size and precision."""
     config = blueprint.config
-    say("loading the reference model")
-    model = _load(config, "ref_model", device or own_device()).requires_grad_(False)
-    scorer = TokenScorer(model, temperature=config.inference_model.temperature)
-    return Reference(_kl_scoring(config, scorer), makes_room=blueprint.sleeps)
+    scorer = _load_scorer(config, "ref_model", device or own_device())
+    return Reference(KLScoring(scorer, **_passes(config)), makes_room=blueprint.sleeps)
 
 
 def make_teacher(
     blueprint: Blueprint, device: torch.device | None = None, *, number: int = 0
 ) -> Reference:
-    """The teacher: a reference model with other weights, which may give states in place of
+    """Make a teacher: a reference model with other weights, which may return states instead of
     log-probs.
 
     Args:
         blueprint: checked.
-        device: of the model, where it is not on a server.
-        number: of the teacher, from 0.
+        device: of the model, unless it is on a server.
+        number: index of the teacher.
     """
     config = blueprint.config
     if config.teacher.address:
         vocabulary = blueprint.model_config.get_text_config().vocab_size
         address, top_k = config.teacher.address[number], config.policy.teacher_top_k
         return Reference(ServedTeacher(address, top_k=top_k, vocabulary=vocabulary))
-    say(f"loading the teacher {config.teacher.model}")
-    model = _load_teacher(config, device or own_device()).requires_grad_(False)
-    scorer = TokenScorer(model, temperature=config.inference_model.temperature)
+    scorer = _load_scorer(config, "teacher", device or own_device())
+    scoring: KLScoring
     if config.teacher_in_loss:
-        states = TeacherStates(scorer, top_k=config.policy.teacher_top_k, **_passes(config))
-        return Reference(states, makes_room=blueprint.sleeps)
-    scoring = KLScoring(scorer, out_key=keys.TEACHER_LOG_PROBS, **_passes(config))
+        scoring = TeacherStates(scorer, top_k=config.policy.teacher_top_k, **_passes(config))
+    else:
+        scoring = KLScoring(scorer, out_key=keys.TEACHER_LOG_PROBS, **_passes(config))
     return Reference(scoring, makes_room=blueprint.sleeps)
 
 
 def _teacher_head(config: GRPOConfig, device: torch.device) -> Teacher:
-    """The divergence from the teacher that the loss takes, with the teacher's LM head where that is
-    needed.
-    """
+    """Return the divergence from the teacher for the loss, with the teacher's LM head if needed."""
     policy = config.policy
     beta = {"forward": 0.0, "reverse": 1.0}.get(policy.teacher_divergence, policy.teacher_beta)
     if policy.teacher_top_k is not None:
         return Teacher(beta)
-    head = _load_teacher(config, torch.device("cpu")).get_output_embeddings()
+    head = _load(config, "teacher", torch.device("cpu")).get_output_embeddings()
     bias = None if head.bias is None else head.bias.detach().to(device)
     return Teacher(beta, head.weight.detach().to(device), bias)
 
 
-def _sharded(blueprint: Blueprint, device: torch.device, mesh: DeviceMesh | None) -> TokenScorer:
-    """The scorer of a reference model that lies on the training ranks as the trained model does."""
-    config = blueprint.config
-    say("loading the reference model")
-    model = _load(
-        config, "ref_model", device if mesh is None else loading_device(mesh)
-    ).requires_grad_(False)
-    scorer = TokenScorer(
-        model, temperature=config.inference_model.temperature
-    )  # before sharding: it checks itself
+def _load_scorer(
+    config: GRPOConfig, role: str, device: torch.device, mesh: DeviceMesh | None = None
+) -> TokenScorer:
+    """Load a frozen model that scores; on a mesh it is sharded like the trained model."""
+    name = f"teacher {config.teacher.model}" if role == "teacher" else "reference model"
+    say(f"loading the {name}")
+    model = _load(config, role, device if mesh is None else loading_device(mesh))
+    model.requires_grad_(False)
+    # before sharding: it checks itself
+    scorer = TokenScorer(model, temperature=config.inference_model.temperature)
     if mesh is not None:
         offload = config.train_model.cpu_offload
         shard_model(model, mesh, param_dtype=_autocast_dtype(config), cpu_offload=offload)
     return scorer
 
 
-def _kl_scoring(config: GRPOConfig, scorer: TokenScorer) -> KLScoring:
-    return KLScoring(scorer, **_passes(config))
-
-
 def _passes(config: GRPOConfig) -> dict[str, Any]:
-    """Size and precision of scoring passes: those of the trainer."""
+    """Return the size and precision of scoring passes: those of the trainer."""
     return {
         "max_tokens": config.train.micro_batch_tokens,
         "autocast_dtype": _autocast_dtype(config),
     }
 
 
-def _own_address() -> str:
-    from torchrl_grpo.runtime.actors import own_address
-
-    return own_address()
-
-
 def _autocast_dtype(config: GRPOConfig) -> torch.dtype | None:
-    """Dtype that the training step computes in; None is the dtype of the weights."""
+    """Return the dtype that the training step computes in; None is that of the weights."""
     return {"full": None, "bf16": torch.bfloat16, "fp16": torch.float16}[
         config.train.mixed_precision
     ]
@@ -374,42 +355,37 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _load_teacher(config: GRPOConfig, device: torch.device) -> Any:
-    with naming_teacher():
-        return _load(config, "teacher", device)
-
-
 def _load(config: GRPOConfig, role: str, device: torch.device) -> Any:
-    """The model of a role, on its device.
+    """Load the model of a role onto its device.
 
     Raises:
         MemoryShortError: the device has no room for it.
     """
     model, dtype = config.model, getattr(config, role).dtype
-    name, arguments = model.source, config.train_model.model_kwargs
-    if role == "teacher":
-        name, arguments = config.teacher.model or "", None  # which are of another model
+    is_teacher = role == "teacher"
+    name = config.teacher.model or "" if is_teacher else model.source
+    arguments = None if is_teacher else config.train_model.model_kwargs
     try:
-        return loading.load_model(
-            name,
-            dtype=_dtype(dtype),
-            device=device,
-            attn_implementation=model.attn_implementation,
-            trust_remote_code=model.trust_remote_code,
-            arguments=arguments,
-        )
+        with naming_teacher() if is_teacher else nullcontext():
+            return loading.load_model(
+                name,
+                dtype=_dtype(dtype),
+                device=device,
+                attn_implementation=model.attn_implementation,
+                trust_remote_code=model.trust_remote_code,
+                arguments=arguments,
+            )
     except torch.OutOfMemoryError as error:
-        found = loading.load_config(
+        model_config = loading.load_config(
             name, trust_remote_code=model.trust_remote_code, arguments=arguments
         )
-        shape = loading.config_shape(found, trust_remote_code=model.trust_remote_code)
+        shape = loading.config_shape(model_config, trust_remote_code=model.trust_remote_code)
         weights = weight_bytes(shape, BYTES[dtype])
-        knobs = (
-            {f"{role}.dtype=bfloat16": weights // 2}
-            if dtype == "float32" and role != "train_model"
-            else {}
-        )
-        knobs |= {"train_model.num_devices=2": weights // 2} if role == "train_model" else {}
+        savings = {}
+        if role == "train_model":
+            savings = {"train_model.num_devices=2": weights // 2}
+        elif dtype == "float32":
+            savings = {f"{role}.dtype=bfloat16": weights // 2}
         raise memory_short(
-            error, f"Loading {name} for {role}", {"weights": weights}, knobs
+            error, f"Loading {name} for {role}", {"weights": weights}, savings
         ) from error

@@ -1,9 +1,8 @@
-"""``ThreadDriver``: runs the coroutines of ``Rollouts`` in an event loop in its own thread, also
-between questions.
+"""``ThreadDriver``: runs the coroutines of ``Rollouts`` in an event loop in a thread of its own.
 
-Each question waits for its answer with a bound. All else runs in that loop, and a state changes
-between two ``await`` only: so no lock is needed, what ``until`` waits for holds when it returns,
-and the caller's thread never touches it.
+The caller waits in ``run``, with a time limit. All else runs in the event loop, where state changes
+only between two ``await``: so no lock is needed, and a condition that ``until`` waits for still
+holds when it returns.
 """
 
 from __future__ import annotations
@@ -27,19 +26,19 @@ T = TypeVar("T")
 
 
 class ThreadDriver:
-    """Runs actors, each with a life: start, work, be lost, start again.
+    """Driver of actors. Each one starts, works, and is started again when it is lost.
 
-    Every method but ``close`` raises what has ended the work of the actors:
+    Every method but ``close`` raises the error that has ended the run:
 
     - ``WorkersLostError``: all actors of a kind have been gone for too long;
-    - ``WaitedTooLongError``: no answer, and no sign of life from any actor;
-    - what an actor's work raised.
+    - ``WaitedTooLongError``: no result, and no sign of life from any actor;
+    - an exception from an actor's method.
 
     Attributes:
-        overlaps: whether work goes on between two questions.
+        overlaps: whether jobs also run between two calls of ``run``.
 
     Keyword Args:
-        actor_timeout_s: seconds in which an actor must do what it is asked, or be replaced.
+        actor_timeout_s: time limit of an actor's method, in seconds; a late actor is replaced.
         recovery_timeout_s: how long all actors of a kind may be gone before the run ends.
     """
 
@@ -61,20 +60,19 @@ class ThreadDriver:
         self._thread.start()
 
     def start(self, make: Make, kinds: Sequence[Work], missing: Callable[[], str]) -> None:
-        """Begin the lives of all actors; return at once.
+        """Begin to start all actors; return at once.
 
         Args:
-            make: makes the part of a place.
-            kinds: the places of each kind, with the rounds of work that are made there again and
-                again.
-            missing: says what is waited for, in words.
+            make: makes the part of a worker.
+            kinds: workers of each kind, with the jobs that each repeats.
+            missing: describes what the run waits for.
         """
         self._missing = missing
         self.run(self._begin(make, kinds))
 
     async def _begin(self, make: Make, kinds: Sequence[Any]) -> None:
         self._workers = [worker for work in kinds for worker in work]
-        # Who comes last in a task's way begins first: samplers may wait for reference models.
+        # The last workers that a task visits start first: samplers may wait for reference models.
         actor_tasks = [
             self._supervise(worker, make, jobs)
             for work in reversed(kinds)
@@ -84,45 +82,45 @@ class ThreadDriver:
         self._actor_tasks = [asyncio.create_task(self._guard(task)) for task in actor_tasks]
 
     def run(self, coro: Coroutine[Any, Any, T], progress_note: str = "") -> T:
-        """Return the answer to a question; it must come while some actor shows signs of life.
+        """Return the result of a coroutine; it must come while some actor shows signs of life.
 
-        An actor that is late and then replaced is silent for twice its time-out: only a longer
+        An actor that is late and then replaced is silent for twice its time limit: only a longer
         silence ends the wait.
 
         Args:
-            question: waits with ``until``.
-            noted: what takes long, in words; the limit of a call, and not of a stage, ends it.
+            coro: waits with ``until``.
+            progress_note: names work that may take longer than ``train.stall_timeout_s``: it is
+                repeated as a sign of progress, and the time limit of a call applies instead.
         """
         if self._closed or self._error is not None:
             coro.close()
             raise self._error or RuntimeError("the rollouts are closed: make new ones.")
-        start, longest_s = time.monotonic(), 2 * self.actor_timeout_s
-        answer = asyncio.run_coroutine_threadsafe(coro, self._loop)
+        start = time.monotonic()
+        longest_s = 2 * self.actor_timeout_s
+        future = asyncio.run_coroutine_threadsafe(coro, self._loop)
         try:
             while True:
                 try:
-                    return answer.result(_TICK_S)
+                    return future.result(_TICK_S)
                 except TimeoutError:
-                    if answer.done():
+                    if future.done():
                         raise
                 if progress_note:
                     stalls.note(progress_note)
-                if (
-                    time.monotonic() - max([start, *(worker.heard_at for worker in self._workers)])
-                    > longest_s
-                ):
+                heard_at = max([start, *(worker.heard_at for worker in self._workers)])
+                if time.monotonic() - heard_at > longest_s:
                     raise WaitedTooLongError(
                         f"heard nothing from any actor for {longest_s:g} s, twice "
                         f"ray.actor_timeout_s: {self._missing()}."
                     )
         finally:
-            answer.cancel()
+            future.cancel()
 
     async def until(self, get: Callable[[], T | None]) -> T:
         """Wait until ``get`` returns something true; it is called again after each ``notify``.
 
         Raises:
-            Exception: what has ended one of the lives.
+            Exception: what has ended the work of an actor for good.
         """
         while True:
             if self._error is not None:
@@ -133,12 +131,12 @@ class ThreadDriver:
             await self._changed.wait()
 
     def notify(self) -> None:
-        """Wake those who wait for a change of the state."""
+        """Wake the coroutines that wait for a change of state."""
         self._changed.set()
         self._changed.clear()
 
     def close(self, closing: Sequence[Any]) -> None:
-        """End all actors, asking those with something to finish. May be called again."""
+        """End all actors after closing those that have something to finish. May be called again."""
         if not self._closed:
             self._closed = True
             asyncio.run_coroutine_threadsafe(self._end(closing), self._loop).result()
@@ -156,7 +154,7 @@ class ThreadDriver:
             worker.kill()
 
     async def _guard(self, task: Coroutine[Any, Any, None]) -> None:
-        """Keep the error that ends a life, for the driver to raise."""
+        """Await a task, and store the error that ends it, which ``run`` raises."""
         try:
             await task
         except Exception as error:
@@ -166,7 +164,7 @@ class ThreadDriver:
             self.notify()
 
     async def _supervise(self, worker: RayWorker, make: Make, jobs: Sequence[WorkerJob]) -> None:
-        """Start, work until the actor is lost, start again."""
+        """Start an actor, run its jobs until it is lost, and repeat."""
         while True:
             await self._start(worker, make)
             if not worker.ready:
@@ -174,15 +172,13 @@ class ThreadDriver:
             self.notify()
             try:
                 async with asyncio.TaskGroup() as group:
-                    for job in (worker.until_lost(), *map(_again, jobs)):
+                    for job in (worker.until_lost(), *map(_repeat, jobs)):
                         group.create_task(job)
             except* ActorLostError:
                 self.notify()
 
     async def _start(self, worker: RayWorker, make: Make) -> None:
-        """Make an actor. The first one must start; a replacement that cannot be made is tried
-        again.
-        """
+        """Start an actor. The first start must succeed; a replacement is tried again."""
         first = not worker.restarts
         try:
             await make(worker)
@@ -213,6 +209,6 @@ class ThreadDriver:
                 ) from last
 
 
-async def _again(one: WorkerJob) -> None:
+async def _repeat(job: WorkerJob) -> None:
     while True:
-        await one()
+        await job()

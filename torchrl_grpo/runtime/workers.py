@@ -1,7 +1,7 @@
-"""Places: homes of the parts of a run. A part is called the same way in each of them.
+"""Workers: a sampler, reference model or teacher, called the same way wherever it runs.
 
-``LocalWorker`` is this very thread. ``RayWorker`` is an actor, which may die and is then made
-again.
+``LocalWorker`` runs in this thread. ``RayWorker`` is an actor, which may die and is then replaced.
+The object in it that does the work is its part.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ class ActorLostError(Exception):
 
 
 class Worker(ABC):
-    """Home of a sampler or a reference model.
+    """Worker with a sampler, a reference model or a teacher.
 
     Attributes:
         name: for messages.
         ready: whether the part is made.
-        pid: of its process, once it is ready.
+        pid: id of its process, once it is ready.
         restarts: how many times the part was lost.
-        error: why it was lost the latest time.
-        tasks: rollout tasks that the part is at work on.
-        spans: what the part did, for the timeline; the driver's thread takes them.
-        weights: what a reference model was given last; None is the base model.
-        version: of the weights that a sampler has; None before the first.
-        updating: version of the weights that a sampler is being given.
-        engine_state: of a sampler, after its latest task.
-        responses: how many a sampler gave.
+        error: why it was last lost.
+        tasks: rollout tasks that the part works on.
+        spans: work of the part, for the timeline; the driver's thread takes them.
+        weights: latest weights of a reference model; None is the base model.
+        version: version of a sampler's weights; None before the first sync.
+        updating: version that a sampler is receiving.
+        engine_state: state of a sampler's engine after its latest task.
+        responses: number of responses that a sampler returned.
 
     Args:
         name: for messages.
@@ -90,11 +90,11 @@ class Worker(ABC):
         """Call a method of the part and return its result.
 
         Args:
-            what: what it is to do, in words.
-            method: its name.
-            *arguments: of the method.
-            groups: number of groups that the method gives beside something else; actors give
-                references to them.
+            what: description of the work, for messages.
+            method: name of the method.
+            *arguments: its arguments.
+            groups: number of groups in the result, which is then a pair of something else and the
+                groups; actors return references to them.
 
         Raises:
             ActorLostError: the actor is gone or late.
@@ -106,10 +106,10 @@ class Worker(ABC):
         """Let a sampler finish. May be called again."""
 
     def did(self) -> None:  # noqa: B027
-        """Note that the part has done its work."""
+        """Record that the part has done its work."""
 
     def _note(self, method: str, began_at: float, result: Any) -> None:
-        """Add a call of the part, which ends now, to the timeline."""
+        """Add a call of the part that has just ended to the timeline."""
         if isinstance(result, RolloutReport):
             self.spans.extend(result.spans(self.name, began_at))
         elif method in _KINDS:
@@ -121,7 +121,7 @@ class Worker(ABC):
 
 
 class LocalWorker(Worker):
-    """A part in this thread: its coroutines never wait, so they need no event loop.
+    """Worker in this thread: its coroutines never wait, so they need no event loop.
 
     Attributes:
         part: once it is made.
@@ -154,23 +154,23 @@ class LocalWorker(Worker):
 
 
 class RayWorker(Worker):
-    """A part as an actor, and its replacements. It belongs to the event loop in which ``start`` was
-    called.
+    """Worker with an actor and its replacements. It belongs to the event loop in which ``start``
+    was called.
 
     Attributes:
-        role: kind of part, and its process's name: ``ray::SamplerActor.play`` while a "sampler 0"
-            plays.
-        actor: the handle of the current actor, None while there is none.
-        alive_at: when the last of its actors was lost that had done something, or had nothing to
-            do; at first when it was made itself (``time.monotonic``).
-        heard_at: when an actor last gave an answer (``time.monotonic``).
-        timeout_s: longest wait for an answer.
+        role: kind of worker, in the name of its process: ``ray::SamplerActor.play`` while
+            "sampler 0" plays.
+        actor: handle of the current actor; None without one.
+        alive_at: when it last lost an actor that had done some work or had none to do; at first,
+            when the worker was made (``time.monotonic``).
+        heard_at: when an actor last returned a result (``time.monotonic``).
+        timeout_s: time limit of a call.
 
     Args:
         name: for messages.
         factory: makes the part of an actor.
-        options: Ray's, for the actor.
-        timeout_s: longest wait for an answer, and for the start of an actor.
+        options: Ray's options for the actor.
+        timeout_s: time limit of a call, and of the start of an actor.
     """
 
     def __init__(
@@ -185,14 +185,13 @@ class RayWorker(Worker):
         self._start_timeout_s = timeout_s
         self._failures = 0  # in a row
         self._useful = True
-        self._asked = 0  # questions without an answer
+        self._open_calls = 0
         self._lost: asyncio.Future[BaseException]
 
     async def start(self, *arguments: Any) -> None:
         """Make an actor and wait until its part is made; after repeated failures, pause first."""
-        await asyncio.sleep(
-            0 if self._failures < 2 else min(2.0 ** (self._failures - 1), _LONGEST_PAUSE_S)
-        )
+        pause_s = 0 if self._failures < 2 else min(2.0 ** (self._failures - 1), _LONGEST_PAUSE_S)
+        await asyncio.sleep(pause_s)
         self.actor = start_actor(self.role, self._factory, self._options)
         self._lost = asyncio.get_running_loop().create_future()
         self.pid = await self._answer(
@@ -204,35 +203,33 @@ class RayWorker(Worker):
         if self._lost.done():
             raise ActorLostError(self._lost.result())
         remote = self.actor.call_for_groups if groups else self.actor.call
-        options = {
-            "name": f"{self.role}.{method}",
-            "num_returns": 1 + groups,
-        }  # the name is that of the process
-        given = remote.options(**options).remote(method, *arguments)
-        first, *references = given if groups else [given]
-        answer = await self._answer(what, method, first, self.timeout_s)
-        return (answer, references) if groups else answer
+        # the name is shown as the process's
+        remote = remote.options(name=f"{self.role}.{method}", num_returns=1 + groups)
+        returned = remote.remote(method, *arguments)
+        first, *references = returned if groups else [returned]
+        result = await self._answer(what, method, first, self.timeout_s)
+        return (result, references) if groups else result
 
     async def _answer(self, what: str, method: str, reference: Any, timeout_s: float) -> Any:
-        """Return what a reference gives; see ``call``."""
+        """Return the object of a reference; see ``call``."""
         lost = self._lost
         answer = asyncio.wrap_future(reference.future())
         began_at = clock.now()
-        self._asked += 1
+        self._open_calls += 1
         try:
             await asyncio.wait(
                 {answer, lost}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
             )
         finally:
             answered = answer.done()
-            if not answered:  # nobody waits any more; its error, if one comes, is not news
+            if not answered:  # nothing awaits it anymore, so a later error is retrieved here
                 answer.add_done_callback(lambda future: future.cancelled() or future.exception())
         error = answer.exception() if answered else None
         self._note(method, began_at, answer.result() if answered and error is None else None)
         if lost.done():
             raise ActorLostError(lost.result())
         if answered and error is None:
-            self._asked -= 1
+            self._open_calls -= 1
             self.heard_at = time.monotonic()
             return answer.result()
         if error is None:
@@ -247,19 +244,21 @@ class RayWorker(Worker):
         raise ActorLostError(await asyncio.shield(self._lost))
 
     def did(self) -> None:
-        """Note that it has done its work; only that ends a series of failures."""
-        self._failures, self._useful = 0, True
+        """Record that it has done its work; only that ends a series of failures."""
+        self._failures = 0
+        self._useful = True
 
     def lose(self, error: BaseException) -> None:
-        """End the actor and raise in everything that waits for it. May be called again."""
+        """End the actor, which raises in all coroutines that wait for it. May be called again."""
         if self.actor is None:
             return
         torchrl_logger.warning(
             f"{self.name} (process {self.pid}) is lost, a new one starts: {first_line(error)}"
         )
-        if self._useful or (self.ready and not self._asked):
+        if self._useful or (self.ready and not self._open_calls):
             self.alive_at = time.monotonic()
-        self._useful, self._asked = False, 0
+        self._useful = False
+        self._open_calls = 0
         self._failures += 1
         self.restarts += 1
         self.error = error
@@ -281,7 +280,9 @@ class RayWorker(Worker):
 
 
 def is_loss(error: BaseException) -> bool:
-    """Whether an error means that an actor or its engine is gone, not that its work raised."""
+    """Return whether an error means that an actor or its engine is gone, not that its method
+    raised.
+    """
     from ray import exceptions
 
     gone = (

@@ -1,0 +1,301 @@
+"""Layouts of a run: all roles in this thread, or actors on Ray.
+
+Both make the same two things: a learner, and the ``Rollouts`` of its samplers, reference models and
+teachers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torchrl import torchrl_logger
+
+from torchrl_grpo.assembly.blueprint import (
+    Blueprint,
+    check_devices,
+    stored_bytes,
+    task_geometry,
+)
+from torchrl_grpo.assembly.parts import make_learner, make_reference, make_sampler, make_teacher
+from torchrl_grpo.checks import InFlight
+from torchrl_grpo.config import check_one_process
+from torchrl_grpo.generation.engines import ENGINES
+from torchrl_grpo.host import stalls
+from torchrl_grpo.host.startup import say
+from torchrl_grpo.learner.learner import Learner
+from torchrl_grpo.learner.resume import refusing
+from torchrl_grpo.models.sharding import leave_mesh
+from torchrl_grpo.runtime.actors import make_seeded
+from torchrl_grpo.runtime.cluster import Cluster, require_ray, start
+from torchrl_grpo.runtime.inline_driver import InlineDriver
+from torchrl_grpo.runtime.learner import RayLearner
+from torchrl_grpo.runtime.rollouts import Rollouts
+from torchrl_grpo.runtime.staleness import GroupBuffer
+from torchrl_grpo.runtime.tasks import TaskQueue
+from torchrl_grpo.runtime.thread_driver import ThreadDriver
+from torchrl_grpo.runtime.workers import LocalWorker, RayWorker, Worker
+from torchrl_grpo.weights import Transfer
+
+
+@dataclass(frozen=True)
+class _TaskSetup:
+    """How samplers play rollout tasks.
+
+    Attributes:
+        groups: groups in a task; None is a whole batch.
+        concurrent: tasks that a sampler plays at a time.
+        in_flight: what happens to them when weights arrive; see ``AsyncVLLMEngine``.
+    """
+
+    groups: int | None = None
+    concurrent: int = 1
+    in_flight: InFlight = "wait"
+
+
+class LocalLayout:
+    """All roles in this thread."""
+
+    def check(self, blueprint: Blueprint) -> None:
+        """Check what this layout requires, before anything is loaded.
+
+        Raises:
+            ConfigError: a rule is broken.
+        """
+        check_devices(blueprint)
+        check_one_process(blueprint.config)
+
+    def make_roles(
+        self, blueprint: Blueprint, transfer: Transfer, max_staleness: int, resources: ExitStack
+    ) -> tuple[Learner, Rollouts]:
+        """Make the learner and the rollouts, and start them.
+
+        Args:
+            blueprint: checked.
+            transfer: how the weights reach the engines.
+            max_staleness: bound of the staleness.
+            resources: closes what is made here.
+
+        Raises:
+            ValueError: a part refuses its settings.
+        """
+        plan, setup = blueprint.plan, _TaskSetup()
+        # the parts of a small model change it
+        resources.callback(torch.set_num_threads, torch.get_num_threads())
+        if blueprint.config.train_model.cpu_offload:
+            resources.callback(leave_mesh)
+        learner = make_learner(_without_tests(blueprint), transfer, device=plan.train[0])
+        resources.callback(learner.close)
+        devices = {
+            "inference": [first for first, *_ in plan.inference],
+            "reference": plan.reference,
+            "teacher": plan.teacher,
+        }
+        workers = {
+            role: [
+                LocalWorker(name, partial(factory, device=device))
+                for (name, factory), device in zip(factories, devices[role], strict=True)
+            ]
+            for role, factories in _worker_factories(blueprint, setup).items()
+        }
+        driver = InlineDriver()
+        rollouts = _make_rollouts(
+            blueprint, transfer, max_staleness, setup, learner, driver, workers
+        )
+        resources.callback(rollouts.close)
+        rollouts.start()
+        return learner, rollouts
+
+
+def start_cluster(address: str | None, resources: ExitStack) -> Cluster:
+    """Start Ray, or join the cluster at an address; ``resources`` leaves it again."""
+    say("starting Ray" if address is None else f"joining the Ray cluster at {address}")
+    cluster = start(address)
+    resources.callback(cluster.shutdown)
+    return cluster
+
+
+class RayLayout:
+    """Each rank, engine, reference model and teacher in an actor of its own.
+
+    Args:
+        cluster: the cluster that was joined; None starts one on this machine.
+        watch: reports a stalled run, with what this layout knows of its processes.
+    """
+
+    def __init__(self, cluster: Cluster | None, watch: stalls.Watch | None) -> None:
+        self._cluster = cluster
+        self._watch = watch
+
+    def check(self, blueprint: Blueprint) -> None:
+        """Check what this layout requires, before anything is loaded.
+
+        Raises:
+            ValueError: a rule is broken.
+        """
+        if self._cluster is None:
+            check_devices(blueprint)
+        require_ray()
+        task_geometry(blueprint.config, len(blueprint.plan.inference), sleeps=blueprint.sleeps)
+
+    def make_roles(
+        self, blueprint: Blueprint, transfer: Transfer, max_staleness: int, resources: ExitStack
+    ) -> tuple[RayLearner, Rollouts]:
+        """Make the learner and the rollouts, and start them; see ``LocalLayout.make_roles``.
+
+        Raises:
+            ValueError: Ray has no room, or a part refuses its settings.
+        """
+        torchrl_logger.info(
+            f"The weights reach the engines by inference_model.weight_transfer={transfer.name}."
+        )
+        cluster = self._cluster or start_cluster(None, resources)
+        plan, train, ray = blueprint.plan, blueprint.config.train_model, blueprint.config.ray
+        resume = blueprint.resume
+        options = cluster.place(plan, tensor_parallel_size=train.tensor_parallel_size)
+        cluster.check_object_store(stored_bytes(blueprint, transfer))
+        learner = RayLearner(
+            partial(make_learner, _without_tests(blueprint), transfer),
+            options=options["train"],
+            tensor_parallel_size=train.tensor_parallel_size,
+            replicas=train.replicas,
+            actor_timeout_s=ray.actor_timeout_s,
+            resumed_from=None if resume is None else resume.path,
+        )
+        cluster.watch(learner.last_saved)
+        resources.callback(learner.close)
+        setup = _task_setup(blueprint, max_staleness)
+        # Where an engine takes several calls at a time: the tasks, an update and an evaluation.
+        is_concurrent = setup.concurrent > 1 or setup.in_flight != "wait"
+        callers = {"inference": setup.concurrent + 2 if is_concurrent else 1}
+        workers = {
+            role: [
+                RayWorker(
+                    name,
+                    factory,
+                    {**actor_options, "max_concurrency": callers.get(role, 1)},
+                    ray.actor_timeout_s,
+                )
+                for (name, factory), actor_options in zip(factories, options[role], strict=True)
+            ]
+            for role, factories in _worker_factories(blueprint, setup).items()
+        }
+        driver = ThreadDriver(
+            actor_timeout_s=ray.actor_timeout_s, recovery_timeout_s=ray.recovery_timeout_s
+        )
+        rollouts = _make_rollouts(
+            blueprint, transfer, max_staleness, setup, learner, driver, workers
+        )
+        resources.callback(rollouts.close)
+        say(f"starting {sum(map(len, options.values()))} processes, which load their models")
+        if plan.colocated:  # an engine measures free memory, so the learner takes its own first
+            learner.start()
+            rollouts.start()
+        else:
+            rollouts.start()
+            learner.start()
+        rollouts.wait_until_ready()
+        if self._watch is not None:
+            _explain_stalls(self._watch, cluster, learner, rollouts)
+        return learner, rollouts
+
+
+def _task_setup(blueprint: Blueprint, max_staleness: int) -> _TaskSetup:
+    inference = blueprint.config.inference_model
+    groups, concurrent = task_geometry(
+        blueprint.config, len(blueprint.plan.inference), sleeps=blueprint.sleeps
+    )
+    has_reward_workers = blueprint.reward_pool is not None
+    if max_staleness and has_reward_workers and not ENGINES[inference.backend].concurrent:
+        # While one task is scored, the engine samples others, up to the staleness bound, and
+        # weights may arrive in between.
+        return _TaskSetup(groups, max_staleness + 1, "keep")
+    return _TaskSetup(groups, concurrent, inference.in_flight)  # type: ignore[arg-type]
+
+
+def _explain_stalls(
+    watch: stalls.Watch, cluster: Cluster, learner: RayLearner, rollouts: Rollouts
+) -> None:
+    ranks = learner.pids
+    watch.where = rollouts.what_is_missing
+    watch.pids = lambda: [*rollouts.pids().values(), *ranks]
+    watch.elsewhere = lambda: cluster.stacks(watch.pids())
+
+
+def _without_tests(blueprint: Blueprint) -> Blueprint:
+    """Return the blueprint without the test split, for roles that do not evaluate."""
+    return replace(blueprint, greedy_env=None, sampled_env=None)
+
+
+def _worker_factories(
+    blueprint: Blueprint, setup: _TaskSetup
+) -> dict[str, list[tuple[str, Callable[..., Any]]]]:
+    """Return the name of each worker, and the factory of its part, by role."""
+    plan, seed, untested = blueprint.plan, blueprint.config.seed, _without_tests(blueprint)
+
+    def sampler(number: int) -> Callable[..., Any]:
+        factory = partial(make_sampler, blueprint, setup.groups, setup.concurrent, number=number)
+        return partial(make_seeded, factory, seed + number)
+
+    return {
+        "inference": [(f"sampler {i}", sampler(i)) for i in range(len(plan.inference))],
+        "reference": [
+            (f"reference model {i}", partial(make_reference, untested))
+            for i in range(len(plan.reference))
+        ],
+        "teacher": [
+            (f"teacher {i}", partial(make_teacher, untested, number=i))
+            for i in range(len(plan.teacher))
+        ],
+    }
+
+
+def _make_rollouts(
+    blueprint: Blueprint,
+    transfer: Transfer,
+    max_staleness: int,
+    setup: _TaskSetup,
+    learner: Learner | RayLearner,
+    driver: InlineDriver | ThreadDriver,
+    workers: Mapping[str, Sequence[Worker]],
+) -> Rollouts:
+    """Make the rollouts, not yet started, in the state of the checkpoint to resume."""
+    rollouts = Rollouts(
+        _task_queue(blueprint, setup, max_staleness),
+        driver,
+        samplers=workers["inference"],
+        references=workers["reference"],
+        teachers=workers["teacher"],
+        concurrent_tasks=setup.concurrent,
+        in_flight=setup.in_flight,
+        references_first=driver.overlaps and blueprint.plan.colocated,
+        release=learner.release,
+        resend=learner.resend,
+        together=transfer.together,
+        turns=blueprint.sleeps,
+        evaluates=blueprint.greedy_env is not None,
+    )
+    if blueprint.resume is not None:
+        with refusing(blueprint.resume.path):
+            rollouts.load_state_dict(blueprint.resume.source)
+    return rollouts
+
+
+def _task_queue(blueprint: Blueprint, setup: _TaskSetup, max_staleness: int) -> TaskQueue:
+    config = blueprint.config
+    most_played = None
+    if config.policy.dynamic_sampling:
+        rows = config.policy.max_sampling_rounds * config.env.num_envs
+        most_played = rows // config.env.repeats
+    return TaskQueue(
+        blueprint.train_env.drawing,
+        GroupBuffer(config.groups_per_batch, max_staleness),
+        task_groups=setup.groups or config.groups_per_batch,
+        total_groups=config.num_batches * config.groups_per_batch,
+        group_size=config.env.repeats,
+        most_played=most_played,
+    )

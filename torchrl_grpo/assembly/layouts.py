@@ -6,7 +6,7 @@ teachers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -83,28 +83,21 @@ class LocalLayout:
         Raises:
             ValueError: a part refuses its settings.
         """
-        plan, setup = blueprint.plan, _TaskSetup()
+        plan = blueprint.plan
         # the parts of a small model change it
         resources.callback(torch.set_num_threads, torch.get_num_threads())
         if blueprint.config.train_model.cpu_offload:
             resources.callback(leave_mesh)
         learner = make_learner(_without_tests(blueprint), transfer, device=plan.train[0])
         resources.callback(learner.close)
-        devices = {
-            "inference": [first for first, *_ in plan.inference],
-            "reference": plan.reference,
-            "teacher": plan.teacher,
-        }
-        workers = {
-            role: [
-                LocalWorker(name, partial(factory, device=device))
-                for (name, factory), device in zip(factories, devices[role], strict=True)
-            ]
-            for role, factories in _worker_factories(blueprint, setup).items()
-        }
+
+        def make_worker(role: str, index: int, name: str, factory: Callable[..., Any]) -> Worker:
+            device = plan.inference[index][0] if role == "inference" else getattr(plan, role)[index]
+            return LocalWorker(name, partial(factory, device=device))
+
         driver = InlineDriver()
         rollouts = _make_rollouts(
-            blueprint, transfer, max_staleness, setup, learner, driver, workers
+            blueprint, transfer, max_staleness, _TaskSetup(), learner, driver, make_worker
         )
         resources.callback(rollouts.close)
         rollouts.start()
@@ -171,24 +164,18 @@ class RayLayout:
         setup = _task_setup(blueprint, max_staleness)
         # Where an engine takes several calls at a time: the tasks, an update and an evaluation.
         is_concurrent = setup.concurrent > 1 or setup.in_flight != "wait"
-        callers = {"inference": setup.concurrent + 2 if is_concurrent else 1}
-        workers = {
-            role: [
-                RayWorker(
-                    name,
-                    factory,
-                    {**actor_options, "max_concurrency": callers.get(role, 1)},
-                    ray.actor_timeout_s,
-                )
-                for (name, factory), actor_options in zip(factories, options[role], strict=True)
-            ]
-            for role, factories in _worker_factories(blueprint, setup).items()
-        }
+        sampler_callers = setup.concurrent + 2 if is_concurrent else 1
+
+        def make_worker(role: str, index: int, name: str, factory: Callable[..., Any]) -> Worker:
+            callers = sampler_callers if role == "inference" else 1
+            actor_options = {**options[role][index], "max_concurrency": callers}
+            return RayWorker(name, factory, actor_options, ray.actor_timeout_s)
+
         driver = ThreadDriver(
             actor_timeout_s=ray.actor_timeout_s, recovery_timeout_s=ray.recovery_timeout_s
         )
         rollouts = _make_rollouts(
-            blueprint, transfer, max_staleness, setup, learner, driver, workers
+            blueprint, transfer, max_staleness, setup, learner, driver, make_worker
         )
         resources.callback(rollouts.close)
         say(f"starting {sum(map(len, options.values()))} processes, which load their models")
@@ -199,8 +186,10 @@ class RayLayout:
             rollouts.start()
             learner.start()
         rollouts.wait_until_ready()
-        if self._watch is not None:
-            _explain_stalls(self._watch, cluster, learner, rollouts)
+        if (watch := self._watch) is not None:
+            watch.where = rollouts.what_is_missing
+            watch.pids = lambda: [*rollouts.pids().values(), *learner.pids]
+            watch.elsewhere = lambda: cluster.stacks(watch.pids())
         return learner, rollouts
 
 
@@ -217,41 +206,9 @@ def _task_setup(blueprint: Blueprint, max_staleness: int) -> _TaskSetup:
     return _TaskSetup(groups, concurrent, inference.in_flight)  # type: ignore[arg-type]
 
 
-def _explain_stalls(
-    watch: stalls.Watch, cluster: Cluster, learner: RayLearner, rollouts: Rollouts
-) -> None:
-    ranks = learner.pids
-    watch.where = rollouts.what_is_missing
-    watch.pids = lambda: [*rollouts.pids().values(), *ranks]
-    watch.elsewhere = lambda: cluster.stacks(watch.pids())
-
-
 def _without_tests(blueprint: Blueprint) -> Blueprint:
     """Return the blueprint without the test split, for roles that do not evaluate."""
     return replace(blueprint, greedy_env=None, sampled_env=None)
-
-
-def _worker_factories(
-    blueprint: Blueprint, setup: _TaskSetup
-) -> dict[str, list[tuple[str, Callable[..., Any]]]]:
-    """Return the name of each worker, and the factory of its part, by role."""
-    plan, seed, untested = blueprint.plan, blueprint.config.seed, _without_tests(blueprint)
-
-    def sampler(number: int) -> Callable[..., Any]:
-        factory = partial(make_sampler, blueprint, setup.groups, setup.concurrent, number=number)
-        return partial(make_seeded, factory, seed + number)
-
-    return {
-        "inference": [(f"sampler {i}", sampler(i)) for i in range(len(plan.inference))],
-        "reference": [
-            (f"reference model {i}", partial(make_reference, untested))
-            for i in range(len(plan.reference))
-        ],
-        "teacher": [
-            (f"teacher {i}", partial(make_teacher, untested, number=i))
-            for i in range(len(plan.teacher))
-        ],
-    }
 
 
 def _make_rollouts(
@@ -261,18 +218,47 @@ def _make_rollouts(
     setup: _TaskSetup,
     learner: Learner | RayLearner,
     driver: InlineDriver | ThreadDriver,
-    workers: Mapping[str, Sequence[Worker]],
+    make_worker: Callable[[str, int, str, Callable[..., Any]], Worker],
 ) -> Rollouts:
-    """Make the rollouts, not yet started, in the state of the checkpoint to resume."""
+    """Make the rollouts, not yet started, in the state of the checkpoint to resume.
+
+    ``make_worker`` takes the role, the index among the role's workers, the name, and the factory of
+    the part.
+    """
+    config, plan, untested = blueprint.config, blueprint.plan, _without_tests(blueprint)
+    most_played = None
+    if config.policy.dynamic_sampling:
+        rows = config.policy.max_sampling_rounds * config.env.num_envs
+        most_played = rows // config.env.repeats
+    tasks = TaskQueue(
+        blueprint.train_env.drawing,
+        GroupBuffer(config.groups_per_batch, max_staleness),
+        task_groups=setup.groups or config.groups_per_batch,
+        total_groups=config.num_batches * config.groups_per_batch,
+        group_size=config.env.repeats,
+        most_played=most_played,
+    )
+
+    def make_sampler_worker(number: int) -> Worker:
+        make = partial(make_sampler, blueprint, setup.groups, setup.concurrent, number=number)
+        factory = partial(make_seeded, make, config.seed + number)
+        return make_worker("inference", number, f"sampler {number}", factory)
+
     rollouts = Rollouts(
-        _task_queue(blueprint, setup, max_staleness),
+        tasks,
         driver,
-        samplers=workers["inference"],
-        references=workers["reference"],
-        teachers=workers["teacher"],
+        samplers=[make_sampler_worker(i) for i in range(len(plan.inference))],
+        references=[
+            make_worker("reference", i, f"reference model {i}", partial(make_reference, untested))
+            for i in range(len(plan.reference))
+        ],
+        teachers=[
+            make_worker("teacher", i, f"teacher {i}", partial(make_teacher, untested, number=i))
+            for i in range(len(plan.teacher))
+        ],
         concurrent_tasks=setup.concurrent,
         in_flight=setup.in_flight,
-        references_first=driver.overlaps and blueprint.plan.colocated,
+        references_first=driver.overlaps and plan.colocated,
         release=learner.release,
         resend=learner.resend,
         together=transfer.together,
@@ -283,19 +269,3 @@ def _make_rollouts(
         with refusing(blueprint.resume.path):
             rollouts.load_state_dict(blueprint.resume.source)
     return rollouts
-
-
-def _task_queue(blueprint: Blueprint, setup: _TaskSetup, max_staleness: int) -> TaskQueue:
-    config = blueprint.config
-    most_played = None
-    if config.policy.dynamic_sampling:
-        rows = config.policy.max_sampling_rounds * config.env.num_envs
-        most_played = rows // config.env.repeats
-    return TaskQueue(
-        blueprint.train_env.drawing,
-        GroupBuffer(config.groups_per_batch, max_staleness),
-        task_groups=setup.groups or config.groups_per_batch,
-        total_groups=config.num_batches * config.groups_per_batch,
-        group_size=config.env.repeats,
-        most_played=most_played,
-    )

@@ -86,13 +86,13 @@ def make_learner(
     model = config.model
     base = loading.CheckpointModel(
         model.source,
-        _dtype(config.train_model.dtype),
+        getattr(torch, config.train_model.dtype),
         model.trust_remote_code,
         config.train_model.model_kwargs,
     )
     sender = make_sender(
         transfer,
-        dtype=_dtype(config.inference_model.dtype),
+        dtype=getattr(torch, config.inference_model.dtype),
         lora_base=base if lora else None,
         host=own_address() if transfer.kind in ("nccl", "ipc") else "",
     )
@@ -350,11 +350,6 @@ def _autocast_dtype(config: GRPOConfig) -> torch.dtype | None:
     ]
 
 
-def _dtype(name: str) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
-
-
 def _load(config: GRPOConfig, role: str, device: torch.device) -> Any:
     """Load the model of a role onto its device.
 
@@ -369,7 +364,7 @@ def _load(config: GRPOConfig, role: str, device: torch.device) -> Any:
         with naming_teacher() if is_teacher else nullcontext():
             return loading.load_model(
                 name,
-                dtype=_dtype(dtype),
+                dtype=getattr(torch, dtype),
                 device=device,
                 attn_implementation=model.attn_implementation,
                 trust_remote_code=model.trust_remote_code,

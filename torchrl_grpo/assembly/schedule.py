@@ -37,13 +37,17 @@ def schedule_of(
 def writes_of(
     config: GRPOConfig, schedule: Schedule, done: int, checkpoint_bytes: int, model_bytes: int
 ) -> Writes:
-    """Return the checkpoints and models that a run writes after ``done`` steps; bytes are those of
-    one.
+    """Return the checkpoints and models that a run writes after ``done`` steps.
+
+    Args:
+        config: validated.
+        schedule: schedule of the run.
+        done: steps that are trained already.
+        checkpoint_bytes: size of one checkpoint.
+        model_bytes: size of one model.
     """
-    if config.only_evaluates:
-        return Writes(0, checkpoint_bytes, 0, model_bytes, config.train.keep_checkpoints)
-    models = 1  # and of adapters alone any number, which are small
-    if not config.train_model.lora.enabled:
+    models = 0 if config.only_evaluates else 1
+    if not config.train_model.lora.enabled:  # adapters alone are small
         models += schedule.turns(schedule.export_frequency, done)
     return Writes(
         schedule.checkpoints(done),

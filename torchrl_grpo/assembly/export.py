@@ -26,7 +26,7 @@ def export(
     adapters: bool = False,
     trust_remote_code: bool = False,
 ) -> Path:
-    """Writes the model of a checkpoint; returns the folder.
+    """Write the model of a checkpoint; return its folder.
 
     Args:
         checkpoint: a checkpoint, or the folder of a run.
@@ -42,11 +42,11 @@ def export(
     """
     if output is None and Path(checkpoint).is_dir():
         check_own_files(Path(checkpoint))
-    found = newest(
+    newest_checkpoint = newest(
         checkpoint, Path(), lambda path: (read_checkpoint(path), read_manifest(path)["metrics"])
     )
-    assert found is not None  # only auto may find nothing
-    path, (state, metrics) = found
+    assert newest_checkpoint is not None  # only auto may find nothing
+    path, (state, metrics) = newest_checkpoint
     config = from_saved(state["config"], path, trusted=trust_remote_code)
     config.model.trust_remote_code = trust_remote_code
     beside = path.with_name(f"{path.name}_model") if is_sharded(path) else path.with_suffix("")

@@ -1,4 +1,4 @@
-"""Makes the task that ``env.*`` of the config describes."""
+"""Make the task that ``env.*`` of the config describes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def make_task(
     *,
     scored: bool = True,
 ) -> Task:
-    """The task that a config names, with its rewards.
+    """Make the task of a config, with its rewards.
 
     Args:
         env: validated.
@@ -122,7 +122,7 @@ def _check_parts(env: EnvConfig, tasks: Mapping[str, Task]) -> None:
 
 
 def _make_verifiers(env: EnvConfig, split: Split, tests: Sequence[DatasetConfig]) -> Task:
-    """The task of an environment of verifiers, which plays it."""
+    """Make the task of an environment of verifiers, which plays it."""
     from torchrl_grpo.integrations.verifiers import Verifiers, VerifiersTask, make_config
 
     if tests:
@@ -160,10 +160,10 @@ def _sandboxed(
     """
     env = replace(env, reward=_with_option(env.reward, env.sandbox))
     several = [
-        replace(one, reward=_with_option(one.reward, env.sandbox)) for one in env.datasets or ()
+        replace(data, reward=_with_option(data.reward, env.sandbox)) for data in env.datasets or ()
     ]
-    tests = [replace(one, reward=_with_option(one.reward, env.sandbox)) for one in tests]
-    rewarded = any(_runs_programs(one.reward) for one in (env, *several, *tests))
+    tests = [replace(data, reward=_with_option(data.reward, env.sandbox)) for data in tests]
+    rewarded = any(_runs_programs(data.reward) for data in (env, *several, *tests))
     if not rewarded and PYTHON not in env.tools:
         return env, tests
     from torchrl_grpo.sandbox import isolation, require_isolation
@@ -186,7 +186,7 @@ def _sandboxed(
 def _with_option(spec: Any, sandbox: str) -> Any:
     """A reward's spec with the option ``sandbox`` for ``code``."""
     if isinstance(spec, list):
-        return [_with_option(one, sandbox) for one in spec]
+        return [_with_option(entry, sandbox) for entry in spec]
     if spec == "code":
         return {"fn": "code", "sandbox": sandbox}
     return (
@@ -198,7 +198,7 @@ def _with_option(spec: Any, sandbox: str) -> Any:
 
 def _runs_programs(spec: Any) -> bool:
     entries = spec if isinstance(spec, list) else [spec]
-    return any(isinstance(one, Mapping) and one.get("fn") == "code" for one in entries)
+    return any(isinstance(entry, Mapping) and entry.get("fn") == "code" for entry in entries)
 
 
 def dataset_names(

@@ -27,8 +27,7 @@ from torchrl_grpo.runtime.placement import own_device
 
 
 class Actor:
-    """Actor around a part, which a factory makes in the actor's process and whose methods others
-    call.
+    """Actor with a part, which a factory makes in the actor's process.
 
     Args:
         factory: makes the part.
@@ -45,13 +44,13 @@ class Actor:
         return os.getpid()
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Return what a method of the part gives, or the value of an attribute."""
-        found = getattr(self._part, method)
-        return found(*arguments) if callable(found) else found
+        """Call a method of the part, or return the value of an attribute."""
+        attribute = getattr(self._part, method)
+        return attribute(*arguments) if callable(attribute) else attribute
 
     def call_for_groups(self, method: str, *arguments: Any) -> tuple[Any, ...]:
-        """Call a method that gives something and a list of groups; each group becomes an object of
-        its own.
+        """Call a method that returns something and a list of groups; each group becomes an object
+        of its own in the object store.
         """
         first, groups = self.call(method, *arguments)
         return (first, *map(PackedGroup, groups))
@@ -102,7 +101,7 @@ def make_rank(
     """Join the process group, if there is more than one rank, and make a rank's learner.
 
     Args:
-        factory: makes it; it is given the mesh of all ranks, None for one rank.
+        factory: takes the mesh of all ranks, or None for one rank.
         rank: of this process.
         timeout_s: how long a rank waits for the others, here and in each collective call.
         address: of the store in which the ranks find each other, None for one rank.
@@ -114,8 +113,7 @@ def make_rank(
     """
     if address is None:
         return factory(None)
-    # By itself gloo takes what the machine's name stands for, which is often an address of the
-    # machine alone.
+    # By default gloo takes the address of the machine's name, which others often cannot reach.
     if (interface := interface_of(own_address())) is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     mesh = init_mesh(

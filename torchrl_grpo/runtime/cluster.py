@@ -1,8 +1,8 @@
 """A Ray cluster for one run: start or join it, reserve what a ``DevicePlan`` needs, and leave
 nothing behind.
 
-Each process of the plan gets the options for its actor: its place in the run's one placement group,
-its share of CPUs and GPUs, and the accelerators and threads that it may use.
+Each process of the plan gets the options for its actor: its bundle in the run's placement group, its
+share of CPUs and GPUs, and the accelerators and threads that it may use.
 """
 
 from __future__ import annotations
@@ -38,11 +38,10 @@ _LONGEST_END_S = 10.0
 _LONGEST_STACKS_S = 30.0
 _TICK_S = 0.1
 _CRASHES = [-number for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS)]
-_SIOCGIFADDR = 0x8915  # Linux's question for an interface's address
-MIN_RAY = (
-    2,
-    59,
-)  # asks for a token by itself: before that, whoever reached the ports of a local cluster ran code
+_SIOCGIFADDR = 0x8915  # Linux's request code for the address of an interface
+MIN_RAY = (2, 59)
+"""First version that requires a token by default: before, anyone who reached the ports of a local
+cluster could run code."""
 
 
 @dataclass(frozen=True)
@@ -68,30 +67,30 @@ def require_ray() -> None:
     Raises:
         ValueError: it is not.
     """
-    wanted = ".".join(map(str, MIN_RAY))
+    required = ".".join(map(str, MIN_RAY))
     try:
         version = importlib.metadata.version("ray")
     except importlib.metadata.PackageNotFoundError:
         raise ValueError(
-            f"grpo-async.py, or more than one process a role, needs Ray {wanted} or later, and ray is not installed: "
-            'pip install "torchrl_grpo[ray]", or use grpo.py with one device a role.'
+            f"grpo-async.py, or more than one process a role, needs Ray {required} or later, and "
+            'ray is not installed: pip install "torchrl_grpo[ray]", or use grpo.py with one device '
+            "a role."
         ) from None
     if tuple(int(part) for part in version.split(".")[:2]) < MIN_RAY:
         raise ValueError(
-            f"grpo-async.py, or more than one process a role, needs Ray {wanted} or later, and ray is {version}: "
-            'pip install --upgrade "torchrl_grpo[ray]".'
+            f"grpo-async.py, or more than one process a role, needs Ray {required} or later, and "
+            f'ray is {version}: pip install --upgrade "torchrl_grpo[ray]".'
         )
 
 
 def allocations(
     plan: DevicePlan, node_cpus: Sequence[float], tensor_parallel_size: int = 1
 ) -> tuple[list[dict[str, float]], dict[str, list[ActorAllocation]]]:
-    """Return the bundles for a plan, and the seat of each process.
+    """Return the bundles for a plan, and the allocation of each process.
 
     An engine is in one bundle, which is never spread over machines, and so are the training ranks
     that compute each layer together, and all who share a GPU with them. CPUs are only tokens for
-    Ray's scheduler: one for a device or, where there are fewer, as much less as makes all processes
-    fit.
+    Ray's scheduler: one for each device, or a smaller share if they would not suffice.
 
     Args:
         plan: which role runs where.
@@ -143,8 +142,8 @@ def allocations(
 
 
 def _bundled(together: Sequence[Sequence[torch.device]]) -> list[int]:
-    """Return the bundle of each group of devices: the same one for groups with a common GPU. The
-    CPU, which those have that work on servers elsewhere, is in common to nobody.
+    """Return the bundle of each group of devices: the same one for groups that share a GPU. CPUs
+    are never shared.
     """
     groups: list[set[Any]] = [
         {device if device.type == "cuda" else number for device in devices}
@@ -152,35 +151,37 @@ def _bundled(together: Sequence[Sequence[torch.device]]) -> list[int]:
     ]
     joined: list[set[Any]] = []
     for group in groups:
-        met = [other for other in joined if not other.isdisjoint(group)]
-        for other in met:
+        overlapping = [other for other in joined if not other.isdisjoint(group)]
+        for other in overlapping:
             joined.remove(other)
-        joined.append(group.union(*met))
-    found = [
-        next(index for index, one in enumerate(joined) if one.issuperset(group)) for group in groups
+        joined.append(group.union(*overlapping))
+    indices = [
+        next(index for index, bundle in enumerate(joined) if bundle.issuperset(group))
+        for group in groups
     ]
-    order = list(dict.fromkeys(found))
-    return [order.index(one) for one in found]
+    order = list(dict.fromkeys(indices))
+    return [order.index(index) for index in indices]
 
 
 def by_machine(ranks: Sequence[ActorAllocation], machines: Sequence[str]) -> list[ActorAllocation]:
-    """Return the seats of the training ranks machine by machine, beginning with rank 0's.
+    """Return the allocations of the training ranks machine by machine, beginning with rank 0's.
 
-    So a collective operation between neighbors crosses from one machine to another as rarely as it
-    can.
+    Then as few neighbors as possible are on different machines, which collective operations need.
 
     Args:
         ranks: in the plan's order.
         machines: of each bundle.
     """
-    met = list(dict.fromkeys(machines[allocation.bundle] for allocation in ranks))
+    order = list(dict.fromkeys(machines[allocation.bundle] for allocation in ranks))
     return sorted(
-        ranks, key=lambda allocation: (met.index(machines[allocation.bundle]), allocation.bundle)
+        ranks, key=lambda allocation: (order.index(machines[allocation.bundle]), allocation.bundle)
     )
 
 
 def _cpu_share(widths: Sequence[int], node_cpus: Sequence[float]) -> float:
-    """CPUs for a device, at most 1, so that processes of ``widths`` devices fit on the machines."""
+    """Return the CPUs per device, at most 1, so that processes of ``widths`` devices fit on the
+    machines.
+    """
     share = 1.0
     while share > 1e-3:
         left = list(node_cpus)
@@ -193,7 +194,7 @@ def _cpu_share(widths: Sequence[int], node_cpus: Sequence[float]) -> float:
 
 
 class Cluster:
-    """This process's connection to Ray; made by ``start``.
+    """Connection of this process to Ray; made by ``start``.
 
     Attributes:
         address: of the cluster that was joined; None when it was started here and ends with the
@@ -207,20 +208,21 @@ class Cluster:
         self._machines: set[str] = set()  # of the run, by Ray's id
         self._closed = False
 
-    def watch(self, what_to_say: Callable[[], str]) -> None:
-        """End a script when a process of a Ray cluster that it started ends: nothing works without
-        it, and Ray itself would end this process silently, or after a minute of messages. Has no
-        effect in other programs.
+    def watch(self, resume_hint: Callable[[], str]) -> None:
+        """End the script when a process of the Ray cluster that it started ends.
+
+        Nothing works without that process, and Ray would end the script silently, or after a minute
+        of messages. This has no effect in programs that are not scripts of ours.
 
         Args:
-            what_to_say: how the run goes on; called in another thread.
+            resume_hint: describes how to resume the run; called in another thread.
         """
         if self.address is None and interrupts.in_script():
             threading.Thread(
-                target=self._watch, args=(what_to_say,), name="watch Ray", daemon=True
+                target=self._watch, args=(resume_hint,), name="watch Ray", daemon=True
             ).start()
 
-    def _watch(self, what_to_say: Callable[[], str]) -> None:
+    def _watch(self, resume_hint: Callable[[], str]) -> None:
         from torchrl_grpo.compat.ray import started_node
 
         node = started_node()
@@ -230,26 +232,26 @@ class Cluster:
             if self._closed:
                 return
         if dead[0][1].returncode not in _CRASHES:
-            time.sleep(
-                2.0
-            )  # a signal to all processes of a job ends Ray too, and this process then in order
+            # A signal to all processes of a job also ends Ray, and this process ends in order.
+            time.sleep(2.0)
         if self._closed or interrupts.status() is not None:
             return
-        (name, process), go_on = dead[0], what_to_say()
+        name, process = dead[0]
         sys.stderr.write(
             f"\nerror: Ray's {name} (process {process.pid}) has ended, and the run with it: "
-            f"{go_on}.\n"
+            f"{resume_hint()}.\n"
         )
         sys.stderr.flush()
-        for pid in descendants(
-            os.getpid()
-        ):  # at once, before the main thread hears of it; Ray's agents wait a minute
+        # At once, before the main thread notices; Ray's agents would wait a minute.
+        for pid in descendants(os.getpid()):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         os._exit(1)
 
     def accelerators(self) -> list[torch.device]:
-        """The cluster's GPUs. Their indices only distinguish them: they may be on several machines."""
+        """Return the cluster's GPUs; they may be on several machines, so indices only tell them
+        apart.
+        """
         import ray
 
         return [
@@ -295,7 +297,7 @@ class Cluster:
                 f"of one machine, and no machine of {place} has more than {most}: use {most}, or "
                 "leave it out and shard over all devices."
             )
-        bundles, taken = allocations(plan, cpus, tensor_parallel_size)
+        bundles, by_role = allocations(plan, cpus, tensor_parallel_size)
         if (
             self.address
             and plan.colocated
@@ -318,16 +320,13 @@ class Cluster:
             )
         table: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
         machines = [table[index] for index in range(len(bundles))]
-        taken["train"], self._machines = by_machine(taken["train"], machines), set(machines)
-        # Ray gives a process one thread; the CPUs there are, shared out, are what torch would use
-        # in one process.
-        threads = max(
-            1,
-            int(
-                sum(cpus)
-                // sum(len(allocation.devices) for role in taken.values() for allocation in role)
-            ),
+        by_role["train"] = by_machine(by_role["train"], machines)
+        self._machines = set(machines)
+        # Ray sets one thread for each process. Share the CPUs, as torch would use all in one process.
+        num_devices = sum(
+            len(allocation.devices) for role in by_role.values() for allocation in role
         )
+        threads = max(1, int(sum(cpus) // num_devices))
 
         def options(role: str, allocation: ActorAllocation) -> dict[str, Any]:
             variables = _environment(allocation, threads, pinned=self.address is None)
@@ -343,8 +342,8 @@ class Cluster:
             }
 
         return {
-            role: [options(role, allocation) for allocation in places]
-            for role, places in taken.items()
+            role: [options(role, allocation) for allocation in of_role]
+            for role, of_role in by_role.items()
         }
 
     def check_object_store(self, wanted: int) -> None:
@@ -364,8 +363,8 @@ class Cluster:
             for node in ray.nodes()
             if node["NodeID"] in self._machines
         ]
-        there, machine = min(stores)
-        if wanted > there:
+        available, machine = min(stores)
+        if wanted > available:
             how = (
                 f"start Ray there with --object-store-memory={wanted}"
                 if self.address
@@ -373,17 +372,17 @@ class Cluster:
             )
             raise ValueError(
                 f"inference_model.weight_transfer=object_store needs {wanted / 1e9:.1f} GB of "
-                f"Ray's object store for two versions of the weights, and it has {there / 1e9:.1f} "
+                f"Ray's object store for two versions of the weights, and it has {available / 1e9:.1f} "
                 f"GB on {machine}: use inference_model.weight_transfer=broadcast or "
                 "inference_model.dtype=bfloat16, start a container with --ipc host, which gives "
                 f"it the machine's /dev/shm, or {how}."
             )
 
     def stacks(self, pids: Sequence[int]) -> str:
-        """Return stacks of the run's processes on other machines, as far as they answer.
+        """Return the stacks of the run's processes on other machines that answer in time.
 
         Args:
-            pids: processes of the run, on any machine; those below them count too.
+            pids: processes of the run, on any machine; their descendants are included.
         """
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -394,34 +393,30 @@ class Cluster:
             for node in ray.nodes()
             if node["Alive"] and node["NodeID"] in self._machines - {here}
         ]
-        ask = ray.remote(num_cpus=0, max_retries=0)(stacks_of)
-        asked = {
-            ask.options(
+        if not others:
+            return ""
+        read_stacks = ray.remote(num_cpus=0, max_retries=0)(stacks_of)
+        calls = {
+            read_stacks.options(
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             ).remote(list(pids)): node["NodeManagerHostname"]
             for node in others
         }
-        done = (
-            set(ray.wait([*asked], num_returns=len(asked), timeout=_LONGEST_STACKS_S)[0])
-            if asked
-            else set()
-        )
+        done, _ = ray.wait([*calls], num_returns=len(calls), timeout=_LONGEST_STACKS_S)
         texts = []
-        for answer, machine in asked.items():
+        for call, machine in calls.items():
+            text = f"\n(no answer in {_LONGEST_STACKS_S:g} s)\n"
             try:
-                text = (
-                    ray.get(answer)
-                    if answer in done
-                    else f"\n(no answer in {_LONGEST_STACKS_S:g} s)\n"
-                )
+                if call in done:
+                    text = ray.get(call)
             except ray.exceptions.RayError as error:
                 text = f"\n(no answer: {type(error).__name__})\n"
             texts.append(f"\non {machine}\n{text}")
         return "".join(texts)
 
     def shutdown(self) -> None:
-        """End the run's actors and release what was reserved, and end the cluster if it was started
-        here. May be called again.
+        """End the run's actors, free its resources, and end the cluster if it was started here. May
+        be called again.
         """
         if self._closed:
             return
@@ -430,8 +425,8 @@ class Cluster:
         from ray.util.placement_group import remove_placement_group
 
         try:
-            # A cluster of our own ends as a whole; asking it first would hang where a signal to the
-            # process group has ended it already.
+            # Our own cluster ends as a whole, and a call would hang if a signal to the process group
+            # has already ended it.
             if self._group is not None and self.address is not None and ray.is_initialized():
                 remove_placement_group(self._group)
         finally:
@@ -458,10 +453,10 @@ def start(address: str | None = None) -> Cluster:
         _check_reachable(address)
     import ray
 
-    # Whoever waits for a call gets its error. What is still under way when a run ends may fail: Ray
-    # would print that.
+    # The caller of a method gets its error. Calls that are open when a run ends may fail, and Ray
+    # would print these errors.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
-    # Ray would replace the handler by its own, and a run that is told to end would not be saved.
+    # Ray would replace our handler, and a run that gets a signal would not be saved.
     on_main_thread = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGTERM)
     lock = _short_folder() if address is None else None
@@ -474,7 +469,7 @@ def start(address: str | None = None) -> Cluster:
     except BaseException as error:
         if lock is not None:
             _remove(lock)
-        # None there, a wrong or no token, another version of Ray.
+        # No cluster, a wrong or missing token, or another version of Ray.
         elif isinstance(error, ConnectionError | RuntimeError | ray.exceptions.AuthenticationError):
             raise _unreachable(address, error) from error
         raise
@@ -485,8 +480,8 @@ def start(address: str | None = None) -> Cluster:
 
 
 def _show_token() -> None:
-    """Make this process send its token: ``ray start`` requires one if it finds one; joining does
-    not look.
+    """Have this process send its token, which ``ray start`` requires if it has one and which
+    joining does not look for.
     """
     from torchrl_grpo.compat.ray import raylet
 
@@ -497,14 +492,13 @@ def _show_token() -> None:
 
 
 def _start_here(folder: str) -> None:
-    """Start Ray, with one retry if its node was not up after Ray's limit of 30 s, as on a busy
-    machine.
+    """Start Ray; retry once if its node is not up after Ray's limit of 30 s, as on a busy machine.
 
-    It listens on loopback alone, as Ray by itself does on macOS: elsewhere that has no option. It
-    starts no process for each CPU ahead of time: actors have environment variables of their own, so
-    they could not use one. And neither those of an autoscaler and a dashboard, which Ray starts
-    even so, and waits for. Each is in a process group of its own: a signal to the script's group is
-    the script's to answer.
+    It listens only on loopback, which is Ray's default on macOS and has no option elsewhere. No
+    process is started ahead of time for each CPU, because our actors have environment variables of
+    their own and could not use it. The autoscaler and the dashboard, which Ray otherwise starts and
+    waits for, are left out. Each process has its own process group, so that a signal to the
+    script's group reaches only the script.
     """
     import ray
 
@@ -564,9 +558,7 @@ def _object_store_memory() -> int:
 
 
 def interface_of(address: str) -> str | None:
-    """Return this machine's network interface with an IPv4 address; None if there is none, or it is
-    unknown.
-    """
+    """Return the network interface that has an IPv4 address; None if it is unknown."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex() if sys.platform == "linux" else ():
             with suppress(OSError):  # it has no address
@@ -596,10 +588,10 @@ def _unreachable(address: str | None, error: Exception) -> ValueError:
 
 
 def _short_folder() -> IO[str]:
-    """A locked file in a new folder for Ray's sockets, whose paths may have 107 bytes, of which
-    Ray's own part is 65.
+    """Return a locked file in a new folder for Ray's sockets.
 
-    Folders whose lock nobody holds were left by a process that was killed: they are removed.
+    A socket's path may have 107 bytes, of which Ray uses 65. Folders with a free lock were left by
+    processes that were killed, and are removed.
     """
     usual = Path(tempfile.gettempdir())
     parent = usual if len(os.fsencode(usual)) < 28 else Path("/tmp")
@@ -613,9 +605,7 @@ def _short_folder() -> IO[str]:
 
 
 def _remove(lock: IO[str]) -> None:
-    """Remove the folder of a cluster that was told to end; its last processes may still write
-    there.
-    """
+    """Remove the folder of a cluster that is ending; its last processes may still write to it."""
     folder = Path(lock.name).parent
     lock.close()
     deadline = time.monotonic() + _LONGEST_END_S
@@ -628,7 +618,7 @@ def _environment(allocation: ActorAllocation, threads: int, *, pinned: bool) -> 
     """Return environment variables of a process; ``pinned`` if its devices are the plan's and not
     Ray's choice.
     """
-    # Ray copies what an actor prints into the user's terminal, which has a progress bar of its own.
+    # Ray copies an actor's output to the user's terminal, which has its own progress bar.
     variables = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", **actor_environment()}
     if "OMP_NUM_THREADS" not in os.environ:
         variables["OMP_NUM_THREADS"] = str(threads * len(allocation.devices))
@@ -642,19 +632,16 @@ def _environment(allocation: ActorAllocation, threads: int, *, pinned: bool) -> 
 
 
 def _allocator(allocation: ActorAllocation) -> dict[str, str]:
-    """Environment variables that let a training rank's memory on CUDA grow in place, as the sizes
-    of its passes vary.
+    """Return environment variables that let a training rank's CUDA memory grow in place, because
+    the sizes of its passes vary.
 
-    Not for memory that an engine on the same device reads through CUDA IPC: that is slower to open
-    then (vLLM's ``sharded_rdt_trainer``), and PyTorch asks for the right to trace the process that
-    it belongs to.
+    This is not for memory that an engine on the same device reads through CUDA IPC: it would be
+    slower to open (vLLM's ``sharded_rdt_trainer``), and PyTorch would need ptrace permission.
     """
-    given = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()
-    return (
-        {}
-        if given or allocation.devices[0].type != "cuda"
-        else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-    )
+    is_set = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()
+    if is_set or allocation.devices[0].type != "cuda":
+        return {}
+    return {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
 def _missing(
@@ -664,15 +651,16 @@ def _missing(
     lacks = []
     for resource in ("GPU", "CPU"):
         wanted = sum(bundle.get(resource, 0) for bundle in bundles)
-        there, total = free.get(resource, 0), sum(node.get(resource, 0) for node in nodes)
-        if wanted > there:
+        available = free.get(resource, 0)
+        total = sum(node.get(resource, 0) for node in nodes)
+        if wanted > available:
             lacks.append(
-                f"{wanted:g} {resource} are needed and {there:g} of {total:g} are free, "
-                f"{wanted - there:g} short"
+                f"{wanted:g} {resource} are needed and {available:g} of {total:g} are free, "
+                f"{wanted - available:g} short"
             )
         largest = max(bundle.get(resource, 0) for bundle in bundles)
         most = max((node.get(resource, 0) for node in nodes), default=0)
-        if wanted <= there and largest > most:
+        if wanted <= available and largest > most:
             lacks.append(
                 f"one process needs {largest:g} {resource} and no machine has more than {most:g}"
             )

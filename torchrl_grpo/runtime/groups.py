@@ -20,7 +20,7 @@ and None.
 
 
 class PackedGroup:
-    """A group that is unpickled as the lazy stack that it was, in views of the flat tensors.
+    """Group that is unpickled as a lazy stack again, in views of the flat tensors.
 
     Args:
         group: lazy stack of sequences, each without a batch size. Sequences with different keys

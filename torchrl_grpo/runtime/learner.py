@@ -35,8 +35,8 @@ _HARMLESS = (NotSavedError, NonFiniteError)
 class RayLearner:
     """Learners as Ray actors, one per training rank.
 
-    A rank that dies takes the run with it: the others hold a part of the model each, and what they
-    would wait for never comes. Every method but ``close`` raises ``LearnerLostError`` then, with
+    A run cannot survive the death of a rank: each of the others holds only a part of the model and
+    would wait for it forever. Every method but ``close`` raises ``LearnerLostError`` then, with
     the last checkpoint, and ``WaitedTooLongError`` when the ranks do not answer.
 
     Attributes:
@@ -83,11 +83,12 @@ class RayLearner:
             replicas=replicas,
         )
         self._ranks = [
-            start_actor(_ROLE, partial(make, rank), given) for rank, given in enumerate(options)
+            start_actor(_ROLE, partial(make, rank), rank_options)
+            for rank, rank_options in enumerate(options)
         ]
 
     def start(self) -> None:
-        """Makes the learners of all ranks.
+        """Make the learners of all ranks.
 
         Raises:
             Exception: what the factory raised.
@@ -185,7 +186,7 @@ class RayLearner:
         return self._ask_all("score a probe", "mismatch", probe)
 
     def close(self) -> None:
-        """Ends the ranks. May be called again."""
+        """End the ranks. May be called again."""
         import ray
 
         for rank in self._ranks:
@@ -194,20 +195,20 @@ class RayLearner:
         self._store = None
 
     def _ask_first(self, what: str, method: str, *arguments: Any) -> Any:
-        """Rank 0's answer to what it does alone."""
+        """Call a method of rank 0 alone; return its result."""
         return self._ask(what, [_call(self._ranks[0], method, *arguments)])[0]
 
     def _ask_all(
         self, what: str, method: str, *arguments: Any, timeout_s: float | None = None
     ) -> Any:
-        """Rank 0's answer to what all ranks do together."""
+        """Call a method of all ranks; return rank 0's result."""
         return self._ask(
             what, [_call(rank, method, *arguments) for rank in self._ranks], timeout_s
         )[0]
 
     def _ask(self, what: str, references: list[Any], timeout_s: float | None = None) -> list[Any]:
-        """Return the ranks' answers; the first failure ends the wait, because other ranks may wait
-        for that one.
+        """Return the results of the ranks. The first failure ends the wait, because the others may
+        wait for that rank.
         """
         import ray
 
@@ -249,8 +250,8 @@ class RayLearner:
 
 
 def _call(rank: Any, method: str, *arguments: Any) -> Any:
-    """A reference to what a method of a rank's learner gives; the process has the method in its
-    name meanwhile.
+    """Call a method of a rank's learner, which its process then shows in its name; return a
+    reference to the result.
     """
     return rank.call.options(name=f"{_ROLE}.{method}").remote(method, *arguments)
 

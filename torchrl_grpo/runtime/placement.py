@@ -58,13 +58,13 @@ class DevicePlan:
 
     @property
     def devices(self) -> list[torch.device]:
-        """All devices, each once."""
-        engines = [one for group in self.inference for one in group]
+        """Return all devices, each once."""
+        engines = [device for group in self.inference for device in group]
         return list(dict.fromkeys([*self.train, *engines, *self.reference, *self.teacher]))
 
     @property
     def distributed(self) -> bool:
-        """Whether a role has more than one device and so needs more than one process."""
+        """Return whether a role has more than one device and so needs more than one process."""
         return (
             max(
                 len(self.train),
@@ -77,7 +77,7 @@ class DevicePlan:
 
 
 def available_accelerators() -> list[torch.device]:
-    """The accelerators of this machine: CUDA devices, or one MPS device, or none."""
+    """Return the accelerators of this machine: CUDA devices, or one MPS device, or none."""
     if torch.cuda.is_available():
         return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     if torch.backends.mps.is_available():
@@ -170,7 +170,7 @@ def _numbered(
     if not sharing:
         return requests
     [role, *more] = sharing
-    asked = " and ".join(f"{_FIELDS[one]}.num_devices=all" for one in sharing)
+    asked = " and ".join(f"{_FIELDS[shared]}.num_devices=all" for shared in sharing)
     if more and role != "train":
         raise ValueError(
             f"{asked} exclude each other, because roles take turns on the trained model's devices "
@@ -194,11 +194,12 @@ def _numbered(
             f"{asked} must leave a role {group} or more of the {total} accelerators of {where}: "
             "give the others fewer."
         )
-    return {**requests, **{one: replace(requests[one], num_devices=left) for one in sharing}}
+    numbered = {shared: replace(requests[shared], num_devices=left) for shared in sharing}
+    return {**requests, **numbered}
 
 
 def _asked(role: str, request: RoleRequest, count: int) -> str:
-    """The config override that stands for a request."""
+    """Return the config override of a request."""
     devices = request.devices
     return f"{_FIELDS[role]}." + (
         f"devices={list(devices)}" if devices is not None else f"num_devices={count}"
@@ -206,7 +207,7 @@ def _asked(role: str, request: RoleRequest, count: int) -> str:
 
 
 def _count(role: str, request: RoleRequest, engine_devices: int) -> int:
-    """Number of devices for a role; ``all`` was replaced by a number."""
+    """Return the number of devices for a role; ``all`` was replaced by a number."""
     group = engine_devices if role == "inference" else 1
     assert request.num_devices != "all"
     count = request.num_devices or group if request.devices is None else len(request.devices)
@@ -226,9 +227,7 @@ def _place(
     accelerators: Sequence[torch.device],
     where: str,
 ) -> dict[str, list[torch.device]]:
-    """Devices of each role of ``counts`` if there are accelerators; the same ones for those of
-    ``sharing``.
-    """
+    """Return the accelerators of each role of ``counts``; those of ``sharing`` get the same ones."""
     total = len(accelerators)
     placed: dict[str, list[torch.device]] = {}
     for role, count in counts.items():

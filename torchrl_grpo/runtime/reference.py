@@ -19,7 +19,7 @@ class Reference:
 
     Args:
         scoring: writes the model's log-probs into a batch.
-        makes_room: whether what scoring took of a GPU is given back to the other roles there.
+        makes_room: whether scoring frees its GPU memory for other roles afterwards.
     """
 
     def __init__(self, scoring: KLScoring | ServedTeacher, *, makes_room: bool = False) -> None:

@@ -20,14 +20,14 @@ class Progress:
     """State of a task.
 
     Attributes:
-        task: what is played.
+        task: problems of its groups.
         left: its groups that no batch has taken.
-        attempts: how many actors were given it for what it is in now (sampling, scoring).
-        report: what playing it gave, once it was played.
-        kept: of the groups that were played, those that go on to a batch, in the order of ``refs``.
+        attempts: actors that have tried the current stage (sampling or scoring).
+        report: report of the sampler, once it was played.
+        kept: groups that go on to a batch, in the order of ``refs``.
         refs: the data of these groups, or references to it.
         reference_s: seconds of scoring.
-        scorers: those who are to score it yet, in order: each time the places of which one does.
+        scorers: kinds of workers that have yet to score it, in order; one worker of each does.
     """
 
     task: RolloutTask
@@ -45,12 +45,12 @@ class TaskQueue:
     finished ones.
 
     With dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) a group whose valid rewards are all
-    equal gives its place back, and another problem is drawn for it, until so many groups were
-    played for one batch as ``most_played`` says; after that such groups stay in the batch.
+    equal frees its slot, and another problem is drawn, until ``most_played`` groups were played for
+    one batch. After that such groups stay in the batch.
 
     Attributes:
-        buffer: the groups.
-        unscored: tasks that were played and wait for a reference model.
+        buffer: slots and order of the groups.
+        unscored: tasks that were played and wait for a reference model or a teacher.
 
     Args:
         drawing: draws the problems.
@@ -95,9 +95,7 @@ class TaskQueue:
         self._unplayed: deque[Progress] = deque()  # in the order of their groups
         self._left = 0  # groups of all these tasks that no batch has taken
         self._dynamic: Counter[str] = Counter()  # what dynamic sampling did since the latest batch
-        self._released_s: Counter[str] = (
-            Counter()
-        )  # seconds of the groups that gave their places back since then
+        self._released_s: Counter[str] = Counter()  # seconds of the groups that freed their slots
         self._rewards: Counter[str] = Counter()  # what the reward workers counted so far
         self._most_waiting = 0
         self._resampled = 0
@@ -121,7 +119,7 @@ class TaskQueue:
         missing = self._total_groups - self.buffer.taken - self._left
         groups = min(self._task_groups, self.buffer.room, missing)
         if groups < min(self._task_groups, missing) and self.buffer.pending:
-            return  # groups that are under way may give back more places, and a whole task costs an engine no more
+            return  # pending groups may free more slots, and a larger task costs an engine no more
         if groups > 0:
             self._add([self._drawing.draw() for _ in range(groups)])
 
@@ -148,7 +146,7 @@ class TaskQueue:
             data: of each group, or a reference to it.
 
         Raises:
-            RuntimeError: it played other groups than those that it was given.
+            RuntimeError: it played other groups than those of the task.
         """
         groups = tuple(group.group for group in report.groups)
         if groups != progress.task.groups:
@@ -168,7 +166,7 @@ class TaskQueue:
         return self._group_size * len(groups)
 
     def _should_resample(self, group: GroupReport) -> bool:
-        """Whether another problem replaces this group, because it has no learning signal."""
+        """Return whether another problem replaces this group, which has no learning signal."""
         if self._most_played is None:
             return False
         self._dynamic["played"] += 1
@@ -200,32 +198,32 @@ class TaskQueue:
         self._left -= 1
 
     def _record(self, progress: Progress, group: GroupReport) -> None:
-        index = next(one.index for one in progress.task.drawn if one.group == group.group)
+        index = next(drawn.index for drawn in progress.task.drawn if drawn.group == group.group)
         self._drawing.record((index, correct) for correct in group.outcomes)
 
     def finish(self, progress: Progress) -> None:
         """Mark the groups of a task as ready for a batch."""
         for group, ref in zip(progress.kept, progress.refs, strict=True):
             self.buffer.finish(group.group, group.version, (progress, group, ref))
-        progress.refs = []  # a group's data lives as long as something waits for it
+        progress.refs = []  # so that a group's data can be freed once it is trained
         self._most_waiting = max(self._most_waiting, self.buffer.waiting)
 
     def take(self) -> tuple[list[tuple[int, Any]], dict[str, float]] | None:
         """Return the next batch as (group, its data or a reference to it), and its metrics; None if
         it is not ready.
         """
-        taken = self.buffer.take()
-        if taken is None:
+        batch = self.buffer.take()
+        if batch is None:
             return None
-        for number, (progress, group, _) in taken:
+        for number, (progress, group, _) in batch:
             self._leave(progress, number)
             self._record(progress, group)
         self._progress = [progress for progress in self._progress if progress.left]
-        metrics = self._metrics([progress for _, (progress, *_) in taken])
-        return [(number, ref) for number, (*_, ref) in taken], metrics
+        metrics = self._metrics([progress for _, (progress, *_) in batch])
+        return [(number, ref) for number, (*_, ref) in batch], metrics
 
     def _metrics(self, tasks: Sequence[Progress]) -> dict[str, float]:
-        """Return the metrics of the batch that was taken, given the task of each of its groups."""
+        """Return the metrics of a batch from the task of each of its groups."""
         staleness = self.buffer.staleness()
         seconds = self._released_s
         self._released_s = Counter()
@@ -258,17 +256,16 @@ class TaskQueue:
         """Return the state of drawing, and drawn groups that no batch has taken, with the indices
         of their problems.
         """
-        drawn = (
-            one
+        ahead = sorted(
+            [drawn.group, drawn.index]
             for progress in self._progress
-            for one in progress.task.drawn
-            if one.group in progress.left
+            for drawn in progress.task.drawn
+            if drawn.group in progress.left
         )
-        ahead = sorted((one.group, one.index) for one in drawn)
-        return {"drawing": self._drawing.state_dict(), "ahead": [list(pair) for pair in ahead]}
+        return {"drawing": self._drawing.state_dict(), "ahead": ahead}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what ``state_dict`` gave, before anything is drawn."""
+        """Restore a state of ``state_dict``; call it before anything is drawn."""
         self._drawing.load_state_dict(state["drawing"])
         ahead = [self._drawing.again(group, index) for group, index in state["ahead"]]
         for start in range(0, len(ahead), self._task_groups):
@@ -276,7 +273,7 @@ class TaskQueue:
 
 
 def _seconds(progress: Progress) -> dict[str, float]:
-    """Seconds of one group of a task, which were measured for all of them together."""
+    """Return the seconds of one group of a task, an equal share of the task's."""
     report = progress.report
     assert report is not None
     count = len(report.groups)

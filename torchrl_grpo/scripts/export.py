@@ -1,4 +1,4 @@
-"""Exports the model of a checkpoint, for Hugging Face's ``from_pretrained`` and vLLM.
+"""Export the model of a checkpoint, for Hugging Face's ``from_pretrained`` and vLLM.
 
     python -m torchrl_grpo.export outputs/DATE/TIME
     python -m torchrl_grpo.export outputs/DATE/TIME/checkpoints/checkpoint_000100.pt --output my_model
@@ -21,7 +21,7 @@ from torchrl_grpo.errors import RunLostError
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Answers a command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m torchrl_grpo.export",
         description="Writes the model of a checkpoint as a Hugging Face model.",
@@ -40,14 +40,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         action="store_true",
         help="use code and files that the base model's repository and the run's options name",
     )
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     transformers_logging.disable_progress_bar()
     try:
         target = export(
-            asked.checkpoint,
-            asked.output,
-            adapters=asked.adapters,
-            trust_remote_code=asked.trust_remote_code,
+            options.checkpoint,
+            options.output,
+            adapters=options.adapters,
+            trust_remote_code=options.trust_remote_code,
         )
     except (ValueError, RunLostError) as error:
         parser.exit(2, f"error: {str(error).replace('train.resume=', '')}\n")

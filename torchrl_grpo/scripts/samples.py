@@ -1,4 +1,4 @@
-"""Shows samples of a run in the terminal: filtered, sorted, or before against after training.
+"""Show samples of a run in the terminal: filtered, sorted, or before against after training.
 
 Text that a model wrote is never trusted: it is not read as markup, and what cannot be printed is
 shown escaped.
@@ -34,7 +34,7 @@ Pair = tuple[Row, Row]
 def main(
     arguments: Sequence[str] | None = None, file: IO[str] | None = None, width: int | None = None
 ) -> None:
-    """Prints the samples that the command line asks for.
+    """Print the samples that the command line asks for.
 
     Args:
         arguments: of the command line; by default this process'.
@@ -42,42 +42,42 @@ def main(
         width: columns; those of the terminal by default.
     """
     parser = _parser()
-    asked = parser.parse_args(arguments)
-    path = Path(asked.run)
+    options = parser.parse_args(arguments)
+    path = Path(options.run)
     path = path / SAMPLES_FILE if path.is_dir() else path
     if not path.is_file():
-        why = f"it has no {SAMPLES_FILE}" if Path(asked.run).exists() else "it does not exist"
+        why = f"it has no {SAMPLES_FILE}" if Path(options.run).exists() else "it does not exist"
         parser.error(
-            f"RUN={asked.run} must be a run's folder, or its {SAMPLES_FILE}, but {why}: use "
+            f"RUN={options.run} must be a run's folder, or its {SAMPLES_FILE}, but {why}: use "
             "outputs/DATE/TIME."
         )
-    if asked.sort == "change" and not asked.compare:
+    if options.sort == "change" and not options.compare:
         parser.error(
             "--sort=change needs two samples of a problem: give --compare too, or sort by reward."
         )
     rows = read_jsonl(path)
-    found = [row for row in rows if _belongs(row, asked)]
+    matches = [row for row in rows if _belongs(row, options)]
     console = Console(file=file, width=width, highlight=False)
-    if asked.compare:
-        pairs = [pair for pair in compare(found) if _passes(pair[1], asked)]
+    if options.compare:
+        pairs = [pair for pair in compare(matches) if _passes(pair[1], options)]
         _show_pairs(
             _first(
                 pairs,
-                asked,
+                options,
                 lambda pair, by: _change(pair) if by == "change" else _key(pair[1], by),
             ),
             console,
         )
         _line(_compared(pairs), console)
     else:
-        found = [row for row in found if _passes(row, asked)]
-        for row in _first(found, asked, _key):
+        matches = [row for row in matches if _passes(row, options)]
+        for row in _first(matches, options, _key):
             _show(row, console)
         _line(
-            f"{min(asked.limit, len(found)):,} of {len(found):,} matching samples, {len(rows):,} in total",
+            f"{min(options.limit, len(matches)):,} of {len(matches):,} matching samples, {len(rows):,} in total",
             console,
         )
-    if not found:
+    if not matches:
         steps, sets = ({row[name] for row in rows if name in row} for name in ("step", "dataset"))
         _line(
             f"available: steps {sorted(steps)}"
@@ -144,18 +144,18 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _belongs(row: Row, asked: argparse.Namespace) -> bool:
+def _belongs(row: Row, options: argparse.Namespace) -> bool:
     """Whether a sample is of the requested steps, split, data set and group."""
     return (
-        (asked.step is None or row.get("step") in asked.step)
-        and asked.split in (None, row.get("split"))
-        and asked.dataset in (None, row.get("dataset"))
-        and asked.group in (None, row.get("group"))
+        (options.step is None or row.get("step") in options.step)
+        and options.split in (None, row.get("split"))
+        and options.dataset in (None, row.get("dataset"))
+        and options.group in (None, row.get("group"))
     )
 
 
-def _passes(row: Row, asked: argparse.Namespace) -> bool:
-    return passes(row, asked.min_reward, asked.max_reward, asked.text)
+def _passes(row: Row, options: argparse.Namespace) -> bool:
+    return passes(row, options.min_reward, options.max_reward, options.text)
 
 
 def _key(row: Row, by: str) -> Any:
@@ -170,13 +170,15 @@ def _change(pair: Pair) -> float:
 
 
 def _first(
-    items: Sequence[Any], asked: argparse.Namespace, key: Callable[[Any, str], Any]
+    items: Sequence[Any], options: argparse.Namespace, key: Callable[[Any, str], Any]
 ) -> list[Any]:
     """The items that are shown, in order."""
     ordered = (
-        list(items) if asked.sort is None else sorted(items, key=lambda item: key(item, asked.sort))
+        list(items)
+        if options.sort is None
+        else sorted(items, key=lambda item: key(item, options.sort))
     )
-    return (ordered[::-1] if asked.reverse else ordered)[: asked.limit]
+    return (ordered[::-1] if options.reverse else ordered)[: options.limit]
 
 
 def _show(row: Row, console: Console) -> None:

@@ -1,4 +1,4 @@
-"""Writes the report of a sweep: which key mattered, overlaid curves, a table.
+"""Write the report of a sweep: which key mattered, overlaid curves, a table.
 
     python -m torchrl_grpo.sweep multirun/DATE/TIME
 
@@ -16,7 +16,7 @@ from torchrl_grpo.reporting.sweep_report import write_sweep
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Answers a command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         "python -m torchrl_grpo.sweep",
         description="Writes a page that compares the runs of a sweep.",
@@ -24,9 +24,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "folder", type=Path, help="folder of the sweep; the page is written to sweep.html in it"
     )
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        path = write_sweep(asked.folder)
+        path = write_sweep(options.folder)
     except ValueError as error:
         parser.exit(2, f"error: {error}\n")
     sys.stdout.write(f"{path}\n")

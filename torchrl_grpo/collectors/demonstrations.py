@@ -388,4 +388,4 @@ class Demonstrations:
         return {}
 
     def shutdown(self) -> None:
-        """End nothing; who made the engine ends it."""
+        """Do nothing: the engine belongs to the sampler."""

@@ -56,9 +56,9 @@ class LLMEnv(EnvBase):
     task rewards turns: their shares are in ``turn_rewards``.
 
     ``reset`` asks a stateful task for the first prompts, for all rows together, and the task is
-    told of the end of each dialog. A row whose opening failed is done from the start and not valid;
-    ``stepping`` leaves it out. Such a task may begin another training sample in the middle of a
-    dialog: the policy's next turn then has another prompt.
+    closed once for each dialog that ends. A row whose opening failed is done from the start and
+    invalid; ``stepping`` leaves it out. Such a task may begin another training sample in the middle
+    of a dialog: the policy's next turn then has another prompt.
 
     Args:
         task: problems and their scorer.
@@ -74,7 +74,7 @@ class LLMEnv(EnvBase):
         max_turns: most turns that the policy has in one dialog.
         seed: decides the order of the problems.
         reward_pool: scores the task's dialogs in processes of their own; None scores here. Several
-            environments may share it, and who made it closes it.
+            environments may share it; closing it is up to its owner.
         template_arguments: of the chat template, such as ``enable_thinking``.
 
     Raises:

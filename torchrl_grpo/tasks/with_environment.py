@@ -49,7 +49,7 @@ class Kind:
     Attributes:
         name: of the class.
         steps: whether it is a text game.
-        takes_truncated: whether its step is told that a response was cut off.
+        takes_truncated: whether its step has the argument ``truncated``.
         toolbox: the tools of a dialog; those that are methods wait for an instance.
 
     Args:
@@ -148,8 +148,8 @@ class WithEnvironment(WrappedTask):
 
     Args:
         task: the other one.
-        kinds: the classes by what the problem's column ``environment`` says; one alone has the name
-            ``""``.
+        kinds: the classes by their name in the problem's column ``environment``; a single one has
+            the name ``""``.
 
     Keyword Args:
         rewards: reward functions; they get ``environments``, a list with the dialog's own.

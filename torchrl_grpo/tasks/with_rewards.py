@@ -37,17 +37,17 @@ _AT_A_TIME = 64
 class Rewards:
     """Scores a dialog by reward functions: a weighted sum of their parts.
 
-    Of each function, a number is the part ``name``, and a dict's entries are the parts
-    ``name/entry``. None leaves a part out of the sum. Whether the dialog counts as correct is
-    decided by the first function that applies: by its part ``correct``, which trains nothing, else
-    by whether its value is at least 1, of a dict the part ``reward`` or the first one.
+    A function that returns a number has the part ``name``; one that returns a dict has the parts
+    ``name/entry``. None leaves a part out of the sum. The first function that applies decides
+    whether the dialog is correct: by its part ``correct``, which trains nothing, or by whether its
+    value (of a dict, the part ``reward`` or the first one) is at least 1.
 
     Functions that are ``async def`` run in an event loop of their own, one for the process. The
     others run in the calling thread, one after the other.
 
     Attributes:
         weights: see ``torchrl_grpo.rewards.spec.reward_weights``.
-        asynchronous: whether a function is an ``async def``; ``score_all`` then gains from many
+        asynchronous: whether a function is an ``async def``; ``score_all`` is then faster with many
             dialogs at a time.
 
     Args:

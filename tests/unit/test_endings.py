@@ -135,9 +135,7 @@ def test_what_cannot_be_written_at_the_end_costs_no_checkpoint(
         made.fit()
     assert ended_by is None or ended.value.args == (128 + ended_by,)
     check_whole(at(tmp_path, 3))
-    assert (
-        said.count("Step 3 is only partly logged (OSError: [Errno 5] Input/output error).") == 1
-    )
+    assert said.count("Step 3 is only partly logged (OSError: [Errno 5] Input/output error).") == 1
     assert (
         sum(
             line.startswith(f"No report could be written in {tmp_path} (IsADirectoryError")

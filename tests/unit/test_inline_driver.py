@@ -290,9 +290,7 @@ def test_a_batch_that_can_never_come_is_an_error_and_no_hang(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     source = make_source(tokenizer, Recorder())
-    with pytest.raises(
-        RuntimeError, match=r"0 of the 2 groups of a batch wait.*Publish weights"
-    ):
+    with pytest.raises(RuntimeError, match=r"0 of the 2 groups of a batch wait.*Publish weights"):
         source.next_batch()
     source.publish(weights(0), 0)
     source.next_batch()

@@ -10,9 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from torchrl_grpo.generation.base import SamplingParams
+import torch
+
+from torchrl_grpo.generation.base import Completion, SamplingParams
 
 TOLERANCE = 1e-3
 """Nats: log-probs that differ by less are equal, and may exceed 0 by as much."""
@@ -54,25 +56,17 @@ class SampleRequest:
     labels: Mapping[str, int] | None
     oldest: int
 
-
-@dataclass(frozen=True)
-class Answer:
-    """A response.
-
-    Attributes:
-        tokens: ids, at least one; none after an abort.
-        log_probs: of each.
-        reason: why it ended.
-        versions: of the weights that sampled each token; None where the server keeps its own.
-    """
-
-    tokens: tuple[int, ...]
-    log_probs: tuple[float, ...]
-    reason: Literal["stop", "length", "abort"]
-    versions: tuple[int, ...] | None = None
-
-
-ABORTED = Answer((), (), "abort")
+    def sampling(self) -> dict[str, Any]:
+        """Return the parameters that both kinds of server take under one name."""
+        params = self.params
+        return {
+            "n": self.n,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "min_p": params.min_p,
+            "stop_token_ids": list(params.stop_token_ids),
+            "ignore_eos": True,  # stop_token_ids alone decide
+        }
 
 
 def entry(kind: type | tuple[type, ...], container: Any, *path: str | int, where: str = "") -> Any:
@@ -102,8 +96,8 @@ def entry(kind: type | tuple[type, ...], container: Any, *path: str | int, where
     return value
 
 
-def read_vllm_samples(answer: Any, request: SampleRequest) -> list[Answer]:
-    """Read vLLM's ``/inference/v1/generate``."""
+def read_vllm_samples(answer: Any, request: SampleRequest) -> list[Completion | None]:
+    """Read vLLM's ``/inference/v1/generate``; an aborted response is None."""
     choices = entry(list, answer, "choices")
     places = [f"choices[{number}]" for number in range(len(choices))]
     indices = [entry(int, answer, "choices", number, "index") for number in range(len(choices))]
@@ -111,11 +105,11 @@ def read_vllm_samples(answer: Any, request: SampleRequest) -> list[Answer]:
         raise ValueError(
             f"choices must have each index from 0 to {request.n - 1} once, got {_shown(indices)}"
         )
-    answers = []
+    answers: list[Completion | None] = []
     for _, choice, where in sorted(zip(indices, choices, places, strict=True)):
         reason = entry(str, choice, "finish_reason", where=where)
         if reason == "abort":
-            answers.append(ABORTED)
+            answers.append(None)
             continue
         tokens = entry(list, choice, "token_ids", where=where)
         content = entry(list, choice, "logprobs", "content", where=where)
@@ -139,18 +133,20 @@ def _vllm_labels(choice: Any, where: str) -> list[Label]:
     ]
 
 
-def read_sglang_samples(answer: Any, request: SampleRequest) -> list[Answer]:
-    """Read SGLang's ``/generate``: an object for each response, in a list where they are several."""
+def read_sglang_samples(answer: Any, request: SampleRequest) -> list[Completion | None]:
+    """Read SGLang's ``/generate``: an object for each response, in a list where they are several;
+    an aborted one is None.
+    """
     responses = answer if type(answer) is list else [answer]
     if len(responses) != request.n:
         raise ValueError(f"there must be {request.n} responses, got {len(responses)}")
-    answers = []
+    answers: list[Completion | None] = []
     for number, response in enumerate(responses):
         where = f"[{number}].meta_info"
         info = entry(dict, response, "meta_info", where=f"[{number}]")
         reason = entry(str, info, "finish_reason", "type", where=where)
         if reason == "abort":
-            answers.append(ABORTED)
+            answers.append(None)
             continue
         tokens, log_probs = [], []
         inside = f"{where}.output_token_logprobs[]"
@@ -171,7 +167,7 @@ def _sample(
     reason: str,
     labels: Sequence[Label],
     where: str,
-) -> Answer:
+) -> Completion:
     """Return the response that tokens, log-probs and finish reason can be together."""
     length, stops = len(tokens), request.params.stop_token_ids
     if not 1 <= length <= request.limit:
@@ -197,19 +193,21 @@ def _sample(
             f"{where} must end with a stop token, at {request.limit} tokens or as finish_reason "
             f"'abort', got {_shown(reason)} after {length} tokens that end with {ids[-1]}"
         )
-    return Answer(
-        ids,
-        tuple(_log_prob(value, where) for value in log_probs),
+    versions = None
+    if request.labels is not None:
+        known = _versions(request.labels, request.oldest, labels, length, where)
+        versions = torch.tensor(known, dtype=torch.int64)
+    return Completion(
+        torch.tensor(ids, dtype=torch.int64),
+        torch.tensor([_log_prob(value, where) for value in log_probs], dtype=torch.float32),
         "stop" if at_stop or reason == "stop" else "length",
-        None
-        if request.labels is None
-        else _versions(request.labels, request.oldest, labels, length, where),
+        versions,
     )
 
 
 def _versions(
     known: Mapping[str, int], oldest: int, labels: Sequence[Label], length: int, where: str
-) -> tuple[int, ...]:
+) -> list[int]:
     versions: list[int] = []
     for label, start, end in labels:
         if not len(versions) == start <= end <= length:
@@ -228,7 +226,7 @@ def _versions(
         raise ValueError(
             f"{where} must say for each token once which weights sampled it, got {_shown(labels)}"
         )
-    return tuple(versions)
+    return versions
 
 
 def read_vllm_candidates(answer: Any, vocabulary: int) -> dict[int, float]:

@@ -16,7 +16,6 @@ done once for each version of the weights, through oneDNN, at the price of a sec
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -81,20 +80,20 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [N, Hq, D], k [N, Hkv, D], v [N, Hkv, D]) -> [N, Hq * D]"""
 
 
-@dataclass(frozen=True)
 class _Layer:
-    attention: Any  # The model's own modules; which class depends on the architecture.
-    mlp: Any
-    input_norm: Any
-    post_norm: Any
-    qkv: PackedLinear
-    out: PackedLinear
-    gate_up: PackedLinear
-    down: PackedLinear
+    """A decoder layer of the model, whose class depends on the architecture, with fused weights."""
 
-    @property
-    def linears(self) -> tuple[PackedLinear, ...]:
-        return self.qkv, self.out, self.gate_up, self.down
+    def __init__(self, layer: Any) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.attention = attention
+        self.mlp = mlp
+        self.input_norm = layer.input_layernorm
+        self.post_norm = layer.post_attention_layernorm
+        self.qkv = _join(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.out = _join(attention.o_proj)
+        self.gate_up = _join(mlp.gate_proj, mlp.up_proj)
+        self.down = _join(mlp.down_proj)
+        self.linears = (self.qkv, self.out, self.gate_up, self.down)
 
 
 def can_fuse(model: PreTrainedModel) -> bool:
@@ -133,7 +132,7 @@ class FusedDecoder(Decoder):
         self.num_layers = len(body.layers)
         self._body = body
         self._lm_head = model.lm_head
-        self._layers = [_fuse(layer) for layer in body.layers]
+        self._layers = [_Layer(layer) for layer in body.layers]
         self._head = _join(model.lm_head)
 
     @property
@@ -141,8 +140,10 @@ class FusedDecoder(Decoder):
         return self._lm_head.weight.device
 
     def start(self, max_new_tokens: int) -> Batch:
-        for linear in (self._head, *(one for layer in self._layers for one in layer.linears)):
-            linear.refresh()
+        self._head.refresh()
+        for layer in self._layers:
+            for linear in layer.linears:
+                linear.refresh()
         return _FusedBatch(self, max_new_tokens)
 
     def cache_bytes(self, prompt_length: int, n: int, max_new_tokens: int) -> int:
@@ -416,20 +417,6 @@ class _FusedBatch(Batch):
             for layer, (keys, values) in enumerate(self._prompts):
                 self._prompts[layer] = keys[groups], values[groups]
         self._arrange(group)
-
-
-def _fuse(layer: Any) -> _Layer:
-    attention, mlp = layer.self_attn, layer.mlp
-    return _Layer(
-        attention,
-        mlp,
-        layer.input_layernorm,
-        layer.post_attention_layernorm,
-        qkv=_join(attention.q_proj, attention.k_proj, attention.v_proj),
-        out=_join(attention.o_proj),
-        gate_up=_join(mlp.gate_proj, mlp.up_proj),
-        down=_join(mlp.down_proj),
-    )
 
 
 def _join(*linears: nn.Linear) -> PackedLinear:

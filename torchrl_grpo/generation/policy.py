@@ -166,8 +166,10 @@ class GenerationPolicy(TensorDictModuleBase):
         completions: list[Completion | None] = [None] * len(prompts)
         for n, members in calls.items():
             first = [prompts[rows[0]] for rows in members]
-            told = {} if self.on_response is None else {"on_finished": partial(self._tell, members)}
-            answers = self.engine.generate(first, n, self.params, **told)
+            callback = {}
+            if self.on_response is not None:
+                callback["on_finished"] = partial(self._tell, members)
+            answers = self.engine.generate(first, n, self.params, **callback)
             for rows, answer in zip(members, answers, strict=True):
                 for row, completion in zip(rows, answer, strict=True):
                     completions[row] = completion if self.cut is None else self.cut(row, completion)

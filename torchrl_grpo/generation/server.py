@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from torchrl_grpo.checks import InFlight
-from torchrl_grpo.generation.answers import Answer, SampleRequest
+from torchrl_grpo.generation.answers import SampleRequest
 from torchrl_grpo.generation.base import (
     Completion,
     Engine,
@@ -83,12 +83,10 @@ class ServerEngine(Engine):
         self.address = address
         self._server = connect(address, starts_within_s)
         self.max_model_len = self._server.max_model_len
-        self._folder, self._dtype, self._tied, self._in_flight = (
-            folder,
-            dtype,
-            dict(tied or {}),
-            in_flight,
-        )
+        self._folder = folder
+        self._dtype = dtype
+        self._tied = dict(tied or {})
+        self._in_flight = in_flight
         self._label = uuid.uuid4().hex[:8]
         self._server.vocabulary = vocabulary or self._server.vocabulary
         self._labels: dict[str, int] = {}  # version of each label that the server was given
@@ -185,8 +183,8 @@ class ServerEngine(Engine):
                 oldest=version,
             )
             answers = self._server.complete(request)
-            if not any(answer.reason == "abort" for answer in answers):
-                completions = [_completion(answer, params.stop) for answer in answers]
+            completions = [_cut(answer, params.stop) for answer in answers if answer is not None]
+            if len(completions) == samples:
                 return [completions[index % samples] for index in range(n)]
             with self._updates:  # the one that aborts must end first
                 aborts = aborts + 1 if self.policy_version == version else 0
@@ -256,15 +254,8 @@ class ServerEngine(Engine):
                 shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _completion(answer: Answer, stop: StopStrings | None) -> Completion:
-    done = Completion(
-        tokens=torch.tensor(answer.tokens, dtype=torch.int64),
-        log_probs=torch.tensor(answer.log_probs, dtype=torch.float32),
-        finish_reason="stop" if answer.reason == "stop" else "length",
-        versions=None
-        if answer.versions is None
-        else torch.tensor(answer.versions, dtype=torch.int64),
-    )
+def _cut(done: Completion, stop: StopStrings | None) -> Completion:
+    """Return a response that ends with the token that completes its first stop string."""
     return cut_off(done, None, None if stop is None else stop.completed_at(done.tokens.tolist()))
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from torchrl_grpo.generation import answers
-from torchrl_grpo.generation.answers import TOLERANCE, Answer, SampleRequest, entry
-from torchrl_grpo.generation.base import EngineDeadError
+from torchrl_grpo.generation.answers import TOLERANCE, SampleRequest, entry
+from torchrl_grpo.generation.base import Completion, EngineDeadError
 from torchrl_grpo.host.event_loop import settled
 from torchrl_grpo.host.http_client import BadAnswerError, HttpClient, NoAnswerError, may_pass
 
@@ -99,8 +99,8 @@ class Server(ABC):
         """
 
     @abstractmethod
-    def complete(self, request: SampleRequest) -> list[Answer]:
-        """Return the responses that are asked for."""
+    def complete(self, request: SampleRequest) -> list[Completion | None]:
+        """Return the responses that are asked for, None for an aborted one."""
 
     @abstractmethod
     def candidates(self, prompt: list[int], temperature: float) -> dict[int, float]:
@@ -309,17 +309,11 @@ class VLLM(Server):
         if self.role == "engine":
             self.ask("GET", "/weight_info", "say which weights it has")
 
-    def complete(self, request: SampleRequest) -> list[Answer]:
+    def complete(self, request: SampleRequest) -> list[Completion | None]:
         params = request.params
-        sampling = {
-            "n": request.n,
+        sampling = request.sampling() | {
             "max_tokens": request.limit,
-            "temperature": params.temperature,
-            "top_p": params.top_p,
             "top_k": params.top_k,
-            "min_p": params.min_p,
-            "stop_token_ids": list(params.stop_token_ids),
-            "ignore_eos": True,  # stop_token_ids alone decide
             "logprobs": 0,
             "detokenize": False,
         }
@@ -399,17 +393,11 @@ class SGLang(Server):
             "GET", "/get_server_info", "say how it was started", read=read
         )
 
-    def complete(self, request: SampleRequest) -> list[Answer]:
+    def complete(self, request: SampleRequest) -> list[Completion | None]:
         params = request.params
-        sampling: dict[str, Any] = {
-            "n": request.n,
+        sampling = request.sampling() | {
             "max_new_tokens": request.limit,
-            "temperature": params.temperature,
-            "top_p": params.top_p,
             "top_k": params.top_k or -1,
-            "min_p": params.min_p,
-            "stop_token_ids": list(params.stop_token_ids),
-            "ignore_eos": True,
             "stop": [] if params.stop is None else list(params.stop.strings),
             "no_stop_trim": True,
         }

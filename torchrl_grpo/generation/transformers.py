@@ -378,13 +378,14 @@ def probe(decoder: Decoder, model: PreTrainedModel) -> float:
     expected = torch.stack([logits[-len(response) - 1 :] for logits in whole]).float()
 
     batch = decoder.start(len(response) + 1)
-    got, of_prompt = [batch.add(prompts, 2)], torch.tensor([0, 0, 1, 1], device=device)
+    steps = [batch.add(prompts, 2)]
+    of_prompt = torch.tensor([0, 0, 1, 1], device=device)
     for step, token in enumerate(response):
         if step == 2:
             kept = torch.tensor([3, 0], device=device)
             batch.keep(kept)
             of_prompt = of_prompt[kept]
         logits = batch.step(token.expand(len(of_prompt)))
-        got.append(torch.stack([logits[of_prompt == prompt].mean(0) for prompt in (0, 1)]))
-    difference = (torch.stack(got, 1).float() - expected).abs().mean()
+        steps.append(torch.stack([logits[of_prompt == prompt].mean(0) for prompt in (0, 1)]))
+    difference = (torch.stack(steps, 1).float() - expected).abs().mean()
     return (difference / expected.std(-1).mean()).item()

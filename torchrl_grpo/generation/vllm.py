@@ -360,10 +360,8 @@ def engine_arguments(model_path: str, settings: VLLMSettings) -> tuple[Any, dict
         "kv_cache_gib": 1.0,
         **settings,
     }
-    num_sequences, engine_kwargs = (
-        arguments.pop("num_sequences", 0),
-        dict(arguments.pop("engine_kwargs", {})),
-    )
+    num_sequences = arguments.pop("num_sequences", 0)
+    engine_kwargs = dict(arguments.pop("engine_kwargs", {}))
     arguments.pop("log_file", None)
     cache_bytes = int(arguments.pop("kv_cache_gib") * 2**30)
     trust_remote_code = arguments.get("trust_remote_code", False)
@@ -710,10 +708,8 @@ class VLLMEngine(VLLMBase):
             )  # which imports this module
 
             return AsyncVLLMEngine(request.path, in_flight=request.options.in_flight, **settings)
-        one = request.options.devices_per_engine == 1  # several are all that this process sees
-        return cls(
-            request.path, device=device if one else None, enable_sleep=request.colocated, **settings
-        )
+        own = device if request.options.devices_per_engine == 1 else None  # else all are visible
+        return cls(request.path, device=own, enable_sleep=request.colocated, **settings)
 
     def _rpc(self, method: str, *args: Any) -> list[Any]:
         return self._open().collective_rpc(method, timeout=RPC_TIMEOUT_S, args=args)

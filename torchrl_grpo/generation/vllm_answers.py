@@ -102,12 +102,10 @@ class _Reader:
     """
 
     def __init__(self, token_ids: list[int], stop: StopStrings) -> None:
-        self._token_ids, self._after, self._end, self._state = (
-            token_ids,
-            stop.table.numpy(),
-            stop.end,
-            0,
-        )
+        self._token_ids = token_ids
+        self._after = stop.table.numpy()
+        self._end = stop.end
+        self._state = 0
 
     def update(self, new_token_ids: Sequence[int], stop_terminated: bool) -> str | None:
         """Take new tokens, up to the one that ends the sample; return None if it continues."""

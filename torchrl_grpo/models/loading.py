@@ -87,12 +87,10 @@ def _check_name(name: str) -> None:
             validate_repo_id(name.partition("@")[0])
             return
         except HFValidationError:
-            there = next(parent for parent in path.absolute().parents if parent.exists())
-            wrong = (
-                "a shell leaves ~ as it is after a ="
-                if name.startswith("~")
-                else f"{there} has no such folder"
-            )
+            parent = next(parent for parent in path.absolute().parents if parent.exists())
+            wrong = f"{parent} has no such folder"
+            if name.startswith("~"):
+                wrong = "a shell leaves ~ as it is after a ="
     raise ValueError(
         f"model.name={name} must be a folder with a model, or a name on the Hugging Face hub such "
         f"as OWNER/NAME, but {wrong}: check the path, or use model.name={STARTER}, which is "
@@ -264,13 +262,8 @@ def stop_token_ids(
     the end of an assistant's turn in the chat template."""
     ids = {tokenizer.eos_token_id}
     configured = getattr(generation_config, "eos_token_id", None)
-    ids.update(
-        configured
-        if isinstance(configured, list)
-        else [configured]
-        if configured is not None
-        else []
-    )
+    if configured is not None:
+        ids.update(configured if isinstance(configured, list) else [configured])
     text = _chat_text(tokenizer)
     if _MARKER not in text:  # a template that leaves the assistant's text out
         return tuple(sorted(ids))
@@ -348,15 +341,15 @@ def load_model(
             key for key, ok in zip(parameters, sums.isfinite().tolist(), strict=True) if not ok
         },
     }
-    found = [
+    problems = [
         f"{len(keys)} are {what} ({', '.join(sorted(keys)[:3])})"
         for what, keys in wrong.items()
         if keys
     ]
-    if found:
+    if problems:
         raise ValueError(
             f"model.name={name} must have the {len(parameters)} weights of {type(model).__name__}, "
-            f"but {'; '.join(found)}: download it, or save it, once more."
+            f"but {'; '.join(problems)}: download it, or save it, once more."
         )
     return model
 
@@ -393,23 +386,19 @@ def shape_of(model: Any) -> Shape:
     have adapters.
     """
     base = base_model_of(model)
-    shape, head = shape_of_config(base.config.get_text_config()), base.get_output_embeddings()
-    count, adapters = (
-        sum(parameter.numel() for parameter in model.parameters()),
-        getattr(model, "peft_config", None),
-    )
+    shape = shape_of_config(base.config.get_text_config())
+    count = sum(parameter.numel() for parameter in model.parameters())
+    adapters = getattr(model, "peft_config", None)
     if adapters:
         trained = sum(
             parameter.numel() for parameter in model.parameters() if parameter.requires_grad
         )
-        adapted, count = trained // adapters["default"].r, count - trained
+        adapted = trained // adapters["default"].r
+        count -= trained
     else:
-        linear = [
-            module
-            for module in base.modules()
-            if isinstance(module, nn.Linear) and module is not head
-        ]
-        adapted = sum(sum(module.weight.shape) for module in linear)
+        linears = {module for module in base.modules() if isinstance(module, nn.Linear)}
+        linears.discard(base.get_output_embeddings())
+        adapted = sum(sum(module.weight.shape) for module in linears)
     active = count - (shape.parameters - shape.active)
     return replace(shape, parameters=count, active=active, adapted=adapted)
 

@@ -65,17 +65,16 @@ def pad(batch: TensorDictBase, key: NestedKey, padding_value: float = 0) -> Tens
         KeyError: the batch has no such entry.
         ValueError: the entry is a number without an axis in each sequence.
     """
-    first = (
-        batch.tensordicts[0].get(key, None) if isinstance(batch, LazyStackedTensorDict) else None
-    )
-    if isinstance(first, Tensor) and first.ndim == 0:
-        padded = batch.get(
-            key
-        )  # there is nothing to pad, and tensordict's error would not name the entry
-    else:
-        padded = batch.get(
-            key, as_padded_tensor=True, padding_side="right", padding_value=padding_value
-        )
+    options = {
+        "as_padded_tensor": True,
+        "padding_side": "right",
+        "padding_value": padding_value,
+    }
+    if isinstance(batch, LazyStackedTensorDict):
+        first = batch.tensordicts[0].get(key, None)
+        if isinstance(first, Tensor) and first.ndim == 0:
+            options = {}  # there is nothing to pad, and tensordict's error would not name the entry
+    padded = batch.get(key, **options)
     if padded is None:
         raise _missing(batch, key)
     if padded.ndim < 2:
@@ -108,18 +107,16 @@ def trajectories_of(batch: TensorDictBase) -> Tensor | None:
     tensor([0, 1, 1])
     """
     if isinstance(batch, LazyStackedTensorDict):
-        found = [row.get(K.TRAJECTORY, None) for row in batch.tensordicts]
+        values = [row.get(K.TRAJECTORY, None) for row in batch.tensordicts]
         names = [
             ("row", row) if value is None else ("trajectory", int(value))
-            for row, value in enumerate(found)
+            for row, value in enumerate(values)
         ]
     else:
-        value = batch.get(K.TRAJECTORY, None)
-        names = (
-            []
-            if value is None
-            else [("trajectory", int(one)) for one in value.reshape(-1).tolist()]
-        )
+        column = batch.get(K.TRAJECTORY, None)
+        if column is None:
+            return None
+        names = [("trajectory", value) for value in column.reshape(-1).tolist()]
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     return torch.tensor([numbers[name] for name in names]) if len(numbers) < len(names) else None
 
@@ -135,8 +132,8 @@ def _missing(batch: TensorDictBase, key: NestedKey) -> KeyError:
         key,
         "write it, or name the entry that holds it (set_keys of a loss, ..._key of a transform)",
     )
-    there = ", ".join(map(_dotted, batch.keys(True, True)))
-    return KeyError(f"the batch has no entry {_dotted(key)}, it has {there}: {fix}.")
+    entries = ", ".join(map(_dotted, batch.keys(True, True)))
+    return KeyError(f"the batch has no entry {_dotted(key)}, it has {entries}: {fix}.")
 
 
 def _dotted(key: NestedKey) -> str:
@@ -190,22 +187,21 @@ def with_demonstrations(
         [N + M] with ``"is_demonstration"`` [N + M, 1] bool. What a demonstration has no value of is
         0 or False.
     """
-    shown = [batch[row] for row in demonstrations_in(batch)]
-    lengths = torch.tensor([len(row.get(K.DEMONSTRATION)) for row in shown], dtype=torch.int64)
+    sources = [batch[row] for row in demonstrations_in(batch)]
+    lengths = torch.tensor([len(row.get(K.DEMONSTRATION)) for row in sources], dtype=torch.int64)
     count, width = data.get(K.FULL).shape
     more = max([0, *(lengths - width).tolist()])
 
     def longer(value: Tensor) -> Tensor:
-        of_tokens = value.ndim == 2 and value.shape[1] == width and width > 1
-        after = (
-            [0, 0] * (value.ndim - 2) + [0, more * of_tokens] * (value.ndim > 1) + [0, len(shown)]
-        )
-        return torch.nn.functional.pad(value, after)
+        padding = [0, 0] * (value.ndim - 1) + [0, len(sources)]
+        if value.ndim == 2 and value.shape[1] == width and width > 1:
+            padding[1] = more
+        return torch.nn.functional.pad(value, padding)
 
-    out = data.apply(longer, batch_size=[count + len(shown)])
-    for row, (one, length) in enumerate(zip(shown, lengths.tolist(), strict=True), count):
-        out.get(K.FULL)[row, :length] = one.get(K.DEMONSTRATION)
-        out.get(mask_key)[row, :length] = one.get(K.DEMONSTRATION_MASK)
+    out = data.apply(longer, batch_size=[count + len(sources)])
+    for row, (source, length) in enumerate(zip(sources, lengths.tolist(), strict=True), count):
+        out.get(K.FULL)[row, :length] = source.get(K.DEMONSTRATION)
+        out.get(mask_key)[row, :length] = source.get(K.DEMONSTRATION_MASK)
     out.get("length")[count:] = lengths
     return out.set(K.IS_DEMONSTRATION, torch.arange(len(out))[:, None] >= count)
 
@@ -235,16 +231,12 @@ def sequences_of(batch: TensorDictBase) -> TensorDictBase:
 
 def _sequence_of(row: TensorDictBase) -> TensorDictBase:
     """One row of ``sequences_of``."""
-    full, prompt, response = (
-        row.get(K.FULL),
-        row.get(K.PROMPT, None),
-        row.get(("log_probs", "response"), None),
-    )
-    real, mask, log_probs = (
-        row.get(K.ATTENTION_MASK, None),
-        row.get(K.ASSISTANT_MASK, None),
-        row.get(K.LOG_PROBS, None),
-    )
+    full = row.get(K.FULL)
+    prompt = row.get(K.PROMPT, None)
+    response = row.get(("log_probs", "response"), None)
+    real = row.get(K.ATTENTION_MASK, None)
+    mask = row.get(K.ASSISTANT_MASK, None)
+    log_probs = row.get(K.LOG_PROBS, None)
     if (
         full is None
         or (mask is None and prompt is None)
@@ -273,16 +265,10 @@ def _sequence_of(row: TensorDictBase) -> TensorDictBase:
             and len(full) > 1
         ):
             out.set(key, value[real])
-    out.update(
-        TensorDict(
-            {
-                K.FULL: full[real],
-                K.ATTENTION_MASK: real[real],
-                K.ASSISTANT_MASK: mask[real],
-                K.LOG_PROBS: torch.where(mask, log_probs, 0.0)[real],
-            }
-        )
-    )
+    out.set(K.FULL, full[real])
+    out.set(K.ATTENTION_MASK, real[real])
+    out.set(K.ASSISTANT_MASK, mask[real])
+    out.set(K.LOG_PROBS, torch.where(mask, log_probs, 0.0)[real])
     return out
 
 

@@ -94,10 +94,9 @@ class _Pick(torch.autograd.Function):
         total.index_copy_(0, once, grad.index_select(0, first).to(wide))
         if again.numel():
             more = grad.index_select(0, again.flatten().clamp(min=0)).unflatten(0, again.shape)
-            there = (again >= 0).view(*again.shape, *[1] * (grad.ndim - 1))
-            total.index_add_(
-                0, several, torch.where(there, more, 0).sum(0, dtype=wide)
-            )  # to each place once
+            is_place = (again >= 0).view(*again.shape, *[1] * (grad.ndim - 1))
+            sums = torch.where(is_place, more, 0).sum(0, dtype=wide)
+            total.index_add_(0, several, sums)  # to each place once
         return total.to(grad.dtype).movedim(0, ctx.dim), None, None
 
 
@@ -146,12 +145,12 @@ class Layout:
         """Return the layout on a device, copied without waiting; ``source`` stays where it is."""
         if self.tokens.device == device:
             return self
-        there: dict[str, Any] = {
+        tensors: dict[str, Any] = {
             name: send(value, device)
             for name, value in vars(self).items()
             if isinstance(value, Tensor)
         }
-        return replace(self, predictors=self.predictors.to(device), **there)
+        return replace(self, predictors=self.predictors.to(device), **tensors)
 
     def model_inputs(self) -> dict[str, Any]:
         """The arguments of a model's forward."""
@@ -359,13 +358,12 @@ def _causal_mask(query: Tensor, keys: int, window: int, layout: Layout) -> Tenso
     each layer.
     """
     queries, window = query.shape[2], min(window, keys)
-    found = layout.masks.get((queries, keys, window, query.dtype))
-    if found is None:
-        found = query.new_full((queries, -(-keys // 8) * 8), -math.inf)
-        too_early = found.tril(keys - queries - window)
-        found = found.triu_(keys - queries + 1).add_(too_early).narrow(1, 0, keys)
-        layout.masks[queries, keys, window, query.dtype] = found
-    return found
+    key = (queries, keys, window, query.dtype)
+    if key not in layout.masks:
+        mask = query.new_full((queries, -(-keys // 8) * 8), -math.inf)
+        too_early = mask.tril(keys - queries - window)
+        layout.masks[key] = mask.triu_(keys - queries + 1).add_(too_early).narrow(1, 0, keys)
+    return layout.masks[key]
 
 
 def _has_varlen(query: Tensor) -> bool:

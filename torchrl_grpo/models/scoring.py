@@ -41,6 +41,10 @@ WINDOWS = ("attention_chunk_size", "attention_window_size", "local_attention")
 """
 
 
+_MODEL_ERRORS = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
+"""Errors of a model that does not fit."""
+
+
 def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
     """Mixed precision with that type on that device; None is none."""
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
@@ -177,8 +181,8 @@ class TokenScorer(TensorDictModuleBase):
             )  # of each token among those of the mask in its row
             places = layout.places.to(mask.device)
             states = states[places // shape[1], number[places]].to(layout.places.device)
-        found = call_gathered(self.base, self._score, layout, shape.numel(), states)
-        return tuple(values.view(shape) for values in found)
+        scores = call_gathered(self.base, self._score, layout, shape.numel(), states)
+        return tuple(values.view(shape) for values in scores)
 
     def teacher_states(self, layout: Layout, top_k: int | None = None) -> Tensor:
         """Return this model's states for a divergence at the tokens of a layout, see ``Teacher``.
@@ -210,16 +214,16 @@ class TokenScorer(TensorDictModuleBase):
             "temperature": self.temperature,
             "max_chunk_elements": self.max_chunk_elements,
         }
-        found: tuple[Tensor, ...] = chunked_log_probs(
+        scores: tuple[Tensor, ...] = chunked_log_probs(
             hidden_ND, weight, layout.targets, bias_V=bias, **options
         )
         if states is not None:
             assert self.teacher is not None
-            found += (
+            scores += (
                 chunked_divergence(hidden_ND, weight, states, self.teacher, bias_V=bias, **options),
             )
-        zeros = torch.zeros(numel, dtype=found[0].dtype, device=hidden_ND.device)
-        return tuple(zeros.index_put((layout.places,), values) for values in found)
+        zeros = torch.zeros(numel, dtype=scores[0].dtype, device=hidden_ND.device)
+        return tuple(zeros.index_put((layout.places,), values) for values in scores)
 
     def _hidden(self, layout: Layout) -> tuple[Tensor, Tensor]:
         """Return the states from which the tokens are predicted, [N, D], and the weight of the LM
@@ -245,12 +249,9 @@ class TokenScorer(TensorDictModuleBase):
             isinstance(layout, Layout) and layout.source[0] is tokens and layout.source[1] is mask
         ):
             layout = self.layout(tokens, mask)
-        found = self.score_layout(
-            layout, None if self.teacher is None else pad(tensordict, keys.TEACHER_STATES)
-        )
-        for key, values in zip(
-            (keys.CUR_LOG_PROBS, keys.ENTROPY, keys.DIVERGENCE), found, strict=False
-        ):
+        states = None if self.teacher is None else pad(tensordict, keys.TEACHER_STATES)
+        out_keys = (keys.CUR_LOG_PROBS, keys.ENTROPY, keys.DIVERGENCE)
+        for key, values in zip(out_keys, self.score_layout(layout, states), strict=False):
             tensordict.set(key, values)
         return tensordict
 
@@ -282,7 +283,7 @@ def check_scorer(scorer: TokenScorer) -> None:
             )
             rounding = _rounding(head.dtype, logits)
             base.unpacked_because = _check_packing(scorer, tokens, rounding)
-    except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+    except _MODEL_ERRORS as error:
         problem = f"cannot be had ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
     else:
         expected = logits.log_softmax(-1).gather(-1, tokens[0, 1:, None]).squeeze(-1)
@@ -385,14 +386,7 @@ def _compare_packing(scorer: TokenScorer, tokens: Tensor, rounding: float) -> st
     scorer.base.unpacked_because = ""
     try:
         scores = _scores(scorer, tokens, mask)
-    except (
-        AttributeError,
-        IndexError,
-        NotImplementedError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as error:
+    except _MODEL_ERRORS as error:
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     difference = (scores - expected)[mask].abs().mean().item()
     return (

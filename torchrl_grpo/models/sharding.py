@@ -463,15 +463,15 @@ def load_parts(
     for path, tensor in tensors.items():
         if not path.startswith(WEIGHTS):
             _, kind, name = path.split("/", 2)
-            state[name][kind] = moment = own[name][kind]
-            local, read = (
-                (one.to_local() if isinstance(one, DTensor) else one) for one in (moment, tensor)
-            )
-            local.copy_(
-                read
-            )  # nothing is done where the one is the other; moments of one byte are rounded
+            moment = state[name][kind] = own[name][kind]
+            # Nothing is done where they are the same tensor; moments of one byte are rounded.
+            _local(moment).copy_(_local(tensor))
     whole: dict[str, Any] = {**rest, "state": state}
     set_optimizer_state_dict(model, optimizer, whole, options=_OWN)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def load_whole_state(

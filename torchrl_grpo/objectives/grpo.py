@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
@@ -31,6 +31,19 @@ from torchrl_grpo.compat.torchrl import check_choice, refuse_arguments
 from torchrl_grpo.models.packing import entry, has, pad, trajectories_of
 from torchrl_grpo.models.scoring import TokenScorer, WrapperScorer
 from torchrl_grpo.objectives.output import GRPOLossOutput
+
+_METRICS = (
+    "objective",
+    "clip_fraction_low",
+    "clip_fraction_high",
+    "ESS",
+    "ratio_mean",
+    "ratio_square_mean",
+    "kl_k1_to_inference",
+    "kl_k3_to_inference",
+    "entropy",
+)
+"""Metrics of every batch."""
 
 
 class GRPOLoss(LossModule):
@@ -210,61 +223,52 @@ class GRPOLoss(LossModule):
                 f"constant_length={length} must be at least 1, it divides the sums of "
                 "aggregation='constant': use the longest response allowed, in tokens."
             )
-        for name in (
-            "kl_to_ref_coeff",
-            "kl_to_inference_coeff",
-            "entropy_coeff",
-            "teacher_coeff",
-            "sft_coeff",
-        ):
-            if getattr(self, name) < 0:
+        for term, coefficient in self._coefficients().items():
+            if coefficient < 0:
                 raise ValueError(
-                    f"{name}={getattr(self, name)} must not be negative: use 0 to switch the term "
+                    f"{term}_coeff={coefficient} must not be negative: use 0 to switch the term "
                     "off."
                 )
+
+    def _coefficients(self) -> dict[str, float]:
+        """Return the coefficient of each optional term, whose output is ``loss_`` and its name."""
+        return {
+            "kl_to_ref": self.kl_to_ref_coeff,
+            "kl_to_inference": self.kl_to_inference_coeff,
+            "entropy": self.entropy_coeff,
+            "teacher": self.teacher_coeff,
+            "sft": self.sft_coeff,
+        }
 
     @property
     def in_keys(self) -> list[NestedKey]:
         """Keys that ``forward`` reads."""
-        names = [
-            self.tensor_keys.mask,
-            self.tensor_keys.sample_log_prob,
-            self.tensor_keys.advantage,
-        ]
-        names += [self.tensor_keys.prox_log_prob] if self.proximal == "recomputed" else []
-        names += [self.tensor_keys.staleness] if self.proximal == "interpolated" else []
-        names += [self.tensor_keys.truncated] if self.mask_truncated else []
-        names += [self.tensor_keys.ref_log_probs] if self.kl_to_ref_coeff else []
-        names += [self.tensor_keys.divergence] if self.teacher_coeff else []
-        names += [self.tensor_keys.is_demonstration] if self.sft_coeff else []
-        written = self.actor_network.out_keys
-        return list(
-            dict.fromkeys(
-                [*self.actor_network.in_keys, *(name for name in names if name not in written)]
-            )
-        )
+        names = self.tensor_keys
+        scorer = self.actor_network
+        optional = {
+            names.prox_log_prob: self.proximal == "recomputed",
+            names.staleness: self.proximal == "interpolated",
+            names.truncated: self.mask_truncated,
+            names.ref_log_probs: self.kl_to_ref_coeff,
+            names.divergence: self.teacher_coeff,
+            names.is_demonstration: self.sft_coeff,
+        }
+        read = [names.mask, names.sample_log_prob, names.advantage]
+        read += [key for key, needed in optional.items() if needed]
+        own = [key for key in read if key not in scorer.out_keys]
+        return list(dict.fromkeys([*scorer.in_keys, *own]))
 
     @property
     def out_keys(self) -> list[NestedKey]:
         """Keys that ``forward`` returns for a batch with exactly the ``in_keys``."""
-        names = ["loss_objective"]
-        names += ["loss_kl_to_ref"] if self.kl_to_ref_coeff else []
-        names += ["loss_kl_to_inference"] if self.kl_to_inference_coeff else []
-        names += ["loss_entropy"] if self.entropy_coeff else []
-        names += ["loss_teacher"] if self.teacher_coeff else []
-        names += ["loss_sft"] if self.sft_coeff else []
-        names += [
-            "objective",
-            "clip_fraction_low",
-            "clip_fraction_high",
-            "ESS",
-            "ratio_mean",
-            "ratio_square_mean",
-        ]
-        names += ["kl_k1_to_inference", "kl_k3_to_inference", "entropy"]
-        names += ["behaviour_weight", "behaviour_capped"] if self.behaviour_weight != "none" else []
-        names += ["divergence_to_teacher"] if self.teacher_coeff else []
-        return names + (["kl_k1_to_ref", "kl_k3_to_ref"] if self.kl_to_ref_coeff else [])
+        terms = [f"loss_{term}" for term, value in self._coefficients().items() if value]
+        optional = {
+            ("behaviour_weight", "behaviour_capped"): self.behaviour_weight != "none",
+            ("divergence_to_teacher",): self.teacher_coeff,
+            ("kl_k1_to_ref", "kl_k3_to_ref"): self.kl_to_ref_coeff,
+        }
+        metrics = [name for names, written in optional.items() if written for name in names]
+        return ["loss_objective", *terms, *_METRICS, *metrics]
 
     def _forward_value_estimator_keys(self, **kwargs: object) -> None:
         """Nothing to forward without a value estimator; the scorer gets the mask's key."""
@@ -348,134 +352,179 @@ class GRPOLoss(LossModule):
         """[B, T] bool each: the tokens whose gradient the lower and the upper clip took away, for
         the metrics.
         """
-        below, above = ratio < 1 - self.clip_epsilon_low, ratio > 1 + self.clip_epsilon_high
+        below = ratio < 1 - self.clip_epsilon_low
+        above = ratio > 1 + self.clip_epsilon_high
         return below & (advantage < 0), above & (advantage > 0)
 
     def forward(self, tensordict: TensorDictBase) -> GRPOLossOutput:
-        """Computes the loss terms and the metrics of a batch [B], ragged or padded on the right;
-        see the class.
+        """Return the loss terms and the metrics of a batch [B], ragged or padded on the right; see
+        the class.
         """
         if tensordict.ndim != 1:
             raise ValueError(
                 f"batch_size={list(tensordict.batch_size)} must be [N], N sequences: use batch[:1] "
                 "for one of them, batch.reshape(-1) for more dimensions."
             )
-        data = self.actor_network(tensordict.copy())
-        cur = entry(data, self.tensor_keys.cur_log_prob)
-        mask = self._mask(data).to(cur.device)
-
-        def per_token(key: NestedKey) -> Tensor:
-            return torch.where(mask, pad(data, key).to(cur.device), 0.0)
-
-        weights = data.get(keys.LOSS_WEIGHTS, None)
-        if weights is None:
-            weights = self._weights(mask, cur.dtype, trajectories_of(data))
-        weights = weights.to(cur.device)
-        count = data.get(keys.TOKEN_COUNT, None)
-        count = mask.sum().clamp(min=1) if count is None else count[0, 0].to(cur.device)
-        shown = cur
-        cur = torch.where(mask, cur, 0.0)
-        sample = self.behaviour(cur, per_token(self.tensor_keys.sample_log_prob))
-        entropy = per_token(self.tensor_keys.entropy)
-        advantage = _of_sequence_or_token(data, self.tensor_keys.advantage, mask.shape[1]).to(
-            cur.device
-        )
-        advantage = torch.where(mask, advantage, 0.0)
-
-        if self.proximal == "recomputed":
-            prox = per_token(self.tensor_keys.prox_log_prob)
-        elif self.proximal == "interpolated":
-            staleness = _of_sequence_or_token(data, self.tensor_keys.staleness, mask.shape[1]).to(
-                cur.device
-            )
-            prox = F.interpolated_log_prob(cur, sample, staleness)
-        else:
-            prox = cur.detach() if self.proximal == "current" else sample
-        ratio = self.ratio(cur, prox, mask)
-        surrogate = self.surrogate(ratio, cur, advantage)
-        if self.dual_clip is not None:
-            surrogate = F.dual_clip(surrogate, advantage, self.dual_clip)
-        weight = F.behaviour_weight(
-            prox - sample, mask, self.behaviour_weight, self.behaviour_level, self.behaviour_cap
-        )
-        surrogate = weight * surrogate
-        kl = F.KL_ESTIMATORS[self.kl_estimator]
-        out = {"loss_objective": -(weights * surrogate).sum()}
-        reference = None
-        if self.kl_to_ref_coeff or has(data, self.tensor_keys.ref_log_probs):
-            reference = per_token(self.tensor_keys.ref_log_probs)
-        if self.kl_to_ref_coeff and reference is not None:
-            out["loss_kl_to_ref"] = self.kl_to_ref_coeff * (weights * kl(cur, reference)).sum()
-        if self.kl_to_inference_coeff:
-            out["loss_kl_to_inference"] = (
-                self.kl_to_inference_coeff * (weights * kl(cur, sample)).sum()
-            )
-        if self.entropy_coeff:
-            out["loss_entropy"] = -self.entropy_coeff * (weights * entropy).sum()
-        if self.teacher_coeff:
-            divergence = per_token(self.tensor_keys.divergence)
-            out["loss_teacher"] = self.teacher_coeff * (weights * divergence).sum()
-            out["divergence_to_teacher"] = F.masked_mean(divergence.detach(), mask, count)
-        if self.sft_coeff:
-            weights = data.get(keys.DEMONSTRATION_WEIGHTS, None)
-            weights = self._demonstration_weights(data, cur.dtype) if weights is None else weights
-            weights = weights.to(cur.device)
-            out["loss_sft"] = (
-                -self.sft_coeff * (weights * torch.where(weights > 0, shown, 0.0)).sum()
-            )
-        with torch.no_grad():
-            if has(data, self.tensor_keys.teacher_log_probs):
-                teacher = per_token(self.tensor_keys.teacher_log_probs)
-                for name in ("k1", "k3"):
-                    out[f"kl_{name}_to_teacher"] = F.masked_mean(
-                        F.KL_ESTIMATORS[name](cur, teacher), mask, count
-                    )
-            out |= self._metrics(
-                cur, sample, reference, ratio, surrogate, advantage, entropy, mask, count
-            )
-            if self.behaviour_weight != "none":
-                plain = F.behaviour_weight(
-                    prox - sample, mask, self.behaviour_weight, self.behaviour_level, math.inf
-                )
-                out["behaviour_weight"] = F.masked_mean(weight, mask, count)
-                out["behaviour_capped"] = F.masked_mean(
-                    (weight != plain).to(weight.dtype), mask, count
-                )
+        tokens = self._read_tokens(self.actor_network(tensordict.copy()))
+        out = self._policy_gradient(tokens)
+        out |= self._kl_to_ref(tokens)
+        out |= self._kl_to_inference(tokens)
+        out |= self._entropy(tokens)
+        out |= self._divergence_from_teacher(tokens)
+        out |= self._demonstrations(tokens)
         return GRPOLossOutput(out)
 
-    def _metrics(
-        self,
-        cur: Tensor,
-        sample: Tensor,
-        reference: Tensor | None,
-        ratio: Tensor,
-        surrogate: Tensor,
-        advantage: Tensor,
-        entropy: Tensor,
-        mask: Tensor,
-        count: Tensor,
-    ) -> dict[str, Tensor]:
-        def mean(values: Tensor) -> Tensor:
-            return F.masked_mean(values, mask, count)
+    def _read_tokens(self, data: TensorDictBase) -> _Tokens:
+        """Return what several terms read of a batch that the actor network has scored."""
+        log_prob = entry(data, self.tensor_keys.cur_log_prob)
+        mask = self._mask(data).to(log_prob.device)
+        weights = data.get(keys.LOSS_WEIGHTS, None)
+        if weights is None:
+            weights = self._weights(mask, log_prob.dtype, trajectories_of(data))
+        count = data.get(keys.TOKEN_COUNT, None)
+        count = mask.sum().clamp(min=1) if count is None else count[0, 0]
+        log_prob = torch.where(mask, log_prob, 0.0)
+        tokens = _Tokens(data, mask, weights.to(mask.device), count.to(mask.device), log_prob)
+        sample_log_prob = tokens.read(self.tensor_keys.sample_log_prob)
+        tokens.sample_log_prob = self.behaviour(log_prob, sample_log_prob)
+        return tokens
 
-        low, high = self.clipped(ratio, advantage)
-        out = {
-            "objective": mean(surrogate),
-            "clip_fraction_low": mean(low.to(ratio.dtype)),
-            "clip_fraction_high": mean(high.to(ratio.dtype)),
-            "ESS": F.effective_sample_size(
-                F.masked_mean(ratio, mask), F.masked_mean(ratio.square(), mask)
-            ),
-            "ratio_mean": mean(ratio),
-            "ratio_square_mean": mean(ratio.square()),
-            "kl_k1_to_inference": mean(F.kl_k1(cur, sample)),
-            "kl_k3_to_inference": mean(F.kl_k3(cur, sample)),
-            "entropy": mean(entropy),
+    def _policy_gradient(self, tokens: _Tokens) -> dict[str, Tensor]:
+        """Return minus the surrogate and its metrics."""
+        advantage = tokens.read(self.tensor_keys.advantage)
+        prox = self._proximal_log_prob(tokens)
+        ratio = self.ratio(tokens.log_prob, prox, tokens.mask)
+        surrogate = self.surrogate(ratio, tokens.log_prob, advantage)
+        if self.dual_clip is not None:
+            surrogate = F.dual_clip(surrogate, advantage, self.dual_clip)
+        log_weight = prox - tokens.sample_log_prob
+        bound, level = self.behaviour_weight, self.behaviour_level
+        weight = F.behaviour_weight(log_weight, tokens.mask, bound, level, self.behaviour_cap)
+        surrogate = weight * surrogate
+        out = {"loss_objective": -tokens.weighted_sum(surrogate)}
+
+        clipped_low, clipped_high = self.clipped(ratio, advantage)
+        out |= tokens.means(
+            objective=surrogate,
+            clip_fraction_low=clipped_low,
+            clip_fraction_high=clipped_high,
+            ratio_mean=ratio,
+            ratio_square_mean=ratio.square(),
+        )
+        own_mean = F.masked_mean(ratio.detach(), tokens.mask)
+        own_square_mean = F.masked_mean(ratio.detach().square(), tokens.mask)
+        out["ESS"] = F.effective_sample_size(own_mean, own_square_mean)
+        if bound != "none":
+            uncapped = F.behaviour_weight(log_weight, tokens.mask, bound, level, math.inf)
+            out |= tokens.means(behaviour_weight=weight, behaviour_capped=weight != uncapped)
+        return out
+
+    def _proximal_log_prob(self, tokens: _Tokens) -> Tensor:
+        """Return the log-probs that the ratio is clipped around."""
+        if self.proximal == "recomputed":
+            return tokens.read(self.tensor_keys.prox_log_prob)
+        if self.proximal == "interpolated":
+            staleness = tokens.read(self.tensor_keys.staleness)
+            return F.interpolated_log_prob(tokens.log_prob, tokens.sample_log_prob, staleness)
+        if self.proximal == "current":
+            return tokens.log_prob.detach()
+        return tokens.sample_log_prob
+
+    def _kl_to_ref(self, tokens: _Tokens) -> dict[str, Tensor]:
+        """Return the KL to the reference policy and its metrics, where the batch has its
+        log-probs.
+        """
+        key = self.tensor_keys.ref_log_probs
+        if not self.kl_to_ref_coeff and not has(tokens.data, key):
+            return {}
+        out = {}
+        reference = tokens.read(key)
+        if self.kl_to_ref_coeff:
+            kl = F.KL_ESTIMATORS[self.kl_estimator](tokens.log_prob, reference)
+            out["loss_kl_to_ref"] = self.kl_to_ref_coeff * tokens.weighted_sum(kl)
+        return out | tokens.kl_means("ref", reference)
+
+    def _kl_to_inference(self, tokens: _Tokens) -> dict[str, Tensor]:
+        """Return the KL to the sampling policy and its metrics."""
+        out = {}
+        if self.kl_to_inference_coeff:
+            kl = F.KL_ESTIMATORS[self.kl_estimator](tokens.log_prob, tokens.sample_log_prob)
+            out["loss_kl_to_inference"] = self.kl_to_inference_coeff * tokens.weighted_sum(kl)
+        return out | tokens.kl_means("inference", tokens.sample_log_prob)
+
+    def _entropy(self, tokens: _Tokens) -> dict[str, Tensor]:
+        """Return the entropy bonus and the mean entropy."""
+        entropy = tokens.read(self.tensor_keys.entropy)
+        out = {}
+        if self.entropy_coeff:
+            out["loss_entropy"] = -self.entropy_coeff * tokens.weighted_sum(entropy)
+        return out | tokens.means(entropy=entropy)
+
+    def _divergence_from_teacher(self, tokens: _Tokens) -> dict[str, Tensor]:
+        """Return the divergence from a teacher, and metrics of what the batch has of a teacher."""
+        out = {}
+        if self.teacher_coeff:
+            divergence = tokens.read(self.tensor_keys.divergence)
+            out["loss_teacher"] = self.teacher_coeff * tokens.weighted_sum(divergence)
+            out |= tokens.means(divergence_to_teacher=divergence)
+        if has(tokens.data, self.tensor_keys.teacher_log_probs):
+            out |= tokens.kl_means("teacher", tokens.read(self.tensor_keys.teacher_log_probs))
+        return out
+
+    def _demonstrations(self, tokens: _Tokens) -> dict[str, Tensor]:
+        """Return minus the log-likelihood of the demonstrations."""
+        if not self.sft_coeff:
+            return {}
+        log_prob = entry(tokens.data, self.tensor_keys.cur_log_prob)
+        weights = tokens.data.get(keys.DEMONSTRATION_WEIGHTS, None)
+        if weights is None:
+            weights = self._demonstration_weights(tokens.data, log_prob.dtype)
+        weights = weights.to(log_prob.device)
+        log_likelihood = (weights * torch.where(weights > 0, log_prob, 0.0)).sum()
+        return {"loss_sft": -self.sft_coeff * log_likelihood}
+
+
+@dataclass
+class _Tokens:
+    """Tokens of a scored batch, [B, T], and the sums and means over them that the loss returns.
+
+    Args:
+        data: the batch, with what the actor network wrote.
+        mask: bool, the tokens that count.
+        weights: of each token in the loss, 0 outside the mask.
+        count: what a mean divides by, the number of tokens of the whole optimization batch.
+        log_prob: of the current policy, 0 outside the mask.
+    """
+
+    data: TensorDictBase
+    mask: Tensor
+    weights: Tensor
+    count: Tensor
+    log_prob: Tensor
+    sample_log_prob: Tensor = field(init=False)
+
+    def read(self, key: NestedKey) -> Tensor:
+        """Return an entry with one value per sequence or token as [B, T], 0 outside the mask."""
+        value = _of_sequence_or_token(self.data, key, self.mask.shape[1])
+        return torch.where(self.mask, value.to(self.mask.device), 0.0)
+
+    def weighted_sum(self, values: Tensor) -> Tensor:
+        """Return the sum that is part of the loss."""
+        return (self.weights * values).sum()
+
+    def means(self, **values: Tensor) -> dict[str, Tensor]:
+        """Return metrics: the detached mean of each argument under its name."""
+        dtype = self.log_prob.dtype
+        return {
+            name: F.masked_mean(value.detach().to(dtype), self.mask, self.count)
+            for name, value in values.items()
         }
-        if reference is not None:
-            out["kl_k1_to_ref"] = mean(F.kl_k1(cur, reference))
-            out["kl_k3_to_ref"] = mean(F.kl_k3(cur, reference))
-        return {name: value.detach() for name, value in out.items()}
+
+    def kl_means(self, policy: str, log_prob: Tensor) -> dict[str, Tensor]:
+        """Return two estimates of the KL to another policy as metrics."""
+        k1 = F.kl_k1(self.log_prob.detach(), log_prob)
+        k3 = F.kl_k3(self.log_prob.detach(), log_prob)
+        return self.means(**{f"kl_k1_to_{policy}": k1, f"kl_k3_to_{policy}": k3})
 
 
 def _scorer(actor_network: nn.Module) -> TensorDictModuleBase:

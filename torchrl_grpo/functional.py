@@ -24,6 +24,8 @@ from torchrl_grpo.checks import (
     WeightLevel,
 )
 
+Normalize = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Rewards, groups, and which rewards are valid -> advantages; all [N]."""
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to this magnitude, so that an absurd ratio stays finite (e^20 = 4.9e8)."""
 
@@ -197,6 +199,86 @@ def sampled_token_gae(
     # others are.
     advantage, _ = generalized_advantage_estimate(gamma, lmbda, values, next_values, rewards, done)
     return torch.where(mask, torch.zeros_like(reward).scatter(1, order, advantage.squeeze(-1)), 0.0)
+
+
+def token_advantage(
+    reward: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    group: Tensor,
+    gamma: float,
+    lmbda: float,
+    normalize: Normalize,
+) -> Tensor:
+    """Advantage of each sampled token: its generalized advantage estimate, compared with all
+    estimates of its group.
+
+    Args:
+        reward: [M, T] floating, of the tokens of each trajectory.
+        value: [M, T], see ``sampled_token_gae``.
+        mask: [M, T] bool, the sampled tokens of valid trajectories.
+        group: [M] int64.
+        gamma: discount from one sampled token to the next.
+        lmbda: weight of what lies past the next value.
+        normalize: returns the advantages, given estimates, their groups, and which are valid.
+
+    Returns:
+        [M, T] float32, 0 outside the mask.
+    """
+    estimate = sampled_token_gae(reward, value, mask, gamma, lmbda)[mask]
+    groups = group.unsqueeze(-1).expand_as(mask)[mask]
+    advantage = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
+    advantage[mask] = normalize(estimate, groups, torch.ones_like(groups, dtype=torch.bool))
+    return advantage
+
+
+def turn_advantage(
+    reward: Tensor,
+    mask: Tensor,
+    group: Tensor,
+    valid: Tensor,
+    gamma: float,
+    normalize: Normalize,
+) -> Tensor:
+    """Advantage of each turn, on all of its tokens: the return of the turn, compared with those of
+    the group's other trajectories.
+
+    First turns are compared with each other, then second ones, as long as all valid trajectories of
+    the group have that turn. Later turns are compared together with the last one that all have.
+
+    Args:
+        reward: [M, T] floating, of the tokens of each trajectory.
+        mask: [M, T] bool, the sampled tokens of valid trajectories; adjacent ones are one turn.
+        group: [M] int64.
+        valid: [M] bool.
+        gamma: discount from one turn to the next.
+        normalize: returns the advantages, given returns, their groups, and which are valid.
+
+    Returns:
+        [M, T] float32, 0 outside the mask.
+    """
+    turn_starts = mask & ~torch.cat([torch.zeros_like(mask[:, :1]), mask[:, :-1]], 1)
+    turn = (turn_starts.cumsum(1) - 1).clamp(min=0)
+    num_turns = turn_starts.sum(1)
+    most = max(1, int(num_turns.max()))
+    returns = reward.new_zeros(len(mask), most)
+    returns = returns.scatter_add(1, turn, torch.where(mask, reward, 0.0))
+    for number in range(most - 2, -1, -1):
+        returns[:, number] += gamma * returns[:, number + 1]
+
+    ids, index = group.unique(return_inverse=True)
+    common = torch.full((len(ids),), most, device=group.device)
+    common = common.scatter_reduce(0, index[valid], num_turns[valid], "amin")
+    last_common = (common[index] - 1).clamp(min=0).unsqueeze(-1)
+    numbers = torch.arange(most, device=group.device)
+    exists = numbers < num_turns.unsqueeze(-1)
+    compared = (index.unsqueeze(-1) * most + torch.minimum(numbers, last_common))[exists]
+    advantage = torch.zeros_like(returns, dtype=torch.float32)
+    # In float32, where returns that are equal but for the order of their sums are equal.
+    advantage[exists] = normalize(
+        returns[exists].float(), compared, torch.ones_like(compared, dtype=torch.bool)
+    )
+    return torch.where(mask, advantage.gather(1, turn), 0.0)
 
 
 def overlong_penalty(length: Tensor, longest: int, buffer: int) -> Tensor:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase, lazy_stack
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torchrl.data import Composite, Unbounded
 from torchrl.envs import EnvBase, Transform
 
@@ -22,17 +23,35 @@ from torchrl_grpo.checks import (
     check_level,
 )
 from torchrl_grpo.compat.torchrl import check_choice, refuse_arguments
-from torchrl_grpo.functional import group_advantage, sampled_token_gae
-from torchrl_grpo.models.packing import entry, has, pad
+from torchrl_grpo.functional import group_advantage, token_advantage, turn_advantage
+from torchrl_grpo.models.packing import entry, has, last_rows, pad
 from torchrl_grpo.rewards.spec import PartWeights
 from torchrl_grpo.transforms.parts import decoupled_advantage, reward_parts
-from torchrl_grpo.transforms.ragged import all_of_group, flatten, group_ids, group_keys, set_rows
+from torchrl_grpo.transforms.ragged import (
+    all_of_group,
+    flatten,
+    group_ids,
+    group_keys,
+    join_rows,
+    set_tokens,
+    split_rows,
+)
 
 if TYPE_CHECKING:
     from torchrl_grpo.transforms.groups import GroupQueue, Member
 
 TrajectoryReturn = Literal["sum", "max", "mean"]
 
+_REWARD_KEYS: dict[str, NestedKey] = {
+    "sequence": keys.REWARD,
+    "turn": keys.TURN_REWARDS,
+    "token": keys.TOKEN_REWARD,
+}
+_KEYS_OF_TOKENS: dict[str, list[NestedKey]] = {
+    "sequence": [],
+    "turn": [keys.ASSISTANT_MASK, keys.REWARD],
+    "token": [keys.ASSISTANT_MASK, keys.STATE_VALUE],
+}
 _REDUCTIONS = {"sum": "sum", "max": "amax", "mean": "mean"}
 _CANDIDATES = (
     "keep_return_bounds",
@@ -181,24 +200,17 @@ class GroupAdvantage(Transform):
                     f"{name}={value} must be 1 with level={level!r}, nothing reads it: use "
                     "level='token'."
                 )
-        if reward_key is None:
-            reward_key = {
-                "sequence": keys.REWARD,
-                "turn": keys.TURN_REWARDS,
-                "token": keys.TOKEN_REWARD,
-            }[level]
-        of_tokens: dict[str, list[NestedKey]] = {
-            "token": [keys.ASSISTANT_MASK, keys.STATE_VALUE],
-            "turn": [keys.ASSISTANT_MASK, keys.REWARD],
-        }
-        more = of_tokens.get(level, [])
-        self._of_datasets = any(
-            isinstance(weights, Mapping) for weights in (part_weights or {}).values()
-        )
-        more += [] if part_weights is None else [keys.REWARD_PARTS]
-        more += [keys.DATASET] if self._of_datasets else []
+        reward_key = reward_key or _REWARD_KEYS[level]
+        weights_by_name = (part_weights or {}).values()
+        self._of_datasets = any(isinstance(weights, Mapping) for weights in weights_by_name)
+        optional = [
+            *_KEYS_OF_TOKENS[level],
+            *([] if part_weights is None else [keys.REWARD_PARTS]),
+            *([keys.DATASET] if self._of_datasets else []),
+        ]
         super().__init__(
-            in_keys=[reward_key, valid_key, group_key, done_key, *more], out_keys=[advantage_key]
+            in_keys=[reward_key, valid_key, group_key, done_key, *optional],
+            out_keys=[advantage_key],
         )
         self.level = level
         self.gamma = gamma
@@ -339,23 +351,37 @@ class GroupAdvantage(Transform):
         """
         flat = flatten(tensordict)
         valid = self._valid(flat, member)
+        if self.level == "sequence":
+            advantage = self._of_trajectories(flat, member, group, valid)
+            self._count(advantage != 0, group, valid)
+            of_row = advantage[member].reshape(*tensordict.batch_size, 1)
+            return tensordict.set(self.advantage_key, of_row)
+        reward = join_rows(self._token_rewards(flat), member)
+        mask = pad(flat, keys.ASSISTANT_MASK, False)
+        sampled = join_rows(mask & valid[member].unsqueeze(-1), member)
         if self.level == "token":
-            return self._write_tokens(tensordict, member, group[member], valid[member])
-        if self.level == "turn":
-            return self._write_turns(tensordict, member, group, valid)
-        if self.part_weights is None:
-            advantage = self.advantage(self._returns(flat, member), group, valid)
+            value = torch.zeros_like(reward)
+            if has(flat, keys.STATE_VALUE):
+                value = join_rows(pad(flat, keys.STATE_VALUE).double(), member)
+            advantage = token_advantage(
+                reward, value, sampled, group, self.gamma, self.lmbda, self.advantage
+            )
         else:
-            last = torch.cat(
-                [member.diff() > 0, torch.ones_like(member[:1], dtype=torch.bool)]
-            ).tolist()
-            parts = list(compress(reward_parts(flat), last))
-            weights = list(compress(self._weights_of(flat), last))
-            advantage = decoupled_advantage(parts, weights, group, valid, self.advantage)
-        self._count(advantage != 0, group, valid, torch.ones_like(valid))
-        return tensordict.set(
-            self.advantage_key, advantage[member].reshape(*tensordict.batch_size, 1)
-        )
+            advantage = turn_advantage(reward, sampled, group, valid, self.gamma, self.advantage)
+        self._count((advantage != 0).any(-1), group, valid)
+        of_token = split_rows(advantage, member, mask.shape[1])
+        return set_tokens(tensordict, self.advantage_key, of_token)
+
+    def _of_trajectories(
+        self, flat: TensorDictBase, member: Tensor, group: Tensor, valid: Tensor
+    ) -> Tensor:
+        """Return the advantage of each trajectory, [M]."""
+        if self.part_weights is None:
+            return self.advantage(self._returns(flat, member), group, valid)
+        last = last_rows(member).tolist()
+        parts = list(compress(reward_parts(flat), last))
+        weights = list(compress(self._weights_of(flat), last))
+        return decoupled_advantage(parts, weights, group, valid, self.advantage)
 
     def _weights_of(self, flat: TensorDictBase) -> list[Any]:
         """The weights of the parts of each row."""
@@ -364,107 +390,34 @@ class GroupAdvantage(Transform):
         weights: Any = self.part_weights
         return [weights[name] for name in entry(flat, keys.DATASET).reshape(-1).tolist()]
 
-    def _write_tokens(
-        self, tensordict: TensorDictBase, member: Tensor, group: Tensor, valid: Tensor
-    ) -> TensorDictBase:
-        """Writes one advantage for each sampled token.
-
-        Args:
-            tensordict: batch of N sequences.
-            member: [N] int64, the trajectory of each; its tokens are those of its rows, one after
-                the other.
-            group: [N] int64.
-            valid: [N] bool.
+    def _token_rewards(self, flat: TensorDictBase) -> Tensor:
+        """Return the rewards of tokens, [N, T] float64. A sequence without rewards of turns has its
+        reward on the last sampled token.
         """
-        flat = flatten(tensordict)
-        reward = pad(flat, self.reward_key).double()
-        mask = pad(flat, keys.ASSISTANT_MASK, False)
-        value = (
-            pad(flat, keys.STATE_VALUE).double()
-            if has(flat, keys.STATE_VALUE)
-            else torch.zeros_like(reward)
-        )
-        counted = mask & valid.unsqueeze(-1)
-        rewards, values, sampled = (_joined(x, member) for x in (reward, value, counted))
-        estimate = _parted(
-            sampled_token_gae(rewards, values, sampled, self.gamma, self.lmbda), member, counted
-        )
-        of_token = group.unsqueeze(-1).expand_as(counted)[counted]
-        every = torch.ones_like(of_token, dtype=torch.bool)
-        advantage = torch.zeros(counted.shape, dtype=torch.float32, device=counted.device)
-        advantage[counted] = self.advantage(estimate[counted], of_token, every)
-        self._count((advantage != 0).any(-1), group, valid, torch.ones_like(valid))
-        return self._set_tokens(tensordict, advantage)
+        if self.reward_key != keys.TURN_REWARDS:
+            return pad(flat, self.reward_key).double()
+        rows = []
+        for row in flat.unbind(0):
+            rewards = row.get(keys.TURN_REWARDS, None)
+            if rewards is None:
+                mask = row.get(keys.ASSISTANT_MASK)
+                rewards = torch.zeros(mask.shape, dtype=torch.float64, device=mask.device)
+                rewards[mask.nonzero().reshape(-1)[-1:]] = entry(row, keys.REWARD).double()
+            rows.append(rewards.double())
+        return pad_sequence(rows, batch_first=True)
 
-    def _write_turns(
-        self, tensordict: TensorDictBase, member: Tensor, group: Tensor, valid: Tensor
-    ) -> TensorDictBase:
-        """Write the advantage of each turn to its tokens.
+    def _count(self, has_signal: Tensor, group: Tensor, valid: Tensor) -> None:
+        """Add trajectories of whole groups to the counts.
 
         Args:
-            tensordict: batch of N sequences.
-            member: [N] int64, the trajectory of each; its turns are those of its rows, one after
-                the other.
+            has_signal: [M] bool, whether an advantage of the trajectory is not 0.
             group: [M] int64.
             valid: [M] bool.
         """
-        flat = flatten(tensordict)
-        mask = pad(flat, keys.ASSISTANT_MASK, False)
-        sampled = _joined(mask & valid[member].unsqueeze(-1), member)
-        starts = sampled & ~torch.cat([torch.zeros_like(sampled[:, :1]), sampled[:, :-1]], 1)
-        turn = (starts.cumsum(1) - 1).clamp(min=0)
-        count = starts.sum(1)
-        reward = torch.where(sampled, _joined(self._turn_rewards(flat, mask), member), 0.0)
-        returns = reward.new_zeros(len(count), max(1, int(count.max()))).scatter_add(
-            1, turn, reward
-        )
-        for number in range(returns.shape[1] - 2, -1, -1):
-            returns[:, number] += self.gamma * returns[:, number + 1]
-        ids, index = group.unique(return_inverse=True)
-        most = torch.full((len(ids),), returns.shape[1], device=group.device)
-        common = most.scatter_reduce(0, index[valid], count[valid], "amin")
-        numbers = torch.arange(returns.shape[1], device=group.device)
-        there = numbers < count.unsqueeze(-1)
-        stage = torch.minimum(numbers, (common[index] - 1).clamp(min=0).unsqueeze(-1))
-        compared = index.unsqueeze(-1) * returns.shape[1] + stage
-        every = torch.ones_like(compared[there], dtype=torch.bool)
-        of_turn = torch.zeros_like(returns, dtype=torch.float32)
-        # In float32, where returns that are equal but for the order of their sums are equal.
-        of_turn[there] = self.advantage(returns[there].float(), compared[there], every)
-        self._count((of_turn != 0).any(-1), group, valid, torch.ones_like(valid))
-        advantage = torch.where(sampled, of_turn.gather(1, turn), 0.0)
-        return self._set_tokens(tensordict, _parted(advantage, member, mask))
-
-    def _turn_rewards(self, flat: TensorDictBase, mask: Tensor) -> Tensor:
-        """[N, T] float64, a reward on tokens of each turn."""
-        if self.reward_key != keys.TURN_REWARDS:
-            return pad(flat, self.reward_key).double()
-        out = torch.zeros(mask.shape, dtype=torch.float64, device=mask.device)
-        for row, target, sampled in zip(flat.unbind(0), out, mask, strict=True):
-            rewards = row.get(keys.TURN_REWARDS, None)
-            if rewards is not None:
-                target[: rewards.shape[-1]] = rewards
-            else:
-                target[sampled.nonzero().reshape(-1)[-1:]] = entry(row, keys.REWARD).double()
-        return out
-
-    def _set_tokens(self, tensordict: TensorDictBase, advantage: Tensor) -> TensorDictBase:
-        """Write [N, T] advantages, each row as wide as its tokens."""
-        widths = [row.get(keys.ASSISTANT_MASK).shape[-1] for row in flatten(tensordict).unbind(0)]
-        return set_rows(
-            tensordict,
-            self.advantage_key,
-            [row[:width] for row, width in zip(advantage, widths, strict=True)],
-        )
-
-    def _count(self, signal: Tensor, group: Tensor, valid: Tensor, counted: Tensor) -> None:
-        """Adds the groups whose members are ``counted`` to the counts; ``signal`` is an advantage
-        that is not 0.
-        """
-        groups = group[counted].unique().numel()
+        groups = group.unique().numel()
         self.num_groups += groups
-        self.num_zero_variance_groups += groups - group[counted & signal].unique().numel()
-        self.num_invalid += int((counted & ~valid).sum())
+        self.num_zero_variance_groups += groups - group[has_signal].unique().numel()
+        self.num_invalid += int((~valid).sum())
 
     # In a replay buffer
 
@@ -483,9 +436,9 @@ class GroupAdvantage(Transform):
             start += length
         if not complete:
             return None
-        lengths = torch.tensor([len(one.steps) for one in complete])
+        lengths = torch.tensor([len(trajectory.steps) for trajectory in complete])
         number = torch.arange(len(complete))
-        steps = lazy_stack([step for one in complete for step in one.steps])
+        steps = lazy_stack([step for trajectory in complete for step in trajectory.steps])
         return self._write(steps, number.repeat_interleave(lengths), number // self.repeats)
 
     def _in_env(self) -> bool:
@@ -513,7 +466,8 @@ class GroupAdvantage(Transform):
             advantage = decoupled_advantage(
                 parts, self._weights_of(tensordict), group, known, self.advantage
             )
-        self._count(advantage != 0, group, valid, complete & ~before)
+        ended = complete & ~before
+        self._count(advantage[ended] != 0, group[ended], valid[ended])
         next_tensordict.set(
             _in_next(self.advantage_key), advantage.reshape(*next_tensordict.batch_size, 1)
         )
@@ -537,24 +491,6 @@ class GroupAdvantage(Transform):
             shape=(*observation_spec.shape, 1), dtype=torch.float32, device=observation_spec.device
         )
         return observation_spec
-
-
-def _places(member: Tensor) -> Tensor:
-    """[N] int64, which of its trajectory's rows each row is; those of a trajectory are adjacent."""
-    return torch.arange(len(member), device=member.device) - torch.searchsorted(member, member)
-
-
-def _joined(rows: Tensor, member: Tensor) -> Tensor:
-    """[M, L], of each trajectory all that [N, T] ``rows`` have, one row after the other."""
-    places = _places(member)
-    whole = rows.new_zeros(int(member[-1]) + 1, int(places.max()) + 1, rows.shape[1])
-    whole[member, places] = rows
-    return whole.flatten(1)
-
-
-def _parted(whole: Tensor, member: Tensor, like: Tensor) -> Tensor:
-    """[N, T] as ``like``: undo ``_joined``."""
-    return whole.unflatten(1, (-1, like.shape[1]))[member, _places(member)]
 
 
 def _in_next(key: NestedKey) -> NestedKey:

@@ -10,6 +10,7 @@ import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase, lazy_stack
 from torch import Tensor
 
+from torchrl_grpo import keys
 from torchrl_grpo.models.packing import entry
 
 
@@ -46,6 +47,40 @@ def set_rows(batch: TensorDictBase, key: NestedKey, rows: Sequence[Tensor]) -> T
     for part, row in zip(batch.unbind(0), rows, strict=True):
         part.set(key, row)
     return batch
+
+
+def set_tokens(batch: TensorDictBase, key: NestedKey, values: Tensor) -> TensorDictBase:
+    """Write padded values, [N, T], each row cut to the tokens of its sequence; see ``set_rows``."""
+    sequences = flatten(batch).unbind(0)
+    widths = [sequence.get(keys.ASSISTANT_MASK).shape[-1] for sequence in sequences]
+    return set_rows(batch, key, [row[:width] for row, width in zip(values, widths, strict=True)])
+
+
+def join_rows(rows: Tensor, trajectory: Tensor) -> Tensor:
+    """Join the adjacent rows of each trajectory.
+
+    Args:
+        rows: [N, T].
+        trajectory: [N] int64, of each row, numbered from 0.
+
+    Returns:
+        [M, L], one row after the other, and then 0.
+    """
+    position = _positions(trajectory)
+    whole = rows.new_zeros(int(trajectory[-1]) + 1, int(position.max()) + 1, rows.shape[1])
+    whole[trajectory, position] = rows
+    return whole.flatten(1)
+
+
+def split_rows(joined: Tensor, trajectory: Tensor, width: int) -> Tensor:
+    """Undo ``join_rows`` of rows of this width."""
+    return joined.unflatten(1, (-1, width))[trajectory, _positions(trajectory)]
+
+
+def _positions(trajectory: Tensor) -> Tensor:
+    """Return the number of each row within its trajectory."""
+    rows = torch.arange(len(trajectory), device=trajectory.device)
+    return rows - torch.searchsorted(trajectory, trajectory)
 
 
 def group_keys(tensordict: TensorDictBase, key: NestedKey) -> Sequence[int | str]:

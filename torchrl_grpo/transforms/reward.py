@@ -13,7 +13,7 @@ from torchrl_grpo import keys
 from torchrl_grpo.checks import KLEstimator, check_bounds
 from torchrl_grpo.functional import KL_ESTIMATORS, overlong_penalty
 from torchrl_grpo.models.packing import entry, has, last_rows, pad, trajectories_of
-from torchrl_grpo.transforms.ragged import flatten, set_rows
+from torchrl_grpo.transforms.ragged import flatten, set_tokens
 
 
 class RewardShaping(Transform):
@@ -143,12 +143,9 @@ class RewardShaping(Transform):
         trajectory = trajectories_of(flat)
         task = torch.where(valid, self._task_reward(flat, mask, trajectory), 0.0)
         shaped = task - kl.sum(-1, keepdim=True)
-        rows = flat.unbind(0)
-        token = torch.where(valid & mask, self._turn_rewards(rows, mask), 0.0)
+        token = torch.where(valid & mask, self._turn_rewards(flat.unbind(0), mask), 0.0)
         token = token + torch.where(_last(mask), task - token.sum(-1, keepdim=True), 0.0) - kl
-        widths = [row.get(keys.ASSISTANT_MASK).shape[-1] for row in rows]
-        token_rows = [row[:width] for row, width in zip(token.float(), widths, strict=True)]
-        tensordict = set_rows(tensordict, keys.TOKEN_REWARD, token_rows)
+        tensordict = set_tokens(tensordict, keys.TOKEN_REWARD, token.float())
         return tensordict.set(keys.SHAPED_REWARD, shaped.float().reshape(*tensordict.batch_size, 1))
 
     def _task_reward(self, flat: TensorDictBase, mask: Tensor, trajectory: Tensor | None) -> Tensor:

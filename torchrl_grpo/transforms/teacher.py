@@ -17,7 +17,7 @@ from torchrl_grpo.models.packing import pad
 from torchrl_grpo.models.prefix import Layout
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.transforms.kl_scoring import KLScoring
-from torchrl_grpo.transforms.ragged import flatten, set_rows
+from torchrl_grpo.transforms.ragged import flatten, set_tokens
 
 
 class TeacherStates(KLScoring):
@@ -94,6 +94,4 @@ class TeacherAdvantage(Transform):
                 pad(flat, keys.LOG_PROBS), pad(flat, keys.TEACHER_LOG_PROBS)
             )
         advantage = torch.where(mask, advantage, 0.0)
-        widths = [row.get(keys.ASSISTANT_MASK).shape[-1] for row in flat.unbind(0)]
-        rows = [row[:width] for row, width in zip(advantage, widths, strict=True)]
-        return set_rows(tensordict, keys.ADVANTAGE, rows)
+        return set_tokens(tensordict, keys.ADVANTAGE, advantage)

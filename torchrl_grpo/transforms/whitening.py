@@ -11,7 +11,7 @@ from torchrl.envs import Transform
 from torchrl_grpo import keys
 from torchrl_grpo.functional import group_advantage
 from torchrl_grpo.models.packing import has, pad
-from torchrl_grpo.transforms.ragged import flatten, set_rows
+from torchrl_grpo.transforms.ragged import flatten, set_tokens
 
 
 class AdvantageWhitening(Transform):
@@ -45,28 +45,19 @@ class AdvantageWhitening(Transform):
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Writes the advantages of a batch, each of the shape that it has, in place."""
         flat = flatten(tensordict)
-        mask, advantage = pad(flat, keys.ASSISTANT_MASK, False), pad(flat, keys.ADVANTAGE)
-        counted = (
-            mask & flat.get(keys.REWARD_VALID).reshape(-1, 1)
-            if has(flat, keys.REWARD_VALID)
-            else mask
-        )
-        of_tokens = advantage.expand(mask.shape).clone()
-        values = of_tokens[counted]
-        one, every = (
-            torch.zeros(len(values), dtype=torch.int64),
-            torch.ones(len(values), dtype=torch.bool),
-        )
-        of_tokens[counted] = group_advantage(values, one, every, mean="batch", std="batch").to(
-            of_tokens.dtype
-        )
-        if advantage.shape[1] == 1:  # the same for all tokens of a sequence
-            first = counted.int().argmax(1, keepdim=True)
-            whole = torch.where(counted.any(1, keepdim=True), of_tokens.gather(1, first), advantage)
-            return tensordict.set(keys.ADVANTAGE, whole.reshape(*tensordict.batch_size, 1))
-        widths = [row.get(keys.ASSISTANT_MASK).shape[-1] for row in flat.unbind(0)]
-        return set_rows(
-            tensordict,
-            keys.ADVANTAGE,
-            [row[:width] for row, width in zip(of_tokens, widths, strict=True)],
-        )
+        mask = pad(flat, keys.ASSISTANT_MASK, False)
+        advantage = pad(flat, keys.ADVANTAGE)
+        counted = mask
+        if has(flat, keys.REWARD_VALID):
+            counted = mask & flat.get(keys.REWARD_VALID).reshape(-1, 1)
+        of_token = advantage.expand(mask.shape).clone()
+        values = of_token[counted]
+        group = torch.zeros(len(values), dtype=torch.int64)
+        whitened = group_advantage(values, group, group == 0, mean="batch", std="batch")
+        of_token[counted] = whitened.to(of_token.dtype)
+        if advantage.shape[1] > 1:
+            return set_tokens(tensordict, keys.ADVANTAGE, of_token)
+        # The same for all tokens of a sequence.
+        first = counted.int().argmax(1, keepdim=True)
+        of_row = torch.where(counted.any(1, keepdim=True), of_token.gather(1, first), advantage)
+        return tensordict.set(keys.ADVANTAGE, of_row.reshape(*tensordict.batch_size, 1))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -117,9 +117,8 @@ class GRPOTrainer:
         self.max_nonfinite_steps = max_nonfinite_steps
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.mesh = mesh_of(model)
-        self.rank, self.world_size = (
-            (0, 1) if self.mesh is None else (self.mesh.get_local_rank(), self.mesh.size())
-        )
+        self.rank = 0 if self.mesh is None else self.mesh.get_local_rank()
+        self.world_size = 1 if self.mesh is None else self.mesh.size()
         self.scaler = torch.amp.GradScaler(
             self.device.type, enabled=autocast_dtype == torch.float16
         )
@@ -130,14 +129,10 @@ class GRPOTrainer:
         self.optim_steps = 0
         self.skipped_steps = 0
         self._nonfinite_in_a_row = 0
-        self._passes: list[
-            tuple[int, int]
-        ] = []  # of the step at hand: tokens and sequences of each
-        self._reason = ""
-        self._measures, self._measured = (
-            StepMeasures(self.parameters, self._summed if self.mesh else dict),
-            dict[str, Tensor](),
-        )
+        self._pass_sizes: list[tuple[int, int]] = []
+        self._nonfinite_reason = ""
+        self._measures = StepMeasures(self.parameters, self._sum_over_ranks)
+        self._measured: dict[str, Tensor] = {}
 
     @property
     def device(self) -> torch.device:
@@ -145,10 +140,10 @@ class GRPOTrainer:
         return compute_device(self.model)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """All weights under their Hugging Face names, adapters merged, for an engine.
+        """Return all weights under their Hugging Face names, adapters merged, for an engine.
 
-        They are gathered while one iterates, so all ranks iterate to the end; who needs no weights
-        drops them.
+        They are gathered while one iterates: ranks that don't need the weights must still exhaust
+        the iterator.
         """
         return named_weights(self.model)
 
@@ -159,7 +154,7 @@ class GRPOTrainer:
         return named_adapters(self.model)
 
     def train_batch(self, batch: TensorDictBase) -> dict[str, float]:
-        """Makes all optimizer steps of one batch [N] and raises ``version``.
+        """Make all optimizer steps of one batch [N] and increase ``version`` by 1.
 
         Returns:
             the metrics, averaged over the optimizer steps where they are finite, and
@@ -173,9 +168,8 @@ class GRPOTrainer:
         parts = self._optim_batches(batch)
         self.scores.begin_batch(len(batch))
         try:
-            if (
-                self.loss.proximal == "recomputed"
-            ):  # part by part: in the passes of the step, for the same rounding
+            if self.loss.proximal == "recomputed":
+                # Part by part, in the passes of the step, for the same rounding.
                 parts = [self._with_proximal_log_probs(part) for part in parts]
             steps = [self.train_step(part) for _ in range(self.epochs) for part in parts]
         except torch.OutOfMemoryError as error:
@@ -185,9 +179,7 @@ class GRPOTrainer:
         return metrics | {"train/skipped_steps": float(self.skipped_steps)}
 
     def _optim_batches(self, batch: TensorDictBase) -> Sequence[TensorDictBase]:
-        """The batch in parts of so many trajectories; all samples of a trajectory are in one of
-        them.
-        """
+        """Split a batch into ``optim_batch_size`` trajectories each, with all of their samples."""
         trajectory = trajectories_of(batch)
         if trajectory is None:
             return batch.split(self.optim_batch_size)
@@ -195,14 +187,15 @@ class GRPOTrainer:
         return batch.split(rows.tolist())
 
     def setup(self) -> StepSetup:
-        """Description of the current or latest step, as far as its memory depends on it."""
-        tokens, sequences = max(self._passes, default=(self.micro_batch_tokens, 1))
-        adapters, base = getattr(self.model, "peft_config", None), base_model_of(self.model)
+        """Describe the current or latest step, as far as its memory depends on it."""
+        tokens, sequences = max(self._pass_sizes, default=(self.micro_batch_tokens, 1))
+        adapters = getattr(self.model, "peft_config", None)
+        base = base_model_of(self.model)
         master = next(base.parameters()).element_size()
         return StepSetup(
             tokens,
             sequences,
-            max(1, len(self._passes)),
+            max(1, len(self._pass_sizes)),
             number=master if self.autocast_dtype is None else 2,
             master=master,
             checkpoints=bool(base.is_gradient_checkpointing),
@@ -220,7 +213,7 @@ class GRPOTrainer:
         return memory_short(error, "The training step", holds, savings(shape, setup))
 
     def _with_proximal_log_probs(self, batch: TensorDictBase) -> TensorDictBase:
-        """The batch with the policy's current log-probs, before its first step on it."""
+        """Add the policy's current log-probs to a batch, before its first step on it."""
         scorer = self.loss.actor_network
         if not isinstance(scorer, TokenScorer):
             raise TypeError(
@@ -238,7 +231,7 @@ class GRPOTrainer:
         return scoring(batch.exclude(out_key))
 
     def train_step(self, batch: TensorDictBase) -> dict[str, float]:
-        """Makes one optimizer step of an optimization batch [n], ragged or padded.
+        """Make one optimizer step of an optimization batch [n], ragged or padded.
 
         Sequences whose reward is not valid have no effect. If no sampled token counts at all, no
         weight is changed, whatever demonstrations there are.
@@ -247,58 +240,65 @@ class GRPOTrainer:
             metrics, named ``train/*``.
         """
         data = self._prepare(batch)
-        lengths, prompts = data.get("length"), self._prompts(data)
-        parts = rank_micro_batches(
-            lengths, self.micro_batch_tokens, self.rank, self.world_size, prompts
-        )
-        self._passes = [
-            (
-                pass_tokens(
-                    lengths[part].tolist(), prompts and [prompts[row] for row in part.tolist()]
-                ),
-                len(part),
-            )
-            for part in parts
-        ]
-        micro_batches = [self._micro_batch(data, index, prompts) for index in parts]
-        totals: dict[str, Tensor] = {}
+        passes = self._make_passes(data)
+        self._pass_sizes = [(micro_pass.tokens, len(micro_pass.rows)) for micro_pass in passes]
         self.scores.begin_step(len(batch))
-        for index, micro_batch in zip(parts, micro_batches, strict=True):
-            out = self.forward_backward(self._sent(micro_batch))
-            self.scores.note(index)
+        totals = self._accumulate_gradients(passes)
+        computed = totals.pop("computed")
+        losses = (value for name, value in totals.items() if name.startswith("loss_"))
+        empty = not data.get(keys.LOSS_WEIGHTS).any()
+        parts = [micro_pass.rows for micro_pass in passes]
+        why = partial(why_no_token, batch) if empty else partial(self._why, batch, data, parts)
+        metrics = self.optim_step(sum(losses, torch.zeros(())), empty=empty, why=why)
+
+        totals["ESS"] = effective_sample_size(totals["ratio_mean"], totals["ratio_square_mean"])
+        totals |= {name: send(value, self.device) for name, value in self._measured.items()}
+        if empty:  # they would be zeros, of no token
+            totals = dict.fromkeys(totals, self._number(math.nan))
+        totals["token_efficiency"] = self._number(int(data.get("length").sum())) / computed
+        values = torch.stack([value.float() for value in totals.values()]).tolist()
+        metrics |= {f"train/{name}": value for name, value in zip(totals, values, strict=True)}
+        return metrics | {"train/micro_batches": float(len(passes))}
+
+    def _make_passes(self, data: TensorDict) -> list[_Pass]:
+        """Divide a prepared batch into this rank's micro-batches."""
+        lengths = data.get("length")
+        prompts = self._prompts(data)
+        passes = []
+        for rows in rank_micro_batches(
+            lengths, self.micro_batch_tokens, self.rank, self.world_size, prompts
+        ):
+            own_prompts = prompts and [prompts[row] for row in rows.tolist()]
+            tokens = pass_tokens(lengths[rows].tolist(), own_prompts)
+            passes.append(_Pass(rows, tokens, self._micro_batch(data, rows, own_prompts)))
+        return passes
+
+    def _accumulate_gradients(self, passes: Sequence[_Pass]) -> dict[str, Tensor]:
+        """Return the outputs of the loss, and the tokens ``computed``, summed over micro-batches
+        and ranks.
+        """
+        totals: dict[str, Tensor] = {}
+        for micro_pass in passes:
+            out = self.forward_backward(self._send(micro_pass.data))
+            self.scores.note(micro_pass.rows)
             for name, value in out.items():
                 totals[name] = totals[name] + value if name in totals else value
-        totals["computed"] = self._number(sum(tokens for tokens, _ in self._passes))
-        totals = self._over_ranks(totals)
-        totals["token_efficiency"] = self._number(int(lengths.sum())) / totals.pop("computed")
-        loss = sum(
-            (value for name, value in totals.items() if name.startswith("loss_")), torch.zeros(())
-        )
-        empty = not data.get(keys.LOSS_WEIGHTS).any()
-        why = partial(why_no_token, batch) if empty else partial(self._why, batch, data, parts)
-        metrics = self.optim_step(loss, empty=empty, why=why)
-        totals |= {name: send(value, self.device) for name, value in self._measured.items()}
-        totals["ESS"] = effective_sample_size(totals["ratio_mean"], totals["ratio_square_mean"])
-        values = torch.stack([value.float() for value in totals.values()]).tolist()
-        of_tokens = dict(zip(totals, values, strict=True))
-        if empty:  # they would be zeros, of no token
-            of_tokens |= dict.fromkeys(totals.keys() - {"token_efficiency"}, math.nan)
-        metrics |= {f"train/{name}": value for name, value in of_tokens.items()}
-        return metrics | {"train/micro_batches": float(len(parts))}
+        totals["computed"] = self._number(sum(micro_pass.tokens for micro_pass in passes))
+        return self._sum_over_ranks(totals, self.mesh.get_group() if self.mesh else None)
 
     def _number(self, value: float) -> Tensor:
-        """A scalar float32 on the model's device, copied without waiting."""
+        """Return a scalar float32 on the model's device, copied without waiting."""
         return torch.full((), float(value), device=self.device)
 
     def _prompts(self, data: TensorDict) -> list[Prompt] | None:
-        """The prompts that sequences share, where the model can compute each of them once."""
+        """Return the prompts that sequences share, where the model can compute each of them once."""
         scorer = self.loss.actor_network
         if not isinstance(scorer, TokenScorer) or not scorer.packs(data.get(keys.FULL).shape[1]):
             return None
         return shared_prompts(data.get(keys.FULL), data.get(scorer.mask_key))
 
     def _prepare(self, batch: TensorDictBase) -> TensorDict:
-        """The padded batch on the CPU, with the weight of each token over the whole batch."""
+        """Pad a batch, on the CPU, and fix the weight of each token over the whole of it."""
         names = self.loss.tensor_keys
         per_token = {
             keys.FULL: 0,
@@ -310,13 +310,16 @@ class GRPOTrainer:
             if has(batch, name):
                 per_token[name] = 0.0
         flat = [names.truncated] if self.loss.mask_truncated else []
-        flat += [names.reward_valid] if has(batch, names.reward_valid) else []
+        if has(batch, names.reward_valid):
+            flat.append(names.reward_valid)
+        # What a user's loss reads besides.
         for name in set(self.loss.in_keys) - {*per_token, *flat, *self.loss.actor_network.out_keys}:
-            if has(batch, name):  # what a user's loss reads besides
+            if has(batch, name):
                 value = batch[0].get(name)
-                of_tokens = value.ndim > 1 or value.shape == batch[0].get(keys.FULL).shape
-                per_token |= {name: 0} if of_tokens else {}
-                flat += [] if of_tokens else [name]
+                if value.ndim > 1 or value.shape == batch[0].get(keys.FULL).shape:
+                    per_token[name] = 0
+                else:
+                    flat.append(name)
         data = pad_batch(batch, per_token, flat)
         if self.loss.proximal == "interpolated":
             of_token = has(batch, keys.POLICY_VERSIONS)
@@ -333,48 +336,46 @@ class GRPOTrainer:
         return self.loss.normalize(data).cpu()
 
     def _micro_batch(
-        self, data: TensorDict, index: Tensor, prompts: Sequence[Prompt] | None = None
+        self, data: TensorDict, rows: Tensor, prompts: Sequence[Prompt] | None = None
     ) -> TensorDict:
-        """The rows of a micro-batch and their layout; of an empty one, a row in which no token
-        counts.
+        """Return the rows of a micro-batch and their layout; of an empty one, a row in which no
+        token counts.
         """
-        own = prompts and [prompts[row] for row in index.tolist()]
-        if len(index):
-            part = slice_tokens(data, index, int(data.get("length")[index].max()))
+        if len(rows):
+            part = slice_tokens(data, rows, int(data.get("length")[rows].max()))
         else:
-            part, own = slice_tokens(data, torch.tensor([0]), 2), None
+            part = slice_tokens(data, torch.tensor([0]), 2)
+            prompts = None
             for key in (self.loss.tensor_keys.mask, keys.LOSS_WEIGHTS):
                 part.set(key, torch.zeros_like(part.get(key)))
         scorer = self.loss.actor_network
         if isinstance(scorer, TokenScorer):
-            part.set_non_tensor(
-                keys.LAYOUT, scorer.layout(part.get(keys.FULL), part.get(scorer.mask_key), own)
-            )
+            layout = scorer.layout(part.get(keys.FULL), part.get(scorer.mask_key), prompts)
+            part.set_non_tensor(keys.LAYOUT, layout)
         return part
 
-    def _sent(self, part: TensorDict) -> TensorDict:
-        """A micro-batch with its layout on the model's device, copied without waiting."""
-        device, scorer = self.device, self.loss.actor_network
-        there = part.apply(partial(send, device=device), device=device)
+    def _send(self, part: TensorDict) -> TensorDict:
+        """Copy a micro-batch and its layout to the model's device, without waiting."""
+        device = self.device
+        scorer = self.loss.actor_network
+        copy = part.apply(partial(send, device=device), device=device)
         if isinstance(scorer, TokenScorer):
-            source = there.get(keys.FULL), there.get(scorer.mask_key)
-            there.set_non_tensor(keys.LAYOUT, replace(part[keys.LAYOUT].to(device), source=source))
-        return there
+            source = copy.get(keys.FULL), copy.get(scorer.mask_key)
+            copy.set_non_tensor(keys.LAYOUT, replace(part[keys.LAYOUT].to(device), source=source))
+        return copy
 
-    def _over_ranks(self, totals: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Sum sums over micro-batches over the ranks too: bitwise the same numbers on all of them."""
-        return totals if self.mesh is None else self._summed(totals, self.mesh.get_group())
-
-    def _summed(
+    def _sum_over_ranks(
         self, totals: dict[str, Tensor], group: dist.ProcessGroup | None = None
     ) -> dict[str, Tensor]:
-        """The same over a group of ranks, by default all of them."""
+        """Sum over a group of ranks, by default all of them: bitwise the same numbers on each."""
+        if self.mesh is None:
+            return totals
         values = torch.stack([value.float().to(self.device) for value in totals.values()])
         dist.all_reduce(values, group=group)
         return dict(zip(totals, values.unbind(), strict=True))
 
     def forward_backward(self, data: TensorDictBase) -> dict[str, Tensor]:
-        """Adds the gradient of one micro-batch; returns the detached outputs of the loss."""
+        """Add the gradient of one micro-batch; return the detached outputs of the loss."""
         with autocast(self.device, self.autocast_dtype):
             out = self.loss(data)
             total = sum(value for name, value in out.items() if name.startswith("loss_"))
@@ -385,15 +386,13 @@ class GRPOTrainer:
         """Describe the origin of a step's non-finite numbers; the weights are unchanged."""
 
         def passes(rows: Tensor) -> dict[str, Tensor]:
-            return self.forward_backward(self._sent(self._micro_batch(data, rows)))
+            return self.forward_backward(self._send(self._micro_batch(data, rows)))
 
         return where_not_finite(
             self.model, data, parts, passes, queries_of(batch), one_by_one=self.mesh is None
         )
 
-    def optim_step(
-        self, loss: Tensor, *, empty: bool = False, why: Callable[[], str] | None = None
-    ) -> dict[str, float]:
+    def optim_step(self, loss: Tensor, *, empty: bool, why: Callable[[], str]) -> dict[str, float]:
         """Clip the gradients and step, unless loss or gradient norm is not finite; clear the
         gradients.
 
@@ -401,75 +400,81 @@ class GRPOTrainer:
             loss: the whole loss of the optimization batch, scalar.
             empty: whether no token counted: then there is no step, because the moments of earlier
                 ones would make it.
-            why: says where numbers that are not finite come from, called for the first such step in
-                a row; or why no token counted.
+            why: explains why no token counted or, for the first such step in a row, where numbers
+                that are not finite come from.
 
         Raises:
             NonFiniteError: too many bad steps in a row.
             NoSignalError: too many steps in a row without a token that counts.
         """
         learning_rate = self.optimizer.param_groups[0]["lr"]
-        self._measured = dict.fromkeys(self._measured, self._number(math.nan))
         self.scaler.unscale_(self.optimizer)
         norm = clip_grad_norm(self.parameters, self.clip_grad_norm)
-        loss_value, norm_value = torch.stack(
-            [loss.to(norm.device, torch.float32), norm.float()]
-        ).tolist()
+        scalars = [loss.to(norm.device, torch.float32), norm.float()]
+        loss_value, norm_value = torch.stack(scalars).tolist()
         finite = math.isfinite(loss_value) and math.isfinite(norm_value)
         if finite and not empty:
-            before = self._measures.before()
-            self.scaler.step(self.optimizer)
-            self.optim_steps += 1
-            self._measured = self._measures.after(
-                before, self.optimizer, self.optim_steps, self.optim_batch_size
-            )
-            self._nonfinite_in_a_row, self._reason = 0, ""
-            if self.scheduler is not None:
-                self.scheduler.step()
+            self._update_weights()
         else:
+            self._measured = dict.fromkeys(self._measured, self._number(math.nan))
             self.skipped_steps += 1
-            rescaling = (
-                self.scaler.is_enabled()
-                and math.isfinite(loss_value)
-                and self.scaler.get_scale() > 1
-            )
-            self._nonfinite_in_a_row += 0 if rescaling and not empty else 1
+            rescaling = math.isfinite(loss_value) and self.scaler.get_scale() > 1
+            if empty or not rescaling:
+                self._nonfinite_in_a_row += 1
         if self.scaler.is_enabled():
             if not math.isfinite(norm_value):  # perhaps in another rank's part of a layer
                 mark_overflow(self.scaler, self.optimizer)
             self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        if not finite and not empty and self._nonfinite_in_a_row == 1 and why is not None:
-            self._reason = f": {why()}"
-        reason = f": {why()}" if empty and why is not None else ""
-        if empty and self._nonfinite_in_a_row >= self.max_nonfinite_steps:
-            raise NoSignalError(
-                f"{self._nonfinite_in_a_row} optimizer steps in a row changed nothing, the last "
-                f"one because its batch has no token to train on{reason}. There may be "
-                f"train.max_nonfinite_steps={self.max_nonfinite_steps} such steps."
-            )
-        if self._nonfinite_in_a_row >= self.max_nonfinite_steps:
-            raise NonFiniteError(
-                f"{self._nonfinite_in_a_row} optimizer steps in a row had a non-finite loss "
-                f"({loss_value}) or gradient norm ({norm_value}){self._reason}. No weight was "
-                f"changed by them. Lower optimizer.lr={learning_rate:g}, or use "
-                "train.mixed_precision=full or bf16."
-            )
         if empty:
-            torchrl_logger.warning(
-                f"Skipped an optimizer step: its batch has no token to train on{reason}."
-            )
+            self._report_empty_step(why())
             loss_value = norm_value = math.nan  # zeros would be of no batch
         elif not finite:
-            torchrl_logger.warning(
-                f"Skipped an optimizer step: loss {loss_value}, gradient norm "
-                f"{norm_value}{self._reason}."
-            )
+            if self._nonfinite_in_a_row == 1:
+                self._nonfinite_reason = f": {why()}"
+            self._report_nonfinite_step(loss_value, norm_value, learning_rate)
         return {
             "train/loss": loss_value,
             "train/grad_norm": norm_value,
             "train/lr": learning_rate,
         }
+
+    def _update_weights(self) -> None:
+        """Step the optimizer and the scheduler, and measure the step."""
+        before = self._measures.before()
+        self.scaler.step(self.optimizer)
+        self.optim_steps += 1
+        self._measured = self._measures.after(
+            before, self.optimizer, self.optim_steps, self.optim_batch_size
+        )
+        self._nonfinite_in_a_row = 0
+        self._nonfinite_reason = ""
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def _report_empty_step(self, reason: str) -> None:
+        """Warn about a step without a token that counts, or raise if there were too many."""
+        cause = f"its batch has no token to train on: {reason}"
+        if self._nonfinite_in_a_row >= self.max_nonfinite_steps:
+            raise NoSignalError(
+                f"{self._nonfinite_in_a_row} optimizer steps in a row changed nothing, the last "
+                f"one because {cause}. The limit is "
+                f"train.max_nonfinite_steps={self.max_nonfinite_steps}."
+            )
+        torchrl_logger.warning(f"Skipped an optimizer step: {cause}.")
+
+    def _report_nonfinite_step(self, loss: float, norm: float, learning_rate: float) -> None:
+        """Warn about a step whose numbers are not finite, or raise if there were too many."""
+        if self._nonfinite_in_a_row >= self.max_nonfinite_steps:
+            raise NonFiniteError(
+                f"{self._nonfinite_in_a_row} optimizer steps in a row had a non-finite loss "
+                f"({loss}) or gradient norm ({norm}){self._nonfinite_reason}. They changed no "
+                f"weight. Lower optimizer.lr={learning_rate:g}, or use "
+                "train.mixed_precision=full or bf16."
+            )
+        torchrl_logger.warning(
+            f"Skipped an optimizer step: loss {loss}, gradient norm {norm}{self._nonfinite_reason}."
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything except the weights of a base model that LoRA leaves unchanged; see
@@ -478,7 +483,7 @@ class GRPOTrainer:
         return whole_state(self.model, self.optimizer) | self.progress()
 
     def progress(self) -> dict[str, Any]:
-        """The state without weights and optimizer; the same on all ranks."""
+        """Return the state without weights and optimizer; the same on all ranks."""
         return {
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "scaler": self.scaler.state_dict(),
@@ -506,11 +511,21 @@ class GRPOTrainer:
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
         self.scaler.load_state_dict(state["scaler"])
-        self.version, self.optim_steps = state["version"], state["optim_steps"]
-        self.skipped_steps, self._nonfinite_in_a_row = (
-            state["skipped_steps"],
-            state["nonfinite_in_a_row"],
-        )
+        self.version = state["version"]
+        self.optim_steps = state["optim_steps"]
+        self.skipped_steps = state["skipped_steps"]
+        self._nonfinite_in_a_row = state["nonfinite_in_a_row"]
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One forward and backward pass of a step: its rows of the batch, the tokens that it computes,
+    and its micro-batch.
+    """
+
+    rows: Tensor
+    tokens: int
+    data: TensorDict
 
 
 def _finite_mean(values: Sequence[float]) -> float:

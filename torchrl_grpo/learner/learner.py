@@ -81,7 +81,7 @@ class Learner:
         return self.trainer.optim_steps == self._trained_steps
 
     def load_state_dict(self, state: dict[str, Any], parts: Path | None = None) -> None:
-        """Restores the trainer's state; see ``GRPOTrainer.load_state_dict``."""
+        """Restore the trainer's state; see ``GRPOTrainer.load_state_dict``."""
         self.trainer.load_state_dict(state, parts)
         self._trained_steps = self.trainer.optim_steps
 
@@ -105,7 +105,7 @@ class Learner:
         return metrics | rollout_metrics(batch, sampled=self.sampled) | seconds
 
     def train_groups(self, *groups: TensorDictBase) -> dict[str, float]:
-        """Trains a batch that comes in groups, each a lazy stack of sequences; see ``train_batch``."""
+        """Train a batch that comes in groups, each a lazy stack of sequences; see ``train_batch``."""
         return self.train_batch(join_groups(groups))
 
     def train_fetched(self, *groups: TensorDictBase) -> dict[str, float]:
@@ -127,18 +127,18 @@ class Learner:
         )
 
     def weights(self) -> WeightHandle | None:
-        """Handle of the current weights for the engines; None on a rank other than 0."""
+        """Return a handle of the current weights for the engines; None on a rank other than 0."""
         handle = self._send(self.sender)
         if self.makes_room:
             torch.cuda.empty_cache()
         return handle
 
     def resend(self, version: int, reason: str) -> WeightHandle:
-        """Another handle of a version, because the first one was refused."""
+        """Return another handle of a version, because the first one was refused."""
         return self.sender.resend(version, reason)
 
     def reference_weights(self) -> WeightHandle | None:
-        """Handle of the current full weights in the trainer's dtype, for a reference model; None on
+        """Return a handle of the current full weights in the trainer's dtype, for a reference model; None on
         a rank other than 0.
 
         A reference model on the ranks themselves takes them here, part by part.
@@ -158,7 +158,7 @@ class Learner:
 
     @torch.no_grad()
     def mismatch(self, probe: Probe) -> tuple[float, float]:
-        """Mean and largest difference between the log-probs of trainer and engine, in nats."""
+        """Return the mean and the largest difference between the log-probs of trainer and engine, in nats."""
         scorer = self.trainer.loss.actor_network
         assert isinstance(scorer, TokenScorer)
         scored = []
@@ -169,14 +169,11 @@ class Learner:
         return log_prob_mismatch(probe, scored)
 
     def sizes(self) -> tuple[int, int]:
-        """Bytes of a checkpoint, which has AdamW's two moments of each trained weight, and of the
+        """Return the bytes of a checkpoint, which has AdamW's two moments of each trained weight, and of the
         exported model.
         """
-        model, trained = self.trainer.model, self.trainer.parameters
-        kept = 3 * sum(parameter.numel() * parameter.element_size() for parameter in trained)
-        return kept, sum(
-            parameter.numel() * parameter.element_size() for parameter in model.parameters()
-        )
+        trained = sum(parameter.nbytes for parameter in self.trainer.parameters)
+        return 3 * trained, sum(parameter.nbytes for parameter in self.trainer.model.parameters())
 
     def save(self, checkpointer: Checkpointer, source: dict[str, Any]) -> Path:
         """Writes a checkpoint of the trainer's state and the given state of the source; returns the
@@ -186,7 +183,7 @@ class Learner:
         there, or the reason is, when ``finish_save`` returns.
 
         Raises:
-            NonFiniteError: the weights are of no use to go on from; nothing is written.
+            NonFiniteError: the weights are unusable; nothing is written.
             NotSavedError: there is no room for it, or its folder cannot be written to.
         """
         self._check_weights()
@@ -195,10 +192,10 @@ class Learner:
         return self._saver.start(checkpointer, self.trainer, source)
 
     def finish_save(self) -> None:
-        """Waits for the checkpoint that is being written, if one is.
+        """Wait for the checkpoint that is being written, if any.
 
         Raises:
-            NotSavedError: it could not be written; it is said once.
+            NotSavedError: it could not be written; raised once.
         """
         if self._saver is not None:
             self._saver.finish()
@@ -224,11 +221,11 @@ class Learner:
     def export(
         self, checkpointer: Checkpointer, tokenizer: PreTrainedTokenizerBase, ended: bool = True
     ) -> Path:
-        """Writes the model as ``from_pretrained`` reads it; returns the folder. See
+        """Write the model as ``from_pretrained`` reads it; return the folder. See
         ``Checkpointer.export``.
         """
         return checkpointer.export(self.trainer.model, tokenizer, self.version, ended=ended)
 
     def close(self) -> None:
-        """Frees all weights that were sent. May be called again."""
+        """Free all weights that were sent. May be called again."""
         self.sender.close()

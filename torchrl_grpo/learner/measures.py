@@ -47,7 +47,7 @@ class StepMeasures:
     def after(
         self, before: Sequence[Tensor], optimizer: torch.optim.Optimizer, steps: int, sequences: int
     ) -> dict[str, Tensor]:
-        """Metrics of the step that was made.
+        """Return metrics of the step.
 
         Args:
             before: what ``before`` gave.
@@ -62,34 +62,33 @@ class StepMeasures:
         """
         changes = differences(self._few(self._parameters), before)
         sums = {"changed": _squares(changes), "size": _squares(before)}
-        states = [
-            state for p in self._parameters if "exp_avg_sq" in (state := optimizer.state.get(p, {}))
-        ]
+        states = [optimizer.state.get(parameter, {}) for parameter in self._parameters]
+        states = [state for state in states if "exp_avg_sq" in state]
         if has_small_states(optimizer):
             states = []
         if states:
             sums["of_mean"] = _squares(self._few([state["exp_avg"] for state in states]))
-            sums["of_square"] = torch.stack(
-                [part.sum() for part in self._few([s["exp_avg_sq"] for s in states])]
-            ).sum()
+            squares = self._few([state["exp_avg_sq"] for state in states])
+            sums["of_square"] = torch.stack([square.sum() for square in squares]).sum()
         sums = self._over_ranks(sums)
-        measured = {"update_size": (sums["changed"] / sums["size"].clamp(min=1e-30)).sqrt()}
+        metrics = {"update_size": (sums["changed"] / sums["size"].clamp(min=1e-30)).sqrt()}
         if not states:
-            return measured
-        # Adam's moments are running means of the gradient and of its square: the square of the one
-        # is less than the other by the variance, but for what of that a mean over so few steps
-        # keeps.
+            return metrics
+        # Adam's moments are running means of the gradient and of its square. The square of the
+        # first is less than the second by the variance, except for the share of the variance that
+        # a mean over so few steps retains.
         beta1, beta2 = optimizer.param_groups[0]["betas"]
-        first, second = 1 - beta1**steps, 1 - beta2**steps
-        kept = (1 - beta1) / (1 + beta1) * (1 + beta1**steps) / first
-        if kept < 0.5:
-            mean_square, square_mean = sums["of_mean"] / first**2, sums["of_square"] / second
-            variance = (square_mean - mean_square) / (1 - kept)
-            signal = mean_square - kept * variance
-            measured["grad_noise_scale"] = torch.where(
+        first = 1 - beta1**steps
+        noise_share = (1 - beta1) / (1 + beta1) * (1 + beta1**steps) / first
+        if noise_share < 0.5:
+            mean_square = sums["of_mean"] / first**2
+            square_mean = sums["of_square"] / (1 - beta2**steps)
+            variance = (square_mean - mean_square) / (1 - noise_share)
+            signal = mean_square - noise_share * variance
+            metrics["grad_noise_scale"] = torch.where(
                 signal > 0, sequences * variance / signal, math.inf
             )
-        return measured
+        return metrics
 
     @staticmethod
     def _few(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -123,19 +122,23 @@ class PassScores:
         scorer.register_forward_hook(self._keep)
 
     def _keep(self, scorer: nn.Module, inputs: Any, out: TensorDictBase) -> None:
-        found = {name: out.get(key, None) for name, key in _NAMES.items()}
-        self._latest = {name: value.detach() for name, value in found.items() if value is not None}
+        scores = {name: out.get(key, None) for name, key in _NAMES.items()}
+        self._latest = {name: value.detach() for name, value in scores.items() if value is not None}
 
     def begin_batch(self, size: int) -> None:
-        """Forgets the batch before; the optimization batches of the new one come in its order."""
-        self._size, self._first, self._next, self._passes, self._places = size, 0, 0, [], {}
+        """Forget the batch before; the optimization batches of the new one come in its order."""
+        self._size = size
+        self._first = self._next = 0
+        self._passes = []
+        self._places = {}
 
     def begin_step(self, size: int) -> None:
-        """Begins the next optimization batch."""
-        self._first, self._next = self._next, self._next + size
+        """Begin the next optimization batch."""
+        self._first = self._next
+        self._next += size
 
     def note(self, index: Tensor) -> None:
-        """Notes that the latest pass was over these rows of the optimization batch, [n] int64.
+        """Record that the latest pass was over these rows of the optimization batch, [n] int64.
 
         Rows after its sequences are demonstrations, which are no samples.
         """
@@ -149,8 +152,8 @@ class PassScores:
         """
         if not self._places:
             for number, (rows, _) in enumerate(self._passes):
-                for place, one in enumerate(rows.tolist()):
-                    self._places.setdefault(one, (number, place))
+                for place, batch_row in enumerate(rows.tolist()):
+                    self._places.setdefault(batch_row, (number, place))
         if row not in self._places:
             return {}
         number, place = self._places[row]

@@ -34,22 +34,21 @@ def make_optimizer(
         betas: decays of the two moments.
         eps: added to the denominator.
     """
-    matrices, others = (
-        [p for p in parameters if (p.ndim > 1) == wanted] for wanted in (True, False)
-    )
+    matrices = [parameter for parameter in parameters if parameter.ndim > 1]
+    others = [parameter for parameter in parameters if parameter.ndim <= 1]
     groups: list[dict[str, Any]] = [
-        {"params": group, "weight_decay": decay}
-        for group, decay in ((matrices, weight_decay), (others, 0.0))
-        if group
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
     ]
+    groups = [group for group in groups if group["params"]]
     if name == "adamw":
         return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
     from torchrl_grpo.compat.torchao import AdamW8bit
 
-    made: torch.optim.Optimizer = AdamW8bit(
+    optimizer: torch.optim.Optimizer = AdamW8bit(
         groups, lr=lr, betas=betas, eps=eps, bf16_stochastic_round=True
     )
-    return made
+    return optimizer
 
 
 def has_small_states(optimizer: torch.optim.Optimizer) -> bool:
@@ -60,7 +59,7 @@ def has_small_states(optimizer: torch.optim.Optimizer) -> bool:
 def learning_rate_factor(
     step: int, *, kind: LearningRate, warmup: int, total: int, floor: float
 ) -> float:
-    """The factor of the learning rate after ``step`` optimizer steps.
+    """Return the factor of the learning rate after ``step`` optimizer steps.
 
     It rises to 1 over the first ``warmup`` steps and then, unless ``kind`` is constant, falls to
     ``floor`` at the end.
@@ -80,6 +79,6 @@ def learning_rate_factor(
         return (step + 1) / warmup
     if kind == "constant":
         return 1.0
-    done = min(1.0, (step - warmup) / max(1, total - warmup))
-    left = 1 - done if kind == "linear" else (1 + math.cos(math.pi * done)) / 2
-    return floor + (1 - floor) * left
+    progress = min(1.0, (step - warmup) / max(1, total - warmup))
+    height = 1 - progress if kind == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return floor + (1 - floor) * height

@@ -80,7 +80,7 @@ class GRPOLoss(LossModule):
             given there, and no other aggregation reads it. The longest response allowed makes Dr.
             GRPO (arXiv 2503.20783), 1 a plain sum.
         dual_clip: bound of the surrogate where the advantage is negative, above 1 (arXiv
-            1912.09729); None is none.
+            1912.09729); None disables it.
         proximal: which policy the ratio is taken to and clipped around. ``"behaviour"``: the one
             that sampled (plain PPO). The others take the two apart (decoupled PPO, arXiv
             2505.24298): ``"recomputed"`` reads ``prox_log_prob``, the trainer's own log-probs from
@@ -111,8 +111,8 @@ class GRPOLoss(LossModule):
     ``divergence`` [B, T] with a ``teacher_coeff``, and ``is_demonstration`` [B, 1] bool with an
     ``sft_coeff``: these rows count in ``loss_sft``, and in no other term or metric. Rows with one
     value of ``"trajectory"`` [B, 1] int64 are samples of one trajectory, which counts as one
-    sequence. Where the batch has ``reward_valid`` [B, 1] bool, a sequence without has no effect at
-    all.
+    sequence. Where the batch has ``reward_valid`` [B, 1] bool, sequences marked
+    False are ignored.
 
     Output (``GRPOLossOutput``), all scalars: the ``loss_*`` entries; ``objective``,
     ``clip_fraction_low`` and ``clip_fraction_high`` (tokens whose gradient the lower or upper clip

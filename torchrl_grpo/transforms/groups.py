@@ -83,11 +83,13 @@ class GroupQueue(MCAdvantage):
 
     def get_extra_state(self) -> dict[int | str, list[Any]]:
         """Return the waiting trajectories as tensors, numbers and texts, for ``state_dict``."""
-        queues = {name: self._queue_list(name) for name in group_names(self)}
-        return {
-            name: [([row.to_dict() for row in one.steps], one.value) for one in queues[name]]
-            for name in queues
-        }
+        state = {}
+        for name in group_names(self):
+            members = self._queue_list(name)
+            state[name] = [
+                ([step.to_dict() for step in member.steps], member.value) for member in members
+            ]
+        return state
 
     def set_extra_state(self, state: dict[int | str, list[Any]]) -> None:
         """Restore the waiting trajectories, for ``load_state_dict``."""

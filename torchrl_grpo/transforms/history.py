@@ -71,7 +71,7 @@ class HistoryTransforms(Compose):
         self._ended: dict[int, TensorDictBase] = {}
 
     def set_container(self, container: Transform | EnvBase) -> None:
-        """Shows the environment's dialogs as history."""
+        """Show the environment's dialogs as history."""
         super().set_container(container)
         if self.parent is None:
             return
@@ -140,10 +140,10 @@ class HistoryTransforms(Compose):
                     transform, next_tensordict["history"].prompt[row], chats[row]
                 )
         rows = zip(tensordict.unbind(0), before.unbind(0), next_tensordict.unbind(0), strict=True)
-        settled = [self._settle(env, row, added[row], *tds) for row, tds in enumerate(rows)]
+        steps = [self._settle(env, row, added[row], *tds) for row, tds in enumerate(rows)]
         env.note_outcomes()
         chats = [list(dialog.messages) for dialog in env.dialogs]
-        return lazy_stack(settled).set(
+        return lazy_stack(steps).set(
             "history", ChatHistory(prompt=_history(chats), batch_size=size)
         )
 
@@ -213,12 +213,13 @@ def _message(message: Message) -> History:
 
 def _appended(transform: Transform, history: History, chat: Sequence[Message]) -> list[Message]:
     """Return the messages that a transform appended to a chat."""
-    said = [
+    messages = [
         (message.role, message.content)
         for message in history.unbind(0)
         if message.role != _NONE["role"]
     ]
-    if said[: len(chat)] != [(shown.role, shown.content) for shown in map(_message, chat)]:
+    before = [(message.role, message.content) for message in map(_message, chat)]
+    if messages[: len(chat)] != before:
         raise RuntimeError(
             f"{type(transform).__name__} must only append messages, it changed one that the policy "
             "was given or wrote: leave it out."
@@ -227,5 +228,5 @@ def _appended(transform: Transform, history: History, chat: Sequence[Message]) -
         tool_message("tool", content, number)
         if role == "tool"
         else {"role": role, "content": content}
-        for number, (role, content) in enumerate(said[len(chat) :])
+        for number, (role, content) in enumerate(messages[len(chat) :])
     ]

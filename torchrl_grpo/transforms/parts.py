@@ -75,12 +75,13 @@ def decoupled_advantage(
         weight = [part_weight(name, row, own) for row, own in zip(parts, weights, strict=True)]
         if any(weight):
             values = [row.get(name) for row in parts]
-            there = torch.tensor([value is not None for value in values], device=group.device)
+            applies = torch.tensor([value is not None for value in values], device=group.device)
             reward = torch.tensor(
                 [value or 0.0 for value in values], dtype=torch.float64, device=group.device
             )
-            part = reward.new_tensor(weight) * normalize(reward, group, valid & there).double()
-            total, size = total + part, size + part.abs()
+            part = reward.new_tensor(weight) * normalize(reward, group, valid & applies).double()
+            total = total + part
+            size = size + part.abs()
     # Where parts cancel, their epsilons and rounding are left, which the batch's deviation could
     # blow up. The mean over the batch is 0 but for the same, as each part's advantages add up to 0
     # in a group.

@@ -89,20 +89,19 @@ class ServedTeacher(Transform):
 
     def _score(self, row: TensorDictBase) -> Tensor:
         """[T] float32, 0 outside the mask; or [S, 2 K] float32 of the S sampled tokens."""
-        tokens, mask = row.get(keys.FULL).tolist(), row.get(keys.ASSISTANT_MASK).tolist()
+        tokens = row.get(keys.FULL).tolist()
+        mask = row.get(keys.ASSISTANT_MASK).tolist()
         start = max(1, mask.index(True)) if True in mask else len(tokens)
-        found = self._server.score(tokens, start, self.top_k or 0) if start < len(tokens) else []
-        sampled = zip(tokens[start:], mask[start:], found, strict=True)
+        scores = self._server.score(tokens, start, self.top_k or 0) if start < len(tokens) else []
+        scored = zip(tokens[start:], mask[start:], scores, strict=True)
         if self.top_k is None:
-            return torch.tensor(
-                [0.0] * start + [of[token] if mine else 0.0 for token, mine, of in sampled]
-            )
-        return torch.tensor([_states(of, self.top_k) for _, mine, of in sampled if mine]).view(
-            -1, 2 * self.top_k
-        )
+            log_probs = [likely[token] if sampled else 0.0 for token, sampled, likely in scored]
+            return torch.tensor([0.0] * start + log_probs)
+        states = [_states(likely, self.top_k) for _, sampled, likely in scored if sampled]
+        return torch.tensor(states).view(-1, 2 * self.top_k)
 
 
-def _states(found: dict[int, float], top_k: int) -> list[float]:
-    """The largest log-probs, and then the ids that have them."""
-    likely = sorted(found, key=found.__getitem__, reverse=True)[:top_k]
-    return [*(found[token] for token in likely), *map(float, likely)]
+def _states(log_probs: dict[int, float], top_k: int) -> list[float]:
+    """Return the largest log-probs, and then their token ids."""
+    tokens = sorted(log_probs, key=log_probs.__getitem__, reverse=True)[:top_k]
+    return [*(log_probs[token] for token in tokens), *map(float, tokens)]

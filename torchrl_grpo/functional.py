@@ -8,8 +8,8 @@ group.
 from __future__ import annotations
 
 import math
-import typing
 from collections.abc import Callable
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -111,10 +111,10 @@ def group_advantage(
     Raises:
         ValueError: a valid reward is not finite, or a choice is unknown.
     """
-    if mean not in typing.get_args(AdvantageMean) or std not in typing.get_args(AdvantageStd):
+    if mean not in get_args(AdvantageMean) or std not in get_args(AdvantageStd):
         raise ValueError(
-            f"mean={mean!r} must be one of {typing.get_args(AdvantageMean)} and std={std!r} one of "
-            f"{typing.get_args(AdvantageStd)}: use 'group' for both."
+            f"mean={mean!r} must be one of {get_args(AdvantageMean)} and std={std!r} one of "
+            f"{get_args(AdvantageStd)}: use 'group' for both."
         )
     ids, index = group.unique(return_inverse=True)
     whole, groups = torch.zeros_like(index), len(ids)

@@ -75,7 +75,7 @@ def export_model(
             whole = (weight for name, weight in base.named_parameters() if ".lora_" not in name)
             check_room(
                 staging,
-                sum(weight.numel() * weight.element_size() for weight in whole),
+                sum(weight.nbytes for weight in whole),
                 "the model",
             )
             base.save_pretrained(

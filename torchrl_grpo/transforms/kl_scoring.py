@@ -159,9 +159,7 @@ class KLScoring(Transform):
         model = self.scorer.model
         of_weights = next(model.parameters()).element_size()
         of_pass = of_weights if self.autocast_dtype is None else 2
-        weights = sum(
-            parameter.numel() * parameter.element_size() for parameter in model.parameters()
-        )
+        weights = sum(parameter.nbytes for parameter in model.parameters())
         activations = forward_memory(shape_of(model), tokens, of_pass)
         half = int(mask.sum()) // 2  # of the tokens that were sampled
         knobs: dict[str, float] = {}

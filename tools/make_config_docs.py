@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from torchrl_grpo.config import GRPOConfig
+from torchrl_grpo.config import GRPOConfig, rules
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "config.md"
 HEAD = """# The config's keys
@@ -27,10 +27,28 @@ code: the files in `config/` set others for their tasks, and those in `config/al
 [algorithms](algorithms.md). `--cfg job` prints the values of a run.
 """
 
+RULES_HEAD = """## Rules between keys
+
+A config that breaks one is refused before anything loads, with the key, its value and the fix. `ROLE` is
+`train_model`, `inference_model`, `ref_model` or `teacher`; rules of `env` for a data set also hold for each entry of
+`env.datasets` and `evaluation.datasets`, and `KEY` stands for their keys.
+
+| key | rule | fix |
+|---|---|---|"""
+PLACEHOLDERS = {
+    "switch": "`inference_model.backend=server` or `teacher.address`",
+    "env.player": "`env.agent` or `env.task=verifiers:NAME`",
+    "divisors": "one of its divisors",
+    "env.own_task": "CLASS",
+    "name": "KEY",
+    "target": "my_tasks.MyTask",
+    "reader": "NAME",
+}
+
 
 def page() -> str:
     """The text of ``docs/config.md``."""
-    return "\n".join([HEAD, *_tables(GRPOConfig(), "", {})])
+    return "\n".join([HEAD, *_tables(GRPOConfig(), "", {}), RULES_HEAD, *_rules()]) + "\n"
 
 
 def _tables(node: Any, name: str, documented: dict[tuple[str, str], str]) -> Iterator[str]:
@@ -66,6 +84,33 @@ def _tables(node: Any, name: str, documented: dict[tuple[str, str], str]) -> Ite
     for item, value in fields.items():
         if dataclasses.is_dataclass(value):
             yield from _tables(value, f"{name}.{item.name}".lstrip("."), documented)
+
+
+def _rules() -> Iterator[str]:
+    """Yield a row for the rules that differ in their key alone."""
+    tables = (
+        ("", (*rules.RULES, *rules.ONE_PROCESS_RULES, *rules.UNREAD_RULES)),
+        ("env.", rules.DATA_RULES),
+        ("ROLE.", (*rules.DEVICE_RULES, *rules.SERVER_RULES)),
+    )
+    keys: dict[str, list[str]] = {}
+    for prefix, table in tables:
+        for rule in table:
+            texts = (_template(text.replace("{at}", prefix)) for text in (rule.why, rule.fix))
+            keys.setdefault(" | ".join(texts), []).append(f"`{prefix}{rule.key}`")
+    for text, names in keys.items():
+        yield f"| {', '.join(dict.fromkeys(names))} | {text} |"
+
+
+def _template(text: str) -> str:
+    """Return a text of a rule, with keys and words in place of the placeholders."""
+    text = re.sub(r", it is \{[^}]*\}", "", text)
+    text = re.sub(r"\{([\w.]+)=\}", r"`\1`", text)
+
+    def replacement(match: re.Match[str]) -> str:
+        return PLACEHOLDERS.get(match[1], match[1])
+
+    return _prose(re.sub(r"\{([\w.]+)\}", replacement, text))
 
 
 def _prose(doc: str) -> str:

@@ -1,4 +1,7 @@
-"""Every rule of the config that can be checked before anything is imported or loaded."""
+"""Every rule of the config that can be checked before anything is imported or loaded.
+
+Rules are rows of tables, which ``validate`` checks in order and ``docs/config.md`` prints.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ import dataclasses
 import difflib
 import math
 import re
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,8 +29,6 @@ from torchrl_grpo.checks import (
 )
 from torchrl_grpo.config.data import DataConfig
 from torchrl_grpo.config.fields import leaves
-from torchrl_grpo.config.measuring import EvaluationConfig
-from torchrl_grpo.config.models import InferenceModelConfig, TeacherConfig
 from torchrl_grpo.config.schema import EnvConfig, GRPOConfig
 from torchrl_grpo.config.security import check_no_secrets
 from torchrl_grpo.errors import ConfigError
@@ -44,10 +46,57 @@ _COMPARISONS = {
     "le": (lambda value, limit: value <= limit, "at most"),
     "lt": (lambda value, limit: value < limit, "below"),
 }
+_DATA_KEYS = [name for name, _, _ in leaves(DataConfig())]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """A rule that a node of the config must fulfill. Its error is ``KEY=VALUE WHY: FIX.``
+
+    In ``why`` and ``fix`` ``{repeats}`` is the value of the node's key ``repeats``, ``{repeats=}``
+    the key and its value, and ``{at}`` what the keys of the node begin with.
+
+    Attributes:
+        key: the key at fault.
+        why: what must hold.
+        fix: what to change.
+        broken: another key: the rule is broken if both are set; None: if the key is set. Or a
+            function of the node; a dictionary that it returns has values of further placeholders,
+            such as ``key``, which replaces the key at fault.
+    """
+
+    key: str
+    why: str
+    fix: str
+    broken: str | Callable[[Any], Any] | None = None
+
+    def check(self, node: Any, prefix: str = "", **values: Any) -> None:
+        """Check a node, whose keys begin with ``prefix``; ``values`` are those of placeholders.
+
+        Raises:
+            ConfigError: it breaks the rule.
+        """
+        if callable(self.broken):
+            broken = self.broken(node)
+        else:
+            broken = _is_set(node, self.key) and (not self.broken or _is_set(node, self.broken))
+        if not broken:
+            return
+        values |= {"at": prefix, "key": self.key}
+        if isinstance(broken, dict):
+            values |= broken
+
+        def replacement(match: re.Match[str]) -> str:
+            name, equals = match.groups()
+            value = _written(values[name] if name in values else attrgetter(name)(node))
+            return f"{prefix}{name}={value}" if equals else value
+
+        text = f"{{{values['key']}=}} {self.why}: {self.fix}."
+        raise ConfigError(re.sub(r"\{([^{} :=]+)(=?)\}", replacement, text))
 
 
 def validate(config: GRPOConfig) -> None:
-    """Checks every choice, range and combination that needs nothing but the config.
+    """Check every choice, range and combination that needs nothing but the config.
 
     Raises:
         ConfigError: a rule is broken.
@@ -55,16 +104,43 @@ def validate(config: GRPOConfig) -> None:
     try:
         check_no_secrets(dataclasses.asdict(config))
         check_values(config)
-        _validate_data(config.env)
-        _validate_tests(config.evaluation)
-        _validate_turns(config.env)
-        _validate_numbers(config)
-        _validate_policy(config)
-        _validate_models(config)
-        _validate_exact(config)
-        _validate_unread(config)
+        for rule in RULES:
+            rule.check(config)
+        for name, entry in _data_nodes(config):
+            for rule in TEST_RULES if name.startswith("evaluation") else DATA_RULES:
+                rule.check(entry, f"{name}.")
+        for role in ("train_model", "inference_model", "ref_model", "teacher"):
+            for rule in DEVICE_RULES:
+                rule.check(getattr(config, role), f"{role}.")
+        _check_servers(config)
+        _check_shared(config)
+        for rule in UNREAD_RULES:
+            rule.check(config)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+def _check_servers(config: GRPOConfig) -> None:
+    engine, teacher = config.inference_model, config.teacher
+    for rule in SERVER_RULES:
+        if ENGINES[engine.backend].elsewhere:
+            switch = f"inference_model.backend={engine.backend}"
+            rule.check(engine, "inference_model.", switch=switch)
+        if teacher.address:
+            rule.check(teacher, "teacher.", switch="teacher.address")
+
+
+def _written(value: Any) -> str:
+    """Return a value as it is written on the command line."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _is_set(node: Any, key: str) -> bool:
+    """Whether a key of a node has another value than its default."""
+    get = attrgetter(key)
+    return bool(get(node) != get(type(node)()))
 
 
 def check_values(config: GRPOConfig) -> None:
@@ -85,39 +161,21 @@ def staleness_bound(config: GRPOConfig, asynchronous: bool) -> int:
     trained on it.
 
     Raises:
-        ConfigError: the script is ``grpo.py``, which knows no staleness, and some was asked for.
+        ConfigError: the script is ``grpo.py``, which has no staleness, and the config sets some.
     """
-    asked = config.train.max_staleness
-    if asked and not asynchronous:
+    staleness = config.train.max_staleness
+    if staleness and not asynchronous:
         raise ConfigError(
-            f"train.max_staleness={asked} must be 0 in grpo.py, which trains on what the current "
-            "weights sampled: use sota/grpo/grpo-async.py, or leave it out."
+            f"train.max_staleness={staleness} must be 0 in grpo.py, which trains on what the "
+            "current weights sampled: use sota/grpo/grpo-async.py, or leave it out."
         )
-    return (1 if asynchronous else 0) if asked is None else asked
+    return int(asynchronous) if staleness is None else staleness
 
 
 def check_one_process(config: GRPOConfig) -> None:
     """Refuse settings without a meaning where all roles are in one process."""
-    inference = config.inference_model
-    for name, value, only, why in (
-        (
-            "in_flight",
-            inference.in_flight,
-            "wait",
-            "sampling and training take turns in one process",
-        ),
-        (
-            "weight_transfer",
-            inference.weight_transfer,
-            "auto",
-            "trainer and engine are in one process",
-        ),
-    ):
-        if value != only:
-            raise ConfigError(
-                f"inference_model.{name}={value} must be {only} where {why}: leave it out, or use "
-                "sota/grpo/grpo-async.py."
-            )
+    for rule in ONE_PROCESS_RULES:
+        rule.check(config)
 
 
 def check_script(config: GRPOConfig, asynchronous: bool) -> None:
@@ -141,18 +199,28 @@ def check_script(config: GRPOConfig, asynchronous: bool) -> None:
         check_one_process(config)
 
 
+def _entries(config: GRPOConfig) -> Iterator[tuple[str, Any]]:
+    """Yield the entries of both lists of data sets, with their names."""
+    for name in ("env.datasets", "evaluation.datasets"):
+        for index, entry in enumerate(attrgetter(name)(config) or []):
+            yield f"{name}[{index}]", entry
+
+
+def _data_nodes(config: GRPOConfig) -> Iterator[tuple[str, Any]]:
+    """Yield the nodes that describe a data set, with their names."""
+    if _task_kind(config.env) == "dataset":
+        yield "env", config.env
+    yield from _entries(config)
+
+
 def _all_leaves(config: GRPOConfig) -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
     yield from leaves(config)
-    for name, entries in (
-        ("env.datasets", config.env.datasets),
-        ("evaluation.datasets", config.evaluation.datasets),
-    ):
-        for index, entry in enumerate(entries or []):
-            yield from leaves(entry, f"{name}[{index}].")
+    for name, entry in _entries(config):
+        yield from leaves(entry, f"{name}.")
 
 
 def check_choice(name: str, value: Any, names: Collection[str], also: Sequence[str] = ()) -> None:
-    """Refuses a value that is neither one of the ``names`` nor of what is accepted besides."""
+    """Refuse a value that is neither one of the ``names`` nor of what is accepted besides."""
     if value not in (*names, *also):
         close = difflib.get_close_matches(str(value), names, 1)
         hint = f"did you mean {close[0]}?" if close else f"for example, {name}={next(iter(names))}."
@@ -160,10 +228,10 @@ def check_choice(name: str, value: Any, names: Collection[str], also: Sequence[s
 
 
 def check_integers(name: str, value: Any) -> None:
-    """Refuses whole numbers, also within lists and groups of keys, that no 64 bits can hold."""
-    for key, one in dotted(value, name, into_lists=True):
-        if isinstance(one, int) and abs(one) >= 2**63:
-            text = str(one)
+    """Refuse integers, also within lists and groups of keys, that do not fit into 64 bits."""
+    for key, leaf in dotted(value, name, into_lists=True):
+        if isinstance(leaf, int) and abs(leaf) >= 2**63:
+            text = str(leaf)
             raise ConfigError(
                 f"{key}={text[:20]}... must be a number within 64 bits, it has "
                 f"{len(text.lstrip('-'))} digits: use a smaller one."
@@ -177,8 +245,8 @@ def _check_limits(name: str, value: float, default: Any, limits: Mapping[str, fl
         return
     rule = " and ".join(f"{_COMPARISONS[kind][1]} {limit:g}" for kind, limit in limits.items())
     rule = rule if math.isfinite(value) else f"{rule}, and finite"
-    works = _within(limits) if default is None else default
-    raise ConfigError(f"{name}={value} must be {rule}: for example, {name}={works}.")
+    example = _within(limits) if default is None else default
+    raise ConfigError(f"{name}={value} must be {rule}: for example, {name}={example}.")
 
 
 def _within(limits: Mapping[str, float]) -> float:
@@ -189,196 +257,39 @@ def _within(limits: Mapping[str, float]) -> float:
     return (limits["gt"] + limits["lt"]) / 2 if "lt" in limits else limits["gt"] + 1
 
 
-def _validate_data(env: EnvConfig) -> None:
-    """Check that there is one data set, several or a task, and that every key that is set is read."""
-    _check_arguments("env.chat_template_kwargs", env.chat_template_kwargs, "enable_thinking: false")
-    if not isinstance(env.task, dict) and not str(env.task).startswith(checks.VERIFIERS):
-        raise ConfigError(
-            f"env.task={env.task} must be verifiers:NAME or a node with _target_: use "
-            f"env.task._target_={env.task or 'my_tasks.MyTask'}."
-        )
-    own_task = env.own_task
-    if isinstance(env.task, dict) and len(env.task) > 1 and own_task is None:
-        raise ConfigError(
-            f"env.task={env.task} must have _target_: for example, "
-            "env.task._target_=my_tasks.MyTask."
-        )
-    switch = "env.datasets" if own_task is None else env.player or f"env.task._target_={own_task}"
-    if own_task is not None and env.datasets is not None:
-        raise ConfigError(f"{switch} and env.datasets exclude each other: use one of them alone.")
-    _validate_environment(env)
-    if own_task is None and env.datasets is None:
-        if env.environment is None or env.dataset is not None:
-            _validate_dataset(env, "env")
-            return
-        for name, value in _data_keys(env).items():
-            if name not in _OF_SEEDS:
-                raise ConfigError(
-                    f"env.{name}={value} must be left out with env.environment and no env.dataset, "
-                    "where nothing reads it: give env.dataset, if the environment is to get its "
-                    "rows."
-                )
-        return
-    if isinstance(env.task, str):
-        _check_arguments("env.dataset_options", env.dataset_options, "taskset: {split: train}")
-    for name, value in _data_keys(env).items():
-        if name not in (_OF_VERIFIERS if isinstance(env.task, str) else ("dataset", "reward")):
-            fix = (
-                "give it to each data set"
-                if own_task is None
-                else "its options are env.dataset_options"
-                if isinstance(env.task, str)
-                else f"use +env.task.{name} for an argument of yours"
-            )
-            raise ConfigError(f"env.{name}={value} must be left out with {switch}: {fix}.")
-    if env.datasets == []:
-        raise ConfigError("env.datasets=[] must have a data set: for example, [{dataset: gsm8k}].")
-    for index, entry in enumerate(env.datasets or []):
-        _validate_dataset(entry, f"env.datasets[{index}]")
-
-
-def _validate_environment(env: EnvConfig) -> None:
-    """That what the environment is given is a name or names, and that nothing else plays the
-    dialogs.
-    """
-    if env.environment is None:
-        if env.environments_at_a_time != EnvConfig().environments_at_a_time:
-            raise ConfigError(
-                f"env.environments_at_a_time={env.environments_at_a_time} needs env.environment: "
-                "leave it out."
-            )
-        return
-    named = env.environment
-    names = (
-        [named]
-        if isinstance(named, str)
-        else list(named.values())
-        if isinstance(named, dict)
-        else []
+def _check_shared(config: GRPOConfig) -> None:
+    """Check the rules that the components check too."""
+    policy, env = config.policy, config.env
+    mean, level, batch = (
+        policy.advantage_mean,
+        config.advantage_level,
+        config.dialog_turns_per_batch,
     )
-    if not names or not all(isinstance(name, str) for name in names):
-        raise ConfigError(
-            f"env.environment={named} must be a class or classes by name: for example, "
-            "my_envs.py:Guess, or {easy: my_envs.py:Easy, hard: my_envs.py:Hard}."
+    check_multiple("env.num_envs", env.num_envs, env.repeats, f"env.repeats={env.repeats}")
+    check_multiple(
+        "train.dialog_turns_per_batch", batch, env.num_envs, f"env.num_envs={env.num_envs}"
+    )
+    check_clip_epsilon(policy.clip_epsilon, "policy.clip_epsilon")
+    check_behaviour_weight(policy.behaviour_weight, policy.proximal, "policy.behaviour_weight")
+    check_bounds(policy.reward_clip, "policy.reward_clip")
+    check_level(level, mean, "policy.advantage_mean")
+    if env.reward_combination == "gdpo":
+        check_decoupled(level, mean, "env.reward_combination=gdpo")
+    if policy.dynamic_sampling:
+        check_group_size(env.repeats, "group", "group", "env.repeats")
+        check_sampling_rounds(
+            policy.max_sampling_rounds, env.num_envs, batch, "policy.max_sampling_rounds"
         )
-    if isinstance(named, dict) and env.dataset is None and env.datasets is None:
-        raise ConfigError(
-            f"env.environment={named} needs a data set with the column environment, which says "
-            "whose row it is: give env.dataset, or one class."
-        )
-    for name, value, default in (
-        ("env.task" if isinstance(env.task, str) else "env.task._target_", env.own_task, None),
-        ("env.agent", env.agent, None),
-        ("env.retry_prompt", env.retry_prompt, None),
-        ("env.transforms", list(env.transforms), []),
-    ):
-        if value != default:
-            raise ConfigError(
-                f"{name}={value} and env.environment exclude each other: use one of them alone."
-            )
-    for index, entry in enumerate(env.datasets or []):
-        if entry.reward is not None:
-            raise ConfigError(
-                f"env.datasets[{index}].reward={entry.reward} must be left out with "
-                "env.environment: use env.reward."
-            )
+    check_group_size(env.repeats, mean, policy.advantage_std, "env.repeats")
 
 
-_OF_VERIFIERS = ("dataset", "dataset_options", "max_samples")
-_OF_SEEDS = ("max_samples", "prompt_template", "system_prompt", "reward")
-
-
-def _check_arguments(name: str, value: Any, example: str) -> None:
-    if not isinstance(value, dict | None):
-        raise ConfigError(
-            f"{name}={value} must be arguments by name: for example, '{name}={{{example}}}'."
-        )
-
-
-def _validate_tests(evaluation: EvaluationConfig) -> None:
-    for index, entry in enumerate(evaluation.datasets or []):
-        field = f"evaluation.datasets[{index}]"
-        _validate_dataset(entry, field)
-        if entry.weight != 1:
-            raise ConfigError(
-                f"{field}.weight={entry.weight} must be left out: weights are for env.datasets."
-            )
-
-
-def _validate_turns(env: EnvConfig) -> None:
-    """Check that settings for dialogs of several turns come with several turns."""
-    for name, value in (("tools", env.tools), ("retry_prompt", env.retry_prompt)):
-        if value and env.max_turns < 2:
-            raise ConfigError(
-                f"env.{name}={value} must have env.max_turns of at least 2, it is {env.max_turns}: "
-                "use env.max_turns=2."
-            )
-    if env.tool_parser is not None and not (env.tools or env.player or env.environment):
-        raise ConfigError(
-            f"env.tool_parser={env.tool_parser} needs env.tools, env.environment or env.agent, "
-            "there are none: name some, or leave it out."
-        )
-    if env.environment is not None and "python" in env.tools:
-        raise ConfigError(
-            f"env.tools={list(env.tools)} must not have python with "
-            f"env.environment={env.environment}, whose methods are tools with a state already: "
-            "leave it out."
-        )
-    others: dict[str, Any] = {
-        "tools": env.tools,
-        "retry_prompt": env.retry_prompt,
-        "transforms": env.transforms,
-    }
-    for name, other in others.items():
-        if other and env.player is not None:
-            raise ConfigError(
-                f"env.{name}={other} and {env.player} exclude each other, the agent says itself "
-                "what follows a turn: use one of them alone."
-            )
-    if env.agent is not None and isinstance(env.task, str):
-        raise ConfigError(
-            f"env.agent={env.agent} and {env.player} exclude each other: use one of them alone."
-        )
-
-
-def _validate_dataset(data: DataConfig, field: str) -> None:
-    name = data.dataset
-    if not name:
-        raise ConfigError(
-            f"{field}.dataset={name or 'null'} must be a data set: use {field}.dataset=arithmetic, "
-            "a file, a folder or a name on the Hugging Face hub."
-        )
-    _check_arguments(f"{field}.dataset_options", data.dataset_options, "max_terms: 3")
-    for key, value in _data_keys(data).items():
-        if not _reads(name, key):
-            use = next(
-                other
-                for other in ("arithmetic", "gsm8k", "reasoning_gym:chain_sum")
-                if _reads(other, key)
-            )
-            raise ConfigError(
-                f"{field}.{key}={value} must be left out with {field}.dataset={name}, where "
-                f"nothing reads it: use {field}.dataset={use}, if you want it."
-            )
-    for key in ("dataset_config", "revision"):
-        if data.dataset_path is not None and getattr(data, key) is not None:
-            raise ConfigError(
-                f"{field}.{key}={getattr(data, key)} must be left out with "
-                f"{field}.dataset_path={data.dataset_path}: it is for data on the hub."
-            )
-    if (
-        data.columns.messages is not None
-        and (data.columns.prompt or data.columns.completion) is not None
-    ):
-        raise ConfigError(
-            f"{field}.columns.messages={data.columns.messages} is prompt and completion in one: "
-            f"leave {field}.columns.prompt and completion out."
-        )
-    if data.test_split is not None and data.test_fraction is not None:
-        raise ConfigError(
-            f"{field}.test_split={data.test_split} and {field}.test_fraction={data.test_fraction} "
-            "exclude each other: use one of them alone."
-        )
+def _task_kind(env: EnvConfig) -> str:
+    """Return the source of the training problems: what ``env.*`` means depends on it."""
+    if env.own_task is not None:
+        return "verifiers" if isinstance(env.task, str) else "task"
+    if env.datasets is not None:
+        return "datasets"
+    return "environment" if env.environment is not None and env.dataset is None else "dataset"
 
 
 def _reads(dataset: str, key: str) -> bool:
@@ -392,332 +303,88 @@ def _reads(dataset: str, key: str) -> bool:
     return dataset in checks.PRESETS if key == "dataset_path" else dataset not in checks.GENERATED
 
 
-def _data_keys(data: DataConfig) -> dict[str, Any]:
-    """The keys of a data set that have another value than the default."""
-    defaults = {name: value for name, _, value in leaves(DataConfig())}
-    return {
-        name: value
-        for name, _, value in leaves(data)
-        if name in defaults and value != defaults[name]
-    }
-
-
-def _validate_numbers(config: GRPOConfig) -> None:
-    env, batch, step = config.env, config.dialog_turns_per_batch, config.optim_batch_size
-    check_multiple("env.num_envs", env.num_envs, env.repeats, f"env.repeats={env.repeats}")
-    check_multiple(
-        "train.dialog_turns_per_batch", batch, env.num_envs, f"env.num_envs={env.num_envs}"
+def _unread(data: DataConfig, reads: Callable[[str], bool]) -> str | None:
+    """Return the first key of a data set that is set although nothing reads it."""
+    names = [name for name, _, _ in leaves(DataConfig())]
+    default = DataConfig()
+    return next(
+        (
+            name
+            for name in names
+            if attrgetter(name)(data) != attrgetter(name)(default) and not reads(name)
+        ),
+        None,
     )
-    if batch % step:
-        below = next(size for size in range(min(step, batch), 0, -1) if batch % size == 0)
-        above = next(size for size in range(min(step, batch), batch + 1) if batch % size == 0)
-        use = f"{below} or {above}" if below < above else above
-        raise ConfigError(
-            f"train.optim_batch_size={step} must divide train.dialog_turns_per_batch={batch}: use "
-            f"{use}."
-        )
-    if (
-        "best" in (check_keep(config.train.keep_checkpoints) or {})
-        and not config.evaluation.num_prompts
-    ):
-        raise ConfigError(
-            f"train.keep_checkpoints={config.train.keep_checkpoints} needs evaluations to tell the "
-            "best one, but evaluation.num_prompts=0: use last:3, for example, or evaluate."
-        )
-    if env.difficulty_filter is not None:
-        bounds = list(env.difficulty_filter)
-        if len(bounds) != 2 or not 0 <= bounds[0] < bounds[1] <= 1:
-            raise ConfigError(
-                f"env.difficulty_filter={bounds} must be [low, high] with low below high, both in "
-                "[0, 1]: for example, [0.05,0.95]."
-            )
-        if env.curriculum is not None:
-            raise ConfigError(
-                f"env.difficulty_filter={bounds} and env.curriculum={env.curriculum} exclude each "
-                "other: use one of them."
-            )
-    if config.only_evaluates and not config.evaluation.num_prompts:
-        raise ConfigError(
-            "train.total_dialog_turns=0 only evaluates and must have evaluation.num_prompts above "
-            "0: for example, evaluation.num_prompts=200."
-        )
-    served = config.only_evaluates and ENGINES[config.inference_model.backend].elsewhere
-    if served and config.train.resume is not None:
-        raise ConfigError(
-            f"train.resume={config.train.resume} must be left out with train.total_dialog_turns=0 "
-            f"and inference_model.backend={config.inference_model.backend}, which evaluate the "
-            "model that is served: start the server with the checkpoint's model (python -m "
-            "torchrl_grpo.export), or use another backend."
-        )
-    rows = config.logging.sample_rows
-    if rows != "all" and not (isinstance(rows, int) and rows > 0):
-        raise ConfigError(
-            f"logging.sample_rows={rows} must be all, or a whole number of at least 1: for "
-            "example, all."
-        )
-    if config.evaluation.k == 1:
-        raise ConfigError(
-            "evaluation.k=1 must be 0 or at least 2 (pass@1 is measured greedy): for example, "
-            "evaluation.k=8."
-        )
 
 
-def _validate_policy(config: GRPOConfig) -> None:
-    policy, env, every = config.policy, config.env, config.ref_model.refresh_every
-    if policy.demonstrations:
-        sampled = {
-            "policy.dynamic_sampling": policy.dynamic_sampling,
-            "env.difficulty_filter": env.difficulty_filter,
-            "env.curriculum": env.curriculum,
-            "env.sampling": env.sampling != "uniform" and env.sampling,
-            "env.transforms": env.transforms,
-            "env.environment": env.environment,
-            "env.agent": env.agent,
-            "policy.teacher_divergence": config.needs_teacher
-            and not config.teacher_in_loss
-            and "sampled",
-            "policy.advantage_whiten": policy.advantage_whiten,
-            "policy.advantage_level": policy.advantage_level != "sequence"
-            and policy.advantage_level,
-            "policy.turn_credit": policy.turn_credit != "sum" and policy.turn_credit,
-            "policy.reward_scale": policy.reward_scale != 1 and policy.reward_scale,
-            "policy.reward_bias": policy.reward_bias,
-            "policy.reward_clip": policy.reward_clip,
-            "policy.overlong_buffer": policy.overlong_buffer,
-            "policy.kl_in_reward": policy.kl_in_reward,
-            "policy.kl_to_behaviour_coef": policy.kl_to_behaviour_coef,
-            "policy.proximal": policy.proximal != "behaviour" and policy.proximal,
-            "policy.ratio_level": policy.ratio_level != "token" and policy.ratio_level,
-            "policy.dual_clip": policy.dual_clip,
-        }
-        for name, value in sampled.items():
-            if value:
-                raise ConfigError(
-                    f"{name}={_written(value)} must be left out with policy.demonstrations=true "
-                    "(algo=sft): it is for responses that the policy sampled."
-                )
-        if env.repeats != 1:
-            raise ConfigError(
-                f"env.repeats={env.repeats} must be 1 with policy.demonstrations=true (algo=sft), "
-                "which has one demonstration for each problem: leave it out."
-            )
-        target = str(policy.loss.get("_target_"))
-        if target.startswith("torchrl_grpo.") and not target.endswith(".SFTLoss"):
-            raise ConfigError(
-                "policy.demonstrations=true needs "
-                f"policy.loss._target_=torchrl_grpo.objectives.SFTLoss, it is {target}, whose "
-                "ratio is to a policy that sampled: use algo=sft."
-            )
-        for name in ("advantage_mean", "advantage_std"):
-            if (value := getattr(policy, name)) != "none":
-                raise ConfigError(
-                    f"policy.{name}={value} must be none with policy.demonstrations=true "
-                    "(algo=sft), whose rewards are all 1: use algo=sft alone."
-                )
-        temperature = config.inference_model.temperature
-        if (
-            temperature != 1 and not config.teacher_in_loss
-        ):  # a divergence has one (arXiv 2306.13649)
-            raise ConfigError(
-                f"inference_model.temperature={temperature:g} must be 1 with "
-                "policy.demonstrations=true (algo=sft), whose loss is the log-likelihood as it "
-                "is: leave it out, or use evaluation.temperature."
-            )
-    if policy.sft_coef:
-        for name, value, why in (
-            ("policy.demonstrations", policy.demonstrations, "algo=sft trains on nothing else"),
-            (
-                "policy.teacher_divergence",
-                config.teacher_in_loss and policy.teacher_divergence,
-                "the teacher has scored no demonstration: sampled works",
-            ),
-            ("env.agent", env.agent, "whose prompts are not those of the rows"),
-            ("env.environment", env.environment, "whose prompts are not those of the rows"),
-        ):
-            if value:
-                raise ConfigError(
-                    f"policy.sft_coef={policy.sft_coef:g} must be left out with "
-                    f"{name}={_written(value)}, {why}."
-                )
-    check_clip_epsilon(policy.clip_epsilon, "policy.clip_epsilon")
-    check_behaviour_weight(policy.behaviour_weight, policy.proximal, "policy.behaviour_weight")
-    check_bounds(policy.reward_clip, "policy.reward_clip")
-    check_level(config.advantage_level, policy.advantage_mean, "policy.advantage_mean")
-    if policy.turn_credit == "per_turn" and policy.advantage_level == "token":
-        raise ConfigError(
-            "policy.turn_credit=per_turn and policy.advantage_level=token exclude each other, "
-            "both say what a token is credited with: use one of them alone."
-        )
-    if env.player is not None and config.advantage_level != "sequence":
-        name = (
-            "policy.turn_credit=per_turn"
-            if policy.turn_credit == "per_turn"
-            else "policy.advantage_level=token"
-        )
-        raise ConfigError(
-            f"{name} must be left out with {env.player}, whose samples of one trajectory have no "
-            "order in common: use one advantage for each trajectory."
-        )
-    if env.reward_combination == "gdpo":
-        check_decoupled(
-            config.advantage_level, policy.advantage_mean, "env.reward_combination=gdpo"
-        )
-        if config.shapes_reward or policy.dynamic_sampling:
-            raise ConfigError(
-                "env.reward_combination=gdpo must have neither policy.dynamic_sampling nor what "
-                "changes the sum of the reward, it reads the parts: leave policy.reward_scale, "
-                "reward_bias, reward_clip, overlong_buffer, kl_in_reward and dynamic_sampling "
-                "out, or use env.reward_combination=sum."
-            )
-    others = {
-        f"policy.teacher_coef={policy.teacher_coef:g}": config.needs_teacher,
-        "policy.turn_credit=per_turn": policy.turn_credit == "per_turn",
-        f"policy.sft_coef={policy.sft_coef:g}": policy.sft_coef > 0,
+def _unread_by_dataset(data: DataConfig) -> dict[str, str] | None:
+    key = _unread(data, lambda name: _reads(str(data.dataset), name))
+    if key is None:
+        return None
+    examples = ("arithmetic", "gsm8k", "reasoning_gym:chain_sum")
+    return {"key": key, "reader": next(name for name in examples if _reads(name, key))}
+
+
+def _unread_in_env(kind: str, switch: str, fix: str, names: Container[str]) -> Rule:
+    """Return the rule of the keys in ``env`` of a data set, where the problems come from ``kind``,
+    which reads only those in ``names``.
+    """
+
+    def broken(config: GRPOConfig) -> dict[str, str] | None:
+        if _task_kind(config.env) != kind:
+            return None
+        name = _unread(config.env, lambda name: name in names)
+        return None if name is None else {"key": f"env.{name}", "name": name}
+
+    return Rule("env.KEY", f"must be left out with {switch}", fix, broken)
+
+
+def _unread_reward(config: GRPOConfig) -> dict[str, Any] | None:
+    for index, entry in enumerate(config.env.datasets or []):
+        if config.env.environment is not None and entry.reward is not None:
+            key = f"env.datasets[{index}].reward"
+            return {"key": key, key: entry.reward}
+    return None
+
+
+def _nearest_divisors(config: GRPOConfig) -> dict[str, Any] | None:
+    batch, step = config.dialog_turns_per_batch, config.optim_batch_size
+    divisors = [size for size in range(1, batch + 1) if batch % size == 0]
+    if step in divisors:
+        return None
+    below = max(size for size in divisors if size < step)
+    nearest = [below, *(size for size in divisors if size > step)][:2]
+    return {
+        "train.optim_batch_size": step,
+        "train.dialog_turns_per_batch": batch,
+        "divisors": " or ".join(map(str, nearest)),
     }
-    other = next((name for name, there in others.items() if there), None)
-    if policy.dynamic_sampling and other is not None:
-        raise ConfigError(
-            f"policy.dynamic_sampling=true must be left out with {other}: a group whose rewards "
-            "are all equal has a signal there."
-        )
-    if policy.dynamic_sampling:
-        check_group_size(env.repeats, "group", "group", "env.repeats")
-        wanted = config.dialog_turns_per_batch
-        check_sampling_rounds(
-            policy.max_sampling_rounds, env.num_envs, wanted, "policy.max_sampling_rounds"
-        )
-    check_group_size(env.repeats, policy.advantage_mean, policy.advantage_std, "env.repeats")
-    if config.teacher.address:
-        _validate_served_teacher(config)
-    if config.needs_teacher != (config.teacher.model is not None):
-        raise ConfigError(
-            f"teacher.model={config.teacher.model or 'null'} and "
-            f"policy.teacher_coef={policy.teacher_coef:g} go together: use algo=distill "
-            "teacher.model=NAME, or neither."
-        )
-    if policy.reward_coef != 1 and not config.needs_teacher:
-        raise ConfigError(
-            f"policy.reward_coef={policy.reward_coef:g} must be 1 without a teacher beside it: "
-            "leave it out, or use optimizer.lr."
-        )
-    if every is not None and not config.has_own_reference:
-        why = "the adapters switched off are the reference (LoRA)"
-        why = why if config.needs_reference else "policy.kl_coef=0 needs none"
-        raise ConfigError(
-            f"ref_model.refresh_every={every} needs a reference model apart from the trained one, "
-            f"but {why}: leave ref_model.refresh_every out."
-        )
 
 
-def _validate_models(config: GRPOConfig) -> None:
-    reference = config.ref_model
-    if reference.sharded and (given := reference.num_devices or reference.devices):
-        field = "num_devices" if reference.num_devices else "devices"
-        raise ConfigError(
-            f"ref_model.{field}={given} must be left out with ref_model.sharded=true, which puts "
-            f"the reference model on the trained model's devices: leave ref_model.{field} out, or "
-            "use ref_model.sharded=false."
-        )
+def _bad_stages(config: GRPOConfig) -> dict[str, Any] | None:
+    name = "pipeline_parallel_size"
+    stages = (config.inference_model.engine_kwargs or {}).get(name, 1)
+    is_good = isinstance(stages, int) and stages >= 1
+    return None if is_good else {f"inference_model.engine_kwargs.{name}": stages}
+
+
+def _bad_stop(config: GRPOConfig) -> dict[str, str] | None:
+    stop = config.inference_model.stop
+    if "" not in stop and sum(len(text.encode()) for text in stop) <= MOST_STOP_BYTES:
+        return None
+    return {"inference_model.stop": f"{stop!s:.200}"}
+
+
+def _no_sft_loss(config: GRPOConfig) -> dict[str, str] | None:
+    target = str(config.policy.loss.get("_target_"))
+    is_other = target.startswith("torchrl_grpo.") and not target.endswith(".SFTLoss")
+    return {"target": target} if config.policy.demonstrations and is_other else None
+
+
+def _loses_small_steps(config: GRPOConfig) -> bool:
     dtype = config.train_model.dtype
     rounds_at_random = dtype == "bfloat16" and config.optimizer.name == "adamw_8bit"
-    if dtype != "float32" and not (config.train_model.lora.enabled or rounds_at_random):
-        raise ConfigError(
-            f"train_model.dtype={dtype} must be float32 without LoRA, because the optimizer's "
-            "small steps are lost in 16 bits: use train.mixed_precision=bf16, "
-            "train_model.lora.enabled=true, or bfloat16 with optimizer.name=adamw_8bit, which "
-            "rounds at random."
-        )
-    if config.model.revision is not None and (
-        config.model.name == "starter" or Path(config.model.name).exists()
-    ):
-        raise ConfigError(
-            f"model.revision={config.model.revision} is for a model on the hub, and "
-            f"model.name={config.model.name} is on this machine: leave model.revision out."
-        )
-    if config.train_model.lora.enabled and "lm_head" in (
-        targets := list(config.train_model.lora.target_modules)
-    ):
-        raise ConfigError(
-            f"train_model.lora.target_modules=[{','.join(targets)}] must leave out lm_head, whose "
-            "logits are never computed whole: use [all-linear], for example, which is all but the "
-            "head."
-        )
-    for role in ("train_model", "inference_model", "ref_model", "teacher"):
-        number, devices = getattr(config, role).num_devices, getattr(config, role).devices
-        if number not in (None, "all") and not (type(number) is int and number >= 1):
-            raise ConfigError(
-                f"{role}.num_devices={number} must be a whole number of at least 1, or all: for "
-                f"example, {role}.num_devices=2."
-            )
-        if number is not None and devices is not None:
-            raise ConfigError(
-                f"{role}.num_devices={number} and {role}.devices={list(devices)} exclude each "
-                "other: give the number and let the devices be chosen, or give the devices."
-            )
-        if devices is not None and (
-            not devices or min(devices) < 0 or len(set(devices)) < len(devices)
-        ):
-            raise ConfigError(
-                f"{role}.devices={list(devices)} must be different indices of accelerators, from "
-                "0: for example, [0]."
-            )
-    engine = config.inference_model
-    stop = list(engine.stop)
-    if "" in stop or sum(len(text.encode()) for text in stop) > MOST_STOP_BYTES:
-        raise ConfigError(
-            f"inference_model.stop={stop!s:.200} must be texts that are not empty, of at most "
-            f"{MOST_STOP_BYTES} bytes together: for example, inference_model.stop=['</answer>']."
-        )
-    _check_arguments("inference_model.engine_kwargs", engine.engine_kwargs, "max_num_seqs: 512")
-    stages = (engine.engine_kwargs or {}).get("pipeline_parallel_size", 1)
-    if not isinstance(stages, int) or stages < 1:
-        raise ConfigError(
-            f"inference_model.engine_kwargs.pipeline_parallel_size={stages} must be a whole number "
-            "of at least 1: for example, 2."
-        )
-    _check_arguments(
-        "train_model.model_kwargs",
-        config.train_model.model_kwargs,
-        "experts_implementation: grouped_mm",
-    )
-    kind = ENGINES[engine.backend]
-    for name, only, capability in _ENGINE_OPTIONS:
-        if getattr(engine, name) != only and not getattr(kind, capability):
-            others = " or ".join(engines_with(capability))
-            raise ConfigError(
-                f"inference_model.{name}={getattr(engine, name)} must be {only} with "
-                f"inference_model.backend={engine.backend}: use "
-                f"{only}{f', or inference_model.backend={others}' if others else ''}."
-            )
-    if kind.elsewhere:
-        _validate_servers("inference_model", engine, f"inference_model.backend={engine.backend}")
-    if engine.weight_transfer not in kind.weight_transfers:
-        raise ConfigError(
-            f"inference_model.weight_transfer={engine.weight_transfer} must be one of "
-            f"{', '.join(kind.weight_transfers)} with inference_model.backend={engine.backend}: "
-            f"use inference_model.weight_transfer={kind.weight_transfers[0]}."
-        )
-
-
-def _validate_servers(role: str, node: InferenceModelConfig | TeacherConfig, switch: str) -> None:
-    """The addresses of servers, which have the devices that they have."""
-    name = f"{role}.address"
-    example = f"use {name}=[http://127.0.0.1:8000], for example."
-    if not node.address:
-        raise ConfigError(f"{switch} needs {name}: {example}")
-    for address in node.address:
-        if not _is_server(str(address)):
-            raise ConfigError(f"{name} must have URLs of servers, {address!r} is none: {example}")
-    if len({address.rstrip("/") for address in node.address}) < len(node.address):
-        raise ConfigError(
-            f"{name}={list(node.address)} must name each server once: leave out the second one."
-        )
-    for device in ("num_devices", "devices"):
-        if getattr(node, device) is not None:
-            raise ConfigError(
-                f"{role}.{device}={getattr(node, device)} must be left out with {switch}, which "
-                "runs on servers: give more addresses."
-            )
+    return dtype != "float32" and not (config.train_model.lora.enabled or rounds_at_random)
 
 
 def _is_server(address: str) -> bool:
@@ -728,112 +395,633 @@ def _is_server(address: str) -> bool:
     return re.fullmatch(r"https?://[^/?#\s]+(/[^?#\s]*)?", address) is not None
 
 
-def _validate_served_teacher(config: GRPOConfig) -> None:
-    """Refuse what a teacher on servers cannot do."""
-    policy, teacher = config.policy, config.teacher
-    _validate_servers("teacher", teacher, "teacher.address")
-    if not config.needs_teacher:
-        raise ConfigError(
-            f"teacher.address={list(teacher.address)} must be left out without a teacher: use "
-            "algo=distill teacher.model=NAME, or leave it out."
-        )
-    if config.teacher_in_loss and policy.teacher_top_k is None:
-        raise ConfigError(
-            f"policy.teacher_divergence={policy.teacher_divergence} needs policy.teacher_top_k "
-            "with teacher.address, because a server states log-probs of some tokens and not what "
-            "goes into its LM head: use policy.teacher_top_k=20, or "
-            "policy.teacher_divergence=sampled."
-        )
-    if config.inference_model.temperature != 1:
-        raise ConfigError(
-            f"inference_model.temperature={config.inference_model.temperature} must be 1 with "
-            "teacher.address, whose servers score at temperature 1: use "
-            "inference_model.temperature=1."
-        )
+def _are_names(environment: Any) -> bool:
+    names = list(environment.values()) if isinstance(environment, dict) else [environment]
+    return bool(names) and all(isinstance(name, str) for name in names)
 
 
-def _validate_exact(config: GRPOConfig) -> None:
-    """Check that the engine can compute exactly what the trainer computes."""
-    backend, exact = config.inference_model.backend, engines_with("exact")
-    needed = (
-        ("inference_model.backend", backend, backend if backend in exact else exact[0]),
-        ("inference_model.dtype", config.inference_model.dtype, config.train_model.dtype),
-        ("env.max_turns", config.env.max_turns, 1),
-        ("train_model.lora.enabled", config.train_model.lora.enabled, False),
-        (
-            "train_model.num_devices",
-            config.train_model.num_devices or len(config.train_model.devices or [0]),
-            1,
+def _is_range(low: float = 1, high: float = 0, *more: float) -> bool:
+    """Whether numbers are a range within [0, 1]."""
+    return 0 <= low < high <= 1 and not more
+
+
+def _arguments(key: str, example: str) -> Rule:
+    return Rule(
+        key,
+        "must be arguments by name",
+        f"for example, '{{at}}{key}={{{example}}}'",
+        lambda node: not isinstance(attrgetter(key)(node), dict | None),
+    )
+
+
+def _exclusive(key: str, other: str) -> Rule:
+    return Rule(key, f"and {{at}}{other} exclude each other", "use one of them alone", other)
+
+
+def _needs_turns(key: str) -> Rule:
+    return Rule(
+        key,
+        "must have env.max_turns of at least 2, it is {env.max_turns}",
+        "use env.max_turns=2",
+        lambda c: attrgetter(key)(c) and c.env.max_turns < 2,
+    )
+
+
+def _no_comparison(key: str) -> Rule:
+    return Rule(
+        key,
+        "must be none with policy.demonstrations=true (algo=sft), whose rewards are all 1",
+        "use algo=sft alone",
+        lambda c: c.policy.demonstrations and attrgetter(key)(c) != "none",
+    )
+
+
+def _transfer_choices(backend: str) -> Rule:
+    choices, key = ENGINES[backend].weight_transfers, "inference_model.weight_transfer"
+    return Rule(
+        key,
+        f"must be one of {', '.join(choices)} with inference_model.backend={backend}",
+        f"use {key}={choices[0]}",
+        lambda c: c.inference_model.backend == backend and attrgetter(key)(c) not in choices,
+    )
+
+
+def _engine_option(name: str, only: Any, capability: str) -> Rule:
+    """Return the rule of a key that has one value with engines that lack a capability."""
+    key, others = f"inference_model.{name}", " or ".join(engines_with(capability))
+    use = f", or inference_model.backend={others}" if others else ""
+    return Rule(
+        key,
+        f"must be {_written(only)} with {{inference_model.backend=}}",
+        f"use {_written(only)}{use}",
+        lambda c: (
+            attrgetter(key)(c) != only
+            and not getattr(ENGINES[c.inference_model.backend], capability)
         ),
-        ("train_model.tensor_parallel_size", config.train_model.tensor_parallel_size, 1),
     )
-    for name, value, only in needed if config.inference_model.exact else ():
-        if value != only:
-            raise ConfigError(
-                f"inference_model.exact=true needs {name}={_written(only)}, it is "
-                f"{_written(value)}: use that, or policy.proximal=recomputed, which works with all "
-                "of them."
-            )
 
 
-def _validate_unread(config: GRPOConfig) -> None:
-    """Refuse settings that nothing would read: the user believes that they have an effect."""
-    values, defaults = (
-        {name: value for name, _, value in leaves(node)} for node in (config, GRPOConfig())
+def _exact(key: str, only: Any, broken: Callable[[GRPOConfig], Any] | None = None) -> Rule:
+    return Rule(
+        "inference_model.exact",
+        f"needs {key}={_written(only)}, it is {{{key}}}",
+        "use that, or policy.proximal=recomputed, which works with all of them",
+        lambda c: c.inference_model.exact and (broken(c) if broken else attrgetter(key)(c) != only),
     )
-    in_workers = (
-        config.env.tools or config.env.environment or config.env.player
-    )  # of which there is then one
-    for name, (switch, reads, use) in _READ_WITH.items():
-        if name == "env.reward_timeout_s" and in_workers:
-            continue
-        if name == "policy.gae_gamma" and config.advantage_level == "turn":
-            continue
-        if name == "env.columns.completion" and config.needs_demonstrations:
-            continue
-        if values[switch] not in reads and values[name] != defaults[name]:
-            raise ConfigError(
-                f"{name}={values[name]} must be left out with {switch}={_written(values[switch])}, "
-                f"where nothing reads it: use {switch}={use}, if you want it."
-            )
 
 
-def _written(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def _read_with(key: str, switch: str, values: Container[Any], example: str) -> Rule:
+    """Return the rule of a key that is read only with some values of another key."""
+    is_read = _READ_ANYWAY.get(key, lambda c: False)
+    return Rule(
+        key,
+        f"must be left out with {{{switch}=}}, where nothing reads it",
+        f"use {switch}={example}, if you want it",
+        lambda c: attrgetter(switch)(c) not in values and _is_set(c, key) and not is_read(c),
+    )
 
 
-# Keys of inference_model that have one value where the engine lacks the capability of
-# ``EngineKind``.
-_ENGINE_OPTIONS: tuple[tuple[str, Any, str], ...] = (
-    ("in_flight", "wait", "updates_in_flight"),
-    ("tensor_parallel_size", 1, "tensor_parallel"),
-    ("stop", [], "stop_strings"),
-    ("engine_kwargs", None, "own_arguments"),
-    ("address", [], "elsewhere"),
-    ("weights_folder", None, "elsewhere"),
-)
-
-# Keys that are read with some values of another key alone: that key, those values, one of them as
-# it is written.
-_READ_WITH: dict[str, tuple[str, Container[Any], str]] = {
-    "policy.gae_gamma": ("policy.advantage_level", ("token",), "token"),
-    "policy.gae_lambda": ("policy.advantage_level", ("token",), "token"),
-    "policy.behaviour_cap": ("policy.behaviour_weight", ("truncate", "mask"), "mask"),
-    "policy.behaviour_level": ("policy.behaviour_weight", ("truncate", "mask"), "mask"),
-    "policy.max_sampling_rounds": ("policy.dynamic_sampling", (True,), "true"),
-    "env.columns.completion": ("policy.demonstrations", (True,), "true"),
-    "env.sampling_target": ("env.sampling", ("pass_rate",), "pass_rate"),
-    "env.sampling_floor": ("env.sampling", ("pass_rate",), "pass_rate"),
-    "policy.teacher_beta": ("policy.teacher_divergence", ("jsd",), "jsd"),
-    "policy.teacher_top_k": ("policy.teacher_divergence", ("reverse", "forward", "jsd"), "reverse"),
-    "policy.constant_length": ("policy.aggregation", ("constant",), "constant"),
-    "evaluation.temperature": ("evaluation.k", range(2, 2**31), "8"),
-    "evaluation.top_p": ("evaluation.k", range(2, 2**31), "8"),
-    "evaluation.top_k": ("evaluation.k", range(2, 2**31), "8"),
-    "evaluation.min_p": ("evaluation.k", range(2, 2**31), "8"),
-    "evaluation.datasets": ("evaluation.num_prompts", range(1, 2**31), "200"),
-    "env.reward_timeout_s": ("env.reward_workers", range(1, 2**31), "2"),
-    "train_model.lora.r": ("train_model.lora.enabled", (True,), "true"),
-    "train_model.lora.alpha": ("train_model.lora.enabled", (True,), "true"),
-    "train_model.lora.target_modules": ("train_model.lora.enabled", (True,), "true"),
+_READ_ANYWAY: dict[str, Callable[[GRPOConfig], Any]] = {
+    "policy.gae_gamma": lambda c: c.advantage_level == "turn",
+    "env.columns.completion": lambda c: c.needs_demonstrations,
+    # These run in reward workers, of which there is then one.
+    "env.reward_timeout_s": lambda c: c.env.tools or c.env.environment or c.env.player,
 }
+"""When keys are read despite ``_READ_WITH``."""
+
+_READ_WITH: tuple[tuple[str, Container[Any], str, tuple[str, ...]], ...] = (
+    ("policy.advantage_level", ("token",), "token", ("policy.gae_gamma", "policy.gae_lambda")),
+    (
+        "policy.behaviour_weight",
+        ("truncate", "mask"),
+        "mask",
+        ("policy.behaviour_cap", "policy.behaviour_level"),
+    ),
+    ("policy.dynamic_sampling", (True,), "true", ("policy.max_sampling_rounds",)),
+    ("policy.demonstrations", (True,), "true", ("env.columns.completion",)),
+    ("env.sampling", ("pass_rate",), "pass_rate", ("env.sampling_target", "env.sampling_floor")),
+    ("policy.teacher_divergence", ("jsd",), "jsd", ("policy.teacher_beta",)),
+    (
+        "policy.teacher_divergence",
+        ("reverse", "forward", "jsd"),
+        "reverse",
+        ("policy.teacher_top_k",),
+    ),
+    ("policy.aggregation", ("constant",), "constant", ("policy.constant_length",)),
+    (
+        "evaluation.k",
+        range(2, 2**31),
+        "8",
+        ("evaluation.temperature", "evaluation.top_p", "evaluation.top_k", "evaluation.min_p"),
+    ),
+    ("evaluation.num_prompts", range(1, 2**31), "200", ("evaluation.datasets",)),
+    ("env.reward_workers", range(1, 2**31), "2", ("env.reward_timeout_s",)),
+    (
+        "train_model.lora.enabled",
+        (True,),
+        "true",
+        ("train_model.lora.r", "train_model.lora.alpha", "train_model.lora.target_modules"),
+    ),
+)
+"""Keys that are read only with some values of another key: that key, those values, one of them,
+and the keys.
+"""
+
+DATA_RULES = (
+    Rule(
+        "dataset",
+        "must be a data set",
+        "use {at}dataset=arithmetic, a file, a folder or a name on the Hugging Face hub",
+        lambda data: not data.dataset,
+    ),
+    _arguments("dataset_options", "max_terms: 3"),
+    Rule(
+        "KEY",
+        "must be left out with {dataset=}, where nothing reads it",
+        "use {at}dataset={reader}, if you want it",
+        _unread_by_dataset,
+    ),
+    *(
+        Rule(
+            key,
+            "must be left out with {dataset_path=}",
+            "it is for data on the hub",
+            "dataset_path",
+        )
+        for key in ("dataset_config", "revision")
+    ),
+    *(
+        Rule(
+            "columns.messages",
+            "is prompt and completion in one",
+            "leave {at}columns.prompt and completion out",
+            key,
+        )
+        for key in ("columns.prompt", "columns.completion")
+    ),
+    _exclusive("test_split", "test_fraction"),
+)
+"""Rules of a data set: ``env`` itself, or an entry of ``env.datasets``."""
+
+TEST_RULES = (
+    *DATA_RULES,
+    Rule("weight", "must be left out", "weights are for env.datasets"),
+)
+"""Rules of an entry of ``evaluation.datasets``."""
+
+DEVICE_RULES = (
+    Rule(
+        "num_devices",
+        "must be a whole number of at least 1, or all",
+        "for example, {at}num_devices=2",
+        lambda role: (
+            role.num_devices not in (None, "all")
+            and not (type(role.num_devices) is int and role.num_devices >= 1)
+        ),
+    ),
+    Rule(
+        "num_devices",
+        "and {devices=} exclude each other",
+        "give the number and let the devices be chosen, or give the devices",
+        "devices",
+    ),
+    Rule(
+        "devices",
+        "must be different indices of accelerators, from 0",
+        "for example, [0]",
+        lambda role: (
+            role.devices is not None
+            and (
+                not role.devices
+                or min(role.devices) < 0
+                or len(set(role.devices)) < len(role.devices)
+            )
+        ),
+    ),
+)
+"""Rules of each role's devices."""
+
+_SERVER = "use {at}address=[http://127.0.0.1:8000], for example"
+SERVER_RULES = (
+    Rule("address", "must have an address with {switch}", _SERVER, lambda role: not role.address),
+    Rule(
+        "address",
+        "must have URLs of servers",
+        _SERVER,
+        lambda role: not all(_is_server(str(address)) for address in role.address),
+    ),
+    Rule(
+        "address",
+        "must name each server once",
+        "leave out the second one",
+        lambda role: len({url.rstrip("/") for url in role.address}) < len(role.address),
+    ),
+    *(
+        Rule(
+            key,
+            "must be left out with {switch}, whose devices are the servers'",
+            "give more addresses",
+        )
+        for key in ("num_devices", "devices")
+    ),
+)
+"""Rules of a role that servers play."""
+
+_WITH_SFT = "must be left out with policy.demonstrations=true (algo=sft)"
+_ASYNC = "leave it out, or use sota/grpo/grpo-async.py"
+ONE_PROCESS_RULES = (
+    Rule(
+        "inference_model.in_flight",
+        "must be wait where sampling and training take turns in one process",
+        _ASYNC,
+    ),
+    Rule(
+        "inference_model.weight_transfer",
+        "must be auto where trainer and engine are in one process",
+        _ASYNC,
+    ),
+)
+"""Rules of a run in one process."""
+
+RULES = (
+    _arguments("env.chat_template_kwargs", "enable_thinking: false"),
+    Rule(
+        "env.task",
+        "must be verifiers:NAME or a node with _target_",
+        "use env.task._target_={target}",
+        lambda c: (
+            not isinstance(c.env.task, dict)
+            and not str(c.env.task).startswith(checks.VERIFIERS)
+            and {"target": c.env.task or "my_tasks.MyTask"}
+        ),
+    ),
+    Rule(
+        "env.task",
+        "must have _target_",
+        "for example, env.task._target_=my_tasks.MyTask",
+        lambda c: isinstance(c.env.task, dict) and len(c.env.task) > 1 and c.env.own_task is None,
+    ),
+    _exclusive("env.task", "env.datasets"),
+    Rule(
+        "env.environments_at_a_time",
+        "needs env.environment",
+        "leave it out",
+        lambda c: c.env.environment is None and _is_set(c, "env.environments_at_a_time"),
+    ),
+    Rule(
+        "env.environment",
+        "must be a class or classes by name",
+        "for example, my_envs.py:Guess, or {easy: my_envs.py:Easy, hard: my_envs.py:Hard}",
+        lambda c: c.env.environment is not None and not _are_names(c.env.environment),
+    ),
+    Rule(
+        "env.environment",
+        "needs a data set with the column environment, which says whose row it is",
+        "give env.dataset, or one class",
+        lambda c: (
+            isinstance(c.env.environment, dict) and c.env.dataset is None and c.env.datasets is None
+        ),
+    ),
+    *(
+        _exclusive(key, "env.environment")
+        for key in ("env.task", "env.agent", "env.retry_prompt", "env.transforms")
+    ),
+    Rule(
+        "env.datasets[].reward",
+        "must be left out with env.environment",
+        "use env.reward",
+        _unread_reward,
+    ),
+    _arguments("env.dataset_options", "max_terms: 3"),
+    _unread_in_env(
+        "environment",
+        "env.environment and no env.dataset, where nothing reads it",
+        "give env.dataset, if the environment is to get its rows",
+        ("max_samples", "prompt_template", "system_prompt", "reward"),
+    ),
+    _unread_in_env(
+        "verifiers",
+        "{env.task=}",
+        "its options are env.dataset_options",
+        ("dataset", "dataset_options", "max_samples"),
+    ),
+    _unread_in_env(
+        "task",
+        "env.task._target_={env.own_task}",
+        "use +env.task.{name} for an argument of yours",
+        ("dataset", "reward"),
+    ),
+    _unread_in_env("datasets", "env.datasets", "give it to each data set", ("dataset", "reward")),
+    Rule(
+        "env.datasets",
+        "must have a data set",
+        "for example, [{dataset: gsm8k}]",
+        lambda c: c.env.datasets == [],
+    ),
+    *map(_needs_turns, ("env.tools", "env.retry_prompt")),
+    Rule(
+        "env.tool_parser",
+        "needs env.tools, env.environment or env.agent, there are none",
+        "name some, or leave it out",
+        lambda c: (
+            c.env.tool_parser is not None and not (c.env.tools or c.env.player or c.env.environment)
+        ),
+    ),
+    Rule(
+        "env.tools",
+        "must not have python with {env.environment=}, whose methods are tools with a state",
+        "leave python out",
+        lambda c: c.env.environment is not None and "python" in c.env.tools,
+    ),
+    *(
+        Rule(
+            key,
+            "and {env.player} exclude each other, the agent decides what follows a turn",
+            "use one of them alone",
+            "env.player",
+        )
+        for key in ("env.tools", "env.retry_prompt", "env.transforms")
+    ),
+    Rule(
+        "env.agent",
+        "and {env.task=} exclude each other",
+        "use one of them alone",
+        lambda c: c.env.agent is not None and isinstance(c.env.task, str),
+    ),
+    Rule(
+        "train.optim_batch_size",
+        "must divide {train.dialog_turns_per_batch=}",
+        "use {divisors}",
+        _nearest_divisors,
+    ),
+    Rule(
+        "train.keep_checkpoints",
+        "needs evaluations to tell the best one, but evaluation.num_prompts=0",
+        "use last:3, for example, or evaluate",
+        lambda c: (
+            "best" in (check_keep(c.train.keep_checkpoints) or {}) and not c.evaluation.num_prompts
+        ),
+    ),
+    Rule(
+        "env.difficulty_filter",
+        "must be [low, high] with low below high, both in [0, 1]",
+        "for example, [0.05,0.95]",
+        lambda c: c.env.difficulty_filter is not None and not _is_range(*c.env.difficulty_filter),
+    ),
+    _exclusive("env.difficulty_filter", "env.curriculum"),
+    Rule(
+        "train.total_dialog_turns",
+        "only evaluates and must have evaluation.num_prompts above 0",
+        "for example, evaluation.num_prompts=200",
+        lambda c: c.only_evaluates and not c.evaluation.num_prompts,
+    ),
+    Rule(
+        "train.resume",
+        "must be left out with train.total_dialog_turns=0 and {inference_model.backend=}, which "
+        "evaluate the model that is served",
+        "start the server with the checkpoint's model (python -m torchrl_grpo.export), or use "
+        "another backend",
+        lambda c: (
+            c.train.resume is not None
+            and c.only_evaluates
+            and ENGINES[c.inference_model.backend].elsewhere
+        ),
+    ),
+    Rule(
+        "logging.sample_rows",
+        "must be all, or a whole number of at least 1",
+        "for example, all",
+        lambda c: (
+            c.logging.sample_rows != "all"
+            and not (isinstance(c.logging.sample_rows, int) and c.logging.sample_rows > 0)
+        ),
+    ),
+    Rule(
+        "evaluation.k",
+        "must be 0 or at least 2 (pass@1 is measured greedy)",
+        "for example, evaluation.k=8",
+        lambda c: c.evaluation.k == 1,
+    ),
+    *(
+        Rule(key, _WITH_SFT, "it is for responses that the policy sampled", "policy.demonstrations")
+        for key in (
+            "policy.dynamic_sampling",
+            "env.difficulty_filter",
+            "env.curriculum",
+            "env.sampling",
+            "env.transforms",
+            "env.environment",
+            "env.agent",
+            "policy.advantage_whiten",
+            "policy.advantage_level",
+            "policy.turn_credit",
+            "policy.reward_scale",
+            "policy.reward_bias",
+            "policy.reward_clip",
+            "policy.overlong_buffer",
+            "policy.kl_in_reward",
+            "policy.kl_to_behaviour_coef",
+            "policy.proximal",
+            "policy.ratio_level",
+            "policy.dual_clip",
+        )
+    ),
+    Rule(
+        "policy.teacher_divergence",
+        _WITH_SFT,
+        "it is for responses that the policy sampled",
+        lambda c: c.policy.demonstrations and c.needs_teacher and not c.teacher_in_loss,
+    ),
+    Rule(
+        "env.repeats",
+        "must be 1 with policy.demonstrations=true (algo=sft), which has one demonstration for "
+        "each problem",
+        "leave it out",
+        lambda c: c.policy.demonstrations and c.env.repeats != 1,
+    ),
+    Rule(
+        "policy.demonstrations",
+        "needs policy.loss._target_=torchrl_grpo.objectives.SFTLoss, it is {target}, whose ratio "
+        "is to a policy that sampled",
+        "use algo=sft",
+        _no_sft_loss,
+    ),
+    *map(_no_comparison, ("policy.advantage_mean", "policy.advantage_std")),
+    Rule(
+        "inference_model.temperature",
+        "must be 1 with policy.demonstrations=true (algo=sft), whose loss is the log-likelihood as "
+        "it is",
+        "leave it out, or use evaluation.temperature",
+        lambda c: (  # a divergence has one (arXiv 2306.13649)
+            c.policy.demonstrations and c.inference_model.temperature != 1 and not c.teacher_in_loss
+        ),
+    ),
+    Rule(
+        "policy.sft_coef",
+        "must be left out with {policy.teacher_divergence=}, the teacher has scored no "
+        "demonstration",
+        "use policy.teacher_divergence=sampled",
+        lambda c: c.policy.sft_coef and c.teacher_in_loss,
+    ),
+    *(
+        Rule("policy.sft_coef", f"must be left out with {{{key}=}}, {why}", "leave one out", key)
+        for key, why in (
+            ("policy.demonstrations", "algo=sft trains on nothing else"),
+            ("env.agent", "whose prompts are not those of the rows"),
+            ("env.environment", "whose prompts are not those of the rows"),
+        )
+    ),
+    Rule(
+        "policy.turn_credit",
+        "and {policy.advantage_level=} exclude each other, both say what a token is credited with",
+        "use one of them alone",
+        "policy.advantage_level",
+    ),
+    *(
+        Rule(
+            key,
+            "must be left out with {env.player}, whose samples of one trajectory have no order in "
+            "common",
+            "use one advantage for each trajectory",
+            "env.player",
+        )
+        for key in ("policy.turn_credit", "policy.advantage_level")
+    ),
+    Rule(
+        "env.reward_combination",
+        "must have neither policy.dynamic_sampling nor what changes the sum of the reward, it "
+        "reads the parts",
+        "leave policy.reward_scale, reward_bias, reward_clip, overlong_buffer, kl_in_reward and "
+        "dynamic_sampling out, or use env.reward_combination=sum",
+        lambda c: (
+            c.env.reward_combination == "gdpo" and (c.shapes_reward or c.policy.dynamic_sampling)
+        ),
+    ),
+    *(
+        Rule(
+            "policy.dynamic_sampling",
+            f"must be left out with {{{key}=}}",
+            "a group whose rewards are all equal has a signal there",
+            key,
+        )
+        for key in ("policy.teacher_coef", "policy.turn_credit", "policy.sft_coef")
+    ),
+    Rule(
+        "teacher.address",
+        "must be left out without a teacher",
+        "use algo=distill teacher.model=NAME, or leave it out",
+        lambda c: bool(c.teacher.address) and not c.needs_teacher,
+    ),
+    Rule(
+        "policy.teacher_divergence",
+        "needs policy.teacher_top_k with teacher.address, because a server states log-probs of "
+        "some tokens and not what goes into its LM head",
+        "use policy.teacher_top_k=20, or policy.teacher_divergence=sampled",
+        lambda c: bool(c.teacher.address) and c.teacher_in_loss and c.policy.teacher_top_k is None,
+    ),
+    Rule(
+        "inference_model.temperature",
+        "must be 1 with teacher.address, whose servers score at temperature 1",
+        "use inference_model.temperature=1",
+        lambda c: bool(c.teacher.address) and c.inference_model.temperature != 1,
+    ),
+    Rule(
+        "teacher.model",
+        "and {policy.teacher_coef=} go together",
+        "use algo=distill teacher.model=NAME, or neither",
+        lambda c: c.needs_teacher != (c.teacher.model is not None),
+    ),
+    Rule(
+        "policy.reward_coef",
+        "must be 1 without a teacher beside it",
+        "leave it out, or use optimizer.lr",
+        lambda c: c.policy.reward_coef != 1 and not c.needs_teacher,
+    ),
+    Rule(
+        "ref_model.refresh_every",
+        "needs a reference model apart from the trained one, but policy.kl_coef=0 needs none",
+        "leave ref_model.refresh_every out",
+        lambda c: c.ref_model.refresh_every is not None and not c.needs_reference,
+    ),
+    Rule(
+        "ref_model.refresh_every",
+        "needs a reference model apart from the trained one, but with LoRA the reference is the "
+        "trained one with its adapters off",
+        "leave ref_model.refresh_every out",
+        "train_model.lora.enabled",
+    ),
+    *(
+        Rule(
+            key,
+            "must be left out with ref_model.sharded=true, which puts the reference model on the "
+            "trained model's devices",
+            f"leave {key} out, or use ref_model.sharded=false",
+            "ref_model.sharded",
+        )
+        for key in ("ref_model.num_devices", "ref_model.devices")
+    ),
+    Rule(
+        "train_model.dtype",
+        "must be float32 without LoRA, because the optimizer's small steps are lost in 16 bits",
+        "use train.mixed_precision=bf16, train_model.lora.enabled=true, or bfloat16 with "
+        "optimizer.name=adamw_8bit, which rounds at random",
+        _loses_small_steps,
+    ),
+    Rule(
+        "model.revision",
+        "is for a model on the hub, and {model.name=} is on this machine",
+        "leave model.revision out",
+        lambda c: (
+            c.model.revision is not None
+            and (c.model.name == "starter" or Path(c.model.name).exists())
+        ),
+    ),
+    Rule(
+        "train_model.lora.target_modules",
+        "must leave out lm_head, whose logits are never computed whole",
+        "use [all-linear], for example, which is all but the head",
+        lambda c: c.train_model.lora.enabled and "lm_head" in c.train_model.lora.target_modules,
+    ),
+    Rule(
+        "inference_model.stop",
+        f"must be texts that are not empty, of at most {MOST_STOP_BYTES} bytes together",
+        "for example, inference_model.stop=['</answer>']",
+        _bad_stop,
+    ),
+    _arguments("inference_model.engine_kwargs", "max_num_seqs: 512"),
+    Rule(
+        "inference_model.engine_kwargs.pipeline_parallel_size",
+        "must be a whole number of at least 1",
+        "for example, 2",
+        _bad_stages,
+    ),
+    _arguments("train_model.model_kwargs", "experts_implementation: grouped_mm"),
+    _engine_option("in_flight", "wait", "updates_in_flight"),
+    _engine_option("tensor_parallel_size", 1, "tensor_parallel"),
+    _engine_option("stop", [], "stop_strings"),
+    _engine_option("engine_kwargs", None, "own_arguments"),
+    _engine_option("address", [], "elsewhere"),
+    _engine_option("weights_folder", None, "elsewhere"),
+    *map(_transfer_choices, ENGINES),
+)
+"""Rules of the whole config."""
+
+UNREAD_RULES = (
+    _exact("inference_model.backend", engines_with("exact")[0]),
+    _exact(
+        "inference_model.dtype",
+        "{train_model.dtype}",
+        lambda c: c.inference_model.dtype != c.train_model.dtype,
+    ),
+    _exact("env.max_turns", 1),
+    _exact("train_model.lora.enabled", False),
+    _exact("train_model.num_devices", 1, lambda c: c.train_model.num_devices not in (None, 1)),
+    _exact("train_model.devices", [0], lambda c: len(c.train_model.devices or ()) > 1),
+    _exact("train_model.tensor_parallel_size", 1),
+    *(
+        _read_with(key, switch, values, example)
+        for switch, values, example, keys in _READ_WITH
+        for key in keys
+    ),
+)
+"""Rules that come last: of ``inference_model.exact``, and of keys that nothing would read."""

@@ -141,7 +141,7 @@ def test_every_misspelt_key_is_named_with_the_one_that_is_meant() -> None:
 # Keys that contradict each other, and what is said.
 PAIRS = {
     "policy.gae_lambda=0.9": "policy.gae_lambda=0.9 must be left out with policy.advantage_level=sequence",
-    "policy.behaviour_cap=3.0": "policy.behaviour_cap=3 must be left out with policy.behaviour_weight=none",
+    "policy.behaviour_cap=3.0": "policy.behaviour_cap=3.0 must be left out with policy.behaviour_weight=none",
     "policy.max_sampling_rounds=3": "must be left out with policy.dynamic_sampling=false",
     "policy.constant_length=9": "must be left out with policy.aggregation=sequence_mean",
     "evaluation.k=0 evaluation.temperature=0.5": "must be left out with evaluation.k=0",

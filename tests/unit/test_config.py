@@ -143,7 +143,7 @@ def test_configs_of_teaching_put_the_algorithm_over_the_task() -> None:
             ["inference_model.tensor_parallel_size=2"],
             r"tensor_parallel_size=2 must be 1 with .*: use .*backend=vllm",
         ),
-        (["ref_model.devices=[1,1]"], r"ref_model\.devices=\[1, 1\] must be different indices"),
+        (["ref_model.devices=[1,1]"], r"ref_model\.devices=\[1,1\] must be different indices"),
         (
             ["env.test_fraction=2"],
             r"fraction=2\.0 must be above 0 and below 1: for example, env\.test_fraction=0\.5\.",
@@ -163,7 +163,7 @@ def test_configs_of_teaching_put_the_algorithm_over_the_task() -> None:
         ),
         (
             ["policy.behaviour_cap=3"],
-            r"policy\.behaviour_cap=3 must be left out with policy\.behaviour_weight=none",
+            r"policy\.behaviour_cap=3\.0 must be left out with policy\.behaviour_weight=none",
         ),
         (
             ["policy.constant_length=9"],
@@ -179,7 +179,7 @@ def test_configs_of_teaching_put_the_algorithm_over_the_task() -> None:
         ),
         (
             ["env.reward_timeout_s=5"],
-            r"env\.reward_timeout_s=5 must be left out with env\.reward_workers=0",
+            r"env\.reward_timeout_s=5\.0 must be left out with env\.reward_workers=0",
         ),
         (
             ["train_model.lora.r=8"],

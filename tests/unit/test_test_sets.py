@@ -157,7 +157,7 @@ def test_test_problems_without_a_needed_column_are_refused_before_loading(
         ),
         (
             ["evaluation.datasets=[{dataset: arithmetic, weight: 2}]"],
-            r"datasets\[0\]\.weight=2 must be left out",
+            r"datasets\[0\]\.weight=2\.0 must be left out",
         ),
         (
             ["evaluation.datasets=[{difficulty: 2}]"],

@@ -31,8 +31,15 @@ from omegaconf.errors import (
 
 from torchrl_grpo.compat.hydra import options_parser
 from torchrl_grpo.config.data import ColumnsConfig, DatasetConfig
+from torchrl_grpo.config.fields import written
 from torchrl_grpo.config.resumed import on_saved_config
-from torchrl_grpo.config.rules import check_choice, check_integers, check_script, validate
+from torchrl_grpo.config.rules import (
+    check_choice,
+    check_integers,
+    check_script,
+    did_you_mean,
+    validate,
+)
 from torchrl_grpo.config.schema import COMPONENTS, ENTRY_FIELDS, FIELDS, RETRY_PROMPT, GRPOConfig
 from torchrl_grpo.config.security import check_not_secret
 from torchrl_grpo.errors import STALLED_STATUS, ConfigError, RunLostError
@@ -116,23 +123,12 @@ def _set_by_preset(message: str, config: GRPOConfig, overrides: Sequence[str]) -
     path = Path(CONFIG_FILES) / "algo" / f"{name}.yaml"
     preset: Any = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else {}
     return "".join(
-        f" algo={name} sets {key}={_as_typed(value)}: {key}={_as_typed(FIELDS[key].default)} takes that back."
+        f" algo={name} sets {key}={written(value)}: {key}={written(FIELDS[key].default)} takes that back."
         for leaf, value in preset.items()
         if (key := f"policy.{leaf}") not in typed
         and key not in COMPONENTS
         and getattr(config.policy, leaf) == value
         and re.search(rf"(?<![\w.]){re.escape(key)}=", message)
-    )
-
-
-def _as_typed(value: Any) -> str:
-    """A value as it is written on the command line."""
-    return (
-        "null"
-        if value is None
-        else str(value).lower()
-        if isinstance(value, bool)
-        else str(value).replace("'", "")
     )
 
 
@@ -363,8 +359,7 @@ def _unreadable(error: OverrideParseException) -> str:
 def _explained_entry(cause: Any, name: str, listed: str) -> str:
     """Return the complaint about a key of a data set in the list ``listed``."""
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
-        close = difflib.get_close_matches(name, ENTRY_FIELDS, 1, cutoff=0.4)
-        hint = f"did you mean {close[0]}?" if close else f"use {', '.join(ENTRY_FIELDS)}."
+        hint = did_you_mean(name, ENTRY_FIELDS, f"use {', '.join(ENTRY_FIELDS)}.", 0.4)
         return f"{name} in {listed} names a config key that does not exist: {hint}"
     if name not in ENTRY_FIELDS:
         return f"{listed} must be a list of data sets, got {cause.value}: for example, [{{dataset: gsm8k}}]."
@@ -402,8 +397,8 @@ def _unknown(name: str, text: str) -> str:
         leaf for leaf in FIELDS if re.search("[._]", name) and leaf.rpartition(".")[2] in also
     ]
     cutoff = 0.0 if same_leaf else 0.4
-    close = difflib.get_close_matches(name, same_leaf or [*FIELDS, *groups], 1, cutoff)
-    hint = f"did you mean {close[0]}?" if close else "run with --cfg job to see all keys."
+    names = same_leaf or [*FIELDS, *groups]
+    hint = did_you_mean(name, names, "run with --cfg job to see all keys.", cutoff)
     return f"{text} names a config key that does not exist: {hint}"
 
 
@@ -424,8 +419,7 @@ def _unknown_choice(path: str, options: Sequence[str]) -> str:
     ``GROUP/NAME``.
     """
     group, _, name = path.rpartition("/")
-    close = difflib.get_close_matches(name, options, 1)
-    hint = f"did you mean {close[0]}?" if close else "use one of them."
+    hint = did_you_mean(name, options, "use one of them.")
     if group in ("hydra/launcher", "hydra/sweeper"):
         hint += " Others come with pip install 'torchrl_grpo[sweep]'."
     return f"{group}={name} must be one of {', '.join(options)}: {hint}"
@@ -443,7 +437,7 @@ def _mistyped(name: str, value: Any) -> str:
     if name in COMPONENTS:
         target = value if isinstance(value, str) else default["_target_"] or "my_tasks.MyTask"
         return f"{name}={value} must be a node with _target_: use {name}._target_={target}."
-    return f"{name}={value} must have the type {_type_of(GRPOConfig, name)}: for example, {name}={_as_typed(default)}."
+    return f"{name}={value} must have the type {_type_of(GRPOConfig, name)}: for example, {name}={written(default)}."
 
 
 def starting(config: GRPOConfig, *, asynchronous: bool = False) -> AbstractContextManager[None]:

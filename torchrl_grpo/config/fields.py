@@ -34,3 +34,12 @@ def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field
             yield from leaves(value, f"{prefix}{item.name}.")
         else:
             yield f"{prefix}{item.name}", item, value
+
+
+def written(value: Any) -> str:
+    """Return a value as the command line takes it."""
+    if isinstance(value, list):
+        return f"[{','.join(map(written, value))}]"
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from omegaconf import MISSING, OmegaConf
 
-from torchrl_grpo.config.fields import plain
+from torchrl_grpo.config.fields import plain, written
 from torchrl_grpo.config.rules import check_integers, check_values
 from torchrl_grpo.config.schema import GRPOConfig
 from torchrl_grpo.config.security import from_outside
@@ -216,15 +216,6 @@ def _made_for(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
                 if name == "train.dialog_turns_per_batch" and value is None
                 else value,
             )
-
-
-def written(value: Any) -> str:
-    """A value as the command line takes it."""
-    if isinstance(value, list):
-        return f"[{','.join(map(written, value))}]"
-    return (
-        "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    )
 
 
 def shown(value: Any) -> str:

@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import math
 import re
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from torchrl_grpo.checks import (
     check_sampling_rounds,
 )
 from torchrl_grpo.config.data import DataConfig
-from torchrl_grpo.config.fields import leaves
+from torchrl_grpo.config.fields import leaves, written
 from torchrl_grpo.config.schema import EnvConfig, GRPOConfig
 from torchrl_grpo.config.security import check_no_secrets
 from torchrl_grpo.errors import ConfigError
@@ -60,15 +60,17 @@ class Rule:
         key: the key at fault.
         why: what must hold.
         fix: what to change.
-        broken: another key: the rule is broken if both are set; None: if the key is set. Or a
-            function of the node; a dictionary that it returns has values of further placeholders,
-            such as ``key``, which replaces the key at fault.
+        broken: another key: the rule is broken if both are set; None: if the key is set. Or
+            whether a node breaks the rule; a dictionary has values of further placeholders, such
+            as ``key``, which replaces the key at fault.
+        bad: whether a value of the key breaks the rule, where it is not enough that it is set.
     """
 
     key: str
     why: str
     fix: str
     broken: str | Callable[[Any], Any] | None = None
+    bad: Callable[[Any], Any] | None = None
 
     def check(self, node: Any, prefix: str = "", **values: Any) -> None:
         """Check a node, whose keys begin with ``prefix``; ``values`` are those of placeholders.
@@ -79,7 +81,8 @@ class Rule:
         if callable(self.broken):
             broken = self.broken(node)
         else:
-            broken = _is_set(node, self.key) and (not self.broken or _is_set(node, self.broken))
+            bad = self.bad(attrgetter(self.key)(node)) if self.bad else _is_set(node, self.key)
+            broken = bad and (self.broken is None or _is_set(node, self.broken))
         if not broken:
             return
         values |= {"at": prefix, "key": self.key}
@@ -88,7 +91,7 @@ class Rule:
 
         def replacement(match: re.Match[str]) -> str:
             name, equals = match.groups()
-            value = _written(values[name] if name in values else attrgetter(name)(node))
+            value = written(values[name] if name in values else attrgetter(name)(node))
             return f"{prefix}{name}={value}" if equals else value
 
         text = f"{{{values['key']}=}} {self.why}: {self.fix}."
@@ -128,13 +131,6 @@ def _check_servers(config: GRPOConfig) -> None:
             rule.check(engine, "inference_model.", switch=switch)
         if teacher.address:
             rule.check(teacher, "teacher.", switch="teacher.address")
-
-
-def _written(value: Any) -> str:
-    """Return a value as it is written on the command line."""
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _is_set(node: Any, key: str) -> bool:
@@ -222,9 +218,14 @@ def _all_leaves(config: GRPOConfig) -> Iterator[tuple[str, dataclasses.Field[Any
 def check_choice(name: str, value: Any, names: Collection[str], also: Sequence[str] = ()) -> None:
     """Refuse a value that is neither one of the ``names`` nor of what is accepted besides."""
     if value not in (*names, *also):
-        close = difflib.get_close_matches(str(value), names, 1)
-        hint = f"did you mean {close[0]}?" if close else f"for example, {name}={next(iter(names))}."
+        hint = did_you_mean(str(value), names, f"for example, {name}={next(iter(names))}.")
         raise ConfigError(f"{name}={value} must be one of {', '.join(names)}: {hint}")
+
+
+def did_you_mean(name: str, names: Iterable[str], otherwise: str, cutoff: float = 0.6) -> str:
+    """Return a hint at the most similar of the names, ``otherwise`` if none is similar enough."""
+    similar = difflib.get_close_matches(name, list(names), 1, cutoff)
+    return f"did you mean {similar[0]}?" if similar else otherwise
 
 
 def check_integers(name: str, value: Any) -> None:
@@ -305,16 +306,8 @@ def _reads(dataset: str, key: str) -> bool:
 
 def _unread(data: DataConfig, reads: Callable[[str], bool]) -> str | None:
     """Return the first key of a data set that is set although nothing reads it."""
-    names = [name for name, _, _ in leaves(DataConfig())]
-    default = DataConfig()
-    return next(
-        (
-            name
-            for name in names
-            if attrgetter(name)(data) != attrgetter(name)(default) and not reads(name)
-        ),
-        None,
-    )
+    names = (name for name, _, _ in leaves(DataConfig()))
+    return next((name for name in names if _is_set(data, name) and not reads(name)), None)
 
 
 def _unread_by_dataset(data: DataConfig) -> dict[str, str] | None:
@@ -349,9 +342,9 @@ def _unread_reward(config: GRPOConfig) -> dict[str, Any] | None:
 
 def _nearest_divisors(config: GRPOConfig) -> dict[str, Any] | None:
     batch, step = config.dialog_turns_per_batch, config.optim_batch_size
-    divisors = [size for size in range(1, batch + 1) if batch % size == 0]
-    if step in divisors:
+    if batch % step == 0:
         return None
+    divisors = [size for size in range(1, batch + 1) if batch % size == 0]
     below = max(size for size in divisors if size < step)
     nearest = [below, *(size for size in divisors if size > step)][:2]
     return {
@@ -368,8 +361,7 @@ def _bad_stages(config: GRPOConfig) -> dict[str, Any] | None:
     return None if is_good else {f"inference_model.engine_kwargs.{name}": stages}
 
 
-def _bad_stop(config: GRPOConfig) -> dict[str, str] | None:
-    stop = config.inference_model.stop
+def _bad_stop(stop: list[str]) -> dict[str, str] | None:
     if "" not in stop and sum(len(text.encode()) for text in stop) <= MOST_STOP_BYTES:
         return None
     return {"inference_model.stop": f"{stop!s:.200}"}
@@ -410,7 +402,7 @@ def _arguments(key: str, example: str) -> Rule:
         key,
         "must be arguments by name",
         f"for example, '{{at}}{key}={{{example}}}'",
-        lambda node: not isinstance(attrgetter(key)(node), dict | None),
+        bad=lambda value: not isinstance(value, dict | None),
     )
 
 
@@ -424,15 +416,6 @@ def _needs_turns(key: str) -> Rule:
         "must have env.max_turns of at least 2, it is {env.max_turns}",
         "use env.max_turns=2",
         lambda c: attrgetter(key)(c) and c.env.max_turns < 2,
-    )
-
-
-def _no_comparison(key: str) -> Rule:
-    return Rule(
-        key,
-        "must be none with policy.demonstrations=true (algo=sft), whose rewards are all 1",
-        "use algo=sft alone",
-        lambda c: c.policy.demonstrations and attrgetter(key)(c) != "none",
     )
 
 
@@ -452,8 +435,8 @@ def _engine_option(name: str, only: Any, capability: str) -> Rule:
     use = f", or inference_model.backend={others}" if others else ""
     return Rule(
         key,
-        f"must be {_written(only)} with {{inference_model.backend=}}",
-        f"use {_written(only)}{use}",
+        f"must be {written(only)} with {{inference_model.backend=}}",
+        f"use {written(only)}{use}",
         lambda c: (
             attrgetter(key)(c) != only
             and not getattr(ENGINES[c.inference_model.backend], capability)
@@ -464,7 +447,7 @@ def _engine_option(name: str, only: Any, capability: str) -> Rule:
 def _exact(key: str, only: Any, broken: Callable[[GRPOConfig], Any] | None = None) -> Rule:
     return Rule(
         "inference_model.exact",
-        f"needs {key}={_written(only)}, it is {{{key}}}",
+        f"needs {key}={written(only)}, it is {{{key}}}",
         "use that, or policy.proximal=recomputed, which works with all of them",
         lambda c: c.inference_model.exact and (broken(c) if broken else attrgetter(key)(c) != only),
     )
@@ -574,9 +557,8 @@ DEVICE_RULES = (
         "num_devices",
         "must be a whole number of at least 1, or all",
         "for example, {at}num_devices=2",
-        lambda role: (
-            role.num_devices not in (None, "all")
-            and not (type(role.num_devices) is int and role.num_devices >= 1)
+        bad=lambda number: (
+            number not in (None, "all") and not (type(number) is int and number >= 1)
         ),
     ),
     Rule(
@@ -589,13 +571,9 @@ DEVICE_RULES = (
         "devices",
         "must be different indices of accelerators, from 0",
         "for example, [0]",
-        lambda role: (
-            role.devices is not None
-            and (
-                not role.devices
-                or min(role.devices) < 0
-                or len(set(role.devices)) < len(role.devices)
-            )
+        bad=lambda devices: (
+            devices is not None
+            and (not devices or min(devices) < 0 or len(set(devices)) < len(devices))
         ),
     ),
 )
@@ -603,18 +581,18 @@ DEVICE_RULES = (
 
 _SERVER = "use {at}address=[http://127.0.0.1:8000], for example"
 SERVER_RULES = (
-    Rule("address", "must have an address with {switch}", _SERVER, lambda role: not role.address),
+    Rule("address", "must have an address with {switch}", _SERVER, bad=lambda urls: not urls),
     Rule(
         "address",
         "must have URLs of servers",
         _SERVER,
-        lambda role: not all(_is_server(str(address)) for address in role.address),
+        bad=lambda urls: not all(map(_is_server, urls)),
     ),
     Rule(
         "address",
         "must name each server once",
         "leave out the second one",
-        lambda role: len({url.rstrip("/") for url in role.address}) < len(role.address),
+        bad=lambda urls: len({url.rstrip("/") for url in urls}) < len(urls),
     ),
     *(
         Rule(
@@ -672,7 +650,7 @@ RULES = (
         "env.environment",
         "must be a class or classes by name",
         "for example, my_envs.py:Guess, or {easy: my_envs.py:Easy, hard: my_envs.py:Hard}",
-        lambda c: c.env.environment is not None and not _are_names(c.env.environment),
+        bad=lambda names: names is not None and not _are_names(names),
     ),
     Rule(
         "env.environment",
@@ -716,7 +694,7 @@ RULES = (
         "env.datasets",
         "must have a data set",
         "for example, [{dataset: gsm8k}]",
-        lambda c: c.env.datasets == [],
+        bad=lambda entries: entries == [],
     ),
     *map(_needs_turns, ("env.tools", "env.retry_prompt")),
     Rule(
@@ -731,7 +709,8 @@ RULES = (
         "env.tools",
         "must not have python with {env.environment=}, whose methods are tools with a state",
         "leave python out",
-        lambda c: c.env.environment is not None and "python" in c.env.tools,
+        "env.environment",
+        lambda tools: "python" in tools,
     ),
     *(
         Rule(
@@ -766,7 +745,7 @@ RULES = (
         "env.difficulty_filter",
         "must be [low, high] with low below high, both in [0, 1]",
         "for example, [0.05,0.95]",
-        lambda c: c.env.difficulty_filter is not None and not _is_range(*c.env.difficulty_filter),
+        bad=lambda bounds: bounds is not None and not _is_range(*bounds),
     ),
     _exclusive("env.difficulty_filter", "env.curriculum"),
     Rule(
@@ -791,16 +770,13 @@ RULES = (
         "logging.sample_rows",
         "must be all, or a whole number of at least 1",
         "for example, all",
-        lambda c: (
-            c.logging.sample_rows != "all"
-            and not (isinstance(c.logging.sample_rows, int) and c.logging.sample_rows > 0)
-        ),
+        bad=lambda rows: rows != "all" and not (isinstance(rows, int) and rows > 0),
     ),
     Rule(
         "evaluation.k",
         "must be 0 or at least 2 (pass@1 is measured greedy)",
         "for example, evaluation.k=8",
-        lambda c: c.evaluation.k == 1,
+        bad=lambda k: k == 1,
     ),
     *(
         Rule(key, _WITH_SFT, "it is for responses that the policy sampled", "policy.demonstrations")
@@ -837,7 +813,8 @@ RULES = (
         "must be 1 with policy.demonstrations=true (algo=sft), which has one demonstration for "
         "each problem",
         "leave it out",
-        lambda c: c.policy.demonstrations and c.env.repeats != 1,
+        "policy.demonstrations",
+        lambda repeats: repeats != 1,
     ),
     Rule(
         "policy.demonstrations",
@@ -846,7 +823,16 @@ RULES = (
         "use algo=sft",
         _no_sft_loss,
     ),
-    *map(_no_comparison, ("policy.advantage_mean", "policy.advantage_std")),
+    *(
+        Rule(
+            key,
+            "must be none with policy.demonstrations=true (algo=sft), whose rewards are all 1",
+            "use algo=sft alone",
+            "policy.demonstrations",
+            lambda value: value != "none",
+        )
+        for key in ("policy.advantage_mean", "policy.advantage_std")
+    ),
     Rule(
         "inference_model.temperature",
         "must be 1 with policy.demonstrations=true (algo=sft), whose loss is the log-likelihood as "
@@ -923,7 +909,7 @@ RULES = (
         "inference_model.temperature",
         "must be 1 with teacher.address, whose servers score at temperature 1",
         "use inference_model.temperature=1",
-        lambda c: bool(c.teacher.address) and c.inference_model.temperature != 1,
+        "teacher.address",
     ),
     Rule(
         "teacher.model",
@@ -980,13 +966,14 @@ RULES = (
         "train_model.lora.target_modules",
         "must leave out lm_head, whose logits are never computed whole",
         "use [all-linear], for example, which is all but the head",
-        lambda c: c.train_model.lora.enabled and "lm_head" in c.train_model.lora.target_modules,
+        "train_model.lora.enabled",
+        lambda names: "lm_head" in names,
     ),
     Rule(
         "inference_model.stop",
         f"must be texts that are not empty, of at most {MOST_STOP_BYTES} bytes together",
         "for example, inference_model.stop=['</answer>']",
-        _bad_stop,
+        bad=_bad_stop,
     ),
     _arguments("inference_model.engine_kwargs", "max_num_seqs: 512"),
     Rule(

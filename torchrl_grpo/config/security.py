@@ -79,20 +79,10 @@ def _is_own_component(classes: Sequence[str], node: Mapping[str, Any]) -> bool:
     be made.
     """
     arguments = {key: value for key, value in node.items() if key != "_target_"}
-    nested = [*arguments.values()]
-    names = [*arguments]
-    while nested:
-        value = nested.pop()
-        if isinstance(value, Mapping):
-            names += value
-        nested += (
-            value.values()
-            if isinstance(value, Mapping)
-            else value
-            if isinstance(value, list)
-            else []
-        )
-    return node.get("_target_") in classes and not any(name.startswith("_") for name in names)
+    names = (name for name, _ in dotted(arguments, into_lists=True))
+    return node.get("_target_") in classes and not any(
+        re.search(r"(?:^|\.)_", name) for name in names
+    )
 
 
 def _is_own_data(entries: Sequence[Mapping[str, Any]] | None) -> bool:

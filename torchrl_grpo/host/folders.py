@@ -112,13 +112,7 @@ class FolderLock(AbstractContextManager["FolderLock"]):
         check_own_files(self.folder)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._directory = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
-            _open.add(self._directory)
-            try:
-                self._file = self._locked()
-            except BaseException:
-                self._close(self._directory)
-                raise
+            self._file = self._locked()
         except (PermissionError, FileExistsError, NotADirectoryError) as error:
             raise self._unwritable(error) from error
         except OSError as error:
@@ -127,27 +121,25 @@ class FolderLock(AbstractContextManager["FolderLock"]):
             raise
 
     def check_in_place(self) -> None:
-        """Check that the folder is still at its path.
+        """Check that the folder, with the lock, is still at its path.
 
         Raises:
             RunLostError: it was moved or removed.
         """
-        with suppress(FileNotFoundError, NotADirectoryError):
-            if os.path.samestat(os.stat(self.folder), os.fstat(self._directory)):
-                return
-        raise RunLostError(
-            f"hydra.run.dir={self.folder} must stay in place while a run writes to it, but it was "
-            "moved or removed: the run ends here. Resume from its last checkpoint."
-        )
+        if self._file is None or not self._is_current(self._file):
+            raise RunLostError(
+                f"hydra.run.dir={self.folder} must stay in place while a run writes to it, but it "
+                f"or its {LOCK_FILE} was moved or removed: the run ends here. Resume from its last "
+                "checkpoint."
+            )
 
     def close(self) -> None:
         """Release the lock."""
         if self._file is None or self._pid != os.getpid():
             return
         if self._is_current(self._file):
-            os.unlink(LOCK_FILE, dir_fd=self._directory)
+            os.unlink(self.folder / LOCK_FILE)
         self._close(self._file)
-        self._close(self._directory)
         self._file = None
 
     def __exit__(self, *exc: object) -> None:
@@ -175,7 +167,7 @@ class FolderLock(AbstractContextManager["FolderLock"]):
         """Open the lock's file; return it and whether it was created here."""
         for flags in itertools.cycle((os.O_CREAT | os.O_EXCL, 0)):
             with suppress(FileExistsError, FileNotFoundError):
-                file = os.open(LOCK_FILE, os.O_RDWR | flags, 0o644, dir_fd=self._directory)
+                file = os.open(self.folder / LOCK_FILE, os.O_RDWR | flags, 0o644)
                 _open.add(file)
                 return file, flags != 0
         raise AssertionError("unreachable")
@@ -193,14 +185,14 @@ class FolderLock(AbstractContextManager["FolderLock"]):
         if not made and not self._is_stale(file):
             raise self._held(file, f" If that process has ended, remove {self.folder / LOCK_FILE}.")
         if not made and self._is_current(file):
-            os.unlink(LOCK_FILE, dir_fd=self._directory)
+            os.unlink(self.folder / LOCK_FILE)
         return made
 
     def _is_current(self, file: int) -> bool:
         """Whether an open file is still the one in the folder."""
         try:
-            return os.path.samestat(os.stat(LOCK_FILE, dir_fd=self._directory), os.fstat(file))
-        except FileNotFoundError:
+            return os.path.samestat(os.stat(self.folder / LOCK_FILE), os.fstat(file))
+        except (FileNotFoundError, NotADirectoryError):
             return False
 
     def _is_stale(self, file: int) -> bool:

@@ -82,7 +82,7 @@ class Rule:
             broken = self.broken(node)
         else:
             bad = self.bad(attrgetter(self.key)(node)) if self.bad else _is_set(node, self.key)
-            broken = bad and (self.broken is None or _is_set(node, self.broken))
+            broken = (self.broken is None or _is_set(node, self.broken)) and bad
         if not broken:
             return
         values |= {"at": prefix, "key": self.key}

@@ -310,7 +310,7 @@ def test_a_teachers_server_must_answer(stub: SGLangStub) -> None:
             ("teacher.num_devices=2",),
             "teacher.num_devices=2 must be left out with teacher.address, which runs on",
         ),
-        (("teacher.model=null",), "teacher.model=null and policy.teacher_coef=1 go together"),
+        (("teacher.model=null",), "teacher.model=null and policy.teacher_coef=1.0 go together"),
         (
             ("policy.teacher_coef=0", "policy.reward_coef=1"),
             "must be left out without a teacher: use algo=distill",

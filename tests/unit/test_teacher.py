@@ -302,13 +302,13 @@ def test_weights_that_a_teacher_lacks_are_said_to_be_the_teachers(tmp_path: Path
     [
         (
             ["algo=distill"],
-            r"teacher\.model=null and policy\.teacher_coef=1 go together: use algo=distill teacher\.model",
+            r"teacher\.model=null and policy\.teacher_coef=1\.0 go together: use algo=distill teacher\.model",
         ),
         (
             ["teacher.model=starter"],
-            r"teacher\.model=starter and policy\.teacher_coef=0 go together",
+            r"teacher\.model=starter and policy\.teacher_coef=0\.0 go together",
         ),
-        (["policy.reward_coef=0"], r"policy\.reward_coef=0 must be 1 without a teacher"),
+        (["policy.reward_coef=0"], r"policy\.reward_coef=0\.0 must be 1 without a teacher"),
         (
             ["algo=distill", "teacher.model=starter", "policy.teacher_top_k=8"],
             "teacher_top_k=8 must be left out with",

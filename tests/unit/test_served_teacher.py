@@ -308,7 +308,7 @@ def test_a_teachers_server_must_answer(stub: SGLangStub) -> None:
         ),
         (
             ("teacher.num_devices=2",),
-            "teacher.num_devices=2 must be left out with teacher.address, which runs on",
+            "teacher.num_devices=2 must be left out with teacher.address, whose devices",
         ),
         (("teacher.model=null",), "teacher.model=null and policy.teacher_coef=1.0 go together"),
         (
@@ -317,15 +317,15 @@ def test_a_teachers_server_must_answer(stub: SGLangStub) -> None:
         ),
         (
             ("teacher.address=[a:8000]",),
-            "teacher.address must have URLs of servers, 'a:8000' is none",
+            "teacher.address must have URLs of servers",
         ),
         (
             ("teacher.address=[http://a:99999]",),
-            "teacher.address must have URLs of servers, 'http://a:99999' is none",
+            "teacher.address must have URLs of servers",
         ),
         (
             ("teacher.address=['http://[::1']",),
-            "teacher.address must have URLs of servers, 'http://[::1' is none",
+            "teacher.address must have URLs of servers",
         ),
         (("teacher.address=[http://a,http://a]",), "must name each server once"),
     ],

@@ -62,11 +62,6 @@ class DevicesConfig:
     """Accelerators by index, instead of num_devices. Roles that share those of training take turns.
     """
 
-    @property
-    def several(self) -> bool:
-        """Whether the role has more than one device, as far as the config tells."""
-        return self.num_devices not in (None, 1) or len(self.devices or ()) > 1
-
 
 @dataclass
 class TrainModelConfig(DevicesConfig):

@@ -44,7 +44,7 @@ def test_without_it_the_ratio_has_rounding(tmp_path: Path) -> None:
         ("inference_model.dtype=bfloat16", "needs inference_model.dtype=float32, it is bfloat16"),
         ("env.max_turns=2", "needs env.max_turns=1, it is 2"),
         ("train_model.lora.enabled=true", "needs train_model.lora.enabled=false, it is true"),
-        ("train_model.num_devices=2", "needs train_model.devices="),
+        ("train_model.num_devices=2", "needs train_model.num_devices=1, it is 2"),
         ("train_model.devices=[0,1]", "needs train_model.devices="),
     ],
 )

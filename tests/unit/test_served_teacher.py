@@ -317,15 +317,15 @@ def test_a_teachers_server_must_answer(stub: SGLangStub) -> None:
         ),
         (
             ("teacher.address=[a:8000]",),
-            "teacher.address must have URLs of servers",
+            "must have URLs of servers: use teacher.address=",
         ),
         (
             ("teacher.address=[http://a:99999]",),
-            "teacher.address must have URLs of servers",
+            "must have URLs of servers: use teacher.address=",
         ),
         (
             ("teacher.address=['http://[::1']",),
-            "teacher.address must have URLs of servers",
+            "must have URLs of servers: use teacher.address=",
         ),
         (("teacher.address=[http://a,http://a]",), "must name each server once"),
     ],

@@ -1,7 +1,6 @@
 """A tool is a plain function. The model is shown its type hints and docstring as the schema.
 
-python sota/grpo/grpo.py --config-name grpo_arithmetic 'env.tools=[examples/my_tools.py:calculator]'
-env.max_turns=2
+python sota/grpo/grpo.py --config-name grpo_arithmetic 'env.tools=[examples/my_tools.py:calculator]' env.max_turns=2
 """
 
 from torchrl_grpo.rewards.expressions import evaluate

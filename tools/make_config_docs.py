@@ -39,7 +39,10 @@ PLACEHOLDERS = {
     "switch": "`inference_model.backend=server` or `teacher.address`",
     "env.player": "`env.agent` or `env.task=verifiers:NAME`",
     "divisors": "one of its divisors",
+    "choices": "those that the engine has",
     "env.own_task": "CLASS",
+    "first": "auto",
+    "train_model.dtype": "`train_model.dtype`",
     "name": "KEY",
     "target": "my_tasks.MyTask",
     "reader": "NAME",
@@ -97,7 +100,13 @@ def _rules() -> Iterator[str]:
     for prefix, table in tables:
         for rule in table:
             texts = (_template(text.replace("{at}", prefix)) for text in (rule.why, rule.fix))
-            keys.setdefault(" | ".join(texts), []).append(f"`{prefix}{rule.key}`")
+            node, _, argument = rule.key.partition("engine_kwargs.")  # whose arguments are no keys
+            name = (
+                f"`{prefix}{node}engine_kwargs` ({argument})"
+                if argument
+                else f"`{prefix}{rule.key}`"
+            )
+            keys.setdefault(" | ".join(texts), []).append(name)
     for text, names in keys.items():
         yield f"| {', '.join(dict.fromkeys(names))} | {text} |"
 
@@ -105,6 +114,7 @@ def _rules() -> Iterator[str]:
 def _template(text: str) -> str:
     """Return a text of a rule, with keys and words in place of the placeholders."""
     text = re.sub(r", it is \{[^}]*\}", "", text)
+    text = re.sub(r"([\w.]+)=\{(\w+\.[\w.]+)\}", r"`\1` equal to {\2}", text)
     text = re.sub(r"\{([\w.]+)=\}", r"`\1`", text)
 
     def replacement(match: re.Match[str]) -> str:

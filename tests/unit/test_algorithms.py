@@ -762,7 +762,7 @@ def _copy(model: torch.nn.Module) -> dict[str, Tensor]:
         ),
         (
             ["ref_model.refresh_every=2", "train_model.lora.enabled=true"],
-            "adapters switched off are the reference",
+            "ref_model.refresh_every=2 needs a reference model apart",
         ),
         (["ref_model.refresh_every=0"], "ref_model.refresh_every=0 must be at least 1"),
     ],

@@ -161,7 +161,7 @@ def test_capabilities_are_those_of_the_engines() -> None:
         ),
         (
             "stop=[x]",
-            "stop=['x'] must be [] with inference_model.backend=third: use [], or inference_model.backend=",
+            "stop=[x] must be [] with inference_model.backend=third: use [], or inference_model.backend=",
         ),
         (
             "weight_transfer=broadcast",

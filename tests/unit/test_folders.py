@@ -343,7 +343,7 @@ def replace(folder: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("step", [2, 4])
-def test_a_run_whose_folder_is_moved_or_removed_saves_and_ends_with_an_error(
+def test_a_run_whose_folder_is_moved_or_removed_saves_and_ends(
     step: int,
     change: Callable[[Path], object],
     tmp_path: Path,

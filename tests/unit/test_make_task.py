@@ -380,7 +380,7 @@ def test_data_sets_beside_each_other_await_many_rewards_at_a_time() -> None:
         ),
         (
             ["env.datasets=[{dataset: gsm8k}]", "env.task._target_=a.B"],
-            r"_target_=a\.B and env\.datasets exclude",
+            r"env\.task=.*a\.B.* and env\.datasets exclude",
         ),
         (
             ["env.task._target_=a.B", "env.columns.prompt=q"],
@@ -389,7 +389,7 @@ def test_data_sets_beside_each_other_await_many_rewards_at_a_time() -> None:
         (["+env.task.level=3"], r"env\.task=\{.*\} must have _target_"),
         (
             ["env.dataset=a", "env.test_split=x", "env.test_fraction=0.1"],
-            r"env\.test_fraction=0\.1 exclude each other",
+            r"env\.test_split=x and env\.test_fraction exclude each other",
         ),
         (
             ["env.test_fraction=0.1"],

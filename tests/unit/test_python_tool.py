@@ -133,7 +133,7 @@ def test_it_runs_in_a_reward_worker_beside_functions() -> None:
 
 def test_an_environment_beside_it_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"env\.tools=\['python'\] must not have python with env\.environment"
+        ConfigError, match=r"env\.tools=\[python\] must not have python with env\.environment"
     ):
         compose_config(*TOOLS, "env.environment=my_envs.py:Guess")
 

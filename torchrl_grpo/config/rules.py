@@ -419,14 +419,11 @@ def _needs_turns(key: str) -> Rule:
     )
 
 
-def _transfer_choices(backend: str) -> Rule:
-    choices, key = ENGINES[backend].weight_transfers, "inference_model.weight_transfer"
-    return Rule(
-        key,
-        f"must be one of {', '.join(choices)} with inference_model.backend={backend}",
-        f"use {key}={choices[0]}",
-        lambda c: c.inference_model.backend == backend and attrgetter(key)(c) not in choices,
-    )
+def _no_transfer_of_engine(config: GRPOConfig) -> dict[str, str] | None:
+    choices = ENGINES[config.inference_model.backend].weight_transfers
+    if config.inference_model.weight_transfer in choices:
+        return None
+    return {"choices": ", ".join(choices), "first": choices[0]}
 
 
 def _engine_option(name: str, only: Any, capability: str) -> Rule:
@@ -579,7 +576,7 @@ DEVICE_RULES = (
 )
 """Rules of each role's devices."""
 
-_SERVER = "use {at}address=[http://127.0.0.1:8000], for example"
+_SERVER = "use {at}address=[http://localhost:8000], for example"
 SERVER_RULES = (
     Rule("address", "must have an address with {switch}", _SERVER, bad=lambda urls: not urls),
     Rule(
@@ -880,7 +877,9 @@ RULES = (
         "leave policy.reward_scale, reward_bias, reward_clip, overlong_buffer, kl_in_reward and "
         "dynamic_sampling out, or use env.reward_combination=sum",
         lambda c: (
-            c.env.reward_combination == "gdpo" and (c.shapes_reward or c.policy.dynamic_sampling)
+            c.env.reward_combination == "gdpo"
+            and c.advantage_level == "sequence"
+            and (c.shapes_reward or c.policy.dynamic_sampling)
         ),
     ),
     *(
@@ -989,7 +988,12 @@ RULES = (
     _engine_option("engine_kwargs", None, "own_arguments"),
     _engine_option("address", [], "elsewhere"),
     _engine_option("weights_folder", None, "elsewhere"),
-    *map(_transfer_choices, ENGINES),
+    Rule(
+        "inference_model.weight_transfer",
+        "must be one of {choices} with {inference_model.backend=}",
+        "use inference_model.weight_transfer={first}",
+        _no_transfer_of_engine,
+    ),
 )
 """Rules of the whole config."""
 

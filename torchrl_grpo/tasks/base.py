@@ -162,10 +162,9 @@ def harmless(error: BaseException) -> Exception:
     """
     if isinstance(error, Exception):
         return error
-    message = f"{type(error).__name__} was raised."
-    if isinstance(error, SystemExit):
-        message = f"sys.exit({error.code}) was called."
-    return RuntimeError(message).with_traceback(error.__traceback__)
+    return RuntimeError(f"{type(error).__name__}({error}) was raised.").with_traceback(
+        error.__traceback__
+    )
 
 
 def attempt(function: Callable[[A], T], argument: A) -> T | Exception:

@@ -41,7 +41,7 @@ from torchrl_grpo.tools import Toolbox, ToolCall
 from torchrl_grpo.weights import named_weights
 
 needs_vllm = pytest.mark.skipif(not vllm_module._has_vllm, reason="vllm is not installed")
-CONTEXT = 256
+CONTEXT = 512
 
 
 ROUNDING = 1e-4
@@ -227,7 +227,7 @@ class TestEngine:
         assert [(len(done.tokens), done.finish_reason) for done in group] == [(3, "length")] * 2
         with pytest.raises(
             ValueError,
-            match="leave room for one token in the context of 256 tokens, this one has 256",
+            match="leave room for one token in the context of 512 tokens, this one has 512",
         ):
             engine.generate([torch.arange(CONTEXT) % 200], 2, SamplingParams(max_new_tokens=1))
         assert engine.generate([], 2, SamplingParams(max_new_tokens=1)) == []

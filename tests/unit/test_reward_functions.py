@@ -393,7 +393,7 @@ def test_a_function_that_exits_ends_nothing() -> None:
 
     for function in (leave, lambda response: sys.exit(3)):
         rewards = make_rewards({"fn": function, "name": "leave"})
-        with pytest.raises(RuntimeError, match=r"sys.exit\(3\) was called"):
+        with pytest.raises(RuntimeError, match=r"SystemExit\(3\) was raised"):
             rewards(dialog())
     assert make_rewards(slow)(dialog("0")).reward == 0.0
 

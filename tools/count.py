@@ -27,6 +27,7 @@ _IGNORED = {
     tokenize.DEDENT,
     tokenize.ENDMARKER,
 }
+_FSTRING_END = getattr(tokenize, "FSTRING_END", -1)
 
 
 def count_tokens(source: str) -> int:
@@ -39,12 +40,15 @@ def count_tokens(source: str) -> int:
             first = node.body[0] if node.body else None
             if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
                 docstrings.add((first.lineno, first.col_offset))
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    return sum(
-        token.type not in _IGNORED
-        and not (token.type == tokenize.STRING and token.start in docstrings)
-        for token in tokens
-    )
+    count = depth = 0
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        name = tokenize.tok_name[token.type]
+        depth -= name == "FSTRING_END"
+        is_docstring = token.type == tokenize.STRING and token.start in docstrings
+        # An f-string is one token, as it is before Python 3.12.
+        count += depth == 0 and token.type not in _IGNORED | {_FSTRING_END} and not is_docstring
+        depth += name == "FSTRING_START"
+    return count
 
 
 def tokens_by_folder(package: Path = PACKAGE) -> Counter[str]:

@@ -19,6 +19,7 @@ _PAGE = re.compile(r"(?<![\w/`])(?<!\]\()(`?)docs/(\w+)\.md\1(?![\w`])")
 _EXAMPLE = re.compile(r"`(examples/\w+\.\w+)`")
 _SHOWN = re.compile(r'^```\w+ title="(examples/\w+\.\w+)"')
 _PAPER = re.compile(r"(?<![\w/.])(\d\d[01]\d\.\d{5})(?![\w.]\w)")
+_REFERENCE = re.compile(r"^<!--\n(:::.*?)^-->$", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"`[^`\n]*`")
 _FETCHED = re.compile(
     r"""<(?:script|img|iframe|link rel="?stylesheet"?)[^>]+(?:src|href)="?((?:https?:)?//[^"\s>]+)"""
@@ -35,10 +36,10 @@ def on_files(files: Files, config: Any, **_: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links where a text names a page, an example or a paper, and bars in the code of tables as
-    GitHub reads them.
+    """Links where a text names a page, an example or a paper, bars in the code of tables as GitHub
+    reads them, and the directives of the reference without the comment that hides them there.
     """
-    parts = _FENCE.split(markdown)
+    parts = _FENCE.split(_REFERENCE.sub(r"\1", markdown))
     up = "../" * page.file.src_uri.count("/")
     for index in range(1, len(parts), 2):
         if shown := _SHOWN.match(parts[index]):

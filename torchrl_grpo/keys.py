@@ -1,145 +1,170 @@
-"""The TensorDict keys of the package, in one table.
+"""The TensorDict keys of the package.
 
 They are TorchRL's own LLM keys where TorchRL has one, so data is exchanged without renaming. Shapes
-are those of one sequence; a batch is a lazy stack of such sequences (ragged) unless a function says
-that it takes padded ``[B, T]`` tensors.
-
-=========================================  ==================  =====================================
-key                                        shape, dtype        meaning
-=========================================  ==================  =====================================
-``("tokens", "prompt")``                   [Tp] int64          what the policy was given
-``("tokens", "response")``                 [Tr] int64          everything after the first prompt
-``("tokens", "full")``                     [T] int64           prompt + response
-``("masks", "all_attention_mask")``        [T] bool            True on real tokens (False only on
-                                                               padding)
-``("masks", "all_assistant_mask")``        [T] bool            True on the tokens that the policy
-                                                               sampled
-``("log_probs", "full")``                  [T] float32         behavior log-probs, 0 on tokens that
-                                                               were not sampled
-``("next", "ref_log_probs", "full")``      [T] float32         reference log-probs, 0 on tokens that
-                                                               were not sampled
-``("next", "teacher_log_probs", "full")``  [T] float32         the teacher's, likewise
-``("next", "teacher_states")``             [S, E] or [S, 2 K]  of the S sampled tokens: what goes
-                                                               into the teacher's LM head, or its K
-                                                               largest log-probs and then their ids
-``("next", "reward")``                     [1] float32         score of the trajectory, the sum over
-                                                               its turns; 0 where not valid
-``("next", "turn_rewards")``               [T] float64         each turn's reward on the last token
-                                                               that the turn sampled, where a dialog
-                                                               of the rollout had several turns;
-                                                               else all of the reward is the last
-                                                               turn's
-``("next", "shaped_reward")``              [1] float32         written by ``RewardShaping``: what
-                                                               the policy is trained for
-``("next", "token_reward")``               [T] float32         likewise: its parts, 0 on tokens that
-                                                               were not sampled
-``("next", "reward_parts")``               non-tensor dict     parts of the reward by name, None for
-                                                               one that does not apply
-``("next", "done")``                       [1] bool            terminated or truncated
-``("next", "terminated")``                 [1] bool            the policy ended its last turn itself
-``("next", "truncated")``                  [1] bool            cut off by a token or turn limit;
-                                                               recorded, never inferred
-``("next", "correct")``                    [1] bool            the task's verdict, used for accuracy
-                                                               and pass@k
-``"reward_valid"``                         [1] bool            False where the reward crashed or
-                                                               timed out
-``"reward_error"``                         non-tensor str      why, and where; only in sequences
-                                                               whose reward is not valid
-``"group_id"``                             [1] int64           equal for the G responses to one
-                                                               prompt, unique in a run
-``"trajectory"``                           [1] int64           where a trajectory of the rollout has
-                                                               several training samples: unique in a
-                                                               run, and equal for these. They are
-                                                               adjacent rows, the last of which
-                                                               alone is done and has the reward
-``"policy_version"``                       [1] int64           the oldest weights that sampled a
-                                                               token of the sequence
-``("policy_versions", "full")``            [T] int64           the weights that sampled each token,
-                                                               -1 on tokens not sampled
-``"advantage"``                            [1] float32         written by ``GroupAdvantage``; [T] at
-                                                               its level "token"
-``"state_value"``                          [T] float32         read by it if there: value of the
-                                                               state a token was sampled in
-``("prox_log_probs", "full")``             [T] float32         proximal log-probs, written by the
-                                                               trainer where a loss reads them
-``"staleness"``                            [1] or [T] int64    trained batches since the weights
-                                                               that sampled, likewise
-``"query"``                                non-tensor str      the question, as text
-``"dataset"``                              non-tensor str      which of several data sets it is of;
-                                                               empty where there is one
-``("text", "response")``                   non-tensor str      the response, decoded (for logs
-                                                               only); of a dialog all its turns
-``"length_stopped"``                       [1] bool            written by the policy: a token limit
-                                                               ended its turn, no stop token
-``"_step"``                                [1] bool            TorchRL's: whether a row takes part
-                                                               in the next step
-``("cur_log_probs", "full")``              [T] float32         written by a scorer: log-probs of the
-                                                               policy that is trained
-``("entropy", "full")``                    [T] float32         likewise: its entropy where each
-                                                               token was sampled
-``("divergence", "full")``                 [T] float32         likewise: divergence from a teacher
-                                                               at each sampled token
-``("demonstration", "full")``              [T] int64           prompt and demonstration of the
-                                                               group's problem, in the first row of
-                                                               the group; [0] in its others
-``("demonstration", "mask")``              [T] bool            True on those of these tokens that
-                                                               the assistant says
-``"is_demonstration"``                     [1] bool            written by the trainer: whether a row
-                                                               is such a demonstration, and nothing
-                                                               that the policy sampled
-``("loss", "weights")``                    [T] float32         written by ``GRPOLoss.normalize``:
-                                                               each token's share of the loss
-``("loss", "num_tokens")``                 [1] int64           likewise: tokens of the whole
-                                                               optimization batch
-``("loss", "demonstration_weights")``      [T] float32         likewise: each token's share of the
-                                                               demonstrations' log-likelihood
-``"layout"``                               non-tensor          written by the trainer: how a pass
-                                                               computes its micro-batch
-=========================================  ==================  =====================================
+are those of one sequence with T tokens; a batch is a lazy stack of such sequences (ragged) unless a
+function says that it takes padded ``[B, T]`` tensors. docs/reference/batch.md has all in one table.
 """
 
 from __future__ import annotations
 
 PROMPT = ("tokens", "prompt")
+"""[Tp] int64. The first prompt. Written by the environment; read by the engine."""
 RESPONSE = ("tokens", "response")
+"""[Tr] int64. Everything after the first prompt. Written by the collector; read by metrics."""
 FULL = ("tokens", "full")
+"""[T] int64. Prompt and response. Written by the collector; read by scorers, the loss."""
 ATTENTION_MASK = ("masks", "all_attention_mask")
+"""[T] bool. True on real tokens, False on padding. Written by the collector; read by the trainer.
+"""
 ASSISTANT_MASK = ("masks", "all_assistant_mask")
+"""[T] bool. True on the tokens that the policy sampled. Written by the collector; read by
+transforms, scorers, the loss.
+"""
 LOG_PROBS = ("log_probs", "full")
+"""[T] float32. Log-probs of the sampling policy, 0 on tokens that it did not sample. Written by the
+policy; read by the loss, ``RewardShaping``.
+"""
 REF_LOG_PROBS = ("next", "ref_log_probs", "full")
+"""[T] float32. Log-probs of the reference model, 0 on tokens that were not sampled. Written by
+``KLScoring``; read by the loss, ``RewardShaping``.
+"""
 TEACHER_LOG_PROBS = ("next", "teacher_log_probs", "full")
+"""[T] float32. Log-probs of the teacher, 0 on tokens that were not sampled. Written by
+``KLScoring``; read by the loss, ``TeacherAdvantage``.
+"""
 TEACHER_STATES = ("next", "teacher_states")
+"""[S, E] or [S, 2 K] float32. For each of the S sampled tokens, the input of the teacher's LM head,
+or its K largest log-probs followed by their ids. Written by ``TeacherStates``; read by
+``TokenScorer``.
+"""
 REWARD = ("next", "reward")
+"""[1] float32. Reward of the trajectory, the sum over its turns; 0 if it is not valid. Written by
+the environment; read by ``GroupAdvantage``, ``RewardShaping``, metrics.
+"""
 TURN_REWARDS = ("next", "turn_rewards")
+"""[T] float64. Reward of each turn, at the last token that the turn sampled; only if a dialog of
+the rollout had several turns. Written by the collector; read by ``GroupAdvantage``,
+``RewardShaping``, metrics.
+"""
 SHAPED_REWARD = ("next", "shaped_reward")
+"""[1] float32. Reward after KL penalty, scaling and clipping. Written by ``RewardShaping``; read by
+``GroupAdvantage``.
+"""
 TOKEN_REWARD = ("next", "token_reward")
+"""[T] float32. The shaped reward of each token, 0 on tokens that were not sampled. Written by
+``RewardShaping``; read by ``GroupAdvantage``.
+"""
 REWARD_PARTS = ("next", "reward_parts")
+"""non-tensor dict. Parts of the reward by name; None for a part that does not apply. Written by the
+environment; read by ``GroupAdvantage``, metrics.
+"""
 DONE = ("next", "done")
+"""[1] bool. Terminated or truncated. Written by the environment; read by the collector,
+``GroupAdvantage``.
+"""
 TERMINATED = ("next", "terminated")
+"""[1] bool. The policy ended its last turn itself. Written by the environment; read by TorchRL."""
 TRUNCATED = ("next", "truncated")
+"""[1] bool. A limit on tokens or turns cut the dialog off. Written by the environment; read by the
+loss, metrics.
+"""
 CORRECT = ("next", "correct")
+"""[1] bool. Whether the task counts the dialog as correct, for accuracy and pass@k. Written by the
+environment; read by metrics.
+"""
 REWARD_VALID = "reward_valid"
+"""[1] bool. False if the reward raised or timed out. Written by the environment; read by
+``GroupAdvantage``, ``RewardShaping``, the loss, metrics.
+"""
 REWARD_ERROR = "reward_error"
+"""non-tensor str. Why the reward is not valid; only in such sequences. Written by the collector;
+read by error messages.
+"""
 GROUP_ID = "group_id"
+"""[1] int64. Equal for the responses to one prompt, unique in a run. Written by the environment;
+read by ``GroupAdvantage``.
+"""
 TRAJECTORY = "trajectory"
+"""[1] int64. Equal for the training samples of one trajectory, unique in a run; only if a
+trajectory of the rollout has several. They are adjacent rows, and only the last one is done and has
+the reward. Written by the collector; read by ``GroupAdvantage``, ``RewardShaping``, the loss.
+"""
 POLICY_VERSION = "policy_version"
+"""[1] int64. Oldest weights that sampled a token of the sequence. Written by the policy; read by
+the trainer, metrics.
+"""
 POLICY_VERSIONS = ("policy_versions", "full")
+"""[T] int64. Weights that sampled each token, -1 on tokens that were not sampled. Written by the
+policy; read by the trainer.
+"""
 ADVANTAGE = "advantage"
+"""[1] or [T] float32. Advantage of the sequence, or of each token with ``level="token"``. Written
+by ``GroupAdvantage``; read by the loss, metrics.
+"""
 STATE_VALUE = "state_value"
+"""[T] float32. Value of the state in which each token was sampled; optional. Written by a critic of
+yours; read by ``GroupAdvantage``.
+"""
 PROX_LOG_PROBS = ("prox_log_probs", "full")
+"""[T] float32. Log-probs of the proximal policy. Written by the trainer; read by the loss."""
 STALENESS = "staleness"
+"""[1] or [T] int64. Batches trained since the weights that sampled the sequence or token. Written
+by the trainer; read by the loss.
+"""
 LENGTH_STOPPED = "length_stopped"
+"""[1] bool. A token limit ended the turn, not a stop token. Written by the policy; read by the
+environment.
+"""
 QUERY = "query"
+"""non-tensor str. The question, as text. Written by the environment; read by metrics."""
 DATASET = "dataset"
+"""non-tensor str. Name of the data set, if there are several. Written by the environment; read by
+``GroupAdvantage``, metrics.
+"""
 RESPONSE_TEXT = ("text", "response")
+"""non-tensor str. The response as text, all turns of a dialog; never tokenized again. Written by
+the policy; read by metrics.
+"""
 STEPPING = "_step"
+"""[1] bool. TorchRL's: whether a row takes part in the next step. Written by the collector; read by
+the environment.
+"""
 CUR_LOG_PROBS = ("cur_log_probs", "full")
+"""[T] float32. Log-probs of the policy that is trained. Written by ``TokenScorer``; read by the
+loss.
+"""
 ENTROPY = ("entropy", "full")
+"""[T] float32. Entropy of the policy that is trained, at each token. Written by ``TokenScorer``;
+read by the loss.
+"""
 DIVERGENCE = ("divergence", "full")
+"""[T] float32. Divergence from the teacher at each sampled token. Written by ``TokenScorer``; read
+by the loss.
+"""
 DEMONSTRATION = ("demonstration", "full")
+"""[T] int64. Prompt and demonstration of the group's problem, in the first row of the group; empty
+in its other rows. Written by the sampler; read by the trainer.
+"""
 DEMONSTRATION_MASK = ("demonstration", "mask")
+"""[T] bool. True on the demonstration's tokens that are trained. Written by the sampler; read by
+the trainer.
+"""
 IS_DEMONSTRATION = "is_demonstration"
+"""[1] bool. True in rows that are demonstrations, with no token that the policy sampled. Written by
+the trainer; read by the loss.
+"""
 LOSS_WEIGHTS = ("loss", "weights")
+"""[T] float32. Each token's share of the loss. Written by ``GRPOLoss.normalize``; read by the loss.
+"""
 TOKEN_COUNT = ("loss", "num_tokens")
+"""[1] int64. Tokens of the whole optimization batch. Written by ``GRPOLoss.normalize``; read by the
+loss.
+"""
 DEMONSTRATION_WEIGHTS = ("loss", "demonstration_weights")
+"""[T] float32. Each token's share of the demonstrations' log-likelihood. Written by
+``GRPOLoss.normalize``; read by the loss.
+"""
 LAYOUT = "layout"
+"""non-tensor. How a forward pass computes its micro-batch. Written by the trainer; read by
+``TokenScorer``.
+"""

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
+from types import ModuleType
+from typing import Any
+
+import torch
+from tensordict import NestedKey, TensorDictBase, is_leaf_nontensor
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.configs import ROOT, compose_config
 from tests.support.documentation import undocumented
 from tests.support.models import make_tiny_model
 from tests.support.tasks import make_queue, next_batch
+from torchrl_grpo import keys
 from torchrl_grpo.assembly.algorithm import make_loss
+from torchrl_grpo.collectors import RolloutCollector
+from torchrl_grpo.envs import LLMEnv
+from torchrl_grpo.generation import GenerationPolicy, SamplingParams, TransformersEngine
 from torchrl_grpo.models import TokenScorer
 from torchrl_grpo.objectives import GRPOLoss
+from torchrl_grpo.starter import starter_path
+from torchrl_grpo.tasks.arithmetic import ArithmeticTask
+from torchrl_grpo.transforms import GroupAdvantage, KLScoring, RewardShaping
 
 
 def test_a_metric_that_the_page_has_not_is_found() -> None:
@@ -68,13 +83,83 @@ def test_the_names_of_the_losss_terms_are_what_the_page_says() -> None:
         ] == outputs[:1]
 
 
-def test_the_page_of_config_keys_is_up_to_date() -> None:
-    path = ROOT / "tools" / "make_config_docs.py"
-    spec = importlib.util.spec_from_file_location("make_config_docs", path)
+def load_tool(name: str) -> ModuleType:
+    """Import a script of ``tools/``."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
+    return tool
+
+
+def test_the_page_of_config_keys_is_up_to_date() -> None:
+    tool = load_tool("make_config_docs")
     is_current = tool.page() == tool.PAGE.read_text(encoding="utf-8")
-    assert is_current, (
-        "docs/config.md is not that of the config's dataclasses: run `python tools/make_config_docs.py`"
-    )
+    assert is_current, "docs/config.md is out of date: run `python tools/make_config_docs.py`"
+
+
+def test_the_pages_of_the_reference_are_up_to_date() -> None:
+    tool = load_tool("make_reference_docs")
+    pages = sorted(tool.PAGES.glob("*.md"))
+    old = [path.name for path in pages if tool.page(path) != path.read_text(encoding="utf-8")]
+    assert old == [], "run `python tools/make_reference_docs.py`"
+    for path in pages:
+        assert "\n| `" in path.read_text(encoding="utf-8"), path.name
+
+
+def key_rows() -> dict[NestedKey, Any]:
+    """The rows of the table of ``docs/reference/batch.md`` by key."""
+    rows = load_tool("make_reference_docs").key_rows()
+    return {ast.literal_eval(row.key.strip("`")): row for row in rows}
+
+
+def played_batch() -> TensorDictBase:
+    tokenizer = AutoTokenizer.from_pretrained(starter_path())
+    model = AutoModelForCausalLM.from_pretrained(starter_path()).eval()
+    params = SamplingParams(max_new_tokens=8, stop_token_ids=(tokenizer.eos_token_id,))
+    env = LLMEnv(ArithmeticTask(), tokenizer, num_envs=4, repeats=2)
+    return RolloutCollector(env, GenerationPolicy(TransformersEngine(model), params)).rollout()
+
+
+def test_every_key_of_a_batch_is_in_the_table_with_its_shape_and_type() -> None:
+    rows = key_rows()
+    assert set(rows) == {value for name, value in vars(keys).items() if name.isupper()}
+    batch = played_batch()
+    players = {"the environment", "the policy", "the collector"}
+    for sequence in batch.unbind(0):
+        sizes = {
+            "[T]": len(sequence[keys.FULL]),
+            "[Tp]": len(sequence[keys.PROMPT]),
+            "[Tr]": len(sequence[keys.RESPONSE]),
+            "[1]": 1,
+        }
+        for key in sequence.keys(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor):
+            row = rows[key[0] if len(key) == 1 else key] if isinstance(key, tuple) else rows[key]
+            assert row.written_by in players, key
+            value = sequence.get(key)
+            if isinstance(value, Tensor):
+                shape, dtype = row.shape.split()
+                assert value.shape == (sizes[shape],), key
+                assert value.dtype == getattr(torch, dtype), key
+            else:
+                assert row.shape.startswith("non-tensor"), key
+
+
+def test_the_table_of_keys_says_who_writes_and_reads_them() -> None:
+    rows = key_rows()
+    batch = played_batch()
+    before = set(batch.keys(include_nested=True))
+    scorer = TokenScorer(make_tiny_model(vocab_size=int(batch[0][keys.FULL].max()) + 1))
+    for transform in (
+        KLScoring(scorer),
+        RewardShaping(kl_coef=0.1),
+        GroupAdvantage(repeats=2),
+    ):
+        batch = transform(batch)
+        new = {key for key in batch.keys(include_nested=True) if key in rows} - before
+        name = type(transform).__name__
+        listed = {key for key, row in rows.items() if row.written_by == f"``{name}``"}
+        assert new == listed - {keys.TEACHER_LOG_PROBS}, name
+        before |= new
+    for key in GRPOLoss(scorer, kl_to_ref_coeff=0.1).in_keys:
+        assert "the loss" in rows[key].read_by, key

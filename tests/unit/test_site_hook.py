@@ -58,6 +58,12 @@ def test_escaped_bars_are_plain_in_the_code_of_tables_alone(hook: ModuleType) ->
     assert hook.on_page_markdown(text, page("x.md")) == "| `a|b` \\| c |\n`a\\|b`"
 
 
+def test_directives_of_the_reference_leave_their_comment(hook: ModuleType) -> None:
+    text = "# X\n\n<!-- a note -->\n\n<!--\n::: a.B\n    options: {}\n\n::: a.C\n-->\n"
+    expected = "# X\n\n<!-- a note -->\n\n::: a.B\n    options: {}\n\n::: a.C\n\n"
+    assert hook.on_page_markdown(text, page("x.md")) == expected
+
+
 def test_a_page_that_fetches_something_ends_the_build(hook: ModuleType) -> None:
     fetched = [
         '<script src="https://a.b/c.js">',

@@ -90,8 +90,7 @@ def summary(records: list[dict[str, Any]]) -> Run:
         "reward_after": statistics.fmean(reward[-REWARD_STEPS:]),
         "responses_trained": sum(record["rollout/sequences"] for record in steps),
         "responses_sampled": sum(sampled(record) for record in steps),
-        "evaluations": {"step": [record["step"] for record in evaluations], "accuracy": accuracy},
-        "train": {"step": [record["step"] for record in steps], "reward": reward},
+        "evaluations": {str(record["step"]): record["eval/pass@1"] for record in evaluations},
     }
 
 
@@ -193,8 +192,9 @@ def draw_panel(axes: Axes, preset: str, results: dict[str, dict[str, Run]]) -> N
             *mean_curve(results[REFERENCE]), color=GREY, linewidth=1.6, linestyle=(0, (3, 1.5))
         )
     for one in results[preset].values():
-        percent = [100 * value for value in one["evaluations"]["accuracy"]]
-        axes.plot(one["evaluations"]["step"], percent, color=BLUE, linewidth=0.7, alpha=0.55)
+        points = [int(step) for step in one["evaluations"]]
+        percent = [100 * accuracy for accuracy in one["evaluations"].values()]
+        axes.plot(points, percent, color=BLUE, linewidth=0.7, alpha=0.55)
     steps, mean = mean_curve(results[preset])
     axes.plot(steps, mean, color=BLUE, linewidth=2.2)
     axes.set_title(preset, loc="left", fontsize=11, fontweight="bold", color=INK)
@@ -226,9 +226,10 @@ def draw_panel(axes: Axes, preset: str, results: dict[str, dict[str, Run]]) -> N
 
 def mean_curve(runs: dict[str, Run]) -> tuple[list[int], list[float]]:
     """The steps of the evaluations and the mean accuracy over the seeds in per cent."""
-    curves = [dict(zip(*one["evaluations"].values(), strict=True)) for one in runs.values()]
-    steps = sorted(set(curves[0]).intersection(*curves))
-    return steps, [100 * statistics.fmean(curve[step] for curve in curves) for step in steps]
+    curves = [one["evaluations"] for one in runs.values()]
+    steps = sorted(set(curves[0]).intersection(*curves), key=int)
+    means = [100 * statistics.fmean(curve[step] for curve in curves) for step in steps]
+    return [int(step) for step in steps], means
 
 
 def main() -> None:

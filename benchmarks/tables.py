@@ -1,4 +1,4 @@
-"""The results of ``make bench`` as the Markdown tables of docs/performance.md.
+"""The results of ``make bench`` as the Markdown tables of benchmarks/README.md.
 
     python benchmarks/tables.py benchmarks/out
 

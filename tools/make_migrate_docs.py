@@ -124,36 +124,24 @@ def _section(table: Table) -> Iterator[str]:
     yield from (f"- {_prose(line)}" for line in table.differs)
     known = read_table(TRL[-1]).rows if table.title.startswith("TRL's") else {}
     if known:
-        yield "- Further keys: as for `GRPOConfig`, but for what it alone has (groups, rewards, clip, KL, entropy)."
+        yield "- Further keys are those of `GRPOConfig` that are not about groups, rewards or its loss."
     yield ""
     here: dict[str, list[str]] = {}
-    nowhere: dict[str, list[str]] = {}
+    nowhere = []
     for key, row in table.rows.items():
         if known.get(key) == row:
             continue
-        name = f"`{key}`" + ("" if row.default is None else f" ({_word(row.default)})")
         if row.values is None and row.ours is None:
-            nowhere.setdefault(_reason(table, row), []).append(name)
-        else:
-            cell = "the same name" if _ours(row) == f"`{key}`" else _ours(row)
-            differs = _differs(row)
-            here.setdefault(f"{cell}. {_sentence(differs)}" if differs else cell, []).append(name)
+            nowhere.append(f"`{key}`")
+            continue
+        cell = "the same name" if _ours(row) == f"`{key}`" else _ours(row)
+        if differs := _differs(row):
+            cell = f"{cell}. {_sentence(differs)}"
+        default = "" if row.default is None else f" ({_word(row.default)})"
+        here.setdefault(cell, []).append(f"`{key}`{default}")
     yield f"| {table.title} (default) | here, and what differs |\n|---|---|"
     yield from (f"| {', '.join(names)} | {cell} |" for cell, names in here.items())
-    yield "\nWithout an equivalent, and what to do instead:\n"
-    yield from (f"- {', '.join(names)}: {why}" for why, names in nowhere.items())
-    yield ""
-
-
-def _reason(table: Table, row: Row) -> str:
-    """Why a setting has no equivalent; "as NAME" is the reason of another row."""
-    text = row.none or _differs(row)
-    if named := re.fullmatch(r"as ([\w.]+)", text):
-        others = (
-            other.none for key, other in table.rows.items() if key.endswith(named[1]) and other.none
-        )
-        text = next(others, text)
-    return _prose(text)
+    yield f"\nNot translated (the command says why, and what to do instead): {', '.join(nowhere)}.\n"
 
 
 def _differs(row: Row) -> str:

@@ -450,13 +450,17 @@ def test_a_card_takes_the_attention_that_it_has(
     assert (out.shape, out.dtype) == ((1, rows, 4, size), dtype)
 
 
+@pytest.mark.parametrize("asks_for_gqa", [True, False])
 @pytest.mark.parametrize("window", [None, 1, 6, 13, 14, 64])
 def test_windows_of_a_card_are_those_of_other_devices(
-    window: int | None, monkeypatch: pytest.MonkeyPatch
+    window: int | None, asks_for_gqa: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With PyTorch's kernel replaced by what Flash Attention documents: the keys from ``left`` before a query's own."""
+    """With PyTorch's kernel replaced by what Flash Attention documents: the keys from ``left`` before a query's own.
 
-    def varlen_attn(
+    The function around it has the signature of torch 2.13, or that of 2.11.
+    """
+
+    def attend(
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -483,7 +487,14 @@ def test_windows_of_a_card_are_those_of_other_devices(
             outs.append((scores.softmax(-1) @ own_v).transpose(0, 1))
         return torch.cat(outs)
 
-    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+    def with_gqa(*tensors: Any, scale: float, window_size: Any, enable_gqa: bool = False) -> Tensor:
+        assert enable_gqa
+        return attend(*tensors, scale=scale, window_size=window_size)
+
+    def without_gqa(*tensors: Any, scale: float, window_size: Any) -> Tensor:
+        return attend(*tensors, scale=scale, window_size=window_size)
+
+    monkeypatch.setattr(varlen, "varlen_attn", with_gqa if asks_for_gqa else without_gqa)
     layout = packed(*make_group())
     size = layout.tokens.shape[1]
     query, key, value = (torch.randn(1, heads, size, 8, dtype=torch.float64) for heads in (4, 2, 2))

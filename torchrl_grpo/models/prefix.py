@@ -16,9 +16,10 @@ Shape suffixes: B sequences, T tokens, N tokens of a row, S scored tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
+from inspect import signature
 from typing import Any
 
 import torch
@@ -387,10 +388,19 @@ def _flash_on_cuda(
     # Keys before and behind a query's own that it looks at, aligned with the last query and key of
     # a sequence.
     around = (-1 if window >= most_k else window - 1, 0)
+    options: dict[str, Any] = {"enable_gqa": True} if _asks_for_gqa(varlen_attn) else {}
     out: Any = varlen_attn(
-        q, k, v, begin_q, begin_k, most_q, most_k, scale=scale, window_size=around, enable_gqa=True
+        q, k, v, begin_q, begin_k, most_q, most_k, scale=scale, window_size=around, **options
     )
     return out.unsqueeze(0)
+
+
+@cache
+def _asks_for_gqa(attend: Callable[..., Any]) -> bool:
+    """Whether PyTorch's attention must be told that keys have fewer heads; that of 2.11 hands them
+    to the same kernel without asking.
+    """
+    return "enable_gqa" in signature(attend).parameters
 
 
 class _FlashOnCPU(torch.autograd.Function):

@@ -8,6 +8,7 @@ The model has the shape of Qwen2.5-0.5B and random weights, and the data the for
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -36,6 +37,8 @@ BATCH = (
 )  # fmt: skip
 COMMON = ("evaluation.num_prompts=16", "logging.tensorboard=false", "train.mixed_precision=bf16")
 PLAIN = "inference_model.backend=transformers"
+CHECKED = ("inference_model.check_sync=true", "inference_model.check_sync_tolerance=1.0")
+"""Compares the engine's log-probs with the trainer's after each sync: other bytes give more."""
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
@@ -84,8 +87,15 @@ def table() -> Iterator[list[tuple[str, float, float, float]]]:
 
 @pytest.fixture
 def run(
-    model: Path, data: Path, table: list[Any], tmp_path: Path
+    model: Path,
+    data: Path,
+    table: list[Any],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[..., list[dict[str, Any]]]:
+    monkeypatch.setattr(logging.getLogger("torchrl"), "propagate", True)
+
     def run(name: str, *overrides: str, asynchronous: bool = False) -> list[dict[str, Any]]:
         start, cuda = time.monotonic(), torch.cuda.is_available()
         if cuda:
@@ -101,6 +111,8 @@ def run(
         table.append((name, time.monotonic() - start, rows[-1]["time/step_s"], gib))
         assert [row["step"] for row in rows] == list(range(STEPS + 1))
         assert all(abs(row["train/loss"]) < 100 for row in rows[1:])
+        assert "The weights go through the object store" not in caplog.text  # nor, in one process,
+        assert "takes its weights through the host" not in caplog.text
         return rows
 
     return run
@@ -114,11 +126,7 @@ def test_the_default_job_takes_its_first_steps_without_vllm(run: Callable[..., A
 @pytest.mark.skipif(GPUS != 1, reason="needs one CUDA device: CUDA_VISIBLE_DEVICES=0")
 def test_the_default_job_sleeps_and_wakes_vllm(run: Callable[..., Any]) -> None:
     free, _ = torch.cuda.mem_get_info()
-    run(
-        "default job, vLLM",
-        "inference_model.check_sync=true",
-        "inference_model.check_sync_tolerance=1.0",
-    )
+    run("default job, vLLM", *CHECKED)
     torch.cuda.empty_cache()
     assert torch.cuda.mem_get_info()[0] > 0.95 * free  # its process has given everything back
 
@@ -130,7 +138,7 @@ def test_three_steps_near_the_limit_fit_in_turns(run: Callable[..., Any]) -> Non
     free, total = torch.cuda.mem_get_info()
     ballast = torch.empty(free - 16 * 2**30, dtype=torch.uint8, device="cuda")
     share = f"inference_model.gpu_memory_utilization={8 * 2**30 / total:.4f}"
-    run("near the limit, vLLM", share, "inference_model.check_sync=true", "inference_model.check_sync_tolerance=1.0",
+    run("near the limit, vLLM", share, *CHECKED,
         "inference_model.dtype=bfloat16", "policy.kl_coef=0", "train.micro_batch_tokens=2048")  # fmt: skip
     del ballast
 
@@ -154,7 +162,7 @@ def test_processes_on_one_gpu_share_weights(
     kind: str, backend: str, run: Callable[..., Any]
 ) -> None:
     options = (f"inference_model.weight_transfer={kind}", f"inference_model.backend={backend}")
-    run(f"{kind}, {backend}", *options, asynchronous=True)
+    run(f"{kind}, {backend}", *options, *CHECKED, asynchronous=True)
 
 
 @needs_ray
@@ -167,15 +175,14 @@ def test_weights_travel_over_nccl(kind: str, backend: str, run: Callable[..., An
         f"inference_model.backend={backend}",
         "policy.kl_coef=0",
     )
-    run(f"{kind}, {backend}", *options, asynchronous=True)
+    run(f"{kind}, {backend}", *options, *CHECKED, asynchronous=True)
 
 
 @needs_ray
 @needs_two
 @pytest.mark.parametrize("backend", ["transformers", pytest.param("vllm", marks=needs_vllm)])
 def test_ranks_and_engines_take_turns_on_all_gpus(backend: str, run: Callable[..., Any]) -> None:
-    options = (f"inference_model.backend={backend}", "inference_model.check_sync=true",
-               "inference_model.check_sync_tolerance=1.0", "policy.kl_coef=0")  # fmt: skip
+    options = (f"inference_model.backend={backend}", *CHECKED, "policy.kl_coef=0")
     two = ("train_model.devices=[0,1]", "inference_model.devices=[0,1]")
     run(f"two GPUs in turns, {backend}", *options, *two)
 

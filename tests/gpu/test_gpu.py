@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import warnings
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import multiprocessing
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from tests.support.configs import compose_config
 from tests.support.families import make_family
@@ -24,7 +24,9 @@ from torchrl_grpo.models.prefix import GatherIndex, pick
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.models.sharding import compute_device, init_mesh, shard_model
 from torchrl_grpo.weights import named_weights
+from torchrl_grpo.weights.handle import in_parts, on_host, staged
 from torchrl_grpo.weights.ipc import IpcSender, LocalSender, opened
+from torchrl_grpo.weights.nccl import _Kept
 
 DEVICE = "cuda"
 
@@ -182,21 +184,44 @@ def test_with_cpu_offload_the_weights_rest_on_the_cpu() -> None:
     assert got["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=1e-3)
 
 
+def test_each_stream_that_reads_a_part_waits_for_its_copy() -> None:
+    """Two streams read in turn, as in vLLM's sender, and the first one is late."""
+    expected = {f"layer.{i}": torch.full((2**20,), i + 1.0) for i in range(8)}
+    source = iter(
+        _Kept([(flat.pin_memory(), part) for flat, part in in_parts(expected.items(), None)])
+    )
+    streams, got = [torch.cuda.Stream() for _ in range(2)], list[Any]()
+    for turn in range(len(expected)):
+        with torch.cuda.stream(streams[turn % 2]):
+            if turn == 0:
+                torch.cuda._sleep(10**8)
+            name, weight = next(source)
+            got.append((name, weight.clone()))
+    torch.cuda.synchronize()
+    assert dict(got).keys() == expected.keys()
+    assert all(torch.equal(weight.cpu(), expected[name]) for name, weight in got)
+
+
+def test_a_weight_on_its_way_to_the_host_is_converted_by_the_gpu() -> None:
+    weight = torch.randn(1000, 300, device="cuda").T
+    on_its_way, kept = staged(weight, torch.bfloat16), on_host(weight, torch.bfloat16)
+    assert on_its_way.is_pinned() and not kept.is_pinned()
+    assert torch.equal(on_its_way, weight.bfloat16().cpu())
+    assert torch.equal(kept, on_its_way) and kept.is_contiguous()
+
+
 def received(infos: Sequence[dict[str, Any]], path: Path) -> None:
-    """In a process of its own: what the engine of vLLM's weight transfer makes of them."""
-    packed = importlib.import_module("vllm.distributed.weight_transfer.packed_tensor")
-    importer, got = packed.PackedBufferImporter(), {}
+    """In a process of its own: reads the weights as the engine of vLLM's weight transfer does."""
+    got = {}
     for info in map(opened, infos):
-        handle = info.pop("ipc_handles")
-        for name, weight in packed.packed_ipc_consumer(
-            handle, **info, device_index=0, importer=importer
-        ):
-            got[name] = weight.cpu()
-    importer.close()
+        [arguments] = info["ipc_handles"].values()
+        parts = rebuild_cuda_tensor(*arguments).split(info["tensor_sizes"])
+        layout = zip(info["names"], info["dtype_names"], info["shapes"], parts, strict=True)
+        for name, dtype, shape, part in layout:
+            got[name] = part.view(getattr(torch, dtype)).view(shape).cpu()
     torch.save(got, path)
 
 
-@needs_vllm
 def test_another_process_reads_the_weights_through_cuda_ipc(tmp_path: Path) -> None:
     sender = IpcSender(torch.bfloat16, "127.0.0.1")
     before = torch.cuda.memory_allocated()

@@ -5,22 +5,34 @@ from __future__ import annotations
 import inspect
 import pickle
 from collections.abc import Iterable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tensordict import lazy_stack
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.models import make_tiny_model
 from tests.support.pretended import OnDevice, PretendedCuda
 from tests.support.training import make_batch, make_trainer
 from torchrl_grpo import keys
+from torchrl_grpo.generation.server import ServerEngine
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.transforms.kl_scoring import KLScoring
-from torchrl_grpo.weights import DirectHandle, EitherHandle, handle, ipc, named_weights
+from torchrl_grpo.weights import (
+    DirectHandle,
+    EitherHandle,
+    ObjectSender,
+    handle,
+    ipc,
+    named_weights,
+)
 from torchrl_grpo.weights.ipc import IpcSender, LocalSender
+from torchrl_grpo.weights.shared import SharedWeights
 
 FIRST, SECOND = "meta:0", "meta:1"
 METRICS = ("train/loss", "train/grad_norm", "train/kl_k3_to_ref", "train/entropy")
@@ -111,6 +123,53 @@ def test_a_step_waits_for_its_device_twice_and_scoring_once_a_pass() -> None:
         cuda.waited.clear()
         scoring(batch.exclude(keys.REF_LOG_PROBS))
         assert cuda.waited == ["aten._to_copy"] * 3
+
+
+class Crossings(TorchDispatchMode):
+    """Notes the dtypes of each copy from a pretended device to the CPU, before and after it."""
+
+    def __enter__(self) -> Any:
+        self.dtypes: list[tuple[torch.dtype, torch.dtype]] = []
+        return super().__enter__()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        is_copy = func.overloadpacket is torch.ops.aten._to_copy
+        if is_copy and args[0].device.type == "meta" and out.device.type == "cpu":
+            self.dtypes.append((args[0].dtype, out.dtype))
+        return out
+
+
+def to_objects(weights: dict[str, torch.Tensor], folder: Path) -> dict[str, torch.Tensor]:
+    sent = ObjectSender(torch.bfloat16).pack(weights.items(), 0)
+    return {name: weight.clone() for name, weight in sent.weights()}
+
+
+def to_shared_memory(weights: dict[str, torch.Tensor], folder: Path) -> dict[str, torch.Tensor]:
+    shared = SharedWeights(weights.items(), torch.bfloat16)
+    got = {name: weight.clone() for name, weight in shared.block.weights()}
+    shared.close()
+    return got
+
+
+def to_a_server(weights: dict[str, torch.Tensor], folder: Path) -> dict[str, torch.Tensor]:
+    engine: Any = ServerEngine.__new__(ServerEngine)
+    engine._folder, engine._dtype, engine._tied = folder, torch.bfloat16, {}
+    return load_file(engine._write(weights.items()))
+
+
+@pytest.mark.parametrize("send", [to_objects, to_shared_memory, to_a_server])
+def test_weights_are_converted_before_they_leave_their_device(send: Any, tmp_path: Path) -> None:
+    """A copy between devices that converts is computed by the CPU, of twice the bytes."""
+    expected = {"norm": torch.randn(8), "embed": torch.randn(4, 8).T}
+    with PretendedCuda():
+        weights = {name: weight.to(FIRST) for name, weight in expected.items()}
+        with Crossings() as crossings:
+            got = send(weights, tmp_path)
+    assert crossings.dtypes == [(torch.bfloat16, torch.bfloat16)] * 2
+    assert all(torch.equal(got[name], weight.bfloat16()) for name, weight in expected.items())
 
 
 class FakeIpc:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pickle
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -165,3 +166,47 @@ def test_strangers_are_given_nothing(sender: NcclSender) -> None:
     stranger = nccl.Meeting(HOST, given.meeting.port, "guess").connect()
     given.init_info(1)
     assert not stranger.check(["workers"]) and not stranger.check(["round/0"])
+
+
+class Stream:
+    """Does what was asked of it when it is run, and not before."""
+
+    def __init__(self) -> None:
+        self.tasks: list[Callable[[], Any]] = []
+
+    def record_event(self) -> list[Callable[[], Any]]:
+        return list(self.tasks)
+
+    def wait_event(self, event: list[Callable[[], Any]]) -> None:
+        self.tasks += event
+
+    def run(self) -> None:
+        for task in self.tasks:
+            task()
+
+
+def test_each_stream_that_reads_a_part_waits_for_its_copy(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM's sender does, which takes turns with two streams."""
+    streams, turn, got, users = [Stream(), Stream()], 0, dict[str, Tensor](), set[Stream]()
+
+    def cuda(flat: Tensor, non_blocking: bool) -> Tensor:
+        copy = torch.full_like(flat, torch.nan)
+        streams[turn].tasks.append(lambda: copy.copy_(flat))
+        return copy
+
+    def read(name: str, weight: Tensor) -> None:
+        got[name] = weight.clone()
+
+    monkeypatch.setattr(Tensor, "is_pinned", lambda self: True)
+    monkeypatch.setattr(Tensor, "cuda", cuda)
+    monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: users.add(stream))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: streams[turn])
+    for name, weight in nccl._Kept(list(handle.in_parts(weights(3).items(), None))):
+        streams[turn].tasks.append(partial(read, name, weight))
+        turn = 1 - turn
+    for stream in reversed(streams):
+        stream.run()
+    assert all(torch.equal(got[name], weight) for name, weight in weights(3).items())
+    assert users == set(streams)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from importlib import metadata
 from pathlib import Path
@@ -34,6 +35,14 @@ MODEL = {
 def check(on_cpu: bool = True, model: dict[str, Any] | None = None, **settings: Any) -> None:
     config = Qwen2Config(**MODEL | (model or {}))
     check_vllm_model(config, {"enforce_eager": True, **settings}, on_cpu=on_cpu)  # type: ignore[typeddict-item]
+
+
+def test_vllms_processes_are_spawned_and_never_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which vLLM leaves to its default, ``fork``, where CUDA's driver is in use and torch's is not."""
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+    with vllm_module.starting_vllm(None):
+        assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+    assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "fork"
 
 
 def test_a_head_size_that_a_cpu_cannot_compute_is_refused_there_alone() -> None:

@@ -73,6 +73,19 @@ def test_new_weights_come_before_the_cache_has_its_memory_back() -> None:
     assert len(library.calls) == 5
 
 
+def test_what_the_trainer_has_freed_is_given_back_before_memory_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, library = make_engine()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: library.calls.append("collect"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: library.calls.append("empty"))
+    engine.sleep()
+    engine.load(handle_of(make_tiny_model()), 1)
+    gives = ["collect", "empty"]
+    assert library.calls[1:] == [*gives, ["weights"], "receive", *gives, ["kv_cache"]]
+
+
 def test_weights_that_sleep_has_dropped_are_read_again_to_wake() -> None:
     engine, library = make_engine()
     engine.load(handle_of(make_tiny_model()), 7)

@@ -6,6 +6,9 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
+from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +19,7 @@ import torch
 
 from torchrl_grpo.generation.base import SamplingParams, preserve_rng
 from torchrl_grpo.generation.vllm import VLLMBase
+from torchrl_grpo.weights import worker as worker_module
 from torchrl_grpo.weights.shared import SharedWeights
 from torchrl_grpo.weights.worker import WeightSyncExtension, checksum
 
@@ -171,3 +175,26 @@ def test_what_is_sampled_in_between_changes_no_request_seed(engine: Engine) -> N
         engine.seed(0)
         engine.worker.draw()
     assert [*got, engine.worker.draw()] == expected
+
+
+def test_weights_arrive_on_the_workers_device_in_any_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A trial receives them in a thread of its own, and CUDA's current device is a thread's."""
+    here, calls = threading.local(), list[Any]()
+    names = ("start_weight_update", "finish_weight_update")
+    engine = SimpleNamespace(
+        update_weights=lambda update: calls.append(getattr(here, "device", torch.device("cuda:0"))),
+        **{name: partial(calls.append, name) for name in names},
+    )
+    modules = SimpleNamespace(set_current_vllm_config=lambda config: nullcontext())
+    monkeypatch.setattr(worker_module, "import_module", lambda name: modules)
+    monkeypatch.setattr(worker_module, "_transfer_engine", lambda worker, backend: engine)
+    monkeypatch.setattr(worker_module, "_repair", lambda worker: calls.append("repair"))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(here, "device", device))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("synchronize"))
+    worker: Any = Worker()
+    worker.device, worker.vllm_config = torch.device("cuda:1"), None
+    assert worker.receive("nccl", None, {}, True, True, deadline_s=30) == ""
+    start, finish = names
+    assert calls == [start, worker.device, finish, "repair", "synchronize"]

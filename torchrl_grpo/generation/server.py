@@ -41,6 +41,7 @@ from torchrl_grpo.generation.base import (
 )
 from torchrl_grpo.generation.servers import AT_A_TIME, COMES_BACK_S, connect, require_httpx
 from torchrl_grpo.generation.stops import StopStrings
+from torchrl_grpo.weights.handle import on_host
 from torchrl_grpo.weights.named import expected_weights
 
 _ABORTS = 5
@@ -223,9 +224,7 @@ class ServerEngine(Engine):
 
         assert self._folder is not None
         self._folder.mkdir(parents=True, exist_ok=True)
-        values = {
-            name: weight.detach().to("cpu", self._dtype).contiguous() for name, weight in weights
-        }
+        values = {name: on_host(weight, self._dtype) for name, weight in weights}
         # A server that keeps a packed copy of a tied head would keep the old one.
         values |= {
             name: values[other].clone() for name, other in self._tied.items() if name not in values

@@ -158,6 +158,8 @@ def starting_vllm(device: torch.device | None, log_file: str | None = None) -> I
     ):  # its processes are all on this machine; gloo takes what the machine's name stands for
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
+    # This process may have threads, and CUDA's driver: a fork would inherit both.
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     if (
         device is not None and device.type == "cuda"
     ):  # its workers inherit this and see no other device
@@ -794,6 +796,9 @@ class VLLMEngine(VLLMBase):
         """
         if part not in self._asleep:
             return
+        if torch.cuda.is_initialized():  # give back what the trainer in this process has freed
+            torch.cuda.ipc_collect()
+            torch.cuda.empty_cache()
         try:
             self._open().wake_up(tags=[part])
         except RuntimeError as error:

@@ -113,9 +113,6 @@ class AsyncVLLMEngine(VLLMBase):
         self._thread.start()
         try:
             with starting_vllm(None, settings.get("log_file")):
-                os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = (
-                    "spawn"  # this process has threads and must not fork
-                )
                 config, arguments = engine_arguments(model_path, settings)
                 # All of vLLM's objects live in the loop's thread. A process that is to die with its
                 # parent dies, in truth, with the thread that started it, and this one lasts until

@@ -241,8 +241,10 @@ def _fill(
             for module, name in tied:
                 module.register_parameter(name, getattr(first, named))
     for name, tensor in _tensors(model):
-        whole = tensors.pop(name) if tensors else torch.empty(tensor.shape, dtype=tensor.dtype)
-        whole = whole.to(mesh.device_type).contiguous()
+        if tensors:
+            whole = tensors.pop(name).to(mesh.device_type).contiguous()
+        else:
+            whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=mesh.device_type)
         dist.broadcast(whole, 0)
         if isinstance(tensor, DTensor):
             tensor = (

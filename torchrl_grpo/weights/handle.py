@@ -203,6 +203,25 @@ def in_parts(weights: Named, dtype: torch.dtype | None) -> Iterator[tuple[Tensor
         yield part()
 
 
+def staged(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a weight in host memory, contiguous: from a GPU, a copy in pinned memory.
+
+    Args:
+        weight: on any device, which converts it: in a copy between devices the CPU would.
+        dtype: dtype of the result; None keeps the weight's own.
+    """
+    value = weight.detach().to(dtype or weight.dtype).contiguous()
+    if not value.is_cuda:
+        return value.cpu()
+    return torch.empty_like(value, device="cpu", pin_memory=True).copy_(value)
+
+
+def on_host(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return ``staged(weight, dtype)`` in memory that is not pinned, for whoever keeps it."""
+    value = staged(weight, dtype)
+    return value.clone() if value.is_pinned() else value
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """Return ``"float32"`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")

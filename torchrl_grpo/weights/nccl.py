@@ -32,6 +32,7 @@ from torchrl_grpo.weights.handle import (
     Part,
     TransferHandle,
     in_parts,
+    staged,
     unpacked,
 )
 from torchrl_grpo.weights.meeting import Meeting, MeetingSender, connected
@@ -119,7 +120,8 @@ class NcclSender(MeetingSender):
         self._group_id = b""
 
     def pack(self, weights: Named, version: int) -> NcclWeights:
-        parts = [(_on_host(flat), part) for flat, part in in_parts(weights, self.dtype)]
+        # In host memory, to leave the GPU's to training.
+        parts = [(staged(flat), part) for flat, part in in_parts(weights, self.dtype)]
         self._parts[version] = parts
         if self._thread is None:
             self._group_id = _new_group_id()
@@ -194,7 +196,20 @@ class _Kept:
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for flat, part in self._parts:
-            yield from unpacked(flat.cuda(non_blocking=True) if flat.is_pinned() else flat, part)
+            yield from _copied(flat, part) if flat.is_pinned() else unpacked(flat, part)
+
+
+def _copied(flat: Tensor, part: Part) -> Iterator[tuple[str, Tensor]]:
+    """Copy a part to the GPU and yield its weights, to a reader that takes turns with streams: each
+    weight is ready on the stream that is current when it is asked for.
+    """
+    copy = flat.cuda(non_blocking=True)
+    done = torch.cuda.current_stream().record_event()
+    for named in unpacked(copy, part):
+        stream = torch.cuda.current_stream()
+        stream.wait_event(done)
+        copy.record_stream(stream)  # its memory is not reused before this stream has read it
+        yield named
 
 
 class _NoClient:
@@ -229,10 +244,3 @@ def _send(group: Any, parts: Sequence[tuple[Tensor, Part]]) -> None:
     engine = engine_class(client=_NoClient(), source=_Kept(parts), is_sender=True, **_BUFFERS)
     engine.model_update_group = group
     engine.send_weights()
-
-
-def _on_host(flat: Tensor) -> Tensor:
-    """Copy a part to host memory, to leave the GPU's to training."""
-    if not flat.is_cuda:
-        return flat
-    return torch.empty_like(flat, device="cpu", pin_memory=True).copy_(flat)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_grpo.weights.handle import Named, Sender, WeightHandle, tensor_bytes
+from torchrl_grpo.weights.handle import Named, Sender, WeightHandle, on_host, tensor_bytes
 
 
 @dataclass(frozen=True)
@@ -43,16 +43,10 @@ class ObjectSender(Sender):
     """
 
     def __init__(self, dtype: torch.dtype | None) -> None:
-        self._dtype = dtype
+        self.dtype = dtype
 
     def pack(self, weights: Named, version: int) -> PackedWeights:
-        values = (
-            (name, weight.detach().to("cpu", self._dtype or weight.dtype))
-            for name, weight in weights
-        )
+        values = ((name, on_host(weight, self.dtype)) for name, weight in weights)
         return PackedWeights(
-            tuple(
-                (name, value.dtype, value.shape, tensor_bytes(value.contiguous()))
-                for name, value in values
-            )
+            tuple((name, value.dtype, value.shape, tensor_bytes(value)) for name, value in values)
         )

@@ -19,6 +19,7 @@ from torchrl_grpo.weights.handle import (
     Part,
     TransferHandle,
     dtype_name,
+    staged,
     tensor_bytes,
     unpacked,
 )
@@ -121,7 +122,7 @@ class SharedWeights:
         try:
             # Written, not mapped: a lack of memory is an OSError here instead of a SIGBUS later.
             for weight_name, weight in weights:
-                value = weight.detach().to("cpu", dtype).contiguous()
+                value = staged(weight, dtype)
                 self._file.write(tensor_bytes(value).data)
                 layout.append((weight_name, tuple(value.shape)))
             self._file.flush()

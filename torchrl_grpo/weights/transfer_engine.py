@@ -92,7 +92,7 @@ class ObjectStoreEngine(_base.WeightTransferEngine):
         """Yield the base weights with adapters added, on this worker's device."""
         deltas = deltas_of(info.layers, matrices, self.device)
         for name, weight in self.base():
-            whole = weight.to(self.device, getattr(torch, info.base_dtype))
+            whole = weight.to(self.device).to(getattr(torch, info.base_dtype))
             yield name, merged(whole, deltas.get(name, [])).to(self.model_config.dtype)
 
     def shutdown(self) -> None:

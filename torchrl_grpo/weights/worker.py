@@ -170,6 +170,9 @@ def _take(
     last: bool,
 ) -> None:
     """See ``WeightSyncExtension.receive``."""
+    on_cuda = worker.device.type == "cuda"
+    if on_cuda:
+        torch.cuda.set_device(worker.device)  # a new thread begins on the first one
     with import_module("vllm.config").set_current_vllm_config(worker.vllm_config), torch.no_grad():
         if first and worker.unfinished is not None:
             # Otherwise its leftovers in the layers would be taken for new weights.
@@ -184,6 +187,8 @@ def _take(
             engine.finish_weight_update()
             worker.unfinished = None
             _repair(worker)
+    if on_cuda:
+        torch.cuda.synchronize()  # the model runs on another thread's stream
 
 
 def _run_within(function: Callable[[], None], seconds: float) -> str:

@@ -13,6 +13,7 @@ from torchrl.envs import ParallelEnv, SerialEnv, Transform, TransformedEnv
 from torchrl.envs.llm.transforms.policy_version import PolicyVersion
 from torchrl.envs.utils import check_env_specs
 from torchrl.modules.llm import TransformersWrapper
+from torchrl.objectives.llm import GRPOLoss as TorchRLLoss
 
 from tests.support.echo import EchoTask, TwoTurnTask
 from tests.support.envs import END, ScriptedEngine
@@ -21,6 +22,7 @@ from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation import SamplingParams, TransformersEngine
 from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.models import TokenScorer
+from torchrl_grpo.objectives import GRPOLoss
 from torchrl_grpo.tasks.base import Problem
 from torchrl_grpo.transforms import GroupAdvantage, KLScoring
 
@@ -92,8 +94,6 @@ def test_torchrls_collector_plays_our_environment_and_policy(tokenizer):
     [
         ({"steps_per_batch": 4}, "use dialog_turns_per_batch"),
         ({"total_steps": 8}, "use total_dialog_turns"),
-        ({"policy_factory": make_policy}, r"use policy=policy_factory\(\)"),
-        ({"yield_only_last_steps": False}, "an element is a whole dialog"),
         ({"yield_completed_trajectories": False}, "an element is a whole dialog"),
         ({"flatten_data": False}, "batches are flat"),
         ({"track_policy_version": PolicyVersion()}, "each token has its version"),
@@ -134,31 +134,72 @@ def test_torchrls_arguments_that_say_what_is_so_are_taken(tokenizer):
         RolloutCollector(make_env(tokenizer), make_policy(), wurst=1)
 
 
-def test_start_is_refused_with_the_reason(tokenizer):
-    with pytest.raises(TypeError, match=r"start\(\) samples nothing in the background"):
+def test_start_needs_a_buffer(tokenizer):
+    with pytest.raises(RuntimeError, match="replay_buffer"):
         RolloutCollector(make_env(tokenizer), make_policy()).start()
 
 
-def test_weights_may_come_alone_and_in_torchrls_forms(tokenizer, tiny_model):
+def test_torchrls_attributes_and_constructors_are_there(tokenizer):
+    """What TorchRL's trainers, loggers and hooks read from its own collectors."""
+    arguments: dict[str, Any] = {
+        "policy_factory": make_policy,
+        "dialog_turns_per_batch": 4,
+        "total_dialog_turns": 8,
+        "yield_only_last_steps": False,
+    }
+    ours = RolloutCollector(lambda: make_env(tokenizer), **arguments)
+    theirs = LLMCollector(lambda: make_env(tokenizer), **arguments)
+    for name in ("dialog_turns_per_batch", "total_dialog_turns", "yield_only_last_steps"):
+        assert getattr(ours, name) == getattr(theirs, name)
+    assert ours.init_random_frames == 0 and ours.yield_completed_trajectories
+    assert ours.get_policy_version() == ours.stats()["policy_version"] == 0
+    ours.reset()
+    ours.set_postproc(GroupAdvantage(2))
+    assert next(iter(ours))["advantage"].shape == (4, 1)
+    with pytest.raises(RuntimeError, match="postproc"):
+        ours.set_postproc(GroupAdvantage(2))
+    for given in ({}, {"policy": make_policy(), "policy_factory": make_policy}):
+        with pytest.raises(TypeError, match="one of policy and policy_factory"):
+            RolloutCollector(make_env(tokenizer), **given)
+
+
+def test_weights_come_in_every_form_of_torchrls_collectors(tokenizer, tiny_model):
     policy = GenerationPolicy(TransformersEngine(tiny_model), PARAMS)
     collector = RolloutCollector(make_env(tokenizer), policy)
+    wrapper = TransformersWrapper(tiny_model, tokenizer=tokenizer, input_mode="tokens")
     parameters = dict(tiny_model.named_parameters())
+    loss = GRPOLoss(TokenScorer(tiny_model))
     forms = (
-        tiny_model,
-        TokenScorer(tiny_model),
-        tiny_model.state_dict(),
-        parameters.items(),
-        TensorDict(parameters),
+        *(tiny_model, TokenScorer(tiny_model), loss, wrapper, TorchRLLoss(wrapper)),
+        *(TensorDict.from_module(tiny_model), TensorDict.from_module(tiny_model).data),
+        *(TensorDict.from_module(loss), TensorDict.from_module(wrapper)),
+        *(tiny_model.state_dict(), parameters.items(), TensorDict(parameters)),
     )
-    for version, weights in enumerate(forms, start=1):
-        collector.update_policy_weights_(weights)
-        assert collector.policy_version == version
-    collector.update_policy_weights_(parameters.items(), 40)
+    with torch.no_grad():
+        for version, weights in enumerate(forms, start=1):
+            policy.engine.model.lm_head.weight.zero_()
+            collector.update_policy_weights_(weights)
+            assert collector.policy_version == version
+            assert torch.equal(policy.engine.model.lm_head.weight, tiny_model.lm_head.weight)
+    keywords = (
+        {"policy_or_weights": tiny_model},
+        {"weights": TensorDict.from_module(tiny_model)},
+        {"policy": tiny_model, "model_id": "policy"},
+        {"weights_dict": {"policy": tiny_model}},
+        {"policy_or_weights": parameters.items(), "version": 40},
+    )
+    for arguments in keywords:
+        collector.update_policy_weights_(**arguments)
     assert collector.policy_version == 40
-    with pytest.raises(
-        TypeError, match=r"needs the weights.*: use update_policy_weights_\(model\)"
-    ):
+    with pytest.raises(TypeError, match=r"weights.*: use update_policy_weights_\(model\)"):
         collector.update_policy_weights_()
+    with pytest.raises(TypeError, match="once"):
+        collector.update_policy_weights_(tiny_model, policy=tiny_model)
+    with pytest.raises(KeyError, match="critic"):
+        collector.update_policy_weights_(tiny_model, model_id="critic")
+    with pytest.raises(RuntimeError, match="2 unknown"):
+        collector.update_policy_weights_({**parameters, "a": torch.ones(1), "b": torch.ones(1)})
+    assert collector.policy_version == 40
 
 
 def test_the_version_can_be_raised_alone_and_the_draws_go_on(tokenizer, tiny_model):

@@ -28,6 +28,7 @@ KEYS = {
     ("policy_versions", "full"),
     *(("next", name) for name in ("reward", "done", "terminated", "truncated", "correct")),
     *(("reward_valid",), ("group_id",), ("policy_version",), ("query",), ("text", "response")),
+    ("next", "policy_version"),
 }
 
 

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,8 +16,6 @@ from typing import Any
 
 import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
-from tensordict.nn import TensorDictModuleBase
-from torch import Tensor, nn
 from torchrl.collectors import BaseCollector
 from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase, TransformedEnv
@@ -27,7 +27,6 @@ from torchrl_grpo.generation.base import Completion, cut_off
 from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.generation.stops import completed_at, token_bytes
 from torchrl_grpo.tasks.drawing import Drawn
-from torchrl_grpo.weights import named_weights
 
 
 @dataclass
@@ -54,7 +53,8 @@ class RolloutCollector(BaseCollector):
     - ``("tokens", "prompt")`` is the first prompt, ``("tokens", "response")`` all tokens after it.
     - ``("masks", "all_assistant_mask")`` is True on the tokens that the policy sampled; log-probs
       are 0 elsewhere.
-    - ``"policy_version"`` is the oldest version among the turns.
+    - ``"policy_version"`` is the oldest version among the turns, ``("next", "policy_version")``
+      that of the last one.
     - ``("next", ...)`` is that of the last turn, except for the reward, which is the sum over the
       turns and valid if all of them are. ``("next", "turn_rewards")`` has the reward of each turn
       if a dialog of the rollout had several.
@@ -65,10 +65,11 @@ class RolloutCollector(BaseCollector):
         last: counts of the latest rollout.
 
     Args:
-        env: an ``LLMEnv``, possibly in a ``TransformedEnv``.
+        env: an ``LLMEnv``, possibly in a ``TransformedEnv``, or a function that makes it.
         policy: samples the responses; its engine takes the weights.
 
     Keyword Args:
+        policy_factory: makes the policy, in place of ``policy``.
         dialog_turns_per_batch: a batch is made of whole rollouts until it has at least so many
             trajectories. A dialog counts once, however many turns it has. None is one rollout,
             ``num_envs`` trajectories. The config's ``train.dialog_turns_per_batch`` is this.
@@ -78,13 +79,15 @@ class RolloutCollector(BaseCollector):
         replay_buffer: iteration writes each batch to it and yields None.
         postproc: what iteration makes of each batch before it yields or writes it, such as
             ``GroupAdvantage``.
+        yield_only_last_steps: True and False give the same: a row has all turns of its dialog.
         **others: what TorchRL's ``LLMCollector`` takes beyond that, where it says what is so
             anyway.
 
     Raises:
         ValueError: a number is out of its range, or the environment or the policy is of another
             kind.
-        TypeError: an argument is TorchRL's and asks for something that this collector does not do.
+        TypeError: an argument is TorchRL's and asks for something that this collector does not do,
+            or there is not exactly one of ``policy`` and ``policy_factory``.
 
     Examples:
         >>> from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -106,19 +109,30 @@ class RolloutCollector(BaseCollector):
         >>> collector.shutdown()
     """
 
+    init_random_frames = 0  # TorchRL's trainers begin after so many
+    yield_completed_trajectories = True
+
     def __init__(
         self,
-        env: EnvBase,
-        policy: GenerationPolicy,
+        env: EnvBase | Callable[[], EnvBase],
+        policy: GenerationPolicy | None = None,
         *,
+        policy_factory: Callable[[], GenerationPolicy] | None = None,
         dialog_turns_per_batch: int | None = None,
         total_dialog_turns: int = -1,
         replay_buffer: ReplayBuffer | None = None,
         postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
+        yield_only_last_steps: bool | None = None,
         **others: Any,
     ) -> None:
         refuse_arguments("RolloutCollector", others)
         super().__init__()
+        if (policy is None) == (policy_factory is None):
+            raise TypeError(
+                "RolloutCollector needs one of policy and policy_factory: use policy=policy."
+            )
+        env = env if isinstance(env, EnvBase) else env()
+        policy = policy_factory() if policy_factory is not None else policy
         if not (isinstance(_base_env(env), LLMEnv) and isinstance(policy, GenerationPolicy)):
             raise ValueError(
                 f"env={type(_base_env(env)).__name__} must be an LLMEnv and "
@@ -142,15 +156,29 @@ class RolloutCollector(BaseCollector):
         self.total_frames = total_dialog_turns
         self.replay_buffer = replay_buffer
         self.postproc = postproc
+        self.yield_only_last_steps = bool(yield_only_last_steps)
         self._frames = 0
         self.last = RolloutCounts()
         self._closed = False
+        self._next_in_line, self._in_use = threading.Lock(), threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
 
     @property
     def base_env(self) -> LLMEnv:
         """The environment without its transforms."""
         env: Any = _base_env(self.env)
         return env
+
+    @property
+    def dialog_turns_per_batch(self) -> int:
+        """Least trajectories in a batch."""
+        return self.requested_frames_per_batch
+
+    @property
+    def total_dialog_turns(self) -> int:
+        """Trajectories after which iteration ends; -1 never ends."""
+        return self.total_frames
 
     @property
     def dialog_turns(self) -> int:
@@ -161,6 +189,39 @@ class RolloutCollector(BaseCollector):
     def policy_version(self) -> int:
         """Version of the weights that the engine has now."""
         return self.policy.engine.policy_version
+
+    def get_policy_version(self) -> int:
+        """Return ``policy_version``."""
+        return self.policy_version
+
+    def set_postproc(self, postproc: Callable[[TensorDictBase], TensorDictBase]) -> None:
+        """Set what iteration makes of each batch.
+
+        Raises:
+            RuntimeError: there is a ``postproc`` already.
+        """
+        if self.postproc is not None:
+            raise RuntimeError("postproc is set already: use Compose for several transforms.")
+        self.postproc = postproc
+
+    def getattr_rb(self, attr: str) -> Any:
+        """Return an attribute of the replay buffer, or raise what ended the background sampling."""
+        if self._failure is not None:
+            raise RuntimeError("sampling in the background failed.") from self._failure
+        return getattr(self.replay_buffer, attr)
+
+    def reset(self, index: Any = None, **kwargs: Any) -> None:
+        """Do nothing: each rollout begins with new dialogs."""
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """Context of a rollout or an update of the weights; who asks first is next."""
+        with self._next_in_line:
+            self._in_use.acquire()
+        try:
+            yield
+        finally:
+            self._in_use.release()
 
     def iterator(self) -> Iterator[TensorDictBase | None]:
         """Yield batches (None with a replay buffer) until ``total_dialog_turns`` trajectories were
@@ -193,19 +254,20 @@ class RolloutCollector(BaseCollector):
                 earlier one.
             ValueError: a prompt leaves no room for one token in the model's context.
         """
-        if self._closed:
-            raise RuntimeError("the collector was shut down and cannot play: build a new one.")
-        self.last = RolloutCounts()
-        if drawn:
-            self.base_env.assign(drawn)
-        rows = self.base_env.batch_size[0]
-        sequences = list(self._play())
-        played = rows
-        while not drawn and played < self.requested_frames_per_batch:
-            sequences.extend(self._play())
-            played += rows
-        self._frames += played
-        return lazy_stack(sequences)
+        with self._exclusive():
+            if self._closed:
+                raise RuntimeError("the collector was shut down and cannot play: build a new one.")
+            self.last = RolloutCounts()
+            if drawn:
+                self.base_env.assign(drawn)
+            rows = self.base_env.batch_size[0]
+            sequences = list(self._play())
+            played = rows
+            while not drawn and played < self.requested_frames_per_batch:
+                sequences.extend(self._play())
+                played += rows
+            self._frames += played
+            return lazy_stack(sequences)
 
     def _play(self) -> Iterable[TensorDictBase]:
         """Reset the environment and play until all rows are done; return a TensorDict for each
@@ -281,43 +343,42 @@ class RolloutCollector(BaseCollector):
 
     def update_policy_weights_(
         self,
-        weights: nn.Module
-        | TensorDictBase
-        | Mapping[str, Tensor]
-        | Iterable[tuple[str, Tensor]]
-        | None = None,
+        policy_or_weights: Any = None,
         version: int | None = None,
+        *,
+        weights: Any = None,
+        policy: Any = None,
+        weights_dict: Mapping[str, Any] | None = None,
+        model_id: str | None = None,
+        worker_ids: Any = None,
     ) -> None:
-        """Give the engine new weights. No rollout is in progress, so all tokens of the next one
-        come from them.
+        """Give the engine new weights, between two rollouts: all tokens of the next one come from
+        them.
 
         Args:
-            weights: a model, its state dict, or pairs (name in the Hugging Face checkpoint,
-                tensor), every parameter once.
+            policy_or_weights: what ``GenerationPolicy.update_weights`` takes.
             version: the engine's new ``policy_version``; by default the next one.
+            weights: the same as ``policy_or_weights``.
+            policy: the same as ``policy_or_weights``.
+            weights_dict: the same, as ``{"policy": weights}``.
+            model_id: ``"policy"``.
+            worker_ids: ignored, there is one worker.
 
         Raises:
-            TypeError: there are no weights.
+            TypeError: there are no weights, or more than one argument gives them.
+            KeyError: weights are for another model than ``"policy"``.
             RuntimeError: a name is unknown or missing, or a shape differs; the engine then keeps
                 its version.
         """
-        if weights is None:
-            raise TypeError(
-                "update_policy_weights_() needs the weights, the engine has its own copy and "
-                "knows no trainer: use update_policy_weights_(model), or "
-                "(model.named_parameters(), version)."
-            )
-        if isinstance(weights, nn.Module):
-            pairs = named_weights(
-                weights.model if isinstance(weights, TensorDictModuleBase) else weights
-            )
-        elif isinstance(weights, TensorDictBase | Mapping):
-            pairs = iter(TensorDict(weights).flatten_keys(".").items())
-        else:
-            pairs = iter(weights)
-        self.policy.engine.update_weights(
-            pairs, self.policy_version + 1 if version is None else version
-        )
+        sources = {model_id or "policy": None, **(weights_dict or {})}
+        if sources.keys() != {"policy"}:
+            raise KeyError(f"model_id={list(sources)} must be 'policy', no other model is played.")
+        forms = [policy_or_weights, weights, policy, sources["policy"]]
+        given = [form for form in forms if form is not None]
+        if len(given) > 1:
+            raise TypeError("update_policy_weights_() takes the weights once: use one argument.")
+        with self._exclusive():
+            self.policy.update_weights(given[0] if given else None, version)
 
     def increment_version(self) -> None:
         """Raise the engine's ``policy_version`` by 1, as ``update_policy_weights_`` does without a
@@ -327,20 +388,40 @@ class RolloutCollector(BaseCollector):
         engine.load_state_dict(engine.state_dict() | {"policy_version": engine.policy_version + 1})
 
     def start(self) -> None:
-        """Refuse TorchRL's background sampling, which this collector does not support.
+        """Iterate in a thread, which writes batches to the replay buffer. Weights are taken between
+        two rollouts.
 
         Raises:
-            TypeError: always.
+            RuntimeError: there is no replay buffer.
         """
-        raise TypeError(
-            "RolloutCollector.start() samples nothing in the background, engines take weights "
-            "between two rollouts: iterate over the collector, or use sota/grpo/grpo-async.py."
-        )
+        if self.replay_buffer is None:
+            raise RuntimeError("start() needs a replay_buffer to write to: pass replay_buffer=.")
+        if not self.is_running():
+            self._thread = threading.Thread(target=self._run, daemon=True)
+            self._thread.start()
 
-    def shutdown(self, *args: Any, **kwargs: Any) -> None:
-        """Close the environment and the engine. May be called again."""
+    def _run(self) -> None:
+        try:
+            for _ in self.iterator():
+                if self._closed:
+                    return
+        except BaseException as error:
+            self._failure = None if self._closed else error
+
+    def is_running(self) -> bool:
+        """Whether the thread of ``start`` samples."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def shutdown(self, timeout: float | None = None, *args: Any, **kwargs: Any) -> None:
+        """Close the environment and the engine, after the rollout in progress. May be called again.
+
+        Args:
+            timeout: seconds to wait for the rollout that ``start`` has begun.
+        """
         if not self._closed:
             self._closed = True
+            if self._thread is not None:
+                self._thread.join(timeout)
             self.env.close()
             self.policy.engine.close()
 
@@ -353,11 +434,14 @@ class RolloutCollector(BaseCollector):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that the next rollout depends on, apart from the weights."""
-        return {
+        state = {
             "env": self.base_env.state_dict(),
             "engine": self.policy.engine.state_dict(),
             "dialog_turns": self._frames,
         }
+        if isinstance(self.env, TransformedEnv):
+            state["transforms"] = self.env.transform.state_dict()
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore ``state_dict``.
@@ -366,6 +450,8 @@ class RolloutCollector(BaseCollector):
             ValueError: the state is from an environment with another number of problems.
         """
         self.base_env.load_state_dict(state_dict["env"])
+        if isinstance(self.env, TransformedEnv):
+            self.env.transform.load_state_dict(state_dict["transforms"])
         self.policy.engine.load_state_dict(state_dict["engine"])
         self._frames = state_dict["dialog_turns"]
 
@@ -416,7 +502,8 @@ def _trajectories(
         if nxt.get(key, None) is not None:
             out.set(key, nxt.get(key))
     rows = out.set("next", nxt.exclude("tokens", "text", "history", *_OF_SEQUENCE)).unbind(0)
-    for trajectory, error in zip(rows, errors, strict=True):
+    for trajectory, row, error in zip(rows, turns, errors, strict=True):
+        trajectory.set(("next", keys.POLICY_VERSION), row[-1].get(keys.POLICY_VERSION))
         if error:
             trajectory.set(keys.REWARD_ERROR, NonTensorData(error))
     if all(len(row) == 1 for row in turns):

@@ -17,9 +17,7 @@ _ARGUMENTS: dict[str, dict[str, tuple[Sequence[Any], str]]] = {
         "frames_per_batch": ((), "use dialog_turns_per_batch"),
         "total_steps": ((), "use total_dialog_turns"),
         "total_frames": ((), "use total_dialog_turns"),
-        "policy_factory": ((None,), "use policy=policy_factory()"),
         "yield_completed_trajectories": ((None, True), _WHOLE_DIALOGS),
-        "yield_only_last_steps": ((None, True), _WHOLE_DIALOGS),
         "flatten_data": ((None, True), "batches are flat, [N]"),
         "reset_at_each_iter": (_SAME, ""),  # no dialog is left over from one batch to the next
         "track_policy_version": (

@@ -30,6 +30,7 @@ from torchrl_grpo.keys import (
     RESPONSE,
     STEPPING,
 )
+from torchrl_grpo.weights import WeightHandle, weights_of
 
 
 class GenerationPolicy(TensorDictModuleBase):
@@ -150,6 +151,26 @@ class GenerationPolicy(TensorDictModuleBase):
         tensordict.set(POLICY_VERSION, torch.tensor(oldest, dtype=torch.int64).reshape(*shape, 1))
         tensordict.set(LENGTH_STOPPED, torch.tensor(cut, dtype=torch.bool).reshape(*shape, 1))
         return tensordict
+
+    def update_weights(self, weights: Any, version: int | None = None) -> None:
+        """Give the engine new weights.
+
+        Args:
+            weights: a ``WeightHandle``; a model or a module that holds one (``TokenScorer``, a
+                wrapper, a loss), ``TensorDict.from_module`` of either, a state dict, or pairs (name
+                in the Hugging Face checkpoint, tensor), every parameter once.
+            version: the engine's new ``policy_version``; by default the next one.
+
+        Raises:
+            TypeError: there are no weights.
+            RuntimeError: a name is unknown or missing, or a shape differs; the engine then keeps
+                its version.
+        """
+        version = self.engine.policy_version + 1 if version is None else version
+        if isinstance(weights, WeightHandle):
+            self.engine.load(weights, version)
+        else:
+            self.engine.update_weights(weights_of(weights), version)
 
     def _generate(
         self, prompts: Sequence[Tensor], groups: Sequence[int], active: Sequence[bool]

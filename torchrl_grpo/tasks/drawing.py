@@ -201,11 +201,14 @@ class Drawing:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore ``state_dict``: the next draws are those that would have followed.
+        """Restore ``state_dict``: the next draws are those that would have followed. An empty state,
+        as TorchRL's collectors save it, restores nothing.
 
         Raises:
             ValueError: the problems are others.
         """
+        if not state:
+            return
         if state["num_problems"] != len(self.usable):
             raise ValueError(
                 f"the saved environment has num_problems={state['num_problems']}, this one has "

@@ -29,6 +29,7 @@ from torchrl_grpo.weights.named import (
     named_adapter_weights,
     named_adapters,
     named_weights,
+    weights_of,
 )
 from torchrl_grpo.weights.object_store import ObjectSender
 
@@ -50,4 +51,5 @@ __all__ = [
     "named_adapters",
     "named_weights",
     "transfer_kind",
+    "weights_of",
 ]

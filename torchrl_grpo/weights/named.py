@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -70,6 +71,38 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     )
 
 
+def weights_of(source: Any) -> Iterator[tuple[str, Tensor]]:
+    """Return the weights in what TorchRL's collectors take.
+
+    Args:
+        source: a model, a module that holds one (``TokenScorer``, a wrapper, a loss),
+            ``TensorDict.from_module`` of either, a state dict, or pairs of name and tensor.
+
+    Raises:
+        TypeError: there are no weights.
+    """
+    from transformers import PreTrainedModel
+
+    if isinstance(source, nn.Module):
+        models = (
+            module
+            for module in source.modules()
+            if isinstance(module, PreTrainedModel) or hasattr(module, "peft_config")
+        )
+        return named_weights(next(models, source))
+    if isinstance(source, TensorDictBase | Mapping):
+        source = TensorDict(source)
+        while len(nested := [v for v in source.values() if isinstance(v, TensorDictBase)]) == 1:
+            source = nested[0]
+        source = list(source.flatten_keys(".").items())
+    if source is None or source == []:
+        raise TypeError(
+            "update_policy_weights_() needs the weights, the engine has its own copy and knows no "
+            "trainer: use update_policy_weights_(model)."
+        )
+    return iter(source)
+
+
 def named_adapters(model: nn.Module) -> Iterator[tuple[str, LoraDelta]]:
     """Yield the updates that a LoRA model's active adapters add to its base model's parameters.
 
@@ -106,8 +139,8 @@ def named_adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def expected_weights(model: nn.Module) -> tuple[dict[str, torch.Size], set[str]]:
-    """Return the shapes of a model's checkpoint by name, and the names that may be missing: weights
-    tied to another one.
+    """Return the shapes of a model's checkpoint by name, and the names that need not come: weights
+    tied to another one, and buffers.
     """
 
     def shapes(remove_duplicate: bool) -> dict[str, torch.Size]:
@@ -116,7 +149,8 @@ def expected_weights(model: nn.Module) -> tuple[dict[str, torch.Size], set[str]]
         return {name: weight.shape for name, weight in to_checkpoint(model, on_meta)}
 
     every = shapes(remove_duplicate=False)
-    return every, every.keys() - shapes(remove_duplicate=True).keys()
+    buffers = {name for name, _ in model.named_buffers()}
+    return every, (every.keys() - shapes(remove_duplicate=True).keys()) | buffers
 
 
 def to_checkpoint(
@@ -254,8 +288,7 @@ def check_weights(
         layout: name and shape of each weight.
         expected: shapes of the model's weights by name.
         model: name of the model in the message.
-        optional: names in ``expected`` that may be missing: a tied head shares another weight's
-            memory.
+        optional: names that may be missing: a tied head shares another weight's memory.
 
     Raises:
         RuntimeError: names are unknown, missing or repeated, or shapes differ; the message lists
@@ -278,7 +311,7 @@ def check_weights(
     ]
     if messages:
         raise RuntimeError(
-            f"the weights must be the {len(expected) - len(optional)} of {model}, under the names "
+            f"the weights must be the {len(expected.keys() - optional)} of {model}, under the names "
             f"of its Hugging Face checkpoint, got {'; '.join(messages)}: send those of the same "
             "model. No weight was changed."
         )
@@ -291,11 +324,10 @@ def load_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Non
     Raises:
         RuntimeError: see ``check_weights``; the model is unchanged.
     """
-    weights = list(weights)
-    expected, tied = expected_weights(model)
-    check_weights(
-        [(name, weight.shape) for name, weight in weights], expected, type(model).__name__, tied
-    )
+    expected, optional = expected_weights(model)
+    weights = [one for one in weights if one[0] in expected or one[0] not in optional]
+    layout = [(name, weight.shape) for name, weight in weights]
+    check_weights(layout, expected, type(model).__name__, optional)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, weight in from_checkpoint(model, weights):
         parameters[name].copy_(weight)

@@ -1,0 +1,243 @@
+"""TorchRL's ``Trainer`` and ``GRPOTrainer`` drive ``RolloutCollector`` and ``GRPOLoss``."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.collectors import BaseCollector
+from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
+from torchrl.envs import TransformedEnv, VecNormV2
+from torchrl.trainers import Trainer, UpdateWeights
+from torchrl.trainers.algorithms.grpo import GRPOTrainer
+
+from tests.support.echo import EchoTask
+from torchrl_grpo.collectors import RolloutCollector
+from torchrl_grpo.envs import LLMEnv
+from torchrl_grpo.generation import GenerationPolicy, SamplingParams, TransformersEngine
+from torchrl_grpo.models import TokenScorer
+from torchrl_grpo.objectives import GRPOLoss
+from torchrl_grpo.tasks.base import Score
+from torchrl_grpo.transforms import GroupAdvantage
+
+PARAMS = SamplingParams(max_new_tokens=4)
+STEPS = 3
+
+
+class Length(EchoTask):
+    """The reward is the length of the response."""
+
+    def score(self, problem, responses):
+        return Score(float(len(responses[-1])), False)
+
+
+def make_env(tokenizer: Any) -> LLMEnv:
+    return LLMEnv(Length(), tokenizer, num_envs=4, repeats=2)
+
+
+def make_collector(tokenizer: Any, model: Any, **arguments: Any) -> RolloutCollector:
+    collector = RolloutCollector(
+        make_env(tokenizer),
+        GenerationPolicy(TransformersEngine(model), PARAMS),
+        total_dialog_turns=4 * STEPS,
+        **arguments,
+    )
+    collector.set_seed(0)
+    return collector
+
+
+class Logger:
+    """Keeps the losses that a trainer logs."""
+
+    exp_name = "test"
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def log_scalar(self, name: str, value: float, step: int | None = None) -> None:
+        if name == "loss_objective":
+            self.losses.append(float(value))
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None, **_: Any) -> None:
+        for name, value in metrics.items():
+            self.log_scalar(name, value)
+
+
+def reference_losses(tokenizer: Any, model: Any) -> tuple[list[float], Any]:
+    """A loop by hand."""
+    collector = make_collector(tokenizer, model, postproc=GroupAdvantage(2))
+    loss, losses = GRPOLoss(TokenScorer(model)), []
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for batch in collector:
+        out = loss(batch)
+        out["loss_objective"].backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(out["loss_objective"]))
+        collector.update_policy_weights_(model)
+    return losses, model
+
+
+def same_weights(one: Any, other: Any) -> bool:
+    return all(map(torch.equal, one.parameters(), other.parameters()))
+
+
+@pytest.mark.parametrize("getter", ["model", "tensordict", "map", "loss"])
+def test_torchrls_trainer_trains_like_a_loop_by_hand(tokenizer, tiny_model, getter):
+    expected, reference = reference_losses(tokenizer, copy.deepcopy(tiny_model))
+    model = copy.deepcopy(tiny_model)
+    collector = make_collector(tokenizer, model, postproc=GroupAdvantage(2))
+    logger = Logger()
+    loss = GRPOLoss(TokenScorer(model))
+    trainer = Trainer(
+        collector=collector,
+        total_frames=4 * STEPS,
+        frame_skip=1,
+        optim_steps_per_batch=1,
+        loss_module=loss,
+        optimizer=torch.optim.SGD(model.parameters(), 0.1),
+        clip_norm=1.0,
+        progress_bar=False,
+        logger=logger,
+        log_interval=1,
+    )
+    sources = {
+        "model": lambda: model,
+        "tensordict": lambda: TensorDict.from_module(model),
+        "loss": lambda: loss,
+    }
+    where = {"weight_update_map": {"policy": "loss_module.actor_network"}}
+    if getter != "map":
+        where = {"policy_weights_getter": sources[getter]}
+    UpdateWeights(collector, 1, trainer=trainer, **where).register(trainer)
+    trainer.train()
+    assert trainer.collected_frames == collector.dialog_turns == 4 * STEPS
+    assert collector.policy_version == STEPS
+    assert any(expected) and logger.losses == pytest.approx(expected)
+    assert same_weights(model, reference)
+
+
+class Sender:
+    """What TorchRL's senders are to its trainer."""
+
+    def __init__(self, collector: BaseCollector, model: Any) -> None:
+        self.collector, self.model = collector, model
+
+    def update_weights(self) -> None:
+        self.collector.update_policy_weights_(self.model)
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_torchrls_grpo_trainer_trains_like_a_loop_by_hand(tokenizer, tiny_model, writes):
+    expected, reference = reference_losses(tokenizer, copy.deepcopy(tiny_model))
+    model = copy.deepcopy(tiny_model)
+    buffer = ReplayBuffer(
+        storage=LazyStackStorage(4), sampler=SamplerWithoutReplacement(shuffle=False), batch_size=4
+    )
+    collector = make_collector(
+        tokenizer, model, postproc=GroupAdvantage(2), replay_buffer=buffer if writes else None
+    )
+    logger = Logger()
+    trainer = GRPOTrainer(
+        collector=collector,
+        total_frames=4 * STEPS,
+        loss_module=GRPOLoss(TokenScorer(model)),
+        optimizer=torch.optim.SGD(model.parameters(), 0.1),
+        weight_sync_sender=Sender(collector, model),
+        empty_replay_buffer_on_weight_update=True,
+        replay_buffer=buffer,
+        progress_bar=False,
+        logger=logger,
+        log_interval=1,
+    )
+    trainer.train()
+    assert trainer.collected_frames == 4 * STEPS and collector.policy_version == STEPS
+    assert any(expected) and logger.losses == pytest.approx(expected)
+    assert same_weights(model, reference)
+
+
+def test_torchrls_trainer_trains_while_the_collector_samples(tokenizer, tiny_model):
+    buffer = ReplayBuffer(storage=LazyStackStorage(64), batch_size=4, transform=None)
+    collector = make_collector(
+        tokenizer, tiny_model, postproc=GroupAdvantage(2), replay_buffer=buffer
+    )
+    trainer = GRPOTrainer(
+        collector=collector,
+        total_frames=4 * STEPS,
+        optim_steps_per_batch=1,
+        loss_module=GRPOLoss(TokenScorer(tiny_model)),
+        optimizer=torch.optim.SGD(tiny_model.parameters(), 0.1),
+        weight_sync_sender=Sender(collector, tiny_model),
+        replay_buffer=buffer,
+        async_collection=True,
+        progress_bar=False,
+    )
+    trainer.train()
+    assert buffer.write_count == 4 * STEPS
+    assert collector.policy_version >= 1 and not collector.is_running()
+
+
+def test_what_ends_the_background_sampling_is_raised(tokenizer, tiny_model):
+    def fails(batch: TensorDict) -> TensorDict:
+        raise OSError("disk full")
+
+    collector = make_collector(tokenizer, tiny_model, replay_buffer=ReplayBuffer(), postproc=fails)
+    collector.start()
+    collector._thread.join()
+    with pytest.raises(RuntimeError, match="background") as error:
+        collector.getattr_rb("write_count")
+    assert isinstance(error.value.__cause__, OSError)
+
+
+def test_a_trainers_checkpoint_goes_on_as_an_uninterrupted_run(tokenizer, tiny_model, tmp_path):
+    def make(model: Any) -> tuple[Trainer, RolloutCollector, Logger]:
+        collector = make_collector(tokenizer, model, postproc=GroupAdvantage(2))
+        logger = Logger()
+        trainer = Trainer(
+            collector=collector,
+            total_frames=4 * STEPS,
+            frame_skip=1,
+            optim_steps_per_batch=1,
+            loss_module=GRPOLoss(TokenScorer(model)),
+            optimizer=torch.optim.SGD(model.parameters(), 0.1),
+            progress_bar=False,
+            logger=logger,
+            log_interval=1,
+        )
+        UpdateWeights(collector, 1, policy_weights_getter=lambda: model).register(trainer)
+        return trainer, collector, logger
+
+    whole, _, logger = make(copy.deepcopy(tiny_model))
+    whole.train()
+    first, collector, _ = make(copy.deepcopy(tiny_model))
+    first.total_frames = 4
+    collector.shutdown = lambda: None  # else its engine's random state is gone
+    first.train()
+    state = copy.deepcopy(first.state_dict())
+    second, collector, resumed = make(copy.deepcopy(tiny_model))
+    second.load_state_dict(state)
+    collector.update_policy_weights_(second.loss_module, collector.policy_version)
+    second.train()
+    assert resumed.losses == pytest.approx(logger.losses[1:])
+
+
+def test_the_state_of_the_environments_transforms_is_resumed(tokenizer, tiny_model):
+    def make() -> RolloutCollector:
+        env = TransformedEnv(make_env(tokenizer), VecNormV2(in_keys=["reward"]))
+        return RolloutCollector(env, GenerationPolicy(TransformersEngine(tiny_model), PARAMS))
+
+    one = make()
+    one.set_seed(0)
+    one.rollout()
+    one.rollout()
+    state = copy.deepcopy(one.state_dict())
+    other = make()
+    other.load_state_dict(state)
+    for _ in range(2):
+        for before, after in zip(one.rollout(), other.rollout(), strict=True):
+            assert before["tokens", "full"].tolist() == after["tokens", "full"].tolist()
+            assert torch.equal(before["next", "reward"], after["next", "reward"])

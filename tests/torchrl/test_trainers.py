@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import pytest
@@ -125,10 +126,11 @@ class Sender:
     """What TorchRL's senders are to its trainer."""
 
     def __init__(self, collector: BaseCollector, model: Any) -> None:
-        self.collector, self.model = collector, model
+        self.collector, self.model, self.sent = collector, model, threading.Event()
 
     def update_weights(self) -> None:
         self.collector.update_policy_weights_(self.model)
+        self.sent.set()
 
 
 @pytest.mark.parametrize("writes", [True, False])
@@ -161,17 +163,22 @@ def test_torchrls_grpo_trainer_trains_like_a_loop_by_hand(tokenizer, tiny_model,
 
 
 def test_torchrls_trainer_trains_while_the_collector_samples(tokenizer, tiny_model):
-    buffer = ReplayBuffer(storage=LazyStackStorage(64), batch_size=4, transform=None)
-    collector = make_collector(
-        tokenizer, tiny_model, postproc=GroupAdvantage(2), replay_buffer=buffer
-    )
+    buffer = ReplayBuffer(storage=LazyStackStorage(64), batch_size=4)
+    collector = make_collector(tokenizer, tiny_model, replay_buffer=buffer)
+    sender = Sender(collector, tiny_model)
+
+    def after_the_first_update(batch: TensorDict) -> TensorDict:
+        assert collector.dialog_turns == 4 or sender.sent.wait(60)
+        return GroupAdvantage(2)(batch)
+
+    collector.set_postproc(after_the_first_update)
     trainer = GRPOTrainer(
         collector=collector,
         total_frames=4 * STEPS,
         optim_steps_per_batch=1,
         loss_module=GRPOLoss(TokenScorer(tiny_model)),
         optimizer=torch.optim.SGD(tiny_model.parameters(), 0.1),
-        weight_sync_sender=Sender(collector, tiny_model),
+        weight_sync_sender=sender,
         replay_buffer=buffer,
         async_collection=True,
         progress_bar=False,
@@ -179,6 +186,7 @@ def test_torchrls_trainer_trains_while_the_collector_samples(tokenizer, tiny_mod
     trainer.train()
     assert buffer.write_count == 4 * STEPS
     assert collector.policy_version >= 1 and not collector.is_running()
+    assert buffer[-1]["policy_version"] >= 1
 
 
 def test_what_ends_the_background_sampling_is_raised(tokenizer, tiny_model):

@@ -46,7 +46,9 @@ def run_rank(rank: int, folder: str, cpu_offload: bool) -> None:
     model = make_tiny_model()
     TokenScorer(model)
     model = shard_model(model, mesh, cpu_offload=cpu_offload)
-    torch.save(two_steps(make_trainer(model, micro_batch_tokens=30)), f"{folder}/{rank}.pt")
+    trainer = make_trainer(model, micro_batch_tokens=30)
+    torch.save(two_steps(trainer), f"{folder}/{rank}.pt")
+    assert {weight.device.type for _, weight in trainer.weights()} == {DEVICE}
     dist.destroy_process_group()
 
 

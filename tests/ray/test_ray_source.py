@@ -825,7 +825,7 @@ class SlowStep:
         self.model = torch.nn.Linear(1, 1)
         self.loss, self.device = SimpleNamespace(actor_network=None), torch.device("cpu")
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         yield "w", torch.tensor([1.5], dtype=torch.bfloat16)
         yield "v", torch.arange(6.0).reshape(2, 3)
 

@@ -35,11 +35,11 @@ class Growing:
         self.model, self.version, self.optim_steps = model, 0, 0
 
     @torch.no_grad()
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         for weight in self.model.parameters():
             weight.mul_(2)
         self.version += 1
-        return named_weights(self.model)
+        return named_weights(self.model, dtype)
 
 
 def expected(version: int) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from torchrl_grpo.generation.base import Engine, SamplingParams
@@ -20,8 +21,8 @@ class Trained:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        return named_weights(self.model)
+    def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        return named_weights(self.model, dtype)
 
     def adapters(self) -> Iterator[tuple[str, LoraDelta]]:
         return named_adapters(self.model)

@@ -22,6 +22,7 @@ from torchrl_grpo.compat.torch import (
     pack_linear,
     packed_linear,
     packs_linear,
+    pin_exact_sizes,
     release_shared_memory,
     version_of,
 )
@@ -40,6 +41,8 @@ NAMES = [
     "threading:_shutdown",
     "atexit:_run_exitfuncs",
     "torch:_dynamo.utils.disable_cache_limit",
+    "torch:_C._accelerator_getAllocatorSettings",
+    "torch:_C._accelerator_setAllocatorSettings",
     "torch:_foreach_norm",
     "torch:_foreach_sub",
     "torch:Tensor._version",
@@ -261,3 +264,27 @@ def test_an_8_bit_moment_has_its_codes_and_scales_again_from_its_floats() -> Non
         again = subclass.OptimState8bit.zeros((64, 64), signed)
         again.copy_(sharding._exact_floats(moment))
         assert torch.equal(again.codes, moment.codes) and torch.equal(again.scale, moment.scale)
+
+
+@pytest.mark.parametrize(
+    ("version", "own", "settings"),
+    [
+        ("2.11.0", "", []),  # which does not know the setting
+        ("2.13.0+cpu", "", []),  # which gives a small block to a larger tensor
+        ("2.14.1+cu130", "", ["pinned_max_round_threshold_mb:1"]),
+        (
+            "2.14.1",
+            "expandable_segments:True",
+            ["pinned_max_round_threshold_mb:1,expandable_segments:True"],
+        ),
+    ],
+)
+def test_pinned_memory_is_rounded_up_where_torch_can_do_no_better(
+    version: str, own: str, settings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = list[str]()
+    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: own)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", calls.append)
+    pin_exact_sizes()
+    assert calls == settings

@@ -43,6 +43,7 @@ from torchrl_grpo.models.sharding import (
 )
 from torchrl_grpo.objectives import GRPOLoss, SFTLoss
 from torchrl_grpo.transforms.kl_scoring import KLScoring
+from torchrl_grpo.weights import ObjectSender
 
 LENGTHS = (9, 14, 6, 11, 8, 12, 7, 10, 30, 5, 17)
 CPU = torch.device("cpu")
@@ -279,6 +280,22 @@ def share_of_memory(mesh: DeviceMesh) -> float:
     )
 
 
+def sent_in_bfloat16(mesh: DeviceMesh) -> dict[str, Any]:
+    """What goes to an engine that computes in bfloat16, and the dtypes in which ranks gather it."""
+    trainer, dtypes, full_tensor = make_trainer(mesh), set[torch.dtype](), DTensor.full_tensor
+    expected = weights(trainer)
+
+    def noted(tensor: DTensor) -> torch.Tensor:
+        dtypes.add(tensor.dtype)
+        return full_tensor(tensor)
+
+    DTensor.full_tensor = noted  # type: ignore[method-assign, assignment]
+    sent = ObjectSender(torch.bfloat16).send(trainer, 0, keep=mesh.get_local_rank("shard") == 0)
+    DTensor.full_tensor = full_tensor  # type: ignore[method-assign]
+    got = {} if sent is None else {name: weight.clone() for name, weight in sent.weights()}
+    return {"dtypes": dtypes, "sent": got, "expected": expected}
+
+
 def bfloat16(check: Callable[..., dict[str, Any]], mesh: DeviceMesh | None) -> dict[str, Any]:
     """A check in mixed precision."""
     param_dtype = None if mesh is None else torch.bfloat16
@@ -358,6 +375,7 @@ def run_rank(rank: int, world_size: int, folder: str) -> None:
     names = COMPARED.keys() if world_size == 2 else ON_ALL_WORLD_SIZES
     out: dict[str, Any] = {name: COMPARED[name](mesh) for name in names}
     out["share"] = share_of_memory(mesh)
+    out["sent"] = sent_in_bfloat16(mesh)
     out["loads_on"] = loading_device(mesh).type
     for lora in (False, True):
         saved = path / f"ranks_{world_size}_{lora}"
@@ -656,6 +674,14 @@ def test_each_rank_holds_its_part_of_weights_and_moments(ranks: list[dict[str, A
     for rank in ranks:
         assert rank["share"] == pytest.approx(1 / len(ranks), rel=0.05)
     assert sum(rank["share"] for rank in ranks) == pytest.approx(1)
+
+
+def test_ranks_gather_weights_in_the_dtype_of_the_engine(ranks: list[dict[str, Any]]) -> None:
+    assert [rank["sent"]["dtypes"] for rank in ranks] == [{torch.bfloat16}] * len(ranks)
+    sent, expected = ranks[0]["sent"]["sent"], ranks[0]["sent"]["expected"]
+    assert sent.keys() == expected.keys()
+    assert all(torch.equal(sent[name], weight.bfloat16()) for name, weight in expected.items())
+    assert not any(rank["sent"]["sent"] for rank in ranks[1:])
 
 
 def test_bfloat16_parameters_train_close_to_autocast_and_stay_float32(

@@ -189,6 +189,20 @@ def test_memory_is_weights_gradients_and_moments_over_the_ranks() -> None:
     )
 
 
+def test_what_is_offloaded_takes_16_bytes_a_parameter_of_the_host() -> None:
+    """Of which 8, the weights and gradients, are pinned, and may be rounded up to twice as much."""
+    work, count = replace(WORK, step=replace(WORK.step, offloads=True)), 7_615_616_512
+    assert work.host_memory(1) == (16 * count, 24 * count)
+    assert work.host_memory(4) == (4 * count, 6 * count)
+    frozen = replace(work, step=replace(work.step, adapters=16))
+    adapters = 4 * 16 * work.shape.adapted
+    assert frozen.host_memory(1)[0] == 4 * count + 4 * adapters
+    saves = ("train_model.gradient_checkpointing=true", "train_model.cpu_offload=true")
+    out = io.StringIO()
+    main(["--devices=2", "model.name=Qwen/Qwen2.5-7B", *saves], out)
+    assert "122 GB to its host (up to 183 GB" in " ".join(out.getvalue().split())
+
+
 def test_the_best_split_is_the_fastest_one_that_fits() -> None:
     rows = best_splits(SETTINGS, 8)
     assert all(row.split.devices <= 8 and SETTINGS.fits(row.split) for row in rows)

@@ -125,7 +125,7 @@ def test_ranks_that_send_nothing_still_take_part_in_the_gathering(tiny_model: nn
     asked = []
 
     class Gathering(Trained):
-        def weights(self):
+        def weights(self, dtype=None):
             for name, weight in named_weights(self.model):
                 asked.append(name)
                 yield name, weight

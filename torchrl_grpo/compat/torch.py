@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 flash_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -75,6 +76,20 @@ def mark_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer
     """
     for found in scaler._found_inf_per_device(optimizer).values():
         found.fill_(1.0)
+
+
+def pin_exact_sizes() -> None:
+    """Make pinned memory as large as the tensor in it, which PyTorch otherwise rounds up to a power
+    of two.
+
+    Only from torch 2.14 on: 2.11 has no such setting, and in between a freed block is taken for a
+    larger tensor too (pytorch/pytorch#192722).
+    """
+    if Version(torch.__version__) >= Version("2.14"):
+        settings = ["pinned_max_round_threshold_mb:1"]
+        if own := torch._C._accelerator_getAllocatorSettings():
+            settings.append(own)
+        torch._C._accelerator_setAllocatorSettings(",".join(settings))
 
 
 def release_shared_memory(*counter: Any) -> None:

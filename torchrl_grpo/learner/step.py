@@ -139,13 +139,13 @@ class GRPOTrainer:
         """Device of the model's computations."""
         return compute_device(self.model)
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Return all weights under their Hugging Face names, adapters merged, for an engine.
 
-        They are gathered while one iterates: ranks that don't need the weights must still exhaust
-        the iterator.
+        They are gathered while one iterates, by several ranks in ``dtype``: ranks that don't need
+        the weights must still exhaust the iterator.
         """
-        return named_weights(self.model)
+        return named_weights(self.model, dtype)
 
     def adapters(self) -> Iterator[tuple[str, LoraDelta]]:
         """Return what the adapters of a LoRA model add to its base model's weights; gathered as in

@@ -236,6 +236,16 @@ def step_memory(shape: Shape, setup: StepSetup) -> StepMemory:
     return StepMemory(weights, copies, trained, moments, activations, peak)
 
 
+def host_memory(shape: Shape, setup: StepSetup) -> tuple[int, int]:
+    """Bytes of host memory that a rank's offloaded weights, gradients and moments take, and the
+    most that they take before torch 2.14, which rounds pinned weights and gradients up to powers of
+    two.
+    """
+    memory = step_memory(shape, replace(setup, offloads=False))
+    pinned = memory.parameters + memory.gradients
+    return pinned + memory.moments, 2 * pinned + memory.moments
+
+
 def weight_bytes(shape: Shape, number: int, devices: int = 1) -> int:
     """Bytes of a model's weights on each of the devices that share them, ``number`` bytes each."""
     return int(shape.parameters * number / devices)

@@ -45,6 +45,7 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from torchrl_grpo.checks import check_heads
+from torchrl_grpo.compat.torch import pin_exact_sizes
 from torchrl_grpo.models.loading import base_model_of
 
 WEIGHTS = "weights/"
@@ -187,7 +188,10 @@ def shard_model(
     mixed = MixedPrecisionPolicy(
         param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )
-    offload = CPUOffloadPolicy() if cpu_offload and mesh.device_type != "cpu" else OffloadPolicy()
+    offload = OffloadPolicy()
+    if cpu_offload and mesh.device_type != "cpu":
+        offload = CPUOffloadPolicy()
+        pin_exact_sizes()
     layers = [module for module in base.modules() if isinstance(module, GradientCheckpointingLayer)]
     # Aliases of the CPU's memory: fully_shard moves the Parameters themselves to the device, each
     # until its last user is gone.

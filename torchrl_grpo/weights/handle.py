@@ -94,13 +94,19 @@ class EitherHandle(WeightHandle):
 class Source(Protocol):
     """Source of weights: a ``GRPOTrainer``."""
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]: ...
+    def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]: ...
 
     def adapters(self) -> Iterator[tuple[str, LoraDelta]]: ...
 
 
 class Sender(ABC):
-    """Trainer's side. Each training rank has a sender; rank 0's makes the handles."""
+    """Trainer's side. Each training rank has a sender; rank 0's makes the handles.
+
+    Attributes:
+        dtype: dtype of whole weights in transit, best the engine's; None keeps their own.
+    """
+
+    dtype: torch.dtype | None = None
 
     def send(self, source: Source, version: int, *, keep: bool = True) -> WeightHandle | None:
         """Make a handle of the current weights. They are gathered one at a time, so all ranks must
@@ -119,7 +125,7 @@ class Sender(ABC):
         return None
 
     def _content(self, source: Source) -> Iterator[tuple[str, Any]]:
-        return source.weights()
+        return source.weights(self.dtype)
 
     @abstractmethod
     def pack(self, weights: Iterable[tuple[str, Any]], version: int) -> WeightHandle:

@@ -111,13 +111,14 @@ class FastSender(Sender):
 
     def __init__(self, fast: NcclSender | IpcSender, *, unverified: bool) -> None:
         self._fast = fast
+        self.dtype = fast.dtype
         self._unverified = unverified
         self._store = ObjectSender(None)
         self._refused = False
 
     def pack(self, weights: Named, version: int) -> WeightHandle:
         if self._refused:
-            return ObjectSender(self._fast.dtype).pack(weights, version)
+            return ObjectSender(self.dtype).pack(weights, version)
         handle = self._fast.pack(weights, version)
         if not self._unverified:
             return handle

@@ -46,7 +46,9 @@ def merged(weight: Tensor, deltas: Sequence[LoraDelta]) -> Tensor:
     return weight if total is None else weight + total
 
 
-def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def named_weights(
+    model: nn.Module, dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Yield a causal language model's weights under the names of its Hugging Face checkpoint.
 
     A LoRA model yields its base model's weights with the active adapters merged in. The merged
@@ -55,6 +57,7 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
     Args:
         model: a Hugging Face model, or a peft model around one; sharded or not.
+        dtype: dtype in which several ranks gather them; None is the weights' own.
 
     Yields:
         (name, tensor). A parameter that several modules share comes once. The tensors are detached,
@@ -67,7 +70,7 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     base = peft.get_base_model() if hasattr(model, "peft_config") else model
     layers = {} if base is model else _lora_layers(base)
     return to_checkpoint(
-        base, ((name, _whole(weight)) for name, weight in _merged_weights(base, layers))
+        base, ((name, _whole(weight, dtype)) for name, weight in _merged_weights(base, layers))
     )
 
 
@@ -217,8 +220,20 @@ def _convert(
         yield from converted(name)
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def _whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Gather a sharded tensor. Several ranks do so on their devices, where parts that rest on the
+    CPU are copied and converted: on the CPU they would go through gloo.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    mesh = tensor.device_mesh
+    if mesh.size() > 1:
+        shape, stride = tensor.shape, tensor.stride()
+        part = tensor.to_local().to(mesh.device_type, non_blocking=True).to(dtype or tensor.dtype)
+        tensor = DTensor.from_local(
+            part, mesh, tensor.placements, run_check=False, shape=shape, stride=stride
+        )
+    return tensor.full_tensor()
 
 
 def _merged_weights(base: nn.Module, layers: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:

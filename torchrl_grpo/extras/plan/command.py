@@ -186,6 +186,12 @@ def _show(
     ]
     console.print(f"The first split would be faster with: {', '.join(helps) or 'nothing alone'}.")
     split, loop = best.split, settings.loop(best.split)
+    if work.step.offloads:
+        exact, rounded = map(_gigabytes, work.host_memory(split.train))
+        console.print(
+            f"Each training device offloads {exact} GB to its host (up to {rounded} GB before "
+            "torch 2.14)."
+        )
     at_once = simulate(replace(loop, max_staleness=0), settings.costs(split, loop))
     console.print(
         f"The same split with grpo.py (no overlap): {3600 / at_once.step_s:,.0f} steps/h."

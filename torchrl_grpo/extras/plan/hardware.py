@@ -22,6 +22,7 @@ from torchrl_grpo.models.memory import (
     StepMemory,
     StepSetup,
     group_cache_bytes,
+    host_memory,
     shape_of_config,
     step_memory,
     token_cache_bytes,
@@ -321,6 +322,10 @@ class Workload:
         tokens = self.groups * self.group_tokens * self.passes / self.optim_steps
         setup = replace(self.step, ranks=ranks).of_batch(tokens, self.prompt + self.response)
         return step_memory(self.shape, setup)
+
+    def host_memory(self, ranks: int) -> tuple[int, int]:
+        """Host memory that each of so many training devices offloads to; see ``memory``."""
+        return host_memory(self.shape, replace(self.step, ranks=ranks))
 
     def reference_memory(self, ranks: int) -> int:
         """Bytes of a reference model on one of its devices, where the learner has so many; 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import re
 import subprocess
@@ -201,6 +202,19 @@ def test_what_is_offloaded_takes_16_bytes_a_parameter_of_the_host() -> None:
     out = io.StringIO()
     main(["--devices=2", "model.name=Qwen/Qwen2.5-7B", *saves], out)
     assert "122 GB to its host (up to 183 GB" in " ".join(out.getvalue().split())
+
+
+def test_offloaded_gradients_go_to_the_host_after_each_pass_unless_they_fit() -> None:
+    gpu, count = GPUS["h100"], SHAPES["qwen2.5-7b"].parameters
+    offloads = replace(WORK, step=replace(WORK.step, offloads=True))
+    passes = math.ceil(64 * (100 + 8 * 300) / 16_384)
+    needs = offloads.train_memory(1).peak + 4 * count
+    fits = offloads.train_s(replace(gpu, memory=needs / 0.9 + 1), 1)
+    assert fits == offloads.train_s(gpu, 1)
+    update = 28 * count * (1 / gpu.pcie - 1 / gpu.bandwidth)
+    assert fits == pytest.approx(WORK.train_s(gpu, 1) + update)
+    short = offloads.train_s(replace(gpu, memory=needs / 0.9 - 1), 1)
+    assert short == pytest.approx(fits + (passes - 1) * 4 * count / 3e9)
 
 
 def test_the_best_split_is_the_fastest_one_that_fits() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from torchrl_grpo.learner.measures import PassScores, StepMeasures
 from torchrl_grpo.learner.optimizer import has_small_states
 from torchrl_grpo.learner.parts import read_parts
 from torchrl_grpo.models.loading import base_model_of, shape_of
-from torchrl_grpo.models.memory import StepSetup, savings, step_memory
+from torchrl_grpo.models.memory import MEMORY_SHARE, StepSetup, savings, step_memory
 from torchrl_grpo.models.packing import (
     has,
     pad,
@@ -278,13 +278,34 @@ class GRPOTrainer:
         and ranks.
         """
         totals: dict[str, Tensor] = {}
+        sums_on_device = len(passes) > 1 and self._sums_on_device
         for micro_pass in passes:
+            if sums_on_device:
+                base_model_of(self.model).set_requires_gradient_sync(micro_pass is passes[-1])
             out = self.forward_backward(self._send(micro_pass.data))
             self.scores.note(micro_pass.rows)
             for name, value in out.items():
                 totals[name] = totals[name] + value if name in totals else value
         totals["computed"] = self._number(sum(micro_pass.tokens for micro_pass in passes))
         return self._sum_over_ranks(totals, self.mesh.get_group() if self.mesh else None)
+
+    @cached_property
+    def _sums_on_device(self) -> bool:
+        """Whether the gradients of an offloaded model are summed over a step's passes on the devices,
+        whole, because all ranks have room for them, and go to the host once.
+
+        Otherwise they go after each pass, and the host adds them.
+        """
+        setup = self.setup()
+        if not setup.offloads:
+            return False
+        setup = replace(setup, tokens=max(setup.tokens, self.micro_batch_tokens))
+        gradients = 4 * sum(parameter.numel() for parameter in self.parameters)
+        free, _ = torch.cuda.mem_get_info(self.device)
+        cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        needs = step_memory(shape_of(self.model), setup).peak + gradients
+        short = self._number(needs > MEMORY_SHARE * (free + cached))
+        return not self._sum_over_ranks({"short": short})["short"].item()
 
     def _number(self, value: float) -> Tensor:
         """Return a scalar float32 on the model's device, copied without waiting."""

@@ -13,6 +13,8 @@ from typing import Any
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a number, by the dtypes of the config."""
+MEMORY_SHARE = 0.9
+"""Share of an accelerator's memory that a role may fill."""
 _ADAPTER_NUMBER = 4
 """Bytes of a number of adapters: peft keeps them in float32, whatever the model is in."""
 _LORA_RANK = 16

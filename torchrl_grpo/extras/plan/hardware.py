@@ -18,6 +18,7 @@ from typing import Any
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.generation.engines import ENGINES
 from torchrl_grpo.models.memory import (
+    MEMORY_SHARE,
     Shape,
     StepMemory,
     StepSetup,
@@ -73,8 +74,8 @@ STORE_RATE = 5e9
 """
 HOP_S = 0.005
 """Seconds from one actor to the next: assumed."""
-MEMORY_SHARE = 0.9
-"""Share of an accelerator's memory that a role may fill."""
+UNPINNED_RATE = 3e9
+"""Bytes a second of gradients to the host, in memory that is not pinned, and added there: assumed."""
 
 
 def _config(
@@ -252,6 +253,9 @@ class Workload:
             7 * 4 * self.trained / ranks
         )  # Adam reads four numbers of each parameter and writes three
         update = self.optim_steps * state / (gpu.pcie if self.step.offloads else gpu.bandwidth)
+        on_device = self.train_memory(ranks).peak + 4 * self.trained <= MEMORY_SHARE * gpu.memory
+        if self.step.offloads and not on_device:  # see ``GRPOTrainer``
+            update += (micro_batches - self.optim_steps) * 4 * self.trained / ranks / UNPINNED_RATE
         return max(compute, gathers) + update
 
     @property

@@ -51,7 +51,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, 
 from torchrl_grpo.learner.step import GRPOTrainer
 from torchrl_grpo.models.divergence import Teacher
 from torchrl_grpo.models.scoring import TokenScorer
-from torchrl_grpo.objectives import GRPOLoss, SFTLoss
+from torchrl_grpo.objectives import DemonstrationLoss, GRPOLoss
 from torchrl_grpo.transforms.teacher import TeacherStates
 
 Step = Callable[[], float]
@@ -213,7 +213,7 @@ def _step(
 def use_our_sft(model: PreTrainedModel, batch: dict[str, Tensor], folder: str) -> Step:
     """The same step with the loss of algo=sft."""
     batch["advantage"].fill_(1.0)
-    return _step(SFTLoss(TokenScorer(model), aggregation="token_mean"), model, batch)
+    return _step(DemonstrationLoss(TokenScorer(model), aggregation="token_mean"), model, batch)
 
 
 def use_our_distillation(model: PreTrainedModel, batch: dict[str, Tensor], folder: str) -> Step:

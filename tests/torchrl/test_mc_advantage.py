@@ -279,12 +279,31 @@ def test_values_out_of_range_are_refused(arguments, message):
         GroupAdvantage(**({"repeats": 2} | arguments))
 
 
-@pytest.mark.parametrize(
-    ("argument", "ours"),
-    [("grpo_size", "repeats"), ("prompt_key", "group_key"), ("rewards_key", "reward_key")],
-)
-def test_torchrls_names_are_refused_with_ours(argument, ours):
-    with pytest.raises(TypeError, match=f"{argument}='x' is TorchRL's .*: use {ours}"):
-        GroupAdvantage(2, **{argument: "x"})
+def test_torchrls_names_mean_what_they_mean_there():
+    batch = torch.cat([make_trajectory(0, [1.0], "query"), make_trajectory(0, [0.0], "query")])
+    batch["next", "score"] = batch["next", "reward"]
+    batch["next", "reward"] = torch.zeros_like(batch["next", "score"])
+    names = {"grpo_size": 2, "prompt_key": "query", "rewards_key": ("next", "score")}
+    theirs = MCAdvantage(**names, trajectory_return="sum").inv(batch.clone())
+    torch.testing.assert_close(values(GroupAdvantage(**names)(batch)), values(theirs))
+    with pytest.raises(TypeError, match="GroupAdvantage needs repeats"):
+        GroupAdvantage()
+    with pytest.raises(TypeError, match=r"verbose=True is TorchRL's .*: queue\.get_stats"):
+        GroupAdvantage(2, verbose=True)
     with pytest.raises(TypeError, match="unexpected keyword argument 'gruppe'"):
         GroupAdvantage(2, gruppe=1)
+
+
+@pytest.mark.parametrize("level", ["sequence", "turn"])
+def test_an_advantage_may_have_the_dimension_that_torchrl_reads(level):
+    """TorchRL's ``GRPOLoss`` reads [B, 1, 1] or [B, T, 1], and its environments give rewards such a shape."""
+    rows = []
+    for reward in (1.0, 0.0):
+        row = TensorDict({"group_id": torch.tensor([3]), "next": {"done": torch.tensor([[True]])}})
+        row["masks", "all_assistant_mask"] = torch.tensor([False, True, True])
+        rows.append(row.set(("next", "reward"), torch.tensor([[reward]])))
+    batch = lazy_stack(rows)
+    plain = GroupAdvantage(2, level=level)(batch.clone())["advantage"]
+    out = GroupAdvantage(2, level=level, token_dim=True)(batch)["advantage"]
+    assert out.shape == (*plain.shape, 1) and plain.abs().max() > 0.5
+    torch.testing.assert_close(out.squeeze(-1), plain)

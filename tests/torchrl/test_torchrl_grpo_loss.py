@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -10,13 +11,14 @@ from tensordict import MetaData, TensorDict, lazy_stack, set_list_to_stack
 from torchrl.data import History
 from torchrl.modules.llm import TransformersWrapper
 from torchrl.modules.llm.policies.common import ChatHistory, Masks
+from torchrl.objectives.llm import GRPOLoss as TorchRLGRPOLoss
 from transformers import AutoTokenizer
 
-from tests.support.losses import Table, make_batch
+from tests.support.losses import Table, make_batch, total
 from tests.support.models import make_tiny_model
 from torchrl_grpo.functional import token_weights
 from torchrl_grpo.models import TokenScorer
-from torchrl_grpo.objectives import CISPOLoss, GRPOLoss, GRPOLossOutput
+from torchrl_grpo.objectives import CISPOLoss, GRPOLoss, GRPOLossOutput, SFTLoss
 from torchrl_grpo.starter import starter_path
 
 
@@ -90,13 +92,43 @@ def test_log_probs_and_reference_that_are_missing_are_named(actor, batch):
         GRPOLoss(actor)(batch.exclude("log_probs"))
 
 
-def test_attributes_have_the_values_of_their_entries():
+def test_torchrls_metrics_are_entries_and_attributes():
     logits, rows = make_batch(0)
-    out = GRPOLoss(Table(logits), kl_to_ref_coeff=0.1)(lazy_stack(rows))
+    loss = GRPOLoss(Table(logits), kl_to_ref_coeff=0.1)
+    out = loss(lazy_stack(rows))
     assert out.loss_objective is out["loss_objective"]
-    assert out.clip_fraction == out["clip_fraction_low"] + out["clip_fraction_high"]
-    assert out.kl_approx == -out["kl_k1_to_inference"]
-    assert out.kl_to_ref is out["kl_k3_to_ref"] and out.kl_to_inference is out["kl_k3_to_inference"]
+    assert out.get("clip_fraction") == out["clip_fraction_low"] + out["clip_fraction_high"]
+    assert out.get("kl_approx") == out.kl_approx == -out["kl_k1_to_inference"]
+    assert out.get("kl_to_ref") == out.kl_to_ref == out["kl_k3_to_ref"]
+    assert out.detach().get("kl_to_inference") == out["kl_k3_to_inference"]
+    assert set(out.keys()) == set(loss.out_keys)
+
+
+def test_setting_an_attribute_sets_the_entry():
+    """TorchRL's output does too: ``out.loss_objective = out.loss_objective / 8``."""
+    out = GRPOLossOutput({"loss_objective": torch.tensor(4.0)})
+    out.loss_objective = out.loss_objective / 8
+    out.loss_entropy = torch.tensor(1.0)
+    assert {name: value.item() for name, value in out.items()} == {
+        "loss_objective": 0.5,
+        "loss_entropy": 1.0,
+    }
+    assert not hasattr(out, "clip_fraction")
+    out.batch_size = []
+    assert "batch_size" not in out and pickle.loads(pickle.dumps(out)).loss_entropy == 1
+
+
+def test_torchrls_mean_of_the_output_is_the_loss():
+    """``loss.mean(reduce=True)``, as its ``grpo-sync.py`` writes it."""
+    logits, rows = make_batch(0)
+    loss = GRPOLoss(Table(logits), kl_to_ref_coeff=0.1, entropy_coeff=0.01)
+    out = loss(lazy_stack(rows))
+    expected = total(out)
+    gradients = torch.autograd.grad(expected, loss.parameters(), retain_graph=True)
+    assert out.mean(reduce=True) == expected
+    own = torch.autograd.grad(out.mean(reduce=True), loss.parameters())
+    torch.testing.assert_close(own, gradients, rtol=0, atol=0)
+    assert out.mean().loss_objective == out.loss_objective
 
 
 def test_a_token_mean_is_over_the_tokens_of_the_mask():
@@ -108,23 +140,21 @@ def test_a_token_mean_is_over_the_tokens_of_the_mask():
 @pytest.mark.parametrize(
     ("arguments", "use"),
     [
-        ({"kl_mask_threshold": 0.5}, "behaviour_weight='mask'"),
         ({"entropy_bonus": True}, "entropy_coeff"),
         ({"samples_mc_entropy": 4}, "computed exactly"),
         ({"gamma": 0.9}, r"GroupAdvantage\(level='token', gamma="),
         ({"reduction": "sum"}, "aggregation='constant' with constant_length=1"),
         ({"clip_value": 0.2}, "no value function"),
-        ({"device": torch.device("cpu")}, r"loss\.to\(device\)"),
-        ({"masking_strategy": "sft"}, r"set_keys\(mask="),
+        ({"masking_strategy": "generic"}, r"set_keys\(mask="),
         ({"ref_log_prob_padding_side": "left"}, "aligned with the tokens"),
     ],
 )
 def test_torchrls_arguments_are_refused_with_ours(arguments: dict[str, Any], use: str):
     (name,) = arguments
-    with pytest.raises(
-        TypeError, match=f"{name}=.* is TorchRL's and GRPOLoss has no such argument: .*{use}"
-    ):
-        GRPOLoss(Table(torch.zeros(1, 1, 2)), **arguments)
+    for make in (GRPOLoss, CISPOLoss):
+        message = f"{name}=.* is TorchRL's and {make.__name__} has no such argument: .*{use}"
+        with pytest.raises(TypeError, match=message):
+            make(Table(torch.zeros(1, 1, 2)), **arguments)
 
 
 def test_torchrls_defaults_that_change_nothing_are_taken():
@@ -133,20 +163,71 @@ def test_torchrls_defaults_that_change_nothing_are_taken():
         "gamma": None,
         "reduction": "mean",
         "clip_value": False,
-        "device": None,
+        "aggregation": "prompt_mean",
+        "device": torch.device("meta"),
     }
-    loss = GRPOLoss(
-        Table(torch.zeros(1, 1, 2)), **same, masking_strategy="rlhf", kl_to_ref_coeff=None
-    )
-    assert loss.kl_to_ref_coeff == 0.0
+    for strategy in ("rlhf", "sft"):
+        loss = GRPOLoss(
+            Table(torch.zeros(1, 1, 2)), **same, masking_strategy=strategy, kl_to_ref_coeff=None
+        )
+    assert loss.kl_to_ref_coeff == 0.0 and loss.aggregation == "sequence_mean"
+    assert loss.clip_epsilon_low.device.type == "meta"
     with pytest.raises(ValueError, match="actor_network=NoneType must be a TensorDict module"):
         GRPOLoss(None)
-    with pytest.raises(
-        ValueError, match=r"aggregation='prompt_mean' must be one of .*: use 'sequence_mean'"
-    ):
-        GRPOLoss(Table(torch.zeros(1, 1, 2)), aggregation="prompt_mean")
     with pytest.raises(ValueError, match="aggregation='none' must be one of"):
         GRPOLoss(Table(torch.zeros(1, 1, 2)), aggregation="none")
+    with pytest.raises(TypeError, match="CISPOLoss got an unexpected keyword argument 'foo'"):
+        CISPOLoss(Table(torch.zeros(1, 1, 2)), foo=1)
+    with pytest.raises(TypeError, match=r"tokenizer=.*torchrl\.objectives\.llm\.SFTLoss"):
+        SFTLoss(Table(torch.zeros(1, 1, 2)), tokenizer="a tokenizer")
+
+
+def test_another_kl_estimator_is_a_method_for_both_terms():
+    class Squared(GRPOLoss):
+        def kl(self, log_prob, other_log_prob):
+            return (log_prob - other_log_prob).square()
+
+    logits, rows = make_batch(0)
+    settings = {"kl_to_ref_coeff": 0.3, "kl_to_inference_coeff": 0.2}
+    own = Squared(Table(logits), **settings)(lazy_stack(rows))
+    k2 = GRPOLoss(Table(logits), kl_estimator="k2", **settings)(lazy_stack(rows))
+    for name in ("loss_kl_to_ref", "loss_kl_to_inference"):
+        torch.testing.assert_close(own[name], 2 * k2[name])
+
+
+def test_in_keys_can_be_set_until_keys_are_renamed():
+    loss = GRPOLoss(Table(torch.zeros(1, 1, 2)))
+    before = loss.in_keys
+    loss.in_keys = [*before, "weight"]
+    assert loss.in_keys == [*before, "weight"]
+    loss.set_keys(advantage="mine")
+    assert "mine" in loss.in_keys and "weight" not in loss.in_keys
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_the_tokens_may_have_another_key(wrapped: bool):
+    """``set_keys(action=...)``, TorchRL's name for them."""
+    model = make_tiny_model()
+    tokens, mask = torch.arange(5, 13).expand(2, 8), (torch.arange(8) > 3).expand(2, 8)
+    entries = {
+        ("tokens", "full"): tokens,
+        ("masks", "all_assistant_mask"): mask,
+        ("log_probs", "full"): torch.full((2, 8), -1.0),
+        "advantage": torch.ones(2, 1),
+    }
+    batch = TensorDict(entries, [2])
+    tokenizer = AutoTokenizer.from_pretrained(starter_path())
+    actor = (
+        TransformersWrapper(model, tokenizer=tokenizer, input_mode="tokens", generate=False)
+        if wrapped
+        else TokenScorer(model)
+    )
+    loss = GRPOLoss(actor, entropy_coeff=0.1)
+    expected = total(loss(batch))
+    batch.rename_key_(("tokens", "full"), "ids")
+    loss.set_keys(action="ids")
+    assert "ids" in loss.in_keys and ("tokens", "full") not in loss.in_keys
+    assert total(loss(batch)) == expected
 
 
 def test_a_single_sequence_is_refused_with_advice_that_works(tiny_model):
@@ -164,3 +245,36 @@ def test_a_single_sequence_is_refused_with_advice_that_works(tiny_model):
     with pytest.raises(ValueError, match=r"batch_size=\[1, 2\] .* batch\.reshape\(-1\)"):
         loss(batch.unsqueeze(0))
     assert loss(batch.unsqueeze(0).reshape(-1))["loss_objective"].isfinite()
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "prompt_mean"])
+def test_kl_mask_drops_the_tokens_that_torchrls_drops(aggregation: str):
+    model = make_tiny_model()
+    tokenizer = AutoTokenizer.from_pretrained(starter_path())
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(5, 60, (3, 9), generator=generator)
+    mask = (torch.arange(9) > 3).expand(3, 9)
+    log_probs, _ = TokenScorer(model).score(tokens, mask)
+    noise = torch.randn(3, 9, generator=generator)
+    batch = TensorDict(
+        {
+            ("tokens", "full"): tokens,
+            ("tokens", "prompt"): tokens[:, :4],
+            ("tokens", "response"): tokens[:, 4:],
+            ("masks", "all_attention_mask"): torch.ones(3, 9, dtype=torch.bool),
+            ("masks", "all_assistant_mask"): mask,
+            ("log_probs", "full"): torch.where(mask, log_probs.detach() + noise, 0.0),
+            "advantage": torch.randn(3, 1, 1, generator=generator),
+        },
+        [3],
+    )
+    settings = {"kl_mask_threshold": 0.5, "aggregation": aggregation}
+    actor = TransformersWrapper(
+        model, tokenizer=tokenizer, input_mode="tokens", generate=False, pad_model_input=True
+    )
+    theirs = TorchRLGRPOLoss(actor, entropy_bonus=False, masking_strategy="rlhf", **settings)
+    ours = GRPOLoss(TokenScorer(model), **settings)(batch)
+    unmasked = GRPOLoss(TokenScorer(model), aggregation=aggregation)(batch)
+    torch.testing.assert_close(ours.loss_objective, theirs(batch).loss_objective.reshape(()))
+    assert abs(ours.loss_objective - unmasked.loss_objective) > 0.01
+    assert (noise[:, 4:].square() > 1).any()

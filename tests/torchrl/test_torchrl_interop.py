@@ -36,7 +36,7 @@ from torchrl_grpo.models.packing import pad, pad_batch, sequences_of
 from torchrl_grpo.objectives import GRPOLoss
 from torchrl_grpo.starter import starter_path
 from torchrl_grpo.tasks.arithmetic import INSTRUCTION, ArithmeticTask
-from torchrl_grpo.transforms import GroupAdvantage, KLScoring
+from torchrl_grpo.transforms import GroupAdvantage, KLScoring, RewardShaping
 
 G = 4
 
@@ -87,9 +87,7 @@ def with_advantage(batch: TensorDictBase) -> TensorDictBase:
 
 def for_torchrl(batch: TensorDictBase) -> TensorDictBase:
     """TorchRL's loss wants an advantage with a time axis, [B, 1, 1]; all other entries stay."""
-    batch = batch.clone()
-    batch["advantage"] = batch["advantage"].unsqueeze(-1)
-    return batch
+    return GroupAdvantage(G, token_dim=True)(batch.exclude("advantage"))
 
 
 def total(out: TensorDictBase) -> Tensor:
@@ -394,6 +392,47 @@ def test_keys_can_be_renamed_to_nested_ones_and_show_in_in_keys(
     assert set(got.keys()) == set(loss.out_keys)
     for name, value in expected.items():
         torch.testing.assert_close(got[name], value)
+
+
+def test_the_transforms_read_renamed_keys(
+    our_batch: TensorDictBase, trained: PreTrainedModel
+) -> None:
+    names = {
+        keys.FULL: "ids",
+        keys.ASSISTANT_MASK: ("masks", "mine"),
+        keys.REWARD: ("next", "score"),
+        keys.REWARD_VALID: "valid",
+        keys.LOG_PROBS: "sampled_log_probs",
+    }
+
+    def shape(
+        batch: TensorDictBase, scoring_keys: dict[str, Any], shaping_keys: dict[str, Any]
+    ) -> TensorDictBase:
+        reference = KLScoring(TokenScorer(trained), out_key="reference", **scoring_keys)
+        shaping = RewardShaping(kl_coef=0.1, ref_log_probs_key="reference", **shaping_keys)
+        return shaping(reference(batch))
+
+    expected = shape(our_batch.clone(), {}, {})
+    renamed = lazy_stack(
+        [
+            row.update({new: row[old] for old, new in names.items()}).exclude(*names)
+            for row in our_batch.clone().unbind(0)
+        ]
+    )
+    out = shape(
+        renamed,
+        {"tokens_key": "ids", "mask_key": ("masks", "mine")},
+        {
+            "mask_key": ("masks", "mine"),
+            "reward_key": ("next", "score"),
+            "valid_key": "valid",
+            "sample_log_prob_key": "sampled_log_probs",
+        },
+    )
+    assert expected[keys.SHAPED_REWARD].unique().numel() > 2
+    for one, other in zip(out.unbind(0), expected.unbind(0), strict=True):
+        for key in (keys.SHAPED_REWARD, keys.TOKEN_REWARD):
+            torch.testing.assert_close(one[key], other[key])
 
 
 def test_with_torchrls_actor_in_keys_leave_out_what_the_actor_writes(

@@ -25,7 +25,7 @@ from torchrl_grpo.assembly.blueprint import prepare
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.config import ConfigError, check_command_line
 from torchrl_grpo.models.scoring import WrapperScorer
-from torchrl_grpo.objectives import CISPOLoss, GRPOLoss, SAPOLoss, SFTLoss
+from torchrl_grpo.objectives import CISPOLoss, DemonstrationLoss, GRPOLoss, SAPOLoss
 from torchrl_grpo.transforms.advantage import GroupAdvantage
 
 Token = Callable[
@@ -610,7 +610,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "shaping": {"kl_coef": 0.01, "kl_estimator": "k1"},
     },
     "distill": {"advantage": ("none", "none"), "aggregation": "token_mean"},
-    "sft": {"advantage": ("none", "none"), "aggregation": "token_mean", "loss": SFTLoss},
+    "sft": {"advantage": ("none", "none"), "aggregation": "token_mean", "loss": DemonstrationLoss},
     "decoupled_ppo": {
         "advantage": ("group", "group"),
         "aggregation": "token_mean",
@@ -844,6 +844,8 @@ def test_metrics_of_a_single_token_by_hand(normalized: bool) -> None:
         "clip_fraction_high": 1.0, "ESS": 1.0, "entropy": math.log(2), "kl_k1_to_inference": math.log(2),
         "kl_k3_to_inference": 0.5 - 1 + math.log(2), "kl_k1_to_ref": math.log(4),
         "kl_k3_to_ref": 0.25 - 1 + math.log(4), "loss_objective": -1.2,
+        "clip_fraction": 1.0, "kl_approx": -math.log(2), "kl_to_inference": 0.5 - 1 + math.log(2),
+        "kl_to_ref": 0.25 - 1 + math.log(4),
     }  # fmt: skip
     assert {name: value.item() for name, value in out.items()} == pytest.approx(expected)
 

@@ -52,7 +52,7 @@ def test_configs_of_teaching_put_the_algorithm_over_the_task() -> None:
         1,
         "answer",
     )
-    assert sft.policy.loss["_target_"].endswith("SFTLoss") and sft.train.total_epochs == 3
+    assert sft.policy.loss["_target_"].endswith("DemonstrationLoss") and sft.train.total_epochs == 3
     assert (thinks.env.chat_template_kwargs, thinks.policy.kl_coef) == (
         {"enable_thinking": True},
         0.001,

@@ -34,7 +34,7 @@ TOGETHER = [
     ),
     (
         ("policy.demonstrations=true",),
-        "needs policy.loss._target_=torchrl_grpo.objectives.SFTLoss, it is torchrl_grpo",
+        "needs policy.loss._target_=torchrl_grpo.objectives.DemonstrationLoss, it is torchrl_grpo",
     ),
     (
         ("policy.sft_coef=0.1", "policy.dynamic_sampling=true"),

@@ -41,7 +41,7 @@ from torchrl_grpo.models.sharding import (
     num_replicas,
     shard_model,
 )
-from torchrl_grpo.objectives import GRPOLoss, SFTLoss
+from torchrl_grpo.objectives import DemonstrationLoss, GRPOLoss
 from torchrl_grpo.transforms.kl_scoring import KLScoring
 from torchrl_grpo.weights import ObjectSender
 
@@ -313,7 +313,9 @@ COMPARED: dict[str, Callable[[DeviceMesh | None], Any]] = {
     "bfloat16": functools.partial(bfloat16, three_steps),
     "likely_tokens": functools.partial(bfloat16, likely_tokens_of_a_teacher),
     "teacher": functools.partial(taught, loss=with_a_teacher),
-    "sft": functools.partial(taught, loss=functools.partial(SFTLoss, aggregation="token_mean")),
+    "sft": functools.partial(
+        taught, loss=functools.partial(DemonstrationLoss, aggregation="token_mean")
+    ),
     "sft_beside": functools.partial(taught, loss=functools.partial(GRPOLoss, sft_coeff=0.5)),
     "two_sequences": two_sequences,
     "one_bad_sequence": one_bad_sequence,

@@ -31,7 +31,7 @@ from torchrl_grpo.extras.view.runs import RunView, panels
 from torchrl_grpo.generation import TransformersEngine
 from torchrl_grpo.learner.diagnosis import queries_of
 from torchrl_grpo.models.scoring import TokenScorer
-from torchrl_grpo.objectives import SFTLoss
+from torchrl_grpo.objectives import DemonstrationLoss
 from torchrl_grpo.reporting.metrics import read_jsonl
 from torchrl_grpo.starter import starter_path
 from torchrl_grpo.tasks.dataset import DatasetTask
@@ -303,7 +303,7 @@ def test_the_loss_and_gradient_are_those_of_a_plain_cross_entropy(tmp_path: Path
     rows = [{**row, "solution": row["solution"] * (1 + i % 3)} for i, row in enumerate(ROWS[:5])]
     batch = demonstrations(write(tmp_path, rows))
     model = make_tiny_model().double()
-    loss = SFTLoss(TokenScorer(model), aggregation="token_mean")
+    loss = DemonstrationLoss(TokenScorer(model), aggregation="token_mean")
     out = loss(batch)
     out["loss_objective"].backward()
     got = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
@@ -394,7 +394,9 @@ def test_the_loss_is_that_of_trls_sft_trainer_on_the_same_rows(tmp_path: Path) -
     path = write(tmp_path, ROWS[:8])
     batch = demonstrations(path)
     model = make_tiny_model()
-    expected = SFTLoss(TokenScorer(model), aggregation="token_mean")(batch)["loss_objective"].item()
+    expected = DemonstrationLoss(TokenScorer(model), aggregation="token_mean")(batch)[
+        "loss_objective"
+    ].item()
     rows = [
         {"prompt": turns(row["question"]), "completion": turns("", row["solution"])[1:]}
         for row in ROWS[:8]
@@ -462,7 +464,7 @@ def test_demonstrations_beside_a_step_add_their_weighted_loss(
     model = make_tiny_model().double()
     parts = [shown] if optim_batch_size == 8 else [shown[:1], shown[1:]]
     losses = [
-        SFTLoss(TokenScorer(model), aggregation="token_mean")(part)["loss_objective"]
+        DemonstrationLoss(TokenScorer(model), aggregation="token_mean")(part)["loss_objective"]
         for part in parts
     ]
     torch.stack(losses).sum().backward()

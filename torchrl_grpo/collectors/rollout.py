@@ -125,7 +125,7 @@ class RolloutCollector(BaseCollector):
         yield_only_last_steps: bool | None = None,
         **others: Any,
     ) -> None:
-        refuse_arguments("RolloutCollector", others)
+        refuse_arguments(type(self), others)
         super().__init__()
         if (policy is None) == (policy_factory is None):
             raise TypeError(

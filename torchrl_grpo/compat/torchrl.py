@@ -30,10 +30,6 @@ _ARGUMENTS: dict[str, dict[str, tuple[Sequence[Any], str]]] = {
         "verbose": ((None, False), "`last` has the counts of each rollout"),
     },
     "GRPOLoss": {
-        "kl_mask_threshold": (
-            (None,),
-            "use behaviour_weight='mask' with proximal='recomputed' and behaviour_cap",
-        ),
         "entropy_bonus": ((), "use entropy_coeff, 0 for no bonus"),
         "samples_mc_entropy": ((1,), "the entropy is computed exactly"),
         "gamma": ((None,), "use GroupAdvantage(level='token', gamma=...)"),
@@ -42,8 +38,10 @@ _ARGUMENTS: dict[str, dict[str, tuple[Sequence[Any], str]]] = {
             "use aggregation='constant' with constant_length=1 for a sum over tokens",
         ),
         "clip_value": ((None, False), "there is no value function, it clips nothing"),
-        "device": ((None,), "use loss.to(device)"),
-        "masking_strategy": (("rlhf",), "use set_keys(mask=...), the mask says which tokens count"),
+        "masking_strategy": (
+            ("rlhf", "sft"),
+            "use set_keys(mask=...), the mask says which tokens count",
+        ),
         "ref_log_prob_padding_side": (
             (),
             "keep reference log-probs aligned with the tokens, [T] each",
@@ -53,16 +51,16 @@ _ARGUMENTS: dict[str, dict[str, tuple[Sequence[Any], str]]] = {
             "keep reference log-probs aligned with the tokens, [T] each",
         ),
     },
+    "DemonstrationLoss": {
+        "tokenizer": ((), "use torchrl.objectives.llm.SFTLoss to train on histories"),
+    },
     "GroupAdvantage": {
-        "grpo_size": ((), "use repeats"),
-        "prompt_key": ((), "use group_key"),
-        "rewards_key": ((), "use reward_key"),
         "verbose": ((None, False), "queue.get_stats() has the counts"),
     },
 }
 
-# Names of choices that we have under another name.
-_CHOICES = {"prompt_mean": "sequence_mean"}
+CHOICES: dict[str, Any] = {"prompt_mean": "sequence_mean"}
+"""TorchRL's names of choices that have another name here."""
 
 
 def group_names(advantage: Any) -> list[int | str]:
@@ -72,22 +70,25 @@ def group_names(advantage: Any) -> list[int | str]:
     return list(getattr(advantage.queues, "_queues", advantage.queues))
 
 
-def refuse_arguments(owner: str, given: Mapping[str, Any], known: Sequence[str] = ()) -> None:
-    """Refuse keyword arguments other than ``known`` ones.
+def refuse_arguments(owner: type, given: Mapping[str, Any], known: Sequence[str] = ()) -> None:
+    """Refuse keyword arguments of a class other than ``known`` ones.
 
     Raises:
         TypeError: one is not known; it says what to use where it is TorchRL's and asks for
             something else than we do.
     """
+    arguments: dict[str, tuple[Sequence[Any], str]] = {}
+    for base in owner.__mro__:
+        arguments |= _ARGUMENTS.get(base.__name__, {})
     for name, value in given.items():
         if name in known:
             continue
-        if name not in _ARGUMENTS[owner]:
-            raise TypeError(f"{owner} got an unexpected keyword argument {name!r}.")
-        same, instead = _ARGUMENTS[owner][name]
+        if name not in arguments:
+            raise TypeError(f"{owner.__name__} got an unexpected keyword argument {name!r}.")
+        same, instead = arguments[name]
         if not any(type(value) is type(one) and value == one for one in same):
             raise TypeError(
-                f"{name}={value!r} is TorchRL's and {owner} has no such argument: {instead}."
+                f"{name}={value!r} is TorchRL's and {owner.__name__} has no such argument: {instead}."
             )
 
 
@@ -98,5 +99,4 @@ def check_choice(name: str, choice: object, choices: Sequence[str]) -> None:
         ValueError: ``choice`` is not one of ``choices``.
     """
     if choice not in choices:
-        use = _CHOICES.get(str(choice), choices[0])
-        raise ValueError(f"{name}={choice!r} must be one of {tuple(choices)}: use {use!r}.")
+        raise ValueError(f"{name}={choice!r} must be one of {tuple(choices)}: use {choices[0]!r}.")

@@ -369,7 +369,9 @@ def _bad_stop(stop: list[str]) -> dict[str, str] | None:
 
 def _no_sft_loss(config: GRPOConfig) -> dict[str, str] | None:
     target = str(config.policy.loss.get("_target_"))
-    is_other = target.startswith("torchrl_grpo.") and not target.endswith(".SFTLoss")
+    is_other = target.startswith("torchrl_grpo.") and not target.endswith(
+        (".DemonstrationLoss", ".SFTLoss")
+    )
     return {"target": target} if config.policy.demonstrations and is_other else None
 
 
@@ -815,7 +817,7 @@ RULES = (
     ),
     Rule(
         "policy.demonstrations",
-        "needs policy.loss._target_=torchrl_grpo.objectives.SFTLoss, it is {target}, whose ratio "
+        "needs policy.loss._target_=torchrl_grpo.objectives.DemonstrationLoss, it is {target}, whose ratio "
         "is to a policy that sampled",
         "use algo=sft",
         _no_sft_loss,

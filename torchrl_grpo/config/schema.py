@@ -462,7 +462,8 @@ COMPONENTS = ("policy.loss", "policy.advantage", "env.task")
 """Nodes that name a class as ``_target_``, with arguments beside it."""
 
 LOSSES = tuple(
-    f"torchrl_grpo.objectives.{name}" for name in ("CISPOLoss", "GRPOLoss", "SAPOLoss", "SFTLoss")
+    f"torchrl_grpo.objectives.{name}"
+    for name in ("CISPOLoss", "DemonstrationLoss", "GRPOLoss", "SAPOLoss", "SFTLoss")
 )
 ADVANTAGES = ("torchrl_grpo.transforms.GroupAdvantage",)
 """The package's own classes for ``policy.loss`` and ``policy.advantage``."""

@@ -50,6 +50,7 @@ from torchrl_grpo.models.sharding import (
     whole_state,
 )
 from torchrl_grpo.objectives.grpo import GRPOLoss
+from torchrl_grpo.objectives.output import TORCHRL_METRICS
 from torchrl_grpo.transforms.kl_scoring import KLScoring
 from torchrl_grpo.weights import LoraDelta, named_adapters, named_weights
 
@@ -401,7 +402,7 @@ class GRPOTrainer:
             out = self.loss(data)
             total = sum(value for name, value in out.items() if name.startswith("loss_"))
         self.scaler.scale(total).backward()
-        return {name: value.detach() for name, value in out.items()}
+        return {name: value.detach() for name, value in out.items() if name not in TORCHRL_METRICS}
 
     def _why(self, batch: TensorDictBase, data: TensorDict, parts: Sequence[Tensor]) -> str:
         """Describe the origin of a step's non-finite numbers; the weights are unchanged."""

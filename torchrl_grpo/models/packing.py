@@ -118,7 +118,9 @@ def trajectories_of(batch: TensorDictBase) -> Tensor | None:
             return None
         names = [("trajectory", value) for value in column.reshape(-1).tolist()]
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    return torch.tensor([numbers[name] for name in names]) if len(numbers) < len(names) else None
+    if len(numbers) == len(names):
+        return None
+    return torch.tensor([numbers[name] for name in names], device="cpu")
 
 
 def last_rows(trajectory: Tensor) -> Tensor:
@@ -206,7 +208,7 @@ def with_demonstrations(
     return out.set(K.IS_DEMONSTRATION, torch.arange(len(out))[:, None] >= count)
 
 
-def sequences_of(batch: TensorDictBase) -> TensorDictBase:
+def sequences_of(batch: TensorDictBase, tokens_key: NestedKey = K.FULL) -> TensorDictBase:
     """A batch that TorchRL's LLM wrappers wrote, as a ragged batch with the entries that this
     package reads.
 
@@ -219,6 +221,7 @@ def sequences_of(batch: TensorDictBase) -> TensorDictBase:
 
     Args:
         batch: batch size [N], ragged or padded on either side. The tensors are not changed.
+        tokens_key: of the tokens, in the batch and in what is returned.
 
     Returns:
         lazy stack [N], without the entries for prompt and response alone, texts and histories.
@@ -226,12 +229,12 @@ def sequences_of(batch: TensorDictBase) -> TensorDictBase:
     Raises:
         KeyError: a sequence has no tokens, or neither kind of log-probs.
     """
-    return lazy_stack([_sequence_of(row) for row in batch.unbind(0)])
+    return lazy_stack([_sequence_of(row, tokens_key) for row in batch.unbind(0)])
 
 
-def _sequence_of(row: TensorDictBase) -> TensorDictBase:
+def _sequence_of(row: TensorDictBase, tokens_key: NestedKey) -> TensorDictBase:
     """One row of ``sequences_of``."""
-    full = row.get(K.FULL)
+    full = row.get(tokens_key, None)
     prompt = row.get(K.PROMPT, None)
     response = row.get(("log_probs", "response"), None)
     real = row.get(K.ATTENTION_MASK, None)
@@ -265,7 +268,7 @@ def _sequence_of(row: TensorDictBase) -> TensorDictBase:
             and len(full) > 1
         ):
             out.set(key, value[real])
-    out.set(K.FULL, full[real])
+    out.set(tokens_key, full[real])
     out.set(K.ATTENTION_MASK, real[real])
     out.set(K.ASSISTANT_MASK, mask[real])
     out.set(K.LOG_PROBS, torch.where(mask, log_probs, 0.0)[real])
@@ -335,7 +338,7 @@ def micro_batches(
         else:
             parts.append([row])
             used = sizes[row]
-    return [torch.tensor(part) for part in parts]
+    return [torch.tensor(part, device="cpu") for part in parts]
 
 
 def _by_prompt(prompts: Sequence[Prompt]) -> dict[Prompt, list[int]]:
@@ -379,7 +382,10 @@ def rank_micro_batches(
     sizes, pieces = lengths.tolist(), [[row] for row in range(len(lengths))]
     if prompts is not None:
         most = max(1, pass_tokens(sizes, prompts) // (2 * world_size))
-        groups = [(prompt, torch.tensor(rows)) for prompt, rows in _by_prompt(prompts).items()]
+        groups = [
+            (prompt, torch.tensor(rows, device="cpu"))
+            for prompt, rows in _by_prompt(prompts).items()
+        ]
         cut = (
             (rows, micro_batches(lengths[rows], most, [prompt] * len(rows)))
             for prompt, rows in groups
@@ -399,11 +405,11 @@ def rank_micro_batches(
         heapq.heappush(loads, (load + tokens(piece), number))
     split = []
     for share in map(sorted, shares):
-        of_rank = torch.tensor(share, dtype=torch.int64)
+        of_rank = torch.tensor(share, dtype=torch.int64, device="cpu")
         own = prompts and [prompts[row] for row in share]
         split.append([of_rank[part] for part in micro_batches(lengths[of_rank], max_tokens, own)])
     missing = max(len(parts) for parts in split) - len(split[rank])
-    return split[rank] + [torch.empty(0, dtype=torch.int64)] * missing
+    return split[rank] + [lengths.new_empty(0)] * missing
 
 
 def slice_tokens(batch: TensorDict, index: Tensor, length: int) -> TensorDict:

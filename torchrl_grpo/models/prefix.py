@@ -69,7 +69,8 @@ class GatherIndex:
         order = self.places.argsort(stable=True)
         once, counts = self.places[order].unique_consecutive(return_counts=True)
         begin, several = counts.cumsum(0) - counts, counts > 1
-        nth = torch.arange(1, max(counts.tolist(), default=1))[:, None]
+        most = max(counts.tolist(), default=1)
+        nth = torch.arange(1, most, device=counts.device)[:, None]
         again = order[torch.where(nth < counts[several], begin[several] + nth, 0)]
         return once, order[begin], once[several], torch.where(nth < counts[several], again, -1)
 
@@ -179,16 +180,18 @@ class Layout:
         """
         places, start = [], 0
         for prompt, *parts in self.groups:
-            shared = torch.arange(start, start + prompt)
+            shared = torch.arange(start, start + prompt, device="cpu")
             for i, own in enumerate(parts):
-                places += [shared] * bool(i) + [torch.arange(start, start + own)]
+                rest = torch.arange(start, start + own, device="cpu")
+                places += [shared] * bool(i) + [rest]
                 start += own
         return GatherIndex(torch.cat(places)).to(self.tokens.device)
 
     @cached_property
     def bounds(self) -> tuple[Tensor, Tensor]:
         """Start and end of each sequence's queries and keys, int32, as ``varlen_attn`` takes them."""
-        bounds = (torch.tensor([0, *part]).cumsum(0, dtype=torch.int32) for part in self.lengths)
+        starts = (torch.tensor([0, *part], device="cpu") for part in self.lengths)
+        bounds = (part.cumsum(0, dtype=torch.int32) for part in starts)
         queries, keys = (send(part, self.tokens.device) for part in bounds)
         return queries, keys
 
@@ -259,13 +262,13 @@ def packed(tokens_BT: Tensor, mask_BT: Tensor, prompts: Sequence[Prompt] | None 
         groups.append(
             (length, ends[rows[0]], *(ends[row] - length for row in rows[1:] if ends[row] > length))
         )
-    index, start_of = torch.tensor([order, starts])
-    size = torch.tensor(ends)[index] - start_of
+    index, start_of = torch.tensor([order, starts], device="cpu")
+    size = torch.tensor(ends, device="cpu")[index] - start_of
     offset = size.cumsum(0) - size - start_of  # from a token's position to its place in the row
-    positions = torch.arange(int(size.sum())) - offset.repeat_interleave(size)
+    positions = torch.arange(int(size.sum()), device="cpu") - offset.repeat_interleave(size)
     # Of each sequence, in the order of the batch; its prompt may be in the row as part of another
     # one, the lead.
-    shift, begin, lead = (torch.zeros(len(tokens_BT), dtype=torch.int64) for _ in range(3))
+    shift, begin, lead = (torch.zeros_like(tokens_BT[:, 0]) for _ in range(3))
     shift[index], begin[index] = offset, start_of
     for rows in rows_of.values():
         lead[rows] = shift[rows[0]]

@@ -53,8 +53,8 @@ def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContext
 class TokenScorer(TensorDictModuleBase):
     """Scores the sampled tokens of a batch under a Hugging Face causal LM, as a TensorDict module.
 
-    Reads ``("tokens", "full")`` and ``("masks", "all_assistant_mask")`` (``mask_key``), ragged or
-    padded; writes padded ``("cur_log_probs", "full")`` and ``("entropy", "full")``, [B, T] float32,
+    Reads ``("tokens", "full")`` and ``("masks", "all_assistant_mask")`` (``set_in_keys`` renames
+    them), ragged or padded; writes padded ``("cur_log_probs", "full")`` and ``("entropy", "full")``, [B, T] float32,
     0 on tokens outside the mask. With a teacher (``distill_from``) it reads ``("next",
     "teacher_states")`` too and writes ``("divergence", "full")``. Where ``"layout"`` is the layout
     of these very tensors, it is used; otherwise one is made. A small model on a CPU is computed on
@@ -95,6 +95,7 @@ class TokenScorer(TensorDictModuleBase):
                 f"temperature must be at least {MIN_TEMPERATURE}, got {temperature}: use 1.0."
             )
         self.model: Any = model
+        self.tokens_key: NestedKey = keys.FULL
         self.mask_key: NestedKey = keys.ASSISTANT_MASK
         self.teacher: Teacher | None = None
         self.temperature = temperature
@@ -107,6 +108,12 @@ class TokenScorer(TensorDictModuleBase):
     def base(self) -> Any:
         """The Hugging Face model itself, without peft's wrapper."""
         return base_model_of(self.model)
+
+    def set_in_keys(self, tokens: NestedKey, mask: NestedKey) -> None:
+        """Read the tokens and the mask of those to score under other keys."""
+        self.tokens_key = tokens
+        self.mask_key = mask
+        self.in_keys = [tokens, mask, *self.in_keys[2:]]
 
     def distill_from(self, teacher: Teacher) -> None:
         """Write the divergence from a teacher too, from here on."""
@@ -243,7 +250,7 @@ class TokenScorer(TensorDictModuleBase):
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Writes the log-probs and entropies of the sampled tokens; see the class."""
-        tokens, mask = pad(tensordict, keys.FULL), pad(tensordict, self.mask_key, False)
+        tokens, mask = pad(tensordict, self.tokens_key), pad(tensordict, self.mask_key, False)
         layout = getattr(tensordict.get(keys.LAYOUT, None), "data", None)
         if not (
             isinstance(layout, Layout) and layout.source[0] is tokens and layout.source[1] is mask
@@ -337,7 +344,8 @@ def check_packing(scorer: TokenScorer, autocast_dtype: torch.dtype | None) -> No
 def _some_tokens(scorer: TokenScorer) -> Tensor:
     """[1, 12] int64 on the model's device, the same each time."""
     vocabulary = len(scorer.base.get_output_embeddings().weight)
-    tokens = torch.randint(vocabulary, (1, 12), generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator("cpu").manual_seed(0)
+    tokens = torch.randint(vocabulary, (1, 12), generator=generator, device="cpu")
     return tokens.to(compute_device(scorer.model))
 
 
@@ -469,8 +477,13 @@ class WrapperScorer(TokenScorer):
             )
         super().__init__(model)
 
+    def set_in_keys(self, tokens: NestedKey, mask: NestedKey) -> None:
+        """Read the tokens under another key; the mask is made here."""
+        self.tokens_key = tokens
+        self.in_keys = [tokens, *self.in_keys[1:]]
+
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """A ragged batch [B] made of the wrapper's batch, with log-probs and entropies; see the
         class.
         """
-        return super().forward(sequences_of(tensordict))
+        return super().forward(sequences_of(tensordict, self.tokens_key))

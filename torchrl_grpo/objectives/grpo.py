@@ -27,10 +27,10 @@ from torchrl_grpo.checks import (
     check_behaviour_weight,
     check_clip_epsilon,
 )
-from torchrl_grpo.compat.torchrl import check_choice, refuse_arguments
+from torchrl_grpo.compat.torchrl import CHOICES, check_choice, refuse_arguments
 from torchrl_grpo.models.packing import entry, has, pad, trajectories_of
 from torchrl_grpo.models.scoring import TokenScorer, WrapperScorer
-from torchrl_grpo.objectives.output import GRPOLossOutput
+from torchrl_grpo.objectives.output import TORCHRL_METRICS, GRPOLossOutput
 
 _METRICS = (
     "objective",
@@ -94,17 +94,23 @@ class GRPOLoss(LossModule):
         behaviour_cap: largest weight, above 0.
         mask_truncated: whether truncated responses leave the loss (they stay in their group's
             statistics).
+        kl_mask_threshold: tokens whose k2 estimate of the KL to the sampling policy is above it
+            leave loss and metrics, as in TorchRL; None keeps all.
         kl_to_ref_coeff: weight of the KL to the reference policy; 0 (or None) needs no reference
             log-probs.
         kl_to_inference_coeff: weight of the KL to the sampling policy, likewise.
-        kl_estimator: ``"k1"``, ``"k2"`` or ``"k3"``, for both.
+        kl_estimator: ``"k1"``, ``"k2"`` or ``"k3"``, for both; a subclass overrides ``kl`` for
+            another.
         entropy_coeff: weight of the entropy bonus.
         teacher_coeff: weight of the divergence from a teacher that ``actor_network`` writes
             (``TokenScorer.distill_from``); 0 needs none.
         sft_coeff: weight of minus the log-likelihood of the demonstrations in the batch, the mean
-            over their masked tokens (``SFTLoss`` with ``aggregation="token_mean"``); 0 needs none.
+            over their masked tokens (``DemonstrationLoss`` with ``aggregation="token_mean"``); 0
+            needs none.
+        device: of the loss's own buffers, the CPU if None; the model stays where it is.
 
-    Input keys (``set_keys`` renames them): ``advantage`` [B, 1] (or TorchRL's [B, 1, 1]) or [B, T],
+    Input keys (``set_keys`` renames them): ``action`` [B, T] int64, the tokens (a ``TokenScorer``
+    reads them), ``advantage`` [B, 1] (or TorchRL's [B, 1, 1]) or [B, T],
     ``sample_log_prob`` [B, T], ``ref_log_probs`` [B, T], ``mask`` [B, T] bool (the tokens that the
     policy sampled), ``cur_log_prob`` and ``entropy`` as above; ``prox_log_prob`` [B, T],
     ``staleness`` [B, 1] or [B, T] and ``truncated`` [B, 1] bool where they are asked for,
@@ -120,8 +126,8 @@ class GRPOLoss(LossModule):
     ``kl_k3_to_inference``, ``entropy``; ``kl_k1_to_ref`` and ``kl_k3_to_ref`` when there are
     reference log-probs, ``kl_k1_to_teacher`` and ``kl_k3_to_teacher`` when there are those of a
     teacher, ``divergence_to_teacher`` with a ``teacher_coeff``; ``behaviour_weight`` and
-    ``behaviour_capped`` (tokens whose weight the cap changed) when there is such a weight. Metrics
-    are means over the masked tokens.
+    ``behaviour_capped`` (tokens whose weight the cap changed) when there is such a weight; and
+    ``TORCHRL_METRICS``. Metrics are means over the masked tokens.
 
     Raises:
         ValueError: ``actor_network`` is no TensorDict module, a coefficient or a bound is out of
@@ -139,6 +145,7 @@ class GRPOLoss(LossModule):
     @dataclass
     class _AcceptedKeys(LossModule._AcceptedKeys):
         advantage: NestedKey = keys.ADVANTAGE
+        action: NestedKey = keys.FULL
         sample_log_prob: NestedKey = keys.LOG_PROBS
         ref_log_probs: NestedKey = keys.REF_LOG_PROBS
         mask: NestedKey = keys.ASSISTANT_MASK
@@ -157,6 +164,7 @@ class GRPOLoss(LossModule):
     _schedulable_buffers = frozenset({"clip_epsilon_low", "clip_epsilon_high"})
 
     actor_network: TensorDictModuleBase
+    _in_keys: list[NestedKey] | None = None
 
     def __init__(
         self,
@@ -172,22 +180,25 @@ class GRPOLoss(LossModule):
         behaviour_level: WeightLevel = "token",
         behaviour_cap: float = 5.0,
         mask_truncated: bool = False,
+        kl_mask_threshold: float | None = None,
         kl_estimator: KLEstimator = "k3",
         kl_to_ref_coeff: float | None = 0.0,
         kl_to_inference_coeff: float | None = 0.0,
         entropy_coeff: float = 0.0,
         teacher_coeff: float = 0.0,
         sft_coeff: float = 0.0,
+        device: torch.device | str | int | None = None,
         **others: Any,
     ) -> None:
-        refuse_arguments("GRPOLoss", others)
+        refuse_arguments(type(self), others)
         super().__init__()
         low, high = check_clip_epsilon(clip_epsilon)
         self.actor_network = _scorer(actor_network)
-        self.register_buffer("clip_epsilon_low", torch.tensor(float(low)))
-        self.register_buffer("clip_epsilon_high", torch.tensor(float(high)))
+        device = torch.device("cpu" if device is None else device)
+        self.register_buffer("clip_epsilon_low", torch.tensor(float(low), device=device))
+        self.register_buffer("clip_epsilon_high", torch.tensor(float(high), device=device))
         self.ratio_level = ratio_level
-        self.aggregation = aggregation
+        self.aggregation = CHOICES.get(aggregation, aggregation)
         self.constant_length = constant_length
         self.dual_clip = dual_clip
         self.proximal = proximal
@@ -195,6 +206,7 @@ class GRPOLoss(LossModule):
         self.behaviour_level = behaviour_level
         self.behaviour_cap = behaviour_cap
         self.mask_truncated = mask_truncated
+        self.kl_mask_threshold = kl_mask_threshold or 0.0
         self.kl_estimator = kl_estimator
         self.kl_to_ref_coeff = kl_to_ref_coeff or 0.0
         self.kl_to_inference_coeff = kl_to_inference_coeff or 0.0
@@ -242,7 +254,9 @@ class GRPOLoss(LossModule):
 
     @property
     def in_keys(self) -> list[NestedKey]:
-        """Keys that ``forward`` reads."""
+        """Keys that ``forward`` reads, or those that were set, until keys are renamed."""
+        if self._in_keys is not None:
+            return self._in_keys
         names = self.tensor_keys
         scorer = self.actor_network
         optional = {
@@ -258,6 +272,10 @@ class GRPOLoss(LossModule):
         own = [key for key in read if key not in scorer.out_keys]
         return list(dict.fromkeys([*scorer.in_keys, *own]))
 
+    @in_keys.setter
+    def in_keys(self, names: list[NestedKey] | None) -> None:
+        self._in_keys = names
+
     @property
     def out_keys(self) -> list[NestedKey]:
         """Keys that ``forward`` returns for a batch with exactly the ``in_keys``."""
@@ -265,20 +283,17 @@ class GRPOLoss(LossModule):
         optional = {
             ("behaviour_weight", "behaviour_capped"): self.behaviour_weight != "none",
             ("divergence_to_teacher",): self.teacher_coeff,
-            ("kl_k1_to_ref", "kl_k3_to_ref"): self.kl_to_ref_coeff,
+            ("kl_k1_to_ref", "kl_k3_to_ref", "kl_to_ref"): self.kl_to_ref_coeff,
         }
         metrics = [name for names, written in optional.items() if written for name in names]
-        return ["loss_objective", *terms, *_METRICS, *metrics]
+        return ["loss_objective", *terms, *_METRICS, *metrics, *TORCHRL_METRICS[:3]]
 
     def _forward_value_estimator_keys(self, **kwargs: object) -> None:
-        """Nothing to forward without a value estimator; the scorer gets the mask's key."""
-        if type(self.actor_network) is TokenScorer:
-            self.actor_network.mask_key = self.tensor_keys.mask
-            self.actor_network.in_keys = [
-                keys.FULL,
-                self.tensor_keys.mask,
-                *self.actor_network.in_keys[2:],
-            ]
+        """Nothing to forward without a value estimator; the scorer gets its keys."""
+        self.in_keys = None
+        scorer = self.actor_network
+        if isinstance(scorer, TokenScorer):
+            scorer.set_in_keys(self.tensor_keys.action, self.tensor_keys.mask)
 
     def normalize(self, batch: TensorDictBase) -> TensorDictBase:
         """Fixes the weight of each token and the token count over a whole optimization batch, in
@@ -348,6 +363,12 @@ class GRPOLoss(LossModule):
         """
         return F.clipped_surrogate(ratio, advantage, self.clip_epsilon_low, self.clip_epsilon_high)
 
+    def kl(self, log_prob: Tensor, other_log_prob: Tensor) -> Tensor:
+        """[B, T], the KL of each token to the reference or the sampling policy, for the loss.
+        Subclasses override it.
+        """
+        return F.KL_ESTIMATORS[self.kl_estimator](log_prob, other_log_prob)
+
     def clipped(self, ratio: Tensor, advantage: Tensor) -> tuple[Tensor, Tensor]:
         """[B, T] bool each: the tokens whose gradient the lower and the upper clip took away, for
         the metrics.
@@ -372,12 +393,21 @@ class GRPOLoss(LossModule):
         out |= self._entropy(tokens)
         out |= self._divergence_from_teacher(tokens)
         out |= self._demonstrations(tokens)
+        out["clip_fraction"] = out["clip_fraction_low"] + out["clip_fraction_high"]
+        out["kl_approx"] = -out["kl_k1_to_inference"]
+        out["kl_to_inference"] = out["kl_k3_to_inference"]
+        if "kl_k3_to_ref" in out:
+            out["kl_to_ref"] = out["kl_k3_to_ref"]
         return GRPOLossOutput(out)
 
     def _read_tokens(self, data: TensorDictBase) -> _Tokens:
         """Return what several terms read of a batch that the actor network has scored."""
         log_prob = entry(data, self.tensor_keys.cur_log_prob)
         mask = self._mask(data).to(log_prob.device)
+        if self.kl_mask_threshold > 0:
+            key = self.tensor_keys.sample_log_prob
+            sampled = _of_sequence_or_token(data, key, mask.shape[1]).to(mask.device)
+            mask = mask & (F.kl_k2(log_prob, sampled) <= self.kl_mask_threshold)
         weights = data.get(keys.LOSS_WEIGHTS, None)
         if weights is None:
             weights = self._weights(mask, log_prob.dtype, trajectories_of(data))
@@ -440,7 +470,7 @@ class GRPOLoss(LossModule):
         out = {}
         reference = tokens.read(key)
         if self.kl_to_ref_coeff:
-            kl = F.KL_ESTIMATORS[self.kl_estimator](tokens.log_prob, reference)
+            kl = self.kl(tokens.log_prob, reference)
             out["loss_kl_to_ref"] = self.kl_to_ref_coeff * tokens.weighted_sum(kl)
         return out | tokens.kl_means("ref", reference)
 
@@ -448,7 +478,7 @@ class GRPOLoss(LossModule):
         """Return the KL to the sampling policy and its metrics."""
         out = {}
         if self.kl_to_inference_coeff:
-            kl = F.KL_ESTIMATORS[self.kl_estimator](tokens.log_prob, tokens.sample_log_prob)
+            kl = self.kl(tokens.log_prob, tokens.sample_log_prob)
             out["loss_kl_to_inference"] = self.kl_to_inference_coeff * tokens.weighted_sum(kl)
         return out | tokens.kl_means("inference", tokens.sample_log_prob)
 

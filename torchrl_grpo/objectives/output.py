@@ -6,33 +6,52 @@ from typing import Any
 
 from tensordict import TensorDict
 
-_OPTIONAL = {"loss_entropy", "loss_kl_to_ref", "loss_kl_to_inference", "loss_teacher", "loss_sft"}
+TORCHRL_METRICS = ("clip_fraction", "kl_approx", "kl_to_inference", "kl_to_ref")
+"""Metrics under TorchRL's names, for its trainers: each repeats others of the output."""
+
+_OPTIONAL = {
+    "loss_entropy",
+    "loss_kl_to_ref",
+    "loss_kl_to_inference",
+    "loss_teacher",
+    "loss_sft",
+    "kl_to_ref",
+}
 
 
 class GRPOLossOutput(TensorDict):
-    """A TensorDict whose entries are attributes too, under TorchRL's names as well.
+    """A TensorDict whose entries are attributes too, to read and to set.
 
-    ``clip_fraction`` is the sum of ``clip_fraction_low`` and ``clip_fraction_high``, ``kl_approx``
-    minus ``kl_k1_to_inference``, and ``kl_to_ref`` and ``kl_to_inference`` are their k3 estimates.
-    A loss term that was not asked for is None.
+    Four metrics are there a second time under TorchRL's names: ``clip_fraction`` is the sum of
+    ``clip_fraction_low`` and ``clip_fraction_high``, ``kl_approx`` minus ``kl_k1_to_inference``,
+    and ``kl_to_ref`` and ``kl_to_inference`` are the k3 estimates. An optional entry that is not
+    there is None as an attribute. ``mean(reduce=True)``, as TorchRL's scripts write it, returns the
+    loss, the sum of the entries named ``loss_*``; TorchRL's would include the metrics.
 
     Examples:
         >>> import torch
-        >>> out = GRPOLossOutput({"loss_objective": torch.tensor(-1.5), "kl_k1_to_inference": torch.tensor(0.25)})
-        >>> out.loss_objective, out.kl_approx, out.loss_entropy
-        (tensor(-1.5000), tensor(-0.2500), None)
+        >>> out = GRPOLossOutput({"loss_objective": torch.tensor(-1.5), "ESS": torch.tensor(0.5)})
+        >>> out.loss_objective = out.loss_objective / 2
+        >>> out["loss_objective"], out.mean(reduce=True), out.loss_entropy
+        (tensor(-0.7500), tensor(-0.7500), None)
     """
 
     def __getattr__(self, name: str) -> Any:
-        if name == "clip_fraction":
-            return self["clip_fraction_low"] + self["clip_fraction_high"]
-        if name == "kl_approx":
-            return -self["kl_k1_to_inference"]
-        if name in ("kl_to_ref", "kl_to_inference"):
-            return self.get(name.replace("kl", "kl_k3", 1), None)
         value = None if name.startswith("_") else self.get(name, None)
         if value is None and name not in _OPTIONAL:
             raise AttributeError(
                 f"{type(self).__name__} has no attribute {name!r}, it has {', '.join(self.keys())}."
             )
         return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_") or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        else:
+            self.set(name, value)
+
+    def mean(self, *args: Any, reduce: bool | None = None, **kwargs: Any) -> Any:
+        """Return the loss with ``reduce=True``, else TensorDict's mean."""
+        if not reduce:
+            return super().mean(*args, **kwargs)
+        return sum(value for name, value in self.items() if name.startswith("loss_"))

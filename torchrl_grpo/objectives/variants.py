@@ -88,9 +88,11 @@ class SAPOLoss(GRPOLoss):
         return F.sapo_objective(ratio, advantage, self.tau_positive, self.tau_negative)
 
 
-class SFTLoss(GRPOLoss):
+class DemonstrationLoss(GRPOLoss):
     """Minus the log-likelihood of demonstrations: supervised training, with each token weighted by
     its advantage.
+
+    It reads tokens, as ``GRPOLoss`` does; TorchRL's ``SFTLoss`` reads histories.
 
     Nobody sampled them, so that the policy itself counts as the one that did: every ratio is 1, and
     the metrics that compare with the sampling policy say nothing.
@@ -105,6 +107,10 @@ class SFTLoss(GRPOLoss):
     def surrogate(self, ratio: Tensor, log_prob: Tensor, advantage: Tensor) -> Tensor:
         """See the class."""
         return advantage * log_prob
+
+
+SFTLoss = DemonstrationLoss
+"""Its name until now."""
 
 
 def _refuse_dual_clip(name: str, settings: dict[str, Any]) -> None:

@@ -112,7 +112,8 @@ class GroupAdvantage(Transform):
         queue: the trajectories that wait in a replay buffer, and their counts.
 
     Args:
-        repeats: size of a group, at least 2 where ``mean`` or ``std`` is over the group.
+        repeats: size of a group, at least 2 where ``mean`` or ``std`` is over the group; it must
+            be given, under this name or TorchRL's ``grpo_size``.
 
     Keyword Args:
         mean: the baseline, see ``functional.group_advantage``.
@@ -137,6 +138,11 @@ class GroupAdvantage(Transform):
         done_key: [..., 1] bool, the last step of a trajectory.
         advantage_key: [..., 1] float32, written; at level token or turn [..., T], ragged like the
             tokens and 0 on those that were not sampled.
+        token_dim: write the advantage as [..., 1, 1] and [..., T, 1], as TorchRL's ``GRPOLoss``
+            reads it; ours reads either.
+        grpo_size: TorchRL's name of ``repeats``.
+        prompt_key: TorchRL's name of ``group_key``.
+        rewards_key: TorchRL's name of ``reward_key``.
         **candidates: arguments of ``MCAdvantage``, those that are named above.
 
     At level token, ``"state_value"`` is read where the batch has it: [..., T] floating, at each
@@ -167,7 +173,7 @@ class GroupAdvantage(Transform):
 
     def __init__(
         self,
-        repeats: int,
+        repeats: int | None = None,
         *,
         mean: AdvantageMean = "group",
         std: AdvantageStd = "group",
@@ -181,9 +187,17 @@ class GroupAdvantage(Transform):
         group_key: NestedKey = keys.GROUP_ID,
         done_key: NestedKey = keys.DONE,
         advantage_key: NestedKey = keys.ADVANTAGE,
+        token_dim: bool = False,
+        grpo_size: int | None = None,
+        prompt_key: NestedKey | None = None,
+        rewards_key: NestedKey | None = None,
         **candidates: Any,
     ) -> None:
-        refuse_arguments("GroupAdvantage", candidates, _CANDIDATES)
+        refuse_arguments(type(self), candidates, _CANDIDATES)
+        repeats = grpo_size if repeats is None else repeats
+        if repeats is None:
+            raise TypeError("GroupAdvantage needs repeats, the size of a group: use repeats=8.")
+        group_key = prompt_key or group_key
         check_choice("mean", mean, get_args(AdvantageMean))
         check_choice("std", std, get_args(AdvantageStd))
         check_choice("level", level, get_args(AdvantageLevel))
@@ -200,7 +214,7 @@ class GroupAdvantage(Transform):
                     f"{name}={value} must be 1 with level={level!r}, nothing reads it: use "
                     "level='token'."
                 )
-        reward_key = reward_key or _REWARD_KEYS[level]
+        reward_key = reward_key or rewards_key or _REWARD_KEYS[level]
         weights_by_name = (part_weights or {}).values()
         self._of_datasets = any(isinstance(weights, Mapping) for weights in weights_by_name)
         optional = [
@@ -225,6 +239,7 @@ class GroupAdvantage(Transform):
         self.group_key = group_key
         self.done_key = done_key
         self.advantage_key = advantage_key
+        self.token_dim = token_dim
         self._candidates = candidates
         if candidates:
             _ = self.queue  # it refuses what they cannot be
@@ -298,7 +313,7 @@ class GroupAdvantage(Transform):
         flat = flatten(tensordict)
         member = self._members(flat)
         first = torch.cat([torch.ones_like(member[:1]), member.diff()]) > 0
-        group = group_ids(flat, self.group_key)[first]
+        group = group_ids(flat, self.group_key).to(first.device)[first]
         ids, sizes = group.unique(return_counts=True)
         wrong = sizes[sizes != self.repeats]
         if wrong.numel():
@@ -312,7 +327,8 @@ class GroupAdvantage(Transform):
 
     def _members(self, flat: TensorDictBase) -> Tensor:
         """[N] int64, the number of the trajectory that each row is a step of."""
-        done = _column(flat, self.done_key, torch.ones(len(flat), dtype=torch.bool)).long()
+        every = torch.ones_like(group_ids(flat, self.group_key), dtype=torch.bool)
+        done = _column(flat, self.done_key, every).long()
         if len(done) and not done[-1]:
             raise ValueError(
                 f"{self.done_key!r} must be True in the last row of a batch, which ends a "
@@ -354,7 +370,7 @@ class GroupAdvantage(Transform):
         if self.level == "sequence":
             advantage = self._of_trajectories(flat, member, group, valid)
             self._count(advantage != 0, group, valid)
-            of_row = advantage[member].reshape(*tensordict.batch_size, 1)
+            of_row = advantage[member].reshape(self._shape(tensordict))
             return tensordict.set(self.advantage_key, of_row)
         reward = join_rows(self._token_rewards(flat), member)
         mask = pad(flat, keys.ASSISTANT_MASK, False)
@@ -370,7 +386,13 @@ class GroupAdvantage(Transform):
             advantage = turn_advantage(reward, sampled, group, valid, self.gamma, self.advantage)
         self._count((advantage != 0).any(-1), group, valid)
         of_token = split_rows(advantage, member, mask.shape[1])
+        if self.token_dim:
+            of_token = of_token.unsqueeze(-1)
         return set_tokens(tensordict, self.advantage_key, of_token)
+
+    def _shape(self, batch: TensorDictBase | Composite) -> tuple[int, ...]:
+        """Return the shape of the advantages of a batch's sequences."""
+        return (*batch.batch_size, 1, 1) if self.token_dim else (*batch.batch_size, 1)
 
     def _of_trajectories(
         self, flat: TensorDictBase, member: Tensor, group: Tensor, valid: Tensor
@@ -436,8 +458,9 @@ class GroupAdvantage(Transform):
             start += length
         if not complete:
             return None
-        lengths = torch.tensor([len(trajectory.steps) for trajectory in complete])
-        number = torch.arange(len(complete))
+        sizes = [len(trajectory.steps) for trajectory in complete]
+        lengths = torch.tensor(sizes, device=member.device)
+        number = torch.arange(len(complete), device=member.device)
         steps = lazy_stack([step for trajectory in complete for step in trajectory.steps])
         return self._write(steps, number.repeat_interleave(lengths), number // self.repeats)
 
@@ -469,7 +492,7 @@ class GroupAdvantage(Transform):
         ended = complete & ~before
         self._count(advantage[ended] != 0, group[ended], valid[ended])
         next_tensordict.set(
-            _in_next(self.advantage_key), advantage.reshape(*next_tensordict.batch_size, 1)
+            _in_next(self.advantage_key), advantage.reshape(self._shape(next_tensordict))
         )
         return next_tensordict
 
@@ -482,13 +505,14 @@ class GroupAdvantage(Transform):
                 "environment, where a step has one turn of them: call it on the collector's "
                 "batch, put it into a ReplayBuffer, or use level='sequence'."
             )
-        zeros = torch.zeros((*tensordict_reset.batch_size, 1), dtype=torch.float32)
+        group = group_ids(tensordict_reset, self.group_key)
+        zeros = torch.zeros(self._shape(tensordict_reset), device=group.device)
         return tensordict_reset.set(_in_next(self.advantage_key), zeros)
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         """Adds the advantage."""
         observation_spec[_in_next(self.advantage_key)] = Unbounded(
-            shape=(*observation_spec.shape, 1), dtype=torch.float32, device=observation_spec.device
+            shape=self._shape(observation_spec), dtype=torch.float32, device=observation_spec.device
         )
         return observation_spec
 

@@ -66,7 +66,7 @@ class GroupQueue(MCAdvantage):
         bounds, size = self.keep_return_bounds, self.grpo_size
         if bounds is not None or len(members) > size:
             steps = lazy_stack([lazy_stack(list(member.steps)) for member in members])
-            values = torch.tensor([member.value for member in members])
+            values = torch.tensor([member.value for member in members], device="cpu")
             candidates = TensorDict({"return": values, "trajectories": steps}, [len(members)])
             candidates = candidates.select(*self.candidate_selector.in_keys)
             indices = self.candidate_selector.select(

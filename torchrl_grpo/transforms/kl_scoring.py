@@ -50,6 +50,8 @@ class KLScoring(Transform):
         out_key: where the log-probs go, ``("next", "ref_log_probs", "full")`` by default; [T]
             float32 a sequence, 0 on tokens that were not sampled. A ragged batch stays ragged and a
             padded one padded.
+        tokens_key: the tokens of a batch, [T] int64 a sequence.
+        mask_key: which of them to score, [T] bool a sequence.
 
     Raises:
         ValueError: ``scorer`` is no ``TokenScorer``, or ``max_tokens`` is below 1.
@@ -66,6 +68,8 @@ class KLScoring(Transform):
         max_tokens: int = 16384,
         autocast_dtype: torch.dtype | None = None,
         out_key: NestedKey = keys.REF_LOG_PROBS,
+        tokens_key: NestedKey = keys.FULL,
+        mask_key: NestedKey = keys.ASSISTANT_MASK,
     ) -> None:
         if not isinstance(scorer, TokenScorer):
             raise ValueError(
@@ -75,7 +79,7 @@ class KLScoring(Transform):
         if max_tokens < 1:
             raise ValueError(f"max_tokens={max_tokens} must be at least 1: for example, 16384.")
         in_env = out_key[1:] if isinstance(out_key, tuple) and out_key[0] == "next" else out_key
-        super().__init__(in_keys=[keys.FULL, keys.ASSISTANT_MASK], out_keys=[in_env])
+        super().__init__(in_keys=[tokens_key, mask_key], out_keys=[in_env])
         self.scorer = scorer
         self.max_tokens = max_tokens
         self.autocast_dtype = autocast_dtype
@@ -138,7 +142,8 @@ class KLScoring(Transform):
                 computed = pass_tokens(lengths[index].tolist(), of_rows)
                 raise self._memory_short(error, computed, mask[index]) from error
             passes.append(scores)
-        out = torch.zeros((*tokens.shape, *passes[0].shape[2:]), dtype=passes[0].dtype)
+        shape = (*tokens.shape, *passes[0].shape[2:])
+        out = torch.zeros(shape, dtype=passes[0].dtype, device="cpu")
         for index, width, scores in zip(parts, widths, passes, strict=True):
             if len(index):
                 out[index, :width] = scores.to("cpu")  # waits for passes that were all begun
@@ -181,8 +186,9 @@ class KLScoring(Transform):
 
     def _score(self, batch: TensorDictBase) -> list[Tensor]:
         """Log-probs of each sequence of a flat batch, each as wide as its tokens."""
-        tokens, mask = pad(batch, keys.FULL), pad(batch, keys.ASSISTANT_MASK, False)
-        widths = torch.tensor([part.get(keys.FULL).shape[-1] for part in batch.unbind(0)])
+        tokens, mask = (pad(batch, key) for key in self.in_keys)
+        sizes = [part.get(self.in_keys[0]).shape[-1] for part in batch.unbind(0)]
+        widths = torch.tensor(sizes, device="cpu")
         scores = self.log_probs(tokens, mask, widths)
         return [row[:width] for row, width in zip(scores, widths.tolist(), strict=True)]
 
@@ -219,7 +225,9 @@ class KLScoring(Transform):
     ) -> TensorDictBase:
         """Write zeros, one per token of the prompt: nothing was sampled yet."""
         prompts = [row.get(keys.PROMPT) for row in tensordict_reset.unbind(0)]
-        return self._set_in_env(tensordict_reset, [torch.zeros(prompt.shape) for prompt in prompts])
+        return self._set_in_env(
+            tensordict_reset, [torch.zeros_like(prompt, dtype=torch.float32) for prompt in prompts]
+        )
 
     def _set_in_env(self, tensordict: TensorDictBase, rows: Sequence[Tensor]) -> TensorDictBase:
         """Writes rows of different lengths as a lazy stack, the form that an environment's tokens

@@ -49,10 +49,15 @@ def set_rows(batch: TensorDictBase, key: NestedKey, rows: Sequence[Tensor]) -> T
     return batch
 
 
-def set_tokens(batch: TensorDictBase, key: NestedKey, values: Tensor) -> TensorDictBase:
+def set_tokens(
+    batch: TensorDictBase,
+    key: NestedKey,
+    values: Tensor,
+    mask_key: NestedKey = keys.ASSISTANT_MASK,
+) -> TensorDictBase:
     """Write padded values, [N, T], each row cut to the tokens of its sequence; see ``set_rows``."""
     sequences = flatten(batch).unbind(0)
-    widths = [sequence.get(keys.ASSISTANT_MASK).shape[-1] for sequence in sequences]
+    widths = [sequence.get(mask_key).shape[-1] for sequence in sequences]
     return set_rows(batch, key, [row[:width] for row, width in zip(values, widths, strict=True)])
 
 
@@ -97,7 +102,8 @@ def group_ids(tensordict: TensorDictBase, key: NestedKey) -> Tensor:
     if isinstance(value, Tensor):
         return value.reshape(-1)
     ids: dict[int | str, int] = {}
-    return torch.tensor([ids.setdefault(name, len(ids)) for name in group_keys(tensordict, key)])
+    numbers = [ids.setdefault(name, len(ids)) for name in group_keys(tensordict, key)]
+    return torch.tensor(numbers, device="cpu")
 
 
 def all_of_group(group: Tensor, flag: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ transform.
 from __future__ import annotations
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.envs import Transform
 
@@ -50,6 +50,11 @@ class RewardShaping(Transform):
             reference log-probs.
         kl_estimator: ``"k1"`` (as in arXiv 2501.03262), ``"k2"`` or ``"k3"``, of the policy that
             sampled.
+        reward_key: the task's reward, one value a sequence.
+        valid_key: [..., 1] bool; where the key is missing every reward is valid.
+        mask_key: [T] bool a sequence, the tokens that the policy sampled.
+        sample_log_prob_key: [T] a sequence, read with a ``kl_coef``.
+        ref_log_probs_key: likewise.
 
     Raises:
         ValueError: an argument is out of its range.
@@ -88,6 +93,11 @@ class RewardShaping(Transform):
         max_response_tokens: int | None = None,
         kl_coef: float = 0.0,
         kl_estimator: KLEstimator = "k1",
+        reward_key: NestedKey = keys.REWARD,
+        valid_key: NestedKey = keys.REWARD_VALID,
+        mask_key: NestedKey = keys.ASSISTANT_MASK,
+        sample_log_prob_key: NestedKey = keys.LOG_PROBS,
+        ref_log_probs_key: NestedKey = keys.REF_LOG_PROBS,
     ) -> None:
         check_bounds(clip)
         if overlong_buffer < 0:
@@ -110,17 +120,15 @@ class RewardShaping(Transform):
             raise ValueError(
                 f"kl_coef={kl_coef} must be at least 0: use 0.01, or 0 for no KL in the reward."
             )
-        in_keys = [
-            keys.REWARD,
-            keys.REWARD_VALID,
-            keys.ASSISTANT_MASK,
-            keys.TURN_REWARDS,
-            keys.TRAJECTORY,
-        ]
+        in_keys = [reward_key, valid_key, mask_key, keys.TURN_REWARDS, keys.TRAJECTORY]
+        self.kl_keys = [sample_log_prob_key, ref_log_probs_key] if kl_coef else []
         super().__init__(
-            in_keys=[*in_keys, keys.LOG_PROBS, keys.REF_LOG_PROBS] if kl_coef else in_keys,
+            in_keys=[*in_keys, *self.kl_keys],
             out_keys=[keys.SHAPED_REWARD, keys.TOKEN_REWARD],
         )
+        self.reward_key = reward_key
+        self.valid_key = valid_key
+        self.mask_key = mask_key
         self.scale = scale
         self.bias = bias
         self.clip = clip
@@ -134,18 +142,19 @@ class RewardShaping(Transform):
         if has(tensordict, keys.TOKEN_REWARD) and has(tensordict, keys.SHAPED_REWARD):
             return tensordict
         flat = flatten(tensordict)
-        mask = pad(flat, keys.ASSISTANT_MASK, False)
+        mask = pad(flat, self.mask_key, False)
         valid = torch.ones_like(mask[:, :1])
-        if has(flat, keys.REWARD_VALID):
-            valid = flat.get(keys.REWARD_VALID).reshape(-1, 1)
+        if has(flat, self.valid_key):
+            valid = flat.get(self.valid_key).reshape(-1, 1)
         # In float64 until it is written, so that the parts add up to the whole.
         kl = torch.where(valid & mask, self._kl(flat, mask), 0.0)
         trajectory = trajectories_of(flat)
+        trajectory = None if trajectory is None else trajectory.to(mask.device)
         task = torch.where(valid, self._task_reward(flat, mask, trajectory), 0.0)
         shaped = task - kl.sum(-1, keepdim=True)
         token = torch.where(valid & mask, self._turn_rewards(flat.unbind(0), mask), 0.0)
         token = token + torch.where(_last(mask), task - token.sum(-1, keepdim=True), 0.0) - kl
-        tensordict = set_tokens(tensordict, keys.TOKEN_REWARD, token.float())
+        tensordict = set_tokens(tensordict, keys.TOKEN_REWARD, token.float(), self.mask_key)
         return tensordict.set(keys.SHAPED_REWARD, shaped.float().reshape(*tensordict.batch_size, 1))
 
     def _task_reward(self, flat: TensorDictBase, mask: Tensor, trajectory: Tensor | None) -> Tensor:
@@ -153,7 +162,7 @@ class RewardShaping(Transform):
         length = mask.sum(-1, keepdim=True)
         if trajectory is not None:
             length = torch.zeros_like(length).index_add_(0, trajectory, length)[trajectory]
-        reward = entry(flat, keys.REWARD).reshape(-1, 1).double() * self.scale + self.bias
+        reward = entry(flat, self.reward_key).reshape(-1, 1).double() * self.scale + self.bias
         if self.clip is not None:
             reward = reward.clamp(*self.clip)
         if self.overlong_buffer and self.max_response_tokens is not None:
@@ -179,7 +188,7 @@ class RewardShaping(Transform):
         """[N, T] float64, the weighted KL of each token; outside the mask anything."""
         if not self.kl_coef:
             return torch.zeros(mask.shape, dtype=torch.float64, device=mask.device)
-        sample, ref = (pad(flat, key).double() for key in (keys.LOG_PROBS, keys.REF_LOG_PROBS))
+        sample, ref = (pad(flat, key).double() for key in self.kl_keys)
         return self.kl_coef * KL_ESTIMATORS[self.kl_estimator](sample, ref)
 
     def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:

@@ -96,9 +96,9 @@ class ServedTeacher(Transform):
         scored = zip(tokens[start:], mask[start:], scores, strict=True)
         if self.top_k is None:
             log_probs = [likely[token] if sampled else 0.0 for token, sampled, likely in scored]
-            return torch.tensor([0.0] * start + log_probs)
+            return torch.tensor([0.0] * start + log_probs, device="cpu")
         states = [_states(likely, self.top_k) for _, sampled, likely in scored if sampled]
-        return torch.tensor(states).view(-1, 2 * self.top_k)
+        return torch.tensor(states, device="cpu").view(-1, 2 * self.top_k)
 
 
 def _states(log_probs: dict[int, float], top_k: int) -> list[float]:

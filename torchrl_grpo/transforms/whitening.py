@@ -52,7 +52,7 @@ class AdvantageWhitening(Transform):
             counted = mask & flat.get(keys.REWARD_VALID).reshape(-1, 1)
         of_token = advantage.expand(mask.shape).clone()
         values = of_token[counted]
-        group = torch.zeros(len(values), dtype=torch.int64)
+        group = torch.zeros_like(values, dtype=torch.int64)
         whitened = group_advantage(values, group, group == 0, mean="batch", std="batch")
         of_token[counted] = whitened.to(of_token.dtype)
         if advantage.shape[1] > 1:

@@ -93,6 +93,10 @@ POLICY_VERSION = "policy_version"
 """[1] int64. Oldest weights that sampled a token of the sequence. Written by the policy; read by
 the trainer, metrics.
 """
+NEXT_POLICY_VERSION = ("next", "policy_version")
+"""[1] int64. The same again, where TorchRL's ``PolicyVersion`` puts it. Written by the collector;
+read by TorchRL's trainers.
+"""
 POLICY_VERSIONS = ("policy_versions", "full")
 """[T] int64. Weights that sampled each token, -1 on tokens that were not sampled. Written by the
 policy; read by the trainer.

@@ -24,13 +24,10 @@ from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation import GenerationPolicy, SamplingParams, TransformersEngine
 from torchrl_grpo.models import TokenScorer
 from torchrl_grpo.objectives import GRPOLoss
-<<<<<<< HEAD
+from torchrl_grpo.objectives.output import TORCHRL_METRICS
 from torchrl_grpo.starter import starter_path
 from torchrl_grpo.tasks.arithmetic import ArithmeticTask
 from torchrl_grpo.transforms import GroupAdvantage, KLScoring, RewardShaping
-=======
-from torchrl_grpo.objectives.output import TORCHRL_METRICS
->>>>>>> 85daffc (TorchRL's protocol of losses: outputs that can be set, its metrics as entries, its arguments and keys)
 
 
 def test_a_metric_that_the_page_has_not_is_found() -> None:

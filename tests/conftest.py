@@ -27,6 +27,7 @@ os.environ.setdefault(
 )  # actors on Ray import what those of a script do
 
 import pytest
+from hypothesis import settings
 
 from tests.support.guarded import go_on_guarded
 
@@ -35,6 +36,11 @@ if TYPE_CHECKING:  # what starts the workers imports this file too, and needs ne
 
 if sys.platform == "linux" and "PYTEST_XDIST_WORKER" not in os.environ:
     go_on_guarded()
+
+# The same examples in each run; those of `make test-nightly` are new ones each time.
+settings.register_profile("few", max_examples=40, deadline=None, derandomize=True)
+settings.register_profile("many", max_examples=400, deadline=None)
+settings.load_profile("few")
 
 SPECIAL_TOKENS = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 CHAT_TEMPLATE = (

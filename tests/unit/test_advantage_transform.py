@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import NonTensorStack, TensorDict, lazy_stack
 from torchrl.data import LazyStackStorage, LazyTensorStorage, ReplayBuffer
@@ -582,7 +582,6 @@ def test_a_batch_in_which_nothing_was_sampled_is_zero(mean):
     assert token_lists(out) == [[0, 0], [0, 0]]
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.lists(st.floats(-10, 10, width=32), min_size=1, max_size=5), min_size=4, max_size=4)
 )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torchrl import torchrl_logger
 
@@ -142,7 +142,6 @@ texts = st.text(
 
 @pytest.mark.parametrize("name", FAMILIES)
 @given(text=texts, tools=st.booleans())
-@settings(max_examples=60, deadline=None, derandomize=True)
 def test_texts_without_control_tokens_are_tokenized_as_ever(
     name: str, text: str, tools: bool
 ) -> None:
@@ -167,7 +166,6 @@ fragments = st.lists(st.integers(0, 30), min_size=1, max_size=10)
 
 @pytest.mark.parametrize("name", WITH_ROLES)
 @given(chosen=fragments, tool=st.booleans())
-@settings(max_examples=60, deadline=None, derandomize=True)
 def test_no_text_adds_or_removes_a_control_token(name: str, chosen: list[int], tool: bool) -> None:
     pieces = [
         part

@@ -69,8 +69,27 @@ REFUSED = {
 }
 
 
+OF_EACH_KIND = (
+    "llama",
+    "gpt2",
+    "gemma3_text",
+    "mixtral",
+    "deepseek_v3",
+    "gemma2",
+    "jamba",
+    "mamba",
+)
+"""Sliding windows, experts, latent attention, and those of which each part refuses some."""
+
+
 @pytest.mark.parametrize("what", [what for what in MEASURES if what != "vLLM"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in OF_EACH_KIND else pytest.mark.nightly)
+        for name in FAMILIES
+    ],
+)
 def test_log_probs_are_the_model_s_own_or_refused(name: str, what: str) -> None:
     refused, parts = (
         REFUSED.get(name, {}),

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -95,7 +95,6 @@ def test_one_valid_member_left_gives_zero() -> None:
     assert advantage.tolist() == [0.0, 0.0]
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.tuples(rewards, st.integers(0, 3), st.booleans()), min_size=1, max_size=24),
     st.randoms(),
@@ -140,7 +139,6 @@ def test_k1_and_k3_are_unbiased_estimates_of_the_kl() -> None:
     torch.testing.assert_close((p * F.kl_k3(p.log(), q.log())).sum(), kl)
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.floats(-50, 0), st.floats(-50, 0))
 def test_k3_and_k2_are_never_negative_and_zero_only_at_equality(a: float, b: float) -> None:
     log_p, log_q = torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64)

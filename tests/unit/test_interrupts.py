@@ -69,11 +69,16 @@ def send_at(run_: Run, moment: str, number: int, monkeypatch: pytest.MonkeyPatch
 
 MOMENTS = ["wait for a batch", "play", "step", "end of a step", "weight sync"]
 MOMENTS += ["evaluation", "log", "samples", "save", "export"]
+EVERY_RUN = ("play", "weight sync", "save")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "moment"), [*zip(cycle((signal.SIGTERM, signal.SIGINT)), MOMENTS, strict=False)]
+    ("number", "moment"),
+    [
+        pytest.param(number, moment, marks=() if moment in EVERY_RUN else pytest.mark.nightly)
+        for number, moment in zip(cycle((signal.SIGTERM, signal.SIGINT)), MOMENTS, strict=False)
+    ],
 )
 def test_a_signal_at_any_moment_saves_and_leaves_files_that_agree(
     number: int, moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

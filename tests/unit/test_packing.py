@@ -6,7 +6,7 @@ from itertools import chain, pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict, lazy_stack
 
@@ -23,7 +23,6 @@ from torchrl_grpo.models.packing import (
 LENGTHS = (9, 14, 6, 11, 8, 12, 7, 10, 30, 5, 17)
 
 
-@settings(max_examples=80, deadline=None)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 200))
 def test_micro_batches_hold_each_sequence_once_and_keep_the_budget(
     lengths: list[int], budget: int
@@ -50,7 +49,6 @@ def of_groups(groups: list[tuple[int, list[int]]]) -> tuple[torch.Tensor, list[t
     ), prompts
 
 
-@settings(max_examples=80, deadline=None)
 @given(GROUPS, st.integers(1, 200))
 def test_micro_batches_count_a_prompt_once_and_keep_the_budget(
     groups: list[tuple[int, list[int]]], budget: int

@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from torchrl_grpo import functional as F
 
-quick = settings(deadline=None)
 junk = st.sampled_from([math.nan, math.inf, -math.inf, 1e30])
 eighths = st.integers(-80, 80).map(lambda value: value / 8)
 rewarded = st.lists(st.tuples(eighths, st.integers(0, 3), st.booleans()), min_size=1, max_size=12)
@@ -64,7 +63,6 @@ def filled(mask: Tensor, data: Any, inside: Any = small, outside: Any = junk) ->
 # Reductions
 
 
-@quick
 @given(masks(), st.data())
 def test_masked_mean_ignores_order_and_what_is_outside_the_mask(mask: Tensor, data: Any) -> None:
     values = filled(mask, data)
@@ -78,7 +76,6 @@ def test_masked_mean_ignores_order_and_what_is_outside_the_mask(mask: Tensor, da
     assert F.masked_mean(values, mask, 7).item() == pytest.approx(math.fsum(inside) / 7, abs=1e-12)
 
 
-@quick
 @given(masks(), st.integers(1, 9))
 def test_token_weights_add_up(mask: Tensor, length: int) -> None:
     """To 1 as a mean over sequences or tokens; as a sum by a constant, to the tokens of a sequence over it."""
@@ -99,7 +96,6 @@ def test_token_weights_add_up(mask: Tensor, length: int) -> None:
     assert constant[mask].tolist() == pytest.approx([1 / length / sequences] * tokens, rel=1e-5)
 
 
-@quick
 @given(
     masks(),
     st.sampled_from(["sequence_mean", "token_mean", "constant"]),
@@ -124,7 +120,6 @@ def test_padding_empty_sequences_and_order_do_not_change_a_tokens_weight(
 # Advantages
 
 
-@quick
 @given(
     rewarded,
     eighths,
@@ -143,7 +138,6 @@ def test_a_constant_added_to_all_rewards_changes_no_advantage(
     )
 
 
-@quick
 @given(rewarded, st.floats(0.01, 100), st.sampled_from(["group", "leave_one_out", "batch", "none"]))
 def test_scaled_rewards_scale_only_advantages_without_a_std(
     rows: Any, factor: float, mean: Any
@@ -166,7 +160,6 @@ EVERY_MEAN = st.sampled_from(["group", "leave_one_out", "batch", "none"])
 EVERY_STD = st.sampled_from(["group", "batch", "none"])
 
 
-@quick
 @given(rewarded, st.permutations([-(2**40), -1, 5, 2**40]), EVERY_MEAN, EVERY_STD, st.data())
 def test_order_and_the_names_of_groups_do_not_matter(
     rows: Any, names: Any, mean: Any, std: Any, data: Any
@@ -179,7 +172,6 @@ def test_order_and_the_names_of_groups_do_not_matter(
     )
 
 
-@quick
 @given(rewarded, EVERY_MEAN, EVERY_STD, st.data())
 def test_invalid_members_get_nothing_and_change_nothing(
     rows: Any, mean: Any, std: Any, data: Any
@@ -195,7 +187,6 @@ def test_invalid_members_get_nothing_and_change_nothing(
         torch.testing.assert_close(got[valid], alone, rtol=1e-5, atol=1e-6)
 
 
-@quick
 @given(rewarded, st.sampled_from(["group", "leave_one_out"]), EVERY_STD)
 def test_advantages_of_a_group_add_up_to_0(rows: Any, mean: Any, std: Any) -> None:
     got, group = advantage(rows, mean=mean, std=std), torch.tensor([row[1] for row in rows])
@@ -203,7 +194,6 @@ def test_advantages_of_a_group_add_up_to_0(rows: Any, mean: Any, std: Any) -> No
         assert got[group == name].sum().item() == pytest.approx(0, abs=1e-4)
 
 
-@quick
 @given(rewarded)
 def test_advantages_over_the_batch_have_mean_0_and_std_1(rows: Any) -> None:
     valid = torch.tensor([row[2] for row in rows])
@@ -215,7 +205,6 @@ def test_advantages_over_the_batch_have_mean_0_and_std_1(rows: Any) -> None:
         assert got.std().item() == pytest.approx(1, rel=1e-5)
 
 
-@quick
 @given(masks(), st.floats(0, 1), st.floats(0, 1), st.integers(0, 4), st.data())
 def test_no_time_passes_on_tokens_that_were_not_sampled(
     mask: Tensor, gamma: float, lmbda: float, gap: int, data: Any
@@ -234,7 +223,6 @@ def test_no_time_passes_on_tokens_that_were_not_sampled(
     assert (got[~mask] == 0).all() and (again[~wide] == 0).all()
 
 
-@quick
 @given(masks(), st.data())
 def test_undiscounted_without_values_the_estimate_is_the_reward_to_come(
     mask: Tensor, data: Any
@@ -246,7 +234,6 @@ def test_undiscounted_without_values_the_estimate_is_the_reward_to_come(
     torch.testing.assert_close(got, to_come, rtol=1e-9, atol=1e-9)
 
 
-@quick
 @given(st.integers(1, 50), st.data())
 def test_the_overlong_penalty_falls_in_a_straight_line_from_0_to_minus_1(
     longest: int, data: Any
@@ -266,7 +253,6 @@ vocabularies = st.integers(2, 8).flatmap(
 )
 
 
-@quick
 @given(vocabularies)
 def test_expected_over_a_vocabulary_k1_and_k3_are_the_kl(
     logits: tuple[list[float], list[float]],
@@ -279,7 +265,6 @@ def test_expected_over_a_vocabulary_k1_and_k3_are_the_kl(
         )
 
 
-@quick
 @given(vocabularies)
 def test_expected_gradients_of_the_kl_estimators(logits: tuple[list[float], list[float]]) -> None:
     """At samples of p, as a loss: k1's is 0, k2's that of KL(p || q), k3's that of KL(q || p)."""
@@ -299,7 +284,6 @@ def test_expected_gradients_of_the_kl_estimators(logits: tuple[list[float], list
         torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-9)
 
 
-@quick
 @given(st.floats(-60, 0), st.floats(-60, 0))
 def test_kl_estimators_are_0_at_equality_and_finite_far_from_it(a: float, b: float) -> None:
     log_p, log_q = column([a]), column([b])
@@ -313,7 +297,6 @@ def test_kl_estimators_are_0_at_equality_and_finite_far_from_it(a: float, b: flo
 # Objectives
 
 
-@quick
 @given(st.floats(-60, 0), st.floats(-60, 0))
 def test_importance_ratios_are_inverse_to_one_another_and_bounded(a: float, b: float) -> None:
     forth, back = (
@@ -324,7 +307,6 @@ def test_importance_ratios_are_inverse_to_one_another_and_bounded(a: float, b: f
     assert forth == pytest.approx(math.exp(max(-20, min(20, a - b))))
 
 
-@quick
 @given(ratios, advantages, clips, clips, st.floats(0, 0.09), st.floats(0, 2))
 def test_the_clipped_surrogate_is_a_lower_bound_tight_in_the_range(
     ratio: float, value: float, low: float, high: float, lower: float, higher: float
@@ -340,7 +322,6 @@ def test_the_clipped_surrogate_is_a_lower_bound_tight_in_the_range(
     assert clipped <= F.clipped_surrogate(r, a, low + lower, high + higher).item() + 1e-12
 
 
-@quick
 @given(ratios, advantages, clips, st.floats(1.01, 5))
 def test_dual_clip_bounds_the_objective_of_a_negative_advantage_alone(
     ratio: float, value: float, clip: float, bound: float
@@ -353,7 +334,6 @@ def test_dual_clip_bounds_the_objective_of_a_negative_advantage_alone(
         assert got == max(surrogate.item(), bound * value)
 
 
-@quick
 @given(ratios, st.floats(-10, 0), advantages, st.floats(0, 1), st.floats(0, 4))
 def test_cispos_gradient_is_its_bounded_weight_times_the_advantage(
     ratio: float, log_prob: float, value: float, low: float, high: float
@@ -370,7 +350,6 @@ def test_cispos_gradient_is_its_bounded_weight_times_the_advantage(
     assert through_log_prob.item() == pytest.approx(weight * value)
 
 
-@quick
 @given(ratios, advantages, st.floats(0.1, 5), st.floats(0.1, 5))
 def test_sapos_slope_is_the_advantage_at_ratio_1_and_smaller_elsewhere(
     ratio: float, value: float, positive: float, negative: float
@@ -389,7 +368,6 @@ def test_sapos_slope_is_the_advantage_at_ratio_1_and_smaller_elsewhere(
     assert abs(slope(ratio)) <= abs(value) + 1e-12
 
 
-@quick
 @given(masks(), small, st.data())
 def test_a_sequences_log_ratio_is_its_mean_over_its_own_tokens(
     mask: Tensor, shift: float, data: Any
@@ -409,7 +387,6 @@ def test_a_sequences_log_ratio_is_its_mean_over_its_own_tokens(
 # Behaviour and proximal policy
 
 
-@quick
 @given(st.floats(-10, 0), st.floats(-10, 0), st.integers(0, 50))
 def test_the_interpolated_proximal_policy_nears_the_current_when_stale(
     current: float, sample: float, staleness: int
@@ -426,7 +403,6 @@ def test_the_interpolated_proximal_policy_nears_the_current_when_stale(
     assert abs(staler.item() - current) <= abs(got.item() - current) + 1e-12
 
 
-@quick
 @given(
     masks(),
     st.floats(0.1, 5),
@@ -457,7 +433,6 @@ def test_behaviour_weights_are_bounded_ratios_of_tokens_or_sequences(
 # Statistics
 
 
-@quick
 @given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=20), st.floats(1e-3, 1e3))
 def test_the_effective_sample_size_is_a_share_that_scale_does_not_change(
     weights: list[float], factor: float

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.tasks import make_queue
@@ -84,7 +84,6 @@ def test_what_breaks_the_rules_is_refused_with_the_numbers() -> None:
             GroupBuffer(*arguments)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 3), st.integers(1, 4), st.integers(0, 2**32))
 def test_no_order_of_events_breaks_the_bounds_or_stops_the_run(
     max_staleness: int, groups_per_batch: int, seed: int
@@ -235,7 +234,6 @@ class Simulated:
         return True
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     st.integers(0, 3),
     st.integers(1, 3),

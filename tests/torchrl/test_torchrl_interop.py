@@ -263,6 +263,7 @@ def their_batch(starter: PreTrainedModel, starter_tokenizer: Any) -> TensorDictB
     return collect(starter, starter_tokenizer)
 
 
+@pytest.mark.slow
 def test_our_loss_equals_torchrls_on_its_actor_and_batch(
     their_batch: TensorDictBase,
     starter: PreTrainedModel,

@@ -582,6 +582,7 @@ def test_a_batch_in_which_nothing_was_sampled_is_zero(mean):
     assert token_lists(out) == [[0, 0], [0, 0]]
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.lists(st.floats(-10, 10, width=32), min_size=1, max_size=5), min_size=4, max_size=4)
 )

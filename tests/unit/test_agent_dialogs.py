@@ -84,6 +84,7 @@ def check_log_probs(starter: Any, batch: TensorDictBase) -> None:
         assert not row[keys.LOG_PROBS][~mask].any()
 
 
+@pytest.mark.slow
 def test_a_compacting_agent_s_log_probs_are_those_of_a_forward_pass(starter):
     said: list[str] = []
 
@@ -244,6 +245,7 @@ def test_what_an_agent_does_wrong_costs_its_dialog_and_no_other(starter):
     assert sorted(int(row[keys.ASSISTANT_MASK].any()) for row in batch.unbind(0)) == [0] + [1] * 7
 
 
+@pytest.mark.slow
 def test_samplers_and_evaluators_count_trajectories(starter):
     async def play(client, problem):
         for text in ("a", "b", "c"):

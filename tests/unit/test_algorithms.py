@@ -624,6 +624,7 @@ def test_every_preset_is_here() -> None:
     assert {path.stem for path in (ROOT / "config" / "algo").glob("*.yaml")} == set(PRESETS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PRESETS)
 def test_each_preset_is_what_its_name_says_and_trains(name: str, tmp_path: Path) -> None:
     expected = {"kl_coef": 0.0, "ratio_level": "token", "aggregation": "sequence_mean"}
@@ -772,6 +773,7 @@ def test_options_that_exclude_each_other_are_refused(overrides: list[str], messa
         compose_config(*SMALL, *overrides)
 
 
+@pytest.mark.slow
 def test_a_loss_and_an_advantage_of_ones_own_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,6 +73,7 @@ def tree(*settings: tuple[str, Any]) -> Any:
 VALUES = [(name, kind, value) for name in FIELDS for kind, value in bad_values(name)]
 
 
+@pytest.mark.slow
 def test_every_key_refuses_what_it_cannot_have_and_says_so() -> None:
     failed = []
     for name, kind, value in VALUES:
@@ -94,6 +95,7 @@ def test_every_key_refuses_what_it_cannot_have_and_says_so() -> None:
     assert failed == []
 
 
+@pytest.mark.slow
 def test_a_value_that_a_limit_suggests_is_within_it() -> None:
     for name in (name for name, item in FIELDS.items() if "limits" in item.metadata):
         outside = re.compile(

@@ -319,6 +319,7 @@ def test_a_run_trains_evaluates_checkpoints_exports_and_reports(tmp_path: Path) 
         assert (tmp_path / name).stat().st_size > 0
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_run_and_another_seed_another(tmp_path: Path) -> None:
     def losses(name: str, seed: int) -> list[float]:
         run = build(
@@ -378,6 +379,7 @@ def test_a_run_that_is_interrupted_saves_what_it_did(
     assert (tmp_path / "report.html").exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_inside_a_step_saves_no_half_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -400,6 +402,7 @@ def test_a_run_that_is_stopped_inside_a_step_saves_no_half_step(
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_an_engine_with_another_distribution_ends_the_first_step(tmp_path: Path) -> None:
     """It would train on samples of a policy that is not its own, and end well."""
     run = build(compose_config(*SMALL, "evaluation.num_prompts=0"), tmp_path)
@@ -433,6 +436,7 @@ def test_a_checkpoint_has_the_data_position_of_its_step(tmp_path: Path) -> None:
         assert state["trainer"]["version"] == step
 
 
+@pytest.mark.slow
 def test_the_optimizer_is_adamw_without_weight_decay_on_vectors(tmp_path: Path) -> None:
     run = build(
         compose_config(
@@ -454,6 +458,7 @@ def test_the_optimizer_is_adamw_without_weight_decay_on_vectors(tmp_path: Path) 
     assert len(optimizer.param_groups) == 2
 
 
+@pytest.mark.slow
 def test_temperature_is_that_of_engine_trainer_and_reference(tmp_path: Path) -> None:
     run = build(
         compose_config(*SMALL, "inference_model.temperature=0.6", "evaluation.num_prompts=0"),
@@ -506,6 +511,7 @@ def _nodes(node: Any) -> Iterator[Any]:
             yield from _nodes(value)
 
 
+@pytest.mark.slow
 def test_every_config_key_is_read_by_something_that_uses_it(
     tmp_path: Path, recorded: set[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -75,6 +75,7 @@ def test_each_of_200_flipped_bits_and_4_kib_of_zeros_is_found(saved: Path, tmp_p
     check_whole(path)
 
 
+@pytest.mark.slow
 def test_each_flipped_bit_of_a_manifest_is_found_before_the_file_is_read(
     saved: Path, tmp_path: Path
 ) -> None:
@@ -413,6 +414,7 @@ def test_a_run_on_a_full_disk_is_one_line(
     assert "Traceback" not in said
 
 
+@pytest.mark.slow
 def test_lines_that_are_dropped_from_a_full_disk_stay_whole(small_disk: Path) -> None:
     rows = [{"step": step, "text": 200 * "a"} for step in range(40_000)]
     path = small_disk / "metrics.jsonl"

@@ -37,6 +37,7 @@ def fenced(program: str) -> str:
     return f"First I add.\n```python\n{program}\n```\nDone."
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("answer", "more", "program"),
     [
@@ -97,6 +98,7 @@ def test_a_right_program_passes_and_one_that_is_wrong_does_not(
         assert code(fenced(wrong), answer, **more) == 0.0, wrong
 
 
+@pytest.mark.slow
 def test_a_fraction_counts_tests_after_one_that_hangs_or_exits() -> None:
     half = "def add(a, b):\n    if a == 3:\n        raise SystemExit\n    return a + b\n"
     assert code(half, CALL) == 0.0
@@ -210,6 +212,7 @@ except OSError:
 """
 
 
+@pytest.mark.slow
 def test_what_a_program_may_use_is_limited(tmp_path: Path) -> None:
     before = {one.pid for one in psutil.process_iter()}
     start = time.monotonic()
@@ -330,6 +333,7 @@ def test_a_program_has_no_memory_beside_its_address_space(make: str) -> None:
     assert outcome.output == "0\n" or outcome.status == -signal.SIGSEGV, outcome
 
 
+@pytest.mark.slow
 @apart
 @pytest.mark.skipif(os.geteuid() != 0, reason="the other tests are those of an ordinary user")
 def test_an_ordinary_user_has_namespaces_too() -> None:

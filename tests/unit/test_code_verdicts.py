@@ -190,6 +190,7 @@ def test_a_program_may_do_without_a_package() -> None:
     assert code("try:\n    import numpy\nexcept ImportError:\n    print(6)", DOUBLE) == 1.0
 
 
+@pytest.mark.slow
 def test_each_test_has_its_own_time_until_two_have_used_it_up() -> None:
     """Calls after one that hangs are made, by a program that is loaded anew."""
     calls = {
@@ -202,6 +203,7 @@ def test_each_test_has_its_own_time_until_two_have_used_it_up() -> None:
     assert code(hangs.format((1, 3)), calls, metric="fraction", seconds=0.5) == 2 / 6
 
 
+@pytest.mark.slow
 def test_a_load_of_the_machine_is_not_the_program_s_fault() -> None:
     """All of them together take longer than the time of one test."""
     with ThreadPoolExecutor(8) as threads:

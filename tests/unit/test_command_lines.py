@@ -78,22 +78,15 @@ def in_this_process(
 @pytest.mark.parametrize(
     "line", [line for line, words in LINES.items() if "--multirun" not in words]
 )
-def test_a_shown_line_composes_with_its_options_in_any_place(
+def test_a_shown_line_composes(
     line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
-    given, overrides = split(LINES[line])
-    options = {"--config-name": given["config_name"], "--config-dir": given["config_dir"]}
-    option = [word for name, value in options.items() if value for word in (name, value)]
-    shown = set()
-    for typed in list(places(overrides, ("--cfg", "job", *option)))[-2:]:
-        status = in_this_process(monkeypatch, main, *typed)
-        printed = capsys.readouterr()
-        assert status == 0, printed.err
-        shown.add(printed.out)
-    assert len(shown) == 1
+    status = in_this_process(monkeypatch, main, *LINES[line], "--cfg", "job")
+    assert status == 0, capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "option", [["--multirun"], ["-m", "--config-name", "grpo_arithmetic"]], ids=" ".join
 )
@@ -132,6 +125,7 @@ def test_a_run_records_no_override_that_nobody_gave(
     assert Sweep.folder is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "words", "expected"),
     [
@@ -228,6 +222,7 @@ def test_a_working_directory_that_was_removed_is_one_line(
     assert capsys.readouterr().err == f"\nerror: {message}\n"
 
 
+@pytest.mark.slow
 def test_a_script_as_a_module_does_what_the_script_does(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torchrl_grpo.scripts.grpo"]
     refused = subprocess.run(

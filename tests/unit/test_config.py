@@ -30,6 +30,7 @@ from torchrl_grpo.errors import LearnerLostError, WaitedTooLongError, WorkersLos
 CONFIGS = sorted(path.stem for path in (ROOT / "config").glob("*.yaml"))
 
 
+@pytest.mark.slow
 def test_defaults_of_every_config_file_are_valid() -> None:
     names = ["grpo_arithmetic", "grpo_countdown", "grpo_gsm8k", "grpo_ifeval", "grpo_math"]
     assert sorted([*names, "distill_gsm8k", "grpo_gsm8k_qwen3", "sft_gsm8k"]) == CONFIGS
@@ -301,6 +302,7 @@ def test_the_quotes_that_a_text_needs_are_shown(
     assert compose_config(quoted, "env.max_turns=2").env.retry_prompt == text
 
 
+@pytest.mark.slow
 def test_mistakes_are_answered_without_importing_torch(answers: tuple[Any, bool]) -> None:
     assert answers[1] is False
 

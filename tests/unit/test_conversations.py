@@ -88,6 +88,7 @@ def test_results_come_back_as_tool_messages_and_the_last_turn_is_scored(
     assert env.take_counts() == {"tools/calls": 0, "tools/errors": 0}
 
 
+@pytest.mark.slow
 def test_a_tool_that_hangs_or_ends_its_process_is_told_to_the_policy(
     tokenizer: PreTrainedTokenizerFast, encode: Callable[[str], list[int]]
 ) -> None:

@@ -76,6 +76,7 @@ def test_what_follows_a_failure_is_skipped_and_the_rest_is_tried(
     assert table["parts"] == ["skipped", "see data"] and "rollout" not in table
 
 
+@pytest.mark.slow
 def test_a_dry_run_tries_the_revision_that_a_run_would_load(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], wide: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,6 +105,7 @@ def test_a_scorer_that_fails_and_one_that_gives_nothing_are_told_apart(
     assert passed and table["reward"][0] == "warning" and "all rewards were 0" in table["reward"][1]
 
 
+@pytest.mark.slow
 def test_problems_in_both_splits_and_prompts_that_are_too_long_are_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], wide: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

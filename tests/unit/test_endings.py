@@ -22,6 +22,7 @@ from torchrl_grpo.host.checkpoint_files import check_whole
 from torchrl_grpo.host.files import read_jsonl
 
 
+@pytest.mark.slow
 def test_a_scorer_that_always_fails_ends_the_run(tmp_path: Path) -> None:
     """It was a normal end: every optimizer step was skipped, and exit status 0."""
     (tmp_path / "broken.py").write_text("def score(response):\n    raise OSError('no judge')\n")
@@ -54,6 +55,7 @@ def score(response):
 """
 
 
+@pytest.mark.slow
 def test_a_run_whose_stacks_cannot_be_written_ends_all_the_same(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -100,6 +102,7 @@ def fail(*_: Any, **__: Any) -> None:
     raise OSError(5, "Input/output error")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ended_by", [signal.SIGTERM, None])
 def test_what_cannot_be_written_at_the_end_costs_no_checkpoint(
     ended_by: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -169,6 +172,7 @@ def test_a_report_that_cannot_be_written_is_no_failure(tmp_path: Path) -> None:
     check_whole(at(tmp_path, 2))
 
 
+@pytest.mark.slow
 def test_a_signal_in_the_save_of_a_run_that_failed_waits_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -122,6 +122,7 @@ def compared(tree: ast.AST) -> set[str]:
     return {side.value for side in sides if isinstance(side, ast.Constant)}
 
 
+@pytest.mark.slow
 def test_nothing_compares_the_names_of_engines() -> None:
     paths = list((ROOT / "torchrl_grpo").rglob("*.py"))
     assert [

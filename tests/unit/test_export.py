@@ -62,6 +62,7 @@ def test_export_prints_the_folder_and_nothing_else(lora_run: Path, tmp_path: Pat
     assert (done.stdout, errors) == (f"{tmp_path / 'made'}\n", [])
 
 
+@pytest.mark.slow
 def test_the_export_of_a_checkpoint_is_that_of_the_run(tmp_path: Path) -> None:
     run(tmp_path, steps(1))
     main([str(tmp_path)])
@@ -73,6 +74,7 @@ def test_the_export_of_a_checkpoint_is_that_of_the_run(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [0, 1])
 def test_a_live_run_is_exported_from_its_next_checkpoint(
     after: int, lora_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

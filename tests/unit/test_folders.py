@@ -114,6 +114,7 @@ def test_a_refused_start_leaves_no_folder(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("stopped_clock")
 def test_a_refused_start_leaves_the_folders_that_were_there(
     run_here: Callable[..., int], tmp_path: Path
@@ -405,6 +406,7 @@ def test_checkpoints_that_cannot_be_written_cost_one_line_each(
     assert {path.name for path in checkpoints.iterdir()} == {"checkpoint_000004.pt", "model"}
 
 
+@pytest.mark.slow
 def test_a_last_checkpoint_that_cannot_be_written_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

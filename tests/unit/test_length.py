@@ -63,6 +63,7 @@ def epoch(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_an_epoch_has_each_problem_once_in_whole_batches(epoch: Path) -> None:
     """24 trajectories: a batch of 16, and another that begins the next epoch."""
     rows = read_jsonl(epoch / "metrics.jsonl")
@@ -73,6 +74,7 @@ def test_an_epoch_has_each_problem_once_in_whole_batches(epoch: Path) -> None:
     assert {f"{n}+{n}=" for n in range(1, 7)} == {row["query"] for row in samples}
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_for_further_epochs_and_not_for_fewer(epoch: Path, data: Path) -> None:
     def prepared(epochs: int) -> GRPOConfig:
         config = config_of(data, f"train.total_epochs={epochs}", f"train.resume={at(epoch, 2)}")

@@ -108,6 +108,7 @@ def use(installed: Path, *command: str, cwd: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_the_files_of_package_and_config_only(wheel: zipfile.ZipFile) -> None:
     files = [
         p for p in (ROOT / "torchrl_grpo").rglob("*") if p.is_file() and not p.name.startswith(".")
@@ -300,6 +301,7 @@ def test_the_oldest_ray_is_the_same_everywhere() -> None:
     assert extra == f"ray>={'.'.join(map(str, MIN_RAY))}"
 
 
+@pytest.mark.slow
 def test_every_package_that_is_imported_is_declared() -> None:
     names = {canonicalize_name(Requirement(text).name) for text in PROJECT["dependencies"]}
     extras = (

@@ -217,6 +217,7 @@ def test_offloaded_gradients_go_to_the_host_after_each_pass_unless_they_fit() ->
     assert short == pytest.approx(fits + (passes - 1) * 4 * count / 3e9)
 
 
+@pytest.mark.slow
 def test_the_best_split_is_the_fastest_one_that_fits() -> None:
     rows = best_splits(SETTINGS, 8)
     assert all(row.split.devices <= 8 and SETTINGS.fits(row.split) for row in rows)
@@ -246,6 +247,7 @@ def test_a_run_without_room_is_refused_with_what_it_needs() -> None:
         best_splits(SETTINGS, 1)
 
 
+@pytest.mark.slow
 def test_the_command_advises_overrides_that_the_scripts_take(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -292,6 +294,7 @@ def test_devices_in_turns_hold_a_step_or_an_engine() -> None:
     assert train.resting == 12 * work.shape.parameters // 8
 
 
+@pytest.mark.slow
 def test_turns_take_as_long_as_sampling_and_training_one_after_the_other() -> None:
     work = replace(SETTINGS.work, scores=False, groups=64)
     settings = replace(SETTINGS, work=work, rows=64 * work.group_size)

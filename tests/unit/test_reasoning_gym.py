@@ -226,6 +226,7 @@ GYM = (
 )
 
 
+@pytest.mark.slow
 def test_several_train_through_reward_workers_and_resume_equal(
     run_here: Callable[..., int], tmp_path: Path
 ) -> None:

@@ -126,6 +126,7 @@ def test_a_refreshed_reference_stays_when_the_run_goes_on_without(tmp_path: Path
     )
 
 
+@pytest.mark.slow
 def test_a_checkpoint_whose_reference_is_lost_is_refused(full_run: Path, tmp_path: Path) -> None:
     source = torch.load(at(full_run, 6), weights_only=True)["source"]
     path = changed(at(full_run, 6), at(tmp_path, 6), source=source | {"reference_version": 4})
@@ -176,6 +177,7 @@ def test_files_of_the_same_folder_are_gone_on_with(lora_run: Path, tmp_path: Pat
     assert numbers(rows[3:], 3) == numbers(read_jsonl(lora_run / "metrics.jsonl"), 3)[:2]
 
 
+@pytest.mark.slow
 def test_fewer_sequences_at_a_time_change_neither_groups_nor_problems(
     full_run: Path, tmp_path: Path
 ) -> None:
@@ -307,6 +309,7 @@ def test_a_resealed_state_of_other_types_is_refused(
         resume_of(changed(at(full_run, 6), at(tmp_path, 6), **state))
 
 
+@pytest.mark.slow
 def test_the_latest_whole_checkpoint_of_a_folder_is_taken(full_run: Path, tmp_path: Path) -> None:
     for step in (3, 6):
         changed(at(full_run, step), at(tmp_path, step))

@@ -76,6 +76,7 @@ def test_a_run_without_evaluations_goes_on_with_one_row_a_step(tmp_path: Path) -
     assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == list(range(7))
 
 
+@pytest.mark.slow
 def test_a_used_folder_is_refused_unless_the_run_goes_on(whole: Path) -> None:
     before = (whole / "metrics.jsonl").read_bytes()
     with pytest.raises(
@@ -183,6 +184,7 @@ def test_a_finished_run_writes_nothing_more_to_other_loggers(name: str, tmp_path
     assert written() != before
 
 
+@pytest.mark.slow
 def test_checkpoints_of_later_steps_are_set_aside(killed: Path) -> None:
     run(killed, *TESTED, *SAVED, steps(3), f"train.resume={at(killed, 2)}", "optimizer.lr=1e-4")
     names = {path.name for path in (killed / "checkpoints").iterdir()}

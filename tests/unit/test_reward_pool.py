@@ -59,6 +59,7 @@ def all_gone(pids: Sequence[int]) -> bool:
     return not alive
 
 
+@pytest.mark.slow
 def test_scores_come_in_order_and_what_hangs_crashes_or_raises_has_none() -> None:
     with RewardPool(ObedientTask(), 3, timeout_s=1.0) as pool:
         one, hung, left, raised, killed, two = score(pool, "1", "hang", "exit", "boom", "kill", "2")
@@ -83,6 +84,7 @@ def test_scores_come_in_order_and_what_hangs_crashes_or_raises_has_none() -> Non
         assert pool.take_counts() == {RESTARTS: 0, TIMED_OUT: 0}
 
 
+@pytest.mark.slow
 def test_an_error_on_one_line_has_the_place_in_the_file_of_the_scorer(tmp_path: Path) -> None:
     """Not the one in ``json`` that raised, and not the package's own."""
     file = tmp_path / "strict.py"
@@ -122,6 +124,7 @@ def test_what_a_scorer_writes_into_its_pipe_is_never_unpickled_or_taken(
     assert not (tmp_path / "canary").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the scorer looks for its files in /proc")
 def test_how_a_worker_ended_is_not_how_the_pool_ends_it(pool: RewardPool) -> None:
     interrupted, closed, stays, two = score(pool, "interrupt", "close 0", "close 100", "2")
@@ -168,6 +171,7 @@ def test_parts_that_are_no_numbers_are_an_error_of_the_task(pool: RewardPool) ->
     )
 
 
+@pytest.mark.slow
 def test_a_worker_killed_while_it_waits_costs_only_a_restart(pool: RewardPool) -> None:
     score(pool, "1")
     pid = pool.pids()[0]
@@ -262,6 +266,7 @@ def test_a_fork_bomb_under_a_limit_ends_with_its_worker() -> None:
         assert pool.take_counts() == {RESTARTS: 0, TIMED_OUT: 1}
 
 
+@pytest.mark.slow
 def test_a_scorer_without_memory_left_costs_its_own_sample(pool: RewardPool) -> None:
     bomb, two = score(pool, "memory", "2")
     assert (
@@ -288,6 +293,7 @@ if sys.argv[1] == "hang":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's help is Linux's")
 @pytest.mark.parametrize("end", ["hang", "return"])
 def test_no_worker_outlives_a_parent_that_is_killed_or_never_closes(
@@ -316,6 +322,7 @@ def make_env(tokenizer: PreTrainedTokenizerFast) -> Callable[..., LLMEnv]:
     return make
 
 
+@pytest.mark.slow
 def test_an_env_marks_what_has_no_score_and_logs_each_kind_once(
     make_env: Callable[..., LLMEnv],
     tokenizer: PreTrainedTokenizerFast,
@@ -380,6 +387,7 @@ def test_an_env_of_other_rows_shares_workers_a_pickled_one_has_its_own(
         assert set(own.pids()).isdisjoint(pool.pids())
 
 
+@pytest.mark.slow
 def test_a_replica_plays_on_while_a_unit_is_scored(
     make_env: Callable[..., LLMEnv], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:

@@ -129,6 +129,7 @@ def test_division_by_zero_has_no_value_and_no_format_score() -> None:
     assert countdown("#### 5/(3-3)", [3, 3, 5], 1, format_score=0.1) == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("difficulty", [2, 3, 4, 5, 6])
 def test_every_problem_has_its_own_solution(difficulty: int) -> None:
     task = CountdownTask(difficulty)

@@ -43,6 +43,7 @@ HOSTILE = [
 ]
 
 
+@pytest.mark.slow
 def test_pairs_have_the_verdict_that_they_should() -> None:
     assert len(PAIRS) >= 90
     wrong = [

@@ -40,6 +40,7 @@ def test_the_schedule_counts_what_a_run_does_step_by_step(done: int) -> None:
     assert Schedule(11).checkpoints(done) == (done < 11) and Schedule(11).turns(0, done) == 0
 
 
+@pytest.mark.slow
 def test_a_dry_run_and_the_run_expect_the_same_files(tmp_path: Path) -> None:
     frequencies = (
         "train.checkpoint_frequency=2",

@@ -42,6 +42,7 @@ def run(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", [SYNC, ASYNC])
 def test_help_and_cfg_work_without_cuda(script: Path, tmp_path: Path) -> None:
     shown = run(script, "--help", cwd=tmp_path)

@@ -60,6 +60,7 @@ def test_greedy_accuracy_on_the_test_split_leaves_much_to_learn(model: Qwen2ForC
     assert 0.15 <= right.float().mean() <= 0.5
 
 
+@pytest.mark.slow
 def test_half_of_all_groups_of_8_have_a_right_and_a_wrong_response(model: Qwen2ForCausalLM) -> None:
     """Only a group whose rewards differ teaches GRPO anything."""
     torch.manual_seed(0)

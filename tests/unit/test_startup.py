@@ -65,6 +65,7 @@ def imported(folder: Path, *arguments: str) -> set[str]:
     return set(lines[-1].split()[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -71,6 +71,7 @@ def game_of(task: Task, number: int) -> Problem:
     )
 
 
+@pytest.mark.slow
 def test_tasks_are_problems_of_two_splits_that_share_none(sums):
     train, test = (
         [problem.query for problem in sums.problems(split)] for split in ("train", "test")
@@ -86,6 +87,7 @@ def test_tasks_are_problems_of_two_splits_that_share_none(sums):
     assert sums.messages(sum_of(sums, 3)) == [{"role": "system", "content": "Add."}, *user("3+1=")]
 
 
+@pytest.mark.slow
 def test_endless_tasks_are_cut_off(game):
     assert [len(game.problems(split)) for split in ("train", "test")] == [1000, 250]
     few = make_task(EnvConfig(task="verifiers:warmer", max_samples=10, max_turns=2))

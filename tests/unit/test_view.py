@@ -326,6 +326,7 @@ def test_beside_a_run_it_has_lowest_priority_and_ends_with_it(tmp_path: Path) ->
     assert warnings == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="sets another process' limits")
 def test_strangers_use_up_no_connections_and_shut_no_reader_out(tmp_path: Path) -> None:
     told: list[str] = []
@@ -372,6 +373,7 @@ def test_a_connection_has_seconds_to_ask(address: str) -> None:
         assert list(pool.map(is_closed, asked)) == [True] * len(asked)
 
 
+@pytest.mark.slow
 def test_what_a_page_says_on_stderr_costs_the_run_no_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

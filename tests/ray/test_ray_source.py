@@ -687,9 +687,7 @@ def test_actors_that_hang_are_replaced_and_every_group_is_trained_once(
 def test_an_actor_that_hangs_while_it_starts_ends_the_run(
     source_of: Callable[..., Rollouts],
 ) -> None:
-    with pytest.raises(
-        WorkersLostError, match=r"model 0 could not start: it did not start within 2 s"
-    ):
+    with pytest.raises(WorkersLostError, match=r"model 0 .* within 2 s"):
         source_of(
             references=1,
             reference=partial(time.sleep, 1000),
@@ -889,9 +887,7 @@ def test_a_unit_that_every_reference_actor_dies_of_ends_the_run(
 ) -> None:
     source = source_of(references=1, total_groups=BATCH, reference=Deadly)
     source.publish(weights_of(0), 0)
-    with pytest.raises(
-        WorkersLostError, match=r"groups \d to \d ended reference model 0 or others like it 3 times"
-    ):
+    with pytest.raises(WorkersLostError, match=r"groups \d to \d .* reference model 0 .* 3 times"):
         source.next_batch()
 
 

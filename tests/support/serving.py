@@ -83,9 +83,7 @@ def calls_from_four_threads_have_the_trainers_log_probs(
     best = model(torch.cat([PROMPTS[0], group[0].tokens])[None]).logits[0, 99:-1].argmax(-1)
     assert [done.tokens.tolist() for done in group] == [best.tolist()] * 3
     assert engine.generate([], 2, SHORT) == []
-    with pytest.raises(
-        ValueError, match="leave room for one token in the context of 512 tokens, this one has 512"
-    ):
+    with pytest.raises(ValueError, match=r"context of 512 tokens, .* 512"):
         engine.generate([torch.zeros(512, dtype=torch.int64)], 2, SHORT)
 
 

@@ -223,7 +223,7 @@ def test_another_environment_or_policy_is_refused(tokenizer, tiny_model):
     wrapper = TransformersWrapper(tiny_model, tokenizer=tokenizer, input_mode="tokens")
     with pytest.raises(
         ValueError,
-        match=r"policy=TransformersWrapper a GenerationPolicy: use TorchRL's LLMCollector",
+        match=r"policy=TransformersWrapper .*: use TorchRL's LLMCollector",
     ):
         RolloutCollector(make_env(tokenizer), wrapper)
 
@@ -244,9 +244,7 @@ def test_specs_with_reference_log_probs_are_right(tokenizer, tiny_model):
 
 @pytest.mark.parametrize("batched", [SerialEnv, ParallelEnv])
 def test_a_batched_environment_is_refused_when_it_is_built(tokenizer, batched):
-    with pytest.raises(
-        ValueError, match=r"LLMEnv must not be stacked to \[2, 4\] rows .*: use num_envs"
-    ):
+    with pytest.raises(ValueError, match=r"LLMEnv .*\[2, 4\].*: use num_envs"):
         batched(2, lambda: make_env(tokenizer))
     with pytest.raises(ValueError, match="LLMEnv must not be stacked"):
         batched(2, lambda: TransformedEnv(make_env(tokenizer), GroupAdvantage(2)))

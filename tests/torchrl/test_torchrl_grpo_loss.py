@@ -74,9 +74,7 @@ def test_history_mode_gives_outputs_that_are_attributes(actor, batch, make, clip
         assert getattr(out, name).shape == () and getattr(out, name).isfinite()
     assert 0 <= out.clip_fraction <= 1
     assert out.loss_kl_to_ref is None and out.kl_to_ref is None
-    with pytest.raises(
-        AttributeError, match="has no attribute 'loss_critic', it has loss_objective"
-    ):
+    with pytest.raises(AttributeError, match=r"'loss_critic', .*loss_objective"):
         _ = out.loss_critic
 
 
@@ -86,9 +84,7 @@ def test_log_probs_and_reference_that_are_missing_are_named(actor, batch):
     assert out.loss_objective.isfinite()
     with pytest.raises(KeyError, match=r"no entry next\.ref_log_probs\.full"):
         GRPOLoss(actor, kl_to_ref_coeff=0.1)(batch)
-    with pytest.raises(
-        KeyError, match=r"must have tokens\.full, .* and log_probs\.full or log_probs\.response"
-    ):
+    with pytest.raises(KeyError, match=r"tokens\.full, .* log_probs\.full or log_probs\.response"):
         GRPOLoss(actor)(batch.exclude("log_probs"))
 
 
@@ -172,7 +168,7 @@ def test_torchrls_defaults_that_change_nothing_are_taken():
         )
     assert loss.kl_to_ref_coeff == 0.0 and loss.aggregation == "sequence_mean"
     assert loss.clip_epsilon_low.device.type == "meta"
-    with pytest.raises(ValueError, match="actor_network=NoneType must be a TensorDict module"):
+    with pytest.raises(ValueError, match="actor_network=NoneType must be"):
         GRPOLoss(None)
     with pytest.raises(ValueError, match="aggregation='none' must be one of"):
         GRPOLoss(Table(torch.zeros(1, 1, 2)), aggregation="none")

@@ -365,9 +365,7 @@ def test_a_wrapper_without_gradients_is_refused() -> None:
     wrapper = TransformersWrapper.__new__(TransformersWrapper)
     nn.Module.__init__(wrapper)
     wrapper.__dict__["model"] = "an engine in another process"
-    with pytest.raises(
-        ValueError, match="actor_network=TransformersWrapper must hold a Hugging Face model"
-    ):
+    with pytest.raises(ValueError, match="actor_network=TransformersWrapper must"):
         GRPOLoss(wrapper)
 
 

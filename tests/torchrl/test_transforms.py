@@ -308,7 +308,7 @@ def test_text_that_the_policy_wrote_cannot_be_changed(tokenizer: Any) -> None:
 def test_what_cannot_work_is_refused_when_it_is_attached(tokenizer: Any) -> None:
     with pytest.raises(
         ValueError,
-        match=r"SimpleToolTransform answers the policy, .* max_turns of at least 2, it is 1",
+        match=r"SimpleToolTransform .* max_turns of at least 2, .* 1",
     ):
         make_env(tokenizer, simple(), max_turns=1)
     strict = copy.copy(tokenizer)
@@ -316,9 +316,7 @@ def test_what_cannot_work_is_refused_when_it_is_attached(tokenizer: Any) -> None
         "{% for m in messages %}",
         "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}",
     )
-    with pytest.raises(
-        ValueError, match=r"must write a chat of the roles \['user', 'assistant', 'tool'\]"
-    ):
+    with pytest.raises(ValueError, match=r"roles \['user', 'assistant', 'tool'\]"):
         make_env(strict, simple())
 
 

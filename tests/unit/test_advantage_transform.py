@@ -115,7 +115,7 @@ def test_invalid_rewards_are_left_out_and_zero_variance_groups_counted():
 
 
 def test_a_group_of_another_size_is_refused():
-    with pytest.raises(ValueError, match=r"repeats=2 members, 1 of 2 have not \(the first has 3\)"):
+    with pytest.raises(ValueError, match=r"repeats=2 .*1 of 2 .*3\)"):
         GroupAdvantage(2)(batch_of([1, 2, 3, 4, 5], [0, 0, 1, 1, 1]))
     with pytest.raises(ValueError, match="repeats=1 must be at least 2"):
         GroupAdvantage(1)
@@ -205,9 +205,7 @@ def test_a_member_of_several_steps_does_not_complete_a_group_alone():
 def test_a_trajectory_without_an_end_is_refused():
     batch = make_trajectory(0, [1.0, 2.0])[:1]
     for call in (GroupAdvantage(2), GroupAdvantage(2).inv):
-        with pytest.raises(
-            ValueError, match=r"must be True in the last row .*yield_completed_trajectories=True"
-        ):
+        with pytest.raises(ValueError, match="yield_completed_trajectories=True"):
             call(batch)
 
 
@@ -241,9 +239,7 @@ def test_a_prompt_that_comes_twice_is_two_groups_in_a_buffer():
     )
     buffer.extend(batch)
     assert values(buffer[:]) == [-0.5, 0.5, -5, 5]
-    with pytest.raises(
-        ValueError, match="a prompt that was drawn twice is two groups, which group_key='group_id'"
-    ):
+    with pytest.raises(ValueError, match="group_key='group_id'"):
         GroupAdvantage(2, group_key="query")(batch)
     assert values(GroupAdvantage(2, std="none")(batch)) == [-0.5, 0.5, -5, 5]
 
@@ -612,7 +608,7 @@ def test_a_buffer_gets_token_advantages_of_whole_groups():
 def test_token_level_says_what_it_needs(tokenizer):
     with pytest.raises(
         KeyError,
-        match=r"no entry next\.token_reward, .*: apply RewardShaping\(\) .*level='sequence'",
+        match=r"next\.token_reward.*: apply RewardShaping\(\) .*level='sequence'",
     ):
         GroupAdvantage(2, level="token")(batch_of([1, 2], [0, 0]))
     env = TransformedEnv(

@@ -1111,9 +1111,7 @@ def test_cispos_clip_fractions_count_the_weights_at_a_bound() -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_non_finite_reward_is_an_error_unless_marked_invalid(value: float) -> None:
     reward, group = torch.tensor([1.0, 0.0, value, 0.0]), torch.zeros(4, dtype=torch.int64)
-    with pytest.raises(
-        ValueError, match=r"reward has 1 values that are not finite.*: mark them as invalid, or fix"
-    ):
+    with pytest.raises(ValueError, match=r"reward has 1 .*: mark them as invalid"):
         F.group_advantage(reward, group, torch.ones(4, dtype=torch.bool))
     got = F.group_advantage(reward, group, torch.tensor([True, True, False, True]), std="none")
     torch.testing.assert_close(got, torch.tensor([2 / 3, -1 / 3, 0.0, -1 / 3]))
@@ -1133,7 +1131,7 @@ def test_arguments_that_are_not_taken_are_refused_before_anything_loads(
 ) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"policy.(loss|advantage)=\{.*\} must be _target_ and arguments that it takes",
+        match=r"policy\.(loss|advantage)=\{.*\} must be _target_",
     ):
         prepare(compose_config(*SMALL, *overrides))
 

@@ -196,7 +196,7 @@ def test_a_tokenizer_larger_than_the_model_is_found_before_any_weights(
 ) -> None:
     make_tiny_model(vocab_size=100).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    with pytest.raises(ConfigError, match="the model has 100 and the tokenizer uses ids up to 260"):
+    with pytest.raises(ConfigError, match=r"model has 100 .*ids up to 260"):
         build(compose_config(*SMALL, f"model.name={tmp_path / 'model'}"), tmp_path / "run")
 
 
@@ -414,7 +414,7 @@ def test_an_engine_with_another_distribution_ends_the_first_step(tmp_path: Path)
     try:
         with pytest.raises(
             RuntimeError,
-            match=r"KL to the engine's policy is \S+ nats per token, more than the 0\.1",
+            match=r"KL to the engine's policy .* 0\.1",
         ):
             run.fit()
     finally:

@@ -134,9 +134,7 @@ def test_a_missing_or_old_ray_is_refused_with_the_line_to_type(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cluster_module.importlib.metadata, "version", lambda _: "2.51.1")
-    with pytest.raises(
-        ValueError, match=r"needs Ray 2\.59 or later, and ray is 2\.51\.1: pip install --upgrade"
-    ):
+    with pytest.raises(ValueError, match=r"2\.59 .* 2\.51\.1: pip install --upgrade"):
         require_ray()
 
     def missing(name: str) -> str:

@@ -456,7 +456,7 @@ def test_a_choice_in_a_yaml_file_is_checked_too() -> None:
     config.policy.ratio_level = "word"
     with pytest.raises(
         ConfigError,
-        match=r"policy\.ratio_level=word must be one of token, sequence, sequence_token",
+        match=r"policy\.ratio_level=word must be one of token, sequence",
     ):
         validate(config)
 

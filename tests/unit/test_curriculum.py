@@ -110,9 +110,7 @@ def test_a_restored_drawing_draws_what_would_have_been_drawn(seed: int) -> None:
 
 
 def test_problems_without_levels_are_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"env\.curriculum=0\.5\) must have problems with a column level"
-    ):
+    with pytest.raises(ValueError, match=r"env\.curriculum=0\.5\) .* column level"):
         drawing_of(None, "hard")
 
 
@@ -217,9 +215,7 @@ def test_pass_rate_and_difficulty_filter_work_together() -> None:
 
 
 def test_settings_of_the_pass_rate_are_read_with_it_alone() -> None:
-    with pytest.raises(
-        ConfigError, match=r"env\.sampling_floor=0\.2 must be left out with env\.sampling=uniform"
-    ):
+    with pytest.raises(ConfigError, match=r"env\.sampling_floor=0\.2 .* env\.sampling=uniform"):
         compose_config("env.sampling_floor=0.2")
     config = compose_config(
         *SMALL, "env.sampling=pass_rate", "env.sampling_target=0.6", "evaluation.num_prompts=0"

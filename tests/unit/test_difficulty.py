@@ -192,6 +192,6 @@ def test_a_resumed_run_leaves_out_the_same_problems(tmp_path: Path) -> None:
 def test_bounds_that_are_no_range_are_refused(bounds: str) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"env\.difficulty_filter=\[.*\] must be \[low, high\] .*: for example, \[0\.05,0\.95\]",
+        match=r"env\.difficulty_filter=\[.*\] must be .*: for example, \[0\.05,0\.95\]",
     ):
         compose_config(*SMALL, f"env.difficulty_filter={bounds}")

@@ -239,7 +239,5 @@ def test_an_engine_without_make_says_what_to_override(
     server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(Server, "make")
-    with pytest.raises(
-        NotImplementedError, match=r"Server cannot be made from a config: override Engine\.make"
-    ):
+    with pytest.raises(NotImplementedError, match=r"Server .*: override Engine\.make"):
         make_engine(prepare(compose_config(*SMALL, server), []), CPU)

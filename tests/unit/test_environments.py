@@ -151,7 +151,7 @@ def test_trls_several_environments_go_by_the_column(tmp_path: Path) -> None:
     data.write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(
         ValueError,
-        match=r"one of the names in env.environment, \['counter', 'game'\], it has 'gmae'",
+        match=r"env\.environment, \['counter', 'game'\], .*'gmae'",
     ):
         make_task(EnvConfig(dataset=str(data), environment=kinds, reward=f"{TRL}:steady"))
 

@@ -69,9 +69,7 @@ def test_they_are_refused(overrides: tuple[str, ...], message: str) -> None:
 def test_a_group_size_of_demonstrations_that_was_given_is_refused() -> None:
     data = ["algo=sft", "env.dataset=rows.jsonl", "env.columns.completion=solution"]
     assert compose("grpo_arithmetic", data).env.repeats == 1
-    with pytest.raises(
-        ConfigError, match=r"env\.repeats=4 must be 1 with policy\.demonstrations=true"
-    ):
+    with pytest.raises(ConfigError, match=r"env\.repeats=4 .* policy\.demonstrations=true"):
         compose("grpo_arithmetic", [*data, "env.repeats=4", "env.num_envs=16"])
 
 

@@ -125,7 +125,7 @@ def test_a_missing_expert_leaves_the_model_as_it_was() -> None:
     before = [parameter.clone() for parameter in model.parameters()]
     with pytest.raises(
         RuntimeError,
-        match=r"got 1 missing \(model\.layers\.1\.block_sparse_moe\.experts\.2\.w1\.weight\)",
+        match=r"1 missing .*layers\.1\.block_sparse_moe\.experts\.2\.w1",
     ):
         load_weights(model, weights.items())
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
@@ -200,7 +200,7 @@ def test_a_multimodal_model_is_sampled_and_scored_but_not_with_vllm() -> None:
     assert distance(scored(model, sequences), own_log_probs(model, sequences)) < ROUNDING
     with pytest.raises(
         ValueError,
-        match=r"model\.name=it must be a model for text alone .*backend=vllm, but gemma3 has",
+        match=r"model\.name=it .*backend=vllm.* gemma3",
     ):
         check_text_only(model.config, "it")
     check_text_only(model.config.text_config, "it")
@@ -210,6 +210,6 @@ def test_a_model_that_makes_no_text_is_refused_by_its_config(tmp_path: Path) -> 
     Qwen2VLConfig().save_pretrained(tmp_path)
     with pytest.raises(
         ValueError,
-        match=r"must be a causal language model, but AutoModelForCausalLM has none .* qwen2_vl",
+        match=r"causal language model.* qwen2_vl",
     ):
         load_config(str(tmp_path))

@@ -415,9 +415,7 @@ def test_a_last_checkpoint_that_cannot_be_written_is_one_line(
         (tmp_path / "checkpoints").write_text("mine")
 
     with (
-        pytest.raises(
-            NotSavedError, match=r"checkpoint_000002\.pt cannot be written in .* \(File exists\)"
-        ),
+        pytest.raises(NotSavedError, match=r"checkpoint_000002\.pt .* \(File exists\)"),
         closing(build(compose_config(*SMALL, steps(2)), tmp_path)) as made,
     ):
         at_step(made, 2, block, monkeypatch)

@@ -320,9 +320,7 @@ def test_an_entry_of_another_shape_is_refused_by_name(
 
 
 def test_a_model_in_the_place_of_a_tensordict_module_is_refused(tiny_model) -> None:
-    with pytest.raises(
-        ValueError, match=r"actor_network=Qwen2ForCausalLM must be .*: use TokenScorer\(model\)"
-    ):
+    with pytest.raises(ValueError, match=r"actor_network=Qwen2ForCausalLM .*: use TokenScorer"):
         GRPOLoss(tiny_model)
 
 

@@ -118,7 +118,7 @@ def test_building_the_task_reads_nothing() -> None:
 def test_missing_folder_names_the_field_and_the_files() -> None:
     with pytest.raises(
         ValueError,
-        match=r"env\.dataset_path='/no/such/folder' must be a folder with train\.jsonl and test\.jsonl",
+        match=r"env\.dataset_path='/no/such/folder' .*train\.jsonl .*test\.jsonl",
     ):
         GSM8KTask("/no/such/folder").problems("train")
 
@@ -127,9 +127,7 @@ def test_missing_file_lists_what_is_there(folder: Path) -> None:
     (folder / "test.jsonl").unlink()
     task = GSM8KTask(str(folder))
     task.problems("train")
-    with pytest.raises(
-        ValueError, match=r"test\.jsonl is missing \(found: \['train\.jsonl'\]\): give the folder"
-    ):
+    with pytest.raises(ValueError, match=r"test\.jsonl .*\['train\.jsonl'\].*: give the folder"):
         task.problems("test")
 
 
@@ -139,16 +137,14 @@ def test_missing_column_lists_those_there(folder: Path) -> None:
     )
     with pytest.raises(
         ValueError,
-        match=r"train\.jsonl:2 must have text in the column 'answer', it has none \(the row has \['q",
+        match=r"train\.jsonl:2 .* column 'answer', .*\['q",
     ):
         GSM8KTask(str(folder)).problems("train")
 
 
 def test_column_that_is_not_text_is_shown(folder: Path) -> None:
     write_split(folder, "train", [json.dumps({"question": "q", "answer": 72})])
-    with pytest.raises(
-        ValueError, match=r"train\.jsonl:1 must have text in the column 'answer', it has 72"
-    ):
+    with pytest.raises(ValueError, match=r"train\.jsonl:1 .* column 'answer', .*72"):
         GSM8KTask(str(folder)).problems("train")
 
 
@@ -166,9 +162,7 @@ def test_malformed_line_is_named_by_file_and_line(folder: Path, line: bytes) -> 
 @pytest.mark.parametrize("answer", ["72", "#### seventy-two", "####"])
 def test_reference_answer_without_marked_number_is_an_error(folder: Path, answer: str) -> None:
     write_split(folder, "train", [json.dumps({"question": "q", "answer": answer})])
-    with pytest.raises(
-        ValueError, match=r"train\.jsonl:1 must have an answer that ends with '#### <number>'"
-    ):
+    with pytest.raises(ValueError, match=r"train\.jsonl:1 .*'#### <number>'"):
         GSM8KTask(str(folder)).problems("train")
 
 

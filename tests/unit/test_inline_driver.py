@@ -202,7 +202,7 @@ def test_a_batch_of_older_weights_is_refused_with_both_versions(
     assert source.metrics()["staleness/max"] == 0
     source.publish(weights(4), 4)
     engine.policy_version = 3
-    with pytest.raises(RuntimeError, match=r"group 2 was admitted for version 4 and sampled by 3"):
+    with pytest.raises(RuntimeError, match=r"group 2 .* version 4 .* 3"):
         source.next_batch()
 
 
@@ -290,11 +290,11 @@ def test_a_batch_that_can_never_come_is_an_error_and_no_hang(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     source = make_source(tokenizer, Recorder())
-    with pytest.raises(RuntimeError, match=r"0 of the 2 groups of a batch wait.*Publish weights"):
+    with pytest.raises(RuntimeError, match=r"0 of the 2 groups.*Publish weights"):
         source.next_batch()
     source.publish(weights(0), 0)
     source.next_batch()
-    with pytest.raises(RuntimeError, match="a batch is in training: publish version 1 first"):
+    with pytest.raises(RuntimeError, match=": publish version 1 first"):
         source.next_batch()
 
 

@@ -83,7 +83,7 @@ def test_a_run_goes_on_for_further_epochs_and_not_for_fewer(epoch: Path, data: P
     assert (prepared(2).num_batches, prepared(3).train.total_dialog_turns) == (3, 72)
     with pytest.raises(
         ConfigError,
-        match=r"total_epochs=1 must be more than the 32 .*: for example, train\.total_epochs=2\.",
+        match=r"total_epochs=1 .* 32 .*train\.total_epochs=2\.",
     ):
         prepared(1)
 
@@ -121,9 +121,7 @@ def test_the_asynchronous_script_evaluates_and_ends_too(data: Path, tmp_path: Pa
 
 
 def test_two_lengths_on_the_command_line_exclude_each_other() -> None:
-    with pytest.raises(
-        ConfigError, match=r"total_dialog_turns=64 and train\.total_epochs=2 exclude each other"
-    ):
+    with pytest.raises(ConfigError, match=r"total_dialog_turns=64 .*train\.total_epochs=2"):
         check_command_line(["train.total_dialog_turns=64", "++train.total_epochs=2"])
     check_command_line(["train.total_dialog_turns=64", "train.total_epochs=null"])
 

@@ -22,7 +22,7 @@ from torchrl_grpo.models.scoring import TokenScorer
 def test_an_unreachable_model_is_one_clear_error() -> None:
     with pytest.raises(
         ValueError,
-        match=r"model\.name=nobody/nothing must be a folder or a model.*model\.name=starter",
+        match=r"model\.name=nobody/nothing .*model\.name=starter",
     ):
         loading.load_config("nobody/nothing")
     with pytest.raises(ValueError, match=r"its tokenizer could not be loaded"):
@@ -102,15 +102,13 @@ def test_adapters_of_modules_that_are_not_there_are_refused() -> None:
 def test_a_tokenizer_without_end_of_sequence_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
     bare = copy.deepcopy(tokenizer)
     bare.eos_token = None
-    with pytest.raises(
-        ValueError, match="eos_token is None: responses could never end; set eos_token"
-    ):
+    with pytest.raises(ValueError, match=r"eos_token is None: .*set eos_token"):
         loading.prepare_tokenizer(bare, "bare")
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
     loading.check_vocabulary(make_tiny_model(vocab_size=300).config, tokenizer, "ok")
-    with pytest.raises(ValueError, match="the model has 100 and the tokenizer uses ids up to 260"):
+    with pytest.raises(ValueError, match=r"model has 100 .*ids up to 260"):
         loading.check_vocabulary(make_tiny_model(vocab_size=100).config, tokenizer, "bad")
 
 
@@ -125,9 +123,7 @@ def test_an_added_token_without_an_embedding_is_refused_only_if_used(
         used = copy.deepcopy(stray)
         for name, value in change.items():
             setattr(used, name, value)
-        with pytest.raises(
-            ValueError, match="the model has 261 and the tokenizer uses ids up to 261"
-        ):
+        with pytest.raises(ValueError, match=r"model has 261 .*ids up to 261"):
             loading.check_vocabulary(config, used, "bad")
 
 
@@ -249,7 +245,7 @@ def test_a_truncated_file_of_weights_is_one_clear_error(size: int, tmp_path: Pat
         file.truncate(size)
     with pytest.raises(
         ValueError,
-        match=r"model\.name=.* its weights could not be loaded \(Error while deserializing",
+        match=r"model\.name=.* \(Error while deserializing",
     ):
         load(tmp_path)
 
@@ -330,9 +326,7 @@ def test_a_path_without_a_folder_is_said_to_be_none(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there").mkdir()
     (tmp_path / "file.gguf").touch()
-    with pytest.raises(
-        ValueError, match=r"^model\.name=.* must be a folder with a model, or a name on the .*"
-    ) as error:
+    with pytest.raises(ValueError, match=r"^model\.name=.* must be a folder") as error:
         loading.load_config(name)
     assert f"{name} must" in str(error.value) and wrong.replace("TMP", str(tmp_path)) in str(
         error.value

@@ -148,15 +148,13 @@ def test_processes_that_keep_their_memory_need_room_for_the_gradients_too(
 ) -> None:
     blueprint = shared(monkeypatch, STARTER * 16 * 10 // 6 + 100)
     check(blueprint)
-    with pytest.raises(ConfigError, match=r"of gradients and 1\.71 MB of the reference model"):
+    with pytest.raises(ConfigError, match=r"gradients.* 1\.71 MB of the reference model"):
         check(blueprint, sleeps=False)
 
 
 def test_a_share_that_cannot_hold_the_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     blueprint = shared(monkeypatch, 40 * STARTER, "inference_model.gpu_memory_utilization=0.05")
-    with pytest.raises(
-        ConfigError, match=r"utilization=0\.05 must be .* holds the engine's 1\.71 MB"
-    ):
+    with pytest.raises(ConfigError, match=r"utilization=0\.05 .*engine's 1\.71 MB"):
         check(blueprint)
 
 
@@ -168,7 +166,7 @@ def test_a_device_that_cannot_hold_its_part_of_the_training_is_refused(
     blueprint = dataclasses.replace(shared(monkeypatch, 15 * STARTER), plan=plan)
     with pytest.raises(
         ConfigError,
-        match=r"train_model\.num_devices=1 must .* cuda:0 of .* would hold .* gradients",
+        match=r"train_model\.num_devices=1 .*cuda:0 .*gradients",
     ):
         check(blueprint)
     check(
@@ -188,9 +186,7 @@ def test_a_run_asks_for_room_before_it_loads_anything(
     )
     monkeypatch.setattr(vllm_module, "require_vllm", lambda **_: None)
     monkeypatch.setattr(loading, "load_model", lambda *_, **__: pytest.fail("weights were loaded"))
-    with pytest.raises(
-        ConfigError, match=r"inference_model\.gpu_memory_utilization=0\.4 must be a share of cuda:0"
-    ):
+    with pytest.raises(ConfigError, match=r"inference_model\.gpu_memory_utilization=0\.4 .*cuda:0"):
         build(compose_config(*SMALL, "inference_model.backend=vllm"), tmp_path)
 
 

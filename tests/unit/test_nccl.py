@@ -108,9 +108,7 @@ def test_who_cannot_join_is_refused_and_nobody_waits_for_it(
     given = sender.pack(weights(0).items(), 0)
     given.init_info(3)
     another_engine(monkeypatch)
-    with pytest.raises(
-        TransferRefusedError, match="an engine was replaced, and a new one cannot join"
-    ):
+    with pytest.raises(TransferRefusedError, match="engine was replaced"):
         given.init_info(1)
 
 
@@ -120,9 +118,7 @@ def test_engines_that_ask_for_two_versions_in_a_round_are_told(
     given, later = (sender.pack(weights(version).items(), version) for version in (0, 1))
     given.init_info(1)
     another_engine(monkeypatch)
-    with pytest.raises(
-        TransferRefusedError, match="another engine asked for version 0, and this one for 1"
-    ):
+    with pytest.raises(TransferRefusedError, match=r"version 0, .* 1"):
         later.init_info(2)
 
 

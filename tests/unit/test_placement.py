@@ -56,7 +56,7 @@ def test_a_teacher_has_its_own_device_or_that_of_the_learner() -> None:
     assert devices(two) == (gpus(5), gpus(6, 7)) and two.distributed and len(two.devices) == 8
     assert plan(4, needs_teacher=True, inference=ALL).inference == ((gpus(1)[0],),)
     with pytest.raises(
-        ValueError, match=r"teacher\.devices=\[1\] must not overlap inference_model\.devices=\[1\]"
+        ValueError, match=r"teacher\.devices=\[1\] .* inference_model\.devices=\[1\]"
     ):
         plan(
             4,
@@ -201,12 +201,10 @@ def test_roles_that_are_given_the_same_devices_take_turns_on_them() -> None:
     assert not plan(8, train=pair, reference=reverse).colocated
     with pytest.raises(
         ValueError,
-        match=r"ref_model\.devices=\[2, 3\] must not overlap inference_model\.devices=\[",
+        match=r"ref_model\.devices=\[2, 3\] .* inference_model\.devices=\[",
     ):
         plan(8, inference=pair, reference=pair)
-    with pytest.raises(
-        ValueError, match=r"give each role its own, or just those of train_model\.devices"
-    ):
+    with pytest.raises(ValueError, match=r"give each role .* train_model\.devices"):
         plan(8, train=pair, inference=RoleRequest(devices=[2]))
 
 
@@ -268,20 +266,14 @@ def test_what_cannot_be_placed_is_refused_with_numbers(
 
 def test_a_replica_must_have_all_its_devices() -> None:
     request = RoleRequest(num_devices=3)
-    with pytest.raises(
-        ValueError, match=r"num_devices=3 must be a multiple of the 2 devices of an engine.*: use 4"
-    ):
+    with pytest.raises(ValueError, match=r"num_devices=3 .* 2 devices .*: use 4"):
         plan(8, engine_devices=2, inference=request)
 
 
 def test_indices_are_refused_on_a_cluster_and_its_address_is_named() -> None:
-    with pytest.raises(
-        ValueError, match=r"devices=\[0, 1\] must be left out with ray\.address=auto.*num_devices=2"
-    ):
+    with pytest.raises(ValueError, match=r"devices=\[0, 1\] .*ray\.address=auto.*num_devices=2"):
         plan(8, cluster="auto", **PAIRS)
-    with pytest.raises(
-        ValueError, match="must not be more than the 1 accelerators of the Ray cluster at auto"
-    ):
+    with pytest.raises(ValueError, match=r"1 accelerators .* at auto"):
         plan(1, cluster="auto", **TWO)
 
 

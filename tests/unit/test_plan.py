@@ -140,12 +140,10 @@ def test_a_shape_is_read_from_the_models_config(tmp_path: Path) -> None:
     assert model_shape("Qwen/Qwen2.5-7B-Instruct", Path("Qwen")) == SHAPES["qwen2.5-7b"]
     near = replace(SHAPES["llama-3-8b"], parameters=8e9, active=8e9)
     assert model_shape("a/b", Path("a"), 8e9) == near
-    with pytest.raises(ConfigError, match=r"model.name=a/b must be a folder .* --params=7e9"):
+    with pytest.raises(ConfigError, match=r"model\.name=a/b .* --params=7e9"):
         model_shape("a/b", Path("a"))
     (tmp_path / "config.json").write_text('{"n_embd": 8}')
-    with pytest.raises(
-        ConfigError, match=r"model.name=mine must be a decoder whose config.json has hidden_size"
-    ):
+    with pytest.raises(ConfigError, match=r"model\.name=mine .*hidden_size"):
         model_shape("mine", tmp_path)
 
 
@@ -239,9 +237,7 @@ def test_what_binds_is_what_makes_it_faster_when_it_is_cheaper() -> None:
 
 def test_a_run_without_room_is_refused_with_what_it_needs() -> None:
     big = replace(SETTINGS, work=replace(WORK, shape=SHAPES["qwen2.5-72b"]))
-    with pytest.raises(
-        ConfigError, match=r"--devices=8 must hold the run.* of the 72 GB .* inference 1"
-    ):
+    with pytest.raises(ConfigError, match=r"--devices=8 .* 72 GB .* inference 1"):
         best_splits(big, 8)
     with pytest.raises(ConfigError, match="--devices=1 must be at least 2"):
         best_splits(SETTINGS, 1)

@@ -74,9 +74,7 @@ def test_variables_stay_from_call_to_call(session: Session) -> None:
 def test_endless_code_ends_in_time_and_takes_its_variables_along(session: Session) -> None:
     session.run("x = 1")
     start = time.monotonic()
-    with pytest.raises(
-        TimeoutError, match="the code took longer than 3 s; what it had computed is lost"
-    ):
+    with pytest.raises(TimeoutError, match="longer than 3 s"):
         session.run("while True: pass")
     assert time.monotonic() - start < 30
     assert session.run("'x' in globals()") == "False"
@@ -132,9 +130,7 @@ def test_it_runs_in_a_reward_worker_beside_functions() -> None:
 
 
 def test_an_environment_beside_it_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"env\.tools=\[python\] must not have python with env\.environment"
-    ):
+    with pytest.raises(ConfigError, match=r"env\.tools=\[python\] .* env\.environment"):
         compose_config(*TOOLS, "env.environment=my_envs.py:Guess")
 
 

@@ -130,9 +130,7 @@ def test_a_refreshed_reference_stays_when_the_run_goes_on_without(tmp_path: Path
 def test_a_checkpoint_whose_reference_is_lost_is_refused(full_run: Path, tmp_path: Path) -> None:
     source = torch.load(at(full_run, 6), weights_only=True)["source"]
     path = changed(at(full_run, 6), at(tmp_path, 6), source=source | {"reference_version": 4})
-    with pytest.raises(
-        ConfigError, match=r"had the weights of step 4, which .* of step 6 does not have: use"
-    ):
+    with pytest.raises(ConfigError, match=r"step 4, .* step 6 .*: use"):
         resume_of(path)
     path = changed(at(full_run, 6), at(tmp_path, 6), source=source | {"reference_version": 6})
     found = resume_of(path)
@@ -259,7 +257,7 @@ def test_a_checkpoint_of_other_data_is_refused_by_name(full_run: Path, tmp_path:
     source = torch.load(at(full_run, 6), weights_only=True)["source"]
     source["drawing"] |= {"num_problems": 9, "position": 0}
     path = changed(at(full_run, 6), at(tmp_path, 6), source=source)
-    with pytest.raises(ConfigError, match=r"num_problems=9, this one has 4096: use the dataset"):
+    with pytest.raises(ConfigError, match=r"num_problems=9, .* 4096: use"):
         build(compose_config(*SMALL, *FULL, steps(9), f"train.resume={path}"), tmp_path)
 
 

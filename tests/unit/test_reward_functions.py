@@ -79,7 +79,7 @@ def test_arguments_that_nothing_gives_are_refused_before_a_run() -> None:
     rewards = make_rewards(see)
     with pytest.raises(
         ValueError,
-        match=r"needs hint, which is neither .*: use names of these: answer, .*solution, tokens; or give",
+        match=r"needs hint, .*: use names of these: answer, .*solution, tokens",
     ):
         rewards.check(["solution"])
     rewards.check(["solution", "hint"])
@@ -116,12 +116,10 @@ def test_options_that_a_function_has_not_are_refused() -> None:
         make_rewards({"fn": "gsm8k", "weigth": 0.5})
     with pytest.raises(
         ValueError,
-        match=r"has no x: use some of \['answer', 'mode', 'name', 'response', 'weight'\]",
+        match=r" x: use some of \['answer', 'mode', 'name'",
     ):
         make_rewards({"fn": "gsm8k", "x": 1})
-    with pytest.raises(
-        ValueError, match="reward f must take its arguments by name: remove the '/'"
-    ):
+    with pytest.raises(ValueError, match=r"reward f .*: remove the '/'"):
         make_rewards({"fn": lambda response, /: 1, "name": "f"})
 
 
@@ -212,9 +210,7 @@ def test_a_spec_that_is_wrong_is_refused(spec: Any, message: str) -> None:
 
 
 def test_a_part_with_a_weight_must_be_returned() -> None:
-    with pytest.raises(
-        ValueError, match=r"reward f must return the parts that have a weight, \['x'\], it returned"
-    ):
+    with pytest.raises(ValueError, match=r"reward f .*parts .*\['x'\]"):
         parts(lambda response: {"y": 1}, name="f", weight={"x": 1})
 
 
@@ -262,9 +258,7 @@ def test_a_function_of_trl_gets_messages_for_a_prompt_of_messages() -> None:
 
 @pytest.mark.parametrize("result", [1.0, [], [1.0, 2.0]])
 def test_a_function_of_trl_must_return_one_reward(result: Any) -> None:
-    with pytest.raises(
-        ValueError, match=r"reward f must return a list with one reward for each completion"
-    ):
+    with pytest.raises(ValueError, match="reward f must return a list"):
         parts(lambda completions, **kwargs: result, name="f")
 
 
@@ -311,9 +305,7 @@ def test_a_function_of_verl_may_return_a_number_and_take_options() -> None:
 
     assert make_rewards(score)(dialog(extra_info={"index": 2})).reward == 8
     assert make_rewards({"fn": score, "method": ""})(dialog(index=1)).reward == 1
-    with pytest.raises(
-        ValueError, match=r"reward f must return a score, its dict has \['acc'\]: add `score`"
-    ):
+    with pytest.raises(ValueError, match=r"reward f .*\['acc'\]: add `score`"):
         parts(lambda solution_str: {"acc": 1}, name="f")
 
 
@@ -348,7 +340,7 @@ def test_a_function_that_makes_a_reward_is_refused_before_a_run(options: dict[st
 
     with pytest.raises(
         ValueError,
-        match=r"reward get_punishment must take .* of a response, .*: if it makes a reward",
+        match=r"reward get_punishment must take .*: if it makes",
     ):
         make_rewards({"fn": get_punishment, **options}).check(["prompt", "solution"])
     made = make_rewards({"fn": get_punishment(100), "name": "made"})

@@ -119,9 +119,7 @@ def test_a_template_of_ones_own_is_filled_in_once(serve: Any) -> None:
 )
 def test_a_reply_without_a_rating_on_the_scale_is_an_error(serve: Any, reply: str) -> None:
     judge = serve(lambda question, number: (200, reply))
-    with pytest.raises(
-        ValueError, match="the reply of the judge judge-7b must have a rating from 0 to 10 as"
-    ):
+    with pytest.raises(ValueError, match=r"judge judge-7b .*0 to 10"):
         rewards_of(judge)(dialog())
     assert len(judge.requests) == 1
 
@@ -130,9 +128,7 @@ def test_a_reply_that_was_cut_off_is_no_rating(serve: Any) -> None:
     """``Score: 1`` may have been going to be ``Score: 10``."""
     judge = serve(lambda question, number: (200, "Score: 1"))
     judge.cuts = True
-    with pytest.raises(
-        ValueError, match="the reply of the judge judge-7b must end within max_tokens=512"
-    ):
+    with pytest.raises(ValueError, match=r"judge judge-7b .*max_tokens=512"):
         rewards_of(judge)(dialog())
 
 
@@ -220,9 +216,7 @@ def test_a_judge_that_is_not_there_is_an_error() -> None:
     rewards = make_rewards(
         {"fn": "judge", "url": "http://127.0.0.1:9/v1", "model": "m", "retries": 0}
     )
-    with pytest.raises(
-        RuntimeError, match=r"the judge at http://127.0.0.1:9/v1 must answer, .* ConnectError"
-    ):
+    with pytest.raises(RuntimeError, match=r"http://127\.0\.0\.1:9/v1 .* ConnectError"):
         rewards(dialog())
 
 
@@ -244,12 +238,10 @@ def test_a_judge_rates_many_at_a_time_up_to_its_concurrency(serve: Any) -> None:
 def test_options_that_a_judge_needs_are_asked_for_before_a_run() -> None:
     with pytest.raises(
         ValueError,
-        match=r"needs model and url, which are neither .* give it as an option, \{fn: ..., model: ...\}",
+        match=r"needs model and url, .*\{fn: \.\.\., model: \.\.\.\}",
     ):
         make_rewards("judge").check(["question"])
-    with pytest.raises(
-        ValueError, match=r"scale=\[3, 3\] of the reward judge must be \[low, high\]"
-    ):
+    with pytest.raises(ValueError, match=r"scale=\[3, 3\] .*\[low, high\]"):
         make_rewards({"fn": "judge", "url": "http://127.0.0.1:9", "model": "m", "scale": [3, 3]})(
             dialog()
         )
@@ -326,7 +318,5 @@ def test_a_classifier_with_several_outputs_is_refused(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     make_classifier(tmp_path, tokenizer, labels=3)
-    with pytest.raises(
-        ValueError, match="of the reward reward_model must have one output, it has 3"
-    ):
+    with pytest.raises(ValueError, match=r"reward reward_model .*one output, .*3"):
         make_rewards({"fn": "reward_model", "model": str(tmp_path)})(dialog())

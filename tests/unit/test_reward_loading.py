@@ -113,7 +113,7 @@ def test_a_file_with_relative_imports_is_to_be_named_as_a_module(tmp_path: Path)
     (folder / "mine.py").write_text("from .helper import ONE\ndef score(response): return ONE\n")
     with pytest.raises(
         ValueError,
-        match=r"name the function as outer\.inner\.mine:score, with the folder that holds",
+        match=r"outer\.inner\.mine:score",
     ):
         load_function(f"{folder}/mine.py:score")
     with pytest.MonkeyPatch.context() as patch:
@@ -122,9 +122,7 @@ def test_a_file_with_relative_imports_is_to_be_named_as_a_module(tmp_path: Path)
 
 
 def test_other_functions_than_rewards_are_loaded_under_their_own_field(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"env.tools=calc must be file.py:function or package.module:function"
-    ):
+    with pytest.raises(ValueError, match=r"env\.tools=calc must be file\.py:function"):
         load_function("calc", field="env.tools", builtins={})
     assert load_function("os.path:basename", field="env.tools", builtins={})("a/b") == "b"
 

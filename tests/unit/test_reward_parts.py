@@ -200,19 +200,15 @@ def test_the_parts_of_a_trajectory_are_those_of_its_last_step() -> None:
 
 
 def test_gdpo_needs_parts_and_groups() -> None:
-    with pytest.raises(
-        ValueError, match=r"must have the parts of each reward, 1 of 2 responses have none"
-    ):
+    with pytest.raises(ValueError, match="parts of each reward, 1 of 2"):
         advantages(batch_of([{"a": 1.0}, {}], [0, 0]), 2, {})
     batch = batch_of([{"a": 1.0}, {"a": 2.0}], [0, 0])
     for row in batch.unbind(0):
         row.del_(keys.REWARD_PARTS)
-    with pytest.raises(KeyError, match=r"no entry next\.reward_parts, .*: name reward functions"):
+    with pytest.raises(KeyError, match=r"next\.reward_parts, .*: name reward functions"):
         advantages(batch, 2, {})
     for options in ({"mean": "batch"}, {"mean": "none"}, {"level": "token"}):
-        with pytest.raises(
-            ValueError, match=r"reward_combination=gdpo must have one advantage for a sequence"
-        ):
+        with pytest.raises(ValueError, match=r"reward_combination=gdpo .*sequence"):
             GroupAdvantage(2, part_weights={}, **options)
 
 

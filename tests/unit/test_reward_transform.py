@@ -338,7 +338,7 @@ def test_it_says_that_it_does_not_belong_in_an_environment(tokenizer) -> None:
 def test_missing_reference_log_probs_are_named() -> None:
     with pytest.raises(
         KeyError,
-        match=r"no entry next\.ref_log_probs\.full, .*: apply KLScoring.* before what reads",
+        match=r"next\.ref_log_probs\.full, .*: apply KLScoring",
     ):
         RewardShaping(kl_coef=0.1)(lazy_stack([make_row(1.0, [1], sample=[0.0])]))
 

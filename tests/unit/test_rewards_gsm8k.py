@@ -338,9 +338,7 @@ def test_the_answer_may_be_a_number_or_a_solution(answer: str | int | float) -> 
 
 @pytest.mark.parametrize("answer", ["", "seventy-two", "#### ", "72 #### 3 or 4"])
 def test_an_answer_without_a_number_is_an_error(answer: str) -> None:
-    with pytest.raises(
-        ValueError, match="answer of the reward gsm8k must be a number or end with '#### <number>'"
-    ):
+    with pytest.raises(ValueError, match=r"reward gsm8k .*'#### <number>'"):
         gsm8k("#### 72", answer)
 
 

@@ -232,9 +232,7 @@ def test_columns_that_are_not_ifevals_are_an_error(
 
 
 def test_an_unknown_metric_is_an_error() -> None:
-    with pytest.raises(
-        ValueError, match=r"metric of the reward ifeval must be one of .* got 'strict'"
-    ):
+    with pytest.raises(ValueError, match=r"metric of the reward ifeval .*'strict'"):
         ifeval("x", ["punctuation:no_comma"], [{}], metric="strict")
 
 

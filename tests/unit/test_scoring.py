@@ -193,7 +193,7 @@ def test_models_that_change_their_logits_are_refused() -> None:
     model.register_forward_hook(lambda _, args, out: setattr(out, "logits", out.logits * 0.5))
     with pytest.raises(
         ValueError,
-        match=r"Qwen2ForCausalLM must have logits that are its LM head's.* off by [\d.]+ nats",
+        match=r"Qwen2ForCausalLM .*LM head.* off by [\d.]+ nats",
     ):
         TokenScorer(model)
 
@@ -203,7 +203,7 @@ def test_a_setting_that_changes_logits_is_refused_in_any_dtype() -> None:
     model.config.final_logit_softcapping = 30.0
     with pytest.raises(
         ValueError,
-        match=r"are off \(its config has final_logit_softcapping=30\.0\); use another model",
+        match=r"final_logit_softcapping=30\.0.*; use another",
     ):
         TokenScorer(model)
 

@@ -89,9 +89,7 @@ def starter_copy(folder: Path, *without: str) -> Path:
     ],
 )
 def test_a_secret_in_an_override_is_refused_and_not_repeated(override: str, secret: str) -> None:
-    with pytest.raises(
-        ConfigError, match=r"must not be a key, token or password, .* put it into an environment"
-    ) as e:
+    with pytest.raises(ConfigError, match=r"key, token or password, .* environment") as e:
         check_command_line([override])
     assert secret not in str(e.value)
 
@@ -212,16 +210,12 @@ def test_a_revision_pins_config_tokenizer_and_weights(
         torch.equal(a, b) for a, b in zip(got.parameters(), expected.parameters(), strict=True)
     )
     assert loading.load_config(model.source).vocab_size == 261
-    with pytest.raises(
-        ValueError, match=r"model\.name=me/mine@v2 must be a folder or a model on the .* hub"
-    ):
+    with pytest.raises(ValueError, match=r"model\.name=me/mine@v2 must be"):
         loading.load_config("me/mine@v2")
 
 
 def test_a_revision_of_a_model_that_is_here_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"^model\.revision=v1 is for a model on the hub, and model\.name=starter"
-    ):
+    with pytest.raises(ConfigError, match=r"^model\.revision=v1 .*model\.name=starter"):
         compose_config("model.revision=v1")
 
 

@@ -244,7 +244,7 @@ def test_an_evaluation_alone_loads_no_model_and_leaves_the_served_one(
 def test_a_checkpoint_is_not_what_a_server_would_evaluate() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"train\.resume=here must be left out with train\.total_dialog_turns=0 and",
+        match=r"train\.resume=here .*train\.total_dialog_turns=0",
     ):
         compose_config(
             *served("http://a"),
@@ -294,17 +294,13 @@ def test_a_server_that_does_not_answer_is_refused_before_weights_load() -> None:
 
 def test_log_probs_of_temperature_1_are_refused(stub: SGLangStub) -> None:
     stub.raw = True
-    with pytest.raises(
-        ConfigError, match="must state log-probs of the distribution that it samples from"
-    ):
+    with pytest.raises(ConfigError, match="log-probs of the distribution"):
         prepare(compose_config(*served(stub.address)), [])
 
 
 def test_a_short_context_is_refused(stub: SGLangStub) -> None:
     stub.context = 20
-    with pytest.raises(
-        ConfigError, match="has a context of 20 tokens, and prompt and response may take"
-    ):
+    with pytest.raises(ConfigError, match="context of 20 tokens"):
         prepare(compose_config(*served(stub.address)), [])
 
 
@@ -318,9 +314,7 @@ def test_another_vocabulary_is_refused(size: int, difference: str, stub: SGLangS
 
 
 def test_sglang_does_not_keep_responses_over_an_update(stub: SGLangStub) -> None:
-    with pytest.raises(
-        ConfigError, match="in_flight=keep must be another one with the SGLang server"
-    ):
+    with pytest.raises(ConfigError, match=r"in_flight=keep .*SGLang"):
         prepare(compose_config(*served(stub.address), "inference_model.in_flight=keep"), [])
 
 
@@ -336,9 +330,7 @@ def test_a_key_that_cannot_be_sent_is_not_shown(
     key: str, stub: SGLangStub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_API_KEY", key)
-    with pytest.raises(
-        ValueError, match="environment variable VLLM_API_KEY must be a key of printable ASCII"
-    ):
+    with pytest.raises(ValueError, match=r"VLLM_API_KEY must .*ASCII"):
         ServerEngine(stub.address)
     assert stub.keys == []
 

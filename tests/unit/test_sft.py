@@ -369,9 +369,7 @@ def test_a_row_with_something_else_as_tools_is_named(tools: Any, tmp_path: Path)
         tmp_path,
         [{"m": turns("1+1?", "2"), "tools": [ADD]}, {"m": turns("1+1?", "2"), "tools": tools}],
     )
-    with pytest.raises(
-        ValueError, match=r"data\.jsonl:2 must have a list of tools in the column 'tools'"
-    ):
+    with pytest.raises(ValueError, match=r"data\.jsonl:2 .*column 'tools'"):
         DatasetTask(str(path), messages_column="m").problems("train")
 
 
@@ -603,7 +601,7 @@ def test_rows_that_nothing_scores_need_no_reward(tmp_path: Path) -> None:
     )
     with pytest.raises(
         ConfigError,
-        match=r"needs env\.reward: .* algo=sft with evaluation\.num_prompts=0 needs none",
+        match=r"env\.reward: .* algo=sft with evaluation\.num_prompts=0",
     ):
         prepare(compose_config(*data, "evaluation.num_prompts=8", "env.test_fraction=0.2"))
     rows = run(tmp_path / "run", *data, steps(3), "evaluation.num_prompts=0")

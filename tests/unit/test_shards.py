@@ -203,9 +203,7 @@ def test_of_a_folder_with_a_file_more_or_less_the_one_before_is_taken(whole: Pat
         next((whole / "checkpoint_000004").glob("shard-*")),
         whole / "checkpoint_000005" / "more.safetensors",
     )
-    with pytest.raises(
-        ConfigError, match="checkpoint_000005 is damaged: it does not have the files"
-    ):
+    with pytest.raises(ConfigError, match="checkpoint_000005 is damaged"):
         newest(str(whole / "checkpoint_000005"), whole, read_checkpoint)
     assert newest(str(whole), whole, read_checkpoint)[0] == whole / "checkpoint_000004"  # type: ignore[index]
     (whole / "checkpoint_000004" / "manifest.json").unlink()
@@ -223,7 +221,7 @@ def test_a_resealed_folder_that_lacks_a_part_is_refused(whole: Path, rank: int) 
     check_whole(path)
     model: Any = nn.Sequential(nn.Linear(4, ROWS, bias=False))
     with (
-        pytest.raises(ConfigError, match=r"train\.resume=.* must be a checkpoint whose state fits"),
+        pytest.raises(ConfigError, match=r"train\.resume=.* whose state fits"),
         refusing(path),
     ):
         read_parts(path, model, None, {})
@@ -261,7 +259,7 @@ def test_weights_that_are_nan_in_a_folder_are_named_when_it_is_read(whole: Path)
         one.name: size_and_sha256(one) for one in path.iterdir() if one.name != "manifest.json"
     }
     write_manifest(path, {"step": 5, "config": {}, "metrics": {}}, files)
-    with pytest.raises(ValueError, match=r"the weight 0\.weight has values that are not finite"):
+    with pytest.raises(ValueError, match=r"0\.weight .*not finite"):
         read_checkpoint(path)
 
 

@@ -85,7 +85,5 @@ def test_prompts_without_a_token_are_dropped_and_counted(tmp_path: Path) -> None
 
 def test_a_tokenizer_that_knows_no_character_of_the_prompts_is_refused(tmp_path: Path) -> None:
     config = compose_config(*SMALL, f"model.name={save(tmp_path / 'model', 'ZXYWVUQJK')}")
-    with pytest.raises(
-        ConfigError, match=r"must have a problem whose prompt has 1 to .* a tokenizer that"
-    ):
+    with pytest.raises(ConfigError, match=r"prompt has 1 to .* a tokenizer"):
         prepare(config)

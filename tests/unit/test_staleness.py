@@ -69,15 +69,13 @@ def test_what_breaks_the_rules_is_refused_with_the_numbers() -> None:
         buffer.admit(0)
     with pytest.raises(RuntimeError, match="group 1 has no room: all 1 slots are taken"):
         buffer.admit(1)
-    with pytest.raises(RuntimeError, match="group 0 was admitted for version 0 and sampled by -1"):
+    with pytest.raises(RuntimeError, match=r"group 0 .* version 0 .* -1"):
         buffer.finish(0, -1, None)
     buffer = GroupBuffer(groups_per_batch=1, max_staleness=0)
     buffer.admit(0)
     buffer.finish(0, 0, None)
     buffer.publish(3)  # nobody took the group meanwhile
-    with pytest.raises(
-        RuntimeError, match="1 groups of version 2 or older were left for version 3"
-    ):
+    with pytest.raises(RuntimeError, match=r"1 groups of version 2 .* version 3"):
         buffer.take()
     for arguments, field in (((0, 0), "groups_per_batch=0"), ((1, -1), "max_staleness=-1")):
         with pytest.raises(ValueError, match=field):

@@ -107,9 +107,7 @@ def test_stop_tokens_end_a_response_too_and_unknown_tokens_do_not():
 
 def test_a_string_that_the_tokenizer_cannot_write_is_refused():
     tokenizer, _ = make_merged_tokenizer()
-    with pytest.raises(
-        ValueError, match=r"inference_model\.stop=\['ü'\] must have strings that the tokenizer can"
-    ):
+    with pytest.raises(ValueError, match=r"inference_model\.stop=\['ü'\] must"):
         StopStrings(["ü"], tokenizer)
 
 

@@ -101,7 +101,5 @@ def test_optuna_maximizes_unless_told_otherwise() -> None:
 
 def test_a_sweep_into_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(
-        ConfigError, match=r"hydra\.sweep\.dir=.*/file/x must be a folder that can be made"
-    ):
+    with pytest.raises(ConfigError, match=r"hydra\.sweep\.dir=.*/file/x must be a folder"):
         check_command_line([f"hydra.sweep.dir={tmp_path}/file/x"])

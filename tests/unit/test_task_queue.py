@@ -42,14 +42,12 @@ def test_other_groups_than_those_of_the_task_are_refused() -> None:
     queue = make_queue(batch=1)
     progress = next_task(queue)
     report = RolloutReport((GroupReport(1, 0),), 0.0, 0.0, None)
-    with pytest.raises(RuntimeError, match=r"groups \(1,\) were played instead of \(0,\)"):
+    with pytest.raises(RuntimeError, match=r"\(1,\) .* \(0,\)"):
         queue.played(progress, report, [None])
 
 
 def test_tasks_divide_a_batch() -> None:
-    with pytest.raises(
-        ValueError, match="groups_per_batch=3 must be a multiple of task_groups=2: use 2"
-    ):
+    with pytest.raises(ValueError, match=r"groups_per_batch=3 .*task_groups=2: use 2"):
         make_queue(task=2)
 
 

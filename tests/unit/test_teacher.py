@@ -279,7 +279,7 @@ def test_a_teacher_with_other_tokens_is_refused_with_the_first_of_them(tmp_path:
             text = text.replace(b'"!": 5', b'"\\u0100!": 5')
         (tmp_path / file.name).write_bytes(text)
     config = compose_config(*SMALL, "policy.teacher_coef=1", f"teacher.model={tmp_path}")
-    with pytest.raises(ConfigError, match=r"teacher\.model=.* must have the tokens of model\.name=starter, .* the first, 5, is 'Ā!' there and '!' here"):  # fmt: skip # noqa: E501
+    with pytest.raises(ConfigError, match=r"teacher\.model=.* model\.name=starter, .* 5, .*'Ā!' .*'!'"):  # fmt: skip
         prepare(config)
 
 
@@ -291,9 +291,7 @@ def test_weights_that_a_teacher_lacks_are_said_to_be_the_teachers(tmp_path: Path
     config = compose_config(
         *SMALL, "policy.teacher_coef=1", f"teacher.model={tmp_path / 'teacher'}"
     )
-    with pytest.raises(
-        ValueError, match=r"teacher\.model=.* must have the .* 1 are not in its files \(model\.norm"
-    ):
+    with pytest.raises(ValueError, match=r"teacher\.model=.* 1 .*\(model\.norm"):
         build(config, tmp_path / "run")
 
 

@@ -103,7 +103,7 @@ def test_test_sets_beside_a_task_of_verifiers_are_refused_with_a_fix() -> None:
     )
     with pytest.raises(
         ConfigError,
-        match=r"evaluation\.datasets must be left out .*: leave it out, .*total_dialog_turns=0",
+        match=r"evaluation\.datasets .*: leave it out, .*total_dialog_turns=0",
     ):
         prepare(config, [])
 
@@ -203,7 +203,5 @@ def test_test_sets_have_names_of_their_own(own: list[str], sets: str, message: s
 
 def test_a_mistake_in_an_entry_names_the_list() -> None:
     config = OmegaConf.create({"evaluation": {"datasets": ["gsm8k"]}})
-    with pytest.raises(
-        ConfigError, match=r"evaluation\.datasets must be a list of data sets, got gsm8k"
-    ):
+    with pytest.raises(ConfigError, match=r"evaluation\.datasets must be a list.* gsm8k"):
         from_hydra(config)

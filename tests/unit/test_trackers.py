@@ -109,18 +109,14 @@ def test_a_missing_package_is_one_clear_line(monkeypatch: pytest.MonkeyPatch, na
 
 def test_a_missing_tensorboard_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trackers, "_installed", lambda package: False)
-    with pytest.raises(
-        ValueError, match=r"logging\.tensorboard=true needs the package tensorboard"
-    ):
+    with pytest.raises(ValueError, match=r"logging\.tensorboard=true .*tensorboard"):
         check_logging(tensorboard=True, services={})
 
 
 def test_mlflow_online_needs_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trackers, "_installed", lambda package: True)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    with pytest.raises(
-        ValueError, match=r"logging\.mlflow\.mode=online needs the address .* MLFLOW_TRACKING_URI"
-    ):
+    with pytest.raises(ValueError, match=r"logging\.mlflow\.mode=online .*MLFLOW_TRACKING_URI"):
         check_logging(tensorboard=False, services=services("logging.mlflow.mode=online"))
 
 
@@ -154,7 +150,7 @@ def test_a_wandb_server_that_does_not_answer_is_one_line(
         start = time.monotonic()
         with pytest.raises(
             ValueError,
-            match=r"^logging\.wandb\.mode=online must be able to start a run, and wandb says",
+            match=r"^logging\.wandb\.mode=online .*wandb",
         ):
             run(tmp_path, services("logging.wandb.mode=online"), [1])
     assert time.monotonic() - start < 60  # wandb's own limit is 90

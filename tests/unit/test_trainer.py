@@ -110,7 +110,7 @@ def test_steps_without_a_token_that_counts_end_the_run() -> None:
         trainer.train_step(one)
     with pytest.raises(
         NoSignalError,
-        match=r"3 optimizer steps in a row changed nothing, .* all rewards are invalid",
+        match=r"3 optimizer steps .*rewards are invalid",
     ):
         trainer.train_step(batch)
 
@@ -241,9 +241,7 @@ def test_a_non_finite_loss_changes_no_weight_and_stops_after_n_in_a_row() -> Non
     changed = weights(trainer)
     assert any(not torch.equal(value, before[name]) for name, value in changed.items())
     trainer.train_step(bad)
-    with pytest.raises(
-        NonFiniteError, match=r"2 optimizer steps in a row had a non-finite loss \(nan\)"
-    ):
+    with pytest.raises(NonFiniteError, match=r"2 optimizer steps .*\(nan\)"):
         trainer.train_step(bad)
     assert all(torch.equal(value, changed[name]) for name, value in weights(trainer).items())
 
@@ -292,9 +290,7 @@ def test_lora_trains_and_saves_adapters_alone() -> None:
 def test_a_checkpoint_of_another_model_is_refused() -> None:
     state = make_trainer().state_dict()
     state["model"] = {f"x.{name}": value for name, value in state["model"].items()}
-    with pytest.raises(
-        RuntimeError, match="the checkpoint does not fit the model: 27 unknown entries"
-    ):
+    with pytest.raises(RuntimeError, match=r"checkpoint .*model: 27 unknown"):
         make_trainer().load_state_dict(state)
 
 

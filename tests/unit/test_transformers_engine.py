@@ -471,15 +471,11 @@ def test_a_response_ends_with_the_context(make):
 
 def test_bad_requests_name_field_value_and_fix(tiny_model):
     engine, params = TransformersEngine(tiny_model), SamplingParams(4)
-    with pytest.raises(
-        ValueError, match=r"prompts\[1\] must have 1 to 511 tokens .* got 512: drop or shorten"
-    ):
+    with pytest.raises(ValueError, match=r"prompts\[1\] .*1 to 511 .* got 512: drop or shorten"):
         engine.generate(make_prompts(4, 512), 2, params)
-    with pytest.raises(ValueError, match=r"prompts\[0\] must have 1 to 511 tokens .* got 0"):
+    with pytest.raises(ValueError, match=r"prompts\[0\] .*1 to 511 .* got 0"):
         engine.generate([torch.tensor([], dtype=torch.int64)], 2, params)
-    with pytest.raises(
-        ValueError, match=r"prompts\[0\] must have token ids in \[0, 261\), got 3 to 261"
-    ):
+    with pytest.raises(ValueError, match=r"prompts\[0\] .*\[0, 261\), got 3 to 261"):
         engine.generate([torch.tensor([3, 261])], 2, params)
     with pytest.raises(ValueError, match="n must be at least 1, got 0"):
         engine.generate(make_prompts(4), 0, params)

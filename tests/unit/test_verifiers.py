@@ -93,9 +93,7 @@ def test_endless_tasks_are_cut_off(game):
     few = make_task(EnvConfig(task="verifiers:warmer", max_samples=10, max_turns=2))
     assert [len(few.problems(split)) for split in ("train", "test")] == [10, 3]
     assert few.problems("train") == game.problems("train")[:10]
-    with pytest.raises(
-        ValueError, match="must have tasks for both splits, it has none for the split"
-    ):
+    with pytest.raises(ValueError, match=r"both splits, .*split"):
         one = made("warmer", taskset={"games": 1})  # the same one without end
         assert one.problems("train") and one.problems("test")
 

@@ -49,7 +49,7 @@ def test_a_head_size_that_a_cpu_cannot_compute_is_refused_there_alone() -> None:
     odd = {"hidden_size": 14 * 48}
     with pytest.raises(
         ValueError,
-        match=r"on a CPU, vLLM needs a head size out of \[32, .*, 512\], this model has 48",
+        match=r"head size .*\[32, .*, 512\].* 48",
     ):
         check(model=odd)
     check(on_cpu=False, model=odd)
@@ -91,9 +91,7 @@ def test_shards_that_divide_the_heads_or_copy_key_heads_pass() -> None:
 
 
 def test_a_model_that_overflows_in_float16_is_refused_in_it() -> None:
-    with pytest.raises(
-        ValueError, match=r"inference_model\.dtype=float16 must be another .* type gemma2"
-    ):
+    with pytest.raises(ValueError, match=r"inference_model\.dtype=float16 .*gemma2"):
         check(model={"model_type": "gemma2"}, dtype="float16")
     check(model={"model_type": "gemma2"}, dtype="bfloat16")
     check(dtype="float16")
@@ -119,7 +117,7 @@ def test_compiling_on_a_cpu_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(
         ValueError,
-        match=r"enforce_eager=false needs a C\+\+ compiler .* there is no no-such-compiler",
+        match=r"enforce_eager=false .*no-such-compiler",
     ):
         check(enforce_eager=False)
     check(enforce_eager=True)
@@ -146,7 +144,7 @@ def test_vllm_for_cuda_is_refused_without_an_accelerator(monkeypatch: pytest.Mon
     require_vllm()
     with pytest.raises(
         ValueError,
-        match=r"without an accelerator needs vLLM's build for CPUs, and vllm 0\.32\.0 is",
+        match=r"vLLM's build for CPUs.* vllm 0\.32\.0",
     ):
         require_vllm(on_cpu=True)
     monkeypatch.setattr(metadata, "version", lambda name: "0.32.0+cpu")

@@ -161,9 +161,7 @@ def test_adapters_by_any_kind_make_the_weights_that_would_be_sent_whole(
         )
         assert all(torch.equal(got[name], whole[name]) for name in whole)
     unknown = replace(handle, layers=(("model.extra", 1.0), *handle.layers[1:]))
-    with pytest.raises(
-        RuntimeError, match=r"changes 'model\.extra', which is not among the 26 base weights"
-    ):
+    with pytest.raises(RuntimeError, match=r"'model\.extra'.* 26 base weights"):
         unknown.weights()
     sender.close()
 

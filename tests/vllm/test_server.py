@@ -128,9 +128,7 @@ def test_a_judge_behind_vllm_serve_rates_responses(address: str) -> None:
     assert TEMPLATE.count("{response}") == 1
     assert rate("It is 42.", max_tokens=32) == 0.7
     assert rate("No idea. Score: 10", scale=[5, 15], max_tokens=32) == pytest.approx(0.2)
-    with pytest.raises(
-        ValueError, match="the reply of the judge judge must end within max_tokens=3"
-    ):
+    with pytest.raises(ValueError, match=r"judge judge .*max_tokens=3"):
         rate("It is 42.", max_tokens=3)
     with pytest.raises(RuntimeError, match="status 404"):
         rate("It is 42.", model="another", retries=0)
@@ -140,7 +138,7 @@ def test_a_teacher_behind_vllm_serve_scores_as_the_model_does(address: str, fold
     scorer = TokenScorer(taught(folder))
     ServedTeacher.check(address, vocabulary=261, longest=2047, top_k=4)
     with pytest.raises(
-        ValueError, match=r"refuses to score token ids .* --max-logprobs for a policy.teacher_top_k"
+        ValueError, match=r"score token ids .* --max-logprobs .*policy\.teacher_top_k"
     ):
         ServedTeacher.check(address, vocabulary=261, longest=2047, top_k=64)
     for local, served, key in (
@@ -270,7 +268,5 @@ def test_kept_responses_say_which_weights_sampled_each_token(
 
 
 def test_what_the_server_refuses_says_how_to_start_it(engine: ServerEngine) -> None:
-    with pytest.raises(
-        ValueError, match=r"refuses to sample from token ids .*VLLM_SERVER_DEV_MODE=1"
-    ):
+    with pytest.raises(ValueError, match=r"sample from token ids .*VLLM_SERVER_DEV_MODE=1"):
         engine._server.candidates([10**6], 1.0)

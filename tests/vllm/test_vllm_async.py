@@ -124,7 +124,7 @@ def test_an_update_that_waits_too_long_says_for_what_and_changes_nothing(engine,
     engine._update_timeout = 0.05
     with pytest.raises(
         TimeoutError,
-        match=r"version 12 waited over 0\.05 s for running calls of generate to end \(4 ",
+        match=r"version 12 .*0\.05 s .*\(4 ",
     ):
         engine.update_weights(named_weights(later), 12)
     engine._update_timeout = 60.0

@@ -35,9 +35,7 @@ def test_a_lost_worker_is_one_message_in_time(
     timer = threading.Timer(1.0, os.kill, (worker.pid, number))
     timer.start()
     start = time.monotonic()
-    with pytest.raises(
-        EngineDeadError, match=r"vLLM's worker process has ended, or did not answer in time"
-    ) as raised:
+    with pytest.raises(EngineDeadError, match="vLLM's worker process") as raised:
         for _ in range(1000):
             engine.generate([torch.tensor([5, 6, 7])], 8, SamplingParams(max_new_tokens=400))
     assert time.monotonic() - start < 60

@@ -202,7 +202,7 @@ def test_what_is_offloaded_takes_16_bytes_a_parameter_of_the_host() -> None:
     assert "122 GB to its host (up to 183 GB" in " ".join(out.getvalue().split())
 
 
-def test_offloaded_gradients_go_to_the_host_after_each_pass_unless_they_fit() -> None:
+def test_offloaded_gradients_go_to_the_host_each_pass_unless_they_fit() -> None:
     gpu, count = GPUS["h100"], SHAPES["qwen2.5-7b"].parameters
     offloads = replace(WORK, step=replace(WORK.step, offloads=True))
     passes = math.ceil(64 * (100 + 8 * 300) / 16_384)

@@ -699,6 +699,7 @@ def test_an_agent_that_cannot_be_started_is_refused(spec, said):
         load_program(spec)
 
 
+@pytest.mark.slow
 def test_a_task_with_an_agent_travels_before_it_plays(tmp_path):
     import cloudpickle
 

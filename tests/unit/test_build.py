@@ -200,6 +200,7 @@ def test_a_tokenizer_larger_than_the_model_is_found_before_any_weights(
         build(compose_config(*SMALL, f"model.name={tmp_path / 'model'}"), tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_long_prompts_are_dropped_and_counted(tmp_path: Path) -> None:
     long = json.dumps({"question": "1" * 400, "answer": "#### 2"})
     folder = write_jsonl(tmp_path, GOOD, long)

@@ -98,6 +98,7 @@ def test_each_flipped_bit_of_a_manifest_is_found_before_the_file_is_read(
     assert read_manifest(path) == manifest
 
 
+@pytest.mark.slow
 def test_what_is_only_named_like_a_checkpoint_is_passed_over(saved: Path, tmp_path: Path) -> None:
     changed(at(saved, 1), at(tmp_path, 1))
     at(tmp_path, 7).mkdir()
@@ -131,6 +132,7 @@ def _is_accepted(path: Path) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(
     saved: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -161,6 +163,7 @@ def test_a_weight_that_is_nan_is_named_before_anything_is_loaded(
         found(path)
 
 
+@pytest.mark.slow
 def test_what_is_unpacked_to_any_size_is_refused_unread(saved: Path, tmp_path: Path) -> None:
     path = at(tmp_path, 2)
     path.parent.mkdir(parents=True)

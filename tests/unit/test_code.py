@@ -238,6 +238,7 @@ def test_what_a_program_may_use_is_limited(tmp_path: Path) -> None:
     assert isolation() == "limits" or left == []
 
 
+@pytest.mark.slow
 def test_without_namespaces_limits_hold_and_strict_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "isolation", lambda: "limits")
     assert code(fenced(ADD), CALL) == 1.0
@@ -359,6 +360,7 @@ def test_an_ordinary_user_has_namespaces_too() -> None:
     pytest.skip(f"another user can start no Python here: {done.stderr[-200:]}")
 
 
+@pytest.mark.slow
 def test_a_run_scores_programs_of_a_data_set(tmp_path: Path) -> None:
     data = tmp_path / "mbpp.jsonl"
     rows = [

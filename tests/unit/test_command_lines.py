@@ -51,6 +51,7 @@ def test_the_project_shows_lines_of_both_scripts_in_all_its_folders() -> None:
     assert len(LINES) > 50
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", OPTIONS, ids=" ".join)
 def test_an_option_means_the_same_wherever_it_stands_on_a_shown_line(
     option: tuple[str, ...],

@@ -302,6 +302,7 @@ def test_the_policy_sees_the_tools(tokenizer: PreTrainedTokenizerFast) -> None:
         assert "add" in one.decode(prompts(env.reset())[0])
 
 
+@pytest.mark.slow
 def test_log_probs_of_a_dialog_are_those_of_one_forward_pass() -> None:
     """Sampled by the engine turn by turn, with a user's turn between: token by token those of the whole sequence."""
     model = AutoModelForCausalLM.from_pretrained(starter_path(), dtype=torch.float32)

@@ -127,6 +127,7 @@ def test_bad_values_are_refused(overrides: list[str], said: str) -> None:
         compose_config(*SMALL, *overrides)
 
 
+@pytest.mark.slow
 def test_a_run_climbs_and_goes_on_from_a_checkpoint_at_its_level(
     run_here: Callable[..., int], tmp_path: Path
 ) -> None:
@@ -214,6 +215,7 @@ def test_pass_rate_and_difficulty_filter_work_together() -> None:
     assert {drawing.draw().index for _ in range(20)} == set(range(1, 40, 2))
 
 
+@pytest.mark.slow
 def test_settings_of_the_pass_rate_are_read_with_it_alone() -> None:
     with pytest.raises(ConfigError, match=r"env\.sampling_floor=0\.2 .* env\.sampling=uniform"):
         compose_config("env.sampling_floor=0.2")

@@ -299,6 +299,7 @@ def test_without_a_test_split_the_error_says_what_to_set(tmp_path: Path) -> None
     )
 
 
+@pytest.mark.slow
 def test_a_run_that_evaluates_nothing_needs_no_test_split(tmp_path: Path) -> None:
     path = write(tmp_path / "data.jsonl", ROWS)
     given = (f"env.dataset={path}", "env.reward=math", "evaluation.k=0")

@@ -154,6 +154,7 @@ def test_it_works_with_adapters_reward_workers_and_nothing_to_train(
     assert passed and ("steps" in table) == trains and table["evaluation"][0] == "ok"
 
 
+@pytest.mark.slow
 def test_its_steps_change_no_weight(tmp_path: Path) -> None:
     run = build(
         compose_config(*SMALL, steps(2), "optimizer.lr=1e-30", "optimizer.weight_decay=0.1"),

@@ -191,6 +191,7 @@ def test_what_an_engine_refuses_comes_with_the_blueprint(
         prepare(compose_config(*SMALL, server), [])
 
 
+@pytest.mark.slow
 def test_a_third_engine_is_made_and_plays(server: str) -> None:
     blueprint = prepare(compose_config(*SMALL, server, "seed=3"), [])
     assert task_geometry(blueprint.config, 2) == (

@@ -127,6 +127,7 @@ def test_trls_environment_with_a_data_set_gets_its_columns(tmp_path: Path) -> No
     assert play.turn("Done.").score == Score(1.0, True)
 
 
+@pytest.mark.slow
 def test_trls_several_environments_go_by_the_column(tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     rows = [{"prompt": "Play. ", "environment": name, "target": 1} for name in ("counter", "game")]
@@ -156,6 +157,7 @@ def test_trls_several_environments_go_by_the_column(tmp_path: Path) -> None:
         make_task(EnvConfig(dataset=str(data), environment=kinds, reward=f"{TRL}:steady"))
 
 
+@pytest.mark.slow
 def test_trls_reward_functions_read_the_environment() -> None:
     task = make_task(
         EnvConfig(environment=f"{TRL}:WordleEnv", reward=f"{TRL}:reward_func", max_turns=4)
@@ -169,6 +171,7 @@ def test_trls_reward_functions_read_the_environment() -> None:
     assert play.turn("I won.").score == Score(1.0, True, {"reward_func": 1.0})
 
 
+@pytest.mark.slow
 def test_the_reward_of_functions_and_the_environments_own_add_up() -> None:
     spec = {"fn": f"{TRL}:format_reward", "weight": 2.0}
     task = make_task(EnvConfig(environment=f"{TRL}:IncrementEnv", reward=spec, max_turns=4))
@@ -355,6 +358,7 @@ def test_an_environment_that_hangs_costs_its_own_dialog_alone(path: Path, kind: 
         assert set(pool.take_counts().values()) == {0}
 
 
+@pytest.mark.slow
 def test_a_process_with_many_that_hang_is_replaced(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -371,6 +375,7 @@ def test_a_process_with_many_that_hang_is_replaced(
         assert isinstance(next_one, Turn) and pool.take_counts()["workers/restarts_reward"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["stop", "boom", "exit", "pool", "end"])
 def test_an_environment_is_closed_once_in_each_way_a_dialog_ends(path: Path, end: str) -> None:
     with RewardPool(task_of(games.Game), 1, timeout_s=30) as pool:
@@ -486,6 +491,7 @@ def test_settings_that_nothing_would_read_are_refused(
         validate(GRPOConfig(env=EnvConfig(**settings)))
 
 
+@pytest.mark.slow
 def test_an_environment_on_the_command_line_replaces_the_data_set() -> None:
     from torchrl_grpo.config.command_line import compose
 

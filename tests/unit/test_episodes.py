@@ -63,6 +63,7 @@ def pids(turns: Sequence[Turn | Failure]) -> list[str]:
 # Reward workers
 
 
+@pytest.mark.slow
 def test_turns_of_a_dialog_stay_with_the_worker_that_opened_it(path: Path) -> None:
     episodes = [f"e{number}" for number in range(6)]
     with RewardPool(KeepingTask(path), 2, timeout_s=30) as pool:
@@ -78,6 +79,7 @@ def test_turns_of_a_dialog_stay_with_the_worker_that_opened_it(path: Path) -> No
         assert [turn.reward for turn in scored if isinstance(turn, Turn)] == [4.0] * 6
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_costs_its_own_dialogs_and_no_others(path: Path) -> None:
     episodes = [f"e{number}" for number in range(4)]
     with RewardPool(KeepingTask(path), 2, timeout_s=30) as pool:
@@ -117,6 +119,7 @@ def test_a_worker_that_dies_costs_its_own_dialogs_and_no_others(path: Path) -> N
     assert sorted(noted(path, "close")) == sorted([*after, "new"])
 
 
+@pytest.mark.slow
 def test_a_dialog_that_takes_too_long_costs_its_worker_alone(path: Path) -> None:
     with RewardPool(KeepingTask(path), 2, timeout_s=2.0) as pool:
         play(pool, dialog("a"), dialog("b"))
@@ -158,6 +161,7 @@ def test_a_dialog_is_closed_once_after_its_turns_and_when_the_pool_ends(path: Pa
     pool.end("c")
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_while_it_opens_gives_failures(path: Path) -> None:
     with RewardPool(KeepingTask(path), 1, timeout_s=30) as pool:
         dead, alive = play(pool, dialog("a", query="die"), dialog("b"))

@@ -278,6 +278,7 @@ def test_a_sample_row_says_what_came_out() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_what_pass_at_k_leaves_out_is_not_left_out_in_training(tmp_path: Path) -> None:
     cut = (
         "evaluation.num_prompts=4",

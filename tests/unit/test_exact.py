@@ -19,6 +19,7 @@ def kl_to_engine(folder: Path, *overrides: str) -> list[float]:
     return [row[name] for row in rows for name in KL]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -33,6 +34,7 @@ def test_on_policy_each_ratio_is_1_to_the_last_bit(
     assert kl_to_engine(tmp_path, "inference_model.exact=true", *overrides) == [0.0] * 6
 
 
+@pytest.mark.slow
 def test_without_it_the_ratio_has_rounding(tmp_path: Path) -> None:
     assert all(kl != 0 for kl in kl_to_engine(tmp_path))
 

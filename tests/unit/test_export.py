@@ -96,6 +96,7 @@ def test_a_live_run_is_exported_from_its_next_checkpoint(
     assert_same(weights(tmp_path / "model"), weights(lora_run / "checkpoints" / "model"))
 
 
+@pytest.mark.slow
 def test_adapters_are_merged_or_written_alone(lora_run: Path, tmp_path: Path) -> None:
     expected = weights(lora_run / "checkpoints" / "model")
     main([str(at(lora_run, 1)), "--output", str(tmp_path / "merged")])

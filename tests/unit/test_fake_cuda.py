@@ -61,6 +61,7 @@ def test_tensors_on_two_devices_are_refused_as_on_gpus() -> None:
         assert one[torch.tensor([0, 1])].sum().item() == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packs", [True, False])
 def test_a_training_step_keeps_to_its_device(packs: bool) -> None:
     expected = make_trainer().train_batch(make_batch(repeats=4))
@@ -72,6 +73,7 @@ def test_a_training_step_keeps_to_its_device(packs: bool) -> None:
         assert got[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
 
 
+@pytest.mark.slow
 def test_reference_and_trainer_work_on_devices_of_their_own() -> None:
     expected = KLScoring(TokenScorer(make_tiny_model()), max_tokens=10_000)(
         make_batch().exclude(keys.REF_LOG_PROBS)
@@ -111,6 +113,7 @@ def test_a_pretended_device_notes_where_the_cpu_waits_for_it() -> None:
             assert len(cuda.waited) == before + 1
 
 
+@pytest.mark.slow
 def test_a_step_waits_for_its_device_twice_and_scoring_once_a_pass() -> None:
     """A step reads loss and gradient norm, to know whether to go on, and at its end the metrics."""
     with PretendedCuda() as cuda:

@@ -105,6 +105,7 @@ def test_a_live_run_is_not_gone_on_with_by_another_start(tmp_path: Path) -> None
     assert not (tmp_path / LOCK_FILE).exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("refused", ["train.max_staleness=1", "env.dataset=nowhere.jsonl"])
 @pytest.mark.parametrize("given", [(), ("hydra.run.dir=some/where",)])
 def test_a_refused_start_leaves_no_folder(

@@ -79,6 +79,7 @@ def test_a_run_does_not_write_through_a_link(name: str, whole: Path, tmp_path: P
     assert contents(outside) == before
 
 
+@pytest.mark.slow
 def test_hydra_does_not_write_through_a_link(whole: Path, tmp_path: Path) -> None:
     folder, outside = linked(whole, tmp_path, ".hydra")
     for more in ([], ["dry_run=true"]):
@@ -163,6 +164,7 @@ def test_what_no_run_writes_is_left_out(
         samples.main([str(folder), *more], io.StringIO())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["5", "[[a], {b: 1}, 2]", "- [", "- &a [x]\n- *a", 10**5 * "["])
 def test_overrides_that_are_none_are_left_out(text: str, whole: Path, tmp_path: Path) -> None:
     shutil.copytree(whole, tmp_path / "0")

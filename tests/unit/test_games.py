@@ -84,6 +84,7 @@ def first_step(
     return batch, metrics, trained.state_dict()
 
 
+@pytest.mark.slow
 def test_one_game_in_four_forms_gives_one_batch_one_loss_and_one_update(
     player: Player, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -333,6 +333,7 @@ def test_an_error_arrives_as_the_part_raised_it_and_no_task_is_lost(
     assert [row["group_id"].item() for row in rows_of(source.next_batch())] == [0, 0, 1, 1]
 
 
+@pytest.mark.slow
 def test_a_run_inside_an_event_loop_makes_none_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

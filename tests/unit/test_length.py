@@ -88,6 +88,7 @@ def test_a_run_goes_on_for_further_epochs_and_not_for_fewer(epoch: Path, data: P
         prepared(1)
 
 
+@pytest.mark.slow
 def test_total_dialog_turns_0_evaluates_a_checkpoint_and_ends(
     epoch: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

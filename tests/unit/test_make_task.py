@@ -66,6 +66,7 @@ def score(task: Task, problem: Problem, response: str) -> Score:
     return task.judge(Dialog(problem, [response]))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("folder")
 def test_a_file_and_a_function_make_a_task() -> None:
     task = made(

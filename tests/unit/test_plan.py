@@ -265,6 +265,7 @@ def test_the_command_advises_overrides_that_the_scripts_take(
     assert "error: env.num_envs=30 must be a multiple of env.repeats=8" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_plan_is_made_without_torch() -> None:
     code = "import sys, torchrl_grpo.extras.plan.command; sys.exit('torch' in sys.modules)"
     driver = {**os.environ, "TORCHRL_GRPO_QUICK_IMPORTS": ""}  # an actor's imports begin with torch

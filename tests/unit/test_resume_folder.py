@@ -228,6 +228,7 @@ def test_the_saved_config_is_the_base_and_differences_are_shown(
     assert now["policy"]["aggregation"] == "token_mean"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "message"),
     [

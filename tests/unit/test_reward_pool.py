@@ -102,6 +102,7 @@ def test_an_error_on_one_line_has_the_place_in_the_file_of_the_scorer(tmp_path: 
         )
 
 
+@pytest.mark.slow
 def test_a_dialog_whose_worker_dies_once_has_its_score(pool: RewardPool, tmp_path: Path) -> None:
     assert score(pool, f"exit-once {tmp_path / 'file'}") == [Score(1.0, True)]
     assert pool.take_counts() == {RESTARTS: 1, TIMED_OUT: 0}
@@ -139,6 +140,7 @@ def test_how_a_worker_ended_is_not_how_the_pool_ends_it(pool: RewardPool) -> Non
     assert pool.take_counts() == {RESTARTS: 4, TIMED_OUT: 0}
 
 
+@pytest.mark.slow
 def test_a_cause_is_a_known_word_of_an_invalid_reward_error(pool: RewardPool) -> None:
     orders = (
         "cause timeout",
@@ -183,6 +185,7 @@ def test_a_worker_killed_while_it_waits_costs_only_a_restart(pool: RewardPool) -
     assert pool.take_counts()[RESTARTS] == 3
 
 
+@pytest.mark.slow
 def test_a_worker_that_stopped_while_it_waits_holds_up_no_dialog(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -198,6 +201,7 @@ def test_a_worker_that_stopped_while_it_waits_holds_up_no_dialog(
         assert pool.take_counts() == {RESTARTS: 1, TIMED_OUT: 0}
 
 
+@pytest.mark.slow
 def test_dialogs_are_scored_at_once_without_torch_in_the_workers(
     pool: RewardPool, tmp_path: Path
 ) -> None:
@@ -215,6 +219,7 @@ def test_a_task_that_no_worker_can_load_ends_the_run_with_the_reason() -> None:
         score(pool, "1")
 
 
+@pytest.mark.slow
 def test_close_ends_busy_workers_and_what_they_started(pool: RewardPool, tmp_path: Path) -> None:
     file = tmp_path / "pid"
     with ThreadPoolExecutor(1) as thread:
@@ -371,6 +376,7 @@ def test_environments_of_one_task_log_a_failure_once_between_them(
     assert len(logged) == 1
 
 
+@pytest.mark.slow
 def test_an_env_of_other_rows_shares_workers_a_pickled_one_has_its_own(
     make_env: Callable[..., LLMEnv], pool: RewardPool
 ) -> None:

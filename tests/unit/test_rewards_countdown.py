@@ -168,6 +168,7 @@ def test_splits_are_disjoint_across_seeds_and_settings() -> None:
     assert split_of([2, 3, 5], 16) == split_of([5, 2, 3], 16)
 
 
+@pytest.mark.slow
 def test_same_seed_gives_the_same_problems_in_another_process() -> None:
     code = (
         "from torchrl_grpo.tasks.countdown import CountdownTask as T;"

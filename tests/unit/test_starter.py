@@ -55,6 +55,7 @@ def grade(model: Qwen2ForCausalLM, problems: Sequence[Problem], **sampling: obje
     )
 
 
+@pytest.mark.slow
 def test_greedy_accuracy_on_the_test_split_leaves_much_to_learn(model: Qwen2ForCausalLM) -> None:
     right = grade(model, ArithmeticTask().problems("test"), do_sample=False)
     assert 0.15 <= right.float().mean() <= 0.5

@@ -309,6 +309,7 @@ def hurry(page: psutil.Process) -> None:
             page.nice(0)
 
 
+@pytest.mark.slow
 def test_beside_a_run_it_has_lowest_priority_and_ends_with_it(tmp_path: Path) -> None:
     told: list[str] = []
     warnings: list[str] = []
@@ -412,6 +413,7 @@ def test_a_page_that_cannot_start_is_a_warning(
     assert len(warnings) == 1 and warnings[0].startswith("The run dashboard could not be started (")
 
 
+@pytest.mark.slow
 def test_a_page_ends_with_a_run_that_is_killed(tmp_path: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path; from torchrl_grpo.extras.view.start import page_beside\n"

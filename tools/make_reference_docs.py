@@ -149,9 +149,8 @@ def _arguments(thing: Any, sections: dict[str, list[str]]) -> str:
 def _parameters(thing: Any) -> dict[str, inspect.Parameter]:
     """Return the parameters of a function, or of the initializer of a class."""
     call = thing.__init__ if inspect.isclass(thing) else thing
-    if isinstance(thing, type) and issubclass(thing, BaseException):
-        return {}
-    return dict(inspect.signature(call).parameters)
+    is_ours = getattr(call, "__module__", thing.__module__).startswith("torchrl_grpo")
+    return dict(inspect.signature(call).parameters) if is_ours else {}
 
 
 def _default(value: Any) -> str:

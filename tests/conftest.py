@@ -10,6 +10,7 @@ import runpy
 import sys
 from collections.abc import Callable, Generator, Iterator
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -126,6 +127,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         folder = item.path.relative_to(Path(__file__).parent).parts[0]
         if folder in ("vllm", "ray", "gpu"):
             item.add_marker(folder)
+        if item.get_closest_marker("vllm") and find_spec("vllm") is None:
+            item.add_marker(pytest.mark.skip(reason="vllm is not installed"))
     items.sort(key=place)
 
 

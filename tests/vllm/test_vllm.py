@@ -17,7 +17,6 @@ import psutil
 import pytest
 import torch
 
-import torchrl_grpo.generation.vllm as vllm_module
 from tests.support.dialogs import log_prob_gap, tokens_between_turns
 from tests.support.echo import EchoTask, add
 from tests.support.envs import END
@@ -40,7 +39,6 @@ from torchrl_grpo.tasks.conversations import WithRetry, WithTools
 from torchrl_grpo.tools import Toolbox, ToolCall
 from torchrl_grpo.weights import named_weights
 
-needs_vllm = pytest.mark.skipif(not vllm_module._has_vllm, reason="vllm is not installed")
 CONTEXT = 512
 
 
@@ -67,7 +65,6 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMEngine]:
     engine.close()
 
 
-@needs_vllm
 class TestEngine:
     def test_log_probs_are_the_trainer_s_after_each_of_six_updates(self, engine):
         models = [make_model(seed) for seed in range(1, 7)]
@@ -298,7 +295,6 @@ class TestEngine:
             engine.update_weights([], 9)
 
 
-@needs_vllm
 def test_on_an_accelerator_a_head_of_16_bits_gives_float32(monkeypatch):
     from vllm.platforms import current_platform
 
@@ -312,7 +308,6 @@ def test_on_an_accelerator_a_head_of_16_bits_gives_float32(monkeypatch):
         assert arguments.get("hf_overrides", {}).get("head_dtype") == expected
 
 
-@needs_vllm
 def test_a_head_size_vllm_cannot_run_is_refused_before_it_starts(tmp_path):
     make_tiny_model().save_pretrained(tmp_path)  # head size 8
     with pytest.raises(ValueError, match=r"head size out of .* this model has 8"):
@@ -346,7 +341,6 @@ if __name__ == "__main__":
 """
 
 
-@needs_vllm
 def test_llama_runs_with_vllm_use_v1_0_and_a_kill_leaves_no_process(tmp_path: Path):
     make_llama(0).save_pretrained(tmp_path / "model")
     script = tmp_path / "script.py"

@@ -8,14 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-import torchrl_grpo.generation.vllm as vllm_module
 from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.vllm import engine_arguments
 from torchrl_grpo.generation.vllm_arguments import argument_names, check_engine_kwargs
 from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine
 from torchrl_grpo.starter import starter_path
 
-pytestmark = pytest.mark.skipif(not vllm_module._has_vllm, reason="vllm is not installed")
 PROMPT = torch.tensor([5, 6, 7])
 PARAMS = SamplingParams(max_new_tokens=4)
 

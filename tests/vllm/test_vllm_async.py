@@ -21,7 +21,6 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-import torchrl_grpo.generation.vllm as vllm_module
 from tests.support import forks
 from tests.support.models import response_log_probs
 from tests.support.processes import shared_memory, socket_files, worker_processes
@@ -40,7 +39,6 @@ from torchrl_grpo.tasks import ArithmeticTask
 from torchrl_grpo.weights import Transfer, make_sender, named_weights
 from torchrl_grpo.weights.shared import SharedWeights
 
-pytestmark = pytest.mark.skipif(not vllm_module._has_vllm, reason="vllm is not installed")
 ROUNDING = 1e-3  # 2e-4 was seen, while requests come and go; other weights give more than 0.1
 
 

@@ -12,7 +12,6 @@ import psutil
 import pytest
 import torch
 
-import torchrl_grpo.generation.vllm as vllm_module
 from tests.support.models import make_tiny_model
 from tests.support.processes import command_line, worker_processes
 from torchrl_grpo.errors import RunLostError
@@ -20,7 +19,6 @@ from torchrl_grpo.generation.base import EngineDeadError, SamplingParams
 from torchrl_grpo.generation.vllm import VLLMEngine
 
 
-@pytest.mark.skipif(not vllm_module._has_vllm, reason="vllm is not installed")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_worker_is_one_message_in_time(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -27,7 +27,6 @@ SMALL = (
 )
 
 
-@pytest.mark.skipif(not vllm_module._has_vllm, reason="vllm is not installed")
 def test_a_run_on_the_real_vllm_and_its_lora_export_loads_there(tmp_path: Path) -> None:
     """Weights arrive after each step (the check would end the run), and vLLM loads the exported model as it is."""
     overrides = [
@@ -59,7 +58,6 @@ def test_a_run_on_the_real_vllm_and_its_lora_export_loads_there(tmp_path: Path) 
     assert largest < 1e-3
 
 
-@pytest.mark.skipif(not vllm_module._has_vllm, reason="vllm is not installed")
 @pytest.mark.parametrize("wrong", ["", "hang"])
 def test_a_run_takes_a_fast_way_or_loses_nothing_by_it(
     wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -168,14 +168,21 @@ def test_a_whole_run_with_all_roles_on_one_gpu(tmp_path: Path) -> None:
     assert [row["step"] for row in rows] == [0, 1, 2]
 
 
-def test_with_cpu_offload_the_weights_rest_on_the_cpu() -> None:
+@pytest.mark.parametrize("sums_on_device", [True, False])
+def test_with_cpu_offload_the_weights_rest_on_the_cpu(sums_on_device: bool) -> None:
     mesh = init_mesh(
         0, 1, torch.distributed.HashStore(), device=torch.device("cuda:0"), timeout_s=60
     )
     try:
         model = shard_model(make_tiny_model(), mesh, cpu_offload=True)
-        got = make_trainer(model).train_batch(make_batch())
+        trainer = make_trainer(model, micro_batch_tokens=30)
+        if not sums_on_device:
+            vars(trainer)["_sums_on_device"] = False
+        got = trainer.train_batch(make_batch())
+        assert got["train/micro_batches"] > 1
+        assert trainer._sums_on_device is sums_on_device  # a card has room for the tiny model's
         assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+        assert all(parameter.to_local().is_pinned() for parameter in model.parameters())
         assert compute_device(model).type == "cuda"
     finally:
         torch.distributed.destroy_process_group()

@@ -41,7 +41,6 @@ NAMES = [
     "threading:_shutdown",
     "atexit:_run_exitfuncs",
     "torch:_dynamo.utils.disable_cache_limit",
-    "torch:_C._accelerator_getAllocatorSettings",
     "torch:_C._accelerator_setAllocatorSettings",
     "torch:_foreach_norm",
     "torch:_foreach_sub",
@@ -284,7 +283,8 @@ def test_pinned_memory_is_rounded_up_where_torch_can_do_no_better(
 ) -> None:
     calls = list[str]()
     monkeypatch.setattr(torch, "__version__", version)
-    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: own)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", own)
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", calls.append)
     pin_exact_sizes()
     assert calls == settings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -86,10 +87,9 @@ def pin_exact_sizes() -> None:
     larger tensor too (pytorch/pytorch#192722).
     """
     if Version(torch.__version__) >= Version("2.14"):
-        settings = ["pinned_max_round_threshold_mb:1"]
-        if own := torch._C._accelerator_getAllocatorSettings():
-            settings.append(own)
-        torch._C._accelerator_setAllocatorSettings(",".join(settings))
+        own = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+        settings = f"pinned_max_round_threshold_mb:1,{own}".rstrip(",")
+        torch._C._accelerator_setAllocatorSettings(settings)
 
 
 def release_shared_memory(*counter: Any) -> None:

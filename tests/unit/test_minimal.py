@@ -15,7 +15,7 @@ MINIMAL = ROOT / "sota" / "grpo" / "minimal.py"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 3])
+@pytest.mark.parametrize("seed", [0, pytest.param(3, marks=pytest.mark.nightly)])
 def test_minimal_prints_the_losses_of_the_trainer(seed: int, tmp_path: Path) -> None:
     overrides = (
         "evaluation.num_prompts=0",

@@ -31,6 +31,7 @@ def printed(outputs: Iterable[Any]) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_notebook_of_the_first_run_learns(tmp_path: Path) -> None:
     folder = tmp_path / "docs" / "tutorials"
     folder.mkdir(parents=True)

@@ -235,7 +235,11 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(
-    "while_starting", [True, False], ids=["while it starts", "while it samples"]
+    "while_starting",
+    [
+        pytest.param(True, marks=pytest.mark.nightly, id="while it starts"),
+        pytest.param(False, id="while it samples"),
+    ],
 )
 def test_a_killed_script_leaves_no_process(tmp_path: Path, while_starting: bool):
     script = tmp_path / "script.py"

@@ -54,7 +54,14 @@ def engine(scheduled_ahead: None) -> Iterator[AsyncVLLMEngine]:
     engine.close()
 
 
-@pytest.mark.parametrize("check", SERVES, ids=lambda check: check.__name__)
+@pytest.mark.parametrize(
+    "check",
+    [
+        pytest.param(check, marks=() if "keep" in check.__name__ else pytest.mark.nightly)
+        for check in SERVES
+    ],
+    ids=lambda check: check.__name__,
+)
 def test_it_serves_many_callers_while_its_weights_change(
     check: Any, engine: AsyncVLLMEngine
 ) -> None:

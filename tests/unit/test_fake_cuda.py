@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tensordict import lazy_stack
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -183,7 +184,7 @@ class FakeIpc:
         self.counts: dict[bytes, int] = {}
         monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)
         monkeypatch.setattr(
-            torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None)
+            torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None)
         )
         monkeypatch.setattr(
             torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-7")
@@ -252,6 +253,14 @@ def test_the_arguments_of_shared_memory_are_those_of_torch() -> None:
         "storage_handle", "storage_size_bytes", "storage_offset_bytes", "requires_grad", "ref_counter_handle",
         "ref_counter_offset", "event_handle", "event_sync_required",
     ]  # fmt: skip
+
+
+def test_weights_are_exported_from_the_gpu_that_they_are_on() -> None:
+    """In one process on the second GPU, where torch's current device is the first."""
+    with FakeTensorMode():
+        weight = torch.empty(3, device="cuda:1")
+        [(_, read)] = ipc.on_gpu([("norm", weight)])
+    assert read is weight
 
 
 def test_what_an_engine_on_the_same_gpu_reads_is_counted_once(

@@ -39,7 +39,7 @@ def exported(flat: Tensor, part: Part) -> dict[str, Any]:
     """
     dtype, layout = part
     sizes = [view.nbytes for _, view in unpacked(flat, part)]
-    torch.cuda.current_stream().synchronize()
+    torch.cuda.current_stream(flat.device).synchronize()
     _, (_, _, _, offset, _, _, device, *memory) = reduce_tensor(flat.view(torch.uint8))
     return {
         "names": [name for name, _ in layout],
@@ -65,8 +65,8 @@ def opened(update: dict[str, Any]) -> dict[str, Any]:
 
 
 def on_gpu(weights: Named) -> Iterator[tuple[str, Tensor]]:
-    """Move weights to the current GPU."""
-    return ((name, weight.cuda()) for name, weight in weights)
+    """Move weights to the current GPU, except those that are on one."""
+    return ((name, weight if weight.is_cuda else weight.cuda()) for name, weight in weights)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import pytest
 
 from tests.support.agents import PROBLEM, agent_task, own_score, played
 from torchrl_grpo.agents import load_program
-from torchrl_grpo.agents.programs import Command, Function, _printed_reward
+from torchrl_grpo.agents.programs import Command, Function, printed_reward
 from torchrl_grpo.agents.protocol import ANTHROPIC, CHAT, TEXT, BadRequest, parse_request
 from torchrl_grpo.agents.server import LARGEST_BODY, Receiver, Server
 from torchrl_grpo.agents.task import _Episode
@@ -610,7 +610,7 @@ def test_a_command_gets_the_endpoint_and_prints_its_reward(tmp_path, monkeypatch
     ],
 )
 def test_the_last_line_of_a_command_may_be_its_reward(line, reward):
-    assert _printed_reward(f"a log\n{line}\n", "solve") == reward
+    assert printed_reward(f"a log\n{line}\n", "solve") == reward
 
 
 @pytest.mark.parametrize(
@@ -618,7 +618,7 @@ def test_the_last_line_of_a_command_may_be_its_reward(line, reward):
 )
 def test_a_reward_of_a_command_that_is_no_number_is_invalid(line):
     with pytest.raises(InvalidRewardError, match="solve must return a number"):
-        _printed_reward(line, "solve")
+        printed_reward(line, "solve")
 
 
 def test_a_command_may_leave_the_reward_to_the_task(tmp_path):

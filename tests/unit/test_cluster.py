@@ -104,30 +104,36 @@ def test_a_process_is_pinned_to_the_plans_devices_among_the_visible_ones(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     monkeypatch.setattr(startup, "_hides", False)
     allocation = ActorAllocation(0, gpus(1, 3), 2.0, 2)
-    assert cluster_module._environment(allocation, 3, pinned=True) == {
+    assert cluster_module.process_environment(allocation, 3, pinned=True) == {
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "CUDA_VISIBLE_DEVICES": "5,7",
         "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
         "OMP_NUM_THREADS": "6",
     }
-    unpinned = cluster_module._environment(allocation, 3, pinned=False)
+    unpinned = cluster_module.process_environment(allocation, 3, pinned=False)
     assert unpinned == {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "OMP_NUM_THREADS": "6"}
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert cluster_module._environment(allocation, 3, pinned=True)["CUDA_VISIBLE_DEVICES"] == "1,3"
-    assert "OMP_NUM_THREADS" not in cluster_module._environment(allocation, 3, pinned=True)
+    assert (
+        cluster_module.process_environment(allocation, 3, pinned=True)["CUDA_VISIBLE_DEVICES"]
+        == "1,3"
+    )
+    assert "OMP_NUM_THREADS" not in cluster_module.process_environment(allocation, 3, pinned=True)
 
 
 def test_memory_of_training_ranks_on_cuda_grows_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     allocation = ActorAllocation(0, gpus(1), 1.0, 1)
-    assert cluster_module._allocator(allocation) == {
+    assert cluster_module.allocator_environment(allocation) == {
         "PYTORCH_ALLOC_CONF": "expandable_segments:True"
     }
-    assert cluster_module._allocator(ActorAllocation(0, (torch.device("cpu"),), 1.0, 0)) == {}
+    assert (
+        cluster_module.allocator_environment(ActorAllocation(0, (torch.device("cpu"),), 1.0, 0))
+        == {}
+    )
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
-    assert cluster_module._allocator(allocation) == {}
+    assert cluster_module.allocator_environment(allocation) == {}
 
 
 def test_a_missing_or_old_ray_is_refused_with_the_line_to_type(
@@ -152,9 +158,9 @@ def test_a_missing_or_old_ray_is_refused_with_the_line_to_type(
 def test_what_a_cluster_lacks_is_said_with_numbers() -> None:
     nodes = [{"CPU": 8.0, "GPU": 2.0}, {"CPU": 8.0, "GPU": 2.0}]
     everything = {"CPU": 16.0, "GPU": 4.0}
-    lacks = cluster_module._missing([{"CPU": 1.0, "GPU": 1.0}] * 6, nodes, everything)
+    lacks = cluster_module.missing_resources([{"CPU": 1.0, "GPU": 1.0}] * 6, nodes, everything)
     assert lacks == "6 GPU are needed and 4 of 4 are free, 2 short"
-    lacks = cluster_module._missing([{"CPU": 4.0, "GPU": 4.0}], nodes, everything)
+    lacks = cluster_module.missing_resources([{"CPU": 4.0, "GPU": 4.0}], nodes, everything)
     assert lacks == "one process needs 4 GPU and no machine has more than 2"
 
 
@@ -176,13 +182,13 @@ def test_folders_of_killed_runs_are_removed_by_the_next_one(
         for path in (killed, other):
             path.mkdir()
         (killed / "lock").touch()
-        first = cluster_module._short_folder()
-        second = cluster_module._short_folder()  # of another run at the same time
+        first = cluster_module.short_folder()
+        second = cluster_module.short_folder()  # of another run at the same time
         assert sorted(folder.iterdir()) == sorted(
             [other, *(Path(lock.name).parent for lock in (first, second))]
         )
         for lock in (first, second):
-            cluster_module._remove(lock)
+            cluster_module.remove_folder(lock)
         assert list(folder.iterdir()) == [other]
     finally:
         shutil.rmtree(folder)
@@ -231,5 +237,5 @@ def test_the_object_store_takes_what_the_memory_and_dev_shm_allow(
     monkeypatch.setattr(utils, "estimate_available_memory", lambda: int(memory * 1e9))
     monkeypatch.setattr(utils, "get_shared_memory_bytes", lambda: int(shared * 1e9))
     monkeypatch.setattr(cluster_module.torchrl_logger, "warning", said.append)
-    assert cluster_module._object_store_memory() == pytest.approx(store * 1e9)
+    assert cluster_module.object_store_memory() == pytest.approx(store * 1e9)
     assert bool(said) == warned

@@ -21,7 +21,7 @@ from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.host.folders import check_own_files
 from torchrl_grpo.reporting.report import write_report
 from torchrl_grpo.reporting.sweep_report import write_sweep
-from torchrl_grpo.reporting.trackers import _known
+from torchrl_grpo.reporting.trackers import recorded_run
 from torchrl_grpo.scripts import samples
 
 FILES = (
@@ -111,10 +111,10 @@ def test_a_service_is_not_told_the_text_of_a_file_elsewhere(tmp_path: Path) -> N
     (tmp_path / "run/wandb").mkdir(parents=True)
     file = tmp_path / "run/wandb/run_id"
     file.symlink_to(tmp_path / "secret")
-    assert _known([tmp_path / "run"], "wandb") is None
+    assert recorded_run([tmp_path / "run"], "wandb") is None
     file.unlink()
     file.write_text("abc\n")
-    assert _known([tmp_path / "none", tmp_path / "run"], "wandb") == "abc"
+    assert recorded_run([tmp_path / "none", tmp_path / "run"], "wandb") == "abc"
 
 
 def test_links_within_a_folder_and_of_others_are_left_alone(tmp_path: Path) -> None:

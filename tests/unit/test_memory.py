@@ -64,7 +64,7 @@ def test_all_who_speak_of_memory_say_the_same(
     assert rows["train"] == memory.train.peak and rows["inference"] == memory.engine.peak
     assert rows["reference"] == (memory.reference.peak if memory.reference else 0)
 
-    said = {row["resource"]: row["details"] for row in doctor._memory_rows(blueprint)}
+    said = {row["resource"]: row["details"] for row in doctor.memory_rows(blueprint)}
     for role, held in memory.roles().items():
         assert in_words(held.parts()) in said[f"memory of {role}"]
     assert "KV cache" in said["memory of inference"] and " 0 bytes" not in " ".join(said.values())

@@ -237,15 +237,15 @@ def test_an_unknown_metric_is_an_error() -> None:
 
 
 def test_without_langdetect_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torchrl_grpo.rewards.ifeval_checks import _language_detector
+    from torchrl_grpo.rewards.ifeval_checks import language_detector
 
-    _language_detector.cache_clear()
+    language_detector.cache_clear()
     monkeypatch.setitem(sys.modules, "langdetect.detector_factory", None)
     with pytest.raises(
         ImportError, match=r"langdetect, it is missing: pip install 'torchrl_grpo\[rewards\]'"
     ):
         ifeval("x", ["language:response_language"], [{"language": "en"}])
-    _language_detector.cache_clear()
+    language_detector.cache_clear()
 
 
 def test_the_letter_o_ends_a_sentence_in_the_loose_reading() -> None:

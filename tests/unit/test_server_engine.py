@@ -22,7 +22,7 @@ from tests.support.models import response_log_probs
 from tests.support.prompts import PROMPTS
 from tests.support.sglang_stub import SGLangStub
 from torchrl_grpo.assembly.blueprint import plan_rows, prepare
-from torchrl_grpo.assembly.doctor import _memory_rows
+from torchrl_grpo.assembly.doctor import memory_rows
 from torchrl_grpo.assembly.parts import make_engine
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.config import ConfigError
@@ -232,7 +232,7 @@ def test_an_evaluation_alone_loads_no_model_and_leaves_the_served_one(
     evaluates = ("train.total_dialog_turns=0", "evaluation.num_prompts=4", "policy.kl_coef=0.1")
     run = build(compose_config(*served(stub.address), *evaluates), tmp_path)
     assert [row["role"] for row in plan_rows(run.blueprint)] == ["inference (server)"]
-    assert _memory_rows(run.blueprint) == []
+    assert memory_rows(run.blueprint) == []
     run.source.publish(run.learner.weights(), 0)
     metrics, rows = run.source.evaluate(sampled=False)
     run.close()

@@ -183,7 +183,7 @@ class Command(Program):
                     f"{shlex.join(self._words)} must end with status 0, it ended with "
                     f"{process.returncode}: {errors}"
                 )
-            return _printed_reward(out.decode(errors="replace"), shlex.join(self._words))
+            return printed_reward(out.decode(errors="replace"), shlex.join(self._words))
 
         def end() -> None:
             ended.set()
@@ -244,7 +244,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def _printed_reward(output: str, what: str) -> float | None:
+def printed_reward(output: str, what: str) -> float | None:
     """Return the reward in the last line; None if it is not JSON, or JSON without a reward.
 
     Raises:

@@ -140,7 +140,7 @@ def examine(
         )
         for run in runs:
             with closing(run):
-                computed = _memory_rows(run.blueprint)
+                computed = memory_rows(run.blueprint)
                 expected = _Rehearsal(run, checks, console, measured).play()
     checks.run("disk", partial(_disk, directory, expected))
     startup.end()
@@ -163,7 +163,7 @@ def _row(check: Check) -> dict[str, Any]:
     }
 
 
-def _memory_rows(blueprint: Blueprint) -> list[dict[str, Any]]:
+def memory_rows(blueprint: Blueprint) -> list[dict[str, Any]]:
     """Return the peak memory of one device of each role that has devices here, as rows of the
     forecast.
     """

@@ -128,7 +128,7 @@ class Wandb(Tracker):
             self._logger = WandbLogger(
                 name,
                 save_dir=folders[0],
-                id=_known(folders, "wandb"),
+                id=recorded_run(folders, "wandb"),
                 settings={"console": "off", **timeouts},
                 **given,
             )
@@ -171,7 +171,7 @@ class MLflow(Tracker):
         import mlflow
 
         online, home = settings["mode"] == "online", folders[0].resolve() / "mlflow"
-        known, _, store = (_known(folders, "mlflow") or "").partition("\n")
+        known, _, store = (recorded_run(folders, "mlflow") or "").partition("\n")
         # The folder in which it began is gone, or it began on a server and goes on here, or the
         # other way round.
         ours = Path(store).parts[-2:] == ("mlflow", "mlflow.db") and Path(store).exists()
@@ -235,7 +235,7 @@ class Trackio(Tracker):
     def __init__(
         self, folders: Sequence[Path], settings: Mapping[str, Any], name: str, config: str
     ) -> None:
-        known = _known(folders, "trackio")
+        known = recorded_run(folders, "trackio")
         # Trackio tells runs apart by their names alone.
         name = known or f"{name}-{secrets.token_hex(2)}"
         self._logger = TrackioLogger(
@@ -356,7 +356,7 @@ def _has_wandb_key() -> bool:
     return get_netrc_auth(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")) is not None
 
 
-def _known(folders: Sequence[Path], service: str) -> str | None:
+def recorded_run(folders: Sequence[Path], service: str) -> str | None:
     """Return the run of a service that one of the folders belongs to."""
     texts = (read_inside(folder, f"{service}/run_id").strip() for folder in folders)
     return next(filter(None, texts), None)

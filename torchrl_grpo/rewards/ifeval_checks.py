@@ -112,7 +112,7 @@ def _is_common(word: str) -> bool:
 
 
 @functools.cache
-def _language_detector() -> Any:
+def language_detector() -> Any:
     """Return a langdetect factory with seed 0, as in the paper's code. Threads would race for the
     module's own factory.
     """
@@ -138,7 +138,7 @@ def is_language(text: str, language: str) -> bool:
     """
     from langdetect import LangDetectException
 
-    detector = _language_detector().create()
+    detector = language_detector().create()
     try:
         detector.append(text[:_LANGUAGE_CHARACTERS])
         return bool(detector.detect() == language)

@@ -311,7 +311,7 @@ class Cluster:
             )
         group = self._group = placement_group(bundles, strategy="PACK")
         if not group.wait(timeout_s):
-            missing = _missing(bundles, nodes, ray.available_resources())
+            missing = missing_resources(bundles, nodes, ray.available_resources())
             remove_placement_group(group)
             self._group = None
             raise ValueError(
@@ -329,9 +329,9 @@ class Cluster:
         threads = max(1, int(sum(cpus) // num_devices))
 
         def options(role: str, allocation: ActorAllocation) -> dict[str, Any]:
-            variables = _environment(allocation, threads, pinned=self.address is None)
+            variables = process_environment(allocation, threads, pinned=self.address is None)
             if role == "train" and not plan.colocated:
-                variables |= _allocator(allocation)
+                variables |= allocator_environment(allocation)
             return {
                 "num_cpus": allocation.num_cpus,
                 "num_gpus": allocation.num_gpus,
@@ -432,7 +432,7 @@ class Cluster:
         finally:
             ray.shutdown()
             if self._folder_lock is not None:
-                _remove(self._folder_lock)
+                remove_folder(self._folder_lock)
 
 
 def start(address: str | None = None) -> Cluster:
@@ -459,7 +459,7 @@ def start(address: str | None = None) -> Cluster:
     # Ray would replace our handler, and a run that gets a signal would not be saved.
     on_main_thread = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGTERM)
-    lock = _short_folder() if address is None else None
+    lock = short_folder() if address is None else None
     try:
         if lock is not None:
             _start_here(os.path.dirname(lock.name))
@@ -468,7 +468,7 @@ def start(address: str | None = None) -> Cluster:
             ray.init(address=address, logging_level="error")
     except BaseException as error:
         if lock is not None:
-            _remove(lock)
+            remove_folder(lock)
         # No cluster, a wrong or missing token, or another version of Ray.
         elif isinstance(error, ConnectionError | RuntimeError | ray.exceptions.AuthenticationError):
             raise _unreachable(address, error) from error
@@ -511,7 +511,7 @@ def _start_here(folder: str) -> None:
     }
     options["_system_config"] = {"prestart_worker_first_driver": False}
     if sys.platform == "linux":
-        options["object_store_memory"] = _object_store_memory()
+        options["object_store_memory"] = object_store_memory()
     usual = (
         ray_constants.ENABLE_RAY_CLUSTER,
         services.ConsolePopen,
@@ -539,7 +539,7 @@ def _start_here(folder: str) -> None:
         ) = usual
 
 
-def _object_store_memory() -> int:
+def object_store_memory() -> int:
     """Return the size in bytes of our own Ray cluster's object store, which must hold the weights.
 
     Ray itself takes 30% of the free memory, and at most 200 GB. Memory is taken as it is used.
@@ -587,7 +587,7 @@ def _unreachable(address: str | None, error: Exception) -> ValueError:
     )
 
 
-def _short_folder() -> IO[str]:
+def short_folder() -> IO[str]:
     """Return a locked file in a new folder for Ray's sockets.
 
     A socket's path may have 107 bytes, of which Ray uses 65. Folders with a free lock were left by
@@ -604,7 +604,7 @@ def _short_folder() -> IO[str]:
     return lock
 
 
-def _remove(lock: IO[str]) -> None:
+def remove_folder(lock: IO[str]) -> None:
     """Remove the folder of a cluster that is ending; its last processes may still write to it."""
     folder = Path(lock.name).parent
     lock.close()
@@ -614,7 +614,9 @@ def _remove(lock: IO[str]) -> None:
         time.sleep(0.1)
 
 
-def _environment(allocation: ActorAllocation, threads: int, *, pinned: bool) -> dict[str, str]:
+def process_environment(
+    allocation: ActorAllocation, threads: int, *, pinned: bool
+) -> dict[str, str]:
     """Return environment variables of a process; ``pinned`` if its devices are the plan's and not
     Ray's choice.
     """
@@ -631,7 +633,7 @@ def _environment(allocation: ActorAllocation, threads: int, *, pinned: bool) -> 
     return variables
 
 
-def _allocator(allocation: ActorAllocation) -> dict[str, str]:
+def allocator_environment(allocation: ActorAllocation) -> dict[str, str]:
     """Return environment variables that let a training rank's CUDA memory grow in place, because
     the sizes of its passes vary.
 
@@ -644,7 +646,7 @@ def _allocator(allocation: ActorAllocation) -> dict[str, str]:
     return {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
-def _missing(
+def missing_resources(
     bundles: Sequence[dict[str, float]], nodes: Sequence[dict[str, float]], free: dict[str, float]
 ) -> str:
     """Describe what keeps the bundles from being placed, with the numbers."""

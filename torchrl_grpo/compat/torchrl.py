@@ -4,7 +4,7 @@ replacements.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 _SAME = (None, False, True)
@@ -68,6 +68,15 @@ def group_names(advantage: Any) -> list[int | str]:
     iterated over.
     """
     return list(getattr(advantage.queues, "_queues", advantage.queues))
+
+
+def set_weight_sync(collector: Any, make_scheme: Callable[[], Any]) -> None:
+    """Give a collector a scheme that brings weights to its policy, if it has no way yet."""
+    ways = ("_weight_sync_schemes", "_weight_updater", "_receiver_schemes")
+    if not any(getattr(collector, way, None) for way in ways):
+        scheme = make_scheme()
+        scheme.init_on_sender(model_id="policy", context=collector)
+        collector._weight_sync_schemes = {"policy": scheme}
 
 
 def refuse_arguments(owner: type, given: Mapping[str, Any], known: Sequence[str] = ()) -> None:

@@ -304,6 +304,12 @@ class Engine(ABC):
     def close(self) -> None:  # noqa: B027
         """Ends the engine and its processes. May be called again."""
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"{type(self).__name__} cannot be copied or pickled: pass GenerationPolicy a function "
+            "that makes the engine."
+        )
+
     def __enter__(self) -> Engine:
         return self
 

@@ -9,12 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, lazy_stack
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
+from torchrl_grpo.compat.torchrl import set_weight_sync
 from torchrl_grpo.errors import NonFiniteError
 from torchrl_grpo.generation.base import Completion, Engine, SamplingParams
 from torchrl_grpo.keys import (
@@ -48,8 +50,10 @@ class GenerationPolicy(TensorDictModuleBase):
         cut: what is made of a row's completion before anything is told or written of it; a
             beginning of it. None leaves it as it is.
 
+    It can be copied and pickled if its engine can, or if it was given a function that makes one.
+
     Args:
-        engine: samples the tokens.
+        engine: samples the tokens; or a function that makes it, where it is first needed.
         params: how.
         rescore: gives the log-probs of a finished response in place of the engine's: of tokens [1,
             T] int64, a mask [1, T] bool of the sampled ones and the length [1] int64, [1, T]
@@ -69,7 +73,7 @@ class GenerationPolicy(TensorDictModuleBase):
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Engine | Callable[[], Engine],
         params: SamplingParams,
         *,
         rescore: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
@@ -78,7 +82,9 @@ class GenerationPolicy(TensorDictModuleBase):
         self.rescore = rescore
         self.on_response: Callable[[int, Completion], None] | None = None
         self.cut: Callable[[int, Completion], Completion] | None = None
-        self.engine = engine
+        self._engine = engine if isinstance(engine, Engine) else None
+        self._make_engine = None if isinstance(engine, Engine) else engine
+        self._collector: ref[Any] | None = None
         self.params = params
         self.in_keys = [PROMPT, GROUP_ID]
         self.out_keys = [
@@ -91,6 +97,43 @@ class GenerationPolicy(TensorDictModuleBase):
             POLICY_VERSIONS,
             LENGTH_STOPPED,
         ]
+
+    @property
+    def engine(self) -> Engine:
+        """What samples the tokens."""
+        if self._engine is None:
+            assert self._make_engine is not None
+            self._engine = self._make_engine()
+        return self._engine
+
+    @property
+    def model(self) -> Any:
+        """The model that the engine samples with, if it has one in this process."""
+        return self.engine.model  # type: ignore[attr-defined]
+
+    def __copy__(self) -> GenerationPolicy:
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__)
+        return new
+
+    def __getstate__(self) -> dict[str, Any]:
+        made = {} if self._make_engine is None else {"_engine": None}
+        return {**self.__dict__, **made, "_collector": None}
+
+    def register_collector(self, collector: Any) -> None:
+        """Have a collector's ``update_policy_weights_`` reach the engine. TorchRL's collectors call
+        this themselves.
+        """
+        self._collector = ref(collector)
+        self._bring_weights()
+
+    def _bring_weights(self) -> None:
+        # Collector forgets schemes that were set before it was complete, so this is repeated.
+        collector = self._collector and self._collector()
+        if collector is not None:
+            from torchrl_grpo.weights.scheme import EngineWeightSyncScheme
+
+            set_weight_sync(collector, EngineWeightSyncScheme)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Writes the response, its log-probs, masks and policy versions, and ``"length_stopped"``.
@@ -107,6 +150,7 @@ class GenerationPolicy(TensorDictModuleBase):
             ValueError: a prompt leaves no room for one token in the model's context.
             NonFiniteError: the engine's weights give no distribution.
         """
+        self._bring_weights()
         shape = tensordict.batch_size
         size = shape.numel()
         token_rows = list(tensordict.get("tokens").reshape(-1).unbind(0))

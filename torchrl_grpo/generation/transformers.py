@@ -11,6 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -105,6 +106,13 @@ class TransformersEngine(Engine):
         concurrent: bool = False,
     ) -> Engine:
         return cls(load_model(), copy=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        make = partial(TransformersEngine, copy=False, kv_cache_bytes=self._kv_cache_bytes)
+        return make, (self.model,), self.state_dict()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.load_state_dict(state)
 
     @torch.no_grad()
     def generate(

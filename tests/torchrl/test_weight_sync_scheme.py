@@ -99,15 +99,15 @@ def test_a_sender_pushes_the_model_to_its_collectors(tokenizer, tiny_model):
         assert policy.engine.policy_version == 1
 
 
-@pytest.mark.slow  # starts two processes
+@pytest.mark.slow  # starts a process
 def test_workers_of_a_multi_sync_collector_take_the_weights(tokenizer, tiny_model):
     collector = MultiSyncCollector(
-        [partial(make_env, tokenizer)] * 2,
+        [partial(make_env, tokenizer)],
         policy_factory=make_policy,
         weight_sync_schemes={"policy": EngineWeightSyncScheme()},
         total_frames=-1,
         cat_results="stack",
-        **FRAMES | {"frames_per_batch": 8},
+        **FRAMES | {"frames_per_batch": 4},
     )
     try:
         versions = []
@@ -123,7 +123,9 @@ def test_workers_of_a_multi_sync_collector_take_the_weights(tokenizer, tiny_mode
         collector.shutdown()
 
 
-@pytest.mark.parametrize("clone", [copy.deepcopy, lambda policy: pickle.loads(pickle.dumps(policy))])
+@pytest.mark.parametrize(
+    "clone", [copy.deepcopy, lambda policy: pickle.loads(pickle.dumps(policy))]
+)
 def test_a_copied_policy_samples_what_the_original_does(tokenizer, clone):
     policy = make_policy()
     policy.engine.seed(3)

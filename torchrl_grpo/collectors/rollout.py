@@ -501,7 +501,9 @@ def _trajectories(
     for key in _OF_SEQUENCE:  # an environment writes all it has to say under "next"
         if nxt.get(key, None) is not None:
             out.set(key, nxt.get(key))
-    rows = out.set("next", nxt.exclude("tokens", "text", "history", *_OF_SEQUENCE)).unbind(0)
+    rows = out.set("next", nxt.exclude("tokens", "masks", "text", "history", *_OF_SEQUENCE)).unbind(
+        0
+    )
     for trajectory, row, error in zip(rows, turns, errors, strict=True):
         trajectory.set(keys.NEXT_POLICY_VERSION, row[-1].get(keys.POLICY_VERSION))
         if error:

@@ -44,7 +44,8 @@ class LLMEnv(EnvBase):
     ``reset`` draws ``num_envs / repeats`` problems, or takes those that ``assign`` gave, and
     repeats each ``repeats`` times, in adjacent rows that share a ``group_id``. Each epoch goes once
     through the split in an order that ``seed`` decides. ``step`` reads ``("tokens", "response")``
-    (ragged) and ``"length_stopped"``; a row that is done ignores further responses and repeats its
+    (ragged) and ``"length_stopped"`` (without it, a response that does not end with the tokenizer's
+    ``eos_token`` was cut off); a row that is done ignores further responses and repeats its
     outcome, so that the rows of a batch may need different numbers of turns.
 
     A dialog is *terminated* when the policy ended its turn and the task has no further message; it
@@ -76,6 +77,7 @@ class LLMEnv(EnvBase):
         reward_pool: scores the task's dialogs in processes of their own; None scores here. Several
             environments may share it; closing it is up to its owner.
         template_arguments: of the chat template, such as ``enable_thinking``.
+        device: of the tensors that ``reset`` and ``step`` return; None is the CPU.
 
     Raises:
         ValueError: a number is out of range, the tokenizer has no chat template, or no problem is
@@ -106,6 +108,7 @@ class LLMEnv(EnvBase):
         seed: int = 0,
         reward_pool: RewardPool | None = None,
         template_arguments: Mapping[str, Any] | None = None,
+        device: torch.device | str | None = None,
     ) -> None:
         check_multiple("num_envs", num_envs, repeats, f"repeats={repeats}, at least 1")
         if max_turns < 1:
@@ -117,7 +120,7 @@ class LLMEnv(EnvBase):
                 f"tokenizer={tokenizer.name_or_path!r} must have a chat template, it has none: use "
                 "the model's instruct version, or set tokenizer.chat_template."
             )
-        super().__init__(batch_size=(num_envs,))
+        super().__init__(batch_size=(num_envs,), device=device)
         self.task = task
         self.tokenizer = tokenizer
         self.repeats = repeats
@@ -154,7 +157,7 @@ class LLMEnv(EnvBase):
         rows = self.batch_size[0]
         specs = transition_specs(rows, len(self.tokenizer), self.task.has_parts, self._has_datasets)
         for name, spec in specs.items():
-            setattr(self, name, spec)
+            setattr(self, name, spec if self.device is None else spec.to(self.device))
 
     def with_rows(self, num_envs: int) -> LLMEnv:
         """Return an environment with this many rows that shares problems, prompts and reward
@@ -164,7 +167,7 @@ class LLMEnv(EnvBase):
         """
         check_multiple("num_envs", num_envs, self.repeats, f"repeats={self.repeats}, at least 1")
         new = object.__new__(type(self))
-        EnvBase.__init__(new, batch_size=(num_envs,))
+        EnvBase.__init__(new, batch_size=(num_envs,), device=self.device)
         shared = {name: value for name, value in self.__dict__.items() if name not in new.__dict__}
         new.__dict__.update(
             shared, _rows=[], _assigned=[], _received={}, latest={}, counts=Counter()
@@ -175,7 +178,7 @@ class LLMEnv(EnvBase):
     def fake_tensordict(self) -> TensorDictBase:
         """Return an example transition; as in the real data, rows of tokens are a lazy stack."""
         fake = super().fake_tensordict()
-        for key in ("tokens", ("next", "tokens")):
+        for key in ("tokens", "masks", ("next", "tokens"), ("next", "masks")):
             fake.set(key, lazy_stack(list(fake.get(key).unbind(0))))
         return fake
 
@@ -252,14 +255,13 @@ class LLMEnv(EnvBase):
             columns[keys.DATASET] = _stack([row.problem.dataset for row in self._rows])
         return TensorDict(
             {
-                "tokens": lazy_stack(
-                    [TensorDict({"prompt": self._prompt_of(row)}) for row in self._rows]
-                ),
+                **_prompt_columns([self._prompt_of(row) for row in self._rows]),
                 keys.GROUP_ID: torch.tensor([row.drawn.group for row in self._rows]).unsqueeze(-1),
                 "text": TensorDict({"response": _stack([""] * len(blank))}, self.batch_size),
                 **columns,
             },
             self.batch_size,
+            device=self.device,
         )
 
     def _begin(self, drawn: Drawn, member: int) -> DialogState:
@@ -402,6 +404,8 @@ class LLMEnv(EnvBase):
             self._received[row] = (dialog, self.reward_pool.submit(dialog))
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        if self.device is not None:
+            tensordict = tensordict.cpu()
         rows = tensordict.get("tokens").unbind(0)
         stepping = tensordict.get("_step", None)
         active = [
@@ -409,41 +413,45 @@ class LLMEnv(EnvBase):
             for row, state in enumerate(self._rows)
             if not state.outcome.done and (stepping is None or bool(stepping[row].any()))
         ]
-        length_stopped = tensordict.get(keys.LENGTH_STOPPED).reshape(-1).tolist()
+        length_stopped = tensordict.get(keys.LENGTH_STOPPED, None)
         log_probs = tensordict.get(keys.LOG_PROBS[0], None)
         tokens = [row.get(keys.PROMPT[-1]) for row in rows]
         dialogs: dict[int, Dialog] = {}
         for row in active:
             response = rows[row].get(keys.RESPONSE[-1])
             tokens[row] = torch.cat([tokens[row], response])
-            own = None
-            if log_probs is not None:
-                own = log_probs[row].get(keys.LOG_PROBS[-1])[-len(response) :]
-            dialogs[row] = self._dialog(row, response.tolist(), length_stopped[row], own)
+            own = None if log_probs is None else log_probs[row].get(keys.LOG_PROBS[-1], None)
+            ids = response.tolist()
+            if length_stopped is None:
+                cut = ids[-1:] != [self.tokenizer.eos_token_id]
+            else:
+                cut = bool(length_stopped[row])
+            dialogs[row] = self._dialog(row, ids, cut, None if own is None else own[-len(ids) :])
         self.latest = dialogs
         cut_off: dict[int, Dialog] = {}
         for row, turn in zip(active, self._advance(dialogs), strict=True):
             state = self._rows[row]
             state.add_turn(dialogs[row], tokens[row])
-            longer = self._apply(state, dialogs[row], turn)
+            longer = self._take_turn(state, dialogs[row], turn)
             if longer is not None:
                 tokens[row] = longer
             elif state.outcome.truncated and isinstance(turn, Turn) and turn.score is None:
                 # There was no room for the task's reply, so the dialog ends with the response.
                 cut_off[row] = replace(dialogs[row], finish_reason="length")
         for row, turn in zip(cut_off, self._advance(cut_off), strict=True):
-            self._apply(self._rows[row], cut_off[row], turn)
+            self._take_turn(self._rows[row], cut_off[row], turn)
         self._end_episodes([self._rows[row] for row in active if self._rows[row].outcome.done])
         if self.input_mode == "tokens":  # else HistoryTransforms has the last word
             self.note_outcomes()
         responses = [row.responses[-1] if row.responses else "" for row in self._rows]
         return TensorDict(
             {
-                "tokens": lazy_stack([TensorDict({"prompt": row}) for row in tokens]),
+                **_prompt_columns(tokens),
                 "text": TensorDict({"response": NonTensorStack(*responses)}, self.batch_size),
                 **self._outcome_columns([row.outcome for row in self._rows], _OUTCOME),
             },
             self.batch_size,
+            device=self.device,
         )
 
     def _dialog(
@@ -496,7 +504,7 @@ class LLMEnv(EnvBase):
             )
         return [future.result() for future in futures]
 
-    def _apply(self, state: DialogState, dialog: Dialog, turn: Turn | Failure) -> Tensor | None:
+    def _take_turn(self, state: DialogState, dialog: Dialog, turn: Turn | Failure) -> Tensor | None:
         """End a dialog, or append the task's reply to it.
 
         Returns:
@@ -661,6 +669,17 @@ class LLMEnv(EnvBase):
         if self.task.has_parts:
             columns[keys.REWARD_PARTS[-1]] = _stack([outcome.parts for outcome in outcomes])
         return columns
+
+
+def _prompt_columns(prompts: Sequence[Tensor]) -> dict[str, TensorDictBase]:
+    """Return prompts and their attention masks as lazy stacks."""
+    masks = [torch.ones_like(prompt, dtype=torch.bool) for prompt in prompts]
+    return {
+        keys.PROMPT[0]: lazy_stack([TensorDict({keys.PROMPT[-1]: row}) for row in prompts]),
+        keys.ATTENTION_MASK[0]: lazy_stack(
+            [TensorDict({keys.ATTENTION_MASK[-1]: row}) for row in masks]
+        ),
+    }
 
 
 def _stack(values: Sequence[Any]) -> NonTensorStack:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torchrl.data import Binary, Categorical, Composite, NonTensor, StackedComposite, Unbounded
 
-from torchrl_grpo.keys import DATASET, REWARD_PARTS
+from torchrl_grpo.keys import ATTENTION_MASK, DATASET, REWARD_PARTS
 
 
 class _RaggedTokens(Categorical):
@@ -39,11 +39,14 @@ def transition_specs(
     """
     rows = (num_envs,)
     tokens = _RaggedTokens(vocabulary, shape=(-1,), dtype=torch.int64)
+    # TorchRL's wrappers would else read the mask of the turn before.
+    mask = Composite({ATTENTION_MASK[-1]: Unbounded(shape=(-1,), dtype=torch.bool)})
     parts = {REWARD_PARTS[-1]: NonTensor(shape=rows, example_data={})} if has_parts else {}
     dataset = {DATASET: NonTensor(shape=rows, example_data="")} if has_datasets else {}
     return {
         "full_observation_spec": Composite(
             tokens=StackedComposite(*[Composite(prompt=tokens) for _ in range(num_envs)], dim=0),
+            masks=StackedComposite(*[mask.clone() for _ in range(num_envs)], dim=0),
             text=Composite(response=NonTensor(shape=rows, example_data=""), shape=rows),
             correct=Binary(shape=(*rows, 1), dtype=torch.bool),
             reward_valid=Binary(shape=(*rows, 1), dtype=torch.bool),

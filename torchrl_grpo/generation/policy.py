@@ -147,14 +147,20 @@ class GenerationPolicy(TensorDictModuleBase):
             the same tensordict.
 
         Raises:
-            ValueError: a prompt leaves no room for one token in the model's context.
+            ValueError: there are no tokens, or a prompt leaves no room for one token in the model's
+                context.
             NonFiniteError: the engine's weights give no distribution.
         """
         self._bring_weights()
         shape = tensordict.batch_size
         size = shape.numel()
-        token_rows = list(tensordict.get("tokens").reshape(-1).unbind(0))
-        prompts = [row.get(PROMPT[-1]) for row in token_rows]
+        if tensordict.get(PROMPT[0], None) is None:
+            raise ValueError(
+                'GenerationPolicy reads ("tokens", "prompt"), which the environment lacks: use '
+                "LLMEnv, or TransformersWrapper or vLLMWrapper for ChatEnv."
+            )
+        token_rows = list(tensordict.get(PROMPT[0]).reshape(-1).unbind(0))
+        prompts = [row.get(PROMPT[-1]).cpu() for row in token_rows]
         with self.engine.exclusive:
             version = int(self.engine.policy_version)
             completions = self._generate(

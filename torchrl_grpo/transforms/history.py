@@ -100,9 +100,10 @@ class HistoryTransforms(Compose):
         """Adds the history; the shape of the reward stays as it is."""
         rows = output_spec.shape
         reward = output_spec["full_reward_spec", "reward"].clone()
-        output_spec["full_observation_spec", "history"] = ChatHistory.default_spec(
-            shape=rows, keys=["prompt"]
-        )
+        history = ChatHistory.default_spec(shape=rows, keys=["prompt"])
+        for name in set(history["prompt"].keys()) - set(_message(_NONE).keys()):
+            del history["prompt", name]
+        output_spec["full_observation_spec", "history"] = history
         output_spec = super().transform_output_spec(output_spec)
         output_spec["full_reward_spec", "reward"] = reward
         return output_spec

@@ -117,7 +117,7 @@ def test_workers_of_a_multi_sync_collector_take_the_weights(tokenizer, tiny_mode
                 break
             collector.update_policy_weights_(tiny_model)
         assert versions == [[0], [1], [2]]
-        with pytest.raises(RuntimeError, match="worker 0 did not take the weights.* 1 unknown"):
+        with pytest.raises(RuntimeError, match=r"worker 0 did not take the weights.* 1 unknown"):
             collector.update_policy_weights_({"other": torch.ones(1)})
     finally:
         collector.shutdown()

@@ -416,16 +416,14 @@ class LLMEnv(EnvBase):
         length_stopped = tensordict.get(keys.LENGTH_STOPPED, None)
         log_probs = tensordict.get(keys.LOG_PROBS[0], None)
         tokens = [row.get(keys.PROMPT[-1]) for row in rows]
+        end = [self.tokenizer.eos_token_id]
         dialogs: dict[int, Dialog] = {}
         for row in active:
             response = rows[row].get(keys.RESPONSE[-1])
             tokens[row] = torch.cat([tokens[row], response])
             own = None if log_probs is None else log_probs[row].get(keys.LOG_PROBS[-1], None)
             ids = response.tolist()
-            if length_stopped is None:
-                cut = ids[-1:] != [self.tokenizer.eos_token_id]
-            else:
-                cut = bool(length_stopped[row])
+            cut = ids[-1:] != end if length_stopped is None else bool(length_stopped[row])
             dialogs[row] = self._dialog(row, ids, cut, None if own is None else own[-len(ids) :])
         self.latest = dialogs
         cut_off: dict[int, Dialog] = {}

@@ -762,9 +762,7 @@ def test_a_run_whose_engines_stay_dead_is_saved_and_says_why(
     with (
         MetricsLogger(tmp_path, tensorboard=False, config={}) as logger,
         Console(file=(tmp_path / "out").open("w")) as console,
-        pytest.raises(
-            WorkersLostError, match=r"all of sampler 0 have been dead for \d+ s, more than the 2 s"
-        ),
+        pytest.raises(WorkersLostError, match=r"sampler 0 .*dead for \d+ s, .* 2 s"),
     ):
         recorder = Recorder(
             learner, logger, console, Alarms(), schedule=Schedule(100), sequences_per_batch=8
@@ -986,7 +984,5 @@ def test_actors_that_start_and_die_again_and_again_count_as_dead(
 ) -> None:
     source = source_of(total_groups=BATCH, engine=DeadlyEngine, recovery_timeout_s=4.0)
     source.publish(weights_of(0), 0)
-    with pytest.raises(
-        WorkersLostError, match=r"all of sampler 0 have been dead for \d+ s, more than the 4 s"
-    ):
+    with pytest.raises(WorkersLostError, match=r"sampler 0 .*dead for \d+ s, .* 4 s"):
         source.next_batch()

@@ -319,9 +319,7 @@ def test_what_torchrls_loss_refuses_and_ours_takes(
     """An advantage [B, 1], and the log-probs of the response alone, which is what its own sampler writes."""
     actor = wrap(starter, starter_tokenizer)
     batch = with_advantage(our_batch)
-    with pytest.raises(
-        ValueError, match="advantage and log_weight must have the same number of dimensions"
-    ):
+    with pytest.raises(ValueError, match=r"advantage and log_weight .*dimensions"):
         TorchRLGRPOLoss(actor)(batch)
     with pytest.raises(KeyError, match="Couldn't find the log-prob"):
         TorchRLGRPOLoss(actor)(their_batch)

@@ -231,7 +231,7 @@ def test_a_run_folder_that_is_a_file_is_refused_before_hydra(under: str, tmp_pat
     (tmp_path / "file").touch()
     with pytest.raises(
         ConfigError,
-        match=rf"hydra\.run\.dir=.*file{under} must be a folder .*, but .*file is a file",
+        match=rf"hydra\.run\.dir=.*file{under} must be a folder .*file",
     ):
         check_command_line([f"hydra.run.dir={tmp_path}/file{under}"])
     check_command_line([f"hydra.run.dir={tmp_path}/new/{under}"])

@@ -157,9 +157,7 @@ def test_a_weight_that_is_nan_is_named_before_anything_is_loaded(
     name = next(name for name in trainer["model"] if "q_proj" in name)
     trainer["model"][name][0, 0] = torch.nan
     path = changed(at(saved, 2), at(tmp_path, 2), trainer=trainer)
-    with pytest.raises(
-        ConfigError, match=rf"cannot be used: the weight {name} has values that are not finite"
-    ):
+    with pytest.raises(ConfigError, match=rf"weight {name} .*not finite"):
         found(path)
 
 

@@ -147,9 +147,7 @@ def test_a_missing_or_old_ray_is_refused_with_the_line_to_type(
         raise cluster_module.importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(cluster_module.importlib.metadata, "version", missing)
-    with pytest.raises(
-        ValueError, match=r'ray is not installed: pip install "torchrl_grpo\[ray\]"'
-    ):
+    with pytest.raises(ValueError, match=r'ray .*: pip install "torchrl_grpo\[ray\]"'):
         start()
     monkeypatch.setattr(cluster_module.importlib.metadata, "version", lambda _: "3.0.0rc1")
     require_ray()

@@ -283,7 +283,7 @@ def test_the_error_of_strict_says_what_the_machine_said(monkeypatch: pytest.Monk
 def test_a_sandbox_that_cannot_be_made_is_no_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "_ROOT", "echo no room >&2; exit 1")
     for tests in (CALL, LINES):
-        with pytest.raises(OSError, match="the sandbox of a program could not be made: no room"):
+        with pytest.raises(OSError, match=r"sandbox .*: no room"):
             code(fenced(ADD), tests)
 
 

@@ -445,9 +445,7 @@ def test_torchrls_name_of_a_key_sets_it_without_a_word(caplog: pytest.LogCapture
 
 
 def test_torchrls_name_with_another_value_of_ours_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"env\.max_steps=3 must be left out with env\.max_turns=4"
-    ):
+    with pytest.raises(ConfigError, match=r"env\.max_steps=3 .* env\.max_turns=4"):
         compose_config("env.max_steps=3", "env.max_turns=4")
 
 

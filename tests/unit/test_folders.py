@@ -368,7 +368,7 @@ def test_a_file_in_the_place_of_the_checkpoints_drops_no_rows(tmp_path: Path) ->
     (tmp_path / "metrics.jsonl").write_text('{"step": 7}\n')
     with pytest.raises(
         ConfigError,
-        match=rf"hydra\.run\.dir={tmp_path} must have a folder .*checkpoints, but that is a",
+        match=rf"hydra\.run\.dir={tmp_path} .*checkpoints",
     ):
         run(tmp_path, steps(1), "train.resume=auto")
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 7}\n'
@@ -444,7 +444,5 @@ def test_a_read_only_folder_is_one_line(
         r"error: hydra\.run\.dir=outputs/.* must be a folder that can be made, but it cannot \(Read-only file system",
         capfd.readouterr().err,
     )
-    with pytest.raises(
-        ConfigError, match=rf"hydra\.run\.dir={read_only} .* written to, but it cannot \(Read-only"
-    ):
+    with pytest.raises(ConfigError, match=rf"hydra\.run\.dir={read_only} .*\(Read-only"):
         FolderLock(read_only)

@@ -216,7 +216,7 @@ def test_weights_that_are_not_all_there_are_refused(tmp_path: Path) -> None:
         save_file(weights, file, {"format": "pt"})
         with pytest.raises(
             ValueError,
-            match=r"model\.name=.* must have the 26 weights of Qwen2ForCausalLM, but " + message,
+            match=r"model\.name=.* 26 weights of Qwen2ForCausalLM, .*" + message,
         ):
             load(tmp_path)
 
@@ -304,7 +304,7 @@ def test_remote_code_runs_where_it_is_trusted_and_asks_nobody(
 def test_a_temperature_that_breaks_the_logits_is_refused(temperature: float) -> None:
     with pytest.raises(
         ValueError,
-        match=rf"temperature must be 0 \(greedy\) or at least 0\.01, got {temperature}: use",
+        match=rf"temperature .*0\.01, got {temperature}: use",
     ):
         SamplingParams(4, temperature=temperature)
 

@@ -132,9 +132,7 @@ def test_a_trainer_that_cannot_send_closes_the_group(
     given = sender.pack(weights(0).items(), 0)
     given.init_info(3)
     assert group.destroyed.wait(30)
-    with pytest.raises(
-        TransferRefusedError, match=r"^nccl failed at the trainer: unhandled system error$"
-    ):
+    with pytest.raises(TransferRefusedError, match=r"^nccl .*: unhandled system error$"):
         sender.pack(weights(1).items(), 1).init_info(3)
 
 

@@ -103,9 +103,7 @@ def test_an_answer_that_no_problem_has_is_refused_before_a_run(
     if missing is None:
         rewards.check(columns, has_answer=False)
     else:
-        with pytest.raises(
-            ValueError, match=f"needs {missing}, which (is|are) neither .*: use names of these"
-        ):
+        with pytest.raises(ValueError, match=f"needs {missing}, .*: use names of these"):
             rewards.check(columns, has_answer=False)
 
 

@@ -345,7 +345,7 @@ def test_missing_reference_log_probs_are_named() -> None:
 
 def test_a_missing_reward_is_named() -> None:
     row = make_row(1.0, [1]).exclude(keys.REWARD)
-    with pytest.raises(KeyError, match=r"no entry next\.reward, it has .*group_id.*: write it"):
+    with pytest.raises(KeyError, match=r"next\.reward, .*group_id.*: write it"):
         RewardShaping()(lazy_stack([row]))
 
 

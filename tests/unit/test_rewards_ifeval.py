@@ -241,9 +241,7 @@ def test_without_langdetect_the_error_says_what_to_install(monkeypatch: pytest.M
 
     language_detector.cache_clear()
     monkeypatch.setitem(sys.modules, "langdetect.detector_factory", None)
-    with pytest.raises(
-        ImportError, match=r"langdetect, it is missing: pip install 'torchrl_grpo\[rewards\]'"
-    ):
+    with pytest.raises(ImportError, match=r"langdetect, .*: pip install 'torchrl_grpo\[rewards\]'"):
         ifeval("x", ["language:response_language"], [{"language": "en"}])
     language_detector.cache_clear()
 

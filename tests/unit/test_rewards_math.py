@@ -166,6 +166,6 @@ def test_without_math_verify_the_error_says_what_to_install(
     monkeypatch.setattr(math_reward, "_judges", {})
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(
-        ImportError, match=r"math-verify, it is missing: pip install 'torchrl_grpo\[rewards\]'"
+        ImportError, match=r"math-verify, .*: pip install 'torchrl_grpo\[rewards\]'"
     ):
         math("1", "1")

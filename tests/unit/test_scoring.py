@@ -229,9 +229,7 @@ def test_the_check_of_a_scorer_leaves_model_and_draws_as_they_are(dtype: torch.d
 
 @pytest.mark.parametrize("temperature", [0, -1.0, 1e-30, math.nan, math.inf])
 def test_temperature_must_be_a_usable_number(temperature: float) -> None:
-    with pytest.raises(
-        ValueError, match=rf"temperature must be at least 0\.01, got {temperature}: use 1\.0"
-    ):
+    with pytest.raises(ValueError, match=rf"temperature .*0\.01, got {temperature}: use 1\.0"):
         TokenScorer(make_tiny_model(), temperature=temperature)
 
 

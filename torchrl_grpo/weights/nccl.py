@@ -196,7 +196,7 @@ class _Kept:
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for flat, part in self._parts:
-            yield from _copied(flat, part) if flat.is_pinned() else unpacked(flat, part)
+            yield from (_copied if torch.cuda.is_available() else unpacked)(flat, part)
 
 
 def _copied(flat: Tensor, part: Part) -> Iterator[tuple[str, Tensor]]:

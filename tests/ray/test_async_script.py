@@ -76,6 +76,7 @@ def test_with_bound_0_the_losses_are_bitwise_the_synchronous_ones(tmp_path: Path
         assert (tmp_path / "async" / name).exists()
 
 
+@pytest.mark.nightly
 def test_with_two_samplers_a_seed_reproduces_a_run(tmp_path: Path) -> None:
     """Tasks go to whichever sampler is free."""
     steps = (
@@ -95,7 +96,7 @@ def test_with_two_samplers_a_seed_reproduces_a_run(tmp_path: Path) -> None:
     ("script", "arguments"),
     [
         (ASYNC, ["ref_model.refresh_every=3", "inference_model.check_sync=true"]),
-        (SYNC, ["train_model.lora.enabled=true"]),
+        pytest.param(SYNC, ["train_model.lora.enabled=true"], marks=pytest.mark.nightly),
     ],
     ids=["asynchronous", "synchronous, LoRA"],
 )
@@ -181,6 +182,7 @@ def test_a_killed_learner_ends_the_script_and_leaves_no_process(tmp_path: Path) 
     assert running.left() == []
 
 
+@pytest.mark.nightly
 def test_a_killed_ray_ends_the_script_with_a_word(tmp_path: Path) -> None:
     """It was Ray's own text after 13 s and 61 s, with no line to go on with."""
     with Script(
@@ -204,6 +206,7 @@ def test_a_killed_ray_ends_the_script_with_a_word(tmp_path: Path) -> None:
     assert running.left() == []
 
 
+@pytest.mark.nightly
 def test_dynamic_sampling_replaces_groups_without_signal(tmp_path: Path) -> None:
     """Each batch of 4 groups is made of more that were played, and those without signal are in it only as a filling."""
     rows = run(
@@ -226,6 +229,7 @@ def test_dynamic_sampling_replaces_groups_without_signal(tmp_path: Path) -> None
     assert sum(row["rollout/zero_variance_groups"] * 4 for row in rows[1:]) == filled
 
 
+@pytest.mark.nightly
 def test_a_sampler_that_hangs_is_shown_with_its_groups(tmp_path: Path) -> None:
     counted = "import time\ncalls = 0\ndef score(response):\n    global calls\n    calls += 1\n"
     (tmp_path / "slow.py").write_text(

@@ -114,6 +114,7 @@ def cluster(folder: Path, env: dict[str, str]) -> Iterator[tuple[str, int]]:
             started.wait(60)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_job_of_ray_trains_on_a_cluster_that_runs_and_leaves_nothing(folder: Path) -> None:
     pytest.importorskip("aiohttp_cors", reason="needs ray[default]")

@@ -16,6 +16,7 @@ from torchrl_grpo.reporting.metrics import read_jsonl
 pytest.importorskip("ray")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_later_epochs_leave_out_what_samplers_never_solved(tmp_path: Path) -> None:
     """Of six problems three are never right, whatever is answered."""

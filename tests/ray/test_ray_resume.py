@@ -95,6 +95,7 @@ def test_a_sharded_reference_model_scores_as_a_whole_one(tmp_path: Path) -> None
     assert numbers(resumed, 3) == numbers(rows, 3)
 
 
+@pytest.mark.nightly
 def test_bfloat16_with_8_bit_moments_resumes_exactly_on_two_ranks(tmp_path: Path) -> None:
     """Of a model whose weights have few shapes: each rank compiles an update for each."""
     pytest.importorskip("torchao")
@@ -184,7 +185,11 @@ def test_a_resumed_asynchronous_run_loses_and_repeats_no_group(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("asynchronous", "overrides"), [(False, []), (True, ["inference_model.num_devices=2"])]
+    ("asynchronous", "overrides"),
+    [
+        pytest.param(False, [], marks=pytest.mark.nightly),
+        (True, ["inference_model.num_devices=2"]),
+    ],
 )
 def test_what_was_drawn_ahead_is_played_by_whoever_goes_on(
     asynchronous: bool,

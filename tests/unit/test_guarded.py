@@ -20,6 +20,7 @@ def start_processes() -> None:
     subprocess.Popen([sys.executable, "-c", FORKS], start_new_session=True).wait()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the guard is Linux's")
 def test_a_killed_pytest_leaves_no_process() -> None:

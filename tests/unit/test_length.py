@@ -108,6 +108,7 @@ def test_total_dialog_turns_0_evaluates_a_checkpoint_and_ends(
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.ray
 @pytest.mark.slow
 def test_the_asynchronous_script_evaluates_and_ends_too(data: Path, tmp_path: Path) -> None:

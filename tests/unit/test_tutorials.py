@@ -41,7 +41,7 @@ def run_block(block: Block, variables: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(n, marks=pytest.mark.ray if n in ON_RAY else ())
+        pytest.param(n, marks=[pytest.mark.ray, pytest.mark.nightly] if n in ON_RAY else ())
         for n in TUTORIALS
         if n not in ELSEWHERE
     ],

@@ -11,8 +11,7 @@ from typing import Any
 
 
 async def play(client: Any, problem: dict[str, Any]) -> float:
-    """Asks for an answer, once more where it is wrong, and gives half of the reward for the second
-    one.
+    """Ask for an answer, again if it is wrong, and return half of the reward for the second one.
 
     Args:
         client: an ``openai.AsyncOpenAI``.

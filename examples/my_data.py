@@ -28,5 +28,6 @@ if __name__ == "__main__":
         writer = csv.writer(file)
         writer.writerow(["question", "sum"])
         for number in random.Random(0).sample(range(8100), 1000):
-            a, b = 10 + number // 90, 10 + number % 90
+            a = 10 + number // 90
+            b = 10 + number % 90
             writer.writerow([f"{a}+{b}=?", a + b])

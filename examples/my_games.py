@@ -1,8 +1,8 @@
-"""Guess a number from 1 to 7: three guesses, each is told higher, lower or right, and the last one
-counts.
+"""Guess a number from 1 to 7: three guesses, each answered by higher, lower or right, and the last
+one counts.
 
-One game, written in the four forms that a run takes. ``docs/tutorials/games.md`` trains a model
-that plays it, and has the command of each form.
+One game in the four forms that a run accepts. ``docs/tutorials/games.md`` trains a model that plays
+it, and has the command of each form.
 """
 
 import random
@@ -14,31 +14,36 @@ PROMPT = "Guess 1-7."
 GUESSES = 3
 
 
-def told(guess, number):
-    """Return what is said to a guess; None ends the game, because it was none."""
+def hint(guess, number):
+    """Return the answer to a guess; None, which ends the game, if the text is not a guess."""
     if len(guess) != 1 or guess not in "1234567":
         return None
-    return "right" if int(guess) == number else "higher" if int(guess) < number else "lower"
+    if int(guess) == number:
+        return "right"
+    return "higher" if int(guess) < number else "lower"
 
 
 class TextGame:
     """A text game: the policy's text is the guess."""
 
     def reset(self, seed):
-        self.number, self.left = 1 + seed % 7, GUESSES
+        self.number = 1 + seed % 7
+        self.left = GUESSES
         return PROMPT
 
     def step(self, response):
-        said, self.left = told(response, self.number), self.left - 1
-        done = said is None or self.left == 0
-        return said, float(done and said == "right"), done
+        answer = hint(response, self.number)
+        self.left -= 1
+        done = answer is None or self.left == 0
+        return answer, float(done and answer == "right"), done
 
 
 class ToolGame:
-    """A class as TRL's ``environment_factory`` takes it: the guess is the call of a tool."""
+    """A class for TRL's ``environment_factory``: the guess is the call of a tool."""
 
     def reset(self, seed):
-        self.number, self.guesses = 1 + seed % 7, []
+        self.number = 1 + seed % 7
+        self.guesses = []
         return "Guess"  # the chat template adds the tool's description
 
     def guess(self, number: int) -> str:
@@ -48,18 +53,18 @@ class ToolGame:
             number: from 1 to 7.
         """
         self.guesses.append(number)
-        return told(str(number), self.number)
+        return hint(str(number), self.number)
 
     def get_reward(self):
         return float(len(self.guesses) == GUESSES and self.guesses[-1] == self.number)
 
 
 def bare_digit(text):
-    """A parser (``env.tool_parser``) to which a digit is a call of ``guess``, for a model that
-    writes no JSON.
+    """A parser (``env.tool_parser``) that reads a digit as a call of ``guess``, for a model that
+    does not write JSON.
     """
     digit = text.removesuffix("<|end|>")
-    return [] if told(digit, 0) is None else [ToolCall("guess", {"number": int(digit)})]
+    return [] if hint(digit, 0) is None else [ToolCall("guess", {"number": int(digit)})]
 
 
 async def play(client, problem):
@@ -68,11 +73,11 @@ async def play(client, problem):
     for _ in range(GUESSES):
         completion = await client.chat.completions.create(model="policy", messages=chat)
         message = completion.choices[0].message
-        said = told(message.content, problem["answer"])
-        if said is None:
+        answer = hint(message.content, problem["answer"])
+        if answer is None:
             return 0.0
-        chat += [message, {"role": "user", "content": said}]
-    return float(said == "right")
+        chat += [message, {"role": "user", "content": answer}]
+    return float(answer == "right")
 
 
 class GuessTask(Task):
@@ -87,19 +92,20 @@ class GuessTask(Task):
         return [Problem(PROMPT, 1 + seed % 7, {"seed": seed}) for seed in seeds]
 
     def next_turn(self, problem, responses):
-        return None if len(responses) == GUESSES else told(responses[-1], problem.answer)
+        return None if len(responses) == GUESSES else hint(responses[-1], problem.answer)
 
     def demonstration(self, problem):
-        """A dialog of someone who guesses at random: it shows the form alone."""
-        rng, chat = random.Random(problem.extra["seed"]), []
+        """A dialog of random guesses, which shows only the form."""
+        rng = random.Random(problem.extra["seed"])
+        chat = []
         for _ in range(GUESSES):
             guess = str(rng.randint(1, 7))
             chat += [
                 {"role": "assistant", "content": guess},
-                {"role": "user", "content": told(guess, problem.answer)},
+                {"role": "user", "content": hint(guess, problem.answer)},
             ]
         return chat[:-1]
 
     def score(self, problem, responses):
-        right = len(responses) == GUESSES and told(responses[-1], problem.answer) == "right"
+        right = len(responses) == GUESSES and hint(responses[-1], problem.answer) == "right"
         return Score(float(right), right)

@@ -1,4 +1,4 @@
-"""Rows of three-digit sums with worked solutions, one JSON object a line: ``docs/teaching.md``
+"""Rows of three-digit sums with worked solutions, one JSON object per line: ``docs/teaching.md``
 trains on them.
 """
 
@@ -7,7 +7,10 @@ import random
 
 draw = random.Random(0)
 for _ in range(4600):
-    a, b, steps, carry = draw.randint(100, 999), draw.randint(100, 999), [], 0
+    a = draw.randint(100, 999)
+    b = draw.randint(100, 999)
+    steps = []
+    carry = 0
     for x, y in zip(reversed(str(a)), reversed(str(b)), strict=True):
         total = int(x) + int(y) + carry
         steps.append(f"{x}+{y}{'+1' * carry}={total}")

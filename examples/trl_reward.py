@@ -12,6 +12,6 @@ import re
 def accuracy(prompts, completions, answer, **kwargs):
     rewards = []
     for completion, expected in zip(completions, answer):
-        found = re.search(r"####\s*(-?\d+)\s*$", completion)
-        rewards.append(1.0 if found and found.group(1) == expected else 0.0)
+        match = re.search(r"####\s*(-?\d+)\s*$", completion)
+        rewards.append(1.0 if match and match.group(1) == expected else 0.0)
     return rewards

@@ -78,7 +78,7 @@ lint: $(VENV)/.stamp-dev  ## ruff, mypy, the import rules, shell scripts and Doc
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(VENV)/bin/lint-imports
-	$(VENV)/bin/shellcheck sota/grpo/slurm/*.sbatch .ci/run
+	$(VENV)/bin/shellcheck sota/grpo/slurm/*.sbatch tools/gpu_wheels.sh .ci/run
 	$(VENV)/bin/hadolint Dockerfile Dockerfile.cpu
 
 docs: $(VENV)/.stamp-docs  ## build the documentation site into site/; a warning is an error

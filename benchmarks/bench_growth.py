@@ -30,6 +30,7 @@ from pathlib import Path
 
 import bench_train_step as train_step
 import psutil
+import shapes
 import torch
 from machine import report, surroundings
 from torch import Tensor
@@ -99,7 +100,7 @@ def work(name: str, repeats: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
     for value in values:
         size = BASE | changed | {name: value}
-        train_step.MODELS["growth"] = LAYERS | {"vocab_size": size["vocabulary"]}
+        shapes.MODELS["growth"] = LAYERS | {"vocab_size": size["vocabulary"]}
         train_step.HEADS["growth"] = 4
         model, batch = train_step.make_model("growth", "float32"), make_batch(size)
         step = train_step.use_ours(model, batch, "", micro_batch_tokens=size["micro_batch"])

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import bench_train_step as train_step
+import shapes
 import torch
 from bench_growth import BASE, make_batch
 from machine import merge
@@ -121,7 +122,7 @@ def main() -> None:
         "--output", type=Path, default=Path(__file__).with_name("results") / "memory.json"
     )
     args = parser.parse_args()
-    train_step.MODELS |= MODELS
+    shapes.MODELS |= MODELS
     train_step.HEADS |= HEADS
     torch.set_num_threads(1)
     libc = ctypes.CDLL("libc.so.6")

@@ -131,11 +131,12 @@ def run(overrides: list[str], steps: int) -> dict[str, Any]:
 def work(barrier: Barrier, count: Any, seconds: float) -> None:
     """Training steps of a model of the starter's shape, for some seconds."""
     import bench_train_step as train_step  # here, because it sets what the runs would inherit
+    import shapes
     import torch
     from bench_growth import LAYERS, make_batch
 
     torch.set_num_threads(1)
-    train_step.MODELS["starter"] = LAYERS | {"vocab_size": 261}
+    shapes.MODELS["starter"] = LAYERS | {"vocab_size": 261}
     train_step.HEADS["starter"] = 4
     model = train_step.make_model("starter", "float32")
     batch = make_batch({"groups": 16, "group": 8, "prompt": 8, "response": 16, "vocabulary": 261})

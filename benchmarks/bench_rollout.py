@@ -4,6 +4,7 @@
     python benchmarks/bench_rollout.py --model small --dtype bfloat16 --generic --out rollout.json
     python benchmarks/bench_rollout.py --model small --vllm
     python benchmarks/bench_rollout.py --model small --lengths --new-tokens 512 --prompts 32 --at-once 64
+    python benchmarks/bench_rollout.py --device cuda --model qwen05 --dtype bfloat16 --new-tokens 256
 
 All sides sample the same prompts of one random Qwen2 model at temperature 1 and ignore the end token, so each makes
 the same number of tokens; they take turns, after one warm-up each. With `--lengths` one token of 128 ends a response,
@@ -12,6 +13,7 @@ sequences that are there at a time: our engine gets a cache for so many and fill
 ``generate`` takes one batch of that size after another. Our engine and vLLM also compute the log-probs of what they
 sample, ``generate`` does not. The result is JSON with the machine, the versions, the setting, every time and the
 medians; those by CPU seconds of this process are the ones to read where other work is running (vLLM works in others).
+It also has how far the engine's log-probs are from those that a training step computes.
 """
 
 from __future__ import annotations
@@ -27,37 +29,20 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+from accelerator import card, synchronize
 from machine import report, surroundings
+from shapes import MODELS
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from torchrl_grpo.generation import SamplingParams, TransformersEngine
 from torchrl_grpo.generation import transformers as transformers_engine
+from torchrl_grpo.models.scoring import TokenScorer
 
-MODELS = {
-    # 0.3M, 30M and Qwen2.5-0.5B's own shape; heads of 32 or 64, which is what vLLM has on a CPU.
-    "tiny": {
-        "vocab_size": 128,
-        "hidden_size": 96,
-        "intermediate_size": 256,
-        "num_hidden_layers": 3,
-    },
-    "small": {
-        "vocab_size": 32000,
-        "hidden_size": 512,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 6,
-    },
-    "qwen05": {
-        "vocab_size": 151936,
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-    },
-}
-HEADS = {"tiny": (3, 1), "small": (8, 2), "qwen05": (14, 2)}
+HEADS = {"tiny": (3, 1), "small": (8, 2), "qwen05": (14, 2), "qwen15": (12, 2)}
+"""Heads of queries, and of keys and values: of 32, 64 or 128 numbers, which vLLM has on a CPU."""
 
 
-def make_model(name: str, dtype: torch.dtype) -> PreTrainedModel:
+def make_model(name: str, dtype: torch.dtype, device: str = "cpu") -> PreTrainedModel:
     """A random Qwen2 model."""
     torch.manual_seed(0)
     query_heads, kv_heads = HEADS[name]
@@ -71,7 +56,8 @@ def make_model(name: str, dtype: torch.dtype) -> PreTrainedModel:
         bos_token_id=None,
         pad_token_id=0,
     )
-    return Qwen2ForCausalLM._from_config(config, dtype=dtype).eval()
+    with torch.device(device):
+        return Qwen2ForCausalLM._from_config(config, dtype=dtype).eval()
 
 
 def stop_tokens(args: argparse.Namespace) -> list[int]:
@@ -124,8 +110,8 @@ def use_generate(
         for some_ids, some_mask in zip(ids.split(at_once), mask.split(at_once), strict=True):
             with torch.no_grad():
                 out = model.generate(
-                    some_ids,
-                    attention_mask=some_mask,
+                    some_ids.to(model.device),
+                    attention_mask=some_mask.to(model.device),
                     do_sample=True,
                     temperature=1.0,
                     top_k=0,
@@ -135,7 +121,7 @@ def use_generate(
                     eos_token_id=stops or None,
                     pad_token_id=0,
                 )
-            ended = torch.isin(out[:, width:], torch.tensor(stops, dtype=torch.int64))
+            ended = torch.isin(out[:, width:].cpu(), torch.tensor(stops, dtype=torch.int64))
             tokens += int((ended.cumsum(1) - ended.long() == 0).sum())
         return tokens
 
@@ -187,14 +173,36 @@ def update_seconds(model: PreTrainedModel, repeats: int) -> float:
     for i in range(repeats + 1):
         start = time.perf_counter()
         engine.update_weights(model.named_parameters(), version=i)
+        synchronize(str(model.device))
         times.append(time.perf_counter() - start)
     return statistics.median(times[1:])
+
+
+def log_prob_differences(
+    model: PreTrainedModel, prompt: torch.Tensor, args: argparse.Namespace
+) -> dict[str, float]:
+    """Largest and mean difference between the engine's log-probs and those that the training step
+    computes of the same tokens.
+    """
+    engine = TransformersEngine(model)
+    [group] = engine.generate([prompt], args.responses, SamplingParams(args.new_tokens))
+    rows = [torch.cat([prompt, completion.tokens]) for completion in group]
+    tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    ends = torch.tensor([len(row) for row in rows])[:, None]
+    place = torch.arange(tokens.shape[1])
+    mask = (place >= len(prompt)) & (place < ends)
+    with torch.no_grad():
+        scored = TokenScorer(model).score(tokens.to(model.device), mask.to(model.device))[0].cpu()
+    sampled = torch.cat([completion.log_probs for completion in group])
+    difference = (scored[mask] - sampled).abs()
+    return {"largest": difference.max().item(), "mean": difference.mean().item()}
 
 
 def main() -> None:
     """Runs all sides in turns and writes the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=MODELS, default="tiny")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--model", choices=HEADS, default="tiny")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--responses", type=int, default=8)
@@ -215,7 +223,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="file for the JSON, besides standard output")
     args = parser.parse_args()
 
-    model = make_model(args.model, getattr(torch, args.dtype))
+    model = make_model(args.model, getattr(torch, args.dtype), args.device)
     shortest = args.prompt_tokens // 2 if args.ragged else args.prompt_tokens
     lengths = torch.linspace(shortest, args.prompt_tokens, args.prompts).round().int().tolist()
     prompts = [torch.randint(1, MODELS[args.model]["vocab_size"], (length,)) for length in lengths]
@@ -248,21 +256,26 @@ def main() -> None:
     setting = {name: value for name, value in vars(args).items() if name != "out"} | MODELS[
         args.model
     ]
-    result = surroundings(packages) | {
-        "setting": setting
-        | {"parameters": model.num_parameters(), "threads": torch.get_num_threads()},
-        "tokens": tokens,
-        "seconds": seconds,
-        "cpu_seconds": cpu_seconds,
-        "median_tokens_per_second": {name: round(rate, 1) for name, rate in rates.items()},
-        "speed_over_generate": {
-            name: round(rate / rates["generate"], 2) for name, rate in rates.items()
-        },
-        "speed_over_generate_by_cpu_seconds": {
-            name: round(rate / by_cpu["generate"], 2) for name, rate in by_cpu.items()
-        },
-        "median_weight_update_ms": round(update_seconds(model, args.repeats) * 1e3, 3),
-    }
+    result = (
+        surroundings(packages)
+        | card(args.device)
+        | {
+            "setting": setting
+            | {"parameters": model.num_parameters(), "threads": torch.get_num_threads()},
+            "tokens": tokens,
+            "seconds": seconds,
+            "cpu_seconds": cpu_seconds,
+            "median_tokens_per_second": {name: round(rate, 1) for name, rate in rates.items()},
+            "speed_over_generate": {
+                name: round(rate / rates["generate"], 2) for name, rate in rates.items()
+            },
+            "speed_over_generate_by_cpu_seconds": {
+                name: round(rate / by_cpu["generate"], 2) for name, rate in by_cpu.items()
+            },
+            "log_prob_difference_from_scorer": log_prob_differences(model, prompts[0], args),
+            "median_weight_update_ms": round(update_seconds(model, args.repeats) * 1e3, 3),
+        }
+    )
     report(result, args.out)
 
 

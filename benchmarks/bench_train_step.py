@@ -1,9 +1,11 @@
 """How long one training step takes, and how much memory: ours against TRL, TorchRL and plain
-PyTorch, on Linux CPUs.
+PyTorch, on Linux CPUs or one CUDA device.
 
     python benchmarks/bench_train_step.py
     python benchmarks/bench_train_step.py --models qwen05 --dtypes bfloat16 --repeats 5
     python benchmarks/bench_train_step.py --losses sft distill --groups 16
+    python benchmarks/bench_train_step.py --device cuda --models qwen05 --dtypes bfloat16 --prompts 256 \
+        --sequences 64 --groups 8 --responses 64 512 --at-once 8
 
 A step is forward, loss, backward and zero_grad, without the optimizer's update. All sides have the
 same random Qwen2 weights and the same batch: groups of responses of 32 to 128 tokens that share a
@@ -12,17 +14,22 @@ then over sequences; or (``--losses``) supervised training; or the reverse KL to
 same shape over the whole vocabulary, whose forward pass is part of the step; both a mean over all
 tokens. ``padded`` is our own step where each sequence is padded and has its prompt computed. First
 the loss and gradient of each side are compared with ours, then the sides take turns, in an order
-that rotates. Each side is a process of its own, with a peak memory of its own: its growth over what
-was resident before the first step. All inherit the same OMP_NUM_THREADS and settings of the
-allocator (MALLOC_MMAP_THRESHOLD_, ...), and the result states them. A missing peer is left out and
-named. Anything else that runs on the machine spoils the times: OpenMP's threads wait for one
-another by spinning. With OMP_NUM_THREADS=1 the CPU time of a step, which is given beside, suffers
-least.
+that rotates (on a CUDA device one follows the other). Each side is a process of its own, with a
+peak memory of its own: its growth over what was resident before the first step, of the process or
+of the CUDA device. All inherit the same OMP_NUM_THREADS and settings of the allocator
+(MALLOC_MMAP_THRESHOLD_, ...), and the result states them. A missing peer is left out and named.
+Anything else that runs on the machine spoils the times: OpenMP's threads wait for one another by
+spinning. With OMP_NUM_THREADS=1 the CPU time of a step, which is given beside, suffers least.
+
+The rate in tokens counts the sequences' own, and the model FLOPs utilization the products that have
+to be made, of each prompt once and of no padding: what a side computes beyond that lowers both.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import inspect
 import itertools
 import json
 import math
@@ -42,7 +49,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count()))
 
 import torch
+from accelerator import attention_flops, card, matrix_flops, peak_flops, synchronize
 from machine import surroundings
+from shapes import MODELS
 from tensordict import TensorDict, lazy_stack
 from tokenizers import Tokenizer, models
 from torch import Tensor
@@ -50,37 +59,21 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, 
 
 from torchrl_grpo.learner.step import GRPOTrainer
 from torchrl_grpo.models.divergence import Teacher
+from torchrl_grpo.models.loading import shape_of
+from torchrl_grpo.models.memory import StepSetup, step_memory
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.objectives import DemonstrationLoss, GRPOLoss
 from torchrl_grpo.transforms.teacher import TeacherStates
 
 Step = Callable[[], float]
-Use = Callable[[PreTrainedModel, dict[str, Tensor], str], Step]
-# 0.3M, 30M and Qwen2.5-0.5B's own shape.
-MODELS: dict[str, dict[str, int]] = {
-    "tiny": {
-        "vocab_size": 128,
-        "hidden_size": 96,
-        "intermediate_size": 256,
-        "num_hidden_layers": 3,
-    },
-    "small": {
-        "vocab_size": 32000,
-        "hidden_size": 512,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 6,
-    },
-    "qwen05": {
-        "vocab_size": 151936,
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-    },
-}
-HEADS = {"tiny": 4, "small": 8, "qwen05": 14}
-GROUP_SIZE = {"tiny": 8, "small": 8, "qwen05": 2}
+Use = Callable[..., Step]
+"""Gets the model, the batch, and a folder; those that have a limit, ``micro_batch_tokens`` or
+``at_once`` too.
+"""
+HEADS = {"tiny": 4, "small": 8, "qwen05": 14, "qwen15": 12, "qwen7": 28}
+SEQUENCES = {"tiny": 16, "small": 16, "qwen05": 4, "qwen15": 4, "qwen7": 4}
 PACKAGES = ("torch", "transformers", "tensordict", "torchrl", "trl")
-GROUPS, MIN_RESPONSE, MAX_RESPONSE = 2, 32, 128
+GROUPS, RESPONSES = 2, (32, 128)
 CLIP_EPSILON = 0.2
 LOG_RATIOS = torch.tensor([-0.4, -0.05, 0.05, 0.4])
 """Log-ratios of the batch, well inside and well outside the clip range: rounding clips no token on
@@ -92,55 +85,74 @@ absolute.
 """
 
 
-def make_model(name: str, dtype: str, seed: int = 0) -> PreTrainedModel:
-    """A random Qwen2 model, the same in every process."""
+def make_model(name: str, dtype: str, seed: int = 0, device: str = "cpu") -> PreTrainedModel:
+    """A random Qwen2 model, the same in every process on the same device."""
     torch.manual_seed(seed)
     settings: dict[str, Any] = {
-        "tie_word_embeddings": True,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": name != "qwen7",
         "use_cache": False,
         "eos_token_id": 1,
         "pad_token_id": 0,
     }
-    config = Qwen2Config(
-        **MODELS[name], num_attention_heads=HEADS[name], num_key_value_heads=2, **settings
-    )
-    return Qwen2ForCausalLM._from_config(config, dtype=getattr(torch, dtype)).eval()
+    config = Qwen2Config(num_attention_heads=HEADS[name], **(settings | MODELS[name]))
+    with torch.device(device):
+        return Qwen2ForCausalLM._from_config(config, dtype=getattr(torch, dtype)).eval()
 
 
-def response_log_probs(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """Log-probs of the response tokens [B, Tr] from their full logits: plain PyTorch."""
-    logits = model(tokens, logits_to_keep=MAX_RESPONSE + 1).logits[:, :-1]
-    logits, targets = logits.float().flatten(0, 1), tokens[:, -MAX_RESPONSE:].flatten()
+def response_log_probs(model: PreTrainedModel, tokens: Tensor, width: int) -> Tensor:
+    """Log-probs of the response tokens [B, Tr], the last ``width``, from their full logits: plain
+    PyTorch.
+    """
+    logits = model(tokens, logits_to_keep=width + 1).logits[:, :-1]
+    logits, targets = logits.float().flatten(0, 1), tokens[:, -width:].flatten()
     return -torch.nn.functional.cross_entropy(logits, targets, reduction="none").view(
         len(tokens), -1
     )
 
 
-def make_batch(name: str, dtype: str, prompt: int, path: str, groups: int = GROUPS) -> None:
+def make_batch(name: str, dtype: str, path: str, size: dict[str, Any], device: str = "cpu") -> None:
     """Writes the batch, padded on the right: tokens [B, T], mask and behaviour log-probs [B, Tr],
     advantages [B].
+
+    Args:
+        name, dtype: of the model.
+        path: of the file.
+        size: ``sequences``, different ``prompts`` among them, tokens of a ``prompt``, shortest and
+            longest of the ``responses``, and sequences ``at_once`` in a padded forward pass.
+        device: to compute on.
     """
-    model = make_model(name, dtype)
+    model = make_model(name, dtype, device=device)
     torch.manual_seed(1)
-    size, vocab = GROUPS * GROUP_SIZE[name], MODELS[name]["vocab_size"]
-    prompts = torch.randint(2, vocab, (groups, prompt)).repeat_interleave(size // groups, 0)
-    lengths = torch.linspace(MIN_RESPONSE, MAX_RESPONSE, size).round().long()[torch.randperm(size)]
-    mask = torch.arange(MAX_RESPONSE) < lengths[:, None]
-    tokens = torch.cat([prompts, torch.randint(2, vocab, (size, MAX_RESPONSE)) * mask], 1)
+    rows, vocab, (shortest, longest) = (
+        size["sequences"],
+        MODELS[name]["vocab_size"],
+        size["responses"],
+    )
+    prompts = torch.randint(2, vocab, (size["prompts"], size["prompt"]))
+    prompts = prompts.repeat_interleave(rows // size["prompts"], 0)
+    lengths = torch.linspace(shortest, longest, rows).round().long()[torch.randperm(rows)]
+    mask = torch.arange(longest) < lengths[:, None]
+    tokens = torch.cat([prompts, torch.randint(2, vocab, (rows, longest)) * mask], 1)
     with torch.no_grad():
-        log_probs = (
-            response_log_probs(model, tokens)
-            - LOG_RATIOS[torch.randint(len(LOG_RATIOS), mask.shape)]
-        )
+        parts = tokens.to(device).split(size["at_once"])
+        log_probs = torch.cat([response_log_probs(model, part, longest).cpu() for part in parts])
+        log_probs -= LOG_RATIOS[torch.randint(len(LOG_RATIOS), mask.shape)]
     torch.save(
         {
             "tokens": tokens,
             "mask": mask,
             "log_probs": log_probs * mask,
-            "advantage": torch.randn(size),
+            "advantage": torch.randn(rows),
         },
         path,
     )
+
+
+def parts_of(batch: dict[str, Tensor], at_once: int) -> list[dict[str, Tensor]]:
+    """The batch in parts of so many sequences."""
+    columns = [tensor.split(at_once) for tensor in batch.values()]
+    return [dict(zip(batch, part, strict=True)) for part in zip(*columns, strict=True)]
 
 
 def ragged(batch: dict[str, Tensor], advantage_shape: tuple[int, ...]) -> TensorDict:
@@ -187,12 +199,13 @@ class Trainer(GRPOTrainer):
 
 
 def use_ours(
-    model: PreTrainedModel, batch: dict[str, Tensor], folder: str, **settings: Any
+    model: PreTrainedModel, batch: dict[str, Tensor], folder: str, micro_batch_tokens: int = 16384
 ) -> Step:
     """``GRPOTrainer.train_step``: padding, normalisation, micro-batches and metrics, but no
     optimizer step.
     """
-    return _step(GRPOLoss(TokenScorer(model), clip_epsilon=CLIP_EPSILON), model, batch, **settings)
+    loss = GRPOLoss(TokenScorer(model), clip_epsilon=CLIP_EPSILON)
+    return _step(loss, model, batch, micro_batch_tokens=micro_batch_tokens)
 
 
 def _step(
@@ -206,7 +219,7 @@ def _step(
     trainer = Trainer(
         loss, model, torch.optim.SGD(model.parameters()), optim_batch_size=size, **settings
     )
-    data = ragged(batch, (1,))
+    data = ragged({name: tensor.cpu() for name, tensor in batch.items()}, (1,))
     return lambda: trainer.train_step(score(data))["loss"]
 
 
@@ -232,53 +245,74 @@ def make_teacher(model: PreTrainedModel) -> PreTrainedModel:
     name = next(
         name for name, shape in MODELS.items() if shape["hidden_size"] == model.config.hidden_size
     )
-    return make_model(name, str(model.dtype).removeprefix("torch."), seed=2).requires_grad_(False)
+    dtype = str(model.dtype).removeprefix("torch.")
+    return make_model(name, dtype, seed=2, device=str(model.device)).requires_grad_(False)
 
 
 def padded(use: Use) -> Use:
     """A step of ours where each sequence is padded and has its prompt computed."""
 
-    def use_padded(model: PreTrainedModel, batch: dict[str, Tensor], folder: str) -> Step:
+    @functools.wraps(use)
+    def use_padded(*args: Any, **limit: int) -> Step:
         TokenScorer.packs = lambda self, longest: False  # type: ignore[method-assign]
-        return use(model, batch, folder)
+        return use(*args, **limit)
 
     return use_padded
 
 
-def use_trl(model: PreTrainedModel, batch: dict[str, Tensor], folder: str) -> Step:
+def use_trl(
+    model: PreTrainedModel, batch: dict[str, Tensor], folder: str, at_once: int = 16
+) -> Step:
     """TRL's ``GRPOTrainer.compute_loss`` and backward, beta 0."""
     import trl
     from datasets import Dataset
 
-    size = len(batch["tokens"])
-    settings: dict[str, Any] = PLAIN | {
-        "per_device_train_batch_size": size,
-        "max_completion_length": MAX_RESPONSE,
-    }
+    size, parts = len(batch["tokens"]), parts_of(batch, at_once)
+    settings = trl_settings(model, batch) | {"per_device_train_batch_size": size}
     settings |= {
         "beta": 0.0,
         "loss_type": "grpo",
         "epsilon": CLIP_EPSILON,
-        "num_generations": size // GROUPS,
+        "num_generations": size // count_prompts(batch),
     }
     data = Dataset.from_dict({"prompt": ["<eos>"] * size})
     trainer = trl.GRPOTrainer(
         model, len, trl.GRPOConfig(folder, **settings), data, processing_class=make_tokenizer()
     )
-    trainer.current_gradient_accumulation_steps = 1
+    trainer.current_gradient_accumulation_steps = len(parts)
     model.train()  # as in its own loop; the model has no dropout
-    inputs = trl_inputs(batch)
-    inputs |= {"old_per_token_logps": batch["log_probs"], "advantages": batch["advantage"]}
-    return lambda: backward(trainer.compute_loss(trainer.model, inputs))
+    inputs = [
+        trl_inputs(part)
+        | {"old_per_token_logps": part["log_probs"], "advantages": part["advantage"]}
+        for part in parts
+    ]
+    return lambda: sum(backward(trainer.compute_loss(trainer.model, part)) for part in inputs)
 
 
-PLAIN = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": []}
-"""Settings of TRL for a step that does what ours does."""
+def count_prompts(batch: dict[str, Tensor]) -> int:
+    """How many different prompts a batch has."""
+    return len(batch["tokens"][:, : -batch["mask"].shape[1]].unique(dim=0))
+
+
+def trl_settings(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Any]:
+    """Settings of TRL's trainers that sample, for a step that does what ours does."""
+    return plain_settings(model) | {"max_completion_length": batch["mask"].shape[1]}
+
+
+def plain_settings(model: PreTrainedModel) -> dict[str, Any]:
+    """Settings of all of TRL's trainers for such a step."""
+    return {
+        "use_cpu": model.device.type == "cpu",
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "report_to": [],
+    }
 
 
 def trl_inputs(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """What TRL's trainers that sample give to ``compute_loss``."""
-    prompts, responses = batch["tokens"][:, :-MAX_RESPONSE], batch["tokens"][:, -MAX_RESPONSE:]
+    width = batch["mask"].shape[1]
+    prompts, responses = batch["tokens"][:, :-width], batch["tokens"][:, -width:]
     inputs = {"prompt_ids": prompts, "completion_ids": responses}
     return inputs | {
         "prompt_mask": torch.ones_like(prompts),
@@ -291,12 +325,12 @@ def use_trl_sft(model: PreTrainedModel, batch: dict[str, Tensor], folder: str) -
     import trl
     from datasets import Dataset
 
-    labels = batch["tokens"].clone()
-    labels[:, -MAX_RESPONSE:][~batch["mask"]] = -100
-    labels[:, :-MAX_RESPONSE] = -100
-    attention = torch.cat([torch.ones_like(labels[:, :-MAX_RESPONSE]), batch["mask"].long()], 1)
+    labels, width = batch["tokens"].clone(), batch["mask"].shape[1]
+    labels[:, -width:][~batch["mask"]] = -100
+    labels[:, :-width] = -100
+    attention = torch.cat([torch.ones_like(labels[:, :-width]), batch["mask"].long()], 1)
     rows = {"input_ids": batch["tokens"].tolist(), "labels": labels.tolist()}
-    settings: dict[str, Any] = PLAIN | {"dataset_kwargs": {"skip_prepare_dataset": True}}
+    settings = plain_settings(model) | {"dataset_kwargs": {"skip_prepare_dataset": True}}
     config = trl.SFTConfig(folder, per_device_train_batch_size=len(labels), **settings)
     data = Dataset.from_dict(rows)
     trainer = trl.SFTTrainer(
@@ -317,10 +351,7 @@ def use_trl_distillation(model: PreTrainedModel, batch: dict[str, Tensor], folde
     from datasets import Dataset
 
     size = len(batch["tokens"])
-    settings: dict[str, Any] = PLAIN | {
-        "per_device_train_batch_size": size,
-        "max_completion_length": MAX_RESPONSE,
-    }
+    settings = trl_settings(model, batch) | {"per_device_train_batch_size": size}
     config = trl.DistillationConfig(folder, beta=1.0, **settings)
     data = Dataset.from_dict({"prompt": ["<eos>"] * size})
     teacher, tokenizer = make_teacher(model), make_tokenizer()
@@ -351,24 +382,33 @@ def use_torchrl(model: PreTrainedModel, batch: dict[str, Tensor], folder: str) -
     )
 
 
-def use_plain(model: PreTrainedModel, batch: dict[str, Tensor], folder: str) -> Step:
-    """Plain PyTorch: one padded forward, and the full logits of the response alone."""
-    mask, advantage = batch["mask"], batch["advantage"][:, None]
+def use_plain(
+    model: PreTrainedModel, batch: dict[str, Tensor], folder: str, at_once: int = 16
+) -> Step:
+    """Plain PyTorch: padded forward passes, and the full logits of the response alone."""
+    size, parts = len(batch["tokens"]), parts_of(batch, at_once)
 
-    def step() -> float:
-        ratio = (response_log_probs(model, batch["tokens"]) - batch["log_probs"]).exp()
+    def part_step(part: dict[str, Tensor]) -> float:
+        mask, advantage = part["mask"], part["advantage"][:, None]
+        log_probs = response_log_probs(model, part["tokens"], mask.shape[1])
+        ratio = (log_probs - part["log_probs"]).exp()
         surrogate = torch.minimum(
             ratio * advantage, ratio.clamp(1 - CLIP_EPSILON, 1 + CLIP_EPSILON) * advantage
         )
-        return backward(-((surrogate * mask).sum(1) / mask.sum(1)).mean())
+        return backward(-((surrogate * mask).sum(1) / mask.sum(1)).sum() / size)
 
-    return step
+    return lambda: sum(map(part_step, parts))
 
 
 def use_plain_sft(model: PreTrainedModel, batch: dict[str, Tensor], folder: str) -> Step:
     """Plain PyTorch: cross-entropy of the response."""
-    mask = batch["mask"]
-    return lambda: backward(-(response_log_probs(model, batch["tokens"]) * mask).sum() / mask.sum())
+    tokens, mask = batch["tokens"], batch["mask"]
+
+    def step() -> float:
+        log_probs = response_log_probs(model, tokens, mask.shape[1])
+        return backward(-(log_probs * mask).sum() / mask.sum())
+
+    return step
 
 
 def use_plain_distillation(model: PreTrainedModel, batch: dict[str, Tensor], folder: str) -> Step:
@@ -376,7 +416,7 @@ def use_plain_distillation(model: PreTrainedModel, batch: dict[str, Tensor], fol
     teacher, mask = make_teacher(model), batch["mask"]
 
     def log_probs(of: PreTrainedModel) -> Tensor:
-        logits = of(batch["tokens"], logits_to_keep=MAX_RESPONSE + 1).logits[:, :-1][mask]
+        logits = of(batch["tokens"], logits_to_keep=mask.shape[1] + 1).logits[:, :-1][mask]
         return logits.float().log_softmax(-1)
 
     def step() -> float:
@@ -396,13 +436,16 @@ def use_products(model: PreTrainedModel, batch: dict[str, Tensor], folder: str) 
     over the responses; no attention, nothing between the products, and the head's logits at once.
     """
     sampled = int(batch["mask"].sum())
-    rows = sampled + GROUPS * (batch["tokens"].shape[1] - batch["mask"].shape[1])
+    rows = sampled + count_prompts(batch) * (batch["tokens"].shape[1] - batch["mask"].shape[1])
     products = []
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear):
             height, weight = sampled if name == "lm_head" else rows, module.weight.detach()
             products.append(
-                (weight, *(torch.randn(height, size).to(weight) for size in reversed(weight.shape)))
+                (
+                    weight,
+                    *(weight.new_empty(height, size).normal_() for size in reversed(weight.shape)),
+                )
             )
 
     def step() -> float:
@@ -427,41 +470,62 @@ SIDES: dict[str, dict[str, Use]] = {
 """By the loss, what prepares the step of a side."""
 
 
-def peak_mib(reset: bool = False) -> float:
-    """This process's peak memory, after setting the kernel's record of it back to what is resident
-    now or not.
+def peak_mib(reset: bool = False, device: str = "cpu") -> float:
+    """Peak memory of this process, or of a CUDA device, after setting the record of it back to what
+    is in use now or not.
     """
+    if device != "cpu":
+        if reset:
+            torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.max_memory_allocated(device) / 2**20
     if reset:
         Path("/proc/self/clear_refs").write_text("5")
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def work(side: str, loss_name: str, name: str, dtype: str, folder: str, pipe: Connection) -> None:
+def work(
+    side: str,
+    loss_name: str,
+    name: str,
+    dtype: str,
+    folder: str,
+    limits: dict[str, int],
+    device: str,
+    pipe: Connection,
+) -> None:
     """A side's process: prepares, runs a first step, leaves its gradients in a file, then one step
     for each message.
     """
+    use = SIDES[loss_name][side]
     try:
-        model = make_model(name, dtype)
-        step = SIDES[loss_name][side](model, torch.load(f"{folder}/batch.pt"), folder)
+        model = make_model(name, dtype, device=device)
+        batch = torch.load(f"{folder}/batch.pt", map_location=device)
+        known = inspect.signature(use).parameters
+        step = use(model, batch, folder, **{key: limits[key] for key in limits if key in known})
     except ImportError as error:
         if side == "ours":
             raise
         return pipe.send(str(error))
-    before = peak_mib(reset=True)
-    loss, peak = step(), peak_mib()
-    torch.save(
-        {name: parameter.grad for name, parameter in model.named_parameters()},
-        f"{folder}/{side}.pt",
-    )
+    before = peak_mib(True, device)
+    loss = step()
+    synchronize(device)
+    peak = peak_mib(False, device)
+    gradients = {
+        name: None if parameter.grad is None else parameter.grad.cpu()
+        for name, parameter in model.named_parameters()
+    }
+    torch.save(gradients, f"{folder}/{side}.pt")
+    del gradients
     model.zero_grad()
-    peak_mib(reset=True)
+    peak_mib(True, device)
     pipe.send(loss)
     while pipe.recv():
         start, cpu = time.perf_counter(), time.process_time()
         step()
         model.zero_grad()
+        synchronize(device)
         pipe.send((time.perf_counter() - start, time.process_time() - cpu))
-    pipe.send(max(peak, peak_mib()) - before)
+    pipe.send(max(peak, peak_mib(False, device)) - before)
 
 
 def compare(side: str, losses: dict[str, float], folder: str) -> dict[str, float]:
@@ -474,77 +538,177 @@ def compare(side: str, losses: dict[str, float], folder: str) -> dict[str, float
     return {"loss": abs(losses[side] - losses["ours"]), "gradient": difference / norm}
 
 
-def measure(
-    loss: str, name: str, dtype: str, prompt: int, groups: int, repeats: int, sides: Sequence[str]
-) -> dict[str, Any]:
-    """One setting: the check, then the times and the memory of all sides."""
-    context = multiprocessing.get_context("spawn")
-    result: dict[str, Any] = {
-        "skipped": {},
-        "tolerance": TOLERANCE[dtype],
-        "difference_from_ours": {},
-    }
-    pipes, losses = dict[str, Connection](), dict[str, float]()
-    with tempfile.TemporaryDirectory() as folder:
-        maker = context.Process(
-            target=make_batch, args=(name, dtype, prompt, f"{folder}/batch.pt", groups)
-        )
-        maker.start()  # not in this process: a child's peak begins at its parent's size
+class Measurement:
+    """A setting's sides, and what is known of them.
+
+    Args:
+        loss, name, dtype: the loss, the model and its dtype.
+        size: of the batch and of a side's passes (``make_batch``).
+        device: to compute on.
+        folder: for the batch and the gradients.
+    """
+
+    def __init__(
+        self, loss: str, name: str, dtype: str, size: dict[str, Any], device: str, folder: str
+    ) -> None:
+        self._loss, self._model, self._size = loss, (name, dtype), size
+        self._device, self._folder = device, folder
+        self._context = multiprocessing.get_context("spawn")
+        self._losses: dict[str, float] = {}
+        self.seconds: dict[str, list[float]] = {}
+        self.cpu_seconds: dict[str, list[float]] = {}
+        self.peak_growth_mib: dict[str, float] = {}
+        self.skipped: dict[str, str] = {}
+        self.failed: list[str] = []
+        self.differences: dict[str, dict[str, float]] = {}
+        # Not in this process: a child's peak begins at its parent's size.
+        arguments = (*self._model, f"{folder}/batch.pt", size, device)
+        maker = self._context.Process(target=make_batch, args=arguments)
+        maker.start()
         maker.join()
-        for side in ("ours", *(side for side in sides if side != "ours")):
-            pipe, theirs = context.Pipe()
-            context.Process(
-                target=work, args=(side, loss, name, dtype, folder, theirs), daemon=True
-            ).start()
-            theirs.close()
-            first = pipe.recv()  # EOFError: the side failed, and has said why
-            if isinstance(first, str):
-                result["skipped"][side] = first
-                continue
-            pipes[side], losses[side] = pipe, first
-            if side == "products":
-                continue
-            difference = result["difference_from_ours"][side] = compare(side, losses, folder)
-            if not max(difference.values()) <= TOLERANCE[dtype]:
-                raise RuntimeError(
-                    f"{side} computes something else, {name} {dtype}: {difference}, losses {losses}."
-                )
-    order, seconds, cpu = (
-        list(pipes),
-        {side: list[float]() for side in pipes},
-        {side: list[float]() for side in pipes},
-    )
-    for i in range(repeats + 1):
-        for side in order[i % len(order) :] + order[: i % len(order)]:
-            pipes[side].send(True)
-            took = pipes[side].recv()
-            if i > 0:  # the first round is a warm-up
-                seconds[side].append(took[0])
-                cpu[side].append(took[1])
-    for pipe in pipes.values():
-        pipe.send(False)
-    memory = {side: pipe.recv() for side, pipe in pipes.items()}
+
+    def run(self, sides: Sequence[str], repeats: int) -> None:
+        """Start some sides, compare their first steps with ours, and time them in turns."""
+        started = {side: self._start(side) for side in sides}
+        pipes = {side: pipe for side, (_, pipe) in started.items() if self._checked(side, pipe)}
+        order = list(pipes)
+        self.seconds |= {side: [] for side in order}
+        self.cpu_seconds |= {side: [] for side in order}
+        for i in range(repeats + 1):
+            first = i % max(1, len(order))
+            for side in order[first:] + order[:first]:
+                pipes[side].send(True)
+                took = pipes[side].recv()
+                if i > 0:  # the first round is a warm-up
+                    self.seconds[side].append(took[0])
+                    self.cpu_seconds[side].append(took[1])
+        for side, pipe in pipes.items():
+            pipe.send(False)
+            self.peak_growth_mib[side] = pipe.recv()
+        for process, _ in started.values():
+            process.join()
+
+    def _start(self, side: str) -> tuple[Any, Connection]:
+        pipe, theirs = self._context.Pipe()
+        limits = {name: self._size[name] for name in ("at_once", "micro_batch_tokens")}
+        arguments = (side, self._loss, *self._model, self._folder, limits, self._device, theirs)
+        process = self._context.Process(target=work, args=arguments, daemon=True)
+        process.start()
+        theirs.close()
+        return process, pipe
+
+    def _checked(self, side: str, pipe: Connection) -> bool:
+        """Whether a side has made its first step; how its gradients differ from ours is recorded."""
+        try:
+            first = pipe.recv()
+        except EOFError:  # it has said why
+            self.failed.append(side)
+            return False
+        if isinstance(first, str):
+            self.skipped[side] = first
+            return False
+        self._losses[side] = first
+        if side != "products" and "ours" in self._losses:
+            difference = compare(side, self._losses, self._folder)
+            self.differences[side] = difference
+            if not max(difference.values()) <= TOLERANCE[self._model[1]]:
+                self.failed.append(side)
+        return True
+
+
+def work_of(name: str, size: dict[str, Any]) -> dict[str, float]:
+    """Tokens of the batch, those that have to be computed (each prompt once, no padding), and the
+    floating-point operations of a step with these.
+    """
+    rows, prompts, prompt = size["sequences"], size["prompts"], size["prompt"]
+    shortest, longest = size["responses"]
+    lengths = [int(length) for length in torch.linspace(shortest, longest, rows).round()]
+    computed = prompts * prompt + sum(lengths)
+    keys = prompts * prompt * (prompt + 1) // 2
+    keys += sum(length * prompt + length * (length + 1) // 2 for length in lengths)
+    shape = MODELS[name]
+    kv_share = shape.get("num_key_value_heads", 2) / HEADS[name]
+    flops = matrix_flops(shape, kv_share, computed, sum(lengths)) + attention_flops(shape, keys)
+    return {"tokens": rows * prompt + sum(lengths), "computed_tokens": computed, "flops": flops}
+
+
+def planned_growth_mib(name: str, dtype: str, size: dict[str, Any], tokens: float) -> float:
+    """What the memory plan says that our step adds to the weights; it has no optimizer here."""
+    number = getattr(torch, dtype).itemsize
+    shape = shape_of(make_model(name, dtype, device="meta"))
+    setup = StepSetup(size["micro_batch_tokens"], 1, 1, number=number, master=number)
+    memory = step_memory(shape, setup.of_batch(tokens, size["prompt"] + size["responses"][1]))
+    return (memory.peak - memory.resting) / 2**20
+
+
+def measure(
+    loss: str,
+    name: str,
+    dtype: str,
+    size: dict[str, Any],
+    repeats: int,
+    sides: Sequence[str],
+    device: str = "cpu",
+) -> dict[str, Any]:
+    """One setting: the check, then the times and the memory of all sides.
+
+    On a CPU the sides take turns; on a CUDA device, which they would fill together, one follows the
+    other.
+    """
+    everyone = ["ours", *(side for side in sides if side != "ours")]
+    turns = [everyone] if device == "cpu" else [[side] for side in everyone]
+    with tempfile.TemporaryDirectory() as folder:
+        measured = Measurement(loss, name, dtype, size, device, folder)
+        for some in turns:
+            measured.run(some, repeats)
     medians, cpu_medians = (
-        {side: statistics.median(times) for side, times in some.items()} for some in (seconds, cpu)
+        {side: statistics.median(times) for side, times in some.items()}
+        for some in (measured.seconds, measured.cpu_seconds)
     )
-    return result | {
-        "seconds": seconds,
+    memory = measured.peak_growth_mib
+    result: dict[str, Any] = {
+        "skipped": measured.skipped,
+        "failed": measured.failed,
+        "tolerance": TOLERANCE[dtype],
+        "difference_from_ours": measured.differences,
+        "seconds": measured.seconds,
         "median_seconds": medians,
         "median_cpu_seconds": cpu_medians,
-        "cpu_over_ours": {side: value / cpu_medians["ours"] for side, value in cpu_medians.items()},
         "peak_growth_mib": memory,
-        "seconds_over_ours": {side: value / medians["ours"] for side, value in medians.items()},
-        "memory_over_ours": {side: value / memory["ours"] for side, value in memory.items()},
     }
+    for ratio, figures in (
+        ("cpu_over_ours", cpu_medians),
+        ("seconds_over_ours", medians),
+        ("memory_over_ours", memory),
+    ):
+        result[ratio] = {side: value / figures["ours"] for side, value in figures.items()}
+    if loss != "grpo":
+        return result
+    needed = work_of(name, size)
+    rates = {side: needed["tokens"] / value for side, value in medians.items()}
+    peak = peak_flops(device)
+    mfu = {side: peak and needed["flops"] / value / peak for side, value in medians.items()}
+    planned = planned_growth_mib(name, dtype, size, needed["computed_tokens"])
+    return result | needed | {
+        "tokens_per_second": rates,
+        "model_flops_utilization": mfu,
+        "planned_growth_mib": planned,
+    }  # fmt: skip
 
 
 def main() -> None:
     """Measures each setting, writes its JSON and prints its table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--losses", nargs="+", choices=SIDES, default=["grpo"])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument(
         "--groups", type=int, default=GROUPS, help="different prompts among the sequences"
     )
+    parser.add_argument("--sequences", type=int, help="by default 16, or 4 of a large model")
+    parser.add_argument("--responses", nargs=2, type=int, default=RESPONSES, metavar="TOKENS",
+                        help="of the shortest and of the longest one")  # fmt: skip
+    parser.add_argument("--micro-batch-tokens", type=int, default=16384, help="in a pass of ours")
+    parser.add_argument("--at-once", type=int, default=16, help="sequences in a pass of the others")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["tiny", "small"])
     parser.add_argument("--dtypes", nargs="+", choices=TOLERANCE, default=["float32", "bfloat16"])
     parser.add_argument(
@@ -562,25 +726,30 @@ def main() -> None:
         help="{loss} and {groups} have a place in it too",
     )
     args = parser.parse_args()
+    failed: list[str] = []
     for loss, name, dtype, prompt in itertools.product(
         args.losses, args.models, args.dtypes, args.prompts
     ):
-        setting = MODELS[name] | {
+        sequences = args.sequences or SEQUENCES[name]
+        size = {
+            "sequences": sequences,
+            "prompts": args.groups,
+            "prompt": prompt,
+            "responses": list(args.responses),
+            "at_once": min(args.at_once, sequences),
+            "micro_batch_tokens": args.micro_batch_tokens,
+        }
+        setting = MODELS[name] | size | {
+            "loss": loss,
             "model": name,
             "dtype": dtype,
             "repeats": args.repeats,
             "groups": args.groups,
-        }
-        size = GROUPS * GROUP_SIZE[name] // args.groups
-        setting |= {
-            "group_size": size,
-            "prompt": prompt,
-            "responses": [MIN_RESPONSE, MAX_RESPONSE],
-            "loss": loss,
-        }
-        result = surroundings(PACKAGES) | {"setting": setting}
+            "group_size": sequences // args.groups,
+        }  # fmt: skip
+        result = surroundings(PACKAGES) | card(args.device) | {"setting": setting}
         sides = [side for side in args.sides if side in SIDES[loss]]
-        result |= measure(loss, name, dtype, prompt, args.groups, args.repeats, sides)
+        result |= measure(loss, name, dtype, size, args.repeats, sides, args.device)
         path = Path(
             args.output.format(
                 model=name, dtype=dtype, prompt=prompt, loss=loss, groups=args.groups
@@ -598,7 +767,10 @@ def main() -> None:
         ):
             lines.append("{:8} {:9.4f} {:7.2f} {:8.4f} {:7.2f} {:8.0f} {:7.2f}".format(side, *row))
         lines += [f"{side:8} skipped: {reason}" for side, reason in result["skipped"].items()]
+        lines += [f"{side:8} failed, or computes something else" for side in result["failed"]]
         sys.stdout.write("\n".join(lines) + "\n\n")
+        failed += result["failed"]
+    sys.exit(bool(failed))
 
 
 if __name__ == "__main__":

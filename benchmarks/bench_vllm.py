@@ -19,8 +19,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from bench_rollout import MODELS, make_model
+from bench_rollout import make_model
 from machine import report, surroundings
+from shapes import MODELS
 from transformers import AutoTokenizer
 
 from torchrl_grpo.collectors import RolloutCollector

@@ -3,12 +3,14 @@
     python -m pytest tests/gpu -n 0 -s
 
 The model has the shape of Qwen2.5-0.5B and random weights, and the data the form of GSM8K, so nothing is downloaded.
+``GPU_CHECK_DEVICE=cpu`` is a rehearsal on a CPU, with a small model.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -30,17 +32,23 @@ SHAPE: dict[str, Any] = {
     "num_attention_heads": 14, "num_key_value_heads": 2, "max_position_embeddings": 32_768,
     "tie_word_embeddings": True, "rope_theta": 1_000_000.0,
 }  # fmt: skip
-STEPS = 3
+DEVICE = os.environ.get("GPU_CHECK_DEVICE", "cuda")
+STEPS, ROWS, NEW_TOKENS = 3, 64, 256
+if DEVICE == "cpu":
+    SHAPE |= {"hidden_size": 56, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 512}
+    STEPS, ROWS, NEW_TOKENS = 1, 16, 16
 BATCH = (
-    "env.num_envs=64", "env.repeats=8", "inference_model.max_new_tokens=256",
-    f"train.total_dialog_turns={64 * STEPS}",
+    f"env.num_envs={ROWS}", "env.repeats=8", f"inference_model.max_new_tokens={NEW_TOKENS}",
+    f"train.total_dialog_turns={ROWS * STEPS}",
 )  # fmt: skip
 COMMON = ("evaluation.num_prompts=16", "logging.tensorboard=false", "train.mixed_precision=bf16")
 PLAIN = "inference_model.backend=transformers"
 CHECKED = ("inference_model.check_sync=true", "inference_model.check_sync_tolerance=1.0")
 """Compares the engine's log-probs with the trainer's after each sync: other bytes give more."""
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = pytest.mark.skipif(
+    DEVICE == "cuda" and not torch.cuda.is_available(), reason="needs a CUDA device"
+)
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray")
 GPUS = torch.cuda.device_count()
@@ -91,6 +99,7 @@ def run(
     data: Path,
     table: list[Any],
     tmp_path: Path,
+    record_property: Callable[..., None],
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[..., list[dict[str, Any]]]:
@@ -109,6 +118,8 @@ def run(
         rows = read_jsonl(tmp_path / "metrics.jsonl")
         gib = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
         table.append((name, time.monotonic() - start, rows[-1]["time/step_s"], gib))
+        record_property("step_s", round(rows[-1]["time/step_s"], 3))
+        record_property("peak_gib", round(gib, 2))
         assert [row["step"] for row in rows] == list(range(STEPS + 1))
         assert all(abs(row["train/loss"]) < 100 for row in rows[1:])
         assert "The weights go through the object store" not in caplog.text  # nor, in one process,

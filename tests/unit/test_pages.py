@@ -36,6 +36,7 @@ ELSEWHERE = {
     "docker": "there is no Docker here; make lint checks the files",
     "export": "sets a variable",
     "ray": "tests/ray/test_jobs.py and tests/ray/test_hosts.py run symmetric-run, job submit and start",
+    "sh": "tools/gpu_wheels.sh, which needs an index",
     "sbatch": "tests/ray/test_jobs.py runs the scripts",
     "source": "the environment that make install made",
     "vllm": "tests/vllm/test_judge.py",

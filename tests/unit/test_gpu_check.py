@@ -1,0 +1,90 @@
+"""The check of a CUDA device, with stages that need none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.support.configs import ROOT
+from tests.support.processes import alive
+from tools.gpu_check import STAGES, Check, Stage, remaining
+
+ENDS = "import sys; open(sys.argv[1], 'w').write('{\"rate\": 3}'); print('it ran'); sys.exit(%d)"
+HANGS = (
+    "import subprocess, sys, time;"
+    "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'],"
+    " start_new_session=True);"
+    "open(sys.argv[1], 'w').write('{\"child\": %d}' % child.pid); time.sleep(600)"
+)
+TEST = (
+    "def test_rate(record_property):\n    record_property('rate', 3)\n\ndef test_two(): assert 0\n"
+)
+
+
+def stage(name: str, source: str, limit_s: float = 60) -> Stage:
+    return Stage(name, limit_s, ("-c", source, "{figures}"))
+
+
+def test_each_stage_is_recorded_whatever_becomes_of_the_others(tmp_path: Path) -> None:
+    stages = [stage("wrong", ENDS % 3), stage("late", "", 1e6), stage("right", ENDS % 0)]
+    assert not Check(tmp_path, "cpu", 600, stages, {"earlier": {"status": "passed"}}).run()
+    results = json.loads((tmp_path / "results.json").read_text())["stages"]
+    statuses = {name: result["status"] for name, result in results.items()}
+    assert statuses == {
+        "earlier": "passed", "wrong": "failed", "late": "not started", "right": "passed",
+    }  # fmt: skip
+    assert results["wrong"]["exit_code"] == 3
+    assert results["right"]["figures"] == results["wrong"]["figures"] == {"rate": 3}
+    assert (tmp_path / "log.txt").read_text().count("it ran") == 2
+
+
+@pytest.mark.slow  # a second until the limit
+def test_a_stage_beyond_its_limit_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
+    stages = [stage("hangs", HANGS, 1), stage("next", ENDS % 0)]
+    Check(tmp_path, "cpu", 600, stages, {}).run()
+    results = json.loads((tmp_path / "results.json").read_text())["stages"]
+    assert results["hangs"]["status"] == "timed out"
+    assert results["next"]["status"] == "passed"
+    if figures := results["hangs"].get("figures"):  # else it was killed before it had a child
+        assert alive([figures["child"]]) == []
+
+
+@pytest.mark.slow  # starts pytest twice
+def test_outcomes_and_figures_of_tests_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(TEST)
+    arguments = ("-m", "pytest", "-q", "--junitxml={tests}", "-c", "/dev/null", str(tmp_path))
+    one, two = (Stage(name, 300, arguments) for name in ("one", "two"))
+    Check(tmp_path, "cpu", 900, [one, two], {}).run()
+    results = json.loads((tmp_path / "results.json").read_text())["stages"]
+    for name in ("one", "two"):
+        tests = results[name]["tests"]
+        assert tests["test_rate"]["outcome"] == "passed"
+        assert tests["test_rate"]["rate"] == "3"
+        assert tests["test_two"]["outcome"] == "failure"
+    cases = list(ElementTree.parse(tmp_path / "tests.xml").getroot().iter("testcase"))
+    assert len(cases) == 4
+
+
+def test_a_second_call_begins_with_what_has_not_run() -> None:
+    first, second, third, fourth = stages = STAGES[:4]
+    earlier = {
+        first.name: {"status": "passed"},
+        second.name: {"status": "timed out"},
+        third.name: {"status": "not started"},
+    }
+    assert remaining(stages, earlier) == [third, fourth, second]
+    assert remaining(stages, {}) == list(stages)
+
+
+def test_the_files_of_all_stages_exist() -> None:
+    for one in STAGES:
+        _, module, *others = one.arguments
+        files = [text for text in others if text.endswith(".py")]
+        if module != "pytest":
+            files.append(f"tools/{module.replace('.', '/')}.py")
+        assert files
+        assert all((ROOT / file).is_file() for file in files)
+    assert sum(one.limit_s for one in STAGES) < 25 * 60

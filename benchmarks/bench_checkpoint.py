@@ -1,5 +1,4 @@
-"""Time and memory of a checkpoint of several ranks: a folder that all of them write, and one file
-that rank 0 writes.
+"""Time and memory of a checkpoint of several ranks, each of which writes its part.
 
     python benchmarks/bench_checkpoint.py
     python benchmarks/bench_checkpoint.py --layers 16 --hidden 2048 --dtype bfloat16
@@ -32,11 +31,11 @@ from machine import report, surroundings
 from torch.multiprocessing import start_processes  # type: ignore[attr-defined]
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from torchrl_grpo.host.checkpoint_files import check_whole, is_sharded
+from torchrl_grpo.host.checkpoint_files import check_whole
 from torchrl_grpo.learner.checkpoint import Checkpointer, read_checkpoint
 from torchrl_grpo.learner.parts import read_parts
-from torchrl_grpo.learner.shards import ShardedSaver
-from torchrl_grpo.models.sharding import init_mesh, load_whole_state, shard_model, whole_state
+from torchrl_grpo.learner.writer import CheckpointWriter
+from torchrl_grpo.models.sharding import init_mesh, shard_model
 
 PACKAGES = ("torch", "safetensors", "transformers")
 CPU = torch.device("cpu")
@@ -74,30 +73,20 @@ def make_trainer(rank: int, ranks: int, folder: str, hidden: int, layers: int, d
     )
 
 
-def run_rank(
-    rank: int, ranks: int, folder: str, hidden: int, layers: int, dtype: str, one_file: bool
-) -> None:
+def run_rank(rank: int, ranks: int, folder: str, hidden: int, layers: int, dtype: str) -> None:
     """What each process does."""
     trainer = make_trainer(rank, ranks, folder, hidden, layers, dtype)
     checkpointer = Checkpointer(f"{folder}/made", {})
-    path = checkpointer.path(1) if one_file else checkpointer.path(1).with_suffix("")
     dist.barrier()
     if rank == 0:
         Path(folder, "begin").touch()
     time.sleep(1.0)  # what is held before is sampled
     dist.barrier()
     start = time.perf_counter()
-    saver = ShardedSaver()
-    if one_file:
-        state = whole_state(trainer.model, trainer.optimizer)
-        if rank == 0:
-            checkpointer.save(1, state, {})
-        del state
-        dist.barrier()
-    else:
-        saver.start(checkpointer, trainer, {})
+    writer = CheckpointWriter()
+    path = writer.start(checkpointer, trainer, {})
     waits_s = time.perf_counter() - start
-    saver.finish()
+    writer.finish()
     dist.barrier()
     out: dict[str, float] = {"waits_s": waits_s, "on_disk_s": time.perf_counter() - start}
     if rank == 0:
@@ -108,10 +97,7 @@ def run_rank(
     dist.barrier()
     start = time.perf_counter()
     read = read_checkpoint(path, trusted=True)["trainer"]
-    if is_sharded(path):
-        read_parts(path, trainer.model, trainer.optimizer, read["optimizer"])
-    else:
-        load_whole_state(trainer.model, trainer.optimizer, read)
+    read_parts(path, trainer.model, trainer.optimizer, read["optimizer"])
     dist.barrier()
     out["load_s"] = time.perf_counter() - start
     if rank == 0:
@@ -120,11 +106,11 @@ def run_rank(
     os._exit(0)  # an orderly exit may abort in gloo's threads
 
 
-def measure(ranks: int, hidden: int, layers: int, dtype: str, one_file: bool) -> dict[str, float]:
+def measure(ranks: int, hidden: int, layers: int, dtype: str) -> dict[str, float]:
     """Seconds, and GiB beyond what was held before."""
     before = peak = 0
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (ranks, folder, hidden, layers, dtype, one_file)
+        arguments = (ranks, folder, hidden, layers, dtype)
         context = start_processes(run_rank, arguments, ranks, join=False, start_method="spawn")
         while not context.join(timeout=0.02):
             held = 0
@@ -156,13 +142,9 @@ def main() -> None:
         "cases": [],
     }
     for ranks in args.ranks:
-        for one_file in (True, False):
-            how = "rank 0 writes one file" if one_file else "each rank writes its part"
-            case = {"ranks": ranks, "how": how} | measure(
-                ranks, args.hidden, args.layers, args.dtype, one_file
-            )
-            print(json.dumps(case), file=sys.stderr, flush=True)
-            result["cases"].append(case)
+        case = {"ranks": ranks} | measure(ranks, args.hidden, args.layers, args.dtype)
+        print(json.dumps(case), file=sys.stderr, flush=True)
+        result["cases"].append(case)
     report(result, args.out)
 
 

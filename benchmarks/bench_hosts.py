@@ -210,7 +210,7 @@ class Session:
         checkpoint.
         """
         names = sorted(
-            path.stem for path in (self.folder / "run" / "checkpoints").glob("checkpoint_*.pt")
+            path.stem for path in (self.folder / "run" / "checkpoints").glob("checkpoint_*")
         )
         step = int(names[-1].removeprefix("checkpoint_")) if names else 0
         lines = self.record.read_text("utf-8").splitlines(keepends=True)

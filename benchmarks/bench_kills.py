@@ -181,7 +181,8 @@ def chain(script: str, kind: str, kills: int, seed: int, folder: Path) -> dict[s
 
 def _compared(folder: Path, length: str) -> dict[str, Any]:
     """Whether a run is the one that nobody killed, to the last bit."""
-    import torch
+    from torchrl_grpo.learner.checkpoint import read_checkpoint
+    from torchrl_grpo.learner.parts import tensors_in
 
     whole = folder.with_name(f"{folder.name}-whole")
     whole.mkdir()
@@ -193,14 +194,12 @@ def _compared(folder: Path, length: str) -> dict[str, Any]:
         ]
         for path in (folder, whole)
     )
-    states = [
-        torch.load(checkpoints_in(path / "checkpoints")[0], weights_only=True)
-        for path in (folder, whole)
-    ]
-    return {
-        "metrics_equal": got == expected,
-        "state_equal": _equal(*[state["trainer"] for state in states]),
-    }
+    states = []
+    for path in (folder, whole):
+        checkpoint = checkpoints_in(path / "checkpoints")[0]
+        state = read_checkpoint(checkpoint)["trainer"]
+        states.append([state, dict(tensors_in(checkpoint))])
+    return {"metrics_equal": got == expected, "state_equal": _equal(*states)}
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -69,7 +69,7 @@ def test_with_bound_0_the_losses_are_bitwise_the_synchronous_ones(tmp_path: Path
     )
     assert {row["staleness/max"] for row in got[1:]} == {0}
     for name in (
-        "checkpoints/checkpoint_000010.pt",
+        "checkpoints/checkpoint_000010",
         "checkpoints/model/model.safetensors",
         "report.html",
     ):

@@ -6,10 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.support.configs import compose_config
-from tests.support.runs import SMALL, at
+from tests.support.runs import SMALL, at, state_in
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.reporting.metrics import read_jsonl
 
@@ -43,6 +42,6 @@ def test_later_epochs_leave_out_what_samplers_never_solved(tmp_path: Path) -> No
         row["query"] for row in read_jsonl(tmp_path / "run" / "samples.jsonl") if row["step"] == 6
     }
     assert last == {"2+2=", "4+4=", "6+6="}
-    source = torch.load(at(tmp_path / "run", 6), weights_only=True)["source"]
+    source = state_in(at(tmp_path / "run", 6))["source"]
     counts = {(index, correct): count for index, correct, count in source["drawing"]["outcomes"]}
     assert sum(counts.values()) == 96 and {correct for index, correct in counts if index % 2} == {1}

@@ -17,9 +17,9 @@ from tests.support.runs import (
     SMALL,
     at,
     differences,
-    folder_at,
     numbers,
     run,
+    state_in,
     state_of,
     steps,
 )
@@ -51,24 +51,19 @@ def test_a_run_moves_from_one_process_to_several_ranks_and_back(
         *LORA,
         *two,
         steps(6),
-        f"train.resume={folder_at(tmp_path / 'ranks', 5)}",
+        f"train.resume={at(tmp_path / 'ranks', 5)}",
     )
     assert numbers(again, 6) == numbers(ranks, 6)
     assert (
-        differences(
-            state_of(folder_at(tmp_path / "again", 6)), state_of(folder_at(tmp_path / "ranks", 6))
-        )
-        == []
+        differences(state_of(at(tmp_path / "again", 6)), state_of(at(tmp_path / "ranks", 6))) == []
     )
-    main([str(folder_at(tmp_path / "ranks", 6))])
+    main([str(at(tmp_path / "ranks", 6))])
     made, model = (
         tmp_path / "ranks" / "checkpoints" / name for name in ("checkpoint_000006_model", "model")
     )
     assert {path.name for path in made.iterdir()} == {path.name for path in model.iterdir()}
     assert (made / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
-    back = run(
-        tmp_path / "back", *LORA, steps(6), f"train.resume={folder_at(tmp_path / 'ranks', 4)}"
-    )
+    back = run(tmp_path / "back", *LORA, steps(6), f"train.resume={at(tmp_path / 'ranks', 4)}")
     for got in (ranks[1:], back[1:]):
         for row, numbers_there in zip(numbers(got, 4), expected[-len(got) :], strict=True):
             assert row == pytest.approx(numbers_there, rel=1e-4, abs=1e-6)
@@ -89,9 +84,7 @@ def test_a_sharded_reference_model_scores_as_a_whole_one(tmp_path: Path) -> None
     assert (
         rows[3]["train/kl_k3_to_ref"] == 0 < rows[2]["train/kl_k3_to_ref"]
     )  # of a model that was refreshed
-    resumed = run(
-        tmp_path / "resumed", *job, f"train.resume={folder_at(tmp_path / 'two ranks', 2)}"
-    )
+    resumed = run(tmp_path / "resumed", *job, f"train.resume={at(tmp_path / 'two ranks', 2)}")
     assert numbers(resumed, 3) == numbers(rows, 3)
 
 
@@ -117,10 +110,10 @@ def test_bfloat16_with_8_bit_moments_resumes_exactly_on_two_ranks(tmp_path: Path
         "train.checkpoint_frequency=2", steps(3),
     )  # fmt: skip
     whole = run(tmp_path / "whole", *job)
-    resumed = run(tmp_path / "resumed", *job, f"train.resume={folder_at(tmp_path / 'whole', 2)}")
+    resumed = run(tmp_path / "resumed", *job, f"train.resume={at(tmp_path / 'whole', 2)}")
     assert resumed[-1]["train/loss"] == whole[-1]["train/loss"]
     assert resumed[-1]["train/grad_norm"] == whole[-1]["train/grad_norm"] > 0
-    states = [state_of(folder_at(tmp_path / name, 3)) for name in ("whole", "resumed")]
+    states = [state_of(at(tmp_path / name, 3)) for name in ("whole", "resumed")]
     assert differences(*states) == []
     assert {weight.dtype for weight in states[0]["trainer"]["model"].values()} == {torch.bfloat16}
 
@@ -173,7 +166,7 @@ def test_a_resumed_asynchronous_run_loses_and_repeats_no_group(
     stopped_and_resumed: tuple[Path, list[int], list[int]],
 ) -> None:
     folder, first, rest = stopped_and_resumed
-    ahead = torch.load(at(folder / "first", 4), weights_only=True)["source"]
+    ahead = state_in(at(folder / "first", 4))["source"]
     assert (
         ahead["drawing"]["next_group"] > len(first) == 16
     )  # groups were drawn that were not trained
@@ -199,10 +192,7 @@ def test_what_was_drawn_ahead_is_played_by_whoever_goes_on(
 ) -> None:
     """By one process in turn, and by another number of samplers."""
     folder, first, _ = stopped_and_resumed
-    ahead = [
-        group
-        for group, _ in torch.load(at(folder / "first", 4), weights_only=True)["source"]["ahead"]
-    ]
+    ahead = [group for group, _ in state_in(at(folder / "first", 4))["source"]["ahead"]]
     assert len(ahead) >= 4 and set(ahead).isdisjoint(first)
     rest = train(
         tmp_path, None, f"train.resume={folder / 'first'}", *overrides, asynchronous=asynchronous

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
 from tests.support.configs import compose_config
 from torchrl_grpo.assembly.run import build
-from torchrl_grpo.host.checkpoint_files import SealedFile
+from torchrl_grpo.host.checkpoint_files import (
+    MANIFEST,
+    STATE,
+    read_manifest,
+    size_and_sha256,
+    write_manifest,
+)
+from torchrl_grpo.learner.checkpoint import Checkpointer
+from torchrl_grpo.learner.writer import CheckpointWriter
 from torchrl_grpo.reporting.metrics import read_jsonl
 
 SMALL = (
@@ -46,12 +60,7 @@ def steps(count: int) -> str:
 
 
 def at(folder: Path, step: int) -> Path:
-    return folder / "checkpoints" / f"checkpoint_{step:06d}.pt"
-
-
-def folder_at(folder: Path, step: int) -> Path:
-    """The checkpoint of several ranks."""
-    return at(folder, step).with_suffix("")
+    return folder / "checkpoints" / f"checkpoint_{step:06d}"
 
 
 def numbers(rows: list[dict[str, Any]], first: int) -> list[tuple[Any, ...]]:
@@ -82,34 +91,64 @@ def state_of(path: Path) -> dict[str, Any]:
     return state
 
 
+def state_in(path: Path) -> dict[str, Any]:
+    """The state in a checkpoint, without its tensors."""
+    return torch.load(path / STATE, weights_only=True)
+
+
 def whole_state_of(path: Path) -> dict[str, Any]:
-    """The state in a checkpoint, put together where it is the folder of several ranks."""
-    if not path.is_dir():
-        return torch.load(path, weights_only=True)
-    state = torch.load(path / "state.pt", weights_only=True)
+    """The state in a checkpoint with the tensors of all ranks."""
+    state = state_in(path)
+    trainer = state["trainer"]
+    trainer["model"] = {}
     reader = dcp.HuggingFaceStorageReader(str(path))
-    found = reader.read_metadata().state_dict_metadata
+    metadata = reader.read_metadata().state_dict_metadata
     tensors = {
-        name: torch.full(of.size, torch.nan, dtype=of.properties.dtype)
-        for name, of in found.items()
+        name: torch.full(tensor.size, torch.nan, dtype=tensor.properties.dtype)
+        for name, tensor in metadata.items()
     }
     dcp.load(tensors, storage_reader=reader, no_dist=True)
     for name, tensor in tensors.items():
         kind, rest = name.split("/", 1)
         if kind == "weights":
-            state["trainer"]["model"][rest] = tensor
+            trainer["model"][rest] = tensor
         else:
             moment, parameter = rest.split("/")
-            state["trainer"]["optimizer"]["state"][parameter][moment] = tensor
+            trainer["optimizer"]["state"][parameter][moment] = tensor
     return state
 
 
-def changed(path: Path, into: Path, **entries: Any) -> Path:
-    """A copy of a checkpoint with other entries, whole again."""
-    into.parent.mkdir(parents=True, exist_ok=True)
-    state = torch.load(path, weights_only=True) | entries
-    with into.open("wb") as file:
-        sealed = SealedFile(file)
-        torch.save(state, sealed)
-        sealed.seal({"step": state["step"], "config": state["config"], "metrics": {}})
-    return into
+def changed(
+    path: Path, into: Path, tensors: Mapping[str, Tensor] | None = None, **entries: Any
+) -> Path:
+    """A copy of a checkpoint with other tensors or entries of its state, whole again."""
+    shutil.copytree(path, into, dirs_exist_ok=True)
+    state = state_in(path) | entries
+    torch.save(state, into / STATE)
+    for file in into.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            metadata = opened.metadata()
+            own = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        changes = {name: tensor for name, tensor in (tensors or {}).items() if name in own}
+        if changes:
+            save_file(own | changes, file, metadata)
+    return reseal(into, config=state["config"])
+
+
+def save_weight(checkpointer: Checkpointer, step: int, weight: Tensor) -> Path:
+    """Write a checkpoint of a model with a single weight."""
+    model = nn.Module()
+    model.weight = nn.Parameter(weight)
+    optimizer = torch.optim.AdamW(model.parameters())
+    trainer: Any = SimpleNamespace(
+        model=model, optimizer=optimizer, version=step, progress=lambda: {"version": step}
+    )
+    return CheckpointWriter().start(checkpointer, trainer, {})
+
+
+def reseal(path: Path, **entries: Any) -> Path:
+    """Write the manifest of a checkpoint anew, for the files that it has now."""
+    manifest = {name: value for name, value in read_manifest(path).items() if name != "files"}
+    files = {file.name: size_and_sha256(file) for file in path.iterdir() if file.name != MANIFEST}
+    write_manifest(path, manifest | entries, files)
+    return path

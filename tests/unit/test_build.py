@@ -16,6 +16,7 @@ import torchrl_grpo.generation.vllm as vllm_module
 from tests.support.configs import compose_config
 from tests.support.documentation import undocumented
 from tests.support.models import make_tiny_model
+from tests.support.runs import at, state_in, whole_state_of
 from torchrl_grpo.assembly import blueprint as blueprint_module
 from torchrl_grpo.assembly import layouts
 from torchrl_grpo.assembly import run as run_module
@@ -302,8 +303,8 @@ def test_a_run_trains_evaluates_checkpoints_exports_and_reports(tmp_path: Path) 
         1.0, abs=1e-4
     )  # on-policy, and the engine has the weights
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert names == ["checkpoint_000001.pt", "checkpoint_000002.pt", "model"]
-    state = torch.load(tmp_path / "checkpoints" / "checkpoint_000002.pt", weights_only=True)
+    assert names == ["checkpoint_000001", "checkpoint_000002", "model"]
+    state = whole_state_of(tmp_path / "checkpoints" / "checkpoint_000002")
     assert state["step"] == 2
     assert state["config"]["env"]["dataset"] == "arithmetic"
     assert state["trainer"].keys() >= {"model", "optimizer", "scaler"}
@@ -374,7 +375,7 @@ def test_a_run_that_is_interrupted_saves_what_it_did(
     with pytest.raises(KeyboardInterrupt):
         run.fit()
     run.close()
-    assert (tmp_path / "checkpoints" / "checkpoint_000001.pt").exists()
+    assert (tmp_path / "checkpoints" / "checkpoint_000001").exists()
     assert (tmp_path / "report.html").exists()
 
 
@@ -428,9 +429,7 @@ def test_a_checkpoint_has_the_data_position_of_its_step(tmp_path: Path) -> None:
     run.fit()
     run.close()
     for step in (1, 2):
-        state = torch.load(
-            tmp_path / "checkpoints" / f"checkpoint_{step:06d}.pt", weights_only=True
-        )
+        state = state_in(at(tmp_path, step))
         assert state["source"]["drawing"]["position"] == 4 * step  # 16 sequences are 4 groups
         assert state["trainer"]["version"] == step
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import math
@@ -12,6 +13,7 @@ import shutil
 import signal
 import struct
 import subprocess
+import sys
 import time
 import zipfile
 from collections.abc import Callable, Iterator
@@ -25,18 +27,18 @@ from omegaconf import OmegaConf
 from torchrl import torchrl_logger
 
 from tests.support.configs import ROOT, compose_config
-from tests.support.runs import SMALL, at, changed, run, steps
+from tests.support.runs import SMALL, at, changed, reseal, run, save_weight, steps, whole_state_of
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.config import ConfigError, plain
 from torchrl_grpo.config.resumed import on_saved_config
 from torchrl_grpo.errors import DiskFullError, NonFiniteError
 from torchrl_grpo.host.checkpoint_files import (
-    SealedFile,
     check_whole,
     checkpoints_in,
     read_manifest,
     saved_config,
     step_of,
+    write_manifest,
 )
 from torchrl_grpo.learner.checkpoint import Checkpointer, Writes, read_checkpoint
 from torchrl_grpo.learner.export import export_model, model_card
@@ -61,40 +63,47 @@ def found(folder: Path) -> Resume:
 
 @pytest.mark.slow
 def test_each_of_200_flipped_bits_and_4_kib_of_zeros_is_found(saved: Path, tmp_path: Path) -> None:
-    whole, draw = bytearray(at(saved, 2).read_bytes()), random.Random(0)
-    path, accepted = tmp_path / "checkpoint_000002.pt", 0
-    for _ in range(200):
-        place, bit = draw.randrange(len(whole)), 1 << draw.randrange(8)
-        whole[place] ^= bit
-        path.write_bytes(whole)
-        whole[place] ^= bit
+    path, draw = Path(shutil.copytree(at(saved, 2), at(tmp_path, 2))), random.Random(0)
+    files = sorted(path.iterdir())
+    [shard] = path.glob("*.safetensors")
+    assert [file.name for file in files] == ["manifest.json", shard.name, "state.pt"]
+    accepted = 0
+    for number in range(200):
+        file = files[number % len(files)]
+        place, bit = draw.randrange(file.stat().st_size), 1 << draw.randrange(8)
+        _flip(file, place, bit)
         accepted += _is_accepted(path)
-    path.write_bytes(whole[:500_000] + bytes(4096) + whole[504_096:])
-    assert accepted + _is_accepted(path) == 0
-    path.write_bytes(whole)
+        _flip(file, place, bit)
     check_whole(path)
+    with shard.open("r+b") as opened:
+        opened.seek(500_000)
+        opened.write(bytes(4096))
+    assert accepted + _is_accepted(path) == 0
+
+
+def _flip(file: Path, place: int, bits: int) -> None:
+    with file.open("r+b") as opened:
+        opened.seek(place)
+        [byte] = opened.read(1)
+        opened.seek(place)
+        opened.write(bytes([byte ^ bits]))
 
 
 @pytest.mark.slow
-def test_each_flipped_bit_of_a_manifest_is_found_before_the_file_is_read(
+def test_each_flipped_bit_of_a_manifest_is_found_before_the_rest_is_read(
     saved: Path, tmp_path: Path
 ) -> None:
     """The config of a run that goes on comes from there: a digit of a learning rate is a whole manifest too."""
-    whole, draw, manifest = (
-        bytearray(at(saved, 2).read_bytes()),
-        random.Random(0),
-        read_manifest(at(saved, 2)),
-    )
-    path, accepted = tmp_path / "checkpoint_000002.pt", 0
+    path, draw = Path(shutil.copytree(at(saved, 2), at(tmp_path, 2))), random.Random(0)
+    file, manifest = path / "manifest.json", read_manifest(path)
+    whole, accepted = file.read_bytes(), 0
     start, end = whole.rindex(b'{"step"'), whole.rindex(b', "sha256"')
     for place in [whole.rindex(b'"lr": ') + 6, *draw.sample(range(start, end), 100)]:
-        whole[place] ^= 1
-        path.write_bytes(whole)
-        whole[place] ^= 1
+        _flip(file, place, 1)
         with suppress(ValueError):
             accepted += read_manifest(path) is not None
+        _flip(file, place, 1)
     assert accepted == 0
-    path.write_bytes(whole)
     assert read_manifest(path) == manifest
 
 
@@ -104,9 +113,8 @@ def test_what_is_only_named_like_a_checkpoint_is_passed_over(saved: Path, tmp_pa
     at(tmp_path, 7).mkdir()
     at(tmp_path, 8).symlink_to("nowhere")
     for step, manifest in enumerate(({}, {"config": 3}), start=9):
-        with at(tmp_path, step).open("wb") as file:
-            sealed = SealedFile(file)
-            sealed.seal(manifest)
+        at(tmp_path, step).mkdir()
+        write_manifest(at(tmp_path, step), manifest, {})
     assert found(tmp_path).step == 1
     given = OmegaConf.structured(compose_config(*SMALL, f"train.resume={tmp_path}"))
     path, config = saved_config(str(tmp_path), tmp_path / "new") or (tmp_path, {})
@@ -138,13 +146,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(
 ) -> None:
     for step in (1, 2):
         changed(at(saved, step), at(tmp_path, step))
-    data = bytearray(at(tmp_path, 2).read_bytes())
-    data[400_000] ^= 1
-    at(tmp_path, 2).write_bytes(data)
-    with pytest.raises(
-        ConfigError,
-        match=r"checkpoint_000002\.pt .*checksum",
-    ):
+    [shard] = at(tmp_path, 2).glob("*.safetensors")
+    _flip(shard, 400_000, 1)
+    with pytest.raises(ConfigError, match=r"checkpoint_000002 is damaged: shard-.* checksum"):
         found(at(tmp_path, 2))
     resume = found(tmp_path)
     assert (resume.step, resume.path) == (1, at(tmp_path, 1))
@@ -153,39 +157,31 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(
 def test_a_weight_that_is_nan_is_named_before_anything_is_loaded(
     saved: Path, tmp_path: Path
 ) -> None:
-    trainer = torch.load(at(saved, 2), weights_only=True)["trainer"]
-    name = next(name for name in trainer["model"] if "q_proj" in name)
-    trainer["model"][name][0, 0] = torch.nan
-    path = changed(at(saved, 2), at(tmp_path, 2), trainer=trainer)
-    with pytest.raises(ConfigError, match=rf"weight {name} .*not finite"):
+    model = whole_state_of(at(saved, 2))["trainer"]["model"]
+    name = next(name for name in model if "q_proj.weight" in name)
+    model[name][0, 0] = torch.nan
+    path = changed(at(saved, 2), at(tmp_path, 2), {f"weights/{name}": model[name]})
+    with pytest.raises(ConfigError, match=rf"weights/{name} .*not finite"):
         found(path)
 
 
 @pytest.mark.slow
 def test_what_is_unpacked_to_any_size_is_refused_unread(saved: Path, tmp_path: Path) -> None:
-    path = at(tmp_path, 2)
-    path.parent.mkdir(parents=True)
-    with zipfile.ZipFile(at(saved, 2)) as members, path.open("wb") as file:
-        packed = io.BytesIO()
-        with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as other:
-            for name in members.namelist():
-                other.writestr(name, members.read(name))
-        sealed = SealedFile(file)
-        sealed.write(packed.getvalue())
-        sealed.seal({"config": {}, "metrics": {}})
-    with pytest.raises(ConfigError, match="its tensors are compressed"):
+    path = changed(at(saved, 2), at(tmp_path, 2))
+    packed = io.BytesIO()
+    with (
+        zipfile.ZipFile(path / "state.pt") as members,
+        zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as other,
+    ):
+        for name in members.namelist():
+            other.writestr(name, members.read(name))
+    (path / "state.pt").write_bytes(packed.getvalue())
+    reseal(path)
+    with pytest.raises(ConfigError, match="compressed"):
         found(path)
 
 
-def test_a_manifest_of_any_length_is_refused_unread(saved: Path, tmp_path: Path) -> None:
-    path = at(tmp_path, 2)
-    path.parent.mkdir(parents=True)
-    with path.open("wb") as file:
-        file.truncate(2**36)
-        file.seek(2**36)
-        file.write(struct.pack("<Q32s8s", 2**35, bytes(32), b"grpo-ck1"))
-    with pytest.raises(ConfigError, match="has no checksum"):
-        found(path)
+def test_a_manifest_of_any_length_is_refused_unread(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint_000003"
     folder.mkdir()
     with (folder / "manifest.json").open("wb") as file:
@@ -194,20 +190,56 @@ def test_a_manifest_of_any_length_is_refused_unread(saved: Path, tmp_path: Path)
         found(folder)
 
 
-def test_a_pickle_is_refused_unread_and_without_advice_to_trust_it(tmp_path: Path) -> None:
+def test_a_pickle_is_refused_unread_and_without_advice_to_trust_it(
+    saved: Path, tmp_path: Path
+) -> None:
     class Canary:
         def __reduce__(self) -> tuple[Any, ...]:
             return Path.touch, (tmp_path / "canary",)
 
-    path = at(tmp_path, 1)
-    path.parent.mkdir()
-    with path.open("wb") as file:
-        sealed = SealedFile(file)
-        torch.save({"step": Canary()}, sealed)
-        sealed.seal({"config": {}, "metrics": {}})
-    with pytest.raises(ConfigError, match="UnpicklingError: Weights only"):
+    path = changed(at(saved, 1), at(tmp_path, 1))
+    torch.save({"step": Canary()}, path / "state.pt")
+    reseal(path)
+    with pytest.raises(
+        ConfigError, match=r"cannot be read \(UnpicklingError: Weights only load failed\)"
+    ):
         found(path)
     assert not (tmp_path / "canary").exists()
+
+
+@pytest.mark.parametrize("resume", ["checkpoints/checkpoint_000002.pt", "", "auto"])
+def test_a_file_of_an_older_version_is_refused_with_its_conversion(
+    resume: str, tmp_path: Path
+) -> None:
+    """A run must not start afresh beside it."""
+    old = tmp_path / "checkpoints" / "checkpoint_000002.pt"
+    old.parent.mkdir()
+    torch.save({"step": 2}, old)
+    asked = resume if resume == "auto" else str(tmp_path / resume)
+    with pytest.raises(ConfigError, match=rf"train\.resume=.*convert_checkpoint\.py {old}"):
+        saved_config(asked, tmp_path)
+
+
+def test_a_file_of_an_older_version_is_converted(saved: Path, tmp_path: Path) -> None:
+    old = tmp_path / "checkpoint_000002.pt"
+    state, manifest = whole_state_of(at(saved, 2)), read_manifest(at(saved, 2))
+    del manifest["files"]
+    text = json.dumps(manifest | {"sha256": ""}).encode()
+    with old.open("wb") as file:
+        torch.save(state, file)
+        file.write(text + struct.pack("<Q", len(text)))
+    digest = hashlib.sha256(old.read_bytes()).digest()
+    with old.open("ab") as file:
+        file.write(digest + b"grpo-ck1")
+    command = [sys.executable, str(ROOT / "tools" / "convert_checkpoint.py"), str(old)]
+    folder = Path(subprocess.check_output(command, text=True).strip())
+    assert differences(whole_state_of(folder), state) == []
+    assert found(folder).step == 2
+    with old.open("r+b") as file:
+        file.seek(100_000)
+        file.write(b"x")
+    damaged = subprocess.run(command, capture_output=True, text=True)
+    assert damaged.returncode == 1 and "damaged" in damaged.stderr
 
 
 def test_the_manifest_says_what_is_inside_without_torch(saved: Path) -> None:
@@ -242,11 +274,11 @@ def checkpointer(folder: Path, keep: str | None = None) -> Checkpointer:
 
 def save(made: Checkpointer, step: int, accuracy: float | None = None, floats: int = 1000) -> None:
     made.metrics = {} if accuracy is None else {"eval/pass@1": accuracy}
-    made.save(step, {"model": {"weight": torch.full((floats,), float(step))}}, {})
+    save_weight(made, step, torch.full((floats,), float(step)))
 
 
 def steps_in(folder: Path) -> list[int]:
-    return sorted(read_checkpoint(path)["step"] for path in folder.glob("*.pt"))
+    return sorted(read_checkpoint(path)["step"] for path in checkpoints_in(folder))
 
 
 @pytest.mark.parametrize(
@@ -269,7 +301,7 @@ def test_an_evaluation_with_mostly_invalid_rewards_is_not_the_best(tmp_path: Pat
         [(0.7, 0.5), (1.0, 399 / 400), (math.nan, 1.0), (0.9, 0.51)], start=1
     ):
         made.metrics = {"eval/pass@1": accuracy, "eval/invalid_fraction": invalid}
-        made.save(step, {"model": {"weight": torch.zeros(3)}}, {})
+        save_weight(made, step, torch.zeros(3))
     assert steps_in(tmp_path) == [1, 4]
 
 
@@ -283,13 +315,15 @@ def test_checkpoints_that_were_set_aside_stay_when_others_are(tmp_path: Path) ->
     made = checkpointer(tmp_path)
     for content in (1, 2, 3):
         made.begin(1)
-        made.save(2, {"model": {"weight": torch.full((3,), float(content))}}, {})
+        save_weight(made, 2, torch.full((3,), float(content)))
     made.begin(1)
     aside = ["checkpoint_000002.old", "checkpoint_000002.old-2", "checkpoint_000002.old-3"]
     assert sorted(path.name for path in tmp_path.iterdir()) == aside
-    assert [
-        read_checkpoint(tmp_path / name)["trainer"]["model"]["weight"][0] for name in aside
-    ] == [1, 2, 3]
+    assert [whole_state_of(tmp_path / name)["trainer"]["model"]["weight"][0] for name in aside] == [
+        1,
+        2,
+        3,
+    ]
     assert made.latest() is None
 
 
@@ -310,9 +344,9 @@ def test_a_save_that_fails_leaves_the_one_before_and_no_staging_file(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(DiskFullError, match=r"no room for checkpoint_000002\.pt in"):
+    with pytest.raises(DiskFullError, match=r"no room for checkpoint_000002 in"):
         save(made, 2)
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint_000001.pt"]
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint_000001"]
     assert steps_in(tmp_path) == [1]
 
 
@@ -378,7 +412,7 @@ def test_a_full_disk_leaves_the_run_alive_and_the_one_before_valid(
     unsaved = [line for line in said if "is not saved" in line]
     assert len(unsaved) == 2
     assert re.match(
-        r"Step 2 is not saved, the one before it is checkpoint_000001\.pt: there is no room",
+        r"Step 2 is not saved, the one before it is checkpoint_000001: there is no room",
         unsaved[0],
     )
     assert sum("metrics.jsonl: its lines wait" in line for line in said) == 1
@@ -439,7 +473,7 @@ def test_a_model_that_finds_no_room_is_one_line(
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="it forks")
 def test_20_kills_in_a_save_leave_only_whole_checkpoints(tmp_path: Path) -> None:
     """Each child saves until it is killed; what it leaves is read by the next one's start."""
-    draw, trainer = random.Random(0), {"model": {"weight": torch.zeros(200_000)}, "optimizer": {}}
+    draw = random.Random(0)
     newest, parts = [0], 0
     for _ in range(20):
         checkpointer = Checkpointer(tmp_path, {}, "last:2")
@@ -448,7 +482,7 @@ def test_20_kills_in_a_save_leave_only_whole_checkpoints(tmp_path: Path) -> None
         pid = os.fork()
         if pid == 0:
             for step in range(newest[-1] + 1, 10_000):
-                checkpointer.save(step, trainer, {})
+                save_weight(checkpointer, step, torch.zeros(200_000))
         time.sleep(0.02 + draw.random() / 20)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
@@ -457,4 +491,4 @@ def test_20_kills_in_a_save_leave_only_whole_checkpoints(tmp_path: Path) -> None
         newest.append(max((step_of(path) or 0 for path in checkpoints_in(tmp_path)), default=0))
         parts += len(list(tmp_path.glob("*.tmp")))
     assert newest == sorted(newest) and newest[-1] > 0
-    assert parts > 0  # some were killed in the middle of a file
+    assert parts > 0  # some were killed in the middle of a save

@@ -261,7 +261,7 @@ def test_an_8_bit_moment_has_its_codes_and_scales_again_from_its_floats() -> Non
         values[8:16] = 0.0
         moment.copy_(values if signed else values.abs())
         again = subclass.OptimState8bit.zeros((64, 64), signed)
-        again.copy_(sharding._exact_floats(moment))
+        again.copy_(sharding.exact_floats(moment))
         assert torch.equal(again.codes, moment.codes) and torch.equal(again.scale, moment.scale)
 
 

@@ -107,9 +107,9 @@ def test_what_takes_long_before_the_first_step_is_said(
 
 def test_a_resumed_run_whose_last_step_is_done_says_so() -> None:
     file = io.StringIO()
-    Console(file=file, width=200).resume(20, "old/checkpoint_000020.pt", finished=True)
+    Console(file=file, width=200).resume(20, "old/checkpoint_000020", finished=True)
     assert file.getvalue().endswith(
-        "000020.pt, the last step: raise train.total_dialog_turns to train longer\n"
+        "000020, the last step: raise train.total_dialog_turns to train longer\n"
     )
 
 

@@ -91,7 +91,7 @@ def test_a_live_run_is_not_gone_on_with_by_another_start(tmp_path: Path) -> None
     with closing(build(config, tmp_path)) as live:
         live.fit()
         before = contents(tmp_path)
-        for resume in ("auto", str(tmp_path / "checkpoints" / "checkpoint_000001.pt"), "null"):
+        for resume in ("auto", str(tmp_path / "checkpoints" / "checkpoint_000001"), "null"):
             with pytest.raises(ConfigError, match=held_by(os.getpid())):
                 run(tmp_path, steps(4), f"train.resume={resume}")
         assert contents(tmp_path) == before
@@ -359,7 +359,7 @@ def test_a_run_whose_folder_is_moved_or_removed_saves_and_ends(
         at_step(made, step, lambda: change(folder), monkeypatch)
         made.fit()
     saved = [path.name for path in (folder / "checkpoints").iterdir()]
-    assert saved == [f"checkpoint_{step:06d}.pt"] and not (folder / LOCK_FILE).exists()
+    assert saved == [f"checkpoint_{step:06d}"] and not (folder / LOCK_FILE).exists()
 
 
 def test_a_file_in_the_place_of_the_checkpoints_drops_no_rows(tmp_path: Path) -> None:
@@ -404,7 +404,7 @@ def test_checkpoints_that_cannot_be_written_cost_one_line_each(
         )
     ]
     assert all(why in line for line in unsaved)
-    assert {path.name for path in checkpoints.iterdir()} == {"checkpoint_000004.pt", "model"}
+    assert {path.name for path in checkpoints.iterdir()} == {"checkpoint_000004", "model"}
 
 
 @pytest.mark.slow
@@ -416,7 +416,9 @@ def test_a_last_checkpoint_that_cannot_be_written_is_one_line(
         (tmp_path / "checkpoints").write_text("mine")
 
     with (
-        pytest.raises(NotSavedError, match=r"checkpoint_000002\.pt .* \(File exists\)"),
+        pytest.raises(
+            NotSavedError, match=r"checkpoint_000002 cannot be written in .* \(File exists\)"
+        ),
         closing(build(compose_config(*SMALL, steps(2)), tmp_path)) as made,
     ):
         at_step(made, 2, block, monkeypatch)

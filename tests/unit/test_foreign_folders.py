@@ -122,7 +122,7 @@ def test_links_within_a_folder_and_of_others_are_left_alone(tmp_path: Path) -> N
     (tmp_path / "wandb/latest-run").symlink_to("run-1")
     (tmp_path / "data").symlink_to("/usr")
     (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints/latest.pt").symlink_to("checkpoint_000001.pt")
+    (tmp_path / "checkpoints/latest.pt").symlink_to("checkpoint_000001")
     check_own_files(tmp_path)
     os.mkfifo(tmp_path / "metrics.jsonl")
     with pytest.raises(ConfigError, match="or no file"):

@@ -29,7 +29,7 @@ from torchrl_grpo import keys
 from torchrl_grpo.learner import GRPOTrainer, NonFiniteError
 from torchrl_grpo.learner.checkpoint import Checkpointer, read_checkpoint
 from torchrl_grpo.learner.export import export_model
-from torchrl_grpo.learner.shards import ShardedSaver
+from torchrl_grpo.learner.writer import CheckpointWriter
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.divergence import Teacher
 from torchrl_grpo.models.prefix import Layout
@@ -334,16 +334,13 @@ def save_and_go_on(mesh: DeviceMesh | None, path: Path, *, lora: bool) -> dict[s
     trainer, batch = make_trainer(mesh, lora=lora), make_batch(LENGTHS, spread=0.3)
     for _ in range(2):
         trainer.train_batch(batch)
-    saver, trained = ShardedSaver(), threading.Event()
-    if mesh is None:
-        torch.save(trainer.state_dict(), path)
-    else:
-        saver._thread.submit(trained.wait)
-        saver.start(Checkpointer(path, {}), trainer, {})
+    writer, trained = CheckpointWriter(), threading.Event()
+    writer._thread.submit(trained.wait)
+    writer.start(Checkpointer(path, {}), trainer, {})
     at_save = weights(trainer)
     out = {"at_save": at_save, "metrics": trainer.train_batch(batch), "weights": weights(trainer)}
     trained.set()
-    saver.finish()
+    writer.finish()
     return out
 
 
@@ -354,10 +351,7 @@ def saved_in(folder: Path) -> Path:
 def load_and_go_on(mesh: DeviceMesh | None, path: Path, *, lora: bool) -> dict[str, Any]:
     """The third step of ``save_and_go_on`` by a new trainer."""
     trainer = make_trainer(mesh, lora=lora)
-    if path.suffix == ".pt":
-        trainer.load_state_dict(torch.load(path, weights_only=True))
-    else:
-        trainer.load_state_dict(read_checkpoint(saved_in(path))["trainer"], saved_in(path))
+    trainer.load_state_dict(read_checkpoint(saved_in(path))["trainer"], saved_in(path))
     at_save = weights(trainer)
     metrics = trainer.train_batch(make_batch(LENGTHS, spread=0.3))
     return {
@@ -385,7 +379,7 @@ def run_rank(rank: int, world_size: int, folder: str) -> None:
         if world_size == 2:
             dist.barrier()
             out[f"load_{lora}"] = load_and_go_on(mesh, saved, lora=lora)
-        out[f"load_single_{lora}"] = load_and_go_on(mesh, path / f"single_{lora}.pt", lora=lora)
+        out[f"load_single_{lora}"] = load_and_go_on(mesh, path / f"single_{lora}", lora=lora)
     if world_size == 2:
         model = make_trainer(mesh, lora=True).model
         export_model(model, _NoTokenizer(), path / "export" / "model", "")  # type: ignore[arg-type]
@@ -406,7 +400,7 @@ def run_grid_rank(rank: int, world_size: int, folder: str) -> None:
     out["save_False"] = save_and_go_on(mesh, path / "ranks_grid", lora=False)
     dist.barrier()
     out["load_False"] = load_and_go_on(mesh, path / "ranks_grid", lora=False)
-    out["load_single_False"] = load_and_go_on(mesh, path / "single_False.pt", lora=False)
+    out["load_single_False"] = load_and_go_on(mesh, path / "single_False", lora=False)
     out["refused"] = []
     for model in (
         loading.add_lora(make_tiny_model(), r=2, alpha=4),
@@ -441,7 +435,7 @@ def run_copies_rank(rank: int, world_size: int, folder: str) -> None:
     out["save_False"] = save_and_go_on(mesh, path / "ranks_copies", lora=False)
     dist.barrier()
     out["load_False"] = load_and_go_on(mesh, path / "ranks_copies", lora=False)
-    out["load_single_False"] = load_and_go_on(mesh, path / "single_False.pt", lora=False)
+    out["load_single_False"] = load_and_go_on(mesh, path / "single_False", lora=False)
     torch.save(out, path / f"rank_copies_{rank}.pt")
     dist.destroy_process_group()
 
@@ -471,7 +465,7 @@ def single(folder: Path) -> dict[str, Any]:
         name: check(None) for name, check in COMPARED.items() if name != "overflow"
     }
     for lora in (False, True):
-        out[f"save_{lora}"] = save_and_go_on(None, folder / f"single_{lora}.pt", lora=lora)
+        out[f"save_{lora}"] = save_and_go_on(None, folder / f"single_{lora}", lora=lora)
     torch.set_num_threads(threads)
     return out
 
@@ -742,7 +736,7 @@ def test_a_checkpoint_of_ranks_has_the_entries_of_one_of_a_single_process(
     ranks: list[dict[str, Any]], folder: Path
 ) -> None:
     got = whole_state_of(saved_in(folder / f"ranks_{len(ranks)}_True"))["trainer"]
-    expected = torch.load(folder / "single_True.pt")
+    expected = whole_state_of(saved_in(folder / "single_True"))["trainer"]
 
     def layout(state: Any) -> Any:
         if isinstance(state, dict):

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tests.support.configs import ROOT, compose_config
-from tests.support.runs import SMALL, at, run, steps
+from tests.support.runs import SMALL, at, run, save_weight, steps
 from torchrl_grpo.assembly.run import Run, build
 from torchrl_grpo.config import orderly_exit
 from torchrl_grpo.host import interrupts
@@ -182,7 +182,7 @@ def test_a_signal_inside_torchs_writer_is_not_taken_for_an_error(tmp_path: Path)
         signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
         signal.setitimer(signal.ITIMER_REAL, 0.05)
         for step in range(10_000):
-            Checkpointer(tmp_path, {}).save(step % 2, {"model": {"w": torch.zeros(2_000_000)}}, {})
+            save_weight(Checkpointer(tmp_path, {}, "last:1"), step, torch.zeros(2_000_000))
     assert not list(tmp_path.glob("*.tmp"))
 
 

@@ -104,7 +104,8 @@ def test_auto_refuses_to_start_afresh_over_damaged_checkpoints(
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)
     for path in checkpoints_in(folder / "checkpoints"):
-        path.write_bytes(path.read_bytes()[:-1])
+        state = path / "state.pt"
+        state.write_bytes(state.read_bytes()[:-1])
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     assert (
         run_here(SYNC, "train.resume=auto", f"hydra.run.dir={folder}", "hydra.output_subdir=null")
@@ -115,10 +116,7 @@ def test_auto_refuses_to_start_afresh_over_damaged_checkpoints(
         f"error: train.resume=auto must find a checkpoint that is whole, but of those in {folder}/checkpoints"
         in said
     )
-    assert (
-        "checkpoint_000008.pt has no checksum: it is cut short" in said
-        and "wrote it. Nothing is thrown" in said
-    )
+    assert "checkpoint_000008 is damaged: state.pt" in said and "Nothing is thrown" in said
     assert "to start afresh use another hydra.run.dir, or move that folder away." in said
     assert {path: path.read_bytes() for path in before} == before
     (folder / "checkpoints").rename(folder / "damaged")
@@ -189,8 +187,8 @@ def test_checkpoints_of_later_steps_are_set_aside(killed: Path) -> None:
     run(killed, *TESTED, *SAVED, steps(3), f"train.resume={at(killed, 2)}", "optimizer.lr=1e-4")
     names = {path.name for path in (killed / "checkpoints").iterdir()}
     assert names == {
-        "checkpoint_000002.pt",
-        "checkpoint_000003.pt",
+        "checkpoint_000002",
+        "checkpoint_000003",
         "checkpoint_000004.old",
         "model",
     }
@@ -234,7 +232,7 @@ def test_the_saved_config_is_the_base_and_differences_are_shown(
     [
         (
             "env.repeats=8",
-            r"error: env\.repeats=8 must be 4, as in .*checkpoint_000008\.pt, whose state is made for",
+            r"error: env\.repeats=8 must be 4, as in .*checkpoint_000008, whose state is made for",
         ),
         (
             "train.resume=/nowhere",

@@ -119,7 +119,7 @@ def test_a_run_leaves_its_files_in_outputs_date_time(tmp_path: Path) -> None:
         ".hydra", "checkpoints", "metrics.jsonl", "samples.jsonl", "tensorboard", "report.html", "curves.png",
     }  # fmt: skip
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {
-        "checkpoint_000002.pt",
+        "checkpoint_000002",
         "model",
     }
     assert (folder / ".hydra" / "config.yaml").stat().st_size > 0
@@ -166,7 +166,7 @@ def test_sigterm_ends_a_run_in_order_and_its_resume_line_works(
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=600) == 143
     [folder] = (tmp_path / "outputs").glob("*/*")
-    [checkpoint] = (folder / "checkpoints").glob("checkpoint_*.pt")
+    [checkpoint] = (folder / "checkpoints").glob("checkpoint_*")
     assert (folder / "report.html").exists()
     for log in (tmp_path / "printed", folder / "grpo.log"):
         assert f"Resume with train.resume={checkpoint}" in log.read_text()

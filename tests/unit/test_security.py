@@ -22,14 +22,13 @@ from hydra.utils import get_class
 
 from tests.support.configs import ROOT, compose_config, composed
 from tests.support.models import make_tiny_model
-from tests.support.runs import at, changed, run, steps
+from tests.support.runs import at, changed, reseal, run, state_in, steps
 from torchrl_grpo import objectives, transforms
 from torchrl_grpo.assembly.blueprint import prepare
 from torchrl_grpo.assembly.tasks import make_task
 from torchrl_grpo.config import ConfigError, GRPOConfig, check_command_line, from_hydra, plain
 from torchrl_grpo.config.schema import ADVANTAGES, FIELDS, LOSSES
 from torchrl_grpo.config.security import FROM_COMMAND_LINE, OWN_REWARDS
-from torchrl_grpo.host.checkpoint_files import SealedFile
 from torchrl_grpo.models import loading
 from torchrl_grpo.rewards import BUILTINS
 from torchrl_grpo.scripts import export
@@ -248,7 +247,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_pickle_in_a_checkpoint_is_refused_and_not_unpickled(
     finished: Path, tmp_path: Path, canary: Path
 ) -> None:
-    hostile = changed(finished, tmp_path / "checkpoint_000001.pt", trainer=Payload(canary))
+    hostile = changed(finished, tmp_path / "checkpoint_000001", trainer=Payload(canary))
     config = compose_config()
     config = replace(config, train=replace(config.train, resume=str(hostile)))
     with pytest.raises(SystemExit), pytest.MonkeyPatch.context() as patch:
@@ -271,13 +270,13 @@ def with_options(config: dict[str, Any], options: dict[str, Any]) -> dict[str, A
 
 
 def resealed(finished: Path, folder: Path, config: Any) -> Path:
-    return changed(finished, folder / "checkpoint_000001.pt", config=config)
+    return changed(finished, folder / "checkpoint_000001", config=config)
 
 
 def resumed_config(saved: Any, *overrides: str) -> GRPOConfig:
     """The config of a run that goes on from a checkpoint with this one."""
     cfg = composed("grpo_arithmetic", ("train.resume=folder", *overrides))
-    return from_hydra(cfg, overrides, lambda _: (Path("folder/checkpoint_000001.pt"), saved))
+    return from_hydra(cfg, overrides, lambda _: (Path("folder/checkpoint_000001"), saved))
 
 
 def refusal(options: dict[str, Any], *overrides: str) -> str:
@@ -448,7 +447,7 @@ def test_a_folder_of_somebody_else_runs_nothing(
         f"import os\nos.mkdir({str(canary)!r})\ndef score(response): return 1.0\n"
     )
     torch.save(Payload(canary), tmp_path / "x")
-    config = with_options(torch.load(finished, weights_only=True)["config"], options)
+    config = with_options(state_in(finished)["config"], options)
     hostile = resealed(
         finished, tmp_path, json.loads(json.dumps(config).replace("{folder}", str(tmp_path)))
     )
@@ -462,7 +461,7 @@ def test_a_folder_of_somebody_else_gets_no_key(
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"http://127.0.0.1:{server.getsockname()[1]}"
         options = {"inference_model.backend": "server", "inference_model.address": [address]}
-        config = with_options(torch.load(finished, weights_only=True)["config"], options)
+        config = with_options(state_in(finished)["config"], options)
         hostile = resealed(finished, tmp_path, config)
         assert (
             run_here(SYNC, f"train.resume={hostile}", f"hydra.run.dir={tmp_path}/run", steps(2))
@@ -528,13 +527,10 @@ def test_an_export_uses_no_code_or_file_that_a_checkpoint_names(
 
 def test_the_config_beside_the_state_is_not_used(finished: Path, tmp_path: Path) -> None:
     """The manifest's config is the one that was looked at."""
-    state = torch.load(finished, weights_only=True)
-    config = state["config"] | {"model": state["config"]["model"] | {"name": "/nowhere"}}
-    hostile = tmp_path / "checkpoint_000001.pt"
-    with hostile.open("wb") as file:
-        sealed = SealedFile(file)
-        torch.save(state | {"config": config}, sealed)
-        sealed.seal({"step": 1, "config": state["config"], "metrics": {}})
+    config = state_in(finished)["config"]
+    other = config | {"model": config["model"] | {"name": "/nowhere"}}
+    hostile = changed(finished, tmp_path / "checkpoint_000001", config=other)
+    reseal(hostile, config=config)
     assert (export.export(str(hostile), tmp_path / "out") / "config.json").is_file()
 
 
@@ -549,9 +545,9 @@ def test_an_export_runs_no_code_of_the_base_model_by_itself(
         "auto_map": {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"},
     }
     (folder / "config.json").write_text(json.dumps(given))
-    config = torch.load(finished, weights_only=True)["config"]
+    config = state_in(finished)["config"]
     config["model"] |= {"name": str(folder), "trust_remote_code": True}
-    hostile = changed(finished, tmp_path / "checkpoint_000001.pt", config=config)
+    hostile = changed(finished, tmp_path / "checkpoint_000001", config=config)
     with pytest.raises(ValueError, match=r"could not be loaded"):
         export.export(str(hostile), tmp_path / "out")
 

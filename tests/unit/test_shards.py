@@ -20,23 +20,20 @@ from torch import multiprocessing, nn
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from torchrl import torchrl_logger
 
-from tests.support.runs import whole_state_of
+from tests.support.runs import changed, reseal, whole_state_of
 from torchrl_grpo.assembly.observers import Saver
 from torchrl_grpo.errors import ConfigError, DiskFullError, NonFiniteError, NotSavedError
 from torchrl_grpo.host.checkpoint_files import (
-    MANIFEST,
     check_whole,
     checkpoints_in,
     newest,
     read_manifest,
-    size_and_sha256,
     step_of,
-    write_manifest,
 )
 from torchrl_grpo.learner.checkpoint import Checkpointer, read_checkpoint
 from torchrl_grpo.learner.parts import read_parts
 from torchrl_grpo.learner.resume import refusing
-from torchrl_grpo.learner.shards import ShardedSaver
+from torchrl_grpo.learner.writer import CheckpointWriter
 from torchrl_grpo.loop import Schedule
 from torchrl_grpo.models.sharding import init_mesh, shard_model
 
@@ -60,7 +57,7 @@ class Parts:
         self.weight = self.model[0].weight
         self.optimizer = torch.optim.AdamW([self.weight], lr=0.0)
         self.version = 0
-        self.saver = ShardedSaver()
+        self.saver = CheckpointWriter()
 
     def progress(self) -> dict[str, Any]:
         return {"version": self.version}
@@ -178,7 +175,7 @@ def test_a_rank_without_room_fails_the_save_on_all_ranks(saved: SimpleNamespace)
 
 def test_a_weight_that_one_rank_has_as_nan_is_saved_by_none(saved: SimpleNamespace) -> None:
     for told in saved.told:
-        assert told["nan"] == "NonFiniteError: the weight 0.weight has values that are not finite"
+        assert told["nan"] == "NonFiniteError: weights/0.weight has values that are not finite"
     assert len(list((saved.folder / "full").iterdir())) == 1
 
 
@@ -215,9 +212,7 @@ def test_a_resealed_folder_that_lacks_a_part_is_refused(whole: Path, rank: int) 
     path = whole / "checkpoint_000005"
     [shard] = path.glob(f"shard-{rank:05d}-*.safetensors")
     shard.unlink()
-    manifest = {name: value for name, value in read_manifest(path).items() if name != "files"}
-    files = {file.name: size_and_sha256(file) for file in path.iterdir() if file.name != MANIFEST}
-    write_manifest(path, manifest, files)
+    reseal(path)
     check_whole(path)
     model: Any = nn.Sequential(nn.Linear(4, ROWS, bias=False))
     with (
@@ -242,24 +237,12 @@ def test_a_folder_with_a_link_or_a_pipe_is_refused(whole: Path) -> None:
 
 def test_weights_that_are_nan_in_a_folder_are_named_when_it_is_read(whole: Path) -> None:
     """Whoever wrote them: the checksums are right."""
-    from safetensors.torch import safe_open, save_file
-
-    from torchrl_grpo.host.checkpoint_files import size_and_sha256, write_manifest
-
-    path = whole / "checkpoint_000005"
-    [file, *_] = sorted(path.glob("shard-*"))
-    with safe_open(file, framework="pt") as opened:
-        metadata, tensors = (
-            opened.metadata(),
-            {name: opened.get_tensor(name) for name in opened.keys()},  # noqa: SIM118  (it is no dict),
-        )
-    next(iter(tensors.values()))[0, 0] = torch.nan
-    save_file(tensors, file, metadata)
-    files = {
-        one.name: size_and_sha256(one) for one in path.iterdir() if one.name != "manifest.json"
-    }
-    write_manifest(path, {"step": 5, "config": {}, "metrics": {}}, files)
-    with pytest.raises(ValueError, match=r"0\.weight .*not finite"):
+    path = changed(
+        whole / "checkpoint_000005",
+        whole / "checkpoint_000006",
+        {"weights/0.weight": torch.full((1, 4), torch.nan)},
+    )
+    with pytest.raises(ValueError, match=r"weights/0\.weight has values that are not finite"):
         read_checkpoint(path)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +15,9 @@ from tests.support.training import make_batch, make_trainer
 from torchrl_grpo import keys
 from torchrl_grpo.errors import NonFiniteError, NoSignalError
 from torchrl_grpo.learner import GRPOTrainer
+from torchrl_grpo.learner.checkpoint import Checkpointer, read_checkpoint
+from torchrl_grpo.learner.parts import tensors_in
+from torchrl_grpo.learner.writer import CheckpointWriter
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.packing import pad
 from torchrl_grpo.models.scoring import TokenScorer
@@ -260,19 +263,25 @@ def test_warmup_reaches_the_learning_rate_after_its_steps() -> None:
     ]
 
 
-def test_restored_state_continues_bit_for_bit() -> None:
+def save(trainer: GRPOTrainer, folder: Path) -> tuple[dict[str, Any], Path]:
+    """Write a checkpoint; return what ``load_state_dict`` takes."""
+    path = CheckpointWriter().start(Checkpointer(folder, {}), trainer, {})
+    return read_checkpoint(path)["trainer"], path
+
+
+def test_restored_state_continues_bit_for_bit(tmp_path: Path) -> None:
     trainer = make_trainer()
     trainer.train_batch(make_batch())
-    state = copy.deepcopy(trainer.state_dict())
+    checkpoint = save(trainer, tmp_path)
     trainer.train_batch(make_batch())
     other = make_trainer(make_tiny_model(seed=7))
-    other.load_state_dict(state)
+    other.load_state_dict(*checkpoint)
     other.train_batch(make_batch())
     assert (other.version, other.optim_steps) == (2, 2)
     assert all(torch.equal(value, weights(other)[name]) for name, value in weights(trainer).items())
 
 
-def test_lora_trains_and_saves_adapters_alone() -> None:
+def test_lora_trains_and_saves_adapters_alone(tmp_path: Path) -> None:
     model = loading.add_lora(make_tiny_model(), r=4, alpha=8)
     trainer = make_trainer(model)
     base = {name: value.clone() for name, value in make_tiny_model().named_parameters()}
@@ -280,18 +289,20 @@ def test_lora_trains_and_saves_adapters_alone() -> None:
     merged = weights(trainer)
     assert merged.keys() == base.keys()
     assert any(not torch.equal(value, base[name]) for name, value in merged.items())
-    state = trainer.state_dict()
-    assert state["model"] and all("lora_" in name for name in state["model"])
+    state, path = save(trainer, tmp_path)
+    names = [name for name, _ in tensors_in(path)]
+    assert names and all("lora_" in name for name in names)
     other = make_trainer(loading.add_lora(make_tiny_model(), r=4, alpha=8))
-    other.load_state_dict(state)
+    other.load_state_dict(state, path)
     assert all(torch.equal(value, weights(other)[name]) for name, value in merged.items())
 
 
-def test_a_checkpoint_of_another_model_is_refused() -> None:
-    state = make_trainer().state_dict()
-    state["model"] = {f"x.{name}": value for name, value in state["model"].items()}
-    with pytest.raises(RuntimeError, match=r"checkpoint .*model: 27 unknown"):
-        make_trainer().load_state_dict(state)
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    checkpoint = save(make_trainer(loading.add_lora(make_tiny_model(), r=4, alpha=8)), tmp_path)
+    with pytest.raises(
+        RuntimeError, match="the checkpoint does not fit the model: 28 unknown entries"
+    ):
+        make_trainer().load_state_dict(*checkpoint)
 
 
 def test_the_recomputed_proximal_policy_is_that_before_the_first_step() -> None:

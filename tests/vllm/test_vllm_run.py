@@ -47,7 +47,7 @@ def test_a_run_on_the_real_vllm_and_its_lora_export_loads_there(tmp_path: Path) 
     assert max(row["sync/mismatch_max"] for row in rows) < 1e-3
     assert rows[2]["train/kl_k3_to_ref"] > 1e-6  # the weights did change
     assert rows[2]["train/ratio_mean"] == pytest.approx(1.0, abs=1e-3)
-    assert (tmp_path / "checkpoints" / "checkpoint_000002.pt").exists()
+    assert (tmp_path / "checkpoints" / "checkpoint_000002").exists()
     sampler = run.source.samplers[0].part
     with vllm_module.VLLMEngine(
         str(tmp_path / "checkpoints" / "model"), max_model_len=128, enforce_eager=True

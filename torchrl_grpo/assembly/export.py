@@ -9,14 +9,13 @@ import torch
 from torchrl_grpo.assembly.parts import make_model
 from torchrl_grpo.config.resumed import from_saved
 from torchrl_grpo.errors import ConfigError
-from torchrl_grpo.host.checkpoint_files import is_sharded, newest, read_manifest
+from torchrl_grpo.host.checkpoint_files import newest, read_manifest
 from torchrl_grpo.host.folders import check_own_files
 from torchrl_grpo.learner.checkpoint import read_checkpoint
 from torchrl_grpo.learner.export import export_model, model_card
 from torchrl_grpo.learner.parts import read_parts
 from torchrl_grpo.learner.resume import refusing
 from torchrl_grpo.models import loading
-from torchrl_grpo.models.sharding import load_whole_state
 
 
 def export(
@@ -30,8 +29,7 @@ def export(
 
     Args:
         checkpoint: a checkpoint, or the folder of a run.
-        output: the folder, which must not exist; by default it is beside the checkpoint, with its
-            name (and ``_model`` where that is a folder itself).
+        output: the folder, which must not exist; by default the checkpoint's path with ``_model``.
         adapters: whether LoRA's adapters are written by themselves.
         trust_remote_code: whether code of the base model's repository may run, and the checkpoint
             may name code and files of its own; the checkpoint alone does not decide that.
@@ -49,8 +47,7 @@ def export(
     path, (state, metrics) = newest_checkpoint
     config = from_saved(state["config"], path, trusted=trust_remote_code)
     config.model.trust_remote_code = trust_remote_code
-    beside = path.with_name(f"{path.name}_model") if is_sharded(path) else path.with_suffix("")
-    target = beside if output is None else output
+    target = path.with_name(f"{path.name}_model") if output is None else output
     if target.exists():
         raise ConfigError(
             f"--output={target} must be a new folder, but it exists: name another one."
@@ -63,10 +60,7 @@ def export(
     name = config.model.source
     model = make_model(config, torch.device("cpu"))
     with refusing(path):
-        if is_sharded(path):
-            read_parts(path, model, None, {})
-        else:
-            load_whole_state(model, None, {"model": state["trainer"]["model"], "optimizer": {}})
+        read_parts(path, model, None, {})
     tokenizer = loading.load_tokenizer(
         name, chat_template=config.model.chat_template, trust_remote_code=trust_remote_code
     )

@@ -1,13 +1,9 @@
-"""Checkpoints as files: listing them, choosing the one to resume from, integrity checks, and
+"""Checkpoints on disk: listing them, choosing the one to resume from, integrity checks, and
 manifests.
 
 This module imports nothing heavy, so that a bad checkpoint is refused at once.
 
-One process writes a file: the output of ``torch.save``, followed by a manifest (JSON), the
-manifest's length and a SHA-256 of everything before it. ``torch.load`` ignores what follows its own
-output.
-
-Several ranks write a folder: each rank's tensors in its own safetensors files, everything else in
+A checkpoint is a folder: each rank's tensors in its own safetensors files, everything else in
 ``STATE``, and ``MANIFEST``, which also lists the size and SHA-256 of each file.
 """
 
@@ -15,23 +11,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import mmap
 import os
 import shutil
-import struct
 import zipfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.host.files import METRICS_FILE, read_jsonl
 
-_END = struct.Struct("<Q32s8s")
-"""Trailer of the file: the manifest's length, the SHA-256, and a marker."""
-_MARK = b"grpo-ck1"
-_CHUNK_BYTES = 1 << 24
 _MAX_MANIFEST_BYTES = 1 << 26
 _CHECK = "sha256"
 """Manifest entry with the checksum of the other entries: the manifest is used before the whole
@@ -40,7 +30,7 @@ checkpoint is verified.
 MANIFEST = "manifest.json"
 STATE = "state.pt"
 _FILES = "files"
-"""Manifest entry of a folder: size and SHA-256 of each file."""
+"""Manifest entry with the size and SHA-256 of each file."""
 
 AUTO = "auto"
 """``train.resume=auto``: the newest checkpoint in the run's own folder, or a fresh start."""
@@ -50,67 +40,29 @@ _MAX_NAMED = 3
 _Read = TypeVar("_Read")
 
 
-class SealedFile:
-    """File that ``torch.save(state, sealed)`` writes front to back, and that ``seal`` ends with a
-    manifest and a checksum.
-
-    Attributes:
-        error: the exception that a write raised; ``torch.save`` raises a different one.
-    """
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self.error: BaseException | None = None
-        self._file = file
-        self._hash = hashlib.sha256()
-
-    def write(self, data: Any) -> int:
-        try:
-            self._hash.update(data)
-            return self._file.write(data)
-        except BaseException as error:
-            self.error = error
-            raise
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def seal(self, manifest: dict[str, Any]) -> None:
-        """Append the manifest and the checksum; nothing may be written afterwards."""
-        text = _with_digest(manifest)
-        self.write(text)
-        self._hash.update(struct.pack("<Q", len(text)))
-        self._file.write(_END.pack(len(text), self._hash.digest(), _MARK))
-
-
 def checkpoints_in(directory: Path) -> list[Path]:
     """Return the checkpoints in a folder, latest step first."""
     steps = [
         (step, path)
         for path in directory.glob("checkpoint_*")
-        if (step := step_of(path)) is not None and (path.suffix == ".pt" or is_sharded(path))
+        if (step := step_of(path)) is not None and is_checkpoint(path)
     ]
     return [path for _, path in sorted(steps, reverse=True)]
 
 
-def is_sharded(path: Path) -> bool:
-    """Whether a path is a checkpoint of several ranks; an exported model's folder may have the same
-    name.
-    """
-    return path.suffix == "" and any((path / name).exists() for name in (MANIFEST, STATE))
+def is_checkpoint(path: Path) -> bool:
+    """Whether a path is a checkpoint, perhaps a damaged one."""
+    return any((path / name).exists() for name in (MANIFEST, STATE))
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint. A folder is renamed first: a partly removed one must not look whole."""
-    if path.is_dir():
-        path = path.rename(path.with_name(f"{path.name}.removed.tmp"))
-        shutil.rmtree(path)
-    else:
-        path.unlink()
+    """Remove a checkpoint. It is renamed first: a partly removed one must not look whole."""
+    shutil.rmtree(path.rename(path.with_name(f"{path.name}.removed.tmp")))
 
 
 def step_of(path: Path) -> int | None:
     """Return the step in a checkpoint's name; None for other names."""
-    number = path.stem.removeprefix("checkpoint_")
+    number = path.name.removeprefix("checkpoint_")
     return int(number) if number.isdecimal() else None
 
 
@@ -120,17 +72,20 @@ def read_manifest(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: the checkpoint has no readable manifest.
     """
-    sharded = is_sharded(path)
-    with _open(path / MANIFEST if sharded else path, path) as file:
-        start = 0
-        if sharded:
-            length = file.seek(0, os.SEEK_END)
-        else:
-            start, length, _ = _read_trailer(path, file)
+    if path.is_file():
+        raise ValueError(
+            f"{path.name} is a file, and checkpoints are folders "
+            f"(python tools/convert_checkpoint.py {path} converts an older version's)"
+        )
+    try:
+        if not (path / MANIFEST).is_file():  # reading a pipe would never end
+            raise ValueError(f"{path.name} has no {MANIFEST}")
+        length = (path / MANIFEST).stat().st_size
         if length > _MAX_MANIFEST_BYTES:
             raise ValueError(f"{path.name} has a {MANIFEST} of {length} bytes")
-        file.seek(start)
-        text = file.read(length)
+        text = (path / MANIFEST).read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path.name}/{MANIFEST} cannot be read ({error.strerror})") from error
     try:
         manifest = dict(json.loads(text))
         if manifest.pop(_CHECK, None) != _digest(manifest):
@@ -145,7 +100,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 def write_manifest(
     folder: Path, manifest: Mapping[str, Any], files: Mapping[str, tuple[int, str]]
 ) -> None:
-    """Write the manifest of a checkpoint that is a folder.
+    """Write the manifest of a checkpoint.
 
     Args:
         folder: contains all other files already.
@@ -198,7 +153,7 @@ def newest(
     """
     auto = resume == AUTO
     path = directory.resolve() if auto else Path(resume).expanduser().resolve()
-    if path.is_file() or is_sharded(path):
+    if path.is_file() or is_checkpoint(path):
         try:
             return path, read(path)
         except ValueError as error:
@@ -216,7 +171,7 @@ def newest(
     while candidates := [
         checkpoint
         for folder in folders
-        for checkpoint in checkpoints_in(folder)
+        for checkpoint in (*checkpoints_in(folder), *folder.glob("checkpoint_*.pt"))
         if checkpoint not in reasons
     ]:  # listed again after failures, because a live run replaces its checkpoints
         for checkpoint in candidates:
@@ -260,49 +215,11 @@ def check_unused(directory: Path) -> None:
 
 
 def check_whole(path: Path) -> None:
-    """Verify a checkpoint's checksums.
+    """Check that a checkpoint has the files in its manifest, unchanged, and nothing else.
 
     Raises:
-        ValueError: a checksum is missing or does not match.
+        ValueError: it does not.
     """
-    if is_sharded(path):
-        _check_files(path)
-        return
-    sha256 = hashlib.sha256()
-    with _open(path, path) as file:
-        start, length, digest = _read_trailer(path, file)
-        left = start + length + 8
-        file.seek(0)
-        while left and (chunk := file.read(min(left, _CHUNK_BYTES))):
-            sha256.update(chunk)
-            left -= len(chunk)
-    if sha256.digest() != digest:
-        raise ValueError(
-            f"{path.name} is damaged: its contents do not have the checksum that they were written "
-            "with"
-        )
-
-
-def check_stored(path: Path) -> None:
-    """Check that the file of a state is not compressed, because it might unpack to any size.
-
-    Raises:
-        ValueError: it is compressed.
-        BadZipFile: it is not a file of ``torch.save``.
-    """
-    sharded = is_sharded(path)
-    with _open(path / STATE if sharded else path, path) as file:
-        length = 0 if sharded else _read_trailer(path, file)[0]  # 0 maps the whole file
-        with (
-            mmap.mmap(file.fileno(), length, access=mmap.ACCESS_READ) as state,
-            zipfile.ZipFile(cast(IO[bytes], state)) as members,
-        ):
-            if any(member.compress_type != zipfile.ZIP_STORED for member in members.infolist()):
-                raise ValueError("its tensors are compressed")
-
-
-def _check_files(path: Path) -> None:
-    """Check that a folder has the files in its manifest, and nothing else."""
     files = read_manifest(path).get(_FILES)
     entries = list(path.iterdir())
     if any(entry.is_symlink() or not entry.is_file() for entry in entries):
@@ -328,15 +245,16 @@ def _check_files(path: Path) -> None:
             raise ValueError(f"{path.name} cannot be read ({error.strerror})") from error
 
 
-def _open(path: Path, checkpoint: Path) -> IO[bytes]:
-    """Open a checkpoint, or a file in its folder."""
-    name = path.name if path == checkpoint else f"{checkpoint.name}/{path.name}"
-    if path.exists() and not path.is_file():
-        raise ValueError(f"{name} is no file")  # reading a pipe would never end
-    try:
-        return path.open("rb")
-    except OSError as error:  # a folder, a dangling link, or no permission
-        raise ValueError(f"{name} cannot be opened ({error.strerror})") from error
+def check_stored(path: Path) -> None:
+    """Check that the file of a state is not compressed, because it might unpack to any size.
+
+    Raises:
+        ValueError: it is compressed.
+        BadZipFile: it is not a file of ``torch.save``.
+    """
+    with zipfile.ZipFile(path / STATE) as members:
+        if any(member.compress_type != zipfile.ZIP_STORED for member in members.infolist()):
+            raise ValueError("its state is compressed")
 
 
 def _with_digest(manifest: dict[str, Any]) -> bytes:
@@ -345,14 +263,3 @@ def _with_digest(manifest: dict[str, Any]) -> bytes:
 
 def _digest(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
-
-
-def _read_trailer(path: Path, file: IO[bytes]) -> tuple[int, int, bytes]:
-    """Return the manifest's offset and length, and the checksum."""
-    end = file.seek(0, os.SEEK_END) - _END.size
-    if end >= 0:
-        file.seek(end)
-        length, digest, mark = _END.unpack(file.read(_END.size))
-        if mark == _MARK and length <= min(end, _MAX_MANIFEST_BYTES):
-            return end - length, length, digest
-    raise ValueError(f"{path.name} has no checksum: it is cut short, or something else wrote it")

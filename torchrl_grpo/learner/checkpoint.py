@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,9 @@ from torchrl_grpo.checks import check_keep
 from torchrl_grpo.errors import ConfigError, DiskFullError, NonFiniteError, NotSavedError
 from torchrl_grpo.host.checkpoint_files import (
     STATE,
-    SealedFile,
     check_stored,
     check_whole,
     checkpoints_in,
-    is_sharded,
     read_manifest,
     remove,
     step_of,
@@ -32,8 +29,8 @@ from torchrl_grpo.host.checkpoint_files import (
 from torchrl_grpo.host.files import is_full
 from torchrl_grpo.host.folders import numbered
 from torchrl_grpo.host.text import size
-from torchrl_grpo.learner.export import ACCURACY, INVALID, check_room, export_model, model_card
-from torchrl_grpo.learner.parts import weights_in
+from torchrl_grpo.learner.export import ACCURACY, INVALID, export_model, model_card
+from torchrl_grpo.learner.parts import tensors_in
 
 _MOST_INVALID = 0.5
 """Share of invalid rewards above which an evaluation does not count for ``best``: too few problems
@@ -102,13 +99,11 @@ def room_at(directory: Path) -> tuple[Path, int]:
 
 
 class Checkpointer:
-    """Writer of ``checkpoint_{step}.pt`` and ``model/``, each complete or absent.
+    """Names, contents and number of the checkpoints in a folder, and writer of ``model/``.
 
     A checkpoint has ``trainer`` (model, optimizer, scheduler, scaler, counters), ``source`` (data
     order, the engine's random state), ``rng`` (Python, torch, CUDA), ``config`` (the full config as
-    plain types) and ``step``. ``torch.load(path, weights_only=True)`` loads it. A manifest and a
-    checksum follow (``checkpoint_files``). Several ranks write a folder ``checkpoint_{step}``
-    instead (``shards.ShardedSaver``).
+    plain types) and ``step``. ``writer.CheckpointWriter`` writes it.
 
     Attributes:
         metrics: results of the evaluation at the step that is saved next, for the manifest.
@@ -128,8 +123,8 @@ class Checkpointer:
         self._keep = check_keep(keep)
 
     def path(self, step: int) -> Path:
-        """Return the file of the checkpoint after ``step`` steps."""
-        return self.directory / f"checkpoint_{step:06d}.pt"
+        """Return the folder of the checkpoint after ``step`` steps."""
+        return self.directory / f"checkpoint_{step:06d}"
 
     def begin(self, step: int) -> None:
         """Prepare the folder for a run that resumes after ``step``: rename later checkpoints
@@ -142,39 +137,7 @@ class Checkpointer:
                     f"{path} is of a later step than {step}: renamed to {aside.name}."
                 )
         for path in self.directory.glob("checkpoint_*.tmp"):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-    def save(self, step: int, trainer: dict[str, Any], source: dict[str, Any]) -> Path:
-        """Write the state after ``step`` steps; return the file.
-
-        Raises:
-            NonFiniteError: a weight is not finite; nothing is written.
-            NotSavedError: the disk is full (``DiskFullError``) or the folder is not writable;
-                earlier checkpoints are unchanged.
-        """
-        check_finite(trainer["model"].items())
-        state = self.state(step, trainer, source)
-        path = self.path(step)
-        staging = path.with_suffix(".tmp")
-        sealed: SealedFile | None = None
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            check_room(self.directory, bytes_of(trainer), path.name)
-            with staging.open("wb") as file:
-                sealed = SealedFile(file)
-                torch.save(state, sealed)  # type: ignore[arg-type]  # it needs only write and flush
-                sealed.seal(self.manifest(step))
-                file.flush()
-                os.fsync(file.fileno())
-            staging.rename(path)
-        except BaseException as error:
-            with suppress(OSError):
-                staging.unlink(missing_ok=True)
-            # After a failed write torch raises an error of its own, about its count of bytes.
-            cause = (sealed and sealed.error) or error
-            raise self.not_saved(path, cause) from None
-        self.remove_old()
-        return path
+            shutil.rmtree(path)
 
     def state(self, step: int, trainer: dict[str, Any], source: dict[str, Any]) -> dict[str, Any]:
         """Return the state of a run after ``step`` steps, in the form of a checkpoint."""
@@ -233,30 +196,22 @@ class Checkpointer:
 
 
 def read_checkpoint(path: Path, *, trusted: bool = False) -> dict[str, Any]:
-    """Return the state in a checkpoint. That of several ranks comes without its tensors, which
-    ``parts.read_parts`` reads.
-
-    A file's tensors are memory-mapped.
+    """Return the state in a checkpoint without its tensors, which ``parts.read_parts`` reads.
 
     Args:
-        path: the file or folder.
-        trusted: skip checksums and weights, which were checked before.
+        path: the folder.
+        trusted: skip checksums and tensors, which were checked before.
 
     Raises:
-        ValueError: it is not a whole checkpoint, or has weights that are not finite.
+        ValueError: it is not a whole checkpoint, or has tensors that are not finite.
     """
-    sharded = is_sharded(path)
     if not trusted:
         check_whole(path)
+    config = read_manifest(path)["config"]
     try:
         if not trusted:
             check_stored(path)
-        config = read_manifest(path)["config"]
-        if config.get("optimizer", {}).get("name") == "adamw_8bit":
-            import torchao.optim  # noqa: F401  allows torch.load to read its types
-        state = torch.load(
-            path / STATE if sharded else path, map_location="cpu", weights_only=True, mmap=True
-        )
+        state = torch.load(path / STATE, map_location="cpu", weights_only=True)
     except Exception as error:  # a foreign file may raise anything
         # The rest of torch's message advises to trust the file.
         reason = str(error).splitlines()[0].partition(". ")[0]
@@ -267,24 +222,14 @@ def read_checkpoint(path: Path, *, trusted: bool = False) -> dict[str, Any]:
         raise ValueError(f"{path.name} holds something else")
     if not trusted:
         try:
-            weights = state["trainer"]["model"]
-            if not all(map(is_whole, weights.values())):
-                raise ValueError(f"{path.name} has weights that are no tensors of their own")
-            check_finite(weights_in(path) if sharded else weights.items())
+            check_finite(tensors_in(path))
         except NonFiniteError as error:
             raise ValueError(f"{path.name} cannot be used: {error}") from error
-        except Exception as error:  # a foreign state may raise anything
+        except Exception as error:  # a foreign file may raise anything
             raise ValueError(
                 f"{path.name} holds something else ({type(error).__name__}: {error!s:.200})"
             ) from error
     return state | {"config": config}  # the config that was checked when this run's was made
-
-
-def is_whole(weight: Any) -> bool:
-    """Whether a weight is a dense tensor whose memory holds all of its elements."""
-    if not isinstance(weight, torch.Tensor) or weight.layout != torch.strided:
-        return False
-    return weight.nbytes <= weight.untyped_storage().nbytes()
 
 
 def set_aside(path: Path) -> Path:
@@ -317,20 +262,22 @@ def _score(path: Path) -> float | None:
     return score if math.isfinite(score) and metrics.get(INVALID, 0.0) <= _MOST_INVALID else None
 
 
-def check_finite(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Check that weights, (name, tensor), are finite.
+def check_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Check that tensors, as (name, tensor), are finite, and second moments not negative.
 
     Raises:
-        NonFiniteError: a weight is not finite.
+        NonFiniteError: a tensor is not.
     """
-    for name, tensor in weights:
+    for name, tensor in tensors:
         # The sum is cheap, and not finite if an element is not. It may also overflow.
         if (
             tensor.is_floating_point()
             and not tensor.sum().isfinite()
             and not tensor.isfinite().all()
         ):
-            raise NonFiniteError(f"the weight {name} has values that are not finite")
+            raise NonFiniteError(f"{name} has values that are not finite")
+        if name.startswith("moments/exp_avg_sq/") and (tensor < 0).any():
+            raise NonFiniteError(f"{name} has negative values")
 
 
 def rng_state() -> dict[str, Any]:

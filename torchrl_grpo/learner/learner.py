@@ -18,10 +18,11 @@ from torchrl_grpo import keys
 from torchrl_grpo.collectors.summary import rollout_metrics, sample_rows
 from torchrl_grpo.errors import NonFiniteError
 from torchrl_grpo.learner.checkpoint import Checkpointer
-from torchrl_grpo.learner.shards import ShardedSaver
+from torchrl_grpo.learner.optimizer import has_small_states
 from torchrl_grpo.learner.step import GRPOTrainer
+from torchrl_grpo.learner.writer import CheckpointWriter
 from torchrl_grpo.models.scoring import TokenScorer, autocast
-from torchrl_grpo.models.sharding import copy_parts, is_shared, is_writer
+from torchrl_grpo.models.sharding import copy_parts, is_writer
 from torchrl_grpo.transforms.kl_scoring import KLScoring
 from torchrl_grpo.transforms.ragged import join_groups
 from torchrl_grpo.weights import ObjectSender, Sender, WeightHandle
@@ -67,7 +68,7 @@ class Learner:
         self.makes_room = makes_room
         self.sampled = sampled
         self._batch: TensorDictBase | None = None
-        self._saver = ShardedSaver() if is_shared(trainer.model) else None
+        self._checkpoint_writer = CheckpointWriter()
         self._trained_steps = trainer.optim_steps
 
     @property
@@ -80,9 +81,9 @@ class Learner:
         """Whether the weights are those between two batches, not in the middle of one."""
         return self.trainer.optim_steps == self._trained_steps
 
-    def load_state_dict(self, state: dict[str, Any], parts: Path | None = None) -> None:
+    def load_state_dict(self, state: dict[str, Any], checkpoint: Path) -> None:
         """Restore the trainer's state; see ``GRPOTrainer.load_state_dict``."""
-        self.trainer.load_state_dict(state, parts)
+        self.trainer.load_state_dict(state, checkpoint)
         self._trained_steps = self.trainer.optim_steps
 
     def train_batch(self, batch: TensorDictBase) -> dict[str, float]:
@@ -169,15 +170,20 @@ class Learner:
         return log_prob_mismatch(probe, scored)
 
     def sizes(self) -> tuple[int, int]:
-        """Return the bytes of a checkpoint, which has AdamW's two moments of each trained weight, and of the
-        exported model.
+        """Return the bytes of a checkpoint, which has AdamW's two moments of each trained weight, and of
+        the exported model.
         """
-        trained = sum(parameter.nbytes for parameter in self.trainer.parameters)
-        return 3 * trained, sum(parameter.nbytes for parameter in self.trainer.model.parameters())
+        float_moments = has_small_states(
+            self.trainer.optimizer
+        )  # as any number of ranks reads them
+        trained = sum(
+            weight.nbytes + 2 * (4 * weight.numel() if float_moments else weight.nbytes)
+            for weight in self.trainer.parameters
+        )
+        return trained, sum(weight.nbytes for weight in self.trainer.model.parameters())
 
     def save(self, checkpointer: Checkpointer, source: dict[str, Any]) -> Path:
-        """Writes a checkpoint of the trainer's state and the given state of the source; returns the
-        file.
+        """Write a checkpoint of the trainer's state and of the source's; return its folder.
 
         Several ranks copy their parts and write them to a folder while training goes on: it is
         there, or the reason is, when ``finish_save`` returns.
@@ -187,9 +193,7 @@ class Learner:
             NotSavedError: there is no room for it, or its folder cannot be written to.
         """
         self._check_weights()
-        if self._saver is None:
-            return checkpointer.save(self.version, self.trainer.state_dict(), source)
-        return self._saver.start(checkpointer, self.trainer, source)
+        return self._checkpoint_writer.start(checkpointer, self.trainer, source)
 
     def finish_save(self) -> None:
         """Wait for the checkpoint that is being written, if any.
@@ -197,8 +201,7 @@ class Learner:
         Raises:
             NotSavedError: it could not be written; raised once.
         """
-        if self._saver is not None:
-            self._saver.finish()
+        self._checkpoint_writer.finish()
 
     @torch.no_grad()
     def _check_weights(self) -> None:

@@ -1,5 +1,4 @@
-"""Tensors of a checkpoint of several ranks: safetensors files that record where each part lies in
-its tensor.
+"""Tensors of a checkpoint: safetensors files that record where each part lies in its tensor.
 
 ``torch.distributed.checkpoint`` writes and reads them. Reading unpickles nothing.
 """
@@ -8,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -34,29 +34,31 @@ def files_of(folder: Path, rank: int) -> list[Path]:
     return sorted(folder.glob(f"shard-{rank + 1:05d}-*.safetensors"))
 
 
-def write_parts(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
+def write_parts(
+    folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None
+) -> None:
     """Write each rank's part of tensors into a folder, and flush it to the disk. Collective.
 
     Args:
         folder: an existing folder.
-        tensors: on the CPU, with the same names on all ranks.
-        group: gloo group of all ranks, which nothing else uses meanwhile.
+        tensors: with the same names on all ranks; of several ranks on the CPU.
+        group: gloo group of all ranks, which nothing else uses meanwhile; None for one process.
 
     Raises:
         Exception: the first rank's error, on all ranks.
     """
+    ranks = 1 if group is None else dist.get_world_size(group)
     files: dict[str, int] = {}
     used = 0
     for name, tensor in tensors.items():
-        used += tensor.nbytes // dist.get_world_size(group)
+        used += tensor.nbytes // ranks
         files[name] = 1 + used // _FILE_BYTES
     writer = HuggingFaceStorageWriter(
         str(folder), fqn_to_index_mapping=files, save_distributed=True
     )
-    try:
-        save(dict(tensors), storage_writer=writer, process_group=group)
-    except CheckpointException as error:
-        raise _first_of(error) from None
+    alone = group is None
+    with _first_error(alone=alone):
+        save(dict(tensors), storage_writer=writer, process_group=group, no_dist=alone)
 
 
 def read_parts(
@@ -98,26 +100,27 @@ def read_parts(
             f"{len(missing)} missing ones {missing[:3]}."
         )
     alone = not dist.is_initialized()
-    try:
-        with warnings.catch_warnings():
-            if alone:  # which torch warns about
-                warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            load(tensors, storage_reader=reader, no_dist=alone)
-    except CheckpointException as error:
-        raise _first_of(error) from None
+    with _first_error(alone=alone):
+        load(tensors, storage_reader=reader, no_dist=alone)
     if optimizer is not None and rest:
         load_parts(model, optimizer, tensors, rest)
 
 
-def weights_in(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parts of the weights in all files of a folder as (name, tensor)."""
+def tensors_in(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parts of the tensors in all files of a folder as (name, tensor)."""
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  it is not a dictionary
-                if name.startswith(WEIGHTS):
-                    yield name.removeprefix(WEIGHTS), file.get_tensor(name)
+                yield name, file.get_tensor(name)
 
 
-def _first_of(error: CheckpointException) -> BaseException:
-    """Return the first failed rank's error."""
-    return error.failures[min(error.failures)][0]
+@contextmanager
+def _first_error(*, alone: bool) -> Iterator[None]:
+    """Context for reading or writing, which raises the first failed rank's error."""
+    try:
+        with warnings.catch_warnings() if alone else nullcontext():
+            if alone:
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            yield
+    except CheckpointException as error:
+        raise error.failures[min(error.failures)][0] from None

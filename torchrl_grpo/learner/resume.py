@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,14 +20,14 @@ from torchrl import torchrl_logger
 from torchrl_grpo.config import GRPOConfig
 from torchrl_grpo.config.resumed import check_options, differences
 from torchrl_grpo.errors import ConfigError, RunLostError
-from torchrl_grpo.host.checkpoint_files import AUTO, is_sharded, newest
-from torchrl_grpo.learner.checkpoint import check_finite, is_whole, read_checkpoint, set_rng_state
+from torchrl_grpo.host.checkpoint_files import AUTO, newest
+from torchrl_grpo.learner.checkpoint import read_checkpoint, set_rng_state
 from torchrl_grpo.learner.learner import Learner
 
 _STATE: dict[str, Any] = {
     "step": int,
     "trainer": {
-        **dict.fromkeys(("model", "optimizer", "scheduler", "scaler"), dict),
+        **dict.fromkeys(("optimizer", "scheduler", "scaler"), dict),
         **dict.fromkeys(("version", "optim_steps", "skipped_steps", "nonfinite_in_a_row"), int),
     },
     "source": {
@@ -50,7 +51,7 @@ class Resume:
     """A checkpoint that fits the config.
 
     Attributes:
-        path: absolute path of the file or folder, which every training rank reads.
+        path: absolute path of the folder, which every training rank reads.
         step: number of finished steps.
         source: state of the source of batches.
         reference_version: version of the reference model's weights; 0 is the base model.
@@ -144,7 +145,7 @@ def _restore(learner: Learner, resume: Resume) -> None:
             if name not in ("base_lrs", "lr_lambdas") and type(value) is type(own.get(name))
         }
         saved["scheduler"] = own | progress
-    learner.load_state_dict(saved, resume.path if is_sharded(resume.path) else None)
+    learner.load_state_dict(saved, resume.path)
     for index, (group, settings) in enumerate(
         zip(trainer.optimizer.param_groups, configured, strict=True)
     ):
@@ -201,28 +202,22 @@ def _check_random(rng: Mapping[str, Any], engines: Sequence[Mapping[str, Any]]) 
             torch.Generator().set_state(state)
 
 
-def _check_moments(trainer: Mapping[str, Any]) -> None:
-    """Check that the optimizer's state fits the weights: a kernel reads beyond a tensor that is too
-    small.
+def _check_optimizer(optimizer: Mapping[str, Any]) -> None:
+    """Check an optimizer's state without its moments, which are read into tensors of the right
+    shape: a kernel reads beyond a count of steps that is no scalar.
 
     Raises:
-        ValueError: it does not.
+        ValueError: it is not valid.
     """
-    weights = trainer["model"]
-    optimizer = trainer["optimizer"]
     states = optimizer.get("state", {})
-    grouped = {name for group in optimizer.get("param_groups", ()) for name in group["params"]}
-    if not states.keys() <= grouped <= weights.keys():
-        raise ValueError("the optimizer has other parameters than the model")
-    entries = [(name, *entry) for name, state in states.items() for entry in state.items()]
-    for name, key, value in entries:
-        numbers = getattr(value, "codes", value)  # torchao's 8 bits
-        shape = () if key == "step" else weights[name].shape
-        if not is_whole(numbers) or value.shape != shape or numbers.shape != shape:
-            raise ValueError(f"{key} of {name} is no tensor of the weight's shape")
-        check_finite([(f"{key} of {name}", numbers)])
-        if key in ("step", "exp_avg_sq") and not hasattr(value, "codes") and (value < 0).any():
-            raise ValueError(f"{key} of {name} is negative")
+    groups = optimizer.get("param_groups", ())
+    if not states.keys() <= {name for group in groups for name in group["params"]}:
+        raise ValueError("the optimizer's state has other parameters than its groups")
+    for name, state in states.items():
+        step = state["step"]
+        scalar = step.layout == torch.strided and step.shape == ()
+        if state.keys() != {"step"} or not scalar or not 0 <= step.item() < math.inf:
+            raise ValueError(f"the optimizer's state of {name} is no count of steps")
 
 
 def _check_position(source: Mapping[str, Any], name: str) -> None:
@@ -257,8 +252,7 @@ def _read(path: Path) -> dict[str, Any]:
             raise ValueError(f"{name} has weights of step {version} as those of another step")
         try:
             _check_random(state["rng"], engines)
-            if not is_sharded(path):  # a folder's tensors are read into tensors of the right shape
-                _check_moments(state["trainer"])
+            _check_optimizer(state["trainer"]["optimizer"])
         except Exception as error:  # a foreign state may raise anything
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
             raise ValueError(f"{name} holds something else ({reason})") from error

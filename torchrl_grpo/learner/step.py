@@ -44,10 +44,8 @@ from torchrl_grpo.models.scoring import TokenScorer, autocast, check_packing
 from torchrl_grpo.models.sharding import (
     clip_grad_norm,
     compute_device,
-    load_whole_state,
     mesh_of,
     num_replicas,
-    whole_state,
 )
 from torchrl_grpo.objectives.grpo import GRPOLoss
 from torchrl_grpo.objectives.output import TORCHRL_METRICS
@@ -498,14 +496,8 @@ class GRPOTrainer:
             f"Skipped an optimizer step: loss {loss}, gradient norm {norm}{self._nonfinite_reason}."
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return everything except the weights of a base model that LoRA leaves unchanged; see
-        ``whole_state``.
-        """
-        return whole_state(self.model, self.optimizer) | self.progress()
-
     def progress(self) -> dict[str, Any]:
-        """Return the state without weights and optimizer; the same on all ranks."""
+        """Return the state except weights and optimizer; the same on all ranks."""
         return {
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "scaler": self.scaler.state_dict(),
@@ -515,21 +507,17 @@ class GRPOTrainer:
             "nonfinite_in_a_row": self._nonfinite_in_a_row,
         }
 
-    def load_state_dict(self, state: dict[str, Any], parts: Path | None = None) -> None:
-        """Restore ``state_dict`` on any number of ranks; each of them gets the whole state.
+    def load_state_dict(self, state: dict[str, Any], checkpoint: Path) -> None:
+        """Restore the state of a checkpoint that any number of ranks wrote.
 
         Args:
-            state: the state.
-            parts: the folder that has its tensors, where several ranks saved it: each rank reads
-                its own part.
+            state: ``progress``, and ``optimizer``: the optimizer's state without tensors.
+            checkpoint: the folder that has the tensors; each rank reads its own part.
 
         Raises:
             RuntimeError: the model has other parameters.
         """
-        if parts is None:
-            load_whole_state(self.model, self.optimizer, state)
-        else:
-            read_parts(parts, self.model, self.optimizer, state["optimizer"])
+        read_parts(checkpoint, self.model, self.optimizer, state["optimizer"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
         self.scaler.load_state_dict(state["scaler"])

@@ -27,9 +27,7 @@ from torch import Tensor, nn
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     get_optimizer_state_dict,
-    set_model_state_dict,
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -368,27 +366,6 @@ def copy_parts(source: nn.Module, target: nn.Module) -> None:
         parameter.copy_(of[name])
 
 
-def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return a model's trained weights and its optimizer's state, by parameter name.
-
-    It does not depend on the sharding. Of a sharded model rank 0 gets it, on the CPU, and the
-    others nothing.
-    """
-    options = StateDictOptions(
-        full_state_dict=True, cpu_offload=mesh_of(model) is not None, ignore_frozen_params=True
-    )
-    weights = get_model_state_dict(model, options=options)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if not parameter.requires_grad:  # torch leaves the second name of a tied weight
-            weights.pop(name, None)
-    state: dict[str, Any] = {"model": weights, "optimizer": {}}
-    if (
-        optimizer.state
-    ):  # of one that made no step yet, torch would count a step with zero gradients
-        state["optimizer"] = get_optimizer_state_dict(model, optimizer, options=options)
-    return state
-
-
 def own_parts(
     model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -427,7 +404,7 @@ def _as_float(moment: Tensor, parameter: Tensor) -> Tensor:
         isinstance(moment, DTensor) or not isinstance(parameter, DTensor)
     ):
         return moment
-    local = _exact_floats(moment) if hasattr(moment, "codes") else moment.float()
+    local = exact_floats(moment) if hasattr(moment, "codes") else moment.float()
     if not isinstance(parameter, DTensor):
         return local
     mesh, placements, stride = parameter.device_mesh, parameter.placements, parameter.stride()
@@ -436,7 +413,7 @@ def _as_float(moment: Tensor, parameter: Tensor) -> Tensor:
     )
 
 
-def _exact_floats(moment: Any) -> Tensor:
+def exact_floats(moment: Any) -> Tensor:
     """The numbers of torchao's 8-bit moment, which give just its codes and scales when they are
     quantized again.
 
@@ -478,24 +455,3 @@ def load_parts(
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def load_whole_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, state: dict[str, Any]
-) -> None:
-    """Restores what ``whole_state`` gave; every rank is given the whole state and keeps its part.
-
-    Raises:
-        RuntimeError: the model has other parameters.
-    """
-    options = StateDictOptions(full_state_dict=True, strict=False, ignore_frozen_params=True)
-    missing, unexpected = set_model_state_dict(model, state["model"], options=options)
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    if unexpected or trained & set(missing):
-        raise RuntimeError(
-            f"the checkpoint does not fit the model: {len(unexpected)} unknown entries "
-            f"{unexpected[:3]}, {len(trained & set(missing))} missing ones "
-            f"{sorted(trained & set(missing))[:3]}."
-        )
-    if optimizer is not None and state["optimizer"]:
-        set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)

@@ -1,7 +1,7 @@
 """Export the model of a checkpoint, for Hugging Face's ``from_pretrained`` and vLLM.
 
     python -m torchrl_grpo.export outputs/DATE/TIME
-    python -m torchrl_grpo.export outputs/DATE/TIME/checkpoints/checkpoint_000100.pt --output my_model
+    python -m torchrl_grpo.export outputs/DATE/TIME/checkpoints/checkpoint_000100 --output my_model
     python -m torchrl_grpo.export outputs/DATE/TIME --adapters
 
 A run's folder stands for its newest whole checkpoint. The run's base model must be where it was.

@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks: each rank writes its part in a thread while training goes on."""
+"""Write checkpoints; several ranks each write their part while training goes on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torchrl_grpo.host.checkpoint_files import STATE, size_and_sha256, write_man
 from torchrl_grpo.learner.checkpoint import Checkpointer, bytes_of, check_finite, set_aside
 from torchrl_grpo.learner.export import check_room
 from torchrl_grpo.learner.parts import files_of, write_parts
-from torchrl_grpo.models.sharding import WEIGHTS, own_parts
+from torchrl_grpo.models.sharding import WEIGHTS, is_shared, own_parts
 
 if TYPE_CHECKING:
     from torchrl_grpo.learner.step import GRPOTrainer
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 
-class ShardedSaver:
-    """Writer of the checkpoints of several ranks, each a folder that is complete or absent.
+class CheckpointWriter:
+    """Writer of checkpoints, each a folder that is complete or absent.
 
-    Each rank has a saver, and all of them call its methods together. ``start`` copies a rank's part
-    to the CPU and returns; a thread then writes the part under a temporary name, flushes it and
-    takes its SHA-256. When all ranks are done, rank 0 adds the manifest and renames the folder. One
-    checkpoint is written at a time. The threads have a process group of their own, so that training
-    can use the others.
+    One process writes at once. Of several ranks each has a writer, and all of them call its methods
+    together: ``start`` copies a rank's part to the CPU and returns; a thread then writes the part
+    under a temporary name, flushes it and takes its SHA-256. When all ranks are done, rank 0 adds
+    the manifest and renames the folder. One checkpoint is written at a time. The threads have a
+    process group of their own, so that training can use the others.
     """
 
     def __init__(self) -> None:
@@ -48,34 +48,36 @@ class ShardedSaver:
     def start(
         self, checkpointer: Checkpointer, trainer: GRPOTrainer, source: dict[str, Any]
     ) -> Path:
-        """Begin to write the state of a trainer and of a source; return the folder's future path.
+        """Write the state of a trainer and of a source, or begin to; return the folder's path.
 
         Raises:
             NonFiniteError: a weight is not finite; nothing is written.
-            NotSavedError: the previous checkpoint could not be written; neither is this one.
+            NotSavedError: the checkpoint of one process, or the previous one of several ranks,
+                could not be written; neither is this one.
         """
         self.finish()
-        if self._group is None:
+        shared = is_shared(trainer.model)
+        if shared and self._group is None:
             self._group = dist.new_group(backend="gloo")
         parts, rest = own_parts(
             trainer.model, trainer.optimizer if trainer.optimizer.state else None
         )
-        weights = (
-            (name.removeprefix(WEIGHTS), part)
-            for name, part in parts.items()
-            if name.startswith(WEIGHTS)
-        )
-        self._together(lambda: check_finite((name, _local(part)) for name, part in weights))
-        state = {"model": {}, "optimizer": rest} | trainer.progress()
+        weights = [(name, _local(part)) for name, part in parts.items() if name.startswith(WEIGHTS)]
+        self._together(lambda: check_finite(weights))
+        if shared:  # copies, because training changes them
+            parts = {name: part.to("cpu", copy=True) for name, part in parts.items()}
+        state = deepcopy({"optimizer": rest} | trainer.progress())
         write = _Write(
             checkpointer=checkpointer,
-            path=checkpointer.path(trainer.version).with_suffix(""),
-            tensors={name: part.to("cpu", copy=True) for name, part in parts.items()},
-            # A copy, because training changes it.
-            state=checkpointer.state(trainer.version, deepcopy(state), source),
+            path=checkpointer.path(trainer.version),
+            tensors={name: part.contiguous() for name, part in parts.items()},
+            state=checkpointer.state(trainer.version, state, source),
             manifest=checkpointer.manifest(trainer.version),
         )
-        self._writing = self._thread.submit(self._write, write)
+        if shared:
+            self._writing = self._thread.submit(self._write, write)
+        else:
+            self._write(write)
         return write.path
 
     def finish(self) -> None:
@@ -90,7 +92,7 @@ class ShardedSaver:
             writing.result()
 
     def _write(self, write: _Write) -> None:
-        rank = dist.get_rank()
+        rank = 0 if self._group is None else dist.get_rank()
 
         def measure() -> dict[str, tuple[int, str]]:
             return {path.name: size_and_sha256(path) for path in files_of(write.staging, rank)}
@@ -109,6 +111,8 @@ class ShardedSaver:
         """Do a rank's work. Return the results of all ranks, or raise the first rank's error on all
         of them.
         """
+        if self._group is None:
+            return [work()]
         outcome: tuple[_T | None, Exception | None]
         try:
             outcome = work(), None

@@ -27,7 +27,17 @@ from omegaconf import OmegaConf
 from torchrl import torchrl_logger
 
 from tests.support.configs import ROOT, compose_config
-from tests.support.runs import SMALL, at, changed, reseal, run, save_weight, steps, whole_state_of
+from tests.support.runs import (
+    SMALL,
+    at,
+    changed,
+    differences,
+    reseal,
+    run,
+    save_weight,
+    steps,
+    whole_state_of,
+)
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.config import ConfigError, plain
 from torchrl_grpo.config.resumed import on_saved_config

@@ -821,14 +821,15 @@ class SlowStep:
     def __init__(self) -> None:
         self.version = self.optim_steps = 0
         self.model = torch.nn.Linear(1, 1)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.loss, self.device = SimpleNamespace(actor_network=None), torch.device("cpu")
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         yield "w", torch.tensor([1.5], dtype=torch.bfloat16)
         yield "v", torch.arange(6.0).reshape(2, 3)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"model": {}}
+    def progress(self) -> dict[str, Any]:
+        return {}
 
     def train_batch(self, batch: Any) -> dict[str, float]:
         time.sleep(60)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torchrl.collectors.llm import LLMCollector
+from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs import TransformedEnv
 from torchrl.envs.llm import ChatEnv
 from torchrl.envs.llm.transforms import PythonInterpreter
@@ -18,8 +19,10 @@ from tests.support.envs import END, ScriptedEngine
 from torchrl_grpo.collectors import RolloutCollector
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation import GenerationPolicy, SamplingParams
+from torchrl_grpo.models import TokenScorer
+from torchrl_grpo.objectives import GRPOLoss
 from torchrl_grpo.tasks.base import Problem
-from torchrl_grpo.transforms import HistoryTransforms
+from torchrl_grpo.transforms import GroupAdvantage, HistoryTransforms, KLScoring, RewardShaping
 
 
 class SameLength(EchoTask):
@@ -87,3 +90,44 @@ def test_an_environment_has_a_device(tokenizer):
 def test_specs_of_chat_transforms_are_those_of_the_data(tokenizer):
     env = TransformedEnv(make_env(tokenizer), HistoryTransforms(PythonInterpreter(timeout=5)))
     check_env_specs(env)
+
+
+def test_a_batch_of_a_wrapper_is_scored_and_trained(tokenizer, tiny_model):
+    """KLScoring and TokenScorer read its tokens after the prompt, whose log-probs it has."""
+    wrapper = make_wrapper(tiny_model, tokenizer)
+    collector = LLMCollector(
+        make_env(tokenizer), policy=wrapper, dialog_turns_per_batch=4, flatten_data=True
+    )
+    batch = KLScoring(TokenScorer(tiny_model))(next(iter(collector)))
+    for row in batch.unbind(0):
+        ref, sampled = row["next", "ref_log_probs", "full"], row["log_probs", "response"]
+        length, start = len(row["tokens", "full"]), len(row["tokens", "prompt"])
+        assert ref.shape == (length,) and not ref[:start].any()
+        known = sampled != 0  # TorchRL writes 0 for the first token
+        assert known.sum() >= length - start - 1
+        torch.testing.assert_close(ref[start:][known], sampled[known])
+    batch = GroupAdvantage(2)(batch)
+    batch.set("advantage", torch.ones(4, 1))
+    out = GRPOLoss(TokenScorer(tiny_model), kl_to_ref_coeff=0.1)(batch)
+    assert float(out["loss_objective"]) == pytest.approx(-1)
+    assert float(out["kl_k3_to_ref"]) == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["advantage", "shaping", "scoring"])
+def test_a_transform_that_is_appended_inverted_writes_what_is_extended(tokenizer, tiny_model, name):
+    """``append_transform(..., invert=True)`` is how TorchRL's script adds its KL transform."""
+    make, key = {
+        "advantage": (lambda: GroupAdvantage(2), "advantage"),
+        "shaping": (lambda: RewardShaping(scale=2.0), ("next", "shaped_reward")),
+        "scoring": (lambda: KLScoring(TokenScorer(tiny_model)), ("next", "ref_log_probs", "full")),
+    }[name]
+    batch = RolloutCollector(make_env(tokenizer, EchoTask()), make_policy()).rollout()
+    buffer = ReplayBuffer(storage=LazyStackStorage(8), batch_size=4)
+    buffer.append_transform(make(), invert=True)
+    buffer.extend(batch.clone())
+    expected = make()(batch.clone())
+    for sample in (buffer[:], buffer.sample()):
+        assert len(buffer) == len(sample) == 4
+        for row in sample.unbind(0):
+            same = [one for one in expected.unbind(0) if one["query"] == row["query"]]
+            assert any(torch.equal(row[key], one[key]) for one in same)

@@ -28,7 +28,7 @@ from torchrl_grpo.host.threads import use_one_thread_if_small
 from torchrl_grpo.models.divergence import Teacher, chunked_divergence, likely_tokens
 from torchrl_grpo.models.head import chunked_log_probs, tied_embedding, tied_rows
 from torchrl_grpo.models.loading import base_model_of
-from torchrl_grpo.models.packing import pad, sequences_of
+from torchrl_grpo.models.packing import has, pad, sequences_of
 from torchrl_grpo.models.prefix import Layout, Prompt, packed, padded, pick
 from torchrl_grpo.models.sharding import call_gathered, compute_device, mesh_of
 
@@ -55,7 +55,8 @@ class TokenScorer(TensorDictModuleBase):
 
     Reads ``("tokens", "full")`` and ``("masks", "all_assistant_mask")`` (``set_in_keys`` renames
     them), ragged or padded; writes padded ``("cur_log_probs", "full")`` and ``("entropy", "full")``, [B, T] float32,
-    0 on tokens outside the mask. With a teacher (``distill_from``) it reads ``("next",
+    0 on tokens outside the mask. A batch of TorchRL's wrappers, which have no such mask, is made
+    one of ours first (``packing.sequences_of``). With a teacher (``distill_from``) it reads ``("next",
     "teacher_states")`` too and writes ``("divergence", "full")``. Where ``"layout"`` is the layout
     of these very tensors, it is used; otherwise one is made. A small model on a CPU is computed on
     one thread (``threads``).
@@ -250,6 +251,8 @@ class TokenScorer(TensorDictModuleBase):
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Writes the log-probs and entropies of the sampled tokens; see the class."""
+        if self.mask_key == keys.ASSISTANT_MASK and not has(tensordict, self.mask_key):
+            tensordict = sequences_of(tensordict, self.tokens_key)
         tokens, mask = pad(tensordict, self.tokens_key), pad(tensordict, self.mask_key, False)
         layout = getattr(tensordict.get(keys.LAYOUT, None), "data", None)
         if not (

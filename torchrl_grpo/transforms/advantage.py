@@ -444,7 +444,7 @@ class GroupAdvantage(Transform):
     # In a replay buffer
 
     def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
-        if tensordict is None or self._in_env():
+        if tensordict is None or self._in_env() or has(tensordict, self.advantage_key):
             return tensordict
         flat = flatten(tensordict)
         member = self._members(flat)
@@ -463,6 +463,8 @@ class GroupAdvantage(Transform):
         number = torch.arange(len(complete), device=member.device)
         steps = lazy_stack([step for trajectory in complete for step in trajectory.steps])
         return self._write(steps, number.repeat_interleave(lengths), number // self.repeats)
+
+    _call = _inv_call  # of a buffer's append_transform(invert=True), which samples by it as well
 
     def _in_env(self) -> bool:
         try:

@@ -16,7 +16,7 @@ from torchrl_grpo.errors import MemoryShortError
 from torchrl_grpo.host.memory import memory_short
 from torchrl_grpo.models.loading import base_model_of, shape_of
 from torchrl_grpo.models.memory import forward_memory
-from torchrl_grpo.models.packing import has, pad, pass_tokens, rank_micro_batches
+from torchrl_grpo.models.packing import has, pad, pass_tokens, rank_micro_batches, sequences_of
 from torchrl_grpo.models.prefix import Layout, shared_prompts
 from torchrl_grpo.models.scoring import TokenScorer, autocast, check_packing
 from torchrl_grpo.models.sharding import compute_device, mesh_of
@@ -186,11 +186,24 @@ class KLScoring(Transform):
 
     def _score(self, batch: TensorDictBase) -> list[Tensor]:
         """Log-probs of each sequence of a flat batch, each as wide as its tokens."""
+        if self.in_keys[1] == keys.ASSISTANT_MASK and not has(batch, keys.ASSISTANT_MASK):
+            return self._score_wrappers(batch)
         tokens, mask = (pad(batch, key) for key in self.in_keys)
         sizes = [part.get(self.in_keys[0]).shape[-1] for part in batch.unbind(0)]
         widths = torch.tensor(sizes, device="cpu")
         scores = self.log_probs(tokens, mask, widths)
         return [row[:width] for row, width in zip(scores, widths.tolist(), strict=True)]
+
+    def _score_wrappers(self, batch: TensorDictBase) -> list[Tensor]:
+        """``_score`` of a batch of TorchRL's wrappers, which may be padded on either side."""
+        scores = self._score(sequences_of(batch, self.in_keys[0]))
+        rows = []
+        for row, score in zip(batch.unbind(0), scores, strict=True):
+            real = row.get(keys.ATTENTION_MASK, None)
+            whole = torch.zeros_like(row.get(self.in_keys[0]), dtype=score.dtype)
+            whole[... if real is None else real.bool()] = score
+            rows.append(whole)
+        return rows
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Score a batch [B] (or one sequence) in place; one that already has the entry is
@@ -204,11 +217,11 @@ class KLScoring(Transform):
         """Scores what is written to a replay buffer. An environment's input is left alone:
         ``_step`` scores it.
         """
-        if (
-            tensordict is None
-        ):  # a transform of the same buffer, such as GroupAdvantage, holds everything back
-            return None
-        return tensordict if self.parent is not None else self.forward(tensordict)
+        if tensordict is None or self.parent is not None:
+            return tensordict  # None: another transform of the buffer holds everything back
+        return self.forward(tensordict)
+
+    _call = _inv_call  # of a buffer's append_transform(invert=True)
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         """Scores what the policy sampled in a step of an environment [B]."""

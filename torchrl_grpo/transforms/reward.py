@@ -197,6 +197,8 @@ class RewardShaping(Transform):
         """
         return None if tensordict is None else self.forward(tensordict)
 
+    _call = _inv_call  # of a buffer's append_transform(invert=True)
+
     def _reset(
         self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
     ) -> TensorDictBase:

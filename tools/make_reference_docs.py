@@ -78,7 +78,7 @@ def _table(directives: str) -> str:
         else:
             rows.append(_row(last, thing))
         if inspect.isclass(thing):
-            rows += [_row(f"{last}.{method.__name__}", method) for method in _methods(thing)]
+            rows += [_row(f"{last}.{name}", method) for name, method in _methods(thing)]
     return "\n".join(rows)
 
 
@@ -89,19 +89,19 @@ def _functions(module: Any) -> Iterator[Any]:
             yield item
 
 
-def _methods(cls: type) -> Iterator[Any]:
-    """Yield the public methods of a class that document an argument or a result."""
+def _methods(cls: type) -> Iterator[tuple[str, Any]]:
+    """Yield the public methods and properties of a class that have a docstring of their own."""
     for name, item in vars(cls).items():
         method = getattr(item, "__func__", item)
-        is_public = name[0] != "_" and inspect.isfunction(method)
-        if is_public and {"Args", "Keyword Args", "Returns", "Yields"} & _sections(method).keys():
-            yield method
+        is_method = inspect.isfunction(method) or isinstance(method, property)
+        if name[0] != "_" and is_method and method.__doc__:
+            yield name, method
 
 
 def _row(name: str, thing: Any) -> str:
     """Return the row of a class, a function or a method."""
     sections = _sections(thing)
-    returns = " ".join(sections.get("Returns", sections.get("Yields", [])))
+    returns = " ".join(sections.get("Returns", sections.get("Yields", []))) or _result(thing)
     cells = (f"``{name}``", sections[""][0], _arguments(thing, sections), returns)
     return "| " + " | ".join(_cell(_sentence(text)) for text in cells) + " |"
 
@@ -134,7 +134,7 @@ def _arguments(thing: Any, sections: dict[str, list[str]]) -> str:
     required = []
     optional = []
     for name, parameter in _parameters(thing).items():
-        if parameter.kind is parameter.VAR_POSITIONAL or name == "self":
+        if parameter.kind is parameter.VAR_POSITIONAL or name in ("self", "cls"):
             continue
         if parameter.default is not parameter.empty:
             optional.append(f"``{name}={_default(parameter.default)}``")
@@ -146,15 +146,27 @@ def _arguments(thing: Any, sections: dict[str, list[str]]) -> str:
     return "<br>".join([*required, ", ".join(optional)]).removesuffix("<br>")
 
 
+def _result(thing: Any) -> str:
+    """Return the annotation of what a function returns, if it is not None."""
+    function = thing.fget if isinstance(thing, property) else thing
+    if inspect.isclass(function):
+        return ""
+    result = inspect.signature(function).return_annotation
+    return "" if result in ("None", inspect.Signature.empty) else f"``{result}``"
+
+
 def _parameters(thing: Any) -> dict[str, inspect.Parameter]:
     """Return the parameters of a function, or of the initializer of a class."""
+    if isinstance(thing, property):
+        return {}
     call = thing.__init__ if inspect.isclass(thing) else thing
     is_ours = getattr(call, "__module__", thing.__module__).startswith("torchrl_grpo")
     return dict(inspect.signature(call).parameters) if is_ours else {}
 
 
 def _default(value: Any) -> str:
-    return "..." if callable(value) else repr(value).replace("'", '"')
+    text = repr(value).replace("'", '"')
+    return "..." if callable(value) or text.startswith("<") else text
 
 
 def _sentence(text: str) -> str:

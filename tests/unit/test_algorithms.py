@@ -681,6 +681,7 @@ def test_each_preset_is_what_its_name_says_and_trains(name: str, tmp_path: Path)
     assert 0 < max(moved) < 1e-2
 
 
+@pytest.mark.slow
 def test_one_optimizer_step_a_batch_needs_no_forward_pass_for_proximal(tmp_path: Path) -> None:
     run = build(compose_config(*SMALL, "algo=decoupled_ppo", "train.optim_batch_size=16"), tmp_path)
     try:

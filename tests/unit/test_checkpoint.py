@@ -164,6 +164,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(
     assert (resume.step, resume.path) == (1, at(tmp_path, 1))
 
 
+@pytest.mark.slow
 def test_a_weight_that_is_nan_is_named_before_anything_is_loaded(
     saved: Path, tmp_path: Path
 ) -> None:

@@ -39,6 +39,7 @@ def test_defaults_of_every_config_file_are_valid() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_configs_of_teaching_put_the_algorithm_over_the_task() -> None:
     distill, sft, thinks = (
         compose_config(name=name) for name in ("distill_gsm8k", "sft_gsm8k", "grpo_gsm8k_qwen3")

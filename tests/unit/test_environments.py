@@ -113,6 +113,7 @@ def test_trls_environment_that_makes_its_own_tasks_runs_as_it_is() -> None:
     assert turn.score == Score(1.0, True) and turn.messages[0]["content"] == str(target)
 
 
+@pytest.mark.slow
 def test_trls_environment_with_a_data_set_gets_its_columns(tmp_path: Path) -> None:
     rows = [
         {"prompt": [{"role": "user", "content": f"Increment the counter to {i}."}], "target": i}

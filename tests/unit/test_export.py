@@ -132,6 +132,7 @@ def test_models_are_written_beside_checkpoints(overrides: tuple[str, ...], tmp_p
         assert (models[1] / file).read_bytes() == (tmp_path / "made" / file).read_bytes(), file
 
 
+@pytest.mark.slow
 def test_the_card_names_base_data_accuracy_and_config(lora_run: Path, tmp_path: Path) -> None:
     main([str(lora_run), "--output", str(tmp_path / "made")])
     card = (tmp_path / "made" / "README.md").read_text()

@@ -185,6 +185,7 @@ def lint_imports(root: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_contracts_hold() -> None:
     pytest.importorskip("importlinter")
     result = lint_imports(ROOT)

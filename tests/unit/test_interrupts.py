@@ -222,6 +222,7 @@ def test_a_time_limit_saves_and_ends_well(run_here: Callable[..., int], tmp_path
     assert (tmp_path / "run" / "checkpoints" / "model" / "config.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "into", [subprocess.DEVNULL, subprocess.STDOUT], ids=["stdout", "both streams"]
 )

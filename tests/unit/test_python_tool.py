@@ -71,6 +71,7 @@ def test_variables_stay_from_call_to_call(session: Session) -> None:
     assert session.run("numbers") == "[1, 2, 8]"
 
 
+@pytest.mark.slow
 def test_endless_code_ends_in_time_and_takes_its_variables_along(session: Session) -> None:
     session.run("x = 1")
     start = time.monotonic()
@@ -96,6 +97,7 @@ def test_code_reaches_neither_files_nor_the_network(session: Session) -> None:
     assert "OSError" in session.run("import socket; socket.create_connection(('127.0.0.1', 1), 1)")
 
 
+@pytest.mark.slow
 def test_each_dialog_has_variables_of_its_own() -> None:
     task = made_task()
     assert isinstance(task, WithEnvironment)
@@ -118,6 +120,7 @@ def test_the_data_sets_own_scorer_judges_the_last_turn() -> None:
     task.close("a")
 
 
+@pytest.mark.slow
 def test_it_runs_in_a_reward_worker_beside_functions() -> None:
     task = made_task("env.tools=[python,examples/my_tools.py:calculator]")
     assert {schema["function"]["name"] for schema in task.tools} == {"python", "calculator"}

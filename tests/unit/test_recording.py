@@ -157,6 +157,7 @@ def numbers(rows: list[Row], name: str) -> list[float]:
     return [value for row in rows for value in row["tokens"][name] if value is not None]
 
 
+@pytest.mark.slow
 def test_the_trainers_numbers_are_those_of_its_first_pass(folder: Path) -> None:
     """Two optimizer steps of 8: the first trains what its own weights sampled, the second not."""
     metrics = read_jsonl(folder / "metrics.jsonl")
@@ -179,6 +180,7 @@ def test_the_trainers_numbers_are_those_of_its_first_pass(folder: Path) -> None:
     assert {(row["version"], row["staleness"]) for row in rows} == {(0, 0)}
 
 
+@pytest.mark.slow
 def test_without_a_second_pass_entropies_average_to_the_metric(tmp_path: Path) -> None:
     [_, metrics] = run(
         tmp_path, steps(1), "logging.sample_rows=all", "train.micro_batch_tokens=120"
@@ -224,6 +226,7 @@ def test_the_learners_spans_follow_one_another_and_are_what_was_timed(folder: Pa
         )
 
 
+@pytest.mark.slow
 def test_a_clock_that_is_set_back_makes_no_span_negative(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

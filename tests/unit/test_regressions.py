@@ -191,6 +191,7 @@ WRITTEN = (keys.ADVANTAGE, keys.SHAPED_REWARD, keys.TOKEN_REWARD)
 """What the transforms of a preset make of the rewards."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algo", ["grpo", "dr_grpo", "rloo"])
 def test_dr_grpo_and_rloo_divide_by_no_standard_deviation_anywhere(
     algo: str, tmp_path: Path

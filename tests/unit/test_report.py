@@ -250,6 +250,7 @@ def test_report_shows_accuracy_and_responses_before_and_after(tmp_path: Path) ->
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("curves")
 def test_curves_png_is_a_png_and_empty_panels_are_left_out_of_the_page(tmp_path: Path) -> None:
     log_run(tmp_path, steps=3)
@@ -267,6 +268,7 @@ def test_curves_png_is_a_png_and_empty_panels_are_left_out_of_the_page(tmp_path:
     assert page.texts.count(("text", "step")) == len(captions)  # each x axis says what it counts
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("curves")
 def test_puzzling_figures_have_a_sentence_and_throughput_matches_the_card(tmp_path: Path) -> None:
     log_run(tmp_path, steps=3)
@@ -281,6 +283,7 @@ def test_puzzling_figures_have_a_sentence_and_throughput_matches_the_card(tmp_pa
     assert "Throughput (trained tokens/s)" in page.text()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("curves")
 def test_page_loads_nothing_and_runs_nothing(tmp_path: Path) -> None:
     log_run(tmp_path, steps=3)
@@ -293,6 +296,7 @@ def test_page_loads_nothing_and_runs_nothing(tmp_path: Path) -> None:
     assert set(re.findall(r"url\((.)", html)) <= {"#"}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("curves")
 def test_text_of_the_model_and_of_the_config_is_shown_never_interpreted(tmp_path: Path) -> None:
     row = {

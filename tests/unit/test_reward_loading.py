@@ -139,6 +139,7 @@ def score(response, answer):
 """
 
 
+@pytest.mark.slow
 def test_reward_workers_name_the_cause_of_every_invalid_reward(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(HOSTILE)
     task = WithRewards(ArithmeticTask(), make_rewards(f"{tmp_path}/mine.py:score"))

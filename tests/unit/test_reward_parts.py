@@ -234,6 +234,7 @@ def two_files(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_config_gives_gdpo_the_weights_of_each_data_set(two_files: Path) -> None:
     columns = "columns: {answer: answer}, test_fraction: 0.5"
     own = "[{fn: gsm8k, weight: 0.9}, {fn: number, weight: 0.1}]"

@@ -250,6 +250,7 @@ def test_padding_and_order_change_nothing(options: dict) -> None:
 finite = st.floats(-10, 10, width=32)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_token_rewards_add_up_to_the_shaped_reward(data: st.DataObject) -> None:

@@ -122,6 +122,7 @@ def test_different_integers_have_different_forms(a: int, b: int) -> None:
     assert (canonical_number(str(a)) == canonical_number(str(b))) == (a == b)
 
 
+@pytest.mark.slow
 @given(st.text())
 def test_no_text_makes_the_parser_fail(text: str) -> None:
     canonical_number(text)

@@ -116,6 +116,7 @@ def in_range(name: str, text: str) -> bool:
     return all(0 <= value <= 1 for value in numbers(load(name)(text, **COLUMNS.get(name, {}))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(NAMES))
 def test_the_time_of_a_reward_is_linear_in_its_text(name: str) -> None:
     """A quadratic one would take minutes."""

@@ -65,6 +65,7 @@ def test_a_pickled_task_gives_the_tokens_that_its_own_env_gives(
     assert other.state_dict() == before  # it drew nothing
 
 
+@pytest.mark.slow
 def test_with_a_seed_it_does_not_matter_which_sampler_plays_a_task(
     tokenizer: PreTrainedTokenizerFast, tiny_model: nn.Module
 ) -> None:

@@ -145,6 +145,7 @@ def test_a_pickled_model_is_refused_and_not_unpickled(tmp_path: Path, canary: Pa
         loading.load_model(str(folder), dtype=torch.float32, device=torch.device("cpu"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["config.json", "tokenizer_config.json"])
 def test_code_in_a_model_folder_does_not_run_unless_asked_for(
     what: str, tmp_path: Path, canary: Path
@@ -244,6 +245,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return at(folder, 1)
 
 
+@pytest.mark.slow
 def test_a_pickle_in_a_checkpoint_is_refused_and_not_unpickled(
     finished: Path, tmp_path: Path, canary: Path
 ) -> None:
@@ -415,6 +417,7 @@ def test_a_checkpoint_without_a_config_is_refused(
         export.export(str(hostile), tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_a_refusal_has_no_control_characters_of_a_checkpoint(
     finished: Path, tmp_path: Path, run_here: Callable[..., int], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -425,6 +428,7 @@ def test_a_refusal_has_no_control_characters_of_a_checkpoint(
     assert r"logging.wandb.mode=on\x1b[2Jline" in error and "\x1b[2J" not in error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -454,6 +458,7 @@ def test_a_folder_of_somebody_else_runs_nothing(
     assert run_here(SYNC, f"train.resume={hostile}", f"hydra.run.dir={tmp_path}/run", steps(2)) == 2
 
 
+@pytest.mark.slow
 def test_a_folder_of_somebody_else_gets_no_key(
     finished: Path, tmp_path: Path, run_here: Callable[..., int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -565,6 +570,7 @@ TEXT = {
 """Options of text that name models and data, or are only text."""
 
 
+@pytest.mark.slow
 def test_nothing_unpickles_a_file() -> None:
     """``torch.load`` reads weights alone; what is unpickled comes from the process that started a reward worker."""
     unpickling: list[str] = []

@@ -205,6 +205,7 @@ def distilled(*addresses: str) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_each_address_is_a_teacher_that_takes_no_device(stub: SGLangStub) -> None:
     blueprint = prepare(
         compose_config(*distilled(stub.address)), [torch.device("cuda", 0), torch.device("cuda", 1)]

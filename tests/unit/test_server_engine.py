@@ -195,6 +195,7 @@ def served(*addresses: str) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_each_address_is_a_sampler_that_takes_no_device(stub: SGLangStub, tmp_path: Path) -> None:
     other = SGLangStub(str(starter_path()))
     blueprint = prepare(compose_config(*served(stub.address, other.address), "env.num_envs=32"), [])
@@ -223,6 +224,7 @@ def test_on_a_machine_with_accelerators_servers_take_none() -> None:
     assert not plan.colocated
 
 
+@pytest.mark.slow
 def test_an_evaluation_alone_loads_no_model_and_leaves_the_served_one(
     stub: SGLangStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -329,6 +331,7 @@ def test_a_key_that_cannot_be_sent_is_not_shown(
     assert stub.keys == []
 
 
+@pytest.mark.slow
 def test_two_runs_that_share_a_folder_of_weights_do_not_meet_in_it(
     stub: SGLangStub, tmp_path: Path
 ) -> None:

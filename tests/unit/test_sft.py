@@ -511,6 +511,7 @@ def test_a_bad_demonstration_is_named_and_one_alone_makes_no_step(tmp_path: Path
         trainer.train_batch(make_batch())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["algo=sft", "policy.sft_coef=0.5"])
 def test_a_run_learns_evaluates_and_goes_on_as_if_it_had_not_stopped(
     kind: str, tmp_path: Path
@@ -579,6 +580,7 @@ def test_curves_of_several_runs_have_the_loss_of_demonstrations_alone(tmp_path: 
     ] == [1]
 
 
+@pytest.mark.slow
 def test_demonstrations_can_join_a_run_that_goes_on(tmp_path: Path) -> None:
     data = (f"env.dataset={write(tmp_path, ROWS)}", "env.columns.answer=answer", "env.reward=gsm8k")
     run(tmp_path / "alone", *data, steps(1), "evaluation.num_prompts=0")
@@ -592,6 +594,7 @@ def test_demonstrations_can_join_a_run_that_goes_on(tmp_path: Path) -> None:
     assert run(tmp_path / "beside", *shown, steps(2))[-1]["train/loss_sft"] > 0
 
 
+@pytest.mark.slow
 def test_rows_that_nothing_scores_need_no_reward(tmp_path: Path) -> None:
     data = (
         f"env.dataset={write(tmp_path, ROWS)}",

@@ -41,6 +41,7 @@ def save(folder: Path, characters: str) -> str:
     return str(folder)
 
 
+@pytest.mark.slow
 def test_a_model_of_ten_tokens_trains_and_is_evaluated(tmp_path: Path) -> None:
     model = save(tmp_path / "model", "1234567+=")
     run = build(
@@ -83,6 +84,7 @@ def test_prompts_without_a_token_are_dropped_and_counted(tmp_path: Path) -> None
     assert [tokens.tolist() for tokens in prompts.first(2)] == [[1, 2], [1]]
 
 
+@pytest.mark.slow
 def test_a_tokenizer_that_knows_no_character_of_the_prompts_is_refused(tmp_path: Path) -> None:
     config = compose_config(*SMALL, f"model.name={save(tmp_path / 'model', 'ZXYWVUQJK')}")
     with pytest.raises(ConfigError, match=r"prompt has 1 to .* a tokenizer"):

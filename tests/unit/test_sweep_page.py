@@ -155,6 +155,7 @@ def test_a_folder_without_jobs_is_refused(
     assert f"error: {tmp_path} must be the folder of a multirun" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_page_is_written_without_torch(sweep: Path) -> None:
     code = "import sys; from torchrl_grpo.scripts.sweep import main; main(sys.argv[1:]); print('torch' in sys.modules)"
     done = subprocess.run(

@@ -223,6 +223,7 @@ def test_the_kl_to_the_teacher_is_that_of_the_sampled_tokens() -> None:
 RUN = (*SMALL, "train.total_dialog_turns=16", "policy.teacher_coef=0.5", "teacher.model=starter")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("divergence", ["sampled", "jsd"])
 def test_a_run_scores_with_reference_and_teacher_and_trains(
     divergence: str, tmp_path: Path
@@ -283,6 +284,7 @@ def test_a_teacher_with_other_tokens_is_refused_with_the_first_of_them(tmp_path:
         prepare(config)
 
 
+@pytest.mark.slow
 def test_weights_that_a_teacher_lacks_are_said_to_be_the_teachers(tmp_path: Path) -> None:
     shutil.copytree(starter_path(), tmp_path / "teacher")
     weights = load_file(tmp_path / "teacher" / "model.safetensors")

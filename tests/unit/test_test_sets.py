@@ -34,6 +34,7 @@ def write(folder: Path, name: str, count: int) -> Path:
     return folder / name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixed", [False, True])
 def test_the_own_test_problems_keep_their_order(mixed: bool) -> None:
     own = (
@@ -56,6 +57,7 @@ def test_the_own_test_problems_keep_their_order(mixed: bool) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_run_measures_each_test_set_and_the_own_split_or_none(tmp_path: Path) -> None:
     """A file has no test split: as a test set it is tested whole, as the data to train on it has no test of its own."""
     train, small = write(tmp_path, "train.jsonl", 8), write(tmp_path, "small.jsonl", 3)
@@ -80,6 +82,7 @@ def test_a_run_measures_each_test_set_and_the_own_split_or_none(tmp_path: Path) 
     assert Counter(row["dataset"] for row in samples) == {"small": 3, "sums": 5}
 
 
+@pytest.mark.slow
 def test_long_prompts_leave_as_many_of_the_other_sets(tmp_path: Path) -> None:
     short, some = write(tmp_path, "short.jsonl", 9), write(tmp_path, "some.jsonl", 4)
     with some.open("a") as file:

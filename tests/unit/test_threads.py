@@ -30,6 +30,7 @@ def test_an_engine_or_scorer_of_a_small_model_computes_on_one_thread(
     assert torch.get_num_threads() == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [TransformersEngine, TokenScorer])
 def test_a_model_of_a_million_parameters_keeps_the_threads(
     part: Callable[[PreTrainedModel], object],

@@ -73,7 +73,7 @@ def _tests(name: str, limit_s: float, *arguments: str) -> Stage:
 STAGES = (
     _script("gate", 60),
     _tests("tests", 150, "tests/gpu/test_gpu.py"),
-    _tests("one_gpu", 100, "tests/gpu/test_one_gpu.py"),
+    _tests("one_gpu", 100, "tests/gpu/test_one_gpu.py", "tests/unit/test_sharding_memory.py"),
     _tests("first_user", 120, "tests/gpu/test_first_user.py", "-k", "without_vllm or adapters"),
     _script("training_step", 300),
     _script("parts", 120),
@@ -204,9 +204,12 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     for pid in descendants(process.pid) if process.poll() is None else ():
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
     process.wait()
+    with suppress(ProcessLookupError):
+        for _ in range(100):  # until all are gone, and the device's memory is free
+            os.killpg(process.pid, signal.SIGKILL)
+            time.sleep(0.1)
 
 
 def _outcomes(suites: ElementTree.Element) -> dict[str, Any]:

@@ -191,6 +191,17 @@ def test_another_kl_estimator_is_a_method_for_both_terms():
         torch.testing.assert_close(own[name], 2 * k2[name])
 
 
+def test_sampled_log_probs_with_a_gradient_are_data():
+    """TorchRL's ``RetrieveLogProb`` writes such ones: the gradient of the ratio would be 0."""
+    logits, rows = make_batch(0)
+    loss = GRPOLoss(Table(logits))
+    expected = torch.autograd.grad(total(loss(lazy_stack(rows))), loss.parameters())
+    for row in rows:
+        row["log_probs", "full"] = row["log_probs", "full"] + 0 * loss.actor_network.logits.sum()
+    own = torch.autograd.grad(total(loss(lazy_stack(rows))), loss.parameters())
+    torch.testing.assert_close(own, expected, rtol=0, atol=0)
+
+
 def test_in_keys_can_be_set_until_keys_are_renamed():
     loss = GRPOLoss(Table(torch.zeros(1, 1, 2)))
     before = loss.in_keys

@@ -530,3 +530,21 @@ def test_the_loop_of_the_tutorial_has_at_most_40_lines_and_learns() -> None:
     rewards = [float(value) for value in done.stdout.rpartition("REWARDS")[2].split()]
     assert len(rewards) == 20
     assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.15
+
+
+@pytest.mark.slow
+def test_the_maths_of_the_loss_compile_in_one_graph() -> None:
+    """Compilation of a transformer and of the layout is left to others: the scores are in the batch."""
+    torch._dynamo.reset()  # tests before it have compiled the same code
+    logits, rows = make_batch(0, lengths=(6, 6, 6))
+    loss = GRPOLoss(
+        Table(logits),
+        **SETTINGS,
+        kl_mask_threshold=2.0,
+        behaviour_weight="truncate",
+        proximal="current",
+    )
+    batch = torch.stack(rows)
+    expected = total(loss(batch))
+    compiled = torch.compile(loss, backend="eager", fullgraph=True)
+    torch.testing.assert_close(total(compiled(batch)), expected)

@@ -415,7 +415,7 @@ class GRPOLoss(LossModule):
         count = mask.sum().clamp(min=1) if count is None else count[0, 0]
         log_prob = torch.where(mask, log_prob, 0.0)
         tokens = _Tokens(data, mask, weights.to(mask.device), count.to(mask.device), log_prob)
-        sample_log_prob = tokens.read(self.tensor_keys.sample_log_prob)
+        sample_log_prob = tokens.read(self.tensor_keys.sample_log_prob).detach()
         tokens.sample_log_prob = self.behaviour(log_prob, sample_log_prob)
         return tokens
 

@@ -37,10 +37,10 @@ NAMES = {
 """Ours and TorchRL's class of each part."""
 
 TOGETHER: dict[str, tuple[set[str], set[str]]] = {
-    "environment": ({"policy"}, {"policy", "collector", "reference"}),
-    "policy": ({"environment"}, {"environment", "collector", "reference"}),
+    "environment": (set(), {"policy", "collector"}),
+    "policy": ({"environment"}, {"collector"}),
     "collector": ({"environment", "policy"}, set()),
-    "reference": ({"environment", "policy"}, set()),
+    "reference": (set(), set()),
     "advantage": (set(), set()),
     "loss": (set(), set()),
     "all": (set(NAMES), set(NAMES)),

@@ -58,6 +58,7 @@ NAMES = [
     "torch.utils.tensorboard:SummaryWriter._get_file_writer",
     "torchao.optim:AdamW8bit._new_buffer",
     "torchao.optim.adam:single_param_adam",
+    "torchrl.collectors:BaseCollector._weight_sync_schemes",
     "torchrl.envs:EnvBase._reset",
     "torchrl.envs:EnvBase._step",
     "torchrl.envs:Transform._step",
@@ -85,6 +86,8 @@ OF_PYTHON = {"_run_exitfuncs", "_shutdown"}  # the sandbox's judge ends as Pytho
 FOR_SUBCLASSES = {
     "_AcceptedKeys",  # torchrl's LossModule
     "_get_stat", "_queue_append", "_queue_delete", "_queue_list", "_state_lock",  # torchrl's MCAdvantage
+    "_ack_queues", "_init_on_sender_impl", "_receiver_transport", "_send_ack", "_sender_transports",
+    "_start_background_receiver", "_stop_event", "_wait_for_instruction",  # torchrl's WeightSyncScheme
     "_load_from_state_dict", "_modules",  # torch.nn.Module
     "_init_executor",  # vLLM's Executor
 }  # fmt: skip

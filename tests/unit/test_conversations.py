@@ -267,7 +267,7 @@ def test_arguments_that_are_nested_too_deeply_are_no_error_of_the_run(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     value: Any = "x"
-    for _ in range(700):
+    for _ in range(100_000):
         value = {"a": value}
     call = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": value}}
     chat = [

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from torchrl_grpo.host.checkpoint_files import STATE, size_and_sha256, write_manifest
+from torchrl_grpo.host.checkpoint_files import STATE, sizes_and_sha256, write_manifest
 from torchrl_grpo.learner.parts import write_parts
 from torchrl_grpo.models.sharding import WEIGHTS, exact_floats
 
@@ -65,9 +65,7 @@ def convert(path: Path) -> Path:
     staging.mkdir()
     write_parts(staging, tensors, None)
     torch.save(state, staging / STATE)
-    write_manifest(
-        staging, manifest, {file.name: size_and_sha256(file) for file in staging.iterdir()}
-    )
+    write_manifest(staging, manifest, sizes_and_sha256([*staging.iterdir()]))
     return staging.rename(folder)
 
 

@@ -20,7 +20,7 @@ from torchrl_grpo.host.checkpoint_files import (
     MANIFEST,
     STATE,
     read_manifest,
-    size_and_sha256,
+    sizes_and_sha256,
     write_manifest,
 )
 from torchrl_grpo.learner.checkpoint import Checkpointer
@@ -149,6 +149,6 @@ def save_weight(checkpointer: Checkpointer, step: int, weight: Tensor) -> Path:
 def reseal(path: Path, **entries: Any) -> Path:
     """Write the manifest of a checkpoint anew, for the files that it has now."""
     manifest = {name: value for name, value in read_manifest(path).items() if name != "files"}
-    files = {file.name: size_and_sha256(file) for file in path.iterdir() if file.name != MANIFEST}
+    files = sizes_and_sha256([file for file in path.iterdir() if file.name != MANIFEST])
     write_manifest(path, manifest | entries, files)
     return path

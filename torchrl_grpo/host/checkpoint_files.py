@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -105,7 +105,7 @@ def write_manifest(
     Args:
         folder: contains all other files already.
         manifest: ``step``, ``config`` and ``metrics``.
-        files: size and SHA-256 of each file (``size_and_sha256``), by name.
+        files: size and SHA-256 of each file (``sizes_and_sha256``).
     """
     with (folder / MANIFEST).open("wb") as file:
         file.write(_with_digest({**manifest, _FILES: files}))
@@ -113,8 +113,14 @@ def write_manifest(
         os.fsync(file.fileno())
 
 
-def size_and_sha256(path: Path) -> tuple[int, str]:
-    """Return the size of a file in bytes, and its SHA-256."""
+def sizes_and_sha256(paths: Sequence[Path]) -> dict[str, tuple[int, str]]:
+    """Return the size in bytes and the SHA-256 of each file, by name."""
+    with ThreadPoolExecutor() as pool:
+        measured = pool.map(_size_and_sha256, paths)
+        return dict(zip((path.name for path in paths), measured, strict=True))
+
+
+def _size_and_sha256(path: Path) -> tuple[int, str]:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return file.tell(), digest
@@ -231,18 +237,16 @@ def check_whole(path: Path) -> None:
         raise ValueError(
             f"{path.name} is damaged: it does not have the files that it was written with"
         )
-    with ThreadPoolExecutor() as pool:
-        try:
-            for name, actual in zip(
-                files, pool.map(size_and_sha256, [path / name for name in files]), strict=True
-            ):
-                if files[name] != [*actual]:
-                    raise ValueError(
-                        f"{path.name} is damaged: {name} does not have the checksum that it was "
-                        "written with"
-                    )
-        except OSError as error:
-            raise ValueError(f"{path.name} cannot be read ({error.strerror})") from error
+    try:
+        measured = sizes_and_sha256([path / name for name in files])
+    except OSError as error:
+        raise ValueError(f"{path.name} cannot be read ({error.strerror})") from error
+    for name, actual in measured.items():
+        if files[name] != [*actual]:
+            raise ValueError(
+                f"{path.name} is damaged: {name} does not have the checksum that it was "
+                "written with"
+            )
 
 
 def check_stored(path: Path) -> None:

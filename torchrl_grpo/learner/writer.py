@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from torchrl_grpo.host.checkpoint_files import STATE, size_and_sha256, write_manifest
+from torchrl_grpo.host.checkpoint_files import STATE, sizes_and_sha256, write_manifest
 from torchrl_grpo.learner.checkpoint import Checkpointer, bytes_of, check_finite, set_aside
 from torchrl_grpo.learner.export import check_room
 from torchrl_grpo.learner.parts import files_of, write_parts
@@ -93,14 +93,11 @@ class CheckpointWriter:
 
     def _write(self, write: _Write) -> None:
         rank = 0 if self._group is None else dist.get_rank()
-
-        def measure() -> dict[str, tuple[int, str]]:
-            return {path.name: size_and_sha256(path) for path in files_of(write.staging, rank)}
-
         try:
             self._together(write.prepare if rank == 0 else _do_nothing)
             write_parts(write.staging, write.tensors, self._group)
-            files = dict(ChainMap(*self._together(measure)))
+            measured = self._together(lambda: sizes_and_sha256(files_of(write.staging, rank)))
+            files = dict(ChainMap(*measured))
             self._together(partial(write.seal, files) if rank == 0 else _do_nothing)
         except BaseException as error:
             if rank == 0:
@@ -152,7 +149,7 @@ class _Write:
             torch.save(self.state, file)
             file.flush()
             os.fsync(file.fileno())
-        write_manifest(self.staging, self.manifest, {STATE: size_and_sha256(state), **files})
+        write_manifest(self.staging, self.manifest, sizes_and_sha256([state]) | files)
         if self.path.exists():
             set_aside(self.path)
         self.staging.rename(self.path)

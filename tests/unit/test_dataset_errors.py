@@ -50,9 +50,10 @@ def pythons_own_recursion_limit() -> Iterator[None]:
         (b'{"prompt": [{"role": "user", "content": ["a"]}]}', "content as text, it has {'role': 'user', 'content': ["),
         (b'{"prompt": [{"role": 5, "content": "a"}]}', "content as text, it has {'role': 5, 'content': 'a'}"),
         (b'{"prompt": ["a", 5]}', "content as text, it has 'a'"),
-        (
+        pytest.param(
             b'{"prompt": [{"role": "user", "content": "a", "x": ' + b'{"a": ' * 900 + b"1" + b"}" * 901 + b"]}",
             "must be nested less deeply",
+            marks=pytest.mark.skipif(sys.version_info >= (3, 13), reason="reads deeper nesting"),
         ),
         (b'{"prompt": [{"role": "user", "content": "\\ud83d"}]}', "must be text in Unicode"),
     ],

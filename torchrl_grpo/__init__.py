@@ -1,17 +1,17 @@
-"""GRPO post-training for language models, as TorchRL components that can be used one by one.
+"""GRPO post-training for language models, as TorchRL components that can be used separately.
 
 ``objectives.GRPOLoss``, ``collectors.RolloutCollector``, ``envs.LLMEnv``, ``generation`` (the
 engines), ``transforms.GroupAdvantage``, ``transforms.KLScoring``, ``models.TokenScorer``,
-``learner.GRPOTrainer``, ``loop.fit``, ``functional`` (the maths) and ``keys`` (the TensorDict
-keys). ``sota/grpo/grpo.py`` joins them.
+``learner.GRPOTrainer``, ``loop.fit``, ``functional`` (the math) and ``keys`` (the TensorDict keys).
+``sota/grpo/grpo.py`` combines them.
 """
 
 import logging
 
-# TorchRL imports vLLM where it is installed, which speaks before its own logging is set up: in a
-# Hydra run to the user's terminal, and once for each actor on Ray.
+# TorchRL imports vLLM if it is installed, which logs before its own logging is set up: to the
+# user's terminal in a Hydra run, and once for each actor on Ray.
 logging.getLogger("vllm").setLevel(logging.ERROR)
-# transformers and PEFT import torchao where it is installed. It warns of each library that it has
-# for other machines, and PyTorch of how torchao registers its enums.
+# transformers and PEFT import torchao if it is installed. It warns about each of its libraries for
+# other machines, and PyTorch warns about how torchao registers its enums.
 logging.getLogger("torchao").setLevel(logging.ERROR)
 logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)

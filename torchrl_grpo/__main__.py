@@ -13,16 +13,21 @@ COMMANDS = {
     "python -m torchrl_grpo.sweep": "writes a page that compares the runs of a sweep",
     "python -m torchrl_grpo.export": "writes the model of a checkpoint for Hugging Face and vLLM",
     "python -m torchrl_grpo.plan": "advises how to split accelerators over the roles",
-    "python -m torchrl_grpo.migrate": "translates the config of another library into a command line",
+    "python -m torchrl_grpo.migrate": (
+        "translates the config of another library into a command line"
+    ),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Lists the commands."""
+    """List the commands."""
     width = max(map(len, COMMANDS))
     parser = argparse.ArgumentParser(
         "python -m torchrl_grpo",
-        description="GRPO post-training for language models, as TorchRL components. Commands (each has --help):",
+        description=(
+            "GRPO post-training for language models, as TorchRL components. Commands (each has "
+            "--help):"
+        ),
         epilog="\n".join(f"  {name:{width}}  {text}" for name, text in COMMANDS.items())
         + "\n\nA first run, in a minute on a CPU: grpo --config-name grpo_arithmetic",
         usage=argparse.SUPPRESS,

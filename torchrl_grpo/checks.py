@@ -1,10 +1,9 @@
-"""Choices and rules, shared by the components and the config. Imports nothing heavy.
+"""Choices and rules shared by the components and the config. Imports nothing heavy.
 
-A component holds its rules when it is made; the config holds the same ones before anything is
+A component checks its rules in its constructor; the config checks the same ones before anything is
 imported.
 
-``name`` is what the user who broke a rule calls the value: an argument of the component, or a key
-of the config.
+``name`` is the user's name of a value: an argument of the component, or a key of the config.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from typing import Any, Literal
 from torchrl_grpo.errors import InvalidRewardError
 
 GENERATED = ("arithmetic", "countdown")
-"""Built-in data sets that are generated."""
+"""Built-in generated data sets."""
 PRESETS = ("gsm8k", "math", "ifeval")
-"""Built-in data sets that are files, or on the hub; any other name is a file, a folder or a data
-set on the hub.
+"""Built-in data sets from files or the hub; any other name is a file, a folder or a data set on the
+hub.
 """
 OPENENV = "openenv:"
 """Prefix of the address of a server of OpenEnv."""
@@ -33,22 +32,22 @@ Sandbox = Literal["auto", "strict"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 """Types of weights."""
 Precision = Literal["full", "bf16", "fp16"]
-"""Autocast of the training step; ``full`` is none."""
+"""Autocast of the training step; ``full`` uses none."""
 InFlight = Literal["wait", "keep", "abort"]
-"""Ways in which new weights treat sequences that are being sampled."""
+"""What happens to sequences in progress when new weights arrive."""
 WeightTransfer = Literal["auto", "object_store", "broadcast", "cuda_ipc"]
-"""Transfers of weights to engines in other processes."""
+"""Kinds of weight transfer to engines in other processes."""
 
 RatioLevel = Literal["token", "sequence", "sequence_token"]
-"""Units that the importance ratio is taken over."""
+"""Units over which the importance ratio is computed."""
 Aggregation = Literal["sequence_mean", "token_mean", "constant"]
 """Averages of the objective over tokens."""
 Proximal = Literal["behaviour", "recomputed", "interpolated"]
-"""Policies that the ratio can be taken to."""
+"""Policies in the denominator of the ratio."""
 WeightBound = Literal["none", "truncate", "mask"]
 """Bounds of an importance weight."""
 WeightLevel = Literal["token", "sequence"]
-"""Units that an importance weight is taken over."""
+"""Units over which an importance weight is computed."""
 KLEstimator = Literal["k1", "k2", "k3"]
 """Estimators of the KL."""
 
@@ -64,9 +63,9 @@ Sampling = Literal["uniform", "pass_rate"]
 RewardCombination = Literal["sum", "gdpo"]
 """Ways to turn the parts of a reward into an advantage."""
 AdvantageLevel = Literal["sequence", "token", "turn"]
-"""Units that get one advantage each."""
+"""Units that get an advantage each."""
 TurnCredit = Literal["sum", "per_turn"]
-"""Credit of a turn: the reward of the dialog, or what follows from the turn on."""
+"""Credit of a turn: the dialog's reward, or the rewards from the turn on."""
 
 Optimizer = Literal["adamw", "adamw_8bit"]
 """Optimizers."""
@@ -81,8 +80,8 @@ TrackioMode = Literal["disabled", "offline"]
 _has_torchao = find_spec("torchao") is not None
 
 MIN_TEMPERATURE = 0.01
-"""Lowest temperature to sample with, apart from 0 (greedy): vLLM raises lower ones to this, and
-logits overflow.
+"""Lowest sampling temperature apart from 0 (greedy): vLLM raises lower ones to this value, and
+logits would overflow.
 """
 
 
@@ -93,34 +92,27 @@ def check_reward(value: Any, name: str) -> float:
     """Return a reward as a number.
 
     Raises:
-        InvalidRewardError: it is no number, as a text is none, or not finite in float32.
+        InvalidRewardError: it is not a number (text never is), or not finite in float32.
     """
     try:
         number = float("nan") if isinstance(value, str | bytes) else float(value)
-    except (
-        TypeError,
-        ValueError,
-        OverflowError,
-        RuntimeError,
-    ):  # RuntimeError: a tensor of several elements
+    # RuntimeError: a tensor of several elements.
+    except (TypeError, ValueError, OverflowError, RuntimeError):
         number = float("nan")
     if not abs(number) <= _LARGEST_REWARD:
-        what = (
-            value
-            if isinstance(value, float)
-            else f"a value of type {type(value).__name__} that is none"
-        )
+        actual = value if isinstance(value, float) else f"of type {type(value).__name__}"
         raise InvalidRewardError(
-            f"{name} must be a finite number, a bool or None, it is {what}: fix the function.",
+            f"{name} must be a finite number, a bool or None, but is {actual}: fix the function.",
             "not_finite",
         )
     return number
 
 
 def check_multiple(name: str, value: int, of: int, of_what: str) -> None:
-    """Refuse a value that is not a positive multiple ``of`` a number, which ``of_what`` names."""
+    """Refuse a value that is not a positive multiple ``of`` a number, described by ``of_what``."""
     if of < 1 or value < 1 or value % of:
-        below, above = value // max(of, 1) * of, -(-value // max(of, 1)) * of
+        below = value // max(of, 1) * of
+        above = -(-value // max(of, 1)) * of
         use = f"{below} or {above}" if 0 < below < above else f"{max(above, of, 1)}"
         raise ValueError(f"{name}={value} must be a multiple of {of_what}: use {use}.")
 
@@ -128,13 +120,13 @@ def check_multiple(name: str, value: int, of: int, of_what: str) -> None:
 def check_argument(
     field: str, name: str, names: Collection[str], set_by: Mapping[str, str], what: str
 ) -> None:
-    """Refuse a library's argument that is unknown, or that another key of the config sets.
+    """Refuse an argument of a library that is unknown, or that another config key sets.
 
     Args:
-        field: the key of the config that has the argument, with its value.
-        name: of the argument.
-        names: all that there are.
-        set_by: the keys that set arguments, by their name.
+        field: the config key that contains the argument, with its value.
+        name: name of the argument.
+        names: all arguments that exist.
+        set_by: the config keys that set arguments, by argument.
         what: the rule for the name.
     """
     if name in set_by:
@@ -151,17 +143,17 @@ def check_heads(field: str, size: int, config: Any, *, repeats: bool = False) ->
     """Refuse a number of devices that a model's attention heads cannot be split over.
 
     Args:
-        field: the key of the config that has the number.
+        field: the config key of the number.
         size: number of devices.
-        config: the Hugging Face config of the model for text.
-        repeats: whether several devices may hold the same key and value head.
+        config: the Hugging Face config of the language model.
+        repeats: whether several devices may share a key and value head.
     """
     heads = getattr(config, "num_attention_heads", None) or 0
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
 
     def fits(number: int) -> bool:
-        shared = repeats and number % max(kv_heads, 1) == 0
-        return heads % number == 0 and (kv_heads % number == 0 or shared)
+        is_shared = repeats and number % max(kv_heads, 1) == 0
+        return heads % number == 0 and (kv_heads % number == 0 or is_shared)
 
     if not fits(size):
         raise ValueError(
@@ -176,21 +168,21 @@ def check_keep(value: str | None) -> dict[str, int] | None:
     if value is None:
         return None
     parts = [part.strip().partition(":")[::2] for part in value.split(",")]
-    kept = {name: int(count) if count.isdecimal() else 0 for name, count in parts}
+    counts = {name: int(count) if count.isdecimal() else 0 for name, count in parts}
     if (
-        not {"last"} <= kept.keys() <= {"last", "best"}
-        or min(kept.values()) < 1
-        or len(kept) < len(parts)
+        not {"last"} <= counts.keys() <= {"last", "best"}
+        or min(counts.values()) < 1
+        or len(counts) < len(parts)
     ):
         raise ValueError(
             f"train.keep_checkpoints={value} must be last:N or last:N,best:M, with numbers of at "
             "least 1: for example, last:3, or null to keep all."
         )
-    return kept
+    return counts
 
 
 def check_clip_epsilon(value: Any, name: str = "clip_epsilon") -> tuple[float, float]:
-    """Return the clip range of a ratio as (low, high), given a number or a pair."""
+    """Return the clip range of a ratio as (low, high), from a number or a pair."""
     parts = value if isinstance(value, list | tuple) else (value, value)
     try:
         low, high = (
@@ -207,7 +199,7 @@ def check_clip_epsilon(value: Any, name: str = "clip_epsilon") -> tuple[float, f
 
 
 def check_bounds(bounds: Sequence[float] | None, name: str = "clip") -> None:
-    """Refuse bounds that are not a lower and a higher number; None is no bounds."""
+    """Refuse bounds that are not a lower and a higher number; None means no bounds."""
     if bounds is not None and not (len(bounds) == 2 and bounds[0] < bounds[1]):
         raise ValueError(
             f"{name}={list(bounds)} must be a pair [low, high], low < high: for example, [-1,1]."
@@ -218,7 +210,7 @@ def check_behaviour_weight(weight: str, proximal: str, name: str = "behaviour_we
     """Refuse an importance weight that would always be 1."""
     if weight != "none" and proximal == "behaviour":
         raise ValueError(
-            f"{name}={weight} needs a proximal policy apart from the behavior policy, "
+            f"{name}={weight} needs a proximal policy other than the behavior policy, because "
             "proximal=behaviour makes every weight 1: use proximal=recomputed."
         )
 
@@ -228,8 +220,8 @@ def check_group_size(repeats: int, mean: str, std: str, name: str = "repeats") -
     least = 2 if mean in ("group", "leave_one_out") or std == "group" else 1
     if repeats < least:
         raise ValueError(
-            f"{name}={repeats} must be at least {least}, because a group of one has nothing to be "
-            f"compared with: use {name}=8, or mean and std of the batch."
+            f"{name}={repeats} must be at least {least}, because a single sample cannot be "
+            f"compared with its group: use {name}=8, or mean and std of the batch."
         )
 
 
@@ -238,7 +230,7 @@ def check_level(level: str, mean: str, name: str = "mean") -> None:
     if level != "sequence" and mean == "leave_one_out":
         raise ValueError(
             f"{name}=leave_one_out must not be used with an advantage for each {level}, because it "
-            f"leaves a sequence out, not a {level}: use group or batch."
+            f"leaves out a sequence, not a {level}: use group or batch."
         )
 
 
@@ -246,19 +238,19 @@ def check_decoupled(level: str, mean: str, name: str = "reward_combination=gdpo"
     """Refuse an advantage that does not compare each part of the reward within its group."""
     if level != "sequence" or mean not in ("group", "leave_one_out"):
         raise ValueError(
-            f"{name} must have one advantage for a sequence, compared with its group, it has "
-            f"level={level} and mean={mean}: use level=sequence and mean=group."
+            f"{name} needs one advantage per sequence, relative to its group, but level={level} "
+            f"and mean={mean}: use level=sequence and mean=group."
         )
 
 
 def check_sampling_rounds(
-    rounds: int, rows: int, wanted: int, name: str = "max_sampling_rounds"
+    rounds: int, rows: int, batch: int, name: str = "max_sampling_rounds"
 ) -> None:
     """Refuse a number of rollouts of ``rows`` trajectories that cannot fill a batch."""
-    if wanted > rounds * rows:
+    if batch > rounds * rows:
         raise ValueError(
-            f"{name}={rounds} rollouts of {rows} trajectories must make up a batch of {wanted}: "
-            f"use at least {-(-wanted // rows)}, better twice as many."
+            f"{name}={rounds} rollouts of {rows} trajectories must make up a batch of {batch}: "
+            f"use at least {-(-batch // rows)}, better twice as many."
         )
 
 

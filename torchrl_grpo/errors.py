@@ -1,4 +1,4 @@
-"""Errors that end a run with their message and without a traceback. Imports nothing."""
+"""Errors that end a run with a message and no traceback. Imports nothing."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ class ConfigError(ValueError):
 
 
 class RunLostError(RuntimeError):
-    """The run cannot continue, for a known reason: the message is for the user, and a traceback
-    would add nothing.
+    """The run cannot continue, for a known reason. The message is for the user; a traceback would
+    add nothing.
     """
 
 
 class WorkersLostError(RunLostError):
-    """Rollout or reference actors are lost and could not be replaced, or each replacement is lost
-    too.
-    """
+    """Rollout or reference actors died, and could not be replaced or died again."""
 
 
 class LearnerLostError(RunLostError):
@@ -28,7 +26,7 @@ class WaitedTooLongError(RunLostError, TimeoutError):
 
 
 class TransferRefusedError(RuntimeError):
-    """An engine cannot take new weights by the path they were sent; they must be sent another way."""
+    """An engine cannot receive weights by the current kind of transfer; use another one."""
 
 
 class NonFiniteError(RunLostError):
@@ -40,7 +38,7 @@ class NoSignalError(RunLostError):
 
 
 class MemoryShortError(RunLostError):
-    """A device ran out of memory; the message says what would save some."""
+    """A device ran out of memory; the message names options that save some."""
 
 
 class NotSavedError(RunLostError):
@@ -48,30 +46,32 @@ class NotSavedError(RunLostError):
 
 
 class DiskFullError(NotSavedError):
-    """There is no room for a file of the run."""
+    """The disk is too full for a file of the run."""
 
 
 STALLED_STATUS = 75
-"""Exit status of a stalled run: that of sysexits.h for a failure after which a retry makes sense.
+"""Exit status of a stalled run: EX_TEMPFAIL of sysexits.h, a failure after which a retry makes
+sense.
 """
 
 
 class StalledError(BaseException):
-    """The run makes no progress. Not an ``Exception``: code that isolates errors of scorers must
-    not catch it.
+    """The run makes no progress. Not an ``Exception``, because code that isolates scorers must not
+    catch it.
     """
 
 
 INVALID_CAUSES = ("exception", "not_finite", "none", "timeout", "crash", "lost", "import")
-"""Causes of invalid rewards, as in metric names; ``none``: no reward applies, ``lost``: the process
-that kept the dialog ended, ``import``: a program needs a package that its sandbox lacks."""
+"""Causes of invalid rewards, as in metric names; ``none``: no reward applies; ``lost``: the process
+with the dialog's state died; ``import``: a program needs a package that its sandbox lacks.
+"""
 
 
 class InvalidRewardError(ValueError):
     """A scorer returned no valid reward.
 
     Args:
-        message: what, and how to fix it.
+        message: what is wrong, and how to fix it.
         cause: one of ``INVALID_CAUSES``; any other word counts as ``exception``.
     """
 

@@ -81,16 +81,16 @@ def test_pairs_of_ranks_share_a_machine_and_all_machines_are_asked(tmp_path: Pat
     first, second, third, fourth = got["machines"]
     assert first == second != third == fourth
     assert got["refused"].startswith(
-        "train_model.tensor_parallel_size=4 must be at most the GPUs of one machine, and no"
+        "train_model.tensor_parallel_size=4 must not exceed the GPUs of one machine, but no"
     )
     assert got["refused"].endswith(
-        "has more than 3: use 3, or leave it out and shard over all devices."
+        "has more than 3: use 3, or leave it out to shard over all devices."
     )
     for pid in got["pids"]:  # of both machines, each of which is another than the driver's
         assert got["stacks"].count(f"\nprocess {pid}, ray::Rank") == 2
     assert got["stacks"].count("\non ") == 2
     assert (
-        "needs 0.5 GB of Ray's object store for two versions of the weights, and it has 0.3 GB on"
+        "needs 0.5 GB of Ray's object store for two versions of the weights, but it has 0.3 GB on"
         in got["too_small"]
     )
     assert "or start Ray there with --object-store-memory=536870912." in got["too_small"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
-from torchrl_grpo.host.processes import go_on_in_guarded_child
+from torchrl_grpo.host.processes import continue_in_guarded_child
 
 
 def go_on_guarded() -> None:
@@ -19,5 +19,5 @@ def go_on_guarded() -> None:
         status = os.waitstatus_to_exitcode(os.waitpid(guard, 0)[1])
         os._exit(status if status >= 0 else 128 - status)
     os.setpgid(0, 0)  # a signal to the group is not for the guard
-    go_on_in_guarded_child(pid, closing=os.open(os.devnull, os.O_RDONLY))
+    continue_in_guarded_child(pid, closing=os.open(os.devnull, os.O_RDONLY))
     os.setpgid(0, group)

@@ -148,7 +148,7 @@ def test_a_token_mean_is_over_the_tokens_of_the_mask():
 def test_torchrls_arguments_are_refused_with_ours(arguments: dict[str, Any], use: str):
     (name,) = arguments
     for make in (GRPOLoss, CISPOLoss):
-        message = f"{name}=.* is TorchRL's and {make.__name__} has no such argument: .*{use}"
+        message = f"{name}=.* is an argument of TorchRL's class that {make.__name__} does not have: .*{use}"
         with pytest.raises(TypeError, match=message):
             make(Table(torch.zeros(1, 1, 2)), **arguments)
 

@@ -22,7 +22,7 @@ from tests.support.agents import PROBLEM, agent_task, own_score, played
 from torchrl_grpo.agents import load_program
 from torchrl_grpo.agents.programs import Command, Function, printed_reward
 from torchrl_grpo.agents.protocol import ANTHROPIC, CHAT, TEXT, BadRequest, parse_request
-from torchrl_grpo.agents.server import LARGEST_BODY, Receiver, Server
+from torchrl_grpo.agents.server import MAX_BODY_BYTES, Receiver, Server
 from torchrl_grpo.agents.task import _Episode
 from torchrl_grpo.errors import InvalidRewardError
 from torchrl_grpo.tasks.base import Dialog, Score, Turn, TurnLimits
@@ -223,8 +223,8 @@ def test_wishes_reach_the_run_and_a_stop_string_is_not_told():
 @pytest.mark.parametrize(
     "wrong, said",
     [
-        ({"n": 2}, "n=2 must be 1: ask once for each answer."),
-        ({"messages": []}, "messages=[] must be a list with at least one message: send one."),
+        ({"n": 2}, "n=2 must be 1: send one request per answer."),
+        ({"messages": []}, "messages=[] must be a list with at least one message: send a message."),
         (
             {"messages": [{"role": "robot", "content": "a"}]},
             "messages[0].role=robot must be one of",
@@ -237,8 +237,8 @@ def test_wishes_reach_the_run_and_a_stop_string_is_not_told():
             {"messages": [{"role": "assistant", "tool_calls": 1}]},
             "messages[0].tool_calls=1 must be a list: send",
         ),
-        ({"max_tokens": 0}, "max_tokens=0 must be a whole number of at least 1: for example, 256."),
-        ({"stop": [""]}, "stop=[''] must be at most 4 texts"),
+        ({"max_tokens": 0}, "max_tokens=0 must be an integer of at least 1:  for example, 256."),
+        ({"stop": [""]}, "stop=[''] must be at most 4 non-empty texts"),
         ({"logprobs": True, "top_logprobs": 3}, "top_logprobs=3 must be 0"),
         ({"tools": [ADD], "tool_choice": "required"}, "tool_choice=required must be auto or none"),
         ({"response_format": {"type": "json_object"}}, "response_format=json_object must be"),
@@ -260,7 +260,7 @@ def test_wishes_reach_the_run_and_a_stop_string_is_not_told():
         ),
         (
             {"messages": [{"role": "user", "content": "a", "tool_calls": [1]}]},
-            "messages[0].tool_calls must be an ass",
+            "messages[0].tool_calls must be the assistant's",
         ),
         (
             {"messages": [history("[1]")]},
@@ -273,11 +273,11 @@ def test_wishes_reach_the_run_and_a_stop_string_is_not_told():
         ({"messages": [history("{")]}, "messages[0].tool_calls.arguments must be JSON"),
         (
             {"messages": [history(DEEP)]},
-            "messages[0].tool_calls.arguments must be nested 100 levels deep at most",
+            "messages[0].tool_calls.arguments must be nested at most 100 levels deep",
         ),
         (
             {"messages": [history(json.loads(DEEP))]},
-            "the body must be nested 100 levels deep at most",
+            "the body must be nested at most 100 levels deep",
         ),
         (
             {"tools": [{"type": "custom", "function": {"name": "a"}}]},
@@ -338,7 +338,7 @@ def test_a_body_that_is_no_plain_json_is_refused(path, body, reason):
 @pytest.mark.parametrize("text, fits", [("\U0001f600", False), ("\u4e2d", True)])
 def test_a_chat_that_no_worker_could_pass_on_is_too_large(text, fits):
     body = json.dumps({"messages": chat(text * 60_000)}, ensure_ascii=False).encode()
-    assert len(body) < LARGEST_BODY
+    assert len(body) < MAX_BODY_BYTES
     if fits:
         assert parse_request(CHAT, body).messages == chat(text * 60_000)
         return
@@ -489,14 +489,22 @@ def test_a_chat_without_room_is_refused_and_scored_by_the_task():
     [
         ("raises", ZeroDivisionError, "division by zero"),
         ("exits", RuntimeError, "exit"),
-        ("never asks", InvalidRewardError, "an agent must ask the policy, it ended without"),
+        ("never asks", InvalidRewardError, "an agent must query the policy, but it ended without"),
         (
             "never ends",
             InvalidRewardError,
-            "an agent must ask or end within env.reward_timeout_s=0.5",
+            "an agent must send a request or end within env.reward_timeout_s=0.5",
         ),
-        ("blocks", InvalidRewardError, "an agent must ask or end within env.reward_timeout_s=0.5"),
-        ("says no number", InvalidRewardError, "must return a number or None, it returned 'good'"),
+        (
+            "blocks",
+            InvalidRewardError,
+            "an agent must send a request or end within env.reward_timeout_s=0.5",
+        ),
+        (
+            "says no number",
+            InvalidRewardError,
+            "must return a number or None, but it returned 'good'",
+        ),
     ],
 )
 def test_what_an_agent_does_wrong_costs_its_own_dialog_alone(case, kind, said):
@@ -631,7 +639,7 @@ def test_a_command_that_fails_is_invalid_with_its_last_words(tmp_path):
         agent_task(command(tmp_path, "ask('a'); raise SystemExit('bad luck')")), lambda turn: "2"
     )
     assert isinstance(end, RuntimeError)
-    assert "must end with status 0, it ended with 1: bad luck" in str(end)
+    assert "must exit with status 0, but it exited with 1: bad luck" in str(end)
 
 
 DAEMON = """
@@ -663,9 +671,9 @@ def test_a_command_is_killed_with_all_that_it_started(tmp_path, ending):
     limit = 2 if ending == "given up" else 60
     _, end = played(agent_task(command(tmp_path, code)), lambda turn: "2", timeout_s=limit)
     words = {
-        "given up": "must ask or end within",
+        "given up": "must send a request or end within",
         "ends": "",
-        "fails": "must end with status 0, it ended with 1",
+        "fails": "must exit with status 0, but it exited with 1",
     }
     assert isinstance(end, Turn) if ending == "ends" else words[ending] in str(end)
     deadline = time.monotonic() + 60
@@ -676,7 +684,7 @@ def test_a_command_is_killed_with_all_that_it_started(tmp_path, ending):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a guard needs Linux")
 @pytest.mark.parametrize(
-    "code, said", [("os.kill(os.getpid(), 9)", "ended with -9"), ("sys.exit(3)", "ended with 3")]
+    "code, said", [("os.kill(os.getpid(), 9)", "exited with -9"), ("sys.exit(3)", "exited with 3")]
 )
 def test_a_command_has_the_exit_status_that_it_would_have_alone(tmp_path, code, said):
     _, end = played(agent_task(command(tmp_path, f"ask('a'); {code}")), lambda turn: "2")
@@ -690,7 +698,7 @@ def test_a_command_has_the_exit_status_that_it_would_have_alone(tmp_path, code, 
         ("no_such_command_anywhere", "there is no command 'no_such_command_anywhere'"),
         (
             "torchrl_grpo.agents.programs:load_program",
-            "must be asynchronous, it is not: write async def play",
+            "must be asynchronous, but it is not: write async def play",
         ),
     ],
 )

@@ -248,7 +248,11 @@ def test_a_run_without_rewards_says_so_and_ends_if_asked(
 @pytest.mark.parametrize(
     ("planned", "made", "message"),
     [
-        (3, 3, r"env\.reward must give valid rewards, but it gave none in the 3 steps of the run"),
+        (
+            3,
+            3,
+            r"env\.reward must return valid rewards, but all were invalid in the 3 steps of the run",
+        ),
         (9, 4, "5 optimizer steps in a row changed nothing, .* all rewards are invalid"),
     ],
 )

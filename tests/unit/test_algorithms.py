@@ -739,7 +739,7 @@ def _copy(model: torch.nn.Module) -> dict[str, Tensor]:
         (["policy.reward_clip=[1,-1]"], r"policy.reward_clip=\[1.0, -1.0\] must be a pair"),
         (
             ["policy.advantage_level=token", "policy.advantage_mean=leave_one_out"],
-            "leaves a sequence out, not a token",
+            "leaves out a sequence, not a token",
         ),
         (
             [
@@ -760,11 +760,11 @@ def _copy(model: torch.nn.Module) -> dict[str, Tensor]:
         (["policy.behaviour_cap=0"], "policy.behaviour_cap=0.0 must be above 0"),
         (
             ["ref_model.refresh_every=2", "policy.kl_coef=0"],
-            "ref_model.refresh_every=2 needs a reference model",
+            "ref_model.refresh_every=2 needs a separate reference model, but policy.kl_coef=0",
         ),
         (
             ["ref_model.refresh_every=2", "train_model.lora.enabled=true"],
-            "ref_model.refresh_every=2 needs a reference model apart",
+            "ref_model.refresh_every=2 needs a separate reference model, but with LoRA",
         ),
         (["ref_model.refresh_every=0"], "ref_model.refresh_every=0 must be at least 1"),
     ],

@@ -114,9 +114,7 @@ def test_a_value_that_a_limit_suggests_is_within_it() -> None:
 
 def test_every_missing_value_is_refused_by_name() -> None:
     said = said_to(("optimizer.lr", "???"), ("env.system_prompt", "???"))
-    assert said.startswith(
-        "env.system_prompt=???, optimizer.lr=??? must have a value, ??? stands for a missing one: "
-    )
+    assert said.startswith("env.system_prompt=???, optimizer.lr=??? must have a value, ")
 
 
 def said_to(*settings: tuple[str, Any]) -> str:
@@ -160,12 +158,12 @@ PAIRS = {
     "train.optim_batch_size=48": "must divide train.dialog_turns_per_batch=64: use 32 or 64",
     "env.repeats=1": "env.repeats",
     "ref_model.sharded=true ref_model.num_devices=2": "ref_model.num_devices=2 must be left out with ref_model.sharded",
-    "ref_model.refresh_every=5": "needs a reference model apart from the trained one",
+    "ref_model.refresh_every=5": "needs a separate reference model",
     "train_model.dtype=bfloat16": "must be float32 without LoRA",
     "inference_model.in_flight=keep": "must be wait with inference_model.backend=transformers",
     "inference_model.tensor_parallel_size=2": "must be 1 with inference_model.backend=transformers",
     "train.keep_checkpoints=last:3,best:1 evaluation.num_prompts=0 evaluation.k=0": "needs evaluations",
-    "train.total_dialog_turns=0 evaluation.num_prompts=0": "must have evaluation.num_prompts above 0",
+    "train.total_dialog_turns=0 evaluation.num_prompts=0": "needs evaluation.num_prompts above 0",
     "evaluation.k=1": "evaluation.k=1 must be 0 or at least 2",
     "env.tools=[a.py:b]": "must have env.max_turns of at least 2",
     "env.retry_prompt=again": "must have env.max_turns of at least 2",
@@ -185,9 +183,9 @@ PAIRS = {
     "env.task=verifiers:a env.retry_prompt=b env.max_turns=2": "env.retry_prompt=b and env.task=verifiers:a exclude",
     "env.task=verifiers:a env.environment=a.py:B": "env.task=verifiers:a and env.environment exclude each other",
     "env.task=verifiers:a env.datasets=[{'name':'b'}]": "env.task=verifiers:a and env.datasets exclude each other",
-    "env.task=verifiers:a policy.turn_credit=per_turn": "must be left out with env.task=verifiers:a, whose samples",
+    "env.task=verifiers:a policy.turn_credit=per_turn": "must be left out with env.task=verifiers:a",
     "env.datasets=[]": "must have a data set",
-    "env.reward_combination=gdpo policy.dynamic_sampling=true": "must have neither policy.dynamic_sampling",
+    "env.reward_combination=gdpo policy.dynamic_sampling=true": "excludes policy.dynamic_sampling",
     "policy.behaviour_weight=mask": "policy.behaviour_weight=mask",
     "policy.advantage_level=token policy.advantage_mean=leave_one_out": "policy.advantage_mean",
     "policy.reward_clip=[1,0]": "policy.reward_clip",
@@ -195,8 +193,8 @@ PAIRS = {
     "env.difficulty_filter=[0.9,0.1]": "must be [low, high] with low below high",
     "train.keep_checkpoints=first:2": "must be last:N or last:N,best:M",
     "logging.sample_rows=-1": "must be all, or a whole number",
-    "inference_model.stop=['']": "inference_model.stop=[''] must be texts that are not empty, of at most 256 bytes",
-    f"inference_model.stop=[{'x' * 257}]": "must be texts that are not empty, of at most 256 bytes together",
+    "inference_model.stop=['']": "inference_model.stop=[''] must be non-empty strings of at most 256 bytes",
+    f"inference_model.stop=[{'x' * 257}]": "of at most 256 bytes in total",
     "env.chat_template_kwargs=3": "must be arguments by name",
     "train_model.model_kwargs=3": "must be arguments by name",
     "inference_model.backend=vllm inference_model.engine_kwargs=3": "must be arguments by name",
@@ -261,7 +259,7 @@ def test_a_broken_chat_template_is_one_message(template: str) -> None:
         and "must write a chat of the roles ['user', 'assistant']" in said
     )
     assert BROKEN_TEMPLATES[template] in said and "\n" not in said and "\x1b" not in said
-    assert said.endswith("mend it, or leave it out, if it is not the tokenizer's own.")
+    assert said.endswith("fix it, or leave it out, if it is not the tokenizer's own.")
 
 
 def test_over_800_bad_inputs_are_tried() -> None:

@@ -129,7 +129,7 @@ GOOD = json.dumps({"question": "1+1?", "answer": "It is #### 2"})
         ),
         (
             ["inference_model.in_flight=keep", "inference_model.backend=vllm"],
-            r"in_flight=keep must be wait where",
+            r"in_flight=keep must be wait",
         ),
         (
             ["policy.loss._target_=torchrl_grpo.objectives.CISPOLoss", "policy.dual_clip=3"],
@@ -267,7 +267,7 @@ def test_vllm_use_v1_is_answered_in_one_line(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("VLLM_USE_V1", "0")
     prepare(compose_config(*SMALL))
     assert [line for line in lines if "VLLM_USE_V1" in line] == [
-        "VLLM_USE_V1 has no effect: vLLM's V0 engine is gone, and V1 is the only one left."
+        "VLLM_USE_V1 has no effect: vLLM no longer has a V0 engine."
     ]
 
 

@@ -420,10 +420,10 @@ def test_a_full_disk_leaves_the_run_alive_and_the_one_before_valid(
         made.close()
     run_folder = small_disk / "run"
     assert [row["step"] for row in read_jsonl(run_folder / "metrics.jsonl")] == [0, 1, 2, 3, 4]
-    unsaved = [line for line in said if "is not saved" in line]
+    unsaved = [line for line in said if "was not saved" in line]
     assert len(unsaved) == 2
     assert re.match(
-        r"Step 2 is not saved, the one before it is checkpoint_000001: there is no room",
+        r"Step 2 was not saved, the latest checkpoint is checkpoint_000001: there is no room",
         unsaved[0],
     )
     assert sum("metrics.jsonl: its lines wait" in line for line in said) == 1
@@ -446,7 +446,7 @@ def test_a_run_on_a_full_disk_is_one_line(
     )
     said = capfd.readouterr().err
     assert (
-        "error: the disk has no room for a file of the run: make some, or use another hydra.run.dir."
+        "error: the disk is full, so a file of the run cannot be written: free some space, or use"
         in said
     )
     assert "Traceback" not in said

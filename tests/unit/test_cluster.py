@@ -102,7 +102,7 @@ def test_a_process_is_pinned_to_the_plans_devices_among_the_visible_ones(
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    monkeypatch.setattr(startup, "_hides", False)
+    monkeypatch.setattr(startup, "_skips_imports", False)
     allocation = ActorAllocation(0, gpus(1, 3), 2.0, 2)
     assert cluster_module.process_environment(allocation, 3, pinned=True) == {
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -157,7 +157,7 @@ def test_what_a_cluster_lacks_is_said_with_numbers() -> None:
     nodes = [{"CPU": 8.0, "GPU": 2.0}, {"CPU": 8.0, "GPU": 2.0}]
     everything = {"CPU": 16.0, "GPU": 4.0}
     lacks = cluster_module.missing_resources([{"CPU": 1.0, "GPU": 1.0}] * 6, nodes, everything)
-    assert lacks == "6 GPU are needed and 4 of 4 are free, 2 short"
+    assert lacks == "6 GPU are needed and only 4 of 4 are free"
     lacks = cluster_module.missing_resources([{"CPU": 4.0, "GPU": 4.0}], nodes, everything)
     assert lacks == "one process needs 4 GPU and no machine has more than 2"
 

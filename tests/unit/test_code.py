@@ -121,7 +121,7 @@ UNNAMED = {"input": "1\n2", "output": "3", "testtype": "functional"}
     "answer", [None, [], {}, "", 3, {"inputs": [1], "outputs": []}, "{not json", [UNNAMED]]
 )
 def test_a_problem_without_tests_is_an_error_and_not_a_wrong_answer(answer: Any) -> None:
-    with pytest.raises(ValueError, match="reward 'code' must have tests"):
+    with pytest.raises(ValueError, match="reward 'code' needs"):
         code(ADD, answer)
 
 
@@ -244,7 +244,7 @@ def test_without_namespaces_limits_hold_and_strict_refuses(monkeypatch: pytest.M
     assert code(fenced(ADD), CALL) == 1.0
     assert run_python("import time\ntime.sleep(100)", limits=Limits(seconds=1.0)).status is None
     assert "MemoryError" in run_python("x = [0] * 10**9").errors
-    with pytest.raises(RuntimeError, match="sandbox=strict must have namespaces"):
+    with pytest.raises(RuntimeError, match="sandbox=strict needs namespaces"):
         code(ADD, CALL, sandbox="strict")
     config = compose_config(*SMALL, "env.reward=code")
     with pytest.raises(ValueError, match=r"^env\.sandbox=strict .*env\.sandbox=auto"):
@@ -267,7 +267,7 @@ def test_a_temporary_folder_may_have_any_name(tmp_path: Path) -> None:
 
 
 def test_the_error_of_strict_says_what_the_machine_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    runner._missing.cache_clear()
+    runner._missing_namespaces.cache_clear()
     with monkeypatch.context() as patched:
         patched.setattr(runner, "_ROOT", "echo no room >&2; exit 1")
         patched.setattr(runner, "_NAMESPACES", ())
@@ -275,7 +275,7 @@ def test_the_error_of_strict_says_what_the_machine_said(monkeypatch: pytest.Monk
         patched.setattr(runner.sys, "platform", "linux")
         with pytest.raises(RuntimeError, match=r"sandbox=strict .*no room.*sandbox=auto"):
             rewards.code(ADD, CALL)
-    runner._missing.cache_clear()
+    runner._missing_namespaces.cache_clear()
     runner.isolation()
 
 

@@ -168,7 +168,7 @@ def test_the_scripts_answer_options_after_overrides(
         ),
         (
             "seed=1 --resolve",
-            "--resolve must have --cfg or --help with it: use --cfg job --resolve.",
+            "--resolve needs --cfg or --help: use --cfg job --resolve.",
         ),
     ],
 )
@@ -195,7 +195,7 @@ def test_options_that_exclude_each_other_are_one_line(
         (["=3"], "=3 must be an override, KEY=VALUE: use KEY=VALUE."),
         (
             ["train.total_dialog_turns=null", "train.total_epochs=1"],
-            "train.total_dialog_turns=null must be a number: leave it out, with train.total_epochs it is not read.",
+            "train.total_dialog_turns=null must be a number: leave it out, because train.total_epochs replaces it.",
         ),
     ],
 )
@@ -217,9 +217,7 @@ def test_a_working_directory_that_was_removed_is_one_line(
     (tmp_path / "gone").rmdir()
     assert in_this_process(monkeypatch, main, "--cfg", "job") == 2
     monkeypatch.chdir(tmp_path)
-    message = (
-        "the working directory must exist, and this one was removed: change to another one (cd)."
-    )
+    message = "the working directory must exist, but it was removed: change to another one (cd)."
     assert capsys.readouterr().err == f"\nerror: {message}\n"
 
 

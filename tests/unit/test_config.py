@@ -70,7 +70,7 @@ def test_configs_of_teaching_put_the_algorithm_over_the_task() -> None:
     [
         (
             ["env.repeats=1"],
-            r"env\.repeats=1 must be at least 2, because a group of one .*: use env\.repeats=8",
+            r"env\.repeats=1 must be at least 2, .*: use env\.repeats=8",
         ),
         (["env.repeats=0"], r"env\.repeats=0 must be at least 1: for example, env\.repeats=8"),
         (
@@ -185,7 +185,7 @@ def test_configs_of_teaching_put_the_algorithm_over_the_task() -> None:
         ),
         (
             ["train_model.lora.r=8"],
-            r"lora\.r=8 must be left out with .*: use train_model\.lora\.enabled=true",
+            r"lora\.r=8 must be left out with .*: to use it, set train_model\.lora\.enabled=true",
         ),
         (
             ["+optimizer.lrr=1"],
@@ -212,10 +212,10 @@ MISTAKES = {
     "inference_model.backend=null": r"backend=null must be one of transformers, vllm, server: for example",
     "-m inference_model.in_flight=wait,kep": r"in_flight=kep must be one of wait, keep, abort: did you mean keep\?",
     "optimiser.lr=1e-4": r"optimiser\.lr=1e-4 names a config key that does not exist: did you mean optimizer\.lr\?",
-    "inference_model.top_p=0.9": r"top_p=0\.9 names a .* what is cut off changes the distribution .*temperature alone",
+    "inference_model.top_p=0.9": r"top_p=0\.9 names a .*: truncation .*temperature alone",
     "optimizer.learning_rate=1": r"learning_rate=1 names a .* that does not exist: did you mean optimizer\.lr\?",
     "--config-name grpo_arith": r"grpo_arith must be one of .*grpo_arithmetic, .*: did you mean grpo_arithmetic\?",
-    "--config-name mine": r"--config-name=mine must be .*, or a file in --config-dir: give the folder of your own by",
+    "--config-name mine": r"--config-name=mine must be .*, or a file in --config-dir: pass your own folder with",
     "env.num_env=8": r"did you mean env\.num_envs\?",
     "++optimizer.lrr=2": r"optimizer\.lrr=2 names a config key that does not exist: did you mean optimizer\.lr\?",
     "ref_model.devices=0": r"ref_model\.devices=0 must .*: for example, ref_model\.devices=null",
@@ -223,18 +223,18 @@ MISTAKES = {
     "policy.loss=my.Loss": r"must be a node with _target_: use policy\.loss\._target_=my\.Loss",
     "policy.loss=null": r"policy\.loss=None must be a node .*: use policy\.loss\._target_=torchrl_grpo",
     "policy.loss.tau=1": r"To append to your config use \+policy\.loss\.tau=1",
-    "policy=dapo": r"policy=dapo must name a single value, and policy is a group: use algo=dapo\.",
+    "policy=dapo": r"policy=dapo must not have a value, because policy is a group of keys: use algo=dapo\.",
     "env.dataset=null": r"env\.dataset=null must be a data set: use env\.dataset=arithmetic, a file, a folder or",
     "env.datasets=[{dataset:gsm8k,wieght:2}]": r"wieght in env\.datasets names .*: did you mean weight\?",
     "env.datasets=gsm8k": r"env\.datasets must be a list of data sets, got gsm8k",
     "train_model.lora.target_modules=3": r"must have .*: for example, train_model\.lora\.target_modules=\[all-linear\]",
     "logging.report=false": r"logging\.report=false names .*: did you mean logging\.page\?",
     "xyzzy=1": r"xyzzy=1 names a config key that does not exist: run with --cfg job",
-    "optimizer.lr=${nope}": r"optimizer\.lr must be a value that can be found, and Interpolation key 'nope' not found",
+    "optimizer.lr=${nope}": r"optimizer\.lr must .*, but Interpolation key 'nope' not found",
     "model.name=${oc.env:NOPE}": r"model\.name must be .* Environment variable 'NOPE' not found: give the value itself",
-    "hydra.run.dir=/dev/null/run": r"run\.dir=/dev/null/run must be a folder that can be made, but /dev/null is a file",
-    f"env.num_envs={'9' * 400}": r"env\.num_envs=9{20}\.\.\. must be a number within 64 bits, it has 400 digits",
-    f"optimizer.lr={'9' * 400}": r"optimizer\.lr=9{20}\.\.\. must be a number within 64 bits",
+    "hydra.run.dir=/dev/null/run": r"run\.dir=/dev/null/run must .*, but /dev/null is a file",
+    f"env.num_envs={'9' * 400}": r"env\.num_envs=9{20}\.\.\. must fit into 64 bits, but it has 400 digits",
+    f"optimizer.lr={'9' * 400}": r"optimizer\.lr=9{20}\.\.\. must fit into 64 bits",
     "env.system_prompt=\udcff": r"env\.system_prompt='\\udcff' must be text in UTF-8",
     "algo=dapp": r"error: algo=dapp must be one of cispo, dapo, .*, sft: did you mean dapo\?\n$",
     "hydra/launcher=zzz": r"error: hydra/launcher=zzz must be one of basic.*: use one of them\..*\[sweep\]'\.\n$",
@@ -475,11 +475,11 @@ def test_a_key_of_a_preset_is_not_called_the_users(overrides: list[str], taken_b
     with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "config")):
         composed = compose("grpo_arithmetic", overrides=[*overrides, "env.dataset=mine.jsonl"])
     with pytest.raises(
-        ConfigError, match=rf"{overrides[0]} sets .*{taken_back} takes that back"
+        ConfigError, match=rf"{overrides[0]} sets .*{taken_back} undoes that"
     ) as error:
         from_hydra(composed, overrides)
     assert f"sets {overrides[1].partition('=')[0]}=" not in str(error.value)
     key = taken_back.partition("=")[0]
     with pytest.raises(ConfigError) as error:  # typed by the user, it is the user's
         from_hydra(composed, [*overrides, f"{key}={composed.policy[key.removeprefix('policy.')]}"])
-    assert "takes that back" not in str(error.value)
+    assert "undoes that" not in str(error.value)

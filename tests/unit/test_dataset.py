@@ -158,7 +158,7 @@ def test_the_hub_without_a_network_is_one_clear_error(tmp_path: Path) -> None:
         "env.dataset=org/name must reach org/name on Hugging Face or in its cache, got Connection"
     )
     assert out.endswith(
-        "connect once, or give a file (jsonl, json, csv, parquet) or a folder that is here.\n"
+        "connect once, or use a file (jsonl, json, csv, parquet) or a folder on this machine.\n"
     )
 
 
@@ -285,7 +285,7 @@ def test_columns_that_were_guessed_are_said_in_the_log(
 ) -> None:
     caplog.set_level("INFO", logger="torchrl_grpo")
     DatasetTask(write(tmp_path / "data.jsonl", ROWS)).problems("train")
-    assert "the prompts are in the column question, the answers in answer" in caplog.text
+    assert "using the column question for prompts and answer for answers" in caplog.text
 
 
 # Splits
@@ -343,7 +343,7 @@ def test_rows_without_an_answer_are_counted(
     answers = [problem.answer for problem in DatasetTask(str(tmp_path / "a.csv")).problems("train")]
     assert answers == ["2", None, "four"]
     assert (
-        "1 of the 3 rows of train have nothing in the column answer; their answer is None."
+        "1 of the 3 rows of train have no value in the column answer; their answer is None."
         in caplog.text
     )
 
@@ -353,7 +353,7 @@ def test_a_fraction_that_leaves_a_split_empty_is_an_error(tmp_path: Path) -> Non
     told = [error_of(task, split) for split in ("train", "test") if not _has(task, split)]
     assert (
         len(told) == 1
-        and "env.test_fraction=0.5 must leave problems in both splits, the " in told[0]
+        and "env.test_fraction=0.5 must leave problems in both splits, but the " in told[0]
     )
 
 

@@ -30,26 +30,26 @@ def pythons_own_recursion_limit() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b'{"prompt": ', "must be one JSON object a line, got b'{\"prompt\": '"),
+        (b'{"prompt": ', "must be one JSON object per line, got b'{\"prompt\": '"),
         (b"[1, 2]", "must be a JSON object, got b'[1, 2]'"),
         (b'{"prompt": "\xff"}', "'utf-8' codec can't decode byte 0xff"),
         (b'{"prompt": "\\ud800"}', "must be text in Unicode, got \"'utf-8' codec can't encode"),
-        (b"[" * 100_000, "must be one JSON object a line"),
-        (b'{"prompt": null}', "must have text in the column 'prompt', it has none (the row has [])"),
-        (b'{"answer": "x"}', "must have text in the column 'prompt', it has none (the row has ['answer'])"),
-        (b'{"prompt": 7}', "must have text in the column 'prompt', it has 7"),
-        (b'{"prompt": " "}', "must have text in the column 'prompt', it has ' '"),
+        (b"[" * 100_000, "must be one JSON object per line"),
+        (b'{"prompt": null}', "must have text in the column 'prompt', but it has none (the row has [])"),
+        (b'{"answer": "x"}', "must have text in the column 'prompt', but it has none (the row has ['answer'])"),
+        (b'{"prompt": 7}', "must have text in the column 'prompt', but it has 7"),
+        (b'{"prompt": " "}', "must have text in the column 'prompt', but it has ' '"),
         (
             b'{"prompt": []}',
-            "in the column 'prompt' that end before the assistant's, it has []",
+            "in the column 'prompt' that end before the assistant's turn, but it has []",
         ),
-        (b'{"prompt": [{"role": "user"}]}', "each with role and content as text, it has {'role': 'user'}"),
-        (b'{"prompt": [{"role": "assistant", "content": "x"}]}', "that end before the assistant's, it has [{'role'"),
-        (b'{"prompt": [{"role": "user", "content": 5}]}', "content as text, it has {'role': 'user', 'content': 5}"),
-        (b'{"prompt": [{"role": "user", "content": null}]}', "as text, it has {'role': 'user', 'content': None}"),
-        (b'{"prompt": [{"role": "user", "content": ["a"]}]}', "content as text, it has {'role': 'user', 'content': ["),
-        (b'{"prompt": [{"role": 5, "content": "a"}]}', "content as text, it has {'role': 5, 'content': 'a'}"),
-        (b'{"prompt": ["a", 5]}', "content as text, it has 'a'"),
+        (b'{"prompt": [{"role": "user"}]}', "each with role and content as text, but it has {'role': 'user'}"),
+        (b'{"prompt": [{"role": "assistant", "content": "x"}]}', "before the assistant's turn, but it has [{'role'"),
+        (b'{"prompt": [{"role": "user", "content": 5}]}', "content as text, but it has {'role': 'user', 'content': 5}"),
+        (b'{"prompt": [{"role": "user", "content": null}]}', "as text, but it has {'role': 'user', 'content': None}"),
+        (b'{"prompt": [{"role": "user", "content": ["a"]}]}', "as text, but it has {'role': 'user', 'content': ["),
+        (b'{"prompt": [{"role": 5, "content": "a"}]}', "content as text, but it has {'role': 5, 'content': 'a'}"),
+        (b'{"prompt": ["a", 5]}', "content as text, but it has 'a'"),
         pytest.param(
             b'{"prompt": [{"role": "user", "content": "a", "x": ' + b'{"a": ' * 900 + b"1" + b"}" * 901 + b"]}",
             "must be nested less deeply",
@@ -84,11 +84,11 @@ def test_a_row_that_cannot_serve_is_named_by_file_and_line(
             b'[{"prompt": "a"},\n {"prompt"}]',
             "a.json:2 must be a list of JSON objects, got invalid JSON",
         ),
-        ("a.json", b'{"prompt": "a"}\n{"prompt"}\n', "a.json:2 must be one JSON object a line"),
+        ("a.json", b'{"prompt": "a"}\n{"prompt"}\n', "a.json:2 must be one JSON object per line"),
         (
             "a.csv",
             b"prompt,b\na,1\nb,1,2\n",
-            "a.csv:3 must be a row of a csv file, got 3 fields, and its first line 2",
+            "a.csv:3 must be a row of a csv file, got 3 fields, but its first line has 2",
         ),
         (
             "a.csv",
@@ -98,13 +98,13 @@ def test_a_row_that_cannot_serve_is_named_by_file_and_line(
         (
             "a.csv",
             b"prompt,prompt\na,1\n",
-            "a.csv:1 must be a row of a csv file, got a name twice among",
+            "a.csv:1 must be a row of a csv file, got duplicate names in",
         ),
         ("a.csv", b"prompt,b\na,1\n\xff,2\n", "a.csv:3 must be UTF-8"),
         (
             "a.csv",
             b"prompt,b\na,1\n,2\n",
-            "a.csv:3 must have text in the column 'prompt', it has none (",
+            "a.csv:3 must have text in the column 'prompt', but it has none (",
         ),
         (
             "a.parquet",
@@ -114,10 +114,10 @@ def test_a_row_that_cannot_serve_is_named_by_file_and_line(
         (
             "a.txt",
             b"hello",
-            "a.txt must be a file of the kind .jsonl, .json, .csv, .parquet, it ends with '.txt'",
+            "a.txt must be a file of the kind .jsonl, .json, .csv, .parquet, but it ends with '.txt'",
         ),
-        ("a.jsonl", b"\n", "a.jsonl must hold problems, the train split has 0"),
-        ("a.csv", b"prompt,b\n", "a.csv must hold problems, the train split has 0"),
+        ("a.jsonl", b"\n", "a.jsonl must have problems, but the train split has 0"),
+        ("a.csv", b"prompt,b\n", "a.csv must have problems, but the train split has 0"),
     ],
 )
 def test_malformed_files_of_each_kind_are_refused(
@@ -140,16 +140,16 @@ def test_a_missing_file_proposes_one_that_is_there(tmp_path: Path) -> None:
     told = error_of(DatasetTask(path))
     assert (
         told
-        == f"env.dataset={path} must be a file or folder that exists, and it does not: did you mean "
+        == f"env.dataset={path} must be a file or folder that exists, but it does not: did you mean "
         + (f"{tmp_path / 'data.jsonl'}?")
     )
-    assert "paths start from" in error_of(DatasetTask("/no/such/folder"))
+    assert "paths are relative to" in error_of(DatasetTask("/no/such/folder"))
 
 
 def test_an_unknown_split_on_the_hub_lists_those_there(tmp_path: Path) -> None:
     """A folder stands in for the hub: ``datasets`` finds its splits in the same way."""
     write(tmp_path / "repo" / "train.jsonl", ROWS)
-    hub = Hub(str(tmp_path / "repo"), None, None, "env.dataset=org/name", "give a file")
+    hub = Hub(str(tmp_path / "repo"), None, None, "env.dataset=org/name", "use a file")
     assert len(hub.read("train", 7)) == 7 and hub.read("train", None).where(3).endswith(
         "repo train[3]"
     )

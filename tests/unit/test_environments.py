@@ -435,7 +435,7 @@ class Wants(NoReward):
         (NoTools, r"env.environment=NoTools must have step\(self, response\) or public methods"),
         (NoReward, r"env.environment=NoReward needs env.reward"),
         (Undescribed, r"env.tools: press must have type hints and a docstring"),
-        (Wants, r"reset of the environment Wants needs level, the columns are \['seed'\]"),
+        (Wants, r"reset of the environment Wants needs level, but the columns are \['seed'\]"),
     ],
 )
 def test_a_class_that_cannot_play_is_refused_before_a_dialog(kind: type, message: str) -> None:
@@ -453,14 +453,16 @@ def test_what_reset_and_step_return_is_checked() -> None:
             return (None, 0.0, False) if response == "silent" else response
 
     task = task_of(Silent)
-    assert "must return the first prompt where there is no data set" in str(
+    assert "must return the first prompt if there is no data set" in str(
         Play(task, problem(task)).opened
     )
     prompted = WithEnvironment(SeedsTask(4, "Number {seed}."), {"": Kind(Silent)})
     started = Play(prompted, problem(prompted, 3))
     assert started.opened.messages == [{"role": "user", "content": "Number 3."}]
-    assert "must return (observation, reward, done), it returned 'no'" in str(started.turn("no"))
-    assert "must return an observation while the game goes on" in str(started.turn("silent"))
+    assert "must return (observation, reward, done), but it returned 'no'" in str(
+        started.turn("no")
+    )
+    assert "must return an observation unless the game is over" in str(started.turn("silent"))
 
 
 @pytest.mark.parametrize(

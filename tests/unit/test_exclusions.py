@@ -34,7 +34,7 @@ TOGETHER = [
     ),
     (
         ("policy.demonstrations=true",),
-        "needs policy.loss._target_=torchrl_grpo.objectives.DemonstrationLoss, it is torchrl_grpo",
+        "needs policy.loss._target_=torchrl_grpo.objectives.DemonstrationLoss, but it is torchrl_grpo",
     ),
     (
         ("policy.sft_coef=0.1", "policy.dynamic_sampling=true"),
@@ -42,7 +42,7 @@ TOGETHER = [
     ),
     (
         (*DISTILL, "policy.sft_coef=0.1", "policy.teacher_divergence=reverse"),
-        "sft_coef=0.1 must be left out with policy.teacher_divergence=reverse, the teacher has scored no demonstration",
+        "sft_coef=0.1 must be left out with policy.teacher_divergence=reverse",
     ),
     (
         ("policy.sft_coef=0.1", "env.agent=a.py:play"),
@@ -50,7 +50,7 @@ TOGETHER = [
     ),
     (
         ("algo=sft", "policy.sft_coef=0.1", "env.dataset=a.jsonl", "env.columns.completion=c"),
-        "sft_coef=0.1 must be left out with policy.demonstrations=true, algo=sft trains on nothing else",
+        "sft_coef=0.1 must be left out with policy.demonstrations=true",
     ),
     (
         ("env.agent=a.py:play", "policy.turn_credit=per_turn"),

@@ -152,7 +152,7 @@ def test_what_cannot_be_exported_is_one_line(
             [str(tmp_path / "none")],
             "must be a checkpoint, or a run's folder that has one, but it does not exist",
         ),
-        ([str(lora_run), "--output", str(tmp_path)], "must be a new folder, but it exists"),
+        ([str(lora_run), "--output", str(tmp_path)], "must not exist yet"),
     ):
         with pytest.raises(SystemExit) as ended:
             main(arguments)

@@ -396,10 +396,10 @@ def test_checkpoints_that_cannot_be_written_cost_one_line_each(
     unsaved = [line for line in said if "is not" in line]
     why = f"cannot be written in {checkpoints} ("
     assert [line.partition(":")[0] for line in unsaved] == [
-        f"{kind} {step} is not {what}"
+        f"{kind} {step} was not {what}"
         for step in (2, 3)
         for kind, what in (
-            ("Step", "saved, there is none before it"),
+            ("Step", "saved, there is no earlier checkpoint"),
             ("The model of step", "written"),
         )
     ]
@@ -443,7 +443,7 @@ def test_a_read_only_folder_is_one_line(
 ) -> None:
     assert run_here(SYNC, *SHORT) == 2
     assert re.search(
-        r"error: hydra\.run\.dir=outputs/.* must be a folder that can be made, but it cannot \(Read-only file system",
+        r"error: hydra\.run\.dir=outputs/.* must be a folder that can be created, but it cannot \(Read-only file",
         capfd.readouterr().err,
     )
     with pytest.raises(ConfigError, match=rf"hydra\.run\.dir={read_only} .*\(Read-only"):

@@ -125,7 +125,7 @@ def test_links_within_a_folder_and_of_others_are_left_alone(tmp_path: Path) -> N
     (tmp_path / "checkpoints/latest.pt").symlink_to("checkpoint_000001")
     check_own_files(tmp_path)
     os.mkfifo(tmp_path / "metrics.jsonl")
-    with pytest.raises(ConfigError, match="or no file"):
+    with pytest.raises(ConfigError, match="or not a file"):
         check_own_files(tmp_path)
 
 

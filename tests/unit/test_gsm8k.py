@@ -127,7 +127,7 @@ def test_missing_file_lists_what_is_there(folder: Path) -> None:
     (folder / "test.jsonl").unlink()
     task = GSM8KTask(str(folder))
     task.problems("train")
-    with pytest.raises(ValueError, match=r"test\.jsonl .*\['train\.jsonl'\].*: give the folder"):
+    with pytest.raises(ValueError, match=r"test\.jsonl .*\['train\.jsonl'\].*: use the folder"):
         task.problems("test")
 
 

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import pytest
 
-from torchrl_grpo.host.event_loop import settled
+from torchrl_grpo.host.event_loop import wait_for_result
 from torchrl_grpo.host.http_client import HttpClient, NoAnswerError
 
 pytest.importorskip("httpx")
@@ -58,7 +58,7 @@ def test_a_private_authority_is_trusted_if_the_environment_names_it(
 ) -> None:
     def asked() -> object:
         client = HttpClient(f"https://127.0.0.1:{server}", key_variable="NO_KEY", proxies=proxies)
-        return settled(client.ask("GET", "/", timeout_s=10, largest=10))
+        return wait_for_result(client.request("GET", "/", timeout_s=10, largest=10))
 
     with pytest.raises(NoAnswerError, match="CERTIFICATE_VERIFY_FAILED"):
         asked()
@@ -101,8 +101,10 @@ def test_the_key_follows_no_redirection(
     monkeypatch.setenv("A_KEY", "secret-key")
     client = HttpClient(harmful, key_variable="A_KEY")
     with pytest.raises(NoAnswerError) as error:
-        settled(
-            client.ask("GET", f"/{status},Location,{harmful}/200,A,b", timeout_s=10, largest=1000)
+        wait_for_result(
+            client.request(
+                "GET", f"/{status},Location,{harmful}/200,A,b", timeout_s=10, largest=1000
+            )
         )
     assert len(Harmful.seen) == 1 and error.value.status == status
 
@@ -113,13 +115,15 @@ def test_a_key_that_the_server_repeats_is_not_shown(
     monkeypatch.setenv("A_KEY", "secret-key")
     client = HttpClient(harmful, key_variable="A_KEY")
     with pytest.raises(NoAnswerError, match=r"Bearer \*\*\*") as error:
-        settled(client.ask("GET", "/401,A,b", timeout_s=10, largest=1000))
-    answer = settled(client.ask("GET", "/200,A,b", timeout_s=10, largest=1000))
+        wait_for_result(client.request("GET", "/401,A,b", timeout_s=10, largest=1000))
+    answer = wait_for_result(client.request("GET", "/200,A,b", timeout_s=10, largest=1000))
     assert "Bearer secret-key" in Harmful.seen[0] and "secret" not in f"{error.value} {answer}"
 
 
 def test_cookies_are_not_kept(harmful: str) -> None:
     client = HttpClient(harmful, key_variable="NO_KEY")
     for _ in range(2):
-        settled(client.ask("GET", "/200,Set-Cookie,a=b;+Path=/", timeout_s=10, largest=1000))
+        wait_for_result(
+            client.request("GET", "/200,Set-Cookie,a=b;+Path=/", timeout_s=10, largest=1000)
+        )
     assert "ookie" not in "".join(Harmful.seen)

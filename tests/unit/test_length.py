@@ -133,7 +133,7 @@ def test_two_lengths_on_the_command_line_exclude_each_other() -> None:
     [
         (
             ["train.total_dialog_turns=0", "evaluation.num_prompts=0"],
-            r"must have evaluation\.num_prompts above 0",
+            r"needs evaluation\.num_prompts above 0",
         ),
         (["train.total_epochs=0"], r"train\.total_epochs=0 must be at least 1"),
         (

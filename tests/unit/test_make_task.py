@@ -119,7 +119,7 @@ def test_a_file_and_a_function_make_a_task() -> None:
         ),
         (
             ["env.task._target_=my_own_tasks.MyTask", "+env.task.lvl=3"],
-            r"that it takes .*: use ~env\.task\.lvl",
+            r"that it accepts.*: use ~env\.task\.lvl",
         ),
         (
             ["env.task._target_=builtins.dict"],
@@ -131,7 +131,7 @@ def test_a_file_and_a_function_make_a_task() -> None:
         ),
         (
             ["env.datasets=[{dataset: arithmetic}, {dataset: arithmetic, difficulty: 3}]"],
-            r"env\.datasets\[0\]\.name=arithmetic must differ from the others: give it a name",
+            r"env\.datasets\[0\]\.name=arithmetic must differ from the other names: set another name",
         ),
     ],
 )
@@ -385,7 +385,7 @@ def test_data_sets_beside_each_other_await_many_rewards_at_a_time() -> None:
         ),
         (
             ["env.task._target_=a.B", "env.columns.prompt=q"],
-            r"prompt=q must be left out with .*a\.B: use \+env\.task",
+            r"prompt=q must be left out with .*a\.B: .* use \+env\.task",
         ),
         (["+env.task.level=3"], r"env\.task=\{.*\} must have _target_"),
         (
@@ -398,7 +398,7 @@ def test_data_sets_beside_each_other_await_many_rewards_at_a_time() -> None:
         ),
         (
             ["env.dataset=a.jsonl", "env.dataset_path=x"],
-            r"path=x must be left out .*: use env\.dataset=gsm8k",
+            r"path=x must be left out .*: to use it, set env\.dataset=gsm8k",
         ),
         (
             ["env.dataset=a", "env.test_fraction=1"],

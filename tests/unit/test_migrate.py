@@ -288,7 +288,7 @@ def test_a_loss_without_counterpart_is_named(tmp_path: Path) -> None:
     made = translated(
         tmp_path, "trl.yaml", "num_generations: 8\nloss_type: vespo\ntop_k: 20\nmystery: 1\n"
     )
-    assert made.lacks["loss_type"].startswith("vespo has no counterpart; there are grpo, dapo")
+    assert made.lacks["loss_type"].startswith("vespo has no equivalent among grpo, dapo")
     assert (set(made.lacks) >= {"top_k"}, made.unknown) == (True, ["mystery"])
 
 
@@ -527,7 +527,9 @@ def test_devices_of_the_file_count_before_those_of_the_command(
 def test_libraries_that_are_not_read_are_named(
     name: str, text: str, library: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ValueError, match=rf"one of {library}, which is not read: docs/migrate\.md"):
+    with pytest.raises(
+        ValueError, match=rf"one of {library}, which is not supported: see docs/migrate\.md"
+    ):
         translated(tmp_path, name, text)
 
 
@@ -565,11 +567,11 @@ def test_devices_of_an_allocation_are_those_of_the_roles(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.yaml", "a: [1", "must be whole .yaml, and it is not: while parsing"),
-        ("a.toml", "a = ", "must be whole .toml, and it is not: Invalid value"),
-        ("a.py", "GRPOConfig(", "must be whole .py, and it is not: '(' was never closed"),
-        ("a.json", "{", "must be whole .json, and it is not: Expecting property name"),
-        ("a.sh", "echo 'x", "must be whole .sh, and it is not: No closing quotation"),
+        ("a.yaml", "a: [1", "must be valid .yaml, but it is not: while parsing"),
+        ("a.toml", "a = ", "must be valid .toml, but it is not: Invalid value"),
+        ("a.py", "GRPOConfig(", "must be valid .py, but it is not: '(' was never closed"),
+        ("a.json", "{", "must be valid .json, but it is not: Expecting property name"),
+        ("a.sh", "echo 'x", "must be valid .sh, but it is not: No closing quotation"),
         ("a.yaml", "a: 1", "has none of their keys (verl: actor_rollout_ref, "),
         ("b.py", "load_dataset('x')", "has none of their keys"),
         ("b.yaml", "- 1", "has none of their keys"),
@@ -599,7 +601,7 @@ def test_a_file_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str])
         main(["nowhere.yaml"])
     assert (ended.value.code, capsys.readouterr().err) == (
         2,
-        "error: FILE=nowhere.yaml must be a file, but it does not exist: give the path of a script or a config.\n",
+        "error: FILE=nowhere.yaml must be a file, but it does not exist: pass the path of a script or a config.\n",
     )
 
 
@@ -621,7 +623,7 @@ def test_a_value_that_the_file_does_not_tell_is_to_be_set_in_the_command(tmp_pat
     made = translated(tmp_path, "train.py", text)
     assert (
         made.unset["optimizer.lr"]
-        == "learning_rate is args.lr, which only running the file would tell"
+        == "learning_rate is args.lr, which only running the file would reveal"
     )
     assert made.unset["model.name"].startswith("model_name_or_path is args.model")
     assert made.unset["**more"].startswith("may set any of their keys")
@@ -868,7 +870,7 @@ def test_an_advantage_of_verl_that_is_not_ours_is_said(tmp_path: Path) -> None:
         ("", "gae"),
     ):  # gae is verl's default
         lacks = verl(tmp_path, words).lacks["algorithm.adv_estimator"]
-        assert lacks.startswith(f"{name} has no counterpart; there are grpo, ")
+        assert lacks.startswith(f"{name} has no equivalent among grpo, ")
         assert lacks.endswith(", and our own default is taken")
 
 
@@ -1076,7 +1078,7 @@ def test_a_mixture_of_read_and_sampled_responses_is_said_to_be_none_here(tmp_pat
     made = translated(tmp_path, "gkd.py", "GKDTrainer('m', 't', args=GKDConfig())")
     assert made.overrides["algo"] == "distill"
     assert made.lacks["lmbda"].startswith(
-        "0.5 has no counterpart; there are 1, 0, and our own default is taken: a run "
+        "0.5 has no equivalent among 1, 0; our own default is used: a run "
     )
 
 

@@ -156,12 +156,12 @@ def test_all_devices_are_those_that_the_other_roles_leave() -> None:
         (
             0,
             {"train": ALL},
-            r"train_model\.num_devices=all needs accelerators, and this machine has none.*num_devices=1",
+            r"train_model\.num_devices=all needs accelerators, but this machine has none.*num_devices=1",
         ),
         (
             4,
             {"train": ALL, "inference": RoleRequest(num_devices=4)},
-            r"=all must leave a role 1 or more of the 4 acc",
+            r"=all needs at least 1 of the 4 acc",
         ),
     ],
 )
@@ -236,25 +236,25 @@ def test_the_plan_of_a_cluster_has_the_clusters_accelerators() -> None:
         (
             1,
             TWO,
-            r"train_model\.num_devices=2 must not be more than the 1 accelerators of this machine: use .*=1",
+            r"train_model\.num_devices=2 must not exceed the 1 accelerators of this machine: use .*=1",
         ),
         (
             3,
             TWO,
-            r"=2, inference_model\.num_devices=2, ref_model\.num_devices=2 .* need 6, and 3 of 3 are free",
+            r"=2, inference_model\.num_devices=2, ref_model\.num_devices=2 .* need 6, but 3 of 3 are free",
         ),
-        (5, TWO, r"need 6, and 5 of 5 are free; lower num_devices"),
+        (5, TWO, r"need 6, but 5 of 5 are free; lower num_devices"),
         (
             4,
             {"train": RoleRequest(devices=[0, 1, 2]), "inference": RoleRequest(num_devices=2)},
-            r"inference_model\.num_devices=2, ref_model\.num_devices=1 must fit .*: they need 3, and 1 of 4",
+            r"inference_model\.num_devices=2, ref_model\.num_devices=1 must fit .*: they need 3, but 1 of 4",
         ),
         (
             4,
             {"train": RoleRequest(devices=[0, 1]), "inference": RoleRequest(devices=[1, 2])},
             r"inference_model\.devices=\[1, 2\] must not overlap train_model\.devices=\[0, 1\]: both name cuda:1",
         ),
-        (2, {role: RoleRequest(num_devices=1) for role in ROLES}, "need 3, and 2 of 2 are free"),
+        (2, {role: RoleRequest(num_devices=1) for role in ROLES}, "need 3, but 2 of 2 are free"),
     ],
 )
 def test_what_cannot_be_placed_is_refused_with_numbers(

@@ -79,7 +79,7 @@ def test_the_bound_on_staleness_holds_and_is_reached_by_a_slow_learner(bound: in
         Loop(groups_per_batch=4, max_staleness=bound), Costs(sample=[0.01, 0.03], train=5.0)
     ).run()
     assert result.staleness_max == bound
-    assert result.groups_under_way <= 4 * (bound + 1)
+    assert result.groups_in_progress <= 4 * (bound + 1)
 
 
 def test_littles_law_holds() -> None:
@@ -92,7 +92,7 @@ def test_littles_law_holds() -> None:
     )
     result = Simulation(loop, Costs(sample=[0.3, 0.5, 1.1], train=1.0, score=0.1)).run(batches=400)
     groups_a_second = 8 / result.step_s
-    assert result.groups_under_way == pytest.approx(groups_a_second * result.group_s, rel=0.01)
+    assert result.groups_in_progress == pytest.approx(groups_a_second * result.group_s, rel=0.01)
 
 
 def test_actors_that_share_cores_slow_each_other_down() -> None:

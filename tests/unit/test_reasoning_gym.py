@@ -174,10 +174,14 @@ def test_a_scorer_takes_the_last_tag_or_the_whole_response() -> None:
         ),
         ("chain_sum", {"size": 2}, "use env.max_samples"),
         ("chain_sum", {"max_digits": -1}, "max_digits must be >= min_digits"),
-        ("chain_sum", {"seed": -1}, "whole number of at least 0"),
-        ("chain_sum", {"levels": [0, 99]}, r"levels=\[0, 99\] must be whole numbers from 0 to 10"),
-        ("chain_sum", {"levels": [1, 0]}, "each above the one before"),
-        ("chain_sum", {"levels": 3}, "whole numbers from 0"),
+        ("chain_sum", {"seed": -1}, "integer of at least 0"),
+        (
+            "chain_sum",
+            {"levels": [0, 99]},
+            r"levels=\[0, 99\] must be increasing integers from 0 to 10",
+        ),
+        ("chain_sum", {"levels": [1, 0]}, "must be increasing integers"),
+        ("chain_sum", {"levels": 3}, "increasing integers from 0"),
         (
             "chain_sum",
             {"levels": [0], "max_digits": 3},
@@ -207,7 +211,7 @@ def test_keys_that_nothing_reads_are_refused(override: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         compose_config(*SMALL, "env.difficulty=2", "env.dataset=reasoning_gym:chain_sum", override)
     with pytest.raises(
-        ConfigError, match=r"dataset_options=.* use env\.dataset=reasoning_gym:chain_sum"
+        ConfigError, match=r"dataset_options=.* set env\.dataset=reasoning_gym:chain_sum"
     ):
         compose_config(*SMALL, "env.dataset_options={seed: 1}")
 

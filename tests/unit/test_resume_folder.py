@@ -148,7 +148,7 @@ def test_lines_that_are_no_rows_are_left_out_when_a_run_goes_on(
         told = [
             line
             for line in said
-            if line.startswith(f"{tmp_path / name} has 2 lines that are no rows of a run")
+            if line.startswith(f"{tmp_path / name} has 2 lines that are not rows of a run")
         ]
         assert len(told) == 1 and "the first is line 2" in told[0]
 
@@ -232,7 +232,7 @@ def test_the_saved_config_is_the_base_and_differences_are_shown(
     [
         (
             "env.repeats=8",
-            r"error: env\.repeats=8 must be 4, as in .*checkpoint_000008, whose state is made for",
+            r"error: env\.repeats=8 must be 4, as in .*checkpoint_000008depends on it",
         ),
         (
             "train.resume=/nowhere",

@@ -79,7 +79,7 @@ def test_arguments_that_nothing_gives_are_refused_before_a_run() -> None:
     rewards = make_rewards(see)
     with pytest.raises(
         ValueError,
-        match=r"needs hint, .*: use names of these: answer, .*solution, tokens",
+        match=r"needs hint, .*: use some of these names: answer, .*solution, tokens",
     ):
         rewards.check(["solution"])
     rewards.check(["solution", "hint"])
@@ -103,7 +103,7 @@ def test_an_answer_that_no_problem_has_is_refused_before_a_run(
     if missing is None:
         rewards.check(columns, has_answer=False)
     else:
-        with pytest.raises(ValueError, match=f"needs {missing}, .*: use names of these"):
+        with pytest.raises(ValueError, match=f"needs {missing}, .*: use some of these names"):
             rewards.check(columns, has_answer=False)
 
 
@@ -142,14 +142,14 @@ def test_a_result_becomes_parts(result: Any, expected: dict[str, float | None]) 
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        (float("nan"), "reward f must be a finite number, a bool or None, it is nan"),
-        (float("-inf"), "it is -inf"),
-        ("1.0", "reward f must be .*, it is a value of type str that is none: fix the function"),
-        (10**1000, "a value of type int that is none"),
-        (torch.ones(2), "a value of type Tensor that is none"),
-        ([1.0], "a value of type list that is none"),
+        (float("nan"), "reward f must be a finite number, a bool or None, but is nan"),
+        (float("-inf"), "but is -inf"),
+        ("1.0", "reward f must be .*, but is of type str: fix the function"),
+        (10**1000, "is of type int"),
+        (torch.ones(2), "is of type Tensor"),
+        ([1.0], "is of type list"),
         ({"a": 1.0, "b": {}}, "reward f/b must be .* type dict"),
-        (None, r"one reward must apply to a response, none of \['f'\] did"),
+        (None, r"one reward must apply to a response, but none of \['f'\] did"),
         ({"correct": True}, r"none of \['f/correct'\] did"),
         ({}, r"none of \[\] did"),
     ],
@@ -192,10 +192,10 @@ def test_the_first_reward_that_applies_decides_what_is_correct(
     ("spec", "message"),
     [
         ([], r"env.reward=\[\] must name a reward"),
-        (["gsm8k", {"fn": "gsm8k", "mode": "lenient"}], "different names, gsm8k is there twice: give one a `name`"),
+        (["gsm8k", {"fn": "gsm8k", "mode": "lenient"}], "different names, but gsm8k occurs twice: set `name`"),
         ({"weight": 1}, "env.reward must name a function as fn, got {'weight': 1}"),
         ([3], "env.reward must name a function as fn, got 3: for example"),
-        ({"fn": "gsm8k", "name": "a/b"}, "env.reward.name='a/b' must be a text without '/'"),
+        ({"fn": "gsm8k", "name": "a/b"}, "env.reward.name='a/b' must be text without '/'"),
         ({"fn": "gsm8k", "weight": "much"}, "env.reward.weight='much' of gsm8k must be a finite number"),
         ({"fn": "gsm8k", "weight": True}, "must be a finite number"),
         ({"fn": "ifeval", "weight": {"prompt_strict": float("inf")}}, "of ifeval must be a finite number"),
@@ -325,7 +325,7 @@ def test_the_first_entry_of_a_tuple_from_a_function_of_verl_is_the_score() -> No
         return model_output == ground_truth, True, model_output
 
     assert make_rewards(compute_score)(dialog()) == Score(1.0, True, {"compute_score": 1.0})
-    with pytest.raises(InvalidRewardError, match="a value of type tuple"):
+    with pytest.raises(InvalidRewardError, match="is of type tuple"):
         parts(lambda response: (1.0, 2.0), name="f")
 
 
@@ -338,7 +338,7 @@ def test_a_function_that_makes_a_reward_is_refused_before_a_run(options: dict[st
 
     with pytest.raises(
         ValueError,
-        match=r"reward get_punishment must take .*: if it makes",
+        match=r"reward get_punishment must take .*: if it returns",
     ):
         make_rewards({"fn": get_punishment, **options}).check(["prompt", "solution"])
     made = make_rewards({"fn": get_punishment(100), "name": "made"})
@@ -374,7 +374,7 @@ def test_one_dialogs_error_or_time_out_is_not_anothers() -> None:
     )
     assert [type(score) for score in scores] == [InvalidRewardError, KeyError, ValueError, Score]
     assert scores[0].cause == "timeout"  # type: ignore[union-attr]
-    assert str(scores[0]) == "a reward must come within 0.3 s, none did."
+    assert str(scores[0]) == "a reward must be returned within 0.3 s, but it was not."
 
 
 def test_a_function_that_exits_ends_nothing() -> None:

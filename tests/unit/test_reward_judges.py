@@ -200,7 +200,7 @@ class Flood(BaseHTTPRequestHandler):
 
 @pytest.mark.parametrize(
     ("path", "message"),
-    [("plain", "must be under 4 MiB"), ("gzip", "must come without compression, .* got 'gzip'")],
+    [("plain", "must be under 4 MiB"), ("gzip", "must not be compressed, .* got 'gzip'")],
 )
 def test_a_judges_answer_is_read_up_to_a_limit(path: str, message: str) -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), Flood) as server:
@@ -278,7 +278,7 @@ def test_a_reward_model_reads_the_chat_and_gives_its_logit(
             logit = model(ids).logits.item()
         assert rewards(dialog(response)).reward == pytest.approx(2 * logit, rel=1e-5)
         assert abs(logit) > 1e-3
-    with pytest.raises(ValueError, match="must have at most 64 tokens, it has 109"):
+    with pytest.raises(ValueError, match="must have at most 64 tokens, but it has 109"):
         rewards(dialog("x" * 100))
     assert "Loading weights" not in capfd.readouterr().err
 

@@ -84,15 +84,15 @@ def test_an_edited_file_is_loaded_again_and_an_unchanged_one_is_not(tmp_path: Pa
     ("name", "source", "message"),
     [
         ("gsm9k", "", "env.reward=gsm9k must be a built-in name .*gsm8k.*, file.py:function or package"),
-        ("nothing.py:f", "", r"must name a file that exists, there is no .*/nothing.py: fix the path"),
-        ("{}:f", "def good(response): ...\nclass Bad: ...\ndef _no(): ...", r"has no such name: use one of \['good'\]"),
-        ("{}:N", "N = 3", r"must name a function of .*mine.py, it is not one: use one of those you define there"),
+        ("nothing.py:f", "", r"must name a file that exists, but there is no .*/nothing.py: fix the path"),
+        ("{}:f", "def good(response): ...\nclass Bad: ...\ndef _no(): ...", r"which has no 'f': use one of \['good'\]"),
+        ("{}:N", "N = 3", r"must name a function in .*mine.py, but it is not .*: use one of those defined there"),
         ("{}:f", "x = 1\nimport no_such_package", r"raised ModuleNotFoundError: No module.* at .*mine.py:2: fix it"),
         ("{}:f", "def f(:", "raised SyntaxError"),
         ("{}:f", "import sys\nsys.exit(3)", "raised SystemExit: 3 at .*mine.py:2"),
         ("{}:f", "open('/no/such/file')", "raised FileNotFoundError: .*/no/such/file.* at .*mine.py:1: fix it"),
         ("no_such_package.module:f", "", "No module named 'no_such_package': put its folder on PYTHONPATH, or"),
-        ("json:nothing", "", r"must name a function of json, it has no such name: use one of \['dump'"),
+        ("json:nothing", "", r"must name a function in json, which has no 'nothing': use one of \['dump'"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_loaded_says_why(

@@ -295,12 +295,12 @@ def test_gdpo_without_parts_is_refused_before_anything_loads(
     [
         (
             "policy.advantage_mean=batch",
-            "env.reward_combination=gdpo must have one advantage for a sequence",
+            "env.reward_combination=gdpo needs one advantage per sequence",
         ),
-        ("policy.advantage_level=token", "it has level=token and mean=group: use level=sequence"),
+        ("policy.advantage_level=token", "but level=token and mean=group: use level=sequence"),
         (
             "policy.reward_scale=2",
-            "env.reward_combination=gdpo must have neither policy.dynamic_sampling nor what",
+            "env.reward_combination=gdpo excludes policy.dynamic_sampling",
         ),
         ("policy.dynamic_sampling=true", "or use env.reward_combination=sum"),
     ],

@@ -117,7 +117,7 @@ def test_what_a_scorer_writes_into_its_pipe_is_never_unpickled_or_taken(
         got = score(pool, f"send {what} {tmp_path / 'canary'}", "2", "3")
         assert isinstance(got[0], Failure) and got[0].cause == "crash"
         assert (
-            "2 processes ended while they scored it (after sending something that is no answer)"
+            "2 processes ended while they scored it (after sending an invalid answer)"
             in got[0].text
         )
         assert got[1:] == [Score(2.0, True), Score(3.0, True)]

@@ -210,7 +210,7 @@ def test_the_language_verdict_does_not_change_from_call_to_call() -> None:
     ("names", "arguments", "message"),
     [
         (["keywords:nothing"], [{}], r"must name IFEval's instructions, got 'keywords:nothing'"),
-        (["punctuation:no_comma"], [], r"one entry for each of its 1 instructions, it has 0"),
+        (["punctuation:no_comma"], [], r"one entry for each of its 1 instructions, but it has 0"),
         (
             ["startend:end_checker"],
             [{}],

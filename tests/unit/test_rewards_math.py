@@ -19,7 +19,7 @@ from tests.support.math_pairs import PAIRS, MathTask, dialogs, verdicts
 from torchrl_grpo.errors import InvalidRewardError
 from torchrl_grpo.reward_pool import Failure, RewardPool
 from torchrl_grpo.rewards import math as math_reward
-from torchrl_grpo.rewards.math import MOST_MEMORY, math
+from torchrl_grpo.rewards.math import MAX_MEMORY_BYTES, math
 
 HOSTILE = [
     r"\boxed{10^{10^{10}}}",
@@ -88,7 +88,7 @@ def cpu_s_of_ended_children() -> float:
 def short_limit() -> Iterator[None]:
     """A comparison may take half a second of processor time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(math_reward, "LONGEST_CPU_S", 0.5)
+        patch.setattr(math_reward, "CPU_LIMIT_S", 0.5)
         patch.setattr(math_reward, "_judges", {})
         yield
         for judge in math_reward._judges.values():
@@ -157,7 +157,7 @@ def test_an_answer_cannot_take_the_memory_of_the_machine() -> None:
             least = min(least, psutil.virtual_memory().available)
             time.sleep(0.05)
     assert comparing.result() in (False, "timeout")
-    assert before - least < 4 * MOST_MEMORY
+    assert before - least < 4 * MAX_MEMORY_BYTES
 
 
 def test_without_math_verify_the_error_says_what_to_install(

@@ -154,8 +154,8 @@ def test_where_nothing_matches_it_says_what_there_is(folder: Path) -> None:
             ["/"],
             "RUN=/ must be a run's folder, or its samples.jsonl, but it has no samples.jsonl: use outputs/",
         ),
-        ([".", "--limit", "0"], "0 must be a whole number of at least 1"),
-        ([__file__, "--sort", "change"], "give --compare too"),
+        ([".", "--limit", "0"], "0 must be an integer of at least 1"),
+        ([__file__, "--sort", "change"], "add --compare"),
     ],
 )
 def test_a_mistake_ends_with_what_to_do(

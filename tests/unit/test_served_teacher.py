@@ -328,7 +328,7 @@ def test_a_teachers_server_must_answer(stub: SGLangStub) -> None:
             ("teacher.address=['http://[::1']",),
             "must have URLs of servers: use teacher.address=",
         ),
-        (("teacher.address=[http://a,http://a]",), "must name each server once"),
+        (("teacher.address=[http://a,http://a]",), "must name each server only once"),
     ],
 )
 def test_what_a_teacher_on_servers_cannot_do_is_refused(

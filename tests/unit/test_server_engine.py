@@ -265,7 +265,7 @@ def test_a_checkpoint_is_not_what_a_server_would_evaluate() -> None:
             ("inference_model.address=[localhost:8000]",),
             "must have URLs of servers",
         ),
-        (("inference_model.address=[http://a,http://a/]",), "must name each server once"),
+        (("inference_model.address=[http://a,http://a/]",), "must name each server only once"),
         (
             ("inference_model.address=[http://a]", "inference_model.num_devices=2"),
             "inference_model.num_devices=2 must be left out with inference_model.backend=server",

@@ -245,7 +245,7 @@ def test_the_columns_of_a_data_set_are_demonstrations(kind: str, tmp_path: Path)
         (
             {"c": turns("no")},
             {"completion_column": "c"},
-            r":1 .*must have in the column 'c' what the assistant is to",
+            r":1 .*must have the assistant's reply to the prompt in the column 'c'",
         ),
         (
             {"c": ["no"]},
@@ -260,12 +260,12 @@ def test_the_columns_of_a_data_set_are_demonstrations(kind: str, tmp_path: Path)
         (
             {"c": turns("1+1?")},
             {"messages_column": "c", "prompt_column": None},
-            r":1 .*ending with the assistant's, it",
+            r":1 .*ending with a message of the assistant, but it",
         ),
         (
             {"c": turns("?", "2", "?")},
             {"messages_column": "c", "prompt_column": None},
-            r":1 .*ending with the assist",
+            r":1 .*ending with a message of the assist",
         ),
         ({"c": "2"}, {"completion_column": "d"}, r"columns\.completion=d must be a column of"),
         (
@@ -616,7 +616,7 @@ def test_rows_that_nothing_scores_need_no_reward(tmp_path: Path) -> None:
     [
         (
             ["algo=sft"],
-            r"algo=sft .* must have a response to each problem, task 'arithmetic' has none: name their col",
+            r"algo=sft .* need a response to each problem, but task 'arithmetic' has none: name their col",
         ),
         (
             ["algo=sft", "env.difficulty_filter=[0.1,0.9]"],
@@ -658,7 +658,7 @@ def test_rows_that_nothing_scores_need_no_reward(tmp_path: Path) -> None:
         ),
         (
             ["policy.sft_coef=0.1"],
-            r"policy\.sft_coef must have a response to each problem, task 'arithmetic' has none",
+            r"policy\.sft_coef need a response to each problem, but task 'arithmetic' has none",
         ),
         (
             ["env.dataset=a.jsonl", "env.columns.completion=c"],

@@ -344,7 +344,7 @@ def test_a_write_that_fails_later_is_said_and_the_last_one_is_tried_again(
         saver.ended(4)
     assert learner.written == written
     assert said == [
-        f"Step {step} is not saved, there is none before it: its folder is gone."
+        f"Step {step} was not saved, there is no earlier checkpoint: its folder is gone."
         for step in unsaved
     ]
 

@@ -159,9 +159,9 @@ def test_quick_imports_put_everything_back() -> None:
 
 @pytest.mark.slow
 def test_actors_import_as_their_driver_did(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(startup, "_hides", False)
+    monkeypatch.setattr(startup, "_skips_imports", False)
     assert startup.actor_environment() == {}
-    monkeypatch.setattr(startup, "_hides", True)
+    monkeypatch.setattr(startup, "_skips_imports", True)
     [(name, value)] = startup.actor_environment().items()
     code = "import sys, torchrl_grpo.runtime as d; print('torchrl' in sys.modules, 'vllm' in sys.modules)"
     done = subprocess.run(
@@ -182,7 +182,7 @@ def test_actors_import_as_their_driver_did(monkeypatch: pytest.MonkeyPatch) -> N
         (
             ["inference_model.weight_transfer=broadcast"],
             False,
-            "weight_transfer=broadcast must be auto where",
+            "weight_transfer=broadcast must be auto",
         ),
         (["inference_model.weight_transfer=broadcast"], True, None),
         (["inference_model.weight_transfer=broadcast", "train_model.num_devices=2"], False, None),

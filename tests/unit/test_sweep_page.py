@@ -14,7 +14,7 @@ import yaml
 
 from tests.support.hostile import HOSTILE, SHOWN
 from torchrl_grpo.reporting.report import objective, summarize
-from torchrl_grpo.reporting.sweep_report import influence, read_jobs, varied, write_sweep
+from torchrl_grpo.reporting.sweep_report import influence, read_jobs, varying_keys, write_sweep
 from torchrl_grpo.scripts.sweep import main
 
 
@@ -65,7 +65,7 @@ def text_of(page: Path) -> str:
 
 def test_what_a_key_explains_equals_the_variances_by_hand(sweep: Path) -> None:
     jobs = read_jobs(sweep)
-    assert varied(jobs) == ["optimizer.lr", "seed"]
+    assert varying_keys(jobs) == ["optimizer.lr", "seed"]
     lr, seed = (influence(jobs, key) for key in ("optimizer.lr", "seed"))
     mean = (0.8 + 0.9 + 0.3) / 3
     whole = (0.8 - mean) ** 2 + (0.9 - mean) ** 2 + (0.3 - mean) ** 2

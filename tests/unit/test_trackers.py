@@ -41,7 +41,7 @@ def run(
 ) -> None:
     config = {"optimizer": {"lr": 0.5 / len(steps)}}
     with MetricsLogger(
-        folder, tensorboard=False, services=asked, config=config, goes_on_from=before
+        folder, tensorboard=False, services=asked, config=config, resumed_from=before
     ) as logger:
         for step in steps:
             logger.log(
@@ -101,20 +101,20 @@ def test_key_is_found_in_the_environment_and_in_netrc(
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
 def test_a_missing_package_is_one_clear_line(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(trackers, "_installed", lambda package: package == "tensorboard")
+    monkeypatch.setattr(trackers, "_is_installed", lambda package: package == "tensorboard")
     message = rf"logging\.{name}\.mode=offline needs the package {name}, .*`pip install {name}`, or set .*=disabled"
     with pytest.raises(ValueError, match=message):
         check_logging(tensorboard=True, services=services(f"logging.{name}.mode=offline"))
 
 
 def test_a_missing_tensorboard_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trackers, "_installed", lambda package: False)
+    monkeypatch.setattr(trackers, "_is_installed", lambda package: False)
     with pytest.raises(ValueError, match=r"logging\.tensorboard=true .*tensorboard"):
         check_logging(tensorboard=True, services={})
 
 
 def test_mlflow_online_needs_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trackers, "_installed", lambda package: True)
+    monkeypatch.setattr(trackers, "_is_installed", lambda package: True)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     with pytest.raises(ValueError, match=r"logging\.mlflow\.mode=online .*MLFLOW_TRACKING_URI"):
         check_logging(tensorboard=False, services=services("logging.mlflow.mode=online"))
@@ -129,7 +129,7 @@ def test_an_mlflow_server_that_does_not_answer_is_one_line(
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # where nothing listens
     message = (
-        r"logging\.mlflow\.mode=online must be able to start a run, and mlflow says .* "
+        r"logging\.mlflow\.mode=online must be able to start a run, but mlflow reports .* "
         r"or set logging\.mlflow\.mode"
     )
     with pytest.raises(ValueError, match=message):

@@ -198,7 +198,7 @@ def test_tools_of_an_environment_are_called_by_the_policy(scales):
 
 
 def test_an_environment_that_blocks_costs_its_own_episode(monkeypatch):
-    monkeypatch.setattr(ours, "_REACTS_S", 0.2)
+    monkeypatch.setattr(ours, "_RESPONSE_TIMEOUT_S", 0.2)
     task = made("lucky_sums", taskset={"count": 30})
     problem = sum_of(task, 3)
     played(task, lambda turn: "4", problem=problem)
@@ -214,12 +214,12 @@ def test_an_environment_that_blocks_costs_its_own_episode(monkeypatch):
     [
         ("no_such_env", {}, "env.task=verifiers:no_such_env must be an installed environment"),
         ("json", {}, "env.task=verifiers:json must be an environment of verifiers 0.4"),
-        ("lucky_sums", {"taskset": {"cuont": 3}}, "dataset_options that it takes"),
+        ("lucky_sums", {"taskset": {"cuont": 3}}, "dataset_options that it accepts"),
         ("lucky_sums", {"taskset": 3}, "env.dataset_options.taskset=3 must be arguments by name"),
         (
             "lucky_sums",
             {"id": "user-sim"},
-            r"must have one seat that the policy plays, it has \['assistant', 'user'\]",
+            r"must have one agent that the policy plays, but it has \['assistant', 'user'\]",
         ),
         ("lucky_sums", {"taskset": {"count": 0}}, "must have tasks for both splits"),
     ],
@@ -268,7 +268,7 @@ def test_what_an_environment_raises_stops_no_loop(kind):
     thread.start()
     failed = asyncio.run_coroutine_threadsafe(fail(), loop)
     assert isinstance(failed.exception(timeout=20), kind)
-    assert ours._reacts(loop)
+    assert ours._is_responsive(loop)
     loop.call_soon_threadsafe(closed.set)
     thread.join(20)
     assert not thread.is_alive()

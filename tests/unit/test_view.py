@@ -260,7 +260,7 @@ def test_the_wanted_responses_of_a_group_are_marked(address: str) -> None:
         ("groups?least=nan", "least='nan' must be a number: change it or leave it out."),
         (
             "response?row=99",
-            "There is no such response: the run may have been resumed and have written it anew.",
+            "There is no such response: the run may have been resumed and rewritten it.",
         ),
     ],
 )

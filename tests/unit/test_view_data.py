@@ -15,7 +15,7 @@ import pytest
 from tests.support.hostile import HOSTILE, SHOWN
 from tests.support.view_runs import append, group, make_run, metrics
 from torchrl_grpo.extras.view.files import Tail
-from torchrl_grpo.extras.view.index import Samples, Wanted
+from torchrl_grpo.extras.view.index import Criteria, Samples
 from torchrl_grpo.extras.view.runs import Metrics, RunView, panels
 from torchrl_grpo.extras.view.strip import strip_of
 from torchrl_grpo.extras.view.timeline import Timeline
@@ -119,7 +119,7 @@ def test_rows_of_older_runs_have_groups_of_equal_prompts(tmp_path: Path) -> None
     samples = Samples(tmp_path)
     samples.refresh()
     assert samples.index.groups == [[0, 2], [1]]
-    assert samples.index.search(Wanted(min_reward=0.0)) == {}
+    assert samples.index.search(Criteria(min_reward=0.0)) == {}
 
 
 def test_a_line_that_is_being_written_waits_for_its_end(tmp_path: Path) -> None:
@@ -214,9 +214,9 @@ def test_threads_that_ask_while_samples_are_read_see_whole_rows(tmp_path: Path) 
     reader = threading.Thread(target=view.refresh)
     reader.start()
     while reader.is_alive():
-        for rows in view.groups(Wanted(split="train"), 0, 10)["groups"]:
+        for rows in view.groups(Criteria(split="train"), 0, 10)["groups"]:
             assert rows[0]["response"]
-    assert view.groups(Wanted(split="train"), 0, 10)["found"] == 1499
+    assert view.groups(Criteria(split="train"), 0, 10)["found"] == 1499
 
 
 def test_a_file_that_is_written_anew_empties_no_curve_while_it_is_read(
@@ -251,7 +251,7 @@ BOMB = "a0: &a0 [x, x]\n" + "".join(
         ("a: " + 5000 * "[", "not shown: it is nested too deeply"),
         ("a: 2020-99-99", "not shown: month must be in 1..12"),
         ("a: " + 400_000 * "x", "not shown: it has more than 300,000 characters"),
-        ("- a\n- b\n", "not shown: it is no mapping"),
+        ("- a\n- b\n", "not shown: it is not a mapping"),
     ],
 )
 def test_a_config_that_cannot_be_read_is_named_and_hangs_nothing(
@@ -315,7 +315,12 @@ def shown_of(view: RunView) -> str:
     view.refresh()
     status = view.status()
     del status["age"]
-    parts = [status, view.alarms(True), panels({0: view}, None, None), view.groups(Wanted(), 0, 10)]
+    parts = [
+        status,
+        view.alarms(True),
+        panels({0: view}, None, None),
+        view.groups(Criteria(), 0, 10),
+    ]
     parts += [view.response(7), view.timeline.window(), view.config()]
     return json.dumps(
         [list(map(vars, part)) if part and part is parts[1] else part for part in parts],

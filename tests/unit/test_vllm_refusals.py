@@ -159,7 +159,7 @@ def test_vllm_for_cuda_is_refused_without_an_accelerator(monkeypatch: pytest.Mon
         (
             {},
             ["inference_model.max_model_len=100000"],
-            r"max_model_len=100000 must be at most the model's context of",
+            r"max_model_len=100000 must not exceed the model's context of",
         ),
         ({}, ["inference_model.kv_cache_gib=1e-4"], r"kv_cache_gib=0\.0001 must hold one request"),
     ],

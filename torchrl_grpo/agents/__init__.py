@@ -1,4 +1,4 @@
-"""Agents that know only an OpenAI client: a server on loopback, and the task that plays them
+"""Agents that only use an OpenAI client: a server on loopback, and the task that runs them
 (``WithAgent``).
 """
 

@@ -1,7 +1,7 @@
 """An agent's program: a Python function that takes a client, or a command with the endpoint in its
 environment.
 
-Each runs in its own thread or process, so that one that blocks does not hold up the others.
+Each runs in its own thread or process, so that one that blocks does not delay others.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class Program(ABC):
 
         Args:
             problem: the columns of its row, ``prompt``, ``messages`` and ``answer``.
-            url: of the endpoint.
-            key: of the episode.
+            url: URL of the endpoint.
+            key: key of the episode.
 
         Returns:
-            The agent's reward, None if it has none, or its exception; and a function that ends it
+            The agent's reward (None if it has none) or exception, and a function that ends it
             early.
         """
 
@@ -62,16 +62,16 @@ def load_program(spec: str, field: str = "env.agent") -> Program:
         field: config key of the spec.
 
     Raises:
-        ValueError: there is no such function or command, or it cannot be an agent.
+        ValueError: there is no such function or command, or it is not an agent.
     """
     words = shlex.split(spec)
     if len(words) == 1 and ":" in spec:
         return Function(load_function(spec, field, {}), f"{field}={spec}")
     if not words or shutil.which(words[0]) is None:
         raise ValueError(
-            f"{field}={spec} must be file.py:function, package.module:function or a command, there "
-            f"is no command {''.join(words[:1])!r}: for example, {field}=my_agent.py:play, or "
-            f"{field}='python solve.py'."
+            f"{field}={spec} must be file.py:function, package.module:function or a command, but "
+            f"there is no command {''.join(words[:1])!r}: for example, {field}=my_agent.py:play, "
+            f"or {field}='python solve.py'."
         )
     return Command(words)
 
@@ -82,7 +82,7 @@ class Function(Program):
 
     Args:
         play: the function; returns the reward or None.
-        what: its name in messages.
+        what: name of the function in messages.
 
     Raises:
         ValueError: it is not asynchronous, or there is no package ``openai``.
@@ -91,17 +91,19 @@ class Function(Program):
     def __init__(self, play: Callable[..., Any], what: str = "the agent") -> None:
         if not iscoroutinefunction(getattr(play, "__wrapped__", play)):
             raise ValueError(
-                f"{what} must be asynchronous, it is not: write async def play(client, problem)."
+                f"{what} must be asynchronous, but it is not: write async def play(client, "
+                "problem)."
             )
         if find_spec("openai") is None:
             raise ValueError(
                 f"{what} needs the package openai, which is not installed: pip install openai."
             )
-        self._play, self._what = play, what
+        self._play = play
+        self._what = what
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        import_module("openai")  # takes a second, which the first agent should not wait for
+        import_module("openai")  # takes a second, and the first agent should not wait for it
 
     def start(
         self, problem: Mapping[str, Any], url: str, key: str
@@ -129,7 +131,7 @@ class Function(Program):
 
         def end() -> None:
             ended.set()
-            with suppress(RuntimeError, IndexError):  # its loop has ended, or has not begun
+            with suppress(RuntimeError, IndexError):  # its loop has ended, or not started
                 loop, task = running[0]
                 loop.call_soon_threadsafe(task.cancel)
 
@@ -142,7 +144,7 @@ class Command(Program):
     and its last line of output may be the reward: a number, or ``{"reward": number}``.
 
     Args:
-        words: of the command line.
+        words: words of the command line.
     """
 
     def __init__(self, words: list[str]) -> None:
@@ -180,7 +182,7 @@ class Command(Program):
             if process.returncode:
                 errors = err.decode(errors="replace").strip()[-_MAX_ERROR_CHARACTERS:]
                 raise RuntimeError(
-                    f"{shlex.join(self._words)} must end with status 0, it ended with "
+                    f"{shlex.join(self._words)} must exit with status 0, but it exited with "
                     f"{process.returncode}: {errors}"
                 )
             return printed_reward(out.decode(errors="replace"), shlex.join(self._words))
@@ -195,20 +197,20 @@ class Command(Program):
 
 def _in_thread(run: Callable[[], float | None]) -> Future[float | None]:
     """Call a function in its own thread."""
-    done: Future[float | None] = Future()
+    future: Future[float | None] = Future()
 
     def call() -> None:
         try:
-            done.set_result(run())
+            future.set_result(run())
         except BaseException as error:
-            done.set_exception(error)
+            future.set_exception(error)
 
     threading.Thread(target=call, name="agent", daemon=True).start()
-    return done
+    return future
 
 
 def _talk(process: subprocess.Popen[bytes], text: bytes) -> tuple[bytes, bytes]:
-    """Write a process's input; return the ends of its output and of its errors."""
+    """Write a process's input; return the ends of its standard output and standard error."""
     assert process.stdin and process.stdout and process.stderr
     ends: list[bytes] = [b"", b""]
 
@@ -223,11 +225,11 @@ def _talk(process: subprocess.Popen[bytes], text: bytes) -> tuple[bytes, bytes]:
     ]
     for reader in readers:
         reader.start()
-    with suppress(OSError), process.stdin as pipe:  # it need not read it
+    with suppress(OSError), process.stdin as pipe:  # the process need not read it
         pipe.write(text)
-    # Until it is waited for, its number stays its own.
+    # Its pid cannot be reused before it is waited for.
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    _kill(process)  # and what it has left behind, which may hold the pipes
+    _kill(process)  # and processes that it left behind, which may hold the pipes
     process.wait()
     for reader in readers:
         reader.join(_END_S)
@@ -235,7 +237,7 @@ def _talk(process: subprocess.Popen[bytes], text: bytes) -> tuple[bytes, bytes]:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all that it started."""
+    """End a process and its descendants."""
     with suppress(ProcessLookupError, PermissionError):
         if sys.platform == "linux":  # its guard ends the rest
             process.terminate()
@@ -248,7 +250,7 @@ def printed_reward(output: str, what: str) -> float | None:
     """Return the reward in the last line; None if it is not JSON, or JSON without a reward.
 
     Raises:
-        InvalidRewardError: it is a number as text, or another value in the place of a number.
+        InvalidRewardError: the reward is a number as text, or not a number.
     """
     lines = output.strip().splitlines()
     try:
@@ -271,6 +273,6 @@ def _reward(value: Any, what: str) -> float | None:
     if isinstance(value, Real) or (hasattr(value, "item") and getattr(value, "shape", None) == ()):
         return float(value)
     raise InvalidRewardError(
-        f"{what} must return a number or None, it returned {value!r:.60}: return one of them.",
+        f"{what} must return a number or None, but it returned {value!r:.60}: return one of them.",
         "exception",
     )

@@ -1,8 +1,8 @@
 """OpenAI's wire format: parses the requests of agents and writes the policy's turns as answers.
 
 Requests that cannot be honored are refused. ``temperature``, ``top_p`` and other options that would
-change the sampled distribution are accepted and ignored: the run's own distribution is trained.
-Sources: OpenAI's API reference, chat completions and completions.
+change the sampled distribution are accepted and ignored, because the run trains its own
+distribution. Source: OpenAI's API reference, chat completions and completions.
 """
 
 from __future__ import annotations
@@ -25,44 +25,49 @@ MODEL = "policy"
 T = TypeVar("T")
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-_MOST_STOPS, _MOST_STOP_BYTES = 4, 256
-_DEEPEST = 100
-"""Levels of nested JSON: chat templates, and what reads a chat before them, recurse."""
-_MOST_CHARACTERS = 500_000
-"""Characters of a chat and its tools as JSON: what a worker tells the run of a turn has a limit."""
+_MAX_STOPS = 4
+_MAX_STOP_BYTES = 256
+_MAX_DEPTH = 100
+"""Maximum nesting of JSON, because chat templates, and the code that reads a chat before them,
+recurse.
+"""
+_MAX_CHARACTERS = 500_000
+"""Maximum size of a chat and its tools as JSON, because a worker's answers are limited."""
 _FIXED = {
-    "n": (1, "ask once for each answer"),
+    "n": (1, "send one request per answer"),
     "best_of": (1, "leave it out"),
     "echo": (False, "leave it out"),
     "suffix": (None, "leave it out"),
-    "logit_bias": (None, "leave it out, the policy's own distribution is what is trained"),
-    "response_format": ("text", "say in the prompt which form an answer must have"),
+    "logit_bias": (None, "leave it out, because the policy's own distribution is trained"),
+    "response_format": ("text", "describe the form of the answer in the prompt"),
     "functions": (None, "use tools"),
     "function_call": (None, "use tools"),
 }
-"""Fields with a single supported value, and the fix for another one."""
+"""Fields with a single supported value, and the fix for other values."""
 
 
 def _anthropic() -> Any:
-    """Return the integration with Anthropic's form, which only runs with such an agent import."""
+    """Return the integration with Anthropic's API, imported only for agents that use it."""
     return import_module("torchrl_grpo.integrations.anthropic")
 
 
 class BadRequest(Exception):
-    """A request that is refused, as OpenAI's servers do it.
+    """A refused request, as answered by OpenAI's servers.
 
     Args:
         message: field, rule, value and fix.
         param: the field.
-        status: of HTTP.
-        code: of OpenAI's errors.
+        status: HTTP status.
+        code: OpenAI's error code.
     """
 
     def __init__(
         self, message: str, param: str | None = None, status: int = 400, code: str | None = None
     ) -> None:
         super().__init__(message)
-        self.param, self.status, self.code = param, status, code
+        self.param = param
+        self.status = status
+        self.code = code
 
     def body(self, path: str = CHAT) -> dict[str, Any]:
         """Return the error in the form of the path's own API."""
@@ -79,12 +84,12 @@ class Request:
     """Request of an agent to the policy.
 
     Attributes:
-        messages: the chat, as chat templates take it; of a completion one message without a role,
-            which is its text.
+        messages: the chat in the form of chat templates; for a completion, one message without a
+            role that has its text.
         tools: JSON schemas.
-        limits: of the policy's turn.
+        limits: limits of the policy's turn.
         stream: whether the answer is an event stream.
-        usage: whether the stream ends with the usage.
+        usage: whether the stream ends with the token usage.
         path: one of ``PATHS``.
         model: the agent's name for the policy.
     """
@@ -99,7 +104,7 @@ class Request:
 
 
 def parse_request(path: str, body: bytes) -> Request:
-    """Parse and check a request, before any of it is used.
+    """Parse and check a request completely, before it is used.
 
     Raises:
         BadRequest: it cannot be honored.
@@ -107,13 +112,13 @@ def parse_request(path: str, body: bytes) -> Request:
     try:
         text = body.decode()
     except UnicodeDecodeError as error:
-        raise BadRequest(f"the body must be UTF-8, it is not ({error}): encode it.") from error
+        raise BadRequest(f"the body must be UTF-8, but it is not ({error}): encode it.") from error
     fields = parse_json(text, "the body")
     if not isinstance(fields, dict):
-        raise BadRequest(f"the body must be an object, it is {text[:60]!r}: send one.")
-    places: Sequence[str] = ()
+        raise BadRequest(f"the body must be an object, but it is {text[:60]!r}: send an object.")
+    message_names: Sequence[str] = ()
     if path == ANTHROPIC:
-        fields, places = _anthropic().as_openai(fields)
+        fields, message_names = _anthropic().as_openai(fields)
     for name, (supported, fix) in _FIXED.items():
         value = fields.get(name)
         if name == "response_format" and isinstance(value, dict):
@@ -125,12 +130,14 @@ def parse_request(path: str, body: bytes) -> Request:
     stop = "stop_sequences" if path == ANTHROPIC else "stop"
     stream = _flag(fields, "stream")
     options = _optional(fields, "stream_options", dict, "must be an object: leave it out") or {}
-    messages = _messages(fields, places) if chat else [{"role": "", "content": _prompt(fields)}]
+    messages = (
+        _messages(fields, message_names) if chat else [{("role"): "", "content": _prompt(fields)}]
+    )
     tools = _tools(fields) if chat else []
-    if (size := len(json.dumps([messages, tools]))) > _MOST_CHARACTERS:
+    if (size := len(json.dumps([messages, tools]))) > _MAX_CHARACTERS:
         raise BadRequest(
-            f"messages and tools must have at most {_MOST_CHARACTERS:,} characters as JSON, they "
-            f"have {size:,}: send a shorter chat.",
+            f"messages and tools must have at most {_MAX_CHARACTERS:,} characters as JSON, but "
+            f"they have {size:,}: send a shorter chat.",
             "messages",
             status=413,
             code="context_length_exceeded",
@@ -139,7 +146,7 @@ def parse_request(path: str, body: bytes) -> Request:
         messages=messages,
         tools=tools,
         limits=TurnLimits(
-            _most_tokens(fields, chat), _stops(fields, stop), _log_probs(fields, chat)
+            _max_tokens(fields, chat), _stops(fields, stop), _log_probs(fields, chat)
         ),
         stream=stream,
         usage=stream and _flag(options, "include_usage"),
@@ -149,7 +156,7 @@ def parse_request(path: str, body: bytes) -> Request:
 
 
 def parse_json(text: str, field: str) -> Any:
-    """Parse JSON that is not nested too deep, and has no lone surrogates and no NaN.
+    """Parse JSON, without deep nesting, NaN, or lone surrogates (which are replaced).
 
     Raises:
         BadRequest: the text is something else.
@@ -160,10 +167,10 @@ def parse_json(text: str, field: str) -> Any:
             value = json.loads(replace_lone_surrogates(json.dumps(value, ensure_ascii=False)))
     except (ValueError, RecursionError) as error:
         raise BadRequest(
-            f"{field} must be JSON, it is not ({error}): send an object.", field
+            f"{field} must be JSON, but it is not ({error}): send an object.", field
         ) from error
     level = [value]
-    for _ in range(_DEEPEST + 1):
+    for _ in range(_MAX_DEPTH + 1):
         level = [
             entry
             for part in level
@@ -172,14 +179,14 @@ def parse_json(text: str, field: str) -> Any:
         ]
     if level:
         raise BadRequest(
-            f"{field} must be nested {_DEEPEST} levels deep at most, it is deeper: send less.",
+            f"{field} must be nested at most {_MAX_DEPTH} levels deep: send less.",
             field,
         )
     return value
 
 
 def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is none of its values")
+    raise ValueError(f"{name} is not a JSON value")
 
 
 def _finite(text: str) -> float:
@@ -189,20 +196,20 @@ def _finite(text: str) -> float:
     return value
 
 
-def _messages(fields: Mapping[str, Any], places: Sequence[str]) -> list[Message]:
-    """Return the chat; ``places`` name its messages in errors, by default by their positions."""
+def _messages(fields: Mapping[str, Any], names: Sequence[str]) -> list[Message]:
+    """Return the chat; ``names`` are those of its messages in errors, by default by position."""
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
         raise BadRequest(
-            f"messages={messages!s:.60} must be a list with at least one message: send one.",
+            f"messages={messages!s:.60} must be a list with at least one message: send a message.",
             "messages",
         )
-    places = places or [f"messages[{number}]" for number in range(len(messages))]
-    return [_message(message, place) for message, place in zip(messages, places, strict=True)]
+    names = names or [f"messages[{number}]" for number in range(len(messages))]
+    return [_message(message, place) for message, place in zip(messages, names, strict=True)]
 
 
 def _message(value: Any, field: str) -> Message:
-    """Return a message in its plainest form, so that equivalent messages are equal."""
+    """Return a message in canonical form, so that equivalent messages are equal."""
     if not isinstance(value, dict):
         raise BadRequest(f"{field}={value!s:.60} must be an object: send a message.", field)
     role = value.get("role")
@@ -215,7 +222,7 @@ def _message(value: Any, field: str) -> Message:
     if isinstance(content, list):
         if not all(_is_text_part(part) for part in content):
             raise BadRequest(
-                f"{field}.content must be text, it has other parts: leave them out.", field
+                f"{field}.content must be text, but it has other parts: leave them out.", field
             )
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str) and not (content is None and role in ("assistant", "tool")):
@@ -226,11 +233,13 @@ def _message(value: Any, field: str) -> Message:
     if calls := value.get("tool_calls"):
         if not isinstance(calls, list):
             raise BadRequest(
-                f"{field}.tool_calls={calls!s:.60} must be a list: send those of the answer.", field
+                f"{field}.tool_calls={calls!s:.60} must be a list: send back the calls of the "
+                "answer.",
+                field,
             )
         if role != "assistant":
             raise BadRequest(
-                f"{field}.tool_calls must be an assistant's, it is the {role}'s: leave it out.",
+                f"{field}.tool_calls must be the assistant's, not the {role}'s: leave it out.",
                 field,
             )
         message["tool_calls"] = [_call(call, f"{field}.tool_calls") for call in calls]
@@ -249,11 +258,11 @@ def _is_text_part(part: Any) -> bool:
 
 
 def _call(value: Any, field: str) -> dict[str, Any]:
-    """Return a call with its arguments as an object, which chat templates expect."""
+    """Return a tool call with its arguments as an object, which chat templates expect."""
     function = value.get("function") if isinstance(value, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BadRequest(
-            f"{field} must be calls of functions with a name: send those of the answer.",
+            f"{field} must be calls of named functions: send back the calls of the answer.",
             field,
         )
     arguments = function.get("arguments")
@@ -262,8 +271,8 @@ def _call(value: Any, field: str) -> dict[str, Any]:
     arguments = {} if arguments is None else arguments
     if not isinstance(arguments, dict):
         raise BadRequest(
-            f"{field}.arguments={arguments!s:.60} must be an object or its JSON: send those of the "
-            "answer.",
+            f"{field}.arguments={arguments!s:.60} must be an object or its JSON: send back the "
+            "calls of the answer.",
             field,
         )
     call = {"name": function["name"], "arguments": arguments}
@@ -276,33 +285,33 @@ def _prompt(fields: Mapping[str, Any]) -> str:
         prompt = prompt[0]
     if not isinstance(prompt, str) or not prompt:
         raise BadRequest(
-            f"prompt={prompt!s:.60} must be one text that is not empty: ask once for each.",
+            f"prompt={prompt!s:.60} must be one non-empty text: send one request per prompt.",
             "prompt",
         )
     return prompt
 
 
 def _tools(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-    tools, choice = fields.get("tools") or [], fields.get("tool_choice")
-    if not isinstance(tools, list) or not all(
-        isinstance(tool, dict) and _is_function(tool) for tool in tools
-    ):
+    tools = fields.get("tools") or []
+    choice = fields.get("tool_choice")
+    if not isinstance(tools, list) or not all(map(_is_function, tools)):
         raise BadRequest(
             "tools must be a list of functions with names: send their JSON schemas.", "tools"
         )
     if choice not in (None, "auto", "none"):
         raise BadRequest(
-            f"tool_choice={choice!s:.60} must be auto or none: leave it out, the policy chooses.",
+            f"tool_choice={choice!s:.60} must be auto or none: leave it out, because the policy "
+            "chooses.",
             "tool_choice",
         )
     return [] if choice == "none" else tools
 
 
-def _is_function(tool: Mapping[str, Any]) -> bool:
-    function = tool.get("function")
+def _is_function(tool: Any) -> bool:
+    function = tool.get("function") if isinstance(tool, dict) else None
     return (
-        tool.get("type", "function") == "function"
-        and isinstance(function, dict)
+        isinstance(function, dict)
+        and tool.get("type", "function") == "function"
         and isinstance(function.get("name"), str)
         and isinstance(function.get("description"), str | None)
         and isinstance(function.get("parameters"), dict | None)
@@ -312,45 +321,44 @@ def _is_function(tool: Mapping[str, Any]) -> bool:
 def _stops(fields: Mapping[str, Any], name: str) -> tuple[str, ...]:
     stop = fields.get("stop")
     stops = [stop] if isinstance(stop, str) else stop or []
-    texts = isinstance(stops, list) and all(isinstance(text, str) and text for text in stops)
-    if (
-        not texts
-        or len(stops) > _MOST_STOPS
-        or sum(len(text.encode()) for text in stops) > _MOST_STOP_BYTES
-    ):
+    are_texts = isinstance(stops, list) and all(isinstance(text, str) and text for text in stops)
+    num_bytes = sum(len(text.encode()) for text in stops) if are_texts else 0
+    if not are_texts or len(stops) > _MAX_STOPS or num_bytes > _MAX_STOP_BYTES:
         raise BadRequest(
-            f"{name}={stop!s:.60} must be at most {_MOST_STOPS} texts that are not empty, of at "
-            f"most {_MOST_STOP_BYTES} bytes together: use fewer.",
+            f"{name}={stop!s:.60} must be at most {_MAX_STOPS} non-empty texts of at most "
+            f"{_MAX_STOP_BYTES} bytes in total: use fewer.",
             name,
         )
     return tuple(stops)
 
 
-def _most_tokens(fields: Mapping[str, Any], chat: bool) -> int | None:
+def _max_tokens(fields: Mapping[str, Any], chat: bool) -> int | None:
     name = "max_completion_tokens"
     if not chat or fields.get(name) is None:
         name = "max_tokens"
     value = fields.get(name)
     if value is not None and (type(value) is not int or value < 1):
         raise BadRequest(
-            f"{name}={value!s:.60} must be a whole number of at least 1: for example, 256.", name
+            f"{name}={value!s:.60} must be an integer of at least 1: for example, 256.", name
         )
     return value
 
 
 def _log_probs(fields: Mapping[str, Any], chat: bool) -> bool:
-    """Return whether the answer has the log-probs of sampled tokens; no others are known."""
+    """Return whether the answer has the log-probs of sampled tokens; others are unknown."""
     if not chat:
         value = fields.get("logprobs")
         if value not in (None, 0, 1) or value is True:
             raise BadRequest(
-                f"logprobs={value!s:.60} must be 0, 1 or null: others are not known.", "logprobs"
+                f"logprobs={value!s:.60} must be 0, 1 or null: use 1, because log-probs of other "
+                "tokens are unknown.",
+                "logprobs",
             )
         return value is not None
     if fields.get("top_logprobs"):
         raise BadRequest(
-            f"top_logprobs={fields['top_logprobs']!s:.60} must be 0: those of other tokens are not "
-            "known.",
+            f"top_logprobs={fields['top_logprobs']!s:.60} must be 0: leave it out, because "
+            "log-probs of other tokens are unknown.",
             "top_logprobs",
         )
     return _flag(fields, "logprobs")
@@ -367,7 +375,7 @@ def _text(fields: Mapping[str, Any], name: str, field: str) -> str:
 def _optional(
     fields: Mapping[str, Any], name: str, kind: type[T], rule: str, field: str = ""
 ) -> T | None:
-    """Return a field of a type, or None."""
+    """Return an optional field, after checking its type."""
     value = fields.get(name)
     if value is not None and not isinstance(value, kind):
         field = field or name
@@ -380,13 +388,13 @@ class Answer:
     """The policy's turn as the answer to an agent.
 
     Attributes:
-        request: that it answers.
-        text: without the stop string or token that ended it.
-        calls: of tools, with arguments as the policy wrote them.
-        finish_reason: in OpenAI's terms.
-        dialog: has the turn's tokens and, if the request wants them, their log-probs.
-        number: of the answer in its episode.
-        stop: the request's stop string that ended it, if one did.
+        request: the request that it answers.
+        text: text without the stop string or token that ended it.
+        calls: tool calls, with arguments as the policy wrote them.
+        finish_reason: finish reason in OpenAI's terms.
+        dialog: the dialog with the turn's tokens and, if requested, their log-probs.
+        number: index of the answer in its episode.
+        stop: the request's stop string that ended the turn, if any.
     """
 
     request: Request
@@ -419,7 +427,7 @@ class Answer:
 
     @property
     def message(self) -> Message:
-        """The answer as a message of a later request."""
+        """Return the answer as a message of a later request."""
         if self.request.path == TEXT:
             return {"role": "", "content": self.text}
         return _message(
@@ -447,36 +455,35 @@ class Answer:
         return self._head("") | {"choices": [choice], "usage": self._usage()}
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """Yield the answer as a few events of a stream: all of it is known at once."""
+        """Yield the answer as a few stream events; all of it is known at once."""
         if self.request.path == ANTHROPIC:
             yield from _anthropic().events(self)
             return
-        whole = self.body()["choices"][0]
+        choice = self.body()["choices"][0]
         head = self._head(".chunk")
-        first: dict[str, Any] = {"text": whole.get("text")}
+        first: dict[str, Any] = {"text": choice.get("text")}
         last: dict[str, Any] = {"text": ""}
         if self.request.path == CHAT:
-            delta = whole["message"]
+            delta = choice["message"]
             if self.calls:
-                delta |= {
-                    "tool_calls": [call | {"index": place} for place, call in enumerate(self.calls)]
-                }
-            first, last = {"delta": delta}, {"delta": {}}
-        yield head | {
-            "choices": [{"index": 0, **first, "logprobs": whole["logprobs"], "finish_reason": None}]
-        }
-        yield head | {
-            "choices": [{"index": 0, **last, "logprobs": None, "finish_reason": self.finish_reason}]
-        }
+                delta["tool_calls"] = [
+                    call | {"index": index} for index, call in enumerate(self.calls)
+                ]
+            first = {"delta": delta}
+            last = {"delta": {}}
+        first |= {"index": 0, "logprobs": choice["logprobs"], "finish_reason": None}
+        last |= {"index": 0, "logprobs": None, "finish_reason": self.finish_reason}
+        yield head | {"choices": [first]}
+        yield head | {"choices": [last]}
         if self.request.usage:
             yield head | {"choices": [], "usage": self._usage()}
 
     def _head(self, chunk: str) -> dict[str, Any]:
-        kind, name = (
-            (f"chat.completion{chunk}", "chatcmpl")
-            if self.request.path == CHAT
-            else ("text_completion", "cmpl")
-        )
+        kind = "text_completion"
+        name = "cmpl"
+        if self.request.path == CHAT:
+            kind = f"chat.completion{chunk}"
+            name = "chatcmpl"
         return {
             "id": f"{name}-{self.number}",
             "object": kind,
@@ -497,12 +504,13 @@ class Answer:
             return None
         pieces = self.dialog.log_probs
         if self.request.path == TEXT:
-            names, values = [text for text, _ in pieces], [value for _, value in pieces]
+            texts = [text for text, _ in pieces]
+            offsets = list(accumulate(map(len, texts[:-1]), initial=0)) if texts else []
             return {
-                "tokens": names,
-                "token_logprobs": values,
+                "tokens": texts,
+                "token_logprobs": [value for _, value in pieces],
                 "top_logprobs": None,
-                "text_offset": list(accumulate(map(len, names[:-1]), initial=0)) if names else [],
+                "text_offset": offsets,
             }
         return {
             "content": [
@@ -514,8 +522,8 @@ class Answer:
 
 
 def _sampled_calls(calls: Sequence[ToolCall], number: int) -> list[dict[str, Any]]:
-    """Return the policy's calls in OpenAI's form; none if a later request could not contain one
-    of them.
+    """Return the policy's calls in OpenAI's form, or no calls if a later request could not contain
+    one of them.
     """
     texts = []
     for call in calls:
@@ -528,17 +536,17 @@ def _sampled_calls(calls: Sequence[ToolCall], number: int) -> list[dict[str, Any
         texts.append(text)
     return [
         {
-            # 9 characters: what Mistral's templates take.
-            "id": f"call{number % 1000:03d}{place % 100:02d}",
+            # 9 characters, as Mistral's templates require.
+            "id": f"call{number % 1000:03d}{index % 100:02d}",
             "type": "function",
             "function": {"name": replace_lone_surrogates(call.name), "arguments": text},
         }
-        for place, (call, text) in enumerate(zip(calls, texts, strict=True))
+        for index, (call, text) in enumerate(zip(calls, texts, strict=True))
     ]
 
 
 def models() -> dict[str, Any]:
-    """Return the list with the only model."""
+    """Return the list of models, which has one."""
     return {
         "object": "list",
         "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "torchrl_grpo"}],

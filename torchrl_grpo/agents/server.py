@@ -1,8 +1,8 @@
-"""``Server``: HTTP/1.1 on loopback, one for a process, for any number of agents at a time.
+"""``Server``: HTTP/1.1 server on loopback, one per process, for any number of concurrent agents.
 
-It knows neither tasks nor the policy: a request with the key of an episode goes to that episode,
-which answers it after the policy's turn. It is plain asyncio in a thread, because no dependency of
-the package is a server that starts in a few milliseconds inside a reward worker.
+It knows neither tasks nor the policy: a request goes to the episode of its key, which answers it
+after the policy's turn. It is plain asyncio in a thread, because no dependency of the package has a
+server that starts in a few milliseconds inside a reward worker.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ from torchrl_grpo.agents.protocol import (
     parse_request,
 )
 
-_LARGEST_HEAD = 2**16
-LARGEST_BODY = 2**18
-"""Bytes of a request; a turn on its way from a worker to the run has a limit, too."""
+_MAX_HEAD_BYTES = 2**16
+MAX_BODY_BYTES = 2**18
+"""Maximum size of a request, because a worker's answers are limited too."""
 _MAX_STRANGERS = 256
-"""Connections without a key: anybody on the machine can open some, and files are few."""
+"""Maximum number of connections without a key, because any user of the machine can open some, and
+file descriptors are limited.
+"""
 _IDLE_S = 600.0
-"""Seconds for which a connection may be idle between two requests, or within one."""
+"""Seconds that a connection may be idle between two requests, or within one."""
 
 
 @dataclass
@@ -41,10 +43,10 @@ class PendingRequest:
     """A request that waits for its answer.
 
     Attributes:
-        request: of the agent.
+        request: the agent's request.
         answer: the policy's turn, or the refusal.
-        delivered: whether the client was there to receive the answer; set by the server, at the
-            latest after ``answer``.
+        delivered: whether the client received the answer; set by the server, at the latest after
+            ``answer``.
     """
 
     request: Request
@@ -53,14 +55,14 @@ class PendingRequest:
 
 
 class Receiver(Protocol):
-    """Interface of an episode: it receives the requests with its key."""
+    """Interface of an episode, which receives the requests with its key."""
 
     def submit(self, request: Request) -> PendingRequest: ...
 
 
 class _Connection(asyncio.StreamReaderProtocol):
-    """Protocol that notices when the client closes its side, even while nothing is read. As for
-    most servers, the client has then left.
+    """Protocol that notices when the client closes its side, even while nothing is read. As in most
+    servers, this means that the client has left.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -81,7 +83,7 @@ class Server:
     episodes.
 
     Args:
-        find: returns the episode of a key, or None.
+        find: function that returns the episode of a key, or None.
 
     Attributes:
         url: base URL for an OpenAI client.
@@ -90,27 +92,27 @@ class Server:
     def __init__(self, find: Callable[[str], Receiver | None]) -> None:
         self._find = find
         self._loop = asyncio.new_event_loop()
-        self._strangers: dict[asyncio.StreamWriter, None] = {}  # the oldest first
-        started: Future[int] = Future()
+        self._strangers: dict[asyncio.StreamWriter, None] = {}  # oldest first
+        port_future: Future[int] = Future()
         threading.Thread(
-            target=self._run, args=(started,), name="agents' server", daemon=True
+            target=self._run, args=(port_future,), name="agents' server", daemon=True
         ).start()
-        self.url = f"http://127.0.0.1:{started.result()}/v1"
+        self.url = f"http://127.0.0.1:{port_future.result()}/v1"
 
-    def _run(self, started: Future[int]) -> None:
+    def _run(self, port_future: Future[int]) -> None:
         async def listen() -> None:
             try:
                 server = await self._loop.create_server(self._connection, "127.0.0.1", 0)
             except OSError as error:
-                started.set_exception(error)
+                port_future.set_exception(error)
                 return
-            started.set_result(server.sockets[0].getsockname()[1])
+            port_future.set_result(server.sockets[0].getsockname()[1])
             await server.serve_forever()
 
         self._loop.run_until_complete(listen())
 
     def _connection(self) -> _Connection:
-        reader = asyncio.StreamReader(limit=_LARGEST_HEAD, loop=self._loop)
+        reader = asyncio.StreamReader(limit=_MAX_HEAD_BYTES, loop=self._loop)
         return _Connection(reader, self._serve, loop=self._loop)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -126,10 +128,10 @@ class Server:
                 try:
                     method, path, headers = await asyncio.wait_for(_head(reader), _IDLE_S)
                     keep_alive = headers.get("connection", "").lower() != "close"
-                    if method == "HEAD":  # ours has a body, after which nothing may follow
+                    if method == "HEAD":  # our answer has a body, so nothing may follow it
                         keep_alive = False
                     body = await asyncio.wait_for(_body(reader, writer, headers), _IDLE_S)
-                except BadRequest as refusal:  # where the next request begins is unknown
+                except BadRequest as refusal:  # the beginning of the next request is unknown
                     _write(writer, refusal.status, refusal.body(), keep_alive=False)
                     break
                 try:
@@ -160,8 +162,8 @@ class Server:
         episode = next(filter(None, map(self._find, _keys(headers))), None)
         if episode is None:
             raise BadRequest(
-                "the API key must be that of an episode that is being played, it is not: use "
-                "OPENAI_API_KEY of the agent's environment, or the client that it was given.",
+                "the API key must be that of an episode in progress, but it is not: use "
+                "OPENAI_API_KEY of the agent's environment, or the client that is passed to it.",
                 status=401,
                 code="invalid_api_key",
             )
@@ -172,7 +174,9 @@ class Server:
         if path not in PATHS:
             raise BadRequest(f"there is no {path:.60}: use one of {', '.join(PATHS)}.", status=404)
         if method != "POST":
-            raise BadRequest(f"the method must be POST, it is {method:.20}: use POST.", status=405)
+            raise BadRequest(
+                f"the method must be POST, but it is {method:.20}: use POST.", status=405
+            )
         request = parse_request(path, body)
         pending = episode.submit(request)
         delivered = False
@@ -200,7 +204,7 @@ async def _unless_left(pending: PendingRequest, writer: asyncio.StreamWriter) ->
     left = asyncio.ensure_future(connection.left.wait())
     await asyncio.wait((answer, left), return_when=asyncio.FIRST_COMPLETED)
     if connection.left.is_set():
-        answer.add_done_callback(lambda done: done.exception())  # nobody else retrieves it
+        answer.add_done_callback(lambda future: future.exception())  # nobody else retrieves it
         raise ConnectionResetError
     left.cancel()
     return answer.result()
@@ -222,32 +226,32 @@ async def _head(reader: asyncio.StreamReader) -> tuple[str, str, dict[str, str]]
 
     Raises:
         BadRequest: it is not HTTP, or it is too long.
-        IncompleteReadError: there is none.
+        IncompleteReadError: there is no request.
     """
     try:
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
     except asyncio.LimitOverrunError as error:
         raise BadRequest(
-            f"a request's head must be under {_LARGEST_HEAD:,} bytes: send less.", status=431
+            f"a request's head must be under {_MAX_HEAD_BYTES:,} bytes: send less.", status=431
         ) from error
     first, *lines = head.strip("\r\n").split("\r\n")
     method, _, rest = first.partition(" ")
     path, _, version = rest.rpartition(" ")
     if not version.startswith("HTTP/1."):
         raise BadRequest(
-            f"a request must be HTTP/1.1, it begins with {first!r:.60}: use an HTTP client."
+            f"a request must be HTTP/1.1, but it begins with {first!r:.60}: use an HTTP client."
         )
     headers: dict[str, str] = {}
     for name, colon, value in (line.partition(":") for line in lines):
         name, value = name.lower(), value.strip()
         if not colon or not name or name != name.strip():
             raise BadRequest(
-                f"a header must be a name and a value, one is {name!r:.60}: use an HTTP client."
+                f"a header must be a name and a value, but one is {name!r:.60}: use an HTTP client."
             )
         if name == "content-length" and headers.get(name, value) != value:
             raise BadRequest(
-                "a request must have one Content-Length, it has several: send the bytes of the "
-                "body."
+                "a request must have one Content-Length, but it has several: send the size of the "
+                "body once."
             )
         headers[name] = value
     if version == "HTTP/1.0":
@@ -260,17 +264,17 @@ async def _body(
 ) -> bytes:
     if "transfer-encoding" in headers:
         raise BadRequest(
-            "a request must say how long its body is: send Content-Length.", status=411
+            "a request must declare the length of its body: send Content-Length.", status=411
         )
     length = headers.get("content-length", "0")
     if not length.isdecimal():
         raise BadRequest(
-            f"Content-Length={length:.20} must be a whole number: send the bytes of the body."
+            f"Content-Length={length:.20} must be an integer: send the size of the body."
         )
-    if len(length) > 12 or int(length) > LARGEST_BODY:
+    if len(length) > 12 or int(length) > MAX_BODY_BYTES:
         raise BadRequest(
-            f"a request must be of at most {LARGEST_BODY:,} bytes, it has {length:.20}: send a "
-            "shorter chat.",
+            f"a request must have at most {MAX_BODY_BYTES:,} bytes, but it has {length:.20}: send "
+            "a shorter chat.",
             status=413,
             code="context_length_exceeded",
         )

@@ -1,4 +1,4 @@
-"""``WithAgent``: a task whose problems are played by an agent that knows only an OpenAI client.
+"""``WithAgent``: a task whose problems are played by an agent that only uses an OpenAI client.
 
 A request of the agent waits until the policy has taken its turn. To ``LLMEnv`` it looks like any
 other task's messages to the policy, so tokens, masks, log-probs, versions, groups, and resume work
@@ -35,16 +35,16 @@ from torchrl_grpo.tools.toolbox import Parser, parse_tool_calls
 
 _AT_A_TIME = 64
 _PART = "agent"
-"""Part of the reward that is the agent's own number."""
-_NO_LIMIT_S = 3600.0
-"""Seconds for an agent if the run has no limit."""
-_SHORTEST_SCORING_S = 1.0
-"""Seconds for the scorers, however long the agents took."""
+"""Name of the reward part that the agent itself returned."""
+_DEFAULT_TIMEOUT_S = 3600.0
+"""Timeout of an agent if the run has none."""
+_MIN_SCORING_S = 1.0
+"""Minimum timeout of the scorers, however long the agents took."""
 
 
 @dataclass
 class _Sample:
-    """One training sample of an episode: the chat of its tokens, with the policy's answer."""
+    """One sample of an episode: the chat of its tokens, including the policy's answer."""
 
     chat: Sequence[Message]
     tools: Sequence[dict[str, Any]]
@@ -52,17 +52,17 @@ class _Sample:
 
 
 class _Episode:
-    """One play of a problem: the agent's requests in their order, and its end.
+    """One episode of a problem: the agent's requests in order, and its end.
 
     Args:
         takes_tools: whether the chat template writes tools.
 
     Attributes:
-        answer_count: turns of the policy that answered a request.
-        delivered: numbers of those that reached the agent.
-        refusal: why the agent gets no further answers, if it does not.
+        answer_count: number of the policy's turns that answered a request.
+        delivered: indices of the turns that reached the agent.
+        refusal: why the agent gets no further answers; None if it does.
         is_cut: whether a request was refused.
-        result: the agent's end, once it has come.
+        result: the agent's result, once it has ended.
     """
 
     def __init__(self, takes_tools: bool = True) -> None:
@@ -75,29 +75,31 @@ class _Episode:
         self.result: Future[float | None] | None = None
         self.end: Callable[[], None] = lambda: None
         self._events: SimpleQueue[PendingRequest | Future[float | None]] = SimpleQueue()
-        self._waiting: PendingRequest | None = None
+        self._pending: PendingRequest | None = None
         self._close_reason: BadRequest | None = None
         self._samples: list[_Sample] = []
         self._sample = 0
-        self._is_new_sample = False  # of the request that waits
-        self._last_answer: tuple[PendingRequest, list[Message]] | None = None  # with its chat
+        self._is_new_sample = False  # whether the pending request begins a sample
+        self._last_answer: tuple[PendingRequest, list[Message]] | None = (
+            None  # with the chat that includes it
+        )
 
     def submit(self, request: Request) -> PendingRequest:
         """Queue a request; called in the server's thread.
 
         Raises:
-            BadRequest: it has tools, which would be lost.
+            BadRequest: it has tools, which the prompt would not show.
         """
         if request.tools and not self.takes_tools:
             raise BadRequest(
-                "tools must be left out, the model's chat template does not write them: say in "
-                "the prompt what can be called, or use a model or a model.chat_template that "
-                "writes tools.",
+                "tools must be left out, because the model's chat template does not write them: "
+                "describe them in the prompt, or use a model or a model.chat_template that writes "
+                "tools.",
                 "tools",
             )
         pending = PendingRequest(request)
         self._events.put(pending)
-        if self._close_reason is not None:  # meanwhile
+        if self._close_reason is not None:  # closed in the meantime
             self._refuse_all(self._close_reason)
         return pending
 
@@ -109,7 +111,7 @@ class _Episode:
         """Return the next request, or the agent's end.
 
         Raises:
-            TimeoutError: there is none in time.
+            TimeoutError: there was no event in time.
         """
         try:
             return self._events.get(timeout=max(0.0, deadline - time.monotonic()))
@@ -121,15 +123,15 @@ class _Episode:
         chat.
         """
         request = pending.request
-        self._waiting = pending
+        self._pending = pending
         chat = list(request.messages)
         candidates = [(len(self._samples), chat)]
         for number, sample in enumerate(self._samples):
-            rest = _rest(chat, sample, request)
-            if rest is not None:
-                candidates.append((number, rest))
-        # The sample with the shortest rest; the latest one of several, and a new one only if there
-        # is no other.
+            new_messages = _new_messages(chat, sample, request)
+            if new_messages is not None:
+                candidates.append((number, new_messages))
+        # Continue the sample with the fewest new messages, the latest one if there are several.
+        # Begin a new sample only if the chat continues none.
         self._sample, messages = min(candidates[1:] or candidates, key=lambda c: (len(c[1]), -c[0]))
         self._is_new_sample = self._sample == len(self._samples)
         if self._is_new_sample:
@@ -137,8 +139,9 @@ class _Episode:
         return Turn(messages, None, tools=request.tools, sample=self._sample, limits=request.limits)
 
     def answer(self, dialog: Dialog, parser: Parser) -> None:
-        """Answer the request that waits with the policy's turn."""
-        pending, self._waiting = self._waiting, None
+        """Answer the pending request with the policy's turn."""
+        pending = self._pending
+        self._pending = None
         assert pending is not None
         request = pending.request
         answer = Answer.of(request, dialog, self.answer_count, parser)
@@ -151,14 +154,15 @@ class _Episode:
 
     def confirm_delivery(self, deadline: float) -> bool:
         """Return whether the latest answer was lost because its client had left. The episode then
-        continues as if it had not been given.
+        continues as if there had been no answer.
 
         Raises:
             TimeoutError: the client does not read it in time.
         """
         if self._last_answer is None:
             return False
-        (pending, chat), self._last_answer = self._last_answer, None
+        pending, chat = self._last_answer
+        self._last_answer = None
         if pending.delivered.result(max(0.0, deadline - time.monotonic())):
             self._samples[self._sample].chat = chat
             self.delivered.append(self.answer_count - 1)
@@ -168,9 +172,10 @@ class _Episode:
         return True
 
     def refuse(self, reason: BadRequest, pending: PendingRequest | None = None) -> None:
-        """Refuse a request, by default the one that waits, and all later ones."""
+        """Refuse a request, by default the pending one, and all later ones."""
         self.refusal = reason
-        pending, self._waiting = pending or self._waiting, None
+        pending = pending or self._pending
+        self._pending = None
         if pending is not None:
             self.is_cut = True
             pending.answer.set_exception(reason)
@@ -178,7 +183,7 @@ class _Episode:
     def close(self) -> None:
         """End the agent, and refuse its open requests."""
         reason = BadRequest(
-            "the API key must be that of an episode that is being played, its has ended.",
+            "the API key must be that of an episode in progress, but its episode has ended.",
             status=401,
         )
         self.end()
@@ -194,7 +199,7 @@ class _Episode:
                     self.refuse(reason, event)
 
 
-def _rest(chat: list[Message], sample: _Sample, request: Request) -> list[Message] | None:
+def _new_messages(chat: list[Message], sample: _Sample, request: Request) -> list[Message] | None:
     """Return a chat's messages after those of a sample; None if it does not continue the sample."""
     if sample.path != request.path or list(sample.tools) != list(request.tools):
         return None
@@ -208,20 +213,23 @@ def _rest(chat: list[Message], sample: _Sample, request: Request) -> list[Messag
 class WithAgent(WrappedTask):
     """A task's problems, each played by an agent; see ``torchrl_grpo.agents.programs``.
 
-    If the agent returns a reward, it is the score, with the one part ``agent``, and counts as
-    correct from 1 on; otherwise the other task scores the dialog. Up to 64 agents play at a time
+    If the agent returns a reward, it is the score, with the part ``agent``, and counts as correct
+    if it is at least 1; otherwise the other task scores the dialog. Up to 64 agents play at a time
     in one process.
 
     Args:
-        task: the problems, and the scorer.
+        task: the task with the problems and the scorer.
         program: the agent.
-        parser: finds calls of tools in the policy's text.
+        parser: finds tool calls in the policy's text.
     """
 
     def __init__(self, task: Task, program: Program, parser: Parser = parse_tool_calls) -> None:
         super().__init__(task)
-        self.program, self.parser = program, parser
-        self.is_stateful, self.at_a_time, self.has_parts = True, _AT_A_TIME, True
+        self.program = program
+        self.parser = parser
+        self.is_stateful = True
+        self.at_a_time = _AT_A_TIME
+        self.has_parts = True
         self._server: Server | None = None
         self._episodes: dict[str, _Episode] = {}
         self._keys: dict[str, _Episode] = {}
@@ -236,12 +244,13 @@ class WithAgent(WrappedTask):
     def advance(
         self, dialogs: Sequence[Dialog], timeout_s: float | None = None
     ) -> list[Turn | Exception]:
-        deadline = time.monotonic() + (_NO_LIMIT_S if timeout_s is None else timeout_s)
-        started = [attempt(self._continue, dialog) for dialog in dialogs]  # all, before any wait
+        deadline = time.monotonic() + (_DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s)
+        # All of them, before waiting for any.
+        failures = [attempt(self._continue, dialog) for dialog in dialogs]
         outcome = partial(self._outcome, deadline=deadline, timeout_s=timeout_s)
         turns = [
             failure if isinstance(failure, Exception) else attempt(outcome, dialog)
-            for dialog, failure in zip(dialogs, started, strict=True)
+            for dialog, failure in zip(dialogs, failures, strict=True)
         ]
         unscored = [
             index
@@ -250,23 +259,24 @@ class WithAgent(WrappedTask):
             and turn.score is None
             and self._episodes[dialog.episode].result is not None
         ]
-        if unscored:  # together, because the other task may wait for several scorers at a time
+        if unscored:  # all at once, because the other task may run several scorers at a time
             if timeout_s is not None:
-                timeout_s = max(_SHORTEST_SCORING_S, deadline - time.monotonic())
-            judged = self.task.advance(
-                [self._judged(dialogs[index]) for index in unscored], timeout_s
-            )
-            for index, other in zip(unscored, judged, strict=True):
+                timeout_s = max(_MIN_SCORING_S, deadline - time.monotonic())
+            finished = [self._finished_dialog(dialogs[index]) for index in unscored]
+            scored_turns = self.task.advance(finished, timeout_s)
+            for index, other in zip(unscored, scored_turns, strict=True):
                 episode = self._episodes[dialogs[index].episode]
-                turns[index] = self._scored(turns[index], other, episode)
+                turns[index] = self._with_score(turns[index], other, episode)
         return turns
 
-    def _judged(self, dialog: Dialog) -> Dialog:
+    def _finished_dialog(self, dialog: Dialog) -> Dialog:
         """Return a finished dialog for the scorer: with the turns that reached the agent."""
         delivered = self._episodes[dialog.episode].delivered
         return replace(dialog, responses=[dialog.responses[turn] for turn in delivered], last=True)
 
-    def _scored(self, turn: Any, other: Turn | Exception, episode: _Episode) -> Turn | Exception:
+    def _with_score(
+        self, turn: Any, other: Turn | Exception, episode: _Episode
+    ) -> Turn | Exception:
         """Return the agent's last turn, with the score of the other task."""
         if isinstance(other, Turn):
             return replace(turn, score=other.score)
@@ -276,8 +286,8 @@ class WithAgent(WrappedTask):
         if isinstance(error, Exception):
             return error
         return InvalidRewardError(
-            "an agent must return its reward where nothing else scores the response, it returned "
-            "None: return a number, or name env.reward.",
+            "an agent must return its reward if nothing else scores the response, but it returned "
+            "None: return a number, or set env.reward.",
             "none",
         )
 
@@ -288,10 +298,10 @@ class WithAgent(WrappedTask):
             return
         episode = self._episodes[dialog.episode]
         turns = len(dialog.responses)
-        if turns <= episode.answer_count:  # its request found no room
+        if turns <= episode.answer_count:  # its request did not fit into the context
             episode.refuse(
                 BadRequest(
-                    "the chat must leave room for an answer, it is longer than "
+                    "the chat must leave room for an answer, but it is longer than "
                     "env.max_prompt_tokens and the model's context allow: end the episode, or use "
                     "a model with a longer context.",
                     "messages",
@@ -302,7 +312,7 @@ class WithAgent(WrappedTask):
         episode.answer(dialog, self.parser)
         if dialog.last:
             episode.refusal = BadRequest(
-                f"an episode must have at most env.max_turns={turns} requests, this is one "
+                f"an episode must have at most env.max_turns={turns} requests, but this is one "
                 f"more: end the episode, or use env.max_turns={2 * turns}.",
                 code="max_turns_exceeded",
             )
@@ -338,35 +348,35 @@ class WithAgent(WrappedTask):
                     messages: list[Message] | None = [] if episode.is_cut else None
                     score = self._own_score(episode, event)
                     return Turn(messages, score, undelivered=undelivered)
-                if event.delivered.done():  # its client has left
+                if event.delivered.done():  # the client has left
                     continue
                 if episode.refusal is None:
                     return replace(episode.turn(event), undelivered=undelivered)
                 episode.refuse(episode.refusal, event)
         except TimeoutError:
             raise InvalidRewardError(
-                f"an agent must ask or end within env.reward_timeout_s={timeout_s}, it did not: "
-                "use a larger one, or fix the agent.",
+                f"an agent must send a request or end within env.reward_timeout_s={timeout_s}, but "
+                "it did not: raise the limit, or fix the agent.",
                 "timeout",
             ) from None
 
     def _own_score(self, episode: _Episode, result: Future[float | None]) -> Score | None:
-        """Return the agent's own score; None leaves it to the other task.
+        """Return the agent's own score; None if the other task must score.
 
         Raises:
             InvalidRewardError: the agent got no answer.
-            Exception: the agent's own. An agent that was refused an answer is scored nevertheless.
+            Exception: raised by the agent. An agent that was refused an answer is scored anyway.
         """
         error = result.exception()
         if error is not None and not episode.is_cut:
             if isinstance(error, Exception):
                 raise error
-            # No agent interrupts a run, for example with KeyboardInterrupt.
+            # An agent must not interrupt a run, for example with KeyboardInterrupt.
             raise RuntimeError(f"the agent raised {type(error).__name__}: {error}")
         if not episode.delivered:
             raise InvalidRewardError(
-                "an agent must ask the policy, it ended without an answer: send a request, and wait "
-                "for its answer.",
+                "an agent must query the policy, but it ended without an answer: send a request, "
+                "and wait for its answer.",
                 "exception",
             )
         reward = None if error else result.result()

@@ -1,1 +1,1 @@
-"""Builds a run from a checked config: the only place that knows both the config and the components."""
+"""Builds a run from a validated config: the only package that knows both config and components."""

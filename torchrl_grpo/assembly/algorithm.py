@@ -1,5 +1,5 @@
-"""From ``policy.*`` of the config to the components of an algorithm: the loss, and the transforms
-from rewards to advantages.
+"""The components of an algorithm from ``policy.*`` of the config: the loss and the transforms. from
+rewards to advantages.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from torchrl_grpo.transforms.whitening import AdvantageWhitening
 
 
 def make_loss(config: GRPOConfig, actor_network: TensorDictModuleBase) -> GRPOLoss:
-    """The loss that the config names, around an actor network.
+    """Make the loss of a config, around an actor network.
 
     Raises:
-        ConfigError: the class does not take these settings.
-        ValueError: a setting is out of its range.
+        ConfigError: the class does not accept these settings.
+        ValueError: a setting is out of range.
     """
     policy = config.policy
-    # With one optimizer step a batch the policy that is trained is the one that a forward pass
-    # would recompute.
+    # With one optimizer step per batch, the trained policy is the one that a forward pass would
+    # recompute.
     once = policy.proximal == "recomputed" and config.optim_steps_per_batch == 1
     loss: GRPOLoss = make_component(
         "policy.loss",
@@ -59,27 +59,29 @@ def make_loss(config: GRPOConfig, actor_network: TensorDictModuleBase) -> GRPOLo
 def batch_transforms(
     config: GRPOConfig, part_weights: PartWeights | None = None
 ) -> list[tuple[str, Transform]]:
-    """Transforms from the rewards of a whole batch to advantages, after reference scoring, in order
-    and by name.
+    """Return the transforms from a batch's rewards to advantages, which follow reference scoring,
+    in order and by name.
 
     Args:
         config: validated.
-        part_weights: of the task.
+        part_weights: weights of the task's reward parts.
     """
     policy = config.policy
     settings = dict[str, Any]()
     transforms: list[tuple[str, Transform]] = []
     if config.shapes_reward:
         longest = config.max_response_tokens
+        clip = (
+            None if policy.reward_clip is None else (policy.reward_clip[0], policy.reward_clip[1])
+        )
+        buffer = 0
+        if policy.overlong_buffer:
+            buffer = max(1, round(policy.overlong_buffer * longest))
         shaping = RewardShaping(
             scale=policy.reward_scale,
             bias=policy.reward_bias,
-            clip=None
-            if policy.reward_clip is None
-            else (policy.reward_clip[0], policy.reward_clip[1]),
-            overlong_buffer=max(1, round(policy.overlong_buffer * longest))
-            if policy.overlong_buffer
-            else 0,
+            clip=clip,
+            overlong_buffer=buffer,
             max_response_tokens=longest,
             kl_coef=policy.kl_coef if policy.kl_in_reward else 0.0,
             kl_estimator=config.kl_estimator,

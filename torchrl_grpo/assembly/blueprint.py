@@ -1,6 +1,4 @@
-"""``Blueprint``: a config with everything that can be known, and checked, before weights are
-loaded.
-"""
+"""``Blueprint``: a config with everything that can be known and checked before weights load."""
 
 from __future__ import annotations
 
@@ -55,24 +53,24 @@ from torchrl_grpo.transforms.served_teacher import ServedTeacher
 from torchrl_grpo.weights import Transfer
 
 _BETWEEN_TURNS = 1024
-"""Tokens that each answer to the policy may add to a dialog."""
-_SMALLER = (
+"""Allowance for the tokens that each reply to the policy adds to a dialog."""
+_MEMORY_SAVERS = (
     "train_model.cpu_offload=true, train_model.lora.enabled=true, or bfloat16 as "
     "inference_model.dtype and ref_model.dtype"
 )
-"""Settings that need less memory of a device."""
-_LOOKED_AT = 100
-"""Number of prompts whose longest stands for the longest of all."""
+"""Settings that need less device memory."""
+_NUM_PROMPTS = 100
+"""Number of prompts from which the longest one is estimated."""
 
 
 @dataclass
 class Blueprint:
-    """Everything known of a run before weights are loaded; every check on user input has passed.
+    """Everything known about a run before weights load; all checks of user input have passed.
 
-    ``resume`` is the checkpoint to go on from. Actors are given the driver's blueprint, so that all
-    processes draw the same problems, and only the driver needs the data. ``folder`` is the run's,
-    for what its processes log. ``sleeps`` says that engines share devices with the other roles, and
-    give them back while those work.
+    ``resume`` is the checkpoint to resume from. Actors get the driver's blueprint, so that all
+    processes draw the same problems and only the driver needs the data. ``folder`` is the run's
+    folder, for logs of its processes. ``sleeps``: whether engines share devices with other roles,
+    and release them while those work.
     """
 
     config: GRPOConfig
@@ -95,16 +93,16 @@ class Blueprint:
 
     @property
     def max_sequence_tokens(self) -> int:
-        """Maximum number of tokens of a prompt and all that follows it."""
+        """Maximum number of tokens of a prompt and everything after it."""
         return self.config.inference_model.max_model_len or _context(self.model_config)
 
     @property
     def memory(self) -> RunMemory:
-        """The memory of each role on one of its devices when responses are as long as they may be."""
+        """The memory of each role on one of its devices, with responses of maximum length."""
         return run_memory(
             self.config,
             self.shape,
-            prompt=max(map(len, self.train_env.prompts.first(_LOOKED_AT))),
+            prompt=max(map(len, self.train_env.prompts.first(_NUM_PROMPTS))),
             response=self.config.max_response_tokens,
             ranks=len(self.plan.train),
             samplers=len(self.plan.inference),
@@ -115,8 +113,8 @@ class Blueprint:
 
 @contextmanager
 def as_config_errors() -> Iterator[None]:
-    """Turn the refusal of a part into a ``ConfigError``, printed as one line; the traceback goes to
-    the debug log.
+    """Turn a part's ``ValueError`` into a ``ConfigError``, printed as one line; the traceback goes
+    to the debug log.
     """
     try:
         yield
@@ -132,11 +130,11 @@ def prepare(
     accelerators: Sequence[torch.device] | None = None,
     resume: Resume | None = None,
 ) -> Blueprint:
-    """Check everything that needs no weights, and make what a run needs besides them.
+    """Check everything that needs no weights, and make everything that a run needs besides them.
 
     Args:
         config: validated.
-        accelerators: those of the cluster at ``ray.address``; None for those of this machine.
+        accelerators: accelerators of the cluster at ``ray.address``; None for this machine's.
         resume: the checkpoint to resume.
 
     Raises:
@@ -178,7 +176,7 @@ def prepare(
             check_length(resume, config)
             with refusing(resume.path):
                 train_env.load_state_dict(resume.source["drawing"])
-        # The transforms check their settings when they are made.
+        # The constructors of the transforms check their settings.
         transformed(config, train_env.with_rows(config.env.num_envs)).close()
         greedy_env, sampled_env = _make_test_envs(config, task, partial(make_env, split="test"))
         model = config.model
@@ -205,7 +203,9 @@ def prepare(
 
 
 def _check_algorithm(config: GRPOConfig) -> None:
-    """Make the loss and the batch's transforms once, which check their settings."""
+    """Make the loss and the batch's transforms once, because their constructors check their
+    settings.
+    """
     network = TensorDictModule(torch.nn.Identity(), [keys.FULL], [("cur_log_probs", "full")])
     make_loss(config, network)
     batch_transforms(config)
@@ -241,10 +241,10 @@ def _make_train_env(env: EnvConfig, make_env: partial[LLMEnv]) -> LLMEnv:
 
 
 def check_loggers(config: GRPOConfig) -> None:
-    """Check that what ``logging`` asks for is installed and can be used.
+    """Check that the packages for ``logging`` are installed and usable.
 
     Raises:
-        ValueError: it is not.
+        ValueError: one is not.
     """
     logging = config.logging
     check_logging(tensorboard=logging.tensorboard, services=logging.services, page=logging.page)
@@ -256,7 +256,7 @@ def describe_model(
     """Return the model's config, tokenizer and end-of-turn tokens, without loading weights.
 
     Raises:
-        ValueError: one of them cannot be read, or they do not fit together.
+        ValueError: one of them cannot be read, or they do not match.
     """
     name, remote_code = config.model.source, config.model.trust_remote_code
     arguments = config.train_model.model_kwargs or {}
@@ -275,7 +275,7 @@ def describe_model(
 
 @contextmanager
 def naming_teacher() -> Iterator[None]:
-    """Name the teacher's key in errors about a model."""
+    """Replace the model's key by the teacher's in errors within the context."""
     try:
         yield
     except ValueError as error:
@@ -283,43 +283,42 @@ def naming_teacher() -> Iterator[None]:
 
 
 def check_teacher(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> Shape:
-    """Return the teacher's shape, after checking that it is a model whose tokens are those of the
-    policy.
+    """Return the teacher's shape, after checking that its vocabulary is the policy's.
 
     Raises:
-        ValueError: it cannot be read, or a token is another one.
+        ValueError: the teacher cannot be read, or a token differs.
     """
     name, remote_code = config.teacher.model or "", config.model.trust_remote_code
     with naming_teacher():
-        found = loading.load_config(name, trust_remote_code=remote_code)
-        other = loading.load_tokenizer(name, trust_remote_code=remote_code)
-    mine, theirs = (dict(map(reversed, one.get_vocab().items())) for one in (tokenizer, other))
-    different = [
-        token for token in sorted({*mine, *theirs}) if mine.get(token) != theirs.get(token)
-    ]
+        teacher_config = loading.load_config(name, trust_remote_code=remote_code)
+        teacher_tokenizer = loading.load_tokenizer(name, trust_remote_code=remote_code)
+    mine = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
+    theirs = {token_id: token for token, token_id in teacher_tokenizer.get_vocab().items()}
+    token_ids = sorted({*mine, *theirs})
+    different = [token_id for token_id in token_ids if mine.get(token_id) != theirs.get(token_id)]
     if different:
         first = different[0]
         raise ValueError(
             f"teacher.model={name} must have the tokens of model.name={config.model.name}, but "
-            f"{len(different)} differ; the first, {first}, is {theirs.get(first)!r} there and "
-            f"{mine.get(first)!r} here: use another one."
+            f"{len(different)} differ; the first, {first}, is {theirs.get(first)!r} in the teacher "
+            f"and {mine.get(first)!r} in the model: use another teacher."
         )
     return loading.config_shape(
-        found, config.model.attn_implementation, trust_remote_code=remote_code
+        teacher_config, config.model.attn_implementation, trust_remote_code=remote_code
     )
 
 
 def _check_served_teacher(config: GRPOConfig, longest: int) -> None:
-    """Check the servers of the teacher, if it has any, for sequences of so many tokens.
+    """Check the teacher's servers, if it has any, for sequences of ``longest`` tokens.
 
     Raises:
-        ValueError: one does not answer, or cannot be the teacher.
+        ValueError: a server does not answer, or cannot be the teacher.
     """
     for address in config.teacher.address:
-        found = loading.load_config(
+        teacher_config = loading.load_config(
             config.teacher.model or "", trust_remote_code=config.model.trust_remote_code
         )
-        vocabulary = found.get_text_config().vocab_size
+        vocabulary = teacher_config.get_text_config().vocab_size
         ServedTeacher.check(
             address, vocabulary=vocabulary, longest=longest, top_k=config.policy.teacher_top_k
         )
@@ -328,9 +327,7 @@ def _check_served_teacher(config: GRPOConfig, longest: int) -> None:
 def engine_request(
     config: GRPOConfig, plan: DevicePlan, model_config: PretrainedConfig, max_dialog_tokens: int
 ) -> EngineRequest:
-    """The engine that a config asks for, for requests of at most ``max_dialog_tokens`` before a
-    response.
-    """
+    """Return a config's request for an engine whose prompts have at most ``max_dialog_tokens``."""
     return EngineRequest(
         name=config.model.source,
         path=loading.resolve_name(config.model.source),
@@ -347,36 +344,30 @@ def engine_request(
 
 
 def _with_length(config: GRPOConfig, problems: int) -> GRPOConfig:
-    """The config with ``train.total_epochs`` as trajectories."""
+    """Return the config with ``train.total_epochs`` converted to trajectories."""
     epochs = config.train.total_epochs
     if epochs is None:
         return config
-    return replace(
-        config,
-        train=replace(config.train, total_dialog_turns=epochs * problems * config.env.repeats),
-    )
+    total = epochs * problems * config.env.repeats
+    return replace(config, train=replace(config.train, total_dialog_turns=total))
 
 
 def transformed(config: GRPOConfig, env: LLMEnv | None) -> Any:
-    """An environment in the transforms that the config names, in instances of its own."""
+    """Return an environment with new instances of the config's transforms."""
     nodes = [(f"env.transforms[{index}]", node) for index, node in enumerate(config.env.transforms)]
     if env is None or not nodes:
         return env
-    from torchrl_grpo.transforms.history import (
-        HistoryTransforms,
-    )  # imports vLLM, where it is installed
+    # Imported here because it imports vLLM, if that is installed.
+    from torchrl_grpo.transforms.history import HistoryTransforms
 
-    return TransformedEnv(
-        env, HistoryTransforms(*[make_component(name, node, Transform) for name, node in nodes])
-    )
+    transforms = [make_component(name, node, Transform) for name, node in nodes]
+    return TransformedEnv(env, HistoryTransforms(*transforms))
 
 
 def _make_plan(config: GRPOConfig, accelerators: Sequence[torch.device]) -> DevicePlan:
     inference = config.inference_model
     if "VLLM_USE_V1" in os.environ:
-        torchrl_logger.info(
-            "VLLM_USE_V1 has no effect: vLLM's V0 engine is gone, and V1 is the only one left."
-        )
+        torchrl_logger.info("VLLM_USE_V1 has no effect: vLLM no longer has a V0 engine.")
     engine_class(inference.backend).require(on_cpu=not accelerators)
     nodes = (
         ("train", config.train_model),
@@ -399,7 +390,8 @@ def _make_plan(config: GRPOConfig, accelerators: Sequence[torch.device]) -> Devi
     if unused := num_unused(plan, accelerators):
         torchrl_logger.warning(
             f"{unused} of the {len(accelerators)} accelerators stay unused: "
-            "inference_model.num_devices=all, for example, gives a role all that the others leave."
+            "inference_model.num_devices=all, for example, gives a role all devices that the "
+            "others leave."
         )
     return plan
 
@@ -410,7 +402,8 @@ def _make_test_envs(
     """Return the environments for pass@1 and pass@k; all runs evaluate the same problems."""
     if not config.evaluation.num_prompts:
         return None, None
-    most, k = config.evaluation.num_prompts, config.evaluation.k
+    most = config.evaluation.num_prompts
+    k = config.evaluation.k
     problems = task.problems("test")
     check_tests(task, problems)
     count = min(most, len(problems))
@@ -419,7 +412,7 @@ def _make_test_envs(
     names = dataset_names(config.evaluation.datasets or (), "evaluation.datasets")
     datasets = [prompts.problems[index].dataset for index in prompts.usable]
     sizes = Counter(name if name in names else "" for name in datasets)
-    # Some prompts were too long, or there are several test sets. Their problems alternate, so the
+    # Some prompts may be too long, or there are several test sets. Their problems alternate, so the
     # first ones have the same number of each set.
     needed = sum(min(most, size) for size in sizes.values())
     if needed != count:
@@ -428,7 +421,7 @@ def _make_test_envs(
 
 
 def _check_sharding(config: GRPOConfig, devices: int, model_config: PretrainedConfig) -> None:
-    """The rules of ``shard_model``, before anything is loaded."""
+    """Check the rules of ``shard_model`` before anything loads."""
     train = config.train_model
     size = train.tensor_parallel_size
     if devices % size:
@@ -448,13 +441,12 @@ def _check_sharding(config: GRPOConfig, devices: int, model_config: PretrainedCo
     if size > 1 and train.lora.enabled:
         raise ConfigError(
             f"train_model.tensor_parallel_size={size} must be 1 with "
-            "train_model.lora.enabled=true: leave it out, and the model is sharded over all "
-            "devices."
+            "train_model.lora.enabled=true: leave it out to shard the model over all devices."
         )
     if train.cpu_offload and config.optimizer.name != "adamw":
         raise ConfigError(
             f"optimizer.name={config.optimizer.name} must be adamw with "
-            "train_model.cpu_offload=true, because it is not made for steps on the CPU: leave one "
+            "train_model.cpu_offload=true, because it does not support steps on the CPU: leave one "
             "of them out."
         )
 
@@ -464,19 +456,19 @@ def _context(model_config: PretrainedConfig) -> int:
 
 
 def _max_prompt_tokens(config: GRPOConfig, model_config: PretrainedConfig) -> tuple[int, int]:
-    """Longest prompt that leaves room for a whole response: of a problem, and of a dialog's last
-    turn.
+    """Return the maximum length of a prompt that leaves room for a whole response: of a problem,
+    and of a dialog's last turn.
     """
     context = _context(model_config)
     longest = config.inference_model.max_model_len
     if longest is not None and longest > context:
         raise ConfigError(
-            f"inference_model.max_model_len={longest} must be at most the model's context of "
+            f"inference_model.max_model_len={longest} must not exceed the model's context of "
             f"{context} tokens: use {context} or less, or leave it out."
         )
     context = longest or context
     room = context - config.inference_model.max_new_tokens
-    room -= bool(config.teacher.address)  # such a teacher may sample one token more
+    room -= bool(config.teacher.address)  # a teacher on a server samples one more token
     if room < 1:
         raise ConfigError(
             f"inference_model.max_new_tokens={config.inference_model.max_new_tokens} must leave "
@@ -488,13 +480,13 @@ def _max_prompt_tokens(config: GRPOConfig, model_config: PretrainedConfig) -> tu
 
 
 def task_geometry(config: GRPOConfig, samplers: int, *, sleeps: bool = False) -> tuple[int, int]:
-    """Groups of a rollout task, and tasks that a sampler plays at a time.
+    """Return the groups of a rollout task, and the tasks that a sampler plays at a time.
 
     An engine that is not concurrent plays one static batch at a time, others any number of groups
-    that come and go. One that sleeps after each task is given its whole share of a batch.
+    with continuous batching. An engine that sleeps after each task gets its whole share of a batch.
 
     Raises:
-        ValueError: ``env.num_envs`` cannot be shared out in whole groups.
+        ValueError: ``env.num_envs`` cannot be divided into whole groups.
     """
     rows, repeats = config.env.num_envs, config.env.repeats
     what = f"env.repeats={repeats} times the {samplers} samplers of the inference model"
@@ -506,14 +498,14 @@ def task_geometry(config: GRPOConfig, samplers: int, *, sleeps: bool = False) ->
 
 
 def check_devices(blueprint: Blueprint) -> None:
-    """Check that each accelerator of this machine holds what its roles need at least: weights,
-    gradients, moments, and the engine's share. Activations and CUDA's own memory come on top.
+    """Check that each accelerator of this machine has room for the minimum of its roles: weights,
+    gradients, moments, and the engine's share. Activations and CUDA's own memory are extra.
 
     Args:
-        blueprint: with the plan.
+        blueprint: the run's blueprint, with its plan.
 
     Raises:
-        ConfigError: one does not.
+        ConfigError: an accelerator does not.
     """
     total = max((total for _, total in accelerators_in_use().values()), default=None)
     for device in () if blueprint.config.evaluates_served else blueprint.plan.devices:
@@ -526,7 +518,8 @@ def _check_device(blueprint: Blueprint, device: torch.device, total: int) -> Non
     config, plan, memory = blueprint.config, blueprint.plan, blueprint.memory
     request = engine_request(config, plan, blueprint.model_config, blueprint.max_dialog_tokens)
     share = engine_class(config.inference_model.backend).device_share(request)
-    samples, train = any(device in group for group in plan.inference), memory.train
+    samples = any(device in group for group in plan.inference)
+    train = memory.train
     holds: dict[str, float] = {}
     if device in plan.train:
         holds = {"trained weights and optimizer state": train.resting, "gradients": train.gradients}
@@ -541,15 +534,17 @@ def _check_device(blueprint: Blueprint, device: torch.device, total: int) -> Non
             raise ConfigError(
                 f"train_model.num_devices={len(plan.train)} must leave each device with room for "
                 f"its part, but {device} of {size(total)} would hold {in_words(holds)}: use more "
-                f"devices, {_SMALLER}."
+                f"devices, {_MEMORY_SAVERS}."
             )
         return
-    if blueprint.sleeps:  # the engine's share and the gradients are never there at the same time
+    if blueprint.sleeps:  # the engine's share and the gradients never exist at the same time
         holds.pop("gradients", None)
-    needed, most = memory.engine.weights / total, 1 - sum(holds.values()) / total
+    needed = memory.engine.weights / total
+    most = 1 - sum(holds.values()) / total
     if share > most or share < needed:
-        lower, upper = math.ceil(needed * 100) / 100, math.floor(most * 100) / 100
-        held = f" beside {in_words(holds)}" if holds else ""
+        lower = math.ceil(needed * 100) / 100
+        upper = math.floor(most * 100) / 100
+        others = f" besides {in_words(holds)}" if holds else ""
         fix = (
             f"inference_model.gpu_memory_utilization={upper:g}"
             if lower <= upper and upper > 0
@@ -557,34 +552,32 @@ def _check_device(blueprint: Blueprint, device: torch.device, total: int) -> Non
         )
         raise ConfigError(
             f"inference_model.gpu_memory_utilization={share:g} must be a share of {device} that "
-            f"holds the engine's {size(memory.engine.weights)} of weights and fits{held}, but that "
-            f"is {size(share * total)} of {size(total)}: use {fix}, {_SMALLER}."
+            f"holds the engine's {size(memory.engine.weights)} of weights and fits{others}, but "
+            f"that is {size(share * total)} of {size(total)}: use {fix}, {_MEMORY_SAVERS}."
         )
 
 
 def stored_bytes(blueprint: Blueprint, transfer: Transfer) -> int:
-    """Return the bytes of weights that are in Ray's object store at a time.
+    """Return the bytes of weights in Ray's object store at a time.
 
-    That is two versions for the engines, the one that is read and the next one. Adapters, and
-    weights that reach the engines in another way, do not count.
+    The store holds two versions: the one being read and the next one. Adapters, and other kinds of
+    weight transfer, do not count.
     """
     config = blueprint.config
-    if (
-        transfer.kind != "object_store"
-        or config.train_model.lora.enabled
-        or config.evaluates_served
-    ):
+    if config.train_model.lora.enabled or config.evaluates_served:
+        return 0
+    if transfer.kind != "object_store":
         return 0
     itemsize: int = getattr(torch, config.inference_model.dtype).itemsize
     return 2 * int(blueprint.shape.parameters) * itemsize
 
 
 def plan_rows(blueprint: Blueprint) -> list[dict[str, Any]]:
-    """Return the device plan: a row per role, with the memory of one of its devices, if it can be
-    computed.
-    """
+    """Return the device plan: one row per role, with the memory of one of its devices."""
     config, plan, memory = blueprint.config, blueprint.plan, blueprint.memory
-    train, inference, teacher = config.train_model, config.inference_model, config.teacher
+    train = config.train_model
+    inference = config.inference_model
+    teacher = config.teacher
     ranks = [(device,) for device in plan.train]
     rows: list[dict[str, Any]] = []
 
@@ -598,7 +591,7 @@ def plan_rows(blueprint: Blueprint) -> list[dict[str, Any]]:
     ) -> None:
         row = {
             "role": role,
-            "devices": ", ".join(addresses) or _listed(devices),
+            "devices": ", ".join(addresses) or _format_devices(devices),
             "dtype": dtype,
             "parameters": 0 if shape is None else shape.parameters,
             "memory per device": 0 if addresses else peak,
@@ -626,9 +619,9 @@ def plan_rows(blueprint: Blueprint) -> list[dict[str, Any]]:
     return rows
 
 
-def _listed(groups: Sequence[Sequence[torch.device]]) -> str:
-    """Devices as ``cuda:0, cuda:1``, those of a tensor-parallel engine as ``cuda:0+cuda:1``, CPU
-    processes counted.
+def _format_devices(groups: Sequence[Sequence[torch.device]]) -> str:
+    """Format devices as ``cuda:0, cuda:1``, those of a tensor-parallel engine as ``cuda:0+cuda:1``,
+    and CPU processes as ``3 x cpu``.
     """
     names = ["+".join(map(str, group)) for group in groups]
     if len(names) > 1 and len(set(names)) == 1:
@@ -637,7 +630,7 @@ def _listed(groups: Sequence[Sequence[torch.device]]) -> str:
 
 
 def geometry_rows(blueprint: Blueprint) -> list[dict[str, Any]]:
-    """The batch geometry: sizes of one step and of the whole run."""
+    """Return the batch geometry: the sizes of one step and of the whole run."""
     config = blueprint.config
     batch, steps = config.dialog_turns_per_batch, config.num_batches
     per_step = {

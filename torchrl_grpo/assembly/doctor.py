@@ -1,8 +1,9 @@
-"""``examine``: check a run before it starts (``dry_run=true``): problems with fixes, and its cost.
+"""``examine``: check a run before it starts (``dry_run=true``), for problems with their fixes and
+for its cost.
 
 It builds the run in a temporary folder and trains for a few seconds. The optimizer's steps are
-real, so that they take the time and memory of a run, but their learning rate changes no weight. No
-file is left behind.
+real, so they take the time and memory of a run, but the learning rate is too small to change a
+weight. No file is left behind.
 """
 
 from __future__ import annotations
@@ -40,8 +41,12 @@ from torchrl_grpo.reporting.records import one_of_each
 
 OK, WARNING, FAILS, SKIPPED = "ok", "warning", "FAILED", "skipped"
 
-_STEPS_S, _MOST_STEPS, _EVALUATION_S = 8.0, 12, 15.0
-"""Seconds and steps of the timing, and the longest evaluation that is run and not estimated."""
+_STEPS_S = 8.0
+"""Seconds for which steps are timed."""
+_MAX_STEPS = 12
+"""Maximum number of timed steps."""
+_EVALUATION_S = 15.0
+"""Longest evaluation that is run; a longer one is estimated."""
 _TINY_LR = 1e-30
 """Learning rate that changes no weight."""
 _PACKAGES = ("torch", "torchrl", "tensordict", "transformers")
@@ -56,8 +61,8 @@ class Check:
         result: ok, warning (it works, but may not be intended), FAILED, or skipped.
         details: result in words; of a failure, the problem and its fix.
         seconds: duration.
-        memory: bytes afterwards: the peak of all processes of the run, or what its accelerators
-            have in use.
+        memory: bytes afterwards: the peak of the run's processes, or the memory in use on its
+            accelerators.
     """
 
     name: str
@@ -73,7 +78,7 @@ class Check:
 
 
 class Checks:
-    """Results of the checks in order. A failed one does not end the others."""
+    """Results of the checks in order. A failed check does not stop the others."""
 
     def __init__(self) -> None:
         self.done: list[Check] = []
@@ -84,9 +89,10 @@ class Checks:
         Args:
             name: name of the check.
             body: fills in the check's details, or raises.
-            needs: checks that must have passed before.
+            needs: checks that must have passed.
         """
-        check, start = Check(name), time.perf_counter()
+        check = Check(name)
+        start = time.perf_counter()
         bad = [other for other in self.done if other.result in (FAILS, SKIPPED)]
         missing = [other.name for other in bad if other.name in needs]
         startup.say(f"checking: {name}")
@@ -117,14 +123,15 @@ def examine(
 
     Args:
         config: validated.
-        directory: where the run's files would go. Nothing is written there, and it is removed if it
-            is empty.
+        directory: folder of the run. Nothing is written there, and it is removed if it is empty.
         asynchronous: see ``run.build``.
 
     Returns:
-        whether nothing failed.
+        whether all checks passed.
     """
-    checks, console, directory = Checks(), Console(), Path(directory)
+    checks = Checks()
+    console = Console()
+    directory = Path(directory)
     measured = Measured(start_s=startup.elapsed())
     checks.run("versions", partial(_versions, config))
     checks.run("devices", _devices)
@@ -164,7 +171,7 @@ def _row(check: Check) -> dict[str, Any]:
 
 
 def memory_rows(blueprint: Blueprint) -> list[dict[str, Any]]:
-    """Return the peak memory of one device of each role that has devices here, as rows of the
+    """Return the peak memory of one device of each role that runs on this machine, as rows of the
     forecast.
     """
     config = blueprint.config
@@ -178,10 +185,10 @@ def memory_rows(blueprint: Blueprint) -> list[dict[str, Any]]:
     return [
         {
             "resource": f"memory of {role}",
-            "estimate": size(held.peak),
-            "details": f"computed, on a device: {in_words(held.parts())}",
+            "estimate": size(memory.peak),
+            "details": f"computed, per device: {in_words(memory.parts())}",
         }
-        for role, held in blueprint.memory.roles().items()
+        for role, memory in blueprint.memory.roles().items()
         if role not in away
     ]
 
@@ -190,21 +197,20 @@ def _versions(config: GRPOConfig, check: Check) -> None:
     """Compare installed packages with the required versions."""
     check.details = ", ".join(f"{name} {version(name)}" for name in _PACKAGES)
     wrong = []
-    with suppress(PackageNotFoundError):  # it is not installed but imported from a folder
+    with suppress(PackageNotFoundError):  # it may be imported from a folder without being installed
         for text in requires("torchrl_grpo") or []:
-            needed = Requirement(text)
-            if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
+            package = Requirement(text)
+            if package.marker is not None and not package.marker.evaluate({"extra": ""}):
                 continue
-            if not needed.specifier.contains(version(needed.name), prereleases=True):
-                wrong.append(
-                    f"{needed.name} is {version(needed.name)} and must be {needed.specifier}"
-                )
+            actual = version(package.name)
+            if not package.specifier.contains(actual, prereleases=True):
+                wrong.append(f"{package.name} is {actual} but must be {package.specifier}")
     if wrong:
         raise ValueError(f"{'; '.join(wrong)}: pip install -r requirements.txt.")
 
 
 def _devices(check: Check) -> None:
-    """Accelerators and their free memory, cores and main memory."""
+    """List accelerators with their free memory, cores and main memory."""
     accelerators = accelerators_in_use()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     parts = [
@@ -221,7 +227,7 @@ def _devices(check: Check) -> None:
 
 
 def _model(config: GRPOConfig, check: Check) -> None:
-    """Architecture, tokenizer and chat template, without weights."""
+    """Describe architecture, tokenizer and chat template, without weights."""
     model_config, tokenizer, stops = describe_model(config)
     model = config.model
     shape = loading.config_shape(
@@ -235,25 +241,23 @@ def _model(config: GRPOConfig, check: Check) -> None:
 
 
 def _data(config: GRPOConfig, check: Check) -> None:
-    """Columns and rewards, as far as they are checked without a model, and problems that are in
-    both splits.
-    """
+    """Check columns and rewards without a model, and look for problems that are in both splits."""
     task = make_task(config.env, tests=config.evaluation.datasets or (), scored=config.scores)
     train = task.problems("train")
     check.details = f"{len(train):,} training problems"
     if not config.evaluation.num_prompts:
         return
     test = task.problems("test")
-    known = {problem.query for problem in train}
-    both = sum(problem.query in known for problem in test)
-    tested = min(len(test), config.evaluation.num_prompts)
-    check.details += f", {len(test):,} test problems" + (
-        f", of which {tested:,} are used" if tested < len(test) else ""
-    )
-    if both:
+    train_queries = {problem.query for problem in train}
+    num_shared = sum(problem.query in train_queries for problem in test)
+    num_used = min(len(test), config.evaluation.num_prompts)
+    check.details += f", {len(test):,} test problems"
+    if num_used < len(test):
+        check.details += f", of which {num_used:,} are used"
+    if num_shared:
         check.warn(
-            f"{both:,} of the test problems are also training problems, which inflates the test "
-            "accuracy: remove them from one of the two, or hold out test problems with "
+            f"{num_shared:,} of the test problems are also training problems, which inflates the "
+            "test accuracy: remove them from one split, or hold out test problems with "
             "env.test_fraction=0.1"
         )
 
@@ -282,14 +286,16 @@ def _parts(
     measured.start_s += time.perf_counter() - start
     measured.steps_done = run.learner.version
     measured.checkpoint_bytes, measured.model_bytes = run.learner.sizes()
-    prompts, room = run.blueprint.train_env.prompts, run.blueprint.max_prompt_tokens
+    prompts = run.blueprint.train_env.prompts
+    limit = run.blueprint.max_prompt_tokens
     lengths = [len(prompt) for prompt in prompts.first(500)]
     measured.prompt_tokens = median(lengths)
     shortest, longest = min(lengths), max(lengths)
     tokens = f"{longest} tokens"
     if shortest < longest:
         tokens = f"{shortest} to {longest} tokens, median {median(lengths):.0f}"
-    check.details = f"prompts: {tokens} (limit {room:,} with {config.inference_model.max_new_tokens:,} new tokens)"
+    new_tokens = config.inference_model.max_new_tokens
+    check.details = f"prompts: {tokens} (limit {limit:,} with {new_tokens:,} new tokens)"
     if prompts.num_dropped:
         check.warn(
             f"{prompts.num_dropped:,} of {len(prompts.problems):,} prompts are longer and are left "
@@ -353,36 +359,30 @@ class _Rehearsal:
         metrics = self._metrics = self.learner.train_groups(*self._batch)
         self.measured.steps_s[0] += time.perf_counter() - start
         self.measured.response_tokens = metrics["rollout/response_length"]
-        passes = f"{metrics['train/micro_batches']:.0f} micro-batch{'es' if metrics['train/micro_batches'] > 1 else ''}"
+        num_passes = metrics["train/micro_batches"]
+        passes = f"{num_passes:.0f} micro-batch{'es' if num_passes > 1 else ''}"
         check.details = (
             f"{metrics['rollout/sequences']:.0f} responses of "
             f"{metrics['rollout/response_length']:.0f} tokens, {passes}, gradient norm "
             f"{metrics['train/grad_norm']:.3g}"
         )
-        scored = metrics["rollout/invalid"] < metrics["rollout/sequences"]
-        if (
-            scored
-            and metrics["train/skipped_steps"]
-            and self.run.blueprint.config.train.mixed_precision != "fp16"
-        ):
+        has_rewards = metrics["rollout/invalid"] < metrics["rollout/sequences"]
+        scales_loss = self.run.blueprint.config.train.mixed_precision == "fp16"
+        if has_rewards and metrics["train/skipped_steps"] and not scales_loss:
             raise ValueError(
                 "the loss or its gradient is not finite: use train.mixed_precision=full, or "
                 "another model."
             )
 
     def _reward(self, check: Check) -> None:
-        """Check the batch's rewards: a scorer that always fails is a failure, a batch without a
-        signal is a warning.
-        """
+        """Check the batch's rewards: fail if all are invalid, warn if they have no signal."""
         metrics = {"step": 1, **self._metrics, **self.source.metrics()}
         rows = self.learner.samples(2)
         self.measured.sample_bytes = sum(len(str(row)) for row in rows) / len(rows)
         self.console.samples(1, one_of_each(rows)[:2])
         if "rollout/reward_mean" in metrics:
-            reward, correct = (
-                number(metrics["rollout/reward_mean"]),
-                percent(metrics["rollout/accuracy"]),
-            )
+            reward = number(metrics["rollout/reward_mean"])
+            correct = percent(metrics["rollout/accuracy"])
             check.details = f"mean reward {reward}, {correct} correct"
         else:
             check.details = "none: the responses are demonstrations"
@@ -399,13 +399,16 @@ class _Rehearsal:
         self.source.publish(self.learner.weights(), self.learner.version)
         self.measured.steps_s[0] += time.perf_counter() - start
         mean, largest = check_mismatch(self.learner, self.source, inference.check_sync_tolerance)
-        check.details = f"log-probs of engine and trainer differ by {mean:.2g} nats on average, {largest:.2g} at most"
+        check.details = (
+            f"log-probs of engine and trainer differ by {mean:.2g} nats on average, {largest:.2g} "
+            "at most"
+        )
 
     def _steps(self, check: Check) -> None:
         """Time a few more steps."""
         learner, source, times = self.learner, self.source, self.measured.steps_s
         first = start = time.perf_counter()
-        while len(times) < min(_MOST_STEPS, self.left) and (
+        while len(times) < min(_MAX_STEPS, self.left) and (
             len(times) < 2 or start - first < _STEPS_S
         ):
             learner.train_groups(*source.next_batch())
@@ -413,20 +416,25 @@ class _Rehearsal:
             end = time.perf_counter()
             times.append(end - start)
             start = end
-        check.details = f"first step {times[0]:.2f} s, then {len(times) - 1} at {self.measured.step_s:.2f} s each"
+        check.details = (
+            f"first step {times[0]:.2f} s, then {len(times) - 1} at {self.measured.step_s:.2f} s "
+            "each"
+        )
 
     def _evaluation(self, check: Check) -> None:
         """Time an evaluation, or estimate it if it would take too long."""
-        blueprint, measured = self.run.blueprint, self.measured
+        blueprint = self.run.blueprint
+        measured = self.measured
         envs = (blueprint.greedy_env, blueprint.sampled_env)
         greedy, sampled = (0 if env is None else env.batch_size[0] for env in envs)
         seconds = self.source.metrics()
         sampling_s = seconds.get(
             "time/generate_s", seconds.get("workers/generate_s", measured.step_s)
         )
-        each = sampling_s / blueprint.config.dialog_turns_per_batch
-        if (2 * greedy + sampled) * each > _EVALUATION_S:
-            measured.greedy_s, measured.sampled_s = greedy * each, (greedy + sampled) * each
+        response_s = sampling_s / blueprint.config.dialog_turns_per_batch
+        if (2 * greedy + sampled) * response_s > _EVALUATION_S:
+            measured.greedy_s = greedy * response_s
+            measured.sampled_s = (greedy + sampled) * response_s
             check.details = (
                 f"skipped: would take about {measured.sampled_s:.0f} s with "
                 f"pass@{blueprint.config.evaluation.k}"
@@ -445,7 +453,7 @@ class _Rehearsal:
 
     def _report(self, check: Check) -> None:
         start = time.perf_counter()
-        from torchrl_grpo.reporting.report import write_report  # it imports matplotlib
+        from torchrl_grpo.reporting.report import write_report  # imports matplotlib
 
         write_report(self.run.directory)
         self.measured.report_s = time.perf_counter() - start
@@ -453,17 +461,18 @@ class _Rehearsal:
 
 def _disk(directory: Path, expected: Forecast | None, check: Check) -> None:
     """Check the disk space for the run's files."""
-    there, free = room_at(directory)
-    check.details = f"{size(free)} free in {there}"
-    if not os.access(there, os.W_OK):
+    folder, free = room_at(directory)
+    check.details = f"{size(free)} free in {folder}"
+    if not os.access(folder, os.W_OK):
         raise ValueError(f"hydra.run.dir={directory} must be writable: use another folder.")
     if expected is not None:
-        expected.writes.check_room(directory, expected.beside_bytes)
+        expected.writes.check_room(directory, expected.other_bytes)
 
 
 def _remove_empty(directory: Path) -> None:
-    """Remove the empty folder that Hydra made, and empty parents below the current folder."""
-    here, directory = Path.cwd(), directory.absolute()
+    """Remove the empty folder that Hydra created, and empty parents below the current folder."""
+    here = Path.cwd()
+    directory = directory.absolute()
     started_at = time.time() - startup.elapsed() - 1
     with suppress(OSError):
         if directory.stat().st_ctime > started_at:

@@ -1,4 +1,4 @@
-"""Write the model of a checkpoint, as Hugging Face's ``from_pretrained`` and vLLM load it."""
+"""Write the model of a checkpoint in the format of Hugging Face's ``from_pretrained`` and vLLM."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ def export(
     adapters: bool = False,
     trust_remote_code: bool = False,
 ) -> Path:
-    """Write the model of a checkpoint; return its folder.
+    """Write the model of a checkpoint; return the folder.
 
     Args:
         checkpoint: a checkpoint, or the folder of a run.
-        output: the folder, which must not exist; by default the checkpoint's path with ``_model``.
-        adapters: whether LoRA's adapters are written by themselves.
-        trust_remote_code: whether code of the base model's repository may run, and the checkpoint
-            may name code and files of its own; the checkpoint alone does not decide that.
+        output: the folder to write, which must not exist; by default the checkpoint's path with
+            ``_model`` appended.
+        adapters: whether to write LoRA's adapters alone.
+        trust_remote_code: whether code from the base model's repository may run, and the checkpoint
+            may name code and other files; its own config does not decide that.
 
     Raises:
-        ConfigError: there is no such checkpoint, the folder exists or would be elsewhere, or there
-            are no adapters.
+        ConfigError: there is no such checkpoint, the output folder exists or would be outside the
+            run's, or there are no adapters.
     """
     if output is None and Path(checkpoint).is_dir():
         check_own_files(Path(checkpoint))
@@ -49,13 +50,10 @@ def export(
     config.model.trust_remote_code = trust_remote_code
     target = path.with_name(f"{path.name}_model") if output is None else output
     if target.exists():
-        raise ConfigError(
-            f"--output={target} must be a new folder, but it exists: name another one."
-        )
+        raise ConfigError(f"--output={target} must not exist yet, but it does: use another folder.")
     if adapters and not config.train_model.lora.enabled:
         raise ConfigError(
-            f"--adapters needs a checkpoint with LoRA, and {path} is of full training: leave it "
-            "out."
+            f"--adapters needs a checkpoint with LoRA, but {path} has none: leave it out."
         )
     name = config.model.source
     model = make_model(config, torch.device("cpu"))

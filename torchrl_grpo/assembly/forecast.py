@@ -22,10 +22,13 @@ from torchrl_grpo.learner.checkpoint import Writes
 _DISK_BYTES_PER_S = 2e8
 """Rate at which a checkpoint is hashed and written."""
 _END_S = 2.0
-"""Seconds from a run's last line of output until its process has ended."""
-_ROW_BYTES, _TENSORBOARD_BYTES, _REPORT_BYTES = 2_300, 2_300, 450_000
-"""Bytes of a step in metrics.jsonl and timeline.jsonl, of one in TensorBoard's files, and of
-report.html and curves.png."""
+"""Seconds from a run's last line of output until its process exits."""
+_ROW_BYTES = 2_300
+"""Bytes of a step in metrics.jsonl and timeline.jsonl."""
+_TENSORBOARD_BYTES = 2_300
+"""Bytes of a step in TensorBoard's files."""
+_REPORT_BYTES = 450_000
+"""Bytes of report.html and curves.png."""
 
 
 @dataclass
@@ -33,15 +36,15 @@ class Measured:
     """Measurements of a run, in seconds and bytes.
 
     Attributes:
-        start_s: time until the first rollout, imports included.
-        steps_s: time of each step.
-        greedy_s, sampled_s: time of an evaluation, and of one with pass@k.
+        start_s: time until the first rollout, including imports.
+        steps_s: time of each step. greedy_s, sampled_s: time of an evaluation without and with
+        pass@k.
         report_s: time of the report.
         checkpoint_bytes, model_bytes: size of a checkpoint, and of the exported model.
         sample_bytes: size of a row of samples.jsonl.
         memory: peak by device.
-        steps_done: steps of the run that is resumed.
-        prompt_tokens, response_tokens: median and mean length; 0 if nothing was sampled.
+        steps_done: steps of the resumed run. prompt_tokens, response_tokens: median and mean
+        length; 0 if nothing was sampled.
     """
 
     start_s: float = 0.0
@@ -70,15 +73,15 @@ class Forecast:
     Attributes:
         seconds: time of each kind of work.
         writes: checkpoints and models.
-        beside_bytes: size of everything else in the run's folder.
+        other_bytes: size of everything else in the run's folder.
         memory: peak by device.
         lengths: measured and maximum number of tokens of a response.
-        growth: ratio of the sequence lengths that go with them.
+        growth: ratio of the corresponding sequence lengths, maximum to measured.
     """
 
     seconds: dict[str, float]
     writes: Writes
-    beside_bytes: int
+    other_bytes: int
     memory: dict[str, int]
     lengths: tuple[float, int] = (0.0, 0)
     growth: float = 1.0
@@ -86,7 +89,7 @@ class Forecast:
     @property
     def disk_bytes(self) -> int:
         """Return the maximum size of the run's folder."""
-        return self.writes.bytes + self.beside_bytes
+        return self.writes.bytes + self.other_bytes
 
     @property
     def total_s(self) -> float:
@@ -96,9 +99,8 @@ class Forecast:
     @property
     def longest_s(self) -> float:
         """Return the seconds if every response had the maximum length."""
-        return self.total_s + (self.growth - 1) * (
-            self.seconds["steps"] + self.seconds["evaluations"]
-        )
+        sampling_s = self.seconds["steps"] + self.seconds["evaluations"]
+        return self.total_s + (self.growth - 1) * sampling_s
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the forecast as rows of a table."""
@@ -108,10 +110,9 @@ class Forecast:
         rows = [{"resource": "time", "estimate": duration(self.total_s), "details": parts}]
         if self.growth > 1:
             now, most = self.lengths
-            of = f"if responses grow from {now:.0f} to {most:,} tokens, their limit"
-            rows.append(
-                {"resource": "time at most", "estimate": duration(self.longest_s), "details": of}
-            )
+            details = f"if responses grow from {now:.0f} to {most:,} tokens, their limit"
+            estimate = duration(self.longest_s)
+            rows.append({"resource": "time at most", "estimate": estimate, "details": details})
         rows.append(
             {
                 "resource": "disk",
@@ -120,12 +121,9 @@ class Forecast:
             }
         )
         for device, peak in self.memory.items():
-            of = (
-                "all processes of the run"
-                if device == "cpu"
-                else "all that is in use on the device"
-            )
-            rows.append({"resource": f"memory ({device})", "estimate": size(peak), "details": of})
+            details = "all processes of the run" if device == "cpu" else "all memory in use"
+            name = f"memory ({device})"
+            rows.append({"resource": name, "estimate": size(peak), "details": details})
         return rows
 
 
@@ -133,15 +131,13 @@ def forecast(config: GRPOConfig, measured: Measured) -> Forecast:
     """Forecast the rest of a run.
 
     Args:
-        config: with a known number of steps.
-        measured: measurements of a few of its steps.
+        config: a config with a known number of steps.
+        measured: measurements of a few steps.
     """
-    evaluation, logging, schedule, done = (
-        config.evaluation,
-        config.logging,
-        schedule_of(config),
-        measured.steps_done,
-    )
+    evaluation = config.evaluation
+    logging = config.logging
+    schedule = schedule_of(config)
+    done = measured.steps_done
     steps = schedule.left(done)
     between = schedule.turns(schedule.evaluation_frequency, done)
     evaluations = (2 if steps else 1) if evaluation.num_prompts else 0
@@ -155,21 +151,18 @@ def forecast(config: GRPOConfig, measured: Measured) -> Forecast:
         "report": measured.report_s,
         "end": _END_S,
     }
-    batch, group = config.dialog_turns_per_batch, config.env.repeats
-    rows = (
-        steps
-        // logging.sample_frequency
-        * min(batch, -(-(logging.train_rows or batch) // group) * group)
-    )
-    rows += (between + evaluations) * min(
-        evaluation.num_prompts, logging.test_rows or evaluation.num_prompts
-    )
-    beside = rows * measured.sample_bytes
-    beside += steps * (_ROW_BYTES + logging.tensorboard * _TENSORBOARD_BYTES) + _REPORT_BYTES
+    batch = config.dialog_turns_per_batch
+    group = config.env.repeats
+    train_rows = min(batch, -(-(logging.train_rows or batch) // group) * group)
+    test_rows = min(evaluation.num_prompts, logging.test_rows or evaluation.num_prompts)
+    rows = steps // logging.sample_frequency * train_rows + (between + evaluations) * test_rows
+    other = rows * measured.sample_bytes
+    other += steps * (_ROW_BYTES + logging.tensorboard * _TENSORBOARD_BYTES) + _REPORT_BYTES
     longest = config.max_response_tokens
-    now, prompt = measured.response_tokens, measured.prompt_tokens
+    now = measured.response_tokens
+    prompt = measured.prompt_tokens
     growth = max(1.0, (prompt + longest) / (prompt + now)) if now else 1.0
-    return Forecast(seconds, writes, int(beside), dict(measured.memory), (now, longest), growth)
+    return Forecast(seconds, writes, int(other), dict(measured.memory), (now, longest), growth)
 
 
 def memory_now() -> dict[str, int]:
@@ -183,9 +176,8 @@ def memory_now() -> dict[str, int]:
 def _peak_of_processes() -> int:
     """Return the sum of the peak resident sizes of this process and its children."""
     if not sys.platform.startswith("linux"):
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-            1 if sys.platform == "darwin" else 1024
-        )
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     peak = 0
     for pid in (os.getpid(), *descendants(os.getpid())):
         with suppress(OSError):  # it has ended

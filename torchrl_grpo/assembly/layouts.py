@@ -1,7 +1,6 @@
 """Layouts of a run: all roles in this thread, or actors on Ray.
 
-Both make the same two things: a learner, and the ``Rollouts`` of its samplers, reference models and
-teachers.
+Both make a learner, and the ``Rollouts`` of its samplers, reference models and teachers.
 """
 
 from __future__ import annotations
@@ -47,9 +46,9 @@ class _TaskSetup:
     """How samplers play rollout tasks.
 
     Attributes:
-        groups: groups in a task; None is a whole batch.
+        groups: groups in a task; None for a whole batch.
         concurrent: tasks that a sampler plays at a time.
-        in_flight: what happens to them when weights arrive; see ``AsyncVLLMEngine``.
+        in_flight: what happens to tasks in progress when weights arrive; see ``AsyncVLLMEngine``.
     """
 
     groups: int | None = None
@@ -76,15 +75,15 @@ class LocalLayout:
 
         Args:
             blueprint: checked.
-            transfer: how the weights reach the engines.
-            max_staleness: bound of the staleness.
-            resources: closes what is made here.
+            transfer: kind of weight transfer to the engines.
+            max_staleness: bound on the staleness.
+            resources: closes everything that is made.
 
         Raises:
             ValueError: a part refuses its settings.
         """
         plan = blueprint.plan
-        # the parts of a small model change it
+        # small models change it
         resources.callback(torch.set_num_threads, torch.get_num_threads())
         if blueprint.config.train_model.cpu_offload:
             resources.callback(leave_mesh)
@@ -105,7 +104,7 @@ class LocalLayout:
 
 
 def start_cluster(address: str | None, resources: ExitStack) -> Cluster:
-    """Start Ray, or join the cluster at an address; ``resources`` leaves it again."""
+    """Start Ray, or join the cluster at an address; ``resources`` shuts it down or leaves it."""
     say("starting Ray" if address is None else f"joining the Ray cluster at {address}")
     cluster = start(address)
     resources.callback(cluster.shutdown)
@@ -113,11 +112,11 @@ def start_cluster(address: str | None, resources: ExitStack) -> Cluster:
 
 
 class RayLayout:
-    """Each rank, engine, reference model and teacher in an actor of its own.
+    """Each rank, engine, reference model and teacher in its own actor.
 
     Args:
         cluster: the cluster that was joined; None starts one on this machine.
-        watch: reports a stalled run, with what this layout knows of its processes.
+        watch: reports a stalled run, including its processes on Ray.
     """
 
     def __init__(self, cluster: Cluster | None, watch: stalls.Watch | None) -> None:
@@ -162,7 +161,7 @@ class RayLayout:
         cluster.watch(learner.last_saved)
         resources.callback(learner.close)
         setup = _task_setup(blueprint, max_staleness)
-        # Where an engine takes several calls at a time: the tasks, an update and an evaluation.
+        # An engine may take several calls at a time: tasks, an update and an evaluation.
         is_concurrent = setup.concurrent > 1 or setup.in_flight != "wait"
         sampler_callers = setup.concurrent + 2 if is_concurrent else 1
 
@@ -178,8 +177,8 @@ class RayLayout:
             blueprint, transfer, max_staleness, setup, learner, driver, make_worker
         )
         resources.callback(rollouts.close)
-        say(f"starting {sum(map(len, options.values()))} processes, which load their models")
-        if plan.colocated:  # an engine measures free memory, so the learner takes its own first
+        say(f"starting {sum(map(len, options.values()))} processes that load their models")
+        if plan.colocated:  # engines measure free memory, so the learner allocates its own first
             learner.start()
             rollouts.start()
         else:
@@ -220,10 +219,10 @@ def _make_rollouts(
     driver: InlineDriver | ThreadDriver,
     make_worker: Callable[[str, int, str, Callable[..., Any]], Worker],
 ) -> Rollouts:
-    """Make the rollouts, not yet started, in the state of the checkpoint to resume.
+    """Make the rollouts, without starting them, in the state of the checkpoint to resume.
 
-    ``make_worker`` takes the role, the index among the role's workers, the name, and the factory of
-    the part.
+    ``make_worker`` takes the role, the worker's index within the role, its name, and the factory of
+    its part.
     """
     config, plan, untested = blueprint.config, blueprint.plan, _without_tests(blueprint)
     most_played = None

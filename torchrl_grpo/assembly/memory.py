@@ -1,6 +1,6 @@
-"""``run_memory``: what each role of a config holds on one of its devices.
+"""``run_memory``: the memory of each role of a config on one of its devices.
 
-It imports no torch, so that a plan can ask.
+Imports no torch, because the plan uses it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class RunMemory:
     """Memory on one device of each role, in bytes.
 
     Attributes:
-        train: of a rank of the learner.
-        engine: of one of an engine's devices.
-        reference: of a reference model of its own, which may lie on the learner's devices; None
+        train: memory of a rank of the learner.
+        engine: memory of one of an engine's devices.
+        reference: memory of a separate reference model, which may be on the learner's devices; None
             without one.
-        teacher: of the teacher, likewise.
+        teacher: memory of the teacher; None without one.
     """
 
     train: StepMemory
@@ -38,7 +38,7 @@ class RunMemory:
     teacher: ModelMemory | None = None
 
     def roles(self) -> dict[str, StepMemory | ModelMemory]:
-        """The same by role; those that there are."""
+        """Return the memory by role, for the roles that exist."""
         roles: dict[str, StepMemory | ModelMemory] = {"train": self.train, "inference": self.engine}
         others = {"reference": self.reference, "teacher": self.teacher}
         return roles | {role: memory for role, memory in others.items() if memory is not None}
@@ -55,18 +55,18 @@ def run_memory(
     on_cpu: bool = False,
     teacher: Shape | None = None,
 ) -> RunMemory:
-    """Return what each role holds.
+    """Return the memory of each role.
 
     Args:
         config: validated.
-        shape: of the model.
+        shape: shape of the model.
         prompt: tokens of a prompt.
         response: tokens of a response in the training step; the engine has room for the longest
-            one.
+            response.
         ranks: devices of the learner.
         samplers: engines, each on ``inference_model.tensor_parallel_size`` devices.
-        on_cpu: whether the learner computes on a CPU, which has nowhere to offload to.
-        teacher: shape of the teacher, None without one.
+        on_cpu: whether the learner is on a CPU, so that it cannot offload.
+        teacher: shape of the teacher; None without one.
     """
     env, engine = config.env, config.inference_model
     number = BYTES[engine.dtype]
@@ -74,7 +74,8 @@ def run_memory(
     cache = groups * group_cache_bytes(
         shape, number, prompt, env.repeats, config.max_response_tokens
     )
-    size, sequences = engine.tensor_parallel_size, config.optim_batch_size
+    size = engine.tensor_parallel_size
+    sequences = config.optim_batch_size
     tokens = -(-sequences // env.repeats) * prompt + sequences * response
     setup = replace(step_setup(config), ranks=ranks).of_batch(tokens, prompt + response)
     if on_cpu:
@@ -96,9 +97,7 @@ def run_memory(
 
 
 def step_setup(config: GRPOConfig) -> StepSetup:
-    """Return how a training step of a config is made on one device, in passes as large as they may
-    be.
-    """
+    """Return the setup of a config's training step on one device, in passes of maximum size."""
     train, model = config.train, config.train_model
     master = BYTES[model.dtype]
     return StepSetup(

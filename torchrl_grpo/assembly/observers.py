@@ -1,6 +1,6 @@
 """Observers of a run: its metrics, console, alarms, samples, checkpoints and timeline.
 
-An observer records events of the loop and has no influence on training. Only ``Limits`` may end the
+An observer records events of the loop and does not influence training. Only ``Limits`` may end the
 run.
 """
 
@@ -32,14 +32,14 @@ from torchrl_grpo.reporting.records import one_of_each
 from torchrl_grpo.runtime.learner import RayLearner
 from torchrl_grpo.runtime.rollouts import Rollouts
 
-_SHOWN = 4
+_NUM_SHOWN = 4
 
 
 class FolderGuard(Observer):
-    """End of a run whose folder was moved or removed, before a step is recorded and saved.
+    """Ends a run whose folder was moved or removed, before a step is recorded and saved.
 
     Args:
-        lock: lock of the run's folder.
+        lock: lock on the run's folder.
     """
 
     def __init__(self, lock: FolderLock) -> None:
@@ -51,7 +51,7 @@ class FolderGuard(Observer):
 
 
 class Recorder(Observer):
-    """Recorder of the metrics and samples of each step, which it also shows.
+    """Records and shows the metrics and samples of each step.
 
     Args:
         learner: returns the samples of the latest batch.
@@ -63,7 +63,7 @@ class Recorder(Observer):
         schedule: schedule of the run.
         sequences_per_batch: for the progress bar.
         sample_frequency: steps between tables of samples.
-        sample_rows: samples of each table, rounded up to whole groups; None is all.
+        sample_rows: samples in each table, rounded up to whole groups; None for all.
     """
 
     def __init__(
@@ -87,8 +87,10 @@ class Recorder(Observer):
         self._sample_frequency = sample_frequency
         self._sample_rows = sample_rows
         self._has_progress_bar = False
-        self._unlogged: Mapping[str, float] | None = None  # of a trained step
-        for row in read_jsonl(logger.directory / METRICS_FILE):  # if it resumes in its own folder
+        self._unlogged: Mapping[str, float] | None = None  # metrics of a trained step
+        for row in read_jsonl(
+            logger.directory / METRICS_FILE
+        ):  # if the run resumes in its own folder
             alarms.take(row)
 
     def stage(self, kind: str, step: int, what: str) -> None:
@@ -118,13 +120,13 @@ class Recorder(Observer):
         )
 
     def interrupted(self) -> None:
-        """Record a step that was trained but not recorded."""
+        """Record a step that was trained but not yet recorded."""
         try:
             if self._unlogged is not None and self._learner.resumable:
                 self._record(self._learner.version, self._unlogged)
         except RunLostError:
             pass
-        except Exception as error:  # it must not cost the checkpoint
+        except Exception as error:  # it must not prevent the checkpoint
             reason = f"{type(error).__name__}: {error}"
             torchrl_logger.warning(
                 f"Step {self._learner.version} is only partly logged ({reason})."
@@ -138,19 +140,19 @@ class Recorder(Observer):
         if step in (1, self._num_batches) or step % self._sample_frequency == 0:
             rows = self._learner.samples(self._sample_rows)
             self._logger.log_samples(step, rows)
-            self._console.samples(step, one_of_each(rows)[:_SHOWN])
+            self._console.samples(step, one_of_each(rows)[:_NUM_SHOWN])
 
 
 class Limits(Observer):
-    """End of a run that learns nothing, after it was saved.
+    """Ends a run that learns nothing, after it was saved.
 
     Args:
-        alarms: have checked the metrics.
+        alarms: alarms that have checked the metrics.
 
     Keyword Args:
         schedule: schedule of the run.
-        max_steps_without_signal: number of consecutive steps without different rewards in any group
-            that ends the run; None disables it.
+        max_steps_without_signal: number of consecutive steps in which no group has different
+            rewards, after which the run ends; None disables it.
     """
 
     def __init__(
@@ -165,8 +167,8 @@ class Limits(Observer):
         if self._limit is not None and steps >= self._limit and self._schedule.left(step):
             raise NoSignalError(
                 f"{steps} steps in a row had no learning signal: all rewards of each group are "
-                f"equal or not valid; train.max_steps_without_signal={self._limit}. The alarms "
-                "above and docs/troubleshooting.md say what to do."
+                f"equal or invalid (limit: train.max_steps_without_signal={self._limit}). See the "
+                "alarms above and docs/troubleshooting.md."
             )
 
     def ended(self, step: int) -> None:
@@ -174,18 +176,18 @@ class Limits(Observer):
         steps = self._alarms.steps_without_reward
         if steps:
             raise NoSignalError(
-                f"env.reward must give valid rewards, but it gave none in the {steps} steps of the "
-                "run: the log above has the first error of each kind. Call the reward function by "
-                "hand with a row of samples.jsonl."
+                f"env.reward must return valid rewards, but all were invalid in the {steps} steps "
+                "of the run: the log above has the first error of each kind. Call the reward "
+                "function by hand with a row of samples.jsonl."
             )
 
 
 class Saver(Observer):
-    """Writer of checkpoints, each with the state of the rollouts from when the batch was taken.
+    """Writes checkpoints, each with the state of the rollouts at the time when the batch was taken.
 
     Args:
-        learner: saves itself.
-        rollouts: their state is saved.
+        learner: the learner to save.
+        rollouts: the rollouts whose state is saved.
         checkpointer: writes the files.
         export: writes the model of the current step.
         schedule: schedule of the run.
@@ -205,13 +207,11 @@ class Saver(Observer):
         self._export = export
         self._schedule = schedule
         self._first = learner.version
-        self._saved = self._first  # or being written
+        self._saved = self._first  # including one being written
         self._complete = self._first  # on the disk
         self._reference_version = 0
         self._evaluated: dict[int, Mapping[str, float]] = {}
-        self._states = {
-            learner.version: rollouts.state_dict()
-        }  # by the version of the learner that it goes with
+        self._states = {learner.version: rollouts.state_dict()}  # by version of the learner
 
     def taken(self) -> None:
         version = self._learner.version
@@ -245,7 +245,7 @@ class Saver(Observer):
         self._learner.finish_save()
 
     def _save(self) -> None:
-        """Save this step, unless it is saved or incomplete."""
+        """Save this step, unless it is already saved or is incomplete."""
         version = self._learner.version
         if not self._learner.resumable:
             last = "no checkpoint was written"
@@ -276,8 +276,12 @@ class Saver(Observer):
 
     def _warn_unsaved(self, version: int, error: Exception) -> None:
         last = self._checkpointer.latest()
-        before = "there is none before it" if last is None else f"the one before it is {last.name}"
-        torchrl_logger.warning(f"Step {version} is not saved, {before}: {error}.")
+        before = (
+            "there is no earlier checkpoint"
+            if last is None
+            else f"the latest checkpoint is {last.name}"
+        )
+        torchrl_logger.warning(f"Step {version} was not saved, {before}: {error}.")
 
     def _export_or_warn(self) -> None:
         """Export the model of this step, or log why it failed."""
@@ -286,12 +290,12 @@ class Saver(Observer):
             self._export()
         except NotSavedError as error:
             torchrl_logger.warning(
-                f"The model of step {self._learner.version} is not written: {error}."
+                f"The model of step {self._learner.version} was not written: {error}."
             )
 
 
 class Timeline(Observer):
-    """Recorder of the start and duration of each stage, which also names it for the stall watch.
+    """Records the start and duration of each stage, and names it for the stall watch.
 
     Args:
         rollouts: return the spans of their workers.
@@ -301,7 +305,7 @@ class Timeline(Observer):
     def __init__(self, rollouts: Rollouts, logger: MetricsLogger) -> None:
         self._rollouts = rollouts
         self._logger = logger
-        self._spans: list[dict[str, Any]] = []  # the last one is under way
+        self._spans: list[dict[str, Any]] = []  # the last one is in progress
 
     def stage(self, kind: str, step: int, what: str) -> None:
         self._end_span()
@@ -310,13 +314,12 @@ class Timeline(Observer):
 
     def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
         *ended, current = self._spans
-        self._logger.log_spans(
-            [*ended, *({"step": step, **span} for span in self._rollouts.spans())]
-        )
+        worker_spans = [{"step": step, **span} for span in self._rollouts.spans()]
+        self._logger.log_spans([*ended, *worker_spans])
         self._spans = [current]
 
     def interrupted(self) -> None:
-        with suppress(Exception):  # of actors that may be gone
+        with suppress(Exception):  # actors may be gone
             self._write()
 
     def ended(self, step: int) -> None:

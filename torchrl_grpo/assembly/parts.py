@@ -1,4 +1,4 @@
-"""Parts of a role from a blueprint and a device: the only place that makes engines and models.
+"""Parts of each role, from a blueprint and a device: the only module that makes engines and models.
 
 The driver of a local run calls these functions. In a distributed run each actor calls them in its
 own process.
@@ -60,16 +60,17 @@ def make_learner(
 
     Args:
         blueprint: checked.
-        transfer: how its weights reach the engines; see ``transfer_kind``.
-        mesh: the ranks that the model is sharded over, None for one rank.
-        device: of this rank; by default, here and below, the first one that this process sees.
+        transfer: kind of weight transfer to the engines; see ``transfer_kind``.
+        mesh: the ranks that the model is sharded over; None for one rank.
+        device: device of this rank; by default, here and below, the first one visible to this
+            process.
     """
     if blueprint.config.evaluates_served:
         return Untrained()
     device = device or own_device()
     say(f"loading the model {blueprint.config.model.name}")
     config, lora = blueprint.config, blueprint.config.train_model.lora.enabled
-    if mesh is None and config.train_model.cpu_offload:  # which is a feature of sharding
+    if mesh is None and config.train_model.cpu_offload:  # offloading is a feature of sharding
         mesh = lone_mesh(device)
     random.seed(config.seed)
     torch.manual_seed(config.seed)
@@ -112,22 +113,21 @@ def make_learner(
 def make_trainer(
     blueprint: Blueprint, device: torch.device, mesh: DeviceMesh | None = None
 ) -> GRPOTrainer:
-    """Make the trainer with its model, which is sharded over a mesh, loss and optimizer."""
+    """Make the trainer with its model (sharded over the mesh, if any), loss and optimizer."""
     config = blueprint.config
     train, settings = config.train_model, config.optimizer
-    # Sharding moves the model to its device layer by layer: it need not fit there as a whole.
+    # Sharding moves the model to its device layer by layer, so it need not fit there as a whole.
     model = make_model(config, device if mesh is None else loading_device(mesh))
     if train.gradient_checkpointing:
         loading.enable_gradient_checkpointing(model)
-    scorer = TokenScorer(
-        model, temperature=config.inference_model.temperature
-    )  # before sharding: it checks itself
+    # Before sharding, because its constructor runs the model as a check.
+    scorer = TokenScorer(model, temperature=config.inference_model.temperature)
     if mesh is not None:
         shard_model(model, mesh, param_dtype=_autocast_dtype(config), cpu_offload=train.cpu_offload)
     if config.teacher_in_loss:
         scorer.distill_from(_teacher_head(config, device))
     loss = make_loss(config, scorer)
-    for name, buffer in loss.named_buffers(recurse=False):  # the model has its device already
+    for name, buffer in loss.named_buffers(recurse=False):  # the model is already on its device
         setattr(loss, name, buffer.to(device))
     optimizer = make_optimizer(
         [parameter for parameter in model.parameters() if parameter.requires_grad],
@@ -159,7 +159,7 @@ def make_trainer(
 
 
 def make_model(config: GRPOConfig, device: torch.device) -> nn.Module:
-    """Make the trained model, as before the first step, with its adapters."""
+    """Make the model to be trained in its initial state, with its adapters."""
     model: nn.Module = _load(config, "train_model", device)
     lora = config.train_model.lora
     if not lora.enabled:
@@ -182,11 +182,11 @@ def make_sampler(
 
     Args:
         blueprint: checked.
-        task_groups: groups of a rollout task. If set, the engine takes concurrent calls, if its
-            kind can and it need not sleep. None makes a sampler that plays whole batches.
-        concurrent_tasks: rollout tasks that it plays at a time.
+        task_groups: groups of a rollout task. If set, the engine takes concurrent calls, provided
+            that it supports them and does not sleep. None makes a sampler that plays whole batches.
+        concurrent_tasks: rollout tasks to play at a time.
         number: index of the sampler.
-        device: of its engine, the first one of several.
+        device: device of its engine, the first one if it has several.
     """
     config = blueprint.config
     say(f"starting the engine: {config.inference_model.backend}")
@@ -241,7 +241,8 @@ def make_sampler(
         sleeps=blueprint.sleeps,
         reward_pool=blueprint.reward_pool,
         demonstrations=demonstrations if config.policy.sft_coef else None,
-        # A single sampler plays all tasks in order, and overlapping tasks share the engine's draws.
+        # Not for a single sampler, which plays all tasks in order, nor for overlapping tasks, which
+        # share the engine's random state.
         seed=config.seed if len(blueprint.plan.inference) > 1 and concurrent_tasks == 1 else None,
     )
 
@@ -250,7 +251,7 @@ def make_engine(
     blueprint: Blueprint, device: torch.device, *, concurrent: bool = False, number: int = 0
 ) -> Engine:
     """Make the generation engine with its model; ``concurrent`` allows calls from many threads, if
-    its kind can.
+    the engine supports them.
     """
     config = blueprint.config
     request = engine_request(
@@ -266,10 +267,10 @@ def make_engine(
 def _rescorer(
     config: GRPOConfig, engine: Engine
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-    """Return the scorer for ``inference_model.exact``, which computes as the trainer does."""
+    """Return the scorer for ``inference_model.exact``, with the trainer's computation."""
     if not config.inference_model.exact:
         return None
-    model = cast(Any, engine).model  # of each engine whose ``EngineKind.exact`` is true
+    model = cast(Any, engine).model  # engines with ``EngineKind.exact`` have one
     scorer = TokenScorer(model, temperature=config.inference_model.temperature)
     return KLScoring(
         scorer, autocast_dtype=_autocast_dtype(config), out_key=keys.LOG_PROBS
@@ -277,7 +278,7 @@ def _rescorer(
 
 
 def make_reference(blueprint: Blueprint, device: torch.device | None = None) -> Reference:
-    """Make a separate reference model, which scores in passes of the trainer's size and precision."""
+    """Make a separate reference model, with scoring passes of the trainer's size and precision."""
     config = blueprint.config
     scorer = _load_scorer(config, "ref_model", device or own_device())
     return Reference(KLScoring(scorer, **_passes(config)), makes_room=blueprint.sleeps)
@@ -291,7 +292,7 @@ def make_teacher(
 
     Args:
         blueprint: checked.
-        device: of the model, unless it is on a server.
+        device: device of the model, unless it is on a server.
         number: index of the teacher.
     """
     config = blueprint.config
@@ -322,12 +323,12 @@ def _teacher_head(config: GRPOConfig, device: torch.device) -> Teacher:
 def _load_scorer(
     config: GRPOConfig, role: str, device: torch.device, mesh: DeviceMesh | None = None
 ) -> TokenScorer:
-    """Load a frozen model that scores; on a mesh it is sharded like the trained model."""
+    """Load a frozen model for scoring; on a mesh it is sharded like the trained model."""
     name = f"teacher {config.teacher.model}" if role == "teacher" else "reference model"
     say(f"loading the {name}")
     model = _load(config, role, device if mesh is None else loading_device(mesh))
     model.requires_grad_(False)
-    # before sharding: it checks itself
+    # Before sharding, because its constructor runs the model as a check.
     scorer = TokenScorer(model, temperature=config.inference_model.temperature)
     if mesh is not None:
         offload = config.train_model.cpu_offload
@@ -336,7 +337,7 @@ def _load_scorer(
 
 
 def _passes(config: GRPOConfig) -> dict[str, Any]:
-    """Return the size and precision of scoring passes: those of the trainer."""
+    """Return the size and precision of scoring passes, which are the trainer's."""
     return {
         "max_tokens": config.train.micro_batch_tokens,
         "autocast_dtype": _autocast_dtype(config),
@@ -344,7 +345,7 @@ def _passes(config: GRPOConfig) -> dict[str, Any]:
 
 
 def _autocast_dtype(config: GRPOConfig) -> torch.dtype | None:
-    """Return the dtype that the training step computes in; None is that of the weights."""
+    """Return the dtype in which the training step computes; None for that of the weights."""
     return {"full": None, "bf16": torch.bfloat16, "fp16": torch.float16}[
         config.train.mixed_precision
     ]

@@ -75,7 +75,7 @@ class Run:
             raise
         finally:
             report = self._report()
-        # imported here because it imports matplotlib, which takes time
+        # Imported here because it imports matplotlib, which takes time.
         from torchrl_grpo.reporting.report import summarize
 
         summary = summarize(self.directory)
@@ -86,7 +86,7 @@ class Run:
         return summary
 
     def _train(self, checkpointer: Checkpointer) -> dict[str, Path]:
-        """Train and export the model; return where checkpoints and model are."""
+        """Train and export the model; return the paths of checkpoints and model."""
         learner, config = self.learner, self.blueprint.config
         export = partial(learner.export, checkpointer, self.blueprint.tokenizer)
         observers = self._observers(checkpointer, partial(export, ended=False))
@@ -158,7 +158,7 @@ class Run:
         ]
 
     def close(self) -> None:
-        """End engine, files and terminal output. May be called again."""
+        """Close engine, files and terminal output. Can be called more than once."""
         self.resources.close()
 
 
@@ -169,14 +169,14 @@ def build(
 
     Args:
         config: validated.
-        directory: where the run's files go.
+        directory: folder of the run.
         asynchronous: whether sampling and training overlap. The roles are then actors on Ray, as
-            they are if a role has several devices or ``ray.address`` names a cluster.
+            they also are if a role has several devices or ``ray.address`` names a cluster.
 
     Raises:
         ConfigError: a rule is broken, before any weights are loaded.
     """
-    transformers_logging.disable_progress_bar()  # it would write over the run's own
+    transformers_logging.disable_progress_bar()  # it would overwrite the run's own
     started_at = time.monotonic()
     max_staleness = staleness_bound(config, asynchronous)
     with as_config_errors(), ExitStack() as resources:
@@ -187,13 +187,13 @@ def build(
         if config.train.resume is None:
             check_unused(directory)
         cluster = None
-        if config.ray.address is not None:  # first, because its accelerators make the plan
+        if config.ray.address is not None:  # first, because the plan needs its accelerators
             cluster = start_cluster(config.ray.address, resources)
         say("reading data and tokenizer")
         blueprint = prepare(config, None if cluster is None else cluster.accelerators(), resume)
         config, plan = blueprint.config, blueprint.plan
         distributed = asynchronous or cluster is not None or plan.distributed
-        # Processes of several GPUs take turns if nothing is sampled while the learner trains.
+        # Processes on several GPUs take turns if nothing is sampled while the learner trains.
         in_turns = not distributed or (plan.distributed and max_staleness == 0)
         blueprint = replace(blueprint, folder=directory, sleeps=in_turns and plan.colocated)
         layout = RayLayout(cluster, watch) if distributed else LocalLayout()
@@ -217,11 +217,12 @@ def build(
             Checkpointer(directory / "checkpoints", {}).begin(done)
         learner, rollouts = layout.make_roles(blueprint, transfer, max_staleness, resources)
         time_limit = config.train.time_limit
+        reference_version = 0
+        if resume and config.has_own_reference:
+            reference_version = resume.reference_version
         schedule = schedule_of(
             config,
-            reference_version=resume.reference_version
-            if resume and config.has_own_reference
-            else 0,
+            reference_version=reference_version,
             unverified=transfer.unverified,
             ends_at=None if time_limit is None else started_at + time_limit,
         )
@@ -241,7 +242,9 @@ def build(
 def _show(
     blueprint: Blueprint, directory: Path, console: Console, resources: ExitStack
 ) -> MetricsLogger:
-    """Show the plan of the run and what it resumes; return the logger of its metrics."""
+    """Show the plan of the run and the checkpoint that it resumes; return the logger of its
+    metrics.
+    """
     config, resume = blueprint.config, blueprint.resume
     console.table("Device plan", plan_rows(blueprint))
     if not config.only_evaluates:
@@ -258,7 +261,7 @@ def _show(
         tensorboard=config.logging.tensorboard,
         services=config.logging.services,
         config=plain(config),
-        goes_on_from=None if continued is None else continued.path.parent.parent,
+        resumed_from=None if continued is None else continued.path.parent.parent,
         finished=finished,
     )
     resources.enter_context(logger)

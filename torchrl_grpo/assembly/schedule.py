@@ -16,7 +16,7 @@ def schedule_of(
     unverified: bool = False,
     ends_at: float | None = None,
 ) -> Schedule:
-    """Return the schedule of a config whose length is known (``blueprint.prepare``); see
+    """Return the schedule of a config whose length is known (after ``blueprint.prepare``); see
     ``Schedule``.
     """
     engine = config.inference_model
@@ -42,7 +42,7 @@ def writes_of(
     Args:
         config: validated.
         schedule: schedule of the run.
-        done: steps that are trained already.
+        done: number of trained steps.
         checkpoint_bytes: size of one checkpoint.
         model_bytes: size of one model.
     """

@@ -42,7 +42,7 @@ BUILTINS = {
     "math": "torchrl_grpo.tasks.math:MathTask",
     "ifeval": "torchrl_grpo.tasks.ifeval:IFEvalTask",
 }
-"""Built-in data sets by name; each is an ordinary class, as a user could write it."""
+"""Built-in data sets by name; each is an ordinary class that a user could write."""
 
 
 def make_task(
@@ -56,18 +56,18 @@ def make_task(
 
     Args:
         env: validated.
-        split: that is needed first. Of data sets it is read here, so that what is wrong with the
-            data, or with a reward that asks for a column, is found before a model is loaded.
+        split: the split that is needed first. A data set's split is read now, so that errors in the
+            data, or in a reward's columns, are found before a model loads.
         tests: further test sets.
-        scored: whether responses are scored; otherwise the data needs no reward.
+        scored: whether responses are scored; if not, the data needs no reward.
 
     Raises:
-        ValueError: the data cannot serve, there is no such task, or nothing scores its responses.
+        ValueError: the data cannot be used, there is no such task, or nothing scores its responses.
 
     >>> make_task(EnvConfig(dataset="arithmetic", difficulty=1)).name
     'arithmetic'
     """
-    env, tests = _sandboxed(env, tests)
+    env, tests = _with_sandbox(env, tests)
     if isinstance(env.task, str):
         return _make_verifiers(env, split, tests)
     scoring: Scoring = "must" if scored and env.agent is None else "may"
@@ -75,8 +75,8 @@ def make_task(
         scoring = "not"
     task = data = _make_problems(env, split, scoring)
     if tests:
-        own = list(task.tasks) if isinstance(task, MixedTask) else []
-        names = dataset_names(tests, "evaluation.datasets", own)
+        dataset_names_used = list(task.tasks) if isinstance(task, MixedTask) else []
+        names = dataset_names(tests, "evaluation.datasets", dataset_names_used)
         sets = [
             _make_test(entry, f"evaluation.datasets[{i}]", env.reward, scoring)
             for i, entry in enumerate(tests)
@@ -93,42 +93,43 @@ def make_task(
         task = WithRetry(task, env.retry_prompt)
     if env.agent is not None:
         task = WithAgent(task, load_program(env.agent), _tool_parser(env))
-    played = env.environment is not None or env.agent is not None
+    is_played = env.environment is not None or env.agent is not None
     _check_parts(
-        env, data.tasks if isinstance(data, MixedTask) and not played else {task.name: task}
+        env, data.tasks if isinstance(data, MixedTask) and not is_played else {task.name: task}
     )
     if task.is_stateful and env.transforms:
         raise ValueError(
             f"env.transforms={list(env.transforms)} must be left out with task {task.name!r}, "
-            "which keeps something of a dialog between its turns: let the task itself answer."
+            "which keeps state between the turns of a dialog: let the task itself reply."
         )
     if env.max_turns > 1 and not (task.multi_turn or env.transforms):
         raise ValueError(
             f"env.max_turns={env.max_turns} must be 1 with task {task.name!r}, whose dialogs end "
-            "after the policy's first turn: leave it out, or give env.retry_prompt, env.tools or "
+            "after the policy's first turn: leave it out, or set env.retry_prompt, env.tools or "
             "env.transforms."
         )
     return task
 
 
 def _check_parts(env: EnvConfig, tasks: Mapping[str, Task]) -> None:
-    """Refuse tasks whose scores have no parts where the parts are what trains."""
-    bare = [name for name, task in tasks.items() if not task.has_parts]
-    if bare and env.reward_combination == "gdpo":
+    """Refuse tasks whose scores have no parts, if the parts are trained on."""
+    without_parts = [name for name, task in tasks.items() if not task.has_parts]
+    if without_parts and env.reward_combination == "gdpo":
         raise ValueError(
-            f"env.reward_combination=gdpo must have a reward in parts, {', '.join(bare)} has none: "
-            "name reward functions in env.reward, or use env.reward_combination=sum."
+            "env.reward_combination=gdpo needs a reward with parts, but "
+            f"{', '.join(without_parts)} has none: name reward functions in env.reward, or use "
+            "env.reward_combination=sum."
         )
 
 
 def _make_verifiers(env: EnvConfig, split: Split, tests: Sequence[DatasetConfig]) -> Task:
-    """Make the task of an environment of verifiers, which plays it."""
+    """Make the task of an environment of verifiers, which plays the dialogs."""
     from torchrl_grpo.integrations.verifiers import Verifiers, VerifiersTask, make_config
 
     if tests:
         raise ValueError(
-            f"evaluation.datasets must be left out with env.task={env.task}, whose tests are its "
-            "own tasks: leave it out, and evaluate on other data in another run "
+            f"evaluation.datasets must be left out with env.task={env.task}, which is tested on "
+            "its own tasks: leave it out, and evaluate on other data in another run "
             "(train.total_dialog_turns=0)."
         )
     config = make_config(
@@ -136,9 +137,9 @@ def _make_verifiers(env: EnvConfig, split: Split, tests: Sequence[DatasetConfig]
     )
     task = VerifiersTask(config, env.max_samples)
     task.problems(split)
-    played = WithAgent(task, Verifiers(config), _tool_parser(env))
-    _check_parts(env, {task.name: played})
-    return played
+    with_agent = WithAgent(task, Verifiers(config), _tool_parser(env))
+    _check_parts(env, {task.name: with_agent})
+    return with_agent
 
 
 def _tool_parser(env: EnvConfig) -> Parser:
@@ -149,22 +150,22 @@ def _tool_parser(env: EnvConfig) -> Parser:
     )
 
 
-def _sandboxed(
+def _with_sandbox(
     env: EnvConfig, tests: Sequence[DatasetConfig]
 ) -> tuple[EnvConfig, Sequence[DatasetConfig]]:
-    """The same settings, with ``env.sandbox`` for each reward that runs programs, of which there
-    can be a sandbox here.
+    """Return the settings with ``env.sandbox`` applied to each reward that runs programs.
 
     Raises:
-        ValueError: the machine has none.
+        ValueError: this machine cannot provide the sandbox.
     """
-    env = replace(env, reward=_with_option(env.reward, env.sandbox))
-    several = [
-        replace(data, reward=_with_option(data.reward, env.sandbox)) for data in env.datasets or ()
+    env = replace(env, reward=_with_sandbox_option(env.reward, env.sandbox))
+    datasets = [
+        replace(data, reward=_with_sandbox_option(data.reward, env.sandbox))
+        for data in env.datasets or ()
     ]
-    tests = [replace(data, reward=_with_option(data.reward, env.sandbox)) for data in tests]
-    rewarded = any(_runs_programs(data.reward) for data in (env, *several, *tests))
-    if not rewarded and PYTHON not in env.tools:
+    tests = [replace(data, reward=_with_sandbox_option(data.reward, env.sandbox)) for data in tests]
+    reward_runs_programs = any(_runs_programs(data.reward) for data in (env, *datasets, *tests))
+    if not reward_runs_programs and PYTHON not in env.tools:
         return env, tests
     from torchrl_grpo.sandbox import isolation, require_isolation
 
@@ -172,28 +173,26 @@ def _sandboxed(
         require_isolation(env.sandbox)
     except RuntimeError as error:
         raise ValueError(str(error).replace("sandbox=", "env.sandbox=")) from error
-    who = "reward 'code'" if rewarded else f"tool '{PYTHON}'"
+    user = "reward 'code'" if reward_runs_programs else f"tool '{PYTHON}'"
     if isolation() == "namespaces":
-        say(f"{who} runs programs in namespaces of the kernel: no network, no files but Python's")
+        say(f"{user} runs programs in kernel namespaces: no network, no files except Python's")
     else:
         torchrl_logger.warning(
-            f"{who} runs programs with limits of time and memory alone: they can read files and "
-            "use the network (docs/security.md)."
+            f"{user} runs programs with only time and memory limits: they can read files and use "
+            "the network (docs/security.md)."
         )
-    return replace(env, datasets=several if env.datasets is not None else None), tests
+    return replace(env, datasets=datasets if env.datasets is not None else None), tests
 
 
-def _with_option(spec: Any, sandbox: str) -> Any:
-    """A reward's spec with the option ``sandbox`` for ``code``."""
+def _with_sandbox_option(spec: Any, sandbox: str) -> Any:
+    """Return the spec of rewards with the option ``sandbox`` for ``code``."""
     if isinstance(spec, list):
-        return [_with_option(entry, sandbox) for entry in spec]
+        return [_with_sandbox_option(entry, sandbox) for entry in spec]
     if spec == "code":
         return {"fn": "code", "sandbox": sandbox}
-    return (
-        {**spec, "sandbox": sandbox}
-        if isinstance(spec, Mapping) and spec.get("fn") == "code"
-        else spec
-    )
+    if isinstance(spec, Mapping) and spec.get("fn") == "code":
+        return {**spec, "sandbox": sandbox}
+    return spec
 
 
 def _runs_programs(spec: Any) -> bool:
@@ -202,18 +201,18 @@ def _runs_programs(spec: Any) -> bool:
 
 
 def dataset_names(
-    entries: Sequence[DatasetConfig], field: str, taken: Sequence[str] = ()
+    entries: Sequence[DatasetConfig], field: str, reserved: Sequence[str] = ()
 ) -> list[str]:
     """Return the names of data sets in metrics.
 
     Raises:
-        ValueError: two have the same name, or one has a name that is ``taken``.
+        ValueError: two have the same name, or one has a reserved name.
     """
     names = [entry.name or data_name(entry.dataset or "") for entry in entries]
     for index, name in enumerate(names):
-        if [*names, *taken].count(name) > 1:
+        if [*names, *reserved].count(name) > 1:
             raise ValueError(
-                f"{field}[{index}].name={name} must differ from the others: give it a name."
+                f"{field}[{index}].name={name} must differ from the other names: set another name."
             )
     return names
 
@@ -225,27 +224,27 @@ def _with_environment(
     from torchrl_grpo.integrations.openenv import OpenEnvKind
     from torchrl_grpo.tasks.with_environment import Kind, WithEnvironment
 
-    named = {"": env.environment} if isinstance(env.environment, str) else env.environment
+    specs = {"": env.environment} if isinstance(env.environment, str) else env.environment
     parser = _tool_parser(env)
 
-    def kind(place: str) -> Kind:
-        if place.startswith(checks.OPENENV):
-            return OpenEnvKind(place.removeprefix(checks.OPENENV), tools, parser)
-        return Kind(load_class(place, "env.environment"), tools, parser)
+    def kind(spec: str) -> Kind:
+        if spec.startswith(checks.OPENENV):
+            return OpenEnvKind(spec.removeprefix(checks.OPENENV), tools, parser)
+        return Kind(load_class(spec, "env.environment"), tools, parser)
 
-    kinds = {name: kind(place) for name, place in named.items()}
+    kinds = {name: kind(spec) for name, spec in specs.items()}
     problems = task.problems(split)
     rewards = None
     if env.reward is not None:
         rewards = _rewards(task, env.reward, "env.reward", problems[0], has_environment=True)
-    played = WithEnvironment(task, kinds, rewards=rewards, at_a_time=env.environments_at_a_time)
-    played.check(problems)
-    return played
+    wrapped = WithEnvironment(task, kinds, rewards=rewards, at_a_time=env.environments_at_a_time)
+    wrapped.check(problems)
+    return wrapped
 
 
 def _with_python(task: Task, env: EnvConfig, tools: Sequence[Callable[..., Any]]) -> Task:
-    """Wrap the task in the tool ``python``: an environment that scores nothing, with the other
-    tools beside it.
+    """Wrap the task in the tool ``python``: an environment that scores nothing, together with the
+    other tools.
     """
     from torchrl_grpo.tasks.with_environment import Kind, WithEnvironment
     from torchrl_grpo.tools.python import Python
@@ -259,11 +258,11 @@ def check_tests(task: Task, problems: Sequence[Problem]) -> None:
     """Refuse test problems without a column that their reward or environment needs.
 
     Args:
-        task: of the run.
-        problems: of its test split.
+        task: task of the run.
+        problems: problems of its test split.
 
     Raises:
-        ValueError: there are some.
+        ValueError: a column is missing.
     """
     from torchrl_grpo.tasks.with_environment import WithEnvironment
 
@@ -298,7 +297,7 @@ def _check_columns(task: Task, problem: Problem) -> None:
 
 
 def _make_test(entry: DatasetConfig, field: str, reward: Any, scoring: Scoring) -> Task:
-    """Make a test set: the test split or, if there is none and none was asked for, all of the data."""
+    """Make a test set: the test split or, if there is none and none was requested, all data."""
     reward = reward if entry.reward is None else entry.reward
     try:
         return _make_dataset(entry, field, reward, "test", scoring)
@@ -311,7 +310,7 @@ def _make_test(entry: DatasetConfig, field: str, reward: Any, scoring: Scoring) 
 
 
 def _make_problems(env: EnvConfig, split: Split, scoring: Scoring) -> Task:
-    """The task or the data of a config; with its rewards, if it is to be scored by them."""
+    """Return the task or the data of a config, with its rewards if they score it."""
     if env.task.get("_target_") is not None:
         task = make_component("env.task", env.task, Task)
         return task if env.reward is None else _with_rewards(task, env.reward, "env.reward")
@@ -333,7 +332,7 @@ def _make_problems(env: EnvConfig, split: Split, scoring: Scoring) -> Task:
 def _make_dataset(
     data: DataConfig, field: str, reward: Any, split: Split, scoring: Scoring
 ) -> Task:
-    """A data set's task, with its scorer: it must have one, it may, or what plays it scores."""
+    """Return a data set's task, with its scorer, unless ``scoring`` is "not"."""
     name = data.dataset or ""
     if name in checks.GENERATED:
         task: Task = _builtin(name)(data.difficulty)
@@ -380,7 +379,7 @@ def _make_dataset(
     if scoring == "must" and type(task).score is Task.score and type(task).judge is Task.judge:
         raise ValueError(
             f"{field}.dataset={name} needs {field}.reward: use a built-in one, such as "
-            f"{field}.reward=gsm8k, or a function of yours, "
+            f"{field}.reward=gsm8k, or your own function, "
             f"{field}.reward=my_rewards.py:exact_match; algo=sft with evaluation.num_prompts=0 "
             "needs none."
         )
@@ -404,13 +403,12 @@ def _with_rewards(task: Task, spec: Any, field: str, split: Split | None = None)
 def _rewards(
     task: Task, spec: Any, field: str, first: Problem | None, has_environment: bool = False
 ) -> Rewards:
-    """The rewards of a spec, which get the columns of a task's problems, such as the first one."""
+    """Return the rewards of a spec, after checking their columns against the first problem."""
     from torchrl_grpo.tasks.with_rewards import make_rewards
 
     column = getattr(task, "prompt_column", None)
-    rewards = make_rewards(
-        spec, field=field, **({} if column is None else {"prompt_column": column})
-    )
+    arguments = {} if column is None else {"prompt_column": column}
+    rewards = make_rewards(spec, field=field, **arguments)
     if first is not None:
         rewards.check(
             first.extra, has_answer=first.answer is not None, has_environment=has_environment

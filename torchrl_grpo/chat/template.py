@@ -20,10 +20,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from torchrl_grpo.host.text import HALF, printable, replace_lone_surrogates
+from torchrl_grpo.host.text import LONE_SURROGATE, printable, replace_lone_surrogates
 
 Message = Mapping[str, Any]
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers finds it
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # the pattern of transformers
 
 
 def render_chat(
@@ -32,7 +32,7 @@ def render_chat(
     """Return a chat as the chat template writes it.
 
     Raises:
-        ValueError: the template raises, whatever it is.
+        ValueError: the template raises any error.
     """
     return render_spans(tokenizer, chat, **arguments)[0]
 
@@ -44,7 +44,7 @@ def render_spans(
     markers, if it has any.
 
     Raises:
-        ValueError: the template raises, whatever it is.
+        ValueError: the template raises any error.
     """
     messages = list(map(dict, chat))
     try:
@@ -61,15 +61,15 @@ def render_spans(
         reason = printable(f"{type(error).__name__}: {error}")
         roles = list(dict.fromkeys(str(message.get("role")) for message in chat))
         raise ValueError(
-            f"model.chat_template={template!r:.80} must write a chat of the roles {roles}, and it "
-            f"says {reason!r:.200}: mend it, or leave it out, if it is not the tokenizer's own."
+            f"model.chat_template={template!r:.80} must write a chat of the roles {roles}, but it "
+            f"raised {reason!r:.200}: fix it, or leave it out, if it is not the tokenizer's own."
         ) from error
 
 
 def check_tools(
     tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]], **arguments: Any
 ) -> None:
-    """Check that the chat template writes tools.
+    """Check that the chat template writes out tools.
 
     Raises:
         ValueError: it writes the same chat with them and without them.
@@ -81,7 +81,7 @@ def check_tools(
     if with_tools == render_chat(tokenizer, [_USER], tools=None, **arguments):
         raise ValueError(
             f"model.chat_template={printable(str(tokenizer.chat_template))!r:.80} must write the "
-            f"tools {[tool.get('function', tool).get('name') for tool in tools]}, and it leaves "
+            f"tools {[tool.get('function', tool).get('name') for tool in tools]}, but it leaves "
             "them out: use a model or a template that writes `tools`."
         )
 
@@ -94,23 +94,23 @@ _CALL = {"type": "function", "id": "call00000", "function": _FUNCTION}
 
 
 class ChatEncoder:
-    """Turns chats into tokens. Only the chat template can write control tokens: where a message
-    spells one out, it is tokenized as text, so that no data and no tool can end a turn or speak in
-    another role.
+    """Turns chats into tokens. Only the chat template can write control tokens: if a message spells
+    one out, it is tokenized as text, so that no data and no tool can end a turn or speak in another
+    role.
 
-    Control tokens are those that the tokenizer marks as special, and the other added ones that the
-    template writes around messages. A text without one has the tokens that it has without this
-    class: a tokenizer merges across the borders of messages, so the whole chat is tokenized at
-    once. A text with one is cut after the first character of each: no tokenizer, whatever its kind,
-    finds a token across a cut.
+    Control tokens are those that the tokenizer marks as special, and other added tokens that the
+    template writes around messages. Text without control tokens gets its usual tokens: tokenizers
+    merge across message boundaries, so the whole chat is tokenized at once. Text with control
+    tokens is cut after the first character of each, because no kind of tokenizer finds a token
+    across a cut.
 
     Args:
         tokenizer: with a chat template.
-        arguments: further ones of the template.
+        arguments: further arguments of the template.
 
     Attributes:
-        control: the control tokens, as text. One of a single character cannot be told from text,
-            and is not among them.
+        control: the control tokens, as text. Single characters are not included, because they
+            cannot be told from text.
 
     >>> from transformers import AutoTokenizer
     >>> from torchrl_grpo.starter import starter_path
@@ -157,30 +157,30 @@ class ChatEncoder:
         return self.encode([self.render(chat, **arguments)])[0]
 
     def render(self, chat: Sequence[Message], **arguments: Any) -> str:
-        """Return the chat as the template writes it, for ``encode`` alone: stand-ins replace the
+        """Return the chat as the template writes it, for use in ``encode``: stand-ins replace the
         first characters of control tokens that messages spell out. Lone surrogates become U+FFFD.
 
         Args:
             chat: messages.
-            **arguments: of the template, in addition to those given to the constructor.
+            **arguments: arguments of the template, in addition to those of the constructor.
 
         Raises:
-            ValueError: the template raises, whatever it is, or leaves the tools out; or the
-                messages are nested too deeply.
+            ValueError: the template raises any error or leaves the tools out, or the messages are
+                nested too deeply.
         """
         return self.render_turns(chat, len(chat), **arguments)[0]
 
     def render_turns(
         self, chat: Sequence[Message], own: int, **arguments: Any
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Return what ``render`` does, and the assistant's spans by the template's ``generation``
-        markers.
+        """Return the result of ``render``, and the assistant's spans by the template's
+        ``generation`` markers.
 
         Args:
             chat: messages.
-            own: number of messages after which the assistant's are as the policy writes them: there
-                control tokens are control tokens.
-            **arguments: of ``render``.
+            own: number of leading messages to escape; in later messages of the assistant, which the
+                policy would write itself, control tokens stay control tokens.
+            **arguments: arguments of ``render``.
         """
         try:
             return self._render_turns(chat, own, arguments)
@@ -193,39 +193,41 @@ class ChatEncoder:
         self, chat: Sequence[Message], own: int, arguments: dict[str, Any]
     ) -> tuple[str, list[tuple[int, int]]]:
         tools = arguments.get("tools")
-        if tools and not self._writes_tools:  # an agent's, or those of a dialog's opening
+        if tools and not self._writes_tools:  # of an agent, or of a dialog's opening
             check_tools(self.tokenizer, tools, **self.arguments)
             self._writes_tools = True
         trusted = [
-            place >= own and message.get("role") == "assistant"
-            for place, message in enumerate(chat)
+            index >= own and message.get("role") == "assistant"
+            for index, message in enumerate(chat)
         ]
         chat = [
             _with_texts(
-                self._with_call_form(message), replace_lone_surrogates if trusts else self._marked
+                self._with_call_form(message), replace_lone_surrogates if trusts else self._escape
             )
             for message, trusts in zip(chat, trusted, strict=True)
         ]
         arguments = {**self.arguments, **arguments}
         text, spans = render_spans(self.tokenizer, chat, **arguments)
-        # A template that takes texts apart and joins the pieces may make a control token of them.
-        # Not the roles: the template goes by them.
-        apart = [
+        # A template that splits texts and joins the pieces may create a control token. Roles are
+        # left alone, because templates depend on them.
+        without_signs = [
             {
                 key: entry if trusts or key == "role" else _with_texts(entry, self._without_signs)
                 for key, entry in message.items()
             }
             for message, trusts in zip(chat, trusted, strict=True)
         ]
-        if apart == chat:
+        if without_signs == chat:
             return text, spans
-        safe, safe_spans = render_spans(self.tokenizer, apart, **arguments)
+        safe, safe_spans = render_spans(self.tokenizer, without_signs, **arguments)
         tokens = [token for _, token in self._control_in(text)]
         same = tokens == [token for _, token in self._control_in(safe)]
         return (text, spans) if same else (safe, safe_spans)
 
     def _with_call_form(self, message: Message) -> Message:
-        """Return a message with its tool calls as the template takes them; others as they are."""
+        """Return a message with its tool calls in the form that the template takes; other messages
+        are unchanged.
+        """
         calls = message.get("tool_calls")
         if not calls or not isinstance(calls, list | tuple):
             return message
@@ -235,46 +237,46 @@ class ChatEncoder:
 
     @cached_property
     def _call_form(self) -> tuple[str | None, bool]:
-        """The content of a message that only calls, and whether arguments are an object: the
-        template decides, by the first form of which it writes the arguments."""
+        """The content of a message that only calls tools, and whether arguments are an object: the
+        first form whose arguments the template writes.
+        """
         for content, as_object in (("", True), ("", False), (None, True), (None, False)):
             call = with_arguments(_CALL, as_object)
-            calling = {**_ASSISTANT, "content": content, "tool_calls": [call]}
+            message = {**_ASSISTANT, "content": content, "tool_calls": [call]}
+            chat: list[Message] = [_USER, message, _RESULT]
             with suppress(ValueError):
-                if _PLACEHOLDER in render_chat(
-                    self.tokenizer, [_USER, calling, _RESULT], **self.arguments
-                ):
+                if _PLACEHOLDER in render_chat(self.tokenizer, chat, **self.arguments):
                     return content, as_object
         return "", True
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the tokens of texts from ``render``."""
-        cut = [self._cut(text) for text in texts]
-        pieces = [piece.translate(self._originals) for text in cut for piece in text]
+        split_texts = [self._split_at_stand_ins(text) for text in texts]
+        pieces = [piece.translate(self._originals) for text in split_texts for piece in text]
         if not pieces:
             return [[] for _ in texts]
         encoded = self.tokenizer(pieces, add_special_tokens=False, return_attention_mask=False)
         ids = iter(encoded["input_ids"])
-        return [[token for _ in text for token in next(ids)] for text in cut]
+        return [[token for _ in text for token in next(ids)] for text in split_texts]
 
     def plain(self, text: str) -> str:
         """Return a text from ``render`` without stand-ins."""
         return text.translate(self._originals)
 
     def spells_control(self, text: str) -> bool:
-        """Whether a message spells out a control token, in a text that ``render`` gave."""
-        return HALF.search(text) is not None
+        """Return whether a message spells out a control token, in a text from ``render``."""
+        return LONE_SURROGATE.search(text) is not None
 
     def encode_spans(
         self, text: str, spans: Sequence[tuple[int, int]]
     ) -> tuple[list[int], list[range]]:
-        """Return the tokens of a text from ``render_turns``, and which of them a character of each
-        span is in.
+        """Return the tokens of a text from ``render_turns``, and the range of tokens that overlap
+        each span.
         """
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
         start = 0
-        for piece in self._cut(text):
+        for piece in self._split_at_stand_ins(text):
             out = self.tokenizer(
                 piece.translate(self._originals),
                 add_special_tokens=False,
@@ -291,36 +293,37 @@ class ChatEncoder:
             range(bisect_right(lasts, first), bisect_left(firsts, last)) for first, last in spans
         ]
 
-    def _cut(self, text: str) -> list[str]:
-        return [piece for piece in re.split(f"(?<={HALF.pattern})", text) if piece]
+    def _split_at_stand_ins(self, text: str) -> list[str]:
+        return [piece for piece in re.split(f"(?<={LONE_SURROGATE.pattern})", text) if piece]
 
     def _without_signs(self, text: str) -> str:
         return text.translate(self._signs)
 
-    def _marked(self, text: str) -> str:
+    def _escape(self, text: str) -> str:
         """Return a message's text with stand-ins."""
         text = replace_lone_surrogates(text)
         tokens = self._control_in(text)
         normal = self._normalize(text)
         normal_tokens = self._control_in(normal)
-        if len(normal_tokens) > len(tokens):  # the tokenizer makes a plain "<" of a wide one
+        if len(normal_tokens) > len(
+            tokens
+        ):  # the tokenizer turns a full-width "<" into a plain one
             text = normal
             tokens = normal_tokens
         chars = list(text)
-        for place, _ in tokens:
-            chars[place] = self._stand_ins[chars[place]]
+        for position, _ in tokens:
+            chars[position] = self._stand_ins[chars[position]]
         return "".join(chars)
 
     def _control_in(self, text: str) -> list[tuple[int, str]]:
         """Return the control tokens in a text with their positions; they may overlap."""
-        begin = [first.start() for first in self._first.finditer(text)]
-        return [(place, token[0]) for place in begin if (token := self._any.match(text, place))]
+        starts = [match.start() for match in self._first.finditer(text)]
+        matches = [(start, self._any.match(text, start)) for start in starts]
+        return [(start, match[0]) for start, match in matches if match]
 
 
 def with_arguments(call: Any, as_object: bool) -> Any:
-    """Return a call with its arguments as an object or as its JSON; what is no call or object stays
-    as it is.
-    """
+    """Return a tool call with its arguments as an object or as JSON; other values are unchanged."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         return call
@@ -349,7 +352,7 @@ def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
 
 
 _PROBE = "@@message-{}@@"
-_MOST_KNOWN = 1000
+_MAX_CACHED = 1000
 
 
 class TurnTemplate:
@@ -357,24 +360,24 @@ class TurnTemplate:
 
     Args:
         tokenizer: with a chat template.
-        arguments: further ones of the template.
+        arguments: further arguments of the template.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> None:
         self._chats = ChatEncoder(tokenizer, arguments)
-        self._known: dict[str, list[int]] = {}
+        self._cache: dict[str, list[int]] = {}
         self._written_roles: set[tuple[Any, ...]] = set()
 
     def tokens(self, messages: Sequence[Message], response: Sequence[int]) -> Tensor:
         """Return the tokens between two turns, [T] int64.
 
         Args:
-            messages: such as a user's turn or the results of tools.
-            response: the tokens that the policy sampled before. Where it sampled the token that
-                ends its turn, the template does not write it a second time.
+            messages: the messages between the turns, such as a user's turn or the results of tools.
+            response: the tokens that the policy sampled before. If it sampled the token that ends
+                its turn, the result does not repeat it.
 
         Raises:
-            ValueError: the template leaves a text out, or refuses such messages.
+            ValueError: the template leaves a text out, or refuses the messages.
         """
         try:
             key = json.dumps(messages, sort_keys=True, default=str)
@@ -382,11 +385,11 @@ class TurnTemplate:
             raise ValueError(
                 "messages must not be nested so deeply: the limit is a few hundred levels."
             ) from error
-        if key not in self._known:
-            if len(self._known) > _MOST_KNOWN:
-                self._known.clear()
-            self._known[key] = self._chats.encode([self._between(messages)])[0]
-        turn = self._known[key]
+        if key not in self._cache:
+            if len(self._cache) > _MAX_CACHED:
+                self._cache.clear()
+            self._cache[key] = self._chats.encode([self._between(messages)])[0]
+        turn = self._cache[key]
         return torch.tensor(turn[turn[:1] == list(response[-1:]) :], dtype=torch.int64)
 
     def text(self, messages: Sequence[Message]) -> str:
@@ -394,11 +397,11 @@ class TurnTemplate:
         return self._chats.plain(self._between(messages))
 
     def _between(self, messages: Sequence[Message]) -> str:
-        """Return what ``ChatEncoder.render`` puts after the assistant's text."""
+        """Return what ``ChatEncoder.render`` writes after the assistant's text."""
         roles = tuple(message.get("role") for message in messages)
         if roles not in self._written_roles:
-            # Not looked for in their own words: a template may write a text as JSON, strip it or
-            # take a part out.
+            # Search for probes instead of the texts: a template may write a text as JSON, strip it
+            # or omit a part.
             probes = [_PROBE.format(number) for number in range(len(messages))]
             pairs = zip(messages, probes, strict=True)
             text = self._after([{**message, "content": probe} for message, probe in pairs])
@@ -406,8 +409,8 @@ class TurnTemplate:
                 if probe not in text:
                     raise ValueError(
                         "the tokenizer's chat template must write a message after an assistant's "
-                        f"turn, it left the content of a message of the role {role!r} out: use "
-                        "another template (model.chat_template)."
+                        f"turn, but it leaves out the content of a message with the role {role!r}: "
+                        "use another template (model.chat_template)."
                     )
             self._written_roles.add(roles)
         return self._after(messages)
@@ -418,7 +421,7 @@ class TurnTemplate:
         _, placeholder, between = text.partition(_PLACEHOLDER)
         if not placeholder:
             raise ValueError(
-                "the tokenizer's chat template must keep the text of an assistant turn, it left "
-                f"{_PLACEHOLDER!r} out: use max_turns=1 or another template."
+                "the tokenizer's chat template must write the text of an assistant turn, but it "
+                f"leaves {_PLACEHOLDER!r} out: use max_turns=1 or another template."
             )
         return between

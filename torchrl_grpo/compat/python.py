@@ -7,8 +7,8 @@ import threading
 
 
 def run_exit_functions() -> None:
-    """Wait for this process's threads and call what was registered with ``atexit``, as an ordinary
-    exit does.
+    """Wait for this process's threads and call the functions registered with ``atexit``, as a
+    normal exit does.
     """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()

@@ -29,7 +29,7 @@ def norms(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def differences(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return each tensor minus its other one, computed together."""
+    """Return each tensor minus its counterpart, computed together."""
     return tuple(torch._foreach_sub(list(tensors), list(others)))
 
 
@@ -39,8 +39,8 @@ def version_of(tensor: Tensor) -> int:
 
 
 def packs_linear(weight: Tensor) -> bool:
-    """Return whether oneDNN can pack a weight here; its functions are the compiler's own, and a
-    build may lack them.
+    """Return whether oneDNN can pack a weight on this machine. Its functions are internal to the
+    compiler, and a build may lack them.
     """
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
@@ -52,7 +52,7 @@ def packs_linear(weight: Tensor) -> bool:
 
 
 def pack_linear(weight: Tensor, rows: int) -> Tensor:
-    """Return a weight, [out, in], in the order that oneDNN wants for inputs of about so many rows."""
+    """Return a weight, [out, in], in oneDNN's layout for inputs of about this many rows."""
     packed: Tensor = _mkldnn._reorder_linear_weight(weight, rows)
     return packed
 
@@ -75,8 +75,8 @@ def mark_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer
     """Make a loss scaler's next ``update`` lower the scale, as if it had found an infinite gradient
     itself.
     """
-    for found in scaler._found_inf_per_device(optimizer).values():
-        found.fill_(1.0)
+    for found_inf in scaler._found_inf_per_device(optimizer).values():
+        found_inf.fill_(1.0)
 
 
 def pin_exact_sizes() -> None:
@@ -93,12 +93,10 @@ def pin_exact_sizes() -> None:
 
 
 def release_shared_memory(*counter: Any) -> None:
-    """Give up a reader's share of memory that was sent over CUDA IPC: its reference counter's
-    handle and offset.
-    """
+    """Release a reader's reference to memory that was sent over CUDA IPC."""
     torch.UntypedStorage._release_ipc_counter_cuda(*counter)
 
 
 def open_event_file(writer: Any) -> None:
-    """Make a ``SummaryWriter`` of TensorBoard that was closed open its next event file at once."""
+    """Make a closed ``SummaryWriter`` of TensorBoard open its next event file at once."""
     writer._get_file_writer()

@@ -1,8 +1,8 @@
-"""torchao's 8-bit AdamW on weights that may be sharded. It imports torchao: import this module in
-functions.
+"""torchao's 8-bit AdamW for weights that may be sharded. Import this module in functions only,
+because it imports torchao.
 
-torchao itself would compile its update for DTensors whose parts are quantized, which the torch here
-cannot.
+torchao itself would compile its update for DTensors with quantized local parts, which the supported
+versions of torch cannot do.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torchao.optim.adam import single_param_adam
 
 
 class AdamW8bit(_AdamW8bit):
-    """AdamW8bit whose state, and whose step, is of this rank's part of each weight; no rank waits
-    for another one.
+    """AdamW8bit whose state and step cover this rank's part of each weight; ranks do not wait for
+    each other.
 
-    The random numbers that round a weight depend on its place and its step alone, so a resumed run
-    draws the same ones, whatever else drew from the global generators, and however large a rank's
-    part is.
+    The random numbers that round a weight depend only on its index and step, so a resumed run draws
+    the same ones, regardless of what else used the global generators and how large a rank's part
+    is.
     """
 
     @torch.no_grad()
@@ -38,18 +38,17 @@ class AdamW8bit(_AdamW8bit):
             for p in group["params"]
             if p.device.type == "cuda"
         }
-        places = itertools.count()
-        with (
-            torch._dynamo.utils.disable_cache_limit(),
-            torch.random.fork_rng(devices),
-        ):  # one for each shape
+        indices = itertools.count()
+        # Each shape is one entry of the cache.
+        with torch._dynamo.utils.disable_cache_limit(), torch.random.fork_rng(devices):
             for group in self.param_groups:
                 of_group = group["lr"], *group["betas"], group["weight_decay"], group["eps"]
                 for parameter in group["params"]:
-                    place = next(places)
+                    index = next(indices)
                     if parameter.grad is None:
                         continue
-                    own, gradient = _local(parameter.detach()), _local(parameter.grad)
+                    own = _local(parameter.detach())
+                    gradient = _local(parameter.grad)
                     state = self.state[parameter]
                     if not state:
                         state["step"] = torch.tensor(0.0)
@@ -60,7 +59,7 @@ class AdamW8bit(_AdamW8bit):
                         of_weight = state["step"], state["exp_avg"], state["exp_avg_sq"], None
                         rounds = self.bf16_stochastic_round and own.dtype is torch.bfloat16
                         if rounds:
-                            torch.manual_seed(int(state["step"]) << 20 | place)
+                            torch.manual_seed(int(state["step"]) << 20 | index)
                         update(own, gradient, *of_weight, *of_group, self.is_adamw, rounds)
 
 

@@ -1,6 +1,4 @@
-"""TorchRL's private names, and its classes' arguments that ours do not take, with their
-replacements.
-"""
+"""TorchRL's private names, and arguments of its classes that ours replace."""
 
 from __future__ import annotations
 
@@ -8,9 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 _SAME = (None, False, True)
-_WHOLE_DIALOGS = "an element is a whole dialog (TorchRL's LLMCollector plays this environment and policy turn by turn)"
+_WHOLE_DIALOGS = (
+    "an element is a whole dialog (TorchRL's LLMCollector plays this environment and policy turn "
+    "by turn)"
+)
 
-# For each argument: the values that say what is so anyway, and what to do instead of any other.
+# For each argument: the values that change nothing, and what to use instead of other values.
 _ARGUMENTS: dict[str, dict[str, tuple[Sequence[Any], str]]] = {
     "RolloutCollector": {
         "steps_per_batch": ((), "use dialog_turns_per_batch"),
@@ -22,7 +23,7 @@ _ARGUMENTS: dict[str, dict[str, tuple[Sequence[Any], str]]] = {
         "reset_at_each_iter": (_SAME, ""),  # no dialog is left over from one batch to the next
         "track_policy_version": (
             _SAME,
-            "each token has its version, increment_version() raises it",
+            "each token has its version, and increment_version() raises it",
         ),
         "async_envs": ((None, False), "use sota/grpo/grpo-async.py, which samples while it trains"),
         "weight_updater": ((None,), "use update_policy_weights_(weights, version)"),
@@ -37,10 +38,10 @@ _ARGUMENTS: dict[str, dict[str, tuple[Sequence[Any], str]]] = {
             (None, "mean"),
             "use aggregation='constant' with constant_length=1 for a sum over tokens",
         ),
-        "clip_value": ((None, False), "there is no value function, it clips nothing"),
+        "clip_value": ((None, False), "there is no value function to clip"),
         "masking_strategy": (
             ("rlhf", "sft"),
-            "use set_keys(mask=...), the mask says which tokens count",
+            "use set_keys(mask=...); the mask selects the tokens",
         ),
         "ref_log_prob_padding_side": (
             (),
@@ -79,25 +80,28 @@ def set_weight_sync(collector: Any, make_scheme: Callable[[], Any]) -> None:
         collector._weight_sync_schemes = {"policy": scheme}
 
 
-def refuse_arguments(owner: type, given: Mapping[str, Any], known: Sequence[str] = ()) -> None:
-    """Refuse keyword arguments of a class other than ``known`` ones.
+def refuse_arguments(
+    owner: type, arguments: Mapping[str, Any], accepted: Sequence[str] = ()
+) -> None:
+    """Refuse keyword arguments of a class that are not ``accepted``.
 
     Raises:
-        TypeError: one is not known; it says what to use where it is TorchRL's and asks for
-            something else than we do.
+        TypeError: an argument is not accepted. For TorchRL's arguments the message names the
+            replacement, and values that change nothing are accepted.
     """
-    arguments: dict[str, tuple[Sequence[Any], str]] = {}
+    replacements: dict[str, tuple[Sequence[Any], str]] = {}
     for base in owner.__mro__:
-        arguments |= _ARGUMENTS.get(base.__name__, {})
-    for name, value in given.items():
-        if name in known:
+        replacements |= _ARGUMENTS.get(base.__name__, {})
+    for name, value in arguments.items():
+        if name in accepted:
             continue
-        if name not in arguments:
+        if name not in replacements:
             raise TypeError(f"{owner.__name__} got an unexpected keyword argument {name!r}.")
-        same, instead = arguments[name]
-        if not any(type(value) is type(one) and value == one for one in same):
+        same, instead = replacements[name]
+        if not any(type(value) is type(other) and value == other for other in same):
             raise TypeError(
-                f"{name}={value!r} is TorchRL's and {owner.__name__} has no such argument: {instead}."
+                f"{name}={value!r} is an argument of TorchRL's class that {owner.__name__} does "
+                f"not have: {instead}."
             )
 
 

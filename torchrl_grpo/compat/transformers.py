@@ -6,7 +6,5 @@ from transformers import PretrainedConfig
 
 
 def attention_of(config: PretrainedConfig) -> str:
-    """Return the name of the attention implementation that a model was loaded with, such as
-    ``sdpa``.
-    """
+    """Return the name of a model's attention implementation, such as ``sdpa``."""
     return str(config._attn_implementation)

@@ -1,9 +1,9 @@
-"""The configuration: dataclasses that Hydra composes, and every rule that can be checked before
+"""The configuration: dataclasses that Hydra composes, and all rules that can be checked before
 anything loads.
 
-Types and names are checked by Hydra when the config is composed (``check_command_line`` says the
-same in plainer words before that), choices, ranges and combinations by ``validate``. Defaults live
-in ``schema`` and in ``config/*.yaml``, nowhere else.
+Hydra checks types and names when it composes the config; ``validate`` checks choices, ranges and
+combinations. ``check_command_line`` catches what Hydra would report less clearly. Defaults are in
+``schema`` and ``config/*.yaml`` only.
 """
 
 from torchrl_grpo.config.command_line import (

@@ -1,4 +1,4 @@
-"""Objects that the config names as ``_target_``, with arguments beside it."""
+"""Objects that the config names as ``_target_``, with their arguments."""
 
 from __future__ import annotations
 
@@ -13,41 +13,40 @@ from torchrl_grpo.errors import ConfigError
 def make_component(
     field: str, node: dict[str, Any], base: type[Any], *args: Any, **settings: Any
 ) -> Any:
-    """An object of the class that ``_target_`` names, one of the package's or the user's own.
+    """Return an object of the class that ``_target_`` names, ours or the user's.
 
     Args:
-        field: the node's dotted name.
+        field: dotted name of the node.
         node: ``_target_`` and further arguments.
-        base: what the class must derive from.
-        *args: first arguments.
-        **settings: arguments that follow from other fields.
+        base: required base class.
+        *args: positional arguments.
+        **settings: arguments that other config fields determine.
 
     Raises:
-        ConfigError: there is no such class, or it does not take the arguments.
+        ConfigError: the class does not exist, or does not accept the arguments.
     """
     name = node.get("_target_")
     try:
-        made = instantiate({**node, "_partial_": True}, _convert_="all")
-    except Exception as error:  # whatever importing the user's module may raise
+        factory = instantiate({**node, "_partial_": True}, _convert_="all")
+    except Exception as error:  # importing the user's module may raise anything
         raise ConfigError(
             f"{field}._target_={name} must name a class that can be imported "
             f"({error.__cause__ or error}): use {base.__module__}.{base.__name__}, or put the "
             "folder of yours on PYTHONPATH."
         ) from error
-    if not (
-        isinstance(made, partial) and isinstance(made.func, type) and issubclass(made.func, base)
-    ):
+    is_class = isinstance(factory, partial) and isinstance(factory.func, type)
+    if not (is_class and issubclass(factory.func, base)):
         raise ConfigError(
             f"{field}._target_={name} must be a subclass of {base.__name__}: derive it from "
             f"{base.__module__}."
         )
     try:
-        return made.func(*args, **settings, **made.keywords)
+        return factory.func(*args, **settings, **factory.keywords)
     except TypeError as error:
+        removals = " ".join(f"~{field}.{key}" for key in factory.keywords)
         raise ConfigError(
-            f"{field}={node} must be _target_ and arguments that it takes beside those of other "
-            f"fields ({error}): use "
-            f"{' '.join(f'~{field}.{key}' for key in made.keywords) or '**kwargs in your __init__'}."
+            f"{field}={node} must be _target_ and arguments that it accepts, besides those that "
+            f"other fields determine ({error}): use {removals or '**kwargs in your __init__'}."
         ) from error
     except (ValueError, ImportError) as error:
         raise ConfigError(f"{field}._target_={name} was refused: {error}") from error

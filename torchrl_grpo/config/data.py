@@ -13,17 +13,19 @@ class ColumnsConfig:
     """Roles of a data set's columns. Every column is passed to the reward, under its name."""
 
     prompt: str | None = None
-    """A text, or a list of chat messages; by default prompt, question, problem, query or
-    instruction, if exactly one of them exists."""
+    """Text, or a list of chat messages; by default prompt, question, problem, query or instruction,
+    if exactly one of them exists.
+    """
     answer: str | None = None
     """Column that the reward gets as answer; by default answer, solution, ground_truth or target,
     if there is one.
     """
     completion: str | None = None
-    """algo=sft: the response to be learned, a text, or a list of chat messages."""
+    """algo=sft: the response to learn: text, or a list of chat messages."""
     messages: str | None = None
-    """A whole chat, in place of prompt and completion: the prompt ends before the assistant's first
-    turn, and algo=sft learns the assistant's turns."""
+    """A whole chat, instead of prompt and completion: the prompt ends before the assistant's first
+    turn, and algo=sft learns the assistant's turns.
+    """
 
 
 @dataclass
@@ -41,7 +43,8 @@ class DataConfig:
     """gsm8k, math, ifeval: file or folder with the data; by default the hub."""
     difficulty: int = limited(2, ge=1, le=10)
     """arithmetic: 1 to 10; up to 5 it is the number of digits, see
-    torchrl_grpo/tasks/arithmetic.py. countdown: how many numbers are given, 2 to 6."""
+    torchrl_grpo/tasks/arithmetic.py. countdown: how many numbers a problem has, 2 to 6.
+    """
     dataset_config: str | None = None
     """On the hub: the data set's configuration."""
     revision: str | None = None

@@ -1,5 +1,5 @@
-"""Metadata of a field of the config's dataclasses beside its type and default, and the fields of a
-whole config.
+"""Metadata of the config's dataclass fields besides type and default, and iteration over all
+fields.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from typing import Any, get_args
 
 
 def limited(default: Any, **limits: float) -> Any:
-    """A field with limits: ``ge``, ``gt``, ``le``, ``lt``. ``validate`` checks them; None is always
-    allowed.
+    """Return a field with limits (``ge``, ``gt``, ``le``, ``lt``), which ``validate`` checks. None
+    is always allowed.
     """
     return dataclasses.field(default=default, metadata={"limits": limits})
 
 
 def choice(literal: Any, default: str | None) -> Any:
-    """A field that takes the values of a ``Literal``."""
+    """Return a field that accepts the values of a ``Literal``."""
     return dataclasses.field(default=default, metadata={"choices": get_args(literal)})
 
 
@@ -27,7 +27,7 @@ def plain(config: Any) -> dict[str, Any]:
 
 
 def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
-    """Every leaf of a config: its dotted name, its field and its value."""
+    """Yield the dotted name, the field and the value of each leaf of a config."""
     for item in dataclasses.fields(node):
         value = getattr(node, item.name)
         if dataclasses.is_dataclass(value):
@@ -37,7 +37,7 @@ def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field
 
 
 def written(value: Any) -> str:
-    """Return a value as the command line takes it."""
+    """Return a value as one writes it on the command line."""
     if isinstance(value, list):
         return f"[{','.join(map(written, value))}]"
     if value is None:

@@ -1,4 +1,4 @@
-"""Settings of how a run is measured, and of the files that it writes."""
+"""Settings of evaluation and logging."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class EvaluationConfig:
 
 @dataclass
 class ServiceConfig:
-    """Settings that all logging services share."""
+    """Settings shared by all logging services."""
 
     mode: str = choice(checks.ServiceMode, "disabled")
     """disabled, offline (files in the run's folder) or online."""

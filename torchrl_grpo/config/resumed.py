@@ -1,10 +1,10 @@
-"""``train.resume`` and the config: what a run that goes on keeps of the checkpoint's, and what may
-differ.
+"""``train.resume`` and the config: which options a resumed run takes from the checkpoint, and which
+may differ.
 
-The saved config is the base, what the command line says goes on top. What a checkpoint's state is
-made for must be as it was: the model, the data and its order, the size of a batch, the shape of the
-optimizer. All that only steers the run from here on may change: its length, learning rate, loss,
-devices, frequencies, how many sequences are sampled at a time. No file is read here:
+The overrides on the command line apply to the saved config. Options that the checkpoint's state
+depends on must not change: the model, the data and its order, the batch size, the shape of the
+optimizer. Options that only affect the rest of the run may change: its length, learning rate, loss,
+devices, frequencies, the number of sequences sampled at a time. No file is read here:
 ``host.checkpoint_files`` finds the checkpoint.
 """
 
@@ -24,7 +24,7 @@ from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.host.text import clip, printable
 from torchrl_grpo.host.trees import dotted, inner_nodes
 
-_AS_BEFORE = (
+_FIXED_OPTIONS = (
     "seed",
     "model.name",
     "model.revision",
@@ -60,89 +60,90 @@ _AS_BEFORE = (
     "optimizer.name",
     "optimizer.warmup_steps",
 )
-"""The options, or groups of options, that a checkpoint's state is made for."""
-_OF_MODEL = ("model.attn_implementation", "model.chat_template", "train_model.model_kwargs")
-"""The options that make a model and its tokenizer, and that may name code or a file."""
+"""Options, or groups of options, that a checkpoint's state depends on."""
+_MODEL_OPTIONS = ("model.attn_implementation", "model.chat_template", "train_model.model_kwargs")
+"""Options of a model and its tokenizer that may name code or a file."""
 
 
 def on_saved_config(
     composed: Any, overrides: Sequence[str], path: Path, saved: Mapping[str, Any]
 ) -> Any:
-    """The config of a run that goes on: the saved one with the overrides on top.
+    """Return the config of a resumed run: the saved one with the overrides applied.
 
     Args:
-        composed: what Hydra composed, of ``GRPOConfig``.
-        overrides: of the command line.
+        composed: the ``GRPOConfig`` that Hydra composed.
+        overrides: overrides on the command line.
         path: of the checkpoint, for messages.
         saved: its config, as plain types.
 
     Raises:
-        ConfigError: they do not go together, or the saved one must not be used.
+        ConfigError: an override changes a fixed option, or the saved config must not be used.
     """
     names = {text.lstrip("+~").partition("=")[0] for text in overrides} | {"train.resume"}
-    names = {"policy" if name == "algo" else name for name in names}  # an algorithm is a yaml of it
-    base: Any = _accepted(_without(saved, names), path)
+    names = {
+        "policy" if name == "algo" else name for name in names
+    }  # an algorithm is a file of policy options
+    base: Any = _parse_saved(_without(saved, names), path)
     if "train.total_dialog_turns" in names:
         base.train.total_epochs = None
-    written_here = dict(inner_nodes(OmegaConf.to_container(composed)))
-    for name in names & written_here.keys():
-        value = written_here[name]
-        # A merge replaces a list, whose entries it makes of their dataclass; a dict it would fill up.
+    current = dict(inner_nodes(OmegaConf.to_container(composed)))
+    for name in names & current.keys():
+        value = current[name]
+        # Merging replaces a list and gives its entries their dataclass, but would extend a dict.
         OmegaConf.update(base, name, value, merge=isinstance(value, list))
-    here: Any = OmegaConf.to_container(base, resolve=True)
-    for name, value in from_outside(here, OmegaConf.to_container(composed, resolve=True)):  # type: ignore[arg-type]
+    resumed: Any = OmegaConf.to_container(base, resolve=True)
+    command_line: Any = OmegaConf.to_container(composed, resolve=True)
+    for name, value in from_outside(resumed, command_line):
         raise ConfigError(
-            f"{name}={shown(value)} must be on the command line too, because {path} names code, an "
-            "address or a file beside it, and a checkpoint alone must not decide what runs and "
-            "who is asked: add the override that set it, if the run is yours."
+            f"{name}={excerpt(value)} must be on the command line too, because {path} alone must "
+            "not choose code, addresses or other files: add the override that set it, if the run "
+            "is yours."
         )
-    check_options(saved, here, path)
+    check_options(saved, resumed, path)
     return base
 
 
 def from_saved(saved: Any, path: Path, *, trusted: bool) -> GRPOConfig:
-    """The config that a checkpoint keeps as plain types, for a use of its model alone.
+    """Return the config saved in a checkpoint, given as plain types, for a use of its model alone.
 
     Args:
         saved: the config.
         path: of the checkpoint, for messages.
-        trusted: whether it may name code and files beside the checkpoint.
+        trusted: whether it may name code and other files than the checkpoint.
 
     Raises:
-        ConfigError: it is no config, or names such.
+        ConfigError: it is not a config, or names code or files without being trusted.
     """
-    base: Any = _accepted(saved, path)
+    base: Any = _parse_saved(saved, path)
     config = cast(GRPOConfig, OmegaConf.to_object(base))
     check_values(config)
     for name, value in from_outside(
-        plain(config), plain(GRPOConfig()), () if trusted else _OF_MODEL
+        plain(config), plain(GRPOConfig()), () if trusted else _MODEL_OPTIONS
     ):
         raise ConfigError(
-            f"{name}={shown(value)} needs --trust-remote-code, because it names code or a file "
-            f"beside the checkpoint {path}: add that, if the run is yours."
+            f"{name}={excerpt(value)} needs --trust-remote-code, because {path} names code or "
+            "another file: add it, if the run is yours."
         )
     return config
 
 
-def _accepted(saved: Any, path: Path) -> Any:
-    """Return a saved config, if it is plain data: options of the types that they have here, and no
+def _parse_saved(saved: Any, path: Path) -> Any:
+    """Return a saved config, which must be plain data: options of the right types, without
     references.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: it is not.
     """
     try:
         check_integers("", saved)
         for name, value in dotted(saved, into_lists=True):
             if "${" in f"{name}{value}" or value == MISSING:
-                raise ConfigError(
-                    f"{name}={shown(value)} must be a value and refers to another one"
-                )
+                raise ConfigError(f"{name}={excerpt(value)} must be a value, not a reference")
         base: Any = OmegaConf.merge(OmegaConf.structured(GRPOConfig), saved)
         OmegaConf.to_object(base)
-    except Exception as error:  # whatever OmegaConf makes of a foreign file
+    except Exception as error:  # a foreign file may make OmegaConf raise anything
         key = getattr(error, "full_key", None)
-        what = f"{key + ': ' if key else ''}{shown(str(error).partition(chr(10))[0])}"
+        what = f"{key + ': ' if key else ''}{excerpt(str(error).partition(chr(10))[0])}"
         raise ConfigError(
             f"{what}, in the config of {path}: add an override for that option, if the run is "
             "yours."
@@ -151,7 +152,7 @@ def _accepted(saved: Any, path: Path) -> Any:
 
 
 def _without(saved: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Return a config without what has one of the dotted names."""
+    """Return a config without the nodes that have one of the dotted names."""
 
     def pruned(node: Any, prefix: str) -> Any:
         if not isinstance(node, Mapping):
@@ -162,36 +163,35 @@ def _without(saved: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]
             if f"{prefix}{key}" not in names
         }
 
-    left: dict[str, Any] = pruned(saved, "")
-    return left
+    remaining: dict[str, Any] = pruned(saved, "")
+    return remaining
 
 
 def check_options(saved: Mapping[str, Any], here: Mapping[str, Any], path: Path) -> None:
-    """Checks that the options which a checkpoint's state is made for are as before.
+    """Check that the options that a checkpoint's state depends on have not changed.
 
     Args:
-        saved: the config of the checkpoint at ``path``, as plain types.
-        here: that of this run.
-        path: for the message.
+        saved: the checkpoint's config, as plain types.
+        here: this run's config.
+        path: the checkpoint's path, for the message.
 
     Raises:
-        ConfigError: one is not.
+        ConfigError: an option has changed.
     """
-    before = dict(_made_for(saved))
-    for name, value in _made_for(here):
+    before = dict(_fixed_options(saved))
+    for name, value in _fixed_options(here):
         if name in before and before[name] != value:
-            there = shown(before[name])
+            there = excerpt(before[name])
             raise ConfigError(
-                f"{name}={shown(value)} must be {there}, as in {path}, whose state is made for it: "
-                f"use {name}={there}."
+                f"{name}={excerpt(value)} must be {there}, because the state in {path} depends on "
+                f"it: use {name}={there}."
             )
 
 
 def differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the differences between the config of a checkpoint and that of this run, a row per
-    option.
-    """
-    before, now = dict(dotted(saved)), dict(dotted(here))
+    """Return the differences between a checkpoint's config and this run's, one row per option."""
+    before = dict(dotted(saved))
+    now = dict(dotted(here))
     return [
         {
             "option": name,
@@ -203,21 +203,18 @@ def differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[dict[
     ]
 
 
-def _made_for(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The options that must be as before, by their dotted names, with the defaults that follow from
-    others.
+def _fixed_options(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the fixed options by their dotted names, with defaults that depend on other options
+    filled in.
     """
     leaves = dict(dotted(config))
     for name, value in leaves.items():
-        if any(name == fixed or name.startswith(f"{fixed}.") for fixed in _AS_BEFORE):
-            yield (
-                name,
-                leaves["env.num_envs"]
-                if name == "train.dialog_turns_per_batch" and value is None
-                else value,
-            )
+        if any(name == fixed or name.startswith(f"{fixed}.") for fixed in _FIXED_OPTIONS):
+            if name == "train.dialog_turns_per_batch" and value is None:
+                value = leaves["env.num_envs"]
+            yield name, value
 
 
-def shown(value: Any) -> str:
-    """A value of a foreign config in a message: on one line, and not too long."""
+def excerpt(value: Any) -> str:
+    """Return a value of a foreign config for a message: on one line, and not too long."""
     return clip(printable(written(value)), 200)

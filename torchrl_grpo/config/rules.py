@@ -1,4 +1,4 @@
-"""Every rule of the config that can be checked before anything is imported or loaded.
+"""All rules of the config that can be checked before anything is imported or loaded.
 
 Rules are rows of tables, which ``validate`` checks in order and ``docs/config.md`` prints.
 """
@@ -35,9 +35,9 @@ from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.generation.engines import ENGINES, engines_with
 from torchrl_grpo.host.trees import dotted
 
-MOST_STOP_BYTES = 256
-"""Maximum size of ``inference_model.stop``: an engine has a table with a row of the vocabulary for
-each byte.
+MAX_STOP_BYTES = 256
+"""Maximum size of ``inference_model.stop``: an engine's table has a row for each byte, as long as
+the vocabulary.
 """
 
 _COMPARISONS = {
@@ -53,17 +53,18 @@ _DATA_KEYS = [name for name, _, _ in leaves(DataConfig())]
 class Rule:
     """A rule that a node of the config must fulfill. Its error is ``KEY=VALUE WHY: FIX.``
 
-    In ``why`` and ``fix`` ``{repeats}`` is the value of the node's key ``repeats``, ``{repeats=}``
-    the key and its value, and ``{at}`` what the keys of the node begin with.
+    In ``why`` and ``fix``, ``{repeats}`` is the value of the node's key ``repeats``, ``{repeats=}``
+    the key and its value, and ``{at}`` the prefix of the node's keys.
 
     Attributes:
         key: the key at fault.
-        why: what must hold.
+        why: the rule.
         fix: what to change.
-        broken: another key: the rule is broken if both are set; None: if the key is set. Or
-            whether a node breaks the rule; a dictionary has values of further placeholders, such
-            as ``key``, which replaces the key at fault.
-        bad: whether a value of the key breaks the rule, where it is not enough that it is set.
+        broken: None if the key must not be set; another key if both must not be set; or a function
+            that returns whether a node breaks the rule. It may return a dictionary with values of
+            further placeholders; its ``key`` replaces the key at fault.
+        bad: returns whether a value of the key breaks the rule; by default any value that is not
+            the default does.
     """
 
     key: str
@@ -73,7 +74,7 @@ class Rule:
     bad: Callable[[Any], Any] | None = None
 
     def check(self, node: Any, prefix: str = "", **values: Any) -> None:
-        """Check a node, whose keys begin with ``prefix``; ``values`` are those of placeholders.
+        """Check a node whose keys begin with ``prefix``; ``values`` fill in placeholders.
 
         Raises:
             ConfigError: it breaks the rule.
@@ -134,7 +135,7 @@ def _check_servers(config: GRPOConfig) -> None:
 
 
 def _is_set(node: Any, key: str) -> bool:
-    """Whether a key of a node has another value than its default."""
+    """Return whether a key of a node has another value than its default."""
     get = attrgetter(key)
     return bool(get(node) != get(type(node)()))
 
@@ -143,7 +144,7 @@ def check_values(config: GRPOConfig) -> None:
     """Check the choice and the range of each option by itself.
 
     Raises:
-        ConfigError: a value is not among them.
+        ConfigError: a value is not allowed.
     """
     for name, item, value in _all_leaves(config):
         if value is not None and "choices" in item.metadata:
@@ -169,13 +170,13 @@ def staleness_bound(config: GRPOConfig, asynchronous: bool) -> int:
 
 
 def check_one_process(config: GRPOConfig) -> None:
-    """Refuse settings without a meaning where all roles are in one process."""
+    """Refuse settings that have no meaning when all roles share one process."""
     for rule in ONE_PROCESS_RULES:
         rule.check(config)
 
 
 def check_script(config: GRPOConfig, asynchronous: bool) -> None:
-    """Refuse what the script cannot do, as far as it is known before the devices are.
+    """Refuse what the script cannot do, as far as that is known without the devices.
 
     Raises:
         ConfigError: a rule is broken.
@@ -186,12 +187,8 @@ def check_script(config: GRPOConfig, asynchronous: bool) -> None:
         role.num_devices not in (None, 1) or len(role.devices or ()) > 1 for role in roles
     )
     several |= any(len(role.address) > 1 for role in (config.inference_model, config.teacher))
-    if not (
-        asynchronous
-        or several
-        or config.ray.address
-        or config.inference_model.devices_per_engine > 1
-    ):
+    several |= config.inference_model.devices_per_engine > 1
+    if not (asynchronous or several or config.ray.address):
         check_one_process(config)
 
 
@@ -216,26 +213,28 @@ def _all_leaves(config: GRPOConfig) -> Iterator[tuple[str, dataclasses.Field[Any
 
 
 def check_choice(name: str, value: Any, names: Collection[str], also: Sequence[str] = ()) -> None:
-    """Refuse a value that is neither one of the ``names`` nor of what is accepted besides."""
+    """Refuse a value that is neither in ``names`` nor in ``also``."""
     if value not in (*names, *also):
         hint = did_you_mean(str(value), names, f"for example, {name}={next(iter(names))}.")
         raise ConfigError(f"{name}={value} must be one of {', '.join(names)}: {hint}")
 
 
 def did_you_mean(name: str, names: Iterable[str], otherwise: str, cutoff: float = 0.6) -> str:
-    """Return a hint at the most similar of the names, ``otherwise`` if none is similar enough."""
+    """Return a hint at the most similar name, or ``otherwise`` if no name is similar enough."""
     similar = difflib.get_close_matches(name, list(names), 1, cutoff)
     return f"did you mean {similar[0]}?" if similar else otherwise
 
 
 def check_integers(name: str, value: Any) -> None:
-    """Refuse integers, also within lists and groups of keys, that do not fit into 64 bits."""
+    """Refuse integers that do not fit into 64 bits, including those within lists and groups of
+    keys.
+    """
     for key, leaf in dotted(value, name, into_lists=True):
         if isinstance(leaf, int) and abs(leaf) >= 2**63:
             text = str(leaf)
             raise ConfigError(
-                f"{key}={text[:20]}... must be a number within 64 bits, it has "
-                f"{len(text.lstrip('-'))} digits: use a smaller one."
+                f"{key}={text[:20]}... must fit into 64 bits, but it has {len(text.lstrip('-'))} "
+                "digits: use a smaller number."
             )
 
 
@@ -246,12 +245,12 @@ def _check_limits(name: str, value: float, default: Any, limits: Mapping[str, fl
         return
     rule = " and ".join(f"{_COMPARISONS[kind][1]} {limit:g}" for kind, limit in limits.items())
     rule = rule if math.isfinite(value) else f"{rule}, and finite"
-    example = _within(limits) if default is None else default
+    example = _value_within(limits) if default is None else default
     raise ConfigError(f"{name}={value} must be {rule}: for example, {name}={example}.")
 
 
-def _within(limits: Mapping[str, float]) -> float:
-    """Return a value that limits allow."""
+def _value_within(limits: Mapping[str, float]) -> float:
+    """Return a value that satisfies limits."""
     for kind in ("le", "ge"):
         if kind in limits:
             return limits[kind]
@@ -261,11 +260,9 @@ def _within(limits: Mapping[str, float]) -> float:
 def _check_shared(config: GRPOConfig) -> None:
     """Check the rules that the components check too."""
     policy, env = config.policy, config.env
-    mean, level, batch = (
-        policy.advantage_mean,
-        config.advantage_level,
-        config.dialog_turns_per_batch,
-    )
+    mean = policy.advantage_mean
+    level = config.advantage_level
+    batch = config.dialog_turns_per_batch
     check_multiple("env.num_envs", env.num_envs, env.repeats, f"env.repeats={env.repeats}")
     check_multiple(
         "train.dialog_turns_per_batch", batch, env.num_envs, f"env.num_envs={env.num_envs}"
@@ -285,7 +282,7 @@ def _check_shared(config: GRPOConfig) -> None:
 
 
 def _task_kind(env: EnvConfig) -> str:
-    """Return the source of the training problems: what ``env.*`` means depends on it."""
+    """Return the source of the training problems, on which the meaning of ``env.*`` depends."""
     if env.own_task is not None:
         return "verifiers" if isinstance(env.task, str) else "task"
     if env.datasets is not None:
@@ -294,7 +291,7 @@ def _task_kind(env: EnvConfig) -> str:
 
 
 def _reads(dataset: str, key: str) -> bool:
-    """Whether a data set uses a key of ``DataConfig``."""
+    """Return whether a data set uses a key of ``DataConfig``."""
     if key in ("dataset", "reward"):
         return True
     if dataset.startswith(checks.REASONING_GYM):
@@ -305,7 +302,7 @@ def _reads(dataset: str, key: str) -> bool:
 
 
 def _unread(data: DataConfig, reads: Callable[[str], bool]) -> str | None:
-    """Return the first key of a data set that is set although nothing reads it."""
+    """Return the first key of a data set that is set but never read."""
     names = (name for name, _, _ in leaves(DataConfig()))
     return next((name for name in names if _is_set(data, name) and not reads(name)), None)
 
@@ -319,8 +316,8 @@ def _unread_by_dataset(data: DataConfig) -> dict[str, str] | None:
 
 
 def _unread_in_env(kind: str, switch: str, fix: str, names: Container[str]) -> Rule:
-    """Return the rule of the keys in ``env`` of a data set, where the problems come from ``kind``,
-    which reads only those in ``names``.
+    """Return the rule that refuses data set keys in ``env`` when the problems come from ``kind``,
+    which reads only the keys in ``names``.
     """
 
     def broken(config: GRPOConfig) -> dict[str, str] | None:
@@ -362,7 +359,7 @@ def _bad_stages(config: GRPOConfig) -> dict[str, Any] | None:
 
 
 def _bad_stop(stop: list[str]) -> dict[str, str] | None:
-    if "" not in stop and sum(len(text.encode()) for text in stop) <= MOST_STOP_BYTES:
+    if "" not in stop and sum(len(text.encode()) for text in stop) <= MAX_STOP_BYTES:
         return None
     return {"inference_model.stop": f"{stop!s:.200}"}
 
@@ -395,7 +392,7 @@ def _are_names(environment: Any) -> bool:
 
 
 def _is_range(low: float = 1, high: float = 0, *more: float) -> bool:
-    """Whether numbers are a range within [0, 1]."""
+    """Return whether numbers are a range within [0, 1]."""
     return 0 <= low < high <= 1 and not more
 
 
@@ -429,7 +426,7 @@ def _no_transfer_of_engine(config: GRPOConfig) -> dict[str, str] | None:
 
 
 def _engine_option(name: str, only: Any, capability: str) -> Rule:
-    """Return the rule of a key that has one value with engines that lack a capability."""
+    """Return the rule for a key that must have one value with engines that lack a capability."""
     key, others = f"inference_model.{name}", " or ".join(engines_with(capability))
     use = f", or inference_model.backend={others}" if others else ""
     return Rule(
@@ -447,18 +444,18 @@ def _exact(key: str, only: Any, broken: Callable[[GRPOConfig], Any] | None = Non
     return Rule(
         "inference_model.exact",
         f"needs {key}={written(only)}, it is {{{key}}}",
-        "use that, or policy.proximal=recomputed, which works with all of them",
+        "use that, or policy.proximal=recomputed, which works with any value",
         lambda c: c.inference_model.exact and (broken(c) if broken else attrgetter(key)(c) != only),
     )
 
 
 def _read_with(key: str, switch: str, values: Container[Any], example: str) -> Rule:
-    """Return the rule of a key that is read only with some values of another key."""
+    """Return the rule for a key that is read only with some values of another key."""
     is_read = _READ_ANYWAY.get(key, lambda c: False)
     return Rule(
         key,
-        f"must be left out with {{{switch}=}}, where nothing reads it",
-        f"use {switch}={example}, if you want it",
+        f"must be left out with {{{switch}=}}, which makes it unused",
+        f"to use it, set {switch}={example}",
         lambda c: attrgetter(switch)(c) not in values and _is_set(c, key) and not is_read(c),
     )
 
@@ -466,7 +463,7 @@ def _read_with(key: str, switch: str, values: Container[Any], example: str) -> R
 _READ_ANYWAY: dict[str, Callable[[GRPOConfig], Any]] = {
     "policy.gae_gamma": lambda c: c.advantage_level == "turn",
     "env.columns.completion": lambda c: c.needs_demonstrations,
-    # These run in reward workers, of which there is then one.
+    # These run in a reward worker, even if env.reward_workers=0.
     "env.reward_timeout_s": lambda c: c.env.tools or c.env.environment or c.env.player,
 }
 """When keys are read despite ``_READ_WITH``."""
@@ -519,8 +516,8 @@ DATA_RULES = (
     _arguments("dataset_options", "max_terms: 3"),
     Rule(
         "KEY",
-        "must be left out with {dataset=}, where nothing reads it",
-        "use {at}dataset={reader}, if you want it",
+        "must be left out with {dataset=}, which does not read it",
+        "to use it, set {at}dataset={reader}, for example",
         _unread_by_dataset,
     ),
     *(
@@ -563,7 +560,7 @@ DEVICE_RULES = (
     Rule(
         "num_devices",
         "and {devices=} exclude each other",
-        "give the number and let the devices be chosen, or give the devices",
+        "give the number alone, to have the devices chosen, or give the devices alone",
         "devices",
     ),
     Rule(
@@ -589,8 +586,8 @@ SERVER_RULES = (
     ),
     Rule(
         "address",
-        "must name each server once",
-        "leave out the second one",
+        "must name each server only once",
+        "leave out the duplicates",
         bad=lambda urls: len({url.rstrip("/") for url in urls}) < len(urls),
     ),
     *(
@@ -602,19 +599,19 @@ SERVER_RULES = (
         for key in ("num_devices", "devices")
     ),
 )
-"""Rules of a role that servers play."""
+"""Rules of a role that runs on servers."""
 
 _WITH_SFT = "must be left out with policy.demonstrations=true (algo=sft)"
 _ASYNC = "leave it out, or use sota/grpo/grpo-async.py"
 ONE_PROCESS_RULES = (
     Rule(
         "inference_model.in_flight",
-        "must be wait where sampling and training take turns in one process",
+        "must be wait when sampling and training take turns in one process",
         _ASYNC,
     ),
     Rule(
         "inference_model.weight_transfer",
-        "must be auto where trainer and engine are in one process",
+        "must be auto when trainer and engine share one process",
         _ASYNC,
     ),
 )
@@ -653,7 +650,7 @@ RULES = (
     ),
     Rule(
         "env.environment",
-        "needs a data set with the column environment, which says whose row it is",
+        "needs a data set with the column environment, which names the class of each row",
         "give env.dataset, or one class",
         lambda c: (
             isinstance(c.env.environment, dict) and c.env.dataset is None and c.env.datasets is None
@@ -672,8 +669,8 @@ RULES = (
     _arguments("env.dataset_options", "max_terms: 3"),
     _unread_in_env(
         "environment",
-        "env.environment and no env.dataset, where nothing reads it",
-        "give env.dataset, if the environment is to get its rows",
+        "env.environment and no env.dataset, because nothing reads it",
+        "to give the environment rows of data, set env.dataset",
         ("max_samples", "prompt_template", "system_prompt", "reward"),
     ),
     _unread_in_env(
@@ -685,10 +682,10 @@ RULES = (
     _unread_in_env(
         "task",
         "env.task._target_={env.own_task}",
-        "use +env.task.{name} for an argument of yours",
+        "for an argument of your class use +env.task.{name}",
         ("dataset", "reward"),
     ),
-    _unread_in_env("datasets", "env.datasets", "give it to each data set", ("dataset", "reward")),
+    _unread_in_env("datasets", "env.datasets", "set it for each data set", ("dataset", "reward")),
     Rule(
         "env.datasets",
         "must have a data set",
@@ -698,15 +695,15 @@ RULES = (
     *map(_needs_turns, ("env.tools", "env.retry_prompt")),
     Rule(
         "env.tool_parser",
-        "needs env.tools, env.environment or env.agent, there are none",
-        "name some, or leave it out",
+        "needs env.tools, env.environment or env.agent",
+        "set one of them, or leave it out",
         lambda c: (
             c.env.tool_parser is not None and not (c.env.tools or c.env.player or c.env.environment)
         ),
     ),
     Rule(
         "env.tools",
-        "must not have python with {env.environment=}, whose methods are tools with a state",
+        "must not contain python with {env.environment=}, whose methods are stateful tools",
         "leave python out",
         "env.environment",
         lambda tools: "python" in tools,
@@ -714,7 +711,7 @@ RULES = (
     *(
         Rule(
             key,
-            "and {env.player} exclude each other, the agent decides what follows a turn",
+            "and {env.player} exclude each other, because the agent decides what follows a turn",
             "use one of them alone",
             "env.player",
         )
@@ -734,8 +731,8 @@ RULES = (
     ),
     Rule(
         "train.keep_checkpoints",
-        "needs evaluations to tell the best one, but evaluation.num_prompts=0",
-        "use last:3, for example, or evaluate",
+        "needs evaluations to find the best checkpoint, but evaluation.num_prompts=0",
+        "use last:3, for example, or evaluation.num_prompts=200",
         lambda c: (
             "best" in (check_keep(c.train.keep_checkpoints) or {}) and not c.evaluation.num_prompts
         ),
@@ -749,14 +746,14 @@ RULES = (
     _exclusive("env.difficulty_filter", "env.curriculum"),
     Rule(
         "train.total_dialog_turns",
-        "only evaluates and must have evaluation.num_prompts above 0",
+        "only evaluates, which needs evaluation.num_prompts above 0",
         "for example, evaluation.num_prompts=200",
         lambda c: c.only_evaluates and not c.evaluation.num_prompts,
     ),
     Rule(
         "train.resume",
         "must be left out with train.total_dialog_turns=0 and {inference_model.backend=}, which "
-        "evaluate the model that is served",
+        "evaluate the server's model",
         "start the server with the checkpoint's model (python -m torchrl_grpo.export), or use "
         "another backend",
         lambda c: (
@@ -809,16 +806,16 @@ RULES = (
     ),
     Rule(
         "env.repeats",
-        "must be 1 with policy.demonstrations=true (algo=sft), which has one demonstration for "
-        "each problem",
+        "must be 1 with policy.demonstrations=true (algo=sft), because each problem has one "
+        "demonstration",
         "leave it out",
         "policy.demonstrations",
         lambda repeats: repeats != 1,
     ),
     Rule(
         "policy.demonstrations",
-        "needs policy.loss._target_=torchrl_grpo.objectives.DemonstrationLoss, it is {target}, whose ratio "
-        "is to a policy that sampled",
+        "needs policy.loss._target_=torchrl_grpo.objectives.DemonstrationLoss, but it is "
+        "{target}, which needs sampled responses",
         "use algo=sft",
         _no_sft_loss,
     ),
@@ -834,8 +831,8 @@ RULES = (
     ),
     Rule(
         "inference_model.temperature",
-        "must be 1 with policy.demonstrations=true (algo=sft), whose loss is the log-likelihood as "
-        "it is",
+        "must be 1 with policy.demonstrations=true (algo=sft), whose loss is the plain "
+        "log-likelihood",
         "leave it out, or use evaluation.temperature",
         lambda c: (  # a divergence has one (arXiv 2306.13649)
             c.policy.demonstrations and c.inference_model.temperature != 1 and not c.teacher_in_loss
@@ -843,30 +840,30 @@ RULES = (
     ),
     Rule(
         "policy.sft_coef",
-        "must be left out with {policy.teacher_divergence=}, the teacher has scored no "
-        "demonstration",
+        "must be left out with {policy.teacher_divergence=}, because the teacher does not score "
+        "demonstrations",
         "use policy.teacher_divergence=sampled",
         lambda c: c.policy.sft_coef and c.teacher_in_loss,
     ),
     *(
         Rule("policy.sft_coef", f"must be left out with {{{key}=}}, {why}", "leave one out", key)
         for key, why in (
-            ("policy.demonstrations", "algo=sft trains on nothing else"),
+            ("policy.demonstrations", "algo=sft trains on demonstrations alone"),
             ("env.agent", "whose prompts are not those of the rows"),
             ("env.environment", "whose prompts are not those of the rows"),
         )
     ),
     Rule(
         "policy.turn_credit",
-        "and {policy.advantage_level=} exclude each other, both say what a token is credited with",
+        "and {policy.advantage_level=} exclude each other, because both determine a token's credit",
         "use one of them alone",
         "policy.advantage_level",
     ),
     *(
         Rule(
             key,
-            "must be left out with {env.player}, whose samples of one trajectory have no order in "
-            "common",
+            "must be left out with {env.player}, because the samples of its trajectories are not "
+            "ordered",
             "use one advantage for each trajectory",
             "env.player",
         )
@@ -874,8 +871,8 @@ RULES = (
     ),
     Rule(
         "env.reward_combination",
-        "must have neither policy.dynamic_sampling nor what changes the sum of the reward, it "
-        "reads the parts",
+        "excludes policy.dynamic_sampling and options that change the sum of the reward, because "
+        "it reads the parts",
         "leave policy.reward_scale, reward_bias, reward_clip, overlong_buffer, kl_in_reward and "
         "dynamic_sampling out, or use env.reward_combination=sum",
         lambda c: (
@@ -888,7 +885,7 @@ RULES = (
         Rule(
             "policy.dynamic_sampling",
             f"must be left out with {{{key}=}}",
-            "a group whose rewards are all equal has a signal there",
+            "a group whose rewards are all equal still has a signal there",
             key,
         )
         for key in ("policy.teacher_coef", "policy.turn_credit", "policy.sft_coef")
@@ -901,8 +898,8 @@ RULES = (
     ),
     Rule(
         "policy.teacher_divergence",
-        "needs policy.teacher_top_k with teacher.address, because a server states log-probs of "
-        "some tokens and not what goes into its LM head",
+        "needs policy.teacher_top_k with teacher.address, because a server returns log-probs of "
+        "some tokens and not the input of its LM head",
         "use policy.teacher_top_k=20, or policy.teacher_divergence=sampled",
         lambda c: bool(c.teacher.address) and c.teacher_in_loss and c.policy.teacher_top_k is None,
     ),
@@ -920,20 +917,20 @@ RULES = (
     ),
     Rule(
         "policy.reward_coef",
-        "must be 1 without a teacher beside it",
-        "leave it out, or use optimizer.lr",
+        "must be 1 without a teacher",
+        "leave it out, or change optimizer.lr",
         lambda c: c.policy.reward_coef != 1 and not c.needs_teacher,
     ),
     Rule(
         "ref_model.refresh_every",
-        "needs a reference model apart from the trained one, but policy.kl_coef=0 needs none",
+        "needs a separate reference model, but policy.kl_coef=0 uses none",
         "leave ref_model.refresh_every out",
         lambda c: c.ref_model.refresh_every is not None and not c.needs_reference,
     ),
     Rule(
         "ref_model.refresh_every",
-        "needs a reference model apart from the trained one, but with LoRA the reference is the "
-        "trained one with its adapters off",
+        "needs a separate reference model, but with LoRA the reference is the trained model with "
+        "its adapters off",
         "leave ref_model.refresh_every out",
         "train_model.lora.enabled",
     ),
@@ -956,7 +953,7 @@ RULES = (
     ),
     Rule(
         "model.revision",
-        "is for a model on the hub, and {model.name=} is on this machine",
+        "is for a model on the hub, but {model.name=} is on this machine",
         "leave model.revision out",
         lambda c: (
             c.model.revision is not None
@@ -965,14 +962,14 @@ RULES = (
     ),
     Rule(
         "train_model.lora.target_modules",
-        "must leave out lm_head, whose logits are never computed whole",
-        "use [all-linear], for example, which is all but the head",
+        "must leave out lm_head, because its logits are never materialized",
+        "use [all-linear], for example, which is everything but the head",
         "train_model.lora.enabled",
         lambda names: "lm_head" in names,
     ),
     Rule(
         "inference_model.stop",
-        f"must be texts that are not empty, of at most {MOST_STOP_BYTES} bytes together",
+        f"must be non-empty strings of at most {MAX_STOP_BYTES} bytes in total",
         "for example, inference_model.stop=['</answer>']",
         bad=_bad_stop,
     ),
@@ -1017,4 +1014,5 @@ UNREAD_RULES = (
         for key in keys
     ),
 )
-"""Rules that come last: of ``inference_model.exact``, and of keys that nothing would read."""
+"""Rules that are checked last: those of ``inference_model.exact``, and of keys that are never read.
+"""

@@ -1,6 +1,6 @@
-"""Checks of what a config must not carry.
+"""Checks of what a config must not contain.
 
-Secrets, because it is written into checkpoints, reports and to W&B; and, where it comes out of a
+Secrets, because the config is written to checkpoints, reports and W&B; and, if it comes from a
 checkpoint, code and addresses that the command line does not name.
 """
 
@@ -26,48 +26,47 @@ _VALUE = re.compile(
     r"|\bwandb_v\d_[A-Za-z0-9_]{20,}|\bxox[abp]-[A-Za-z0-9-]{10,}|\bAIza[A-Za-z0-9_-]{30,}|\bBearer\s+\S{8,}"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY|://[^/\s:@]+:[^/\s@]+@"
 )
-_HEX = re.compile(r"[0-9a-f]{40}")  # a key of W&B, and also a commit
+_HEX = re.compile(r"[0-9a-f]{40}")  # an API key of W&B, but also a commit
 
 
 def check_no_secrets(node: Mapping[str, Any]) -> None:
-    """Refuses a config, as plain types, in which something looks like a secret.
+    """Refuse a config, given as plain types, that contains what looks like a secret.
 
     Raises:
-        ConfigError: something does; the message names the key and not the value.
+        ConfigError: it does; the message names the key and not the value.
     """
     for name, value in dotted(node, into_lists=True):
         check_not_secret(name, value)
 
 
 def check_not_secret(name: str, value: Any) -> None:
-    """Refuses the value of a key that looks like a secret, or is called like one.
+    """Refuse a value that looks like a secret, or whose key is named like one.
 
     Raises:
-        ConfigError: it does, or is; the message does not have the value.
+        ConfigError: it is refused; the message does not contain the value.
     """
     text = "" if value is None else str(value)
     hexadecimal = "revision" not in name and _HEX.fullmatch(text)
-    if text and (
-        (_NAME.search(name) and isinstance(value, str)) or _VALUE.search(text) or hexadecimal
-    ):
+    named_like_secret = _NAME.search(name) and isinstance(value, str)
+    if text and (named_like_secret or _VALUE.search(text) or hexadecimal):
         raise ConfigError(
-            f"{name} must not be a key, token or password, because the config is written into the "
-            "run's files: put it into an environment variable (HF_TOKEN, WANDB_API_KEY, or the "
-            "one that api_key_env of the reward judge names) and leave it out here; it was not "
-            "written anywhere by this run."
+            f"{name} must not be a key, token or password, because the config is written to the "
+            "run's files: put it into an environment variable (HF_TOKEN, WANDB_API_KEY, or the one "
+            "that api_key_env of the reward judge names) and leave it out here. This run has not "
+            "written it anywhere."
         )
 
 
 OWN_REWARDS = {
-    "countdown", "format", "gsm8k", "ifeval", "length", "math", "number", "operations", "reward_model", "structure",
+    "countdown", (
+        "format"
+    ), "gsm8k", "ifeval", "length", "math", "number", "operations", "reward_model", "structure",
 }  # fmt: skip
-"""The built-in rewards that ask no server and run no program."""
+"""Built-in rewards that use no server and run no program."""
 
 
 def _is_own_reward(spec: Any) -> bool:
-    """Whether rewards are built-in ones that ask no server, and run no program that the model
-    wrote.
-    """
+    """Return whether all rewards are in ``OWN_REWARDS``."""
     if isinstance(spec, list):
         return all(map(_is_own_reward, spec))
     name = spec.get("fn") if isinstance(spec, Mapping) else spec
@@ -75,8 +74,8 @@ def _is_own_reward(spec: Any) -> bool:
 
 
 def _is_own_component(classes: Sequence[str], node: Mapping[str, Any]) -> bool:
-    """Whether a node names one of the package's classes, and its arguments name nothing that is to
-    be made.
+    """Return whether a node names one of the package's classes, and its arguments instantiate
+    nothing.
     """
     arguments = {key: value for key, value in node.items() if key != "_target_"}
     names = (name for name, _ in dotted(arguments, into_lists=True))
@@ -93,15 +92,14 @@ def _is_own_data(entries: Sequence[Mapping[str, Any]] | None) -> bool:
 
 
 def _has_no_text(options: Any) -> bool:
-    """Whether options have no text: those of verifiers may name packages and functions."""
+    """Return whether options contain no text, which could name packages for verifiers."""
     return not any(isinstance(value, str) for _, value in dotted(options, into_lists=True))
 
 
 FROM_COMMAND_LINE: dict[str, Callable[[Any], bool]] = {
     "model.trust_remote_code": not_,
-    "model.attn_implementation": lambda name: (
-        name in ("sdpa", "eager", "flash_attention_2")
-    ),  # not the hub's
+    # Other names may be kernels on the hub.
+    "model.attn_implementation": lambda name: name in ("sdpa", "eager", "flash_attention_2"),
     "model.chat_template": lambda template: template is None or "{" in template,
     "train_model.model_kwargs": not_,
     "inference_model.address": not_,
@@ -124,23 +122,25 @@ FROM_COMMAND_LINE: dict[str, Callable[[Any], bool]] = {
     "logging.wandb.mode": lambda mode: mode != "online",
     "logging.wandb.entity": not_,
     "logging.mlflow.mode": lambda mode: mode != "online",
-    "logging.trackio.mode": lambda mode: mode == "disabled",  # offline is a folder of the user's
+    "logging.trackio.mode": lambda mode: (
+        mode == "disabled"
+    ),  # offline writes to a folder of the user
     "ray.address": not_,
 }
-"""Options that may name code, programs, addresses, environment variables, or files of other kinds
-than models and data; and whether a value of theirs does no such thing."""
+"""Options that may name code, programs, addresses, environment variables, or other files than
+models and data, each with a function that returns whether a value is harmless.
+"""
 
 
 def from_outside(
     saved: Mapping[str, Any], here: Mapping[str, Any], names: Iterable[str] = FROM_COMMAND_LINE
 ) -> Iterator[tuple[str, Any]]:
-    """Yield what a config of somebody else's decides and must not: options by their dotted names,
-    with their values.
+    """Yield the options, with values, that a foreign config sets but must not.
 
     Args:
         saved: the config, as plain types, with a value of its type for each option.
-        here: the config that the command line alone makes; what is equal in it is allowed.
-        names: the options to look at.
+        here: the config of the command line alone; a value that is equal in it is allowed.
+        names: the options to check.
     """
     before, own = (dict(inner_nodes(config)) for config in (saved, here))
     for name in names:

@@ -1,1 +1,1 @@
-"""What reads runs, or files of other libraries: nothing else in the package imports it."""
+"""Tools that read runs, or files of other libraries. Nothing else in the package imports them."""

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 from torchrl_grpo.generation import answers
 from torchrl_grpo.generation.answers import TOLERANCE, SampleRequest, entry
 from torchrl_grpo.generation.base import Completion, EngineDeadError
-from torchrl_grpo.host.event_loop import settled
+from torchrl_grpo.host.event_loop import wait_for_result
 from torchrl_grpo.host.http_client import BadAnswerError, HttpClient, NoAnswerError, may_pass
 
 KEY_VARIABLE = "VLLM_API_KEY"
@@ -220,7 +220,9 @@ class Server(ABC):
             EngineDeadError: it does not answer.
         """
         try:
-            settled(self._client.ask("GET", route, timeout_s=_PROBE_S, largest=_LARGEST_ANSWER))
+            wait_for_result(
+                self._client.request("GET", route, timeout_s=_PROBE_S, largest=_LARGEST_ANSWER)
+            )
         except NoAnswerError as error:
             if error.status is None:
                 raise EngineDeadError(error.problem) from error
@@ -250,7 +252,7 @@ class Server(ABC):
             body: sent as JSON.
             read: takes the answer's JSON, and raises ``ValueError`` for what cannot be.
             log_probs: most of them that the answer has.
-            retries: see ``HttpClient.ask``.
+            retries: see ``HttpClient.request``.
             query: parameters of the URL.
 
         Raises:
@@ -259,11 +261,11 @@ class Server(ABC):
             ValueError: it refuses what is asked.
         """
         limit, largest = _ANSWER_S / (1 + retries), _LARGEST_ANSWER + _LARGEST_TOKEN * log_probs
-        sent = self._client.ask(
+        sent = self._client.request(
             method, route, body, query, timeout_s=limit, largest=largest, retries=retries
         )
         try:
-            answer = settled(sent)
+            answer = wait_for_result(sent)
         except NoAnswerError as error:
             if may_pass(error.status):
                 raise EngineDeadError(
@@ -288,7 +290,7 @@ class Server(ABC):
 
     def close(self) -> None:
         """End the connections."""
-        settled(self._client.close())
+        wait_for_result(self._client.close())
 
 
 class VLLM(Server):
@@ -296,7 +298,10 @@ class VLLM(Server):
 
     name = "vLLM"
     starts: Mapping[Role, str] = {
-        "engine": "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --logprobs-mode processed_logprobs",
+        "engine": (
+            "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --logprobs-mode "
+            "processed_logprobs"
+        ),
         "teacher": "vllm serve MODEL, with --max-logprobs for a policy.teacher_top_k above 20",
     }
 

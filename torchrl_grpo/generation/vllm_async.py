@@ -36,7 +36,7 @@ from torchrl_grpo.generation.vllm import (
     starting_vllm,
 )
 from torchrl_grpo.generation.vllm_answers import Answer, watch_for_stops
-from torchrl_grpo.host.processes import die_with_parent, show_stack_when_asked
+from torchrl_grpo.host.processes import die_with_parent, enable_stack_dump
 from torchrl_grpo.weights.worker import unname_queues
 
 SHUTDOWN_TIMEOUT_S = 10.0
@@ -299,8 +299,8 @@ class AsyncVLLMEngine(VLLMBase):
                     # A part of the weights may have been loaded. It is the engine that is lost, and
                     # not the run.
                     reason = (
-                        f"vLLM's workers did not load the weights of version {version} ({error}): make "
-                        "a new engine."
+                        f"vLLM's workers did not load the weights of version {version} ({error}): "
+                        "make a new engine."
                     )
                     if self._loop is not None:
                         self._loop.call_soon_threadsafe(self._finish, reason)
@@ -395,7 +395,7 @@ def _guarded_executor() -> type:
     class GuardedExecutor(MultiprocExecutor):
         def _init_executor(self) -> None:
             super()._init_executor()
-            show_stack_when_asked()
+            enable_stack_dump()
             unname_queues()
 
     # Pickle looks for it in this module, under a name that tells a new process whose child it is.

@@ -6,7 +6,7 @@ import subprocess
 
 
 def accelerators_in_use() -> dict[str, tuple[int, int]]:
-    """Return used and total bytes of each NVIDIA device, asked of the driver, so that CUDA is not
+    """Return used and total bytes of each NVIDIA device. The driver reports them, so CUDA is not
     initialized here.
     """
     query = [

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 _START_S = 600.0
-"""Longest start, on a busy machine or a slow file system."""
+"""Timeout for the start, on a busy machine or a slow file system."""
 
 
 def start_python(

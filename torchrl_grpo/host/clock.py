@@ -8,7 +8,7 @@ _AT_ZERO = time.time() - time.monotonic()
 
 
 def now() -> float:
-    """Return Unix seconds by the machine's clock at import, plus elapsed time: setting the clock
-    makes no span negative.
+    """Return Unix time: the machine's clock at import plus the time since, so no span is negative
+    if the clock is set back.
     """
     return _AT_ZERO + time.monotonic()

@@ -1,5 +1,6 @@
-"""Event loops in threads, for coroutines that ordinary functions wait for: one of the process, and
-one of each thread whose coroutines may block."""
+"""Event loops in threads, for coroutines that synchronous functions wait for: one for the process,
+and one for each thread whose coroutines may block.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ _own = threading.local()
 
 
 def event_loop() -> asyncio.AbstractEventLoop:
-    """This process' loop: one, so that clients that a function keeps stay usable from call to call."""
+    """Return this process's loop. There is only one, so clients that a function keeps remain usable
+    in later calls.
+    """
     global _loop
     with _lock:
         if _loop is None or _loop[0] != os.getpid():
@@ -29,7 +32,9 @@ def _started() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
 
     def run() -> None:
-        with asyncio.Runner(loop_factory=lambda: loop) as runner:  # its end cancels what still runs
+        with asyncio.Runner(
+            loop_factory=lambda: loop
+        ) as runner:  # cancels what still runs when it ends
             runner.get_loop().run_forever()
 
     threading.Thread(target=run, name="event loop", daemon=True).start()
@@ -38,29 +43,29 @@ def _started() -> asyncio.AbstractEventLoop:
 
 @contextmanager
 def own_event_loop() -> Iterator[None]:
-    """Have coroutines that this thread waits for run in a loop of its own: one that blocks it stops
-    no other thread's.
+    """Run the coroutines that this thread waits for in a loop of its own, so that a blocking one
+    does not stop other threads' coroutines.
 
-    It is started for the first of them, and stopped at the end.
+    The loop is started for the first coroutine and stopped at the end of the context.
     """
-    _own.wanted = True
+    _own.enabled = True
     try:
         yield
     finally:
         if (loop := vars(_own).pop("loop", None)) is not None:
             loop.call_soon_threadsafe(loop.stop)
-        _own.wanted = False
+        _own.enabled = False
 
 
-def settled(result: Any, timeout_s: float | None = None) -> Any:
-    """Return the result of a function or, if it is a coroutine, what it comes to.
+def wait_for_result(result: Any, timeout_s: float | None = None) -> Any:
+    """Return the result of a function, after waiting for it if it is a coroutine.
 
     Raises:
         TimeoutError: a coroutine took longer than ``timeout_s`` seconds; it is cancelled.
     """
     if not inspect.iscoroutine(result):
         return result
-    if not getattr(_own, "wanted", False):
+    if not getattr(_own, "enabled", False):
         loop = event_loop()
     else:
         loop = _own.loop = getattr(_own, "loop", None) or _started()

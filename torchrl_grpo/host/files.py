@@ -16,20 +16,23 @@ SAMPLES_FILE = "samples.jsonl"
 TIMELINE_FILE = "timeline.jsonl"
 ENVIRONMENT_FILE = "environment.json"
 _LONGEST_YAML = 300_000
-"""Characters that PyYAML reads in a few seconds. A run's config has a few thousand."""
+"""Maximum length, which PyYAML reads in a few seconds. A run's config has a few thousand
+characters.
+"""
 _LARGEST = 1e100
-"""Larger numbers measure nothing, and their sums and squares may not be finite."""
+"""Largest magnitude of a number: larger ones are not measurements, and their squares may overflow.
+"""
 _LARGEST_STEP = 2**53
 _TEXTS = ("split", "dataset", "query", "response", "finish_reason")
 _NUMBERS = ("reward", "advantage", "length", "version", "staleness")
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Return the rows of a run's jsonl file, skipping lines that are no rows, such as one cut off
-    by a crash.
+    """Return the rows of a run's jsonl file, skipping invalid lines, such as one cut off by a
+    crash.
 
     Returns:
-        the rows, none when the file is not there.
+        the rows; empty if the file does not exist.
     """
     path = Path(path)
     if not path.exists():
@@ -38,7 +41,7 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def parse_row(line: str) -> dict[str, Any] | None:
-    """Return the row on a line; None where it is none."""
+    """Return the row on a line; None if the line is not a row."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -47,8 +50,9 @@ def parse_row(line: str) -> dict[str, Any] | None:
 
 
 def is_row(row: Mapping[str, Any]) -> bool:
-    """Whether the values that are shown, searched or drawn have the types that a run writes."""
-    parts, turns = row.get("parts") or {}, row.get("turn_rewards") or []
+    """Return whether the values to show, search or plot have the types that a run writes."""
+    parts = row.get("parts") or {}
+    turns = row.get("turn_rewards") or []
     metrics = [value for name, value in row.items() if "/" in name]
     return (
         is_step(row.get("step"))
@@ -65,35 +69,37 @@ def is_row(row: Mapping[str, Any]) -> bool:
 
 
 def is_number(value: Any, largest: float = _LARGEST) -> bool:
-    """Whether a value of a row is a number that can be drawn and computed with."""
+    """Return whether a value of a row is a number that can be plotted and computed with."""
     return isinstance(value, int | float) and abs(value) <= largest
 
 
 def is_step(value: Any) -> bool:
-    """Whether a value of a row can be the number of a step."""
+    """Return whether a value of a row can be a step number."""
     return isinstance(value, int) and abs(value) <= _LARGEST_STEP
 
 
 def whole_lines(path: Path) -> list[str]:
-    """Return the lines that end in a newline (``splitlines`` would also split at other characters)."""
+    """Return the lines that end in a newline. (``splitlines`` would also split at other
+    characters.)
+    """
     return path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
 
 
 def open_inside(folder: Path, name: str) -> BinaryIO | None:
-    """Open a file of a run's folder; return None if it does not exist, or if a link leads out of
-    the folder.
+    """Open a file in a run's folder. Return None if it does not exist or is a link that leads out
+    of the folder.
     """
     try:
         path = (folder / name).resolve(strict=True)
         if path.is_relative_to(folder.resolve()) and path.is_file():
             return path.open("rb")
-    except (OSError, RuntimeError):  # not there, not ours to read, or a link to itself
+    except (OSError, RuntimeError):  # missing, not readable, or a link to itself
         pass
     return None
 
 
 def read_inside(folder: Path, name: str) -> str:
-    """The text of a file of a run's folder, nothing where there is none."""
+    """Return the text of a file in a run's folder; empty if ``open_inside`` returns None."""
     file = open_inside(folder, name)
     if file is None:
         return ""
@@ -102,16 +108,15 @@ def read_inside(folder: Path, name: str) -> str:
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether an error means that a disk or quota is full."""
+    """Return whether an error means that a disk or quota is full."""
     full = (errno.ENOSPC, errno.EDQUOT)
     by_number = isinstance(error, OSError) and error.errno in full
-    return by_number or any(
-        f"(os error {number})" in str(error) for number in full
-    )  # as Rust says it: safetensors
+    # The second form is that of Rust, and so of safetensors.
+    return by_number or any(f"(os error {number})" in str(error) for number in full)
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """Loads YAML without aliases, which let a few lines stand for more than fits into memory."""
+    """Loads YAML without aliases, by which a few lines can expand to more than fits into memory."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -120,7 +125,8 @@ class _PlainLoader(yaml.SafeLoader):
 
 
 def load_yaml(text: str) -> Any:
-    """Loads a YAML file of a run's folder, which may come from others: in bounded time and memory.
+    """Load a YAML file from a run's folder in bounded time and memory, because others may have
+    written it.
 
     Raises:
         yaml.YAMLError: it cannot be loaded; the message says why.
@@ -131,11 +137,6 @@ def load_yaml(text: str) -> Any:
         return yaml.load(text, _PlainLoader)
     except RecursionError:
         raise yaml.YAMLError("it is nested too deeply") from None
-    except (
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        TypeError,
-        ValueError,
-    ) as error:  # a value without its form
+    # A malformed value, such as a date.
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise yaml.YAMLError(str(error)) from error

@@ -17,7 +17,7 @@ LOCK_FILE = ".lock"
 _NO_FLOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 """Errors of file systems without ``flock``, such as some mounts of NFS and Lustre."""
 
-_WRITTEN = (
+_OWN_FILES = (
     ".lock",
     *(f"*.{end}" for end in ("json", "jsonl", "tmp", "log", "html", "png", "txt", "yaml")),
     *(
@@ -32,77 +32,75 @@ _WRITTEN = (
     ),
     *(".hydra", ".hydra/*", "*/.hydra", "*/.hydra/*"),
 )
-"""What runs and sweeps write into their folders."""
+"""Files that runs and sweeps write into their folders."""
 
-_open: set[int] = set()
+_open_files: set[int] = set()
 
 
 def _close_in_child() -> None:
     """Close the locks' files in a forked child, which would otherwise keep the locks."""
-    while _open:
-        os.close(_open.pop())
+    while _open_files:
+        os.close(_open_files.pop())
 
 
 os.register_at_fork(after_in_child=_close_in_child)
 
 
 def numbered(path: Path) -> Iterator[Path]:
-    """Yield the path, and after it ``NAME-2``, ``NAME-3`` and so on beside it."""
+    """Yield the path, then its siblings ``NAME-2``, ``NAME-3`` and so on."""
     yield path
     for number in itertools.count(2):
         yield path.with_name(f"{path.name}-{number}")
 
 
 def claim(folder: Path) -> Path:
-    """Make a new folder and return it: the first of ``numbered(folder)`` whose name is free."""
-    for claimed in numbered(folder):
+    """Create a new folder and return it: the first of ``numbered(folder)`` whose name is free."""
+    for candidate in numbered(folder):
         with suppress(FileExistsError):
-            claimed.mkdir(parents=True)
+            candidate.mkdir(parents=True)
             break
-    return claimed
+    return candidate
 
 
 def absent(folder: Path) -> list[Path]:
-    """Return the folders that must be created for a folder to exist, itself included, the innermost
-    first.
-    """
+    """Return the missing folders of a path, innermost first, including itself."""
     return list(itertools.takewhile(lambda path: not path.exists(), (folder, *folder.parents)))
 
 
 def check_own_files(folder: Path) -> None:
-    """Check that what a run writes stays in its folder, which may come from others.
+    """Check that a run writes only into its own folder, which others may have prepared.
 
     Raises:
-        ConfigError: a link leads out of it, or there is a pipe or a device in place of a file.
+        ConfigError: a link leads out of the folder, or a pipe or a device is in place of a file.
     """
     root = folder.resolve()
-    for path in itertools.chain.from_iterable(map(folder.glob, _WRITTEN)):
+    for path in itertools.chain.from_iterable(map(folder.glob, _OWN_FILES)):
         with suppress(OSError, RuntimeError):  # a link to itself
             target = path.resolve()
-            if target.is_relative_to(root) and (
-                target.is_file() or target.is_dir() or not target.exists()
-            ):
+            is_usual = target.is_file() or target.is_dir() or not target.exists()
+            if is_usual and target.is_relative_to(root):
                 continue
         raise ConfigError(
-            f"{folder} must have files of its own, but {path} is a link that leads out of it, or no file: remove that, "
-            "or use another folder."
+            f"{folder} must contain only files of its own, but {path} is a link that leads out of "
+            "it, or not a file: remove it, or use another folder."
         )
 
 
 class FolderLock(AbstractContextManager["FolderLock"]):
-    """Lock on the folder of a run, held from construction to ``close``, which may be called again.
+    """Lock on the folder of a run, held from construction to ``close``, which can be called
+    repeatedly.
 
-    The kernel ends it with this process, however that ends, and child processes do not keep it. On
-    a file system without ``flock`` the lock is the file alone, with the host and process that made
-    it: it is taken over from a process of this host that has ended. Reading the folder needs no
-    lock.
+    The kernel releases it when this process ends, however it ends, and child processes do not
+    inherit it. On a file system without ``flock`` the lock is the file itself, which names the host
+    and process that created it; it is taken over if that process ran on this host and has ended.
+    Reading the folder needs no lock.
 
     Args:
-        folder: made when it is not there.
+        folder: created if it does not exist.
 
     Raises:
-        ConfigError: another process holds the lock, or the folder cannot be written to, or its
-            files are elsewhere.
+        ConfigError: another process holds the lock, the folder is not writable, or its files are
+            links to elsewhere.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -112,7 +110,7 @@ class FolderLock(AbstractContextManager["FolderLock"]):
         check_own_files(self.folder)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._file = self._locked()
+            self._file = self._lock()
         except (PermissionError, FileExistsError, NotADirectoryError) as error:
             raise self._unwritable(error) from error
         except OSError as error:
@@ -129,7 +127,7 @@ class FolderLock(AbstractContextManager["FolderLock"]):
         if self._file is None or not self._is_current(self._file):
             raise RunLostError(
                 f"hydra.run.dir={self.folder} must stay in place while a run writes to it, but it "
-                f"or its {LOCK_FILE} was moved or removed: the run ends here. Resume from its last "
+                f"or its {LOCK_FILE} was moved or removed: the run ends now. Resume from its last "
                 "checkpoint."
             )
 
@@ -145,16 +143,16 @@ class FolderLock(AbstractContextManager["FolderLock"]):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _locked(self) -> int:
-        """Take the lock; return its file."""
+    def _lock(self) -> int:
+        """Take the lock; return the descriptor of its file."""
         while True:
-            file, made = self._opened()
+            file, created = self._open()
             try:
-                if self._is_taken(file, made):
+                if self._take(file, created):
                     os.ftruncate(file, 0)
                     os.pwrite(
                         file,
-                        f"{socket.gethostname()} {self._pid} {_started(self._pid)}\n".encode(),
+                        f"{socket.gethostname()} {self._pid} {_start_time(self._pid)}\n".encode(),
                         0,
                     )
                     return file
@@ -163,70 +161,74 @@ class FolderLock(AbstractContextManager["FolderLock"]):
                 raise
             self._close(file)
 
-    def _opened(self) -> tuple[int, bool]:
-        """Open the lock's file; return it and whether it was created here."""
+    def _open(self) -> tuple[int, bool]:
+        """Open the lock's file; return its descriptor and whether it was created now."""
         for flags in itertools.cycle((os.O_CREAT | os.O_EXCL, 0)):
             with suppress(FileExistsError, FileNotFoundError):
                 file = os.open(self.folder / LOCK_FILE, os.O_RDWR | flags, 0o644)
-                _open.add(file)
+                _open_files.add(file)
                 return file, flags != 0
         raise AssertionError("unreachable")
 
-    def _is_taken(self, file: int, made: bool) -> bool:
-        """Take the lock by an open file; False if that file is gone and another try is needed."""
+    def _take(self, file: int, created: bool) -> bool:
+        """Take the lock through an open file; return False if the file is gone, to try again."""
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return self._is_current(file)
         except BlockingIOError:
-            raise self._held(file, "") from None
+            raise self._held_error(file, "") from None
         except OSError as error:
             if error.errno not in _NO_FLOCK:
                 raise
-        if not made and not self._is_stale(file):
-            raise self._held(file, f" If that process has ended, remove {self.folder / LOCK_FILE}.")
-        if not made and self._is_current(file):
+        if not created and not self._is_stale(file):
+            raise self._held_error(
+                file, f" If that process has ended, remove {self.folder / LOCK_FILE}."
+            )
+        if not created and self._is_current(file):
             os.unlink(self.folder / LOCK_FILE)
-        return made
+        return created
 
     def _is_current(self, file: int) -> bool:
-        """Whether an open file is still the one in the folder."""
+        """Return whether an open file is still the one in the folder."""
         try:
             return os.path.samestat(os.stat(self.folder / LOCK_FILE), os.fstat(file))
         except (FileNotFoundError, NotADirectoryError):
             return False
 
     def _is_stale(self, file: int) -> bool:
-        """Whether the process named in a file ran on this host and has ended."""
+        """Return whether the process named in a file ran on this host and has ended."""
         holder = os.pread(file, 1000, 0).decode(errors="replace").split()
         return (
             len(holder) == 3
             and holder[0] == socket.gethostname()
-            and holder[2] != _started(holder[1])
+            and holder[2] != _start_time(holder[1])
         )
 
-    def _held(self, file: int, then: str) -> ConfigError:
+    def _held_error(self, file: int, hint: str) -> ConfigError:
         holder = os.pread(file, 1000, 0).decode(errors="replace").split()
-        who = f"process {holder[1]} on host {holder[0]}" if len(holder) == 3 else "another process"
+        owner = (
+            f"process {holder[1]} on host {holder[0]}" if len(holder) == 3 else "another process"
+        )
         return ConfigError(
-            f"hydra.run.dir={self.folder} must be a folder that no other run writes to, but {who} "
-            f"does: wait until it ends, or end it, or use another folder.{then}"
+            f"hydra.run.dir={self.folder} must be a folder that no other run writes to, but "
+            f"{owner} does: wait until it ends, or end it, or use another folder.{hint}"
         )
 
     def _unwritable(self, error: OSError) -> ConfigError:
         return ConfigError(
-            f"hydra.run.dir={self.folder} must be a folder that can be written to, but it cannot "
+            f"hydra.run.dir={self.folder} must be a writable folder, but it is not "
             f"({error.strerror}): use another folder."
         )
 
     @staticmethod
     def _close(file: int) -> None:
-        _open.discard(file)
+        _open_files.discard(file)
         os.close(file)
 
 
-def _started(pid: int | str) -> str:
-    """Start time of a process of this host, in kernel ticks: it distinguishes processes that reuse
-    a pid.
+def _start_time(pid: int | str) -> str:
+    """Return the start time of a process on this host, in kernel ticks, which distinguishes
+    processes that reuse a pid.
     """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]

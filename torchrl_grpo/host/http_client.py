@@ -1,6 +1,4 @@
-"""A client of one HTTP server, for all that asks servers: connection, key, time limits, retries and
-errors.
-"""
+"""Client of one HTTP server: connection, API key, timeouts, retries and errors."""
 
 from __future__ import annotations
 
@@ -12,23 +10,24 @@ from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any
 
 CONNECT_S = 10.0
-"""Seconds in which a connection must be made."""
-_TRY_AGAIN = {408, 409, 425, 429}
-_LONGEST_PAUSE_S = 8.0
-_SHORTEST_SECRET = 8
-"""Characters of a key that an answer may repeat by chance where it has fewer."""
-_KEPT_S = 1.0
-"""Seconds for which an idle connection is used again: a server that closes it after some (uvicorn's
-five) must not do so when a request is on its way."""
+"""Timeout for opening a connection, in seconds."""
+_RETRY_STATUSES = {408, 409, 425, 429}
+_MAX_PAUSE_S = 8.0
+_MIN_SECRET_LENGTH = 8
+"""Minimum length of a key that is masked in answers: a shorter one may occur there by chance."""
+_KEEPALIVE_S = 1.0
+"""Seconds for which an idle connection is reused. Servers close idle connections (uvicorn after 5
+s), which must not happen while a request is on its way.
+"""
 
 
 class NoAnswerError(RuntimeError):
-    """A server does not answer, or not with a success.
+    """A server does not answer, or answers with an error.
 
     Attributes:
-        status: of HTTP; None where there was no answer.
-        problem: in words, of the latest attempt.
-        attempts: how many there were.
+        status: HTTP status; None without an answer.
+        problem: what went wrong in the latest attempt.
+        attempts: number of attempts.
     """
 
     def __init__(self, status: int | None, problem: str, attempts: int) -> None:
@@ -41,20 +40,20 @@ class BadAnswerError(RuntimeError):
 
 
 def may_pass(status: int | None) -> bool:
-    """Whether a failure says nothing of the request: a server that does not answer, fails or is
+    """Return whether a failure may be temporary: the server does not answer, fails or is
     overloaded.
     """
-    return status is None or status >= 500 or status in _TRY_AGAIN
+    return status is None or status >= 500 or status in _RETRY_STATUSES
 
 
 class HttpClient:
-    """Sends requests to a server, many at a time, in one event loop.
+    """Sends concurrent requests to a server, in one event loop.
 
     Args:
-        url: that all routes begin with.
-        key_variable: environment variable that has the key, where the server wants one.
-        concurrency: most requests at a time; None is no limit.
-        proxies: whether the proxies that environment variables name are used.
+        url: beginning of all routes.
+        key_variable: environment variable with the API key, if the server requires one.
+        concurrency: maximum number of concurrent requests; None for no limit.
+        proxies: whether to use the proxies in the environment variables.
     """
 
     def __init__(
@@ -67,24 +66,21 @@ class HttpClient:
     ) -> None:
         import httpx
 
-        logging.getLogger("httpx").setLevel(
-            logging.WARNING
-        )  # at INFO it has a line for each request
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # at INFO it logs each request
         self.url = url.rstrip("/")
         self._key_variable = key_variable
         self._slots = asyncio.Semaphore(concurrency or 2**31)
         self._broken: type[Exception] = httpx.TransportError
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=CONNECT_S),
-            limits=httpx.Limits(max_connections=concurrency, keepalive_expiry=_KEPT_S),
+            limits=httpx.Limits(max_connections=concurrency, keepalive_expiry=_KEEPALIVE_S),
             trust_env=proxies,
-            cookies=CookieJar(
-                DefaultCookiePolicy(allowed_domains=())
-            ),  # a server's cookies would add up
-            verify=httpx.create_ssl_context(),  # with or without proxies: SSL_CERT_FILE may name a private authority
+            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),  # they would accumulate
+            # Even if trust_env is False: SSL_CERT_FILE may name a private authority.
+            verify=httpx.create_ssl_context(),
         )
 
-    async def ask(
+    async def request(
         self,
         method: str,
         route: str,
@@ -95,38 +91,39 @@ class HttpClient:
         largest: int,
         retries: int = 0,
     ) -> Any:
-        """Return the JSON of an answer; None is that of an empty one.
+        """Return the JSON of an answer; None if it is empty.
 
         Args:
-            method: of HTTP.
-            route: with its slash.
+            method: HTTP method.
+            route: with its leading slash.
             body: sent as JSON.
             query: parameters of the URL.
-            timeout_s: longest time for one attempt, in seconds.
-            largest: most bytes of the answer.
-            retries: further attempts where the server does not answer, is too slow or says that it
+            timeout_s: timeout of one attempt, in seconds.
+            largest: maximum size of the answer, in bytes.
+            retries: further attempts if the server does not answer, is too slow or reports that it
                 is overloaded.
 
         Raises:
-            NoAnswerError: it did not answer with a success.
-            ValueError: the key cannot be one.
-            BadAnswerError: the answer is too large, no JSON, or compressed: then nothing is known
-                of its size.
+            NoAnswerError: the server did not answer, or answered with an error.
+            ValueError: the key has characters that a header cannot carry.
+            BadAnswerError: the answer is too large, not JSON, or compressed, so that its size is
+                unknown.
         """
-        headers, hidden = {"Accept-Encoding": "identity"}, ""
+        headers = {"Accept-Encoding": "identity"}
+        secret = ""
         if key := os.environ.get(self._key_variable, "").strip():
             if not (key.isascii() and key.isprintable()):  # the library's own message would show it
                 raise ValueError(
                     f"the environment variable {self._key_variable} must be a key of printable "
-                    "ASCII characters, it has others: set it again."
+                    "ASCII characters, but it has others: set it again."
                 )
             headers["Authorization"] = f"Bearer {key}"
-            hidden = key if len(key) >= _SHORTEST_SECRET else ""
+            secret = key if len(key) >= _MIN_SECRET_LENGTH else ""
         status: int | None = None
         problem = ""
         for attempt in range(retries + 1):
             if attempt:
-                await asyncio.sleep(min(0.25 * 2**attempt, _LONGEST_PAUSE_S))
+                await asyncio.sleep(min(0.25 * 2**attempt, _MAX_PAUSE_S))
             status = None
             async with self._slots:
                 try:
@@ -139,17 +136,16 @@ class HttpClient:
                     continue
                 except self._broken as error:
                     problem = f"{type(error).__name__} {error}".rstrip()
-                    problem = problem.replace(hidden, "***") if hidden else problem
+                    problem = problem.replace(secret, "***") if secret else problem
                     continue
-            # Servers and proxies that show what they were asked would bring the key into messages
-            # and logs.
-            answer = answer.replace(hidden.encode(), b"***") if hidden else answer
+            # Servers and proxies that echo a request would leak the key into messages and logs.
+            answer = answer.replace(secret.encode(), b"***") if secret else answer
             if status < 300:
                 try:
                     return json.loads(answer) if answer else None
                 except (ValueError, RecursionError) as error:
-                    raise BadAnswerError(f"it must be JSON, got {_shown(answer)}") from error
-            problem = f"status {status}, {_shown(answer)}"
+                    raise BadAnswerError(f"it must be JSON, got {_excerpt(answer)}") from error
+            problem = f"status {status}, {_excerpt(answer)}"
             if not may_pass(status):
                 break
         raise NoAnswerError(status, problem, attempt + 1)
@@ -166,24 +162,22 @@ class HttpClient:
         url = self.url + route
         async with self._client.stream(
             method, url, json=body, params=query, headers=headers
-        ) as got:
-            encoding = got.headers.get("content-encoding", "identity")
+        ) as response:
+            encoding = response.headers.get("content-encoding", "identity")
             if encoding != "identity":
-                raise BadAnswerError(
-                    f"it must come without compression, as it was asked for, got {encoding!a}"
-                )
+                raise BadAnswerError(f"it must not be compressed, as requested, got {encoding!a}")
             answer = bytearray()
-            async for part in got.aiter_raw():
+            async for part in response.aiter_raw():
                 answer += part
                 if len(answer) > largest:
                     raise BadAnswerError(f"it must be under {largest / 2**20:.3g} MiB")
-            return got.status_code, bytes(answer)
+            return response.status_code, bytes(answer)
 
     async def close(self) -> None:
-        """End the connections."""
+        """Close the connections."""
         await self._client.aclose()
 
 
-def _shown(answer: bytes) -> str:
-    """Return the beginning of an answer on one line, without what moves a cursor."""
+def _excerpt(answer: bytes) -> str:
+    """Return the beginning of an answer on one line, without control characters."""
     return ascii(answer[:300].decode(errors="replace"))

@@ -1,10 +1,11 @@
-"""SIGTERM and SIGINT: the first signal ends a run in an orderly way, after work that must not be
+"""SIGTERM and SIGINT: the first signal ends a run gracefully, after work that must not be
 interrupted; a second one ends the process at once. Also closed pipes: a run continues without its
 output.
 
-Python calls a signal's handler in the main thread, between any two steps of it. Only that thread
-may use this module. A save, and the lines of one step in ``metrics.jsonl`` and ``samples.jsonl``,
-are ``shielded``: so the newest checkpoint and the last row are of the same step.
+Python calls signal handlers in the main thread, between any two of its instructions. Only that
+thread may use this module. Saving, and writing the lines of one step to ``metrics.jsonl`` and
+``samples.jsonl``, are ``shielded``, so the newest checkpoint and the last row belong to the same
+step.
 """
 
 from __future__ import annotations
@@ -19,27 +20,29 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_told: int | None = None
+_signal: int | None = None
 _status: int | None = None
 _watching = 0
 _depth = 0
-_longest_s: float | None = None
+_max_wait_s: float | None = None
 
 
 @contextmanager
 def watched() -> Iterator[None]:
-    """Handle the two signals here meanwhile. They raise ``SystemExit(143)`` and
+    """Handle both signals within the context. They raise ``SystemExit(143)`` and
     ``KeyboardInterrupt``.
     """
-    global _told, _status, _watching
-    outer, _watching = (_told, _status), _watching + 1
+    global _signal, _status, _watching
+    outer = _signal, _status
+    _watching += 1
     previous = [(number, signal.getsignal(number)) for number in _SIGNALS]
     for number in _SIGNALS:
         signal.signal(number, _handle)
     try:
         yield
     finally:
-        (_told, _status), _watching = outer, _watching - 1
+        _signal, _status = outer
+        _watching -= 1
         for number, handler in previous:
             signal.signal(number, handler)
 
@@ -61,76 +64,72 @@ def ignore_broken_pipes() -> None:
     """Keep this process alive when a standard stream is a pipe whose reader ends."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        # Not what a test or a notebook has put there.
-        if type(stream) is not io.TextIOWrapper or not stat.S_ISFIFO(
-            os.fstat(stream.fileno()).st_mode
-        ):
+        # Leave streams alone that a test or a notebook has replaced.
+        if type(stream) is not io.TextIOWrapper:
+            continue
+        if not stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode):
             continue
         stream.flush()
-        setattr(
-            sys,
-            name,
-            io.TextIOWrapper(
-                io.BufferedWriter(_Pipe(stream.fileno(), "w", closefd=False)),
-                stream.encoding,
-                stream.errors,
-                line_buffering=stream.line_buffering,
-                write_through=stream.write_through,
-            ),
+        wrapper = io.TextIOWrapper(
+            io.BufferedWriter(_Pipe(stream.fileno(), "w", closefd=False)),
+            stream.encoding,
+            stream.errors,
+            line_buffering=stream.line_buffering,
+            write_through=stream.write_through,
         )
+        setattr(sys, name, wrapper)
 
 
 def in_script() -> bool:
-    """Whether this process is one of our scripts, which ends with the run."""
+    """Return whether this process is one of our scripts, which ends with the run."""
     return _watching > 0
 
 
 def status() -> int | None:
-    """The exit status requested by the first signal or ``end_with``; None before that."""
-    return _status if _told is None else 128 + _told
+    """Return the exit status requested by the first signal or ``end_with``; None before that."""
+    return _status if _signal is None else 128 + _signal
 
 
 def end_with(status: int) -> None:
-    """Make the script end with this status, whatever becomes of the work in progress."""
+    """Make the script end with this status, however the work in progress ends."""
     global _status
     _status = status
 
 
 @contextmanager
-def shielded(longest_s: float | None = None) -> Iterator[None]:
+def shielded(max_wait_s: float | None = None) -> Iterator[None]:
     """Context that delays the first signal until the block ends.
 
     Args:
-        longest_s: of the wait for it; then the signal is raised inside. None waits as long as it
-            takes.
+        max_wait_s: longest time to wait for the end of the block; then the signal is raised inside.
+            None waits as long as it takes.
     """
-    global _depth, _longest_s
+    global _depth, _max_wait_s
     _depth += 1
-    _longest_s = longest_s if _depth == 1 else _longest_s
-    came_before = _told is not None
+    _max_wait_s = max_wait_s if _depth == 1 else _max_wait_s
+    signaled_before = _signal is not None
     try:
         yield
     finally:
         _depth -= 1
         if _depth == 0:
             signal.setitimer(signal.ITIMER_REAL, 0)
-    if _depth == 0 and _told is not None and not came_before:
-        _raise(_told)
+    if _depth == 0 and _signal is not None and not signaled_before:
+        _raise(_signal)
 
 
 def _handle(number: int, _: Any) -> None:
-    global _told
-    if _told is not None:
+    global _signal
+    if _signal is not None:
         os._exit(128 + number)
-    _told = number
+    _signal = number
     if _depth == 0:
         _raise(number)
-    if _longest_s is not None:
+    if _max_wait_s is not None:
         signal.signal(signal.SIGALRM, lambda *_: _raise(number))
-        signal.setitimer(signal.ITIMER_REAL, _longest_s)
-    with suppress(
-        OSError
-    ):  # not sys.stderr, which raises where the signal comes while it is being written to
+        signal.setitimer(signal.ITIMER_REAL, _max_wait_s)
+    # Not sys.stderr, which raises if the signal arrives while it is being written to.
+    with suppress(OSError):
         os.write(2, b"\nending after this step; the same signal again ends at once\n")
 
 

@@ -1,4 +1,4 @@
-"""Out-of-memory messages: the contents of the device's memory, and the savings of each setting."""
+"""Out-of-memory messages: what the device's memory holds, and what each setting would save."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torchrl_grpo.errors import MemoryShortError
 from torchrl_grpo.host.text import size
 
-_LEAST = 0.01
+_MIN_SHARE = 0.01
 """Minimum share of the memory that a setting must save to be named."""
 
 
@@ -17,14 +17,18 @@ def memory_short(
     """Return the error that ends the run.
 
     Args:
-        error: PyTorch's.
-        what: ran out of memory, as the beginning of a sentence.
-        holds: bytes on each device, by what they are for.
+        error: the error that PyTorch raised.
+        what: subject of the message, such as "The training step".
+        holds: bytes on each device, by purpose.
         knobs: bytes that an override would save, by the override.
     """
     first = str(error).split(". ")[0].strip() or "out of memory"
     worth = sorted(
-        ((name, saved) for name, saved in knobs.items() if saved > _LEAST * sum(holds.values())),
+        (
+            (name, saved)
+            for name, saved in knobs.items()
+            if saved > _MIN_SHARE * sum(holds.values())
+        ),
         key=_saved,
     )
     saves = (
@@ -38,7 +42,7 @@ def memory_short(
 
 
 def in_words(holds: Mapping[str, float]) -> str:
-    """Return bytes by what they are for as words: "1.0 kB of weights and 2.0 kB of activations"."""
+    """Return bytes by purpose in words: "1.0 kB of weights and 2.0 kB of activations"."""
     *parts, last = [f"{size(count)} of {name}" for name, count in holds.items()]
     return f"{', '.join(parts)}{' and ' * bool(parts)}{last}"
 

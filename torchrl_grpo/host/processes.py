@@ -1,4 +1,4 @@
-"""Our own processes that must not outlive the one that started them."""
+"""Child processes that must not outlive the process that started them."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ def die_with_parent(parent: int) -> None:
         parent: process id of the parent.
 
     Raises:
-        SystemExit: it has already ended.
+        SystemExit: the parent has already ended.
     """
-    _ask_kernel(parent, signal.SIGKILL)
+    _signal_when_parent_ends(parent, signal.SIGKILL)
 
 
-def go_on_in_guarded_child(parent: int, *, closing: int) -> None:
-    """Return in a child process, while this process stays behind as its guard (Linux only).
+def continue_in_guarded_child(parent: int, *, closing: int) -> None:
+    """Return in a forked child, while this process stays behind as its guard (Linux only).
 
-    When the child or the parent ends, however it does, or at SIGTERM, the guard kills the child and
-    all that it started, in sessions of their own too, and ends with the child's status.
+    When the child or the parent ends for any reason, or on SIGTERM, the guard kills the child and
+    everything that it started, even in sessions of its own, and exits with the child's status.
 
     Args:
         parent: process id of the parent.
-        closing: a file that only the child keeps open.
+        closing: file descriptor that only the child keeps open.
 
     Raises:
         SystemExit: the parent has already ended.
     """
-    pr_set_child_subreaper = 36  # who loses its parent becomes a child of the guard
+    pr_set_child_subreaper = 36  # orphans become children of the guard
     ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1)
-    _ask_kernel(parent, signal.SIGTERM)
+    _signal_when_parent_ends(parent, signal.SIGTERM)
     guard, child = os.getpid(), os.fork()
     if child == 0:
         die_with_parent(guard)
@@ -59,7 +59,7 @@ def go_on_in_guarded_child(parent: int, *, closing: int) -> None:
         ended, status = os.wait()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _stop_descendants(guard)
-    with suppress(ChildProcessError):  # until none is left
+    with suppress(ChildProcessError):  # until no child is left
         while True:
             for pid in descendants(guard):
                 with suppress(ProcessLookupError):
@@ -74,39 +74,38 @@ def go_on_in_guarded_child(parent: int, *, closing: int) -> None:
 
 
 def _stop_descendants(pid: int) -> None:
-    """Stop the processes below this one: a fork bomb would fork faster than they can be killed."""
+    """Stop the descendants of a process: a fork bomb would fork faster than they can be killed."""
     stopped: set[int] = set()
     while new := set(descendants(pid)) - stopped:
-        for one in new:
+        for descendant in new:
             with suppress(ProcessLookupError):
-                os.kill(one, signal.SIGSTOP)
+                os.kill(descendant, signal.SIGSTOP)
         stopped |= new
 
 
 def descendants(pid: int) -> list[int]:
-    """The processes below this one, each after its parent (Linux only)."""
+    """Return the descendants of a process, each after its parent (Linux only)."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended meanwhile
-            children.setdefault(int(stat.read_text().rpartition(")")[2].split()[1]), []).append(
-                int(stat.parent.name)
-            )
-    found = [pid]
-    for one in found:
-        found += children.get(one, [])
-    return found[1:]
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(stat.parent.name))
+    pids = [pid]
+    for parent in pids:
+        pids += children.get(parent, [])
+    return pids[1:]
 
 
 _STACKS = "torchrl_grpo-stacks"
 _SIGNAL_TO_SHOW = signal.SIGUSR2
 
 
-def show_stack_when_asked() -> None:
-    """Enable ``stack_of`` for this process, even while it holds the GIL (Linux only). May be called
-    again.
+def enable_stack_dump() -> None:
+    """Enable ``stack_of`` for this process, even while it holds the GIL (Linux only). Can be called
+    more than once.
 
-    The answer lies in a file without a name, so that nothing is left behind and nobody else can put
-    one there.
+    The stack is written to an anonymous file, so nothing is left behind and nobody else can plant
+    one.
     """
     if hasattr(os, "memfd_create"):
         file = os.memfd_create(_STACKS)
@@ -114,34 +113,35 @@ def show_stack_when_asked() -> None:
 
 
 def stack_of(pid: int) -> str:
-    """Return command line and stack of a process of ours that called ``show_stack_when_asked``;
-    empty otherwise.
+    """Return the command line and stack of a process that called ``enable_stack_dump``; empty for
+    other processes.
     """
-    longest_s = 2.0
+    timeout_s = 2.0
     with suppress(OSError):
         files = [path for path in Path(f"/proc/{pid}/fd").iterdir() if _STACKS in os.readlink(path)]
         if files:
             os.kill(pid, _SIGNAL_TO_SHOW)
-            deadline, text = time.monotonic() + longest_s, ""
+            deadline = time.monotonic() + timeout_s
+            text = ""
             while not text and time.monotonic() < deadline:
                 time.sleep(0.1)
                 text = files[-1].read_text()
             command = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
-            return f"{command:.100}\n{text or f'(no answer in {longest_s:g} s: it is stopped)'}"
+            return f"{command:.100}\n{text or f'(no answer within {timeout_s:g} s: it is stopped)'}"
     return ""
 
 
 def stacks_of(pids: Sequence[int]) -> str:
-    """Return command lines and stacks of our processes on this machine and of all below them; see
+    """Return the command lines and stacks of these processes and their descendants; see
     ``stack_of``.
     """
-    found = sorted({*pids, *(below for pid in pids for below in descendants(pid))})
-    stacks = ((pid, stack_of(pid)) for pid in found)
+    below = {descendant for pid in pids for descendant in descendants(pid)}
+    stacks = ((pid, stack_of(pid)) for pid in sorted({*pids, *below}))
     return "".join(f"\nprocess {pid}, {stack}\n" for pid, stack in stacks if stack)
 
 
-def _ask_kernel(parent: int, number: int) -> None:
-    """Make the kernel send this process a signal when the thread that started it ends."""
+def _signal_when_parent_ends(parent: int, number: int) -> None:
+    """Have the kernel send this process a signal when the thread that started it ends."""
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, number)
     if os.getppid() != parent:
@@ -150,8 +150,8 @@ def _ask_kernel(parent: int, number: int) -> None:
 
 def guarded(words: Sequence[str]) -> list[str]:
     """Return a command line that runs another one under a guard: when the command, the calling
-    thread or this process ends, or at SIGTERM, all that the command started ends, daemons included.
-    Elsewhere than on Linux, return it as it is.
+    thread or this process ends, or on SIGTERM, everything that the command started ends, including
+    daemons. On other systems than Linux, return the command unchanged.
     """
     if sys.platform != "linux":
         return list(words)
@@ -159,10 +159,7 @@ def guarded(words: Sequence[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    go_on_in_guarded_child(int(sys.argv[1]), closing=0)
-    for number in (
-        signal.SIGPIPE,
-        signal.SIGXFSZ,
-    ):  # Python ignores them, and a command inherits that
+    continue_in_guarded_child(int(sys.argv[1]), closing=0)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # ignored by Python; a command inherits that
         signal.signal(number, signal.SIG_DFL)
     os.execvp(sys.argv[2], sys.argv[2:])

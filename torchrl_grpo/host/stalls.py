@@ -1,8 +1,8 @@
-"""Stalled runs: the run reports where all its processes are, saves, and ends.
+"""Stalled runs: report the stacks of all processes, save, and exit.
 
-``note`` names what a run does next, and is its sign of progress. Where none comes for too long, a
-thread writes the stacks of the run's processes into ``stacks.txt`` and raises ``StalledError`` in
-the main thread.
+``note`` names what a run does next, and is its sign of progress. Without a note for too long, a
+thread writes the stacks of the run's processes to ``stacks.txt`` and raises ``StalledError`` in the
+main thread.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Watch:
     """Thread that waits for progress.
 
     Attributes:
-        where: says where the groups of the batch are, if that is known beyond what was noted.
-        pids: further processes of the run on this machine, beside the descendants of this one.
-        elsewhere: says where the processes of the run on other machines are.
+        where: returns where the batch's groups are, if more is known than the last note.
+        pids: returns further processes of the run on this machine, besides descendants of this one.
+        elsewhere: returns the stacks of the run's processes on other machines.
 
     Args:
         timeout_s: longest time without progress.
@@ -47,16 +47,18 @@ class Watch:
         self.where: Callable[[], str] = str
         self.pids: Callable[[], list[int]] = list
         self.elsewhere: Callable[[], str] = str
-        self._timeout_s, self._folder = timeout_s, folder
+        self._timeout_s = timeout_s
+        self._folder = folder
         self._ended = threading.Event()
-        self._doing, self._since = "", math.inf  # nothing is late before the first note
+        self._activity = ""
+        self._since = math.inf  # nothing is late before the first note
         threading.Thread(target=self._wait, name="progress", daemon=True).start()
 
     def note(self, text: str) -> None:
         """Name the work that begins now."""
-        self._doing, self._since = text, time.monotonic()
-        # For the main thread that holds Python's lock and does not come back: then no other thread
-        # can do a thing.
+        self._activity = text
+        self._since = time.monotonic()
+        # In case the main thread hangs while it holds the GIL, so that no other thread can run.
         faulthandler.dump_traceback_later(self._timeout_s + _LONGEST_END_S, exit=True, file=2)
 
     def end(self) -> None:
@@ -71,15 +73,19 @@ class Watch:
                 return
 
     def _stop(self) -> None:
-        why = f"no progress for {self._timeout_s:g} s (train.stall_timeout_s); current task: {self._doing}"
+        why = (
+            f"no progress for {self._timeout_s:g} s (train.stall_timeout_s); current task: "
+            f"{self._activity}"
+        )
+        path = self._folder / STACKS_FILE
         try:
-            where, path = self.where(), self._folder / STACKS_FILE
+            where = self.where()
             why += f": {where}" if where else ""
             self._write_stacks(path, why)
-            said = f"{why}. The stacks of all processes are in {path}."
-        except Exception as error:  # such as no room on the disk: the run is to end all the same
-            said = f"{why}. Its stacks could not be written ({type(error).__name__}: {error})."
-        sys.stderr.write(f"\nerror: {said}\n")
+            message = f"{why}. The stacks of all processes are in {path}."
+        except Exception as error:  # such as a full disk: the run must end anyway
+            message = f"{why}. Its stacks could not be written ({type(error).__name__}: {error})."
+        sys.stderr.write(f"\nerror: {message}\n")
         sys.stderr.flush()
         main = threading.main_thread().ident
         if main is not None:
@@ -102,7 +108,7 @@ class Watch:
 
 @contextmanager
 def watched(timeout_s: float | None, folder: Path) -> Iterator[Watch | None]:
-    """Context that watches a run, only in one of our scripts, which ends with the run.
+    """Watch a run within the context, but only in one of our scripts, which ends with the run.
 
     Args:
         timeout_s: longest time without progress; None watches nothing.

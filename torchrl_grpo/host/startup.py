@@ -1,7 +1,6 @@
-"""The seconds between a command and its first step: fast imports, and signs of life for the user.
+"""The time between a command and its first step: fast imports, and progress messages.
 
-``say`` names what is going on. It prints nothing unless a command has called ``begin``, and after
-``end`` no more. Nothing heavy is imported here.
+``say`` prints the current activity, between ``begin`` and ``end`` only. Imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -22,29 +21,28 @@ from typing import Any
 from torchrl_grpo.compat.python import run_exit_functions
 
 _SILENCE_S, _SPARSE_S = 5.0, 30.0
-"""Longest time without a sign of life on a terminal, and elsewhere, because a log keeps every line.
-"""
+"""Longest time without a message on a terminal, and elsewhere, where every line stays in a log."""
 _UNUSED = ("vllm", "ray", "torchao", "scipy")
 _QUICK = "TORCHRL_GRPO_QUICK_IMPORTS"
 
 _started_at = time.monotonic()
-_current: _Signs | None = None
-_hides = False
+_current: _Progress | None = None
+_skips_imports = False
 
 
-class _Signs:
+class _Progress:
     """Prints the current activity when it changes, and again after a silence: on a terminal in one
-    line with a running count of seconds, elsewhere as a line now and then.
+    line with a running count of seconds, elsewhere as an occasional line.
     """
 
     def __init__(self) -> None:
         self._text = ""
         self._due = math.inf
-        self._in_place = 0  # length of the line that counts
+        self._in_place = 0  # length of the line with the running count
         self._terminal = sys.stdout.isatty()
         self._lock = threading.Lock()
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._repeat, name="signs of life", daemon=True)
+        self._thread = threading.Thread(target=self._repeat, name="progress", daemon=True)
         self._thread.start()
 
     def say(self, text: str) -> None:
@@ -67,12 +65,9 @@ class _Signs:
                 line = self._line(f"still {self._text}")
                 if self._terminal:
                     self._clear()
-                    line = line[
-                        : shutil.get_terminal_size().columns - 1
-                    ]  # a longer one would wrap, and stay
-                    print(
-                        line, end="\r", flush=True
-                    )  # what others print begins in the first column
+                    width = shutil.get_terminal_size().columns
+                    line = line[: width - 1]  # a wrapped line could not be cleared
+                    print(line, end="\r", flush=True)  # other output begins in the first column
                     self._in_place = len(line)
                 else:
                     print(line, flush=True)
@@ -92,7 +87,7 @@ def begin() -> None:
     """Allow ``say`` to print."""
     global _current
     if _current is None:
-        _current = _Signs()
+        _current = _Progress()
 
 
 def say(text: str) -> None:
@@ -102,12 +97,12 @@ def say(text: str) -> None:
 
 
 def elapsed() -> float:
-    """Seconds since this module was imported, at the start of a command."""
+    """Return the seconds since this module was imported, at the start of a command."""
     return time.monotonic() - _started_at
 
 
 def end() -> None:
-    """End the signs of life, because the run shows its steps. May be called again."""
+    """Stop printing, because the run now shows its steps. Can be called more than once."""
     global _current
     if _current is not None:
         _current.end()
@@ -116,29 +111,33 @@ def end() -> None:
 
 @contextmanager
 def quick_imports(*, whole_torchrl: bool = False) -> Iterator[None]:
-    """Import what a run uses of TorchRL, and the imports in the context's body, in about half of
-    the usual time.
+    """Import the parts of TorchRL that a run uses, and what the context's body imports, in about
+    half the usual time.
 
-    TorchRL imports vLLM and Ray wherever they are installed, for wrappers of its own that a run
-    does not use, and transformers torchao and SciPy (for the losses of object detection): here they
-    are told that these are not, so what needs them does not work in this process. And collecting
-    garbage is put off: imports make a million objects and hardly any garbage. What they made is
-    never looked at again.
+    If they are installed, TorchRL imports vLLM and Ray, for wrappers that a run does not use, and
+    transformers imports torchao and SciPy (for object detection losses). Here these packages look
+    as if they were not installed, so whatever needs them does not work in this process. Garbage
+    collection is postponed too: imports create a million objects and hardly any garbage. These
+    objects are then exempt from collection.
 
     Args:
-        whole_torchrl: whether its wrappers are to work all the same, for components of it that the
-            user names.
+        whole_torchrl: whether TorchRL's wrappers must work anyway, for components that the user
+            names.
     """
-    global _hides
-    _hides = not whole_torchrl and (_hides or "torchrl.collectors" not in sys.modules)
+    global _skips_imports
+    _skips_imports = not whole_torchrl and (
+        _skips_imports or "torchrl.collectors" not in sys.modules
+    )
     collects = gc.isenabled()
     gc.disable()
-    hidden: dict[str, Any] = {name: None for name in _UNUSED if _hides and name not in sys.modules}
+    hidden: dict[str, Any] = {
+        name: None for name in _UNUSED if _skips_imports and name not in sys.modules
+    }
     sys.modules.update(hidden)
     try:
         import_module("torchrl.collectors")
         import_module("transformers.quantizers")
-        import_module("transformers.utils").is_scipy_available()  # which keeps the answer
+        import_module("transformers.utils").is_scipy_available()  # it caches the answer
     finally:
         for name in hidden:
             del sys.modules[name]
@@ -146,14 +145,14 @@ def quick_imports(*, whole_torchrl: bool = False) -> Iterator[None]:
         yield
     finally:
         gc.freeze()
-        atexit.register(gc.unfreeze)  # else triton lists at the exit what it did not free
+        atexit.register(gc.unfreeze)  # otherwise triton reports leaks at exit
         if collects:
             gc.enable()
 
 
 def leave(status: int = 0) -> None:
-    """End this process as usual, but without freeing the million objects of the imports one by one,
-    which takes seconds. Register it with ``atexit``, or call it last.
+    """Exit as usual, but without freeing the million imported objects one by one, which takes
+    seconds. Register it with ``atexit``, or call it last.
     """
     atexit.unregister(leave)
     run_exit_functions()
@@ -164,8 +163,8 @@ def leave(status: int = 0) -> None:
 
 
 def actor_environment() -> dict[str, str]:
-    """Environment variables with which an actor imports what this process did."""
-    return {_QUICK: "1"} if _hides else {}
+    """Return the environment variables that make an actor import what this process imported."""
+    return {_QUICK: "1"} if _skips_imports else {}
 
 
 def import_as_in_driver(module: str) -> None:

@@ -1,4 +1,4 @@
-"""Formatting of texts and numbers."""
+"""Formatting of text and numbers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from typing import Any
 NOISE = 1e-8
 """Magnitude below which a metric is rounding noise."""
 _ALL_DIGITS = Context(prec=400)
-"""Takes any float."""
-HALF = re.compile("[\ud800-\udfff]")
-"""Lone surrogates, halves of a character: JSON can spell them out, and no tokenizer accepts them.
-"""
+"""Precise enough for any float."""
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+"""Lone surrogates (halves of a character): JSON can contain them, but no tokenizer accepts them."""
 MISSING = "-"
 _INVALID_CAUSES = {
     "exception": "raised an exception",
@@ -28,21 +27,22 @@ _INVALID_CAUSES = {
 
 
 def replace_lone_surrogates(text: str) -> str:
-    r"""A text whose halves of characters are U+FFFD.
+    r"""Return a text with its lone surrogates replaced by U+FFFD.
 
     >>> replace_lone_surrogates("a\ud83d") == "a\ufffd"
     True
     """
-    return HALF.sub("\ufffd", text)
+    return LONE_SURROGATE.sub("\ufffd", text)
 
 
 def printable(text: str, encoding: str = "utf-8") -> str:
-    """The text on one line: what cannot be printed, in an encoding, becomes its escape (``\\n``,
-    ``\\x1b``, ``\\u202e``)."""
-    shown = "".join(
+    """Return the text on one line: characters that cannot be printed in an encoding become escapes
+    (``\\n``, ``\\x1b``, ``\\u202e``).
+    """
+    escaped = "".join(
         c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text
     )
-    return shown.encode(encoding, "backslashreplace").decode(encoding)
+    return escaped.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def printable_lines(text: str, encoding: str = "utf-8") -> str:
@@ -51,7 +51,7 @@ def printable_lines(text: str, encoding: str = "utf-8") -> str:
 
 
 def clip(text: str, longest: int) -> str:
-    """Return the text without its middle if it is too long: the answer is at the end."""
+    """Cut out the middle of a text that is too long, because the answer is at its end."""
     if len(text) <= longest:
         return text
     tail = (longest - 5) // 2
@@ -72,12 +72,13 @@ def points(before: float, after: float) -> str:
 
 
 def accuracy(metrics: Mapping[str, Any], name: str, decoding: str = "") -> str:
-    """An ``eval/pass@*`` metric, its share of invalid rewards, and the mean reward if that is
-    another number.
+    """Format an ``eval/pass@*`` metric, its share of invalid rewards, and the mean reward if it
+    differs.
 
     >>> accuracy({"eval/pass@1": 0.125, "eval/reward_mean": 0.5}, "eval/pass@1")
     '12.5% (mean reward 0.5)'
-    >>> accuracy({"eval/pass@1": 1.0, "eval/invalid_fraction": 0.9375, "eval/reward_mean": 1.0}, "eval/pass@1")
+    >>> metrics = {"eval/pass@1": 1.0, "eval/invalid_fraction": 0.9375, "eval/reward_mean": 1.0}
+    >>> accuracy(metrics, "eval/pass@1")
     '100.0% (93.8% invalid)'
     """
     if metrics[name] is None or math.isnan(metrics[name]):
@@ -88,8 +89,8 @@ def accuracy(metrics: Mapping[str, Any], name: str, decoding: str = "") -> str:
     notes = [f"{percent(invalid)} invalid"] if invalid else []
     if reward is not None and not math.isclose(reward, metrics[name], abs_tol=1e-6):
         notes.append(f"mean reward {number(reward)}")
-    shown = [percent(metrics[name]), decoding, f"({', '.join(notes)})" if notes else ""]
-    return " ".join(filter(None, shown))
+    words = [percent(metrics[name]), decoding, f"({', '.join(notes)})" if notes else ""]
+    return " ".join(filter(None, words))
 
 
 def invalid_cause(cause: str) -> str:
@@ -111,7 +112,7 @@ def decoding(name: str) -> str:
 
 
 def number(value: float | None) -> str:
-    """Format a number with three digits, from 1,000 on without a fraction.
+    """Format a number with three digits, and without a fraction from 1,000 on.
 
     >>> number(0.5625), number(1234.5), number(0.000025), number(-2.42e-10)
     ('0.563', '1,235', '2.5e-5', '0')
@@ -129,15 +130,15 @@ def number(value: float | None) -> str:
     return f"{mantissa}e{int(exponent)}" if exponent else mantissa
 
 
-def _rounded(value: float, places: int) -> Decimal:
-    """Round to this many places, halves away from zero as in JavaScript; Python rounds them to even
-    digits.
+def _rounded(value: float, decimals: int) -> Decimal:
+    """Round to a number of decimals, halves away from zero as in JavaScript; Python rounds them to
+    even digits.
     """
-    return Decimal(value).quantize(Decimal(1).scaleb(-places), ROUND_HALF_UP, _ALL_DIGITS)
+    return Decimal(value).quantize(Decimal(1).scaleb(-decimals), ROUND_HALF_UP, _ALL_DIGITS)
 
 
 def size(count: float) -> str:
-    """Bytes, in the unit that fits."""
+    """Format a number of bytes in a suitable unit."""
     units = ["bytes", "kB", "MB", "GB", "TB"]
     while count >= 1000 and len(units) > 1:
         count /= 1000

@@ -1,4 +1,4 @@
-"""Number of threads that a model is computed on."""
+"""Number of CPU threads of a model."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ if TYPE_CHECKING:
     from torch import nn
 
 _SMALL = 1_000_000
-"""Parameters below which a CPU computes on one thread: more of them gain little, and wait for one
-another by spinning, which makes a step ten times as long as soon as something else needs a core."""
+"""Number of parameters below which a CPU uses one thread. More threads gain little, and wait for
+one another by spinning, which makes a step ten times slower once something else needs a core.
+"""
 
 
 def use_one_thread_if_small(model: nn.Module) -> None:
-    """Compute on one thread if the model is small and on a CPU, unless ``OMP_NUM_THREADS`` is set.
+    """Use one thread if the model is small and on a CPU, unless ``OMP_NUM_THREADS`` is set.
 
-    The backward pass and the optimizer use as many threads as the forward pass, so it holds for the
-    whole process from here on; ``torch.set_num_threads`` undoes it.
+    It applies to the whole process from then on, because the backward pass and the optimizer use as
+    many threads as the forward pass. ``torch.set_num_threads`` undoes it.
 
     Args:
         model: a causal LM.

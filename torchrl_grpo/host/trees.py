@@ -1,4 +1,4 @@
-"""Nested mappings, such as configs, as flat ones."""
+"""Flat views of nested mappings, such as configs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ def dotted(node: Any, name: str = "", *, into_lists: bool = False) -> Iterator[t
     Args:
         node: the mappings.
         name: of ``node`` itself.
-        into_lists: whether a list is no leaf but its elements are, as ``name[0]``.
+        into_lists: whether the elements of a list are the leaves, as ``name[0]``, instead of the
+            list.
 
     >>> dict(dotted({"a": {"b": [1, 2]}, "c": {}}))
     {'a.b': [1, 2], 'c': {}}
@@ -30,7 +31,7 @@ def dotted(node: Any, name: str = "", *, into_lists: bool = False) -> Iterator[t
 
 
 def inner_nodes(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield all that nested mappings have, other mappings too, by their dotted names.
+    """Yield all values of nested mappings, including inner mappings, by their dotted names.
 
     >>> dict(inner_nodes({"a": {"b": 1}}))
     {'a': {'b': 1}, 'a.b': 1}

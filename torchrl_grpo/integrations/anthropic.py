@@ -1,7 +1,7 @@
-"""Anthropic's wire format, as another way to say what OpenAI's says: ``/v1/messages``.
+"""Anthropic's wire format (``/v1/messages``), translated to and from OpenAI's.
 
-A request is read as the one of OpenAI's that means the same, so both are checked and continued
-alike. Source: Anthropic's API reference, messages.
+A request becomes the equivalent one in OpenAI's format, so both are checked and handled alike.
+Source: Anthropic's API reference, messages.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _THOUGHTS = ("thinking", "redacted_thinking")
 
 def as_openai(fields: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return a request in OpenAI's format, and the names of its messages in Anthropic's. Parts
-    that have no equivalent are left as they are, and refused by the parser of requests.
+    without an equivalent are unchanged, and the parser of requests refuses them.
     """
     chat: list[tuple[str, Any]] = []
     if fields.get("system"):
@@ -27,27 +27,29 @@ def as_openai(fields: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     messages = fields.get("messages")
     if isinstance(messages, list):
         chat += [
-            (f"messages[{place}]", part)
-            for place, message in enumerate(messages)
+            (f"messages[{index}]", part)
+            for index, message in enumerate(messages)
             for part in _messages(message)
         ]
-    tools, choice = fields.get("tools"), fields.get("tool_choice")
+    tools = fields.get("tools")
+    choice = fields.get("tool_choice")
+    converted = messages
+    if messages and isinstance(messages, list):
+        converted = [message for _, message in chat]
     request = {
         "model": fields.get("model"),
-        "messages": [message for _, message in chat]
-        if messages and isinstance(messages, list)
-        else messages,
+        "messages": converted,
         "tools": [_tool(tool) for tool in tools] if isinstance(tools, list) else tools,
         "tool_choice": choice.get("type") if isinstance(choice, dict) else choice,
         "max_tokens": fields.get("max_tokens"),
         "stop": fields.get("stop_sequences"),
         "stream": fields.get("stream"),
     }
-    return request, [place for place, _ in chat]
+    return request, [name for name, _ in chat]
 
 
 def _messages(message: Any) -> Iterator[Any]:
-    """Yield a message as one or several: each result of a tool is one of its own."""
+    """Yield a message as one or several messages, because each tool result is a separate one."""
     content = message.get("content") if isinstance(message, dict) else None
     if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
         yield message
@@ -60,7 +62,7 @@ def _messages(message: Any) -> Iterator[Any]:
         for block in content
         if block.get("type") == "tool_use"
     ]
-    rest = [
+    other_blocks = [
         block
         for block in content
         if block.get("type") not in ("tool_use", "tool_result", *_THOUGHTS)
@@ -72,17 +74,17 @@ def _messages(message: Any) -> Iterator[Any]:
                 "tool_call_id": block.get("tool_use_id"),
                 "content": block.get("content"),
             }
-    if rest or calls or not content:
-        yield {"role": message.get("role"), "content": rest, "tool_calls": calls}
+    if other_blocks or calls or not content:
+        yield {"role": message.get("role"), "content": other_blocks, "tool_calls": calls}
 
 
 def _tool(tool: Any) -> Any:
-    """Return a tool of the agent's own; one of Anthropic's, which has no schema, stays as it is."""
+    """Return a tool of the agent; a tool of Anthropic's, which has no schema, is unchanged."""
     if not isinstance(tool, dict) or "input_schema" not in tool:
         return tool
     function = {"name": tool.get("name"), "parameters": tool["input_schema"]}
-    described = {"description": tool["description"]} if "description" in tool else {}
-    return {"type": "function", "function": function | described}
+    description = {"description": tool["description"]} if "description" in tool else {}
+    return {"type": "function", "function": function | description}
 
 
 def body(answer: Answer) -> dict[str, Any]:
@@ -118,21 +120,20 @@ def body(answer: Answer) -> dict[str, Any]:
 
 def events(answer: Answer) -> Iterator[dict[str, Any]]:
     """Yield the answer as the events of a stream."""
-    whole = body(answer)
-    start = whole | {"content": [], "stop_reason": None, "stop_sequence": None}
+    message = body(answer)
+    start = message | {"content": [], "stop_reason": None, "stop_sequence": None}
     yield {"type": "message_start", "message": start}
     empty: dict[str, Any]
-    for index, block in enumerate(whole["content"]):
+    for index, block in enumerate(message["content"]):
         if block["type"] == "text":
-            empty, delta = {"text": ""}, {"type": "text_delta", "text": block["text"]}
+            empty = {"text": ""}
+            delta = {"type": "text_delta", "text": block["text"]}
         else:
-            empty, delta = (
-                {"input": {}},
-                {"type": "input_json_delta", "partial_json": json.dumps(block["input"])},
-            )
+            empty = {"input": {}}
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
         yield {"type": "content_block_start", "index": index, "content_block": block | empty}
         yield {"type": "content_block_delta", "index": index, "delta": delta}
         yield {"type": "content_block_stop", "index": index}
-    ended = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
-    yield {"type": "message_delta", "delta": ended, "usage": whole["usage"]}
+    stop = {name: message[name] for name in ("stop_reason", "stop_sequence")}
+    yield {"type": "message_delta", "delta": stop, "usage": message["usage"]}
     yield {"type": "message_stop"}

@@ -1,8 +1,8 @@
-"""``OpenEnvKind``: environments that a server of OpenEnv plays, a session of it for each dialog.
+"""``OpenEnvKind``: environments on an OpenEnv server, with a session for each dialog.
 
-It speaks the server's protocol itself, JSON over a WebSocket (``openenv.core.EnvClient``): the
-package ``openenv`` cannot be imported without fastmcp, which needs ``mcp<2``, and vLLM needs
-``mcp>=2``. Tried with servers of openenv 0.10.
+It implements the server's protocol, JSON over a WebSocket (``openenv.core.EnvClient``), because the
+package ``openenv`` cannot be imported without fastmcp, which needs ``mcp<2``, while vLLM needs
+``mcp>=2``. Tested with servers of openenv 0.10.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from torchrl_grpo.tasks.with_environment import Kind
 from torchrl_grpo.tools import Toolbox
 from torchrl_grpo.tools.toolbox import Parser, parse_tool_calls
 
-_LONGEST_CALL_S = 300.0
-_LARGEST_MESSAGE = 2**24
+_CALL_TIMEOUT_S = 300.0
+_MAX_MESSAGE_BYTES = 2**24
 _ACTION = "step"
-"""The tool that stands for an action of a server's own."""
-_OF_EVERY_ACTION = "metadata"
+"""Name of the tool for actions that are not MCP calls."""
+_COMMON_FIELD = "metadata"
 
 
 class Refused(ValueError):
-    """The server says that an action is no valid one; the policy is told."""
+    """The server refused an action as invalid; the policy gets the message."""
 
 
 class Session:
-    """A session of a server: an environment of its own, from the connection to its end.
+    """A session on a server: one environment, for the life of the connection.
 
     Attributes:
-        reward: of the policy's latest turn; None where no step had one.
-        total: the sum of all steps' rewards.
-        done: whether the environment said so.
-        failure: what ended the session before that.
+        reward: reward of the policy's latest turn; None if no step had one.
+        total: sum of the rewards of all steps.
+        done: whether the environment is done.
+        failure: error that ended the session early.
 
     Args:
         url: of the server, ``http://host:port``.
-        tools: names of its MCP tools.
+        tools: names of the server's MCP tools.
 
     Raises:
         OSError: there is no connection.
@@ -52,33 +52,34 @@ class Session:
     def __init__(self, url: str, tools: Sequence[str] = ()) -> None:
         self._tools = frozenset(tools)
         self.reward: float | None = None
-        self.total, self.done = 0.0, False
+        self.total = 0.0
+        self.done = False
         self.failure: Exception | None = None
         address = f"ws{url.removeprefix('http').rstrip('/')}/ws"
         connect = import_module("websockets.sync.client").connect
         self._open = ExitStack()
         self._socket = self._open.enter_context(
-            connect(address, max_size=_LARGEST_MESSAGE, close_timeout=1)
+            connect(address, max_size=_MAX_MESSAGE_BYTES, close_timeout=1)
         )
 
     def ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a message; return the data of the answer.
+        """Send a message; return the answer's data.
 
         Raises:
-            Refused: the message is no valid one.
+            Refused: the message is invalid.
             RuntimeError: the server failed.
-            OSError: it does not answer.
+            OSError: the server does not answer.
         """
         try:
             self._socket.send(json.dumps({"type": kind, "data": data}, default=str))
-            answer = json.loads(self._socket.recv(timeout=_LONGEST_CALL_S))
+            answer = json.loads(self._socket.recv(timeout=_CALL_TIMEOUT_S))
             body: dict[str, Any] = answer.get("data") or {}
             if answer.get("type") == "error":
                 details = body.get("errors") or ""
                 error = f"{body.get('code')}: {body.get('message')} {details}".rstrip()
                 if body.get("code") == "VALIDATION_ERROR":
                     raise Refused(error)
-                raise RuntimeError(f"the server of OpenEnv failed: {error}")
+                raise RuntimeError(f"the OpenEnv server failed: {error}")
         except Refused:
             raise
         except Exception as error:
@@ -90,11 +91,11 @@ class Session:
         return _text(self.ask("reset", columns))
 
     def call(self, tool: str, **arguments: Any) -> str:
-        """Take a step: an MCP tool's call, or an action; return what is observed."""
+        """Take a step, an MCP tool call or an action; return the observation."""
         if self.done:
             return "the episode is over"
-        of_mcp = {"type": "call_tool", "tool_name": tool, "arguments": arguments}
-        outcome = self.ask("step", of_mcp if tool in self._tools else arguments)
+        mcp_call = {"type": "call_tool", "tool_name": tool, "arguments": arguments}
+        outcome = self.ask("step", mcp_call if tool in self._tools else arguments)
         if outcome.get("reward") is not None:
             reward = check_reward(outcome["reward"], "the reward of OpenEnv's server")
             self.reward = (self.reward or 0.0) + reward
@@ -110,15 +111,13 @@ class Session:
 
 
 def _text(outcome: Mapping[str, Any]) -> str:
-    """Return the observation as text: an MCP tool's result, the only text there is, or everything
-    as JSON.
-    """
+    """Return the observation as text: an MCP tool's result, its only text, or all of it as JSON."""
     observation = {
         name: value
         for name, value in (outcome.get("observation") or {}).items()
         if value not in (None, {}, [])
     }
-    observation.pop(_OF_EVERY_ACTION, None)
+    observation.pop(_COMMON_FIELD, None)
     if observation.pop("tool_name", None) is not None:
         if "error" in observation:
             return f"error: {observation['error'].get('message')}"
@@ -131,12 +130,12 @@ def _text(outcome: Mapping[str, Any]) -> str:
 
 
 class OpenEnvKind(Kind):
-    """The environments of a server, whose MCP tools and whose actions are the policy's tools.
+    """The environments of a server, whose MCP tools and actions are the policy's tools.
 
     Args:
         url: of the server.
-        tools: functions that the policy may call besides.
-        parser: finds calls in the policy's text.
+        tools: further functions that the policy may call.
+        parser: function that finds calls in the policy's text.
 
     Raises:
         ValueError: the server does not answer, or there is no package ``websockets``.
@@ -160,10 +159,10 @@ class OpenEnvKind(Kind):
                 action = json.load(answer)["action"]
             with closing(Session(url)) as session:
                 request = {"jsonrpc": "2.0", "id": 1, "method": "tools/list"}
-                listed = session.ask("mcp", request).get("result") or {}
+                tool_list = session.ask("mcp", request).get("result") or {}
         except Exception as error:
             raise ValueError(
-                f"{where} must be a server of OpenEnv that runs, it did not answer "
+                f"{where} must be a running OpenEnv server, but it did not answer "
                 f"({type(error).__name__}: {error}): start it first, or correct the address."
             ) from error
         of_mcp = [
@@ -172,12 +171,12 @@ class OpenEnvKind(Kind):
                 tool.get("description", ""),
                 tool.get("inputSchema") or tool.get("input_schema") or {},
             )
-            for tool in listed.get("tools", ())
+            for tool in tool_list.get("tools", ())
         ]
         own = {
             name: value
             for name, value in action.get("properties", {}).items()
-            if name != _OF_EVERY_ACTION
+            if name != _COMMON_FIELD
         }
         schemas = list(of_mcp)
         if "tool_name" not in own:
@@ -185,23 +184,27 @@ class OpenEnvKind(Kind):
                 _schema(_ACTION, action.get("description", ""), {**action, "properties": own})
             )
         self.make = partial(Session, url, [schema["function"]["name"] for schema in of_mcp])
-        self.name, self.steps, self.owns_reward, self._methods = "openenv", False, True, []
+        self.name = "openenv"
+        self.steps = False
+        self.owns_reward = True
+        self._methods = []
         self.toolbox = Toolbox(tools, parser)
         self.toolbox.schemas += schemas
         self._remote = [schema["function"]["name"] for schema in schemas]
 
     def arguments(self, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """Return all columns: the server takes those that its environment's ``reset`` names."""
+        """Return all columns; the server uses those that its environment's ``reset`` names."""
         return dict(columns)
 
     def tools_of(self, environment: Any) -> Toolbox:
         remote = {name: partial(environment.call, name) for name in self._remote}
-        return self.toolbox.replaced(self.toolbox.functions | remote)
+        return self.toolbox.with_functions(self.toolbox.functions | remote)
 
     def outcome(self, environment: Any) -> tuple[float | None, bool]:
         if environment.failure is not None:
             raise environment.failure
-        reward, environment.reward = environment.reward, None
+        reward = environment.reward
+        environment.reward = None
         return reward, environment.done
 
 

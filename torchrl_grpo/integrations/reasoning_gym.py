@@ -1,7 +1,7 @@
 """reasoning-gym's data sets: over 100 generators of problems, each with its own scorer
 (arXiv:2505.24760).
 
-A hash of the question decides which split a problem belongs to, so no question is ever in both.
+A hash of the question decides a problem's split, so no question is ever in both.
 """
 
 from __future__ import annotations
@@ -18,20 +18,26 @@ from torchrl_grpo.tasks.fields import fill_template
 from torchrl_grpo.tasks.generated import split_by_hash
 
 _DRAWS_PER_SEED = 2**20
-"""The library draws problem i of seed s with s + i, so one of our seeds is a range of its seeds."""
+"""The library draws problem i of seed s with the seed s + i, so one of our seeds is a range of its
+seeds.
+"""
 _TRAIN_SAMPLES = 1000
 _TRAIN_PER_TEST = 4
 _DRAWS_PER_PROBLEM = 20
 EVALUATED = frozenset({
-    "binary_matrix", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication", "puzzle24",
+    "binary_matrix", (
+        "countdown"
+    ), "intermediate_integration", "n_queens", "polynomial_multiplication", "puzzle24",
     "simple_integration", "spiral_matrix", "string_insertion",
 })  # fmt: skip
-"""Data sets whose scorers evaluate an answer as Python, by ``eval`` or sympy's parser, which calls
-it.
+"""Data sets whose scorers evaluate an answer as Python, by ``eval`` or by sympy's parser, which
+uses it.
 """
 _CALL = re.compile(r"(\w+|[)\]}'\"])\s*\(")
-_MATHS = frozenset({
-    "abs", "acos", "acosh", "asin", "asinh", "atan", "atanh", "cos", "cosh", "cot", "csc", "erf", "exp", "ln", "log",
+_MATH_FUNCTIONS = frozenset({
+    "abs", "acos", (
+        "acosh"
+    ), "asin", "asinh", "atan", "atanh", "cos", "cosh", "cot", "csc", "erf", "exp", "ln", "log",
     "sec", "sin", "sinh", "sqrt", "tan", "tanh",
 })  # fmt: skip
 _CODE = re.compile(r"__|\blambda\b|\.\s*[^\W\d]|[@#\\]")
@@ -42,25 +48,25 @@ _OURS = ("size",)
 class ReasoningGymTask(Task):
     """Problems of one of reasoning-gym's data sets, scored by the data set's scorer.
 
-    The scorer is given the text of the last ``<answer>`` tag, which the library's system prompt
-    asks for; with a ``system_prompt`` that does not name the tag it is given the whole response.
-    Its score is the reward, and 1 is correct. What the scorer raises makes the sequence invalid.
-    Some scorers run the answer as Python: to them one that calls a function, other than one of
-    mathematics, is no answer.
+    The scorer gets the text in the last ``<answer>`` tag, which the library's system prompt asks
+    for; with a ``system_prompt`` that does not name the tag, it gets the whole response. Its score
+    is the reward, and 1 is correct. An exception in the scorer makes the sequence invalid. Some
+    scorers run the answer as Python: for them, an answer that calls other than mathematical
+    functions counts as no answer.
 
     Args:
-        dataset: its name, such as ``chain_sum``.
+        dataset: name of the data set, such as ``chain_sum``.
 
     Keyword Args:
-        options: of the data set's own configuration. Two are ours: ``seed`` (0), and ``levels``,
-            difficulty levels of the data set's curriculum, each with an equal share of the
-            problems, easiest first.
-        max_samples: number of train problems; there is a test problem for each four of them. A data
-            set that has fewer different ones gives fewer.
-        prompt_template: the user's message, with ``question`` and the metadata as columns; by
-            default the question.
+        options: options of the data set's own configuration. Two are ours: ``seed`` (0), and
+            ``levels``, difficulty levels of the data set's curriculum, each with an equal share of
+            the problems, easiest first.
+        max_samples: number of train problems, with a quarter as many test problems; fewer if the
+            data set has fewer different ones.
+        prompt_template: the user message, with ``question`` and the metadata as columns; by default
+            the question.
         system_prompt: by default the library's.
-        field: what messages call the options.
+        field: prefix of the options in messages.
 
     Raises:
         ValueError: the library is not installed, has no such data set, or the data set refuses the
@@ -109,26 +115,21 @@ class ReasoningGymTask(Task):
         """Return the split's problems, all different, level by level.
 
         Raises:
-            ValueError: the data set cannot draw one with these options.
+            ValueError: the data set cannot generate problems with these options.
         """
         if split not in self._problems:
             size = self.max_samples if split == "train" else -(-self.max_samples // _TRAIN_PER_TEST)
             levels = len(self._configs)
-            drawn: dict[str, Problem] = {}
+            by_question: dict[str, Problem] = {}
             for number, (level, config) in enumerate(self._configs):
-                self._draw(
-                    split,
-                    size * (number + 1) // levels - size * number // levels,
-                    level,
-                    config,
-                    drawn,
-                )
-            self._problems[split] = list(drawn.values())
+                count = size * (number + 1) // levels - size * number // levels
+                self._draw(split, count, level, config, by_question)
+            self._problems[split] = list(by_question.values())
             if not self._problems[split]:
                 raise ValueError(
                     f"{self.field}.dataset=reasoning_gym:{self.name} must have different questions "
-                    f"for both splits, none of those drawn is in the split {split}: use options "
-                    "that allow more."
+                    f"for both splits, but none is in the split {split}: use options that allow "
+                    "more."
                 )
         return self._problems[split]
 
@@ -145,7 +146,7 @@ class ReasoningGymTask(Task):
         return [*system, {"role": "user", "content": content}]
 
     def score(self, problem: Problem, responses: Sequence[str]) -> Score:
-        """Return the score of the last response's answer by the data set's scorer."""
+        """Return the data set's score of the last response's answer."""
         from reasoning_gym.utils import extract_answer
 
         answer = extract_answer(responses[-1]) if self._in_tag else responses[-1].strip()
@@ -156,16 +157,21 @@ class ReasoningGymTask(Task):
 
     @cached_property
     def _scorer(self) -> Any:
-        """Make the data set itself; those that store their data in it read that on creation."""
+        """Create the data set, because some scorers need the data that it reads on creation."""
         import reasoning_gym
 
         return reasoning_gym.factory.DATASETS[self.name][0](self._configs[0][1])
 
     def _draw(
-        self, split: Split, size: int, level: int | None, config: Any, drawn: dict[str, Problem]
+        self,
+        split: Split,
+        size: int,
+        level: int | None,
+        config: Any,
+        by_question: dict[str, Problem],
     ) -> None:
-        """Add ``size`` problems of a level to those drawn before, by question; fewer if it has not
-        as many others.
+        """Add ``size`` problems of a level to ``by_question``, or fewer if the level has fewer new
+        ones.
         """
         import reasoning_gym
 
@@ -173,25 +179,25 @@ class ReasoningGymTask(Task):
         dataset = reasoning_gym.factory.DATASETS[self.name][0](
             dataclasses.replace(config, size=draws)
         )
-        total = len(drawn) + size
+        total = len(by_question) + size
         for index in range(draws):
-            if len(drawn) == total:
+            if len(by_question) == total:
                 break
             try:
                 entry = dataset[index]
             except Exception as error:
                 raise ValueError(
-                    f"{self.field}.dataset=reasoning_gym:{self.name} could not make problem "
-                    f"{index} with {self._all_options} ({type(error).__name__}: {error}): use other "
-                    "options."
+                    f"{self.field}.dataset=reasoning_gym:{self.name} could not generate problem "
+                    f"{index} with {self._all_options} ({type(error).__name__}: {error}): use "
+                    "other options."
                 ) from error
             question = entry["question"]
-            if split_by_hash(question) == split and question not in drawn:
+            if split_by_hash(question) == split and question not in by_question:
                 extra = dict(entry) if level is None else entry | {"level": level}
-                drawn[question] = Problem(question, entry["answer"], extra)
+                by_question[question] = Problem(question, entry["answer"], extra)
 
     def _make_configs(self, gym: Any) -> list[tuple[int | None, Any]]:
-        """Return the data set's configuration, one for each level that is asked for."""
+        """Return the data set's configuration, one for each requested level."""
         seed = _DRAWS_PER_SEED * self._seed
         config_class = gym.factory.DATASETS[self.name][1]
         try:
@@ -204,8 +210,8 @@ class ReasoningGymTask(Task):
                     config.validate()
         except (AssertionError, TypeError, ValueError) as error:
             raise ValueError(
-                f"{self.field}.dataset_options={self._all_options} must be what "
-                f"reasoning_gym:{self.name} takes ({error}): its options are "
+                f"{self.field}.dataset_options={self._all_options} must be options of "
+                f"reasoning_gym:{self.name} ({error}): use some of "
                 f"{self._option_names(config_class)}."
             ) from error
         return [(level, dataclasses.replace(config, seed=seed)) for level, config in configs]
@@ -221,39 +227,32 @@ class ReasoningGymTask(Task):
         for name in self._options:
             if name not in known or name in _OURS:
                 close = difflib.get_close_matches(name, known, 1)
-                use = (
-                    f"{self.field}.max_samples"
-                    if name in _OURS
-                    else f"{close[0]}"
-                    if close
-                    else f"one of {known}"
-                )
+                use = close[0] if close else f"one of {known}"
+                if name in _OURS:
+                    use = f"{self.field}.max_samples"
                 raise ValueError(
                     f"{key}.{name} must be an option of reasoning_gym:{self.name}: use {use}."
                 )
         if not isinstance(self._seed, int) or isinstance(self._seed, bool) or self._seed < 0:
             raise ValueError(
-                f"{key}.seed={self._seed} must be a whole number of at least 0: for example, 0."
+                f"{key}.seed={self._seed} must be an integer of at least 0: for example, 0."
             )
         if self._levels is None:
             return
         if self.name not in gym.factory.CURRICULA:
             raise ValueError(
-                f"{key}.levels={self._levels} must be left out: reasoning_gym:{self.name} has no "
-                "levels."
+                f"{key}.levels={self._levels} must be left out, because reasoning_gym:{self.name} "
+                "has no levels: remove it."
             )
         curriculum = gym.factory.create_curriculum(self.name)
         most = max(len(attribute.levels) for attribute in curriculum.attributes.values())
         levels = self._levels
-        if (
-            not isinstance(levels, list)
-            or not levels
-            or any(type(level) is not int or not 0 <= level < most for level in levels)
-            or sorted(set(levels)) != levels
-        ):
+        entries = levels if isinstance(levels, list) else [None]
+        in_range = all(type(level) is int and 0 <= level < most for level in entries)
+        if not in_range or not levels or sorted(set(levels)) != levels:
             raise ValueError(
-                f"{key}.levels={levels} must be whole numbers from 0 to {most - 1}, each above the "
-                "one before: for example, [0,1,2]."
+                f"{key}.levels={levels} must be increasing integers from 0 to {most - 1}: for "
+                "example, [0,1,2]."
             )
         set_by_level = {
             name
@@ -281,14 +280,14 @@ class ReasoningGymTask(Task):
 
 
 def is_harmless(answer: str) -> bool:
-    """Whether evaluating an answer as Python calls only mathematical functions and reads no
-    attribute.
+    """Return whether evaluating an answer as Python calls only mathematical functions and reads no
+    attributes.
 
     >>> is_harmless("(x + 1)*sin(2*x)"), is_harmless("['A', 'B']"), is_harmless("exec(chr(49))")
     (True, True, False)
     """
     calls = {name.lower() for name in _CALL.findall(answer)}
-    return calls <= _MATHS and not _CODE.search(answer)
+    return calls <= _MATH_FUNCTIONS and not _CODE.search(answer)
 
 
 def _library(field: str, dataset: str) -> Any:
@@ -303,8 +302,8 @@ def _library(field: str, dataset: str) -> Any:
     names = sorted(set(reasoning_gym.factory.DATASETS) - {"composite"})
     if dataset == "composite":
         raise ValueError(
-            f"{field}.dataset=reasoning_gym:composite must be one of the data sets that it is made "
-            "of: use env.datasets for several, with weights."
+            f"{field}.dataset=reasoning_gym:composite must be one of the data sets that it "
+            "combines: use env.datasets for several, with weights."
         )
     if dataset not in names:
         close = difflib.get_close_matches(dataset, names, 1)

@@ -1,9 +1,9 @@
-"""Environments of the library verifiers: their tasks are the problems, and they play them and score
-them.
+"""Environments of the library verifiers: their tasks are the problems, which they also play and
+score.
 
-An environment runs in the process of the agents, all of its episodes in one event loop, as in
-verifiers' own evaluation. Its harnesses ask the policy through verifiers' own server, which passes
-the requests on to ours.
+An environment runs in the agents' process, with all its episodes in one event loop, as in
+verifiers' own evaluation. Its harnesses query the policy through verifiers' own server, which
+forwards the requests to ours.
 """
 
 from __future__ import annotations
@@ -28,35 +28,34 @@ from torchrl_grpo.tasks.generated import split_by_hash
 _TRAIN_SAMPLES = 1000
 _TRAIN_PER_TEST = 4
 _DRAWS_PER_PROBLEM = 20
-"""Tasks without end that are looked at for each problem: they may be few different ones, all of one
-split.
+"""Number of tasks of an infinite taskset to inspect per problem, because they may repeat, or be all
+of one split.
 """
-_REACTS_S = 10.0
-"""Seconds after which an event loop that does nothing else is given up, with the environment that
-blocks it.
+_RESPONSE_TIMEOUT_S = 10.0
+"""Seconds after which an unresponsive event loop is abandoned, with the environment that blocks it.
 """
 _NO_KEY = "TORCHRL_GRPO_HAS_NO_KEY"
-"""Environment variable of the endpoint's key, which is not set: the name of the session is the key.
+"""Environment variable of the endpoint's key, which is not set, because the session's name is the
+key.
 """
 _REPLACED = ("bash", "null")
-"""Harnesses of verifiers that nobody asked for; ours is the second of them in this process."""
+"""Default harnesses of verifiers, which ours replaces: it is ``null`` in this process."""
 
 
 class VerifiersTask(Task):
-    """The tasks of an environment, each with the data that rebuilds it. It has no scorer: the
+    """The tasks of an environment, each with the data to rebuild it. It has no scorer, because the
     environment scores.
 
-    A hash of a task's data decides which split it belongs to.
+    A hash of a task's data decides its split.
 
     Args:
-        config: of the environment, see ``make_config``.
-        max_samples: number of train problems; there is a test problem for each four of them. By
-            default all tasks or, where there is no end of them, 1,000.
+        config: config of the environment; see ``make_config``.
     """
 
     def __init__(self, config: Any, max_samples: int | None = None) -> None:
         self.name = config.taskset.id
-        self._config, self.max_samples = config, max_samples
+        self._config = config
+        self.max_samples = max_samples
         self._problems: dict[Split, list[Problem]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -66,21 +65,19 @@ class VerifiersTask(Task):
         """Return the split's problems, in the order of the environment's tasks.
 
         Raises:
-            ValueError: there is none.
+            ValueError: the split is empty.
         """
         if self._problems is None:
             self._problems = self._load()
         if not self._problems[split]:
             raise ValueError(
-                f"env.task=verifiers:{self.name} must have tasks for both splits, it has none for "
-                f"the split {split}: use options that give more tasks."
+                f"env.task=verifiers:{self.name} must have tasks for both splits, but it has none "
+                f"for the split {split}: use options that yield more tasks."
             )
         return self._problems[split]
 
     def messages(self, problem: Problem) -> list[Message]:
-        """Return the chat that the environment begins with; of one whose user speaks first, the
-        system's message alone.
-        """
+        """Return the environment's initial chat; only the system message if its user speaks first."""
         data = problem.extra["task"]
         prompt = data.get("prompt") or []
         chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -110,28 +107,27 @@ class VerifiersTask(Task):
             )
             if len(problems[split]) < sizes[split]:
                 problems[split].append(Problem(task.data.prompt_text, None, {"task": data}))
-            if all(len(problems[each]) == sizes[each] for each in problems):
+            if all(len(problems[split]) == sizes[split] for split in problems):
                 break
         return problems
 
 
 def _text(content: Any) -> str:
-    return (
-        content or ""
-        if isinstance(content, str | None)
-        else "".join(part.get("text") or "" for part in content)
-    )
+    if isinstance(content, str | None):
+        return content or ""
+    return "".join(part.get("text") or "" for part in content)
 
 
 class Verifiers(Program):
-    """Plays the tasks of an environment; its reward is that of the policy's seat.
+    """Plays the tasks of an environment; the reward is that of the policy's agent.
 
     Args:
         config: of the environment, see ``make_config``.
     """
 
     def __init__(self, config: Any) -> None:
-        self._config, self._seat = config, _seat(config)
+        self._config = config
+        self._policy_name = _policy_name(config)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._environment: asyncio.Future[Any] | None = None
 
@@ -140,18 +136,18 @@ class Verifiers(Program):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        _library()  # takes seconds, which are not to be the first episode's
+        _library()  # takes seconds, which the first episode should not wait for
 
     def start(
         self, problem: Mapping[str, Any], url: str, key: str
     ) -> tuple[Future[float | None], Callable[[], None]]:
-        if self._loop is None or not _reacts(self._loop):
+        if self._loop is None or not _is_responsive(self._loop):
             self._serve()
         assert self._loop is not None
-        done: Future[float | None] = asyncio.run_coroutine_threadsafe(
+        future: Future[float | None] = asyncio.run_coroutine_threadsafe(
             self._play(problem["task"], url, key), self._loop
         )
-        return done, done.cancel  # type: ignore[return-value]
+        return future, future.cancel  # type: ignore[return-value]
 
     def _serve(self) -> None:
         """Start an event loop with the environment in it."""
@@ -171,7 +167,7 @@ class Verifiers(Program):
             async with environment.serving():
                 ready.set_result(environment)
                 await forever.wait()
-        except Exception as error:  # that of each episode
+        except Exception as error:  # reported by each episode
             ready.set_exception(error)
             await forever.wait()
 
@@ -182,8 +178,8 @@ class Verifiers(Program):
         numbers = itertools.count()
 
         def name(trace: Any) -> None:
-            """Name a session by the key of the episode: verifiers keeps one connection for all of
-            them, with one key, and says the session's name in each request.
+            """Name a session by the key of the episode, because verifiers keeps one connection with
+            one key for all episodes, and sends the session's name in each request.
             """
             trace.id = f"{key}.{next(numbers)}"
 
@@ -196,12 +192,12 @@ class Verifiers(Program):
         episode = await environment.run_slot(
             slot, library.ModelContext(MODEL, client), on_trace=name
         )
-        return _reward(episode, self._seat, environment.complete(episode))
+        return _reward(episode, self._policy_name, environment.complete(episode))
 
 
 def _run(loop: asyncio.AbstractEventLoop, host: Coroutine[Any, Any, None]) -> None:
-    """Run a loop to the end of a coroutine, whatever another one in it raises: asyncio stops at
-    these two.
+    """Run a loop until a coroutine ends, even if another one in it raises one of these two errors,
+    at which asyncio stops.
     """
     task = loop.create_task(host)
     while not task.done():
@@ -209,19 +205,19 @@ def _run(loop: asyncio.AbstractEventLoop, host: Coroutine[Any, Any, None]) -> No
             loop.run_until_complete(task)
 
 
-def _reacts(loop: asyncio.AbstractEventLoop) -> bool:
-    reacts = threading.Event()
-    loop.call_soon_threadsafe(reacts.set)
-    return reacts.wait(_REACTS_S)
+def _is_responsive(loop: asyncio.AbstractEventLoop) -> bool:
+    has_responded = threading.Event()
+    loop.call_soon_threadsafe(has_responded.set)
+    return has_responded.wait(_RESPONSE_TIMEOUT_S)
 
 
-def _reward(episode: Any, seat: str, complete: bool) -> float:
-    """Return the reward of the policy's seat.
+def _reward(episode: Any, agent: str, complete: bool) -> float:
+    """Return the reward of the policy's agent.
 
     Raises:
-        InvalidRewardError: something failed, or scored nothing.
+        InvalidRewardError: the episode failed, or has no score.
     """
-    traces = [trace for trace in episode.traces if trace.agent.name == seat]
+    traces = [trace for trace in episode.traces if trace.agent.name == agent]
     if not complete:
         errors = [error for part in (episode, *episode.traces) for error in part.errors]
         reasons = "; ".join(f"{error.type}: {error.message}" for error in errors)
@@ -229,8 +225,8 @@ def _reward(episode: Any, seat: str, complete: bool) -> float:
     rewards = [] if len(traces) != 1 else list(traces[0].rewards.values())
     if not rewards or None in rewards:
         raise InvalidRewardError(
-            f"an environment must let the seat {seat!r} play once and score it, it has "
-            f"{len(traces)} plays and the rewards {rewards}: use one that does.",
+            f"an environment must let the agent {agent!r} play once and score it, but it has "
+            f"{len(traces)} plays and the rewards {rewards}: use another environment.",
             "none",
         )
     return float(traces[0].reward)
@@ -240,14 +236,14 @@ def make_config(name: str, options: Mapping[str, Any], max_turns: int) -> Any:
     """Return the config of an environment.
 
     Args:
-        name: of the package with its taskset.
-        options: verifiers' own, those under ``[env]`` in its files: ``taskset``, seats, such as
-            ``agent``, and others.
-        max_turns: most requests of the policy in an episode, unless the options say how many.
+        name: name of the package with its taskset.
+        options: verifiers' own options, those under ``[env]`` in its files: ``taskset``, agents
+            (such as ``agent``), and others.
+        max_turns: maximum number of the policy's requests in an episode, unless the options set it.
 
     Raises:
         ValueError: the library is not installed, there is no such environment, it refuses the
-            options, or the policy would not play exactly one of its seats.
+            options, or the policy would not play exactly one of its agents.
     """
     what = f"env.task=verifiers:{name}"
     if find_spec("verifiers") is None or find_spec("verifiers.v1") is None:
@@ -264,13 +260,13 @@ def make_config(name: str, options: Mapping[str, Any], max_turns: int) -> Any:
     try:
         kind = loaders.env_config_type(name, options.get("id") or "")
         own = loaders.default_harness_id(name)
-        seats = {
-            seat: _with_defaults(item.default, options.get(seat) or {}, own, max_turns)
-            for seat, item in kind.model_fields.items()
+        agents = {
+            agent: _with_defaults(item.default, options.get(agent) or {}, own, max_turns)
+            for agent, item in kind.model_fields.items()
             if hasattr(item.default, "harness")
         }
         config = loaders.resolve_env_config(
-            {**options, **seats, "taskset": {**taskset, "id": name}}
+            {**options, **agents, "taskset": {**taskset, "id": name}}
         )
         loaders.load_environment(config)
     except ModuleNotFoundError as error:
@@ -281,39 +277,39 @@ def make_config(name: str, options: Mapping[str, Any], max_turns: int) -> Any:
     except (AttributeError, TypeError, ValueError, ImportError) as error:
         raise ValueError(
             f"{what} must be an environment of verifiers 0.4, with env.dataset_options that it "
-            f"takes ({error}): correct them."
+            f"accepts ({error}): correct them."
         ) from error
-    _seat(config)
+    _policy_name(config)
     return config
 
 
 def _with_defaults(
-    seat: Any, options: Mapping[str, Any], own: str, max_turns: int
+    agent: Any, options: Mapping[str, Any], own: str, max_turns: int
 ) -> dict[str, Any]:
-    """Return the options of a seat: it plays on this machine and, where nothing else is asked for,
-    in this process.
+    """Return the options of an agent, which runs on this machine and, by default, in this
+    process.
     """
-    out = {"max_turns": max_turns if seat.max_turns is None else seat.max_turns, **options}
-    if "runtime" not in seat.model_fields_set:
+    out = {"max_turns": max_turns if agent.max_turns is None else agent.max_turns, **options}
+    if "runtime" not in agent.model_fields_set:
         out.setdefault("runtime", {"type": "subprocess"})
-    if (seat.harness.id if seat.harness is not None else own) in _REPLACED:
+    if (agent.harness.id if agent.harness is not None else own) in _REPLACED:
         out.setdefault("harness", {"id": verifiers_harness.NAME})
     return out
 
 
-def _seat(config: Any) -> str:
-    """Return the name of the seat that the policy plays: the one without a client of its own."""
-    seats = [name for name, seat in config if hasattr(seat, "harness") and seat.client is None]
-    if len(seats) != 1:
+def _policy_name(config: Any) -> str:
+    """Return the name of the agent that the policy plays: the one without its own client."""
+    names = [name for name, agent in config if hasattr(agent, "harness") and agent.client is None]
+    if len(names) != 1:
         raise ValueError(
-            f"env.task=verifiers:{config.taskset.id} must have one seat that the policy plays, it "
-            f"has {seats}: give the others a client, such as "
+            f"env.task=verifiers:{config.taskset.id} must have one agent that the policy plays, "
+            f"but it has {names}: give the others a client, such as "
             "env.dataset_options.judge.client.base_url, or use another environment."
         )
-    return seats[0]
+    return names[0]
 
 
 def _library() -> Any:
-    """Import verifiers; return its loaders, which know our harness."""
+    """Import verifiers and register our harness; return verifiers' loaders."""
     verifiers_harness.register()
     return import_module("verifiers.v1.utils.loaders")

@@ -1,7 +1,7 @@
-"""A harness of verifiers that needs no program: the chat loop of its ``null``, in the process that
-plays.
+"""A harness of verifiers without a program: the chat loop of its harness ``null``, in the same
+process.
 
-``null`` itself is a script that uv runs, with packages that it downloads.
+``null`` itself is a script that uv runs with packages that it downloads.
 """
 
 from __future__ import annotations
@@ -16,17 +16,13 @@ NAME = "torchrl_grpo_chat"
 
 
 def register() -> None:
-    """Make the harness known to verifiers, which finds one by the name of a module that is in no
-    package.
-    """
+    """Register the harness with verifiers, which finds harnesses by top-level module names."""
     if NAME in sys.modules:
         return
     from verifiers.v1 import Harness, HarnessConfig, ProgramResult
 
     class ChatHarness(Harness[HarnessConfig]):
-        """Asks the policy until it answers without calling a tool; the tools are those of the
-        environment.
-        """
+        """Queries the policy until it answers without a tool call. The environment has the tools."""
 
         APPENDS_SYSTEM_PROMPT = True
         SUPPORTS_MCP = True
@@ -49,8 +45,8 @@ def register() -> None:
                 name: {"url": url, "timeout": self.config.tool_timeout}
                 for name, url in mcp_urls.items()
             }
-            failed = await _chat(ctx.model, endpoint, secret, {"mcpServers": spec}, system, prompt)
-            return ProgramResult(0 if failed is None else 1, "", failed or "")
+            failure = await _chat(ctx.model, endpoint, secret, {"mcpServers": spec}, system, prompt)
+            return ProgramResult(0 if failure is None else 1, "", failure or "")
 
     module = ModuleType(NAME)
     vars(module).update(ChatHarness=ChatHarness, __all__=["ChatHarness"])
@@ -60,9 +56,7 @@ def register() -> None:
 async def _chat(
     model: str, url: str, key: str, spec: dict[str, Any], system: str | None, prompt: Any
 ) -> str | None:
-    """Play a chat to its end, also where that is a chat that became too long; return what failed,
-    or None.
-    """
+    """Play a chat to its end, including one that became too long; return what failed, or None."""
     from openai import APIStatusError, AsyncOpenAI, DefaultAsyncHttpxClient
     from verifiers.v1.dialects.chat import message_to_wire
     from verifiers.v1.harnesses.utils.compaction import bound_tool_message, is_context_overflow
@@ -73,8 +67,8 @@ async def _chat(
         messages.append({"role": "user", "content": prompt})
     else:
         messages += [message_to_wire(message) for message in prompt or ()]
-    # Loopback needs neither certificates nor a proxy, and nothing but the episode's own limit ends
-    # a request.
+    # Loopback needs neither certificates nor a proxy, and only the episode's own limit ends a
+    # request.
     plain = DefaultAsyncHttpxClient(verify=False, trust_env=False)
     async with AsyncExitStack() as stack:
         client: Any = await stack.enter_async_context(
@@ -100,7 +94,7 @@ async def _chat(
 
 
 async def _call(function: Any, names: dict[str, tuple[str, str]], servers: dict[str, Any]) -> Any:
-    """Return the result of a tool, or what was wrong with the call."""
+    """Return a tool's result, or what is wrong with the call."""
     from verifiers.v1.harnesses.utils.mcp import call_mcp
 
     try:

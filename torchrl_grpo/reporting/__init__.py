@@ -13,6 +13,6 @@ __all__ = ["MetricsLogger"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from torchrl_grpo.reporting import metrics  # imports torch, which the pages do without
+    from torchrl_grpo.reporting import metrics  # imports torch, which the pages do not need
 
     return getattr(metrics, name)

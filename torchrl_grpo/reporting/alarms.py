@@ -1,8 +1,7 @@
-"""Alarms: signs in the rows of ``metrics.jsonl`` that a run does not learn, each as one line with a
-remedy.
+"""Alarms: signs in ``metrics.jsonl`` that a run does not learn, each as one line with a remedy.
 
-They read what a run writes and nothing else, so that a report made later shows the same ones.
-Nothing heavy is imported here. docs/troubleshooting.md has a row for each name.
+They read only what a run writes, so that a report made later shows the same alarms. Imports nothing
+heavy. docs/troubleshooting.md has a row for each name.
 """
 
 from __future__ import annotations
@@ -18,25 +17,26 @@ from typing import Any
 from torchrl_grpo.host.text import invalid_cause
 
 Row = Mapping[str, Any]
-Found = Iterator[tuple[str, str]]
-"""Names and texts of alarms; a name is that of a row and, after a slash, its subject."""
+NamedTexts = Iterator[tuple[str, str]]
+"""Names and texts of alarms; a name is that of a row in the docs and, after a slash, its subject.
+"""
 
 _FEW, _SOME, _MANY = 5, 10, 20
 """Numbers of steps for which a condition must hold."""
 _QUIET = 20
-"""Steps without its condition after which an alarm may be raised again."""
+"""Number of steps without the condition after which an alarm is raised again."""
 
 _ZERO_VARIANCE, _SOLVED, _HALF_SOLVED = 0.9, 0.9, 0.5
 _INVALID, _TRUNCATED, _REPEATED, _CLIPPED = 0.1, 0.5, 0.8, 0.4
 _ESS, _RATIO, _KL_TO_INFERENCE, _MISMATCH = 0.5, 0.1, 0.05, 0.02
-_MORE_TRUNCATED = 0.3  # than in the first steps
+_MORE_TRUNCATED = 0.3  # increase over the first steps
 _KL_TO_REF = 1.0
-_ENTROPY, _LENGTH = 0.1, 2.0  # of what they were in the first steps
+_ENTROPY, _LENGTH = 0.1, 2.0  # relative to the first steps
 _RESTARTS = 3
 _PENALTIES = tuple(f"train/loss_{name}" for name in ("kl_to_ref", "kl_to_inference", "entropy"))
 """Terms of the loss that need no reward."""
 MOSTLY_INVALID = 0.5
-"""Share of invalid rewards above which the accuracy of the valid ones is ignored."""
+"""Share of invalid rewards above which the accuracy of valid rewards is ignored."""
 
 
 @dataclass
@@ -55,10 +55,10 @@ class Alarms:
     Lifecycle: ``take`` for each row in the order of the steps, ``end`` after the last one.
 
     Attributes:
-        raised: all alarms, in the order in which they came.
-        steps_without_signal: steps in a row, up to the latest one, in which the rewards of every
-            group were equal or not valid.
-        steps_without_reward: steps of the whole run if no reward of any of them was valid, else 0.
+        raised: all alarms, in order.
+        steps_without_signal: number of consecutive steps, up to the latest, in which the rewards of
+            every group were equal or invalid.
+        steps_without_reward: number of steps of the run if all rewards so far were invalid, else 0.
 
     Examples:
         >>> alarms = Alarms()
@@ -70,47 +70,43 @@ class Alarms:
 
     def __init__(self) -> None:
         self.raised: list[Alarm] = []
-        self.steps_without_signal = self.steps_without_reward = 0
+        self.steps_without_signal = 0
+        self.steps_without_reward = 0
         self._steps = 0
         self._last: deque[Row] = deque(maxlen=_MANY)
         self._first: list[Row] = []
         self._latest: dict[str, Alarm] = {}
 
     def take(self, row: Row) -> list[Alarm]:
-        """Return the alarms that a step raises, without those already on at the step before."""
-        if "rollout/sequences" not in row:  # of an evaluation before training
+        """Return the alarms that a step raises, without those that were already raised."""
+        if "rollout/sequences" not in row:  # an evaluation before training
             return []
         self._last.append(row)
         if len(self._first) < _FEW:
             self._first.append(row)
         self._steps += 1
         self.steps_without_signal = self.steps_without_signal + 1 if _no_signal(row) else 0
-        if (
-            self.steps_without_reward == self._steps - 1
-            and row.get("rollout/invalid") == row["rollout/sequences"]
-        ):
-            self.steps_without_reward = self._steps
-        else:
-            self.steps_without_reward = 0
-        return self._raise(
-            found for rule in _RULES for found in rule(list(self._last), self._first)
-        )
+        was_without_reward = self.steps_without_reward == self._steps - 1
+        all_invalid = row.get("rollout/invalid") == row["rollout/sequences"]
+        self.steps_without_reward = self._steps if was_without_reward and all_invalid else 0
+        last = list(self._last)
+        return self._raise(alarm for rule in _RULES for alarm in rule(last, self._first))
 
     def end(self) -> list[Alarm]:
-        """Return the alarms raised at the end of a run that had no signal at all, in fewer steps
+        """Return the alarms at the end of a run that had no signal at all, if it had fewer steps
         than the rules require.
         """
         if not self._steps or self.steps_without_signal < self._steps or self._steps >= _FEW:
             return []
         return self._raise(_without_signal(list(self._last), self._steps))
 
-    def _raise(self, found: Iterable[tuple[str, str]]) -> list[Alarm]:
+    def _raise(self, alarms: Iterable[tuple[str, str]]) -> list[Alarm]:
         step = int(self._last[-1]["step"])
         new = []
-        for name, text in found:
-            known = self._latest.get(name)
-            if known is not None and step - known.last <= _QUIET:
-                known.last = step
+        for name, text in alarms:
+            latest = self._latest.get(name)
+            if latest is not None and step - latest.last <= _QUIET:
+                latest.last = step
                 continue
             self._latest[name] = Alarm(name, text, step, step)
             new.append(self._latest[name])
@@ -129,8 +125,8 @@ def alarms_of(rows: Iterable[Row], *, ended: bool = True) -> list[Alarm]:
 
 
 def _no_signal(row: Row) -> bool:
-    """Whether nothing was to be learned: no advantage, and neither a teacher nor demonstrations in
-    the loss.
+    """Return whether there was nothing to learn: no advantages, and neither a teacher nor
+    demonstrations in the loss.
     """
     return _value(row, "rollout/zero_variance_groups") == 1 and not {
         "train/loss_teacher",
@@ -139,13 +135,13 @@ def _no_signal(row: Row) -> bool:
 
 
 def _value(row: Row, name: str) -> float | None:
-    """Return a number of a row, None if it is not finite, as in the file."""
+    """Return a number of a row; None if it is not finite, as in the file."""
     value = row.get(name)
     return None if value is None or not math.isfinite(value) else float(value)
 
 
 def _mean(rows: Sequence[Row], name: str, steps: int) -> float | None:
-    """Mean of a metric over the latest steps, None if one of them lacks it."""
+    """Return the mean of a metric over the latest steps; None if a step lacks it."""
     values = [value for row in rows[-steps:] if (value := _value(row, name)) is not None]
     return fmean(values) if len(values) == steps else None
 
@@ -155,14 +151,14 @@ def _share(value: float) -> str:
 
 
 def _invalid_shares(rows: Sequence[Row], steps: int) -> list[float]:
-    """The share of invalid rewards in each of the latest steps."""
+    """Return the share of invalid rewards in each of the latest steps."""
     return [
         (_value(row, "rollout/invalid") or 0.0) / (_value(row, "rollout/sequences") or 1.0)
         for row in rows[-steps:]
     ]
 
 
-def _signal(rows: Sequence[Row], first: Sequence[Row]) -> Found:
+def _signal(rows: Sequence[Row], first: Sequence[Row]) -> NamedTexts:
     if len(rows) >= _FEW and all(_no_signal(row) for row in rows[-_FEW:]):
         yield from _without_signal(rows, _FEW)
         return
@@ -170,7 +166,7 @@ def _signal(rows: Sequence[Row], first: Sequence[Row]) -> Found:
         _mean(rows, f"rollout/{name}", _SOME) for name in ("zero_variance_groups", "accuracy")
     )
     if fmean(_invalid_shares(rows, _SOME)) > MOSTLY_INVALID:
-        return  # the rule for invalid rewards says what is wrong
+        return  # the rule for invalid rewards reports it
     if equal is not None and equal >= _ZERO_VARIANCE and (accuracy or 0.0) < _SOLVED:
         yield (
             "zero_variance",
@@ -180,8 +176,8 @@ def _signal(rows: Sequence[Row], first: Sequence[Row]) -> Found:
         )
 
 
-def _without_signal(rows: Sequence[Row], steps: int) -> Found:
-    """Yield the alarm for rewards that were equal or invalid in every group for so many steps."""
+def _without_signal(rows: Sequence[Row], steps: int) -> NamedTexts:
+    """Yield the alarm for rewards that were equal or invalid in every group for ``steps`` steps."""
     rows = rows[-steps:]
     last = rows[-1]
     when = f"{steps} steps" if steps > 1 else "the only step"
@@ -193,13 +189,17 @@ def _without_signal(rows: Sequence[Row], steps: int) -> Found:
     if all(
         _value(row, "rollout/reward_mean") == 0 == _value(row, "rollout/reward_std") for row in rows
     ):
-        cut = _value(last, "rollout/truncated") or 0.0
-        hint = "" if cut < _TRUNCATED else f"; {_share(cut)} were truncated: raise {_limits(last)}"
+        truncated = _value(last, "rollout/truncated") or 0.0
+        hint = (
+            ""
+            if truncated < _TRUNCATED
+            else (f"; {_share(truncated)} were truncated: raise {_limits(last)}")
+        )
         yield (
             "zero_rewards",
             f"all rewards were 0 over {when}, so {learned}: read the responses (python -m "
-            "torchrl_grpo.samples DIR), and check that the prompt has the format that the model "
-            f"was trained on and asks for the one that the reward expects{hint}",
+            "torchrl_grpo.samples DIR), and check that the prompt has the model's training format "
+            f"and asks for the format that the reward expects{hint}",
         )
     elif (_value(last, "rollout/accuracy") or 0.0) >= _SOLVED:
         yield (
@@ -216,7 +216,7 @@ def _without_signal(rows: Sequence[Row], steps: int) -> Found:
         )
 
 
-def _invalid(rows: Sequence[Row], first: Sequence[Row]) -> Found:
+def _invalid(rows: Sequence[Row], first: Sequence[Row]) -> NamedTexts:
     shares = _invalid_shares(rows, _FEW)
     if shares[-1] == 1:
         yield from _invalid_rewards(rows, 1)
@@ -224,7 +224,7 @@ def _invalid(rows: Sequence[Row], first: Sequence[Row]) -> Found:
         yield from _invalid_rewards(rows, _FEW)
 
 
-def _invalid_rewards(rows: Sequence[Row], steps: int) -> Found:
+def _invalid_rewards(rows: Sequence[Row], steps: int) -> NamedTexts:
     causes = [
         name.partition("invalid_")[2] for name in rows[-1] if name.startswith("rewards/invalid_")
     ]
@@ -238,7 +238,7 @@ def _invalid_rewards(rows: Sequence[Row], steps: int) -> Found:
     )
 
 
-def _parts(rows: Sequence[Row], first: Sequence[Row]) -> Found:
+def _parts(rows: Sequence[Row], first: Sequence[Row]) -> NamedTexts:
     if len(rows) < _MANY:
         return
     for metric in rows[-1]:
@@ -257,21 +257,24 @@ def _parts(rows: Sequence[Row], first: Sequence[Row]) -> Found:
             )
 
 
-def _mismatch(rows: Sequence[Row], first: Sequence[Row]) -> Found:
+def _mismatch(rows: Sequence[Row], first: Sequence[Row]) -> NamedTexts:
     fix = (
         "set inference_model.dtype=float32 to see whether rounding is the cause, or correct for "
         "it with policy.proximal=recomputed policy.behaviour_weight=truncate"
     )
     measured = _mean(rows, "sync/mismatch_mean", _FEW)
     if measured is not None and measured > _MISMATCH:
-        text = f"log-probs of engine and trainer differ by {measured:.2g} nats on average right after a weight sync"
+        text = (
+            f"log-probs of engine and trainer differ by {measured:.2g} nats on average right after "
+            "a weight sync"
+        )
         yield "mismatch", f"{text}: {fix}"
         return
     kl, ratio = (
         _mean(rows, f"train/{name}", _FEW) for name in ("kl_k3_to_inference", "ratio_mean")
     )
-    apart = kl is not None and kl > _KL_TO_INFERENCE
-    if apart or (ratio is not None and abs(ratio - 1) > _RATIO):
+    is_far = kl is not None and kl > _KL_TO_INFERENCE
+    if is_far or (ratio is not None and abs(ratio - 1) > _RATIO):
         yield (
             "mismatch",
             f"the trained policy is far from the one that sampled (KL {kl or 0:.2g} nats per "
@@ -281,7 +284,7 @@ def _mismatch(rows: Sequence[Row], first: Sequence[Row]) -> Found:
         )
 
 
-def _ess(rows: Sequence[Row], first: Sequence[Row]) -> Found:
+def _ess(rows: Sequence[Row], first: Sequence[Row]) -> NamedTexts:
     ess = _mean(rows, "train/ESS", _FEW)
     if ess is not None and ess < _ESS:
         yield (
@@ -292,7 +295,7 @@ def _ess(rows: Sequence[Row], first: Sequence[Row]) -> Found:
         )
 
 
-def _clip(rows: Sequence[Row], first: Sequence[Row]) -> Found:
+def _clip(rows: Sequence[Row], first: Sequence[Row]) -> NamedTexts:
     shares = [_mean(rows, f"train/clip_fraction_{side}", _FEW) for side in ("low", "high")]
     clipped = sum(share or 0.0 for share in shares)
     if clipped > _CLIPPED:
@@ -304,7 +307,7 @@ def _clip(rows: Sequence[Row], first: Sequence[Row]) -> Found:
         )
 
 
-def _entropy(rows: Sequence[Row], first: Sequence[Row]) -> Found:
+def _entropy(rows: Sequence[Row], first: Sequence[Row]) -> NamedTexts:
     before, now, accuracy = (
         _mean(first, "train/entropy", _FEW),
         _mean(rows, "train/entropy", _SOME),
@@ -319,18 +322,18 @@ def _entropy(rows: Sequence[Row], first: Sequence[Row]) -> Found:
         )
 
 
-def _truncation(rows: Sequence[Row], first: Sequence[Row]) -> Found:
-    cut = _mean(rows, "rollout/truncated", _FEW)
-    if cut is not None and cut > _TRUNCATED:
+def _truncation(rows: Sequence[Row], first: Sequence[Row]) -> NamedTexts:
+    truncated = _mean(rows, "rollout/truncated", _FEW)
+    if truncated is not None and truncated > _TRUNCATED:
         yield (
             "truncated",
-            f"{_share(cut)} of the responses were truncated over {_FEW} steps: raise "
+            f"{_share(truncated)} of the responses were truncated over {_FEW} steps: raise "
             f"{_limits(rows[-1])}, or check that the model ends its turn (chat template, stop "
             "tokens); policy.overlong_buffer=0.2 teaches it",
         )
 
 
-def _truncation_pays(rows: Sequence[Row], first: Sequence[Row]) -> Found:
+def _truncation_pays(rows: Sequence[Row], first: Sequence[Row]) -> NamedTexts:
     before, now = _mean(first, "rollout/truncated", _FEW), _mean(rows, "rollout/truncated", _FEW)
     reward, better = (
         _mean(first, "rollout/reward_mean", _FEW),
@@ -354,7 +357,7 @@ def _limits(row: Row) -> str:
     return f"inference_model.max_new_tokens{tools}"
 
 
-def _length(rows: Sequence[Row], first: Sequence[Row]) -> Found:
+def _length(rows: Sequence[Row], first: Sequence[Row]) -> NamedTexts:
     before, now = (
         _mean(first, "rollout/response_length", _FEW),
         _mean(rows, "rollout/response_length", _SOME),
@@ -372,7 +375,7 @@ def _length(rows: Sequence[Row], first: Sequence[Row]) -> Found:
         )
 
 
-def _kl(rows: Sequence[Row], first: Sequence[Row]) -> Found:
+def _kl(rows: Sequence[Row], first: Sequence[Row]) -> NamedTexts:
     kl = _mean(rows, "train/kl_k3_to_ref", _FEW)
     if kl is not None and kl > _KL_TO_REF:
         yield (
@@ -383,7 +386,7 @@ def _kl(rows: Sequence[Row], first: Sequence[Row]) -> Found:
         )
 
 
-def _repeated(rows: Sequence[Row], first: Sequence[Row]) -> Found:
+def _repeated(rows: Sequence[Row], first: Sequence[Row]) -> NamedTexts:
     repeated, accuracy = (_mean(rows, f"rollout/{name}", _FEW) for name in ("repeated", "accuracy"))
     if repeated is not None and repeated > _REPEATED and (accuracy or 0.0) < _HALF_SOLVED:
         yield (
@@ -394,7 +397,7 @@ def _repeated(rows: Sequence[Row], first: Sequence[Row]) -> Found:
         )
 
 
-def _staleness(rows: Sequence[Row], first: Sequence[Row]) -> Found:
+def _staleness(rows: Sequence[Row], first: Sequence[Row]) -> NamedTexts:
     ages = [[_value(row, f"staleness/{name}") or 0.0 for name in ("mean", "max")] for row in rows]
     oldest = max(most for _, most in ages)
     if len(ages) == _MANY and oldest >= 2 and all(mean >= 0.95 * oldest for mean, _ in ages):
@@ -406,7 +409,7 @@ def _staleness(rows: Sequence[Row], first: Sequence[Row]) -> Found:
         )
 
 
-def _restarts(rows: Sequence[Row], first: Sequence[Row]) -> Found:
+def _restarts(rows: Sequence[Row], first: Sequence[Row]) -> NamedTexts:
     kinds = {"rollout": "sampler", "reference": "reference model", "reward": "reward worker"}
     for kind, name in kinds.items():
         counts = [_value(row, f"workers/restarts_{kind}") or 0.0 for row in rows]
@@ -420,7 +423,7 @@ def _restarts(rows: Sequence[Row], first: Sequence[Row]) -> Found:
             )
 
 
-_RULES: tuple[Callable[[Sequence[Row], Sequence[Row]], Found], ...] = (
+_RULES: tuple[Callable[[Sequence[Row], Sequence[Row]], NamedTexts], ...] = (
     _signal,
     _invalid,
     _parts,

@@ -1,10 +1,10 @@
 """Terminal output of a run: the plan, a progress bar, samples, evaluations and the paths of its
 files.
 
-On a terminal there is a live bar, with the tables scrolling by above it; into a pipe or a file goes
-plain text, one line every few steps, without control characters. Text that a model wrote is never
-trusted: it is not read as markup, and what cannot be printed (escape sequences, direction marks;
-outside of samples also newlines) is shown escaped.
+A terminal shows a live progress bar, with tables scrolling above it; a pipe or a file gets plain
+text, one line every few steps, without control characters. Text that a model wrote is never
+trusted: it is not interpreted as markup, and unprintable characters (escape sequences, direction
+marks; outside samples also newlines) are escaped.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ from torchrl_grpo.reporting.records import reward_text
 
 __all__ = ["Console", "clip", "duration", "printable"]
 
-_LONGEST_SAMPLE = 160
+_MAX_SAMPLE_LENGTH = 160
 _BLANK_LINES = re.compile(r"\n\s*\n")
-_WIDE = 80  # columns that the bar needs
+_WIDE = 80  # columns for the wide bar
 _DIMENSIONLESS = ("", "k", "M", "B", "T")
 
 
 class Console(AbstractContextManager["Console"]):
-    """Prints a run.
+    """Prints the progress of a run.
 
     Lifecycle: ``table`` (and ``resume``), then ``start``, then ``step``, ``samples`` and
-    ``evaluation`` in any order, then ``finish``; ``close`` at the end, also after a failure: it
-    takes the bar off, so that a traceback stays readable.
+    ``evaluation`` in any order, then ``finish``; and ``close`` at the end, even after a failure: it
+    removes the bar, so that a traceback stays readable.
 
     Args:
-        every: where there is no terminal, one line is printed every so many steps.
+        every: number of steps per printed line if there is no terminal.
         file: where to print; standard output by default.
-        width: columns; those of the terminal by default.
+        width: columns; by default those of the terminal.
 
     Examples:
         >>> import sys
@@ -78,20 +78,19 @@ class Console(AbstractContextManager["Console"]):
         self._progress: Progress | None = None
         self._handlers: list[tuple[logging.StreamHandler[IO[str]], IO[str]]] = []
         self._started_at = time.monotonic()
-        self._silent = True  # no step was printed yet
+        self._silent = True  # no step has been printed yet
         for handler in torchrl_logger.handlers:
-            if (
-                type(handler) is logging.StreamHandler and not handler.stream.isatty()
-            ):  # TorchRL's lines have colors
+            # TorchRL's lines have colors.
+            if type(handler) is logging.StreamHandler and not handler.stream.isatty():
                 handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s: %(message)s"))
 
     def table(self, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Prints a table.
+        """Print a table.
 
         Args:
-            title: stands above it.
-            rows: their keys are the columns; a value may be None. ``parameters`` is a count and
-                ``memory`` are bytes.
+            title: title above the table.
+            rows: rows, whose keys are the columns; a value may be None. ``parameters`` is a count,
+                and ``memory`` is in bytes.
         """
         columns = list(dict.fromkeys(name for row in rows for name in row))
         table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
@@ -103,26 +102,27 @@ class Console(AbstractContextManager["Console"]):
         self._rich.print(table)
 
     def problems(self, train: int, test: int, prompt: str, *, is_stateful: bool = False) -> None:
-        """Print the number of problems, and one of them as the model sees it.
+        """Print the number of problems, and the first one as the model sees it.
 
         Args:
             train: problems to train on.
-            test: problems of an evaluation.
-            prompt: the first one's prompt, chat template included.
-            is_stateful: whether an environment or an agent adds to the prompt before the first turn.
+            test: problems to evaluate on.
+            prompt: the first prompt, including the chat template.
+            is_stateful: whether an environment or an agent adds to the prompt before the first
+                turn.
         """
         first = "before its environment or agent speaks" if is_stateful else "as the model sees it"
         self._line(
             f"{train:,} training problems, {test:,} test problems; the first prompt {first}:"
         )
-        self._line(clip(prompt, 4 * _LONGEST_SAMPLE), "dim")
+        self._line(clip(prompt, 4 * _MAX_SAMPLE_LENGTH), "dim")
 
     def resume(self, step: int, path: str | os.PathLike[str], *, finished: bool = False) -> None:
         """Print the step and the checkpoint that a run resumes from, and whether there is nothing
         left to train.
         """
-        rest = ", the last step: raise train.total_dialog_turns to train longer" if finished else ""
-        self._line(f"Resuming after step {step:,} from {os.fspath(path)}{rest}")
+        note = ", the last step: raise train.total_dialog_turns to train longer" if finished else ""
+        self._line(f"Resuming after step {step:,} from {os.fspath(path)}{note}")
 
     def page(self, address: str) -> None:
         """Print the address of the run dashboard."""
@@ -132,8 +132,8 @@ class Console(AbstractContextManager["Console"]):
         """Open the progress bar.
 
         Args:
-            sequences_done: above 0 in a resumed run.
-            sequences_total: 0 for an evaluation alone.
+            sequences_done: number of trained sequences, above 0 in a resumed run.
+            sequences_total: number of sequences to train on; 0 for an evaluation alone.
             evaluates: whether the run begins with an evaluation.
         """
         self._started_at = time.monotonic()
@@ -145,7 +145,8 @@ class Console(AbstractContextManager["Console"]):
             )
             return
         startup.end()
-        wide, line = self._rich.width >= _WIDE, Column(no_wrap=True)
+        wide = self._rich.width >= _WIDE
+        line = Column(no_wrap=True)
         done = TextColumn("{task.completed:,.0f}/{task.total:,.0f}", table_column=line)
         share = TextColumn("({task.percentage:.0f}%)", table_column=line)
         columns = (
@@ -164,20 +165,23 @@ class Console(AbstractContextManager["Console"]):
     def step(
         self, step: int, metrics: Mapping[str, float], sequences_done: int, sequences_total: int
     ) -> None:
-        """Show a step: move the bar or, without a terminal, print a line every so many steps.
+        """Show a step: move the bar or, without a terminal, print a line every few steps.
 
         Args:
             step: steps done.
-            metrics: as they are logged.
+            metrics: metrics as they are logged.
             sequences_done: sequences (dialog turns) trained on so far.
             sequences_total: sequences that the run will train on.
         """
         startup.end()
         first = _REWARD if "rollout/accuracy" in metrics else _LOSS
         if self._progress is not None:
-            bar, shown = self._progress.task_ids[0], _join(metrics, first, " ")
             self._progress.update(
-                bar, completed=sequences_done, total=sequences_total, step=step, numbers=shown
+                self._progress.task_ids[0],
+                completed=sequences_done,
+                total=sequences_total,
+                step=step,
+                numbers=_join(metrics, first, " "),
             )
         elif not self._live and (
             self._silent or step % self._every == 0 or sequences_done >= sequences_total
@@ -191,12 +195,12 @@ class Console(AbstractContextManager["Console"]):
             )
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Prints a few prompts and responses.
+        """Print a few prompts and responses.
 
         Args:
             step: steps done.
-            rows: ``query``, ``response``, ``reward``, ``correct`` and ``valid``, as they are
-                logged; other keys are not shown.
+            rows: rows with ``query``, ``response``, ``reward``, ``correct`` and ``valid``, as they
+                are logged; other keys are ignored.
         """
         table = Table(
             box=box.SIMPLE_HEAD,
@@ -210,7 +214,7 @@ class Console(AbstractContextManager["Console"]):
         for row in rows:
             reward = Text(reward_text(row), style="green" if row.get("correct") else "red")
             texts = (
-                clip(_BLANK_LINES.sub("\n", str(row.get(key))), _LONGEST_SAMPLE)
+                clip(_BLANK_LINES.sub("\n", str(row.get(key))), _MAX_SAMPLE_LENGTH)
                 for key in ("query", "response")
             )
             table.add_row(
@@ -219,23 +223,23 @@ class Console(AbstractContextManager["Console"]):
         self._rich.print(table)
 
     def alarm(self, step: int, name: str, text: str) -> None:
-        """Print one line for an alarm that was raised at a step; ``docs/troubleshooting.md`` lists
-        the names.
+        """Print one line for an alarm that a step raised; ``docs/troubleshooting.md`` lists the
+        names.
         """
         self._line(f"alarm {name} at step {step}: {text}", style="bold yellow")
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Prints the ``eval/*`` metrics of the test split in a line; step 0 is before training."""
-        tested = [name for name in metrics if name.startswith("eval/pass@")]
-        shown = [
+        """Print the ``eval/*`` metrics of the test split in one line; step 0 is before training."""
+        accuracies = [name for name in metrics if name.startswith("eval/pass@")]
+        parts = [
             f"{name.removeprefix('eval/')} {accuracy(metrics, name, decoding(name))}"
-            for name in tested
+            for name in accuracies
         ]
         if (length := metrics.get("eval/response_length")) is not None:
-            shown.append(f"{number(length)} tokens")
+            parts.append(f"{number(length)} tokens")
         if (truncated := metrics.get("eval/truncated")) is not None:
-            shown.append(f"{percent(truncated)} truncated")
-        self._line(f"test after step {step}: {', '.join(shown)}", style="bold cyan")
+            parts.append(f"{percent(truncated)} truncated")
+        self._line(f"test after step {step}: {', '.join(parts)}", style="bold cyan")
 
     def finish(
         self, summary: Mapping[str, Any], paths: Mapping[str, str | os.PathLike[str]]
@@ -243,11 +247,12 @@ class Console(AbstractContextManager["Console"]):
         """Close the bar and print results and the paths of the files.
 
         Args:
-            summary: what ``report.summarize`` gives.
-            paths: name to file or folder.
+            summary: result of ``report.summarize``.
+            paths: files and folders by name.
         """
         self.close()
-        before, after = summary.get("accuracy_before"), summary.get("accuracy_after")
+        before = summary.get("accuracy_before")
+        after = summary.get("accuracy_after")
         self._line("")
         if summary.get("after_step") is not None:
             change = f"{summary['before_text']} -> {summary['after_text']}"
@@ -281,16 +286,12 @@ class Console(AbstractContextManager["Console"]):
             causes = ", ".join(f"{count:,} {cause}" for cause, count in invalid.items())
             self._line(f"{sum(invalid.values()):,} invalid rewards: {causes}", style="yellow")
         for alarm in summary.get("alarms", ()):
-            still = alarm.last == summary.get("steps")
-            when = (
-                f"from step {alarm.first} to the end"
-                if still
-                else f"steps {alarm.first} to {alarm.last}"
-            )
-            self._line(
-                f"alarm {alarm.name}, {when}: {alarm.text}",
-                style="bold yellow" if still else "yellow",
-            )
+            is_active = alarm.last == summary.get("steps")
+            when = f"steps {alarm.first} to {alarm.last}"
+            if is_active:
+                when = f"from step {alarm.first} to the end"
+            style = "bold yellow" if is_active else "yellow"
+            self._line(f"alarm {alarm.name}, {when}: {alarm.text}", style=style)
         width = max((len(name) for name in paths), default=0)
         for name, path in paths.items():
             self._line(f"  {name:<{width}}  {os.fspath(path)}")
@@ -305,7 +306,7 @@ class Console(AbstractContextManager["Console"]):
         )
 
     def close(self) -> None:
-        """Remove the bar. May be called again."""
+        """Remove the bar. Can be called more than once."""
         if self._progress is not None:
             while self._handlers:
                 handler, stream = self._handlers.pop()
@@ -320,15 +321,15 @@ class Console(AbstractContextManager["Console"]):
         self._rich.print(self._text(text, style), soft_wrap=True)
 
     def _text(self, text: str, style: str = "") -> Text:
-        """Return the text without control characters, in the terminal's encoding: no character may
-        end a run.
+        """Return the text without control characters, in the terminal's encoding, so that no
+        character can end a run.
         """
         encoding = self._rich.encoding
         return Text(printable(text, encoding), style=style)
 
     def _reroute_logger(self) -> None:
-        """Lets TorchRL's log lines scroll above the bar: its handler holds the stream that the bar
-        is drawn on.
+        """Let TorchRL's log lines scroll above the bar, because its handler writes to the bar's
+        stream.
         """
         for handler in torchrl_logger.handlers:
             if type(handler) is logging.StreamHandler and handler.stream.isatty():
@@ -341,16 +342,14 @@ class _Clock(ProgressColumn):
     """Elapsed time and, once it can be estimated, remaining time."""
 
     def render(self, task: Task) -> Text:
-        left = (
-            ""
-            if task.finished or task.time_remaining is None
-            else f" ({duration(task.time_remaining)} left)"
-        )
-        return Text(f"{duration(task.elapsed or 0)}{left}", style="dim")
+        remaining = ""
+        if not task.finished and task.time_remaining is not None:
+            remaining = f" ({duration(task.time_remaining)} left)"
+        return Text(f"{duration(task.elapsed or 0)}{remaining}", style="dim")
 
 
 _REWARD = {"reward": "rollout/reward_mean", "accuracy": "rollout/accuracy"}
-_LOSS = {"loss": "train/loss"}  # of demonstrations, which have no reward
+_LOSS = {"loss": "train/loss"}  # for demonstrations, which have no reward
 _FURTHER = {
     "KL to reference": "train/kl_k3_to_ref",
     "KL to teacher": "train/kl_k1_to_teacher",
@@ -362,12 +361,12 @@ _FURTHER = {
 
 
 def _join(metrics: Mapping[str, float], names: Mapping[str, str], separator: str) -> str:
-    shown = {
+    values = {
         label: _metric(name, metrics[name]) for label, name in names.items() if name in metrics
     }
     if invalid := metrics.get("rollout/invalid"):
-        shown["accuracy"] += f" ({percent(invalid / metrics['rollout/sequences'])} invalid)"
-    return separator.join(f"{label} {value}" for label, value in shown.items())
+        values["accuracy"] += f" ({percent(invalid / metrics['rollout/sequences'])} invalid)"
+    return separator.join(f"{label} {value}" for label, value in values.items())
 
 
 def _metric(name: str, value: float | None) -> str:
@@ -383,14 +382,11 @@ def _cell(name: str, value: Any) -> str:
         return size(value)
     if isinstance(value, list | tuple):
         return ", ".join(str(item) for item in value)
-    return (
-        number(value)
-        if isinstance(value, int | float) and not isinstance(value, bool)
-        else str(value)
-    )
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number(value) if is_number else str(value)
 
 
 def _scaled(value: float) -> str:
-    """A number with three digits and its unit: 1234567 is 1.23 M."""
+    """Format a number with three digits and its unit: 1234567 as 1.23 M."""
     power = min(int(math.log(value, 1000)), len(_DIMENSIONLESS) - 1) if value >= 1 else 0
     return f"{value / 1000**power:.3g} {_DIMENSIONLESS[power]}".rstrip()

@@ -1,5 +1,5 @@
-"""The curves of a run, drawn with matplotlib: one PNG with all panels, or one small SVG a panel for
-a web page.
+"""The curves of a run, drawn with matplotlib: one PNG with all panels, or one small SVG per panel
+for a web page.
 """
 
 from __future__ import annotations
@@ -32,21 +32,20 @@ from torchrl_grpo.reporting.panels import (
     times,
 )
 
-# In an SVG these two become CSS variables, so that one picture suits a light and a dark page.
+# In an SVG these become CSS variables, so that one picture suits light and dark pages.
 _INK, _LINE = "#333a45", "#c9ced6"
 _NOTE_WIDTH = 54  # characters
 _DASHES = ("-", "--", ":")
 _LEGEND_ROW = 0.16  # inches
 _USUAL_ROWS = 3
-"""Rows of a legend that fit into a plot of the usual size."""
+"""Number of legend rows that fit into a plot of default size."""
 
 
 def save_png(records: Sequence[Record], path: str | os.PathLike[str]) -> None:
-    """Writes all panels into one picture.
+    """Write all panels into one picture.
 
     Args:
-        records: one mapping a step (metric name to number or None, and ``step``), in the order of
-            the steps.
+        records: one mapping per step (metric name to number or None, and ``step``), in order.
         path: the PNG file.
     """
     top, between, bottom = 0.66, 1.13, 0.46  # inches
@@ -66,26 +65,27 @@ def save_png(records: Sequence[Record], path: str | os.PathLike[str]) -> None:
 
 
 def panel_svg(panel: Panel, records: Sequence[Record]) -> str:
-    """One panel as an ``<svg>`` element, its text and lines in the CSS colors ``--ink`` and
+    """Return a panel as an ``<svg>`` element, with text and lines in the CSS colors ``--ink`` and
     ``--line``.
     """
     return _svg(panel_figure(panel, records), panel)
 
 
 def panel_figure(panel: Panel, records: Sequence[Record]) -> Figure:
-    """One panel without its title and note."""
+    """Return a panel without its title and note."""
     figure = _small_figure(_extra_height(panel, records))
     _draw(figure.subplots(), panel, records)
     return figure
 
 
-def compared_svg(panel: Panel, settings: Sequence[tuple[str, Sequence[Sequence[Record]]]]) -> str:
-    """One panel with a curve for each setting, as an ``<svg>`` element like those of ``panel_svg``.
+def comparison_svg(panel: Panel, settings: Sequence[tuple[str, Sequence[Sequence[Record]]]]) -> str:
+    """Return a panel with a curve for each setting, as an ``<svg>`` element like that of
+    ``panel_svg``.
 
     Args:
-        panel: of one metric.
-        settings: color and runs of each. Several runs are one curve, their mean, in a band from the
-            lowest to the highest of them. The first one is drawn on top.
+        panel: panel of one metric.
+        settings: color and runs of each. Several runs are drawn as their mean, in a band from the
+            lowest to the highest value. The first setting is drawn on top.
     """
     figure = _small_figure()
     axes = figure.subplots()
@@ -107,14 +107,19 @@ def _draw_runs(axes: Axes, panel: Panel, runs: Sequence[Sequence[Record]], color
     lowest, mean, highest = (
         thin(steps, [take(row) for row in rows])[1] for take in (min, fmean, max)
     )
-    shown = thin(steps, steps)[0]
+    shown_steps = thin(steps, steps)[0]
     is_test = panel.metrics[0].startswith("eval/")
-    if not is_test and len(shown) >= SMOOTH_FROM:
+    if not is_test and len(shown_steps) >= SMOOTH_FROM:
         lowest, mean, highest = smooth(lowest), smooth(mean), smooth(highest)
     if len(curves) > 1:
-        axes.fill_between(shown, lowest, highest, color=color, alpha=0.18, linewidth=0)
+        axes.fill_between(shown_steps, lowest, highest, color=color, alpha=0.18, linewidth=0)
     axes.plot(
-        shown, mean, color=color, linewidth=1.8, marker="o" if is_test else None, markersize=3.2
+        shown_steps,
+        mean,
+        color=color,
+        linewidth=1.8,
+        marker=("o") if is_test else None,
+        markersize=3.2,
     )
 
 
@@ -126,7 +131,7 @@ def _small_figure(extra_height: float = 0.0) -> Figure:
 
 
 def _extra_height(panel: Panel, records: Sequence[Record]) -> float:
-    """Additional inches for a long legend."""
+    """Return the additional height, in inches, for a long legend."""
     labels = (
         []
         if panel.metrics == ("time/*_s",)
@@ -160,12 +165,12 @@ def _draw(axes: Axes, panel: Panel, records: Sequence[Record]) -> None:
     elif panel.metrics == ("time/*_s",):
         _draw_times(axes, records)
     else:
-        for place, (name, points) in enumerate(curves.items()):
-            look = {
-                "color": COLORS[place % len(COLORS)],
-                "linestyle": _DASHES[place // len(COLORS) % len(_DASHES)],
+        for index, (name, points) in enumerate(curves.items()):
+            style = {
+                "color": COLORS[index % len(COLORS)],
+                "linestyle": _DASHES[index // len(COLORS) % len(_DASHES)],
             }
-            _draw_curve(axes, label_of(name), *curve_of(name, points), look)
+            _draw_curve(axes, label_of(name), *curve_of(name, points), style)
     if panel.percent:
         highest = max((max(values) for _, values in curves.values()), default=1.0)
         axes.set_ylim(0, 1.02 if panel.title == "Accuracy" else max(1.1 * highest, 0.01))
@@ -178,26 +183,27 @@ def _draw_curve(
     steps: list[float],
     values: list[float],
     smoothed: list[float] | None,
-    look: Mapping[str, Any],
+    style: Mapping[str, Any],
 ) -> None:
     axes.margins(y=0.12)
     if smoothed is None:
-        axes.plot(steps, values, **look, linewidth=1.8, marker="o", markersize=3.2, label=label)
+        axes.plot(steps, values, **style, linewidth=1.8, marker="o", markersize=3.2, label=label)
     else:
-        axes.plot(steps, values, **look, linewidth=0.8, alpha=0.35)
-        axes.plot(steps, smoothed, **look, linewidth=1.8, label=label)
+        axes.plot(steps, values, **style, linewidth=0.8, alpha=0.35)
+        axes.plot(steps, smoothed, **style, linewidth=1.8, label=label)
 
 
 def _draw_times(axes: Axes, records: Sequence[Record]) -> None:
-    shown = times(records)
-    if not shown:
+    stages = times(records)
+    if not stages:
         return
-    [steps, *_] = [steps for steps, _ in shown.values()]
-    heights = [values for _, values in shown.values()]
+    [steps, *_] = [steps for steps, _ in stages.values()]
+    heights = [values for _, values in stages.values()]
     if len(steps) == 1:  # an area needs a width
-        steps, heights = [steps[0] - 0.5, steps[0] + 0.5], [2 * values for values in heights]
-    colors = [COLORS[STAGES.index(part)] for part in shown]
-    axes.stackplot(steps, *heights, labels=shown, colors=colors, linewidth=0)
+        steps = [steps[0] - 0.5, steps[0] + 0.5]
+        heights = [2 * values for values in heights]
+    colors = [COLORS[STAGES.index(part)] for part in stages]
+    axes.stackplot(steps, *heights, labels=stages, colors=colors, linewidth=0)
     axes.set_ylim(0, 1.05 * axes.dataLim.y1)
 
 
@@ -210,9 +216,8 @@ def _style(axes: Axes, panel: Panel) -> None:
         spine.set_color(_LINE)
     axes.tick_params(colors=_INK, labelsize=9, length=0)
     first, last = axes.get_xlim()
-    axes.set_xlim(
-        min(first, (first + last) / 2 - 1), max(last, (first + last) / 2 + 1)
-    )  # whole steps, even of one
+    middle = (first + last) / 2
+    axes.set_xlim(min(first, middle - 1), max(last, middle + 1))  # whole steps, even for one
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.set_xlabel("step", fontsize=8, color=_INK)
     if axes.lines or axes.collections:
@@ -222,8 +227,8 @@ def _style(axes: Axes, panel: Panel) -> None:
     )
     _, labels = axes.get_legend_handles_labels()
     if len(labels) > 1:
-        # Above the curves and the grid: the axis goes on without ticks to make room for the
-        # legend's rows.
+        # Above the curves and the grid: the axis is extended without ticks to make room for the
+        # legend.
         columns = _legend_columns(labels)
         share = _LEGEND_ROW * (_legend_rows(labels) + 0.4) * axes.figure.dpi / axes.bbox.height
         low, high = axes.get_ylim()

@@ -1,8 +1,8 @@
-"""Files that a run writes while it trains: ``metrics.jsonl``, ``samples.jsonl``,
-``timeline.jsonl``, ``environment.json``; and through ``trackers`` what other loggers show of it.
+"""Files that a run writes while it trains (``metrics.jsonl``, ``samples.jsonl``,
+``timeline.jsonl``, ``environment.json``) and, through ``trackers``, other loggers.
 
-The jsonl files are the record: strict JSON, one object a line, flushed line by line, so that a
-crash loses nothing.
+The jsonl files are the record of a run: strict JSON, one object per line, flushed line by line, so
+that a crash loses nothing.
 """
 
 from __future__ import annotations
@@ -55,27 +55,25 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
     """Writes the metrics and samples of one run into its directory.
 
     Lifecycle: ``log``, ``log_samples`` and ``log_spans`` in any order, then ``close``, once or
-        more. A logger opened on
-    the directory of an earlier run appends to it; ``truncate(step)`` first drops what the resumed
-    run will do again, so that the files of an interrupted and resumed run equal those of an
-    uninterrupted one.
+    more. A logger opened on the directory of an earlier run appends to it; ``truncate(step)`` first
+    drops the steps that the resumed run will repeat, so that the files of an interrupted and
+    resumed run equal those of an uninterrupted one.
 
     Attributes:
-        last_row: of ``metrics.jsonl``, empty if it has none.
+        last_row: last row of ``metrics.jsonl``; empty if it has none.
 
     Args:
-        directory: where the files go; made when it is not there.
+        directory: folder of the files; created if it does not exist.
         tensorboard: whether to write TensorBoard files into ``directory/tensorboard``.
-        services: of Weights & Biases (``wandb``), ``mlflow`` and ``trackio``, those that get the
-            same, with what the config says of each.
-        goes_on_from: the directory of the run that this one goes on from: in such a service they
-            are one.
-        config: the run's config, sent along with the metrics (TensorBoard: as text).
-        finished: whether the run has all its steps behind it. TensorBoard and the services then
-            start only if there is something to log after all.
+        services: config nodes of the services to log to: ``wandb`` (Weights & Biases), ``mlflow``
+            and ``trackio``.
+        resumed_from: folder of the run that this one resumes; in a service both are one run.
+        config: the run's config, logged with the metrics (in TensorBoard as text).
+        finished: whether the run has no steps left. TensorBoard and the services then start only
+            once there is something to log.
 
     Raises:
-        ValueError: a package or a key that a logger needs is missing, or one cannot start.
+        ValueError: a package or a key that a logger needs is missing, or a logger cannot start.
 
     Examples:
         >>> import tempfile
@@ -92,14 +90,14 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
         tensorboard: bool = True,
         services: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
         config: Mapping[str, Any],
-        goes_on_from: Path | None = None,
+        resumed_from: Path | None = None,
         finished: bool = False,
     ) -> None:
         check_logging(tensorboard=tensorboard, services=services)
         self.directory = Path(directory)
         self.directory.mkdir(parents=True, exist_ok=True)
         config_text = json.dumps(_plain(config), indent=2)
-        folders = [self.directory, *([] if goes_on_from is None else [goes_on_from])]
+        folders = [self.directory, *([] if resumed_from is None else [resumed_from])]
         self._start_trackers = partial(
             start_trackers, folders, tensorboard=tensorboard, services=services, config=config_text
         )
@@ -111,37 +109,35 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
         _write_environment(self.directory)
 
     def log(self, step: int, metrics: Mapping[str, float | Tensor]) -> None:
-        """Writes one line. A step may be logged more than once: readers merge its lines.
+        """Write one line. A step may be logged more than once: readers merge its lines.
 
         Args:
             step: steps done so far; 0 is before training.
-            metrics: name (``section/name``) to number, or to a tensor of one element.
+            metrics: numbers, or tensors of one element, by name (``section/name``).
 
         Raises:
             RuntimeError: the logger is closed.
         """
         if not self._logged:
             self._logged = True
-            _write_environment(
-                self.directory
-            )  # again: by now the accelerator is in use, and has its name
+            # Again, because the accelerator's name is known once it is in use.
+            _write_environment(self.directory)
         assert all("/" in name for name in metrics), (
             f"metric names are section/name, got {sorted(metrics)}"
         )
         values = {name: _number(value) for name, value in metrics.items()}
         self.last_row = {"step": step, **values}
         self._append(METRICS_FILE, self.last_row)
-        self._tell("log", step, values)
+        self._call_trackers("log", step, values)
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Writes one line a sample.
+        """Write one line per sample.
 
         Args:
             step: as in ``log``.
-            rows: ``split`` ("train" or "test", the same in all), ``query``, ``response``,
-                ``reward``, ``correct`` and whatever else there is. Test rows with the same
-                ``problem`` (without one, ``query``) at several steps stand side by side in the
-                report.
+            rows: rows with ``split`` ("train" or "test", the same in all), ``query``, ``response``,
+                ``reward``, ``correct`` and other keys. The report shows test rows with the same
+                ``problem`` (or ``query``) at several steps side by side.
 
         Raises:
             RuntimeError: the logger is closed.
@@ -149,43 +145,42 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
         for row in rows:
             self._append(SAMPLES_FILE, {"step": step, **row})
         if rows:
-            self._tell("log_samples", step, rows)
+            self._call_trackers("log_samples", step, rows)
 
     def log_spans(self, spans: Sequence[Mapping[str, Any]]) -> None:
-        """Writes one line a span of time in which an actor did one thing.
+        """Write one line per span, a time in which an actor did one thing.
 
         Args:
-            spans: ``step``, ``actor``, ``kind``, ``start`` (Unix seconds) and ``seconds``.
+            spans: spans with ``step``, ``actor``, ``kind``, ``start`` (Unix seconds) and
+                ``seconds``.
 
         Raises:
             RuntimeError: the logger is closed.
         """
         for span in spans:
-            self._append(
-                TIMELINE_FILE,
-                {**span, **{name: round(span[name], 4) for name in ("start", "seconds")}},
-            )
+            rounded = {name: round(span[name], 4) for name in ("start", "seconds")}
+            self._append(TIMELINE_FILE, {**span, **rounded})
 
     def truncate(self, step: int) -> None:
         """Drop everything logged for ``step`` and later; a resumed run calls it with its first
         step.
         """
         self._open(below=step)
-        self._tell("truncate", step)
+        self._call_trackers("truncate", step)
 
     def close(self) -> None:
-        """Write what is still held and close everything. May be called again."""
+        """Flush and close everything. Can be called more than once."""
         if not self._files:
             return
-        with ExitStack() as all_of_them:
-            all_of_them.callback(self._tell, "close")
+        with ExitStack() as stack:
+            stack.callback(self._call_trackers, "close")
             for file in self._files.values():
-                all_of_them.callback(file.close)
+                stack.callback(file.close)
             self._files = {}
 
-    def _tell(self, method: str, *given: Any) -> None:
-        """Call a method of all trackers; one that fails is not called again, because a run must not
-        end for it.
+    def _call_trackers(self, method: str, *arguments: Any) -> None:
+        """Call a method of all trackers. A tracker that fails is dropped, because it must not end a
+        run.
         """
         if self._trackers is None:
             if method not in ("log", "log_samples"):
@@ -193,20 +188,20 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
             self._trackers = self._start_trackers()
         for tracker in list(self._trackers):
             try:
-                getattr(tracker, method)(*given)
-            except Exception as error:  # whatever a service may raise
+                getattr(tracker, method)(*arguments)
+            except Exception as error:  # a service may raise anything
                 self._trackers.remove(tracker)
                 torchrl_logger.warning(
                     f"{type(tracker).__name__} failed ({type(error).__name__}: "
-                    f"{' '.join(str(error).split()):.300}) and gets nothing more. All is in "
-                    f"{self.directory / METRICS_FILE}."
+                    f"{' '.join(str(error).split()):.300}) and is no longer logged to. All metrics "
+                    f"are in {self.directory / METRICS_FILE}."
                 )
 
     def __exit__(self, *exc: object) -> None:
         self.close()
 
     def _open(self, below: int | None = None) -> None:
-        """Opens the files, or opens them again, at the end of what is kept."""
+        """Open or reopen the files at the end of the rows that are kept."""
         for file_name in (METRICS_FILE, SAMPLES_FILE, TIMELINE_FILE):
             if file_name in self._files:
                 self._files[file_name].close()
@@ -224,55 +219,53 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
 
 
 class _Lines:
-    """A file to which lines are appended; lines that do not fit on the disk wait until there is
+    """A file to which lines are appended. Lines that do not fit on the disk wait until there is
     space.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file = path.open("ab", buffering=0)
-        self._waiting = bytearray()
-        self._told = False
+        self._buffer = bytearray()
+        self._has_warned = False
 
     def append(self, line: str) -> None:
-        self._waiting += f"{line}\n".encode()
+        self._buffer += f"{line}\n".encode()
         self._write()
 
     def _write(self) -> None:
         try:
-            while self._waiting:
-                del self._waiting[: self._file.write(self._waiting)]
+            while self._buffer:
+                del self._buffer[: self._file.write(self._buffer)]
         except OSError as error:
             if not is_full(error):
                 raise
-            if not self._told:
+            if not self._has_warned:
                 torchrl_logger.warning(
-                    f"There is no room for {self._path}: its lines wait until there is."
+                    f"The disk has no room for {self._path}: its lines wait until it has."
                 )
-            self._told = True
+            self._has_warned = True
 
     def close(self) -> None:
         self._write()
-        if self._waiting:
-            lines = self._waiting.count(b"\n")
+        if self._buffer:
+            lines = self._buffer.count(b"\n")
             torchrl_logger.warning(
-                f"The last {lines} lines of {self._path} are lost: there was no room for them."
+                f"The last {lines} lines of {self._path} are lost: the disk has no room for them."
             )
         self._file.close()
 
 
 def _write_environment(directory: Path) -> None:
-    """Return the run's environment: command line, Python, machine, accelerators, versions of main
+    """Write the run's environment: command line, Python, machine, accelerators, versions of main
     packages.
     """
     count = torch.cuda.device_count()
-    # Asking for the names starts CUDA in this process, which workers that are forked later do not
-    # survive.
-    names = (
-        sorted({torch.cuda.get_device_name(i) for i in range(count)})
-        if torch.cuda.is_initialized()
-        else []
-    )
+    # Querying the names would initialize CUDA in this process, which breaks workers that are forked
+    # later.
+    names: list[str] = []
+    if torch.cuda.is_initialized():
+        names = sorted({torch.cuda.get_device_name(i) for i in range(count)})
     facts = {
         "command": " ".join(sys.argv),
         "python": platform.python_version(),
@@ -292,7 +285,7 @@ def _write_environment(directory: Path) -> None:
 
 def _version(package: str) -> str | None:
     if package == "torch":
-        return str(torch.__version__)  # with the build, which the installed metadata may leave out
+        return str(torch.__version__)  # with the build, which the package metadata may omit
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -300,7 +293,7 @@ def _version(package: str) -> str | None:
 
 
 def _number(value: float | Tensor) -> float | int:
-    """A Python number: integers stay integers."""
+    """Return a Python number; integers stay integers."""
     number = value.item() if isinstance(value, Tensor) else value
     return number if isinstance(number, int) and not isinstance(number, bool) else float(number)
 
@@ -319,10 +312,10 @@ def _plain(value: Any) -> Any:
 
 
 def _keep_rows(path: Path, below: int | None = None) -> dict[str, Any]:
-    """Drop lines that are no rows and, with ``below``, rows of that step and later; all or nothing.
+    """Drop invalid lines and, with ``below``, rows of that step and later; all or nothing.
 
     Returns:
-        the last row that is kept, empty without one.
+        the last remaining row; empty without one.
     """
     if not path.exists():
         return {}
@@ -336,15 +329,16 @@ def _keep_rows(path: Path, below: int | None = None) -> dict[str, Any]:
             last = row
     if bad:
         torchrl_logger.warning(
-            f"{path} has {len(bad)} lines that are no rows of a run, the first is line {bad[0]}: "
+            f"{path} has {len(bad)} lines that are not rows of a run (the first is line {bad[0]}): "
             "they are dropped."
         )
-    kept, staging = "".join(f"{line}\n" for line in lines).encode(), path.with_suffix(".tmp")
-    if kept == path.read_bytes():
+    data = "".join(f"{line}\n" for line in lines).encode()
+    staging = path.with_suffix(".tmp")
+    if data == path.read_bytes():
         return last
     try:
         with staging.open("wb") as file:
-            file.write(kept)
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         staging.replace(path)

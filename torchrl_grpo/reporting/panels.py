@@ -1,5 +1,6 @@
-"""Curves of a run, for the report and for the dashboard: panels, their numbers and colors. Nothing
-heavy is imported here."""
+"""Curves of a run for the report and the dashboard: panels, their numbers and colors. Imports
+nothing heavy.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +14,17 @@ from torchrl_grpo.host.text import NOISE, decoding
 
 Record = Mapping[str, Any]
 
-# Readable on white and on near-black.
+# Readable on white and near-black backgrounds.
 COLORS = ("#3b82f6", "#f59e0b", "#10b981", "#ec4899", "#8b5cf6", "#14b8a6", "#94a3b8", "#eab308")
 STAGES = ("generate", "reward", "reference", "train", "sync", "eval", "other", "wait")
-_MOST_POINTS = 400
+_MAX_POINTS = 400
 SMOOTH_FROM = 20
 REWARD = "rollout/reward_mean"
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A plot: its title, its metrics (patterns allowed), and a note on what may surprise the
-    reader.
-    """
+    """A plot: its title, its metrics (which may be patterns), and a note for the reader."""
 
     title: str
     metrics: tuple[str, ...]
@@ -63,8 +62,8 @@ _LOSS = Panel("Loss", ("train/loss",), "Minus the log-likelihood of the demonstr
 
 
 def panels_of(records: Sequence[Record]) -> tuple[Panel, ...]:
-    """Return the panels of a run; that of a run on demonstrations, which have no reward, has the
-    loss in its place.
+    """Return the panels of a run. For demonstrations, which have no reward, the loss replaces the
+    reward.
     """
     supervised = any("train/loss" in record for record in records) and not any(
         REWARD in record for record in records
@@ -82,22 +81,21 @@ _LABELS = {
     "throughput/trained_tokens_per_s": "trained tokens/s",
     "time/step_s": "full step",
 }
-"""Labels of metrics whose names are not words."""
+"""Labels of metrics whose names do not explain themselves."""
 
 
 def series(panel: Panel, records: Sequence[Record]) -> dict[str, tuple[list[int], list[float]]]:
-    """Curves of a panel: metric name to steps and values. Steps without a value are left out, and
-    noise is 0.
+    """Return the curves of a panel: steps and values by metric name. Steps without a value are
+    omitted, and rounding noise becomes 0.
     """
     names = sorted(set().union(*records))
     curves = {}
     for name in [name for pattern in panel.metrics for name in names if fnmatchcase(name, pattern)]:
-        found = [
-            (record["step"], float(record[name]))
-            for record in records
-            if record.get(name) is not None
+        logged = [record for record in records if record.get(name) is not None]
+        points = [
+            (record["step"], float(record[name]) if abs(record[name]) >= NOISE else 0.0)
+            for record in logged
         ]
-        points = [(step, value if abs(value) >= NOISE else 0.0) for step, value in found]
         if points:
             curves[name] = ([step for step, _ in points], [value for _, value in points])
     return curves
@@ -115,7 +113,7 @@ def curve_of(
 
 
 def label_of(name: str) -> str:
-    """A metric in a legend, with how responses were decoded where both ways are shown.
+    """Return the label of a metric in a legend, including the decoding of evaluations.
 
     >>> label_of("eval/pass@8"), label_of("eval/pass@1/gsm8k"), label_of("train/kl_k3_to_ref")
     ('test pass@8 (sampled)', 'test pass@1 gsm8k (greedy)', 'KL to the reference')
@@ -132,12 +130,12 @@ def stage_seconds(record: Record) -> dict[str, float]:
     """Split the wall time of a step into stages, in seconds.
 
     Args:
-        record: ``time/<stage>_s`` for the stages that were timed, and ``time/step_s`` for the step
+        record: row with ``time/<stage>_s`` for timed stages, and ``time/step_s`` for the step
             without its evaluation.
 
     Returns:
-        every stage of ``STAGES``. ``other`` is what the step spent outside of the timed ones.
-        ``wait`` is 0 where the stages that made the batch are timed, because it is their sum.
+        the seconds of each stage in ``STAGES``. ``other`` is the time outside the timed stages.
+        ``wait`` is 0 if the stages that made the batch are timed, because it is their sum.
     """
     seconds = {stage: float(record.get(f"time/{stage}_s") or 0) for stage in STAGES}
     if record.get("time/generate_s") is not None:
@@ -148,28 +146,29 @@ def stage_seconds(record: Record) -> dict[str, float]:
 
 
 def times(records: Sequence[Record]) -> dict[str, tuple[list[float], list[float]]]:
-    """The stages of the steps' wall time that are not 0, smoothed: name to steps and seconds, to be
-    stacked.
+    """Return the stages of the steps' wall time that are not 0, smoothed, for a stacked plot: steps
+    and seconds by name.
 
-    Evaluations are left out: they are rare, and as peaks they would hide the rest.
+    Evaluations are omitted: they are rare, and their peaks would hide the rest.
     """
     rows = [
         (record["step"], stage_seconds(record))
         for record in records
         if record.get("time/train_s") is not None
     ]
-    shown = [
+    stages = [
         part for part in STAGES if part != "eval" and any(parts[part] > 0 for _, parts in rows)
     ]
     thinned = {
-        part: thin([step for step, _ in rows], [parts[part] for _, parts in rows]) for part in shown
+        part: thin([step for step, _ in rows], [parts[part] for _, parts in rows])
+        for part in stages
     }
     return {part: (steps, smooth(values)) for part, (steps, values) in thinned.items()}
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Moving mean over a tenth of the values, centered so that the curve does not lag, narrower at
-    both ends.
+    """Return the moving mean over a tenth of the values, centered so that the curve does not lag,
+    and narrower at both ends.
     """
     half = len(values) // 20
     windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
@@ -177,9 +176,11 @@ def smooth(values: Sequence[float]) -> list[float]:
 
 
 def thin(steps: Sequence[float], values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """At most 400 points: means over neighbors, so that the report of a long run stays small."""
-    size = math.ceil(len(steps) / _MOST_POINTS) or 1
+    """Return at most 400 points, means over neighbors, so that the report of a long run stays
+    small.
+    """
+    size = math.ceil(len(steps) / _MAX_POINTS) or 1
     chunks = [slice(start, start + size) for start in range(0, len(steps), size)]
-    return [sum(steps[c]) / len(steps[c]) for c in chunks], [
-        sum(values[c]) / len(values[c]) for c in chunks
-    ]
+    mean_steps = [sum(steps[chunk]) / len(steps[chunk]) for chunk in chunks]
+    mean_values = [sum(values[chunk]) / len(values[chunk]) for chunk in chunks]
+    return mean_steps, mean_values

@@ -1,4 +1,4 @@
-"""Rows of a run's files: samples, steps, titles."""
+"""Helpers for the rows of a run's files: samples, steps, titles."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from torchrl_grpo.host.text import number
 
 
 def one_of_each(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Rows of ``samples.jsonl`` with the first of each group first, then the second ones, and so
-    on.
+    """Return rows of ``samples.jsonl``, reordered: the first of each group, then the second ones,
+    and so on.
 
     >>> [row["n"] for row in one_of_each([{"group": 4, "n": 1}, {"group": 4, "n": 2}, {"group": 5, "n": 3}])]
     [1, 3, 2]
     """
-    seen = Counter[Any]()
+    counts = Counter[Any]()
     order = []
     for position, row in enumerate(rows):
-        group = row.get("group", f"row {position}")  # older runs have none
-        order.append((seen[group], position))
-        seen[group] += 1
+        group = row.get("group", f"row {position}")  # older runs have no group
+        order.append((counts[group], position))
+        counts[group] += 1
     return [rows[position] for _, position in sorted(order)]
 
 
 def problem_of(row: Mapping[str, Any]) -> int | str:
-    """Return what a sample's problem is known by: a test problem's number, else its text.
+    """Return the identity of a sample's problem: a test problem's number, else its text.
 
     >>> problem_of({"problem": 3, "query": "Play."}), problem_of({"query": "1+1="})
     (3, '1+1=')
@@ -38,8 +38,8 @@ def problem_of(row: Mapping[str, Any]) -> int | str:
     return str(row.get("query")) if number is None else number
 
 
-def earned(row: Mapping[str, Any]) -> Any:
-    """Return a sample's reward, None if it is invalid."""
+def valid_reward(row: Mapping[str, Any]) -> Any:
+    """Return a sample's reward; None if it is invalid."""
     return None if row.get("valid") is False else row.get("reward")
 
 
@@ -49,12 +49,12 @@ def passes(
     most: float | None = None,
     text: str | None = None,
 ) -> bool:
-    """Whether a sample's reward is within bounds and its prompt or response contains the text,
-    ignoring case.
+    """Return whether a sample's reward is within bounds and its prompt or response contains the
+    text, ignoring case.
 
     An invalid reward is neither high nor low.
     """
-    reward = earned(row)
+    reward = valid_reward(row)
     if (least, most) != (None, None) and reward is None:
         return False
     texts = f"{row.get('query')}\0{row.get('response')}".casefold()
@@ -66,8 +66,8 @@ def passes(
 
 
 def reward_text(row: Mapping[str, Any]) -> str:
-    """Format a sample's reward, with those of its turns: ``invalid`` for one that crashed or timed
-    out, not 0.
+    """Format a sample's reward, with those of its turns; one that crashed or timed out is
+    ``invalid``, not 0.
     """
     if row.get("valid") is False or row.get("reward") is None:
         return "invalid"
@@ -84,8 +84,8 @@ def merge_steps(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def run_title(config: str, hydra: str) -> str:
-    """Model, data and algorithm, where the texts of Hydra's ``config.yaml`` and ``hydra.yaml`` name
-    them.
+    """Return model, data and algorithm from the texts of Hydra's ``config.yaml`` and
+    ``hydra.yaml``.
     """
     try:
         settings = load_yaml(config)
@@ -93,11 +93,8 @@ def run_title(config: str, hydra: str) -> str:
         env = settings["env"]
         data = " and ".join(str(entry["dataset"]) for entry in env.get("datasets") or [env])
         task = env.get("task") or {}
-        data = (
-            (task if isinstance(task, str) else task.get("_target_"))
-            or env.get("environment")
-            or data
-        )
+        target = task if isinstance(task, str) else task.get("_target_")
+        data = target or env.get("environment") or data
         return f"{settings['model']['name']} on {data} with {choices['algo']}"
     except (yaml.YAMLError, AttributeError, KeyError, TypeError):
         return "GRPO run"

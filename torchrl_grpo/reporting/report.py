@@ -1,7 +1,7 @@
-"""The report of a run: ``report.html``, one file that needs nothing else, and ``curves.png``.
+"""The report of a run: ``report.html``, a self-contained file, and ``curves.png``.
 
-Everything is read back from the run's folder, so that a report can be made of a run that crashed,
-or of one that still runs. What is not there is left out.
+Everything is read from the run's folder, so that a report can be made of a run that crashed or is
+still running. Missing parts are omitted.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from torchrl_grpo.reporting.records import (
 )
 
 ACCURACY = "eval/pass@1"
-_MOST_SAMPLES = 12
+_MAX_SAMPLES = 12
 _INVALID = "rewards/invalid_"
-_LONGEST_TEXT = 2000
+_MAX_TEXT_LENGTH = 2000
 
 Row = Mapping[str, Any]
 
 
 def write_report(directory: str | os.PathLike[str]) -> Path:
-    """Writes ``report.html`` and ``curves.png`` into a run's folder.
+    """Write ``report.html`` and ``curves.png`` into a run's folder.
 
     Args:
-        directory: holds ``metrics.jsonl`` and, where there are any, ``samples.jsonl``,
-            ``environment.json`` and the files of Hydra's ``.hydra`` folder.
+        directory: folder with ``metrics.jsonl`` and, if they exist, ``samples.jsonl``,
+            ``environment.json`` and Hydra's ``.hydra`` folder.
 
     Returns:
         the path of ``report.html``.
@@ -83,13 +83,13 @@ def write_report(directory: str | os.PathLike[str]) -> Path:
         config=config,
     )
     path = directory / "report.html"
-    # A model can write half a surrogate pair, which has no UTF-8.
+    # A model can write lone surrogates, which have no UTF-8 encoding.
     path.write_text(page, encoding="utf-8", errors="replace")
     return path
 
 
 def title_of(directory: Path) -> str:
-    """Model, data and algorithm of a run, where Hydra's files name them."""
+    """Return model, data and algorithm of a run from Hydra's files."""
     return run_title(
         _read(directory / ".hydra" / "config.yaml"), _read(directory / ".hydra" / "hydra.yaml")
     )
@@ -99,16 +99,16 @@ def summarize(directory: str | os.PathLike[str]) -> dict[str, Any]:
     """Summarize a run from ``metrics.jsonl``.
 
     Returns:
-        ``steps``; ``first_step``, 1 but in a resumed run's new folder; ``sequences`` and ``tokens``
-        (sums of ``rollout/sequences`` and ``rollout/tokens``); ``wall_s`` (the steps and the
-        evaluations); ``trained_tokens_per_s`` (as the metric of that name: without the
+        ``steps``; ``first_step``, 1 except in a resumed run's new folder; ``sequences`` and
+        ``tokens`` (sums of ``rollout/sequences`` and ``rollout/tokens``); ``wall_s`` (the steps and
+        the evaluations); ``trained_tokens_per_s`` (as the metric of that name: without the
         evaluations); ``accuracy_before`` and ``accuracy_after`` (first and last ``eval/pass@1``),
         as texts with the share of invalid rewards ``before_text`` and ``after_text``, and the steps
-        that they were measured after, ``before_step`` and ``after_step``; ``invalid_fraction`` of
+        after which they were measured, ``before_step`` and ``after_step``; ``invalid_fraction`` of
         the last evaluation; ``never_correct``, a line for each test set with rewards but without a
         correct response; ``reward``, its mean over the last tenth of the steps; ``restarts`` of
-        actors and ``groups_resampled`` after them; ``invalid`` rewards by cause; ``alarms``, all
-        that came. What the run has no numbers for is None, or 0 where it is a count.
+        actors and ``groups_resampled`` after them; ``invalid`` rewards by cause; and all
+        ``alarms``. Values that the run did not log are None, or 0 for counts.
     """
     return _summary(merge_steps(read_jsonl(Path(directory) / METRICS_FILE)))
 
@@ -116,9 +116,7 @@ def summarize(directory: str | os.PathLike[str]) -> dict[str, Any]:
 def _summary(records: Sequence[Row]) -> dict[str, Any]:
     evaluations = [record for record in records if ACCURACY in record]
     before = evaluations[0] if evaluations else {}
-    after = (
-        evaluations[-1] if len(evaluations) > 1 else {}
-    )  # one evaluation is not yet a result of training
+    after = evaluations[-1] if len(evaluations) > 1 else {}  # a single one precedes training
     tokens = int(_sum(records, "rollout/tokens"))
     wall_s = sum(sum(stage_seconds(r).values()) for r in records)
     steps_s = _sum(records, "time/step_s")
@@ -148,10 +146,10 @@ def _summary(records: Sequence[Row]) -> dict[str, Any]:
 
 
 def objective(summary: Mapping[str, Any]) -> float | None:
-    """Objective of a sweep: the last greedy test accuracy or, where nothing was evaluated,
+    """Return the objective of a sweep: the last greedy test accuracy or, if nothing was evaluated,
     ``reward``.
 
-    None where most rewards of the last evaluation were invalid.
+    None if most rewards of the last evaluation were invalid.
     """
     if summary["before_step"] is None:
         return summary["reward"]
@@ -161,20 +159,22 @@ def objective(summary: Mapping[str, Any]) -> float | None:
 
 
 def _never_correct(records: Sequence[Row]) -> list[str]:
-    """Test sets with rewards but without a correct response: their reward may never reach 1."""
+    """Return a line for each test set with rewards but no correct response, because its reward may
+    never reach 1.
+    """
     lines = []
     for name in sorted(
         {name for record in records for name in record if name.startswith(ACCURACY)}
     ):
         dataset = name.removeprefix(ACCURACY)
-        seen = [
+        accuracies = [
             r[key]
             for r in records
             for key in (name, f"rollout/accuracy{dataset}")
             if r.get(key) is not None
         ]
         rewards = [r[key] for r in records if (key := f"eval/reward_mean{dataset}") in r]
-        if seen and not any(seen) and rewards and rewards[-1]:
+        if accuracies and not any(accuracies) and rewards and rewards[-1]:
             which = f" to {dataset[1:]}" if dataset else ""
             lines.append(
                 f"no response{which} was correct, although the mean reward is "
@@ -196,13 +196,13 @@ def _sum(records: Sequence[Row], name: str) -> float:
 
 
 def _latest_sum(records: Sequence[Row], prefix: str) -> int:
-    """Sum of the counters of this prefix, in the latest step that has them."""
+    """Return the sum of the counters with a prefix, in the latest step that has them."""
     counts = [[int(value) for name, value in r.items() if name.startswith(prefix)] for r in records]
-    return next((sum(found) for found in reversed(counts) if found), 0)
+    return next((sum(values) for values in reversed(counts) if values), 0)
 
 
 def _invalid(records: Sequence[Row]) -> dict[str, int]:
-    """Invalid rewards since the start, by cause."""
+    """Return the number of invalid rewards since the start, by cause."""
     latest = {
         name: int(value)
         for record in records
@@ -215,7 +215,7 @@ def _invalid(records: Sequence[Row]) -> dict[str, int]:
 
 
 def _times(records: Sequence[Row]) -> list[dict[str, Any]]:
-    """Stages of the whole run's wall time that are not 0, in seconds."""
+    """Return the stages of the run's wall time that are not 0, in seconds."""
     parts = [stage_seconds(record) for record in records]
     totals = [
         (name, sum(part[name] for part in parts), color)
@@ -229,7 +229,7 @@ def _times(records: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def _tested(samples: Sequence[Row]) -> dict[str, Any] | None:
-    """The test problems that were sampled at the first and at the last evaluation, side by side."""
+    """Return the test problems sampled at the first and at the last evaluation, side by side."""
     by_step: dict[int, dict[Any, Row]] = {}
     for row in samples:
         if row.get("split") == "test":
@@ -241,7 +241,7 @@ def _tested(samples: Sequence[Row]) -> dict[str, Any] | None:
         problem: row.get("query") for step in steps for problem, row in by_step[step].items()
     }
     order = list(dict.fromkeys(problem for step in reversed(steps) for problem in by_step[step]))[
-        :_MOST_SAMPLES
+        :_MAX_SAMPLES
     ]
     problems = [
         (queries[problem], [by_step[step].get(problem) for step in steps]) for problem in order
@@ -250,14 +250,14 @@ def _tested(samples: Sequence[Row]) -> dict[str, Any] | None:
 
 
 def _trained(samples: Sequence[Row]) -> list[Row]:
-    """The latest training samples with their advantages, the first of each group first."""
+    """Return the latest training samples with their advantages, the first of each group first."""
     rows = [row for row in samples if row.get("split") != "test"]
     last = max((row["step"] for row in rows), default=None)
-    return one_of_each([row for row in rows if row["step"] == last])[:_MOST_SAMPLES]
+    return one_of_each([row for row in rows if row["step"] == last])[:_MAX_SAMPLES]
 
 
 def _environment(directory: Path) -> dict[str, Any]:
-    """What ``environment.json`` says, nothing where it is something else."""
+    """Return the contents of ``environment.json``; empty if it is malformed."""
     try:
         facts = dict(json.loads(_read(directory / ENVIRONMENT_FILE) or "{}"))
     except (ValueError, TypeError, RecursionError):
@@ -272,8 +272,8 @@ def _read(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
 
-def _text(value: Any, longest: int | None = _LONGEST_TEXT) -> str:
-    """Text to show; Jinja escapes its HTML."""
+def _text(value: Any, longest: int | None = _MAX_TEXT_LENGTH) -> str:
+    """Return a text for display; Jinja escapes its HTML."""
     return printable_lines(str(value) if longest is None else clip(str(value), longest))
 
 

@@ -1,7 +1,7 @@
 """The report of a sweep: ``sweep.html`` in the folder of a multirun, one self-contained file.
 
-Like the report of a run it is read back from files, so that it can be made while a sweep goes on,
-or after it failed.
+Like the report of a run it is made from files, so that it can be made while a sweep is running, or
+after it failed.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import yaml
 
 from torchrl_grpo.host.files import METRICS_FILE, load_yaml, read_jsonl
 from torchrl_grpo.host.folders import check_own_files
-from torchrl_grpo.reporting.curves import compared_svg
+from torchrl_grpo.reporting.curves import comparison_svg
 from torchrl_grpo.reporting.panels import COLORS, Panel, panels_of, series
 from torchrl_grpo.reporting.records import merge_steps
 from torchrl_grpo.reporting.report import objective, page_template, summarize, title_of
 
-_TESTED = Panel("Test accuracy, greedy", ("eval/pass@1",), percent=True)
-_FURTHER = (
+_ACCURACY_PANEL = Panel("Test accuracy, greedy", ("eval/pass@1",), percent=True)
+_OTHER_PANELS = (
     Panel("KL to the reference (nats per token)", ("train/kl_k3_to_ref",)),
     Panel("Entropy (nats per token)", ("train/entropy",)),
     Panel("Response length (tokens)", ("rollout/response_length",)),
@@ -34,8 +34,8 @@ _FURTHER = (
 )
 _GREY = COLORS[6]
 _BRIGHT = [color for color in COLORS if color != _GREY]
-_MOST_LEVELS = 5
-"""Most numeric values of a key to show; more are grouped into three ranges."""
+_MAX_LEVELS = 5
+"""Maximum number of numeric values of a key to show; more are grouped into three ranges."""
 _OVERRIDES = ".hydra/overrides.yaml"
 
 
@@ -44,10 +44,10 @@ class Job:
     """One job of a sweep.
 
     Attributes:
-        name: of its folder.
-        values: of the keys on its command line.
-        records: its metrics, one mapping a step.
-        summary: what ``summarize`` gives.
+        name: name of its folder.
+        values: values of the keys on its command line.
+        records: its metrics, one mapping per step.
+        summary: result of ``summarize``.
     """
 
     name: str
@@ -69,11 +69,11 @@ class Influence:
     """Share of the variance among the jobs' outcomes that a key explains.
 
     Attributes:
-        key: its name.
-        share: of the variance of all outcomes, that of the means of the key's values; None where
-            each value has one job.
-        by_chance: the share that is expected of a key that has no influence.
-        levels: values, how many jobs each has, and the mean of their outcomes.
+        key: name of the key.
+        share: variance of the means of the key's values, as a share of the variance of all
+            outcomes; None if each value has one job.
+        by_chance: expected share of a key without influence.
+        levels: for each value, the number of its jobs and the mean of their outcomes.
     """
 
     key: str
@@ -83,10 +83,10 @@ class Influence:
 
 
 def write_sweep(directory: str | os.PathLike[str]) -> Path:
-    """Writes ``sweep.html`` into the folder of a multirun.
+    """Write ``sweep.html`` into the folder of a multirun.
 
     Returns:
-        its path.
+        the path of ``sweep.html``.
 
     Raises:
         ValueError: no job in the folder has logged a step, or a link leads out of it.
@@ -96,10 +96,10 @@ def write_sweep(directory: str | os.PathLike[str]) -> Path:
     jobs = read_jobs(directory)
     if not any(job.records for job in jobs):
         raise ValueError(
-            f"{directory} must be the folder of a multirun in which a job has logged a step, and "
-            "there is no such job: name a folder such as multirun/2026-01-31/12-00-00."
+            f"{directory} must be the folder of a multirun in which a job has logged a step, but "
+            "there is no such job: use a folder such as multirun/2026-01-31/12-00-00."
         )
-    keys = varied(jobs)
+    keys = varying_keys(jobs)
     tested = any(job.summary["before_step"] is not None for job in jobs)
     settings = _settings(jobs, [key for key in keys if key != "seed"])
     colors = [*_BRIGHT, *[_GREY] * len(settings)][: len(settings)]
@@ -110,7 +110,7 @@ def write_sweep(directory: str | os.PathLike[str]) -> Path:
     learned = panels_of([record for job in jobs for record in job.records])[0]
     panels = [
         panel
-        for panel in (_TESTED, learned, *_FURTHER)
+        for panel in (_ACCURACY_PANEL, learned, *_OTHER_PANELS)
         if any(series(panel, job.records) for job in jobs)
     ]
     titles = {title_of(directory / job.name) for job in jobs}
@@ -120,14 +120,14 @@ def write_sweep(directory: str | os.PathLike[str]) -> Path:
         jobs=sorted(jobs, key=_rank),
         reports={job.name for job in jobs if (directory / job.name / "report.html").exists()},
         keys=keys,
-        shown=shown,
+        short_value=short_value,
         tested=tested,
         settings=settings,
         legend=list(zip(_BRIGHT, settings, strict=False)),
         influences=sorted(
             (influence(jobs, key) for key in keys), key=lambda i: i.by_chance - (i.share or 0.0)
         ),
-        panels=[(panel, compared_svg(panel, drawn)) for panel in panels],
+        panels=[(panel, comparison_svg(panel, drawn)) for panel in panels],
     )
     path = directory / "sweep.html"
     path.write_text(page, encoding="utf-8", errors="replace")
@@ -136,9 +136,9 @@ def write_sweep(directory: str | os.PathLike[str]) -> Path:
 
 def read_jobs(directory: Path) -> list[Job]:
     """Return the jobs of a multirun by number, including those that failed before their first step."""
-    found = sorted((path.parents[1] for path in directory.rglob(_OVERRIDES)), key=_natural)
+    folders = sorted((path.parents[1] for path in directory.rglob(_OVERRIDES)), key=_natural)
     jobs = []
-    for folder in found:
+    for folder in folders:
         check_own_files(folder)
         values = dict(text.lstrip("+").partition("=")[::2] for text in _overrides(folder))
         records = merge_steps(read_jsonl(folder / METRICS_FILE))
@@ -149,7 +149,7 @@ def read_jobs(directory: Path) -> list[Job]:
 
 
 def _overrides(folder: Path) -> list[str]:
-    """Return the overrides of a job, none where its file has something else."""
+    """Return the overrides of a job; empty if its file is malformed."""
     try:
         texts = load_yaml((folder / _OVERRIDES).read_text(encoding="utf-8", errors="replace"))
     except yaml.YAMLError:
@@ -157,23 +157,22 @@ def _overrides(folder: Path) -> list[str]:
     return [text for text in texts if isinstance(text, str)] if isinstance(texts, list) else []
 
 
-def varied(jobs: Sequence[Job]) -> list[str]:
+def varying_keys(jobs: Sequence[Job]) -> list[str]:
     """Return the keys that differ among jobs."""
     keys = dict.fromkeys(key for job in jobs for key in job.values)
     return [key for key in keys if len({job.values.get(key) for job in jobs}) > 1]
 
 
-def shown(value: str) -> str:
-    """A value of an override; a fraction of many digits in three.
+def short_value(value: str) -> str:
+    """Return a value of an override, with fractions of many digits rounded to three.
 
-    >>> shown("0.00012345678"), shown("10240000"), shown("dapo")
+    >>> short_value("0.00012345678"), short_value("10240000"), short_value("dapo")
     ('0.000123', '10240000', 'dapo')
     """
-    return (
-        f"{_number(value):.3g}"
-        if "." in value and len(value) > 7 and math.isfinite(_number(value))
-        else value
-    )
+    is_long_fraction = "." in value and len(value) > 7
+    if is_long_fraction and math.isfinite(_number(value)):
+        return f"{_number(value):.3g}"
+    return value
 
 
 def influence(jobs: Sequence[Job], key: str) -> Influence:
@@ -191,11 +190,11 @@ def influence(jobs: Sequence[Job], key: str) -> Influence:
     count = len(outcomes)
     mean = fmean(outcomes) if outcomes else 0.0
     between = sum(len(of) * (fmean(of) - mean) ** 2 for _, of in levels)
-    whole = sum((outcome - mean) ** 2 for outcome in outcomes)
-    says = whole > 0 and len(levels) < count
+    total = sum((outcome - mean) ** 2 for outcome in outcomes)
+    is_defined = total > 0 and len(levels) < count
     return Influence(
         key,
-        between / whole if says else None,
+        between / total if is_defined else None,
         (len(levels) - 1) / (count - 1) if count > 1 else 0.0,
         [(label, len(of), fmean(of)) for label, of in levels],
     )
@@ -210,31 +209,39 @@ class _Setting:
 
     @property
     def label(self) -> str:
-        return " ".join(f"{key}={shown(value)}" for key, value in self.values.items()) or "all runs"
+        return (
+            " ".join(f"{key}={short_value(value)}" for key, value in self.values.items())
+            or "all runs"
+        )
 
     @property
     def outcomes(self) -> tuple[float, float, float] | None:
-        found = [job.outcome for job in self.jobs if job.outcome is not None]
-        return (min(found), fmean(found), max(found)) if found else None
+        outcomes = [job.outcome for job in self.jobs if job.outcome is not None]
+        return (min(outcomes), fmean(outcomes), max(outcomes)) if outcomes else None
 
 
 def _settings(jobs: Sequence[Job], keys: Sequence[str]) -> list[_Setting]:
-    """The settings, that with the best mean outcome first."""
+    """Return the settings, best mean outcome first."""
     groups: dict[str, list[Job]] = {}
     for job in jobs:
         groups.setdefault(json.dumps([job.values.get(key) for key in keys]), []).append(job)
-    made = [
-        _Setting({key: of[0].values.get(key, "-") for key in keys}, of) for of in groups.values()
+    settings = [
+        _Setting({key: members[0].values.get(key, ("-")) for key in keys}, members)
+        for members in groups.values()
     ]
-    return sorted(made, key=lambda setting: -setting.outcomes[1] if setting.outcomes else math.inf)
+    return sorted(
+        settings, key=lambda setting: -setting.outcomes[1] if setting.outcomes else math.inf
+    )
 
 
 def _levels(scored: Sequence[tuple[str, float]]) -> list[tuple[str, list[float]]]:
-    """Values of a key with their outcomes; many numbers, as Optuna tries them, become three ranges."""
+    """Return the values of a key with their outcomes; many numbers, as from Optuna, become three
+    ranges.
+    """
     values = sorted({value for value, _ in scored}, key=lambda value: (_number(value), value))
-    if len(values) <= _MOST_LEVELS or not math.isfinite(_number(values[-1])):
+    if len(values) <= _MAX_LEVELS or not math.isfinite(_number(values[-1])):
         return [
-            (shown(value), [outcome for other, outcome in scored if other == value])
+            (short_value(value), [outcome for other, outcome in scored if other == value])
             for value in values
         ]
     ordered = sorted(scored, key=lambda pair: _number(pair[0]))
@@ -242,7 +249,10 @@ def _levels(scored: Sequence[tuple[str, float]]) -> list[tuple[str, list[float]]
         ordered[low:high] for low, high in pairwise(len(ordered) * part // 3 for part in range(4))
     ]
     return [
-        (f"{shown(part[0][0])} to {shown(part[-1][0])}", [outcome for _, outcome in part])
+        (
+            f"{short_value(part[0][0])} to {short_value(part[-1][0])}",
+            [outcome for _, outcome in part],
+        )
         for part in parts
     ]
 

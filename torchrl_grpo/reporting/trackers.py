@@ -1,8 +1,7 @@
-"""Loggers other than the run's own files, through TorchRL's: TensorBoard, Weights & Biases, MLflow,
-Trackio.
+"""Further loggers, through TorchRL's: TensorBoard, Weights & Biases, MLflow, Trackio.
 
-They are views of what the run's own files have. A run that goes on from another one goes on in the
-same run of a service, whose id lies in the run's folder.
+They show what the run's own files contain. A resumed run continues the same run of a service, whose
+id is in the run's folder.
 """
 
 from __future__ import annotations
@@ -30,12 +29,11 @@ from torchrl_grpo.host.trees import dotted
 
 Row = Mapping[str, Any]
 
-# A run must end even when the server does not answer: seconds for the start and for the last
-# upload.
+# A run must end even if the server does not answer: timeout for the start and for the last upload.
 _WANDB_TIMEOUT_S = 60.0
 _SERVER = "MLFLOW_TRACKING_URI"
 _MLFLOW_WAITS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "20", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "5"}
-"""Seconds per request, and number of retries, a minute apart. MLflow itself waits 20 minutes."""
+"""Seconds per request, and number of retries, a minute apart. MLflow's defaults wait 20 minutes."""
 _COLUMNS = (
     "dataset",
     "group",
@@ -51,20 +49,20 @@ _COLUMNS = (
 
 
 class Tracker:
-    """A destination of a run's metrics and samples. They remain when it is closed."""
+    """A destination of a run's metrics and samples, which it keeps after it is closed."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Log the metrics of a step by name; some may not be finite."""
         raise NotImplementedError
 
     def log_samples(self, step: int, rows: Sequence[Row]) -> None:
-        """Gets rows of ``samples.jsonl``, of one split."""
+        """Log rows of ``samples.jsonl``, all of one split."""
 
     def truncate(self, step: int) -> None:
         """Drop, if possible, that step and later ones, because they will be repeated."""
 
     def close(self) -> None:
-        """Write what is still held."""
+        """Flush and close."""
 
 
 class TensorBoard(Tracker):
@@ -86,14 +84,14 @@ class TensorBoard(Tracker):
             if not is_full(error):
                 raise
             torchrl_logger.warning(
-                f"There is no room for TensorBoard's files in {self._folder}: they end here."
+                f"The disk has no room for TensorBoard's files in {self._folder}: they end here."
             )
             self._logger = None
 
     def truncate(self, step: int) -> None:
         if self._logger is not None:
-            # A new event file that opens with a session start makes TensorBoard hide the later
-            # steps of the older ones.
+            # A new event file that begins with a session start makes TensorBoard hide the later
+            # steps of older files.
             writer = self._logger.experiment
             writer.close()
             writer.purge_step = step
@@ -116,12 +114,12 @@ class Wandb(Tracker):
     ) -> None:
         import wandb
 
-        # Not TorchRL's `offline=True`: it sets an environment variable that outlives the run. And
-        # no console capture: it would record every redraw of the progress bar.
+        # Not TorchRL's `offline=True`, which sets an environment variable that outlives the run.
+        # And no console capture, which would record every redraw of the progress bar.
         timeouts = dict.fromkeys(
             ("init_timeout", "login_timeout", "finish_timeout"), _WANDB_TIMEOUT_S
         )
-        given = {
+        options = {
             key: settings[key] or None for key in ("mode", "project", "entity", "group", "tags")
         }
         try:
@@ -130,15 +128,15 @@ class Wandb(Tracker):
                 save_dir=folders[0],
                 id=recorded_run(folders, "wandb"),
                 settings={"console": "off", **timeouts},
-                **given,
+                **options,
             )
         except (wandb.Error, ValueError) as error:
             raise ValueError(
-                f"logging.wandb.mode={settings['mode']} must be able to start a run, and wandb "
-                f"says {' '.join(str(error).split())!r}: check WANDB_API_KEY and the network, or "
-                "set logging.wandb.mode=offline."
+                f"logging.wandb.mode={settings['mode']} must be able to start a run, but wandb "
+                f"reports {' '.join(str(error).split())!r}: check WANDB_API_KEY and the network, "
+                "or set logging.wandb.mode=offline."
             ) from error
-        _keep(folders[0], "wandb", self._logger.experiment.id)
+        _save_run_id(folders[0], "wandb", self._logger.experiment.id)
         self._logger.log_hparams(json.loads(config))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -158,7 +156,7 @@ class Wandb(Tracker):
 
 
 class MLflow(Tracker):
-    """MLflow; offline into a database in the folder in which the run began, online at
+    """MLflow; offline into a database in the folder where the run began, online at
     ``MLFLOW_TRACKING_URI``.
 
     Raises:
@@ -170,38 +168,36 @@ class MLflow(Tracker):
     ) -> None:
         import mlflow
 
-        online, home = settings["mode"] == "online", folders[0].resolve() / "mlflow"
-        known, _, store = (recorded_run(folders, "mlflow") or "").partition("\n")
-        # The folder in which it began is gone, or it began on a server and goes on here, or the
-        # other way round.
+        online = settings["mode"] == "online"
+        home = folders[0].resolve() / "mlflow"
+        run_id, _, store = (recorded_run(folders, "mlflow") or "").partition("\n")
+        # Start a new run if the folder where it began is gone, or if it moves between a server and
+        # this machine.
         ours = Path(store).parts[-2:] == ("mlflow", "mlflow.db") and Path(store).exists()
         if bool(store) == online or (store and not ours):
-            known = store = ""
+            run_id = ""
+            store = ""
         home.mkdir(parents=True, exist_ok=True)
         store = "" if online else store or str(home / "mlflow.db")
         address = os.environ[_SERVER] if online else f"sqlite:///{store}"
         artifacts = None if online else (Path(store).parent / "artifacts").as_uri()
-        if known:
-            os.environ["MLFLOW_RUN_ID"] = (
-                known  # which the start of a run takes out of the environment
-            )
+        if run_id:
+            os.environ["MLFLOW_RUN_ID"] = run_id  # starting a run removes it from the environment
         for variable, value in _MLFLOW_WAITS.items():
             os.environ.setdefault(variable, value)
         try:
             self._logger = MLFlowLogger(settings["project"], address, artifact_location=artifacts)
         except mlflow.MlflowException as error:
             raise ValueError(
-                f"logging.mlflow.mode={settings['mode']} must be able to start a run, and mlflow "
-                f"says {' '.join(str(error).split())!r:.500}: check {_SERVER} and the network, or "
-                "set logging.mlflow.mode=offline."
+                f"logging.mlflow.mode={settings['mode']} must be able to start a run, but mlflow "
+                f"reports {' '.join(str(error).split())!r:.500}: check {_SERVER} and the network, "
+                "or set logging.mlflow.mode=offline."
             ) from error
-        _keep(folders[0], "mlflow", f"{self._logger.experiment.info.run_id}\n{store}")
-        if not known:  # what is known of a run cannot be changed
+        _save_run_id(folders[0], "mlflow", f"{self._logger.experiment.info.run_id}\n{store}")
+        if not run_id:  # parameters of a run cannot be changed
             self._logger.log_hparams(dict(dotted(json.loads(config))))
-            mlflow.set_tags(
-                {"mlflow.runName": name}
-                | ({"group": settings["group"]} if settings["group"] else {})
-            )
+            group = {"group": settings["group"]} if settings["group"] else {}
+            mlflow.set_tags({"mlflow.runName": name} | group)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         finite = {
@@ -212,8 +208,8 @@ class MLflow(Tracker):
     def log_samples(self, step: int, rows: Sequence[Row]) -> None:
         import mlflow
 
-        # What log_table writes, but for a tag in which it keeps all names: that is cut after 8,000
-        # characters.
+        # The same as log_table, except for a tag in which it keeps all names, which is truncated to
+        # 8,000 characters.
         columns = _columns(rows)
         table = {
             "columns": list(columns),
@@ -228,25 +224,23 @@ class MLflow(Tracker):
 
 
 class Trackio(Tracker):
-    """Trackio on this machine, in the folder of its own that ``trackio show`` reads
-    (``TRACKIO_DIR``).
-    """
+    """Trackio on this machine, in the folder that ``trackio show`` reads (``TRACKIO_DIR``)."""
 
     def __init__(
         self, folders: Sequence[Path], settings: Mapping[str, Any], name: str, config: str
     ) -> None:
-        known = recorded_run(folders, "trackio")
-        # Trackio tells runs apart by their names alone.
-        name = known or f"{name}-{secrets.token_hex(2)}"
+        run_name = recorded_run(folders, "trackio")
+        # Trackio distinguishes runs only by name.
+        name = run_name or f"{name}-{secrets.token_hex(2)}"
         self._logger = TrackioLogger(
             name,
             settings["project"],
             group=settings["group"],
             config=json.loads(config),
-            resume="must" if known else "never",
+            resume="must" if run_name else "never",
             embed=False,
         )
-        _keep(folders[0], "trackio", name)
+        _save_run_id(folders[0], "trackio", name)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._logger.experiment.log(dict(values), step=step)
@@ -275,36 +269,35 @@ def check_logging(
     """Check quickly, and without a network, that the requested loggers can start.
 
     Args:
-        tensorboard: whether there is to be TensorBoard.
-        services: of those that are on, their settings by name: ``mode`` and so on.
+        tensorboard: whether to use TensorBoard. services: settings of the enabled services by name:
+            ``mode`` and so on.
         page: whether the dashboard is served during the run.
 
     Raises:
         ValueError: a package, a key or an address is missing.
     """
     packages = ("starlette", "uvicorn", "mpld3")
-    if page and not (all(map(_installed, packages)) and entry_points(group="torchrl_grpo.page")):
+    if page and not (all(map(_is_installed, packages)) and entry_points(group="torchrl_grpo.page")):
         raise ValueError(
             "logging.page=true needs the extra view, which is not installed: "
             '`pip install "torchrl_grpo[view]"`, or set logging.page=false.'
         )
-    if tensorboard and not _installed("tensorboard"):
+    if tensorboard and not _is_installed("tensorboard"):
         raise ValueError(
             "logging.tensorboard=true needs the package tensorboard, which is not installed: "
             "`pip install tensorboard`, or set logging.tensorboard=false."
         )
     for name, settings in services.items():
         field = f"logging.{name}.mode"
-        if not _installed(name):
+        if not _is_installed(name):
             raise ValueError(
                 f"{field}={settings['mode']} needs the package {name}, which is not installed: "
                 f"`pip install {name}`, or set {field}=disabled."
             )
         if name == "wandb" and settings["mode"] == "online" and not _has_wandb_key():
             raise ValueError(
-                "logging.wandb.mode=online needs a Weights & Biases key, and neither "
-                "WANDB_API_KEY nor the netrc file has one: run `wandb login`, or set "
-                "logging.wandb.mode=offline."
+                "logging.wandb.mode=online needs a Weights & Biases key, but neither WANDB_API_KEY "
+                "nor the netrc file has one: run `wandb login`, or set logging.wandb.mode=offline."
             )
         if name == "mlflow" and settings["mode"] == "online" and not os.environ.get(_SERVER):
             raise ValueError(
@@ -320,16 +313,16 @@ def start_trackers(
     services: Mapping[str, Mapping[str, Any]],
     config: str,
 ) -> list[Tracker]:
-    """Starts the loggers that are asked for.
+    """Start the requested loggers.
 
     Args:
-        folders: the run's own, and that of the run that it goes on from.
+        folders: the run's folder, and that of the run that it resumes.
         tensorboard: whether there is to be TensorBoard.
         services: as in ``check_logging``.
-        config: of the run, as JSON.
+        config: config of the run, as JSON.
 
     Raises:
-        ValueError: one cannot start.
+        ValueError: a logger cannot start.
     """
     trackers: list[Tracker] = [TensorBoard(folders[0], config)] if tensorboard else []
     try:
@@ -343,12 +336,12 @@ def start_trackers(
     return trackers
 
 
-def _installed(package: str) -> bool:
+def _is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
 def _has_wandb_key() -> bool:
-    """Whether wandb would find a credential in one of its documented places."""
+    """Return whether wandb would find a credential in one of its documented places."""
     from requests.utils import get_netrc_auth  # wandb needs it too
 
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
@@ -357,19 +350,19 @@ def _has_wandb_key() -> bool:
 
 
 def recorded_run(folders: Sequence[Path], service: str) -> str | None:
-    """Return the run of a service that one of the folders belongs to."""
+    """Return the id of the service's run that one of the folders belongs to."""
     texts = (read_inside(folder, f"{service}/run_id").strip() for folder in folders)
     return next(filter(None, texts), None)
 
 
-def _keep(folder: Path, service: str, run: str) -> None:
+def _save_run_id(folder: Path, service: str, run: str) -> None:
     path = folder / service / "run_id"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"{run}\n", encoding="utf-8")
 
 
 def _columns(rows: Sequence[Row]) -> dict[str, list[Any]]:
-    """A table of samples, column by column."""
+    """Return a table of samples by column."""
     return {
         name: [row.get(name) for row in rows]
         for name in _COLUMNS

@@ -1,4 +1,4 @@
-"""Reward workers: processes that score dialogs, with a time limit each."""
+"""Reward workers: processes that score dialogs, each within a time limit."""
 
 from torchrl_grpo.reward_pool.pool import RewardPool
 from torchrl_grpo.reward_pool.protocol import Failure, advance, serve

@@ -1,9 +1,9 @@
-"""``RewardPool``: a task's answers and scores from separate processes, so that a scorer or a tool
+"""``RewardPool``: a task's replies and scores from separate processes, so that a scorer or a tool
 that hangs or crashes affects nothing else.
 
-Each worker process has a pipe of its own, which one thread at a time uses, so there is no queue or
-lock that a killed worker could leave broken. The workers are new interpreters that start fast
-because they do not import torch.
+Each worker process has its own pipe, which one thread at a time uses, so there is no queue or lock
+that a killed worker could leave broken. The workers are new interpreters, which start fast because
+they do not import torch.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ _Job = tuple[Dialog, Future[Turn | Failure]]
 
 
 class RewardPool(AbstractContextManager["RewardPool"]):
-    """Pool of worker processes that answer and score dialogs, started when they are first needed.
+    """Pool of worker processes that reply to dialogs and score them. They are started when needed.
 
     A scorer or tool that takes too long is killed. A worker that dies is replaced, and its dialog
-    tried once more. Several threads may use the pool at a time. It may be pickled: the copy starts
-    its own workers. On Linux the workers, and all processes that a scorer started, end with this
-    process, however it ends.
+    is tried once more. Several threads can use the pool at a time. It can be pickled: the copy
+    starts its own workers. On Linux the workers, and all processes that a scorer started, end with
+    this process, however it ends.
 
     A dialog with an ``episode`` stays with the worker that got its first turn, because the task
-    keeps state for it there. If that process ends, its dialogs are lost, and no others; none of
-    them is tried again.
+    keeps its state there. If that process dies, its dialogs, and no others, are lost and not tried
+    again.
 
     Args:
-        task: its ``advance`` runs in the workers.
+        task: the task, whose ``advance`` runs in the workers.
         workers: maximum number of worker processes, at least 1.
 
     Keyword Args:
-        timeout_s: longest time for one dialog.
+        timeout_s: timeout of one dialog.
 
     Examples:
         >>> from torchrl_grpo.tasks.arithmetic import ArithmeticTask
@@ -65,26 +65,26 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._slots = [WorkerSlot(task, self.timeout_s, self._lock) for _ in range(workers)]
-        self._slot_of: dict[str, WorkerSlot] = {}  # by episode
+        self._slot_of: dict[str, WorkerSlot] = {}  # slots by episode
         self._queue: deque[_Job] = deque()  # for any worker
         self._closed = False
 
     def submit(self, dialog: Dialog) -> Future[Turn | Failure]:
-        """Give a dialog to a worker as soon as one is free; see ``submit_all``."""
+        """Submit a dialog to the next free worker; see ``submit_all``."""
         return self.submit_all([dialog])[0]
 
     def submit_all(self, dialogs: Sequence[Dialog]) -> list[Future[Turn | Failure]]:
-        """Give dialogs to workers as soon as they are free, to each as many as the task takes at a
+        """Submit dialogs to workers as they become free, each as many as the task handles at a
         time.
 
         Raises:
-            RuntimeError: the pool is closed; or, from the future, a worker process cannot load the
-                task.
+            RuntimeError: the pool is closed, or (raised by the future) a worker process cannot load
+                the task.
         """
         futures: list[Future[Turn | Failure]] = []
         with self._lock:
             if self._closed:
-                raise RuntimeError("the reward pool is closed: make a new one.")
+                raise RuntimeError("the reward pool is closed: create a new one.")
             for dialog in dialogs:
                 futures.append(Future())
                 self._queue_of(dialog).append((dialog, futures[-1]))
@@ -107,7 +107,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         return self._queue if slot is None else slot.queue
 
     def end(self, episode: str) -> None:
-        """Have a dialog's worker close it, after all turns of it that were submitted."""
+        """Have a dialog's worker close it, after all its submitted turns."""
         with self._lock:
             slot = self._slot_of.pop(episode, None)
             if slot is None or self._closed:
@@ -116,8 +116,8 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         self._threads.submit(self._work)
 
     def take_counts(self) -> dict[str, int]:
-        """Return the counts since the last call, as metrics: workers that died, and dialogs that
-        took too long.
+        """Return the counts since the last call as metrics: workers that died, and dialogs that
+        timed out.
         """
         with self._lock:
             counts = sum((slot.counts for slot in self._slots), Counter())
@@ -131,7 +131,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
             return [slot.worker.process.pid for slot in self._slots if slot.worker is not None]
 
     def close(self) -> None:
-        """End the workers, those in the middle of a dialog at once. May be called again."""
+        """End the workers, immediately if they are in a dialog. Can be called more than once."""
         with self._idle:
             self._closed = True
             for slot in self._slots:
@@ -164,7 +164,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         self.close()
 
     def _work(self) -> None:
-        """Work for idle slots as long as something waits for one."""
+        """Run jobs on idle slots while any are waiting."""
         while (slot := self._claim_slot()) is not None:
             jobs: list[_Job] = []
             try:
@@ -182,24 +182,22 @@ class RewardPool(AbstractContextManager["RewardPool"]):
                     self._idle.notify_all()
 
     def _claim_slot(self) -> WorkerSlot | None:
-        """Return a slot for which something waits, marked as busy."""
+        """Return an idle slot with waiting jobs, after marking it as busy."""
         with self._lock:
             if self._closed:
                 return None
             idle = [slot for slot in self._slots if not slot.busy]
             candidates = [slot for slot in idle if slot.queue]
-            if not candidates and self._queue:
-                candidates = sorted(
-                    idle, key=lambda slot: slot.worker is None
-                )  # running ones first
+            if not candidates and self._queue:  # running workers first
+                candidates = sorted(idle, key=lambda slot: slot.worker is None)
             if not candidates:
                 return None
             candidates[0].busy = True
             return candidates[0]
 
     def _next_jobs(self, slot: WorkerSlot) -> tuple[list[str], list[_Job]]:
-        """Take episodes to close from a slot's queue or, if there are none, as many dialogs as are
-        played at a time.
+        """Take episodes to close from a slot's queue or, if there are none, as many dialogs as the
+        task handles at a time.
         """
         ended: list[str] = []
         jobs: list[_Job] = []

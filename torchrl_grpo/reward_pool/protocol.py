@@ -1,7 +1,7 @@
 """Messages between a reward pool and its workers, and the worker's side of the pipe.
 
-Requests are pickled. Answers are JSON and never unpickled: what a worker sends may come from what
-it scores.
+Requests are pickled. Answers are JSON and never unpickled, because a worker's output may come from
+the code that it scores.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torchrl_grpo.checks import check_reward
 from torchrl_grpo.errors import INVALID_CAUSES, InvalidRewardError
 from torchrl_grpo.host import interrupts
 from torchrl_grpo.host.children import serve_connection
-from torchrl_grpo.host.processes import go_on_in_guarded_child, show_stack_when_asked
+from torchrl_grpo.host.processes import continue_in_guarded_child, enable_stack_dump
 from torchrl_grpo.host.text import clip, printable
 from torchrl_grpo.tasks.base import Dialog, Score, Task, Turn, TurnLimits, attempt
 
@@ -38,11 +38,12 @@ class Failure:
 
     Attributes:
         kind: failures of one kind are logged once.
-        text: for the log; a traceback if there is one.
-        cause: one of ``INVALID_CAUSES``: ``crash`` if the process ended, ``lost`` if the process
-            that kept the dialog had ended before.
+        text: message for the log; a traceback if there is one.
+        cause: one of ``INVALID_CAUSES``: ``crash`` if the process died, ``lost`` if the process
+            with the dialog's state had died before.
         policy_message: message to the policy, if a tool took too long or ended its process.
-        line: the failure on one line: an exception's type, message, and place in the user's file.
+        line: the failure on one line: an exception's type, message, and location in the user's
+            file.
     """
 
     kind: tuple[Any, ...]
@@ -53,14 +54,14 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        """Return the failure of a task's exception; its kind is the type and the place. The text
-        omits our own frames.
+        """Return the failure for a task's exception; its kind is the type and the location. The
+        text omits our own frames.
         """
         frames = traceback.extract_tb(error.__traceback__)
         user_frames = [frame for frame in frames if not frame.filename.startswith(_PACKAGE)]
         expected = isinstance(error, InvalidRewardError)
-        shown = user_frames or ([] if expected else frames)
-        lines = [*traceback.format_list(shown), *traceback.format_exception_only(error)]
+        visible_frames = user_frames or ([] if expected else frames)
+        lines = [*traceback.format_list(visible_frames), *traceback.format_exception_only(error)]
         cause = error.cause if isinstance(error, InvalidRewardError) else "exception"
         line = f"{type(error).__name__}: {printable(clip(str(error), _MAX_LINE_CHARACTERS))}"
         own_frames = [
@@ -85,7 +86,7 @@ def advance(
     """Return the turn of ``task.advance`` for each dialog, with finite rewards, or its failure."""
     try:
         turns = task.advance(dialogs, timeout_s)
-    except Exception as error:  # of a task whose advance is the user's
+    except Exception as error:  # a user's task may override advance
         turns = [error] * len(dialogs)
     return [_checked(turn, task) for turn in turns]
 
@@ -151,9 +152,9 @@ def decode(answer: bytes, number: int, count: int) -> list[Turn | Failure]:
         RecursionError,
         OverflowError,
     ) as error:
-        raise ValueError("it is no answer") from error
+        raise ValueError("it is not an answer") from error
     if answered != number or len(turns) != count:
-        raise ValueError("it is no answer to this request")
+        raise ValueError("it is not an answer to this request")
     return turns
 
 
@@ -193,8 +194,8 @@ def _number(value: Any) -> float | None:
 
 
 def serve(fd: int, parent: int) -> None:
-    """Run a worker process: load the task, advance dialogs until the pipe closes, and then close
-    the dialogs that the task keeps.
+    """Run a worker process: load the task, advance dialogs until the pipe closes, then close the
+    remaining dialogs.
 
     Args:
         fd: the worker's end of the pipe.
@@ -202,8 +203,8 @@ def serve(fd: int, parent: int) -> None:
     """
     connection = serve_connection(fd)
     if sys.platform == "linux":
-        go_on_in_guarded_child(parent, closing=fd)
-        show_stack_when_asked()
+        continue_in_guarded_child(parent, closing=fd)
+        enable_stack_dump()
     interrupts.ignore_broken_pipes()  # a scorer may print
     with suppress(EOFError, OSError):
         task_bytes = connection.recv_bytes()
@@ -224,7 +225,9 @@ def serve(fd: int, parent: int) -> None:
                 open_episodes.update(dialog.episode for dialog in dialogs if dialog.episode)
                 try:
                     turns = advance(task, dialogs, timeout_s)
-                except BaseException as error:  # a scorer's: no keyboard interrupts a worker
+                except (
+                    BaseException
+                ) as error:  # raised by a scorer: no keyboard interrupts a worker
                     turns = [Failure.of(error)] * len(dialogs)
                 connection.send_bytes(encode(turns, number))
         finally:
@@ -235,10 +238,10 @@ def _close(task: Task, episodes: Iterable[str], printed_kinds: set[tuple[Any, ..
     """Close dialogs; failures of one kind are printed once."""
     for episode in episodes:
         error = attempt(task.close, episode)
-        if (
-            isinstance(error, Exception)
-            and (failure := Failure.of(error)).kind not in printed_kinds
-        ):
+        if not isinstance(error, Exception):
+            continue
+        failure = Failure.of(error)
+        if failure.kind not in printed_kinds:
             printed_kinds.add(failure.kind)
             message = f"task {task.name!r} failed to close a dialog.\n{failure.text}"
             print(message, file=sys.stderr, flush=True)

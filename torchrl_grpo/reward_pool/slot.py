@@ -1,5 +1,5 @@
-"""``WorkerSlot``: one worker process of a reward pool, replaced when it hangs, dies, or sends
-something that is not an answer.
+"""``WorkerSlot``: one worker process of a reward pool, which is replaced when it hangs, dies, or
+sends an invalid answer.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from torchrl_grpo.tasks.base import Dialog, Turn
 RESTARTS = "workers/restarts_reward"
 TIMED_OUT = "workers/rewards_timed_out"
 EXIT_S = 2.0
-"""Seconds in which a worker whose pipe is closed may exit by itself."""
+"""Seconds for a worker to exit by itself after its pipe is closed."""
 
 _MAX_ATTEMPTS = 2
 _MAX_KILL_S = 10.0
 _MAX_TRANSFER_S = 30
-"""Seconds for which a pipe may be full, or a message incomplete, before the process at its other
-end is stopped.
+"""Seconds that a pipe may be full, or a message incomplete, before the process at the other end is
+stopped.
 """
 
 
 class Worker(PipedChild):
-    """Process that handles one request after another; not on Windows. On Linux the process is a
+    """Process that handles one request after another (not on Windows). On Linux the process is a
     guard with a child.
     """
 
@@ -46,26 +46,26 @@ class Worker(PipedChild):
     def request(
         self, dialogs: Sequence[Dialog], ended: Sequence[str], timeout_s: float
     ) -> list[Turn | Failure] | None:
-        """Have the task close the ``ended`` dialogs, and return its answers to ``dialogs``; None if
-        there are none in time.
+        """Have the task close the ``ended`` dialogs, and return its answers to ``dialogs``; None
+        after a timeout.
 
         Raises:
-            EOFError or OSError: the process has ended, or closed its pipe.
-            ValueError: it has sent something else than an answer to this request.
+            EOFError or OSError: the process died, or closed its pipe.
+            ValueError: it sent something other than an answer to this request.
             RuntimeError: it cannot load the task.
         """
         if self._task is not None:
             self.connection.send_bytes(self._task)
             if refusal := self.receive_refusal():
                 raise RuntimeError(
-                    "env.reward_workers needs processes that can load the task; one failed: "
+                    "env.reward_workers needs processes that can load the task, but one failed: "
                     f"{refusal}"
                 )
             self._task = None
             self._limit_transfers()
         self._requests += 1
         self.connection.send((self._requests, dialogs, ended, timeout_s))
-        # The process itself gives up one of several dialogs, or one that it keeps.
+        # The process itself enforces the limit for several dialogs, or stateful ones.
         patience = len(dialogs) > 1 or any(dialog.episode for dialog in dialogs)
         if not self.connection.poll(timeout_s + patience):
             return None
@@ -89,21 +89,21 @@ class Worker(PipedChild):
         return f"status {status}" + (f", {signal.Signals(-status).name}" if status < 0 else "")
 
     def kill(self) -> None:
-        """End the process and what it started; ``close`` waits for that."""
+        """End the process and its descendants; ``close`` waits for that."""
         if sys.platform == "linux":
             self.process.send_signal(signal.SIGTERM)
-            self.process.send_signal(signal.SIGCONT)  # a stopped process gets no signal
-        elif self.process.returncode is None:  # until it is waited for, its number stays its own
+            self.process.send_signal(signal.SIGCONT)  # a stopped process handles no signal
+        elif self.process.returncode is None:  # its pid cannot be reused before it is waited for
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def let_exit(self) -> None:
-        """Close the pipe, and leave the process time to close the dialogs that it keeps."""
+        """Close the pipe, and give the process time to close its dialogs."""
         self.connection.close()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(EXIT_S)
 
     def close(self) -> None:
-        """End the process and what it started, and close the pipe."""
+        """End the process and its descendants, and close the pipe."""
         self.kill()
         self.connection.close()
         try:
@@ -114,33 +114,37 @@ class Worker(PipedChild):
 
 
 class WorkerSlot:
-    """Worker that is started when it is first needed and replaced when it dies, with what waits
-    for it and the dialogs that it keeps between their turns.
+    """Worker that is started when needed and replaced when it dies, with its queue and the dialogs
+    whose state it keeps.
 
     The pool marks a slot as busy, under the lock, for the one thread that may call ``play``.
 
     Args:
-        task: pickled.
-        timeout_s: longest time for one dialog.
-        lock: of the pool.
+        task: the pickled task.
+        timeout_s: timeout of one dialog.
+        lock: lock of the pool.
 
     Attributes:
         worker: the process, if one is running.
-        queue: dialogs for this worker alone with their futures, and keys of those to close.
-        open_episodes: keys of the dialogs that the process keeps.
+        queue: dialogs for this worker alone with their futures, and keys of dialogs to close.
+        open_episodes: keys of the dialogs whose state the process keeps.
         counts: restarts and timeouts.
         busy: whether a thread works with the process.
-        playing: whether it does so for dialogs, and not to close some.
-        closed: whether no further process may be started.
+        playing: whether the thread plays dialogs, rather than closing some.
+        closed: whether starting another process is no longer allowed.
     """
 
     def __init__(self, task: bytes, timeout_s: float, lock: threading.Lock) -> None:
-        self._task, self._timeout_s, self._lock = task, timeout_s, lock
+        self._task = task
+        self._timeout_s = timeout_s
+        self._lock = lock
         self.worker: Worker | None = None
         self.queue: deque[Any] = deque()
         self.open_episodes: set[str] = set()
         self.counts: Counter[str] = Counter()
-        self.busy = self.playing = self.closed = False
+        self.busy = False
+        self.playing = False
+        self.closed = False
 
     def play(self, dialogs: Sequence[Dialog], ended: Sequence[str]) -> list[Turn | Failure]:
         """Close the ``ended`` dialogs, and return the answers to ``dialogs``."""
@@ -167,13 +171,9 @@ class WorkerSlot:
             try:
                 turns = worker.request(dialogs, ended, self._timeout_s)
             except (EOFError, OSError, ValueError) as error:
-                # Connection closes itself when a message is too large.
+                # The connection closes itself if a message is too large.
                 is_foreign = isinstance(error, ValueError) or not worker.connection.readable
-                end = (
-                    "after sending something that is no answer"
-                    if is_foreign
-                    else worker.describe_end()
-                )
+                end = "after sending an invalid answer" if is_foreign else worker.describe_end()
                 self._drop(RESTARTS)
                 if len(dialogs) > 1:
                     break
@@ -187,7 +187,9 @@ class WorkerSlot:
                 message = "" if is_stateful else f"it took longer than {self._timeout_s:g} s"
                 return [Failure(("timeout",), text, "timeout", message, text)] * len(dialogs)
             break
-        if len(dialogs) > 1 and not is_stateful:  # alone, they show which one ended the process
+        if (
+            len(dialogs) > 1 and not is_stateful
+        ):  # one by one, to find the dialog that ended the process
             return [turn for dialog in dialogs for turn in self._request([dialog], ())]
         if is_stateful:
             text = f"its process ended ({end})."

@@ -5,11 +5,10 @@ turn as text), ``prompt``, ``messages``, ``answer``, ``finish_reason``, ``tokens
 of the data set; the other arguments are options. It returns a number, a bool, None (does not apply)
 or a dict of named parts.
 
-``BUILTINS`` has the names, and as text where the functions are: naming one reward loads no other
-one, and so not the packages that the others need. No built-in reward raises for a response,
-whatever its text and size, but ``judge`` and ``reward_model``, which ask a model. They raise
-``ValueError`` for an option or a column that cannot be, and ``ImportError`` when their package is
-missing.
+``BUILTINS`` maps names to the functions' import paths, so that using one reward does not import the
+packages of others. No built-in reward raises because of a response's text or size, except ``judge``
+and ``reward_model``, which query a model. They raise ``ValueError`` for an invalid option or
+column, and ``ImportError`` if their package is missing.
 
 >>> sorted(BUILTINS)[:4]
 ['code', 'countdown', 'format', 'gsm8k']

@@ -22,21 +22,23 @@ from torchrl_grpo.sandbox import Limits, judging, require_isolation
 _FENCED = re.compile(r"```([^\n`]*)\n(.*?)(?:^[ \t]*```|\Z)", re.S | re.M)
 _PYTHON = ("python", "py", "python3")
 _MAX_SLOW = 2
-"""Tests that may reach their time limit; after them a program counts as too slow for the rest."""
+"""Number of timeouts after which a program counts as too slow for the remaining tests."""
 _PACKAGES = (
-    "matplotlib", "mpmath", "networkx", "numba", "numpy", "pandas", "requests", "scipy", "sklearn", "sortedcontainers",
+    "matplotlib", (
+        "mpmath"
+    ), "networkx", "numba", "numpy", "pandas", "requests", "scipy", "sklearn", "sortedcontainers",
     "sympy", "torch",
 )  # fmt: skip
-"""Packages that a grader's machine may have, and the sandbox has not. Another name is taken for an
-invented one.
+"""Packages that a grader's machine may have, but the sandbox lacks. Other missing packages are
+assumed to be invented.
 """
 _NO_MODULE = re.compile(r"ModuleNotFoundError: No module named '(\w+)[^'\n]*'\s*\Z")
 _REL, _ABS = 1e-5, 1e-8
-"""How near a number must come, as in APPS' and prime_code's graders (numpy.allclose)."""
+"""Tolerance for numbers, as in the graders of APPS and prime_code (numpy.allclose)."""
 _INTEGER = re.compile(r"[+-]?\d+")
-_LONGEST_NUMBER = 5000
-"""Characters of a number that is read as one."""
-_LEAST_MIB = 64
+_MAX_NUMBER_LENGTH = 5000
+"""Maximum length of a word that is compared as a number."""
+_MIN_MIB = 64
 
 
 @dataclass(frozen=True)
@@ -46,11 +48,10 @@ class Tests:
     Attributes:
         kind: ``assert`` (``inputs`` are statements), ``call`` (of a function with arguments) or
             ``stdin``.
-        inputs: of each test.
-        outputs: what each must give; empty for statements.
-        function: name of the function that is called.
-        exact: whether numbers are compared as decimals, and lines one by one, as LiveCodeBench
-            does.
+        inputs: input of each test.
+        outputs: expected output of each test; empty for statements.
+        function: name of the function to call.
+        exact: whether to compare numbers as decimals, and lines one by one, as LiveCodeBench does.
     """
 
     kind: Literal["assert", "call", "stdin"]
@@ -61,8 +62,8 @@ class Tests:
 
 
 def program_in(response: str) -> str:
-    """Return the last fenced block of Python: one that says so, else one without a language; else
-    the whole response.
+    """Return the last fenced block marked as Python, else the last one without a language, else the
+    whole response.
 
     >>> program_in("So:\\n```python\\nprint(1)\\n```\\nDone.")
     'print(1)'
@@ -79,8 +80,8 @@ def read_tests(answer: Any, entry_point: str | None = None) -> Tests:
     """Parse the tests in a column.
 
     Args:
-        answer: a list of statements such as ``["assert add(1, 2) == 3"]`` (MBPP's ``test_list``); a
-            text with them, or with ``def check(candidate)`` (HumanEval's ``test``);
+        answer: a list of statements such as ``["assert add(1, 2) == 3"]`` (MBPP's ``test_list``);
+            text with statements, or with ``def check(candidate)`` (HumanEval's ``test``);
             ``{"inputs": [...], "outputs": [...]}``, with ``fn_name`` for calls (APPS; prime_code,
             whose arguments are JSON, one per line); or a list of ``{"input", "output",
             "testtype"}`` (LiveCodeBench's ``public_test_cases``). The last two also as JSON, and
@@ -116,8 +117,8 @@ def read_tests(answer: Any, entry_point: str | None = None) -> Tests:
         if all(isinstance(test, Mapping) and {"input", "output"} <= test.keys() for test in answer):
             return _contest_tests(answer, entry_point)
     raise ValueError(
-        f"reward 'code' must have tests, this problem has {answer!r:.80}: give a list of assert "
-        'statements, a text with them, {"inputs": [...], "outputs": [...]} or a list of '
+        f"reward 'code' needs tests, but this problem has {answer!r:.80}: put a list of assert "
+        'statements, text with them, {"inputs": [...], "outputs": [...]} or a list of '
         '{"input", "output"} in the column of env.columns.answer.'
     )
 
@@ -130,8 +131,8 @@ def _contest_tests(tests: Sequence[Mapping[str, Any]], function: str | None) -> 
         return Tests("stdin", inputs, outputs, exact=True)
     if not function:
         raise ValueError(
-            "reward 'code' must have tests with the name of the function that they call, this "
-            "problem has none: keep the column metadata, whose func_name it is, or entry_point."
+            "reward 'code' needs the name of the function that the tests call, but this problem "
+            "has none: keep the column metadata, with its func_name, or entry_point."
         )
     results = list(map(json.loads, outputs))
     return Tests("call", list(map(_arguments, inputs)), results, function, exact=True)
@@ -166,32 +167,33 @@ def code(
 ) -> float:
     """Return 1.0 for a program that passes all tests, or the share of tests that it passes.
 
-    A test of standard input and output, or of a call, is compared outside of the program, which
-    does not see what is expected. Statements run in the program's own process: one that sets out to
+    Tests of standard input and output, or of a call, are compared outside the program, which does
+    not see the expected result. Statements run in the program's own process, so a malicious program
     can make them pass.
 
-    A program that computes for longer than its time, waits, exceeds its memory or raises is wrong.
-    Where the machine did not let it compute, killed it, or lacks a package that it imports, the
-    reward is invalid.
+    A program that exceeds its CPU time or memory, waits, or raises is wrong. If the machine gave it
+    no CPU time, killed it, or lacks a package that it imports, the reward is invalid.
 
     Args:
-        response: with the program in its last fenced block, or nothing but the program.
-        answer: the tests, see ``read_tests``.
+        response: the response, with the program in its last fenced block, or only the program.
+        answer: the tests; see ``read_tests``.
         entry_point: column of HumanEval: the function's name.
         metadata: column of LiveCodeBench, also as JSON: its ``func_name`` is the function's name.
-        prompt: of the problem: if it is the beginning of the function, the program may continue it.
+        prompt: prompt of the problem; if it is the beginning of the function, the program may
+            continue it.
         test_imports: column of MBPP: statements that run before the tests.
-        test_setup_code: likewise, as one text.
+        test_setup_code: the same as one text.
         metric: ``"all"`` or ``"fraction"``.
-        seconds: longest CPU time of each test. After two that exceed it, the rest counts as failed.
+        seconds: CPU time limit of each test. After two that exceed it, the remaining tests count as
+            failed.
         memory_mib: address space of each of the program's processes, in MiB; at least 64.
-        sandbox: ``"strict"`` refuses to run programs with limits alone.
+        sandbox: ``"strict"`` refuses to run programs with resource limits alone.
 
     Raises:
-        ValueError: there are no tests, or an option is none of those that there are.
+        ValueError: there are no tests, or an option is invalid.
         InvalidRewardError: the program could not be judged.
-        OSError: its sandbox could not be made.
-        RuntimeError: ``sandbox="strict"`` where there is no sandbox.
+        OSError: its sandbox could not be created.
+        RuntimeError: ``sandbox="strict"``, but this machine has no sandbox.
 
     >>> code("```python\\ndef double(x):\\n    return 2 * x\\n```", ["assert double(3) == 6"])
     1.0
@@ -202,9 +204,9 @@ def code(
         )
     if not seconds > 0:
         raise ValueError(f"seconds={seconds} of reward 'code' must be above 0: for example, 6.")
-    if memory_mib < _LEAST_MIB:
+    if memory_mib < _MIN_MIB:
         raise ValueError(
-            f"memory_mib={memory_mib} of reward 'code' must be at least {_LEAST_MIB}: for example, "
+            f"memory_mib={memory_mib} of reward 'code' must be at least {_MIN_MIB}: for example, "
             "512."
         )
     require_isolation(sandbox)
@@ -219,14 +221,15 @@ def code(
         "stub": prompt if has_stub else "",
         "setup": "\n".join([*(test_imports or ()), test_setup_code or ""]),
     }
-    passed = _count_passed(program, tests, Limits(seconds, memory_mib * 2**20), metric)
-    share = passed / len(tests.inputs)
+    num_passed = _count_passed(program, tests, Limits(seconds, memory_mib * 2**20), metric)
+    share = num_passed / len(tests.inputs)
     return share if metric == "fraction" else float(share == 1)
 
 
 def _count_passed(program: Mapping[str, str], tests: Tests, limits: Limits, metric: str) -> int:
-    """Count the tests that a program passes; with ``all`` stop at the first that fails."""
-    passed, slow = 0, 0
+    """Count the tests that a program passes; with ``all``, stop at the first failure."""
+    num_passed = 0
+    num_slow = 0
     settings = {
         "kind": tests.kind,
         "function": tests.function,
@@ -240,16 +243,16 @@ def _count_passed(program: Mapping[str, str], tests: Tests, limits: Limits, metr
             answer = _read_answer(end["output"]) if end["end"] == "answer" else {}
             _require_judged(end, answer.get("error") or end["errors"], limits)
             is_right = _is_right(tests, end, answer, expected)
-            passed += is_right
-            slow += end["end"] == "time"
-            is_loaded = end["loaded"]
-            if not is_loaded or slow == _MAX_SLOW or (metric == "all" and not is_right):
+            num_passed += is_right
+            num_slow += end["end"] == "time"
+            is_decided = metric == "all" and not is_right
+            if is_decided or num_slow == _MAX_SLOW or not end["loaded"]:
                 break
-    return passed
+    return num_passed
 
 
 def _read_answer(line: str) -> dict[str, Any]:
-    """Return the answer of a program's process; empty if the program has written something else."""
+    """Return the answer of a program's process; empty if the program wrote something else."""
     try:
         answer = json.loads(line)
     except (ValueError, RecursionError):
@@ -258,22 +261,24 @@ def _read_answer(line: str) -> dict[str, Any]:
 
 
 def _require_judged(end: Mapping[str, Any], error: Any, limits: Limits) -> None:
-    """Raise if a test did not end as it did because of the program."""
+    """Raise an error if a test's outcome was not caused by the program."""
     if end["end"] == "starved":
         raise InvalidRewardError(
-            f"a program must get {limits.seconds:g} s of CPU time, on this machine it waited ten "
-            "times as long for them: use fewer env.reward_workers.",
+            f"a program must get {limits.seconds:g} s of CPU time, but on this machine it waited "
+            "ten times as long: use fewer env.reward_workers.",
             "timeout",
         )
     if end["end"] == "exit" and end["status"] == -signal.SIGKILL:
         raise InvalidRewardError(
-            "a program was killed from outside of its sandbox: look for a lack of memory.", "crash"
+            "a program was killed from outside its sandbox: check whether the machine runs out of "
+            "memory.",
+            "crash",
         )
     missing = _NO_MODULE.search(error) if isinstance(error, str) else None
     if missing and missing[1] in _PACKAGES and end["status"] != 0:
         raise InvalidRewardError(
-            f"a program must use the standard library alone, it imports {missing[1]}: ask for that "
-            "in the prompt.",
+            f"a program must use only the standard library, but it imports {missing[1]}: say so in "
+            "the prompt.",
             "import",
         )
 
@@ -291,7 +296,7 @@ def _is_right(
 
 
 def _equals(result: Any, expected: Any, exact: bool) -> bool:
-    """Return whether a call has returned the expected value, which APPS puts into a list."""
+    """Return whether a call returned the expected value, which APPS puts into a list."""
     try:
         value = json.loads(result)
         return bool(value == expected or (not exact and [value] == expected))
@@ -307,19 +312,20 @@ def _text(value: Any) -> str:
 def _same_output(printed: str, expected: str, exact: bool) -> bool:
     """Return whether the lines are the same, or have the same numbers.
 
-    ``exact`` is LiveCodeBench's way: each line is the same text or, as decimals, the same numbers.
-    Otherwise empty lines do not count, words are compared one by one, and a number may be near
-    another that is no integer.
+    ``exact`` is LiveCodeBench's rule: each line is the same text or, as decimals, the same numbers.
+    Otherwise empty lines are ignored, words are compared one by one, and numbers that are not both
+    integers may differ by the tolerance.
     """
     lines = [line.strip() for line in printed.strip().split("\n")]
-    right = [line.strip() for line in expected.strip().split("\n")]
+    expected_lines = [line.strip() for line in expected.strip().split("\n")]
     if exact:
-        return len(lines) == len(right) and all(map(_same_line, lines, right))
+        same_count = len(lines) == len(expected_lines)
+        return same_count and all(map(_same_line, lines, expected_lines))
     rows = [line.split() for line in lines if line]
-    right_rows = [line.split() for line in right if line]
-    return list(map(len, rows)) == list(map(len, right_rows)) and all(
-        map(_same_word, chain(*rows), chain(*right_rows))
-    )
+    expected_rows = [line.split() for line in expected_lines if line]
+    if list(map(len, rows)) != list(map(len, expected_rows)):
+        return False
+    return all(map(_same_word, chain(*rows), chain(*expected_rows)))
 
 
 def _same_line(line: str, expected: str) -> bool:
@@ -337,7 +343,7 @@ def _same_word(word: str, expected: str) -> bool:
     if word == expected:
         return True
     integers = _INTEGER.fullmatch(word) and _INTEGER.fullmatch(expected)
-    if integers or max(len(word), len(expected)) > _LONGEST_NUMBER:
+    if integers or max(len(word), len(expected)) > _MAX_NUMBER_LENGTH:
         return False
     try:
         value, other = float(word), float(expected)

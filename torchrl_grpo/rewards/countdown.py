@@ -1,6 +1,6 @@
 """The countdown game: an expression that uses each number once and equals the target.
 
-The columns ``nums`` and ``target`` are those of the data set Jiayi-Pan/Countdown-Tasks-3to4
+The columns ``nums`` and ``target`` are named as in the data set Jiayi-Pan/Countdown-Tasks-3to4
 (TinyZero).
 """
 
@@ -18,10 +18,10 @@ _ALLOWED = re.compile(r"[0-9+\-*/×÷−() \t]+")
 
 
 def stated_expression(text: str) -> str:
-    """Return a response's answer: the last ``<answer></answer>``, else the line of the last
-    ``####``, else nothing.
+    """Return a response's answer: the last ``<answer></answer>``, else the line after the last
+    ``####``, else an empty text.
 
-    An equation stands for its left side: ``(3+5)*2 = 16`` is ``(3+5)*2``.
+    Of an equation, the left side counts: ``(3+5)*2`` for ``(3+5)*2 = 16``.
     """
     start, stated = tagged_answer(text)
     if start < 0:
@@ -36,20 +36,19 @@ def countdown(response: str, nums: Sequence[int], target: int, format_score: flo
 
     Args:
         response: the response, with its expression in ``<answer></answer>`` or after ``####``.
-        nums: whole numbers that are not negative.
+        nums: integers that are not negative.
         target: the number to reach.
-        format_score: for an expression that uses the numbers rightly but has another value.
+        format_score: reward for an expression that uses the numbers correctly but has another
+            value.
 
     >>> countdown("<answer>(3 + 5) * 2</answer>", [2, 3, 5], 16), countdown("#### 3 * 5", [2, 3, 5], 15)
     (1.0, 0.0)
     """
     expression = stated_expression(response)
     # Without ".", "**" and "//": 3.5 would use 3 and 5, and powers are not part of the game.
-    if (
-        len(expression) > MAX_CHARACTERS
-        or not _ALLOWED.fullmatch(expression)
-        or _OTHER.search(expression)
-    ):
+    if len(expression) > MAX_CHARACTERS or _OTHER.search(expression):
+        return 0.0
+    if not _ALLOWED.fullmatch(expression):
         return 0.0
     if sorted(_NUMBER.findall(expression)) != sorted(str(int(number)) for number in nums):
         return 0.0

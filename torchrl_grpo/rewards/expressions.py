@@ -1,6 +1,4 @@
-"""Exact and safe evaluation of arithmetic in a response, with an allow-list of syntax and size
-limits.
-"""
+"""Exact and safe evaluation of arithmetic in responses: syntax and sizes are limited."""
 
 from __future__ import annotations
 
@@ -20,15 +18,15 @@ _SPELLINGS = str.maketrans(
 def evaluate(text: str) -> Fraction:
     """Return the exact value of an arithmetic expression.
 
-    Allowed are numbers (with decimals), ``+ - * /`` (also as ``×``, ``÷``, ``−``), powers (``**``
-    or ``^``), signs and brackets.
+    Numbers (with decimals), ``+ - * /`` (also as ``×``, ``÷``, ``−``), powers (``**`` or ``^``),
+    signs and brackets are allowed.
 
     Args:
         text: at most 256 characters.
 
     Raises:
-        ValueError: the text is something else, divides by zero, or an intermediate result exceeds
-            4096 bits.
+        ValueError: the text is not such an expression, divides by zero, or an intermediate result
+            exceeds 4096 bits.
 
     >>> evaluate("(3 + 5) × 2 / 6")
     Fraction(8, 3)
@@ -76,7 +74,7 @@ def _apply(operator: ast.operator, left: Fraction, right: Fraction) -> Fraction:
         case ast.Pow():
             if right.denominator != 1 or _bits(left) * abs(right) > MAX_BITS:
                 raise ValueError(
-                    f"the exponent of {left}**{right} is not a whole number, or is too large"
+                    f"the exponent of {left}**{right} is not an integer, or is too large"
                 )
             return left**right.numerator
     raise ValueError(f"{type(operator).__name__} is not allowed")

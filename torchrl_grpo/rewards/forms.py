@@ -26,7 +26,7 @@ from torchrl_grpo.checks import check_reward
 from torchrl_grpo.rewards.spec import RewardEntry
 
 FACTS = ("response", "prompt", "messages", "answer", "finish_reason", "tokens", "prefill")
-"""Arguments available for each response besides the columns of its row."""
+"""Arguments that exist for each response besides the columns of its row."""
 
 Form = Literal["own", "trl", "verl"]
 Arguments = dict[str, Any]
@@ -62,23 +62,23 @@ def _verl(facts: Arguments, columns: Arguments) -> tuple[Arguments, Arguments]:
     truth = columns.get("ground_truth", facts["answer"])
     return columns | {
         "data_source": columns.get("data_source", facts["dataset"]),
-        **dict.fromkeys(_OF_VERL, facts["response"]),
+        **dict.fromkeys(_VERL_RESPONSE_NAMES, facts["response"]),
         "ground_truth": model.get("ground_truth", truth) if isinstance(model, Mapping) else truth,
         "extra_info": columns if extra is None else extra,
     }, {}  # fmt: skip
 
 
-# From facts and columns to the arguments by name, and those of ``**kwargs``.
+# Each returns the arguments by name, and those for ``**kwargs``, from facts and columns.
 _FORMS: dict[Form, Callable[[Arguments, Arguments], tuple[Arguments, Arguments]]] = {
     "own": _own,
     "trl": _trl,
     "verl": _verl,
 }
-_OWN = set(FACTS) - {"answer"}
-_OF_TRL = {"completions", "completion_ids", "prompts"}
+_OWN_NAMES = set(FACTS) - {"answer"}
+_TRL_NAMES = {"completions", "completion_ids", "prompts"}
 _ENVIRONMENTS = {"environments"}
-"""Argument if environments play the dialogs: a list with the response's own."""
-_OF_VERL = ("solution_str", "model_output", "predict_str")
+"""Argument if environments play the dialogs: a list of the response's environment."""
+_VERL_RESPONSE_NAMES = ("solution_str", "model_output", "predict_str")
 _ABSENT = object()
 _NOTHING: Arguments = dict.fromkeys(
     (*FACTS, "prompt_column", "prompt_messages", "completion_messages", "dataset")
@@ -86,19 +86,19 @@ _NOTHING: Arguments = dict.fromkeys(
 
 
 class RewardFunction:
-    """A function of a reward, with its name and options.
+    """A reward function with its name and options.
 
     Args:
-        function: of any form.
+        function: function of any form.
         entry: its entry in the config.
 
     Attributes:
-        name: of the function in logs.
-        form: how it is called.
+        name: name of the function in logs.
+        form: form of its arguments.
         asynchronous: whether it is an ``async def``.
 
     Raises:
-        ValueError: the function does not have the arguments of its options, or cannot be called by
+        ValueError: the function does not accept its options, or cannot be called with arguments by
             name.
 
     >>> def short(response, limit): return len(response) < limit
@@ -116,33 +116,38 @@ class RewardFunction:
             parameters = inspect.signature(function).parameters.values()
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"reward {self.name} must show its parameters ({error}): wrap it in a `def`."
+                f"reward {self.name} must have a readable signature ({error}): wrap it in a `def`."
             ) from error
-        named = {
+        by_name = {
             p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
         }
-        self._names = set(named)
-        self._needed = {key for key, p in named.items() if p.default is p.empty}
+        self._names = set(by_name)
+        self._needed = {key for key, p in by_name.items() if p.default is p.empty}
         self._takes_rest = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        of_trl = _OF_TRL & set(named) or (_ENVIRONMENTS & set(named) and not _OWN & set(named))
-        self.form: Form = "trl" if of_trl else "verl" if named.keys() & set(_OF_VERL) else "own"
+        is_trl = _TRL_NAMES & set(by_name) or (
+            _ENVIRONMENTS & set(by_name) and not _OWN_NAMES & set(by_name)
+        )
+        self.form: Form = (
+            ("trl") if is_trl else "verl" if by_name.keys() & set(_VERL_RESPONSE_NAMES) else "own"
+        )
         unknown = sorted(set(self.options) - self._names)
         if unknown and not self._takes_rest:
             keys = sorted({"name", "weight"} | self._names)
             close = difflib.get_close_matches(unknown[0], keys, 1)
+            hint = f"did you mean {close[0]}?" if close else f"use some of {keys}."
             raise ValueError(
-                f"reward {self.name} must take its options, it has no {', '.join(unknown)}: "
-                + (f"did you mean {close[0]}?" if close else f"use some of {keys}.")
+                f"reward {self.name} must accept its options, but it has no {', '.join(unknown)}: "
+                f"{hint}"
             )
         if any(p.kind is p.POSITIONAL_ONLY for p in parameters):
             raise ValueError(
-                f"reward {self.name} must take its arguments by name: remove the '/' from its "
+                f"reward {self.name} must accept its arguments by name: remove the '/' from its "
                 "parameters."
             )
         if self.form == "verl" and self._expected:
             raise ValueError(
-                f"weight of reward {self.name} must be a number, it is verl's form, where `score` "
-                "alone trains: use 1."
+                f"weight of reward {self.name} must be a number, because in verl's form only "
+                "`score` is the reward: use 1."
             )
 
     @property
@@ -154,10 +159,10 @@ class RewardFunction:
     def check(
         self, columns: Collection[str], has_answer: bool = True, has_environment: bool = False
     ) -> None:
-        """Check that all arguments are columns or built-in.
+        """Check that all arguments are columns or built-in arguments.
 
         Args:
-            columns: of the data.
+            columns: columns of the data.
             has_answer: whether its problems have an answer.
             has_environment: whether environments play its dialogs.
 
@@ -171,37 +176,37 @@ class RewardFunction:
         if not self._takes_rest and not (self._names - set(self.options)) & known:
             raise ValueError(
                 f"reward {self.name} must take something of a response, such as `response` or "
-                f"`completions`, its parameters are {sorted(self._names)}: if it makes a reward "
-                f"function, call it in a file of yours, `{self.name}_made = {self.name}(...)`, and "
-                f"name that, file.py:{self.name}_made."
+                f"`completions`, but its parameters are {sorted(self._names)}: if it returns a "
+                f"reward function, call it in a file of your own, `my_{self.name} = "
+                f"{self.name}(...)`, and use file.py:my_{self.name}."
             )
         missing = sorted(self._needed - set(self.options) - known)
         if missing:
             verb = "is" if len(missing) == 1 else "are"
             raise ValueError(
                 f"reward {self.name} needs {' and '.join(missing)}, which {verb} neither a column "
-                f"nor a built-in argument: use names of these: {', '.join(sorted(known))}; or give "
-                f"it as an option, {{fn: ..., {missing[0]}: ...}}."
+                f"nor a built-in argument: use some of these names: {', '.join(sorted(known))}; or "
+                f"set it as an option, {{fn: ..., {missing[0]}: ...}}."
             )
 
     def call(self, facts: Arguments, columns: Arguments) -> Any:
         """Call the function; the result is an awaitable if it is asynchronous.
 
         Args:
-            facts: ``FACTS``; ``prompt_column``, ``prompt_messages``, ``completion_messages`` and
+            facts: ``FACTS``, ``prompt_column``, ``prompt_messages``, ``completion_messages`` and
                 ``dataset``.
-            columns: of the row.
+            columns: columns of the row.
         """
-        named, rest = _FORMS[self.form](facts, columns)
+        by_name, rest = _FORMS[self.form](facts, columns)
         arguments = rest if self._takes_rest else {}
-        arguments = arguments | {name: named[name] for name in named.keys() & self._names}
+        arguments = arguments | {name: by_name[name] for name in by_name.keys() & self._names}
         return self.function(**arguments | self.options)
 
     def parts(self, result: Any) -> dict[str, float | None]:
-        """Return the parts of a result by name, None for one that does not apply.
+        """Return the parts of a result by name; None for a part that does not apply.
 
         Raises:
-            ValueError: the result is not that of a reward.
+            ValueError: the result is not a reward.
         """
         if self.form == "trl":
             try:
@@ -209,17 +214,18 @@ class RewardFunction:
             except (TypeError, ValueError) as error:
                 raise ValueError(
                     f"reward {self.name} must return a list with one reward for each completion, "
-                    f"for one it gave {type(result).__name__} ({error}): return [reward]."
+                    f"but for one completion it returned {type(result).__name__} ({error}): return "
+                    "[reward]."
                 ) from error
         elif self.form == "verl" and isinstance(result, tuple | list) and result:
-            result = result[0]  # verl takes the first of several, too
+            result = result[0]  # verl also takes the first of several
         if not isinstance(result, Mapping):
             result = {"": result}
         elif self.form == "verl":
             if "score" not in result:
                 raise ValueError(
-                    f"reward {self.name} must return a score, its dict has {sorted(result)}: add "
-                    "`score`."
+                    f"reward {self.name} must return a score, but its dict has {sorted(result)}: "
+                    "add `score`."
                 )
             score = result["score"]
             numbers = {key: value for key, value in result.items() if isinstance(value, Real)}
@@ -228,11 +234,13 @@ class RewardFunction:
         if not self._expected <= set(result):
             raise ValueError(
                 f"reward {self.name} must return the parts that have a weight, "
-                f"{sorted(self._expected)}, it returned {sorted(map(str, result))}: return None "
-                "for one that does not apply."
+                f"{sorted(self._expected)}, but it returned {sorted(map(str, result))}: return "
+                "None for a part that does not apply."
             )
-        named = {f"{self.name}/{key}" if key else self.name: value for key, value in result.items()}
+        by_name = {
+            (f"{self.name}/{key}") if key else self.name: value for key, value in result.items()
+        }
         return {
             name: None if value is None else check_reward(value, f"reward {name}")
-            for name, value in named.items()
+            for name, value in by_name.items()
         }

@@ -1,8 +1,9 @@
-"""Loads a function by name: built-in, in a file, or of an installed package.
+"""Loads functions by name: built-in ones, or from a file or an installed package.
 
 Any pickler can send a file's function to another process or machine, as the source of the file and
-of the modules beside it that it has imported. There the source runs as in an import, so a file may
-hold clients, locks and caches, which cannot be pickled. The files themselves need not be there.
+of the modules next to it that it imported. There the source runs as in an import, so a file may
+contain clients, locks and caches, which cannot be pickled. The files themselves need not exist
+there.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def load_function(
         builtins: ``package.module:function`` by name.
 
     Raises:
-        ValueError: there is no such function, or what defines it cannot be imported.
+        ValueError: there is no such function, or its module cannot be imported.
 
     >>> load_function("gsm8k")("#### 72", "72")
     True
@@ -51,7 +52,7 @@ def load_class(name: str, field: str) -> Callable[..., Any]:
     """Load a class, ``path/to/file.py:Class`` or ``package.module:Class``; see ``load_function``.
 
     Raises:
-        ValueError: there is no such class, or what defines it cannot be imported.
+        ValueError: there is no such class, or its module cannot be imported.
     """
     return _load(name, name, field, {}, "class")
 
@@ -69,13 +70,13 @@ def _load(
     path = Path(place).expanduser().resolve() if place.endswith(".py") else None
     if path is not None and not path.is_file():
         raise ValueError(
-            f"{field}={name} must name a file that exists, there is no {path}: fix the path, or "
-            "run in the folder that it starts from."
+            f"{field}={name} must name a file that exists, but there is no {path}: fix the path, "
+            "or run in the folder that it is relative to."
         )
     try:
         module = importlib.import_module(place) if path is None else _load_file(path)
     except (Exception, SystemExit) as error:
-        raise _refused(field, name, place, error) from error
+        raise _import_error(field, name, place, error) from error
     value = getattr(module, function, None)
     is_class = kind == "class"
     if not callable(value) or isinstance(value, type) != is_class:
@@ -87,47 +88,48 @@ def _load(
             and getattr(other, "__module__", None) == module.__name__
             and not key.startswith("_")
         ]
-        what = "it is not one" if hasattr(module, function) else "it has no such name"
+        problem = f"which has no {function!r}"
+        if hasattr(module, function):
+            problem = f"but it is not a {kind}"
         raise ValueError(
-            f"{field}={name} must name a {kind} of {place}, {what}: use one of "
-            f"{candidates or 'those you define there'}."
+            f"{field}={name} must name a {kind} in {place}, {problem}: use one of "
+            f"{candidates or 'those defined there'}."
         )
     if path is None:
         return value
-    sources = _beside(path) | {module.__name__: _sources[module.__name__]}
+    sources = _imported_siblings(path) | {module.__name__: _sources[module.__name__]}
     return FileFunction(module, function, sources)
 
 
-def _refused(field: str, name: str, place: str, error: BaseException) -> ValueError:
-    """Return the error for a user's module that raised on import, with its place."""
+def _import_error(field: str, name: str, place: str, error: BaseException) -> ValueError:
+    """Return the error for a user's module that raised on import, with its location."""
     frames = traceback.extract_tb(error.__traceback__)
     own_frames = [frame for frame in frames if "site-packages" not in frame.filename]
     last = (own_frames or [frames[-1]])[-1]
     what = traceback.format_exception_only(error)[-1].strip()
-    missing = (
-        isinstance(error, ModuleNotFoundError)
-        and error.name
-        and f"{place}.".startswith(f"{error.name}.")
-    )
+    missing = False
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        missing = f"{place}.".startswith(f"{error.name}.")
     has_place = missing or isinstance(error, SyntaxError)
     where = "" if has_place else f" at {last.filename}:{last.lineno}"
     fix = "fix it"
     if missing:
-        fix = "put its folder on PYTHONPATH, or name the file, as path/to/file.py:function"
+        fix = "put its folder on PYTHONPATH, or use the file, path/to/file.py:function"
     if isinstance(error, ImportError) and "relative import" in str(error):
         fix = (
-            f"a file is not part of a package, so name the function as {_module_of(Path(place))}:"
-            f"{name.rpartition(':')[2]}, with the folder that holds the package on PYTHONPATH"
+            "a file is not part of a package, so use "
+            f"{_module_of(Path(place))}:{name.rpartition(':')[2]}, with the package's parent "
+            "folder on PYTHONPATH"
         )
     return ValueError(
-        f"{field}={name} must be in a module that can be imported, that raised {what}{where}: "
-        f"{fix}."
+        f"{field}={name} must be in a module that can be imported, but importing it raised "
+        f"{what}{where}: {fix}."
     )
 
 
 def _module_of(path: Path) -> str:
-    """Return a file's module within its package; a folder without ``__init__.py`` may be a package,
-    too.
+    """Return a file's module name within its package; a folder without ``__init__.py`` may also be
+    a package.
     """
     package = path.resolve().parent
     names = [package.name, path.stem]
@@ -138,12 +140,12 @@ def _module_of(path: Path) -> str:
 
 
 class FileFunction:
-    """Function or class in a file, which any pickler sends as the source of its file.
+    """Function or class in a file, which is pickled as the source of its file.
 
     Args:
-        module: of the file.
-        name: of the function in it.
-        sources: of the module and of those beside it.
+        module: module of the file.
+        name: name of the function.
+        sources: sources of the module and those next to it.
     """
 
     def __init__(self, module: ModuleType, name: str, sources: Sources) -> None:
@@ -154,16 +156,18 @@ class FileFunction:
         return self.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _received, self._origin
+        return _unpickle, self._origin
 
 
-def _received(module: str, name: str, sources: Sources) -> FileFunction:
-    """Return the function in a process that it was sent to."""
+def _unpickle(module: str, name: str, sources: Sources) -> FileFunction:
+    """Recreate the function in another process."""
     return FileFunction(_import(module, sources), name, sources)
 
 
 class _FromSources(importlib.abc.ExecutionLoader, importlib.abc.MetaPathFinder):
-    """Imports modules from received sources. It comes last: installed modules take precedence."""
+    """Imports modules from received sources. It is the last finder, so installed modules take
+    precedence.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -188,17 +192,17 @@ def _import(module: str, sources: Sources) -> ModuleType:
 
 
 def _load_file(path: Path) -> ModuleType:
-    """Load the module in a file, whose folder is searched last by its imports."""
+    """Load the module in a file; its imports search the file's folder last."""
     source = importlib.util.decode_source(path.read_bytes())
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
-    # Two files of one name are two modules, and so is a file that was edited.
+    # Files with the same name are different modules, and so are versions of an edited file.
     name = f"{path.stem}_{hashlib.sha256(f'{path}{source}'.encode()).hexdigest()[:12]}"
     return _import(name, {name: (str(path), source)})
 
 
-def _beside(path: Path) -> Sources:
-    """Return the modules in a file's folder that were imported by name."""
+def _imported_siblings(path: Path) -> Sources:
+    """Return the modules in a file's folder that were imported."""
     files = {
         name: Path(getattr(module, "__file__", None) or "/")
         for name, module in list(sys.modules.items())

@@ -1,7 +1,7 @@
-"""GSM8K's scorer: the number that a response states, and equality of numbers (arXiv:2110.14168).
+"""GSM8K's scorer: the number in a response, and equality of numbers (arXiv:2110.14168).
 
-Nothing here evaluates model text, and every function takes time linear in its length, because a
-number stays a string of digits.
+Nothing here evaluates model text, and every function is linear in its length, because numbers stay
+strings of digits.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ _THOUSANDS = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+")
 _FRACTION = re.compile(r"(?:([0-9]{1,40}) +)?([0-9]{1,40}) ?/ ?([0-9]{1,40})")
 _MINUS = ("-", "\N{MINUS SIGN}", "\N{EN DASH}")
 _CURRENCY = "$€£¥₹"
-# What may stand in front of a number: no letter, no digit of another script, no operator or
-# relation but a sign.
+# What may precede a number: no letters, no digits of another script, no operators or relations
+# except a sign.
 _BEFORE = re.compile(rf"[\s{_CURRENCY}*_`'\"“”‘’()\[\]{{}}#:=+\-−–\\]*")
-# What makes it another number: 5 million, 72k, 72x, 2^3, 72², 72+; 72 or 73; two and a half.
+# What changes the number: 5 million, 72k, 72x, 2^3, 72², 72+; 72 or 73; two and a half.
 _ATTACHED = re.compile(
     r"[kKMBTx](?![^\W_])|[+√]|\s*\^|(?i:\s*(?:hundred|thousand|million|billion|trillion|dozen)s?\b)"
 )
 _WORDS = "half|third|quarter|one|two|three|four|five|six|seven|eight|nine|ten|[a-z]{2,5}teen|[a-z]{3,5}ty"
 _UNCLEAR = re.compile(rf"\bor\b|\band\s+(?:an?\s+)?(?:{_WORDS})\b", re.I)
 
-_WINDOW = 500  # characters of a stated answer that are read
+_WINDOW = 500  # characters of an answer that are read
 _BOXED = r"\boxed"
 _PHRASE = re.compile(
     r"\banswer[*_ ]{0,4}(?:is|was|equals|would be|[:=])"
@@ -58,16 +58,16 @@ _LAST = re.compile(
 
 
 def canonical_number(text: str) -> str | None:
-    """Return the one number in ``text`` in a canonical form, so that equal numbers are equal
+    """Return the only number in ``text`` in canonical form, so that equal numbers are equal
     strings.
 
     The number may have a currency sign, thousands separators, a fraction (``3/4``, ``1 1/2``), a
     trailing full stop, and a unit, such as ``%``. Text with two numbers (``1e5``, ``2 or 3``),
-    letters before the number, commas that do not separate thousands, or a word that makes it
-    another number (``5 million``) has no clear answer.
+    letters before the number, commas that do not separate thousands, or a word that changes the
+    number (``5 million``) has no clear answer.
 
     Args:
-        text: the number with at most a unit behind it.
+        text: the number, followed by at most a unit.
 
     Returns:
         Digits without leading zeros, with decimals only if they are not zero; ``p/q`` if no decimal
@@ -107,9 +107,9 @@ def _fraction(written: str) -> str | None:
     if match is None or int(match[3]) == 0:
         return None
     value = int(match[1] or 0) + Fraction(int(match[2]), int(match[3]))
-    places = value.denominator.bit_length()  # enough: 2**n and 5**n divide 10**n
-    scaled, rest = divmod(value.numerator * 10**places, value.denominator)
-    if rest:
+    places = value.denominator.bit_length()  # sufficient: 2**n and 5**n divide 10**n
+    scaled, remainder = divmod(value.numerator * 10**places, value.denominator)
+    if remainder:
         return str(value)
     digits = str(scaled).rjust(places + 1, "0")
     return _decimal(f"{digits[:-places]}.{digits[-places:]}")
@@ -132,14 +132,14 @@ def marked_number(text: str) -> str | None:
 
 
 def stated_number(text: str, last_number: bool = False) -> str | None:
-    r"""Return the number in the last stated answer of ``text``, in any form.
+    r"""Return the number in the last answer of ``text``, in any form.
 
-    An answer is stated by ``####``, ``\boxed{}``, ``<answer></answer>`` or "the answer is",
-    "answer:". Only the last one in the text counts.
+    An answer is marked by ``####``, ``\boxed{}``, ``<answer></answer>``, "the answer is" or
+    "answer:". Only the last one counts.
 
     Args:
         text: a response.
-        last_number: return the last number of the text if it states no answer.
+        last_number: whether to return the last number of a text without a marked answer.
 
     >>> stated_number(r"So \boxed{\frac{3}{4}}."), stated_number("The answer is 7 x 8 = $56."), stated_number("56")
     ('0.75', '56', None)
@@ -200,14 +200,14 @@ def _last_number(text: str) -> str | None:
 
 
 def gsm8k(response: str, answer: str | int | float, mode: str = "strict") -> bool:
-    r"""Return whether a response ends with the right number.
+    r"""Return whether a response's answer is the correct number.
 
     Args:
         response: the response.
         answer: the number, or a reference solution that ends with ``#### n``.
-        mode: ``strict`` reads ``#### n`` alone; ``lenient`` also ``\boxed{n}``,
-            ``<answer>n</answer>`` and "the answer is n"; ``last_number`` takes the last number of a
-            response that states no answer in these ways.
+        mode: ``strict`` reads only ``#### n``; ``lenient`` also ``\boxed{n}``,
+            ``<answer>n</answer>`` and "the answer is n"; ``last_number`` also takes the last number
+            of a response without such an answer.
 
     Raises:
         ValueError: ``answer`` has no number, or there is no such mode.

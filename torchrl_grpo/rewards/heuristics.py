@@ -1,5 +1,5 @@
-"""Rewards without labels, for a first look at a new setup. They are in [0, 1] and do not measure
-correctness.
+"""Rewards without labels, for first experiments with a new setup. They are in [0, 1] and do not
+measure correctness.
 
 They read at most the first and the last 20,000 characters.
 """
@@ -15,9 +15,8 @@ _READ = 20_000
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 _RESULT = re.compile(r"\s*(-?)[$€£]?([0-9][0-9,]*(?:\.[0-9]+)?)")
 _CALCULATION = re.compile(r"[0-9+\-*/×÷−()., $€£]*\Z")
-_NOT_OF_IT = re.compile(
-    r"^[\s.,]*(?:(?:[-*]|[0-9]+[.)])\s+)?|[$€£]|,(?=[0-9]{3})"
-)  # a list's mark, currency, thousands
+# List markers, currency signs and thousands separators.
+_DECORATION = re.compile(r"^[\s.,]*(?:(?:[-*]|[0-9]+[.)])\s+)?|[$€£]|,(?=[0-9]{3})")
 _STEP = re.compile(
     r"^\s{0,8}(?:[-*•] |[0-9]{1,2}[.)] |step\b)|\b(?:first|second|then|next|finally)\b", re.I | re.M
 )
@@ -26,9 +25,9 @@ _ANSWER = re.compile(r"####|\\boxed|<answer>|\banswer\b", re.I)
 
 
 def format(response: str, prefill: str = "") -> float:
-    """Reward think and answer tags: 0.2 for each of the four that occurs exactly once, 0.2 if the
-    whole response is ``<think>...</think><answer>...</answer>``. ``prefill``, a thought that the
-    prompt begins, is part of the response.
+    """Reward think and answer tags: 0.2 for each of the four tags that occurs exactly once, and 0.2
+    if the whole response is ``<think>...</think><answer>...</answer>``. ``prefill``, the beginning
+    of a thought in the prompt, counts as part of the response.
 
     >>> format("<think>7 + 8</think> <answer>15</answer>"), format("<answer>15</answer>")
     (1.0, 0.4)
@@ -36,15 +35,17 @@ def format(response: str, prefill: str = "") -> float:
     response = prefill + response
     once = [response.count(tag) == 1 for tag in _TAGS]
     text = response.strip()
-    places = [text.find(tag) for tag in _TAGS]
-    between = text[places[1] + len("</think>") : places[2]]
-    whole = text.startswith("<think>") and text.endswith("</answer>") and places == sorted(places)
-    return (sum(once) + (all(once) and whole and not between.strip())) / 5
+    positions = [text.find(tag) for tag in _TAGS]
+    between = text[positions[1] + len("</think>") : positions[2]]
+    is_complete = (
+        text.startswith("<think>") and text.endswith("</answer>") and positions == sorted(positions)
+    )
+    return (sum(once) + (all(once) and is_complete and not between.strip())) / 5
 
 
 def length(response: str, low: int = 50, high: int = 2000) -> float:
-    """Return 1 from ``low`` to ``high`` characters, falling linearly to 0 at no characters and at
-    twice ``high``.
+    """Return 1 from ``low`` to ``high`` characters, decreasing linearly to 0 at no characters and
+    at twice ``high``.
 
     >>> length("x" * 100), length("x" * 25), length("x" * 3000)
     (1.0, 0.5, 0.5)
@@ -60,7 +61,7 @@ def length(response: str, low: int = 50, high: int = 2000) -> float:
 
 
 def number(response: str) -> float:
-    """Return 1 if the last line that is not empty has a number, 0.5 if only an earlier one does.
+    """Return 1 if the last non-empty line has a number, 0.5 if only an earlier one does.
 
     >>> number("7 + 8\\nis 15."), number("7 + 8\\nis fifteen."), number("fifteen")
     (1.0, 0.5, 0.0)
@@ -71,12 +72,13 @@ def number(response: str) -> float:
 
 
 def operations(response: str) -> float:
-    """Return the share of right calculations (``48 + 24 = 72``) among the first 50; 0 without any.
+    """Return the share of correct calculations (``48 + 24 = 72``) among the first 50; 0 without
+    any.
 
     >>> operations("7 * 8 = 56, so 56 - 6 = 50"), operations("7 x 8 = 54 and 2 + 2 = 4"), operations("56")
     (1.0, 0.5, 0.0)
     """
-    right = []
+    correct = []
     text = response[:_READ]
     for equals in islice(re.finditer("=", text), 50):
         left = re.sub(
@@ -84,21 +86,21 @@ def operations(response: str) -> float:
         )
         calculation = _CALCULATION.search(left)
         result = _RESULT.match(text, equals.end())
-        expression = _NOT_OF_IT.sub("", calculation[0]) if calculation else ""
+        expression = _DECORATION.sub("", calculation[0]) if calculation else ""
         if result and re.search(r"[0-9)] *[-+*/×÷−] *[0-9(.]", expression):
             try:
-                right.append(
+                correct.append(
                     evaluate(expression) == evaluate(result[1] + result[2].replace(",", ""))
                 )
             except ValueError:
                 continue
-    return sum(right) / len(right) if right else 0.0
+    return sum(correct) / len(correct) if correct else 0.0
 
 
 def structure(response: str) -> float:
-    """Return a quarter each for: more than one line; steps (a list, or "first", "then"); reasons
-    ("because", "so", an equation); an answer that is marked (``####``, ``\\boxed``, ``<answer>``,
-    "answer") near the end.
+    """Return 0.25 for each of: more than one line; steps (a list, or "first", "then"); reasons
+    ("because", "so", an equation); a marked answer (``####``, ``\\boxed``, ``<answer>``, "answer")
+    near the end.
 
     >>> structure("First, 7 + 8 = 15.\\nThe answer is 15."), structure("15")
     (1.0, 0.0)

@@ -1,4 +1,4 @@
-"""IFEval: does a response follow the instructions of its prompt (arXiv:2311.07911)?"""
+"""IFEval: whether a response follows the instructions of its prompt (arXiv:2311.07911)."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ from typing import Any
 from torchrl_grpo.rewards.ifeval_checks import CHECKS
 
 METRICS = ("prompt_strict", "instruction_strict", "prompt_loose", "instruction_loose")
-MAX_CHARACTERS = 1_000_000  # a longer response follows nothing
+MAX_CHARACTERS = 1_000_000  # a longer response follows no instruction
 
 
 def loose_variants(response: str) -> list[str]:
-    """Return the eight texts of the loose metrics: with and without asterisks, each whole, without
-    its first line, without its last line, and without both.
+    """Return the eight texts of the loose metrics: with and without asterisks, and each of these in
+    full, without its first line, without its last line, and without both.
 
     >>> len(loose_variants("Sure:\\n*yes*\\nBye")), loose_variants("Sure:\\n*yes*\\nBye")[-1]
     (8, 'yes')
     """
     lines = response.split("\n")
-    whole = [response, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
-    return [*whole, *(text.replace("*", "") for text in whole)]
+    variants = [
+        response,
+        *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1])),
+    ]
+    return [*variants, *(text.replace("*", "") for text in variants)]
 
 
 def follows(
@@ -35,18 +38,18 @@ def follows(
 
     Args:
         response: the response.
-        instruction_id_list: the prompt's instructions, see ``ifeval_checks.CHECKS``.
-        kwargs: the arguments of each; None stands for no argument.
-        loose: whether it is enough that one of ``loose_variants`` follows an instruction.
+        instruction_id_list: the prompt's instructions; see ``ifeval_checks.CHECKS``.
+        kwargs: the arguments of each; None means no argument.
+        loose: whether it suffices that one of ``loose_variants`` follows an instruction.
 
     Raises:
-        ValueError: there is no such instruction, or it needs other arguments.
+        ValueError: there is no such instruction, or its arguments are wrong.
     """
     if len(instruction_id_list) != len(kwargs):
         raise ValueError(
             "kwargs of an IFEval prompt must have one entry for each of its "
-            f"{len(instruction_id_list)} instructions, it has {len(kwargs)}: fix that row of the "
-            "data."
+            f"{len(instruction_id_list)} instructions, but it has {len(kwargs)}: fix that row of "
+            "the data."
         )
     checks = [
         _check(name, arguments) for name, arguments in zip(instruction_id_list, kwargs, strict=True)
@@ -66,10 +69,10 @@ def _check(name: str, arguments: Mapping[str, Any]) -> Callable[[str], bool]:
         )
     options = {key: value for key, value in arguments.items() if value is not None}
     check = CHECKS[name]
-    _, *needed = inspect.signature(check).parameters
-    if set(options) != set(needed):
+    _, *expected = inspect.signature(check).parameters
+    if set(options) != set(expected):
         raise ValueError(
-            f"kwargs of the instruction {name} must be {sorted(needed)}, got {sorted(options)}: "
+            f"kwargs of the instruction {name} must be {sorted(expected)}, got {sorted(options)}: "
             "fix that row of the data."
         )
     return partial(check, **options)
@@ -88,12 +91,12 @@ def ifeval(
         instruction_id_list: the prompt's instructions (a column of the data set).
         kwargs: their arguments (a column of the data set).
         metric: ``prompt_strict`` (1.0 if every instruction is followed), ``instruction_strict``
-            (the share that is followed), ``prompt_loose``, or ``instruction_loose``; None returns
-            all four.
+            (the share of followed instructions), ``prompt_loose``, or ``instruction_loose``; None
+            returns all four.
 
     Raises:
         ValueError: the columns are not IFEval's, or there is no such metric.
-        ImportError: an instruction needs langdetect, and it is not installed.
+        ImportError: an instruction needs langdetect, which is not installed.
 
     >>> ifeval("no commas here", ["punctuation:no_comma", "startend:quotation"], [{}, {}], metric="instruction_strict")
     0.5

@@ -1,9 +1,9 @@
 """The 25 instruction checks of IFEval (arXiv:2311.07911).
 
-They decide as the paper's published checkers do (google-research/instruction_following_eval), with
-these differences, all of them in docs/rewards.md: sentences are split by rules instead of nltk's
-trained punkt model, a keyword is a word and not a regular expression, language detection has a
-fixed seed, and every check takes time linear in its text.
+They follow the paper's published checkers (google-research/instruction_following_eval), with these
+differences, which docs/rewards.md lists: sentences are split by rules instead of nltk's trained
+punkt model, a keyword is a word and not a regular expression, language detection has a fixed seed,
+and every check is linear in the length of the text.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
-_LANGUAGE_CHARACTERS = 100_000  # langdetect looks at 10,000 of them, after taking addresses out
+_LANGUAGE_CHARACTERS = 100_000  # langdetect uses 10,000 of them, after removing addresses
 _CONSTRAINED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 
 _CLOSING, _OPENING = "\"'”’»)]}*_`", "\"'“‘«([{*_`"
@@ -26,15 +26,15 @@ ABBREVIATIONS = """
     sept oct nov dec tues wed fri ft yr mg
 """
 _ABBREVIATIONS = frozenset(ABBREVIATIONS.split())
-# One of these with a capital, behind an abbreviation or an ellipsis, begins a sentence: "at 5 p.m.
-# He left."
+# One of these words, capitalized after an abbreviation or an ellipsis, begins a sentence: "at 5
+# p.m. He left."
 _STARTERS = re.compile(
     r"(?:the|he|she|it|they|we|i|this|these|there|in|if|when|while|since|so|but|however|although|though|thus|yet)\b",
     re.I,
 )
 
-# One of these behind a capital letter begins a sentence, "Plan B. Then we left.", and is no
-# surname, "J. Smith".
+# One of these words after a capital letter begins a sentence ("Plan B. Then we left."); another
+# word is a surname ("J. Smith").
 _COMMON_WORDS = """
     a about above after afterwards again all also always am an and another any anyone anything are as ask at be because
     become before both but by can cannot choose could did do does doesn't don't each either enjoy even every everyone
@@ -50,8 +50,8 @@ _COMMON_WORDS = """
 _COMMON = frozenset(_COMMON_WORDS.split())
 _WORD = re.compile(r"[^\W\d_]+(?:['’]t)?")
 
-# nltk's word_tokenize, as far as it matters for words in capitals: it splits I'M, DON'T, NASA's and
-# CANNOT.
+# The part of nltk's word_tokenize that matters for words in capitals: it splits I'M, DON'T, NASA's
+# and CANNOT.
 _WORD_END = re.compile(r"[\s«“‘„»”’\"`\[\](){}<>;@#$%&?!*\u2012-\u2015]+|--+|\.\.+|[:,](?![0-9])")
 _CLITIC = re.compile(
     r"(?=(?:'[sSmMdD]|'(?:ll|LL|re|RE|ve|VE)|n't|N'T)$)|(?<=^CAN)(?=NOT$)|(?<=^G[OI][NMT])(?=[NMT][AE]$)"
@@ -81,9 +81,9 @@ def count_capital_words(text: str) -> int:
 def count_sentences(text: str) -> int:
     """Count sentences, split where a word ends in ``.``, ``?`` or ``!`` and another word follows.
 
-    Closing quotes and brackets may stand behind the mark. A full stop ends no sentence behind a
-    letter that may be an initial, behind an abbreviation or an ellipsis (unless a word like "He" or
-    "The" follows), or behind a number before a small letter.
+    Closing quotes and brackets may follow the mark. A period does not end a sentence after a letter
+    that may be an initial, after an abbreviation or an ellipsis (unless a word like "He" or "The"
+    follows), or between a number and a lowercase letter.
 
     >>> count_sentences("Dr. J. Smith left at 5 p.m. He said: wait... what? (Really!) 1. Buy milk")
     5
@@ -113,14 +113,14 @@ def _is_common(word: str) -> bool:
 
 @functools.cache
 def language_detector() -> Any:
-    """Return a langdetect factory with seed 0, as in the paper's code. Threads would race for the
-    module's own factory.
+    """Return a langdetect factory with seed 0, as in the paper's code. Threads would race for
+    langdetect's own factory.
     """
     try:
         from langdetect.detector_factory import PROFILES_DIRECTORY, DetectorFactory
     except ImportError as error:
         raise ImportError(
-            "reward 'ifeval' must have the package langdetect, it is missing: pip install "
+            "reward 'ifeval' needs the package langdetect, but it is missing: pip install "
             "'torchrl_grpo[rewards]'."
         ) from error
     factory = DetectorFactory()
@@ -130,8 +130,8 @@ def language_detector() -> Any:
 
 
 def is_language(text: str, language: str) -> bool:
-    """Return whether a text is in a language (ISO 639-1); True if none can be detected, as in the
-    paper's code.
+    """Return whether a text is in a language (ISO 639-1); True if no language can be detected, as
+    in the paper's code.
 
     >>> is_language("Today we visit the Louvre", "en"), is_language("123", "fr")
     (True, True)
@@ -196,8 +196,8 @@ def _sections(text: str, section_spliter: str, num_sections: int) -> bool:
 
 
 def _parts(text: str, divider: str) -> list[str] | None:
-    """Split at a divider, without an empty first or last part; None when a part between two
-    dividers is empty.
+    """Split at a divider, without an empty first or last part; None if a part between two dividers
+    is empty.
     """
     parts = text.split(divider)
     inner = [part.strip() for i, part in enumerate(parts) if part.strip() or 0 < i < len(parts) - 1]
@@ -251,7 +251,7 @@ def _quoted(text: str) -> bool:
     return len(text) > 1 and text[0] == text[-1] == '"'
 
 
-# By the paper's instruction ids. The arguments behind the text are those of the data set's column
+# By the paper's instruction ids. The arguments after the text are those in the data set's column
 # ``kwargs``.
 CHECKS: dict[str, Callable[..., bool]] = {
     "keywords:existence": lambda text, keywords: all(_occurrences(word, text) for word in keywords),

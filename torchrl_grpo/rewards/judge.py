@@ -1,5 +1,5 @@
-"""A language model as judge, behind any endpoint with OpenAI's chat completions (such as
-``vllm serve``).
+"""A language model as judge, behind any endpoint with OpenAI's chat completions API (such as ``vllm
+serve``).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ that holds only `Score: ` and the number."""
 _PLACEHOLDER = re.compile(r"\{(prompt|response|answer|low|high)\}")
 _SCORE = re.compile(r"\bscore\W{0,6}?(-?[0-9]{1,9}(?:\.[0-9]{1,9})?)(?![0-9.]*[0-9])", re.I)
 _NUMBER = re.compile(r"-?[0-9]{1,9}(?:\.[0-9]{1,9})?")
-_LARGEST_ANSWER = 4 * 2**20  # bytes
+_MAX_ANSWER_BYTES = 4 * 2**20  # bytes
 
-# Of each event loop, by endpoint, concurrency and variable of the key.
+# Clients of each event loop, by endpoint, concurrency and key variable.
 _clients: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, HttpClient]] = WeakKeyDictionary()
 
 
@@ -53,19 +53,19 @@ async def judge(
 
     Args:
         response: the response.
-        prompt: what it answers.
-        answer: the true answer, for templates that show it.
-        url: of the endpoint, such as ``http://localhost:8000/v1``.
-        model: the judge's name there.
+        prompt: the prompt that it answers.
+        answer: the correct answer, for templates that show it.
+        url: URL of the endpoint, such as ``http://localhost:8000/v1``.
+        model: name of the judge at the endpoint.
         template: the judge's prompt, with ``{prompt}``, ``{response}``, ``{answer}``, ``{low}`` and
             ``{high}``. The last ``Score: number`` of its reply is read, or a reply that is only a
             number.
         scale: lowest and highest rating.
         concurrency: maximum number of concurrent requests of each process.
         retries: further attempts if the endpoint does not answer, is too slow, or is overloaded.
-        timeout_s: longest time for one attempt, in seconds.
+        timeout_s: timeout of one attempt, in seconds.
         max_tokens: maximum number of tokens of the judge's reply.
-        temperature: of the judge.
+        temperature: temperature of the judge.
         api_key_env: environment variable with the endpoint's key, if it needs one.
 
     Raises:
@@ -91,7 +91,7 @@ async def judge(
     if rating is None or not low <= rating <= high:
         raise ValueError(
             f"the reply of the judge {model} must have a rating from {low} to {high} as `Score: "
-            f"number`, it ends with {reply[-200:]!r}: change template or max_tokens, or use "
+            f"number`, but it ends with {reply[-200:]!r}: change template or max_tokens, or use "
             "another judge."
         )
     return (rating - low) / (high - low)
@@ -100,8 +100,9 @@ async def judge(
 def read_rating(reply: str) -> float | None:
     """Return the rating in a judge's reply.
 
-    >>> [read_rating(reply) for reply in ("Score: 2? No. **Score:** 7/10", " 8.5 ", "good", "Score: -1")]
-    [7.0, 8.5, None, -1.0]
+    >>> read_rating("Score: 2? No. **Score:** 7/10"), read_rating("Score: -1"), read_rating(" 8.5 ")
+    (7.0, -1.0, 8.5)
+    >>> read_rating("good")
     """
     ratings = _SCORE.findall(reply)
     if not ratings and _NUMBER.fullmatch(reply.strip()):
@@ -112,21 +113,21 @@ def read_rating(reply: str) -> float | None:
 async def _ask(client: HttpClient, body: dict[str, Any], retries: int, timeout_s: float) -> str:
     """Return the text of the reply, after up to ``retries`` further attempts."""
     try:
-        answer = await client.ask(
+        answer = await client.request(
             "POST",
             "/chat/completions",
             body,
             timeout_s=timeout_s,
-            largest=_LARGEST_ANSWER,
+            largest=_MAX_ANSWER_BYTES,
             retries=retries,
         )
     except NoAnswerError as error:
         raise RuntimeError(
-            f"the judge at {client.url} must answer, {error}: start it, or fix url."
+            f"the judge at {client.url} must answer, but {error}: start it, or fix url."
         ) from error
     except BadAnswerError as error:
         raise RuntimeError(
-            f"an answer of the judge at {client.url} cannot be read, {error}: fix url."
+            f"an answer of the judge at {client.url} cannot be read ({error}): fix url."
         ) from error
     try:
         choice = answer["choices"][0]
@@ -141,8 +142,8 @@ async def _ask(client: HttpClient, body: dict[str, Any], retries: int, timeout_s
     if reason == "length":  # "Score: 1" may have become "Score: 10"
         raise ValueError(
             f"the reply of the judge {body['model']} must end within "
-            f"max_tokens={body['max_tokens']}, it was cut off after {ascii(reply)[-200:]}: use a "
-            "larger max_tokens."
+            f"max_tokens={body['max_tokens']}, but it was cut off after {ascii(reply)[-200:]}: use "
+            "a larger max_tokens."
         )
     return reply
 
@@ -155,7 +156,7 @@ def _client(url: str, concurrency: int, api_key_env: str) -> HttpClient:
             clients[options] = HttpClient(url, key_variable=api_key_env, concurrency=concurrency)
         except ImportError as error:
             raise ImportError(
-                "reward 'judge' must have the package httpx, it is missing: pip install "
+                "reward 'judge' needs the package httpx, but it is missing: pip install "
                 "'torchrl_grpo[rewards]'."
             ) from error
     return clients[options]

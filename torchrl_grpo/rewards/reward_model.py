@@ -1,4 +1,4 @@
-"""A reward model: a Hugging Face sequence classifier with one output, on a device of its own."""
+"""A reward model: a Hugging Face sequence classifier with one output, on its own device."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _loaded: dict[tuple[str, str], tuple[Any, Any]] = {}
 def reward_model(
     messages: Sequence[Mapping[str, Any]], *, model: str, device: str = "cpu"
 ) -> float:
-    """Return the only logit of a reward model for a conversation.
+    """Return the logit of a reward model for a conversation.
 
-    Each process loads the model once, for the first response. The model reads the conversation in
-    its own chat template; without one, the texts of the messages, separated by empty lines.
+    Each process loads the model once, for the first response. The model's input is the conversation
+    in its own chat template; without one, the texts of the messages, separated by empty lines.
 
     Args:
-        messages: the conversation, the response last.
+        messages: the conversation, ending with the response.
         model: name on the hub, or folder.
-        device: of the model, such as ``cuda:3``; the run does not count it among its devices.
+        device: device of the model, such as ``cuda:3``; the run does not reserve it.
 
     Raises:
-        ValueError: the model has several outputs, or the conversation is longer than it can read.
+        ValueError: the model has several outputs, or the conversation is too long for it.
     """
     import torch
 
@@ -40,8 +40,8 @@ def reward_model(
     limit = getattr(classifier.config, "max_position_embeddings", None) or length
     if not 0 < length <= limit:
         raise ValueError(
-            f"a conversation for the reward model {model} must have at most {limit} tokens, it has "
-            f"{length}: use a smaller max_new_tokens, or another model."
+            f"a conversation for the reward model {model} must have at most {limit} tokens, but it "
+            f"has {length}: use a smaller max_new_tokens, or another model."
         )
     with torch.inference_mode():
         return float(classifier(input_ids=torch.tensor([tokens], device=device)).logits)
@@ -60,7 +60,7 @@ def _load(model: str, device: str) -> tuple[Any, Any]:
             classifier = classifier.eval().to(device)
             if classifier.config.num_labels != 1:
                 raise ValueError(
-                    f"model={model} of the reward reward_model must have one output, it has "
+                    f"model={model} of the reward reward_model must have one output, but it has "
                     f"{classifier.config.num_labels}: use a reward model, with num_labels=1."
                 )
             _loaded[model, device] = AutoTokenizer.from_pretrained(model), classifier

@@ -1,4 +1,4 @@
-"""Parser of ``env.reward``: functions, their names, weights and options. Nothing is loaded."""
+"""Parser of ``env.reward``: functions, their names, weights and options. It loads nothing."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-OneReward = str | Callable[..., Any] | Mapping[str, Any]
-RewardSpec = OneReward | Sequence[OneReward]
-"""A function, by its name or itself; ``{fn, weight, name, ...options}``; or a list of these."""
+SingleReward = str | Callable[..., Any] | Mapping[str, Any]
+RewardSpec = SingleReward | Sequence[SingleReward]
+"""A function or its name; ``{fn, weight, name, ...options}``; or a list of these."""
 PartWeights = Mapping[str, float] | Mapping[str, Mapping[str, float]]
-"""Weights of parts, see ``reward_weights``; of several data sets, these by the name of the set."""
+"""Weights of parts, see ``reward_weights``; for several data sets, by the name of the data set."""
 CORRECT = "correct"
 """Name of the part that counts for accuracy only."""
 
@@ -21,9 +21,9 @@ class RewardEntry:
     """One function of a spec.
 
     Attributes:
-        fn: its name, see ``load_function``, or the function itself.
-        name: in logs.
-        weight: of its result, or of each named part; its other parts are then only logged.
+        fn: the function, or its name, see ``load_function``.
+        name: name in logs.
+        weight: weight of its result, or of each part by name; its other parts are then only logged.
         options: arguments by name.
     """
 
@@ -52,20 +52,20 @@ def parse_rewards(spec: RewardSpec, field: str = "env.reward") -> list[RewardEnt
     entries = [_entry(entry, field) for entry in specs]
     if not entries:
         raise ValueError(
-            f"{field}=[] must name a reward: for example, [gsm8k], or leave {field} out for the "
+            f"{field}=[] must name a reward: for example, [gsm8k], or leave {field} out to use the "
             "task's own."
         )
     names = [entry.name for entry in entries]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
+    duplicates = sorted({name for name in names if names.count(name) > 1})
+    if duplicates:
         raise ValueError(
-            f"{field} must have different names, {', '.join(twice)} is there twice: give one a "
-            "`name`."
+            f"{field} must have different names, but {', '.join(duplicates)} occurs twice: set "
+            "`name` of one."
         )
     return entries
 
 
-def _entry(spec: OneReward, field: str) -> RewardEntry:
+def _entry(spec: SingleReward, field: str) -> RewardEntry:
     options: dict[str, Any] = dict(spec) if isinstance(spec, Mapping) else {"fn": spec}
     fn = options.pop("fn", None)
     if not (isinstance(fn, str) or callable(fn)):
@@ -73,25 +73,21 @@ def _entry(spec: OneReward, field: str) -> RewardEntry:
             f"{field} must name a function as fn, got {spec!r}: for example, {{fn: gsm8k, weight: "
             "1}."
         )
-    default = (
-        fn.rpartition(":")[2] if isinstance(fn, str) else getattr(fn, "__name__", type(fn).__name__)
-    )
+    default = fn if isinstance(fn, str) else getattr(fn, "__name__", type(fn).__name__)
+    default = default.rpartition(":")[2]
     name = options.pop("name", default)
     weight = options.pop("weight", 1.0)
     if not isinstance(name, str) or not name or "/" in name:
         raise ValueError(
-            f"{field}.name={name!r} must be a text without '/', which comes before a part: use "
+            f"{field}.name={name!r} must be text without '/', which separates a part: use "
             f"{default}."
         )
     for value in weight.values() if isinstance(weight, Mapping) else [weight]:
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not math.isfinite(value)
-        ):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not (is_number and math.isfinite(value)):
             raise ValueError(
-                f"{field}.weight={weight!r} of {name} must be a finite number, or one for each "
-                "part: use 1."
+                f"{field}.weight={weight!r} of {name} must be a finite number, or one number for "
+                "each part: use 1."
             )
     return RewardEntry(fn, name, weight, options)
 
@@ -114,11 +110,11 @@ def part_weight(part: str, parts: Collection[str], weights: Mapping[str, float])
     """Return the weight of a part in the reward.
 
     It is the part's weight, else its function's, else 1. A part ``correct`` is only logged, and so
-    is ``name/x`` beside a part ``name``: verl's functions return one score with other numbers.
+    is ``name/x`` if there is a part ``name``: verl's functions return one score with other numbers.
 
     Args:
-        part: ``name``, or ``name/part`` where a function returned a dict.
-        parts: all of them.
+        part: ``name``, or ``name/part`` if a function returned a dict.
+        parts: all parts.
         weights: see ``reward_weights``.
 
     >>> [part_weight(part, ["f/a", "f/correct"], {"f": 0.5}) for part in ("f/a", "f/correct")]

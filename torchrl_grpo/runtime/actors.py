@@ -17,7 +17,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchrl_grpo.collectors.sampler import Sampler
-from torchrl_grpo.host.processes import show_stack_when_asked
+from torchrl_grpo.host.processes import enable_stack_dump
 from torchrl_grpo.host.startup import leave
 from torchrl_grpo.learner.learner import Learner
 from torchrl_grpo.models.sharding import init_mesh
@@ -38,7 +38,7 @@ class Actor:
 
     def setup(self, *arguments: Any) -> int:
         """Make the part, with arguments for the factory; return the process id."""
-        show_stack_when_asked()
+        enable_stack_dump()
         atexit.register(leave)  # where Ray ends before it has killed the actor
         self._part = self._factory(*arguments)
         return os.getpid()

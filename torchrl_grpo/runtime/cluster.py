@@ -1,7 +1,7 @@
-"""A Ray cluster for one run: start or join it, reserve what a ``DevicePlan`` needs, and leave
-nothing behind.
+"""A Ray cluster for one run: start or join it, reserve the resources of a ``DevicePlan``, and clean
+up.
 
-Each process of the plan gets the options for its actor: its bundle in the run's placement group, its
+Each process of the plan gets the options of its actor: its bundle in the run's placement group, its
 share of CPUs and GPUs, and the accelerators and threads that it may use.
 """
 
@@ -34,25 +34,26 @@ from torchrl_grpo.host.processes import descendants, stacks_of
 from torchrl_grpo.host.startup import actor_environment
 from torchrl_grpo.runtime.placement import DevicePlan
 
-_LONGEST_END_S = 10.0
-_LONGEST_STACKS_S = 30.0
-_TICK_S = 0.1
+_END_TIMEOUT_S = 10.0
+_STACKS_TIMEOUT_S = 30.0
+_POLL_S = 0.1
 _CRASHES = [-number for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS)]
-_SIOCGIFADDR = 0x8915  # Linux's request code for the address of an interface
+_SIOCGIFADDR = 0x8915  # Linux's ioctl code for the address of a network interface
 MIN_RAY = (2, 59)
-"""First version that requires a token by default: before, anyone who reached the ports of a local
-cluster could run code."""
+"""First version that requires a token by default. In earlier versions anyone who could reach the
+ports of a local cluster could run code.
+"""
 
 
 @dataclass(frozen=True)
 class ActorAllocation:
-    """Share of one bundle of the placement group that one process takes.
+    """Share of a placement group's bundle that one process takes.
 
     Attributes:
         bundle: index of the bundle. Processes that share a device share a bundle.
         devices: the process's devices.
         num_cpus: share of the bundle's CPUs.
-        num_gpus: share of the bundle's GPUs; below 1 on a device that is shared.
+        num_gpus: share of the bundle's GPUs; below 1 on a shared device.
     """
 
     bundle: int
@@ -62,7 +63,7 @@ class ActorAllocation:
 
 
 def require_ray() -> None:
-    """Check that Ray is installed and recent.
+    """Check that Ray is installed and recent enough.
 
     Raises:
         ValueError: it is not.
@@ -72,13 +73,13 @@ def require_ray() -> None:
         version = importlib.metadata.version("ray")
     except importlib.metadata.PackageNotFoundError:
         raise ValueError(
-            f"grpo-async.py, or more than one process a role, needs Ray {required} or later, and "
+            f"grpo-async.py, or more than one process per role, needs Ray {required} or later, but "
             'ray is not installed: pip install "torchrl_grpo[ray]", or use grpo.py with one device '
-            "a role."
+            "per role."
         ) from None
     if tuple(int(part) for part in version.split(".")[:2]) < MIN_RAY:
         raise ValueError(
-            f"grpo-async.py, or more than one process a role, needs Ray {required} or later, and "
+            f"grpo-async.py, or more than one process per role, needs Ray {required} or later, but "
             f'ray is {version}: pip install --upgrade "torchrl_grpo[ray]".'
         )
 
@@ -88,18 +89,18 @@ def allocations(
 ) -> tuple[list[dict[str, float]], dict[str, list[ActorAllocation]]]:
     """Return the bundles for a plan, and the allocation of each process.
 
-    An engine is in one bundle, which is never spread over machines, and so are the training ranks
-    that compute each layer together, and all who share a GPU with them. CPUs are only tokens for
-    Ray's scheduler: one for each device, or a smaller share if they would not suffice.
+    An engine is in one bundle, which is never spread over machines. So are the training ranks that
+    compute each layer together, and all processes that share a GPU with them. CPUs are only tokens
+    for Ray's scheduler: one for each device, or less if there are too few.
 
     Args:
-        plan: which role runs where.
+        plan: the devices of each role.
         node_cpus: CPUs of each machine.
         tensor_parallel_size: training ranks that compute each layer together.
 
     Returns:
-        the bundles, as resources and amounts, and for each role its processes' seats in the plan's
-        order.
+        the bundles, as amounts of resources, and the allocations of each role's processes, in the
+        plan's order.
     """
     ranks: list[tuple[str, tuple[torch.device, ...]]] = [
         ("train", (device,)) for device in plan.train
@@ -113,11 +114,11 @@ def allocations(
         [sum(len(devices) for _, devices in members) for members in together], node_cpus
     )
     users = Counter(device for members in together for _, devices in members for device in devices)
-    in_bundle = _bundled(
+    in_bundle = _bundle_indices(
         [[device for _, devices in members for device in devices] for members in together]
     )
     bundles: list[dict[str, float]] = [{"CPU": 0.0} for _ in range(max(in_bundle) + 1)]
-    taken: dict[str, list[ActorAllocation]] = {
+    by_role: dict[str, list[ActorAllocation]] = {
         "train": [],
         "inference": [],
         "reference": [],
@@ -131,32 +132,30 @@ def allocations(
             cuda = devices[0].type == "cuda"
             of_bundle.setdefault(index, set()).update(devices if cuda else ())
             gpus = len(devices) * int(10_000 / max(users[device] for device in devices)) / 10_000
-            gpus = (
-                gpus if gpus < 1 else int(gpus)
-            )  # Ray counts in 10,000ths below 1, and in whole ones above it
-            taken[role].append(ActorAllocation(index, devices, cpus, gpus if cuda else 0))
+            gpus = gpus if gpus < 1 else int(gpus)  # above 1, Ray takes whole numbers only
+            by_role[role].append(ActorAllocation(index, devices, cpus, gpus if cuda else 0))
     for index, gpus_of_bundle in of_bundle.items():
         if gpus_of_bundle:
             bundles[index]["GPU"] = float(len(gpus_of_bundle))
-    return bundles, taken
+    return bundles, by_role
 
 
-def _bundled(together: Sequence[Sequence[torch.device]]) -> list[int]:
-    """Return the bundle of each group of devices: the same one for groups that share a GPU. CPUs
-    are never shared.
+def _bundle_indices(together: Sequence[Sequence[torch.device]]) -> list[int]:
+    """Return the index of the bundle of each group of devices; groups that share a GPU share a
+    bundle. CPUs are never shared.
     """
     groups: list[set[Any]] = [
         {device if device.type == "cuda" else number for device in devices}
         for number, devices in enumerate(together)
     ]
-    joined: list[set[Any]] = []
+    merged: list[set[Any]] = []
     for group in groups:
-        overlapping = [other for other in joined if not other.isdisjoint(group)]
+        overlapping = [other for other in merged if not other.isdisjoint(group)]
         for other in overlapping:
-            joined.remove(other)
-        joined.append(group.union(*overlapping))
+            merged.remove(other)
+        merged.append(group.union(*overlapping))
     indices = [
-        next(index for index, bundle in enumerate(joined) if bundle.issuperset(group))
+        next(index for index, bundle in enumerate(merged) if bundle.issuperset(group))
         for group in groups
     ]
     order = list(dict.fromkeys(indices))
@@ -164,13 +163,13 @@ def _bundled(together: Sequence[Sequence[torch.device]]) -> list[int]:
 
 
 def by_machine(ranks: Sequence[ActorAllocation], machines: Sequence[str]) -> list[ActorAllocation]:
-    """Return the allocations of the training ranks machine by machine, beginning with rank 0's.
+    """Return the allocations of the training ranks, sorted by machine, starting with rank 0's.
 
-    Then as few neighbors as possible are on different machines, which collective operations need.
+    Collective operations are faster if few neighboring ranks are on different machines.
 
     Args:
         ranks: in the plan's order.
-        machines: of each bundle.
+        machines: the machine of each bundle.
     """
     order = list(dict.fromkeys(machines[allocation.bundle] for allocation in ranks))
     return sorted(
@@ -184,35 +183,35 @@ def _cpu_share(widths: Sequence[int], node_cpus: Sequence[float]) -> float:
     """
     share = 1.0
     while share > 1e-3:
-        left = list(node_cpus)
+        free = list(node_cpus)
         for width in sorted(widths, reverse=True):
-            left[left.index(max(left))] -= width * share
-        if min(left) >= 0:
+            free[free.index(max(free))] -= width * share
+        if min(free) >= 0:
             break
         share /= 2
     return share
 
 
 class Cluster:
-    """Connection of this process to Ray; made by ``start``.
+    """Connection of this process to Ray; created by ``start``.
 
     Attributes:
-        address: of the cluster that was joined; None when it was started here and ends with the
-            run.
+        address: address of the cluster that was joined; None if ``start`` started it, so that it
+            ends with the run.
     """
 
     def __init__(self, address: str | None, folder_lock: IO[str] | None) -> None:
         self.address = address
         self._folder_lock = folder_lock
         self._group: Any = None
-        self._machines: set[str] = set()  # of the run, by Ray's id
+        self._machines: set[str] = set()  # Ray's ids of the run's machines
         self._closed = False
 
     def watch(self, resume_hint: Callable[[], str]) -> None:
-        """End the script when a process of the Ray cluster that it started ends.
+        """End the script when a process of the Ray cluster that it started dies.
 
         Nothing works without that process, and Ray would end the script silently, or after a minute
-        of messages. This has no effect in programs that are not scripts of ours.
+        of messages. Has an effect in our own scripts only.
 
         Args:
             resume_hint: describes how to resume the run; called in another thread.
@@ -228,11 +227,11 @@ class Cluster:
         node = started_node()
         assert node is not None
         while not (dead := node.dead_processes()):
-            time.sleep(_TICK_S)
+            time.sleep(_POLL_S)
             if self._closed:
                 return
         if dead[0][1].returncode not in _CRASHES:
-            # A signal to all processes of a job also ends Ray, and this process ends in order.
+            # A signal to all processes of a job also ends Ray; let this process exit by itself.
             time.sleep(2.0)
         if self._closed or interrupts.status() is not None:
             return
@@ -242,7 +241,7 @@ class Cluster:
             f"{resume_hint()}.\n"
         )
         sys.stderr.flush()
-        # At once, before the main thread notices; Ray's agents would wait a minute.
+        # Kill them before the main thread notices; Ray's agents would wait for a minute.
         for pid in descendants(os.getpid()):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -262,22 +261,22 @@ class Cluster:
     def place(
         self, plan: DevicePlan, *, tensor_parallel_size: int = 1, timeout_s: float = 120.0
     ) -> dict[str, list[dict[str, Any]]]:
-        """Reserve the resources of a plan. May be called once.
+        """Reserve the resources of a plan. Can be called only once.
 
         Args:
-            plan: which role runs where.
+            plan: the devices of each role.
             tensor_parallel_size: training ranks that compute each layer together, on one machine.
-            timeout_s: how long to wait for the resources, which others may still hold.
+            timeout_s: how long to wait for the resources, which other jobs may still hold.
 
         Returns:
             for each role, the keyword arguments of ``ActorClass.options`` for each of its
-            processes, in the plan's order, but that the training ranks of a machine follow each
-            other. A process on CUDA sees its own devices only: the first is ``cuda:0`` there,
-            whatever the plan calls it.
+            processes, in the plan's order, except that training ranks are sorted by machine. A
+            process on CUDA sees only its own devices: the first one is ``cuda:0`` there, whatever
+            its index in the plan.
 
         Raises:
-            ValueError: the resources were not free in time; the message says which, and how much is
-                missing. Or no machine has the accelerators of ``tensor_parallel_size`` ranks.
+            ValueError: the resources were not free in time (the message names what is missing), or
+                no machine has ``tensor_parallel_size`` accelerators.
         """
         import ray
         from ray.util.placement_group import (
@@ -293,21 +292,18 @@ class Cluster:
         most = int(max(node.get("GPU", 0) for node in nodes))
         if 0 < most < tensor_parallel_size:
             raise ValueError(
-                f"train_model.tensor_parallel_size={tensor_parallel_size} must be at most the GPUs "
-                f"of one machine, and no machine of {place} has more than {most}: use {most}, or "
-                "leave it out and shard over all devices."
+                f"train_model.tensor_parallel_size={tensor_parallel_size} must not exceed the GPUs "
+                f"of one machine, but no machine of {place} has more than {most}: use {most}, or "
+                "leave it out to shard over all devices."
             )
         bundles, by_role = allocations(plan, cpus, tensor_parallel_size)
-        if (
-            self.address
-            and plan.colocated
-            and (widest := max(bundle.get("GPU", 0) for bundle in bundles)) > 1
-        ):
+        widest = max(bundle.get("GPU", 0) for bundle in bundles)
+        if self.address and plan.colocated and widest > 1:
             raise ValueError(
                 f"engines and training ranks that take turns must each be on one GPU on {place}, "
-                f"because Ray decides who gets which, and here {widest:g} GPUs belong together: "
-                "leave inference_model.tensor_parallel_size and train_model.tensor_parallel_size "
-                "out, or give the roles devices of their own."
+                f"because Ray decides which process gets which, but here {widest:g} GPUs belong "
+                "together: leave inference_model.tensor_parallel_size and "
+                "train_model.tensor_parallel_size out, or give the roles devices of their own."
             )
         group = self._group = placement_group(bundles, strategy="PACK")
         if not group.wait(timeout_s):
@@ -315,14 +311,15 @@ class Cluster:
             remove_placement_group(group)
             self._group = None
             raise ValueError(
-                f"the device plan's processes must find room on {place} within {timeout_s:g} s, "
-                f"but {missing}: lower num_devices, or wait for others to finish."
+                f"the device plan's processes must fit on {place} within {timeout_s:g} s, but "
+                f"{missing}: lower num_devices, or wait for other jobs to finish."
             )
         table: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
         machines = [table[index] for index in range(len(bundles))]
         by_role["train"] = by_machine(by_role["train"], machines)
         self._machines = set(machines)
-        # Ray sets one thread for each process. Share the CPUs, as torch would use all in one process.
+        # Ray sets one thread per process. Divide the CPUs instead, as torch would use all in one
+        # process.
         num_devices = sum(
             len(allocation.devices) for role in by_role.values() for allocation in role
         )
@@ -346,12 +343,12 @@ class Cluster:
             for role, of_role in by_role.items()
         }
 
-    def check_object_store(self, wanted: int) -> None:
-        """Check that weights fit into Ray's object store on each machine of the run; call it after
+    def check_object_store(self, required: int) -> None:
+        """Check that weights fit into Ray's object store on each machine of the run. Call after
         ``place``.
 
         Args:
-            wanted: bytes of all versions that are there at a time.
+            required: bytes of all versions in the store at a time.
 
         Raises:
             ValueError: they do not.
@@ -364,22 +361,23 @@ class Cluster:
             if node["NodeID"] in self._machines
         ]
         available, machine = min(stores)
-        if wanted > available:
+        if required > available:
             how = (
-                f"start Ray there with --object-store-memory={wanted}"
+                f"start Ray there with --object-store-memory={required}"
                 if self.address
                 else "use a machine with more"
             )
             raise ValueError(
-                f"inference_model.weight_transfer=object_store needs {wanted / 1e9:.1f} GB of "
-                f"Ray's object store for two versions of the weights, and it has {available / 1e9:.1f} "
-                f"GB on {machine}: use inference_model.weight_transfer=broadcast or "
-                "inference_model.dtype=bfloat16, start a container with --ipc host, which gives "
-                f"it the machine's /dev/shm, or {how}."
+                f"inference_model.weight_transfer=object_store needs {required / 1e9:.1f} GB of "
+                "Ray's object store for two versions of the weights, but it has "
+                f"{available / 1e9:.1f} GB on {machine}: use "
+                "inference_model.weight_transfer=broadcast or inference_model.dtype=bfloat16, "
+                "start a container with --ipc host, which gives it the machine's /dev/shm, or "
+                f"{how}."
             )
 
     def stacks(self, pids: Sequence[int]) -> str:
-        """Return the stacks of the run's processes on other machines that answer in time.
+        """Return the stacks of the run's processes on those other machines that answer in time.
 
         Args:
             pids: processes of the run, on any machine; their descendants are included.
@@ -402,10 +400,10 @@ class Cluster:
             ).remote(list(pids)): node["NodeManagerHostname"]
             for node in others
         }
-        done, _ = ray.wait([*calls], num_returns=len(calls), timeout=_LONGEST_STACKS_S)
+        done, _ = ray.wait([*calls], num_returns=len(calls), timeout=_STACKS_TIMEOUT_S)
         texts = []
         for call, machine in calls.items():
-            text = f"\n(no answer in {_LONGEST_STACKS_S:g} s)\n"
+            text = f"\n(no answer in {_STACKS_TIMEOUT_S:g} s)\n"
             try:
                 if call in done:
                     text = ray.get(call)
@@ -415,8 +413,8 @@ class Cluster:
         return "".join(texts)
 
     def shutdown(self) -> None:
-        """End the run's actors, free its resources, and end the cluster if it was started here. May
-        be called again.
+        """End the run's actors, free its resources, and end the cluster if ``start`` started it.
+        Can be called more than once.
         """
         if self._closed:
             return
@@ -425,8 +423,8 @@ class Cluster:
         from ray.util.placement_group import remove_placement_group
 
         try:
-            # Our own cluster ends as a whole, and a call would hang if a signal to the process group
-            # has already ended it.
+            # Our own cluster ends with ``ray.shutdown``, and this call would hang if a signal to
+            # the process group has already ended it.
             if self._group is not None and self.address is not None and ray.is_initialized():
                 remove_placement_group(self._group)
         finally:
@@ -438,12 +436,12 @@ class Cluster:
 def start(address: str | None = None) -> Cluster:
     """Start Ray on this machine, or join a cluster.
 
-    A cluster that is started here listens on loopback and has no dashboard. Ray asks for a token by
+    A cluster that is started listens only on loopback and has no dashboard. Ray requires a token by
     default, which it keeps in ``~/.ray``.
 
     Args:
-        address: ``auto`` (the cluster of this machine or of ``RAY_ADDRESS``) or ``host:port``; None
-            starts one.
+        address: ``auto`` (this machine's cluster or that of ``RAY_ADDRESS``) or ``host:port``; None
+            starts a cluster.
 
     Raises:
         ValueError: Ray is missing or too old, or there is no cluster at the address.
@@ -453,10 +451,10 @@ def start(address: str | None = None) -> Cluster:
         _check_reachable(address)
     import ray
 
-    # The caller of a method gets its error. Calls that are open when a run ends may fail, and Ray
-    # would print these errors.
+    # The caller of a method gets its error. Calls in progress when a run ends may fail, and Ray
+    # would print their errors.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
-    # Ray would replace our handler, and a run that gets a signal would not be saved.
+    # Ray would replace our handler, so a run would not be saved on a signal.
     on_main_thread = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGTERM)
     lock = short_folder() if address is None else None
@@ -480,24 +478,24 @@ def start(address: str | None = None) -> Cluster:
 
 
 def _show_token() -> None:
-    """Have this process send its token, which ``ray start`` requires if it has one and which
-    joining does not look for.
+    """Have this process send its token, if it has one. ``ray start`` then requires it, but joining
+    does not look for it.
     """
     from torchrl_grpo.compat.ray import raylet
 
     loader = raylet.AuthenticationTokenLoader.instance()
     if "RAY_AUTH_MODE" not in os.environ and loader.has_token(ignore_auth_mode=True):
         os.environ["RAY_AUTH_MODE"] = "token"
-        raylet.Config.initialize("")  # else Ray keeps what it read at its import
+        raylet.Config.initialize("")  # otherwise Ray keeps the settings from its import
 
 
 def _start_here(folder: str) -> None:
     """Start Ray; retry once if its node is not up after Ray's limit of 30 s, as on a busy machine.
 
-    It listens only on loopback, which is Ray's default on macOS and has no option elsewhere. No
-    process is started ahead of time for each CPU, because our actors have environment variables of
-    their own and could not use it. The autoscaler and the dashboard, which Ray otherwise starts and
-    waits for, are left out. Each process has its own process group, so that a signal to the
+    It listens only on loopback, which is Ray's default on macOS and has no option elsewhere. Ray
+    does not prestart a process for each CPU, because our actors have their own environment
+    variables and could not use it. The autoscaler and the dashboard, which Ray would otherwise
+    start and wait for, are left out. Each process has its own process group, so a signal to the
     script's group reaches only the script.
     """
     import ray
@@ -512,14 +510,14 @@ def _start_here(folder: str) -> None:
     options["_system_config"] = {"prestart_worker_first_driver": False}
     if sys.platform == "linux":
         options["object_store_memory"] = object_store_memory()
-    usual = (
+    originals = (
         ray_constants.ENABLE_RAY_CLUSTER,
         services.ConsolePopen,
         Node.start_monitor,
         Node.start_api_server,
     )
     ray_constants.ENABLE_RAY_CLUSTER = False
-    if sys.platform == "linux":  # elsewhere Ray itself ends them by their group
+    if sys.platform == "linux":  # elsewhere Ray itself ends them by process group
         services.ConsolePopen = partial(services.ConsolePopen, process_group=0)
     Node.start_monitor = Node.start_api_server = lambda *_, **__: None
     try:
@@ -536,25 +534,26 @@ def _start_here(folder: str) -> None:
             services.ConsolePopen,
             Node.start_monitor,
             Node.start_api_server,
-        ) = usual
+        ) = originals
 
 
 def object_store_memory() -> int:
     """Return the size in bytes of our own Ray cluster's object store, which must hold the weights.
 
-    Ray itself takes 30% of the free memory, and at most 200 GB. Memory is taken as it is used.
+    By default Ray takes 30% of the free memory, at most 200 GB. Memory is allocated as it is used.
     """
     from torchrl_grpo.compat.ray import utils
 
-    memory, shared = utils.estimate_available_memory(), utils.get_shared_memory_bytes()
-    usual: int = utils.resolve_object_store_memory(memory)
-    if shared < usual:  # Ray's own warning is not shown
+    memory = utils.estimate_available_memory()
+    shared = utils.get_shared_memory_bytes()
+    default: int = utils.resolve_object_store_memory(memory)
+    if shared < default:  # Ray's own warning is not shown
         torchrl_logger.warning(
-            f"/dev/shm has {shared / 1e9:.1f} GB, and Ray's object store is {usual / 1e9:.1f} GB: "
-            "it lies in files on disk, which is slow. Start a container with --ipc host, or with "
-            "a larger --shm-size."
+            f"/dev/shm has {shared / 1e9:.1f} GB, but Ray's object store takes {default / 1e9:.1f} "
+            "GB: it will be in files on disk, which is slow. Start the container with --ipc host, "
+            "or with a larger --shm-size."
         )
-    return max(usual, min(int(0.95 * shared), memory // 2))
+    return max(default, min(int(0.95 * shared), memory // 2))
 
 
 def interface_of(address: str) -> str | None:
@@ -569,7 +568,7 @@ def interface_of(address: str) -> str | None:
 
 
 def _check_reachable(address: str) -> None:
-    """Refuse an unreachable address at once; Ray would retry for minutes."""
+    """Refuse an unreachable address at once, because Ray would retry for minutes."""
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise ValueError(f"ray.address={address} must be auto or host:port: use ray.address=auto.")
@@ -582,33 +581,35 @@ def _check_reachable(address: str) -> None:
 def _unreachable(address: str | None, error: Exception) -> ValueError:
     return ValueError(
         f"ray.address={address} must be a Ray cluster that can be joined ({error}): start one with "
-        "`ray start --head`, copy ~/.ray/auth_token from its head if it asks for a token, or "
-        "leave ray.address out to have one started for the run."
+        "`ray start --head`, copy ~/.ray/auth_token from its head if it requires a token, or leave "
+        "ray.address out to start a cluster for the run."
     )
 
 
 def short_folder() -> IO[str]:
     """Return a locked file in a new folder for Ray's sockets.
 
-    A socket's path may have 107 bytes, of which Ray uses 65. Folders with a free lock were left by
-    processes that were killed, and are removed.
+    A socket's path can have 107 bytes, of which Ray uses 65. Folders whose lock is free belong to
+    killed processes and are removed.
     """
-    usual = Path(tempfile.gettempdir())
-    parent = usual if len(os.fsencode(usual)) < 28 else Path("/tmp")
-    for left in parent.glob("ray-*/lock"):
-        with suppress(OSError), left.open() as lock:
+    default = Path(tempfile.gettempdir())
+    parent = default if len(os.fsencode(default)) < 28 else Path("/tmp")
+    for lock_path in parent.glob("ray-*/lock"):
+        with suppress(OSError), lock_path.open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(left.parent, ignore_errors=True)
+            shutil.rmtree(lock_path.parent, ignore_errors=True)
     lock = (Path(tempfile.mkdtemp(prefix="ray-", dir=parent)) / "lock").open("w")
     fcntl.flock(lock, fcntl.LOCK_EX)
     return lock
 
 
 def remove_folder(lock: IO[str]) -> None:
-    """Remove the folder of a cluster that is ending; its last processes may still write to it."""
+    """Remove the folder of a cluster that is shutting down, whose last processes may still write to
+    it.
+    """
     folder = Path(lock.name).parent
     lock.close()
-    deadline = time.monotonic() + _LONGEST_END_S
+    deadline = time.monotonic() + _END_TIMEOUT_S
     while folder.exists() and time.monotonic() < deadline:
         shutil.rmtree(folder, ignore_errors=True)
         time.sleep(0.1)
@@ -617,10 +618,10 @@ def remove_folder(lock: IO[str]) -> None:
 def process_environment(
     allocation: ActorAllocation, threads: int, *, pinned: bool
 ) -> dict[str, str]:
-    """Return environment variables of a process; ``pinned`` if its devices are the plan's and not
-    Ray's choice.
+    """Return the environment variables of a process; ``pinned`` if the plan, not Ray, chooses its
+    devices.
     """
-    # Ray copies an actor's output to the user's terminal, which has its own progress bar.
+    # Ray copies an actor's output to the user's terminal, which shows its own progress bar.
     variables = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", **actor_environment()}
     if "OMP_NUM_THREADS" not in os.environ:
         variables["OMP_NUM_THREADS"] = str(threads * len(allocation.devices))
@@ -634,11 +635,12 @@ def process_environment(
 
 
 def allocator_environment(allocation: ActorAllocation) -> dict[str, str]:
-    """Return environment variables that let a training rank's CUDA memory grow in place, because
-    the sizes of its passes vary.
+    """Return the environment variables that let a training rank's CUDA memory grow in place,
+    because the sizes of its passes vary.
 
-    This is not for memory that an engine on the same device reads through CUDA IPC: it would be
-    slower to open (vLLM's ``sharded_rdt_trainer``), and PyTorch would need ptrace permission.
+    It must not be used for memory that an engine on the same device reads through CUDA IPC: it
+    would be slower to open (vLLM's ``sharded_rdt_trainer``), and PyTorch would need ptrace
+    permission.
     """
     is_set = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()
     if is_set or allocation.devices[0].type != "cuda":
@@ -649,24 +651,23 @@ def allocator_environment(allocation: ActorAllocation) -> dict[str, str]:
 def missing_resources(
     bundles: Sequence[dict[str, float]], nodes: Sequence[dict[str, float]], free: dict[str, float]
 ) -> str:
-    """Describe what keeps the bundles from being placed, with the numbers."""
-    lacks = []
+    """Describe which resources the bundles lack, with numbers."""
+    shortages = []
     for resource in ("GPU", "CPU"):
-        wanted = sum(bundle.get(resource, 0) for bundle in bundles)
+        needed = sum(bundle.get(resource, 0) for bundle in bundles)
         available = free.get(resource, 0)
         total = sum(node.get(resource, 0) for node in nodes)
-        if wanted > available:
-            lacks.append(
-                f"{wanted:g} {resource} are needed and {available:g} of {total:g} are free, "
-                f"{wanted - available:g} short"
+        if needed > available:
+            shortages.append(
+                f"{needed:g} {resource} are needed and only {available:g} of {total:g} are free"
             )
         largest = max(bundle.get(resource, 0) for bundle in bundles)
         most = max((node.get(resource, 0) for node in nodes), default=0)
-        if wanted <= available and largest > most:
-            lacks.append(
+        if needed <= available and largest > most:
+            shortages.append(
                 f"one process needs {largest:g} {resource} and no machine has more than {most:g}"
             )
     return (
-        " and ".join(lacks)
+        " and ".join(shortages)
         or f"they do not fit together on any of the {len(nodes)} machines' free resources"
     )

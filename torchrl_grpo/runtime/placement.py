@@ -1,10 +1,10 @@
 """Devices of each role: from ``num_devices`` or ``devices`` to a ``DevicePlan``.
 
-On a machine without accelerators a device is a process, and there is no limit to them. With one
-accelerator the roles take turns on it (colocated). With more, each role gets its own; if only the
-reference model or the teacher is left without one, and nobody asked for one, it shares the trained
-model's. A role may ask for all that the others leave. Roles that both do, and those that are given
-the trained model's devices by index, take turns on them.
+On a machine without accelerators a device is a process, and their number is not limited. With one
+accelerator the roles take turns on it (colocated). With more, each role gets its own devices; if
+only the reference model or the teacher has none left, and the config requests none, it shares the
+trained model's. A role may request all devices that the others leave. Roles that both do, and roles
+that request the trained model's devices by index, take turns on them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 ROLES = ("train", "inference", "reference", "teacher")
 SCORERS = ("reference", "teacher")
-"""Roles that need no device of their own: they work while the learner waits."""
+"""Roles that can share the learner's device, because they work while it waits."""
 _FIELDS = {
     "train": "train_model",
     "inference": "inference_model",
@@ -28,8 +28,8 @@ _FIELDS = {
 
 @dataclass(frozen=True)
 class RoleRequest:
-    """Device request of one role: a number, all that the others leave, indices of accelerators, or
-    nothing.
+    """Device request of one role: a number, all devices that the others leave, indices of
+    accelerators, or nothing.
     """
 
     num_devices: int | Literal["all"] | None = None
@@ -42,12 +42,11 @@ class DevicePlan:
 
     Attributes:
         train: the trained model's devices, one for each rank of the learner.
-        inference: the engines, each with its devices: as many as ``engine_devices``.
-        reference: the reference model's devices, each with a whole copy; empty when there is no
-            such model.
-        colocated: whether the engine shares its accelerator, and must give its memory back while
-            the others work.
-        teacher: the teacher's devices, likewise.
+        inference: the devices of each engine, ``engine_devices`` for each.
+        reference: the reference model's devices, each with a full copy; empty without such a model.
+        colocated: whether the engine shares its accelerator, and must release its memory while
+            other roles work.
+        teacher: the same for the teacher.
     """
 
     train: tuple[torch.device, ...]
@@ -65,15 +64,8 @@ class DevicePlan:
     @property
     def distributed(self) -> bool:
         """Return whether a role has more than one device and so needs more than one process."""
-        return (
-            max(
-                len(self.train),
-                sum(map(len, self.inference)),
-                len(self.reference),
-                len(self.teacher),
-            )
-            > 1
-        )
+        engines = sum(map(len, self.inference))
+        return max(len(self.train), engines, len(self.reference), len(self.teacher)) > 1
 
 
 def available_accelerators() -> list[torch.device]:
@@ -104,61 +96,61 @@ def plan_devices(
     """Assign devices to the roles.
 
     Args:
-        requests: what was asked for each role of ``ROLES``; that of the reference model, or of the
-            teacher, counts only if it is needed.
-        accelerators: those of the machine or of the cluster, empty if it has CPUs only.
+        requests: the request of each role in ``ROLES``; those of the reference model and the
+            teacher are ignored if the model is not needed.
+        accelerators: accelerators of the machine or the cluster; empty if it has only CPUs.
         needs_reference: whether there is a separate reference model.
         needs_teacher: whether there is a teacher.
         engine_devices: devices of one engine.
-        servers: engines that run elsewhere and take no device; 0 is none.
-        teacher_servers: teachers, likewise.
-        cluster: address of the Ray cluster that the accelerators belong to, None for this machine.
-            Ray decides which of its accelerators a process gets, so in the plan of a cluster the
-            indices only tell them apart.
+        servers: number of engines on servers, which take no device.
+        teacher_servers: number of teachers on servers.
+        cluster: address of the Ray cluster that the accelerators belong to; None for this machine.
+            Ray decides which accelerators a process gets, so in a cluster's plan the indices only
+            tell them apart.
 
     Raises:
-        ValueError: more devices than there are, an index that does not exist or that names a
-            cluster's accelerator, devices that overlap in part or not with the trained model's, a
-            number of the engine's devices that is no multiple of ``engine_devices``, or all devices
-            for engine and reference model alone, or where there are none.
+        ValueError: requests exceed the devices, an index does not exist or is used with a cluster,
+            devices overlap in part or apart from the trained model's, the engines' devices are not
+            a multiple of ``engine_devices``, or ``all`` is requested without accelerators or by
+            several roles without the trained model.
     """
     where = "this machine" if cluster is None else f"the Ray cluster at {cluster}"
-    left_out = {
+    is_unused = {
         "reference": not needs_reference,
         "teacher": not needs_teacher or teacher_servers > 0,
         "inference": servers > 0,
     }
-    roles = [role for role in ROLES if not left_out.get(role)]
+    roles = [role for role in ROLES if not is_unused.get(role)]
     sharing = [role for role in roles if requests[role].num_devices == "all"]
-    requests = _numbered(requests, roles, sharing, len(accelerators), engine_devices, where)
+    requests = _resolve_all(requests, roles, sharing, len(accelerators), engine_devices, where)
     counts = {role: _count(role, requests[role], engine_devices) for role in roles}
     for role in roles:
         _check_indices(role, requests[role], len(accelerators), cluster)
     if not accelerators:
-        placed = {role: [torch.device("cpu")] * counts[role] for role in roles}
+        by_role = {role: [torch.device("cpu")] * counts[role] for role in roles}
     else:
-        placed = _place(requests, counts, sharing, accelerators, where)
-    engine, size = placed.get("inference", [torch.device("cpu")] * servers), engine_devices
-    others = {device for role in roles if role != "inference" for device in placed[role]}
+        by_role = _place(requests, counts, sharing, accelerators, where)
+    cpu = torch.device("cpu")
+    engine = by_role.get("inference", [cpu] * servers)
+    others = {device for role in roles if role != "inference" for device in by_role[role]}
     return DevicePlan(
-        train=tuple(placed["train"]),
+        train=tuple(by_role["train"]),
         inference=tuple(
-            tuple(engine[start : start + size]) for start in range(0, len(engine), size)
+            tuple(engine[start : start + engine_devices])
+            for start in range(0, len(engine), engine_devices)
         ),
-        reference=tuple(placed.get("reference", ())),
+        reference=tuple(by_role.get("reference", ())),
         colocated=bool(accelerators) and not others.isdisjoint(engine),
-        teacher=tuple(
-            placed.get("teacher", [torch.device("cpu")] * (teacher_servers if needs_teacher else 0))
-        ),
+        teacher=tuple(by_role.get("teacher", [cpu] * (teacher_servers if needs_teacher else 0))),
     )
 
 
 def num_unused(plan: DevicePlan, accelerators: Sequence[torch.device]) -> int:
-    """Return the number of accelerators without a role in a plan."""
+    """Return the number of accelerators that a plan does not use."""
     return len(set(accelerators).difference(plan.devices))
 
 
-def _numbered(
+def _resolve_all(
     requests: Mapping[str, RoleRequest],
     roles: Sequence[str],
     sharing: Sequence[str],
@@ -166,39 +158,41 @@ def _numbered(
     engine_devices: int,
     where: str,
 ) -> Mapping[str, RoleRequest]:
-    """Return the requests with numbers instead of ``all``, which the roles ``sharing`` asked for."""
+    """Return the requests with ``all``, the request of the roles in ``sharing``, replaced by
+    numbers.
+    """
     if not sharing:
         return requests
-    [role, *more] = sharing
-    asked = " and ".join(f"{_FIELDS[shared]}.num_devices=all" for shared in sharing)
-    if more and role != "train":
+    [first, *more] = sharing
+    overrides = " and ".join(f"{_FIELDS[role]}.num_devices=all" for role in sharing)
+    if more and first != "train":
         raise ValueError(
-            f"{asked} exclude each other, because roles take turns on the trained model's devices "
-            "alone: give one of them a number, or use train_model.num_devices=all too."
+            f"{overrides} exclude each other, because roles can share only the trained model's "
+            "devices: give one of them a number, or use train_model.num_devices=all too."
         )
     if total == 0:
         raise ValueError(
-            f"{asked} needs accelerators, and {where} has none, where a device is a process: use "
-            f"{_FIELDS[role]}.num_devices=1."
+            f"{overrides} needs accelerators, but {where} has none, so a device is a process: use "
+            f"{_FIELDS[first]}.num_devices=1."
         )
     group = engine_devices if "inference" in sharing else 1
-    left = total - sum(
+    available = total - sum(
         _count(other, requests[other], engine_devices) for other in roles if other not in sharing
     )
     for scorer in SCORERS:
-        if scorer in roles and requests[scorer] == RoleRequest() and (more or left < group):
-            left += 1  # it shares the trained model's
-    left = 1 if total == 1 else left // group * group
-    if left < 1:
+        if scorer in roles and requests[scorer] == RoleRequest() and (more or available < group):
+            available += 1  # it shares the trained model's
+    available = 1 if total == 1 else available // group * group
+    if available < 1:
         raise ValueError(
-            f"{asked} must leave a role {group} or more of the {total} accelerators of {where}: "
-            "give the others fewer."
+            f"{overrides} needs at least {group} of the {total} accelerators of {where}: give the "
+            "other roles fewer."
         )
-    numbered = {shared: replace(requests[shared], num_devices=left) for shared in sharing}
+    numbered = {role: replace(requests[role], num_devices=available) for role in sharing}
     return {**requests, **numbered}
 
 
-def _asked(role: str, request: RoleRequest, count: int) -> str:
+def _override(role: str, request: RoleRequest, count: int) -> str:
     """Return the config override of a request."""
     devices = request.devices
     return f"{_FIELDS[role]}." + (
@@ -213,7 +207,7 @@ def _count(role: str, request: RoleRequest, engine_devices: int) -> int:
     count = request.num_devices or group if request.devices is None else len(request.devices)
     if count % group:
         raise ValueError(
-            f"{_asked(role, request, count)} must be a multiple of the {group} devices of an "
+            f"{_override(role, request, count)} must be a multiple of the {group} devices of an "
             f"engine (inference_model.tensor_parallel_size): use {-(-count // group) * group} "
             f"devices, or a tensor_parallel_size that divides {count}."
         )
@@ -227,57 +221,63 @@ def _place(
     accelerators: Sequence[torch.device],
     where: str,
 ) -> dict[str, list[torch.device]]:
-    """Return the accelerators of each role of ``counts``; those of ``sharing`` get the same ones."""
+    """Return the accelerators of each role in ``counts``; roles in ``sharing`` share theirs."""
     total = len(accelerators)
-    placed: dict[str, list[torch.device]] = {}
+    by_role: dict[str, list[torch.device]] = {}
     for role, count in counts.items():
-        asked, devices = _asked(role, requests[role], count), requests[role].devices
+        override = _override(role, requests[role], count)
+        devices = requests[role].devices
         if count > total:
             raise ValueError(
-                f"{asked} must not be more than the {total} accelerators of {where}: use "
+                f"{override} must not exceed the {total} accelerators of {where}: use "
                 f"{_FIELDS[role]}.num_devices={total} or less."
             )
         if devices is None:
             continue
-        mine = [accelerators[index] for index in devices]
-        for other in placed:
-            shared = [str(device) for device in placed[other] if device in mine]
-            in_turns = set(mine) == set(placed[other]) == set(placed.get("train", ()))
-            if shared and not in_turns and total > 1:  # a single accelerator is shared by all
+        own = [accelerators[index] for index in devices]
+        for other in by_role:
+            common = [str(device) for device in by_role[other] if device in own]
+            in_turns = set(own) == set(by_role[other]) == set(by_role.get("train", ()))
+            if common and not in_turns and total > 1:  # a single accelerator is shared by all
                 raise ValueError(
-                    f"{asked} must not overlap {_asked(other, requests[other], 0)}: both name "
-                    f"{', '.join(shared)}; give each role its own, or just those of "
-                    "train_model.devices to have the roles take turns on them."
+                    f"{override} must not overlap {_override(other, requests[other], 0)}: both "
+                    f"name {', '.join(common)}; give each role its own devices, or exactly those "
+                    "of train_model.devices to have the roles take turns on them."
                 )
-        placed[role] = mine
+        by_role[role] = own
     free = [
         device
         for device in accelerators
-        if not any(device in devices for devices in placed.values())
+        if not any(device in devices for devices in by_role.values())
     ]
-    missing = {role: count for role, count in counts.items() if role not in (*placed, *sharing[1:])}
+    missing = {
+        role: count for role, count in counts.items() if role not in (*by_role, *sharing[1:])
+    }
     if total == 1:
-        return placed | {role: list(accelerators) for role in counts if role not in placed}
-    unasked = [role for role in SCORERS if role in missing and requests[role].num_devices is None]
-    if (short := sum(missing.values()) - len(free)) <= len(unasked):
-        for role in unasked[: max(0, short)]:
+        return by_role | {role: list(accelerators) for role in counts if role not in by_role}
+    without_request = [
+        role for role in SCORERS if role in missing and requests[role].num_devices is None
+    ]
+    shortage = sum(missing.values()) - len(free)
+    if shortage <= len(without_request):
+        for role in without_request[: max(0, shortage)]:
             del missing[role]
     if sum(missing.values()) > len(free):
-        asked = ", ".join(_asked(role, requests[role], count) for role, count in missing.items())
+        overrides = [_override(role, requests[role], count) for role, count in missing.items()]
         raise ValueError(
-            f"{asked} must fit on the accelerators of {where}: they need {sum(missing.values())}, "
-            f"and {len(free)} of {total} are free; lower num_devices, give fewer devices, or have "
-            "roles take turns on the same ones (train_model.num_devices=all "
-            "inference_model.num_devices=all)."
+            f"{', '.join(overrides)} must fit on the accelerators of {where}: they need "
+            f"{sum(missing.values())}, but {len(free)} of {total} are free; lower num_devices, "
+            "list fewer devices, or have roles take turns on the same ones "
+            "(train_model.num_devices=all inference_model.num_devices=all)."
         )
     for role, count in missing.items():
-        placed[role], free = free[:count], free[count:]
+        by_role[role], free = free[:count], free[count:]
     for role in sharing:
-        placed[role] = placed[sharing[0]]
+        by_role[role] = by_role[sharing[0]]
     for role in SCORERS:
         if role in counts:
-            placed.setdefault(role, placed["train"][:1])
-    return placed
+            by_role.setdefault(role, by_role["train"][:1])
+    return by_role
 
 
 def _check_indices(role: str, request: RoleRequest, total: int, cluster: str | None) -> None:
@@ -285,7 +285,8 @@ def _check_indices(role: str, request: RoleRequest, total: int, cluster: str | N
         cluster is None and all(index < total for index in request.devices)
     ):
         return
-    name, devices = _FIELDS[role], list(request.devices)
+    name = _FIELDS[role]
+    devices = list(request.devices)
     number = f"use {name}.num_devices={len(devices)}"
     if cluster is not None:
         raise ValueError(

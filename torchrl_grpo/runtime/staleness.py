@@ -1,17 +1,17 @@
 """``GroupBuffer``: bounds staleness by deciding how many groups may be in progress, and which ones
-make the next batch.
+form the next batch.
 
-Pure bookkeeping, without data, processes or time. A group holds a slot from the moment its sampling
-is allowed until the weights that it trained were published.
+Pure bookkeeping, without data, processes or time. A group holds a slot from its admission until the
+weights that it trained are published.
 
 Let S be the bound, B the groups in a batch, p the latest published version. At most (S + 1) * B
-groups hold a slot, and those of them that were begun by weights of a version <= w are never more
-than (S + 1 - (p - w)) * B, which is what fits into the batches for which they are fresh enough.
-``admit`` keeps the first rule and ``take`` the second, by taking enough of the older groups: so the
-bound holds without a group ever being thrown away.
+groups hold a slot. At most (S + 1 - (p - w)) * B of them were started by weights of a version <= w,
+because only so many fit into the batches for which they are fresh enough. ``admit`` enforces the
+first rule and ``take`` the second, by taking enough of the older groups, so the bound holds without
+discarding any group.
 
-What a group costs does not grow with the number of groups: ``take`` looks at those that wait only
-when it gives a batch, and else at a count for each version.
+The cost per group does not grow with the number of groups: ``take`` iterates over waiting groups
+only when it returns a batch, and otherwise over one count for each version.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class GroupBuffer:
 
     Args:
         groups_per_batch: groups in one batch, at least 1.
-        max_staleness: largest ``trainer_version - policy_version`` of a group that ``take`` gives,
-            at least 0.
-        version: the version that is published already.
+        max_staleness: largest ``trainer_version - policy_version`` of a group in a batch, at least
+            0.
+        version: the latest published version.
 
     Raises:
-        ValueError: a number is out of its range.
+        ValueError: an argument is out of range.
 
     Examples:
         >>> buffer = GroupBuffer(groups_per_batch=2, max_staleness=1)
@@ -62,14 +62,14 @@ class GroupBuffer:
         self.max_staleness = max_staleness
         self.version = version
         self._pending: dict[int, int] = {}  # version of each group
-        self._waiting: dict[int, tuple[int, Any]] = {}  # version and item, in the order of arrival
+        self._waiting: dict[int, tuple[int, Any]] = {}  # version and item, in order of arrival
         self._training: dict[int, int] = {}
         self._pending_of: Counter[int] = Counter()  # groups by version
         self._waiting_of: Counter[int] = Counter()
 
     @property
     def capacity(self) -> int:
-        """Maximum number of groups that hold a slot at a time."""
+        """Number of slots."""
         return (self.max_staleness + 1) * self.groups_per_batch
 
     @property
@@ -83,50 +83,53 @@ class GroupBuffer:
         return len(self._waiting)
 
     @property
-    def taken(self) -> int:
+    def num_taken(self) -> int:
         """Groups that batches have taken so far."""
         return self.version * self.groups_per_batch + len(self._training)
 
     @property
     def room(self) -> int:
-        """Number of groups that the published weights may begin now."""
+        """Number of free slots."""
         return self.capacity - len(self._pending) - len(self._waiting) - len(self._training)
 
     def admit(self, group: int) -> None:
-        """Give a new group a slot; the published weights begin it.
+        """Give a slot to a new group, which the published weights start.
 
         Raises:
-            RuntimeError: there is no room, or the group has a slot already.
+            RuntimeError: no slot is free, or the group already has one.
         """
         if group in self._pending or group in self._waiting or group in self._training:
             raise RuntimeError(f"group {group} was admitted twice.")
         if self.room < 1:
-            raise RuntimeError(f"group {group} has no room: all {self.capacity} slots are taken.")
+            raise RuntimeError(
+                f"group {group} was admitted while all {self.capacity} slots were taken."
+            )
         self._pending[group] = self.version
         self._pending_of[self.version] += 1
 
     def withdraw(self, group: int) -> None:
-        """Withdraw a pending group whose sampler is lost; it may be admitted again."""
+        """Withdraw a pending group whose sampler died; it can be admitted again."""
         self._leave(self._pending_of, self._pending.pop(group))
 
     def finish(self, group: int, version: int, item: Any) -> None:
         """Mark a group as ready.
 
         Args:
-            group: one that is pending.
+            group: a pending group.
             version: the oldest version that sampled one of its tokens.
-            item: what ``take`` gives back.
+            item: returned by ``take``.
 
         Raises:
-            RuntimeError: the group is not pending, or was sampled by older weights than it was
-                admitted for.
+            RuntimeError: the group is not pending, or was sampled by weights older than its
+                admission.
         """
-        begun = self._pending.get(group)
-        if begun is None:
-            raise RuntimeError(f"group {group} arrived, and is not pending.")
-        if version < begun:
+        admitted = self._pending.get(group)
+        if admitted is None:
+            raise RuntimeError(f"group {group} arrived but is not pending.")
+        if version < admitted:
             raise RuntimeError(
-                f"group {group} was admitted for version {begun} and sampled by {version}."
+                f"group {group} was admitted at version {admitted} but sampled by version "
+                f"{version}."
             )
         self._leave(self._pending_of, self._pending.pop(group))
         self._waiting[group] = (version, item)
@@ -139,48 +142,49 @@ class GroupBuffer:
             del groups[version]
 
     def take(self) -> list[tuple[int, Any]] | None:
-        """Return the next batch for the published version, as (group, item) in the order of the
-        groups.
+        """Return the next batch for the published version, as pairs (group, item) sorted by group.
 
-        Groups that would be too old for later batches come first, and are waited for; the others
-        come in the order in which they arrived.
+        Groups that would be too old for later batches come first, and are waited for; others follow
+        in order of arrival.
 
         Returns:
-            ``groups_per_batch`` groups, or None while they are not all there.
+            ``groups_per_batch`` groups, or None until enough of them are ready.
 
         Raises:
-            RuntimeError: groups are too old already, or a batch is in training: publish its weights
-                first.
+            RuntimeError: groups are too old already, or a batch is in training, whose weights must
+                be published first.
         """
         if self._training:
             raise RuntimeError(f"a batch is in training: publish version {self.version + 1} first.")
-        held = self._pending_of + self._waiting_of
+        by_version = self._pending_of + self._waiting_of
         oldest = self.version - self.max_staleness
-        late = sum(count for version, count in held.items() if version < oldest)
-        if late:
+        num_late = sum(count for version, count in by_version.items() if version < oldest)
+        if num_late:
             raise RuntimeError(
-                f"{late} groups of version {oldest - 1} or older were left for version "
-                f"{self.version}, and max_staleness={self.max_staleness}."
+                f"{num_late} groups of version {oldest - 1} or older remain at version "
+                f"{self.version}, but max_staleness={self.max_staleness}."
             )
-        due, begun, waiting = [], 0, 0  # how many of a version or older ones must be in this batch
-        for version in sorted(held):
-            begun += held[version]
+        due = []  # how many groups of a version or older ones must be in this batch
+        started = waiting = 0  # groups of a version or older ones
+        for version in sorted(by_version):
+            started += by_version[version]
             waiting += self._waiting_of[version]
-            # All of them, but for those that fit into the batches after this one.
-            needed = begun - (self.max_staleness - (self.version - version)) * self.groups_per_batch
+            # All that do not fit into the later batches for which they are fresh enough.
+            later_batches = self.max_staleness - (self.version - version)
+            needed = started - later_batches * self.groups_per_batch
             if version < self.version and needed > 0:
                 due.append((version, needed))
                 if needed > waiting:
                     return None
         if len(self._waiting) < self.groups_per_batch:
             return None
-        chosen: dict[int, None] = {}
+        batch: dict[int, None] = {}
         for version, needed in due:
-            old = (n for n, (by, _) in self._waiting.items() if by <= version and n not in chosen)
-            chosen |= dict.fromkeys(islice(old, max(0, needed - len(chosen))))
-        others = (number for number in self._waiting if number not in chosen)
-        chosen |= dict.fromkeys(islice(others, self.groups_per_batch - len(chosen)))
-        return [self._train(number) for number in sorted(chosen)]
+            old = (n for n, (by, _) in self._waiting.items() if by <= version and n not in batch)
+            batch |= dict.fromkeys(islice(old, max(0, needed - len(batch))))
+        others = (number for number in self._waiting if number not in batch)
+        batch |= dict.fromkeys(islice(others, self.groups_per_batch - len(batch)))
+        return [self._train(number) for number in sorted(batch)]
 
     def _train(self, group: int) -> tuple[int, Any]:
         version, item = self._waiting.pop(group)
@@ -194,5 +198,5 @@ class GroupBuffer:
         self._training = {}
 
     def staleness(self) -> list[int]:
-        """``trainer_version - policy_version`` of the groups in training."""
+        """Return ``trainer_version - policy_version`` of each group in training."""
         return [self.version - version for version in self._training.values()]

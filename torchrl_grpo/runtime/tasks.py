@@ -116,7 +116,7 @@ class TaskQueue:
 
     def _draw(self) -> None:
         """Draw the next task, if the run has one more and there is room for it."""
-        missing = self._total_groups - self.buffer.taken - self._left
+        missing = self._total_groups - self.buffer.num_taken - self._left
         groups = min(self._task_groups, self.buffer.room, missing)
         if groups < min(self._task_groups, missing) and self.buffer.pending:
             return  # pending groups may free more slots, and a larger task costs an engine no more

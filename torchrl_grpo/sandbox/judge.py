@@ -1,11 +1,10 @@
-"""Program of a ``Judge``: runs the program of a response on one test after another, each with
-limits of its own.
+"""Program that runs the program of a response on one test after another, each with its own limits.
 
-The package does not import this file. The first line of its standard input is what to run, each
-further line is a test; each line of its standard output is how a test ended. It knows no expected
-result. The program runs in children, one for each test of standard input, and otherwise
-one that answers tests until it ends or is killed at a limit. In namespaces this process is the
-first one, which the program cannot kill.
+The package does not import this file. The first line of its standard input describes the program,
+and each further line is a test; each line of its standard output is the outcome of a test. It does
+not know the expected results. The program runs in child processes: one for each test of standard
+input, otherwise one that answers tests until it exits or is killed at a limit. In namespaces this
+process is the first one, which the program cannot kill.
 """
 
 from __future__ import annotations
@@ -24,22 +23,24 @@ from contextlib import suppress
 from typing import Any
 
 _CHUNK = 2**16
-_TICK_S = 0.05
+_POLL_S = 0.05
 _IDLE = 0.01
-"""Share of its time for which a program must compute; below, it waits for something."""
+"""Minimum share of CPU time in wall-clock time; below it, a program is waiting for something."""
 _STARVED = 10
-"""Factor of a test's CPU time after which the machine, and not the program, is too slow."""
+"""Wall-clock time, as a multiple of the CPU time limit, after which the machine is too slow, not
+the program.
+"""
 _STARS = (
     "string re datetime collections heapq bisect copy math random statistics itertools functools "
     "operator io sys json builtins typing"
 )
-"""Modules whose names a contest's programs may use without an import, in APPS' successors and
+"""Modules whose names contest programs may use without an import, in APPS' successors and
 LiveCodeBench.
 """
 
 
 def failed(answer: str) -> bool:
-    """Return whether a child's answer, which its program may have written, has an error."""
+    """Return whether a child's answer, which its program may have forged, has an error."""
     try:
         return bool(json.loads(answer)["error"])
     except (ValueError, TypeError, LookupError, RecursionError):
@@ -47,18 +48,18 @@ def failed(answer: str) -> bool:
 
 
 def leave() -> None:
-    """End this process as Python does, but without freeing everything, which takes time."""
+    """Exit as Python does, but without freeing everything, which takes time."""
     if "threading" in sys.modules:
         sys.modules["threading"]._shutdown()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(AttributeError, ValueError):  # the program has closed it
+        with suppress(AttributeError, ValueError):  # closed by the program
             stream.flush()
     os._exit(0)
 
 
 def usual_imports() -> dict[str, Any]:
-    """Return the scope of a contest's programs, with the usual imports."""
+    """Return the scope of contest programs, with the usual imports."""
     scope: dict[str, Any] = {}
     for module in _STARS.split():
         exec(f"from {module} import *", scope)
@@ -72,14 +73,14 @@ class Program:
 
     Args:
         source: its source.
-        seconds: CPU time of each test.
-        output: bytes that it may print.
-        kind: of its tests: ``assert``, ``call`` or ``stdin``; the last two as in a contest, with
-            the usual imports and any exit status.
+        seconds: CPU time limit of each test.
+        output: maximum output in bytes.
+        kind: kind of its tests: ``assert``, ``call`` or ``stdin``; the last two as in contests,
+            with the usual imports and any exit status.
         stub: text that it may continue.
         setup: statements to run after it.
         function: name of the function that tests call.
-        exact: whether the keys of a dict that is the only argument stay text, as in JSON.
+        exact: whether the keys of a dict as the only argument remain text, as in JSON.
         tests: number of tests.
     """
 
@@ -132,19 +133,20 @@ class Program:
         return scope
 
     def play(self) -> None:
-        """Run once, with a test's standard input."""
+        """Run once, on a test's standard input."""
         with suppress(SystemExit):
             self.load()
 
     def answer(self) -> None:
-        """Load, and then run one test after another. An answer has the error, and a call's result
-        as JSON.
+        """Load the program, then run one test after another. An answer has the error, and a call's
+        result as JSON.
         """
-        requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+        requests = os.fdopen(os.dup(0))
+        answers = os.fdopen(os.dup(1), "w")
         null = os.open("/dev/null", os.O_RDWR)
         os.dup2(null, 0)
         os.dup2(null, 1)
-        # A program may replace them.
+        # Keep references, because a program may replace them.
         run, translate, dumps, loads, write = exec, compile, json.dumps, json.loads, os.write
         fd = answers.fileno()
 
@@ -156,7 +158,7 @@ class Program:
 
         try:
             scope = self.load()
-            call = None if self.function is None else self.named(self.function, scope)
+            call = None if self.function is None else self.find_function(self.function, scope)
         except BaseException as error:
             return tell(error=error)
         tell()
@@ -173,8 +175,8 @@ class Program:
             else:
                 tell(result)
 
-    def named(self, name: str, scope: dict[str, Any]) -> Any:
-        """Return a function of the program or of its class ``Solution``, but not one of the usual
+    def find_function(self, name: str, scope: dict[str, Any]) -> Any:
+        """Return a function of the program or of its class ``Solution``, excluding the usual
         imports.
         """
         function = scope.get(name)
@@ -190,9 +192,7 @@ class Program:
         return test
 
     def test(self, test: Any) -> dict[str, Any]:
-        """Run a test; return how it ended (see ``Child.talk``), and what the program answered or
-        printed.
-        """
+        """Run a test; return its outcome (see ``Child.talk``) and the program's output."""
         if not self.stays:
             child = Child(self, self.play)
             end = child.talk(test.encode(errors="replace"), one_line=False)
@@ -213,10 +213,10 @@ class Program:
 
 
 class Child:
-    """A child of this process, which runs a function and then ends as Python does.
+    """Child process that runs a function and then exits as Python does.
 
     Args:
-        program: whose limits it has.
+        program: the program, which has the limits.
         run: the function.
     """
 
@@ -238,36 +238,38 @@ class Child:
             os.dup2(end, number)
         os.closerange(3, 64)
         resource.setrlimit(resource.RLIMIT_CPU, (program.cpu_s, program.cpu_s + 1))
-        sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
+        sys.stdin = os.fdopen(0, closefd=False)
+        sys.stdout = os.fdopen(1, "w", closefd=False)
         sys.stderr = os.fdopen(2, "w", closefd=False, errors="backslashreplace")
         sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
         run()
         leave()
 
     def cpu(self) -> float:
-        """Return the CPU time of all its threads; wall-clock time if that cannot be read."""
+        """Return the CPU time of all its threads, or the wall-clock time if that is unknown."""
         try:
             return time.clock_gettime((~self.pid << 3) | 2)
         except OSError:
             return time.monotonic()
 
     def talk(self, data: bytes, *, one_line: bool) -> dict[str, Any]:
-        """Write its input, and read its output.
+        """Write its input and read its output.
 
         Args:
-            data: for its standard input.
-            one_line: whether a line is an answer; otherwise its input ends with the data, and it
+            data: data for its standard input.
+            one_line: whether a line is an answer; if not, its input ends after the data, and it
                 must exit.
 
         Returns:
-            ``end``: ``exit``, ``answer``, or what it was killed for: ``time`` of its CPU or
-            waiting, ``output``, or ``starved``, which is the machine's fault; ``output``,
+            ``end``: ``exit``, ``answer``, or why it must be killed: ``time`` (CPU time, or
+            waiting), ``output``, or ``starved``, which is the machine's fault; and ``output``,
             ``errors`` and ``status``.
         """
         printed = {self.stdout: bytearray(), self.stderr: bytearray()}
-        start, start_cpu = time.monotonic(), self.cpu()
-        mark, mark_cpu = start, start_cpu
-        seconds, end = self.program.seconds, ""
+        start = mark = time.monotonic()
+        start_cpu = mark_cpu = self.cpu()
+        seconds = self.program.seconds
+        end = ""
         with selectors.DefaultSelector() as selector:
             if data or not one_line:
                 selector.register(self.stdin, selectors.EVENT_WRITE)
@@ -275,7 +277,7 @@ class Child:
                 selector.register(stream, selectors.EVENT_READ)
             while not end:
                 exited = self.exited()
-                tick_s = _TICK_S if selector.get_map() else 0.001
+                tick_s = _POLL_S if selector.get_map() else 0.001
                 events = selector.select(0 if exited else tick_s)
                 for key, _ in events:
                     if key.fd == self.stdin:
@@ -289,15 +291,16 @@ class Child:
                         printed[key.fd] += chunk
                     else:
                         selector.unregister(key.fd)
-                now, cpu = time.monotonic(), self.cpu()
+                now = time.monotonic()
+                cpu = self.cpu()
+                has_output = any(key.fd != self.stdin for key, _ in events)
                 if sum(map(len, printed.values())) > self.program.output:
                     end = "output"
                 elif one_line and printed[self.stdout].endswith(b"\n"):
                     end = "answer"
-                elif exited and (
-                    now - mark > seconds or all(key.fd == self.stdin for key, _ in events)
-                ):
-                    end = "exit"  # what it has left behind may go on printing
+                # Processes that it left behind may continue to print.
+                elif exited and (now - mark > seconds or not has_output):
+                    end = "exit"
                 elif not exited and cpu - start_cpu > seconds:
                     end = "time"
                 elif not exited and now - mark > seconds:
@@ -315,7 +318,7 @@ class Child:
         }
 
     def feed(self, data: bytes) -> bytes:
-        """Write some of the data; return the rest, nothing if it reads no more."""
+        """Write some of the data; return the rest, or nothing if the child no longer reads."""
         try:
             return data[os.write(self.stdin, data[:_CHUNK]) :] if data else b""
         except BlockingIOError:
@@ -324,7 +327,7 @@ class Child:
             return b""
 
     def exited(self) -> bool:
-        """Return whether it has ended, and set its status; a negative one is that of a signal."""
+        """Return whether it has exited, and set its status, which is negative after a signal."""
         if self.status is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
@@ -332,7 +335,7 @@ class Child:
         return self.status is not None
 
     def kill(self) -> None:
-        """End it, with its process group or, in namespaces, with all processes."""
+        """Kill it with its process group or, in namespaces, with all processes."""
         with suppress(ProcessLookupError, PermissionError):
             if os.getpid() == 1:
                 os.kill(-1, signal.SIGKILL)
@@ -350,9 +353,9 @@ class Child:
 
 
 def main() -> None:
-    """Answer until the standard input ends."""
+    """Answer until standard input ends."""
     gc.freeze()  # children share this memory
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the others none reaches the first process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # other signals do not reach the first process
     lines = os.fdopen(0, "rb", closefd=False)
     program = Program(**json.loads(lines.readline()))
     os.write(1, b"null\n")

@@ -1,8 +1,8 @@
-"""Runs a Python program in a process with limits and, if the kernel lets an ordinary user make
-them, in namespaces: without a network, and with a file system of Python, the program, and an empty
+"""Runs a Python program in a process with limits and, if the kernel allows it, in namespaces:
+without a network, and with a file system that contains only Python, the program, and an empty
 ``/tmp``.
 
-``docs/security.md`` lists what that does not stop.
+``docs/security.md`` lists what this does not prevent.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _HERE = Path(__file__).parent
 _CHUNK = 2**16
 _PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
 _START_S = 120.0
-"""Longest time for a sandbox to be made, on a busy machine."""
+"""Timeout for creating a sandbox, on a busy machine."""
 _ROOT = """\
 set -e
 mount -t tmpfs -o size={size},nr_inodes=4096,mode=755 tmpfs {root}
@@ -58,9 +58,10 @@ unset PWD OLDPWD
 set -- setpriv {identity} --no-new-privs --bounding-set=-all --inh-caps=-all "$@"
 exec chroot {root} "$@"
 """
-"""Shell script for a separate file system in which nothing can be mounted and no other one be
-reached: its processes have no capabilities, and the kernel creates no user namespace in a
-``chroot``. There is no ``/proc``, whose files root could write."""
+"""Shell script for a separate file system in which nothing can be mounted and from which no other
+one can be reached: its processes have no capabilities, and the kernel creates no user namespace in
+a ``chroot``. There is no ``/proc``, whose files root could write to.
+"""
 _NAMESPACES = ("--net", "--mount", "--ipc", "--uts", "--pid", "--fork", "--kill-child")
 
 
@@ -69,11 +70,11 @@ class Limits:
     """Resource limits of a program.
 
     Attributes:
-        seconds: CPU time of a test; of a ``Session``, wall-clock time for each piece of code.
+        seconds: CPU time of a test, or wall-clock time of each piece of code in a ``Session``.
         memory: bytes of each process's address space.
-        processes: of the program, threads included, if it has namespaces; otherwise of the user.
-        file: bytes of each file; with namespaces also of all files together.
-        output: bytes that it may print.
+        processes: processes and threads of the program in namespaces, otherwise of the user.
+        file: bytes of each file; in namespaces also of all files together.
+        output: bytes of output.
     """
 
     seconds: float = 10.0
@@ -84,15 +85,17 @@ class Limits:
 
 
 @cache
-def _missing() -> str:
-    """Return why programs cannot have namespaces here; empty if they can."""
+def _missing_namespaces() -> str:
+    """Return why programs cannot have namespaces on this machine; empty if they can."""
     if sys.platform != "linux":
         return f"this is {sys.platform}"
     for tool in ("unshare", "setpriv", "mount", "chroot"):
         if not shutil.which(tool, path=_PATH):
             return f"there is no {tool} in {_PATH}"
     try:
-        with started("print(6 * int(input()), flush=True)", Limits(), "namespaces") as process:
+        with start_program(
+            "print(6 * int(input()), flush=True)", Limits(), "namespaces"
+        ) as process:
             answer = process.ask(7, _START_S)
     except (OSError, EndedError, TimeoutError) as error:
         return str(error)
@@ -100,41 +103,41 @@ def _missing() -> str:
 
 
 def isolation() -> Isolation:
-    """Return the isolation of programs here: ``"namespaces"``, or only ``"limits"``."""
-    return "limits" if _missing() else "namespaces"
+    """Return the isolation of programs on this machine: ``"namespaces"``, or only ``"limits"``."""
+    return "limits" if _missing_namespaces() else "namespaces"
 
 
 def require_isolation(sandbox: str) -> None:
     """Refuse to run programs without the required isolation.
 
     Args:
-        sandbox: ``"auto"`` takes what the machine offers, ``"strict"`` needs namespaces.
+        sandbox: ``"auto"`` uses what the machine offers, ``"strict"`` requires namespaces.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: it is something else.
         RuntimeError: there are no namespaces.
     """
     if sandbox not in ("auto", "strict"):
         raise ValueError(f"sandbox={sandbox} must be auto or strict: for example, strict.")
     if sandbox == "strict" and isolation() != "namespaces":
         raise RuntimeError(
-            "sandbox=strict must have namespaces for programs, which could not be made "
-            f"({_missing()}): use Linux with util-linux and user namespaces (in Docker "
+            "sandbox=strict needs namespaces for programs, which could not be created "
+            f"({_missing_namespaces()}): use Linux with util-linux and user namespaces (in Docker "
             "--security-opt seccomp=unconfined), or sandbox=auto, which runs them with limits "
-            "alone: they can read files and use the network."
+            "only: they can read files and use the network."
         )
 
 
 class EndedError(RuntimeError):
-    """A program has ended, or sent something that is not an answer."""
+    """A program has exited, or sent an invalid answer."""
 
 
 class Process:
-    """A program that answers lines with lines.
+    """A program that answers each line with a line.
 
     Args:
-        process: with pipes.
-        limits: ``output`` applies to an answer.
+        process: process with pipes.
+        limits: limits, of which ``output`` applies to each answer.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], limits: Limits) -> None:
@@ -145,19 +148,19 @@ class Process:
         os.set_blocking(self._stdin, False)
 
     def ask(self, message: Any, seconds: float) -> Any:
-        """Send a message, and return the answer to it; both are JSON.
+        """Send a message, and return the answer; both are JSON.
 
         Raises:
             TimeoutError: it did not answer in time.
-            EndedError: it has ended, or what it sent is not an answer.
+            EndedError: it has exited, or sent an invalid answer.
         """
         try:
             return json.loads(self.line(seconds, json.dumps(message).encode() + b"\n"))
         except (ValueError, RecursionError) as error:
-            raise EndedError("it sent something that is no answer") from error
+            raise EndedError("it sent an invalid answer") from error
 
     def line(self, seconds: float, data: bytes = b"") -> bytes:
-        """Send data, and return the line that it sends; raises as ``ask`` does."""
+        """Send data, and return the line that it sends; raises the errors of ``ask``."""
         deadline = time.monotonic() + seconds
         answer = bytearray()
         with selectors.DefaultSelector() as selector:
@@ -183,7 +186,7 @@ class Process:
         return bytes(answer)
 
     def _write(self, data: bytes) -> bytes:
-        """Write some of the data; return the rest, nothing if it reads no more."""
+        """Write some of the data; return the rest, or nothing if the program no longer reads."""
         try:
             return data[os.write(self._stdin, data[:_CHUNK]) :]
         except BlockingIOError:
@@ -193,20 +196,20 @@ class Process:
 
 
 @contextmanager
-def started(
+def start_program(
     program: str, limits: Limits, isolated: Isolation, cpu_s: float = 3600.0
 ) -> Iterator[Process]:
-    """Start a program, and wait until its sandbox is made; in the end it is killed, with all that
-    it started.
+    """Start a program, and wait until its sandbox exists; at the end it is killed with all its
+    descendants.
 
     Args:
-        program: its source.
-        limits: on its resources; the reader of its output limits the time.
-        isolated: what the machine offers.
+        program: source of the program.
+        limits: limits on its resources; the reader of its output limits the time.
+        isolated: isolation that the machine offers.
         cpu_s: CPU time of each of its processes.
 
     Raises:
-        OSError: no process can be started, or no sandbox for it be made.
+        OSError: the process or its sandbox cannot be created.
     """
     with tempfile.TemporaryDirectory(prefix="program-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
@@ -221,7 +224,7 @@ def started(
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                bufsize=0,  # nothing is left to be written when it is closed
+                bufsize=0,  # so that nothing is left to write when it is closed
                 cwd=folder / "tmp",
                 env={
                     "PATH": _PATH,
@@ -238,7 +241,7 @@ def started(
                     errors.seek(0)
                     reason = errors.read(2000).decode(errors="replace").strip() or error
                     raise OSError(
-                        f"the sandbox of a program could not be made: {reason}"
+                        f"the sandbox of a program could not be created: {reason}"
                     ) from error
                 yield answering
             finally:
@@ -251,7 +254,7 @@ def started(
 
 
 def _command(folder: Path, limits: Limits, isolated: Isolation, cpu_s: float) -> list[str]:
-    """Return the command line that makes the sandbox of a program in a folder, and starts it."""
+    """Return the command line that creates the sandbox of a program in a folder and starts it."""
     inside = isolated == "namespaces"
     python = os.path.realpath(sys.executable)
     source = folder / "program"
@@ -274,10 +277,14 @@ def _command(folder: Path, limits: Limits, isolated: Isolation, cpu_s: float) ->
     command = [python, "-I", "-S", "-B", str(place / "start.py"), json.dumps(settings)]
     if not inside:
         return command
-    identity, own_user = "", ["--user", "--map-root-user"]
+    identity = ""
+    own_user = ["--user", "--map-root-user"]
     if os.geteuid() == 0:
-        user = random.randrange(10**6, 2**31)  # of its own, for its number of processes
-        identity, own_user = f"--reuid={user} --regid={user} --clear-groups", []
+        user = random.randrange(
+            10**6, 2**31
+        )  # its own user, because the limit on processes is per user
+        identity = f"--reuid={user} --regid={user} --clear-groups"
+        own_user = []
     script = _ROOT.format(
         root=shlex.quote(str(folder / "root")),
         folder=shlex.quote(str(source)),
@@ -289,7 +296,7 @@ def _command(folder: Path, limits: Limits, isolated: Isolation, cpu_s: float) ->
 
 
 def _places(python: str) -> list[str]:
-    """Return the folders that Python needs, none inside another."""
+    """Return the folders that Python needs, without nested ones."""
     places = {"/usr", sys.base_prefix, str(Path(python).parent.parent)}
     places |= {lib for lib in ("/lib", "/lib64") if os.path.isdir(lib) and not os.path.islink(lib)}
     return sorted(place for place in places if not places & set(map(str, Path(place).parents)))
@@ -299,21 +306,21 @@ def _places(python: str) -> list[str]:
 def judging(limits: Limits, **program: Any) -> Iterator[Callable[[Any], dict[str, Any]]]:
     """Start a sandbox in which a program runs on one test after another.
 
-    Gives a function that runs a test and returns how it ended; see ``Program.test`` in
+    Yields a function that runs a test and returns its outcome; see ``Program.test`` in
     ``torchrl_grpo/sandbox/judge.py``.
 
     Args:
-        limits: of each test.
+        limits: limits of each test.
         program: see ``Program`` there.
 
     Raises:
-        OSError: no sandbox can be made, or it is lost.
+        OSError: the sandbox cannot be created, or died.
     """
     longest = _START_S + 20 * limits.seconds
     source = (_HERE / "judge.py").read_text(encoding="utf-8")
-    with started(source, limits, isolation()) as process:
+    with start_program(source, limits, isolation()) as process:
         try:
             process.ask(program | {"seconds": limits.seconds, "output": limits.output}, longest)
             yield lambda test: process.ask(test, longest)
         except (EndedError, TimeoutError) as error:
-            raise OSError(f"the sandbox of a program was lost: {error}") from error
+            raise OSError(f"the sandbox of a program died: {error}") from error

@@ -1,7 +1,7 @@
 """Program of a ``Session``: runs one piece of code after another in one scope, as a notebook does.
 
 The package does not import this file. Each line of its standard input is a piece of code as JSON;
-each line of its standard output is the output, likewise.
+each line of its standard output is the code's output as JSON.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import traceback
 from typing import Any
 
 _MAX_CHARACTERS = 2**16
-"""Characters of the output of one piece of code."""
+"""Maximum length of the output of one piece of code."""
 
 
 def run(code: str, scope: dict[str, Any]) -> str:
-    """Run a piece of code; return its output, and after it the value of an expression at its end,
-    or its error.
+    """Run a piece of code; return its output, followed by the value of a final expression, or its
+    error.
     """
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
@@ -47,7 +47,7 @@ def run(code: str, scope: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Answer until the standard input ends."""
+    """Answer until standard input ends."""
     vars(builtins).update(exit=sys.exit, quit=sys.exit)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(os.open("/dev/null", os.O_WRONLY), 1)

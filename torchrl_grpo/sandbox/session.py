@@ -1,21 +1,21 @@
-"""``Session``: Python in a sandbox, for several pieces of code that share their variables."""
+"""``Session``: Python in a sandbox, for several pieces of code that share variables."""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
 
-from torchrl_grpo.sandbox.runner import EndedError, Limits, Process, isolation, started
+from torchrl_grpo.sandbox.runner import EndedError, Limits, Process, isolation, start_program
 
 _CALLS = 64
-"""Pieces of code for which a process has CPU time."""
+"""Number of pieces of code for which a process gets CPU time."""
 
 
 class Session:
-    """Process that runs pieces of code, started when it is first needed.
+    """Process that runs pieces of code. It is started when needed.
 
     Args:
-        limits: of the process; ``seconds`` apply to each piece of code.
+        limits: limits of the process; ``seconds`` apply to each piece of code.
 
     Example:
         >>> session = Session()
@@ -30,20 +30,19 @@ class Session:
         self._process: Process | None = None
 
     def run(self, code: str) -> str:
-        """Run code; return its output, and after it the value of an expression at its end, or its
-        error.
+        """Run code; return its output, followed by the value of a final expression, or its error.
 
         Raises:
-            TimeoutError: it took too long. The process is gone, and the next piece of code begins
-                with no variables.
-            RuntimeError: the process has ended, likewise.
-            OSError: no process can be started, or no sandbox for it be made.
+            TimeoutError: it took too long. The process is killed, and the next piece of code starts
+                without variables.
+            RuntimeError: the process has died, with the same consequence.
+            OSError: the process or its sandbox cannot be created.
         """
         limits = self._limits
         lost = "what it had computed is lost"
         if self._process is None:
             serve = Path(__file__).with_name("serve.py").read_text(encoding="utf-8")
-            process = started(serve, limits, isolation(), cpu_s=limits.seconds * _CALLS)
+            process = start_program(serve, limits, isolation(), cpu_s=limits.seconds * _CALLS)
             self._process = self._resources.enter_context(process)
         try:
             return str(self._process.ask(code, limits.seconds)).rstrip("\n")
@@ -57,6 +56,6 @@ class Session:
             raise RuntimeError(f"Python has ended; {lost}.") from error
 
     def close(self) -> None:
-        """End the process. May be called again."""
+        """End the process. Can be called more than once."""
         self._process = None
         self._resources.close()

@@ -1,5 +1,4 @@
-"""First code in a sandbox: limits its own process and all that it will start, and then runs a
-program.
+"""First code in a sandbox: limits its own process and all its descendants, and then runs a program.
 
 The package does not import this file. Its only argument is JSON: the limits and the program's path.
 """
@@ -20,21 +19,21 @@ _FORBIDDEN = {
         117, 270, 271, 438, 425, 280, 241, 217, 218, 219,
     ), 261, 198),
 }  # fmt: skip
-"""Of each machine, its number in an audit and those of system calls: for memory outside of every
+"""For each architecture, its audit number; the numbers of system calls for memory outside any
 address space (memfd_create, memfd_secret, shmget, msgget, semget, mq_open, vmsplice, inotify_init,
-inotify_init1, fanotify_init, and setsockopt, which makes a socket's buffer as large as the machine
-allows) and for other processes and the kernel (ptrace, process_vm_readv, process_vm_writev,
-pidfd_getfd, io_uring_setup, bpf, perf_event_open, add_key, request_key, keyctl); prlimit64, which
-is allowed for the process's own limits only; and socket.
+inotify_init1, fanotify_init, and setsockopt, which can enlarge a socket's buffer up to the
+machine's limit) and for other processes and the kernel (ptrace, process_vm_readv,
+process_vm_writev, pidfd_getfd, io_uring_setup, bpf, perf_event_open, add_key, request_key, keyctl);
+the number of prlimit64, which is allowed only for the process's own limits; and that of socket.
 """
 _FAMILIES = 1, 2, 10
-"""Sockets that are local, or belong to the network that is not there; those of virtual machines
-reach the host.
+"""Allowed socket families: local ones, and those of the network, which does not exist. Sockets of
+virtual machines could reach the host.
 """
 
 
 def limit(limits: dict[str, int]) -> None:
-    """Set resource limits by the ends of their names; macOS has none on memory."""
+    """Set resource limits by the suffixes of their names; macOS has no limit on memory."""
     import resource
 
     for name, value in limits.items():
@@ -45,10 +44,10 @@ def limit(limits: dict[str, int]) -> None:
 
 
 def forbid() -> None:
-    """Let the system calls fail that the limits do not cover.
+    """Make system calls fail that the limits do not cover.
 
     Raises:
-        OSError: the kernel, or this machine, has no such filter.
+        OSError: the kernel or this architecture has no such filter.
     """
     import ctypes
     import errno
@@ -56,7 +55,7 @@ def forbid() -> None:
 
     machine = os.uname().machine
     if sys.platform != "linux" or machine not in _FORBIDDEN:
-        raise OSError(f"no filter of system calls for {sys.platform} on {machine}")
+        raise OSError(f"no system call filter for {sys.platform} on {machine}")
     audit, calls, prlimit, socket = _FORBIDDEN[machine]
     load, equal, at_least, leave = 0x20, 0x15, 0x35, 0x06
     refuse = (leave, 0, 0, 0x50000 | errno.EPERM)
@@ -79,11 +78,11 @@ def forbid() -> None:
     control = ctypes.CDLL(None, use_errno=True).prctl
     no_new_privileges, filter_calls = 38, 22
     if control(no_new_privileges, 1, 0, 0, 0) or control(filter_calls, 2, program, 0, 0):
-        raise OSError(ctypes.get_errno(), "the filter of system calls was refused")
+        raise OSError(ctypes.get_errno(), "the kernel refused the system call filter")
 
 
 def main() -> None:
-    """Limit this process, say so with an empty line on standard output, and become the program."""
+    """Limit this process, report that by an empty line on standard output, and run the program."""
     settings = json.loads(sys.argv.pop())
     limit(settings["limits"])
     try:

@@ -1,8 +1,8 @@
-"""The commands ``grpo`` and ``grpo-async``; ``sota/grpo/grpo.py`` and ``sota/grpo/grpo-async.py``
-are the same.
+"""The commands ``grpo`` and ``grpo-async``, which ``sota/grpo/grpo.py`` and
+``sota/grpo/grpo-async.py`` also start.
 
-``grpo.py`` here is the entry of both, ``job.py`` what a job does. Nothing heavy is imported before
-it is known that there is something to do.
+``grpo.py`` is the entry point of both, and ``job.py`` runs a job. Nothing heavy is imported before
+it is clear that there is something to do.
 """
 
 from __future__ import annotations
@@ -12,19 +12,18 @@ import sys
 
 
 def start_grpo() -> None:
-    """Synchronous GRPO, from this process' command line."""
+    """Run synchronous GRPO from this process's command line."""
     _start(asynchronous=False)
 
 
 def start_grpo_async() -> None:
-    """Asynchronous GRPO, from this process' command line."""
+    """Run asynchronous GRPO from this process's command line."""
     _start(asynchronous=True)
 
 
 def _start(*, asynchronous: bool) -> None:
-    signal.signal(
-        signal.SIGINT, signal.SIG_DFL
-    )  # until there is a run to save, Ctrl-C just ends the process
+    # Until there is a run to save, Ctrl-C just ends the process.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     from torchrl_grpo.host.startup import leave
     from torchrl_grpo.scripts.grpo import job
     from torchrl_grpo.scripts.job import command
@@ -36,6 +35,6 @@ def _start(*, asynchronous: bool) -> None:
         if not isinstance(end.code, int | None):
             raise
         status = end.code or 0
-    if sys.orig_argv[1:2] == sys.argv[:1]:  # no test, debugger or profiler runs the script
+    if sys.orig_argv[1:2] == sys.argv[:1]:  # not run by a test, debugger or profiler
         leave(status)
     sys.exit(status)

@@ -4,7 +4,7 @@
     python -m torchrl_grpo.export outputs/DATE/TIME/checkpoints/checkpoint_000100 --output my_model
     python -m torchrl_grpo.export outputs/DATE/TIME --adapters
 
-A run's folder stands for its newest whole checkpoint. The run's base model must be where it was.
+A run's folder means its newest complete checkpoint. The run's base model must be where it was.
 """
 
 from __future__ import annotations
@@ -27,14 +27,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description="Writes the model of a checkpoint as a Hugging Face model.",
     )
     parser.add_argument(
-        "checkpoint", help="a checkpoint, or the folder of a run: its newest whole one"
+        "checkpoint", help="a checkpoint, or a run's folder for its newest complete one"
     )
     parser.add_argument(
-        "--output", type=Path, help="the folder to write; by default beside the checkpoint"
+        "--output", type=Path, help="the folder to write; by default next to the checkpoint"
     )
-    parser.add_argument(
-        "--adapters", action="store_true", help="write LoRA's adapters by themselves"
-    )
+    parser.add_argument("--adapters", action="store_true", help="write only LoRA's adapters")
     parser.add_argument(
         "--trust-remote-code",
         action="store_true",

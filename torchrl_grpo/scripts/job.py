@@ -1,4 +1,4 @@
-"""The job of both scripts, from its config to its outcome, and the report of a sweep."""
+"""The job of both scripts, from config to outcome, and the report of a sweep."""
 
 from __future__ import annotations
 
@@ -36,39 +36,38 @@ _log = logging.getLogger(__name__)
 
 
 class Sweep(Callback):
-    """Gives each start its own folder, and knows that of a multirun.
+    """Hydra callback that gives each start its own folder, and keeps that of a multirun.
 
     Attributes:
-        folder: of the one that this process started; None in a single run, and in a process that a
-            launcher made.
-        made: folders that were not there before this start: of a single run and around it, the
-            innermost first.
+        folder: folder of the multirun that this process started; None in a single run, and in a
+            launcher's process.
+        new_folders: folders that this start creates for a single run: the run's and missing
+            parents, innermost first.
     """
 
     folder: Path | None = None
-    made: Sequence[Path] = ()
+    new_folders: Sequence[Path] = ()
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
-        with _refusing():
-            wanted = Path(config.hydra.run.dir).absolute()
-            made = absent(wanted)
+        with _exit_on_error():
+            configured = Path(config.hydra.run.dir).absolute()
+            new_folders = absent(configured)
             folder = _own_folder(config.hydra, "run").absolute()
-            Sweep.made = made if folder == wanted else [folder]
+            Sweep.new_folders = new_folders if folder == configured else [folder]
             if config.dry_run:
                 check_own_files(folder)
             else:
-                FolderLock(
-                    folder
-                ).close()  # refuses before Hydra writes into the folder of a run; build takes it again
+                # Fails before Hydra writes into the folder of a run; ``build`` locks it again.
+                FolderLock(folder).close()
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        with _refusing():
+        with _exit_on_error():
             Sweep.folder = _own_folder(config.hydra, "sweep")
             check_own_files(Sweep.folder)
 
 
 @contextmanager
-def _refusing() -> Iterator[None]:
+def _exit_on_error() -> Iterator[None]:
     """End the process with the error: Hydra turns an error in a callback into a warning."""
     try:
         yield
@@ -78,8 +77,8 @@ def _refusing() -> Iterator[None]:
 
 
 def _own_folder(hydra: DictConfig, kind: str) -> Path:
-    """Return the ``dir`` of ``hydra.run`` or ``hydra.sweep``; one named after the time gets a free
-    name.
+    """Return the ``dir`` of ``hydra.run`` or ``hydra.sweep``; if it is named after the time, claim
+    an unused name.
     """
     node = hydra[kind]
     if "${now:" not in str(OmegaConf.to_container(node, resolve=False)["dir"]):  # type: ignore[call-overload, index]
@@ -88,19 +87,18 @@ def _own_folder(hydra: DictConfig, kind: str) -> Path:
         folder = claim(Path(node.dir))
     except OSError as error:
         raise ConfigError(
-            f"hydra.{kind}.dir={node.dir} must be a folder that can be made, but it cannot "
-            f"({error.strerror}): use another."
+            f"hydra.{kind}.dir={node.dir} must be a folder that can be created, but it cannot "
+            f"({error.strerror}): use another folder."
         ) from error
     with read_write(hydra):
         node.dir = str(folder)
-        hydra.overrides.hydra.append(
-            f"hydra.{kind}.dir='{folder}'"
-        )  # from which the jobs of a sweep are composed
+        # The jobs of a sweep are composed from these overrides.
+        hydra.overrides.hydra.append(f"hydra.{kind}.dir='{folder}'")
     return folder
 
 
 register()
-# In every config, those of the user included, without a word on the command line.
+# Add the callback to every config, including the user's, without an override on the command line.
 ConfigStore.instance().store(
     group="hydra",
     name="config",
@@ -110,7 +108,8 @@ ConfigStore.instance().store(
 
 def command(main: Callable[[], object]) -> None:
     """Let ``main`` handle the command line, and write the report of a sweep."""
-    Sweep.folder, Sweep.made = None, ()
+    Sweep.folder = None
+    Sweep.new_folders = ()
     with orderly_exit():
         _check_working_directory()
         options, overrides = split_command_line(sys.argv[1:])
@@ -127,8 +126,7 @@ def _check_working_directory() -> None:
         os.getcwd()
     except FileNotFoundError:
         raise ConfigError(
-            "the working directory must exist, and this one was removed: change to another one "
-            "(cd)."
+            "the working directory must exist, but it was removed: change to another one (cd)."
         ) from None
 
 
@@ -136,7 +134,7 @@ def train(cfg: DictConfig, *, asynchronous: bool) -> float | None:
     """Run the job that a config describes.
 
     Returns:
-        what a sweep is to raise (``reporting.report.objective``); None of a dry run.
+        the objective that a sweep maximizes (``reporting.report.objective``); None for a dry run.
     """
     hydra_config = HydraConfig.get()
     if hydra_config.mode == RunMode.MULTIRUN:
@@ -147,40 +145,38 @@ def train(cfg: DictConfig, *, asynchronous: bool) -> float | None:
 
 @contextmanager
 def _removing_empty_run_folder(hydra_config: HydraConf) -> Iterator[None]:
-    """Context that removes the folder of a refused run, if this start made it and only Hydra has
-    written to it.
+    """Remove the folder of a refused run, if this start created it and only Hydra has written to
+    it.
     """
     try:
         yield
     except ConfigError:
-        if Sweep.made:
-            folder, *around = Sweep.made
+        if Sweep.new_folders:
+            folder, *parents = Sweep.new_folders
             log = folder / f"{hydra_config.job.name}.log"
             others = set(folder.iterdir()) - {folder / str(hydra_config.output_subdir), log}
             if not others and not (log.exists() and log.stat().st_size):
                 shutil.rmtree(folder)
-                with suppress(OSError):  # another start has made a folder beside it
-                    for parent in around:
+                with suppress(OSError):  # another start has created a folder next to it
+                    for parent in parents:
                         parent.rmdir()
         raise
 
 
 def _train_in_sweep(cfg: DictConfig, hydra_config: HydraConf, asynchronous: bool) -> float | None:
-    """Run a job of a sweep: Hydra raises its error when the other jobs have ended."""
+    """Run a job of a sweep; Hydra raises its error after the other jobs have ended."""
     directory = Path(hydra_config.runtime.output_dir)
-    beside_others = Sweep.folder is None
+    is_parallel = Sweep.folder is None
     try:
-        with (
-            interrupts.watched(),
-            _printing_to(directory / "output.txt") if beside_others else nullcontext(),
-        ):
+        output = _printing_to(directory / "output.txt") if is_parallel else nullcontext()
+        with interrupts.watched(), output:
             outcome = _train(cfg, hydra_config, asynchronous)
     except Exception as error:
         _log.error(f"{directory} failed: {error}")
         raise
     finally:
         startup.end()
-    if beside_others:
+    if is_parallel:
         _log.info(f"{directory} ended" + ("" if outcome is None else f" with {outcome:.3g}"))
     return outcome
 
@@ -191,9 +187,8 @@ def _train(cfg: DictConfig, hydra_config: HydraConf, asynchronous: bool) -> floa
     config = from_hydra(
         cfg, hydra_config.overrides.task, partial(saved_config, directory=directory)
     )
-    with starting(
-        config, asynchronous=asynchronous
-    ):  # takes seconds; --help and mistakes are answered before
+    # The imports take seconds; --help and mistakes are handled before.
+    with starting(config, asynchronous=asynchronous):
         from torchrl_grpo.assembly.doctor import examine
         from torchrl_grpo.assembly.run import build
 
@@ -203,16 +198,17 @@ def _train(cfg: DictConfig, hydra_config: HydraConf, asynchronous: bool) -> floa
         return None
     with _writing_log(), closing(build(config, directory, asynchronous=asynchronous)) as run:
         summary = run.fit()
-    from torchrl_grpo.reporting.report import (
-        objective,
-    )  # imports matplotlib, which a run needs at its end only
+    # Imported here because it imports matplotlib, which a run needs only at its end.
+    from torchrl_grpo.reporting.report import objective
 
     return objective(summary)
 
 
 @contextmanager
 def _writing_log() -> Iterator[None]:
-    """Write TorchRL's log lines to Hydra's log file too: its logger does not propagate them."""
+    """Write TorchRL's log lines to Hydra's log file too, because its logger does not propagate
+    them.
+    """
     from torchrl import torchrl_logger
 
     files = [
@@ -221,7 +217,7 @@ def _writing_log() -> Iterator[None]:
         if isinstance(handler, logging.FileHandler)
     ]
     for file in files:
-        file.handleError = _say_nothing  # type: ignore[method-assign]
+        file.handleError = _ignore_full_disk  # type: ignore[method-assign]
         torchrl_logger.addHandler(file)
     try:
         yield
@@ -230,15 +226,13 @@ def _writing_log() -> Iterator[None]:
             torchrl_logger.removeHandler(file)
 
 
-def _say_nothing(record: logging.LogRecord) -> None:
-    """Ignore a log line that does not fit on a full disk: it is on the terminal."""
+def _ignore_full_disk(record: logging.LogRecord) -> None:
+    """Ignore a log line that does not fit on a full disk; the terminal has it."""
 
 
 @contextmanager
 def _printing_to(path: Path) -> Iterator[None]:
-    """Context that redirects all output of this process to a file, because parallel jobs share one
-    terminal.
-    """
+    """Redirect all output of this process to a file, because parallel jobs share one terminal."""
     sys.stdout.flush()
     terminal = os.dup(1)
     with path.open("a") as file:
@@ -257,8 +251,8 @@ def _report(folder: Path) -> None:
     try:
         sys.stdout.write(f"Sweep page: {write_sweep(folder)}\n")
     except ValueError:
-        return  # no job came to a step
-    except Exception as error:  # how the jobs ended is what counts
+        return  # no job reached a step
+    except Exception as error:  # the outcomes of the jobs matter more
         sys.stderr.write(
             f"warning: the sweep page could not be written: {type(error).__name__}: {error}\n"
         )

@@ -1,7 +1,7 @@
-"""Show samples of a run in the terminal: filtered, sorted, or before against after training.
+"""Show samples of a run in the terminal: filtered, sorted, or before and after training.
 
-Text that a model wrote is never trusted: it is not read as markup, and what cannot be printed is
-shown escaped.
+Text that a model wrote is never trusted: it is not interpreted as markup, and unprintable
+characters are escaped.
 
     python -m torchrl_grpo.samples outputs/DATE/TIME --split test --max-reward 0 --limit 5
     python -m torchrl_grpo.samples outputs/DATE/TIME --text "####" --sort length
@@ -25,7 +25,7 @@ from rich.text import Text
 
 from torchrl_grpo.host.files import SAMPLES_FILE, read_jsonl
 from torchrl_grpo.host.text import number, percent, printable_lines
-from torchrl_grpo.reporting.records import earned, passes, problem_of, reward_text
+from torchrl_grpo.reporting.records import passes, problem_of, reward_text, valid_reward
 
 Row = Mapping[str, Any]
 Pair = tuple[Row, Row]
@@ -37,53 +37,43 @@ def main(
     """Print the samples that the command line asks for.
 
     Args:
-        arguments: of the command line; by default this process'.
+        arguments: arguments on the command line; by default this process's.
         file: where to print; standard output by default.
-        width: columns; those of the terminal by default.
+        width: columns; by default those of the terminal.
     """
     parser = _parser()
     options = parser.parse_args(arguments)
     path = Path(options.run)
     path = path / SAMPLES_FILE if path.is_dir() else path
     if not path.is_file():
-        why = f"it has no {SAMPLES_FILE}" if Path(options.run).exists() else "it does not exist"
+        problem = f"it has no {SAMPLES_FILE}" if Path(options.run).exists() else "it does not exist"
         parser.error(
-            f"RUN={options.run} must be a run's folder, or its {SAMPLES_FILE}, but {why}: use "
+            f"RUN={options.run} must be a run's folder, or its {SAMPLES_FILE}, but {problem}: use "
             "outputs/DATE/TIME."
         )
     if options.sort == "change" and not options.compare:
         parser.error(
-            "--sort=change needs two samples of a problem: give --compare too, or sort by reward."
+            "--sort=change needs two samples of a problem: add --compare, or sort by reward."
         )
     rows = read_jsonl(path)
     matches = [row for row in rows if _belongs(row, options)]
     console = Console(file=file, width=width, highlight=False)
     if options.compare:
         pairs = [pair for pair in compare(matches) if _passes(pair[1], options)]
-        _show_pairs(
-            _first(
-                pairs,
-                options,
-                lambda pair, by: _change(pair) if by == "change" else _key(pair[1], by),
-            ),
-            console,
-        )
-        _line(_compared(pairs), console)
+        _show_pairs(_first(pairs, options, _pair_key), console)
+        _line(_summary(pairs), console)
     else:
         matches = [row for row in matches if _passes(row, options)]
         for row in _first(matches, options, _key):
             _show(row, console)
-        _line(
-            f"{min(options.limit, len(matches)):,} of {len(matches):,} matching samples, {len(rows):,} in total",
-            console,
-        )
+        num_shown = min(options.limit, len(matches))
+        counts = f"{num_shown:,} of {len(matches):,} matching samples, {len(rows):,} in total"
+        _line(counts, console)
     if not matches:
-        steps, sets = ({row[name] for row in rows if name in row} for name in ("step", "dataset"))
-        _line(
-            f"available: steps {sorted(steps)}"
-            + (f" and data sets {sorted(sets)}" if sets else ""),
-            console,
-        )
+        steps = {row["step"] for row in rows if "step" in row}
+        datasets = {row["dataset"] for row in rows if "dataset" in row}
+        and_datasets = f" and data sets {sorted(datasets)}" if datasets else ""
+        _line(f"available: steps {sorted(steps)}{and_datasets}", console)
 
 
 def compare(rows: Iterable[Row]) -> list[Pair]:
@@ -118,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--min-reward", type=float, metavar="X", help="with at least this reward")
     parser.add_argument("--max-reward", type=float, metavar="X", help="with at most this reward")
-    parser.add_argument("--text", help="with this text in prompt or response, in capitals or not")
+    parser.add_argument("--text", help="with this text in prompt or response, ignoring case")
     parser.add_argument(
         "--sort",
         choices=("step", "reward", "length", "change"),
@@ -128,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
         "--reverse", action="store_true", help="highest first, or last written first"
     )
     parser.add_argument(
-        "--limit", type=_count, default=20, metavar="N", help="show at most so many (20)"
+        "--limit", type=_count, default=20, metavar="N", help="show at most this many (20)"
     )
     parser.add_argument(
         "--compare",
@@ -140,12 +130,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be a whole number of at least 1")
+        raise argparse.ArgumentTypeError(f"{text} must be an integer of at least 1")
     return int(text)
 
 
 def _belongs(row: Row, options: argparse.Namespace) -> bool:
-    """Whether a sample is of the requested steps, split, data set and group."""
+    """Return whether a sample is of the requested steps, split, data set and group."""
     return (
         (options.step is None or row.get("step") in options.step)
         and options.split in (None, row.get("split"))
@@ -160,25 +150,29 @@ def _passes(row: Row, options: argparse.Namespace) -> bool:
 
 def _key(row: Row, by: str) -> Any:
     if by == "reward":
-        return float("-inf") if earned(row) is None else earned(row)
+        return float("-inf") if valid_reward(row) is None else valid_reward(row)
     return len(str(row.get("response"))) if by == "length" else row["step"]
 
 
+def _pair_key(pair: Pair, by: str) -> Any:
+    return _change(pair) if by == "change" else _key(pair[1], by)
+
+
 def _change(pair: Pair) -> float:
-    before, after = map(earned, pair)
+    before, after = map(valid_reward, pair)
     return 0.0 if before is None or after is None else after - before
 
 
 def _first(
     items: Sequence[Any], options: argparse.Namespace, key: Callable[[Any, str], Any]
 ) -> list[Any]:
-    """The items that are shown, in order."""
-    ordered = (
-        list(items)
-        if options.sort is None
-        else sorted(items, key=lambda item: key(item, options.sort))
-    )
-    return (ordered[::-1] if options.reverse else ordered)[: options.limit]
+    """Return the items to show, in order."""
+    ordered = list(items)
+    if options.sort is not None:
+        ordered.sort(key=lambda item: key(item, options.sort))
+    if options.reverse:
+        ordered.reverse()
+    return ordered[: options.limit]
 
 
 def _show(row: Row, console: Console) -> None:
@@ -186,20 +180,17 @@ def _show(row: Row, console: Console) -> None:
     where = [f"step {row.get('step')}", row.get("split"), row.get("dataset"), group]
     console.print(_outcome(row, console, " | ".join(str(item) for item in where if item)))
     for name in ("query", "response"):
-        console.print(
-            Padding(
-                _text(str(row.get(name)), console, "dim" if name == "query" else ""), (0, 0, 1, 2)
-            )
-        )
+        text = _text(str(row.get(name)), console, "dim" if name == "query" else "")
+        console.print(Padding(text, (0, 0, 1, 2)))
 
 
 def _outcome(row: Row, console: Console, before: str) -> Text:
     """Describe a sample in one line: its origin, and its reward."""
     parts = ", ".join(f"{name} {number(value)}" for name, value in (row.get("parts") or {}).items())
-    earned = f"{before} | reward {reward_text(row)}" + (f" ({parts})" if parts else "")
+    description = f"{before} | reward {reward_text(row)}" + (f" ({parts})" if parts else "")
     if row.get("advantage") is not None:
-        earned += f" | advantage {number(row['advantage'])}"
-    return _text(earned, console, "bold green" if row.get("correct") else "bold red")
+        description += f" | advantage {number(row['advantage'])}"
+    return _text(description, console, "bold green" if row.get("correct") else "bold red")
 
 
 def _show_pairs(pairs: Sequence[Pair], console: Console) -> None:
@@ -214,20 +205,21 @@ def _show_pairs(pairs: Sequence[Pair], console: Console) -> None:
         console.print(table)
 
 
-def _compared(pairs: Sequence[Pair]) -> str:
-    """Return a summary of all the pairs."""
-    valid = [pair for pair in pairs if None not in map(earned, pair)]
+def _summary(pairs: Sequence[Pair]) -> str:
+    """Return a summary of all pairs."""
+    valid = [pair for pair in pairs if None not in map(valid_reward, pair)]
     changes = [_change(pair) for pair in valid]
     better = sum(change > 0 for change in changes)
     worse = sum(change < 0 for change in changes)
-    text = f"{len(pairs):,} problems: {better:,} better, {worse:,} worse, {len(valid) - better - worse:,} the same"
-    for name, value, shown in (
-        ("reward", earned, number),
+    same = len(valid) - better - worse
+    text = f"{len(pairs):,} problems: {better:,} better, {worse:,} worse, {same:,} the same"
+    for name, value, formatted in (
+        ("reward", valid_reward, number),
         ("correct", lambda row: bool(row.get("correct")), percent),
     ):
         if valid:
             before, after = (fmean(value(pair[i]) for pair in valid) for i in (0, 1))
-            text += f"; {name} {shown(before)} -> {shown(after)}"
+            text += f"; {name} {formatted(before)} -> {formatted(after)}"
     return text
 
 
@@ -236,7 +228,7 @@ def _line(text: str, console: Console) -> None:
 
 
 def _text(text: str, console: Console, style: str = "") -> Text:
-    """Text whose newlines stay and whose other control characters become escapes."""
+    """Return a text that keeps newlines and escapes other control characters."""
     return Text(printable_lines(text, console.encoding), style=style)
 
 

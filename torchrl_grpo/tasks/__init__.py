@@ -1,6 +1,4 @@
-"""Tasks: problems, prompt formats and scorers, one file each. ``make`` has those that a config
-names.
-"""
+"""Tasks: problems, prompt formats and scorers, one file each."""
 
 from __future__ import annotations
 

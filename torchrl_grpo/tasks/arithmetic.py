@@ -1,8 +1,8 @@
-"""The embedded task: sums and differences of whole numbers. It needs no data and no download.
+"""The built-in arithmetic task: sums and differences of integers. It needs no data and no download.
 
-A problem is drawn by a seeded generator, and a hash of the problem alone decides which split it
-belongs to, so no problem is ever in both splits, whatever the seed and the difficulty: ``27+58``
-and ``58+27`` count as one problem.
+A seeded generator draws the problems, and a hash of the problem alone decides its split, so no
+problem is ever in both splits, whatever the seed and the difficulty. ``27+58`` and ``58+27`` count
+as one problem.
 
 ========== ================================================
 difficulty operands and operations
@@ -13,7 +13,7 @@ difficulty operands and operations
 n > 3      sums and differences of (n - 1)-digit numbers
 ========== ================================================
 
-A response is right when it ends with ``#### n`` (GSM8K's answer format) and n is the answer.
+A response is correct if it ends with ``#### n`` (GSM8K's answer format) and n is the answer.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def final_answer(response: str) -> str | None:
     """Return the integer after ``####`` at the very end of a response, without leading zeros; None
     if there is none.
 
-    It stays text, so that thousands of digits cost nothing and never reach ``int``.
+    The result stays text, so that thousands of digits cost nothing and never reach ``int``.
 
     >>> final_answer("7+8=15, 2+5+1=8 #### 85")
     '85'
@@ -66,15 +66,15 @@ def final_answer(response: str) -> str | None:
 class ArithmeticTask(GeneratedTask):
     """Sums and differences, drawn by a seeded generator.
 
-    ``problems`` gives up to 4096 train and 512 test problems (all there are, where a difficulty has
-    fewer). The reward is 1.0 for a right answer in the right format and 0.0 for everything else.
+    ``problems`` returns up to 4096 train and 512 test problems (all that exist, if a difficulty has
+    fewer). The reward is 1.0 for a correct answer in the right format and 0.0 for everything else.
 
     Args:
-        difficulty: 1 to 10, see the table at the top of the module.
-        seed: which problems are drawn and in what order; it moves no problem to the other split.
+        difficulty: 1 to 10; see the table at the top of the module.
+        seed: decides which problems are drawn and in what order, but not their split.
 
     Raises:
-        ValueError: ``difficulty`` is out of its range.
+        ValueError: ``difficulty`` is out of range.
 
     >>> task = ArithmeticTask(difficulty=1)
     >>> task.score(Problem("3+4=?", "7"), ["3+4=7 #### 7"])
@@ -94,7 +94,7 @@ class ArithmeticTask(GeneratedTask):
         self.seed = seed
 
     def messages(self, problem: Problem) -> list[Message]:
-        """One user message: the query and the answer format."""
+        """Return one user message: the query and the answer format."""
         return [{"role": "user", "content": problem.query + INSTRUCTION}]
 
     def score(self, problem: Problem, responses: Sequence[str]) -> Score:

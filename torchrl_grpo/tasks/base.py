@@ -1,4 +1,4 @@
-"""Interface of a task: problems, prompts, replies to the policy, and scores of dialogs."""
+"""Interface of a task: problems, prompts, replies to the policy, and scores."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ A = TypeVar("A")
 T = TypeVar("T")
 Split = Literal["train", "test"]
 Message = dict[str, Any]
-"""``{"role": ..., "content": ...}``, as chat templates take it."""
+"""``{"role": ..., "content": ...}``, as in chat templates."""
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,10 @@ class Problem:
     """One problem.
 
     Attributes:
-        query: what is asked, as text.
-        answer: the true answer, as the scorer wants it; None where there is none.
-        extra: whatever else the scorer needs; of a data set, all columns by their name.
-        dataset: which of several data sets it belongs to; empty where there is one.
+        query: the question, as text.
+        answer: the correct answer, in the scorer's format; None without one.
+        extra: whatever else the scorer needs; for a data set, all columns by name.
+        dataset: name of its data set among several; empty if there is only one.
     """
 
     query: str
@@ -36,7 +36,7 @@ class Problem:
 
 
 class ProblemSequence(Sequence[Problem]):
-    """Problems that are made when they are read. A subclass defines ``make`` and ``__len__``."""
+    """Problems that are made on access. A subclass defines ``make`` and ``__len__``."""
 
     @abstractmethod
     def make(self, index: int) -> Problem:
@@ -55,13 +55,13 @@ class ProblemSequence(Sequence[Problem]):
 
 @dataclass(frozen=True)
 class TurnLimits:
-    """Limits of one turn of the policy, below those of the run.
+    """Limits of one turn of the policy, in addition to those of the run.
 
     Attributes:
-        max_tokens: most tokens of the turn; what was sampled beyond it is cut off. None leaves the
+        max_tokens: maximum number of tokens; what was sampled beyond it is cut off. None keeps the
             run's own limit.
-        stop: strings of which the first ends the turn.
-        log_probs: whether ``Dialog.log_probs`` is filled in.
+        stop: strings that end the turn.
+        log_probs: whether to fill in ``Dialog.log_probs``.
     """
 
     max_tokens: int | None = None
@@ -71,29 +71,26 @@ class TurnLimits:
 
 @dataclass(frozen=True)
 class Dialog:
-    """A dialog up to the policy's latest turn; of a stateful task, also the one before the
-    policy's first turn.
+    """A dialog up to the policy's latest turn or, at the opening of a stateful task, before its
+    first turn.
 
     Attributes:
-        problem: what it is about.
-        responses: the policy's turns as text, special tokens removed; one for a single-turn task,
+        problem: the problem.
+        responses: the policy's turns as text without special tokens; one for a single-turn task,
             none at the opening.
-        messages: the whole chat: that of the problem, the policy's turns and what came between
-            them.
-        tokens: ids of the latest turn, its stop token included.
-        finish_reason: ``"length"`` where a token limit cut the latest turn off, else ``"stop"``.
-        raw: the latest turn with its special tokens; empty where the task has no tools.
+        messages: the whole chat: the problem's messages, the policy's turns and the messages
+            between them.
+        tokens: ids of the latest turn, including its stop token.
+        finish_reason: ``"length"`` if a token limit cut off the latest turn, else ``"stop"``.
+        raw: the latest turn with its special tokens; empty if the task has no tools.
         last: whether the policy has no turn left.
-        episode: key of the dialog of a stateful task, which no other dialog of the run has; else
-            empty.
+        episode: unique key of the dialog of a stateful task; else empty.
         prompt_tokens: tokens before the latest turn.
-        log_probs: text and log-prob of each token of the latest turn, where the task asked for
-            them.
-        environment: object that plays the dialog, where there is one; it does not leave its
-            process.
-        takes_tools: of an opening, whether the chat template writes tools.
-        prefill: what the prompt has of the policy's turn: the begin of a thought, ``<think>``, or
-            an empty one.
+        log_probs: text and log-prob of each token of the latest turn, if the task requested them.
+        environment: object that plays the dialog, if there is one; it does not leave its process.
+        takes_tools: at the opening, whether the chat template writes tools.
+        prefill: the beginning of the policy's turn that is part of the prompt, such as ``<think>``
+            or an empty thought.
     """
 
     problem: Problem
@@ -116,9 +113,9 @@ class Score:
     """Reward of a dialog.
 
     Attributes:
-        reward: trains the policy.
-        correct: counts for accuracy and pass@k.
-        parts: what the reward is made of, by name; None for a part that does not apply.
+        reward: the number that trains the policy.
+        correct: whether the dialog counts as correct for accuracy and pass@k.
+        parts: the parts of the reward by name; None for a part that does not apply.
     """
 
     reward: float
@@ -131,19 +128,19 @@ class Turn:
     """Outcome of the policy's latest turn.
 
     Attributes:
-        messages: its answer; None where the dialog is over. Of an opening, the whole chat of the
-            first prompt.
-        score: of the dialog; there when it is over, or the policy has no turn left.
-        counts: what happened, as metrics that add up.
-        reward: of this turn alone, where the task rewards turns; it is part of the dialog's reward.
-        tools: where the messages are a whole chat, JSON schemas for the chat template; None takes
-            those of the task.
-        sample: which training sample of the trajectory the messages go on with, by number; one that
-            is not there yet begins with them, and they are then a whole chat. A dialog that one
-            chat tells is sample 0.
-        limits: of the policy's next turn.
-        undelivered: whether the policy's latest turn reached nobody: the dialog goes on as it was
-            before that turn, and the turn is not trained.
+        messages: the reply; None if the dialog is over. At the opening, the whole chat of the first
+            prompt.
+        score: score of the dialog; set if it is over, or the policy has no turn left.
+        counts: metrics of the turn, which are summed.
+        reward: reward of this turn alone, if the task rewards turns; it is part of the dialog's
+            reward.
+        tools: if the messages are a whole chat, the JSON schemas for the chat template; None uses
+            the task's.
+        sample: index of the trajectory's sample that the messages continue. A new index begins a
+            new sample, and the messages are then a whole chat. A dialog with one chat is sample 0.
+        limits: limits of the policy's next turn.
+        undelivered: whether the policy's latest turn was not delivered: the dialog continues as if
+            it had not happened, and the turn is not trained.
     """
 
     messages: Sequence[Message] | None
@@ -157,8 +154,8 @@ class Turn:
 
 
 def harmless(error: BaseException) -> Exception:
-    """Return an error; one that would end the process or its event loop becomes a
-    ``RuntimeError``.
+    """Return an error, converted to a ``RuntimeError`` if it would end the process or its event
+    loop.
     """
     if isinstance(error, Exception):
         return error
@@ -168,7 +165,7 @@ def harmless(error: BaseException) -> Exception:
 
 
 def attempt(function: Callable[[A], T], argument: A) -> T | Exception:
-    """Call a function; return its result or its exception, made ``harmless``."""
+    """Call a function; return its result, or its exception after ``harmless``."""
     try:
         return function(argument)
     except (Exception, SystemExit, GeneratorExit, CancelledError) as error:
@@ -176,8 +173,8 @@ def attempt(function: Callable[[A], T], argument: A) -> T | Exception:
 
 
 def answers(task: Task, dialogs: Sequence[Dialog]) -> list[Turn | Exception]:
-    """Return a turn without a score for each dialog: the task's ``messages`` at its opening, no
-    message if a token limit cut it off, else the task's ``reply``.
+    """Return a turn without a score for each dialog: the task's ``messages`` at the opening, no
+    messages if a token limit cut the dialog off, else the task's ``reply``.
     """
 
     def answer(dialog: Dialog) -> Turn:
@@ -193,12 +190,12 @@ def with_scores(
     turns: Sequence[Turn | Exception],
     judge: Callable[[Sequence[Dialog]], Sequence[Score | Exception]],
 ) -> list[Turn | Exception]:
-    """Return the turns, with a score where the dialog is over or the policy has no turn left.
+    """Return the turns, with a score if the dialog is over or the policy has no turn left.
 
     Args:
-        dialogs: all of them.
-        turns: of each, without a score.
-        judge: takes the dialogs that need one, and returns the score of each.
+        dialogs: all dialogs.
+        turns: the turn of each, without a score.
+        judge: returns the score of each dialog that needs one.
     """
     scored = list(turns)
     done = {
@@ -231,8 +228,8 @@ class Task(ABC):
         tools: JSON schemas of functions that the policy may call; they enter the chat template.
         has_parts: whether scores have parts.
         part_weights: weights of the parts in the reward.
-        at_a_time: dialogs that ``advance`` handles concurrently.
-        multi_turn: whether the task may answer a response.
+        at_a_time: number of dialogs that ``advance`` handles concurrently.
+        multi_turn: whether the task may reply to a response.
         is_stateful: whether the task keeps state between the turns of a dialog.
 
     Example:
@@ -289,11 +286,11 @@ class Task(ABC):
 
         Args:
             problem: the problem.
-            responses: the policy's turns as text, special tokens removed; one for a single-turn
+            responses: the policy's turns as text without special tokens; one for a single-turn
                 task.
 
         Raises:
-            Exception: anything; the sequence is then marked invalid, never scored 0.
+            Exception: any error marks the sequence invalid; it is never scored 0.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has no scorer: define score, or use WithRewards."
@@ -304,29 +301,29 @@ class Task(ABC):
         return None
 
     def demonstration(self, problem: Problem) -> list[Message]:
-        """Return how the dialog should go on after ``messages``: the assistant's turn is first and
-        last.
+        """Return the messages that should follow ``messages``; the first and last are the
+        assistant's.
 
         Raises:
-            ValueError: there is none; the message says what the problem must have.
+            ValueError: the problem has none; the message says what it must have.
         """
         raise ValueError(
-            "algo=sft (policy.demonstrations=true) and policy.sft_coef must have a response to "
-            f"each problem, task {self.name!r} has none: name their column as "
+            "algo=sft (policy.demonstrations=true) and policy.sft_coef need a response to each "
+            f"problem, but task {self.name!r} has none: name their column as "
             "env.columns.completion, or that of whole chats as env.columns.messages."
         )
 
     def tools_for(self, problem: Problem) -> Sequence[Mapping[str, Any]]:
-        """Return the JSON schemas in the prompt of a problem; by default those of the task."""
+        """Return the JSON schemas in the prompt of a problem; by default the task's."""
         return self.tools
 
     def judge(self, dialog: Dialog) -> Score:
-        """Return the score of a finished dialog; by default ``score``'s."""
+        """Return the score of a finished dialog; by default that of ``score``."""
         return self.score(dialog.problem, dialog.responses)
 
     def reply(self, dialog: Dialog) -> list[Message] | None:
-        """Return the messages after the latest turn, None when the dialog is over; by default
-        ``next_turn``'s.
+        """Return the messages after the latest turn, None if the dialog is over; by default that of
+        ``next_turn``.
         """
         message = self.next_turn(dialog.problem, dialog.responses)
         return None if message is None else [{"role": "user", "content": message}]
@@ -334,13 +331,13 @@ class Task(ABC):
     def advance(
         self, dialogs: Sequence[Dialog], timeout_s: float | None = None
     ) -> list[Turn | Exception]:
-        """Return the outcome of each dialog's latest turn, or the exception that was raised:
-        ``reply``, and ``judge`` if the dialog is over or the policy has no turn left.
+        """Return the outcome of each dialog's latest turn (``reply``, and ``judge`` if the dialog
+        is over or the policy has no turn left), or the exception that was raised.
 
         Args:
-            dialogs: one that was cut off by a token limit gets no answer; one without responses is
-                an opening.
-            timeout_s: longest time for one of several that are judged at a time.
+            dialogs: a dialog that was cut off by a token limit gets no reply; one without responses
+                is an opening.
+            timeout_s: timeout of each dialog when several are judged at a time.
         """
         return with_scores(
             dialogs,
@@ -349,11 +346,11 @@ class Task(ABC):
         )
 
     def close(self, episode: str) -> None:  # noqa: B027  # most tasks keep nothing
-        """Release the state of a dialog. Called once when the dialog is over or was given up, also
-        if its opening failed; not called if the process ends.
+        """Release the state of a dialog. Called once when the dialog is over or abandoned, even if
+        its opening failed; not called if the process ends.
 
         Args:
-            episode: of the dialog; ignored if this task has no state for it.
+            episode: key of the dialog; ignored if this task has no state for it.
         """
 
     def tool_failure_reply(self, dialog: Dialog, why: str) -> list[Message] | None:
@@ -372,8 +369,8 @@ class Task(ABC):
         """Return the order in which an epoch draws problems.
 
         Args:
-            problems: of the split.
-            usable: indices of those that may be drawn.
+            problems: problems of the split.
+            usable: indices of the problems that may be drawn.
             rng: decides the order.
 
         Returns:
@@ -385,13 +382,11 @@ class Task(ABC):
 
 
 def _refuse_opens(cls: type[Task]) -> NoReturn:
-    raise ValueError(
-        f"{cls.__name__}.opens must be named is_stateful, which it is called now: rename it."
-    )
+    raise ValueError(f"{cls.__name__}.opens is now called is_stateful: rename it.")
 
 
 class DelegatingTask(Task):
-    """A task that delegates what concerns one problem to the task of the problem."""
+    """A task that delegates calls about one problem to that problem's task."""
 
     @abstractmethod
     def task_of(self, problem: Problem) -> Task:
@@ -421,7 +416,7 @@ class DelegatingTask(Task):
 
 class WrappedTask(DelegatingTask):
     """A task that delegates to another one. Only ``advance`` does not, unless the other task is
-    stateful: it calls ``reply`` and ``judge``, which a subclass may override.
+    stateful: it calls this task's ``reply`` and ``judge``, which a subclass may override.
 
     Args:
         task: the wrapped task.

@@ -11,14 +11,13 @@ from torchrl_grpo.tools import Toolbox, tool_message
 
 
 class WithTools(WrappedTask):
-    """A task whose policy may call functions: a turn with calls is answered by their results.
+    """A task whose policy may call functions: the reply to a turn with calls is their results.
 
     Calls are parsed from the policy's own text, and results are the chat template's tool messages.
-    Calls that cannot be parsed, wrong arguments, exceptions and time-outs are answered with an
-    error text.
+    The reply to unparsable calls, wrong arguments, exceptions and timeouts is an error message.
 
     Args:
-        task: judges the dialog, and answers turns without calls.
+        task: the task that judges the dialog, and replies to turns without calls.
         toolbox: the functions.
 
     >>> from torchrl_grpo.tasks.arithmetic import ArithmeticTask
@@ -52,8 +51,8 @@ class WithTools(WrappedTask):
         ]
 
     def _calls_tools(self, dialog: Dialog) -> bool:
-        """Whether a dialog's latest turn calls a tool. A stateful task may have tools of its own,
-        which it runs itself.
+        """Return whether a dialog's latest turn calls a tool. A stateful task runs its own tools
+        itself.
         """
         if dialog.finish_reason != "stop":
             return False
@@ -61,10 +60,11 @@ class WithTools(WrappedTask):
         return bool(names & self.toolbox.functions.keys() if self.task.is_stateful else names)
 
     def _extend(self, turn: Turn | Exception, calls: bool) -> Turn | Exception:
-        """Return the task's own turn with our tools; ``calls`` is whether it is an answer to calls.
+        """Return the task's own turn with our tools; ``calls``: whether the policy's turn has
+        calls.
 
         The calls of a last turn are not run, because nobody would read the results. The dialog is
-        scored as one that goes on.
+        scored as if it continued.
         """
         if isinstance(turn, Exception):
             return turn
@@ -98,12 +98,12 @@ class WithTools(WrappedTask):
 
 
 class WithRetry(WrappedTask):
-    """A task whose policy may retry after a wrong answer, as long as it has turns left.
+    """A task whose policy may retry after a wrong answer while it has turns left.
 
-    The dialog's score is that of the last try.
+    The dialog's score is that of the last attempt.
 
     Args:
-        task: its ``Score.correct`` decides whether an answer is wrong.
+        task: the task, whose ``Score.correct`` decides whether an answer is wrong.
         prompt: user message after a wrong answer.
 
     >>> from torchrl_grpo.tasks.arithmetic import ArithmeticTask

@@ -1,9 +1,9 @@
-"""The countdown game, generated: reach a target from given numbers with ``+ - * /``, using each
-number exactly once.
+"""The countdown game, generated: reach a target with ``+ - * /``, using each of some numbers
+exactly once.
 
-Every problem is made from a solution that passes through positive whole numbers alone. As in the
-arithmetic task, a hash of the problem (its numbers in any order, and its target) decides which
-split it belongs to, and no data is needed.
+Every problem is made from a solution whose intermediate results are positive integers. As in the
+arithmetic task, a hash of the problem (its numbers in any order, and its target) decides its split,
+and no data is needed.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ def split_of(nums: Sequence[int], target: int) -> Split:
 
 
 class CountdownTask(GeneratedTask):
-    """Countdown problems, drawn by a seeded generator; a problem's ``answer`` is one solution of
-    possibly many.
+    """Countdown problems, drawn by a seeded generator; a problem's ``answer`` is one of possibly
+    many solutions.
 
-    ``problems`` gives up to 4096 train and 512 test problems (fewer where there are few). The
-    reward is that of ``torchrl_grpo.rewards.countdown``.
+    ``problems`` returns up to 4096 train and 512 test problems. The reward is that of
+    ``torchrl_grpo.rewards.countdown``.
 
     Args:
-        difficulty: how many numbers are given, 2 to 6.
+        difficulty: how many numbers a problem has, 2 to 6.
         largest: the numbers are drawn from 1 to this.
-        largest_target: targets are whole numbers from 1 to this.
-        seed: which problems are drawn and in what order; it moves no problem to the other split.
+        largest_target: targets are integers from 1 to this.
+        seed: decides which problems are drawn and in what order, but not their split.
 
     Raises:
-        ValueError: an argument is out of its range.
+        ValueError: an argument is out of range.
 
     >>> task = CountdownTask()
     >>> problem = Problem("", "(3+5)*2", {"nums": [2, 3, 5], "target": 16})
@@ -98,8 +98,8 @@ class CountdownTask(GeneratedTask):
 
 
 def _combine(rng: random.Random, nums: Sequence[int]) -> tuple[int, str]:
-    """Combine numbers by random operations, two at a time, through positive whole numbers; return
-    the result and its expression.
+    """Combine numbers by random operations, two at a time, into positive integers; return the
+    result and its expression.
     """
     parts = [(number, str(number)) for number in nums]
     while len(parts) > 1:

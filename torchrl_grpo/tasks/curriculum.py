@@ -1,4 +1,4 @@
-"""A curriculum: problems of one level at a time, from the lowest up, as the policy masters them."""
+"""A curriculum: problems of one level at a time, from the lowest up."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 from torchrl_grpo.tasks.base import Problem
 
 WINDOW = 128
-"""Responses that decide whether a level is mastered."""
+"""Number of responses that decide whether a level is mastered."""
 _NUMBER = re.compile(r"-?\d+(\.\d+)?")
 
 
 class Curriculum:
-    """The current level of problems, for each data set separately.
+    """The current level of problems, separately for each data set.
 
-    A problem's level is its column ``level``: a number, or a text with one, such as ``"Level 3"``.
-    Those of a data set without one are of its highest level, and a data set where none has one is
-    drawn whole.
+    A problem's level is its column ``level``: a number, or text that contains one, such as ``"Level
+    3"``. Problems without a level belong to the highest level of their data set. A data set without
+    levels is not restricted.
 
     Args:
-        problems: of the split.
+        problems: problems of the split.
         usable: indices of the problems that may be drawn.
         target: share of correct responses, in (0, 1], at which the next level begins.
 
@@ -41,19 +41,19 @@ class Curriculum:
 
     def __init__(self, problems: Sequence[Problem], usable: Sequence[int], target: float) -> None:
         self._target = target
-        self._places: dict[int, tuple[str, float | None]] = {}
+        self._levels_by_index: dict[int, tuple[str, float | None]] = {}
         for index in usable:
             problem = problems[index]
-            self._places[index] = (problem.dataset, _level(problem.extra.get("level")))
+            self._levels_by_index[index] = (problem.dataset, _level(problem.extra.get("level")))
         levels: dict[str, set[float]] = defaultdict(set)
-        for dataset, level in self._places.values():
+        for dataset, level in self._levels_by_index.values():
             if level is not None:
                 levels[dataset].add(level)
         if not levels:
             raise ValueError(
-                f"a curriculum (env.curriculum={target}) must have problems with a column level, "
-                "these have none: give them one, use env.dataset_options={levels: [0,1,2]} of a "
-                "reasoning_gym data set, or leave it out."
+                f"a curriculum (env.curriculum={target}) needs problems with a column level, but "
+                "these have none: add it, use env.dataset_options={levels: [0,1,2]} with a "
+                "reasoning_gym data set, or leave env.curriculum out."
             )
         self._levels = {dataset: sorted(values) for dataset, values in levels.items()}
         self._positions = dict.fromkeys(self._levels, 0)
@@ -61,26 +61,25 @@ class Curriculum:
 
     @property
     def usable(self) -> list[int]:
-        """Indices of the problems of the current levels."""
-        return [index for index in self._places if self._is_current(index)]
+        """Return the indices of the problems of the current levels."""
+        return [index for index in self._levels_by_index if self._is_current(index)]
 
     @property
     def level(self) -> float:
-        """Mean of the current levels of all data sets with levels."""
-        return sum(self._levels[dataset][at] for dataset, at in self._positions.items()) / len(
-            self._positions
-        )
+        """Return the mean of the current levels of all data sets with levels."""
+        levels = [self._levels[dataset][at] for dataset, at in self._positions.items()]
+        return sum(levels) / len(levels)
 
     def record(self, outcomes: Sequence[tuple[int, bool]]) -> bool:
         """Count responses to problems of the current level; return whether a new level has begun.
 
         Args:
-            outcomes: of responses with a valid reward, the problem's index and whether the response
-                is correct.
+            outcomes: for each response with a valid reward, the problem's index and whether the
+                response is correct.
         """
         for index, correct in outcomes:
-            if self._places[index][0] in self._recent and self._is_current(index):
-                self._recent[self._places[index][0]].append(correct)
+            if self._levels_by_index[index][0] in self._recent and self._is_current(index):
+                self._recent[self._levels_by_index[index][0]].append(correct)
         mastered = [
             dataset
             for dataset, recent in self._recent.items()
@@ -94,7 +93,7 @@ class Curriculum:
         return bool(mastered)
 
     def _is_current(self, index: int) -> bool:
-        dataset, level = self._places[index]
+        dataset, level = self._levels_by_index[index]
         if dataset not in self._levels:
             return True
         levels = self._levels[dataset]
@@ -117,7 +116,7 @@ class Curriculum:
 
 
 def _level(value: Any) -> float | None:
-    """Return a level as a number, None without one."""
+    """Return a level as a number; None without one."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
     match = _NUMBER.search(value) if isinstance(value, str) else None

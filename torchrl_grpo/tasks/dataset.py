@@ -1,6 +1,6 @@
-"""Problems from a data set: any file, folder or data set on the hub with prompts in its rows.
+"""Problems from a data set: any file, folder or hub data set with prompts in its rows.
 
-It has no scorer: a reward scores it (``env.reward``), or a subclass. ``gsm8k``, ``math`` and
+It has no scorer: a reward (``env.reward``) or a subclass scores it. ``gsm8k``, ``math`` and
 ``ifeval`` are presets.
 """
 
@@ -49,7 +49,7 @@ class Rows(ProblemSequence):
 
     Args:
         table: the rows.
-        task: makes a row a problem.
+        task: converts rows to problems.
     """
 
     def __init__(self, table: Table, task: DatasetTask) -> None:
@@ -88,16 +88,18 @@ class DatasetTask(Task):
         train_split: name of the train split; by default ``train``.
         test_split: name of the test split; by default ``test``, if there is one.
         test_fraction: share of the train split that is the test split.
-        max_samples: most rows of each split that are read, the first ones.
-        prompt_column: a text, or a list of chat messages; by default one of ``PROMPT_COLUMNS``.
-        answer_column: what the reward compares with; by default one of ``ANSWER_COLUMNS``, or none.
-        completion_column: what the policy should answer, for supervised training: a text, or a list
+        max_samples: number of rows to read from the start of each split.
+        prompt_column: column of text or lists of chat messages; by default one of
+            ``PROMPT_COLUMNS``.
+        answer_column: column that the reward compares with; by default one of ``ANSWER_COLUMNS``,
+            if there is one.
+        completion_column: column of the responses to learn in supervised training: text, or lists
             of chat messages.
-        messages_column: a whole chat in place of prompt and completion; the prompt ends before the
-            assistant's first turn.
-        prompt_template: the user's message, see ``fill_template``; by default the prompt alone.
-        system_prompt: the system's message, in place of one in the data.
-        field: what messages call the options.
+        messages_column: column of whole chats, instead of prompt and completion; the prompt ends
+            before the assistant's first turn.
+        prompt_template: the user message, see ``fill_template``; by default the prompt alone.
+        system_prompt: the system message, which replaces one in the data.
+        field: prefix of the options in messages.
 
     >>> import tempfile, pathlib
     >>> path = pathlib.Path(tempfile.mkdtemp()) / "data.csv"
@@ -156,7 +158,7 @@ class DatasetTask(Task):
         self._read: dict[str, tuple[Table, list[bytes]]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the data: a process that scores a problem gets that problem."""
+        """Return the state without the data: processes that score problems receive them."""
         return {**self.__dict__, "_problems": {}, "_read": {}}
 
     @property
@@ -170,8 +172,8 @@ class DatasetTask(Task):
         """Return the problems of a split, in the order of the rows.
 
         Raises:
-            ValueError: the data is not there, a row of it is malformed, or the split has no problem
-                or one of the other split.
+            ValueError: the data is missing, a row is malformed, or the split has no problems or
+                some of the other split's.
         """
         if split not in ("train", "test"):
             raise ValueError(f"split must be 'train' or 'test', got {split!r}: use one of the two.")
@@ -182,9 +184,7 @@ class DatasetTask(Task):
         return self._problems[split]
 
     def messages(self, problem: Problem) -> list[Message]:
-        """Return the system prompt, if there is one, and the user's message or the chat of the
-        data.
-        """
+        """Return the system prompt, if there is one, and the user message or the data's chat."""
         chat = self._chat(problem)
         if self.system_prompt is None:
             return chat
@@ -194,14 +194,14 @@ class DatasetTask(Task):
         ]
 
     def read_answer(self, row: Row, column: str) -> Any:
-        """Return the answer as the reward wants it.
+        """Return the answer in the reward's format.
 
         Args:
-            row: of the data.
-            column: of the answer.
+            row: row of the data.
+            column: column of the answer.
 
         Raises:
-            ValueError: it cannot be read; the message says what the row must have.
+            ValueError: the answer cannot be read; the message says what the row must have.
         """
         return row[column]
 
@@ -209,7 +209,7 @@ class DatasetTask(Task):
         """Convert a row to a problem, with all its columns in ``extra``.
 
         Raises:
-            ValueError: the row cannot serve; the message says what it must have.
+            ValueError: the row cannot be used; the message says what it must have.
         """
         prompts, answers = self.prompt_column, self.answer_column
         if prompts is None:
@@ -238,7 +238,7 @@ class DatasetTask(Task):
         return checked_tools(problem.extra.get(TOOLS_COLUMN), TOOLS_COLUMN) or self.tools
 
     def _prompt(self, row: Row) -> Any:
-        """Return the prompt in a row: of a whole chat, what comes before the assistant's first
+        """Return the prompt in a row; for a whole chat, the messages before the assistant's first
         turn.
         """
         value = row[self.prompt_column or ""]
@@ -247,10 +247,11 @@ class DatasetTask(Task):
         return value
 
     def _chat(self, problem: Problem, *, filled: bool = True) -> list[Message]:
-        """Return the prompt without the system prompt of the options; ``filled`` in a template, if
-        there is one.
+        """Return the prompt without the options' system prompt; ``filled``: whether to fill in the
+        template, if there is one.
         """
-        row, text = problem.extra, problem.query
+        row = problem.extra
+        text = problem.query
         if self.prompt_column is not None:
             prompt = self._prompt(row) if self.prompt_column in row else text
             if isinstance(prompt, list):
@@ -260,8 +261,8 @@ class DatasetTask(Task):
         return [{"role": "user", "content": text}]
 
     def _find_columns(self, names: Sequence[str]) -> None:
-        """Find the columns of prompt and answer that the options do not name; a template can be the
-        prompt.
+        """Find the columns of prompt and answer if the options do not name them. A template can
+        replace the prompt.
         """
         configured = {
             "messages": self.messages_column,
@@ -285,15 +286,13 @@ class DatasetTask(Task):
             likely = prompts or [
                 name for name in names if any(known in name.lower() for known in PROMPT_COLUMNS)
             ]
+            fix = "set it to one of them"
+            if likely:
+                fix = f"for example, {self.field}.columns.prompt={likely[0]}"
             raise ValueError(
                 f"{self.field}.columns.prompt must name the column with the prompts of "
-                f"{self.dataset}, which has {sorted(names)}: "
-                + (
-                    f"for example, {self.field}.columns.prompt={likely[0]}"
-                    if likely
-                    else "set it to one of them"
-                )
-                + f", or write the prompt as {self.field}.prompt_template."
+                f"{self.dataset}, which has {sorted(names)}: {fix}, or write the prompt as "
+                f"{self.field}.prompt_template."
             )
         answers = [name for name in ANSWER_COLUMNS if name in names and name != self.prompt_column]
         if len(answers) > 1 and self.completion_column in answers:
@@ -306,9 +305,9 @@ class DatasetTask(Task):
         self.answer_column = self.answer_column or (answers[0] if answers else None)
         if (configured["prompt"], configured["answer"]) != (self.prompt_column, self.answer_column):
             _log.info(
-                f"{self._what}: the prompts are in the column {self.prompt_column}, the answers in "
-                f"{self.answer_column}; {self.field}.columns.prompt and "
-                f"{self.field}.columns.answer name others."
+                f"{self._what}: using the column {self.prompt_column} for prompts and "
+                f"{self.answer_column} for answers; set {self.field}.columns.prompt and "
+                f"{self.field}.columns.answer to use others."
             )
 
     def _select(self, split: Split) -> Table:
@@ -317,14 +316,14 @@ class DatasetTask(Task):
             table, prompts = self._checked(self.train_split, "train")
             bound = self.test_fraction * 2**64
             in_test = [int.from_bytes(prompt[:8], "big") < bound for prompt in prompts]
-            chosen = [i for i, test in enumerate(in_test) if test == (split == "test")]
-            if not chosen:
+            indices = [i for i, test in enumerate(in_test) if test == (split == "test")]
+            if not indices:
                 raise ValueError(
                     f"{self.field}.test_fraction={self.test_fraction} must leave problems in both "
-                    f"splits, the {split} split of {len(prompts)} rows has 0: use "
+                    f"splits, but the {split} split of {len(prompts)} rows has 0: use "
                     f"{self.field}.test_fraction=0.5, or more rows."
                 )
-            return table.select(chosen)
+            return table.select(indices)
         names: dict[Split, str] = {"train": self.train_split, "test": self.test_split or "test"}
         other: Split = "test" if split == "train" else "train"
         table, prompts = self._checked(names[split], split)
@@ -336,9 +335,9 @@ class DatasetTask(Task):
         if shared and not self.drops_shared:
             first = self.make_problem(table[shared[0]]).query
             raise ValueError(
-                f"{self._what} must have no problem in both splits, {len(shared)} of "
+                f"{self._what} must have no problem in both splits, but {len(shared)} of "
                 f"{names['test']!r} and {names['train']!r} are the same, the first at "
-                f"{table.where(shared[0])}: {first[:80]!r}. Remove them from one, or use "
+                f"{table.where(shared[0])}: {first[:80]!r}. Remove them from one split, or use "
                 f"{self.field}.test_fraction=0.1 without {self.field}.test_split."
             )
         if shared and split == "train":
@@ -366,7 +365,7 @@ class DatasetTask(Task):
             raise UnknownSplitError(f"{error}: {source.fix}set {fix}.") from error
         if not len(table):
             raise ValueError(
-                f"{self._what} must hold problems, the {name} split has 0: give it rows."
+                f"{self._what} must have problems, but the {name} split has 0: add rows."
             )
         self._find_columns(table.data.column_names)
         prompts = []
@@ -374,7 +373,7 @@ class DatasetTask(Task):
         for index, row in enumerate(table):
             try:
                 problem = self.make_problem(row)
-                # The first 8 bytes decide about the split: the same problem is in the same one with
+                # The first 8 bytes decide the split, so that a problem is in the same split with
                 # every template.
                 chats = [self._chat(problem, filled=filled) for filled in (False, True)]
                 if self.completion_column is not None and split == "train":
@@ -382,7 +381,7 @@ class DatasetTask(Task):
                     self.tools_for(problem)
             except RecursionError as error:
                 raise ValueError(
-                    f"{table.where(index)} must be nested less deeply: flatten it."
+                    f"{table.where(index)} must not be nested so deeply: flatten it."
                 ) from error
             except ValueError as error:
                 raise ValueError(f"{table.where(index)} {error}") from error
@@ -392,7 +391,7 @@ class DatasetTask(Task):
             )
         if unanswered:
             _log.warning(
-                f"{self._what}: {unanswered} of the {len(table)} rows of {name} have nothing in "
+                f"{self._what}: {unanswered} of the {len(table)} rows of {name} have no value in "
                 f"the column {self.answer_column}; their answer is None."
             )
         self._read[name] = table, prompts
@@ -400,11 +399,11 @@ class DatasetTask(Task):
 
 
 class PresetTask(DatasetTask):
-    """A data set with known location, columns, prompt and answers.
+    """A data set with a known location, columns, prompt and answers.
 
     Args:
-        dataset_path: a file or folder with its data; None is the hub.
-        **options: of ``DatasetTask``, where they are to differ.
+        dataset_path: a file or folder with its data; None for the hub.
+        **options: options of ``DatasetTask`` that differ from the defaults.
     """
 
     hub_name: str

@@ -1,4 +1,4 @@
-"""``Drawing``: the order in which problems are drawn."""
+"""``Drawing``: draws the problems of a split in order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from torchrl_grpo.tasks.base import Problem, Task
 from torchrl_grpo.tasks.curriculum import Curriculum
 
 Outcomes = Iterable[tuple[int, bool]]
-"""Responses with a valid reward: the index of the problem, and whether the response is correct."""
+"""For each response with a valid reward: the problem's index, and whether the response is correct.
+"""
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,8 @@ class Drawn:
     """A problem that was drawn for a group.
 
     Attributes:
-        group: id of the group, counted over the whole run.
-        index: of the problem in its split.
+        group: id of the group, unique in the run.
+        index: index of the problem in its split.
         problem: the problem itself, so that a worker can play it without the data.
     """
 
@@ -38,27 +39,27 @@ class Drawing:
     """Draws the problems of a split, one for each group. Each epoch goes through the split in the
     task's order.
 
-    With a ``difficulty_filter`` an epoch skips problems whose share of correct responses, over all
-    epochs so far, is too high or too low. They stay out, because they get no further responses; if
-    all problems would be skipped, none is. With a ``curriculum`` an epoch has the problems of the
-    current levels, and each new level begins an epoch. With a ``pass_rate`` an epoch skips a
-    problem with a probability that grows with the distance of its share of correct responses from a
-    target.
+    With a ``difficulty_filter``, an epoch skips problems whose share of correct responses, over all
+    epochs so far, is too high or too low. They remain skipped, because they get no further
+    responses. If all problems would be skipped, all are drawn. With a ``curriculum``, an epoch has
+    the problems of the current levels, and each new level begins a new epoch. With a ``pass_rate``,
+    an epoch skips a problem with a probability that grows with the distance of its share of correct
+    responses from a target.
 
     Args:
-        task: decides the order of an epoch.
-        problems: of the split.
+        task: the task, which decides the order of an epoch.
+        problems: problems of the split.
         usable: indices of the problems that may be drawn.
 
     Attributes:
-        epoch: which pass over the problems it is in, from 0.
+        epoch: number of the current pass over the problems, from 0.
         usable: indices of the problems that may be drawn.
-        skipped: those that the current epoch leaves out.
-        difficulty_filter: (low, high), the shares of correct responses between which a problem is
-            drawn again; None draws all. Responses count from when it is set.
-        curriculum: which levels are drawn of; None draws all. ``follow`` sets it.
+        skipped: indices of the problems that the current epoch skips.
+        difficulty_filter: (low, high), the range of the share of correct responses in which a
+            problem is drawn again; None draws all. Responses count once it is set.
+        curriculum: decides which levels are drawn; None draws all. ``follow`` sets it.
         pass_rate: (target, floor): a problem with a share p of correct responses so far is drawn
-            with a probability of ``max(floor, 1 - |p - target| / max(target, 1 - target))``, one
+            with the probability ``max(floor, 1 - |p - target| / max(target, 1 - target))``, and one
             without responses always; None always draws.
     """
 
@@ -75,7 +76,7 @@ class Drawing:
         self.seed(0)
 
     def seed(self, seed: int) -> None:
-        """Restart with the order that ``seed`` decides; group ids continue."""
+        """Restart with the order of a new ``seed``; group ids continue."""
         self._seed = seed
         self.skipped = frozenset()
         self._outcomes = Counter()
@@ -118,7 +119,9 @@ class Drawing:
         return self._order[self._position - 1]
 
     def _keeps(self, index: int) -> bool:
-        """Whether the problem at the current place in the epoch is drawn; see ``pass_rate``."""
+        """Return whether to draw the problem at the current position of the epoch; see
+        ``pass_rate``.
+        """
         share = self._share(index)
         if self.pass_rate is None or share is None:
             return True
@@ -127,12 +130,13 @@ class Drawing:
         return random.Random(f"{self._seed}/{self.epoch}/{self._position}").random() < probability
 
     def _share(self, index: int) -> float | None:
-        """Return the share of a problem's responses so far that are correct; None without any."""
-        right, wrong = self._outcomes[index, True], self._outcomes[index, False]
-        return right / (right + wrong) if right + wrong else None
+        """Return the share of correct responses to a problem so far; None without responses."""
+        num_correct = self._outcomes[index, True]
+        total = num_correct + self._outcomes[index, False]
+        return num_correct / total if total else None
 
     def again(self, group: int, index: int) -> Drawn:
-        """Rebuild what ``draw`` gave for a group, from its id and the problem's index."""
+        """Rebuild the result of ``draw`` for a group, from its id and the problem's index."""
         return Drawn(group, index, self.problems[index])
 
     def record(self, outcomes: Outcomes) -> None:
@@ -146,7 +150,9 @@ class Drawing:
             self._start_epoch(self.epoch + 1)
 
     def metrics(self) -> dict[str, float]:
-        """Number of problems skipped by a ``difficulty_filter``, or level of a ``curriculum``."""
+        """Return the number of problems skipped by a ``difficulty_filter``, or the level of a
+        ``curriculum``.
+        """
         if self.curriculum is not None:
             return {"rollout/level": self.curriculum.level}
         if self.difficulty_filter is not None:
@@ -154,7 +160,9 @@ class Drawing:
         return {}
 
     def _out_of_range(self) -> frozenset[int]:
-        """Problems whose share of correct responses is outside of the ``difficulty_filter``."""
+        """Return the problems whose share of correct responses is outside the
+        ``difficulty_filter``.
+        """
         if self.difficulty_filter is None:
             return self.skipped
         low, high = self.difficulty_filter
@@ -165,15 +173,15 @@ class Drawing:
                 out.add(index)
         if len(out) == len(self.usable):
             torchrl_logger.warning(
-                f"difficulty_filter=[{low}, {high}] leaves out all {len(out)} problems of "
-                f"{self.task.name!r}, so none is left out."
+                f"difficulty_filter=[{low}, {high}] would skip all {len(out)} problems of "
+                f"{self.task.name!r}, so none is skipped."
             )
             return frozenset()
         return frozenset(out)
 
     @cached_property
     def digest(self) -> str:
-        """Hash that is equal for equal problems in the same order."""
+        """Hash of the problems and their order."""
         digest = hashlib.sha256()
         for index in self.usable:
             problem = self.problems[index]
@@ -201,23 +209,23 @@ class Drawing:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore ``state_dict``: the next draws are those that would have followed. An empty state,
-        as TorchRL's collectors save it, restores nothing.
+        """Restore ``state_dict``; drawing continues where it was saved. An empty state, which
+        TorchRL's collectors may save, restores nothing.
 
         Raises:
-            ValueError: the problems are others.
+            ValueError: the problems differ.
         """
         if not state:
             return
         if state["num_problems"] != len(self.usable):
             raise ValueError(
-                f"the saved environment has num_problems={state['num_problems']}, this one has "
+                f"the saved environment has num_problems={state['num_problems']}, but this one has "
                 f"{len(self.usable)}: use the dataset, split and max_prompt_tokens of the saved "
                 "run."
             )
         if state["problems"] != self.digest:
             raise ValueError(
-                "the saved environment has other problems, although both have "
+                "the saved environment has different problems, although both have "
                 f"num_problems={len(self.usable)}: use the dataset and the seed of the saved run."
             )
         self.seed(state["seed"])

@@ -1,6 +1,4 @@
-"""Checks on a row of a data set, and its conversion to a text, a chat, or a template with the
-columns filled in.
-"""
+"""Checks of a data set's rows, and their conversion to text, a chat, or a filled-in template."""
 
 from __future__ import annotations
 
@@ -20,8 +18,8 @@ _FIELD = re.compile(r"\{\{([^\W\d]\w*)\}\}|\{([^{}]+)\}")
 def fill_template(template: str, row: Mapping[str, Any]) -> str:
     r"""Return a template with its fields replaced by a row's columns.
 
-    ``{name}`` is the column, with a format if there is one (``{name:.2f}``), and ``{{name}}`` the
-    text ``{name}``. Other braces stay as they are.
+    ``{name}`` is the column, optionally with a format (``{name:.2f}``), and ``{{name}}`` is the
+    text ``{name}``. Other braces are unchanged.
 
     Raises:
         ValueError: a field names no column.
@@ -38,10 +36,10 @@ def fill_template(template: str, row: Mapping[str, Any]) -> str:
         if column in row:
             if row[column] is None:
                 raise ValueError(
-                    f"must have a value in the column {column!r}, which prompt_template uses: give "
-                    "it one."
+                    f"must have a value in the column {column!r}, which prompt_template uses: fill "
+                    "it in."
                 )
-            return str(row[name]) if name in row else _formatted(match[0], row)
+            return str(row[name]) if name in row else _format(match[0], row)
         if name.isidentifier():
             close = difflib.get_close_matches(name, list(row), 1)
             hint = (
@@ -50,14 +48,15 @@ def fill_template(template: str, row: Mapping[str, Any]) -> str:
                 else f"write {{{{{name}}}}} for the text {match[0]}."
             )
             raise ValueError(
-                f"must have the column {match[0]} of prompt_template, it has {sorted(row)}: {hint}"
+                f"must have the column {match[0]} of prompt_template, but it has {sorted(row)}: "
+                f"{hint}"
             )
         return match[0]
 
     return _FIELD.sub(fill, template)
 
 
-def _formatted(field: str, row: Mapping[str, Any]) -> str:
+def _format(field: str, row: Mapping[str, Any]) -> str:
     try:
         return field.format_map(row)
     except (ValueError, TypeError, AttributeError, LookupError) as error:
@@ -70,7 +69,7 @@ def checked_text(row: Row, column: str) -> str:
     """Return the text in a column.
 
     Raises:
-        ValueError: there is none.
+        ValueError: it has none.
     """
     value = row[column]
     if isinstance(value, str) and value.strip():
@@ -80,13 +79,14 @@ def checked_text(row: Row, column: str) -> str:
         names = sorted(name for name, value in row.items() if value is not None)
         actual = f"none (the row has {names})"
     raise ValueError(
-        f"must have text in the column {column!r}, it has {actual}: write text there, or "
+        f"must have text in the column {column!r}, but it has {actual}: write text there, or "
         "remove the row."
     )
 
 
 def first_turn(chat: Sequence[Any]) -> int:
-    """Return the index of the assistant's first message in a chat, its length where there is none.
+    """Return the index of the assistant's first message in a chat, or the chat's length without
+    one.
 
     >>> first_turn([{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}])
     1
@@ -100,8 +100,8 @@ def first_turn(chat: Sequence[Any]) -> int:
 
 
 def without_nones(value: Any) -> Any:
-    """Return a nested value without keys that have no value: a parquet file gives each row the keys
-    of all rows.
+    """Return a nested value without the keys whose value is None: in a parquet file each row has
+    the keys of all rows.
 
     >>> without_nones({"arguments": {"city": "Rome", "x": None}, "name": None})
     {'arguments': {'city': 'Rome'}}
@@ -117,22 +117,24 @@ def checked_messages(chat: Sequence[Any], column: str) -> list[Message]:
     """Return the messages in a column. A message that only calls tools may have no content.
 
     Raises:
-        ValueError: they are something else.
+        ValueError: it has something else.
     """
     messages = []
     for message in chat:
-        clean = without_nones(message)
-        calls = clean.get("tool_calls", []) if isinstance(clean, dict) else None
-        fits = isinstance(calls, list) and all(map(_is_call, calls))
-        if fits and calls and clean.get("role") == "assistant":
-            clean.setdefault("content", "")
-        if not fits or not all(isinstance(clean.get(key), str) for key in ("role", "content")):
-            more = "" if fits or calls is None else " and tool_calls that name functions"
+        cleaned = without_nones(message)
+        calls = cleaned.get("tool_calls", []) if isinstance(cleaned, dict) else None
+        is_valid = isinstance(calls, list) and all(map(_is_call, calls))
+        if is_valid and calls and cleaned.get("role") == "assistant":
+            cleaned.setdefault("content", "")
+        if not is_valid or not all(
+            isinstance(cleaned.get(key), str) for key in ("role", "content")
+        ):
+            more = "" if is_valid or calls is None else " and tool_calls that name functions"
             raise ValueError(
                 f"must have chat messages in the column {column!r}, each with role{more} and "
-                f"content as text, it has {message!r:.80}: fix the row, or remove it."
+                f"content as text, but it has {message!r:.80}: fix the row, or remove it."
             )
-        messages.append(clean)
+        messages.append(cleaned)
     return messages
 
 
@@ -142,7 +144,7 @@ def _is_call(call: Any) -> bool:
 
 
 def checked_tools(value: Any, column: str) -> list[dict[str, Any]]:
-    """Return the JSON schemas of tools in a column, as a list or as its JSON.
+    """Return the JSON schemas of tools in a column, which has a list or its JSON.
 
     Raises:
         ValueError: it has something else.
@@ -155,13 +157,13 @@ def checked_tools(value: Any, column: str) -> list[dict[str, Any]]:
     if not (isinstance(tools or [], list) and all(map(_is_call, tools or []))):
         raise ValueError(
             f"must have a list of tools in the column {column!r}, each the JSON schema of a "
-            f"function with its name, it has {value!r:.80}: fix the row, or rename the column."
+            f"function with its name, but it has {value!r:.80}: fix the row, or rename the column."
         )
     return tools or []
 
 
 def checked_demonstration(chat: Sequence[Any], column: str) -> list[Message]:
-    """Messages after a prompt, the assistant's first and last.
+    """Return the messages after a prompt; the first and the last must be the assistant's.
 
     Raises:
         ValueError: they are something else.
@@ -169,9 +171,9 @@ def checked_demonstration(chat: Sequence[Any], column: str) -> list[Message]:
     messages = checked_messages(chat, column)
     if not messages or {messages[0]["role"], messages[-1]["role"]} != {"assistant"}:
         raise ValueError(
-            f"must have in the column {column!r} what the assistant is to answer to the prompt, "
-            f"ending with the assistant's, it has {list(chat[-1:])!r:.80}: fix the row, or remove "
-            "it."
+            f"must have the assistant's reply to the prompt in the column {column!r}, beginning "
+            f"and ending with a message of the assistant, but it has {list(chat[-1:])!r:.80}: fix "
+            "the row, or remove it."
         )
     return messages
 
@@ -180,17 +182,18 @@ def checked_chat(chat: Sequence[Any], column: str, template: str | None) -> list
     """Return the chat in a column, which ends before the policy's turn.
 
     Raises:
-        ValueError: it is none, or there is a template, which it cannot be filled in.
+        ValueError: it is not a chat, or there is a template, which needs text.
     """
     if template is not None:
         raise ValueError(
-            f"must have text in the column {column!r} with prompt_template, it has a list of "
+            f"must have text in the column {column!r} with prompt_template, but it has a list of "
             "messages: leave the template out."
         )
     messages = checked_messages(chat, column)
     if not messages or messages[-1]["role"] == "assistant":
         raise ValueError(
-            f"must have chat messages in the column {column!r} that end before the assistant's, it "
-            f"has {list(chat[-1:])!r:.80}: remove the last message, which the policy is to write."
+            f"must have chat messages in the column {column!r} that end before the assistant's "
+            f"turn, but it has {list(chat[-1:])!r:.80}: remove the last message, which the policy "
+            "should write."
         )
     return messages

@@ -1,4 +1,4 @@
-"""Base of tasks with problems from a seeded generator: sizes, and the split of a problem."""
+"""Base of tasks with generated problems: the sizes of the splits, and the split of a problem."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _TEST_SHARE = 0.2
 
 
 def split_by_hash(problem: str) -> Split:
-    """Return the split of a problem, which depends on the problem alone, so it is never in both."""
+    """Return the split of a problem, which depends on nothing else, so no problem is in both."""
     digest = hashlib.sha256(problem.encode()).digest()
     return "test" if int.from_bytes(digest[:8], "big") < _TEST_SHARE * 2**64 else "train"
 
 
 class GeneratedTask(Task):
-    """A task that draws its problems once, when they are first asked for."""
+    """A task that draws its problems once, at their first use."""
 
     def __init__(self) -> None:
         self._problems: dict[Split, list[Problem]] = {}
@@ -40,4 +40,4 @@ class GeneratedTask(Task):
 
     @abstractmethod
     def draw(self, split: Split) -> list[Problem]:
-        """At most ``SPLIT_SIZES[split]`` problems of a split, always the same."""
+        """Return at most ``SPLIT_SIZES[split]`` problems of a split, always the same ones."""

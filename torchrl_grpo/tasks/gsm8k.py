@@ -25,10 +25,10 @@ class GSM8KTask(PresetTask):
     answer, otherwise 0.
 
     Args:
-        dataset_path: a folder with ``train.jsonl`` and ``test.jsonl``, one JSON object a line with
-            the fields ``question`` and ``answer``, where the answer ends with ``#### n``. None
-            loads ``openai/gsm8k`` through ``datasets``.
-        **options: of ``DatasetTask``, where they are to differ.
+        dataset_path: a folder with ``train.jsonl`` and ``test.jsonl``, with one JSON object per
+            line and the fields ``question`` and ``answer``, where the answer ends with ``#### n``.
+            None loads ``openai/gsm8k`` through ``datasets``.
+        **options: options of ``DatasetTask`` that differ from the defaults.
 
     >>> task = GSM8KTask()
     >>> problem = Problem(query="How much is 48 + 24?", answer="72")
@@ -53,12 +53,14 @@ class GSM8KTask(PresetTask):
         answer = marked_number(text)
         if answer is None:
             raise ValueError(
-                f"must have an answer that ends with '#### <number>', it ends with {text[-80:]!r}: "
-                "add the final line or remove the row."
+                "must have an answer that ends with '#### <number>', but it ends with "
+                f"{text[-80:]!r}: add the final line or remove the row."
             )
         return answer
 
     def score(self, problem: Problem, responses: Sequence[str]) -> Score:
-        """Compares the number after the last ``####`` of the last turn with the answer, exactly."""
+        """Return 1.0 if the number after the last ``####`` of the last turn is exactly the answer,
+        else 0.0.
+        """
         correct = marked_number(responses[-1]) == problem.answer
         return Score(reward=float(correct), correct=correct)

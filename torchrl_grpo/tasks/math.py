@@ -12,8 +12,8 @@ INSTRUCTION = r"Reason step by step, and put your final answer within \boxed{}."
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the contents of the last ``\boxed{}`` of a text; None where none is closed and not
-    empty.
+    r"""Return the contents of the last ``\boxed{}`` of a text; None if it is empty, not closed or
+    missing.
 
     ``\boxed 5`` and ``\fbox{5}`` count, as in the data set.
 
@@ -25,11 +25,8 @@ def last_boxed(text: str) -> str | None:
         return None
     rest = text[end:].lstrip()
     if not rest.startswith("{"):
-        return (
-            rest.split("$")[0].split(maxsplit=1)[0].rstrip(".,") or None
-            if rest.split("$")[0].strip()
-            else None
-        )
+        words = rest.split("$")[0].split()
+        return words[0].rstrip(".,") or None if words else None
     depth = 0
     for i, character in enumerate(rest):
         depth += (character == "{") - (character == "}")
@@ -45,7 +42,6 @@ class MathTask(PresetTask):
     Args:
         dataset_path: a file or folder with the columns ``problem`` and ``solution``; None is
             ``DigitalLearningGmbH/MATH-lighteval`` on the hub.
-        **options: of ``DatasetTask``, where they are to differ.
 
     >>> task = MathTask()
     >>> task.read_answer({"problem": "Halve 1.", "solution": r"It is $\boxed{\frac{1}{2}}$."}, "solution")
@@ -54,7 +50,7 @@ class MathTask(PresetTask):
 
     name = "math"
     reward = "math"
-    drops_shared = True  # its splits are given; many of its problems are one short line
+    drops_shared = True  # its splits are fixed, and many of its problems are one short line
     hub_name = "DigitalLearningGmbH/MATH-lighteval"
     title = "MATH"
     files = "train.jsonl and test.jsonl"
@@ -65,14 +61,12 @@ class MathTask(PresetTask):
     }
 
     def read_answer(self, row: Row, column: str) -> str:
-        r"""Return the last ``\boxed{}`` of the solution; of a column that is not the solution, the
-        text.
-        """
+        r"""Return the last ``\boxed{}`` of the solution, or the text of another column."""
         text = checked_text(row, column)
         answer = last_boxed(text) if column == "solution" else text
         if answer is None:
             raise ValueError(
-                "must have a solution with its answer in \\boxed{}, it ends with "
+                "must have a solution with its answer in \\boxed{}, but it ends with "
                 f"{text[-80:]!r}: add it or remove the row."
             )
         return answer

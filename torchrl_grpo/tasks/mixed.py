@@ -1,4 +1,4 @@
-"""Several tasks in one: problems of each, drawn by weight."""
+"""Several tasks in one, whose problems are drawn by weight."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from torchrl_grpo.tasks.base import (
 
 
 class MixedProblems(ProblemSequence):
-    """The problems of several data sets, one data set after the other.
+    """The problems of several data sets, concatenated.
 
     Args:
-        parts: the problems of each.
-        names: what ``Problem.dataset`` becomes; an empty one leaves it.
-        weights: of each in an epoch; None draws every problem once, from each data set in turn.
+        parts: problems of each data set.
+        names: values for ``Problem.dataset``; an empty name leaves it unchanged.
+        weights: weight of each data set in an epoch; None draws every problem once, from the data
+            sets in turn.
     """
 
     def __init__(
@@ -61,19 +62,19 @@ class MixedProblems(ProblemSequence):
 
 
 class MixedTask(DelegatingTask):
-    """Several tasks; each problem is prompted, answered and scored by its own task.
+    """Several tasks; each problem's own task makes its prompt, replies and scores.
 
     Each task's share of an epoch of train problems is its weight. A task with fewer problems than
-    its share repeats some, one with more has others in the next epoch. Test problems come once
-    each, from each task in turn.
+    its share repeats some; one with more uses others in the next epoch. Test problems come once
+    each, from the tasks in turn.
 
     Args:
         tasks: at least one.
-        weights: above 0, of each task; they need not sum to 1.
-        names: of each task, all different; logs have a row for each.
+        weights: weight of each task, above 0; they need not sum to 1.
+        names: name of each task, all different; logs have a row for each.
 
     Raises:
-        ValueError: a weight is not above 0, or a name is there twice.
+        ValueError: a weight is not above 0, or two names are equal.
 
     >>> from torchrl_grpo.tasks.arithmetic import ArithmeticTask
     >>> task = MixedTask([ArithmeticTask(1), ArithmeticTask(2)], [0.25, 0.75], ["easy", "hard"])
@@ -89,9 +90,7 @@ class MixedTask(DelegatingTask):
         if min(weights) <= 0:
             raise ValueError(f"weights={list(weights)} must be above 0: for example, 1 for each.")
         if len(set(names)) < len(names):
-            raise ValueError(
-                f"names={list(names)} must be different: give a data set another name."
-            )
+            raise ValueError(f"names={list(names)} must be different: rename a data set.")
         self.tasks = dict(zip(names, tasks, strict=True))
         self.weights = list(weights)
         self.name = "+".join(names)
@@ -139,7 +138,7 @@ class MixedTask(DelegatingTask):
             return [index for turn in turns for index in turn if index is not None]
         quotas = _quotas(len(usable), {part: self.weights[part] for part in parts})
         order = list(
-            chain.from_iterable(_drawn(parts[part], quota, rng) for part, quota in quotas.items())
+            chain.from_iterable(_sample(parts[part], quota, rng) for part, quota in quotas.items())
         )
         rng.shuffle(order)
         return order
@@ -156,7 +155,7 @@ def _quotas(total: int, weights: dict[int, float]) -> dict[int, int]:
     return quotas
 
 
-def _drawn(indices: Sequence[int], count: int, rng: random.Random) -> list[int]:
+def _sample(indices: Sequence[int], count: int, rng: random.Random) -> list[int]:
     """Return ``count`` of the indices, each equally often or once more."""
     whole, rest = divmod(count, len(indices))
     return [*chain.from_iterable(repeat(indices, whole)), *rng.sample(indices, rest)]

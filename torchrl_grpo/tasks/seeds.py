@@ -1,4 +1,4 @@
-"""``SeedsTask``: the problems of an environment that makes its own."""
+"""``SeedsTask``: seeds as the problems of an environment that makes its own."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ _TRAIN_PER_TEST = 4
 
 
 class SeedsTask(Task):
-    """Problems that are numbers, in the column ``seed``; an environment makes something of them.
+    """Problems that are only a number, in the column ``seed``, from which an environment makes a
+    task.
 
     Args:
-        max_samples: train problems, the seeds from 0; there is a test problem for each four of
-            them, from the next on.
-        prompt_template: the begin of the user's message.
-        system_prompt: the system's message.
+        max_samples: number of train problems, with seeds from 0; the following seeds are the test
+            problems, a quarter as many.
+        prompt_template: beginning of the user message.
+        system_prompt: the system message.
 
     >>> task = SeedsTask(100, system_prompt="Play well.")
     >>> task.problems("test")[0].extra
@@ -34,7 +35,8 @@ class SeedsTask(Task):
         system_prompt: str | None = None,
     ) -> None:
         self.max_samples = _TRAIN_SAMPLES if max_samples is None else max_samples
-        self.prompt_template, self.system_prompt = prompt_template or "", system_prompt
+        self.prompt_template = prompt_template or ""
+        self.system_prompt = system_prompt
 
     def problems(self, split: Split) -> Sequence[Problem]:
         most = self.max_samples
@@ -43,7 +45,5 @@ class SeedsTask(Task):
 
     def messages(self, problem: Problem) -> list[Message]:
         system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
-        return [
-            *system,
-            {"role": "user", "content": fill_template(self.prompt_template, problem.extra)},
-        ]
+        content = fill_template(self.prompt_template, problem.extra)
+        return [*system, {"role": "user", "content": content}]

@@ -1,8 +1,8 @@
 """Rows of a data set from a file, a folder of files, or the Hugging Face hub.
 
-Text files are read here, row by row, so that a malformed row is named by its line and no value
-changes: ``datasets`` makes dates of text that looks like one, and numbers of the answers of a csv
-file. The rows then are a ``datasets.Dataset``, as those of parquet files and of the hub are.
+Text files are read here, row by row, so that errors name the line of a malformed row and no value
+changes: ``datasets`` would turn text into dates, and the answers in a csv file into numbers. The
+rows are then a ``datasets.Dataset``, like those of parquet files and the hub.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Table:
-    """Rows, and the place of each.
+    """Rows and their locations.
 
     Attributes:
         data: the rows, a ``datasets.Dataset``.
-        parts: in order, the index of a part's first row, the part's name, and the line of each of
-            its rows, if it has lines; else a row is named by its index in the part.
-        encoded: columns whose values are JSON in ``data``, because they differ in type or are
-            nested.
+        parts: for each part in order, the index of its first row, its name, and the line of each
+            row. A part without lines names a row by its index in the part.
+        encoded: columns stored as JSON in ``data``, because their values have different types or
+            are nested.
     """
 
     data: Any
@@ -49,13 +49,13 @@ class Table:
         return len(self.data)
 
     def __getitem__(self, index: int) -> Row:
-        return self._decoded(self.data[index])
+        return self._decode(self.data[index])
 
     def __iter__(self) -> Iterator[Row]:
-        return map(self._decoded, self.data)
+        return map(self._decode, self.data)
 
     def select(self, indices: Sequence[int]) -> Table:
-        """Return some of the rows, without their places."""
+        """Return some of the rows, without their locations."""
         return Table(self.data.select(indices), encoded=self.encoded)
 
     def first(self, most: int | None) -> Table:
@@ -65,12 +65,12 @@ class Table:
         return Table(self.data.take(most), self.parts, self.encoded)
 
     def where(self, index: int) -> str:
-        """Return the place of a row, such as ``data.jsonl:7`` or ``openai/gsm8k train[6]``."""
+        """Return the location of a row, such as ``data.jsonl:7`` or ``openai/gsm8k train[6]``."""
         first, name, lines = self.parts[bisect_right([part[0] for part in self.parts], index) - 1]
         line = lines[index - first] if lines else None
         return f"{name}[{index - first}]" if line is None else f"{name}:{line}"
 
-    def _decoded(self, row: Row) -> Row:
+    def _decode(self, row: Row) -> Row:
         if not self.encoded:
             return row
         return {
@@ -79,11 +79,11 @@ class Table:
         }
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the rows, because another machine does not have the files."""
-        return _unpickled, (self.data[:], self.data.features, self.encoded)
+        """Pickle the rows themselves, because another machine does not have the files."""
+        return _unpickle, (self.data[:], self.data.features, self.encoded)
 
 
-def _unpickled(columns: dict[str, list[Any]], features: Any, encoded: frozenset[str]) -> Table:
+def _unpickle(columns: dict[str, list[Any]], features: Any, encoded: frozenset[str]) -> Table:
     from datasets import Dataset
 
     return Table(Dataset.from_dict(columns, features), encoded=encoded)
@@ -95,7 +95,7 @@ class UnknownSplitError(ValueError):
 
 def data_name(dataset: str) -> str:
     """Return the name of a data set: that of a file or folder, or the name without the library or
-    the hub's owner.
+    the owner on the hub.
 
     >>> data_name("data/a.jsonl"), data_name("org/set-1.5"), data_name("reasoning_gym:chain_sum")
     ('a', 'set-1.5', 'chain_sum')
@@ -105,22 +105,19 @@ def data_name(dataset: str) -> str:
 
 
 def find_source(dataset: str, config: str | None, revision: str | None, what: str) -> Files | Hub:
-    """Return the file, folder or hub data set of a name.
+    """Return the file, folder or hub data set with a name.
 
     Args:
         dataset: the name.
         config: on the hub, the configuration.
-        revision: on the hub, the branch, tag or commit.
-        what: how messages begin.
-
-    Raises:
-        ValueError: it is none of them.
+        revision: on the hub, the branch, tag or commit. x
     """
     path = Path(dataset).expanduser()
     if path.exists():
         if config is not None or revision is not None:
             raise ValueError(
-                f"{what} is here, and dataset_config and revision are for the hub: leave them out."
+                f"{what} is on this machine, but dataset_config and revision are for the hub: "
+                "leave them out."
             )
         return Files(path, what)
     if path.suffix in _SUFFIXES or not _HUB_NAME.fullmatch(dataset):
@@ -129,14 +126,14 @@ def find_source(dataset: str, config: str | None, revision: str | None, what: st
         hint = (
             f"did you mean {near / close[0]}?"
             if close
-            else f"paths start from {Path().absolute()}."
+            else f"paths are relative to {Path().absolute()}."
         )
-        raise ValueError(f"{what} must be a file or folder that exists, and it does not: {hint}")
+        raise ValueError(f"{what} must be a file or folder that exists, but it does not: {hint}")
     close = difflib.get_close_matches(dataset, [*checks.GENERATED, *checks.PRESETS], 1)
     instead = (
         f"use {close[0]}"
         if close
-        else "give a file (jsonl, json, csv, parquet) or a folder that is here"
+        else "use a file (jsonl, json, csv, parquet) or a folder on this machine"
     )
     return Hub(dataset, config, revision, what, instead)
 
@@ -145,15 +142,15 @@ class Hub:
     """A data set on the Hugging Face hub, or in its cache.
 
     Args:
-        name: such as ``openai/gsm8k``.
-        config: its configuration, None where it has one.
+        name: name such as ``openai/gsm8k``.
+        config: its configuration; None if it has only one.
         revision: branch, tag or commit.
         what: how messages begin.
-        instead: what to do when it cannot be reached.
+        instead: what to do if it cannot be reached.
     """
 
     fix = ""
-    """What to do about a missing split, before other ways."""
+    """First suggestion for a missing split."""
 
     def __init__(
         self, name: str, config: str | None, revision: str | None, what: str, instead: str
@@ -176,7 +173,7 @@ class Hub:
         options = {} if self.revision is None else {"revision": self.revision}
         try:
             data = load_dataset(*filter(None, (self.name, self.config)), split=split, **options)
-        except Exception as error:  # no network, not in the cache, a broken download: of any type
+        except Exception as error:  # no network, not in the cache, a broken download: any type
             reason = f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}"
             if "Unknown split" in reason:
                 raise UnknownSplitError(
@@ -192,22 +189,21 @@ class Hub:
 class Files:
     """A file, which is one split, or a folder of them.
 
-    In a folder the split is the file's name without suffix and shard number
-    (``train-00000-of-00002.parquet``), or that of the folder inside it. Files that are named after
-    no split (neither train nor test is among them) are one split, train, in the order of their
-    names.
+    In a folder, the split is the file's name without suffix and shard number
+    (``train-00000-of-00002.parquet``), or the name of its subfolder. If there is neither train nor
+    test, all files are one split, train, in the order of their names.
 
     Args:
         path: the file or folder, which exists.
         what: how messages begin.
-        layout: what the folder must be, for messages, where that is known.
+        layout: description of the required folder for messages, if known.
     """
 
     def __init__(self, path: Path, what: str, layout: str = "") -> None:
         self.path = path
         self.what = what
         self.layout = layout
-        self.fix = "give the folder that holds both files, or " if layout else ""
+        self.fix = "use the folder with both files, or " if layout else ""
 
     def read(self, split: str, most: int | None) -> Table:
         """Return the first ``most`` rows of a split, or all.
@@ -216,10 +212,10 @@ class Files:
             UnknownSplitError: there is no such split.
             ValueError: the data cannot be read, or a row is malformed.
         """
-        named = self._named()
-        paths = named.get(split)
-        if paths is None and split == "train" and "test" not in named:
-            paths = [path for part in named.values() for path in part]
+        by_split = self._paths_by_split()
+        paths = by_split.get(split)
+        if paths is None and split == "train" and "test" not in by_split:
+            paths = [path for part in by_split.values() for path in part]
         if not paths:
             must = self.layout or f"a file or folder with the split {split!r}"
             files: Any = "no folder"
@@ -236,37 +232,36 @@ class Files:
         rows: list[Row] = []
         parts: list[tuple[int, str, Sequence[int | None]]] = []
         for path in paths:
-            left = None if most is None else most - len(rows)
-            numbered = list(islice(_READERS[path.suffix](path), left))
-            parts.append((len(rows), str(path), [line for line, _ in numbered]))
-            rows += [row for _, row in numbered]
+            limit = None if most is None else most - len(rows)
+            numbered_rows = list(islice(_READERS[path.suffix](path), limit))
+            parts.append((len(rows), str(path), [line for line, _ in numbered_rows]))
+            rows += [row for _, row in numbered_rows]
         return _table(rows, parts)
 
-    def _named(self) -> dict[str, list[Path]]:
+    def _paths_by_split(self) -> dict[str, list[Path]]:
         if self.path.is_file():
             if self.path.suffix not in _SUFFIXES:
                 raise ValueError(
-                    f"{self.what} must be a file of the kind {', '.join(_SUFFIXES)}, it ends with "
-                    f"{self.path.suffix or 'none of them'!r}: convert or rename it."
+                    f"{self.what} must be a file of the kind {', '.join(_SUFFIXES)}, but it ends "
+                    f"with {self.path.suffix or 'none of them'!r}: convert or rename it."
                 )
             return {"train": [self.path]}
-        named: dict[str, list[Path]] = {}
+        by_split: dict[str, list[Path]] = {}
         for path in sorted(self.path.rglob("*")) if self.path.is_dir() else []:
             inner = path.relative_to(self.path)
             if path.suffix in _SUFFIXES and not any(part.startswith(".") for part in inner.parts):
                 folder = inner.parts[0] if len(inner.parts) > 1 else None
                 stem = _SHARD.sub("", path.stem)
-                named.setdefault(
-                    folder if folder and stem not in ("train", "test") else stem, []
-                ).append(path)
-        return named
+                split = folder if folder and stem not in ("train", "test") else stem
+                by_split.setdefault(split, []).append(path)
+        return by_split
 
     def _read_parquet(self, paths: Sequence[Path], most: int | None) -> Table:
         others = [path.name for path in paths if path.suffix != ".parquet"]
         if others:
             raise ValueError(
-                f"{self.what} must have one kind of file in a split, it has parquet and {others}: "
-                "use one."
+                f"{self.what} must have one kind of file in a split, but it has parquet and "
+                f"{others}: use one kind."
             )
         from datasets import concatenate_datasets, load_dataset
 
@@ -278,7 +273,7 @@ class Files:
                 tables.append(
                     load_dataset("parquet", data_files={"train": [str(path)]}, split="train")
                 )
-            except Exception as error:  # of pyarrow or datasets, of any type
+            except Exception as error:  # pyarrow and datasets may raise any type
                 reason = " ".join(str(error.__cause__ or error).split())
                 raise ValueError(
                     f"{path} must be a parquet file, got {reason:.200}: write it again."
@@ -287,11 +282,11 @@ class Files:
 
 
 def _same_types(tables: Sequence[Any], paths: Sequence[Path]) -> list[Any]:
-    """Return tables whose columns have the same types: the widest, such as int64 of int32 and
+    """Return tables whose columns have the same types: the widest ones, such as int64 for int32 and
     int64.
 
     Raises:
-        ValueError: two tables have a column of types that no type includes.
+        ValueError: two tables have a column of types that cannot be unified.
     """
     import pyarrow
     from datasets import Features
@@ -319,8 +314,8 @@ def _same_types(tables: Sequence[Any], paths: Sequence[Path]) -> list[Any]:
 
 
 def _table(rows: Sequence[Row], parts: Sequence[tuple[int, str, Sequence[int | None]]]) -> Table:
-    """Make columns of the rows. A column of texts, or of numbers of one type, stays; all others
-    become JSON.
+    """Convert rows to columns. A column of text, or of numbers of one type, is unchanged; all
+    others become JSON.
     """
     from datasets import Dataset
 
@@ -352,7 +347,7 @@ def _row(line: bytes, where: str) -> Row:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ValueError(
-            f"{where} must be one JSON object a line, got {line[:80]!r} ({error}): fix that line."
+            f"{where} must be one JSON object per line, got {line[:80]!r} ({error}): fix that line."
         ) from error
     if not isinstance(row, dict):
         raise ValueError(
@@ -376,7 +371,7 @@ def _encodable(row: Row, where: str) -> Row:
 
 
 def _json(path: Path) -> Iterator[tuple[int | None, Row]]:
-    """Yield the rows of a json file: a list of objects, one object, or one object a line."""
+    """Yield the rows of a json file: a list of objects, one object, or one object per line."""
     text = path.read_bytes().removeprefix(BOM_UTF8)
     try:
         whole = json.loads(text)
@@ -398,7 +393,7 @@ def _json(path: Path) -> Iterator[tuple[int | None, Row]]:
 
 
 def _csv(path: Path) -> Iterator[tuple[int | None, Row]]:
-    """Yield the rows of a csv file with a header. A value is text, a missing one None."""
+    """Yield the rows of a csv file with a header. Values are text; missing ones are None."""
     line = 1
     try:
         text = path.read_bytes().removeprefix(BOM_UTF8).decode()
@@ -406,12 +401,14 @@ def _csv(path: Path) -> Iterator[tuple[int | None, Row]]:
         reader = csv.reader(io.StringIO(text, newline=""), strict=True)
         names = next(reader, [])
         if len(set(names)) < len(names):
-            raise ValueError(f"got a name twice among {names}")
+            raise ValueError(f"got duplicate names in {names}")
         for fields in reader:
             line = reader.line_num - sum(field.count("\n") for field in fields)
             end = reader.line_num
             if fields and len(fields) != len(names):
-                raise ValueError(f"got {len(fields)} fields, and its first line {len(names)} names")
+                raise ValueError(
+                    f"got {len(fields)} fields, but its first line has {len(names)} names"
+                )
             if fields:
                 yield line, {name: field or None for name, field in zip(names, fields, strict=True)}
             line = end + 1
@@ -427,7 +424,7 @@ def _csv(path: Path) -> Iterator[tuple[int | None, Row]]:
         ) from error
 
 
-# Each yields the line of a row, where it has one, and the row.
+# Each yields rows with their line, or None.
 _READERS: dict[str, Callable[[Path], Iterator[tuple[int | None, Row]]]] = {
     ".jsonl": _lines,
     ".json": _json,

@@ -1,18 +1,18 @@
-"""``WithEnvironment``: a task whose dialogs are played by environments, objects with a state, one
-for each dialog.
+"""``WithEnvironment``: a task whose dialogs are played by environments, one stateful object per
+dialog.
 
-An environment class is one written for TRL (``environment_factory``) or, if it has ``step(self,
-response)``, a text game in Gymnasium's terms. It is constructed without arguments, and any method
-may be an ``async def``:
+An environment class has TRL's form (``environment_factory``) or, if it has ``step(self,
+response)``, is a text game in Gymnasium's terms. It is constructed without arguments, and any
+method may be an ``async def``:
 
-- ``reset(self, **columns)`` gets the columns of the problem that it names. It returns the first
-  observation, a text that is appended to the user's message, or None.
+- ``reset(self, **columns)`` gets the columns of the problem that its arguments name. It returns the
+  first observation, which is appended to the user message, or None.
 - ``step(self, response)`` makes the class a text game. It returns (observation, reward, done), and
   is also called for a response that a token limit cut off; ``step(self, response, truncated)`` gets
   that as an argument.
-- Without ``step``, other public methods are tools that the policy may call. Type hints and
-  docstring are their schema.
-- ``get_reward(self)``, of a class with tools, returns the reward of the dialog, a number.
+- Without ``step``, other public methods are tools that the policy may call. Their schemas come from
+  type hints and docstrings.
+- ``get_reward(self)``, in a class with tools, returns the reward of the dialog, a number.
 - ``close(self)``, if there is one, is called at the end.
 """
 
@@ -29,7 +29,7 @@ from typing import Any
 
 from torchrl_grpo.checks import check_reward
 from torchrl_grpo.errors import InvalidRewardError
-from torchrl_grpo.host.event_loop import settled
+from torchrl_grpo.host.event_loop import wait_for_result
 from torchrl_grpo.tasks.base import Dialog, Message, Problem, Score, Task, Turn, WrappedTask
 from torchrl_grpo.tasks.instances import Instance
 from torchrl_grpo.tasks.with_rewards import Rewards
@@ -37,30 +37,30 @@ from torchrl_grpo.tools import Toolbox, tool_message
 from torchrl_grpo.tools.toolbox import Parser, parse_tool_calls
 
 COLUMN = "environment"
-"""Column that says which of several environments a problem is for."""
+"""Column that names a problem's environment among several."""
 _NO_TOOLS = ("reset", "get_reward", "close")
-_MOST_STUCK = 16
-"""Environments whose methods never returned, after which their process is replaced."""
+_MAX_STUCK = 16
+"""Number of environments with hanging methods after which the process is replaced."""
 
 
 class Kind:
     """A class of environments.
 
     Attributes:
-        name: of the class.
-        steps: whether it is a text game.
+        name: name of the class.
+        steps: whether the class is a text game.
         takes_truncated: whether its step has the argument ``truncated``.
-        toolbox: the tools of a dialog; those that are methods wait for an instance.
+        toolbox: tools of a dialog; methods are bound once there is an instance.
 
     Args:
-        make: the class, or what makes an instance as it does.
-        tools: functions that the policy may call besides.
-        parser: finds calls in the policy's text.
-        field: what messages call the class.
+        make: the class, or a function that makes an instance.
+        tools: further functions that the policy may call.
+        parser: function that finds calls in the policy's text.
+        field: config key of the class, for messages.
 
     Raises:
-        ValueError: it is no class, has no ``reset``, or no tool and no ``step``; or a tool is not
-            described.
+        ValueError: it is not a class, has no ``reset``, has neither tools nor ``step``, or a tool
+            lacks a description.
     """
 
     def __init__(
@@ -72,14 +72,14 @@ class Kind:
     ) -> None:
         cls = inspect.unwrap(make)
         if not isinstance(cls, type):
-            raise ValueError(f"{field}={cls!r:.80} must be a class: name the class itself.")
+            raise ValueError(f"{field}={cls!r:.80} must be a class: pass the class itself.")
         self.make = make
         self.name = cls.__name__
         where = f"{field}={self.name}"
         reset = getattr(cls, "reset", None)
         if not callable(reset):
             raise ValueError(
-                f"{where} must have reset(self, **columns): write it, it may return None."
+                f"{where} must have reset(self, **columns): add it; it may return None."
             )
         self._reset = inspect.signature(reset).parameters
         step = getattr(cls, "step", None)
@@ -94,70 +94,73 @@ class Kind:
         self._methods = [] if self.steps else [name for name in names if name not in _NO_TOOLS]
         if self.steps and tools:
             raise ValueError(
-                f"env.tools must be left out with {where}, a text game reads responses: use one of "
-                "them."
+                f"env.tools must be left out with {where}, because a text game reads responses: "
+                "use one of them."
             )
         if not (self.steps or self._methods):
             raise ValueError(
                 f"{where} must have step(self, response) or public methods, which are the policy's "
-                "tools, it has none: write one."
+                "tools, but it has none: add one."
             )
-        bare: Any = object.__new__(cls)  # only to see the methods as the policy does, without self
-        schemas = Toolbox([*tools, *(getattr(bare, name) for name in self._methods)], parser)
-        self.toolbox = schemas.replaced({function.__name__: function for function in tools})
+        unbound: Any = object.__new__(
+            cls
+        )  # only to see the methods without self, as the policy does
+        schemas = Toolbox([*tools, *(getattr(unbound, name) for name in self._methods)], parser)
+        self.toolbox = schemas.with_functions({function.__name__: function for function in tools})
 
     def arguments(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """Return the columns that ``reset`` gets: all, or those that it names.
 
         Raises:
-            ValueError: it needs a column that there is not.
+            ValueError: it needs a column that does not exist.
         """
-        named = [p for name, p in self._reset.items() if name != "self"]
+        parameters = [p for name, p in self._reset.items() if name != "self"]
         by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         missing = [
             p.name
-            for p in named
+            for p in parameters
             if p.default is p.empty and p.kind in by_name and p.name not in columns
         ]
         if missing:
             raise ValueError(
-                f"reset of the environment {self.name} needs {' and '.join(missing)}, the columns "
-                f"are {sorted(columns)}: name one of them, or give it a default."
+                f"reset of the environment {self.name} needs {' and '.join(missing)}, but the "
+                f"columns are {sorted(columns)}: use one of these names, or set a default."
             )
-        every = any(p.kind is p.VAR_KEYWORD for p in named)
-        return {name: value for name, value in columns.items() if every or name in self._reset}
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        return {name: value for name, value in columns.items() if takes_all or name in self._reset}
 
     def outcome(self, environment: Any) -> tuple[float | None, bool]:
-        """Return the reward of the policy's latest turn, None without one, and whether the
-        environment, one with tools, ended the dialog."""
+        """Return the reward of the policy's latest turn, None without one, and whether an
+        environment with tools ended the dialog.
+        """
         return None, False
 
     def tools_of(self, environment: Any) -> Toolbox:
         """Return the tools of a dialog, with the methods of its environment."""
         methods = {name: getattr(environment, name) for name in self._methods}
-        return self.toolbox.replaced(self.toolbox.functions | methods)
+        return self.toolbox.with_functions(self.toolbox.functions | methods)
 
 
 class WithEnvironment(WrappedTask):
-    """Another task's problems, each dialog of which is played by an environment of its own.
+    """Another task's problems, with an environment for each dialog.
 
-    Each environment lives in a thread of its own. Its reward is the sum over its steps, or the
-    result of ``get_reward``; rewards of reward functions are added. A dialog is correct if the
-    environment's reward is at least 1 or, if it has none, by the reward functions. Tool calls of
-    the last turn are run too, because the reward may depend on them.
+    Each environment lives in its own thread. Its reward is the sum over its steps, or the result of
+    ``get_reward``; rewards of reward functions are added. A dialog is correct if the environment's
+    reward is at least 1 or, if it has none, by the reward functions. Tool calls in the last turn
+    are run too, because the reward may depend on them.
 
     Args:
-        task: the other one.
-        kinds: the classes by their name in the problem's column ``environment``; a single one has
-            the name ``""``.
+        task: the other task.
+        kinds: the classes by their name in the column ``environment``; a single one has the name
+            ``""``.
 
     Keyword Args:
-        rewards: reward functions; they get ``environments``, a list with the dialog's own.
-        judged: whether only the other task scores the dialogs.
-        at_a_time: dialogs that are played concurrently.
+        rewards: reward functions, which get ``environments``, a list of the dialog's environment.
+        judged: whether the other task alone scores the dialogs.
+        at_a_time: number of dialogs played concurrently.
 
     Raises:
-        ValueError: nothing gives a reward, or ``reset`` needs a column that there is not.
+        ValueError: nothing returns a reward.
 
     >>> class Guess:
     ...     def reset(self, seed):
@@ -204,36 +207,37 @@ class WithEnvironment(WrappedTask):
         for kind in kinds.values():
             if not judged and rewards is None and not kind.owns_reward:
                 raise ValueError(
-                    f"env.environment={kind.name} needs env.reward, it has no get_reward(self): "
-                    "write one that returns the reward of the dialog, or name a reward function, "
-                    "which gets environments."
+                    f"env.environment={kind.name} needs env.reward, because it has no "
+                    "get_reward(self): add one that returns the reward of the dialog, or name a "
+                    "reward function, which gets environments."
                 )
         self._instances: dict[str, Instance] = {}
         self._stuck: list[Future[Turn]] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the environments of dialogs: they stay where they are."""
+        """Return the state without the environments of dialogs, which stay in their process."""
         return self.__dict__ | {"_instances": {}, "_stuck": []}
 
     def kind_of(self, problem: Problem) -> Kind:
-        """Return the class that a problem is for.
+        """Return the class for a problem.
 
         Raises:
-            ValueError: it names none of several.
+            ValueError: there are several, and the problem does not name one.
         """
         name = "" if "" in self.kinds else problem.extra.get(COLUMN)
         if name not in self.kinds:
             raise ValueError(
                 f"the column {COLUMN} must have one of the names in env.environment, "
-                f"{sorted(self.kinds)}, it has {name!r:.80}: fix the row, or name a class for it."
+                f"{sorted(self.kinds)}, but it has {name!r:.80}: fix the row, or add a class for "
+                "it."
             )
         return self.kinds[name]
 
     def check(self, problems: Sequence[Problem]) -> None:
-        """Refuse problems that no environment can be made for.
+        """Refuse problems without the columns that their environment needs.
 
         Raises:
-            ValueError: there is one.
+            ValueError: there are some.
         """
         for problem in problems:
             self.kind_of(problem).arguments(self._columns(problem))
@@ -250,9 +254,9 @@ class WithEnvironment(WrappedTask):
     ) -> list[Turn | Exception]:
         end = None if timeout_s is None else time.monotonic() + timeout_s
         futures = [self._start(dialog, timeout_s) for dialog in dialogs]
-        turns = [self._awaited(future, end, timeout_s) for future in futures]
+        turns = [self._wait(future, end, timeout_s) for future in futures]
         self._stuck = [future for future in self._stuck if not future.done()]
-        if len(self._stuck) >= _MOST_STUCK:  # there is a time limit in reward workers alone
+        if len(self._stuck) >= _MAX_STUCK:  # only reward workers have a time limit
             os._exit(os.EX_SOFTWARE)
         return turns
 
@@ -264,23 +268,24 @@ class WithEnvironment(WrappedTask):
         instance = self._instances.get(dialog.episode)
         if instance is None:
             raise RuntimeError(
-                f"the dialog {dialog.episode!r} must be opened before its first turn, it was not."
+                f"the dialog {dialog.episode!r} must be opened before its first turn, but it was "
+                "not."
             )
         return instance.call(partial(play, instance, dialog, timeout_s))
 
-    def _awaited(
+    def _wait(
         self, future: Future[Turn], end: float | None, timeout_s: float | None
     ) -> Turn | Exception:
         try:
             return future.result(None if end is None else max(0.0, end - time.monotonic()))
         except TimeoutError as error:
-            if end is None or time.monotonic() < end:  # it is the environment's own
+            if end is None or time.monotonic() < end:  # raised by the environment itself
                 return error
             if not future.done():
                 self._stuck.append(future)
             return InvalidRewardError(
-                f"an environment must answer within env.reward_timeout_s={timeout_s:g}, it did "
-                "not: use a larger one, or look for what it waits for.",
+                f"an environment must return within env.reward_timeout_s={timeout_s:g}, but it did "
+                "not: raise the limit, or find out what it waits for.",
                 "timeout",
             )
         except Exception as error:
@@ -297,15 +302,16 @@ class WithEnvironment(WrappedTask):
         kind = self.kind_of(dialog.problem)
         instance.environment = kind.make()
         arguments = kind.arguments(self._columns(dialog.problem))
-        observation = settled(instance.environment.reset(**arguments), timeout_s)
+        observation = wait_for_result(instance.environment.reset(**arguments), timeout_s)
         prompt = _prompt(dialog.messages, observation, kind.name)
         return Turn(prompt, None, tools=kind.toolbox.schemas)
 
     def _play(self, instance: Instance, dialog: Dialog, timeout_s: float | None) -> Turn:
-        kind, turn = self.kind_of(dialog.problem), Turn(None, None)
-        if kind.steps and len(instance.rewards) < len(
-            dialog.responses
-        ):  # else its answer found no room
+        kind = self.kind_of(dialog.problem)
+        turn = Turn(None, None)
+        # Otherwise its last observation did not fit into the context.
+        has_new_turn = len(instance.rewards) < len(dialog.responses)
+        if kind.steps and has_new_turn:
             turn = self._step(instance, kind, dialog, timeout_s)
         elif not kind.steps and dialog.finish_reason == "stop":
             turn = self._call(instance, kind, dialog, timeout_s)
@@ -317,30 +323,32 @@ class WithEnvironment(WrappedTask):
         self, instance: Instance, kind: Kind, dialog: Dialog, timeout_s: float | None
     ) -> Turn:
         options = {"truncated": dialog.finish_reason == "length"} if kind.takes_truncated else {}
-        result = settled(instance.environment.step(dialog.responses[-1], **options), timeout_s)
+        result = wait_for_result(
+            instance.environment.step(dialog.responses[-1], **options), timeout_s
+        )
         try:
             observation, value, done = result
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"step of the environment {kind.name} must return (observation, reward, done), it "
-                f"returned {result!r:.80} ({error}): return these three."
+                f"step of the environment {kind.name} must return (observation, reward, done), but "
+                f"it returned {result!r:.80} ({error}): return these three."
             ) from error
         reward = check_reward(value, f"the reward of a step of {kind.name}")
         if observation is None and not done:
             raise ValueError(
-                f"step of the environment {kind.name} must return an observation while the game "
-                "goes on, it returned None: return a text, or done=True."
+                f"step of the environment {kind.name} must return an observation unless the game "
+                "is over, but it returned None: return text, or done=True."
             )
         instance.rewards.append(reward)
-        return Turn(
-            None if done else [{"role": "user", "content": str(observation)}], None, {}, reward
-        )
+        messages = None if done else [{"role": "user", "content": str(observation)}]
+        return Turn(messages, None, {}, reward)
 
     def _call(
         self, instance: Instance, kind: Kind, dialog: Dialog, timeout_s: float | None
     ) -> Turn:
         toolbox = kind.tools_of(instance.environment)
-        calls, start = list(toolbox.calls(dialog.raw)), time.perf_counter()
+        calls = list(toolbox.calls(dialog.raw))
+        start = time.perf_counter()
         if not calls:
             return Turn(None, None)
         results = [(call.name, *toolbox.run(call)) for call in calls]
@@ -364,9 +372,8 @@ class WithEnvironment(WrappedTask):
         if kind.steps:
             own = sum(instance.rewards)
         elif kind.owns_reward:
-            own = check_reward(
-                settled(instance.environment.get_reward(), timeout_s), f"get_reward of {kind.name}"
-            )
+            value = wait_for_result(instance.environment.get_reward(), timeout_s)
+            own = check_reward(value, f"get_reward of {kind.name}")
         if self.rewards is None:
             assert own is not None
             return Score(own, own >= 1)
@@ -381,7 +388,7 @@ def _prompt(messages: Sequence[Message], observation: Any, name: str) -> list[Me
     """Return a problem's chat with the first observation at the end of the user's message."""
     if not isinstance(observation, str | None):
         raise TypeError(
-            f"reset of the environment {name} must return a text or None, it returned "
+            f"reset of the environment {name} must return text or None, but it returned "
             f"{observation!r:.80}."
         )
     *before, last = messages
@@ -390,8 +397,8 @@ def _prompt(messages: Sequence[Message], observation: Any, name: str) -> list[Me
     content = f"{last['content']}{observation or ''}"
     if not content:
         raise ValueError(
-            f"reset of the environment {name} must return the first prompt where there is no data "
-            f"set, it returned {observation!r}: return a text, or give env.dataset or "
+            f"reset of the environment {name} must return the first prompt if there is no data "
+            f"set, but it returned {observation!r}: return text, or set env.dataset or "
             "env.prompt_template."
         )
     return [*before, {**last, "content": content}]

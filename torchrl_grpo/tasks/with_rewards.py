@@ -1,4 +1,4 @@
-"""A task scored by reward functions: built-in, user-defined, TRL's and verl's."""
+"""A task scored by reward functions: built-in, user-defined, or in TRL's or verl's form."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ class Rewards:
     """Scores a dialog by reward functions: a weighted sum of their parts.
 
     A function that returns a number has the part ``name``; one that returns a dict has the parts
-    ``name/entry``. None leaves a part out of the sum. The first function that applies decides
-    whether the dialog is correct: by its part ``correct``, which trains nothing, or by whether its
-    value (of a dict, the part ``reward`` or the first one) is at least 1.
+    ``name/entry``. A part that is None is left out of the sum. The first function that applies
+    decides whether the dialog is correct: by its part ``correct``, which is not part of the reward,
+    or by whether its value (of a dict, the part ``reward`` or the first part) is at least 1.
 
-    Functions that are ``async def`` run in an event loop of their own, one for the process. The
-    others run in the calling thread, one after the other.
+    Functions that are ``async def`` run in the process's event loop. Others run in the calling
+    thread, one after the other.
 
     Attributes:
         weights: see ``torchrl_grpo.rewards.spec.reward_weights``.
-        asynchronous: whether a function is an ``async def``; ``score_all`` is then faster with many
+        asynchronous: whether a function is ``async def``; ``score_all`` is then faster with many
             dialogs at a time.
 
     Args:
         functions: at least one.
-        weights: by name.
-        prompt_column: the column that the prompt came from; where it is a list of messages, TRL's
-            functions get chats.
+        weights: weights by name.
+        prompt_column: column of the prompt; if it has lists of messages, functions in TRL's form
+            get chats.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Rewards:
         """Refuse functions with an argument that is neither a column nor built-in.
 
         Args:
-            columns: of the data.
+            columns: columns of the data.
             has_answer: whether its problems have an answer.
             has_environment: whether environments play its dialogs.
 
@@ -88,45 +88,44 @@ class Rewards:
         """Return the score of a dialog.
 
         Raises:
-            ValueError: what a function returned is no reward, or none applies.
-            Exception: what a function raises.
+            ValueError: a function did not return a reward, or none applies.
+            Exception: raised by a function.
         """
         return self.start(dialog).result()
 
     def start(self, dialog: Dialog, timeout_s: float | None = None) -> Future[Score]:
-        """Begin to score a dialog; asynchronous functions continue after this returns.
+        """Start scoring a dialog; asynchronous functions continue after this returns.
 
         Args:
-            dialog: finished.
-            timeout_s: longest time for the asynchronous functions.
+            dialog: finished dialog.
+            timeout_s: timeout for the asynchronous functions.
 
         Returns:
-            the score, or what a function raised.
+            the score, or the exception that a function raised.
         """
-        done: Future[Score] = Future()
+        future: Future[Score] = Future()
         results: list[Any] = []
         try:
             for function in self.functions:
-                results.append(
-                    function.call(_facts(dialog, self.prompt_column), dialog.problem.extra)
-                )
+                arguments = _arguments(dialog, self.prompt_column)
+                results.append(function.call(arguments, dialog.problem.extra))
             if any(map(inspect.isawaitable, results)):
                 return asyncio.run_coroutine_threadsafe(
                     self._wait(results, timeout_s), event_loop()
                 )
-            done.set_result(self._score(results))
+            future.set_result(self._score(results))
         except (Exception, SystemExit) as error:
             for result in results:
                 if inspect.iscoroutine(result):
                     result.close()
-            done.set_exception(harmless(error))
-        return done
+            future.set_exception(harmless(error))
+        return future
 
     def score_all(
         self, dialogs: Iterable[Dialog], timeout_s: float | None = None
     ) -> list[Score | Exception]:
         """Return the scores of dialogs in order, or the errors; asynchronous functions run for all
-        at once.
+        dialogs at once.
         """
         futures = [self.start(dialog, timeout_s) for dialog in dialogs]
         return [
@@ -134,17 +133,17 @@ class Rewards:
         ]
 
     async def _wait(self, results: list[Any], timeout_s: float | None) -> Score:
-        waiting = [i for i, result in enumerate(results) if inspect.isawaitable(result)]
+        pending = [i for i, result in enumerate(results) if inspect.isawaitable(result)]
         try:
             async with asyncio.timeout(timeout_s) as limit:
-                values = await asyncio.gather(*(_guarded(results[i]) for i in waiting))
+                values = await asyncio.gather(*(_catch_exit(results[i]) for i in pending))
         except TimeoutError as error:
             if not limit.expired():
                 raise
             raise InvalidRewardError(
-                f"a reward must come within {timeout_s:g} s, none did.", "timeout"
+                f"a reward must be returned within {timeout_s:g} s, but it was not.", "timeout"
             ) from error
-        for i, result in zip(waiting, values, strict=True):
+        for i, result in zip(pending, values, strict=True):
             results[i] = result
         return self._score(results)
 
@@ -155,20 +154,20 @@ class Rewards:
             own = function.parts(result)
             parts |= own
             if correct is None:
-                correct = _correct(function.name, own)
-        weighted = {name: part_weight(name, parts, self.weights) for name in parts}
-        counted = [
-            weighted[name] * value
+                correct = _is_correct(function.name, own)
+        weights = {name: part_weight(name, parts, self.weights) for name in parts}
+        terms = [
+            weights[name] * value
             for name, value in parts.items()
-            if value is not None and weighted[name]
+            if value is not None and weights[name]
         ]
-        if not counted:
+        if not terms:
             raise InvalidRewardError(
-                f"one reward must apply to a response, none of {list(parts)} did: return a number "
-                "in one of them, with a weight that is not 0.",
+                f"one reward must apply to a response, but none of {list(parts)} did: return a "
+                "number in one of them, with a weight that is not 0.",
                 "none",
             )
-        return Score(sum(counted), bool(correct), parts)
+        return Score(sum(terms), bool(correct), parts)
 
 
 def make_rewards(
@@ -180,10 +179,10 @@ def make_rewards(
         spec: a function's name (see ``load_function``) or the function; ``{fn, weight, name,
             ...options}``; or a list.
         prompt_column: see ``Rewards``.
-        field: what the user who wrote the spec calls it.
+        field: config key of the spec, for messages.
 
     Raises:
-        ValueError: the spec is not as it must be, or a function cannot be loaded.
+        ValueError: the spec is malformed, or a function cannot be loaded.
 
     >>> from torchrl_grpo.tasks.base import Problem
     >>> rewards = make_rewards([{"fn": "gsm8k", "weight": 0.9}, {"fn": "number", "weight": 0.1}])
@@ -204,8 +203,8 @@ class WithRewards(WrappedTask):
     """Another task's problems, scored by reward functions.
 
     Args:
-        task: the other one.
-        rewards: what scores a dialog.
+        task: the other task.
+        rewards: reward functions that score a dialog.
 
     >>> from torchrl_grpo.tasks.arithmetic import ArithmeticTask
     >>> from torchrl_grpo.tasks.base import Problem
@@ -237,18 +236,17 @@ class WithRewards(WrappedTask):
         return with_scores(dialogs, turns, lambda done: self.rewards.score_all(done, timeout_s))
 
 
-def _facts(dialog: Dialog, prompt_column: str) -> dict[str, Any]:
-    problem, response = dialog.problem, dialog.responses[-1]
+def _arguments(dialog: Dialog, prompt_column: str) -> dict[str, Any]:
+    problem = dialog.problem
+    response = dialog.responses[-1]
     turn: Message = {"role": "assistant", "content": response}
     chat = problem.extra.get(prompt_column)
-    asked: Sequence[Message] = (
+    prompt: Sequence[Message] = (
         chat if isinstance(chat, list) else [{"role": "user", "content": problem.query}]
     )
-    messages = list(dialog.messages) or [*asked, turn]
-    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"][
-        -len(dialog.responses) :
-    ]
-    start = turns[0] if turns else len(messages) - 1
+    messages = list(dialog.messages) or [*prompt, turn]
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    start = turns[-len(dialog.responses) :][0] if turns else len(messages) - 1
     environment = {} if dialog.environment is None else {"environments": [dialog.environment]}
     return environment | {
         "response": response,
@@ -265,15 +263,15 @@ def _facts(dialog: Dialog, prompt_column: str) -> dict[str, Any]:
     }
 
 
-async def _guarded(result: Awaitable[Any]) -> Any:
+async def _catch_exit(result: Awaitable[Any]) -> Any:
     try:
         return await result
     except (SystemExit, KeyboardInterrupt) as error:  # they would end the event loop
         raise harmless(error) from None
 
 
-def _correct(name: str, parts: Mapping[str, float | None]) -> bool | None:
-    """Whether a function's result is correct, None if it does not apply."""
+def _is_correct(name: str, parts: Mapping[str, float | None]) -> bool | None:
+    """Return whether a function's result is correct; None if it does not apply."""
     if f"{name}/{CORRECT}" in parts:
         value = parts[f"{name}/{CORRECT}"]
         return None if value is None else value > 0

@@ -19,15 +19,14 @@ class SetsOfProblems(MixedProblems):
 
 
 class WithTests(MixedTask):
-    """A task in all but its test split: each test set's problems are there too, put, answered and
-    scored by its task.
+    """A task whose test split also has the problems of test sets, which are handled by their own
+    tasks.
 
-    The order of the task's own test problems stays as it is without the test sets; one of each
-    comes in turn.
+    The task's own test problems keep their order; the problems of all sets alternate.
 
     Args:
-        task: the task. If it has no test split, the test sets are all that is tested.
-        tests: the test sets by name, which their problems have as ``Problem.dataset``.
+        task: the task. If it has no test split, only the test sets are tested.
+        tests: test sets by name, which becomes ``Problem.dataset`` of their problems.
 
     >>> from torchrl_grpo.tasks.arithmetic import ArithmeticTask
     >>> task = WithTests(ArithmeticTask(1), {"hard": ArithmeticTask(3)})
@@ -39,7 +38,8 @@ class WithTests(MixedTask):
     def __init__(self, task: Task, tests: Mapping[str, Task]) -> None:
         super().__init__([task, *tests.values()], [1.0] * (len(tests) + 1), ["", *tests])
         self.task = task
-        self.name, self.part_weights = task.name, task.part_weights
+        self.name = task.name
+        self.part_weights = task.part_weights
 
     def problems(self, split: Split) -> Sequence[Problem]:
         """Return the problems of a split; ``"test"`` includes those of each test set."""
@@ -48,7 +48,7 @@ class WithTests(MixedTask):
         try:
             own = self.task.problems(split)
         except UnknownSplitError as error:
-            _log.info(f"Only the test sets of evaluation.datasets are tested: {error}.")
+            _log.info(f"Only the test sets of evaluation.datasets are used: {error}.")
             own = ()
         sets = [task.problems(split) for name, task in self.tasks.items() if name]
         return SetsOfProblems([own, *sets], list(self.tasks), None)

@@ -1,4 +1,4 @@
-"""``Python``: the built-in tool ``python``, which runs code in a sandbox and remembers a dialog's
+"""``Python``: the built-in tool ``python``, which runs code in a sandbox and keeps a dialog's
 variables.
 """
 
@@ -13,13 +13,13 @@ _SECONDS = 10.0
 
 
 class Python:
-    """Tool of one dialog: an environment whose only method runs code.
+    """Tool of one dialog: an environment whose method runs code.
 
     Args:
-        sandbox: ``"strict"`` runs nothing where there are limits alone.
+        sandbox: ``"strict"`` refuses to run code with limits alone.
 
     Raises:
-        RuntimeError: ``sandbox="strict"`` where there is no sandbox.
+        RuntimeError: ``sandbox="strict"``, but this machine has no sandbox.
 
     >>> tool = Python()
     >>> tool.python("numbers = [3, 4]"), tool.python("sum(numbers)")
@@ -32,7 +32,7 @@ class Python:
         self._session = Session(Limits(seconds=_SECONDS))
 
     def reset(self, **columns: Any) -> None:
-        """Leave the prompt as it is."""
+        """Leave the prompt unchanged."""
 
     def python(self, code: str) -> str:
         """Runs Python code and returns what it prints, or the value of its last line. Variables

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchrl_grpo.host.event_loop import settled
+from torchrl_grpo.host.event_loop import wait_for_result
 
 _MAX_RESULT_CHARACTERS = 8192
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.S)
@@ -31,7 +31,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class ToolCall:
-    """Call as the policy wrote it; ``error`` is why it cannot be parsed."""
+    """Tool call as the policy wrote it; ``error`` says why it cannot be parsed."""
 
     name: str
     arguments: Any
@@ -43,12 +43,12 @@ Parser = Callable[[str], Sequence[ToolCall]]
 
 
 def parse_tool_calls(text: str) -> list[ToolCall]:
-    r"""Parse calls in the forms of Hermes and Qwen, Mistral, and Llama 3.
+    r"""Parse tool calls in the forms of Hermes and Qwen, Mistral, and Llama 3.
 
     Args:
         text: the policy's turn with its special tokens.
 
-    >>> parse_tool_calls('<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>')
+    >>> parse_tool_calls('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>')
     [ToolCall(name='add', arguments={'a': 1}, error='')]
     >>> parse_tool_calls('[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]</s>')
     [ToolCall(name='add', arguments={'a': 1}, error='')]
@@ -102,8 +102,8 @@ class Toolbox:
     """Functions that the policy may call.
 
     Args:
-        functions: plain or ``async``; signature and docstring (with ``Args:``) become the schema,
-            which is ``transformers.utils.get_json_schema``'s.
+        functions: plain or ``async`` functions; ``transformers.utils.get_json_schema`` derives the
+            schema from the signature and the docstring (with ``Args:``).
         parser: finds the calls in the policy's text.
 
     Attributes:
@@ -134,8 +134,8 @@ class Toolbox:
             )
         self.calls = parser
 
-    def replaced(self, functions: Mapping[str, Callable[..., Any]]) -> Toolbox:
-        """Return the same tools with other functions by name, such as methods of an object."""
+    def with_functions(self, functions: Mapping[str, Callable[..., Any]]) -> Toolbox:
+        """Return the same tools with other functions by name, such as an object's methods."""
         other = copy.copy(self)
         other.functions = dict(functions)
         return other
@@ -146,7 +146,7 @@ class Toolbox:
         if problem:
             return f"error: {problem}", False
         try:
-            result = settled(self.functions[call.name](**call.arguments))
+            result = wait_for_result(self.functions[call.name](**call.arguments))
             if not isinstance(result, str):
                 result = json.dumps(result, ensure_ascii=False, default=str)
         except (Exception, SystemExit) as error:
@@ -170,13 +170,13 @@ class Toolbox:
             if name not in known:
                 return f"{call.name} has no argument {name!r:.100}, it has {sorted(known)}"
             if not _fits(value, known[name]):
-                return f"the argument {name} of {call.name} must be {_wanted(known[name])}"
+                return f"the argument {name} of {call.name} must be {_expected_type(known[name])}"
         return ""
 
 
 def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
-    """Return whether an argument, with the items of a list and the values of an object, has its
-    schema's types.
+    """Return whether an argument, including the items of a list and the values of an object, has
+    the types of its schema.
     """
     if value is None and schema.get("nullable"):
         return True
@@ -201,7 +201,7 @@ def _types(schema: Mapping[str, Any]) -> list[str]:
     return [types] if isinstance(types, str) else list(types)
 
 
-def _wanted(schema: Mapping[str, Any]) -> str:
+def _expected_type(schema: Mapping[str, Any]) -> str:
     if "enum" in schema:
         return f"one of {schema['enum']}"
     types = [
@@ -228,12 +228,12 @@ def _schema(function: Callable[..., Any]) -> dict[str, Any]:
     name = function.__name__
     doc = inspect.getdoc(function) or ""
     names = [re.escape(parameter) for parameter in inspect.signature(function).parameters]
-    described = doc
-    if names and re.search(r"\S[ \t]+Args:[ \t]", doc):  # all of it in one line
+    full_doc = doc
+    if names and re.search(r"\S[ \t]+Args:[ \t]", doc):  # all in one line
         before, _, after = doc.partition("Args:")
         parts = re.sub(rf"\s*\b({'|'.join(names)}):", r"\n    \1:", after)
-        described = f"{before.strip()}\n\nArgs:{parts}\n"
-    twin = _with_doc(function, described)
+        full_doc = f"{before.strip()}\n\nArgs:{parts}\n"
+    twin = _with_doc(function, full_doc)
     try:
         schema: dict[str, Any] = get_json_schema(twin)
     except Exception as error:

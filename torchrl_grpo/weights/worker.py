@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchrl_grpo.host.processes import die_with_parent, show_stack_when_asked
+from torchrl_grpo.host.processes import die_with_parent, enable_stack_dump
 from torchrl_grpo.weights.ipc import opened
 
 OBJECT_STORE = "object_store"
@@ -139,7 +139,7 @@ class WeightSyncExtension:
 
     def finish_setup(self) -> None:
         """Finish the worker's setup, after all workers have connected."""
-        show_stack_when_asked()
+        enable_stack_dump()
         unname_queues()
 
 

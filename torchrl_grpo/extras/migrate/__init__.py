@@ -1,5 +1,6 @@
-"""Migration: configs of TRL, verl, AReaL, prime-rl and TorchRL's GRPO script in terms of ours.
+"""Migration: translates configs of TRL, verl, AReaL, prime-rl and TorchRL's GRPO script into ours.
 
-``readers`` and ``scripts`` make flat settings of a file, the ``.toml`` files say what each key is
-here, ``translation`` and ``sizes`` apply them, and ``__main__`` prints. Nothing of a file is run.
+``readers`` and ``scripts`` turn a file into flat settings, the ``.toml`` files define the
+equivalent of each key, ``translation`` and ``sizes`` apply them, and ``command`` prints. No file is
+ever run.
 """

@@ -4,7 +4,7 @@
     python -m torchrl_grpo.migrate run_qwen2-7b_math.sh
     python -m torchrl_grpo.migrate gsm8k_grpo.yaml
 
-Below it stands what means something else and what has no counterpart. The file is read, never run.
+Below it are the keys that have a different meaning or no equivalent. The file is read, never run.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torchrl_grpo.extras.migrate.tables import NAMES, SET_ME, read_table
 from torchrl_grpo.extras.migrate.translation import Translation, translate
 
 _PLAIN = re.compile(r"[\w./:+\-@]+|[\w.]+\$(HOME|PWD)[\w./:+\-@]*")
-_PLACE = re.compile(r"\$(HOME|PWD)\b")
-_NO_TEXT = re.compile(r"true|false|null|none|nan|inf|[-+.\d][\d.e+\-_]*", re.IGNORECASE)
+_FOLDER_VARIABLE = re.compile(r"\$(HOME|PWD)\b")
+_NOT_TEXT = re.compile(r"true|false|null|none|nan|inf|[-+.\d][\d.e+\-_]*", re.IGNORECASE)
 
 
 def main(
@@ -34,13 +34,15 @@ def main(
     """Print the command line for a file, and what it cannot express.
 
     Args:
-        arguments: of the command line; by default this process'.
+        arguments: arguments on the command line; by default this process's.
         file: where to print; standard output by default.
-        width: columns; those of the terminal by default.
+        width: columns; by default those of the terminal.
     """
     parser = argparse.ArgumentParser(
         "python -m torchrl_grpo.migrate",
-        description="Prints the command line that makes the same run as a config of another library.",
+        description=(
+            "Prints the command line that makes the same run as a config of another library."
+        ),
         epilog="FILE is "
         + "; ".join(read_table(name).what.replace("`", "") for name in NAMES)
         + ".",
@@ -49,54 +51,59 @@ def main(
         "file", metavar="FILE", type=Path, help="a config of another library; it is read, never run"
     )
     parser.add_argument("--devices", type=_count, metavar="N", help="TRL: processes of the run (1)")
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        made = translate(read(asked.file), str(asked.file), asked.devices)
+        translation = translate(read(options.file), str(options.file), options.devices)
     except ValueError as error:
         parser.exit(2, f"error: {error}\n")
-    (file or sys.stdout).write(report(made, width or shutil.get_terminal_size().columns))
+    (file or sys.stdout).write(report(translation, width or shutil.get_terminal_size().columns))
 
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be a whole number of at least 1")
+        raise argparse.ArgumentTypeError(f"{text} must be an integer of at least 1")
     return int(text)
 
 
-def report(made: Translation, width: int) -> str:
-    """Return the text that is printed about a translation."""
-    parts = [" \\\n    ".join(command(made)) + "\n"]
+def report(translation: Translation, width: int) -> str:
+    """Return the text to print for a translation."""
+    parts = [" \\\n    ".join(command(translation)) + "\n"]
     lines = {
-        f"Set these ({SET_ME} above): the file does not give their values": _lines(made.unset),
-        f"Different meaning in {made.table.title}": [*_lines(made.differs), *made.table.differs],
-        "No equivalent": _lines(made.lacks),
-        "Ignored: not relevant here": [
-            f"{why}: {', '.join(keys)}" for why, keys in made.ignored.items()
+        f"Set these ({SET_ME} above): the file does not give their values": _lines(
+            translation.unset
+        ),
+        f"Different meaning in {translation.table.title}": [
+            *_lines(translation.differs),
+            *translation.table.differs,
         ],
-        "Unknown keys: check these yourself": [", ".join(made.unknown)],
+        "No equivalent": _lines(translation.lacks),
+        "Ignored: not relevant here": [
+            f"{why}: {', '.join(keys)}" for why, keys in translation.ignored.items()
+        ],
+        "Unknown keys: check these yourself": [", ".join(translation.unknown)],
     }
     for title, texts in lines.items():
         if any(texts):
-            parts += [f"\n{title}\n", *(_wrapped(text, width) for text in texts)]
+            parts += [f"\n{title}\n", *(_wrap(text, width) for text in texts)]
     return "".join(parts)
 
 
-def command(made: Translation) -> list[str]:
+def command(translation: Translation) -> list[str]:
     """Return the words of the command line, quoted for a shell."""
-    script = "grpo-async.py" if made.asynchronous else "grpo.py"
+    script = "grpo-async.py" if translation.asynchronous else "grpo.py"
     return [
         f"python sota/grpo/{script}",
-        *(_quoted(f"{key}={_text(value)}") for key, value in made.overrides.items()),
+        *(_quote(f"{key}={_text(value)}") for key, value in translation.overrides.items()),
     ]
 
 
-def _quoted(word: str) -> str:
+def _quote(word: str) -> str:
     """Quote a word for the shell, which still expands ``$HOME``."""
     if _PLAIN.fullmatch(word.replace("=", "")):
         return word
-    return (
-        '"' + re.sub(r'(["`\\])', r"\\\1", word) + '"' if _PLACE.search(word) else shlex.quote(word)
-    )
+    if _FOLDER_VARIABLE.search(word):
+        return '"' + re.sub(r'(["`\\])', r"\\\1", word) + '"'
+    return shlex.quote(word)
 
 
 def _text(value: Any) -> str:
@@ -104,12 +111,12 @@ def _text(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {_text(one)}" for key, one in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {_text(entry)}" for key, entry in value.items()) + "}"
     if isinstance(value, list):
-        return "[" + ",".join(_text(one) for one in value) + "]"
+        return "[" + ",".join(map(_text, value)) + "]"
     text = re.sub(r"^~(?=/)", "$HOME", str(value))
     plain = isinstance(value, int | float) or (
-        re.fullmatch(r"[\w./+\-$@%:]+", text) and not _NO_TEXT.fullmatch(text)
+        re.fullmatch(r"[\w./+\-$@%:]+", text) and not _NOT_TEXT.fullmatch(text)
     )
     if plain:
         return text
@@ -121,7 +128,7 @@ def _lines(notes: Mapping[str, str]) -> list[str]:
     return [f"{key}: {text}" for key, text in notes.items()]
 
 
-def _wrapped(text: str, width: int) -> str:
+def _wrap(text: str, width: int) -> str:
     return textwrap.fill(text, max(width, 40), initial_indent="  ", subsequent_indent="    ") + "\n"
 
 

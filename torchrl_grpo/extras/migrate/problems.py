@@ -1,4 +1,4 @@
-"""Data and rewards of other libraries in terms of ours."""
+"""Translation of other libraries' data and rewards."""
 
 from __future__ import annotations
 
@@ -31,28 +31,27 @@ _OPEN_R1_REWARDS = {
 
 
 def problems(
-    asked: Quantities, source: str, differs: Note, unset: Note, *, scored: bool = True
+    quantities: Quantities, source: str, differs: Note, unset: Note, *, scored: bool = True
 ) -> dict[str, Any]:
     """Return ``env.dataset`` and ``env.reward``, and no evaluation if nothing names the test
     problems.
 
     Args:
         asked: the quantities.
-        source: the file that was read, for functions that are defined in it.
-        differs: called with what means something else here.
-        unset: called with a key of ours whose value the file does not tell, and why.
+        source: the file, for functions that are defined in it.
+        differs: called with keys that have a different meaning here.
+        unset: called with keys of ours whose values the file does not contain, and why.
         scored: whether the run scores responses.
     """
-    if "train_files" in asked:
-        return _files(asked, differs, unset)
-    name = str(asked.get("dataset", ""))
-    if "environments" in asked:
-        name = next(
-            (found for found in map(_task, asked["environments"]) if found in _BUILT_IN), ""
-        )
-    known = _BUILT_IN.get(name)
-    ours: dict[str, Any] = {"env.dataset": known or name}
-    if known:
+    if "train_files" in quantities:
+        return _files(quantities, differs, unset)
+    name = str(quantities.get("dataset", ""))
+    if "environments" in quantities:
+        tasks = map(_task, quantities["environments"])
+        name = next((task for task in tasks if task in _BUILT_IN), "")
+    builtin = _BUILT_IN.get(name)
+    ours: dict[str, Any] = {"env.dataset": builtin or name}
+    if builtin:
         ours |= {"env.dataset_config": None, "env.train_split": None, "env.test_split": None}
     if not name:
         ours["evaluation.num_prompts"] = 0
@@ -60,19 +59,21 @@ def problems(
             "env.dataset",
             "the data is not in the file (docs/data.md); until then evaluation.num_prompts=0",
         )
-    if (test := asked.get("test_dataset")) and test != asked.get("dataset"):
+    if (test := quantities.get("test_dataset")) and test != quantities.get("dataset"):
         differs(
             "env.test_split",
-            f"the test split of the data is taken: evaluation.datasets=[{{dataset: {test}}}] adds it",
+            f"the test split of the data is taken: evaluation.datasets=[{{dataset: {test}}}] adds "
+            "it",
         )
-    if "rewards" in asked:
-        ours["env.reward"] = _rewards(asked, source, unset)
-    elif "reward_model" in asked:
-        ours["env.reward"] = [{"fn": "reward_model", "model": asked["reward_model"]}]
-    elif known:
+    if "rewards" in quantities:
+        ours["env.reward"] = _rewards(quantities, source, unset)
+    elif "reward_model" in quantities:
+        ours["env.reward"] = [{"fn": "reward_model", "model": quantities["reward_model"]}]
+    elif builtin:
         differs(
             "env.reward",
-            f"our reward of {known} is taken, which may score otherwise than theirs (docs/rewards.md)",
+            f"our reward of {builtin} is taken, which may score otherwise than theirs "
+            "(docs/rewards.md)",
         )
     elif scored:
         unset("env.reward", "the reward is not in the file (docs/rewards.md)")
@@ -80,7 +81,7 @@ def problems(
 
 
 def _task(environment: Any) -> str:
-    """The name of a verifiers environment's task set."""
+    """Return the name of a verifiers environment's taskset."""
     if not isinstance(environment, dict):
         return ""
     inner = environment.get("env", environment)
@@ -91,24 +92,24 @@ def _task(environment: Any) -> str:
     )
 
 
-def _rewards(asked: Quantities, source: str, unset: Note) -> Any:
-    """TRL's functions by name: a name alone is one of the script's, or one of TRL's where a yaml
-    gives it.
+def _rewards(quantities: Quantities, source: str, unset: Note) -> Any:
+    """Translate TRL's functions: a plain name is a function of the script or, in a yaml file, of
+    TRL.
     """
-    given = asked["rewards"]
-    several = given if isinstance(given, list) else [given]
-    weights = asked.get("reward_weights") or [1.0] * len(several)
-    named = [_function(one, source, unset) for one in several]
+    value = quantities["rewards"]
+    names = value if isinstance(value, list) else [value]
+    weights = quantities.get("reward_weights") or [1.0] * len(names)
+    functions = [_function(name, source, unset) for name in names]
     entries = [
         {"fn": name, "weight": weight} if weight != 1 else name
-        for name, weight in zip(named, weights, strict=False)
+        for name, weight in zip(functions, weights, strict=False)
     ]
     return entries if len(entries) > 1 or not isinstance(entries[0], str) else entries[0]
 
 
 def _function(name: Any, source: str, unset: Note) -> str:
     if isinstance(name, Unknown):
-        unset("env.reward", f"{name} is known only when the file runs: give file.py:function")
+        unset("env.reward", f"{name} is known only when the file runs: set file.py:function")
         return SET_ME
     if ":" in name:
         return str(name)
@@ -122,37 +123,39 @@ def _function(name: Any, source: str, unset: Note) -> str:
         return ":".join(name.rsplit(".", 1))
     unset(
         "env.reward",
-        f"{name} is no function of a name, it is made with arguments: give file.py:function",
+        f"{name} is not a plain function but is made with arguments: set file.py:function",
     )
     return SET_ME
 
 
-def _files(asked: Quantities, differs: Note, unset: Note) -> dict[str, Any]:
-    """verl's files: a folder where train and test lie side by side."""
-    train, test = (
-        [PurePosixPath(str(one)) for one in (value if isinstance(value, list) else [value])]
-        for value in (asked["train_files"], asked.get("test_files") or [])
-    )
+def _paths(value: Any) -> list[PurePosixPath]:
+    files = value if isinstance(value, list) else [value]
+    return [PurePosixPath(str(file)) for file in files]
+
+
+def _files(quantities: Quantities, differs: Note, unset: Note) -> dict[str, Any]:
+    """Translate verl's files: to a folder if it has both train and test."""
+    train = _paths(quantities["train_files"])
+    test = _paths(quantities.get("test_files") or [])
     folders = {path.parent for path in test if path.stem == "test"}
-    whole = [path.stem == "train" and path.parent in folders for path in train]
-    names = [str(path.parent if both else path) for path, both in zip(train, whole, strict=True)]
+    has_test = [path.stem == "train" and path.parent in folders for path in train]
+    names = [str(path.parent if both else path) for path, both in zip(train, has_test, strict=True)]
     ours: dict[str, Any] = {"env.dataset": names[0]}
     if len(names) > 1:
         ours = {"env.dataset": None, "env.datasets": [{"dataset": name} for name in names]}
-    if not all(whole):
+    if not all(has_test):
         ours["evaluation.num_prompts"] = 0
-        listed = ", ".join(f"{{dataset: {path}}}" for path in test)
+        test_sets = ", ".join(f"{{dataset: {path}}}" for path in test)
         differs(
             "data.val_files",
-            f"give env.test_fraction, and evaluation.datasets=[{listed}] beside it",
+            f"set env.test_fraction, and also evaluation.datasets=[{test_sets}]",
         )
-    if model := asked.get("reward_model"):
+    if model := quantities.get("reward_model"):
         ours["env.reward"] = [{"fn": "reward_model", "model": model}]
-    elif path := asked.get("reward_path"):
-        named = f"{path}:{asked['reward_name']}"
-        ours["env.reward"] = (
-            [{"fn": named, **asked["reward_options"]}] if asked.get("reward_options") else named
-        )
+    elif path := quantities.get("reward_path"):
+        ours["env.reward"] = f"{path}:{quantities['reward_name']}"
+        if options := quantities.get("reward_options"):
+            ours["env.reward"] = [{"fn": ours["env.reward"], **options}]
     else:
         ours["env.reward"] = _VERL_REWARD
         differs(

@@ -1,4 +1,4 @@
-"""Reads a file into flat settings, ``{"actor.optimizer.lr": 1e-6}``, without running it."""
+"""Reads a file into flat settings, such as ``{"actor.optimizer.lr": 1e-6}``, without running it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OTHERS = {
     "SkyRL": r"skyrl|trainer\.policy\.model\.path",
     "slime": r"--rollout-batch-size|--actor-num-gpus-per-node",
 }
-"""What only files of libraries that are not read have, by their names."""
+"""Patterns that identify files of unsupported libraries, by library."""
 _NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?")
 _REFERENCE = re.compile(r"\$\{(?:oc\.(select|env):)?\s*([\w.]+)\s*(?:,([^${}]*))?\}")
 
@@ -32,8 +32,8 @@ class Settings:
     """Contents of a peer's file.
 
     Attributes:
-        table: of the peer.
-        values: by its dotted keys.
+        table: table of the peer.
+        values: values by the peer's dotted keys.
     """
 
     table: Table
@@ -41,15 +41,15 @@ class Settings:
 
 
 def read(path: Path) -> Settings:
-    """Read a file, and tell which library it belongs to.
+    """Read a file, and find the library that it belongs to.
 
     Raises:
-        ValueError: there is no such file, it is broken, or it is none of the five peers', whose
-            name is said if known.
+        ValueError: the file does not exist, is malformed, or does not belong to one of the five
+            libraries.
     """
     if not path.is_file():
         raise ValueError(
-            f"FILE={path} must be a file, but it does not exist: give the path of a script or a "
+            f"FILE={path} must be a file, but it does not exist: pass the path of a script or a "
             "config."
         )
     try:
@@ -58,34 +58,34 @@ def read(path: Path) -> Settings:
     except (yaml.YAMLError, ValueError, SyntaxError, RecursionError) as error:
         why = " ".join(str(error).split())
         raise ValueError(
-            f"FILE={path} must be whole {path.suffix or 'yaml'}, and it is not: {why}."
+            f"FILE={path} must be valid {path.suffix or 'yaml'}, but it is not: {why}."
         ) from error
     for name, sign in _OTHERS.items():
         if match := re.search(sign, text, re.MULTILINE):
             raise ValueError(
-                f"FILE={path} must be a config of one of five libraries, and with {match[0]} it is "
-                f"one of {name}, which is not read: docs/migrate.md names the five."
+                f"FILE={path} must be a config of one of five libraries, but {match[0]} shows that "
+                f"it is one of {name}, which is not supported: see docs/migrate.md."
             )
     values = _flat(data) if isinstance(data, Mapping) else {}
-    values = {key: _known(_number(_resolved(value, values))) for key, value in values.items()}
+    values = {key: _mark_unknown(_number(_resolve(value, values))) for key, value in values.items()}
     is_script = path.suffix == ".py"
     for name in TRL if is_script else NAMES:
         table = read_table(name)
         if table.is_of(values) or (values and is_script and name == TRL[-1]):
             _refuse(table, values, path)
-            return Settings(table, _folded(values, table))
-    looked = "; ".join(
+            return Settings(table, _fold_arguments(values, table))
+    marks = "; ".join(
         f"{table.title}: {', '.join(table.marks)}" for table in map(read_table, NAMES)
     )
-    looked += ", or one of these classes of TRL in a .py"
+    marks += ", or one of these classes of TRL in a .py"
     raise ValueError(
-        f"FILE={path} must be a config of one of five libraries, and has none of their keys "
-        f"({looked})."
+        f"FILE={path} must be a config of one of five libraries, but has none of their keys "
+        f"({marks})."
     )
 
 
-def _folded(values: Mapping[str, Any], table: Table) -> dict[str, Any]:
-    """The settings with arguments of functions together, where they are one key here."""
+def _fold_arguments(values: Mapping[str, Any], table: Table) -> dict[str, Any]:
+    """Return the settings, with the arguments of a function merged if they are one key here."""
     folded = dict(values)
     for key in (key for key in table.rows if key.endswith(("_kwargs", "_kwargs.vllm"))):
         own = (name for name in values if name not in table.rows and table.ignores(name) is None)
@@ -101,22 +101,22 @@ def _folded(values: Mapping[str, Any], table: Table) -> dict[str, Any]:
 
 def _refuse(table: Table, values: Mapping[str, Any], path: Path) -> None:
     lists = {
-        f"{key}[{n}]": one
+        f"{key}[{index}]": entry
         for key, value in values.items()
         if isinstance(value, list)
-        for n, one in enumerate(value)
+        for index, entry in enumerate(value)
     }
     entries = {
         key: value
-        for name, one in lists.items()
-        if isinstance(one, Mapping)
-        for key, value in _flat(one, name).items()
+        for name, entry in lists.items()
+        if isinstance(entry, Mapping)
+        for key, value in _flat(entry, name).items()
     }
     for refusal in table.refused:
         if (why := refusal.found_in({**values, **entries})) is not None:
             raise ValueError(
-                f"FILE={path} must be a run of {table.title} with a counterpart here, and with "
-                f"{why} it is {refusal.what}: give the config of such a run (docs/migrate.md)."
+                f"FILE={path} must be a run of {table.title} with an equivalent here, but with "
+                f"{why} it is {refusal.what}: use the config of another run (docs/migrate.md)."
             )
 
 
@@ -133,40 +133,37 @@ def _parse(suffix: str, text: str) -> Any:
 
 
 def _flat(node: Mapping[Any, Any], name: str = "") -> dict[str, Any]:
-    """Return the leaves of nested tables by their dotted names, without those that are still to be
-    set.
-    """
+    """Return the leaves of nested tables by dotted name, without missing values (``???``)."""
     return {key: value for key, value in dotted(node, name) if key and value != "???"}
 
 
-def _resolved(value: Any, values: Mapping[str, Any]) -> Any:
-    """A value with what ``${other.key}`` in it stands for, where the file says that."""
+def _resolve(value: Any, values: Mapping[str, Any]) -> Any:
+    """Return a value with references such as ``${other.key}`` resolved, if the file contains their
+    values.
+    """
     for _ in range(8):
-        if not isinstance(value, str) or not (found := _REFERENCE.search(value)):
+        if not isinstance(value, str) or not (match := _REFERENCE.search(value)):
             break
-        kind, key, default = found.groups()
+        kind, key, default = match.groups()
         if key in values and kind != "env":
             other = values[key]
         elif kind and default is not None:
             other = yaml.safe_load(default)
         else:
             break
-        value = other if found[0] == value else value.replace(found[0], str(other))
+        value = other if match[0] == value else value.replace(match[0], str(other))
     return value
 
 
-def _known(value: Any) -> Any:
-    """A value, or that it is unknown where a ``${reference}`` is left in it."""
-    several = value if isinstance(value, list) else [value]
-    return (
-        Unknown(str(value))
-        if any(isinstance(one, str) and "${" in one for one in several)
-        else value
-    )
+def _mark_unknown(value: Any) -> Any:
+    """Return a value, or ``Unknown`` if it has an unresolved ``${reference}``."""
+    entries = value if isinstance(value, list) else [value]
+    is_unknown = any(isinstance(entry, str) and "${" in entry for entry in entries)
+    return Unknown(str(value)) if is_unknown else value
 
 
 def _number(value: Any) -> Any:
-    """The number that a text is: yaml takes ``1e-6`` for a text."""
+    """Convert a text to a number if possible, because YAML reads ``1e-6`` as text."""
     if not isinstance(value, str) or not _NUMBER.fullmatch(value.strip()):
         return value
     text = value.strip().replace("_", "")

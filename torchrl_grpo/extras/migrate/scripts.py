@@ -1,5 +1,5 @@
-"""Settings in scripts, which are read and never run: Python that makes a config of TRL, a shell
-script that starts verl.
+"""Settings in scripts, which are read and never run: Python that creates a config of TRL, and shell
+scripts that start verl.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Unknown:
     """A value that only running the file would reveal.
 
     Attributes:
-        text: how the file writes it.
+        text: its expression in the file.
     """
 
     text: str
@@ -49,13 +49,13 @@ class Unknown:
 
 
 def read_python(text: str) -> dict[str, Any]:
-    """TRL's keys, of the calls of one of its config classes and of what goes with it; none where
-    none is called.
+    """Return TRL's keys, from the calls of one of its config classes and of related functions;
+    empty if no config class is called.
 
-    The name of the class is a key too. Of several the first of ``_TRAINERS`` counts.
+    The name of the class is a key too. If there are several, the first one in ``_TRAINERS`` counts.
 
     Raises:
-        SyntaxError: it is no Python.
+        SyntaxError: it is not Python.
     """
     script = _Script(ast.parse(text))
     kind = next(
@@ -68,13 +68,15 @@ def read_python(text: str) -> dict[str, Any]:
     )
     if kind is None:
         return {f"{name}Config": True for name in _OTHER_TRAINERS if script.calls(f"{name}Trainer")}
-    found: dict[str, Any] = {f"{kind}Config": True}
+    settings: dict[str, Any] = {f"{kind}Config": True}
     for call in script.calls(f"{kind}Config"):
         for key, value in script.arguments(call).items():
-            found[key] = (
-                value if found.get(key, value) == value else Unknown(f"{found[key]} or {value}")
+            settings[key] = (
+                value
+                if settings.get(key, value) == value
+                else Unknown(f"{settings[key]} or {value}")
             )
-    found |= script.settings_after(kind)
+    settings |= script.settings_after(kind)
     calls = script.calls(f"{kind}Trainer")
     trainer = (
         {name: script.argument(calls[0], name, place) for place, name in enumerate(_TRAINERS[kind])}
@@ -82,9 +84,9 @@ def read_python(text: str) -> dict[str, Any]:
         else {}
     )
     trainer |= {name: script.argument(calls[0], name, 99) for name in _NAMED} if calls else {}
-    found |= _trainer(script, trainer)
-    found |= _adapters(script, trainer.get("peft_config"))
-    return {**_data(script, trainer.get("train_dataset")), **found}
+    settings |= _trainer(script, trainer)
+    settings |= _adapters(script, trainer.get("peft_config"))
+    return {**_data(script, trainer.get("train_dataset")), **settings}
 
 
 _TRAINERS = {
@@ -94,16 +96,18 @@ _TRAINERS = {
     "Distillation": ("model", "teacher_model", "args", "train_dataset"),
     "SFT": ("model", "args", "data_collator", "train_dataset"),
 }
-"""The trainers that are read, with their first arguments in order."""
+"""Supported trainers, with their first arguments in order."""
 _NAMED = ("peft_config", "tools", "environment_factory", "rollout_func", "formatting_func")
-"""Arguments of trainers that are given by name."""
+"""Keyword arguments of trainers."""
 _OTHER_TRAINERS = (
-    "DPO", "Reward", "KTO", "PPO", "RLOO", "GOLD", "SDFT", "SDPO", "IWOPD", "AsyncDistillation", "ServerDistillation",
+    "DPO", "Reward", (
+        "KTO"
+    ), "PPO", "RLOO", "GOLD", "SDFT", "SDPO", "IWOPD", "AsyncDistillation", "ServerDistillation",
 )  # fmt: skip
 
 
 class _Script:
-    """A script's calls and the values of its names, as far as they are certain without running it."""
+    """A script's calls and the values of its names, if they are certain without running it."""
 
     def __init__(self, tree: ast.Module) -> None:
         nodes = (node for node in ast.walk(tree) if isinstance(node, ast.stmt | ast.expr | ast.arg))
@@ -128,7 +132,7 @@ class _Script:
             self._note(node)
 
     def _note(self, node: ast.AST) -> None:
-        """Notes the value of a name that is assigned once, and that another's is not certain."""
+        """Record the value of a name that is assigned once; other names are uncertain."""
         targets: list[tuple[ast.expr, ast.expr | None]] = []
         if isinstance(node, ast.Assign):
             targets = [(target, node.value) for target in node.targets]
@@ -142,23 +146,25 @@ class _Script:
             if isinstance(target, ast.Tuple):
                 # model, tokenizer = X.from_pretrained(...)
                 first = value if isinstance(value, ast.Call) else None
-                targets += [(one, first if one is target.elts[0] else None) for one in target.elts]
+                targets += [
+                    (item, first if item is target.elts[0] else None) for item in target.elts
+                ]
             elif isinstance(target, ast.Name):
                 certain = target.id not in self._assigned and id(node) not in self._conditional
                 self._assigned[target.id] = value if certain else None
 
     def calls(self, name: str) -> list[ast.Call]:
-        """The calls of a class or function, in the order of the file."""
+        """Return the calls of a class or function, in the order of the file."""
         return [
             node for node in self._nodes if isinstance(node, ast.Call) and _name(node.func) == name
         ]
 
     def is_certain(self, node: ast.AST) -> bool:
-        """Whether a node stands in no branch, loop or handler."""
+        """Return whether a node is outside branches, loops and handlers."""
         return id(node) not in self._conditional
 
     def source(self, node: ast.expr | None) -> ast.expr | None:
-        """The expression that a name stands for; None where that is not certain."""
+        """Return the expression that a name refers to; None if that is uncertain."""
         for _ in range(8):
             if not isinstance(node, ast.Name):
                 return node
@@ -167,61 +173,59 @@ class _Script:
 
     def value(self, node: ast.expr) -> Any:
         """Evaluate an expression of literals, names of constants and arithmetic on numbers."""
-        found = self.source(node)
-        if isinstance(found, ast.BinOp) and type(found.op) in _ARITHMETIC:
-            left, right = self.value(found.left), self.value(found.right)
-            return _arithmetic(found, left, right)
-        if isinstance(found, ast.List | ast.Tuple):
-            several = [self.value(one) for one in found.elts]
-            return (
-                Unknown(ast.unparse(node))
-                if any(isinstance(one, Unknown) for one in several)
-                else several
-            )
-        if isinstance(found, ast.Call) and _name(found.func) == "dict" and not found.args:
-            return self.arguments(found)
-        if isinstance(found, ast.Dict):
-            pairs = zip(found.keys, found.values, strict=True)
+        source = self.source(node)
+        if isinstance(source, ast.BinOp) and type(source.op) in _ARITHMETIC:
+            return _arithmetic(source, self.value(source.left), self.value(source.right))
+        if isinstance(source, ast.List | ast.Tuple):
+            values = list(map(self.value, source.elts))
+            is_unknown = any(isinstance(value, Unknown) for value in values)
+            return Unknown(ast.unparse(node)) if is_unknown else values
+        if isinstance(source, ast.Call) and _name(source.func) == "dict" and not source.args:
+            return self.arguments(source)
+        if isinstance(source, ast.Dict):
+            pairs = zip(source.keys, source.values, strict=True)
             return {
-                key.value: self.value(one) for key, one in pairs if isinstance(key, ast.Constant)
+                key.value: self.value(value)
+                for key, value in pairs
+                if isinstance(key, ast.Constant)
             }
-        if found is None:
+        if source is None:
             return Unknown(ast.unparse(node))
         try:
-            return ast.literal_eval(found)
+            return ast.literal_eval(source)
         except (ValueError, TypeError, SyntaxError):
             return Unknown(ast.unparse(node))
 
     def arguments(self, call: ast.Call) -> dict[str, Any]:
-        """The values of a call's keywords; those of ``**name`` too, where the file says what they
-        are.
+        """Return the values of a call's keywords, including those of ``**name`` if the file
+        contains them.
         """
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for item in call.keywords:
             value = self.value(item.value)
             if item.arg:
-                found[item.arg] = value
+                values[item.arg] = value
             elif isinstance(value, Mapping):
-                found |= value
+                values |= value
             else:
                 text = f"**{ast.unparse(item.value)}"
-                found[text] = Unknown(text)
-        return found
+                values[text] = Unknown(text)
+        return values
 
-    def argument(self, call: ast.Call, name: str, place: int) -> ast.expr | None:
-        """The expression of an argument that is given by name or by place."""
-        by_place = call.args[place] if len(call.args) > place else None
-        return next((item.value for item in call.keywords if item.arg == name), by_place)
+    def argument(self, call: ast.Call, name: str, position: int) -> ast.expr | None:
+        """Return the expression of an argument that is passed by name or position."""
+        positional = call.args[position] if len(call.args) > position else None
+        return next((item.value for item in call.keywords if item.arg == name), positional)
 
     def settings_after(self, kind: str) -> dict[str, Any]:
-        """Attributes set on a config, or on the trainer's ``args``, after creation: ``config.x =
-        1``.
+        """Return the attributes that are set on a config, or on the trainer's ``args``, after its
+        creation: ``config.x = 1``.
         """
         owners = {
-            *self._made_of(f"{kind}Config"),
-            *(f"{one}.args" for one in self._made_of(f"{kind}Trainer")),
+            *self._names_of_instances(f"{kind}Config"),
+            *(f"{trainer}.args" for trainer in self._names_of_instances(f"{kind}Trainer")),
         }
-        found: dict[str, Any] = {}
+        settings: dict[str, Any] = {}
         for node in self._nodes:
             if isinstance(node, ast.Assign):
                 certain = self.is_certain(node)
@@ -233,13 +237,13 @@ class _Script:
                 continue
             for target in targets:
                 if isinstance(target, ast.Attribute) and ast.unparse(target.value) in owners:
-                    found[target.attr] = (
+                    settings[target.attr] = (
                         self.value(node.value) if certain else Unknown(ast.unparse(node.value))
                     )
-        return found
+        return settings
 
-    def _made_of(self, name: str) -> Iterator[str]:
-        """The names that are given to objects of a class."""
+    def _names_of_instances(self, name: str) -> Iterator[str]:
+        """Yield the names that are assigned to objects of a class."""
         for node in self._nodes:
             if (
                 isinstance(node, ast.Assign)
@@ -250,13 +254,9 @@ class _Script:
 
 
 def _name(node: ast.expr | None) -> str | None:
-    return (
-        node.attr
-        if isinstance(node, ast.Attribute)
-        else node.id
-        if isinstance(node, ast.Name)
-        else None
-    )
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else None
 
 
 def _arithmetic(node: ast.BinOp, left: Any, right: Any) -> Any:
@@ -266,7 +266,9 @@ def _arithmetic(node: ast.BinOp, left: Any, right: Any) -> Any:
 
 
 def _conditional(node: ast.AST, inside: bool) -> Iterator[int]:
-    """The ids of the nodes that may run never or several times: in branches, loops and handlers."""
+    """Yield the ids of nodes that may run never or several times: those in branches, loops and
+    handlers.
+    """
     if inside:
         yield id(node)
     main = isinstance(node, ast.If) and ast.unparse(node.test).startswith("__name__ ==")
@@ -285,33 +287,33 @@ def _conditional(node: ast.AST, inside: bool) -> Iterator[int]:
 
 
 def _trainer(script: _Script, trainer: Mapping[str, ast.expr | None]) -> dict[str, Any]:
-    """Arguments of the trainer: the models, rewards by their names, tools."""
-    made: dict[str, Any] = {}
+    """Return the arguments of the trainer: models, rewards by name, tools."""
+    settings: dict[str, Any] = {}
     if (model := trainer.get("model")) is not None:
-        made["model_name_or_path"] = _model(script, model)
+        settings["model_name_or_path"] = _model(script, model)
     if (teacher := trainer.get("teacher_model")) is not None:
-        made["teacher_model_name_or_path"] = _model(script, teacher)
+        settings["teacher_model_name_or_path"] = _model(script, teacher)
     if (rewards := trainer.get("reward_funcs")) is not None:
-        listed = script.source(rewards)
-        several = listed.elts if isinstance(listed, ast.List | ast.Tuple) else [rewards]
-        made["reward_funcs"] = [_reward(script, one) for one in several]
+        source = script.source(rewards)
+        rewards_list = source.elts if isinstance(source, ast.List | ast.Tuple) else [rewards]
+        settings["reward_funcs"] = [_reward(script, reward) for reward in rewards_list]
     for name in _NAMED[1:]:
-        if (given := trainer.get(name)) is not None:
-            made[name] = ast.unparse(given)
-    return made
+        if (argument := trainer.get(name)) is not None:
+            settings[name] = ast.unparse(argument)
+    return settings
 
 
 def _model(script: _Script, node: ast.expr) -> Any:
-    """The name of a model that is given by name, or loaded by ``from_pretrained``."""
-    found = script.source(node)
-    if isinstance(found, ast.Call) and _name(found.func) == "get_peft_model" and found.args:
-        found = script.source(found.args[0])
-    if isinstance(found, ast.Call) and _name(found.func) == "from_pretrained":
-        given = script.argument(found, "pretrained_model_name_or_path", 0) or script.argument(
-            found, "model_name", 0
+    """Return the name of a model that is passed by name, or loaded by ``from_pretrained``."""
+    source = script.source(node)
+    if isinstance(source, ast.Call) and _name(source.func) == "get_peft_model" and source.args:
+        source = script.source(source.args[0])
+    if isinstance(source, ast.Call) and _name(source.func) == "from_pretrained":
+        name = script.argument(source, "pretrained_model_name_or_path", 0) or script.argument(
+            source, "model_name", 0
         )
-        found = given or found
-    return Unknown(ast.unparse(node)) if found is None else script.value(found)
+        source = name or source
+    return Unknown(ast.unparse(node)) if source is None else script.value(source)
 
 
 def _reward(script: _Script, node: ast.expr) -> Any:
@@ -323,32 +325,34 @@ def _reward(script: _Script, node: ast.expr) -> Any:
     return Unknown(ast.unparse(node))
 
 
-def _adapters(script: _Script, given: ast.expr | None) -> dict[str, Any]:
-    """LoRA: whether there is one, and its numbers."""
+def _adapters(script: _Script, config: ast.expr | None) -> dict[str, Any]:
+    """Return whether LoRA is used, and its numbers."""
     calls = script.calls("LoraConfig")
-    found = script.source(given)
-    if isinstance(found, ast.Constant) and found.value is None:
+    source = script.source(config)
+    if isinstance(source, ast.Constant) and source.value is None:
         return {}
-    if given is None and not calls:
+    if config is None and not calls:
         return {}
     certain = (
-        (isinstance(found, ast.Call) and found in calls)
-        if given is not None
+        (isinstance(source, ast.Call) and source in calls)
+        if config is not None
         else script.is_certain(calls[0])
     )
-    made: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "use_peft": True
         if certain
-        else Unknown(ast.unparse(given if given is not None else calls[0]))
+        else Unknown(ast.unparse(config if config is not None else calls[0]))
     }
     if calls:
-        made |= _LORA_DEFAULTS
-        made |= {_LORA.get(key, key): value for key, value in script.arguments(calls[0]).items()}
-    return made
+        settings |= _LORA_DEFAULTS
+        settings |= {
+            _LORA.get(key, key): value for key, value in script.arguments(calls[0]).items()
+        }
+    return settings
 
 
 def _data(script: _Script, node: ast.expr | None) -> dict[str, Any]:
-    """The data set of the trainer, where one call of ``load_dataset`` must be it."""
+    """Return the trainer's data set, if a single call of ``load_dataset`` must load it."""
     calls = script.calls("load_dataset")
     changes = False
     for _ in range(16):
@@ -372,26 +376,33 @@ def _data(script: _Script, node: ast.expr | None) -> dict[str, Any]:
     changes = changes or any(script.calls(name) for name in ("map", "filter"))
     if node in calls:
         calls = [call for call in calls if call is node]
-    trained = [
+    train_calls = [
         call for call in calls if not str(_split(script, call)).startswith(("test", "valid"))
     ] or calls
-    if not trained:
+    if not train_calls:
         return {}
-    made: dict[str, Any] = {"train_dataset": True} if changes else {}
-    if len({ast.unparse(call) for call in trained}) > 1:
-        return {**made, "dataset_name": Unknown(f"one of {len(trained)} calls of load_dataset")}
+    settings: dict[str, Any] = {"train_dataset": True} if changes else {}
+    if len({ast.unparse(call) for call in train_calls}) > 1:
+        return {
+            **settings,
+            ("dataset_name"): Unknown(f"one of {len(train_calls)} calls of load_dataset"),
+        }
     name, config = (
-        script.argument(trained[0], key, place) for place, key in enumerate(("path", "name"))
+        script.argument(train_calls[0], key, place) for place, key in enumerate(("path", "name"))
     )
-    made["dataset_name"] = Unknown(ast.unparse(trained[0])) if name is None else script.value(name)
-    if made["dataset_name"] in _FILES:
-        files = script.argument(trained[0], "data_files", 2)
+    settings[("dataset_name")] = (
+        Unknown(ast.unparse(train_calls[0])) if name is None else script.value(name)
+    )
+    if settings["dataset_name"] in _FILES:
+        files = script.argument(train_calls[0], "data_files", 2)
         path = None if files is None else script.value(files)
-        made["dataset_name"] = path if isinstance(path, str) else Unknown(ast.unparse(trained[0]))
+        settings[("dataset_name")] = (
+            path if isinstance(path, str) else Unknown(ast.unparse(train_calls[0]))
+        )
     elif config is not None:
-        made["dataset_config"] = script.value(config)
-    split = _split(script, trained[0])
-    return made | ({} if split is None else {"dataset_train_split": split})
+        settings["dataset_config"] = script.value(config)
+    split = _split(script, train_calls[0])
+    return settings | ({} if split is None else {"dataset_train_split": split})
 
 
 def _split(script: _Script, call: ast.Call) -> Any:
@@ -400,17 +411,16 @@ def _split(script: _Script, call: ast.Call) -> Any:
 
 
 def read_shell(text: str) -> dict[str, Any]:
-    """The ``key.key=value`` of a shell script, wherever they stand, with the script's variables put
-    in.
+    """Return all ``key.key=value`` of a shell script, with the script's variables expanded.
 
     Raises:
-        ValueError: quotes or parentheses are left open.
+        ValueError: quotes or parentheses are not closed.
     """
     text = re.sub(r"^\s*#.*$", "", text, flags=re.MULTILINE).replace("\\\n", " ")
-    text = _SUM.sub(lambda found: f"$(({found[1].replace(' ', '')}))", text)
+    text = _SUM.sub(lambda match: f"$(({match[1].replace(' ', '')}))", text)
     text = re.sub(r"(?<!\S)(\w+=\()", r"\1 ", text)  # an array
     variables: dict[str, str] = {}
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     depth = 0
     words = deque(shlex.split(text, comments=True))
     while words:
@@ -422,31 +432,31 @@ def read_shell(text: str) -> dict[str, Any]:
         word = word.removesuffix(")") if word.count(")") > word.count("(") else word
         depth = max(0, depth + _BLOCKS.get(word, 0))
         if override := _OVERRIDE.fullmatch(word):
-            found[override[1]] = _told(override[2], variables)
+            settings[override[1]] = _setting(override[2], variables)
         elif variable := _VARIABLE.fullmatch(word):
-            value = _expanded(variable[2], variables)
+            value = _expand(variable[2], variables)
             if not depth:
                 variables[variable[1]] = value
             for inner in filter(None, map(_OVERRIDE.fullmatch, value.split() if depth else [])):
-                found[inner[1]] = Unknown(f"{inner[2]} in a branch")
-    return found
+                settings[inner[1]] = Unknown(f"{inner[2]} in a branch")
+    return settings
 
 
-def _told(text: str, variables: Mapping[str, str]) -> Any:
-    """The value of a setting, with the script's variables put in."""
-    value = _expanded(text.strip("\"'"), variables)
-    value = _HOME.sub(lambda found: f"${found[1] or found[2]}", value)
+def _setting(text: str, variables: Mapping[str, str]) -> Any:
+    """Return the value of a setting, with the script's variables expanded."""
+    value = _expand(text.strip("\"'"), variables)
+    value = _HOME.sub(lambda match: f"${match[1] or match[2]}", value)
     return Unknown(value) if _UNSET.search(_HOME.sub("", value)) else _yaml(value)
 
 
-def _expanded(text: str, variables: Mapping[str, str]) -> str:
-    """A word with its variables and sums put in; ``$HOME`` and others that the script does not set
-    stay.
+def _expand(text: str, variables: Mapping[str, str]) -> str:
+    """Expand variables and sums in a word; ``$HOME`` and others that the script does not set
+    remain.
     """
 
-    def value(found: re.Match[str]) -> str:
-        name = found[1] or found[3]
-        return variables.get(name, f"${name}" if found[2] is None else found[2])
+    def value(match: re.Match[str]) -> str:
+        name = match[1] or match[3]
+        return variables.get(name, f"${name}" if match[2] is None else match[2])
 
     for _ in range(4):
         new = _USE.sub(value, text)
@@ -454,16 +464,16 @@ def _expanded(text: str, variables: Mapping[str, str]) -> str:
             break
         text = new
     sums = re.compile(r"\$\(\((.*?)\)\)(?!\))")
-    return sums.sub(lambda found: str(next(_computed(found[1], variables), found[0])), text)
+    return sums.sub(lambda match: str(next(_compute(match[1], variables), match[0])), text)
 
 
-def _computed(text: str, variables: Mapping[str, str]) -> Iterator[int]:
-    """The value of a shell's sum, if it is one of whole numbers."""
-    assigned = "\n".join(
+def _compute(text: str, variables: Mapping[str, str]) -> Iterator[int]:
+    """Yield the value of shell arithmetic, if it is an integer."""
+    assignments = "\n".join(
         f"{name} = {value}" for name, value in variables.items() if value.isdecimal()
     )
     try:
-        script = _Script(ast.parse(assigned))
+        script = _Script(ast.parse(assignments))
         value = script.value(ast.parse(text.replace("/", "//"), mode="eval").body)
     except SyntaxError:
         return

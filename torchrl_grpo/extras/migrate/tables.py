@@ -1,4 +1,4 @@
-"""The tables of the five libraries, and the defaults of our own config."""
+"""Tables of the five libraries, and the defaults of our own config."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 TRL = ("trl_async", "trl_gkd", "trl_distill", "trl_sft", "trl")
-"""The tables of TRL, whose trainers have many keys in common; the last one has a file that none of
-the others has.
+"""The tables of TRL, whose trainers share many keys; the last one matches any script that no other
+table matches.
 """
 NAMES = ("verl", "areal", "torchrl", "prime_rl", *TRL)
-"""The tables, in the order in which a file is compared with them."""
+"""All tables, in the order in which a file is matched."""
 
 
 @dataclass(frozen=True)
@@ -24,19 +24,18 @@ class Row:
 
     Attributes:
         ours: our key, or ``@name`` for a quantity that ``sizes`` and ``problems`` turn into ours.
-        none: there is no such key of ours; what to do instead.
-        differs: what means something else, of any value but 0 and false, or of some values by their
-            names.
-        default: what the peer does where a file does not say; "null" is None.
-        null: our key that is to be set by hand where a file says null, which is no bound.
-        values: for their values ours, or several of our keys.
-        same: values with which nothing has to be said here.
-        when: the row counts where this other key of theirs is set, or has one of the values after
-            ``=``, or none of those after ``!=``.
-        also_when: a further one.
-        said_when: ``differs`` counts where this is so, likewise.
-        list: a single value is a list of one here.
-        table: the value is whether the table is there.
+        none: what to do instead, if there is no equivalent.
+        differs: difference in meaning, for all values except 0 and false, or by value.
+        default: the peer's default; "null" is None.
+        null: our key to set by hand if the value is null, which means no bound.
+        values: our values, or several of our keys, by their values.
+        same: values that need no translation.
+        when: the row applies if this other key of theirs is set, has one of the values after ``=``,
+            or none of those after ``!=``.
+        also_when: a second condition.
+        said_when: condition for ``differs``, in the same form.
+        list: whether a single value becomes a list.
+        table: whether the value is that the table exists.
     """
 
     ours: str | None = None
@@ -55,14 +54,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Sign that a file describes a run without a counterpart.
+    """Sign that a file describes a run without an equivalent.
 
     Attributes:
         key: a pattern of their keys; without one, the file has none of ``unless``.
-        what: the run that it is instead.
-        values: values that say so; by default any that is neither null nor false.
-        unless: values that do not.
-        without: patterns of keys that a file of such a run has not.
+        what: description of that run.
+        values: values of the key that match; by default all except null and false.
+        unless: values that do not match.
+        without: patterns of keys that a file of such a run lacks.
     """
 
     what: str
@@ -72,7 +71,7 @@ class Refusal:
     without: tuple[str, ...] = ()
 
     def found_in(self, settings: Mapping[str, Any]) -> str | None:
-        """The key that says so, as ``key=value``; None where no key does."""
+        """Return the matching key as ``key=value``; None if no key matches."""
         if any(fnmatchcase(key, pattern) for pattern in self.without for key in settings):
             return None
         if self.key == "*":
@@ -89,15 +88,15 @@ class Table:
     """Translations of one library's keys.
 
     Attributes:
-        title: its name.
-        what: the files that are read.
-        marks: keys, or the beginnings of dotted keys, that tell its files.
-        without: keys that none of its files has.
-        differs: differences that no single key makes.
-        refused: what makes a file none that can be translated.
-        ignored: patterns of keys that ask for nothing here, by why they do not.
-        always: what it does whatever the file says, as our keys.
-        rows: by their key.
+        title: name of the library.
+        what: description of the supported files.
+        marks: keys, or the beginnings of dotted keys, that identify its files.
+        without: keys that its files never have.
+        differs: differences that do not depend on a single key.
+        refused: signs of files that cannot be translated.
+        ignored: patterns of keys without an effect here, by reason.
+        always: our keys for what the library always does.
+        rows: rows by key.
     """
 
     title: str
@@ -121,7 +120,7 @@ class Table:
         return next(why, None)
 
     def is_of(self, settings: Mapping[str, Any]) -> bool:
-        """Whether flat settings are this peer's."""
+        """Return whether flat settings belong to this library."""
         if any(key in settings for key in self.without):
             return False
         return any(
@@ -131,7 +130,7 @@ class Table:
 
 @cache
 def read_table(name: str) -> Table:
-    """The table of one of ``NAMES``."""
+    """Return the table of one of ``NAMES``."""
     data = _read(name)
     rows = {
         key: Row(**{**row, "same": tuple(row.get("same", ()))}) for key, row in data["keys"].items()
@@ -149,13 +148,15 @@ def read_table(name: str) -> Table:
     ignored = {why: tuple(patterns) for why, patterns in data["ignored"].items()}
     lists = {key: tuple(data.get(key, ())) for key in ("marks", "without", "differs")}
     return Table(
-        title=data["title"], what=data["what"], always=data["always"], rows=rows, refused=refused, ignored=ignored,
+        title=data[(
+            "title"
+        )], what=data["what"], always=data["always"], rows=rows, refused=refused, ignored=ignored,
         **lists,
     )  # fmt: skip
 
 
 def _read(name: str) -> dict[str, Any]:
-    """A table's file. One with a ``base`` begins with the rows, refusals and ignored keys of that
+    """Read a table's file. With a ``base``, it extends the rows, refusals and ignored keys of that
     file.
     """
     data: dict[str, Any] = tomllib.loads(
@@ -173,13 +174,13 @@ def _read(name: str) -> dict[str, Any]:
 
 
 def _each_key(refusal: dict[str, Any]) -> list[dict[str, Any]]:
-    """A refusal for each of its keys, where a file gives it a list."""
+    """Return one refusal for each of its keys, if it has a list of keys."""
     several = refusal.get("key")
     return [{**refusal, "key": key} for key in several] if isinstance(several, list) else [refusal]
 
 
 SET_ME = "SET_ME"
-"""Placeholder on a printed command line for a value that the file does not give; no relevant key
+"""Placeholder on a printed command line for a value that the file does not contain; no relevant key
 accepts it.
 """
 
@@ -303,6 +304,6 @@ BASE: dict[str, Any] = {
     "logging.wandb.group": None,
     "logging.wandb.tags": [],
 }
-"""Value of each key that may be printed, in ``config/grpo_gsm8k.yaml``: a key that has it is not
-printed.
+"""Default of each key that may be printed, from ``config/grpo_gsm8k.yaml``: keys with their default
+are not printed.
 """

@@ -12,7 +12,7 @@ from typing import Any
 from torchrl_grpo.extras.migrate.problems import problems
 from torchrl_grpo.extras.migrate.readers import Settings
 from torchrl_grpo.extras.migrate.scripts import Unknown
-from torchrl_grpo.extras.migrate.sizes import SETTLES, SIZES, sizes
+from torchrl_grpo.extras.migrate.sizes import DETERMINES, SIZES, sizes
 from torchrl_grpo.extras.migrate.tables import BASE, SET_ME, Row, Table
 from torchrl_grpo.generation.engines import engines_with
 
@@ -22,15 +22,15 @@ class Translation:
     """Translation of a file into our keys.
 
     Attributes:
-        table: of the peer whose file it is.
-        asynchronous: whether it is a run of ``grpo-async.py``.
-        overrides: our keys with their values, those that are so anyway left out but for model and
-            data.
-        unset: our keys that are to be set by hand, because the file does not tell their values.
-        differs: what means something else, by key.
-        lacks: what has no counterpart, by key.
-        ignored: keys that ask for nothing here, by why they do not.
-        unknown: keys that the table has not.
+        table: table of the peer.
+        asynchronous: whether the run needs ``grpo-async.py``.
+        overrides: our keys with their values, without those that equal the default, except model
+            and data.
+        unset: our keys to set by hand, because the file does not contain their values.
+        differs: differences in meaning, by key.
+        lacks: notes on keys without an equivalent.
+        ignored: keys without an effect here, by reason.
+        unknown: keys that are not in the table.
     """
 
     table: Table
@@ -44,53 +44,58 @@ class Translation:
 
 
 def translate(settings: Settings, source: str, devices: int | None = None) -> Translation:
-    """The same run here.
+    """Translate a peer's settings.
 
     Args:
-        settings: of a peer's file.
+        settings: settings of a peer's file.
         source: the file, for functions that are defined in it.
-        devices: processes of the peer's run, where its file does not say how many.
+        devices: number of processes of the peer's run, if its file does not contain it.
     """
-    table, values = settings.table, settings.values
-    made = Translation(table)
+    table = settings.table
+    values = settings.values
+    result = Translation(table)
     ours: dict[str, Any] = {key: _plain(value) for key, value in table.always.items()}
-    asked: dict[str, Any] = {}
+    quantities: dict[str, Any] = {}
     rows = table.rows
     for key, row in rows.items():
         if row.null and key in values and values[key] is None:
-            made.unset[row.null] = (
+            result.unset[row.null] = (
                 f"{key} is null, which is no bound: the most tokens of a response"
             )
         elif (
-            not _given(key, row, values) and row.default is not None and _counts(row, table, values)
+            not _is_given(key, row, values)
+            and row.default is not None
+            and _applies(row, table, values)
         ):
-            _apply(key, row, _plain(row.default), ours, asked, made)
+            _apply(key, row, _plain(row.default), ours, quantities, result)
     if devices is not None:
-        asked["devices"] = devices
+        quantities["devices"] = devices
     for key, value in values.items():
         if key in rows:
             continue
         if key.startswith("**"):
-            made.unset[key] = (
-                "may set any of their keys, and only running the file would tell which"
-            )
+            result.unset[key] = "may set any of their keys, which only running the file would show"
         elif (why := table.ignores(key)) is not None:
-            made.ignored.setdefault(why, []).append(key)
+            result.ignored.setdefault(why, []).append(key)
         elif value is not None and value != {}:
-            made.unknown.append(key)
+            result.unknown.append(key)
     for key, row in rows.items():
-        if _given(key, row, values):
-            if _counts(row, table, values):
+        if _is_given(key, row, values):
+            if _applies(row, table, values):
                 value = True if row.table else values[key]
-                taken = _apply(key, row, value, ours, asked, made)
-                if taken and (difference := _difference(row, value, table, values)):
-                    made.differs[key] = difference
+                applied = _apply(key, row, value, ours, quantities, result)
+                if applied and (difference := _difference(row, value, table, values)):
+                    result.differs[key] = difference
             else:
-                made.ignored.setdefault("read with other settings alone", []).append(key)
-    differs, lacks, unset = made.differs.setdefault, made.lacks.setdefault, made.unset.setdefault
+                result.ignored.setdefault("read with other settings alone", []).append(key)
+    differs, lacks, unset = (
+        result.differs.setdefault,
+        result.lacks.setdefault,
+        result.unset.setdefault,
+    )
     if ours.get("model.name") is None:
         unset("model.name", "the model is not in the file")
-    if "divergence" in asked and not asked.get("teacher"):
+    if "divergence" in quantities and not quantities.get("teacher"):
         unset("teacher.model", "the teacher is not in the file")
     if ours.get("algo") == "sft" and not {"env.columns.completion", "env.columns.messages"} & set(
         ours
@@ -99,34 +104,36 @@ def translate(settings: Settings, source: str, devices: int | None = None) -> Tr
             "env.columns.completion",
             "the column with the response, or env.columns.messages=COLUMN of whole chats",
         )
-    ours |= sizes(asked, {**BASE, **ours}, differs, lacks, unset)
+    ours |= sizes(quantities, {**BASE, **ours}, differs, lacks, unset)
     scored = ours.get("algo") != "sft" or ours.get("evaluation.num_prompts") != 0
-    ours |= problems(asked, source, differs, unset, scored=scored)
-    made.asynchronous = bool(ours.get("train.max_staleness"))
-    if table.title == "TorchRL" and not _is_synchronous(asked, values):
-        made.asynchronous = True
-        made.differs["train.max_staleness"] = (
+    ours |= problems(quantities, source, differs, unset, scored=scored)
+    result.asynchronous = bool(ours.get("train.max_staleness"))
+    if table.title == "TorchRL" and not _is_synchronous(quantities, values):
+        result.asynchronous = True
+        result.differs["train.max_staleness"] = (
             "TorchRL's asynchronous script has no bound; ours is 1 unless it is given"
         )
-    if "env.num_envs" in made.unset:
+    if "env.num_envs" in result.unset:
         for key in (key for key in SIZES if ours.get(key) is not None):
             unset(key, "depends on env.num_envs")
-    ours |= {key: SET_ME for key in made.unset if ours.get(key) is None}
+    ours |= {key: SET_ME for key in result.unset if ours.get(key) is None}
     _tidy(ours)
-    for key in [key for key in made.unset if key in BASE]:
+    for key in [key for key in result.unset if key in BASE]:
         if key not in ours:
-            made.lacks[key] = f"{made.unset.pop(key)}; nothing reads it beside the other settings"
+            result.lacks[key] = (
+                f"{result.unset.pop(key)}; nothing reads it beside the other settings"
+            )
         elif SET_ME not in str(ours[key]):
             ours[key] = SET_ME
-    made.overrides = {
+    result.overrides = {
         key: ours[key]
         for key in BASE
         if key in ours and (ours[key] != BASE[key] or key in ("model.name", "env.dataset"))
     }
-    return made
+    return result
 
 
-def _given(key: str, row: Row, values: Mapping[str, Any]) -> bool:
+def _is_given(key: str, row: Row, values: Mapping[str, Any]) -> bool:
     if row.table:
         return values.get(key) is not None or any(name.startswith(f"{key}.") for name in values)
     return values.get(key) not in (None, {})
@@ -136,26 +143,26 @@ def _plain(value: Any) -> Any:
     return None if value == "null" else value
 
 
-def _counts(row: Row, table: Table, values: Mapping[str, Any]) -> bool:
-    """Whether the keys that a row depends on have the required values."""
+def _applies(row: Row, table: Table, values: Mapping[str, Any]) -> bool:
+    """Return whether the keys that a row depends on have the required values."""
     return all(
-        _is_so(condition, table, values)
+        _holds(condition, table, values)
         for condition in (row.when, row.also_when)
         if condition is not None
     )
 
 
-def _is_so(condition: str, table: Table, values: Mapping[str, Any]) -> bool:
-    name, _, wanted = condition.partition("=")
+def _holds(condition: str, table: Table, values: Mapping[str, Any]) -> bool:
+    name, _, expected = condition.partition("=")
     key = name.removesuffix("!")
     other = table.rows[key]
-    value = _given(key, other, values) if other.table else values.get(key, other.default)
-    return (str(value) in wanted.split(",")) is (key == name) if wanted else bool(value)
+    value = _is_given(key, other, values) if other.table else values.get(key, other.default)
+    return (str(value) in expected.split(",")) is (key == name) if expected else bool(value)
 
 
 def _difference(row: Row, value: Any, table: Table, values: Mapping[str, Any]) -> str | None:
-    """What a value means there and not here, where that concerns this file."""
-    if row.said_when is not None and not _is_so(row.said_when, table, values):
+    """Return the difference in the meaning of a value, if it concerns this file."""
+    if row.said_when is not None and not _holds(row.said_when, table, values):
         return None
     if isinstance(row.differs, Mapping):
         return row.differs.get(_name(value))
@@ -163,44 +170,51 @@ def _difference(row: Row, value: Any, table: Table, values: Mapping[str, Any]) -
 
 
 def _apply(
-    key: str, row: Row, value: Any, ours: dict[str, Any], asked: dict[str, Any], made: Translation
+    key: str,
+    row: Row,
+    value: Any,
+    ours: dict[str, Any],
+    quantities: dict[str, Any],
+    result: Translation,
 ) -> bool:
     """Apply a row to a value; return whether there is an equivalent."""
-    if any(type(value) is type(one) and value == one for one in row.same) or _number_in(
-        value, row.same
-    ):
+    is_same = any(type(value) is type(other) and value == other for other in row.same)
+    if is_same or _number_in(value, row.same):
         return False
     if _is_unknown(value):
-        return _leave(key, row, value, ours, asked, made)
+        return _mark_unset(key, row, value, ours, quantities, result)
     if _is_number(row.default) and isinstance(value, str | list):
-        made.lacks[key] = f"{value} is no number, {row.default:g} is taken"
+        result.lacks[key] = f"{value} is not a number; {row.default:g} is used"
         value = row.default
     if row.values is not None:
-        name, taken = _name(value), _name(row.default)
+        name = _name(value)
+        default = _name(row.default)
         if name not in row.values:
-            known = taken in row.values
-            made.lacks[key] = f"{name} has no counterpart; there are {', '.join(row.values)}"
-            made.lacks[key] += f", and {taken if known else 'our own default'} is taken"
-            made.lacks[key] += f": {row.none}" if row.none else ""
-            return known and _apply(key, row, row.default, ours, asked, made)
+            has_default = default in row.values
+            used = default if has_default else "our own default"
+            note = f"{name} has no equivalent among {', '.join(row.values)}; {used} is used"
+            result.lacks[key] = f"{note}: {row.none}" if row.none else note
+            return has_default and _apply(key, row, row.default, ours, quantities, result)
         value = row.values[name]
     elif row.ours is None:
-        made.lacks[key] = f"{row.none}"
+        result.lacks[key] = f"{row.none}"
         return False
     else:
         value = _as_ours(row, value)
         if isinstance(value, list) and not isinstance(BASE.get(row.ours, value), list):
-            made.lacks[key] = f"[{', '.join(map(str, value))}] are several, {row.ours} is one"
+            result.lacks[key] = (
+                f"[{', '.join(map(str, value))}] are several values, but {row.ours} is a single one"
+            )
             return False
-    for name, one in (
-        value if row.values and isinstance(value, Mapping) else {str(row.ours): value}
-    ).items():
-        (asked if name.startswith("@") else ours)[name.removeprefix("@")] = one
+    is_several = row.values and isinstance(value, Mapping)
+    for name, entry in (value if is_several else {str(row.ours): value}).items():
+        target = quantities if name.startswith("@") else ours
+        target[name.removeprefix("@")] = entry
     return True
 
 
 def _name(value: Any) -> str:
-    """A value as the tables write it among a row's choices."""
+    """Return a value as it is written in a row's choices."""
     if isinstance(value, bool):
         return str(value).lower()
     return f"{value:g}" if isinstance(value, float) else str(value)
@@ -212,25 +226,29 @@ def _is_unknown(value: Any) -> bool:
     )
 
 
-def _leave(
-    key: str, row: Row, value: Any, ours: dict[str, Any], asked: dict[str, Any], made: Translation
+def _mark_unset(
+    key: str,
+    row: Row,
+    value: Any,
+    ours: dict[str, Any],
+    quantities: dict[str, Any],
+    result: Translation,
 ) -> bool:
-    """Mark the equivalents of an unknown value as to be set by hand; return whether there are any."""
-    settled = (
-        SETTLES[row.ours[1:]] if row.ours is not None and row.ours.startswith("@") else (row.ours,)
-    )
-    several = [
-        name for one in (row.values or {}).values() if isinstance(one, Mapping) for name in one
-    ]
-    named = list(dict.fromkeys(name for name in (*settled, *several) if name and name[0] != "@"))
-    if not named:
-        made.lacks[key] = f"{row.none}"
+    """Mark the equivalents of an unknown value as unset; return whether there are any."""
+    keys: tuple[str | None, ...] = (row.ours,)
+    if row.ours is not None and row.ours.startswith("@"):
+        keys = DETERMINES[row.ours[1:]]
+    nested = [choice for choice in (row.values or {}).values() if isinstance(choice, Mapping)]
+    candidates = (*keys, *(name for choice in nested for name in choice))
+    names = list(dict.fromkeys(name for name in candidates if name and name[0] != "@"))
+    if not names:
+        result.lacks[key] = f"{row.none}"
         return False
     if row.default is not None:
-        _apply(key, row, _plain(row.default), ours, asked, made)
-    for name in named:
-        why = f"{key} is {value}, which only running the file would tell"
-        made.unset[name] = f"{made.unset[name]}; {why}" if name in made.unset else why
+        _apply(key, row, _plain(row.default), ours, quantities, result)
+    for name in names:
+        why = f"{key} is {value}, which only running the file would reveal"
+        result.unset[name] = f"{result.unset[name]}; {why}" if name in result.unset else why
     return True
 
 
@@ -239,36 +257,33 @@ def _is_number(value: Any) -> bool:
 
 
 def _number_in(value: Any, same: tuple[Any, ...]) -> bool:
-    """Whether a number is one of those, 1 being 1.0."""
-    return _is_number(value) and value in [one for one in same if _is_number(one)]
+    """Return whether a number is among others, where 1 equals 1.0."""
+    return _is_number(value) and value in filter(_is_number, same)
 
 
 def _as_ours(row: Row, value: Any) -> Any:
     if row.list and not isinstance(value, list):
         return [value]
-    whole = (
-        isinstance(BASE.get(str(row.ours)), int) and isinstance(value, float) and value.is_integer()
-    )
-    return int(value) if whole else value
+    is_integer = isinstance(value, float) and value.is_integer()
+    return int(value) if is_integer and isinstance(BASE.get(str(row.ours)), int) else value
 
 
-def _is_synchronous(asked: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
-    """Whether a file of TorchRL's is for its synchronous script: ``train.sync``, or ``mode: sync``
-    in the defaults.
+def _is_synchronous(quantities: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
+    """Return whether TorchRL's file is for its synchronous script: ``train.sync``, or ``mode:
+    sync`` in the defaults.
     """
-    modes = [one.get("mode") for one in values.get("defaults") or [] if isinstance(one, dict)]
-    return bool(asked.get("synchronous", "sync" in modes))
+    defaults = values.get("defaults") or []
+    modes = [entry.get("mode") for entry in defaults if isinstance(entry, dict)]
+    return bool(quantities.get("synchronous", "sync" in modes))
 
 
 def _tidy(ours: dict[str, Any]) -> None:
-    """Remove settings that nothing would read, which our config refuses, and those that exclude
-    each other.
-    """
+    """Remove settings that our config refuses, because they are unused or exclude each other."""
     if ours.get("env.dataset") is None:
         ours.pop("env.dataset", None)
     if ours.get("env.datasets") and (prompt := ours.pop("env.columns.prompt", None)):
         ours["env.datasets"] = [
-            {**one, "columns": {"prompt": prompt}} for one in ours["env.datasets"]
+            {**entry, "columns": {"prompt": prompt}} for entry in ours["env.datasets"]
         ]
     if ours.get("algo") != "sft":
         ours.pop("env.columns.completion", None)

@@ -1,10 +1,11 @@
-"""Advises how to split accelerators over training, reference model and inference, by simulating ``grpo-async.py``.
+"""Advises how to split accelerators among the roles, by simulating ``grpo-async.py``.
 
     python -m torchrl_grpo.plan --devices 8 --gpu h100
-    python -m torchrl_grpo.plan --config-name grpo_math --devices 64 --gpu a100 model.name=Qwen/Qwen2.5-7B-Instruct
-    python -m torchrl_grpo.plan --devices 1024 --params 32e9 env.num_envs=8192 inference_model.tensor_parallel_size=2
+    python -m torchrl_grpo.plan --config-name grpo_math --devices 64 model.name=Qwen/Qwen2.5-7B
+    python -m torchrl_grpo.plan --devices 1024 --params 32e9 inference_model.tensor_parallel_size=2
 
-Nothing is loaded and no device is needed: what the stages take is computed from published figures (hardware.py).
+Nothing is loaded and no device is needed: the times of the stages are computed from published
+figures (hardware.py).
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from torchrl_grpo.extras.plan.splits import Row, Settings, best_splits, simulate
 from torchrl_grpo.models.memory import BYTES
 from torchrl_grpo.starter import starter_path
 
-_PROMPT = 256  # tokens, where the config has no limit
-_LITTLE = 0.01
+_PROMPT = 256  # tokens, if the config has no limit
+_MIN_GAIN = 0.01
 _CHANGES = {
-    "staleness": "a staleness bound higher by one",
+    "staleness": "a staleness bound that is higher by one",
     "in_flight": "inference_model.in_flight=keep",
 }
 
@@ -37,27 +38,26 @@ _CHANGES = {
 def main(
     arguments: Sequence[str] | None = None, file: IO[str] | None = None, width: int | None = None
 ) -> None:
-    """Prints the advice that the command line asks for.
+    """Print the advice for a command line.
 
     Args:
-        arguments: of the command line; by default this process'.
+        arguments: arguments on the command line; by default this process's.
         file: where to print; standard output by default.
-        width: columns; those of the terminal by default.
+        width: columns; by default those of the terminal.
     """
-    asked = parse(arguments)
+    options = parse(arguments)
     with orderly_exit():
-        config = compose(asked.config_name, asked.overrides)
-        settings = settings_of(config, asked)
-        rows = best_splits(settings, asked.devices)
-        compose(
-            asked.config_name, _advice(settings, rows[0], asked)
-        )  # what is advised breaks no rule
+        config = compose(options.config_name, options.overrides)
+        settings = settings_of(config, options)
+        rows = best_splits(settings, options.devices)
+        # Check that the advice breaks no rule.
+        compose(options.config_name, _advice(settings, rows[0], options))
         console = Console(file=file, width=width, highlight=False, soft_wrap=True)
-        _show(console, settings, rows, asked)
+        _show(console, settings, rows, options)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Return what a command line asks for; None is this process'."""
+    """Parse a command line; None for this process's."""
     parser = argparse.ArgumentParser(
         "python -m torchrl_grpo.plan",
         description="Advises how to split accelerators over the roles of grpo-async.py.",
@@ -74,7 +74,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--params",
         type=_positive,
         metavar="X",
-        help="parameters of a model that is not known, as 7e9",
+        help="parameters of an unknown model, such as 7e9",
     )
     parser.add_argument(
         "--prompt-tokens",
@@ -86,7 +86,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--response-tokens",
         type=_positive,
         metavar="X",
-        help="mean tokens of a response: a run's rollout/response_length (half of inference_model.max_new_tokens)",
+        help=(
+            "mean tokens of a response: a run's rollout/response_length (half of "
+            "inference_model.max_new_tokens)"
+        ),
     )
     parser.add_argument(
         "--reward-s", type=float, default=0.0, metavar="X", help="seconds of a task's rewards (0)"
@@ -107,22 +110,22 @@ def _positive(text: str) -> float:
     return value
 
 
-def settings_of(config: GRPOConfig, asked: argparse.Namespace) -> Settings:
-    """Return the settings of a run that its speed depends on."""
+def settings_of(config: GRPOConfig, options: argparse.Namespace) -> Settings:
+    """Return the settings of a run that determine its speed."""
     env, engine, train = config.env, config.inference_model, config.train
     name = config.model.name
     folder = starter_path() if name == "starter" else Path(name)
     longest = config.max_response_tokens
-    response = asked.response_tokens or longest / 2
+    response = options.response_tokens or longest / 2
     if response > longest:
         raise ConfigError(
-            f"--response-tokens={response:g} must not be above the {longest} of "
+            f"--response-tokens={response:g} must not exceed the {longest} of "
             f"inference_model.max_new_tokens: use {longest} or less."
         )
     work = Workload(
-        shape=model_shape(name, folder, asked.params),
+        shape=model_shape(name, folder, options.params),
         group_size=env.repeats,
-        prompt=asked.prompt_tokens or (env.max_prompt_tokens or 2 * _PROMPT) / 2,
+        prompt=options.prompt_tokens or (env.max_prompt_tokens or 2 * _PROMPT) / 2,
         response=response,
         longest=longest,
         groups=config.groups_per_batch,
@@ -136,10 +139,10 @@ def settings_of(config: GRPOConfig, asked: argparse.Namespace) -> Settings:
         scores=config.needs_reference,
         shards_reference=config.ref_model.sharded,
         broadcast=engine.weight_transfer in ("broadcast", "cuda_ipc"),
-        reward_s=asked.reward_s,
+        reward_s=options.reward_s,
     )
     return Settings(
-        gpu=GPUS[asked.gpu],
+        gpu=GPUS[options.gpu],
         work=work,
         max_staleness=staleness_bound(config, True),
         engine_size=engine.devices_per_engine,
@@ -149,14 +152,15 @@ def settings_of(config: GRPOConfig, asked: argparse.Namespace) -> Settings:
 
 
 def _show(
-    console: Console, settings: Settings, rows: Sequence[Row], asked: argparse.Namespace
+    console: Console, settings: Settings, rows: Sequence[Row], options: argparse.Namespace
 ) -> None:
     work, best = settings.work, rows[0]
     console.print(
-        f"{asked.devices:,} x {asked.gpu}, {work.shape.parameters / 1e9:.3g}B parameters, batches "
-        f"of {work.groups:,} groups of {work.group_size}, prompts of {work.prompt:.0f} tokens and "
-        f"responses of {work.response:.0f} on average, staleness {settings.max_staleness}. "
-        "Simulated from published figures: trust the ranking more than the speeds."
+        f"{options.devices:,} x {options.gpu}, {work.shape.parameters / 1e9:.3g}B parameters, "
+        f"batches of {work.groups:,} groups of {work.group_size}, prompts of {work.prompt:.0f} "
+        f"tokens and responses of {work.response:.0f} on average, staleness "
+        f"{settings.max_staleness}. Simulated from published figures: trust the ranking more than "
+        "the speeds."
     )
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
     for name in (
@@ -182,41 +186,42 @@ def _show(
     helps = [
         f"{_CHANGES.get(name, f'{name} twice as fast')} {gain:+.0%}"
         for name, gain in sorted(best.gains.items(), key=lambda item: -item[1])
-        if gain > _LITTLE
+        if gain > _MIN_GAIN
     ]
     console.print(f"The first split would be faster with: {', '.join(helps) or 'nothing alone'}.")
-    split, loop = best.split, settings.loop(best.split)
+    split = best.split
+    loop = settings.loop(split)
     if work.step.offloads:
         exact, rounded = map(_gigabytes, work.host_memory(split.train))
         console.print(
             f"Each training device offloads {exact} GB to its host (up to {rounded} GB before "
             "torch 2.14)."
         )
-    at_once = simulate(replace(loop, max_staleness=0), settings.costs(split, loop))
+    synchronous = simulate(replace(loop, max_staleness=0), settings.costs(split, loop))
     console.print(
-        f"The same split with grpo.py (no overlap): {3600 / at_once.step_s:,.0f} steps/h."
+        f"The same split with grpo.py (no overlap): {3600 / synchronous.step_s:,.0f} steps/h."
     )
-    if (turns := settings.in_turns(asked.devices)) is not None:
+    if (in_turns := settings.in_turns(options.devices)) is not None:
         console.print(
             "grpo.py with train_model.num_devices=all inference_model.num_devices=all, where all "
-            f"{asked.devices:,} take turns: {3600 / turns.step_s:,.0f} steps/h, "
-            f"{_gigabytes(settings.memory_in_turns(asked.devices))} GB/device."
+            f"{options.devices:,} take turns: {3600 / in_turns.step_s:,.0f} steps/h, "
+            f"{_gigabytes(settings.memory_in_turns(options.devices))} GB/device."
         )
-    if split.devices < asked.devices:
+    if split.devices < options.devices:
         console.print(
-            f"{asked.devices - split.devices:,} devices are left over and would hardly make it "
-            f"faster: a larger train.dialog_turns_per_batch ({work.groups * work.group_size:,} "
-            "here) could use them."
+            f"{options.devices - split.devices:,} devices are unused, because they would hardly "
+            "make it faster: a larger train.dialog_turns_per_batch "
+            f"({work.groups * work.group_size:,} here) could use them."
         )
-    name = "" if asked.config_name == "grpo_gsm8k" else f"--config-name {asked.config_name} "
+    name = "" if options.config_name == "grpo_gsm8k" else f"--config-name {options.config_name} "
     console.print(
-        f"\npython sota/grpo/grpo-async.py {name}{' '.join(_advice(settings, best, asked))}"
+        f"\npython sota/grpo/grpo-async.py {name}{' '.join(_advice(settings, best, options))}"
     )
 
 
 def _cells(settings: Settings, row: Row) -> list[str]:
     split, result, work = row.split, row.result, settings.work
-    own = [True, split.reference > 0, True]
+    has_devices = [True, split.reference > 0, True]
     idle = (1 - result.learner_share, 1 - result.reference_share, 1 - result.sampler_share)
     tokens = work.groups * work.group_size * work.response / result.step_s
     return [
@@ -226,28 +231,30 @@ def _cells(settings: Settings, row: Row) -> list[str]:
         f"{3600 / result.step_s:,.0f}",
         f"{tokens:,.0f}",
         "/".join(
-            f"{100 * share:.0f}" if has else "-" for share, has in zip(idle, own, strict=True)
+            f"{100 * share:.0f}" if exists else ("-")
+            for share, exists in zip(idle, has_devices, strict=True)
         ),
         row.binds,
         "/".join(
-            _gigabytes(held) if has else "-"
-            for held, has in zip(settings.memory(split), own, strict=True)
+            _gigabytes(num_bytes) if exists else "-"
+            for num_bytes, exists in zip(settings.memory(split), has_devices, strict=True)
         ),
     ]
 
 
-def _gigabytes(held: float) -> str:
-    return f"{held / 1e9:.{0 if held >= 1e10 else 1}f}"
+def _gigabytes(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.{0 if num_bytes >= 1e10 else 1}f}"
 
 
-def _advice(settings: Settings, row: Row, asked: argparse.Namespace) -> list[str]:
-    """The overrides of the split, after those that were given."""
-    split, envs = row.split, settings.num_envs(row.split)
+def _advice(settings: Settings, row: Row, options: argparse.Namespace) -> list[str]:
+    """Return the overrides of the split, after those on the command line."""
+    split = row.split
+    envs = settings.num_envs(split)
     new = {"train_model.num_devices": split.train, "inference_model.num_devices": split.inference}
     new |= {"ref_model.num_devices": split.reference} if split.reference else {}
     new |= {"env.num_envs": envs} if envs != settings.rows else {}
-    kept = [text for text in asked.overrides if text.partition("=")[0] not in new]
-    return kept + [f"{name}={value}" for name, value in new.items()]
+    others = [text for text in options.overrides if text.partition("=")[0] not in new]
+    return others + [f"{name}={value}" for name, value in new.items()]
 
 
 if __name__ == "__main__":

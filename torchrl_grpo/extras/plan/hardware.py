@@ -1,8 +1,8 @@
-"""Time of a run's stages on an accelerator, and memory of each role, from published figures.
+"""Times of a run's stages on an accelerator, and memory of each role, from published figures.
 
-Decoding reads the weights and the KV cache of all rows for each token, so it takes bytes over
-bandwidth; training and scoring take operations over the matrix rate. docs/performance.md says where
-each figure comes from, and which ones are assumed.
+Decoding reads the weights and the KV cache of all rows for each token, so its time is bytes over
+bandwidth; that of training and scoring is operations over the matrix rate. docs/performance.md has
+the source of each figure, and which ones are assumed.
 """
 
 from __future__ import annotations
@@ -33,14 +33,13 @@ from torchrl_grpo.models.memory import (
 
 @dataclass(frozen=True)
 class Gpu:
-    """An accelerator's datasheet; a second counts for one direction.
+    """An accelerator's datasheet; rates are per second and direction.
 
     Attributes:
-        half, single: operations a second in bfloat16 or float16, dense, and in float32.
-        bandwidth: bytes a second from its memory.
-        memory: bytes.
-        nvlink, network, pcie: bytes a second to an accelerator of the same machine, of another one,
-            and to the host.
+        half, single: dense operations per second in bfloat16 or float16, and in float32.
+        bandwidth: bytes per second from its memory.
+        memory: size of its memory in bytes. nvlink, network, pcie: bytes per second to an
+            accelerator of the same machine, of another machine, and to the host.
     """
 
     half: float
@@ -52,7 +51,7 @@ class Gpu:
     pcie: float
 
     def rate(self, number: int) -> float:
-        """Operations a second with numbers of so many bytes."""
+        """Return the operations per second with numbers of a size in bytes."""
         return self.single if number == 4 else self.half
 
 
@@ -61,7 +60,7 @@ GPUS: Mapping[str, Gpu] = {
     "h100": Gpu(989e12, 67e12, 3.35e12, 80e9, 450e9, 50e9, 64e9),
     "h200": Gpu(989e12, 67e12, 4.8e12, 141e9, 450e9, 50e9, 64e9),
 }
-"""SXM modules, with a network port each as in a DGX."""
+"""SXM modules, each with a network port, as in a DGX."""
 PER_MACHINE = 8
 COMPUTE_SHARE = 0.4
 """Achieved share of the matrix rate in training and scoring: the middle of the 38 to 43% of Llama 3
@@ -69,13 +68,13 @@ COMPUTE_SHARE = 0.4
 BANDWIDTH_SHARE = 0.6
 """Achieved share of the memory bandwidth in decoding: assumed."""
 STORE_RATE = 5e9
-"""Bytes a second into Ray's object store, and out of it: measured here
-(benchmarks/bench_weight_sync.py).
+"""Bytes per second into and out of Ray's object store: measured (benchmarks/bench_weight_sync.py).
 """
 HOP_S = 0.005
 """Seconds from one actor to the next: assumed."""
 UNPINNED_RATE = 3e9
-"""Bytes a second of gradients to the host, in memory that is not pinned, and added there: assumed."""
+"""Bytes per second of gradients that are copied to unpinned host memory and added there: assumed.
+"""
 
 
 def _config(
@@ -88,7 +87,7 @@ def _config(
     family: str = "llama",
     **more: Any,
 ) -> dict[str, Any]:
-    """Return what the shape of a model is read from, as its config.json has it."""
+    """Return the part of a config.json from which a model's shape is read."""
     sizes = {
         "num_hidden_layers": layers,
         "hidden_size": hidden,
@@ -164,8 +163,8 @@ def model_shape(name: str, folder: Path, parameters: float | None = None) -> Sha
             )
         except AttributeError as error:
             raise ConfigError(
-                f"model.name={name} must be a decoder whose config.json has {error.name}: say how "
-                "many parameters it has (for example, --params=7e9)."
+                f"model.name={name} must be a decoder whose config.json has {error.name}: pass its "
+                "number of parameters (for example, --params=7e9)."
             ) from error
     plain = (
         name.rpartition("/")[2]
@@ -178,7 +177,7 @@ def model_shape(name: str, folder: Path, parameters: float | None = None) -> Sha
     if not found:
         raise ConfigError(
             f"model.name={name} must be a folder with a config.json, or begin like "
-            f"{', '.join(SHAPES)}: use one of these, or say how many parameters it has (for "
+            f"{', '.join(SHAPES)}: use one of these, or pass its number of parameters (for "
             "example, --params=7e9)."
         )
     return SHAPES[found[0]]
@@ -189,20 +188,20 @@ class Workload:
     """Work of a run, independent of the devices.
 
     Attributes:
-        shape: of the model.
+        shape: shape of the model.
         group_size: responses to a prompt.
         prompt, response: mean tokens.
-        longest: most tokens of a response.
-        groups: in a batch.
-        passes: over each batch.
-        optim_steps: in each batch, all passes together.
-        step: how a training step is made on one device, in passes as large as they may be.
-        engine_number, reference_number: bytes of a weight.
-        backend: of the engine.
-        recomputes: whether proximal log-probs are computed by a pass of their own.
+        longest: maximum tokens of a response.
+        groups: groups in a batch.
+        passes: passes over each batch.
+        optim_steps: optimizer steps per batch, over all passes.
+        step: setup of a training step on one device, in passes of maximum size. engine_number,
+        reference_number: bytes of a weight.
+        backend: backend of the engine.
+        recomputes: whether a separate pass computes proximal log-probs.
         scores: whether there are reference log-probs.
         shards_reference: whether the reference model is sharded over the learner's devices.
-        broadcast: whether weights travel from accelerator to accelerator, not through Ray's object
+        broadcast: whether weights go from accelerator to accelerator, not through Ray's object
             store.
         reward_s: seconds for the rewards of a task.
     """
@@ -227,18 +226,18 @@ class Workload:
 
     @property
     def group_tokens(self) -> float:
-        """Tokens that training and scoring compute of a group: its prompt is there once."""
+        """Return the tokens of a group in training and scoring, which compute its prompt once."""
         return self.prompt + self.group_size * self.response
 
     def operations(self, passes: float) -> float:
-        """Operations per token, 2 per parameter in a forward pass, attention included."""
+        """Return the operations per token: 2 per parameter in a forward pass, plus attention."""
         shape = self.shape
         attention = shape.layers * shape.hidden * (self.prompt + self.response / 2)
         return passes * 2 * (shape.active + attention)
 
     def train_s(self, gpu: Gpu, ranks: int) -> float:
-        """Seconds of training one batch on so many devices."""
-        backward = 1 if self.lora else 2  # adapters alone: no gradient of the other weights
+        """Return the seconds of training one batch on a number of devices."""
+        backward = 1 if self.lora else 2  # adapters alone: no gradients of other weights
         passes = (1 + backward + self.step.checkpoints) * self.passes + self.recomputes
         passes += self.learner_scores
         sequences = self.groups * self.group_size
@@ -249,9 +248,8 @@ class Workload:
         micro_batches = max(self.optim_steps, math.ceil(tokens * self.passes / self.step.tokens))
         link = gpu.nvlink if ranks <= PER_MACHINE else gpu.network
         gathers = (2 + (not self.lora)) * micro_batches * weights * (1 - 1 / ranks) / link
-        state = (
-            7 * 4 * self.trained / ranks
-        )  # Adam reads four numbers of each parameter and writes three
+        # Adam reads four numbers of each parameter and writes three.
+        state = 7 * 4 * self.trained / ranks
         update = self.optim_steps * state / (gpu.pcie if self.step.offloads else gpu.bandwidth)
         on_device = self.train_memory(ranks).peak + 4 * self.trained <= MEMORY_SHARE * gpu.memory
         if self.step.offloads and not on_device:  # see ``GRPOTrainer``
@@ -260,80 +258,79 @@ class Workload:
 
     @property
     def lora(self) -> bool:
-        """Whether adapters alone are trained."""
+        """Return whether only adapters are trained."""
         return self.step.adapters > 0
 
     @property
     def learner_scores(self) -> bool:
-        """Whether the learner gives the reference log-probs."""
+        """Return whether the learner computes the reference log-probs."""
         return self.scores and (self.lora or self.shards_reference)
 
     @property
     def trained(self) -> float:
-        """Parameters with gradient and optimizer state."""
+        """Return the number of parameters with gradients and optimizer state."""
         return self.shape.adapted * self.step.adapters if self.lora else self.shape.parameters
 
     def score_s(self, gpu: Gpu, groups: int) -> float:
-        """Seconds of scoring so many groups on one device; 0 without a reference model on devices
-        of its own.
+        """Return the seconds of scoring groups on one device; 0 without a reference model on its
+        own devices.
         """
         if not self.scores or self.learner_scores:
             return 0.0
-        return (
-            groups
-            * self.group_tokens
-            * self.operations(1)
-            / (gpu.rate(self.reference_number) * COMPUTE_SHARE)
-        )
+        operations = groups * self.group_tokens * self.operations(1)
+        return operations / (gpu.rate(self.reference_number) * COMPUTE_SHARE)
 
     def step_s(self, gpu: Gpu, groups: int, size: int) -> float:
-        """Seconds of one token of all rows of so many groups, in an engine of so many devices."""
-        rows = groups * self.group_size * self.response / self.longest_of_group  # some have ended
-        read = (
-            self.weight_bytes
-            + groups * self.prompt * self.kv_bytes
-            + rows * self.response / 2 * self.kv_bytes
-        )
+        """Return the seconds of one token of all rows of a number of groups, in an engine of
+        ``size`` devices.
+        """
+        rows = (
+            groups * self.group_size * self.response / self.longest_of_group
+        )  # the rest have ended
+        cached_tokens = groups * self.prompt + rows * self.response / 2
+        num_bytes = self.weight_bytes + cached_tokens * self.kv_bytes
         operations = (rows + groups * self.prompt / self.longest_of_group) * self.operations(1)
         compute_s = operations / (gpu.rate(self.engine_number) * COMPUTE_SHARE)
-        seconds = max(read / (gpu.bandwidth * BANDWIDTH_SHARE), compute_s)
+        seconds = max(num_bytes / (gpu.bandwidth * BANDWIDTH_SHARE), compute_s)
         return seconds / size + ENGINES[self.backend].step_overhead_s
 
     @property
     def longest_of_group(self) -> float:
-        """Expected tokens of the longest response of a group, if lengths are uniform from 0 to
-        twice their mean.
+        """Return the expected tokens of a group's longest response, if lengths are uniform from 0
+        to twice their mean.
         """
         return min(self.longest, 2 * self.response * self.group_size / (self.group_size + 1))
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights that an engine holds."""
+        """Return the bytes of an engine's weights."""
         return weight_bytes(self.shape, self.engine_number)
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of one token in the KV cache."""
+        """Return the bytes of one token in the KV cache."""
         return token_cache_bytes(self.shape, self.engine_number)
 
     def sync_s(self, gpu: Gpu) -> float:
-        """Seconds of a publish, and again of an update."""
-        travels = self.trained * self.engine_number
-        return travels / (min(gpu.network, gpu.pcie) if self.broadcast else STORE_RATE)
+        """Return the seconds of a publish, which are also those of an update."""
+        num_bytes = self.trained * self.engine_number
+        return num_bytes / (min(gpu.network, gpu.pcie) if self.broadcast else STORE_RATE)
 
     def train_memory(self, ranks: int) -> StepMemory:
-        """Memory of a training step on each of so many devices."""
+        """Return the memory of a training step on each of a number of devices."""
         tokens = self.groups * self.group_tokens * self.passes / self.optim_steps
         setup = replace(self.step, ranks=ranks).of_batch(tokens, self.prompt + self.response)
         return step_memory(self.shape, setup)
 
     def host_memory(self, ranks: int) -> tuple[int, int]:
-        """Host memory that each of so many training devices offloads to; see ``memory``."""
+        """Return the host memory to which each of a number of training devices offloads; see
+        ``memory``.
+        """
         return host_memory(self.shape, replace(self.step, ranks=ranks))
 
     def reference_memory(self, ranks: int) -> int:
-        """Bytes of a reference model on one of its devices, where the learner has so many; 0
-        without one of its own.
+        """Return the bytes of a separate reference model on one device, if the learner has a number
+        of devices; 0 without one.
         """
         if not self.scores or self.lora or (self.shards_reference and self.step.offloads):
             return 0
@@ -342,7 +339,7 @@ class Workload:
         )
 
     def group_memory(self) -> float:
-        """Bytes of the KV cache of a group whose responses are all as long as they may be."""
+        """Return the bytes of the KV cache of a group whose responses all have maximum length."""
         return group_cache_bytes(
             self.shape, self.engine_number, self.prompt, self.group_size, self.longest
         )

@@ -14,16 +14,18 @@ from torchrl_grpo.generation.engines import ENGINES
 from torchrl_grpo.host.text import size
 from torchrl_grpo.models.memory import MEMORY_SHARE
 
-_SIMULATED = 10
-_SIZES = 251  # of tasks, taken in turns
-_GROUPS = 8_000  # most groups of one simulation, but for a few batches
+_NUM_SIMULATED = 10
+_NUM_SIZES = 251  # sizes of tasks, used in turn
+_MAX_GROUPS = 8_000  # maximum number of groups in one simulation, but at least a few batches
 FREE = 0.5
-"""Share of a stage's time that is removed to see whether it is the bottleneck."""
+"""Share of a stage's time that remains in the test whether it is the bottleneck."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """Devices of each role; without a reference device there is none, or it shares the learner's."""
+    """Devices of each role. Without reference devices there is no such model, or it shares the
+    learner's.
+    """
 
     train: int
     reference: int
@@ -31,18 +33,18 @@ class Split:
 
     @property
     def devices(self) -> int:
-        """All of them."""
+        """Return the number of all devices."""
         return self.train + self.reference + self.inference
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings that all splits share.
+    """Settings shared by all splits.
 
     Attributes:
-        gpu: the devices.
-        work: what is computed.
-        max_staleness: the bound.
+        gpu: the kind of device.
+        work: the work of the run.
+        max_staleness: bound on the staleness.
         engine_size: ``inference_model.tensor_parallel_size``.
         waits: whether engines take weights only between tasks.
         rows: ``env.num_envs``.
@@ -56,25 +58,26 @@ class Settings:
     rows: int
 
     def num_envs(self, split: Split) -> int:
-        """``env.num_envs`` if the split's samplers can share it out in whole groups, else the
+        """Return ``env.num_envs`` if the split's samplers can divide it into whole groups, else the
         sequences of a batch.
         """
-        samplers, group = split.inference // self.engine_size, self.work.group_size
+        samplers = split.inference // self.engine_size
+        group = self.work.group_size
         return self.rows if self.rows % (samplers * group) == 0 else self.work.groups * group
 
     @property
     def has_reference(self) -> bool:
-        """Whether the reference is a model of its own."""
+        """Return whether there is a separate reference model."""
         return self.work.score_s(self.gpu, 1) > 0
 
     @property
     def room(self) -> float:
-        """Bytes that a role may fill of a device."""
+        """Return the bytes of a device that a role may use."""
         return self.gpu.memory * MEMORY_SHARE
 
     def memory(self, split: Split) -> tuple[float, float, float]:
-        """Bytes on one device of each role, with the KV cache of the groups that a sampler has at a
-        time.
+        """Return the bytes on one device of each role, with the KV cache of a sampler's concurrent
+        groups.
         """
         groups = max(1, self.places(split))
         reference = self.work.reference_memory(split.train)
@@ -83,46 +86,43 @@ class Settings:
         return train, reference, engine
 
     def places(self, split: Split) -> int:
-        """Groups that fit into the memory of a sampler, of those that it may have."""
+        """Return the number of a sampler's groups that fit into its memory."""
         samplers = split.inference // self.engine_size
         room = self.engine_size * self.room - self.work.weight_bytes
-        asked = self.num_envs(split) // self.work.group_size // samplers
-        return min(asked, int(max(0.0, room) // self.work.group_memory()))
+        requested = self.num_envs(split) // self.work.group_size // samplers
+        return min(requested, int(max(0.0, room) // self.work.group_memory()))
 
     def fits(self, split: Split) -> bool:
-        """Whether each role's device has room."""
+        """Return whether each role's devices have room."""
         train, reference, _ = self.memory(split)
         return max(train, reference) <= self.room and self.places(split) > 0
 
     def memory_in_turns(self, devices: int) -> float:
-        """Bytes on each of so many devices on which all ranks train, and then engines sample a
-        group or more.
+        """Return the bytes on each of a number of devices on which ranks train and engines sample
+        in turn.
 
-        That is a training step, or an engine beside what rests between two steps, and the reference
-        model.
+        That is the reference model, plus a training step, or an engine and what remains between two
+        steps.
         """
         train = self.work.train_memory(devices)
         engine = (self.work.weight_bytes + self.work.group_memory()) / self.engine_size
         return self.work.reference_memory(devices) + max(train.peak, train.resting + engine)
 
     def in_turns(self, devices: int) -> Result | None:
-        """The loop whose roles take turns on so many devices; None where they have no room, or
-        cannot share a batch.
+        """Return the result of roles that take turns on a number of devices; None if they have no
+        room, or cannot divide a batch.
         """
-        samplers, left = divmod(devices, self.engine_size)
-        if (
-            left
-            or not samplers
-            or self.work.groups % samplers
-            or self.memory_in_turns(devices) > self.room
-        ):
+        samplers, unused = divmod(devices, self.engine_size)
+        if unused or not samplers or self.work.groups % samplers:
+            return None
+        if self.memory_in_turns(devices) > self.room:
             return None
         split = Split(devices, 0, devices)
         loop = self.loop(split)
         return simulate(replace(loop, max_staleness=0), self.costs(split, loop))
 
     def loop(self, split: Split) -> Loop:
-        """Return the actors of a split, as the simulation needs them."""
+        """Return the actors of a split for the simulation."""
         work = self.work
         serial = not ENGINES[work.backend].concurrent
         samplers = split.inference // self.engine_size
@@ -142,13 +142,13 @@ class Settings:
         )
 
     def costs(self, split: Split, loop: Loop) -> Costs:
-        """Costs of the split's stages."""
+        """Return the costs of the split's stages."""
         work, gpu = self.work, self.gpu
         draw = random.Random(0)
         rows = loop.task_groups * work.group_size
         most = min(work.longest, 2 * work.response)
         # The longest of n uniform lengths is distributed as the n-th root of one.
-        tokens = [most * draw.random() ** (1 / rows) for _ in range(_SIZES)]
+        tokens = [most * draw.random() ** (1 / rows) for _ in range(_NUM_SIZES)]
         step = work.step_s(gpu, loop.task_groups, self.engine_size) if loop.serial else 1.0
         return Costs(
             sample=[count * step for count in tokens],
@@ -161,7 +161,7 @@ class Settings:
         )
 
     def bound_s(self, split: Split) -> float:
-        """Lower bound of the seconds per batch: its longest stage, if nothing ever waited."""
+        """Return a lower bound of the seconds per batch: its longest stage, if nothing waited."""
         loop, work = self.loop(split), self.work
         costs = self.costs(split, loop)
         tasks = work.groups / loop.task_groups
@@ -180,8 +180,8 @@ class Row:
 
     Attributes:
         split: the devices.
-        result: of the simulation.
-        gains: by what was made cheaper, how much faster the loop was; 0.1 is a tenth.
+        result: result of the simulation.
+        gains: speedup of the loop by the stage that was made cheaper; 0.1 is 10%.
     """
 
     split: Split
@@ -190,33 +190,35 @@ class Row:
 
     @property
     def binds(self) -> str:
-        """The bottleneck: the stage to make faster first."""
+        """Return the bottleneck: the stage to make faster first."""
         name, gain = max(self.gains.items(), key=lambda item: item[1])
         return name if gain > 0.02 else "nothing alone"
 
 
 def simulate(loop: Loop, costs: Costs) -> Result:
-    """Simulate as many batches as take a moment."""
+    """Simulate a loop for as many batches as are quick."""
     return Simulation(loop, costs).run(
-        max(4, min(24, _GROUPS // loop.groups_per_batch)), loop.max_staleness + 2
+        max(4, min(24, _MAX_GROUPS // loop.groups_per_batch)), loop.max_staleness + 2
     )
 
 
 def candidates(settings: Settings, devices: int) -> Iterator[Split]:
-    """Return the splits whose roles fit, and whose samplers share a batch in whole groups."""
+    """Yield the splits whose roles fit, and whose samplers divide a batch into whole groups."""
     work = settings.work
     score, train = work.groups * work.score_s(settings.gpu, 1), work.train_s(settings.gpu, 1)
     for samplers in (n for n in range(1, devices) if work.groups % n == 0):
-        left = devices - samplers * settings.engine_size
-        sequences = work.groups * work.group_size  # more ranks than these have nothing to do
+        remaining = devices - samplers * settings.engine_size
+        sequences = work.groups * work.group_size  # more ranks would have nothing to do
         for total in (
-            {left, *(2**power for power in range(12) if 2**power < left)} if left > 0 else ()
+            {remaining, *(2**power for power in range(12) if 2**power < remaining)}
+            if remaining > 0
+            else ()
         ):
             if not settings.has_reference:
                 shares = {0}
             elif total <= 8:
                 shares = set(range(total))
-            else:  # near the number at which scoring keeps up with training
+            else:  # near the number where scoring keeps up with training
                 even = total * score / (score + train)
                 shares = {
                     max(1, min(total - 1, round(even * factor))) for factor in (1.0, 1.4, 2.0)
@@ -229,43 +231,43 @@ def candidates(settings: Settings, devices: int) -> Iterator[Split]:
                     yield split
 
 
-def best_splits(settings: Settings, devices: int, shown: int = 6) -> list[Row]:
-    """Return the most promising splits, the fastest first; among equally fast ones, the one with
-    the fewest devices.
+def best_splits(settings: Settings, devices: int, limit: int = 6) -> list[Row]:
+    """Return the most promising splits, fastest first and, among equally fast ones, those with
+    fewer devices first.
 
     Raises:
-        ConfigError: the run has no room on so many devices.
+        ConfigError: the run does not fit on this number of devices.
     """
     if devices < 2:
         raise ConfigError(
-            f"--devices={devices} must be at least 2, because on one all roles take turns: use 2 "
-            "or more."
+            f"--devices={devices} must be at least 2, because on one device all roles take turns: "
+            "use 2 or more."
         )
-    found = sorted(
+    splits = sorted(
         candidates(settings, devices),
         key=lambda split: (_nearly(settings.bound_s(split)), split.devices),
     )
-    if not found:
+    if not splits:
         needs = settings.memory(Split(devices, int(settings.has_reference), settings.engine_size))
         raise ConfigError(
-            f"--devices={devices} must hold the run, and no split of them does: of the "
-            f"{size(settings.room)} that may be filled of a device, train needs {size(needs[0])}, "
+            f"--devices={devices} must have room for the run, but no split has: of the "
+            f"{size(settings.room)} of a device that may be used, train needs {size(needs[0])}, "
             f"ref {size(needs[1])}, inference {size(needs[2])}. Use "
             "train_model.gradient_checkpointing=true, a smaller train.micro_batch_tokens, "
             "inference_model.tensor_parallel_size, a smaller env.num_envs, or "
             "train_model.lora.enabled=true."
         )
     rows = []
-    for split in found[:_SIMULATED]:
+    for split in splits[:_NUM_SIMULATED]:
         loop = settings.loop(split)
         rows.append(Row(split, simulate(loop, settings.costs(split, loop)), {}))
     rows.sort(key=lambda row: (_nearly(row.result.step_s), row.split.devices))
-    return [replace(row, gains=gains(settings, row)) for row in rows[:shown]]
+    return [replace(row, gains=gains(settings, row)) for row in rows[:limit]]
 
 
 def _nearly(seconds: float) -> int:
-    """Seconds that are less than 3% apart mostly give the same number: then fewer devices are
-    better.
+    """Return a number that is mostly equal for times less than 3% apart, among which fewer devices
+    are better.
     """
     return round(math.log(seconds) / 0.03)
 
@@ -274,7 +276,7 @@ def gains(settings: Settings, row: Row) -> dict[str, float]:
     """Return the speedup of the loop from each single change."""
     loop = settings.loop(row.split)
     costs = settings.costs(row.split, loop)
-    changed = {
+    changes = {
         "sampling": (loop, replace(costs, sample=[FREE * work for work in costs.sample])),
         "training": (loop, replace(costs, train=FREE * costs.train)),
         "weight sync": (
@@ -284,9 +286,11 @@ def gains(settings: Settings, row: Row) -> dict[str, float]:
         "staleness": (replace(loop, max_staleness=loop.max_staleness + 1), costs),
     }
     if loop.waits and not loop.serial:
-        changed["in_flight"] = (replace(loop, waits=False), costs)
+        changes["in_flight"] = (replace(loop, waits=False), costs)
     if costs.score:
-        changed["scoring"] = (loop, replace(costs, score=FREE * costs.score))
+        changes["scoring"] = (loop, replace(costs, score=FREE * costs.score))
     if costs.reward_s:
-        changed["reward"] = (loop, replace(costs, reward_s=FREE * costs.reward_s))
-    return {name: row.result.step_s / simulate(*what).step_s - 1 for name, what in changed.items()}
+        changes["reward"] = (loop, replace(costs, reward_s=FREE * costs.reward_s))
+    return {
+        name: row.result.step_s / simulate(*change).step_s - 1 for name, change in changes.items()
+    }

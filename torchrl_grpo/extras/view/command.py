@@ -4,7 +4,7 @@ alarms, configs.
     python -m torchrl_grpo.view outputs/DATE/TIME
     python -m torchrl_grpo.view outputs/first outputs/second
 
-It prints the page's address, which this machine alone answers and which has a token, and serves
+It prints the page's address, which contains a token and works only on this machine, and serves
 until Ctrl-C.
 """
 
@@ -21,10 +21,10 @@ from torchrl_grpo.host.files import METRICS_FILE, SAMPLES_FILE
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Serves the page.
+    """Serve the page.
 
     Args:
-        arguments: of the command line; by default this process'.
+        arguments: arguments on the command line; by default this process's.
     """
     parser = argparse.ArgumentParser(
         "python -m torchrl_grpo.view", description="Serves a dashboard of running or finished runs."
@@ -32,17 +32,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "runs", metavar="RUN", nargs="+", type=Path, help="a run's folder; several are compared"
     )
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     if not all(map(find_spec, ("starlette", "uvicorn", "mpld3"))):
         parser.error('it needs packages that are not installed: pip install "torchrl_grpo[view]".')
-    for run in asked.runs:
+    for run in options.runs:
         if not any((run / name).is_file() for name in (METRICS_FILE, SAMPLES_FILE)):
-            why = f"it has no {METRICS_FILE}" if run.is_dir() else "there is no such folder"
-            parser.error(f"RUN={run} must be a run's folder, but {why}: use outputs/DATE/TIME.")
+            problem = f"it has no {METRICS_FILE}" if run.is_dir() else "there is no such folder"
+            parser.error(f"RUN={run} must be a run's folder, but {problem}: use outputs/DATE/TIME.")
     listening, token, address = listen()
     sys.stdout.write(f"Run dashboard: {address}\nPress Ctrl-C to stop.\n")
     sys.stdout.flush()
-    serve(asked.runs, listening, token)
+    serve(options.runs, listening, token)
 
 
 if __name__ == "__main__":

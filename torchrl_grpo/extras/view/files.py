@@ -1,4 +1,4 @@
-"""Files of a run that may still grow. Nothing outside of the run's folder is ever opened."""
+"""Files of a run that may still grow. Nothing outside the run's folder is ever opened."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchrl_grpo.host.files import open_inside
 
 
 def changed_at(folder: Path, name: str) -> float:
-    """When a file of a run was last written, in seconds since 1970; 0 where there is none."""
+    """Return when a file of a run was last written, in Unix seconds; 0 if it does not exist."""
     file = open_inside(folder, name)
     if file is None:
         return 0.0
@@ -21,15 +21,15 @@ def changed_at(folder: Path, name: str) -> float:
 
 
 class Tail:
-    """A jsonl file of a run, each line of which is read once.
+    """A jsonl file of a run, whose lines are read once.
 
-    A run that is resumed writes the file anew, without the steps that it does again: then
-    ``reopen`` says so, and all is read again. Until then the file that was opened stays open, so
-    that a place in it keeps its meaning.
+    A resumed run rewrites the file without the steps that it repeats: then ``reopen`` returns True,
+    and everything is read again. Until then the original file stays open, so that positions in it
+    remain valid.
 
     Args:
         folder: of the run.
-        name: of the file, which need not be there yet.
+        name: name of the file, which need not exist yet.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -39,36 +39,34 @@ class Tail:
         self.file: BinaryIO | None = None
 
     def reopen(self) -> bool:
-        """Whether the file was replaced; call it before ``rows``."""
-        found = open_inside(self._folder, self._name)
-        if found is None:
+        """Return whether the file was replaced. Call it before ``lines``."""
+        file = open_inside(self._folder, self._name)
+        if file is None:
             return False
-        now = os.fstat(found.fileno())
-        if (
-            self.file is not None
-            and os.path.samestat(now, os.fstat(self.file.fileno()))
-            and now.st_size >= self._end
-        ):
-            found.close()
+        status = os.fstat(file.fileno())
+        is_same = self.file is not None and os.path.samestat(status, os.fstat(self.file.fileno()))
+        if is_same and status.st_size >= self._end:
+            file.close()
             return False
-        self.file = found
+        self.file = file
         self._end = 0
         return True
 
     def lines(self) -> Iterator[tuple[int, bytes]]:
-        """Return new lines and their positions; a line without an end is left for later."""
+        """Yield new lines with their positions; an incomplete line is left for later."""
         if self.file is None:
             return
         self.file.seek(self._end)
         for line in self.file:
             if not line.endswith(b"\n"):
                 return
-            start, self._end = self._end, self._end + len(line)
+            start = self._end
+            self._end += len(line)
             yield start, line
 
 
 def read_row(line: bytes) -> dict[str, Any]:
-    """Parse a line as a mapping; empty if it is none, because a page shows what there is."""
+    """Parse a line as a mapping; empty if it is not one, because a page shows what it can."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):

@@ -1,5 +1,5 @@
-"""In-memory index of a run's ``samples.jsonl``: the position of each row, and the values to search
-by.
+"""In-memory index of a run's ``samples.jsonl``: the position of each row, and its values for
+searches.
 
 A hundred thousand responses take some tens of megabytes; their texts and tokens stay in the file.
 """
@@ -17,15 +17,15 @@ from typing import Any
 
 from torchrl_grpo.extras.view.files import Tail, read_row
 from torchrl_grpo.host.files import SAMPLES_FILE, is_row
-from torchrl_grpo.reporting.records import earned, passes, problem_of
+from torchrl_grpo.reporting.records import passes, problem_of, valid_reward
 
 _TOKENS = b', "tokens": {'
-"""Beginning of a row's last key. Within a text its quotes would be escaped."""
-_KEPT_SEARCHES = 8
+"""Beginning of a row's last key. Inside a text its quotes would be escaped."""
+_MAX_SEARCHES = 8
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Criteria:
     """Search criteria for rows; None matches any."""
 
     split: str | None = None
@@ -38,25 +38,25 @@ class Wanted:
 
 
 class Search:
-    """Groups to search, each with its matching rows. ``upto`` is the number of rows searched."""
+    """The matching rows of a search, by group. ``upto`` is the number of rows searched so far."""
 
     def __init__(self) -> None:
         self.upto = 0
-        self.found: dict[int, list[int]] = {}
+        self.matches: dict[int, list[int]] = {}
 
 
 class Index:
-    """The rows of one file, in its order. A reader may look at the first ``count`` rows while
-    others are added.
+    """The rows of one file, in order. A reader can access the first ``count`` rows while others are
+    added.
 
     Attributes:
-        count: rows.
-        groups: the rows of each group, in the order of their first rows.
-        splits: names that occur, in order of appearance.
-        datasets: the same.
+        count: number of rows.
+        groups: rows of each group, in the order of their first rows.
+        splits: names of splits, in order of appearance.
+        datasets: names of data sets, in order of appearance.
 
     Args:
-        tail: of the file.
+        tail: reads the file.
     """
 
     def __init__(self, tail: Tail) -> None:
@@ -74,23 +74,23 @@ class Index:
         self._group = array("l")
         self._split = array("l")
         self._dataset = array("l")
-        self._searches: OrderedDict[Wanted, Search] = OrderedDict()
+        self._searches: OrderedDict[Criteria, Search] = OrderedDict()
 
     def add(self, start: int, line: bytes) -> None:
-        """Add a line at a position of the file; lines that no run writes are skipped."""
+        """Add a line at a position of the file; invalid lines are skipped."""
         before, has_tokens, _ = line.partition(_TOKENS)
         row = read_row(before + b"}" if has_tokens else line)
         if not is_row(row):
             return
         split = str(row.get("split"))
         dataset = str(row.get("dataset") or "")
-        # Rows of older runs have no group, and those of an evaluation need none.
+        # Rows of older runs and of evaluations have no group.
         own = row.get("group")
         key = (row["step"], split, dataset, hash(problem_of(row)) if own is None else own)
         group = self._groups.setdefault(key, len(self.groups))
         if group == len(self.groups):
             self.groups.append([])
-        reward = earned(row)
+        reward = valid_reward(row)
         self._starts.append(start)
         self._heads.append(len(before))
         self._lengths.append(len(line))
@@ -106,50 +106,53 @@ class Index:
         """Return a row, without its tokens unless requested."""
         assert self._descriptor is not None
         head, length = self._heads[number], self._lengths[number]
-        whole = tokens or head == length
-        text = os.pread(self._descriptor.fileno(), length if whole else head, self._starts[number])
-        return read_row(text if whole else text + b"}")
+        is_whole = tokens or head == length
+        text = os.pread(
+            self._descriptor.fileno(), length if is_whole else head, self._starts[number]
+        )
+        return read_row(text if is_whole else text + b"}")
 
     def group_of(self, number: int) -> list[int]:
-        """The rows of a row's group."""
+        """Return the rows of a row's group."""
         return self.groups[self._group[number]]
 
     def step_range(self) -> tuple[int, int] | None:
-        """The first and the last step that has rows."""
+        """Return the first and the last step that have rows."""
         steps = self._steps[: self.count]
         return (min(steps), max(steps)) if steps else None
 
-    def search(self, wanted: Wanted) -> dict[int, list[int]]:
-        """The groups that have wanted rows, oldest first, and these rows."""
-        search = self._searches.setdefault(wanted, Search())
-        self._searches.move_to_end(wanted)
-        if len(self._searches) > _KEPT_SEARCHES:
+    def search(self, criteria: Criteria) -> dict[int, list[int]]:
+        """Return the groups with matching rows, oldest first, and these rows."""
+        search = self._searches.setdefault(criteria, Search())
+        self._searches.move_to_end(criteria)
+        if len(self._searches) > _MAX_SEARCHES:
             self._searches.popitem(last=False)
         count = self.count
         for number in range(search.upto, count):
-            if self._is_wanted(number, wanted):
-                search.found.setdefault(self._group[number], []).append(number)
+            if self._matches(number, criteria):
+                search.matches.setdefault(self._group[number], []).append(number)
         search.upto = count
-        return search.found
+        return search.matches
 
-    def _is_wanted(self, number: int, wanted: Wanted) -> bool:
+    def _matches(self, number: int, criteria: Criteria) -> bool:
         step, reward = self._steps[number], self._rewards[number]
         return (
-            (wanted.split is None or self._split[number] == self.splits.get(wanted.split))
+            (criteria.split is None or self._split[number] == self.splits.get(criteria.split))
             and (
-                wanted.dataset is None or self._dataset[number] == self.datasets.get(wanted.dataset)
+                criteria.dataset is None
+                or self._dataset[number] == self.datasets.get(criteria.dataset)
             )
-            and (wanted.first_step is None or step >= wanted.first_step)
-            and (wanted.last_step is None or step <= wanted.last_step)
+            and (criteria.first_step is None or step >= criteria.first_step)
+            and (criteria.last_step is None or step <= criteria.last_step)
             and (
-                wanted.min_reward is None or reward >= wanted.min_reward
+                criteria.min_reward is None or reward >= criteria.min_reward
             )  # no comparison holds for one not valid
-            and (wanted.max_reward is None or reward <= wanted.max_reward)
-            and (wanted.text is None or self._has_text(number, wanted.text))
+            and (criteria.max_reward is None or reward <= criteria.max_reward)
+            and (criteria.text is None or self._has_text(number, criteria.text))
         )
 
     def _has_text(self, number: int, text: str) -> bool:
-        if text.isascii():  # most rows need not be parsed
+        if text.isascii():  # so that most rows need not be parsed
             assert self._descriptor is not None
             head = os.pread(self._descriptor.fileno(), self._heads[number], self._starts[number])
             if json.dumps(text)[1:-1].lower().encode() not in head.lower():
@@ -161,7 +164,7 @@ class Samples:
     """The samples of a run that may still be running.
 
     Attributes:
-        index: of what was read so far; another one when the run wrote the file anew.
+        index: index of the rows read so far; replaced when the run rewrites the file.
 
     Args:
         folder: of the run.
@@ -172,7 +175,7 @@ class Samples:
         self.index = Index(self._tail)
 
     def refresh(self) -> None:
-        """Read what was appended; in one thread at a time."""
+        """Read new rows; in one thread at a time."""
         if self._tail.reopen():
             self.index = Index(self._tail)
         for start, line in self._tail.lines():

@@ -1,4 +1,4 @@
-"""The dashboard's web server: read-only, on loopback, for holders of its token."""
+"""The dashboard's web server: read-only, on loopback, protected by a token."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from torchrl_grpo.extras.view.index import Wanted
+from torchrl_grpo.extras.view.index import Criteria
 from torchrl_grpo.extras.view.runs import RunView, panels
 from torchrl_grpo.reporting.panels import COLORS
 
@@ -49,8 +49,8 @@ class Guard:
     """Serves only requests whose path begins with the token.
 
     Args:
-        app: what answers.
-        token: in the address.
+        app: the app behind the guard.
+        token: token in the address.
     """
 
     def __init__(self, app: ASGIApp, token: str) -> None:
@@ -64,100 +64,100 @@ class Guard:
             or not slash
             or not secrets.compare_digest(token.encode(), self._token)
         ):
-            refusal: ASGIApp = PlainTextResponse("Not found", 404)
+            responder: ASGIApp = PlainTextResponse("Not found", 404)
         elif scope["method"] not in ("GET", "HEAD"):
-            refusal = PlainTextResponse("The page only reads", 405, {"Allow": "GET, HEAD"})
+            responder = PlainTextResponse("The page is read-only", 405, {"Allow": "GET, HEAD"})
         else:
-            scope, refusal = {**scope, "path": f"/{path}"}, self._app
+            scope, responder = {**scope, "path": f"/{path}"}, self._app
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message["headers"], *_HEADERS]
             await send(message)
 
-        await refusal(scope, receive, send_with_headers)
+        await responder(scope, receive, send_with_headers)
 
 
 class Api:
     """Answers to the dashboard's requests.
 
     Args:
-        runs: that are shown.
+        runs: runs to show.
     """
 
     def __init__(self, runs: Sequence[RunView]) -> None:
         self.runs = runs
-        for run in runs:  # what is there already may take seconds
+        for run in runs:  # reading existing files may take seconds
             threading.Thread(target=run.refresh, daemon=True).start()
 
-    def status(self, asked: Asked) -> Any:
-        """Status of all runs."""
+    def status(self, query: Query) -> Any:
+        """Return the status of all runs."""
         for run in self.runs:
             run.refresh()
         return [run.status() for run in self.runs]
 
-    def curves(self, asked: Asked) -> Any:
-        """The panels, of the runs that are not hidden."""
-        hidden = asked.text("hide").split(",")
+    def curves(self, query: Query) -> Any:
+        """Return the panels of the runs that are not hidden."""
+        hidden = query.text("hide").split(",")
         shown = {number: run for number, run in enumerate(self.runs) if str(number) not in hidden}
-        return panels(shown, asked.whole("from"), asked.whole("to"))
+        return panels(shown, query.whole("from"), query.whole("to"))
 
-    def groups(self, asked: Asked) -> Any:
-        """A page of groups."""
-        wanted = Wanted(
-            split=asked.text("split") or None,
-            dataset=asked.text("dataset") or None,
-            first_step=asked.whole("from"),
-            last_step=asked.whole("to"),
-            min_reward=asked.number("least"),
-            max_reward=asked.number("most"),
-            text=asked.text("text") or None,
+    def groups(self, query: Query) -> Any:
+        """Return a page of groups."""
+        wanted = Criteria(
+            split=query.text("split") or None,
+            dataset=query.text("dataset") or None,
+            first_step=query.whole("from"),
+            last_step=query.whole("to"),
+            min_reward=query.number("least"),
+            max_reward=query.number("most"),
+            text=query.text("text") or None,
         )
-        return asked.run(self.runs).groups(wanted, max(asked.whole("page") or 0, 0), _PAGE_SIZE)
+        return query.run(self.runs).groups(wanted, max(query.whole("page") or 0, 0), _PAGE_SIZE)
 
-    def response(self, asked: Asked) -> Any:
-        """One response with its tokens."""
-        found = asked.run(self.runs).response(asked.whole("row") or 0)
+    def response(self, query: Query) -> Any:
+        """Return one response with its tokens."""
+        found = query.run(self.runs).response(query.whole("row") or 0)
         if found is None:
             raise ValueError(
-                "There is no such response: the run may have been resumed and have written it anew."
+                "There is no such response: the run may have been resumed and rewritten it."
             )
         return found
 
-    def timeline(self, asked: Asked) -> Any:
-        """A window of a run's timeline."""
-        return asked.run(self.runs).timeline.window(asked.number("from"), asked.number("to"))
+    def timeline(self, query: Query) -> Any:
+        """Return a window of a run's timeline."""
+        return query.run(self.runs).timeline.window(query.number("from"), query.number("to"))
 
-    def alarms(self, asked: Asked) -> Any:
-        """A run's alarms."""
-        run = asked.run(self.runs)
+    def alarms(self, query: Query) -> Any:
+        """Return a run's alarms."""
+        run = query.run(self.runs)
         return [asdict(alarm) for alarm in run.alarms(run.status()["ended"])]
 
-    def config(self, asked: Asked) -> Any:
-        """The config of each run."""
+    def config(self, query: Query) -> Any:
+        """Return the config of each run."""
         return [run.config() for run in self.runs]
 
 
-class Asked:
-    """Parse the query of a request.
+class Query:
+    """Parser of a request's query.
 
     Raises:
-        ValueError: a value is not as it must be; in each method.
+        ValueError: raised by each method if a value is invalid.
     """
 
     def __init__(self, request: Request) -> None:
         self._query = request.query_params
 
     def text(self, name: str) -> str:
-        """A text, empty by default."""
+        """Return a text; empty by default."""
         return self._query.get(name, "")
 
     def number(self, name: str) -> float | None:
-        """A number, none by default."""
+        """Return a number; None by default."""
         return self._as(float, name, "a number")
 
     def whole(self, name: str) -> int | None:
-        """A whole number, none by default."""
+        """Return an integer; None by default."""
         return self._as(int, name, "a whole number")
 
     def _as(self, kind: type[Number], name: str, what: str) -> Number | None:
@@ -171,7 +171,7 @@ class Asked:
         raise ValueError(f"{name}={text!r} must be {what}: change it or leave it out.")
 
     def run(self, runs: Sequence[RunView]) -> RunView:
-        """The run that is meant, the first by default."""
+        """Return the requested run; by default the first."""
         number = self.whole("run") or 0
         if not 0 <= number < len(runs):
             raise ValueError(f"run={number} must be one of the {len(runs)} runs, from 0 on.")
@@ -179,18 +179,18 @@ class Asked:
 
 
 def make_app(folders: Sequence[Path], token: str) -> ASGIApp:
-    """The page on runs.
+    """Return the app that serves the page for runs.
 
     Args:
         folders: of the runs.
-        token: the first segment of the path of every address.
+        token: first segment of every path.
     """
     names = _names(folders)
     api = Api([RunView(folder, name) for folder, name in zip(folders, names, strict=True)])
     loader = jinja2.PackageLoader("torchrl_grpo.extras.view", "")
     template = jinja2.Environment(loader=loader, autoescape=True).get_template("page.html.j2")
     page = template.render(title=title_of(api.runs), names=names, colors=COLORS)
-    # In memory: what paints the page must not wait for the threads that read the runs.
+    # In memory, because the page must not wait for the threads that read the runs.
     files = {path.name: path.read_bytes() for path in [*_STATIC.iterdir(), _STYLE]} | {
         "d3.js": _d3().read_bytes()
     }
@@ -222,7 +222,7 @@ def make_app(folders: Sequence[Path], token: str) -> ASGIApp:
             )
         ),
     ]
-    # Another name that leads to loopback would make this page part of another site.
+    # Other host names that resolve to loopback would make this page part of another site.
     middleware = [
         Middleware(
             TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"], www_redirect=False
@@ -233,9 +233,7 @@ def make_app(folders: Sequence[Path], token: str) -> ASGIApp:
 
 
 def title_of(runs: Sequence[RunView]) -> str:
-    """The model, data and algorithm of the runs; of several with the names of the runs that have
-    them.
-    """
+    """Return model, data and algorithm of the runs; for several runs, with their names."""
     names: dict[str, list[str]] = {}
     for run in runs:
         names.setdefault(run.title(), []).append(run.name)
@@ -245,26 +243,26 @@ def title_of(runs: Sequence[RunView]) -> str:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """Names of runs: for one the last two parts of its path, for several as many as distinguish
-    them.
+    """Return names of runs: for one run the last two parts of its path, for several as many parts
+    as distinguish them.
     """
     parts = [folder.resolve().parts for folder in folders]
     for count in range(2 if len(folders) == 1 else 1, max(map(len, parts)) + 1):
-        names = ["/".join(one[-count:]) for one in parts]
+        names = ["/".join(path[-count:]) for path in parts]
         if len(set(names)) == len(set(parts)):
             break
     return names
 
 
 def _d3() -> Path:
-    """D3, from mpld3's wheel."""
+    """Return the path of D3 in mpld3's wheel."""
     return Path(str(distribution("mpld3").locate_file("mpld3/js/d3.v5.min.js")))
 
 
-def _answer(part: Callable[[Asked], Any]) -> Callable[[Request], Response]:
+def _answer(part: Callable[[Query], Any]) -> Callable[[Request], Response]:
     def answer(request: Request) -> Response:
         try:
-            return _json(part(Asked(request)))
+            return _json(part(Query(request)))
         except ValueError as error:
             return _json({"error": str(error)}, 400)
 
@@ -272,5 +270,5 @@ def _answer(part: Callable[[Asked], Any]) -> Callable[[Request], Response]:
 
 
 def _json(answer: Any, status: int = 200) -> Response:
-    # In ASCII: a model can write half a surrogate pair, which has no UTF-8.
+    # In ASCII, because a model can write lone surrogates, which have no UTF-8 encoding.
     return Response(json.dumps(answer, allow_nan=False), status, media_type="application/json")

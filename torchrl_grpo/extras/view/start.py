@@ -1,4 +1,4 @@
-"""Starts the dashboard's server: in this process, or in one beside a run."""
+"""Starts the dashboard's server, in this process or in a separate one during a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from torchrl_grpo.host.children import start_python
 from torchrl_grpo.host.processes import die_with_parent
 
 _LOOPBACK = "127.0.0.1"
-_STDERR_BYTES, _STDERR_EVERY_S = 16_384, 0.01
+_STDERR_BYTES = 16_384
+_STDERR_EVERY_S = 0.01
 
 
 def listen() -> tuple[socket.socket, str, str]:
@@ -27,15 +28,15 @@ def listen() -> tuple[socket.socket, str, str]:
 
 
 def serve(folders: Sequence[Path], listening: socket.socket, token: str) -> None:
-    """Serves the page until the process is told to end.
+    """Serve the page until the process is interrupted.
 
     Args:
         folders: of the runs.
-        listening: what ``listen`` gave, and the same for the token.
+        listening: socket from ``listen``. token: token from ``listen``.
     """
     import uvicorn
 
-    from torchrl_grpo.extras.view.connections import MOST_CONNECTIONS, LimitedConnection
+    from torchrl_grpo.extras.view.connections import MAX_CONNECTIONS, LimitedConnection
     from torchrl_grpo.extras.view.server import make_app
 
     config = uvicorn.Config(
@@ -44,14 +45,14 @@ def serve(folders: Sequence[Path], listening: socket.socket, token: str) -> None
         loop="asyncio",
         ws="none",
         lifespan="off",
-        backlog=MOST_CONNECTIONS,  # as many are accepted before the first of them is looked at
-        log_level="error",  # a warning is what strangers write
+        backlog=MAX_CONNECTIONS,  # all of these are accepted before the first one is handled
+        log_level="error",  # strangers can cause warnings
         access_log=False,
         server_header=False,
         proxy_headers=False,
         timeout_graceful_shutdown=1,
     )
-    sys.setswitchinterval(0.0005)  # a thread that reads a large file lets the others answer
+    sys.setswitchinterval(0.0005)  # so that a thread that reads a large file lets others answer
     with suppress(KeyboardInterrupt):
         uvicorn.Server(config).run([listening])
 
@@ -63,12 +64,12 @@ def page_beside(
     """Serve the run dashboard from a separate process with the lowest priority, which ends with
     this one.
 
-    Whatever goes wrong with it is a warning.
+    Failures of the dashboard are only warnings.
 
     Args:
         folder: of the run.
-        say: is told the page's address, once.
-        warn: is told what went wrong.
+        say: called once with the page's address.
+        warn: called with a message if the dashboard fails.
     """
     try:
         listening, token, address = listen()
@@ -105,26 +106,25 @@ def _watch(
     ending: threading.Event,
     warn: Callable[[str], object],
 ) -> None:
-    """Give the process its token, which no command line shows, and report when it ends by itself.
+    """Send the process its token, so that no command line shows it, and report if it ends by
+    itself.
 
-    However much the process writes to stderr, this one keeps the end of it and reads it at a slow
-    rate: the pipe is full then, and it is the page that waits.
+    If the process writes a lot to stderr, this one keeps only the end and reads slowly, so that the
+    pipe fills up and the page has to wait.
     """
     assert process.stdin is not None and process.stderr is not None
     errors = b""
     with suppress(OSError), process.stdin:
         process.stdin.write(token.encode())
     with process.stderr:
-        while said := process.stderr.read(_STDERR_BYTES):
-            errors = (errors + said)[-_STDERR_BYTES:]
+        while chunk := process.stderr.read(_STDERR_BYTES):
+            errors = (errors + chunk)[-_STDERR_BYTES:]
             ending.wait(_STDERR_EVERY_S)
     process.wait()
     if not ending.is_set():
-        last = (
-            errors.decode(errors="replace").strip().rpartition("\n")[2]
-            or f"status {process.returncode}"
-        )
-        warn(f"The run dashboard ended ({last:.300}); the run continues without it.")
+        last_line = errors.decode(errors="replace").strip().rpartition("\n")[2]
+        reason = last_line or f"status {process.returncode}"
+        warn(f"The run dashboard ended ({reason:.300}); the run continues without it.")
 
 
 def serve_beside(descriptor: int, folder: str, parent: int) -> None:
@@ -132,18 +132,14 @@ def serve_beside(descriptor: int, folder: str, parent: int) -> None:
     process ends.
 
     Args:
-        descriptor: of the socket.
+        descriptor: descriptor of the socket.
         folder: of the run.
         parent: process id of the run.
     """
     if sys.platform == "linux":
         die_with_parent(parent)
-        os.sched_setscheduler(
-            0, os.SCHED_IDLE, os.sched_param(0)
-        )  # runs when nothing else wants to
-        with suppress(OSError):
-            Path("/proc/self/oom_score_adj").write_text(
-                "1000"
-            )  # where memory runs out, it ends and not the run
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        with suppress(OSError):  # if memory runs out, end this process and not the run
+            Path("/proc/self/oom_score_adj").write_text("1000")
     os.nice(19)
     serve([Path(folder)], socket.socket(fileno=descriptor), sys.stdin.read())

@@ -1,4 +1,4 @@
-"""A response as a strip of tokens: the values that can color its tokens, and its turns."""
+"""A response as a strip of tokens, with its turns and the values that can color its tokens."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torchrl_grpo.host.files import is_number
 from torchrl_grpo.host.text import printable_lines
 from torchrl_grpo.tools import parse_tool_calls
 
-_MOST = 50.0
-"""Difference of log-probs beyond which its exponential is meaningless."""
+_MAX_DIFFERENCE = 50.0
+"""Difference of log-probs beyond which the exponential is meaningless."""
 
 Numbers = list[float | None]
 
 
 def strip_of(row: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the tokens of a row of ``samples.jsonl`` for display, None if it has none.
+    """Return the tokens of a row of ``samples.jsonl`` for display; None without tokens.
 
     Returns:
-        ``text`` of each token, whether it was ``sampled``, ``values`` by name (as many, None where
-        not known) and ``turns``: runs of tokens that the policy sampled or did not, each with
-        ``start``, ``end`` and a ``label``.
+        the ``text`` of each token, whether it was ``sampled``, ``values`` by name (one per token,
+        None if unknown), and ``turns``: runs of tokens that the policy sampled or did not, each
+        with ``start``, ``end`` and a ``label``.
 
     Examples:
         >>> tokens = {"text": ["4", "2"], "log_prob": [-0.5, -1.0], "trainer": [-0.5, -0.5]}
@@ -57,7 +57,7 @@ def strip_of(row: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _is_column(values: Any, count: int) -> bool:
-    """Whether a value has a number, or None, for each of this many tokens."""
+    """Return whether a value is a list with a number or None for each token."""
     has_all = isinstance(values, list) and len(values) == count
     return has_all and all(value is None or is_number(value) for value in values)
 
@@ -70,12 +70,12 @@ def _pairwise(
 
 
 def _ratio(trainer: float, sampler: float) -> float:
-    return math.exp(min(trainer - sampler, _MOST))
+    return math.exp(min(trainer - sampler, _MAX_DIFFERENCE))
 
 
 def _k3(reference: float, policy: float) -> float:
-    """The k3 estimate of the KL to the reference, of one token."""
-    difference = min(reference - policy, _MOST)
+    """Return the k3 estimate of the KL to the reference for one token."""
+    difference = min(reference - policy, _MAX_DIFFERENCE)
     return math.exp(difference) - 1 - difference
 
 
@@ -93,9 +93,9 @@ def _turns(text: Sequence[str], sampled: Sequence[bool]) -> list[dict[str, Any]]
         if own:
             count += 1
             calls = [call.name or "a tool" for call in parse_tool_calls("".join(text[start:end]))]
-            label = f"turn {count}, {size}" + (
-                f", calls {printable_lines(', '.join(calls))}" if calls else ""
-            )
+            label = f"turn {count}, {size}"
+            if calls:
+                label += f", calls {printable_lines(', '.join(calls))}"
         else:
             label = f"not sampled (a tool's answer, another's turn or the template), {size}"
         turns.append({"start": start, "end": end, "sampled": own, "label": label})

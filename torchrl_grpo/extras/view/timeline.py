@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 from torchrl_grpo.extras.view.files import Tail, read_row
 from torchrl_grpo.host.files import TIMELINE_FILE, is_number, is_step
 
-_MOST_SPANS = 1500
-"""Most spans to draw individually; more are summarized in columns by kind."""
+_MAX_SPANS = 1500
+"""Maximum number of spans to draw individually; more are summarized in columns by kind."""
 _COLUMNS = 200
 _ROUNDED_S = 2e-4
-"""Rounding of logged spans, by which one may seem to begin before the last one ends."""
-_LATEST_S = 1e12
-"""Largest date that a browser knows, in seconds after 1970."""
+"""Rounding of logged spans, by which a span may seem to begin before the previous one ends."""
+_MAX_TIME_S = 1e12
+"""Latest date that a browser supports, in Unix seconds."""
 
 
 class Span(NamedTuple):
@@ -47,7 +47,7 @@ class Timeline:
         return len(self._spans)
 
     def refresh(self) -> None:
-        """Reads what was added; in one thread at a time."""
+        """Read new spans; in one thread at a time."""
         if self._tail.reopen():
             self._spans = []
         for _, line in self._tail.lines():
@@ -59,15 +59,15 @@ class Timeline:
         """Return a window of the timeline for drawing.
 
         Args:
-            first: seconds after the first span's start at which the window begins, None is 0.
-            last: seconds at which it ends, None is the end of the last span.
+            first: start of the window in seconds after the first span's start; None for 0.
+            last: end of the window; None for the end of the last span.
 
         Returns:
-            ``begin``, seconds since 1970; ``end``, ``first`` and ``last`` in seconds after it;
-            whether the spans are ``shares`` of columns, because there are too many to be drawn one
-            by one; ``actors``, each with its ``name``, its ``seconds`` by kind, the times of its
-            ``restarts``, and ``spans``: lists of kind, first and last second, step, and the share
-            of the lane that it takes from and to.
+            ``begin`` in Unix seconds; ``end``, ``first`` and ``last`` in seconds after it; whether
+            the spans are ``shares`` of columns, because there are too many to draw individually;
+            and ``actors``, each with its ``name``, its ``seconds`` by kind, the times of its
+            ``restarts``, and ``spans``: lists of kind, first and last second, step, and the bounds
+            of its share of the lane.
         """
         spans = list(self._spans)
         if not spans:
@@ -75,23 +75,25 @@ class Timeline:
         begin, end = min(span.start for span in spans), max(span.end for span in spans)
         first = 0.0 if first is None else max(0.0, first)
         last = end - begin if last is None else min(last, end - begin)
-        seen = [span for span in spans if span.end >= begin + first and span.start <= begin + last]
+        visible = [
+            span for span in spans if span.end >= begin + first and span.start <= begin + last
+        ]
         actors: dict[str, list[Span]] = {
             span.actor: [] for span in sorted(spans, key=lambda span: span.actor)
         }
-        for span in seen:
+        for span in visible:
             actors[span.actor].append(span)
-        one_by_one = len(seen) <= _MOST_SPANS
+        one_by_one = len(visible) <= _MAX_SPANS
         drawn = []
         for name, own in actors.items():
             lasting = [span for span in own if span.kind != "restart" or span.seconds]
-            cut = [_cut(span, begin, first, last) for span in lasting]
+            parts = [_clip(span, begin, first, last) for span in lasting]
             drawn.append(
                 {
                     "name": name,
-                    "seconds": _seconds(cut),
+                    "seconds": _seconds(parts),
                     "restarts": [span.start - begin for span in own if span.kind == "restart"],
-                    "spans": _one_by_one(cut) if one_by_one else _columns(cut, first, last),
+                    "spans": _one_by_one(parts) if one_by_one else _columns(parts, first, last),
                 }
             )
         part = {"begin": begin, "end": end - begin, "first": first, "last": last}
@@ -99,24 +101,23 @@ class Timeline:
 
 
 def _span_of(row: Mapping[str, Any]) -> Span | None:
-    """Return the span of a row; None if no run wrote it."""
+    """Return the span of a row; None if it is invalid."""
     actor, kind = row.get("actor"), row.get("kind")
     if not isinstance(actor, str) or not isinstance(kind, str):
         return None
     start: Any = row.get("start")
     step = row.get("step")
     seconds = row.get("seconds") or 0.0
-    timed = is_number(start, _LATEST_S) and is_number(seconds, _LATEST_S) and seconds >= 0
-    return (
-        Span(actor, kind, start, seconds, step)
-        if timed and (step is None or is_step(step))
-        else None
-    )
+    has_times = is_number(start, _MAX_TIME_S) and is_number(seconds, _MAX_TIME_S) and seconds >= 0
+    if not has_times or not (step is None or is_step(step)):
+        return None
+    return Span(actor, kind, start, seconds, step)
 
 
-def _cut(span: Span, begin: float, first: float, last: float) -> Span:
+def _clip(span: Span, begin: float, first: float, last: float) -> Span:
     """Return the part of a span within the window, relative to the start of the run."""
-    start, end = max(span.start - begin, first), min(span.end - begin, last)
+    start = max(span.start - begin, first)
+    end = min(span.end - begin, last)
     return span._replace(start=start, seconds=max(0.0, end - start))
 
 
@@ -130,17 +131,17 @@ def _seconds(spans: Iterable[Span]) -> dict[str, float]:
 def _one_by_one(spans: Iterable[Span]) -> list[list[Any]]:
     """Return individual spans; overlapping ones share the lane equally."""
     lanes: list[float] = []
-    placed = []
+    lane_of_spans = []
     for span in sorted(spans, key=lambda span: span.start):
         lane = next(
             (at for at, end in enumerate(lanes) if end <= span.start + _ROUNDED_S), len(lanes)
         )
         lanes[lane : lane + 1] = [span.end]
-        placed.append((span, lane))
+        lane_of_spans.append((span, lane))
     count = len(lanes) or 1
     return [
         [span.kind, span.start, span.end, span.step, lane / count, (lane + 1) / count]
-        for span, lane in placed
+        for span, lane in lane_of_spans
     ]
 
 
@@ -149,19 +150,30 @@ def _columns(spans: Iterable[Span], first: float, last: float) -> list[list[Any]
     width = (last - first) / _COLUMNS or 1.0
     columns: list[dict[str, float]] = [{} for _ in range(_COLUMNS)]
     for span in spans:
-        for at in range(
+        for column_index in range(
             int((span.start - first) / width),
             min(int((span.end - first) / width), _COLUMNS - 1) + 1,
         ):
-            left = first + at * width
+            left = first + column_index * width
             part = min(span.end, left + width) - max(span.start, left)
-            columns[at][span.kind] = columns[at].get(span.kind, 0.0) + max(part, 0.0)
-    placed = []
-    for at, column in enumerate(columns):
-        whole = max(width, sum(column.values()))
+            columns[column_index][span.kind] = columns[column_index].get(span.kind, 0.0) + max(
+                part, 0.0
+            )
+    shares = []
+    for column_index, kinds in enumerate(columns):
+        total = max(width, sum(kinds.values()))
         share = 0.0
-        for kind in sorted(column):
-            top = share + column[kind] / whole
-            placed.append([kind, first + at * width, first + (at + 1) * width, None, share, top])
+        for kind in sorted(kinds):
+            top = share + kinds[kind] / total
+            shares.append(
+                [
+                    kind,
+                    first + column_index * width,
+                    first + (column_index + 1) * width,
+                    None,
+                    share,
+                    top,
+                ]
+            )
             share = top
-    return placed
+    return shares

@@ -148,7 +148,7 @@ def _arguments(thing: Any, sections: dict[str, list[str]]) -> str:
 
 def _result(thing: Any) -> str:
     """Return the annotation of what a function returns, if it is not None."""
-    function = thing.fget if isinstance(thing, property) else thing
+    function: Any = thing.fget if isinstance(thing, property) else thing
     if inspect.isclass(function):
         return ""
     result = inspect.signature(function).return_annotation

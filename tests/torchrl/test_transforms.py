@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from torchrl_grpo.config import ConfigError
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.policy import GenerationPolicy
-from torchrl_grpo.tasks.base import Problem, Score
+from torchrl_grpo.tasks.base import Dialog, Problem, Score, Turn
 from torchrl_grpo.transforms import HistoryTransforms
 
 CALL = '<tool>add\n{"a": 1, "b": 2}</tool>'
@@ -188,6 +189,26 @@ def test_a_thinking_prompt_gives_a_further_try_and_keeps_the_reward(tokenizer: A
     check_tokens(tokenizer, batch[1], (start, False), ("a<|end|>", True))
     assert batch[keys.REWARD].flatten().tolist() == [1.25, 1.0]
     assert batch[0][keys.TURN_REWARDS].unique().tolist() == [0.0, 0.25, 1.0]
+
+
+class TurnRewards(Problems):
+    """Each turn has a reward of its own, as part of the score."""
+
+    def advance(
+        self, dialogs: Sequence[Dialog], timeout_s: float | None = None
+    ) -> list[Turn | Exception]:
+        turns = super().advance(dialogs, timeout_s)
+        return [
+            turn if isinstance(turn, Exception) else replace(turn, reward=0.5) for turn in turns
+        ]
+
+
+def test_rewards_of_the_tasks_turns_and_of_a_transform_stay_at_their_turns(tokenizer: Any) -> None:
+    env = make_env(tokenizer, thinking(), task=TurnRewards())
+    batch, _ = play(env, tokenizer, lambda copy, prompt: "a" if "Think." in prompt or copy else "b")
+    assert batch[keys.REWARD].flatten().tolist() == [1.25, 1.0]
+    rewards = [row[keys.TURN_REWARDS] for row in batch.unbind(0)]
+    assert [row[row != 0].tolist() for row in rewards] == [[0.25, 1.0], [1.0]]
 
 
 def test_a_thinking_prompt_may_take_the_reward_back(tokenizer: Any) -> None:

@@ -256,6 +256,9 @@ def test_advantages_are_counted_over_valid_sequences_or_their_tokens() -> None:
         row[keys.ADVANTAGE] = value * row[keys.ASSISTANT_MASK]
     metrics = rollout_metrics(lazy_stack(rows))
     assert [metrics[name] for name in names] == pytest.approx([0.0, (12 / 9) ** 0.5, -1.0, 2.0])
+    for row in rows:  # as TorchRL's loss reads it
+        row[keys.ADVANTAGE] = row[keys.ADVANTAGE].unsqueeze(-1)
+    assert rollout_metrics(lazy_stack(rows)) == metrics
 
 
 def test_a_batch_without_valid_rewards_has_no_reward_and_no_accuracy() -> None:

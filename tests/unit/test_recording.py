@@ -87,10 +87,11 @@ def row_of(
     )
 
 
+@pytest.mark.parametrize("shape", [(-1,), (-1, 1)])  # TorchRL's loss reads the second one
 def test_a_row_has_its_tokens_and_where_it_is_from(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+    shape: tuple[int, ...], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    advantage = torch.tensor([0, 0, 0.25, 0.5, 0, 0.75])
+    advantage = torch.tensor([0, 0, 0.25, 0.5, 0, 0.75]).reshape(shape)
     batch = lazy_stack([row_of(3, tokenizer, torch.tensor([0.5])), row_of(4, tokenizer, advantage)])
 
     def scores(row: int) -> dict[str, torch.Tensor]:

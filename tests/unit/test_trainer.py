@@ -186,6 +186,19 @@ def test_a_loss_of_ones_own_gets_what_else_it_reads() -> None:
     assert trainer.train_batch(batch)["train/seen"] == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("level", ["sequence", "token"])
+def test_an_advantage_with_torchrls_last_dimension_is_the_same(level: str) -> None:
+    losses = []
+    for shape in ((-1,), (-1, 1)):
+        batch = make_batch()
+        for row in batch.unbind(0):
+            if level == "token":
+                row[keys.ADVANTAGE] = torch.linspace(-1, 2, len(row[keys.FULL]))
+            row[keys.ADVANTAGE] = row[keys.ADVANTAGE].reshape(shape)
+        losses.append(make_trainer(micro_batch_tokens=20).train_batch(batch)["train/loss"])
+    assert losses[0] == losses[1] and abs(losses[0]) > 0.01
+
+
 def test_training_moves_probability_from_bad_to_good_sequences() -> None:
     trainer = make_trainer(optimizer=None)
     batch = make_batch(spread=0.0)

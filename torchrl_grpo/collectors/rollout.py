@@ -571,9 +571,10 @@ def _merge(turns: list[TensorDictBase], own: Sequence[float | None]) -> TensorDi
     turn_rewards = [reward or 0.0 for reward in own]
     if any(turn_rewards):
         # The rest is a score beyond the rewards of the turns, or rounding.
-        rest = sum(shares) - sum(turn_rewards)
-        shares = turn_rewards
-        shares[-1] += rest if abs(rest) > _ROUNDING * sum(map(abs, turn_rewards)) else 0.0
+        *earlier, last = shares
+        rest = last - sum(turn_rewards)
+        rest = rest if abs(rest) > _ROUNDING * sum(map(abs, turn_rewards)) else 0.0
+        shares = [a + b for a, b in zip([*earlier, rest], turn_rewards, strict=True)]
     for turn, share in zip(turns, shares, strict=True):
         length, mask = turn.get(keys.FULL).numel(), turn.get(keys.ASSISTANT_MASK)
         if not torch.equal(turn.get(keys.FULL), full[:length]):

@@ -223,7 +223,7 @@ def _sample(row: TensorDictBase, split: str, end: TensorDictBase) -> dict[str, A
     }
     advantage = present["advantage"]
     if advantage is not None and advantage.numel() > 1:  # one for each token
-        present["advantage"] = masked_mean(advantage, row[keys.ASSISTANT_MASK])
+        present["advantage"] = masked_mean(advantage.reshape(-1), row[keys.ASSISTANT_MASK])
     entry |= {name: value.item() for name, value in present.items() if value is not None}
     other = {"parts": row.get(keys.REWARD_PARTS, None), "dataset": row.get(keys.DATASET, None)}
     entry |= {name: value.data for name, value in other.items() if value is not None and value.data}
@@ -257,7 +257,8 @@ def _tokens(
         **scores,
     }
     advantage = row.get(keys.ADVANTAGE, None)
-    numbers["advantage"] = None if advantage is None or advantage.numel() == 1 else advantage
+    if advantage is not None and advantage.numel() > 1:
+        numbers["advantage"] = advantage.reshape(-1)
     sampled = row[keys.ASSISTANT_MASK][prompt:].tolist()
     columns: dict[str, list[Any]] = {"text": token_texts(tokenizer, tokens)}
     for name, values in numbers.items():

@@ -611,7 +611,11 @@ class LLMEnv(EnvBase):
             chat = state.current.chat
             later = [*dialog.messages[len(chat) :], *messages]
             self._rows[row] = DialogState(
-                state.drawn, SampleState(0, chat, later), responses=state.responses
+                state.drawn,
+                SampleState(0, chat, later),
+                responses=state.responses,
+                turn_rewards=[*state.turn_rewards[:-1], None],  # it came with the task's answer
+                turn_samples=state.turn_samples,
             )
         return longer
 

@@ -55,7 +55,7 @@ def pad(batch: TensorDictBase, key: NestedKey, padding_value: float = 0) -> Tens
 
     Args:
         batch: batch size [N]; a lazy stack of ragged sequences, or an already padded TensorDict.
-        key: the entry, [T_i] in each sequence (or [1], which stays [N, 1]).
+        key: the entry, [T_i] or [T_i, 1] in each sequence (or [1], which stays [N, 1]).
         padding_value: what fills the rest.
 
     Returns:
@@ -82,7 +82,7 @@ def pad(batch: TensorDictBase, key: NestedKey, padding_value: float = 0) -> Tens
             f"entry {key!r} of shape {list(padded.shape)} must be [{len(batch)}, 1], one value for "
             f"each sequence, or [{len(batch)}, T], one for each token: use unsqueeze(-1)."
         )
-    return padded
+    return padded.squeeze(-1) if padded.ndim > 2 else padded
 
 
 def has(batch: TensorDictBase, key: NestedKey) -> bool:

@@ -247,7 +247,7 @@ def test_members_from_several_processes_complete_a_group():
     ]
     for process in processes:
         process.start()
-    got = [results.get(timeout=60) for _ in processes]
+    got = [results.get(timeout=300) for _ in processes]
     for process in processes:
         process.join(timeout=20)
     assert got.count(None) == 1
@@ -288,7 +288,7 @@ def test_torchrls_names_mean_what_they_mean_there():
     torch.testing.assert_close(values(GroupAdvantage(**names)(batch)), values(theirs))
     with pytest.raises(TypeError, match="GroupAdvantage needs repeats"):
         GroupAdvantage()
-    with pytest.raises(TypeError, match=r"verbose=True is TorchRL's .*: queue\.get_stats"):
+    with pytest.raises(TypeError, match=r"verbose=True is .*TorchRL's .*: queue\.get_stats"):
         GroupAdvantage(2, verbose=True)
     with pytest.raises(TypeError, match="unexpected keyword argument 'gruppe'"):
         GroupAdvantage(2, gruppe=1)

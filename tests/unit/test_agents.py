@@ -237,7 +237,7 @@ def test_wishes_reach_the_run_and_a_stop_string_is_not_told():
             {"messages": [{"role": "assistant", "tool_calls": 1}]},
             "messages[0].tool_calls=1 must be a list: send",
         ),
-        ({"max_tokens": 0}, "max_tokens=0 must be an integer of at least 1:  for example, 256."),
+        ({"max_tokens": 0}, "max_tokens=0 must be an integer of at least 1: for example, 256."),
         ({"stop": [""]}, "stop=[''] must be at most 4 non-empty texts"),
         ({"logprobs": True, "top_logprobs": 3}, "top_logprobs=3 must be 0"),
         ({"tools": [ADD], "tool_choice": "required"}, "tool_choice=required must be auto or none"),

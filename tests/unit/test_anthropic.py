@@ -122,7 +122,7 @@ def test_tool_calls_and_their_results_continue_the_tokens(streams):
             "messages[1].content=3 must be text",
         ),
         ({"system": 3}, "system.content=3 must be text"),
-        ({"stop_sequences": [""]}, "stop_sequences=[''] must be at most 4 texts"),
+        ({"stop_sequences": [""]}, "stop_sequences=[''] must be at most 4 non-empty texts"),
         (
             {
                 "messages": [

@@ -52,7 +52,7 @@ def pythons_own_recursion_limit() -> Iterator[None]:
         (b'{"prompt": ["a", 5]}', "content as text, but it has 'a'"),
         pytest.param(
             b'{"prompt": [{"role": "user", "content": "a", "x": ' + b'{"a": ' * 900 + b"1" + b"}" * 901 + b"]}",
-            "must be nested less deeply",
+            "must not be nested so deeply",
             marks=pytest.mark.skipif(sys.version_info >= (3, 13), reason="reads deeper nesting"),
         ),
         (b'{"prompt": [{"role": "user", "content": "\\ud83d"}]}', "must be text in Unicode"),

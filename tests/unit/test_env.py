@@ -132,7 +132,7 @@ def test_an_env_of_other_rows_shares_problems_and_has_dialogs_of_its_own(tokeniz
 
 def test_state_of_another_dataset_is_refused(tokenizer):
     state = LLMEnv(EchoTask(10), tokenizer, num_envs=2, repeats=2).state_dict()
-    with pytest.raises(ValueError, match="num_problems=10, this one has 9"):
+    with pytest.raises(ValueError, match="num_problems=10, but this one has 9"):
         LLMEnv(EchoTask(9), tokenizer, num_envs=2, repeats=2).load_state_dict(state)
 
 

@@ -871,7 +871,7 @@ def test_an_advantage_of_verl_that_is_not_ours_is_said(tmp_path: Path) -> None:
     ):  # gae is verl's default
         lacks = verl(tmp_path, words).lacks["algorithm.adv_estimator"]
         assert lacks.startswith(f"{name} has no equivalent among grpo, ")
-        assert lacks.endswith(", and our own default is taken")
+        assert lacks.endswith("; our own default is used")
 
 
 def test_images_of_verl_are_said_to_be_left_out(tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ def test_exit_and_classes_work_as_in_a_notebook(session: Session) -> None:
 
 
 def test_the_tool_needs_a_sandbox_unless_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "_missing", lambda: "no room")
+    monkeypatch.setattr(runner, "_missing_namespaces", lambda: "no room")
     with pytest.raises(ValueError, match=r"env\.sandbox=strict.*no room.*env\.sandbox=auto"):
         make_task(compose_config(*TOOLS).env)
     assert make_task(compose_config(*TOOLS, "env.sandbox=auto").env).tools

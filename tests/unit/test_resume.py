@@ -221,7 +221,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (
             ["env.repeats=8"],
-            r"env\.repeats=8 must be 4, as in .*checkpoint_000006, whose .*: use env\.repeats=4\.",
+            r"env\.repeats=8 must be 4, .*checkpoint_000006 .*: use env\.repeats=4\.",
         ),
         (["seed=1"], r"seed=1 must be 0"),
         (["env.difficulty=3"], r"env\.difficulty=3 must be 2"),

@@ -152,7 +152,7 @@ def test_an_overloaded_judge_is_asked_again(serve: Any) -> None:
             (500, "broken"),
             {"retries": 1},
             2,
-            "must answer, after 2 attempts: status 500, .*broken.*: start it, or fix",
+            "must answer, .*2 attempts: status 500, .*broken.*: start it, or fix",
         ),
         ((404, "no such model"), {}, 1, "after 1 attempts: status 404, .*no such model"),
         (

@@ -90,7 +90,7 @@ def test_a_batch_that_is_scored_is_not_scored_again(stub: SGLangStub) -> None:
 def test_an_overloaded_server_is_asked_again(
     stub: SGLangStub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_client, "_LONGEST_PAUSE_S", 0)
+    monkeypatch.setattr(http_client, "_MAX_PAUSE_S", 0)
     teacher, one = ServedTeacher(stub.address), batch()[:1]
     stub.busy = 1
     assert bool(teacher(one)[0][keys.TEACHER_LOG_PROBS][4:].lt(0).all())

@@ -544,7 +544,7 @@ def _check_device(blueprint: Blueprint, device: torch.device, total: int) -> Non
     if share > most or share < needed:
         lower = math.ceil(needed * 100) / 100
         upper = math.floor(most * 100) / 100
-        others = f" besides {in_words(holds)}" if holds else ""
+        others = f" beside {in_words(holds)}" if holds else ""
         fix = (
             f"inference_model.gpu_memory_utilization={upper:g}"
             if lower <= upper and upper > 0

@@ -18,7 +18,10 @@ from torchrl_grpo.reporting.metrics import MetricsLogger
 from torchrl_grpo.reporting.panels import (
     PANELS,
     STAGES,
+    Panel,
+    heights_of,
     label_of,
+    panels_of,
     series,
     smooth,
     stage_seconds,
@@ -276,7 +279,8 @@ def test_puzzling_figures_have_a_sentence_and_throughput_matches_the_card(tmp_pa
         logger.log(3, {"throughput/trained_tokens_per_s": 200.0})
     page = parse(write_report(tmp_path))
     notes = [text for tag, text in page.texts if tag == "p"]
-    assert [panel.note for panel in PANELS if panel.note] == notes[
+    shown = [text for tag, text in page.texts if tag == "figcaption"]
+    assert [panel.note for panel in PANELS if panel.note and panel.title in shown] == notes[
         1:
     ]  # the first is the run's name
     assert "Trained tokens/s200300 tokens, excluding evaluation" in page.text()
@@ -397,6 +401,60 @@ def test_all_curves_of_three_data_sets_are_drawn_below_the_legend() -> None:
     assert (
         axes.transData.transform((0, 1))[1] - axes.bbox.y0 > 70
     )  # of 100 points in an inch: the plot has its room
+
+
+def test_no_axis_zooms_into_rounding_noise() -> None:
+    def height(name: str, *values: float) -> float:
+        panel = Panel(name, (name,))
+        records = [{"step": step, name: value} for step, value in enumerate(values)]
+        low, high = heights_of(panel, [series(panel, records)])
+        assert low <= min(values) and max(values) <= high
+        return high - low
+
+    assert height("train/kl_k3_to_inference", 1e-8, 3e-8) >= 0.1
+    assert height("train/ratio_mean", 1.0, 1 + 1e-7) >= 0.1
+    assert height("train/lr", 1e-7, 5e-7) < 1e-6
+    assert height("train/kl_k3_to_ref", 1e-3, 2e-3) < 2e-3
+
+
+def test_the_panels_are_those_that_tell_something_about_the_run() -> None:
+    row = {"rollout/reward_mean": 0.0, "train/kl_k3_to_inference": 2e-8, "train/entropy": 1.0}
+    row |= {"train/clip_fraction_low": 0.0, "staleness/mean": 0.0, "rollout/truncated": 0.0}
+
+    def titles(**others: float) -> list[str]:
+        return [panel.title.partition(" (")[0] for panel in panels_of([row | others | {"step": 1}])]
+
+    assert titles() == ["Reward", "Entropy"]
+    assert titles(**{"staleness/mean": 1.0, "rollout/truncated": 0.1}) == [
+        "Reward",
+        "Entropy",
+        "Truncated responses",
+        "Staleness",
+    ]
+    del row["rollout/reward_mean"]
+    assert titles(**{"train/loss": 2.0}) == ["Loss", "Entropy"]
+
+
+def test_a_series_with_few_values_is_drawn_as_markers() -> None:
+    records: list[dict[str, float]] = [
+        {"step": step, "rollout/accuracy": 0.5} for step in range(80)
+    ]
+    records[0]["eval/pass@8"] = records[-1]["eval/pass@8"] = 1.0
+    accuracy = next(panel for panel in PANELS if panel.title == "Accuracy")
+    (axes,) = panel_figure(accuracy, records).axes
+    found = {line.get_label(): (line.get_linestyle(), line.get_marker()) for line in axes.lines}
+    assert found["test pass@8 (sampled)"] == ("None", "o")
+    assert found["train accuracy (sampled)"] == ("-", "None")
+
+
+def test_curves_png_names_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log_run(tmp_path / "12-00-00", steps=1)
+    titles: list[str] = []
+    monkeypatch.setattr(
+        "torchrl_grpo.reporting.report.save_png", lambda records, path, title: titles.append(title)
+    )
+    write_report(tmp_path / "12-00-00")
+    assert titles == [f"GRPO run: {tmp_path.name}/12-00-00"]
 
 
 def test_rounding_noise_is_drawn_as_0() -> None:

@@ -28,7 +28,7 @@ from tests.support.processes import command_line
 from tests.support.scripts import SYNC, Script
 from tests.support.view_runs import append, make_run, metrics, served
 from torchrl_grpo.extras.view.command import main
-from torchrl_grpo.extras.view.runs import RunView, panels
+from torchrl_grpo.extras.view.runs import RunView, curves
 from torchrl_grpo.extras.view.server import title_of
 from torchrl_grpo.extras.view.start import page_beside
 from torchrl_grpo.host.children import start_python
@@ -150,7 +150,7 @@ def test_status_tells_where_each_run_is(address: str) -> None:
 
 
 def test_curves_of_several_runs_are_in_one_panel(address: str) -> None:
-    panels = {panel["title"]: panel for panel in api(address, "curves")}
+    panels = {panel["title"]: panel for panel in api(address, "curves")["panels"]}
     assert [
         (curve["run"], curve["steps"], curve["values"]) for curve in panels["Reward"]["curves"]
     ] == [
@@ -170,7 +170,7 @@ def test_curves_are_named_in_words(tmp_path: Path) -> None:
     view.refresh()
     assert {
         panel["title"]: [curve["label"] for curve in panel["curves"]]
-        for panel in panels({0: view}, None, None)
+        for panel in curves({0: view})["panels"]
     } == {
         "Reward": ["mean reward"],
         "Accuracy": ["train accuracy (sampled)"],
@@ -194,7 +194,7 @@ def test_the_title_names_all_runs(address: str, tmp_path: Path) -> None:
 
 
 def test_the_times_of_one_run_are_stacked(address: str) -> None:
-    [panel] = [panel for panel in api(address, "curves?hide=1") if panel["stacked"]]
+    [panel] = [panel for panel in api(address, "curves?hide=1")["panels"] if panel["stacked"]]
     assert {curve["label"]: curve["values"] for curve in panel["curves"]} == {
         "generate": [0.1] * 3,
         "train": [0.3] * 3,
@@ -203,7 +203,7 @@ def test_the_times_of_one_run_are_stacked(address: str) -> None:
 
 
 def test_curves_of_a_part_of_the_steps(address: str) -> None:
-    [reward, *_] = api(address, "curves?from=2&to=2")
+    [reward, *_] = api(address, "curves?from=2&to=2")["panels"]
     assert [curve["steps"] for curve in reward["curves"]] == [[2.0], [2.0]]
 
 

@@ -16,7 +16,7 @@ from tests.support.hostile import HOSTILE, SHOWN
 from tests.support.view_runs import append, group, make_run, metrics
 from torchrl_grpo.extras.view.files import Tail
 from torchrl_grpo.extras.view.index import Criteria, Samples
-from torchrl_grpo.extras.view.runs import Metrics, RunView, panels
+from torchrl_grpo.extras.view.runs import Metrics, RunView, curves
 from torchrl_grpo.extras.view.strip import strip_of
 from torchrl_grpo.extras.view.timeline import Timeline
 from torchrl_grpo.host.files import open_inside
@@ -315,12 +315,7 @@ def shown_of(view: RunView) -> str:
     view.refresh()
     status = view.status()
     del status["age"]
-    parts = [
-        status,
-        view.alarms(True),
-        panels({0: view}, None, None),
-        view.groups(Criteria(), 0, 10),
-    ]
+    parts = [status, view.alarms(True), curves({0: view}), view.groups(Criteria(), 0, 10)]
     parts += [view.response(7), view.timeline.window(), view.config()]
     return json.dumps(
         [list(map(vars, part)) if part and part is parts[1] else part for part in parts],

@@ -20,7 +20,7 @@ if MISSING is None:
     from playwright.sync_api import expect
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, BrowserContext, Page, Route
+    from playwright.sync_api import Browser, BrowserContext, Locator, Page, Route
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]
 VIEWS = ("curves", "groups", "tokens?row=1", "timeline", "alarms", "config")
@@ -89,6 +89,15 @@ def show(page: Page, address: str, view: str) -> None:
     page.wait_for_selector(marks.get(view.partition("?")[0], "main h2"))
 
 
+def marks(figure: Locator) -> list[list[str]]:
+    """Shape, color, and dashes or corners of each entry of a legend."""
+    found: list[list[str]] = figure.locator(".legend svg > *").evaluate_all(
+        """all => all.map(one => [one.tagName, one.getAttribute("stroke") ?? one.getAttribute("fill"),
+            one.getAttribute("stroke-dasharray") ?? one.getAttribute("points") ?? ""])"""
+    )
+    return found
+
+
 def queries(page: Page) -> list[str]:
     return page.locator("section > .prompt").all_inner_texts()
 
@@ -96,10 +105,7 @@ def queries(page: Page) -> list[str]:
 def test_curves_of_two_runs_are_overlaid(page: Page, address: str) -> None:
     show(page, address, "curves")
     reward = page.locator("figure", has_text="Reward").first
-    colors = reward.locator("path").evaluate_all(
-        "paths => paths.map(one => one.getAttribute('stroke'))"
-    )
-    assert set(colors) == {"#3b82f6", "#f59e0b"}
+    assert marks(reward) == [["line", "#3b82f6", ""], ["line", "#f59e0b", ""]]
     page.get_by_label("two").uncheck()
     expect(reward.locator(".legend li")).to_have_count(1)
     assert page.url.endswith("#curves?hide=1")
@@ -125,15 +131,13 @@ def test_each_series_of_each_run_has_a_color_and_dash_of_its_own(
         )
     with served(*folders) as address, browser.new_page() as page:
         show(page, address, "curves")
-        marks = page.locator("figure", has_text="Accuracy").locator(".legend line")
-        drawn = marks.evaluate_all(
-            "all => all.map(one => ['stroke', 'stroke-dasharray'].map(k => one.getAttribute(k)))"
-        )
+        accuracy = page.locator("figure", has_text="Accuracy")
+        drawn = marks(accuracy)
         assert len(drawn) == 12 and len({tuple(mark) for mark in drawn}) == 12
-        assert len({color for color, _ in drawn}) == 2
+        assert len({color for _, color, _ in drawn}) == 2
         page.get_by_label("two").uncheck()  # the colors stay those of the runs
-        expect(marks).to_have_count(6)
-        assert {marks.nth(at).get_attribute("stroke") for at in range(6)} == {drawn[0][0]}
+        expect(accuracy.locator(".legend li")).to_have_count(6)
+        assert {color for _, color, _ in marks(accuracy)} == {drawn[0][1]}
 
 
 def test_a_cursor_tells_the_values_of_a_step_in_all_panels(page: Page, address: str) -> None:
@@ -145,8 +149,100 @@ def test_a_cursor_tells_the_values_of_a_step_in_all_panels(page: Page, address: 
     for _ in range(4):
         page.keyboard.press("ArrowRight")
     assert entropy.get_attribute("aria-valuetext") == "step 4: one 0.25"
-    entropy.hover(position={"x": 60, "y": 60})
-    assert page.locator("line.cursor[visibility=visible]").count() == page.locator("figure").count()
+    accuracy = page.get_by_role("slider", name="Accuracy").get_attribute("aria-valuetext") or ""
+    assert "test pass@1 (greedy) 25.0% (step 0)" in accuracy  # the last value before
+    entropy.hover(position={"x": 200, "y": 60})
+    [told] = set(page.locator(".plot .at").all_inner_texts())
+    assert re.fullmatch(r"step \d+", told)
+    page.mouse.move(0, 0)
+    expect(page.locator(".plot .at").first).to_have_text("")
+
+
+def test_a_part_of_the_steps_is_dragged_over(page: Page, address: str) -> None:
+    show(page, address, "curves")
+    box = page.get_by_role("slider", name="Reward").bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + 100, box["y"] + 60)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 180, box["y"] + 60, steps=4)
+    page.mouse.up()
+    expect(page).to_have_url(re.compile(r"from=\d+&to=\d+"))
+
+
+def test_any_metric_is_found_shown_and_remembered(
+    context: BrowserContext, page: Page, address: str, runs: list[Path]
+) -> None:
+    show(page, address, "curves")
+    before = page.locator("figure").count()
+    page.get_by_text("shown)").click()
+    page.get_by_label("search metrics").fill("SEQUEN")
+    expect(page.locator(".picks label:visible")).to_have_text(["rollout/sequences"])
+    page.get_by_label("rollout/sequences").check()
+    page.get_by_label("search metrics").fill("")
+    page.get_by_label("Entropy (nats per token)", exact=True).uncheck()
+    expect(page.locator("figure")).to_have_count(before)
+    sequences = page.locator("figure", has_text="rollout/sequences")
+    expect(sequences.locator("b").first).to_have_text("4")
+    assert "panels=" in page.url
+    with served(*runs) as other:  # another port, as at the next start
+        again = context.new_page()
+        show(again, other, "curves")
+        expect(again.locator("figure", has_text="rollout/sequences")).to_be_visible()
+        expect(again.get_by_role("slider", name="Entropy")).to_have_count(0)
+
+
+def test_values_and_picture_of_a_panel_are_saved(page: Page, address: str) -> None:
+    show(page, address, "curves")
+    with page.expect_download() as csv:
+        page.get_by_role("button", name="Entropy (nats per token): values as CSV").click()
+    lines = csv.value.path().read_text().splitlines()
+    assert lines[:3] == [
+        "run,metric,step,value",
+        '"one","train/entropy",1,1',
+        '"one","train/entropy",2,0.5',
+    ]
+    assert sum(line.startswith('"two"') for line in lines) == 20
+    with page.expect_download() as png:
+        page.get_by_role("button", name="Reward: picture as PNG").click()
+    assert png.value.suggested_filename == "Reward.png"
+    assert png.value.path().read_bytes().startswith(b"\x89PNG")
+
+
+def test_axes_are_logarithmic_and_over_tokens_or_time(page: Page, address: str) -> None:
+    show(page, address, "curves?hide=1&over=time")
+    entropy = page.get_by_role("slider", name="Entropy")
+    assert (entropy.get_attribute("aria-valuetext") or "").startswith(
+        "19.5 s: "
+    )  # 39 steps of 0.5 s
+    page.get_by_label("horizontal axis").select_option("tokens")
+    expect(entropy).to_have_attribute("aria-valuetext", re.compile("tokens: "))
+    log = page.get_by_role("button", name="Entropy (nats per token): logarithmic axis")
+    log.click()
+    expect(log).to_have_attribute("aria-pressed", "true")
+    assert "log=Entropy" in page.url
+    page.get_by_label("smoothing").select_option("0")
+    expect(page).to_have_url(re.compile("smoothing=0"))
+
+
+def test_no_legend_reserves_height(browser: Browser, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    sets = {f"eval/pass@1/{name}": 0.5 for name in "abcdefgh"}
+    append(run, "metrics.jsonl", [metrics(4) | sets])
+    with served(run) as address, browser.new_page() as page:
+        show(page, address, "curves")
+        gaps = page.locator("figure").evaluate_all(
+            """all => all.map(one => one.querySelector(".plot").getBoundingClientRect().top
+                - one.querySelector(".legend").getBoundingClientRect().bottom)"""
+        )
+    assert all(gap < 10 for gap in gaps)
+
+
+def test_an_activity_has_one_color(page: Page, address: str) -> None:
+    show(page, address, "curves?hide=1")
+    [stage] = [mark for mark in marks(page.locator("figure").last) if mark[0] == "rect"][1:2]
+    show(page, address, "timeline")
+    trained = page.locator(".legend li", has_text="train: ").locator("rect")
+    assert trained.get_attribute("fill") == stage[1]
 
 
 def test_groups_are_filtered_and_the_link_keeps_it(page: Page, address: str) -> None:
@@ -291,12 +387,12 @@ def test_kinds_of_spans_have_colors_apart_and_are_explained(
     ("seconds", "texts"),
     [
         (1.5, ["0 s", "0.2 s", "0.4 s"]),
-        (600, ["0 s", "60 s", "2 min"]),
-        (5 * 3600 + 1800, ["0 s", "30 min", "60 min", "90 min", "2 h", "2 h 30 min"]),
-        (250 * 3600, ["0 s", "24 h", "48 h", "72 h", "96 h", "5 d"]),
+        (600, ["0 min", "1 min", "2 min"]),
+        (5 * 3600 + 1800, ["0 h", "0.5 h", "1 h"]),
+        (250 * 3600, ["0 d", "1 d", "2 d"]),
     ],
 )
-def test_the_axis_of_the_timeline_has_round_times(
+def test_the_axis_of_the_timeline_has_round_times_in_one_unit(
     seconds: float, texts: list[str], browser: Browser, tmp_path: Path
 ) -> None:
     run = make_run(tmp_path / "run")
@@ -379,7 +475,8 @@ def test_a_run_that_is_being_read_is_not_called_one_without_steps(
             )
 
         page.route("**/api/status", reading)
-        page.route("**/api/curves", lambda route: route.fulfill(json=[]))
+        nothing = {"choices": [], "panels": []}
+        page.route("**/api/curves*", lambda route: route.fulfill(json=nothing))
         page.goto(f"{address}#curves")
         expect(page.get_by_text("Reading the run's files.")).to_be_visible()
         page.unroute_all(behavior="wait")
@@ -432,6 +529,7 @@ def test_axe_finds_nothing(browser: Browser, address: str, view: str, scheme: An
         show(page, address, view)
         background = page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert background == {"light": "rgb(246, 247, 249)", "dark": "rgb(18, 21, 26)"}[scheme]
+        page.evaluate("document.querySelectorAll('details').forEach(one => { one.open = true })")
         results = Axe().run(page)
         assert results.violations_count == 0, results.generate_report()
 

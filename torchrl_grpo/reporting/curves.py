@@ -8,7 +8,7 @@ import io
 import math
 import os
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
@@ -18,12 +18,15 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from torchrl_grpo.reporting.panels import (
+    ACTIVITY_COLORS,
     COLORS,
     SMOOTH_FROM,
-    STAGES,
+    TIMES,
+    Curve,
     Panel,
     Record,
     curve_of,
+    heights_of,
     label_of,
     panels_of,
     series,
@@ -36,26 +39,34 @@ from torchrl_grpo.reporting.panels import (
 _INK, _LINE = "#333a45", "#c9ced6"
 _NOTE_WIDTH = 54  # characters
 _DASHES = ("-", "--", ":")
+_MARKERS = ("o", "^", "s")
+_COLUMNS = 4
 _LEGEND_ROW = 0.16  # inches
 _USUAL_ROWS = 3
 """Number of legend rows that fit into a plot of default size."""
 
 
-def save_png(records: Sequence[Record], path: str | os.PathLike[str]) -> None:
-    """Write all panels into one picture.
+def save_png(records: Sequence[Record], path: str | os.PathLike[str], title: str) -> None:
+    """Write the run's panels into one picture.
 
     Args:
         records: one mapping per step (metric name to number or None, and ``step``), in order.
         path: the PNG file.
+        title: names the run.
     """
-    top, between, bottom = 0.66, 1.13, 0.46  # inches
+    top, between, bottom = 1.0, 1.13, 0.46  # inches
     panels = panels_of(records)
-    plot = 2.17 + max(_extra_height(panel, records) for panel in panels)
-    height = top + 2 * plot + between + bottom
+    rows = math.ceil(len(panels) / _COLUMNS) or 1
+    plot = 2.17 + max((_extra_height(panel, records) for panel in panels), default=0.0)
+    height = top + rows * plot + (rows - 1) * between + bottom
     figure = Figure(figsize=(15, height))
+    figure.suptitle(title, x=0.006, y=1 - 0.12 / height, ha="left", va="top", color=_INK)
     vertical = {"bottom": bottom / height, "top": 1 - top / height, "hspace": between / plot}
     figure.subplots_adjust(left=0.037, right=0.99, wspace=0.19, **vertical)
-    for axes, panel in zip(figure.subplots(2, 4).flat, panels, strict=True):
+    grid = figure.subplots(rows, _COLUMNS, squeeze=False).flat
+    for axes in grid[len(panels) :]:
+        axes.set_axis_off()
+    for axes, panel in zip(grid, panels, strict=False):
         axes.set_title(panel.title, loc="left", fontsize=11, fontweight="bold", color=_INK, pad=28)
         note = textwrap.fill(panel.note, _NOTE_WIDTH, break_on_hyphens=False)
         units = {"xycoords": "axes fraction", "textcoords": "offset points"}
@@ -132,11 +143,7 @@ def _small_figure(extra_height: float = 0.0) -> Figure:
 
 def _extra_height(panel: Panel, records: Sequence[Record]) -> float:
     """Return the additional height, in inches, for a long legend."""
-    labels = (
-        []
-        if panel.metrics == ("time/*_s",)
-        else [label_of(name) for name in series(panel, records)]
-    )
+    labels = [] if panel.metrics == TIMES else [label_of(name) for name in series(panel, records)]
     return _LEGEND_ROW * max(0, _legend_rows(labels) - _USUAL_ROWS)
 
 
@@ -162,35 +169,34 @@ def _draw(axes: Axes, panel: Panel, records: Sequence[Record]) -> None:
             fontsize=9,
         )
         axes.set_yticks([])
-    elif panel.metrics == ("time/*_s",):
+    elif panel.metrics == TIMES:
         _draw_times(axes, records)
     else:
-        for index, (name, points) in enumerate(curves.items()):
-            style = {
-                "color": COLORS[index % len(COLORS)],
-                "linestyle": _DASHES[index // len(COLORS) % len(_DASHES)],
-            }
-            _draw_curve(axes, label_of(name), *curve_of(name, points), style)
-    if panel.percent:
-        highest = max((max(values) for _, values in curves.values()), default=1.0)
-        axes.set_ylim(0, 1.02 if panel.title == "Accuracy" else max(1.1 * highest, 0.01))
+        for place, (name, points) in enumerate(curves.items()):
+            color, again = COLORS[place % len(COLORS)], place // len(COLORS) % len(_DASHES)
+            _draw_curve(axes, label_of(name), curve_of(points, len(records)), color, again)
+        axes.set_ylim(heights_of(panel, [curves]))
     _style(axes, panel)
 
 
-def _draw_curve(
-    axes: Axes,
-    label: str,
-    steps: list[float],
-    values: list[float],
-    smoothed: list[float] | None,
-    style: Mapping[str, Any],
-) -> None:
-    axes.margins(y=0.12)
-    if smoothed is None:
-        axes.plot(steps, values, **style, linewidth=1.8, marker="o", markersize=3.2, label=label)
-    else:
-        axes.plot(steps, values, **style, linewidth=0.8, alpha=0.35)
-        axes.plot(steps, smoothed, **style, linewidth=1.8, label=label)
+def _draw_curve(axes: Axes, label: str, curve: Curve, color: str, again: int) -> None:
+    """Draw a curve; ``again`` is how often the colors have been used before."""
+    dash = _DASHES[again]
+    if curve.smoothed is not None:
+        look: Any = {"color": color, "linestyle": dash}
+        axes.plot(curve.steps, curve.values, **look, linewidth=0.8, alpha=0.35)
+        axes.plot(curve.steps, curve.smoothed, **look, linewidth=1.8, label=label)
+        return
+    axes.plot(
+        curve.steps,
+        curve.values,
+        color=color,
+        linestyle="none" if curve.sparse else dash,
+        linewidth=1.8,
+        marker=_MARKERS[again],
+        markersize=4.5 if curve.sparse else 3.2,
+        label=label,
+    )
 
 
 def _draw_times(axes: Axes, records: Sequence[Record]) -> None:
@@ -200,9 +206,8 @@ def _draw_times(axes: Axes, records: Sequence[Record]) -> None:
     [steps, *_] = [steps for steps, _ in stages.values()]
     heights = [values for _, values in stages.values()]
     if len(steps) == 1:  # an area needs a width
-        steps = [steps[0] - 0.5, steps[0] + 0.5]
-        heights = [2 * values for values in heights]
-    colors = [COLORS[STAGES.index(part)] for part in stages]
+        steps, heights = [steps[0] - 0.5, steps[0] + 0.5], [2 * values for values in heights]
+    colors = [ACTIVITY_COLORS[part] for part in stages]
     axes.stackplot(steps, *heights, labels=stages, colors=colors, linewidth=0)
     axes.set_ylim(0, 1.05 * axes.dataLim.y1)
 

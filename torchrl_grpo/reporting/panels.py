@@ -5,10 +5,10 @@ nothing heavy.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchrl_grpo.host.text import NOISE, decoding
 
@@ -16,22 +16,53 @@ Record = Mapping[str, Any]
 
 # Readable on white and near-black backgrounds.
 COLORS = ("#3b82f6", "#f59e0b", "#10b981", "#ec4899", "#8b5cf6", "#14b8a6", "#94a3b8", "#eab308")
-STAGES = ("generate", "reward", "reference", "train", "sync", "eval", "other", "wait")
-_MAX_POINTS = 400
+_STAGE_COLORS = {
+    "generate": "#3b82f6",
+    "reward": "#f59e0b",
+    "reference": "#e879f9",
+    "train": "#10b981",
+    "sync": "#8b5cf6",
+    "eval": "#ec4899",
+    "other": "#64748b",
+    "wait": "#94a3b8",
+}
+STAGES = tuple(_STAGE_COLORS)
+ACTIVITY_COLORS = _STAGE_COLORS | {
+    "sample": _STAGE_COLORS["generate"],
+    "score": _STAGE_COLORS["reward"],
+    "publish": _STAGE_COLORS["sync"],
+    "evaluate": _STAGE_COLORS["eval"],
+    "update": "#06b6d4",
+    "save": "#854d0e",
+    "start": "#84cc16",
+    "restart": "#dc2626",
+}
+"""The color of each activity, as a stage of a step or as a span of the timeline."""
+MOST_POINTS = 400
+SMOOTHING = 0.1
 SMOOTH_FROM = 20
 REWARD = "rollout/reward_mean"
+TIMES = ("time/*_s",)
+_ROUNDING = 1e-6
+"""Magnitude below which a metric computed in float32 is rounding noise."""
+_TINY = ("train/lr", "train/update_size")
+"""Metrics that are meaningful below it."""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A plot: its title, its metrics (which may be patterns), and a note for the reader."""
+    """A plot: its title, its metrics (patterns allowed), and a note on what may surprise the
+    reader; a ``quiet`` one is shown only of runs in which a value differs from 0.
+    """
 
     title: str
     metrics: tuple[str, ...]
     note: str = ""
     percent: bool = False
+    quiet: bool = False
 
 
+LOSS = Panel("Loss", ("train/loss",), "Minus the log-likelihood of the demonstrations, per token.")
 PANELS = (
     Panel("Reward", (REWARD,)),
     Panel(
@@ -40,35 +71,47 @@ PANELS = (
         "Sampled (training) responses are wrong more often than greedy ones.",
         percent=True,
     ),
-    Panel("KL (nats per token)", ("train/kl_k3*",), "KL to the sampling policy: 0 when on-policy."),
+    Panel(
+        "KL (nats per token)",
+        ("train/kl_k3*",),
+        "KL to the sampling policy: 0 when on-policy.",
+        quiet=True,
+    ),
     Panel("Entropy (nats per token)", ("train/entropy",)),
     Panel("Response length (tokens)", ("rollout/response_length",)),
+    Panel("Truncated responses", ("rollout/truncated",), percent=True, quiet=True),
+    Panel("Tool calls", ("tools/calls", "tools/errors"), "Since the start of the run.", quiet=True),
     Panel(
         "Clip fraction",
         ("train/clip_fraction*",),
         "Share of clipped tokens: 0 with one on-policy optimizer step per batch.",
         percent=True,
+        quiet=True,
     ),
+    Panel("Staleness (steps)", ("staleness/*",), quiet=True),
     Panel(
         "Throughput (trained tokens/s)",
         ("throughput/trained_tokens_per_s",),
         "Response tokens of a batch, divided by the time of its step excluding evaluation.",
     ),
-    Panel("Time per step (s)", ("time/*_s",), "Excluding evaluation."),
+    Panel("Time per step (s)", TIMES, "Excluding evaluation."),
 )
 
 
-_LOSS = Panel("Loss", ("train/loss",), "Minus the log-likelihood of the demonstrations, per token.")
-
-
 def panels_of(records: Sequence[Record]) -> tuple[Panel, ...]:
-    """Return the panels of a run. For demonstrations, which have no reward, the loss replaces the
-    reward.
+    """Return the panels that tell something about a run; of a run on demonstrations, which have
+    no reward, the first one is the loss.
     """
-    supervised = any("train/loss" in record for record in records) and not any(
-        REWARD in record for record in records
+    names = set[str]().union(*records)
+    learned = () if REWARD in names else (LOSS,)
+    return tuple(panel for panel in (*learned, *PANELS) if _tells(panel, records, names))
+
+
+def _tells(panel: Panel, records: Sequence[Record], names: Collection[str]) -> bool:
+    curves = series(panel, records, names).values()
+    return bool(curves) and not (
+        panel.quiet and all(abs(value) < _ROUNDING for _, values in curves for value in values)
     )
-    return (_LOSS, *PANELS[1:]) if supervised else PANELS
 
 
 _LABELS = {
@@ -78,17 +121,27 @@ _LABELS = {
     "train/kl_k3_to_ref": "KL to the reference",
     "train/clip_fraction_high": "clipped at the upper bound",
     "train/clip_fraction_low": "clipped at the lower bound",
+    "rollout/truncated": "truncated",
+    "staleness/mean": "mean staleness",
+    "staleness/max": "max staleness",
     "throughput/trained_tokens_per_s": "trained tokens/s",
     "time/step_s": "full step",
 }
 """Labels of metrics whose names do not explain themselves."""
 
 
-def series(panel: Panel, records: Sequence[Record]) -> dict[str, tuple[list[int], list[float]]]:
-    """Return the curves of a panel: steps and values by metric name. Steps without a value are
-    omitted, and rounding noise becomes 0.
+def series(
+    panel: Panel, records: Sequence[Record], names: Collection[str] = ()
+) -> dict[str, tuple[list[int], list[float]]]:
+    """Curves of a panel: metric name to steps and values. Steps without a value are left out, and
+    noise is 0.
+
+    Args:
+        panel: which ones.
+        records: one a step.
+        names: of all metrics, where the caller has them already.
     """
-    names = sorted(set().union(*records))
+    names = sorted(names or set().union(*records))
     curves = {}
     for name in [name for pattern in panel.metrics for name in names if fnmatchcase(name, pattern)]:
         logged = [record for record in records if record.get(name) is not None]
@@ -101,15 +154,54 @@ def series(panel: Panel, records: Sequence[Record]) -> dict[str, tuple[list[int]
     return curves
 
 
-def curve_of(
-    name: str, points: tuple[Sequence[float], Sequence[float]]
-) -> tuple[list[float], list[float], list[float] | None]:
-    """Return a metric of ``series`` for plotting: steps, values and, if there are many, smoothed
-    values.
+class Curve(NamedTuple):
+    """A metric for plotting: its ``smoothed`` values if there are many, and whether it is
+    ``sparse``, with values at fewer than half of the steps: then it is drawn as markers.
     """
-    steps, values = thin(*points)
-    many = len(values) >= SMOOTH_FROM and not name.startswith("eval/")
-    return steps, values, smooth(values) if many else None
+
+    steps: list[float]
+    values: list[float]
+    smoothed: list[float] | None
+    sparse: bool
+
+
+def curve_of(
+    points: tuple[Sequence[float], Sequence[float]],
+    steps: int,
+    smoothing: float = SMOOTHING,
+    most: int = MOST_POINTS,
+) -> Curve:
+    """Return a metric of ``series`` for plotting.
+
+    Args:
+        points: its steps and values.
+        steps: of the run.
+        smoothing: share of the points over which the curve is averaged, 0 for none.
+        most: points of the curve.
+    """
+    sparse = 2 * len(points[0]) < steps
+    shown, values = thin(*points, most)
+    many = len(values) >= SMOOTH_FROM and not sparse and smoothing > 0
+    return Curve(shown, values, smooth(values, smoothing) if many else None, sparse)
+
+
+def heights_of(
+    panel: Panel, runs: Iterable[Mapping[str, tuple[Sequence[float], Sequence[float]]]]
+) -> tuple[float, float]:
+    """Return the range of a panel's vertical axis, for its ``series`` of each run: wide enough that
+    rounding noise is flat.
+    """
+    curves = [(name, values) for run in runs for name, (_, values) in run.items()]
+    values = [value for _, of in curves for value in of]
+    low, high = min(values, default=0.0), max(values, default=1.0)
+    if panel.percent:
+        return (0.0, 1.02 if panel.title == "Accuracy" else max(1.1 * high, 0.01))
+    finest = NOISE if {name for name, _ in curves} <= {*_TINY} else _ROUNDING
+    largest = max(abs(low), abs(high))
+    if largest < finest:
+        return (-0.1 if low < 0 else 0.0, 0.1)
+    room = 0.08 * (high - low) if high - low > 1e-5 * largest else 0.1 * largest
+    return (0.0 if 0 <= low < room else low - room, high + room)
 
 
 def label_of(name: str) -> str:
@@ -145,9 +237,11 @@ def stage_seconds(record: Record) -> dict[str, float]:
     return seconds
 
 
-def times(records: Sequence[Record]) -> dict[str, tuple[list[float], list[float]]]:
-    """Return the stages of the steps' wall time that are not 0, smoothed, for a stacked plot: steps
-    and seconds by name.
+def times(
+    records: Sequence[Record], smoothing: float = SMOOTHING, most: int = MOST_POINTS
+) -> dict[str, tuple[list[float], list[float]]]:
+    """Return the stages of the steps' wall time that are not 0, smoothed: name to steps and seconds, to be
+    stacked.
 
     Evaluations are omitted: they are rare, and their peaks would hide the rest.
     """
@@ -160,26 +254,26 @@ def times(records: Sequence[Record]) -> dict[str, tuple[list[float], list[float]
         part for part in STAGES if part != "eval" and any(parts[part] > 0 for _, parts in rows)
     ]
     thinned = {
-        part: thin([step for step, _ in rows], [parts[part] for _, parts in rows])
+        part: thin([step for step, _ in rows], [parts[part] for _, parts in rows], most)
         for part in stages
     }
-    return {part: (steps, smooth(values)) for part, (steps, values) in thinned.items()}
+    return {part: (steps, smooth(values, smoothing)) for part, (steps, values) in thinned.items()}
 
 
-def smooth(values: Sequence[float]) -> list[float]:
-    """Return the moving mean over a tenth of the values, centered so that the curve does not lag,
-    and narrower at both ends.
+def smooth(values: Sequence[float], share: float = SMOOTHING) -> list[float]:
+    """Return the moving mean over a share of the values, centered so that the curve does not lag, narrower at
+    both ends.
     """
-    half = len(values) // 20
+    half = int(len(values) * share / 2)
     windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
     return [sum(window) / len(window) for window in windows]
 
 
-def thin(steps: Sequence[float], values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Return at most 400 points, means over neighbors, so that the report of a long run stays
-    small.
-    """
-    size = math.ceil(len(steps) / _MAX_POINTS) or 1
+def thin(
+    steps: Sequence[float], values: Sequence[float], most: int = MOST_POINTS
+) -> tuple[list[float], list[float]]:
+    """Return at most so many points: means over neighbors, so that the report of a long run stays small."""
+    size = math.ceil(len(steps) / most) or 1
     chunks = [slice(start, start + size) for start in range(0, len(steps), size)]
     mean_steps = [sum(steps[chunk]) / len(steps[chunk]) for chunk in chunks]
     mean_values = [sum(values[chunk]) / len(values[chunk]) for chunk in chunks]

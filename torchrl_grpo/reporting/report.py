@@ -29,7 +29,7 @@ from torchrl_grpo.host.text import (
 )
 from torchrl_grpo.reporting.alarms import MOSTLY_INVALID, alarms_of
 from torchrl_grpo.reporting.curves import panel_svg, save_png
-from torchrl_grpo.reporting.panels import COLORS, STAGES, panels_of, series, stage_seconds
+from torchrl_grpo.reporting.panels import ACTIVITY_COLORS, STAGES, panels_of, stage_seconds
 from torchrl_grpo.reporting.records import (
     merge_steps,
     one_of_each,
@@ -62,20 +62,18 @@ def write_report(directory: str | os.PathLike[str]) -> Path:
     directory = Path(directory)
     check_own_files(directory)
     records = merge_steps(read_jsonl(directory / METRICS_FILE))
-    save_png(records, directory / "curves.png")
+    title = title_of(directory)
+    name = "/".join(directory.resolve().parts[-2:])  # a date and a time in the usual layout
+    save_png(records, directory / "curves.png", f"{title}: {name}")
     samples = read_jsonl(directory / SAMPLES_FILE)
     config = _read(directory / ".hydra" / "config.yaml")
     environment = _environment(directory)
     page = page_template("report.html.j2").render(
-        title=title_of(directory),
-        name="/".join(directory.resolve().parts[-2:]),  # a date and a time in the usual layout
+        title=title,
+        name=name,
         logged=bool(records),
         summary=_summary(records),
-        panels=[
-            (panel, panel_svg(panel, records))
-            for panel in panels_of(records)
-            if series(panel, records)
-        ],
+        panels=[(panel, panel_svg(panel, records)) for panel in panels_of(records)],
         times=_times(records),
         tested=_tested(samples),
         trained=_trained(samples),
@@ -217,13 +215,10 @@ def _invalid(records: Sequence[Row]) -> dict[str, int]:
 def _times(records: Sequence[Row]) -> list[dict[str, Any]]:
     """Return the stages of the run's wall time that are not 0, in seconds."""
     parts = [stage_seconds(record) for record in records]
-    totals = [
-        (name, sum(part[name] for part in parts), color)
-        for name, color in zip(STAGES, COLORS, strict=True)
-    ]
+    totals = {name: sum(part[name] for part in parts) for name in STAGES}
     return [
-        {"name": name, "seconds": seconds, "color": color}
-        for name, seconds, color in totals
+        {"name": name, "seconds": seconds, "color": ACTIVITY_COLORS[name]}
+        for name, seconds in totals.items()
         if seconds
     ]
 

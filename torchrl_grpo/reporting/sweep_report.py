@@ -21,7 +21,7 @@ import yaml
 from torchrl_grpo.host.files import METRICS_FILE, load_yaml, read_jsonl
 from torchrl_grpo.host.folders import check_own_files
 from torchrl_grpo.reporting.curves import comparison_svg
-from torchrl_grpo.reporting.panels import COLORS, Panel, panels_of, series
+from torchrl_grpo.reporting.panels import COLORS, LOSS, PANELS, Panel, series
 from torchrl_grpo.reporting.records import merge_steps
 from torchrl_grpo.reporting.report import objective, page_template, summarize, title_of
 
@@ -107,7 +107,7 @@ def write_sweep(directory: str | os.PathLike[str]) -> Path:
         (color, [job.records for job in setting.jobs])
         for color, setting in zip(colors, settings, strict=True)
     ]
-    learned = panels_of([record for job in jobs for record in job.records])[0]
+    learned = PANELS[0] if any(series(PANELS[0], job.records) for job in jobs) else LOSS
     panels = [
         panel
         for panel in (_ACCURACY_PANEL, learned, *_OTHER_PANELS)

@@ -276,7 +276,7 @@ def check_logging(
     Raises:
         ValueError: a package, a key or an address is missing.
     """
-    packages = ("starlette", "uvicorn", "mpld3")
+    packages = ("starlette", "uvicorn")
     if page and not (all(map(_is_installed, packages)) and entry_points(group="torchrl_grpo.page")):
         raise ValueError(
             "logging.page=true needs the extra view, which is not installed: "

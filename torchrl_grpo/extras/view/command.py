@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "runs", metavar="RUN", nargs="+", type=Path, help="a run's folder; several are compared"
     )
     options = parser.parse_args(arguments)
-    if not all(map(find_spec, ("starlette", "uvicorn", "mpld3"))):
+    if not all(map(find_spec, ("starlette", "uvicorn"))):
         parser.error('it needs packages that are not installed: pip install "torchrl_grpo[view]".')
     for run in options.runs:
         if not any((run / name).is_file() for name in (METRICS_FILE, SAMPLES_FILE)):

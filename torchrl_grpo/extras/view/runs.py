@@ -6,7 +6,11 @@ import copy
 import json
 import threading
 import time
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, replace
+from glob import escape
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +36,19 @@ from torchrl_grpo.host.text import clip, printable_lines
 from torchrl_grpo.host.trees import dotted
 from torchrl_grpo.reporting.alarms import Alarm, Alarms
 from torchrl_grpo.reporting.panels import (
-    COLORS,
-    STAGES,
+    LOSS,
+    PANELS,
+    SMOOTHING,
+    TIMES,
+    Curve,
     Panel,
     Record,
     curve_of,
+    heights_of,
     label_of,
     panels_of,
     series,
+    stage_seconds,
     times,
 )
 from torchrl_grpo.reporting.records import reward_text, run_title
@@ -47,6 +56,8 @@ from torchrl_grpo.reporting.records import reward_text, run_title
 _FRESH_S = 0.5
 """Seconds during which files are not checked again after they were read."""
 _MAX_TEXT_LENGTH = 2000
+MOST_POINTS = 1000
+"""Of a curve; a part of the steps has as many again."""
 _FACTS = (
     "step",
     "split",
@@ -237,62 +248,101 @@ def _is_plottable(row: dict[str, Any]) -> bool:
     )
 
 
-def panels(runs: dict[int, RunView], first: int | None, last: int | None) -> list[dict[str, Any]]:
-    """Return the panels of the report, with the curves of several runs.
+def curves(
+    runs: Mapping[int, RunView],
+    toggled: Collection[str] = (),
+    first: int | None = None,
+    last: int | None = None,
+    *,
+    over: str = "step",
+    smoothing: float = SMOOTHING,
+    most: int = MOST_POINTS,
+) -> dict[str, Any]:
+    """Return the panels that a page shows, with the curves of several runs.
 
     Args:
-        runs: runs by number.
-        first: first step to show; None for no limit.
-        last: last step to show; None for no limit.
+        runs: by number.
+        toggled: titles of panels to show other than by default: the report's panels are shown by
+            default, those of a single metric, which have its name, are not.
+        first: the first step that is shown, None is any.
+        last: the last one, None is any.
+        over: the horizontal axis: ``step``, ``tokens`` or ``time``.
+        smoothing: share of the points over which a curve is averaged.
+        most: points of a curve.
+
+    Returns:
+        ``choices``, all panels, each with its ``title``, its ``section`` and whether it is
+        ``shown``; and ``panels``, those that are.
     """
-    low = -1 if first is None else first
-    high = float("inf") if last is None else last
-    records_of = {
-        run: [record for record in list(view.metrics.records) if low <= record["step"] <= high]
-        for run, view in runs.items()
+    if over not in ("step", "tokens", "time"):
+        raise ValueError(f"over={over!r} must be step, tokens or time: change it or leave it out.")
+    low, high = -1 if first is None else first, float("inf") if last is None else last
+    whole = {run: list(view.metrics.records) for run, view in runs.items()}
+    shown = {
+        run: [one for one in records if low <= one["step"] <= high]
+        for run, records in whole.items()
     }
-    panels_by_run = {run: panels_of(records) for run, records in records_of.items()}
-    out = []
-    for panel in dict.fromkeys(panel for of_run in panels_by_run.values() for panel in of_run):
-        stacked = panel.metrics == ("time/*_s",) and len(runs) == 1
-        if stacked:
-            [(run, records)] = records_of.items()
-            curves = [
-                {
-                    "run": run,
-                    "label": part,
-                    "color": COLORS[STAGES.index(part)],
-                    "steps": steps,
-                    "values": values,
+    names = {run: set[str]().union(*records) - {"step"} for run, records in shown.items()}
+    usual = {panel.title for records in shown.values() for panel in panels_of(records)}
+    offered = [("panels", panel) for panel in (LOSS, *PANELS)] + [
+        (name.partition("/")[0], Panel(name, (escape(name),)))
+        for name in sorted(set[str]().union(*names.values()))
+    ]
+    places = {run: _places(records, over) for run, records in whole.items()}
+    choices, drawn = [], []
+    for section, panel in offered:
+        if panel.metrics == TIMES and len(runs) > 1:
+            panel = replace(panel, metrics=("time/step_s",))
+        found = {run: series(panel, shown[run], names[run]) for run in runs}
+        if not any(found.values()):
+            continue
+        is_shown = (panel.title in usual) != (panel.title in toggled)
+        choices.append({"section": section, "title": panel.title, "shown": is_shown})
+        if not is_shown:
+            continue
+        stacked = panel.metrics == TIMES
+        lines = []
+        for run, of in found.items():
+            count = len(shown[run])
+            named = {name: curve_of(points, count, smoothing, most) for name, points in of.items()}
+            if stacked:
+                parts = times(shown[run], smoothing, most).items()
+                named = {
+                    part: Curve(steps, seconds, None, False) for part, (steps, seconds) in parts
                 }
-                for part, (steps, values) in times(records).items()
-            ]
-        else:
-            own = {
-                run: records for run, records in records_of.items() if panel in panels_by_run[run]
+            for name, curve in named.items():
+                label = name if stacked else label_of(name)
+                line = {"run": run, "metric": name, "label": label, **curve._asdict()}
+                lines.append(line | {"places": places[run](curve.steps)})
+        drawn.append(
+            {
+                **asdict(panel),
+                "stacked": stacked,
+                "heights": None if stacked else heights_of(panel, found.values()),
+                "curves": lines,
             }
-            curves = [
-                curve for run, records in own.items() for curve in _curves(run, panel, records)
-            ]
-        out.append(
-            {"title": panel.title, "note": panel.note, "percent": panel.percent, "stacked": stacked}
         )
-        out[-1]["curves"] = curves
-    return [panel for panel in out if panel["curves"]]
+    return {"choices": choices, "panels": drawn}
 
 
-def _curves(run: int, panel: Panel, records: Sequence[Record]) -> list[dict[str, Any]]:
-    curves_by_name = series(panel, records)
-    if panel.metrics == ("time/*_s",):
-        curves_by_name = {
-            name: points for name, points in curves_by_name.items() if name == ("time/step_s")
-        }
-    curves = []
-    for name, points in curves_by_name.items():
-        steps, values, smoothed = curve_of(name, points)
-        curve = {"run": run, "label": label_of(name), "steps": steps, "values": values}
-        curves.append(curve | ({"smooth": smoothed} if smoothed else {}))
-    return curves
+def _places(
+    records: Sequence[Record], over: str
+) -> Callable[[Sequence[float]], list[float] | None]:
+    """Return where steps are on the horizontal axis: after so many tokens, or seconds of steps and
+    evaluations; None where it shows the steps.
+    """
+    if over == "step":
+        return lambda steps: None
+    known = [record["step"] for record in records]
+    sums = list(
+        accumulate(
+            record.get("rollout/tokens") or 0
+            if over == "tokens"
+            else sum(stage_seconds(record).values())
+            for record in records
+        )
+    )
+    return lambda steps: [sums[bisect_right(known, step) - 1] for step in steps]
 
 
 def _cell(

@@ -8,7 +8,6 @@ import secrets
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,8 +22,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from torchrl_grpo.extras.view.index import Criteria
-from torchrl_grpo.extras.view.runs import RunView, panels
-from torchrl_grpo.reporting.panels import COLORS
+from torchrl_grpo.extras.view.runs import MOST_POINTS, RunView, curves
+from torchrl_grpo.reporting.panels import ACTIVITY_COLORS, COLORS, SMOOTHING
 
 Number = TypeVar("Number", int, float)
 
@@ -99,8 +98,16 @@ class Api:
     def curves(self, query: Query) -> Any:
         """Return the panels of the runs that are not hidden."""
         hidden = query.text("hide").split(",")
-        shown = {number: run for number, run in enumerate(self.runs) if str(number) not in hidden}
-        return panels(shown, query.whole("from"), query.whole("to"))
+        smoothing, most = query.number("smoothing"), query.whole("points")
+        return curves(
+            {number: run for number, run in enumerate(self.runs) if str(number) not in hidden},
+            query.text("panels").split("\n"),
+            query.whole("from"),
+            query.whole("to"),
+            over=query.text("over") or "step",
+            smoothing=SMOOTHING if smoothing is None else min(max(smoothing, 0.0), 1.0),
+            most=max(most or MOST_POINTS, 1),
+        )
 
     def groups(self, query: Query) -> Any:
         """Return a page of groups."""
@@ -189,11 +196,11 @@ def make_app(folders: Sequence[Path], token: str) -> ASGIApp:
     api = Api([RunView(folder, name) for folder, name in zip(folders, names, strict=True)])
     loader = jinja2.PackageLoader("torchrl_grpo.extras.view", "")
     template = jinja2.Environment(loader=loader, autoescape=True).get_template("page.html.j2")
-    page = template.render(title=title_of(api.runs), names=names, colors=COLORS)
+    page = template.render(
+        title=title_of(api.runs), names=names, colors=COLORS, activities=ACTIVITY_COLORS
+    )
     # In memory, because the page must not wait for the threads that read the runs.
-    files = {path.name: path.read_bytes() for path in [*_STATIC.iterdir(), _STYLE]} | {
-        "d3.js": _d3().read_bytes()
-    }
+    files = {path.name: path.read_bytes() for path in [*_STATIC.iterdir(), _STYLE]}
 
     async def shell(request: Request) -> Response:
         return HTMLResponse(page)
@@ -252,11 +259,6 @@ def _names(folders: Sequence[Path]) -> list[str]:
         if len(set(names)) == len(set(parts)):
             break
     return names
-
-
-def _d3() -> Path:
-    """Return the path of D3 in mpld3's wheel."""
-    return Path(str(distribution("mpld3").locate_file("mpld3/js/d3.v5.min.js")))
 
 
 def _answer(part: Callable[[Query], Any]) -> Callable[[Request], Response]:

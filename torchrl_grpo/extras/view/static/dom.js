@@ -1,10 +1,18 @@
 // What all views share: elements, numbers, the address, and the server's answers.
 
 export const COLORS = document.body.dataset.colors.split(" ");
+const ACTIVITIES = JSON.parse(document.body.dataset.activities);
 
 // Makes an element. Strings become text, never markup; a function is a listener; null leaves an attribute out.
 export function el(name, attributes = {}, ...children) {
-  const node = document.createElement(name);
+  return fill(document.createElement(name), attributes, children);
+}
+
+export function svg(name, attributes = {}, ...children) {
+  return fill(document.createElementNS("http://www.w3.org/2000/svg", name), attributes, children);
+}
+
+function fill(node, attributes, children) {
   for (const [key, value] of Object.entries(attributes)) {
     if (typeof value === "function") node.addEventListener(key, value);
     else if (value === true) node.setAttribute(key, "");
@@ -12,6 +20,30 @@ export function el(name, attributes = {}, ...children) {
   }
   node.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== false));
   return node;
+}
+
+export function activityColor(kind) {
+  const own = [...kind].reduce((sum, letter) => sum + letter.codePointAt(0), 0);
+  return ACTIVITIES[kind] ?? COLORS[own % COLORS.length];
+}
+
+// The corners of a marker around a point.
+export function corners([count, turn], x, y, radius) {
+  return Array.from({ length: count }, (_, at) => {
+    const angle = 2 * Math.PI * (at / count + turn / 360) - Math.PI / 2;
+    return [x + radius * Math.cos(angle), y + radius * Math.sin(angle)];
+  });
+}
+
+// An entry's mark in a legend: the marker or the line of a series, or an area.
+export function mark(color, line = null) {
+  let shape = svg("rect", { width: 32, height: 8, fill: color });
+  if (line?.sparse) shape = svg("polygon", { points: corners(line.corners, 16, 4, 4).join(" "), fill: color });
+  else if (line) {
+    const dash = line.dash.join(" ");
+    shape = svg("line", { x2: 32, y1: 4, y2: 4, stroke: color, "stroke-width": 3, "stroke-dasharray": dash });
+  }
+  return svg("svg", { viewBox: "0 0 32 8", "aria-hidden": "true" }, shape);
 }
 
 // Both round as number and percent of torchrl_grpo/host/text.py do.

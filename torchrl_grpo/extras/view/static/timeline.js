@@ -1,20 +1,23 @@
 // What each actor did over time: a lane each, and the same in a table.
 
-import { COLORS, change, duration, el, get, number, percent, runChoice, scroll, walk } from "./dom.js";
+import {
+  activityColor, change, duration, el, get, mark, number, percent, runChoice, scroll, svg, walk,
+} from "./dom.js";
 
-// What an actor does in a span, and a color that is told from the others on white and on near-black.
+// What an actor does in a span.
 const KINDS = {
-  sample: ["generates responses", "#3b82f6"],
-  score: ["computes rewards or reference log-probs", "#f59e0b"],
-  train: ["optimizer steps", "#10b981"],
-  publish: ["sends new weights to the engines", "#8b5cf6"],
-  update: ["loads new weights", "#06b6d4"],
-  wait: ["waits for the next batch", "#94a3b8"],
-  evaluate: ["generates and scores test responses", "#ec4899"],
-  save: ["writes logs and checkpoints", "#854d0e"],
-  start: ["starts up", "#84cc16"],
-  restart: ["restarts after a failure", "#dc2626"],
+  sample: "generates responses",
+  score: "computes rewards or reference log-probs",
+  train: "optimizer steps",
+  publish: "sends new weights to the engines",
+  update: "loads new weights",
+  wait: "waits for the next batch",
+  evaluate: "generates and scores test responses",
+  save: "writes logs and checkpoints",
+  start: "starts up",
+  restart: "restarts after a failure",
 };
+const UNITS = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]];
 const LANE = 24;
 const ROW = 46;
 
@@ -61,64 +64,66 @@ function buttons(found) {
   ];
 }
 
-function color(kind) {
-  const own = [...kind].reduce((sum, letter) => sum + letter.codePointAt(0), 0);
-  return KINDS[kind]?.[1] ?? COLORS[own % COLORS.length];
-}
-
 function drawn(found, width) {
   const hint = "Hover over a span, or step through them with the arrow keys.";
   const readout = el("p", { class: "readout", role: "status" }, hint);
   const { actors, first, last } = found;
   const inner = Math.max(width - 30, 100);
-  const x = d3.scaleLinear().domain([first, last]).range([0, inner]);
+  const x = (time) => (time - first) / (last - first || 1) * inner;
   const height = actors.length * ROW + 24;
-  const svg = d3.create("svg").attr("viewBox", `0 0 ${inner} ${height}`).attr("tabindex", 0)
-    .attr("role", "listbox").attr("aria-label", "Spans");
-  const spans = [];
-  actors.forEach((actor, row) => {
+  const told = [];
+  const option = (name, attributes, text) => {
+    const at = told.push(text) - 1;
+    return svg(name, { ...attributes, role: "option", id: `span-${at}`, "data-at": at, "aria-label": text });
+  };
+  const lane = (actor, row) => {
     const top = row * ROW + 16;
-    svg.append("text").attr("y", top - 4).attr("aria-hidden", "true").text(actor.name);
-    svg.append("rect").attr("class", "lane").attr("y", top).attr("width", inner).attr("height", LANE);
-    for (const [kind, start, end, step, low, high] of actor.spans) {
+    const spans = actor.spans.map(([kind, start, end, step, low, high]) => {
       const share = found.shares ? `${percent(high - low)} of ` : "";
       const text = `${actor.name}: ${kind}${step === null ? "" : `, step ${number(step)}`}, `
         + `${share}${duration(end - start)} starting at ${duration(start)}`;
-      svg.append("rect").attr("x", x(start)).attr("width", Math.max(x(end) - x(start), 0.5))
-        .attr("y", top + low * LANE)
-        .attr("height", (high - low) * LANE).attr("fill", color(kind))
-        .attr("role", "option").attr("id", `span-${spans.length}`).attr("data-at", spans.length).attr("aria-label", text);
-      spans.push(text);
-    }
-    for (const time of actor.restarts.filter((one) => one >= first && one <= last)) {
-      svg.append("path").attr("class", "restart").attr("d", `M${x(time) - 5},${top - 3}h10l-5,9z`)
-        .attr("role", "option").attr("id", `span-${spans.length}`).attr("data-at", spans.length)
-        .attr("aria-label", `${actor.name}: restart at ${duration(time)}`);
-      spans.push(`${actor.name}: restart at ${duration(time)}`);
-    }
-  });
-  const times = d3.scaleUtc().domain([1000 * first, 1000 * last]);
-  let count = Math.max(2, Math.floor(inner / 120));
-  while (count > 1 && times.ticks(count).length > inner / 100) count -= 1; // d3 may give more than it is asked for
-  for (const tick of times.ticks(count).map((time) => time / 1000)) { // round minutes and hours
-    svg.append("text").attr("x", x(tick)).attr("y", height - 4)
-      .attr("text-anchor", x(tick) < 20 ? "start" : x(tick) > inner - 20 ? "end" : "middle")
-      .attr("aria-hidden", "true").text(duration(tick));
-  }
-  walk(svg.node(), spans.length, (at) => (readout.textContent = spans[at]));
+      return option("rect", { x: x(start), width: Math.max(x(end) - x(start), 0.5), y: top + low * LANE,
+        height: (high - low) * LANE, fill: activityColor(kind) }, text);
+    });
+    const restarts = actor.restarts.filter((one) => one >= first && one <= last).map((time) =>
+      option("path", { class: "restart", d: `M${x(time) - 5},${top - 3}h10l-5,9z` },
+        `${actor.name}: restart at ${duration(time)}`));
+    return [
+      svg("text", { y: top - 4, "aria-hidden": "true" }, actor.name),
+      svg("rect", { class: "lane", y: top, width: inner, height: LANE }), ...spans, ...restarts,
+    ];
+  };
+  const lanes = svg("svg", { viewBox: `0 0 ${inner} ${height}`, tabindex: 0, role: "listbox", "aria-label": "Spans" },
+    actors.flatMap(lane), ticks(first, last, inner / 100).map(([time, text]) => svg("text", {
+      x: x(time), y: height - 4, "aria-hidden": "true",
+      "text-anchor": x(time) < 20 ? "start" : x(time) > inner - 20 ? "end" : "middle",
+    }, text)));
+  walk(lanes, told.length, (at) => (readout.textContent = told[at]));
   const kinds = [...new Set(actors.flatMap((actor) => Object.keys(actor.seconds)))].sort();
-  const lanes = "One lane per actor: a process, or one of several roles that take turns in a process. Gaps are idle time. " + (
+  const about = "One lane per actor: a process, or one of several roles that take turns in a process. Gaps are idle time. " + (
     found.shares ? "There are too many spans to draw individually, so each column shows how its time was split; "
       + "zoom in to see individual spans." : "Overlapping spans share the height of their lane.");
-  return [el("p", { class: "dim" }, lanes), legend(kinds), readout, el("div", { class: "lanes" }, svg.node()), table(actors, kinds, last - first)];
+  return [el("p", { class: "dim" }, about), legend(kinds), readout, el("div", { class: "lanes" }, lanes), table(actors, kinds, last - first)];
+}
+
+// At most so many times, with names, all in one unit: round multiples of the largest unit that the part has twice.
+function ticks(first, last, most) {
+  const length = last - first;
+  const [seconds, unit] = UNITS.find(([one]) => length >= 2 * one) ?? UNITS.at(-1);
+  const least = length / seconds / Math.max(most, 2) || 1;
+  const size = 10 ** Math.floor(Math.log10(least));
+  const stride = [1, 2, 5, 10].find((one) => one * size >= least * (1 - 1e-9)) * size;
+  const start = Math.ceil(first / seconds / stride - 1e-9);
+  const count = Math.floor(last / seconds / stride + 1e-9) - start + 1;
+  return Array.from({ length: count }, (_, at) => {
+    const time = Number(((start + at) * stride).toPrecision(12));
+    return [time * seconds, `${time.toLocaleString("en")} ${unit}`];
+  });
 }
 
 function legend(kinds) {
-  return el("ul", { class: "legend" }, kinds.map((kind) => {
-    const mark = d3.create("svg").attr("viewBox", "0 0 32 8").attr("aria-hidden", "true");
-    mark.append("rect").attr("width", 32).attr("height", 8).attr("fill", color(kind));
-    return el("li", {}, mark.node(), kind in KINDS ? `${kind}: ${KINDS[kind][0]}` : kind);
-  }));
+  return el("ul", { class: "legend" }, kinds.map((kind) =>
+    el("li", {}, mark(activityColor(kind)), kind in KINDS ? `${kind}: ${KINDS[kind]}` : kind)));
 }
 
 function table(actors, kinds, whole) {

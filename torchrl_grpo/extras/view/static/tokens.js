@@ -94,7 +94,7 @@ function legend(by) {
   const say = (cut) => (Math.abs(cut) < 1e-6 ? "0" : number(falls ? -cut : cut));
   if (by === "mask") return [el("li", { class: "q2" }, "sampled, trained on"), el("li", {}, "not sampled")];
   const letter = cuts.length === 6 ? "d" : "q";
-  return d3.range(cuts.length + 1).map((at) => {
+  return Array.from({ length: cuts.length + 1 }, (_, at) => {
     const [low, high] = [cuts[at - 1], cuts[at]];
     let text = `${say(low)} to ${say(high)}`;
     if (low === undefined) text = `${falls ? "above" : "below"} ${say(high)}`;

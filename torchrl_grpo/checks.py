@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Mapping, Sequence
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torchrl_grpo.errors import InvalidRewardError
 
@@ -48,6 +48,20 @@ WeightBound = Literal["none", "truncate", "mask"]
 """Bounds of an importance weight."""
 WeightLevel = Literal["token", "sequence"]
 """Units over which an importance weight is computed."""
+Rejection = Literal[
+    "token_ratio",
+    "token_k3",
+    "sequence_ratio",
+    "sequence_k3",
+    "geometric",
+    "outlier",
+    "off_policy",
+    "dppo_tv",
+    "dppo_kl",
+]
+"""Rules by which tokens are left out of the objective."""
+_RATIO_BOUNDS = ("token_ratio", "sequence_ratio", "geometric", "outlier")
+_PAIRS = (*_RATIO_BOUNDS, "dppo_tv", "dppo_kl")
 KLEstimator = Literal["k1", "k2", "k3"]
 """Estimators of the KL."""
 
@@ -213,6 +227,51 @@ def check_behaviour_weight(weight: str, proximal: str, name: str = "behaviour_we
             f"{name}={weight} needs a proximal policy other than the behavior policy, because "
             "proximal=behaviour makes every weight 1: use proximal=recomputed."
         )
+
+
+def check_floor(floor: float, cap: float, name: str = "behaviour_floor") -> None:
+    """Refuse bounds of a weight that leave nothing between them."""
+    if not 0 <= floor <= cap:
+        raise ValueError(f"{name}={floor} must be between 0 and the cap {cap}: use 0.0.")
+
+
+def check_rejection(
+    rejection: Mapping[str, Any] | None, name: str = "rejection"
+) -> dict[str, tuple[float, float]]:
+    """Return the bounds (low, high) of each rejection rule.
+
+    A number ``c`` is [1/c, c] for a rule of ratios, [c, c] for DPPO, and the upper bound of others.
+
+    Raises:
+        ValueError: a rule is unknown, or its bounds are none.
+    """
+    if rejection is not None and not isinstance(rejection, Mapping):
+        raise ValueError(
+            f"{name}={rejection!r} must have bounds by rule: use {{geometric: [0.99, 1.01]}}."
+        )
+    bounds = {}
+    for rule, value in (rejection or {}).items():
+        if rule not in get_args(Rejection):
+            raise ValueError(
+                f"{name}.{rule} must be one of {get_args(Rejection)}: use {name}.geometric."
+            )
+        of_ratio = rule in _RATIO_BOUNDS
+        pair = value
+        if type(value) in (int, float):
+            low = 1 / value if of_ratio and value else value if rule in _PAIRS else 0.0
+            pair = (low, value)
+        numbers = isinstance(pair, list | tuple) and all(type(one) in (int, float) for one in pair)
+        is_pair = rule in _PAIRS or type(value) in (int, float)
+        good = numbers and is_pair and len(pair) == 2 and pair[0] >= 0 and pair[1] > 0
+        if not good or (of_ratio and not pair[0] <= 1 <= pair[1]):
+            kind = "a ratio of at least 1, or a pair [low, high] around it"
+            other = "a bound above 0" + (", or a pair of them" if rule in _PAIRS else "")
+            raise ValueError(
+                f"{name}.{rule}={value} must be {kind if of_ratio else other}: use "
+                f"{name}.{rule}={'[0.5, 2.0]' if of_ratio else 0.2}."
+            )
+        bounds[rule] = (float(pair[0]), float(pair[1]))
+    return bounds
 
 
 def check_group_size(repeats: int, mean: str, std: str, name: str = "repeats") -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -444,21 +444,27 @@ def interpolated_log_prob(log_prob: Tensor, sample_log_prob: Tensor, staleness: 
 
 
 def behaviour_weight(
-    log_ratio: Tensor, mask: Tensor, bound: WeightBound, level: WeightLevel, cap: float
+    log_ratio: Tensor,
+    mask: Tensor,
+    bound: WeightBound,
+    level: WeightLevel,
+    cap: float,
+    floor: float = 0.0,
 ) -> Tensor:
     """Bounded importance weight ``proximal / sampling`` of each token.
 
     Source: decoupled PPO, arXiv 2505.24298; it also corrects for an engine whose log-probs differ
-    from the trainer's.
+    from the trainer's. Masked on both sides it is IcePop (arXiv 2510.18855).
 
     Args:
         log_ratio: [N, T], proximal less sampling log-probs.
         mask: [N, T] bool, the tokens that count.
-        bound: ``truncate`` makes ``cap`` of weights above it, ``mask`` makes them 0, ``none`` is
-            weight 1 everywhere.
+        bound: ``truncate`` makes ``cap`` of weights above it and ``floor`` of those below,
+            ``mask`` makes both 0, ``none`` is weight 1 everywhere.
         level: ``token``, or ``sequence`` for the product over a sequence's tokens, given to each of
             them.
         cap: largest weight, above 0.
+        floor: smallest weight, at most ``cap``.
 
     Returns:
         [N, T], without gradient.
@@ -469,7 +475,130 @@ def behaviour_weight(
     if level == "sequence":
         log_ratio = log_ratio.sum(1, keepdim=True).expand_as(log_ratio)
     weight = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    return weight.clamp(max=cap) if bound == "truncate" else torch.where(weight <= cap, weight, 0.0)
+    bounded = weight.clamp(floor, cap)
+    return bounded if bound == "truncate" else torch.where(weight == bounded, weight, 0.0)
+
+
+class Mismatch(NamedTuple):
+    """Log-probs of sampled tokens that a rejection rule compares; [N, T], without gradient.
+
+    Attributes:
+        trainer: the trainer's, from before the batch's first step where the loss has them.
+        current: the trainer's of now.
+        sample: of the policy that sampled.
+        advantage: of each token.
+        mask: bool, the tokens that count.
+    """
+
+    trainer: Tensor
+    current: Tensor
+    sample: Tensor
+    advantage: Tensor
+    mask: Tensor
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """Trainer less sampling log-probs, 0 outside the mask, clamped to ``MAX_LOG_RATIO``."""
+        log_ratio = torch.where(self.mask, self.trainer - self.sample, 0.0)
+        return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """[N, 1], the mean over the tokens of each sequence."""
+        return sequence_log_ratio(values, self.mask)
+
+
+def reject_token_ratio(gap: Mismatch, low: float, high: float) -> Tensor:
+    """Reject tokens whose ratio ``trainer / sampling`` is out of bounds (IcePop without its weight,
+    arXiv 2510.18855; verl's ``token_k1``).
+
+    Args:
+        gap: what is compared.
+        low: bound.
+        high: bound; both are kept.
+
+    Returns:
+        [N, T] bool (or [N, 1]), True where a token is rejected, as of every rule.
+    """
+    return _outside(gap.log_ratio.exp(), low, high)
+
+
+def reject_token_k3(gap: Mismatch, low: float, high: float) -> Tensor:
+    """Reject tokens whose estimate k3 of KL(sampling || trainer) is out of bounds (verl's
+    ``token_k3``).
+    """
+    return _outside(kl_k3(torch.zeros_like(gap.trainer), gap.log_ratio), low, high)
+
+
+def reject_sequence_ratio(gap: Mismatch, low: float, high: float) -> Tensor:
+    """Reject sequences whose product of ratios is out of bounds (verl's ``seq_sum_k1``)."""
+    total = gap.log_ratio.sum(1, keepdim=True)
+    return _outside(total, _log(low), _log(high))
+
+
+def reject_geometric(gap: Mismatch, low: float, high: float) -> Tensor:
+    """Reject sequences whose geometric mean of ratios is out of bounds (verl's ``seq_mean_k1``,
+    SkyRL's ``geometric``).
+    """
+    return _outside(gap.mean(gap.log_ratio), _log(low), _log(high))
+
+
+def reject_sequence_k3(gap: Mismatch, low: float, high: float) -> Tensor:
+    """Reject sequences whose mean of k3 is out of bounds (verl's ``seq_mean_k3``)."""
+    k3 = kl_k3(torch.zeros_like(gap.trainer), gap.log_ratio)
+    return _outside(gap.mean(k3), low, high)
+
+
+def reject_outlier(gap: Mismatch, low: float, high: float) -> Tensor:
+    """Reject sequences with a token whose ratio is out of bounds (SkyRL's outlier masking)."""
+    return (reject_token_ratio(gap, low, high) & gap.mask).any(1, keepdim=True)
+
+
+def reject_off_policy(gap: Mismatch, low: float, high: float) -> Tensor:
+    """Reject sequences of negative advantage whose mean of ``log sampling - log current`` is above
+    ``high`` (DeepSeek-V3.2, arXiv 2512.02556, equation 9).
+    """
+    return (gap.advantage < 0) & (gap.mean(gap.sample - gap.current) > high)
+
+
+def reject_dppo_tv(gap: Mismatch, low: float, high: float) -> Tensor:
+    """Reject tokens whose probability has moved too far in the direction of their advantage: down
+    by more than ``low``, or up by more than ``high`` (DPPO with binary total variation, arXiv
+    2602.04879).
+    """
+    moved = gap.current.exp() - gap.sample.exp()
+    return torch.where(gap.advantage < 0, moved < -low, (gap.advantage > 0) & (moved > high))
+
+
+def reject_dppo_kl(gap: Mismatch, low: float, high: float) -> Tensor:
+    """Likewise by the KL between the two distributions over "this token" and "another one", from
+    the sampling to the current policy (DPPO with binary KL, arXiv 2602.04879).
+    """
+    sample, current = (value.exp().clamp(1e-7, 1 - 1e-7) for value in (gap.sample, gap.current))
+    kl = sample * (sample / current).log() + (1 - sample) * ((1 - sample) / (1 - current)).log()
+    down = (gap.advantage < 0) & (current < sample) & (kl > low)
+    return down | ((gap.advantage > 0) & (current > sample) & (kl > high))
+
+
+def _outside(values: Tensor, low: float, high: float) -> Tensor:
+    return (values < low) | (values > high)
+
+
+def _log(bound: float) -> float:
+    return math.log(bound) if bound > 0 else -math.inf
+
+
+REJECTIONS: dict[str, Callable[[Mismatch, float, float], Tensor]] = {
+    "token_ratio": reject_token_ratio,
+    "token_k3": reject_token_k3,
+    "sequence_ratio": reject_sequence_ratio,
+    "sequence_k3": reject_sequence_k3,
+    "geometric": reject_geometric,
+    "outlier": reject_outlier,
+    "off_policy": reject_off_policy,
+    "dppo_tv": reject_dppo_tv,
+    "dppo_kl": reject_dppo_kl,
+}
+"""The rules that say which tokens are left out of the objective, by name."""
 
 
 def token_weights(

@@ -164,6 +164,10 @@ TOKEN_COUNT = ("loss", "num_tokens")
 """[1] int64. Tokens of the whole optimization batch. Written by ``GRPOLoss.normalize``; read by the
 loss.
 """
+SEQUENCE_COUNT = ("loss", "num_sequences")
+"""[1] int64. Sequences with a sampled token in the whole optimization batch. Written by
+``GRPOLoss.normalize``; read by the loss.
+"""
 DEMONSTRATION_WEIGHTS = ("loss", "demonstration_weights")
 """[T] float32. Each token's share of the demonstrations' log-likelihood. Written by
 ``GRPOLoss.normalize``; read by the loss.

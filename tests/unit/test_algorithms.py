@@ -26,6 +26,7 @@ from torchrl_grpo.assembly.run import build
 from torchrl_grpo.config import ConfigError, check_command_line
 from torchrl_grpo.models.scoring import WrapperScorer
 from torchrl_grpo.objectives import CISPOLoss, DemonstrationLoss, GRPOLoss, SAPOLoss
+from torchrl_grpo.objectives.output import accumulate
 from torchrl_grpo.transforms.advantage import GroupAdvantage
 
 Token = Callable[
@@ -78,6 +79,9 @@ def plain_loop(
     entropy_coeff: float = 0.0,
     proximal: str = "behaviour",
     bound: tuple[str, str, float] | None = None,
+    floor: float = 0.0,
+    reject: Callable[[list[float], list[float], list[float], list[float]], list[bool]]
+    | None = None,
     mask_truncated: bool = False,
 ) -> tuple[Tensor, Tensor]:
     logits = logits.clone().requires_grad_()
@@ -111,8 +115,16 @@ def plain_loop(
             weight[t] = math.exp(sum(exponents))
             if weight[t] > cap and kind != "none":
                 weight[t] = cap if kind == "truncate" else 0.0
+            if weight[t] < floor:
+                weight[t] = 0.0
             if kind == "none":
                 weight[t] = 1.0
+        if reject is not None:
+            sampled = [row["log_probs", "full"][t].item() for t in places]
+            current = [log_probs[t].item() for t in places]
+            credit = row["advantage"].expand(len(row["log_probs", "full"]))[places].tolist()
+            rejected = reject([prox[t] for t in places], current, sampled, credit)
+            weight |= {t: 0.0 for t, out in zip(places, rejected, strict=True) if out}
         for t in places:
             cur = log_probs[t]
             if level == "token":
@@ -345,11 +357,12 @@ def test_padding_order_and_micro_batches_change_nothing(
     torch.testing.assert_close(
         parts.actor_network.logits.grad, whole.actor_network.logits.grad, rtol=1e-12, atol=1e-14
     )
+    totals: dict[str, Tensor] = {}
+    for out in got:
+        accumulate(totals, out)
     for metric in expected.keys():  # noqa: SIM118
         if metric != "ESS":
-            torch.testing.assert_close(
-                sum(out[metric] for out in got), expected[metric], rtol=1e-6, atol=1e-9
-            )
+            torch.testing.assert_close(totals[metric], expected[metric], rtol=1e-6, atol=1e-9)
 
 
 def one_row(ratios: list[float], advantage: float) -> TensorDict:
@@ -616,6 +629,23 @@ PRESETS: dict[str, dict[str, Any]] = {
         "aggregation": "token_mean",
         "proximal": "recomputed",
         "behaviour": ("mask", "token", 5.0),
+    },
+    "icepop": {
+        "advantage": ("group", "group"),
+        "aggregation": "token_mean",
+        "proximal": "recomputed",
+        "behaviour": ("mask", "token", 5.0),
+    },
+    "geo_mask": {
+        "advantage": ("group", "group"),
+        "aggregation": "token_mean",
+        "proximal": "recomputed",
+        "behaviour": ("truncate", "token", 2.0),
+    },
+    "dppo_tv": {
+        "advantage": ("group", "none"),
+        "aggregation": "token_mean",
+        "clip": (1.0, 1e9),
     },
 }
 
@@ -941,6 +971,26 @@ def leave_one_out(rewards: list[list[float]]) -> list[list[list[float]]]:
     ]
 
 
+def geometric(low: float, high: float) -> Callable[..., list[bool]]:
+    def reject(
+        prox: list[float], current: list[float], sampled: list[float], credit: list[float]
+    ) -> list[bool]:
+        mean = sum(p - s for p, s in zip(prox, sampled, strict=True)) / len(prox)
+        return [not low <= math.exp(mean) <= high] * len(prox)
+
+    return reject  # fmt: skip
+
+
+def moved_further(most: float) -> Callable[..., list[bool]]:
+    def reject(
+        prox: list[float], current: list[float], sampled: list[float], credit: list[float]
+    ) -> list[bool]:
+        changes = [math.exp(c) - math.exp(s) for c, s in zip(current, sampled, strict=True)]
+        return [change * a > most * abs(a) for change, a in zip(changes, credit, strict=True)]
+
+    return reject  # fmt: skip
+
+
 # What the papers say, in plain Python: the advantages, and the settings of the loop that goes over the tokens.
 SPECIFICATIONS: dict[str, tuple[str, Token, dict[str, Any]]] = {
     "grpo": ("standardized", clip(0.2, 0.2), {"kl": "k3", "kl_coeff": 0.01}),
@@ -956,6 +1006,16 @@ SPECIFICATIONS: dict[str, tuple[str, Token, dict[str, Any]]] = {
         "standardized", clip(0.2, 0.2),
         {"aggregation": "token_mean", "proximal": "recomputed", "bound": ("mask", "token", 5.0)},
     ),
+    "icepop": (
+        "standardized", clip(0.2, 0.2),
+        {"aggregation": "token_mean", "proximal": "recomputed", "bound": ("mask", "token", 5.0), "floor": 0.5},
+    ),
+    "geo_mask": (
+        "standardized", clip(0.2, 0.2),
+        {"aggregation": "token_mean", "proximal": "recomputed", "bound": ("truncate", "token", 2.0),
+         "reject": geometric(0.99, 1.01)},
+    ),
+    "dppo_tv": ("centred", clip(1.0, 1e9), {"aggregation": "token_mean", "reject": moved_further(0.2)}),
 }  # fmt: skip
 
 
@@ -1013,6 +1073,8 @@ def test_the_gradient_of_each_preset_equals_its_formula_by_loop(name: str, seed:
         row["next", "reward"] = (
             torch.randint(0, 2, (1,), generator=generator).float() if i % 4 else torch.tensor([0.5])
         )
+        if name == "geo_mask" and i % 2:  # the others are rejected
+            row["prox_log_probs", "full"] = row["log_probs", "full"] + 0.005
         row["group_id"] = torch.tensor([i // 4])
         row["row_width"] = torch.zeros(len(row["tokens", "full"]))
     config = compose_config(

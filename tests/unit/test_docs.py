@@ -44,6 +44,7 @@ def test_every_loss_output_and_dynamic_sampling_count_is_on_the_page() -> None:
         TokenScorer(make_tiny_model()),
         proximal="recomputed",
         behaviour_weight="mask",
+        rejection={"geometric": 2.0},
         kl_to_ref_coeff=0.1,
         kl_to_inference_coeff=0.1,
         entropy_coeff=0.1,

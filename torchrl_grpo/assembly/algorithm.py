@@ -45,6 +45,8 @@ def make_loss(config: GRPOConfig, actor_network: TensorDictModuleBase) -> GRPOLo
         behaviour_weight=policy.behaviour_weight,
         behaviour_level=policy.behaviour_level,
         behaviour_cap=policy.behaviour_cap,
+        behaviour_floor=policy.behaviour_floor,
+        rejection=policy.rejection,
         mask_truncated=policy.mask_truncated,
         kl_estimator=config.kl_estimator,
         kl_to_ref_coeff=0.0 if policy.kl_in_reward else policy.kl_coef,

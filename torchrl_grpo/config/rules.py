@@ -21,10 +21,12 @@ from torchrl_grpo.checks import (
     check_bounds,
     check_clip_epsilon,
     check_decoupled,
+    check_floor,
     check_group_size,
     check_keep,
     check_level,
     check_multiple,
+    check_rejection,
     check_sampling_rounds,
 )
 from torchrl_grpo.config.data import DataConfig
@@ -269,6 +271,8 @@ def _check_shared(config: GRPOConfig) -> None:
     )
     check_clip_epsilon(policy.clip_epsilon, "policy.clip_epsilon")
     check_behaviour_weight(policy.behaviour_weight, policy.proximal, "policy.behaviour_weight")
+    check_floor(policy.behaviour_floor, policy.behaviour_cap, "policy.behaviour_floor")
+    check_rejection(policy.rejection, "policy.rejection")
     check_bounds(policy.reward_clip, "policy.reward_clip")
     check_level(level, mean, "policy.advantage_mean")
     if env.reward_combination == "gdpo":
@@ -474,7 +478,7 @@ _READ_WITH: tuple[tuple[str, Container[Any], str, tuple[str, ...]], ...] = (
         "policy.behaviour_weight",
         ("truncate", "mask"),
         "mask",
-        ("policy.behaviour_cap", "policy.behaviour_level"),
+        ("policy.behaviour_cap", "policy.behaviour_floor", "policy.behaviour_level"),
     ),
     ("policy.dynamic_sampling", (True,), "true", ("policy.max_sampling_rounds",)),
     ("policy.demonstrations", (True,), "true", ("env.columns.completion",)),

@@ -196,6 +196,11 @@ class PolicyConfig:
     """That weight per token, or per sequence."""
     behaviour_cap: float = limited(5.0, gt=0)
     """Largest such weight, above 0."""
+    behaviour_floor: float = limited(0.0, ge=0)
+    """Smallest such weight, at most the cap; IcePop masks on both sides (arXiv 2510.18855)."""
+    rejection: Any = None
+    """Rules by which tokens or sequences leave the objective, with their bounds, such as
+    {geometric: [0.99, 1.01]}; docs/algorithms.md#mismatch has them. A token must pass all."""
     mask_truncated: bool = False
     """Exclude truncated responses from the loss; they stay in their group's statistics."""
     ratio_level: str = choice(checks.RatioLevel, "token")

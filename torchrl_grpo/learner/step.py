@@ -48,7 +48,7 @@ from torchrl_grpo.models.sharding import (
     num_replicas,
 )
 from torchrl_grpo.objectives.grpo import GRPOLoss
-from torchrl_grpo.objectives.output import TORCHRL_METRICS
+from torchrl_grpo.objectives.output import LARGEST_RATIO, TORCHRL_METRICS, accumulate
 from torchrl_grpo.transforms.kl_scoring import KLScoring
 from torchrl_grpo.weights import LoraDelta, named_adapters, named_weights
 
@@ -283,8 +283,7 @@ class GRPOTrainer:
                 base_model_of(self.model).set_requires_gradient_sync(micro_pass is passes[-1])
             out = self.forward_backward(self._send(micro_pass.data))
             self.scores.note(micro_pass.rows)
-            for name, value in out.items():
-                totals[name] = totals[name] + value if name in totals else value
+            accumulate(totals, out)
         totals["computed"] = self._number(sum(micro_pass.tokens for micro_pass in passes))
         return self._sum_over_ranks(totals, self.mesh.get_group() if self.mesh else None)
 
@@ -387,12 +386,18 @@ class GRPOTrainer:
     def _sum_over_ranks(
         self, totals: dict[str, Tensor], group: dist.ProcessGroup | None = None
     ) -> dict[str, Tensor]:
-        """Sum over a group of ranks, by default all of them: bitwise the same numbers on each."""
+        """Sum over a group of ranks, by default all of them (of ``LARGEST_RATIO`` the maximum): bitwise
+        the same numbers on each.
+        """
         if self.mesh is None:
             return totals
-        values = torch.stack([value.float().to(self.device) for value in totals.values()])
-        dist.all_reduce(values, group=group)
-        return dict(zip(totals, values.unbind(), strict=True))
+        values = {name: value.float().to(self.device) for name, value in totals.items()}
+        largest = {name: values[name] for name in (LARGEST_RATIO,) if name in values}
+        summed = torch.stack(list(values.values()))
+        dist.all_reduce(summed, group=group)
+        for value in largest.values():
+            dist.all_reduce(value, dist.ReduceOp.MAX, group=group)
+        return dict(zip(totals, summed.unbind(), strict=True)) | largest
 
     def forward_backward(self, data: TensorDictBase) -> dict[str, Tensor]:
         """Add the gradient of one micro-batch; return the detached outputs of the loss."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -26,11 +27,13 @@ from torchrl_grpo.checks import (
     WeightLevel,
     check_behaviour_weight,
     check_clip_epsilon,
+    check_floor,
+    check_rejection,
 )
 from torchrl_grpo.compat.torchrl import CHOICES, check_choice, refuse_arguments
 from torchrl_grpo.models.packing import entry, has, pad, trajectories_of
 from torchrl_grpo.models.scoring import TokenScorer, WrapperScorer
-from torchrl_grpo.objectives.output import TORCHRL_METRICS, GRPOLossOutput
+from torchrl_grpo.objectives.output import LARGEST_RATIO, TORCHRL_METRICS, GRPOLossOutput
 
 _METRICS = (
     "objective",
@@ -44,6 +47,17 @@ _METRICS = (
     "entropy",
 )
 """Metrics of every batch."""
+
+_REJECTED = ("tokens", "sequences")
+_CORRECTION_METRICS = (
+    "mismatch_k1",
+    "mismatch_k3",
+    "mismatch_chi2",
+    "mismatch_ppl_gap",
+    LARGEST_RATIO,
+    *(f"rejected_{unit}" for unit in _REJECTED),
+)
+"""Metrics of a batch whose objective is corrected for the mismatch of sampling and training."""
 
 
 class GRPOLoss(LossModule):
@@ -92,6 +106,13 @@ class GRPOLoss(LossModule):
             is weight 1. See ``functional.behaviour_weight``.
         behaviour_level: the weight of each ``"token"``, or that of its ``"sequence"``.
         behaviour_cap: largest weight, above 0.
+        behaviour_floor: smallest weight, at most the cap: truncated or masked on both sides.
+        rejection: which tokens and sequences leave the objective (not the KL and entropy terms,
+            and not what the mean divides by): bounds by rule, ``{"geometric": (0.99, 1.01)}``. The
+            rules are ``functional.REJECTIONS``, of which a token must pass all; a number for a pair
+            is as in ``checks.check_rejection``. They compare the sampling policy with the proximal
+            one, or with the current one where ``proximal="behaviour"``; ``off_policy`` and
+            ``dppo_*`` always with the current one.
         mask_truncated: whether truncated responses leave the loss (they stay in their group's
             statistics).
         kl_mask_threshold: tokens whose k2 estimate of the KL to the sampling policy is above it
@@ -126,8 +147,12 @@ class GRPOLoss(LossModule):
     ``kl_k3_to_inference``, ``entropy``; ``kl_k1_to_ref`` and ``kl_k3_to_ref`` when there are
     reference log-probs, ``kl_k1_to_teacher`` and ``kl_k3_to_teacher`` when there are those of a
     teacher, ``divergence_to_teacher`` with a ``teacher_coeff``; ``behaviour_weight`` and
-    ``behaviour_capped`` (tokens whose weight the cap changed) when there is such a weight; and
-    ``TORCHRL_METRICS``. Metrics are means over the masked tokens.
+    ``behaviour_capped`` (tokens whose weight a bound changed) when there is such a weight; with it
+    or a ``rejection``, ``mismatch_*`` (sampling against trainer's log-probs, before the
+    correction), ``rejected_tokens`` and ``rejected_sequences`` (those that have no weight left),
+    and both for each rule, such as ``rejected_tokens_geometric``; and ``TORCHRL_METRICS``. Metrics
+    are means over the masked tokens, but for those of sequences and ``mismatch_ppl_gap``, which
+    are means over sequences, and ``mismatch_largest_ratio``.
 
     Raises:
         ValueError: ``actor_network`` is no TensorDict module, a coefficient or a bound is out of
@@ -179,6 +204,8 @@ class GRPOLoss(LossModule):
         behaviour_weight: WeightBound = "none",
         behaviour_level: WeightLevel = "token",
         behaviour_cap: float = 5.0,
+        behaviour_floor: float = 0.0,
+        rejection: Mapping[str, Any] | None = None,
         mask_truncated: bool = False,
         kl_mask_threshold: float | None = None,
         kl_estimator: KLEstimator = "k3",
@@ -205,6 +232,8 @@ class GRPOLoss(LossModule):
         self.behaviour_weight = behaviour_weight
         self.behaviour_level = behaviour_level
         self.behaviour_cap = behaviour_cap
+        self.behaviour_floor = behaviour_floor
+        self.rejection = check_rejection(rejection)
         self.mask_truncated = mask_truncated
         self.kl_mask_threshold = kl_mask_threshold or 0.0
         self.kl_estimator = kl_estimator
@@ -229,6 +258,7 @@ class GRPOLoss(LossModule):
             )
         if self.behaviour_cap <= 0:
             raise ValueError(f"behaviour_cap={self.behaviour_cap} must be above 0: use 5.0.")
+        check_floor(self.behaviour_floor, self.behaviour_cap)
         length = self.constant_length
         if (length or 0) < 1 and (length is not None or self.aggregation == "constant"):
             raise ValueError(
@@ -282,11 +312,20 @@ class GRPOLoss(LossModule):
         terms = [f"loss_{term}" for term, value in self._coefficients().items() if value]
         optional = {
             ("behaviour_weight", "behaviour_capped"): self.behaviour_weight != "none",
+            (*_CORRECTION_METRICS, *self._rejection_metrics()): self._corrects,
             ("divergence_to_teacher",): self.teacher_coeff,
             ("kl_k1_to_ref", "kl_k3_to_ref", "kl_to_ref"): self.kl_to_ref_coeff,
         }
         metrics = [name for names, written in optional.items() if written for name in names]
         return ["loss_objective", *terms, *_METRICS, *metrics, *TORCHRL_METRICS[:3]]
+
+    @property
+    def _corrects(self) -> bool:
+        """Whether anything is done about the mismatch of sampling and training."""
+        return self.behaviour_weight != "none" or bool(self.rejection)
+
+    def _rejection_metrics(self) -> list[str]:
+        return [f"rejected_{unit}_{rule}" for rule in self.rejection for unit in _REJECTED]
 
     def _forward_value_estimator_keys(self, **kwargs: object) -> None:
         """Nothing to forward without a value estimator; the scorer gets its keys."""
@@ -308,7 +347,9 @@ class GRPOLoss(LossModule):
         mask = self._mask(batch)
         dtype = pad(batch, self.tensor_keys.sample_log_prob).dtype
         batch.set(keys.LOSS_WEIGHTS, self._weights(mask, dtype, trajectories_of(batch)))
-        batch.set(keys.TOKEN_COUNT, mask.sum().clamp(min=1).expand(mask.shape[0], 1).contiguous())
+        for key, counted in ((keys.TOKEN_COUNT, mask), (keys.SEQUENCE_COUNT, mask.any(1))):
+            count = counted.sum().clamp(min=1)
+            batch.set(key, count.expand(mask.shape[0], 1).contiguous())
         if self.sft_coeff:
             batch.set(keys.DEMONSTRATION_WEIGHTS, self._demonstration_weights(batch, dtype))
         return batch
@@ -427,9 +468,7 @@ class GRPOLoss(LossModule):
         surrogate = self.surrogate(ratio, tokens.log_prob, advantage)
         if self.dual_clip is not None:
             surrogate = F.dual_clip(surrogate, advantage, self.dual_clip)
-        log_weight = prox - tokens.sample_log_prob
-        bound, level = self.behaviour_weight, self.behaviour_level
-        weight = F.behaviour_weight(log_weight, tokens.mask, bound, level, self.behaviour_cap)
+        weight, correction = self._correction(tokens, prox, advantage)
         surrogate = weight * surrogate
         out = {"loss_objective": -tokens.weighted_sum(surrogate)}
 
@@ -444,10 +483,33 @@ class GRPOLoss(LossModule):
         own_mean = F.masked_mean(ratio.detach(), tokens.mask)
         own_square_mean = F.masked_mean(ratio.detach().square(), tokens.mask)
         out["ESS"] = F.effective_sample_size(own_mean, own_square_mean)
+        return out | correction
+
+    def _correction(
+        self, tokens: _Tokens, prox: Tensor, advantage: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the factor of each token's objective that corrects for the mismatch of sampling
+        and training, and its metrics.
+        """
+        log_weight, mask = prox - tokens.sample_log_prob, tokens.mask
+        bound, level = self.behaviour_weight, self.behaviour_level
+        cap, floor = self.behaviour_cap, self.behaviour_floor
+        weight = F.behaviour_weight(log_weight, mask, bound, level, cap, floor)
+        if not self._corrects:
+            return weight, {}
+        out = dict[str, Tensor]()
         if bound != "none":
-            uncapped = F.behaviour_weight(log_weight, tokens.mask, bound, level, math.inf)
-            out |= tokens.means(behaviour_weight=weight, behaviour_capped=weight != uncapped)
-        return out
+            unbounded = F.behaviour_weight(log_weight, mask, "truncate", level, math.inf)
+            out |= tokens.means(behaviour_weight=weight, behaviour_capped=weight != unbounded)
+        current = tokens.log_prob.detach()
+        trainer = current if self.proximal == "behaviour" else prox
+        gap = F.Mismatch(trainer, current, tokens.sample_log_prob, advantage, mask)
+        out |= tokens.mismatch(gap)
+        for rule, (low, high) in self.rejection.items():
+            rejected = F.REJECTIONS[rule](gap, low, high).expand_as(mask)
+            out |= tokens.rejected(rejected, f"_{rule}")
+            weight = torch.where(rejected, 0.0, weight)
+        return weight, out | tokens.rejected(weight == 0)
 
     def _proximal_log_prob(self, tokens: _Tokens) -> Tensor:
         """Return the log-probs that the ratio is clipped around."""
@@ -549,6 +611,30 @@ class _Tokens:
             name: F.masked_mean(value.detach().to(dtype), self.mask, self.count)
             for name, value in values.items()
         }
+
+    def sequence_means(self, **values: Tensor) -> dict[str, Tensor]:
+        """Return metrics: the mean of each argument [B, 1] over the sequences with tokens."""
+        count = self.data.get(keys.SEQUENCE_COUNT, None)
+        count = None if count is None else count[0, 0].to(self.mask.device)
+        ends = self.mask.any(1, keepdim=True)
+        return {
+            name: F.masked_mean(value.to(self.log_prob.dtype), ends, count)
+            for name, value in values.items()
+        }
+
+    def mismatch(self, gap: F.Mismatch) -> dict[str, Tensor]:
+        """Return the divergences of the trainer's from the sampling policy as metrics."""
+        ratio = gap.log_ratio.exp()
+        k3 = F.kl_k3(torch.zeros_like(ratio), gap.log_ratio)
+        out = self.means(mismatch_k1=-gap.log_ratio, mismatch_k3=k3, mismatch_chi2=ratio**2 - 1)
+        out |= self.sequence_means(mismatch_ppl_gap=gap.mean(-gap.log_ratio))
+        return out | {LARGEST_RATIO: torch.where(self.mask, ratio, 0.0).amax()}
+
+    def rejected(self, rejected: Tensor, rule: str = "") -> dict[str, Tensor]:
+        """Return the shares of tokens, and of sequences with all of their tokens, as metrics."""
+        whole = (rejected | ~self.mask).all(1, keepdim=True)
+        tokens = self.means(**{f"rejected_tokens{rule}": rejected})
+        return tokens | self.sequence_means(**{f"rejected_sequences{rule}": whole})
 
     def kl_means(self, policy: str, log_prob: Tensor) -> dict[str, Tensor]:
         """Return two estimates of the KL to another policy as metrics."""

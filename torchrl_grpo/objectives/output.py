@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from tensordict import TensorDict
+from torch import Tensor
 
 TORCHRL_METRICS = ("clip_fraction", "kl_approx", "kl_to_inference", "kl_to_ref")
 """Metrics under TorchRL's names, for its trainers: each repeats others of the output."""
+
+LARGEST_RATIO = "mismatch_largest_ratio"
+"""The metric that is a maximum; all others are sums over the micro-batches of a step."""
 
 _OPTIONAL = {
     "loss_entropy",
@@ -17,6 +23,15 @@ _OPTIONAL = {
     "loss_sft",
     "kl_to_ref",
 }
+
+
+def accumulate(totals: dict[str, Tensor], out: Mapping[str, Tensor]) -> None:
+    """Add the outputs of one more micro-batch to those of the ones before, in place."""
+    for name, value in out.items():
+        if name == LARGEST_RATIO and name in totals:
+            totals[name] = torch.maximum(totals[name], value)
+        else:
+            totals[name] = totals[name] + value if name in totals else value
 
 
 class GRPOLossOutput(TensorDict):

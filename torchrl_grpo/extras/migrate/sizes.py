@@ -65,6 +65,8 @@ DETERMINES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys((
         "warmup_batches", "warmup_optimizer_steps", "warmup_share"), ("optimizer.warmup_steps",)),
     **dict.fromkeys(("clip_low", "clip_high", "second_moment"), ("policy.clip_epsilon",)),
+    **dict.fromkeys(("dppo_low", "dppo_high"), ("+policy.rejection.dppo_tv",)),
+    **dict.fromkeys(("rejections", "rejection_bounds"), ()),
     **dict.fromkeys(("reward_mean", "advantage_mean", "leave_one_out"), ("policy.advantage_mean",)),
     **dict.fromkeys(("reward_std", "advantage_std"), ("policy.advantage_std",)),
     **dict.fromkeys(("overlong", "overlong_tokens"), ("policy.overlong_buffer",)),
@@ -130,6 +132,7 @@ def sizes(
     _frequencies(quantities, batch, ours, unset)
     _devices(quantities, config["algo"] == "sft", ours, differs, unset)
     _clip(quantities, config, ours, lacks, unset)
+    _rejection(quantities, ours, lacks)
     _reward(quantities, config, ours, lacks)
     _tokens(quantities, config["algo"] == "sft", ours, differs)
     _teacher(quantities, ours)
@@ -381,6 +384,33 @@ def _clip(
             lacks("policy.clip_epsilon", f"the bound {high:g} of the ratio is below 1; 1 is used")
         low, high = 1.0, max(0.0, round(high - 1, 9))
     ours["policy.clip_epsilon"] = low if low == high else [low, high]
+
+
+def _rejection(quantities: Quantities, ours: dict[str, Any], lacks: Note) -> None:
+    if "dppo_low" in quantities:
+        bounds = [quantities["dppo_low"], quantities["dppo_high"]]
+        ours |= {"+policy.rejection.dppo_tv": bounds, "policy.clip_epsilon": [1.0, 1e9]}
+    rules = str(quantities.get("rejections") or "").replace(" ", "").split(",")
+    bounds_of_verl = str(quantities.get("rejection_bounds", "")).replace(" ", "").split(",")
+    for number, rule in enumerate(filter(None, rules)):
+        bound = bounds_of_verl[number % len(bounds_of_verl)]
+        low, _, high = bound.rpartition("_")
+        if rule not in _REJECTIONS_OF_VERL or not bound:
+            lacks(f"policy.rejection of {rule}", f"there is {', '.join(_REJECTIONS_OF_VERL)}")
+            continue
+        value: Any = float(high)
+        if rule.endswith("k1"):  # verl bounds the inverse ratio
+            value = [round(1 / value, 9), round(1 / float(low), 9) if low else value]
+        ours[f"+policy.rejection.{_REJECTIONS_OF_VERL[rule]}"] = value
+
+
+_REJECTIONS_OF_VERL = {
+    "token_k1": "token_ratio",
+    "token_k3": "token_k3",
+    "seq_sum_k1": "sequence_ratio",
+    "seq_mean_k1": "geometric",
+    "seq_mean_k3": "sequence_k3",
+}
 
 
 def _reward(

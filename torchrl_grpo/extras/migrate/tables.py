@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
+
+from torchrl_grpo.checks import Rejection
 
 TRL = ("trl_async", "trl_gkd", "trl_distill", "trl_sft", "trl")
 """The tables of TRL, whose trainers share many keys; the last one matches any script that no other
@@ -256,6 +258,8 @@ BASE: dict[str, Any] = {
     "policy.behaviour_weight": "none",
     "policy.behaviour_level": "token",
     "policy.behaviour_cap": 5.0,
+    "policy.behaviour_floor": 0.0,
+    **dict.fromkeys(f"+policy.rejection.{rule}" for rule in get_args(Rejection)),
     "policy.mask_truncated": False,
     "policy.ratio_level": "token",
     "policy.aggregation": "sequence_mean",

@@ -300,6 +300,7 @@ def _tidy(ours: dict[str, Any]) -> None:
     if ours.get("policy.behaviour_weight", "none") == "none":
         ours.pop("policy.behaviour_level", None)
         ours.pop("policy.behaviour_cap", None)
+        ours.pop("policy.behaviour_floor", None)
     if ours.get("policy.aggregation") != "constant":
         ours.pop("policy.constant_length", None)
     if ours.get("policy.advantage_level") != "token":

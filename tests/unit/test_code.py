@@ -121,7 +121,7 @@ UNNAMED = {"input": "1\n2", "output": "3", "testtype": "functional"}
     "answer", [None, [], {}, "", 3, {"inputs": [1], "outputs": []}, "{not json", [UNNAMED]]
 )
 def test_a_problem_without_tests_is_an_error_and_not_a_wrong_answer(answer: Any) -> None:
-    with pytest.raises(ValueError, match="reward 'code' (needs|must have tests)"):
+    with pytest.raises(ValueError, match=r"reward 'code' (needs|must have tests)"):
         code(ADD, answer)
 
 

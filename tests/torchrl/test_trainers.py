@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 from torchrl.collectors import BaseCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
-from torchrl.envs import TransformedEnv, VecNormV2
+from torchrl.envs import StepCounter, TransformedEnv, VecNormV2
 from torchrl.trainers import Trainer, UpdateWeights
 from torchrl.trainers.algorithms.grpo import GRPOTrainer
 
@@ -233,9 +233,12 @@ def test_a_trainers_checkpoint_goes_on_as_an_uninterrupted_run(tokenizer, tiny_m
     assert resumed.losses == pytest.approx(logger.losses[1:])
 
 
-def test_the_state_of_the_environments_transforms_is_resumed(tokenizer, tiny_model):
+@pytest.mark.parametrize("nested", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_state_of_the_environments_transforms_is_resumed(tokenizer, tiny_model, nested):
     def make() -> RolloutCollector:
         env = TransformedEnv(make_env(tokenizer), VecNormV2(in_keys=["reward"]))
+        if nested:
+            env = TransformedEnv(env, StepCounter(), auto_unwrap=False)
         return RolloutCollector(env, GenerationPolicy(TransformersEngine(tiny_model), PARAMS))
 
     one = make()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,10 +23,12 @@ from torchrl_grpo import keys
 from torchrl_grpo.assembly import parts
 from torchrl_grpo.assembly.blueprint import prepare
 from torchrl_grpo.collectors.rollout import RolloutCollector
+from torchrl_grpo.collectors.sampler import RolloutReport, RolloutTask, Sampler
 from torchrl_grpo.config import ConfigError
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.policy import GenerationPolicy
+from torchrl_grpo.runtime.actors import make_seeded
 from torchrl_grpo.tasks.base import Dialog, Problem, Score, Turn
 from torchrl_grpo.transforms import HistoryTransforms
 
@@ -359,6 +362,32 @@ def test_the_config_gives_each_environment_transforms_of_its_own() -> None:
     metrics, _ = sampler.evaluate(sampled=False)
     assert metrics["eval/invalid_fraction"] == 0.0
     sampler.close()
+
+
+@pytest.mark.slow
+def test_the_state_of_a_configs_transforms_is_resumed_with_the_engines() -> None:
+    """``VecNormV2`` scales a reward by all that it has seen."""
+    nodes = "env.transforms=[{_target_: torchrl.envs.VecNormV2, in_keys: [reward]}]"
+    blueprint = prepare(compose_config(*SMALL, nodes))
+    draw = blueprint.train_env.drawing.draw
+
+    def rewards(sampler: Sampler, task: RolloutTask) -> tuple[RolloutReport, list[float]]:
+        report, groups = sampler.play(task)
+        return report, [reward for group in groups for reward in group["next", "reward"].flatten()]
+
+    make = partial(parts.make_sampler, blueprint, 4)
+    whole = make_seeded(make, 0, None)
+    tasks = [RolloutTask(tuple(draw() for _ in range(2))) for _ in range(3)]
+    for task in tasks[:2]:
+        state = rewards(whole, task)[0].engine
+    assert list(state["transforms"]) == [2]
+    resumed = make_seeded(make, 0, state)
+    without = make_seeded(make, 0, {name: state[name] for name in {*state} - {"transforms"}})
+    _, expected = rewards(whole, tasks[2])
+    assert rewards(resumed, tasks[2])[1] == expected != rewards(without, tasks[2])[1]
+    other = prepare(compose_config(*SMALL, "env.transforms=[{_target_: torchrl.envs.StepCounter}]"))
+    with pytest.raises(ConfigError, match=r"env\.transforms must be those of the checkpoint"):
+        make_seeded(partial(parts.make_sampler, other, 4), 0, state)
 
 
 @pytest.mark.parametrize(

@@ -281,6 +281,7 @@ def test_a_checkpoint_of_other_data_is_refused_by_name(full_run: Path, tmp_path:
         (("source", "ahead"), [1]),
         (("source", "ahead"), [[1, 1]] * 99),
         (("source", "engines"), [{"generator": 5}]),
+        (("source", "engines"), [{"policy_version": 5, "transforms": [1]}]),
         (("trainer", "optimizer"), None),
         (("trainer", "version"), -1),
         (("trainer", "version"), 7),

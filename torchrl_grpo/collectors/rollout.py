@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
+from torch.nn import ModuleList
 from torchrl.collectors import BaseCollector
 from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase, TransformedEnv
@@ -169,6 +170,15 @@ class RolloutCollector(BaseCollector):
         """The environment without its transforms."""
         env: Any = _base_env(self.env)
         return env
+
+    @property
+    def transforms(self) -> ModuleList:
+        """The transforms of the environment, of the outermost one first."""
+        transforms, env = ModuleList(), self.env
+        while isinstance(env, TransformedEnv):
+            transforms.append(env.transform)
+            env = env.base_env
+        return transforms
 
     @property
     def dialog_turns_per_batch(self) -> int:
@@ -439,8 +449,8 @@ class RolloutCollector(BaseCollector):
             "engine": self.policy.engine.state_dict(),
             "dialog_turns": self._frames,
         }
-        if isinstance(self.env, TransformedEnv):
-            state["transforms"] = self.env.transform.state_dict()
+        if len(self.transforms):
+            state["transforms"] = self.transforms.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -450,8 +460,7 @@ class RolloutCollector(BaseCollector):
             ValueError: the state is from an environment with another number of problems.
         """
         self.base_env.load_state_dict(state_dict["env"])
-        if isinstance(self.env, TransformedEnv):
-            self.env.transform.load_state_dict(state_dict["transforms"])
+        self.transforms.load_state_dict(state_dict.get("transforms", {}))
         self.policy.engine.load_state_dict(state_dict["engine"])
         self._frames = state_dict["dialog_turns"]
 

@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ from torchrl_grpo import keys
 from torchrl_grpo.collectors.demonstrations import Demonstrations
 from torchrl_grpo.collectors.evaluation import Evaluator
 from torchrl_grpo.collectors.rollout import RolloutCollector
+from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.generation.base import Engine, SamplingParams, preserve_rng
 from torchrl_grpo.reward_pool import RewardPool
 from torchrl_grpo.tasks.drawing import Drawn
@@ -68,7 +70,7 @@ class RolloutReport:
         groups: in the order of the task.
         generate_s: seconds in the engine.
         env_s: seconds in the environment, rewards included.
-        engine: the engine's state afterwards, None where rollouts overlap.
+        engine: ``Sampler.state_dict`` afterwards, None where rollouts overlap.
         rewards: what scorers, tools and their processes did since the latest report, by name.
     """
 
@@ -192,7 +194,7 @@ class Sampler:
             groups=tuple(_report(number, group) for number, group in groups.items()),
             generate_s=generate_s,
             env_s=env_s,
-            engine=None if self.overlapping else self.engine.state_dict(),
+            engine=None if self.overlapping else self.state_dict(),
             rewards=rewards,
         )
         self.sleep()
@@ -244,6 +246,38 @@ class Sampler:
         self._wake()
         with preserve_rng(self.engine):
             return sample_probe(self.engine, self.probe_prompts, self.params)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the engine and, by the number of groups that an environment plays,
+        that of its transforms.
+        """
+        states = {
+            groups: deepcopy(collector.transforms.state_dict())
+            for groups, collector in self._idle
+            if isinstance(collector, RolloutCollector)
+        }
+        transforms = {groups: state for groups, state in states.items() if state}
+        return self.engine.state_dict() | ({"transforms": transforms} if transforms else {})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore ``state_dict``.
+
+        Raises:
+            ConfigError: the transforms are others.
+        """
+        self.engine.load_state_dict(state)
+        for groups, transforms in state.get("transforms", {}).items():
+            if groups not in range(1, self.groups_at_a_time + 1):
+                continue  # no environment of this run plays so many
+            collector: Any = self._take(groups)
+            try:
+                collector.transforms.load_state_dict(transforms)
+            except Exception as error:  # a foreign state may raise anything
+                raise ConfigError(
+                    "env.transforms must be those of the checkpoint of train.resume, whose state "
+                    f"they cannot take ({error!s:.200}): use those."
+                ) from error
+            self._idle.append((groups, collector))
 
     def close(self) -> None:
         """End the engine, its processes and the reward workers. May be called again."""

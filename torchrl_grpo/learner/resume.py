@@ -246,7 +246,8 @@ def _read(path: Path) -> dict[str, Any]:
         _check_position(state["source"], name)
         engines = [*filter(None, state["source"]["engines"])]
         for engine in engines:
-            _check_state(engine, {"policy_version": int}, f"{name}.source.engines")
+            form = {"policy_version": int, "transforms": dict}
+            _check_state({"transforms": {}} | engine, form, f"{name}.source.engines")
         version = state["trainer"]["version"]
         if version != state["step"]:
             raise ValueError(f"{name} has weights of step {version} as those of another step")

@@ -72,19 +72,19 @@ def start_actor(role: str, factory: Callable[..., Any], options: Mapping[str, An
 def make_seeded(
     factory: Callable[..., Sampler], seed: int, state: dict[str, Any] | None, **settings: Any
 ) -> Sampler:
-    """Make a sampler, and seed its engine or restore the state reported by an earlier one.
+    """Make a sampler, and seed its engine or restore the state that an earlier one reported.
 
     Args:
         factory: makes it.
         seed: of the engine's draws.
-        state: of an earlier engine, None without one.
+        state: of an earlier sampler, None without one.
         **settings: for the factory.
     """
     sampler = factory(**settings)
     if state is None:
         sampler.engine.seed(seed)
     else:
-        sampler.engine.load_state_dict(state)
+        sampler.load_state_dict(state)
     return sampler
 
 

@@ -188,7 +188,7 @@ class Rollouts:
 
         ``drawing`` is the position in the problems. ``ahead`` has group and problem of all groups
         that were drawn and that no batch has taken: they are played again after a restore.
-        ``engines`` has the state of each engine, None where it is unknown.
+        ``engines`` has ``Sampler.state_dict`` of each sampler, None where it is unknown.
         """
         return self._driver.run(self._state())
 

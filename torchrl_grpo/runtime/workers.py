@@ -53,7 +53,7 @@ class Worker(ABC):
         weights: latest weights of a reference model; None is the base model.
         version: version of a sampler's weights; None before the first sync.
         updating: version that a sampler is receiving.
-        engine_state: state of a sampler's engine after its latest task.
+        engine_state: ``Sampler.state_dict`` after its latest task.
         responses: number of responses that a sampler returned.
 
     Args:

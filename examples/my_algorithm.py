@@ -1,7 +1,7 @@
 """A custom loss and advantage, without editing the package. From the root of the repository:
 
-    PYTHONPATH=examples python sota/grpo/grpo.py --config-name grpo_arithmetic \
-        policy.loss._target_=my_algorithm.ReinforceLoss policy.advantage._target_=my_algorithm.RankAdvantage
+    python sota/grpo/grpo.py --config-name grpo_arithmetic policy.loss._target_=examples/my_algorithm.py:ReinforceLoss \
+        policy.advantage._target_=examples/my_algorithm.py:RankAdvantage
 """
 
 from __future__ import annotations

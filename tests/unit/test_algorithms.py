@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -805,13 +807,15 @@ def test_options_that_exclude_each_other_are_refused(overrides: list[str], messa
 
 
 @pytest.mark.slow
-def test_a_loss_and_an_advantage_of_ones_own_by_name(
+def test_a_loss_and_an_advantage_of_ones_own_by_file_and_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("PYTHONPATH", "elsewhere")
+    monkeypatch.delitem(sys.modules, "my_algorithm", raising=False)
     overrides = [
-        "policy.loss._target_=my_algorithm.ReinforceLoss",
-        "policy.advantage._target_=my_algorithm.RankAdvantage",
+        f"policy.loss._target_={ROOT}/examples/my_algorithm.py:ReinforceLoss",
+        "policy.advantage._target_=my_algorithm.RankAdvantage",  # found now
     ]
     check_command_line(overrides)
     run = build(compose_config(*SMALL, *overrides), tmp_path)
@@ -828,6 +832,7 @@ def test_a_loss_and_an_advantage_of_ones_own_by_name(
     assert type(run.learner.trainer.loss).__name__ == "ReinforceLoss"
     assert {value for batch in seen for value in batch.flatten().tolist()} <= {-1.0, 0.0, 1.0}
     assert any(batch.abs().max() == 1 for batch in seen)
+    assert os.environ["PYTHONPATH"] == f"elsewhere{os.pathsep}{ROOT}/examples"  # of Ray's actors
 
 
 @pytest.mark.parametrize(
@@ -835,7 +840,11 @@ def test_a_loss_and_an_advantage_of_ones_own_by_name(
     [
         (
             "policy.loss._target_=nowhere.Loss",
-            r"policy\.loss\._target_=nowhere\.Loss must name a class that can be imported",
+            r"policy\.loss\._target_=nowhere\.Loss must name a class that can be imported[\s\S]*py:Class",
+        ),
+        (
+            "policy.loss._target_=nowhere.py:Loss",
+            r"policy\.loss\._target_=nowhere\.py:Loss must name a class that can be imported",
         ),
         (
             "policy.loss._target_=torch.nn.Linear",

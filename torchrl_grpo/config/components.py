@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from hydra.utils import instantiate
@@ -17,7 +20,8 @@ def make_component(
 
     Args:
         field: dotted name of the node.
-        node: ``_target_`` and further arguments.
+        node: ``_target_``, ``package.module.Class`` or ``path/to/file.py:Class``, and further
+            arguments.
         base: required base class.
         *args: positional arguments.
         **settings: arguments that other config fields determine.
@@ -25,14 +29,15 @@ def make_component(
     Raises:
         ConfigError: the class does not exist, or does not accept the arguments.
     """
-    name = node.get("_target_")
+    name = str(node.get("_target_"))
     try:
-        factory = instantiate({**node, "_partial_": True}, _convert_="all")
+        target = {"_target_": _importable(name), "_partial_": True}
+        factory = instantiate({**node, **target}, _convert_="all")
     except Exception as error:  # importing the user's module may raise anything
         raise ConfigError(
             f"{field}._target_={name} must name a class that can be imported "
-            f"({error.__cause__ or error}): use {base.__module__}.{base.__name__}, or put the "
-            "folder of yours on PYTHONPATH."
+            f"({error.__cause__ or error}): use {base.__module__}.{base.__name__}, or your own as "
+            "path/to/file.py:Class."
         ) from error
     is_class = isinstance(factory, partial) and isinstance(factory.func, type)
     if not (is_class and issubclass(factory.func, base)):
@@ -50,3 +55,19 @@ def make_component(
         ) from error
     except (ValueError, ImportError) as error:
         raise ConfigError(f"{field}._target_={name} was refused: {error}") from error
+
+
+def _importable(name: str) -> str:
+    """Return ``package.module.Class``. For ``path/to/file.py:Class`` the file's folder is added to
+    the import path, also for processes that are started later.
+    """
+    file, _, class_name = name.rpartition(":")
+    if not file.endswith(".py"):
+        return name
+    path = Path(file).expanduser().resolve()
+    folder = str(path.parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
+        paths = [*filter(None, [os.environ.get("PYTHONPATH")]), folder]
+        os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    return f"{path.stem}.{class_name}"

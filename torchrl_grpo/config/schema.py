@@ -34,7 +34,8 @@ class EnvConfig(DataConfig):
     task: Any = field(default_factory=lambda: {"_target_": None})
     """A task instead of dataset: verifiers:NAME, an environment of the library verifiers, whose
     arguments are dataset_options (docs/agents.md); or one of your own, as _target_ a subclass of
-    torchrl_grpo.tasks.Task, with its arguments next to it."""
+    torchrl_grpo.tasks.Task as file.py:Class or package.module.Class, with its arguments next to
+    it."""
     environment: Any = None
     """Class whose instances play the dialogs, one each, as file.py:Class or package.module:Class;
     or classes by the value of the column environment, {easy: my_envs.py:Easy, hard:
@@ -134,14 +135,14 @@ class PolicyConfig:
     loss: dict[str, Any] = field(
         default_factory=lambda: {"_target_": "torchrl_grpo.objectives.GRPOLoss"}
     )
-    """The loss: as _target_ a class of the package, or your subclass of GRPOLoss, with its
-    arguments next to it.
+    """The loss: as _target_ a class of the package, or your subclass of GRPOLoss as file.py:Class
+    or package.module.Class, with its arguments next to it.
     """
     advantage: dict[str, Any] = field(
         default_factory=lambda: {"_target_": "torchrl_grpo.transforms.GroupAdvantage"}
     )
-    """The transform that writes the advantage: as _target_ a GroupAdvantage, with its arguments
-    next to it.
+    """The transform that writes the advantage: as _target_ a GroupAdvantage, named as the loss is,
+    with its arguments next to it.
     """
     advantage_mean: str = choice(checks.AdvantageMean, "group")
     """Baseline: mean of the group, of its other members (leave_one_out), of the batch, or none."""

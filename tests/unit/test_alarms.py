@@ -147,6 +147,19 @@ def test_healthy_rows_and_rows_of_evaluations_raise_none() -> None:
     assert "the problems are solved" in alarms_of(rows(60, solved))[0].text
 
 
+def test_demonstrations_raise_no_alarm_about_sampling_or_entropy() -> None:
+    learned = {"train/loss": 0.1, "rollout/sequences": 64.0, "train/kl_k3_to_inference": 5.0}
+    learned |= {"train/ESS": 0.01, "train/ratio_mean": 9.0, "train/clip_fraction_high": 0.9}
+    series = [
+        learned | {"step": step, "train/entropy": 2.0 / step, "rollout/response_length": step}
+        for step in range(1, 61)
+    ]
+    assert alarms_of(series) == []
+    [alarm] = alarms_of([row | {"rollout/truncated": 0.9} for row in series])
+    assert alarm.name == "truncated" and "overlong" not in alarm.text
+    assert "inference_model.max_model_len" in alarm.text
+
+
 def test_numbers_that_are_not_finite_are_no_sign() -> None:
     for value in (None, float("nan")):
         assert alarms_of(rows(40, dict.fromkeys(set(HEALTHY) - {"rollout/sequences"}, value))) == []

@@ -107,6 +107,8 @@ def test_a_row_has_its_tokens_and_where_it_is_from(
         "advantage": 0.5,
     }
     assert plain.items() >= of_row.items() and with_scores["finish_reason"] == "length"
+    prompt = batch[0][keys.FULL][:2]
+    assert plain["prompt"] == tokenizer.decode(prompt) != ""
     assert plain["tokens"] == {
         "text": ["a", "b", "X", "c"],
         "log_prob": [-0.1235, -1.0, None, -2.0],

@@ -322,6 +322,30 @@ def test_text_of_the_model_and_of_the_config_is_shown_never_interpreted(tmp_path
     assert "name: " + SHOWN.replace("\\ud83d", "?") in page.text()
 
 
+def test_training_samples_come_by_group_those_with_the_widest_rewards_first(tmp_path: Path) -> None:
+    rewards = {3: [0.5, 0.5], 7: [0.0, 1.0], 8: [0.0, 0.2]}
+    rows = [
+        {"split": "train", "group": group, "query": f"q{group}", "prompt": f"<user>q{group}"}
+        | {"response": f"{group}-{nth}", "reward": reward, "advantage": reward}
+        for nth in range(2)
+        for group, values in rewards.items()
+        for reward in [values[nth]]
+    ]
+    with MetricsLogger(tmp_path, tensorboard=False, config={}) as logger:
+        logger.log_samples(1, rows)
+    text = parse(write_report(tmp_path)).text()
+    places = [text.index(part) for part in ("<user>q7", "7-0", "7-1", "8-0", "8-1", "3-0", "3-1")]
+    assert places == sorted(places) and text.count("<user>q7") == 1
+
+
+def test_demonstrations_have_no_reward_in_the_report(tmp_path: Path) -> None:
+    with MetricsLogger(tmp_path, tensorboard=False, config={}) as logger:
+        logger.log(1, {"train/loss": 2.0})
+        logger.log_samples(1, [{"split": "train", "query": "q", "response": "r", "group": 0}])
+    text = parse(write_report(tmp_path)).text()
+    assert "Training samples" in text and "reward" not in text and "advantage" not in text
+
+
 def test_the_title_names_model_data_and_algorithm(tmp_path: Path) -> None:
     log_run(tmp_path, steps=1)
     assert ("h1", "GRPO run") in parse(write_report(tmp_path)).texts
@@ -336,7 +360,7 @@ def test_the_title_names_model_data_and_algorithm(tmp_path: Path) -> None:
     texts = parse(write_report(tmp_path)).texts
     title = "<b>m</b>/x on gsm8k with dapo"
     assert ("h1", title) in texts
-    assert ("p", f"GRPO run {'/'.join(tmp_path.parts[-2:])}") in texts
+    assert ("p", f"Run {'/'.join(tmp_path.parts[-2:])}") in texts
     assert [text.partition(": ")[0] for tag, text in texts if tag == "title"] == [title]
     for env, data in (
         ("{dataset: x, datasets: [{dataset: a.csv}, {dataset: gsm8k}]}", "a.csv and gsm8k"),

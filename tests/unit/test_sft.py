@@ -27,7 +27,7 @@ from torchrl_grpo.assembly.blueprint import prepare
 from torchrl_grpo.collectors.demonstrations import ChatWriter, Demonstrations, WrittenChat
 from torchrl_grpo.config import ConfigError
 from torchrl_grpo.envs import LLMEnv
-from torchrl_grpo.extras.view.runs import RunView, panels
+from torchrl_grpo.extras.view.runs import RunView, curves
 from torchrl_grpo.generation import TransformersEngine
 from torchrl_grpo.learner.diagnosis import queries_of
 from torchrl_grpo.models.scoring import TokenScorer
@@ -346,8 +346,8 @@ def test_samples_show_the_turns_that_are_learned_as_far_as_they_are(tmp_path: Pa
     )
     whole, cut = demonstrations(path, most=8, messages_column="m").unbind(0)
     assert whole[keys.ASSISTANT_MASK].sum() == 24 and not whole[keys.TRUNCATED]
-    assert whole[keys.RESPONSE_TEXT] == "#### 24\n#### 31\n#### 38"
-    assert cut[keys.RESPONSE_TEXT] == "#### 24\n#### 313" and cut[keys.TRUNCATED]
+    assert whole[keys.RESPONSE_TEXT] == "#### 24\n[user] 24+7=?\n#### 31\n[user] 31+7=?\n#### 38"
+    assert cut[keys.RESPONSE_TEXT] == "#### 24\n[user] 24+7=?\n#### 313" and cut[keys.TRUNCATED]
     assert (
         whole[keys.FULL].tolist() == torch.cat([whole[keys.PROMPT], whole[keys.RESPONSE]]).tolist()
     )
@@ -549,6 +549,8 @@ def test_a_run_learns_evaluates_and_goes_on_as_if_it_had_not_stopped(
     assert beside or (
         first["response"].startswith("It is #### ") and first["finish_reason"] == "stop"
     )
+    assert beside == ("reward" in first) == ("advantage" in first)
+    assert first["query"] in first["prompt"] and first["prompt"] != first["query"]
     run(tmp_path / "half", *data, steps(2))
     again = run(tmp_path / "rest", *data, steps(4), f"train.resume={tmp_path / 'half'}")
     named = ("step", loss, "train/loss", "train/grad_norm", "rollout/tokens")
@@ -574,7 +576,7 @@ def test_curves_of_several_runs_have_the_loss_of_demonstrations_alone(tmp_path: 
     views = {number: RunView(tmp_path / name, name) for number, name in enumerate(kinds)}
     for view in views.values():
         view.refresh()
-    found = {one["title"]: one["curves"] for one in panels(views, None, None)}
+    found = {one["title"]: one["curves"] for one in curves(views)["panels"]}
     assert [curve["run"] for curve in found["Loss"]] == [0] and [
         curve["run"] for curve in found["Reward"]
     ] == [1]

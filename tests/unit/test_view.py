@@ -26,8 +26,9 @@ import pytest
 from tests.support.configs import ROOT
 from tests.support.processes import command_line
 from tests.support.scripts import SYNC, Script
-from tests.support.view_runs import append, make_run, metrics, served
+from tests.support.view_runs import append, group, make_run, metrics, served
 from torchrl_grpo.extras.view.command import main
+from torchrl_grpo.extras.view.index import Criteria
 from torchrl_grpo.extras.view.runs import RunView, curves
 from torchrl_grpo.extras.view.server import title_of
 from torchrl_grpo.extras.view.start import page_beside
@@ -244,6 +245,26 @@ def test_a_group_has_its_responses_side_by_side(address: str) -> None:
 )
 def test_groups_are_filtered(address: str, query: str, queries: list[str]) -> None:
     assert [rows[0]["query"] for rows in api(address, f"groups?{query}")["groups"]] == queries
+
+
+def test_groups_are_ordered_by_the_spread_of_their_rewards(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=0)
+    for step, rewards in enumerate([[0.0, 1.0], [0.5, 0.5], [0.2, 0.5], [0.9, None]], start=1):
+        rows = group(step, f"{step}", ["a", "b"])
+        append(
+            run,
+            "samples.jsonl",
+            [
+                row | {"reward": reward or 0.0, "valid": reward is not None}
+                for row, reward in zip(rows, rewards, strict=True)
+            ],
+        )
+    view = RunView(run, "run")
+    view.refresh()
+    found = view.groups(Criteria(split="train"), 0, 10, by_spread=True)
+    assert [rows[0]["query"] for rows in found["groups"]] == ["1", "3", "4", "2"]
+    newest = view.groups(Criteria(split="train"), 0, 10)
+    assert [rows[0]["query"] for rows in newest["groups"]] == ["4", "3", "2", "1"]
 
 
 def test_the_wanted_responses_of_a_group_are_marked(address: str) -> None:

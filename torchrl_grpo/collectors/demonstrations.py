@@ -376,7 +376,9 @@ class Demonstrations:
                 keys.TERMINATED: true & (not cut),
                 keys.TRUNCATED: true & cut,
                 keys.QUERY: NonTensorData(drawn.problem.query),
-                keys.RESPONSE_TEXT: NonTensorData("\n".join(texts)),
+                keys.RESPONSE_TEXT: NonTensorData(
+                    _with_others(self.env.task.demonstration(drawn.problem), texts)
+                ),
             }
         )
         if drawn.problem.dataset:
@@ -389,3 +391,20 @@ class Demonstrations:
 
     def shutdown(self) -> None:
         """Do nothing: the engine belongs to the sampler."""
+
+
+def _with_others(chat: Sequence[Message], turns: Sequence[str]) -> str:
+    """Return the text of a demonstration: the assistant's turns and, marked by their roles, the
+    messages between them.
+
+    >>> _with_others([{"role": "assistant"}, {"role": "user", "content": "Why?"}, {"role": "assistant"}], ["4", "2+2"])
+    '4\\n[user] Why?\\n2+2'
+    """
+    lines, between, turn = list[str](), list[str](), iter(turns)
+    for message in chat:
+        if message["role"] != "assistant":
+            between.append(f"[{message['role']}] {message.get('content') or ''}")
+        elif (text := next(turn, None)) is not None:
+            lines += [*between, text]
+            between.clear()
+    return "\n".join([*lines, *turn])

@@ -141,6 +141,9 @@ def _by_part(batch: TensorDictBase) -> dict[str, float]:
     return metrics
 
 
+_OF_REWARDS = ("reward", "correct", "valid", "advantage")
+
+
 def sample_rows(
     batch: TensorDictBase,
     split: str,
@@ -149,6 +152,7 @@ def sample_rows(
     tokenizer: PreTrainedTokenizerBase | None = None,
     version: int | None = None,
     scores: Callable[[int], dict[str, Tensor]] = lambda row: {},
+    sampled: bool = True,
 ) -> list[dict[str, Any]]:
     """Return the sequences of a batch as rows of ``samples.jsonl``.
 
@@ -157,10 +161,11 @@ def sample_rows(
         split: ``"train"`` or ``"test"``.
         most: take so many rows, rounded up to whole groups: the first ones of the batch of which
             there are scores.
-        tokenizer: makes the text of each token; None leaves the tokens out.
+        tokenizer: makes the text of the prompt and of each token; None leaves both out.
         version: of the weights that trained the batch, for its staleness.
         scores: further numbers of the tokens of the sequence at a position of the batch, by name,
             [T] each.
+        sampled: whether a policy sampled them; demonstrations have no reward.
     """
     groups = batch.get(keys.GROUP_ID).reshape(-1).tolist()
     numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
@@ -172,6 +177,8 @@ def sample_rows(
         if groups[position] not in wanted:
             continue
         entry = _sample(row, split, rows[siblings[-1]])
+        if not sampled:
+            entry = {name: value for name, value in entry.items() if name not in _OF_REWARDS}
         if len(siblings) > 1:
             entry["sample"] = siblings.index(position)
         if split == "test":
@@ -182,6 +189,8 @@ def sample_rows(
                 sampled_by = row.get(keys.POLICY_VERSION).item()
                 entry |= {"version": sampled_by, "staleness": version - sampled_by}
         if tokenizer is not None:
+            prompt = row[keys.FULL][: len(row[keys.FULL]) - len(row[keys.RESPONSE])]
+            entry["prompt"] = tokenizer.decode(prompt)
             entry["tokens"] = _tokens(row, tokenizer, scores(position))
         out.append(entry)
     return out

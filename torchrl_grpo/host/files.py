@@ -23,7 +23,7 @@ _LARGEST = 1e100
 """Largest magnitude of a number: larger ones are not measurements, and their squares may overflow.
 """
 _LARGEST_STEP = 2**53
-_TEXTS = ("split", "dataset", "query", "response", "finish_reason")
+_TEXTS = ("split", "dataset", "query", "prompt", "response", "finish_reason")
 _NUMBERS = ("reward", "advantage", "length", "version", "staleness")
 
 

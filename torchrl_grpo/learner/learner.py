@@ -124,7 +124,13 @@ class Learner:
             return []
         version, scores = self.version - 1, self.trainer.scores.of
         return sample_rows(
-            self._batch, "train", most, tokenizer=self.tokenizer, version=version, scores=scores
+            self._batch,
+            "train",
+            most,
+            tokenizer=self.tokenizer,
+            version=version,
+            scores=scores,
+            sampled=self.sampled,
         )
 
     def weights(self) -> WeightHandle | None:

@@ -90,7 +90,8 @@ class Alarms:
         all_invalid = row.get("rollout/invalid") == row["rollout/sequences"]
         self.steps_without_reward = self._steps if was_without_reward and all_invalid else 0
         last = list(self._last)
-        return self._raise(alarm for rule in _RULES for alarm in rule(last, self._first))
+        rules = _OF_DEMONSTRATIONS if _is_demonstrations(row) else _RULES
+        return self._raise(alarm for rule in rules for alarm in rule(last, self._first))
 
     def end(self) -> list[Alarm]:
         """Return the alarms at the end of a run that had no signal at all, if it had fewer steps
@@ -122,6 +123,11 @@ def alarms_of(rows: Iterable[Row], *, ended: bool = True) -> list[Alarm]:
     if ended:
         alarms.end()
     return alarms.raised
+
+
+def _is_demonstrations(row: Row) -> bool:
+    """Return whether a step trained on demonstrations alone, which have no reward."""
+    return "train/loss" in row and "rollout/reward_mean" not in row
 
 
 def _no_signal(row: Row) -> bool:
@@ -333,6 +339,16 @@ def _truncation(rows: Sequence[Row], first: Sequence[Row]) -> NamedTexts:
         )
 
 
+def _cut_demonstrations(rows: Sequence[Row], first: Sequence[Row]) -> NamedTexts:
+    cut = _mean(rows, "rollout/truncated", _FEW)
+    if cut is not None and cut > _TRUNCATED:
+        yield (
+            "truncated",
+            f"{_share(cut)} of the demonstrations were cut over {_FEW} steps, so their ends are not "
+            "learned: raise inference_model.max_new_tokens and inference_model.max_model_len",
+        )
+
+
 def _truncation_pays(rows: Sequence[Row], first: Sequence[Row]) -> NamedTexts:
     before, now = _mean(first, "rollout/truncated", _FEW), _mean(rows, "rollout/truncated", _FEW)
     reward, better = (
@@ -439,3 +455,4 @@ _RULES: tuple[Callable[[Sequence[Row], Sequence[Row]], NamedTexts], ...] = (
     _staleness,
     _restarts,
 )
+_OF_DEMONSTRATIONS = (_cut_demonstrations, _kl, _restarts)

@@ -210,7 +210,9 @@ class Console(AbstractContextManager["Console"]):
         )
         table.add_column("prompt", ratio=2, overflow="fold")
         table.add_column("response", ratio=3, overflow="fold")
-        table.add_column("reward", justify="right", no_wrap=True)
+        scored = any("reward" in row for row in rows)  # demonstrations are not
+        if scored:
+            table.add_column("reward", justify="right", no_wrap=True)
         for row in rows:
             reward = Text(reward_text(row), style="green" if row.get("correct") else "red")
             texts = (
@@ -218,7 +220,8 @@ class Console(AbstractContextManager["Console"]):
                 for key in ("query", "response")
             )
             table.add_row(
-                *(Text(printable_lines(text, self._rich.encoding)) for text in texts), reward
+                *(Text(printable_lines(text, self._rich.encoding)) for text in texts),
+                *([reward] if scored else []),
             )
         self._rich.print(table)
 

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from torchrl_grpo.host.files import load_yaml
-from torchrl_grpo.host.text import number
+from torchrl_grpo.host.text import MISSING, number
 
 
 def one_of_each(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -69,7 +69,9 @@ def reward_text(row: Mapping[str, Any]) -> str:
     """Format a sample's reward, with those of its turns; one that crashed or timed out is
     ``invalid``, not 0.
     """
-    if row.get("valid") is False or row.get("reward") is None:
+    if "reward" not in row:  # a demonstration
+        return MISSING
+    if row.get("valid") is False or row["reward"] is None:
         return "invalid"
     turns = row.get("turn_rewards")
     return number(row["reward"]) + (f" (turns: {', '.join(map(number, turns))})" if turns else "")

@@ -32,14 +32,15 @@ from torchrl_grpo.reporting.curves import panel_svg, save_png
 from torchrl_grpo.reporting.panels import ACTIVITY_COLORS, STAGES, panels_of, stage_seconds
 from torchrl_grpo.reporting.records import (
     merge_steps,
-    one_of_each,
     problem_of,
     reward_text,
     run_title,
+    valid_reward,
 )
 
 ACCURACY = "eval/pass@1"
 _MAX_SAMPLES = 12
+_MAX_RESPONSES = 4  # of a group
 _INVALID = "rewards/invalid_"
 _MAX_TEXT_LENGTH = 2000
 
@@ -245,10 +246,21 @@ def _tested(samples: Sequence[Row]) -> dict[str, Any] | None:
 
 
 def _trained(samples: Sequence[Row]) -> list[Row]:
-    """Return the latest training samples with their advantages, the first of each group first."""
+    """Return the latest training samples, group by group: first those whose rewards differ most."""
     rows = [row for row in samples if row.get("split") != "test"]
     last = max((row["step"] for row in rows), default=None)
-    return one_of_each([row for row in rows if row["step"] == last])[:_MAX_SAMPLES]
+    groups: dict[Any, list[Row]] = {}
+    for position, row in enumerate(rows):
+        if row["step"] == last:
+            groups.setdefault(row.get("group", f"row {position}"), []).append(row)
+    by_spread = sorted(groups.values(), key=_spread, reverse=True)
+    shown = [row for group in by_spread for row in group[:_MAX_RESPONSES]]
+    return shown[:_MAX_SAMPLES]
+
+
+def _spread(rows: Sequence[Row]) -> float:
+    valid = [reward for row in rows if (reward := valid_reward(row)) is not None]
+    return max(valid) - min(valid) if valid else -1.0
 
 
 def _environment(directory: Path) -> dict[str, Any]:

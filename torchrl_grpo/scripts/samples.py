@@ -187,6 +187,8 @@ def _show(row: Row, console: Console) -> None:
 def _outcome(row: Row, console: Console, before: str) -> Text:
     """Describe a sample in one line: its origin, and its reward."""
     parts = ", ".join(f"{name} {number(value)}" for name, value in (row.get("parts") or {}).items())
+    if "reward" not in row:  # a demonstration
+        return _text(before, console, "bold")
     description = f"{before} | reward {reward_text(row)}" + (f" ({parts})" if parts else "")
     if row.get("advantage") is not None:
         description += f" | advantage {number(row['advantage'])}"

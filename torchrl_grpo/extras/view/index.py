@@ -116,6 +116,12 @@ class Index:
         """Return the rows of a row's group."""
         return self.groups[self._group[number]]
 
+    def spread(self, group: int) -> float:
+        """Return the difference between a group's highest and lowest valid reward."""
+        rewards = [self._rewards[row] for row in list(self.groups[group])]
+        valid = [reward for reward in rewards if not math.isnan(reward)]
+        return max(valid) - min(valid) if valid else -1.0
+
     def step_range(self) -> tuple[int, int] | None:
         """Return the first and the last step that have rows."""
         steps = self._steps[: self.count]

@@ -38,6 +38,7 @@ from torchrl_grpo.reporting.alarms import Alarm, Alarms
 from torchrl_grpo.reporting.panels import (
     LOSS,
     PANELS,
+    REWARD,
     SMOOTHING,
     TIMES,
     Curve,
@@ -138,18 +139,23 @@ class RunView:
         """Return the alarms so far."""
         return self.metrics.alarms(ended)
 
-    def groups(self, criteria: Criteria, page: int, size: int) -> dict[str, Any]:
+    def groups(
+        self, criteria: Criteria, page: int, size: int, *, by_spread: bool = False
+    ) -> dict[str, Any]:
         """Return a page of the groups with matching rows, newest first.
 
         Args:
             criteria: criteria that at least one row of a group must match.
             page: number of the page, from 0.
             size: number of groups on a page.
+            by_spread: whether those whose rewards differ most come before newer ones.
         """
         index = self.samples.index
         with self._searching:
             found = index.search(criteria)
             groups = list(found)[::-1]
+            if by_spread:
+                groups.sort(key=index.spread, reverse=True)
             shown = {group: set(found[group]) for group in groups[page * size : (page + 1) * size]}
         return {
             "groups": [
@@ -293,7 +299,11 @@ def curves(
     for section, panel in offered:
         if panel.metrics == TIMES and len(runs) > 1:
             panel = replace(panel, metrics=("time/step_s",))
-        found = {run: series(panel, shown[run], names[run]) for run in runs}
+        found = {
+            run: series(panel, shown[run], names[run])
+            for run in runs
+            if panel != LOSS or REWARD not in names[run]
+        }
         if not any(found.values()):
             continue
         is_shown = (panel.title in usual) != (panel.title in toggled)
@@ -349,11 +359,12 @@ def _cell(
     row: dict[str, Any], number: int, longest: int | None = _MAX_TEXT_LENGTH
 ) -> dict[str, Any]:
     """Return the columns of a row for display; its texts have no unprintable characters."""
-    texts = {name: str(row.get(name)) for name in ("query", "response")}
+    texts = {"query": str(row.get("prompt") or row.get("query"))}
+    texts["response"] = str(row.get("response"))
     facts = {name: row[name] for name in _FACTS if row.get(name) is not None}
     return {
         "row": number,
-        "reward": reward_text(row),
+        "reward": reward_text(row) if "reward" in row else None,
         "good": bool(row.get("correct")),
         **{
             name: printable_lines(text if longest is None else clip(text, longest))

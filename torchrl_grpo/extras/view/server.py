@@ -120,7 +120,12 @@ class Api:
             max_reward=query.number("most"),
             text=query.text("text") or None,
         )
-        return query.run(self.runs).groups(wanted, max(query.whole("page") or 0, 0), _PAGE_SIZE)
+        return query.run(self.runs).groups(
+            wanted,
+            max(query.whole("page") or 0, 0),
+            _PAGE_SIZE,
+            by_spread=query.text("order") == "spread",
+        )
 
     def response(self, query: Query) -> Any:
         """Return one response with its tokens."""

@@ -14,7 +14,8 @@ export function groups(box) {
   const list = el("div");
   const pager = el("nav", { class: "pager", "aria-label": "Pages" });
   box.append(el("h2", { class: "hidden" }, "Groups"), form, notice, list, pager);
-  form.append(...RANGES.map(([name, label]) => field(label, typed(name, "number", { step: "any" }))),
+  const order = choice("order", [["", "newest first"], ["spread", "by spread of rewards"]], "", { page: "" });
+  form.append(field("order", order), ...RANGES.map(([name, label]) => field(label, typed(name, "number", { step: "any" }))),
     field("text in prompt or response", typed("text", "search")));
   let choices = [];
   let offered = "";
@@ -97,6 +98,8 @@ function section(rows, asked) {
     ...Object.entries(FACTS).filter(([key]) => rows.some((row) => row[key] !== undefined))
       .map(([key, label]) => [label, (row) => (typeof row[key] === "string" ? ending(row[key]) : number(row[key]))]),
   ];
+  // What all responses have in common is said once.
+  const common = rows.length > 1 ? facts.filter(([, make]) => rows.every((row) => make(row) === make(first))) : [];
   const cells = (make) => rows.map((row) => el("td", { class: row.wanted ? null : "other" }, make(row)));
   const line = (label, make) => el("tr", {}, el("th", { scope: "row" }, label), cells(make));
   const head = rows.map((row, at) => {
@@ -106,12 +109,14 @@ function section(rows, asked) {
   const text = (row) => el("div", { class: "response", role: "group", "aria-label": "Response" }, row.response);
   return el("section", {},
     el("h3", {}, about),
+    common.length ? el("p", { class: "dim" }, `all: ${common.map(([label, make]) => `${label} ${make(first)}`).join(" · ")}`) : null,
     el("div", { class: "prompt", role: "group", "aria-label": "Prompt" }, first.query),
     scroll(`Responses, ${about}`, el("table", { class: "group" },
       el("thead", {}, el("tr", {}, el("td", {}, el("span", { class: "hidden" }, "what")), head)),
       el("tbody", {},
-        line("reward", (row) => el("em", { class: row.good ? "good" : "bad" }, row.reward)),
-        facts.map(([label, make]) => line(label, make)),
+        rows.some((row) => row.reward !== null)
+          && line("reward", (row) => el("em", { class: row.good ? "good" : "bad" }, row.reward ?? "-")),
+        facts.filter((fact) => !common.includes(fact)).map(([label, make]) => line(label, make)),
         line("text", text)))));
 }
 
@@ -124,5 +129,5 @@ function pages(page, count) {
     } }, label);
   if (count < 2) return [];
   const where = el("span", {}, `page ${number(page + 1)} of ${number(count)}`);
-  return [to("Newer", page - 1), where, to("Older", page + 1), to("Oldest", count - 1)];
+  return [to("Previous", page - 1), where, to("Next", page + 1), to("Last", count - 1)];
 }

@@ -38,7 +38,7 @@ function heading(found, asked) {
     : el("span", { class: "dim" }, text);
   const parts = Object.entries(found.parts ?? {}).map(([name, value]) => `${name} ${number(value)}`);
   const facts = [
-    `reward ${found.reward}`, ...parts,
+    found.reward && `reward ${found.reward}`, ...parts,
     ...["advantage", "length", "version", "staleness"].filter((key) => key in found)
       .map((key) => (key === "length" ? `${number(found[key])} tokens` : `${key} ${number(found[key])}`)),
     found.finish_reason && `finished: ${ending(found.finish_reason)}`,

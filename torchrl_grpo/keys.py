@@ -24,6 +24,11 @@ LOG_PROBS = ("log_probs", "full")
 """[T] float32. Log-probs of the sampling policy, 0 on tokens that it did not sample. Written by the
 policy; read by the loss, ``RewardShaping``.
 """
+KEPT = ("kept_tokens", "sampled")
+"""[S, K] int32. For each of the S sampled tokens, the tokens that it was drawn from, followed by -1
+where they are fewer; only with ``inference_model.top_k``. Written by the policy; read by
+``TokenScorer``, ``KLScoring``, metrics.
+"""
 REF_LOG_PROBS = ("next", "ref_log_probs", "full")
 """[T] float32. Log-probs of the reference model, 0 on tokens that were not sampled. Written by
 ``KLScoring``; read by the loss, ``RewardShaping``.

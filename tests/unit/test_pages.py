@@ -44,8 +44,8 @@ ELSEWHERE = {
 """Commands that are not ours, by their first word, and what is known of them."""
 HOSTS = {"arxiv.org", "download.pytorch.org", "github.com"}
 OF_OTHERS = {"localhost", "FIRST_MACHINE"}
-NOT_KEYS = {"inference_model.top_p", "train.jsonl"}
-"""A key that a page names because it is refused, and a file."""
+NOT_KEYS = {"train.jsonl"}
+"""A file."""
 OF_TORCHRL = {
     "test_failure_missing_entries", "test_grpo_token_mean_expands_token_mask", "test_kl_mask_threshold",
     "test_ray_mc_advantage",

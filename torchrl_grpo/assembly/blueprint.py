@@ -219,6 +219,10 @@ def _make_params(
     return SamplingParams(
         inference.max_new_tokens,
         temperature=inference.temperature,
+        top_p=inference.top_p,
+        top_k=inference.top_k,
+        min_p=inference.min_p,
+        return_kept=inference.top_k > 0,
         stop_token_ids=stop_token_ids,
         stop=StopStrings(inference.stop, tokenizer) if inference.stop else None,
     )

@@ -219,6 +219,7 @@ def make_sampler(
             top_p=evaluation.top_p,
             top_k=evaluation.top_k,
             min_p=evaluation.min_p,
+            return_kept=False,
         )
         evaluator = Evaluator(
             engine,
@@ -266,7 +267,7 @@ def make_engine(
 
 def _rescorer(
     config: GRPOConfig, engine: Engine
-) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] | None:
     """Return the scorer for ``inference_model.exact``, with the trainer's computation."""
     if not config.inference_model.exact:
         return None

@@ -609,6 +609,8 @@ def _merge(turns: list[TensorDictBase], own: Sequence[float | None]) -> TensorDi
         keys.TURN_REWARDS: rewards,
         **dict(zip(written, log_probs, strict=True)),
     }
+    if turns[0].get(keys.KEPT, None) is not None:
+        merged[keys.KEPT] = torch.cat([turn.get(keys.KEPT) for turn in turns])
     if turns[0].get(("next", keys.REWARD_VALID), None) is not None:
         merged[keys.REWARD_VALID] = torch.stack(
             [turn.get(("next", keys.REWARD_VALID)) for turn in turns]

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -245,7 +245,8 @@ class Sampler:
         """
         self._wake()
         with preserve_rng(self.engine):
-            return sample_probe(self.engine, self.probe_prompts, self.params)
+            params = replace(self.params, top_k=0, top_p=1.0, min_p=0.0, return_kept=False)
+            return sample_probe(self.engine, self.probe_prompts, params)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the engine and, by the number of groups that an environment plays,

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from torchrl_grpo import keys
 from torchrl_grpo.functional import masked_mean
-from torchrl_grpo.models.packing import last_rows, pad, trajectories_of
+from torchrl_grpo.models.packing import has, last_rows, pad, trajectories_of
 from torchrl_grpo.transforms.parts import reward_parts
 
 _LONGEST_CHARACTER = 4
@@ -67,6 +67,10 @@ def rollout_metrics(batch: TensorDictBase, *, sampled: bool = True) -> dict[str,
         "sequences": len(valid),
         "tokens": mask.sum(),
     }
+    if has(samples, keys.KEPT):
+        kept = torch.cat([row.get(keys.KEPT) for row in samples.unbind(0)]) >= 0
+        values["kept_tokens"] = kept.sum(-1).float().mean()
+        values["kept_tokens_capped"] = kept.all(-1).float().mean()
     if len(samples) > len(batch):
         values["samples"] = len(samples)
     numbers = {f"rollout/{name}": float(value) for name, value in values.items()}

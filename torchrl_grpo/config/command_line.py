@@ -50,7 +50,8 @@ from torchrl_grpo.host.text import printable_lines
 
 FindSaved = Callable[[str | None], tuple[Path, Mapping[str, Any]] | None]
 
-_TRUNCATION = ("top_p", "top_k", "min_p")
+_UNTRAINED = re.compile(r"\w+_penalty|logit_bias|bad_words|min(_new)?_tokens|\w*ngram_size")
+"""Options of engines that change the distribution sampled from, and that the trainer does not know."""
 _ENTRY = re.compile(r"([\w.-]+)['\"]?\s*:\s*([^,{}\[\]]+)")
 """A key and its value in a node on the command line."""
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -385,11 +386,11 @@ def _type_of(node: Any, name: str) -> str:
 
 def _unknown(name: str, text: str) -> str:
     """Return the error for a dotted name that does not exist; ``text`` is what was typed."""
-    if name.rpartition(".")[2] in _TRUNCATION:
+    if _UNTRAINED.fullmatch(name.rpartition(".")[2]):
         return (
-            f"{text} names a config key that does not exist: truncation changes the distribution "
-            "that is sampled from, which the trainer's log-probs would not match; use "
-            "inference_model.temperature alone, and evaluation.top_p, top_k and min_p for pass@k."
+            f"{text} names a config key that does not exist: it changes the distribution that is "
+            "sampled from, which the trainer's log-probs would not match; use temperature, "
+            "top_k, top_p and min_p of inference_model, which the trainer accounts for."
         )
     groups = {
         leaf.rsplit(".", depth)[0] for leaf in FIELDS for depth in range(1, leaf.count(".") + 1)

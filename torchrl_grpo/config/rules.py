@@ -988,6 +988,44 @@ RULES = (
     _engine_option("in_flight", "wait", "updates_in_flight"),
     _engine_option("tensor_parallel_size", 1, "tensor_parallel"),
     _engine_option("stop", [], "stop_strings"),
+    _engine_option("top_k", 0, "kept_tokens"),
+    *(
+        Rule(
+            f"inference_model.{name}",
+            "needs inference_model.top_k, which bounds the tokens that come with each sampled one",
+            "use inference_model.top_k=100",
+            lambda c, name=name, default=default: (
+                not c.inference_model.top_k and getattr(c.inference_model, name) != default
+            ),
+        )
+        for name, default in (("top_p", 1.0), ("min_p", 0.0))
+    ),
+    *(
+        Rule(
+            "inference_model.top_k",
+            f"must be left out with {{{key}=}}, {why}",
+            "use inference_model.top_k=0",
+            broken,
+        )
+        for key, why, broken in (
+            (
+                "policy.sft_coef",
+                "whose demonstrations were not drawn from such tokens",
+                "policy.sft_coef",
+            ),
+            ("policy.demonstrations", "which samples nothing", "policy.demonstrations"),
+            (
+                "teacher.address",
+                "whose servers score the whole distribution",
+                "teacher.address",
+            ),
+            (
+                "policy.teacher_divergence",
+                "which is taken over the vocabulary",
+                lambda c: c.inference_model.top_k and c.teacher_in_loss,
+            ),
+        )
+    ),
     _engine_option("engine_kwargs", None, "own_arguments"),
     _engine_option("address", [], "elsewhere"),
     _engine_option("weights_folder", None, "elsewhere"),

@@ -42,6 +42,8 @@ class SamplingParams:
         stop_token_ids: a response ends with the first of these that is sampled; it is part of the
             response.
         stop: a response also ends with the token that completes one of these strings; None is none.
+        return_kept: whether completions have the tokens that are kept. A step then keeps ``top_k``
+            tokens at most, which must be above 0, and of those tied with the last one only some.
 
     Raises:
         ValueError: a value is out of its range.
@@ -54,6 +56,7 @@ class SamplingParams:
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
     stop: StopStrings | None = None
+    return_kept: bool = False
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -77,6 +80,8 @@ class SamplingParams:
             raise ValueError(
                 f"min_p must be in [0, 1), got {self.min_p}: use 0 to keep all tokens."
             )
+        if self.return_kept and not self.top_k:
+            raise ValueError("return_kept=True needs a top_k, got 0: use top_k=50.")
 
 
 @dataclass
@@ -91,12 +96,15 @@ class Completion:
             or the context ended it.
         versions: [T] int64, the ``policy_version`` of the weights that sampled each token; None
             where the engine's version cannot change during ``generate``.
+        kept: [T, top_k] int32, the tokens that each token was drawn from, and then -1; None unless
+            ``return_kept`` asks for them.
     """
 
     tokens: Tensor
     log_probs: Tensor
     finish_reason: Literal["stop", "length"]
     versions: Tensor | None = None
+    kept: Tensor | None = None
 
 
 def cut_off(done: Completion, max_tokens: int | None, end: int | None) -> Completion:
@@ -114,9 +122,11 @@ def cut_off(done: Completion, max_tokens: int | None, end: int | None) -> Comple
     length = end if end is not None and ends else length
     if length == len(done.tokens):
         return replace(done, finish_reason="stop") if ends else done
-    versions = None if done.versions is None else done.versions[:length]
     return Completion(
-        done.tokens[:length], done.log_probs[:length], "stop" if ends else "length", versions
+        done.tokens[:length],
+        done.log_probs[:length],
+        "stop" if ends else "length",
+        *(None if values is None else values[:length] for values in (done.versions, done.kept)),
     )
 
 

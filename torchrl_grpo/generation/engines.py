@@ -28,6 +28,7 @@ class EngineKind:
             above 1).
         exact: whether its log-probs can be the trainer's to the last bit (``exact``). It has the
             PyTorch model that it samples with as ``model``.
+        kept_tokens: whether it says which tokens each token was drawn from (``top_k``).
         stop_strings: whether it ends responses at strings (``stop``).
         own_arguments: whether it takes further arguments of its library (``engine_kwargs``).
         weight_transfers: values of ``weight_transfer`` that it takes.
@@ -45,6 +46,7 @@ class EngineKind:
     updates_in_flight: bool = False
     tensor_parallel: bool = False
     exact: bool = False
+    kept_tokens: bool = False
     stop_strings: bool = True
     own_arguments: bool = False
     weights_on_device: bool = False
@@ -57,6 +59,7 @@ ENGINES: dict[str, EngineKind] = {
         "torchrl_grpo.generation.transformers:TransformersEngine",
         step_overhead_s=0.02,
         exact=True,
+        kept_tokens=True,
     ),
     "vllm": EngineKind(
         "torchrl_grpo.generation.vllm:VLLMEngine",

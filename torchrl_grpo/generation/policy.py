@@ -24,6 +24,7 @@ from torchrl_grpo.keys import (
     ATTENTION_MASK,
     FULL,
     GROUP_ID,
+    KEPT,
     LENGTH_STOPPED,
     LOG_PROBS,
     POLICY_VERSION,
@@ -56,8 +57,8 @@ class GenerationPolicy(TensorDictModuleBase):
         engine: samples the tokens; or a function that makes it, where it is first needed.
         params: how.
         rescore: gives the log-probs of a finished response in place of the engine's: of tokens [1,
-            T] int64, a mask [1, T] bool of the sampled ones and the length [1] int64, [1, T]
-            float32 (``KLScoring.log_probs``). It may compute with the engine's model, whose weights
+            T] int64, a mask [1, T] bool of the sampled ones, the length [1] int64 and the kept
+            tokens [1, S, K] int32 if there are any, [1, T] float32 (``KLScoring.log_probs``). It may compute with the engine's model, whose weights
             stay while it does.
 
     Examples:
@@ -76,7 +77,7 @@ class GenerationPolicy(TensorDictModuleBase):
         engine: Engine | Callable[[], Engine],
         params: SamplingParams,
         *,
-        rescore: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
+        rescore: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] | None = None,
     ) -> None:
         super().__init__()
         self.rescore = rescore
@@ -97,6 +98,8 @@ class GenerationPolicy(TensorDictModuleBase):
             POLICY_VERSIONS,
             LENGTH_STOPPED,
         ]
+        if params.return_kept:
+            self.out_keys.append(KEPT)
 
     @property
     def engine(self) -> Engine:
@@ -190,13 +193,16 @@ class GenerationPolicy(TensorDictModuleBase):
                 LOG_PROBS: row_log_probs,
                 POLICY_VERSIONS: row_versions,
             }
+            if self.params.return_kept:
+                none = torch.empty(0, self.params.top_k, dtype=torch.int32)
+                values[KEPT] = none if completion is None else completion.kept
             rows.append(TensorDict(values))
             oldest.append(row_versions[sampled].min().item() if response.numel() else version)
         cut = [
             completion is not None and completion.finish_reason == "length"
             for completion in completions
         ]
-        for name in ("tokens", "masks", "log_probs", POLICY_VERSIONS[0]):
+        for name in list(rows[0].keys()):
             tensordict.set(name, _stack([row.get(name) for row in rows], shape))
         tensordict.set(POLICY_VERSION, torch.tensor(oldest, dtype=torch.int64).reshape(*shape, 1))
         tensordict.set(LENGTH_STOPPED, torch.tensor(cut, dtype=torch.bool).reshape(*shape, 1))
@@ -252,7 +258,9 @@ class GenerationPolicy(TensorDictModuleBase):
             return completion
         full = torch.cat([prompt, completion.tokens])[None]
         length = torch.tensor([full.shape[1]])
-        log_probs = self.rescore(full, torch.arange(full.shape[1])[None] >= len(prompt), length)
+        sampled = torch.arange(full.shape[1])[None] >= len(prompt)
+        kept = None if completion.kept is None else completion.kept[None]
+        log_probs = self.rescore(full, sampled, length, kept)
         return replace(completion, log_probs=log_probs[0, len(prompt) :])
 
     def _tell(

@@ -112,7 +112,9 @@ def _first_above(weights: Tensor, fraction: Tensor) -> tuple[Tensor, Tensor]:
     return index.squeeze(-1), rest.squeeze(-1)
 
 
-def sample(logits: Tensor, params: SamplingParams, uniform: Tensor) -> tuple[Tensor, Tensor]:
+def sample(
+    logits: Tensor, params: SamplingParams, uniform: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Takes one token a row.
 
     Args:
@@ -122,18 +124,31 @@ def sample(logits: Tensor, params: SamplingParams, uniform: Tensor) -> tuple[Ten
             greedy.
 
     Returns:
-        [B] int64 tokens and [B] float32 log-probs of the distribution that they were drawn from.
+        [B] int64 tokens, [B] float32 log-probs of the distribution that they were drawn from, and
+        [B, top_k] int32 tokens of that distribution, -1 where there are fewer; [B, 0] unless
+        ``return_kept`` asks for them.
     """
     at_once = max(
         1, (_CPU_ELEMENTS if logits.device.type == "cpu" else _GPU_ELEMENTS) // logits.shape[-1]
     )
     slices = zip(logits.split(at_once), uniform.split(at_once), strict=True)
     drawn = [_sample(some_logits, params, some_uniform) for some_logits, some_uniform in slices]
-    tokens, log_probs = zip(*drawn, strict=True)
-    return torch.cat(tokens), torch.cat(log_probs)
+    tokens, log_probs, kept = map(torch.cat, zip(*drawn, strict=True))
+    return tokens, log_probs, kept
 
 
-def _sample(logits: Tensor, params: SamplingParams, uniform: Tensor) -> tuple[Tensor, Tensor]:
+def _sample(
+    logits: Tensor, params: SamplingParams, uniform: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     probs = sampling_probs(logits, params)
+    if params.return_kept:
+        probs, ids = probs.topk(min(params.top_k, probs.shape[-1]))
+        place = invert_cdf(probs, uniform).unsqueeze(-1)
+        log_probs = (probs.gather(-1, place).squeeze(-1) / probs.sum(-1)).log()
+        kept = torch.nn.functional.pad(
+            ids.masked_fill(probs == 0, -1).int(), (0, params.top_k - ids.shape[1]), value=-1
+        )
+        return ids.gather(-1, place).squeeze(-1), log_probs, kept
     tokens = logits.argmax(-1) if greedy(params) else invert_cdf(probs, uniform)
-    return tokens, probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).log()
+    log_probs = probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).log()
+    return tokens, log_probs, tokens.new_empty((len(tokens), 0), dtype=torch.int32)

@@ -251,6 +251,8 @@ class TransformersEngine(Engine):
         steps = int(limits.max())
         tokens = torch.zeros(len(limits), steps, dtype=torch.int64, device=device)
         log_probs = torch.zeros(len(limits), steps, dtype=torch.float32, device=device)
+        width = params.top_k if params.return_kept else 0
+        kept_tokens = torch.zeros(len(limits), steps, width, dtype=torch.int32, device=device)
         # Rows in the batch, the number of tokens that each has, and the state of its response.
         rows = drawn = limits.new_empty(0)
         state, end = after.new_empty(0), len(after) - 1
@@ -272,9 +274,9 @@ class TransformersEngine(Engine):
                     state = torch.cat((state, state.new_zeros(len(more))))
                     ends.add(step + int(limits[more].max()))
                     alive = torch.ones_like(rows, dtype=torch.bool)
-            latest, latest_log_probs = sample(logits, params, uniform[rows, drawn])
-            tokens[rows, drawn] = latest
-            log_probs[rows, drawn] = latest_log_probs
+            at = rows, drawn
+            tokens[at], log_probs[at], kept_tokens[at] = sample(logits, params, uniform[at])
+            latest = tokens[at]
             # A row that is done stays where it is, and goes on overwriting what follows its end.
             drawn, step, freed = drawn + alive, step + 1, False
             state = torch.where(alive, after[state, latest], state)
@@ -284,7 +286,8 @@ class TransformersEngine(Engine):
                 freed = len(kept) < len(rows)
                 if freed:
                     done, lengths, stopped = rows[~alive], drawn[~alive], state[~alive] == end
-                    _tell(tell, done, tokens[done], log_probs[done], lengths, stopped)
+                    sampled = tokens[done], log_probs[done], kept_tokens[done]
+                    _tell(tell, done, sampled, lengths, stopped)
                     rows, drawn, alive, latest, state = (
                         x[kept] for x in (rows, drawn, alive, latest, state)
                     )
@@ -306,20 +309,22 @@ class TransformersEngine(Engine):
 def _tell(
     tell: Callable[[int, Completion], None],
     rows: Tensor,
-    tokens: Tensor,
-    log_probs: Tensor,
+    sampled: Sequence[Tensor],
     lengths: Tensor,
     stopped: Tensor,
 ) -> None:
-    """Report rows that are done: [F] int64 indices, [F, T] tokens and log-probs of which the first
-    ones count, as many as ``lengths`` says, and whether they ended before their limit.
+    """Report rows that are done: [F] int64 indices, [F, T] tokens and log-probs and [F, T, K] kept
+    tokens of which the first ones count, as many as ``lengths`` says, and whether they ended before
+    their limit.
     """
     # Copies made outside of inference mode: autograd must be able to save them.
     with torch.inference_mode(False):
-        parts = zip(tokens.cpu(), log_probs.cpu(), lengths.tolist(), stopped.tolist(), strict=True)
-        for row, (ids, values, length, stop) in zip(rows.tolist(), parts, strict=True):
+        ends = lengths.tolist(), stopped.tolist()
+        parts = zip(*(values.cpu() for values in sampled), *ends, strict=True)
+        for row, (*values, length, stop) in zip(rows.tolist(), parts, strict=True):
+            ids, log_probs, kept = (part[:length].clone() for part in values)
             reason: Literal["stop", "length"] = "stop" if stop else "length"
-            tell(row, Completion(ids[:length].clone(), values[:length].clone(), reason))
+            tell(row, Completion(ids, log_probs, reason, kept=kept if kept.shape[1] else None))
 
 
 def _compact(alive: Tensor) -> Tensor:

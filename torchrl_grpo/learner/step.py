@@ -325,7 +325,8 @@ class GRPOTrainer:
             names.sample_log_prob: 0.0,
             names.advantage: 0.0,
         }
-        for name in (names.ref_log_probs, names.prox_log_prob, names.teacher_log_probs):
+        optional = (names.ref_log_probs, names.prox_log_prob, names.teacher_log_probs, keys.KEPT)
+        for name in optional:
             if has(batch, name):
                 per_token[name] = 0.0
         flat = [names.truncated] if self.loss.mask_truncated else []

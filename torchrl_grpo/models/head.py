@@ -29,6 +29,11 @@ accelerator busy.
 """
 
 
+def _most_elements(hidden_ND: Tensor, most: int | None) -> int:
+    """Return a bound on the numbers held at once, by default that of the device."""
+    return most or MAX_CHUNK_ELEMENTS.get(hidden_ND.device.type, MAX_CHUNK_ELEMENTS["other"])
+
+
 def chunk_width(
     hidden_ND: Tensor, vocabulary: int, max_elements: int | None = None, arrays: int = 1
 ) -> int:
@@ -40,8 +45,7 @@ def chunk_width(
         max_elements: bound on the numbers held at once; by default ``MAX_CHUNK_ELEMENTS``.
         arrays: how many arrays of the size of a chunk are held at once.
     """
-    default = MAX_CHUNK_ELEMENTS.get(hidden_ND.device.type, MAX_CHUNK_ELEMENTS["other"])
-    limit = (max_elements or default) // arrays
+    limit = _most_elements(hidden_ND, max_elements) // arrays
     chunks = -(-vocabulary // max(1, limit // max(1, len(hidden_ND))))
     return -(-vocabulary // chunks)
 
@@ -232,6 +236,7 @@ def chunked_log_probs(
     targets_N: Tensor,
     *,
     bias_V: Tensor | None = None,
+    kept_NK: Tensor | None = None,
     temperature: float = 1.0,
     max_chunk_elements: int | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -243,20 +248,101 @@ def chunked_log_probs(
         weight_VD: [V, D], the LM head; under autocast both are cast to its dtype.
         targets_N: [N] int64.
         bias_V: [V] or None.
+        kept_NK: [N, K] int32, the tokens that each target was drawn from, and then -1: the
+            distributions are over these alone. None is the whole vocabulary.
         temperature: the logits are divided by it; more than 0.
-        max_chunk_elements: bound on the logits held at once; by default ``MAX_CHUNK_ELEMENTS`` of
-            the device.
+        max_chunk_elements: bound on the logits (with ``kept_NK``, the numbers of gathered rows of
+            the head) held at once; by default ``MAX_CHUNK_ELEMENTS`` of the device.
 
     Returns:
         log-probs [N] and entropies [N] in nats, float32 (float64 for float64 input),
-        differentiable.
+        differentiable. A target that is not kept has -inf.
     """
     hidden_ND, weight_VD, bias_V = autocast_head(hidden_ND, weight_VD, bias_V)
+    if kept_NK is not None:
+        limit = _most_elements(hidden_ND, max_chunk_elements)
+        rows = max(1, limit // (kept_NK.shape[1] * hidden_ND.shape[1]))
+        with torch.autocast(hidden_ND.device.type, enabled=False):
+            return _KeptLogProb.apply(
+                hidden_ND, weight_VD, bias_V, targets_N, kept_NK, 1.0 / temperature, rows
+            )
     width = chunk_width(hidden_ND, len(weight_VD), max_chunk_elements)
     with torch.autocast(hidden_ND.device.type, enabled=False):
         return _ChunkedLogProb.apply(
             hidden_ND, weight_VD, bias_V, targets_N, 1.0 / temperature, width
         )
+
+
+class _KeptLogProb(torch.autograd.Function):
+    """``_ChunkedLogProb`` of distributions over some tokens each; it goes through the scored tokens
+    in parts, and gathers the rows of the head that each part needs.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        targets_N: Tensor,
+        kept_NK: Tensor,
+        scale: float,
+        rows: int,
+    ) -> tuple[Tensor, Tensor]:
+        dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
+        logits_NK = torch.zeros(kept_NK.shape, dtype=dtype, device=hidden_ND.device)
+        for logits, kept, hidden in zip(
+            *(values.split(rows) for values in (logits_NK, kept_NK.clamp(min=0), hidden_ND)),
+            strict=True,
+        ):
+            head_NKD = weight_VD[kept].to(dtype)
+            torch.bmm(head_NKD, hidden.to(dtype)[:, :, None], out=logits[:, :, None])
+            if bias_V is not None:
+                logits += bias_V[kept]
+        none_NK = kept_NK < 0
+        log_p_NK = logits_NK.mul_(scale).masked_fill_(none_NK, -math.inf).log_softmax(-1)
+        target_NK = kept_NK == targets_N[:, None]
+        log_prob_N = log_p_NK.masked_fill(~target_NK, -math.inf).amax(-1)
+        p_NK, log_p_NK = log_p_NK.exp(), log_p_NK.masked_fill_(none_NK, 0.0)
+        entropy_N = -(p_NK * log_p_NK).sum(-1)
+        ctx.save_for_backward(
+            hidden_ND, weight_VD, bias_V, kept_NK, target_NK, p_NK, log_p_NK, entropy_N
+        )
+        ctx.scale, ctx.rows = scale, rows
+        return log_prob_N, entropy_N
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_ND, weight_VD, bias_V, kept_NK, target_NK, p_NK, log_p_NK, entropy_N = (
+            ctx.saved_tensors
+        )
+        grad_log_prob_N, grad_entropy_N = grads
+        grad_NK = (target_NK.to(p_NK.dtype) - p_NK) * grad_log_prob_N[:, None]
+        grad_NK -= p_NK * (log_p_NK + entropy_N[:, None]) * grad_entropy_N[:, None]
+        grad_NK *= ctx.scale
+        kept_NK = kept_NK.clamp(min=0)
+        once, place_NK = kept_NK.unique(return_inverse=True)
+        hidden_grad_ND = torch.empty_like(hidden_ND)
+        # In float32 or wider, of the rows that are kept anywhere.
+        weight_grad = grad_NK.new_zeros(len(once), weight_VD.shape[1])
+        parts = (hidden_grad_ND, hidden_ND, grad_NK, kept_NK, place_NK)
+        for hidden_grad, hidden, grad, kept, place in zip(
+            *(values.split(ctx.rows) for values in parts), strict=True
+        ):
+            head_NKD = weight_VD[kept].to(grad.dtype)
+            hidden_grad.copy_(torch.bmm(grad[:, None], head_NKD)[:, 0])
+            if ctx.needs_input_grad[1]:
+                rows_NKD = torch.mul(grad[:, :, None], hidden.to(grad.dtype)[:, None], out=head_NKD)
+                weight_grad.index_add_(0, place.flatten(), rows_NKD.flatten(0, 1))
+        weight_grad_VD = bias_grad_V = None
+        if ctx.needs_input_grad[1]:
+            weight_grad_VD = torch.zeros_like(weight_VD)
+            weight_grad_VD[once] = weight_grad.to(weight_VD.dtype)
+        if bias_V is not None and ctx.needs_input_grad[2]:
+            summed = grad_NK.new_zeros(len(bias_V))
+            bias_grad_V = summed.index_add_(0, kept_NK.flatten(), grad_NK.flatten())
+            bias_grad_V = bias_grad_V.to(bias_V.dtype)
+        return hidden_grad_ND, weight_grad_VD, bias_grad_V, None, None, None, None
 
 
 class _Tied(torch.autograd.Function):

@@ -57,7 +57,8 @@ class TokenScorer(TensorDictModuleBase):
     them), ragged or padded; writes padded ``("cur_log_probs", "full")`` and ``("entropy", "full")``, [B, T] float32,
     0 on tokens outside the mask. A batch of TorchRL's wrappers, which have no such mask, is made
     one of ours first (``packing.sequences_of``). With a teacher (``distill_from``) it reads ``("next",
-    "teacher_states")`` too and writes ``("divergence", "full")``. Where ``"layout"`` is the layout
+    "teacher_states")`` too and writes ``("divergence", "full")``. Where the batch has
+    ``("kept_tokens", "sampled")``, the distributions are over these tokens alone. Where ``"layout"`` is the layout
     of these very tensors, it is used; otherwise one is made. A small model on a CPU is computed on
     one thread (``threads``).
 
@@ -172,24 +173,24 @@ class TokenScorer(TensorDictModuleBase):
         layout = packed(tokens_BT, mask_BT, prompts) if packs else padded(tokens_BT, mask_BT)
         return layout.with_unique_tokens() if tied_embedding(self.base) is not None else layout
 
-    def score_layout(self, layout: Layout, states: Tensor | None = None) -> tuple[Tensor, ...]:
+    def score_layout(
+        self, layout: Layout, states: Tensor | None = None, kept: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         """Score sequences with an existing layout, on any device; see ``score``.
 
         Args:
             layout: of the sequences.
             states: [B, S, E], the teacher's, of the tokens of the mask; the divergence from it is
                 then a third result.
+            kept: [B, S, K] int32, the tokens that each token of the mask was drawn from, and then
+                -1; None is the whole vocabulary.
         """
         shape = layout.source[0].shape
         layout = layout.to(compute_device(self.model))
-        if states is not None:
-            mask = layout.source[1].flatten()
-            number = (
-                layout.source[1].cumsum(1).flatten() - 1
-            )  # of each token among those of the mask in its row
-            places = layout.places.to(mask.device)
-            states = states[places // shape[1], number[places]].to(layout.places.device)
-        scores = call_gathered(self.base, self._score, layout, shape.numel(), states)
+        of_tokens = [
+            None if values is None else _of_scored(layout, values) for values in (states, kept)
+        ]
+        scores = call_gathered(self.base, self._score, layout, shape.numel(), *of_tokens)
         return tuple(values.view(shape) for values in scores)
 
     def teacher_states(self, layout: Layout, top_k: int | None = None) -> Tensor:
@@ -212,7 +213,9 @@ class TokenScorer(TensorDictModuleBase):
         zeros = states.new_zeros(shape.numel(), states.shape[1])
         return zeros.index_put((layout.places,), states).unflatten(0, shape)
 
-    def _score(self, layout: Layout, numel: int, states: Tensor | None) -> tuple[Tensor, ...]:
+    def _score(
+        self, layout: Layout, numel: int, states: Tensor | None, kept: Tensor | None
+    ) -> tuple[Tensor, ...]:
         """Score into [B * T], with the LM head gathered: FSDP2 does not accept views from the
         function it calls.
         """
@@ -223,7 +226,7 @@ class TokenScorer(TensorDictModuleBase):
             "max_chunk_elements": self.max_chunk_elements,
         }
         scores: tuple[Tensor, ...] = chunked_log_probs(
-            hidden_ND, weight, layout.targets, bias_V=bias, **options
+            hidden_ND, weight, layout.targets, bias_V=bias, kept_NK=kept, **options
         )
         if states is not None:
             assert self.teacher is not None
@@ -260,10 +263,19 @@ class TokenScorer(TensorDictModuleBase):
         ):
             layout = self.layout(tokens, mask)
         states = None if self.teacher is None else pad(tensordict, keys.TEACHER_STATES)
+        kept = pad(tensordict, keys.KEPT, -1) if has(tensordict, keys.KEPT) else None
         out_keys = (keys.CUR_LOG_PROBS, keys.ENTROPY, keys.DIVERGENCE)
-        for key, values in zip(out_keys, self.score_layout(layout, states), strict=False):
+        for key, values in zip(out_keys, self.score_layout(layout, states, kept), strict=False):
             tensordict.set(key, values)
         return tensordict
+
+
+def _of_scored(layout: Layout, values: Tensor) -> Tensor:
+    """Return the values [B, S, E] of the tokens of the mask at the tokens of a layout, [N, E]."""
+    mask = layout.source[1]
+    number = mask.cumsum(1).flatten() - 1  # of each token among those of the mask in its row
+    places = layout.places.to(mask.device)
+    return values[places // mask.shape[1], number[places]].to(layout.places.device)
 
 
 @torch.no_grad()
@@ -433,7 +445,9 @@ class AdapterOffScorer(TokenScorer):
     a second model.
     """
 
-    def score_layout(self, layout: Layout, states: Tensor | None = None) -> tuple[Tensor, ...]:
+    def score_layout(
+        self, layout: Layout, states: Tensor | None = None, kept: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         """Score with the base model alone; see ``TokenScorer.score_layout``."""
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         with self.model.disable_adapter():
@@ -441,7 +455,7 @@ class AdapterOffScorer(TokenScorer):
             # that nothing is trained, and not cast the gradients.
             for parameter in trained:
                 parameter.requires_grad_(True)
-            return super().score_layout(layout, states)
+            return super().score_layout(layout, states, kept)
 
 
 class WrapperScorer(TokenScorer):

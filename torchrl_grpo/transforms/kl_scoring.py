@@ -38,7 +38,8 @@ class KLScoring(Transform):
 
     It works on its own (``scoring(batch)``), in a replay buffer (scores what is written to it) and
     in a ``TransformedEnv`` (scores what the policy sampled at each step). Tokens travel to the
-    reference model's device and log-probs travel back; the model never moves.
+    reference model's device and log-probs travel back; the model never moves. Log-probs
+    of a batch with ``("kept_tokens", "sampled")`` are of the distribution over these tokens.
 
     Args:
         scorer: the reference model; its temperature must be the one of the policy.
@@ -100,7 +101,9 @@ class KLScoring(Transform):
         load_weights(base_model_of(self.scorer.model), weights)
 
     @torch.no_grad()
-    def log_probs(self, tokens: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
+    def log_probs(
+        self, tokens: Tensor, mask: Tensor, lengths: Tensor, kept: Tensor | None = None
+    ) -> Tensor:
         """Reference log-probs of right-padded sequences.
 
         The ranks of a sharded model share the sequences out as they do in a training step, and each
@@ -110,6 +113,7 @@ class KLScoring(Transform):
             tokens: [B, T] int64.
             mask: [B, T] bool, the tokens to score.
             lengths: [B] int64, real tokens in each row.
+            kept: [B, S, K] int32, see ``TokenScorer.score_layout``.
 
         Returns:
             [B, T] float32 on the device of ``tokens``, 0 outside the mask.
@@ -136,8 +140,9 @@ class KLScoring(Transform):
         passes = []
         for index, of_rows, layout in zip(parts, own, layouts, strict=True):
             try:
+                of_pass = None if kept is None else kept[index if len(index) else slice(1)]
                 with autocast(device, self.autocast_dtype):
-                    scores = self._pass(layout)
+                    scores = self._pass(layout, of_pass)
             except torch.OutOfMemoryError as error:
                 computed = pass_tokens(lengths[index].tolist(), of_rows)
                 raise self._memory_short(error, computed, mask[index]) from error
@@ -153,9 +158,9 @@ class KLScoring(Transform):
             out = whole
         return out.to(of_tokens)
 
-    def _pass(self, layout: Layout) -> Tensor:
+    def _pass(self, layout: Layout, kept: Tensor | None) -> Tensor:
         """[B, T] float32, of the sequences of a layout."""
-        return self.scorer.score_layout(layout)[0].float()
+        return self.scorer.score_layout(layout, kept=kept)[0].float()
 
     def _memory_short(self, error: BaseException, tokens: int, mask: Tensor) -> MemoryShortError:
         """Return the out-of-memory message of a pass of so many tokens, with what each knob would
@@ -191,7 +196,8 @@ class KLScoring(Transform):
         tokens, mask = (pad(batch, key) for key in self.in_keys)
         sizes = [part.get(self.in_keys[0]).shape[-1] for part in batch.unbind(0)]
         widths = torch.tensor(sizes, device="cpu")
-        scores = self.log_probs(tokens, mask, widths)
+        kept = pad(batch, keys.KEPT, -1) if has(batch, keys.KEPT) else None
+        scores = self.log_probs(tokens, mask, widths, kept)
         return [row[:width] for row, width in zip(scores, widths.tolist(), strict=True)]
 
     def _score_wrappers(self, batch: TensorDictBase) -> list[Tensor]:
@@ -230,7 +236,10 @@ class KLScoring(Transform):
             prompt = row.get(keys.PROMPT)
             tokens = torch.cat([prompt, row.get(keys.RESPONSE)])
             sampled = torch.arange(len(tokens), device=tokens.device) >= len(prompt)
-            sequences.append(TensorDict({keys.FULL: tokens, keys.ASSISTANT_MASK: sampled}))
+            sequence = TensorDict({keys.FULL: tokens, keys.ASSISTANT_MASK: sampled})
+            if row.get(keys.KEPT, None) is not None:
+                sequence.set(keys.KEPT, row.get(keys.KEPT))
+            sequences.append(sequence)
         return self._set_in_env(next_tensordict, self._score(lazy_stack(sequences)))
 
     def _reset(

@@ -37,7 +37,7 @@ class TeacherStates(KLScoring):
         super().__init__(scorer, out_key=keys.TEACHER_STATES, **options)
         self.top_k = top_k
 
-    def _pass(self, layout: Layout) -> Tensor:
+    def _pass(self, layout: Layout, kept: Tensor | None) -> Tensor:
         return self.scorer.teacher_states(layout, self.top_k)
 
     def _score(self, batch: TensorDictBase) -> list[Tensor]:

@@ -10,6 +10,7 @@ import difflib
 import math
 import re
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -427,6 +428,10 @@ def _no_transfer_of_engine(config: GRPOConfig) -> dict[str, str] | None:
     if config.inference_model.weight_transfer in choices:
         return None
     return {"choices": ", ".join(choices), "first": choices[0]}
+
+
+def _lacks_top_k(key: str, config: GRPOConfig) -> bool:
+    return _is_set(config, key) and not config.inference_model.top_k
 
 
 def _engine_option(name: str, only: Any, capability: str) -> Rule:
@@ -991,14 +996,12 @@ RULES = (
     _engine_option("top_k", 0, "kept_tokens"),
     *(
         Rule(
-            f"inference_model.{name}",
+            key,
             "needs inference_model.top_k, which bounds the tokens that come with each sampled one",
             "use inference_model.top_k=100",
-            lambda c, name=name, default=default: (
-                not c.inference_model.top_k and getattr(c.inference_model, name) != default
-            ),
+            partial(_lacks_top_k, key),
         )
-        for name, default in (("top_p", 1.0), ("min_p", 0.0))
+        for key in ("inference_model.top_p", "inference_model.min_p")
     ),
     *(
         Rule(

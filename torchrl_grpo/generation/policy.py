@@ -58,8 +58,8 @@ class GenerationPolicy(TensorDictModuleBase):
         params: how.
         rescore: gives the log-probs of a finished response in place of the engine's: of tokens [1,
             T] int64, a mask [1, T] bool of the sampled ones, the length [1] int64 and the kept
-            tokens [1, S, K] int32 if there are any, [1, T] float32 (``KLScoring.log_probs``). It may compute with the engine's model, whose weights
-            stay while it does.
+            tokens [1, S, K] int32 if there are any, [1, T] float32 (``KLScoring.log_probs``). It
+            may compute with the engine's model, whose weights stay while it does.
 
     Examples:
         >>> from transformers import AutoModelForCausalLM

@@ -243,9 +243,9 @@ def scored_first(mesh: DeviceMesh | None, *, lora: bool, **settings: Any) -> dic
     computed: list[int] = []
     score = scorer.score_layout
 
-    def counted(layout: Layout) -> Any:
+    def counted(layout: Layout, **options: Any) -> Any:
         computed.append(len(layout.targets))
-        return score(layout)
+        return score(layout, **options)
 
     scorer.score_layout = counted
     scored = KLScoring(scorer, max_tokens=30, out_key=key)(batch.exclude(key))

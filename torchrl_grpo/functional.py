@@ -405,6 +405,59 @@ def sapo_objective(
     return 4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantage
 
 
+def gmpo_objective(
+    ratio: Tensor, advantage: Tensor, mask: Tensor, clip_low: float, clip_high: float
+) -> Tensor:
+    """GMPO: the geometric mean of a sequence's clipped ratios, times its advantage (arXiv
+    2507.20673, equation 4).
+
+    Log-ratios are clipped, to ``clip_high`` where the advantage is positive and ``-clip_low`` where
+    it is negative.
+
+    Args:
+        ratio: [N, T], current over sampling probability of each token.
+        advantage: [N, 1] or [N, T], the same for all tokens of a sequence.
+        mask: [N, T] bool, the tokens that count.
+        clip_low: distance below 0 in log space.
+        clip_high: distance above 0.
+
+    Returns:
+        [N, T], the same for all tokens of a sequence.
+    """
+    log_ratio = ratio.log()
+    down, up = log_ratio.clamp(min=-clip_low), log_ratio.clamp(max=clip_high)
+    mean = sequence_log_ratio(torch.where(advantage < 0, down, up), mask)
+    return mean.exp() * advantage
+
+
+def vespo_objective(
+    ratio: Tensor,
+    log_prob: Tensor,
+    advantage: Tensor,
+    k: tuple[float, float],
+    decay: tuple[float, float],
+) -> Tensor:
+    """VESPO per token: ``stop_gradient(W^k exp(decay (1 - W))) A log_prob``, W the product of the
+    sequence's ratios (arXiv 2602.10693).
+
+    Args:
+        ratio: [N, T], current over sampling probability, 1 outside the mask.
+        log_prob: [N, T], current log-probs: what the gradient flows through.
+        advantage: [N, 1] or [N, T].
+        k: exponent where the advantage is at least 0, and elsewhere.
+        decay: likewise.
+    """
+    log_weight = ratio.detach().log().sum(1, keepdim=True)
+    log_weight = log_weight.clamp(math.log(1e-8), MAX_LOG_RATIO)
+    positive = advantage >= 0
+    power, rate = (
+        torch.where(positive, ratio.new_tensor(pair[0]), ratio.new_tensor(pair[1]))
+        for pair in (k, decay)
+    )
+    gate = (rate + power * log_weight - rate * log_weight.exp()).exp()
+    return gate * advantage * log_prob
+
+
 def sequence_log_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
     """Mean log-ratio over the tokens of each sequence: GSPO's length-normalized ratio (arXiv
     2507.18071, equation 7).

@@ -27,7 +27,14 @@ from torchrl_grpo.assembly.blueprint import prepare
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.config import ConfigError, check_command_line
 from torchrl_grpo.models.scoring import WrapperScorer
-from torchrl_grpo.objectives import CISPOLoss, DemonstrationLoss, GRPOLoss, SAPOLoss
+from torchrl_grpo.objectives import (
+    CISPOLoss,
+    DemonstrationLoss,
+    GMPOLoss,
+    GRPOLoss,
+    SAPOLoss,
+    VESPOLoss,
+)
 from torchrl_grpo.objectives.output import accumulate
 from torchrl_grpo.transforms.advantage import GroupAdvantage
 
@@ -644,6 +651,16 @@ PRESETS: dict[str, dict[str, Any]] = {
         "proximal": "recomputed",
         "behaviour": ("truncate", "token", 2.0),
     },
+    "gmpo": {"advantage": ("group", "group"), "loss": GMPOLoss, "clip": (0.4, 0.4)},
+    "vespo": {"advantage": ("group", "group"), "loss": VESPOLoss, "aggregation": "token_mean"},
+    "luspo": {
+        "advantage": ("group", "group"),
+        "proximal": "recomputed",
+        "clip": (2e-3, 2.5e-3),
+        "ratio_level": "sequence",
+        "aggregation": "constant",
+        "constant_length": 1,
+    },
     "dppo_tv": {
         "advantage": ("group", "none"),
         "aggregation": "token_mean",
@@ -1024,6 +1041,10 @@ SPECIFICATIONS: dict[str, tuple[str, Token, dict[str, Any]]] = {
         {"aggregation": "token_mean", "proximal": "recomputed", "bound": ("truncate", "token", 2.0),
          "reject": geometric(0.99, 1.01)},
     ),
+    "luspo": (
+        "standardized", clip(2e-3, 2.5e-3),
+        {"level": "sequence", "proximal": "recomputed", "aggregation": "constant"},
+    ),
     "dppo_tv": ("centred", clip(1.0, 1e9), {"aggregation": "token_mean", "reject": moved_further(0.2)}),
 }  # fmt: skip
 
@@ -1129,8 +1150,9 @@ def test_by_default_tokens_are_weighed_by_their_ratio_to_the_engine(
 
 
 def test_specifications_are_there_for_every_preset() -> None:
-    """Those of sft and distill, which have no group, are in test_sft.py and test_teacher.py."""
-    assert set(SPECIFICATIONS) == set(PRESETS) - {"sft", "distill"}
+    """Those of sft and distill, which have no group, are in test_sft.py and test_teacher.py, those of whole sequences
+    in test_sequence_losses.py."""
+    assert set(SPECIFICATIONS) == set(PRESETS) - {"sft", "distill", "gmpo", "vespo"}
 
 
 def test_a_sequence_without_a_valid_reward_has_no_effect_in_the_loss() -> None:

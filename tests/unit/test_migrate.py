@@ -286,18 +286,48 @@ def test_the_bound_of_cispo_is_that_of_the_ratio(tmp_path: Path) -> None:
 
 def test_a_loss_without_counterpart_is_named(tmp_path: Path) -> None:
     made = translated(
-        tmp_path, "trl.yaml", "num_generations: 8\nloss_type: vespo\ntop_k: 20\nmystery: 1\n"
+        tmp_path, "trl.yaml", "num_generations: 8\nloss_type: mystical\ntop_k: 20\nmystery: 1\n"
     )
-    assert made.lacks["loss_type"].startswith("vespo has no equivalent among grpo, dapo")
+    assert made.lacks["loss_type"].startswith("mystical has no equivalent among grpo, dapo")
     assert (set(made.lacks) >= {"top_k"}, made.unknown) == (True, ["mystery"])
 
 
 def test_the_kl_of_trl_is_told_apart_from_ours_only_where_there_is_one(tmp_path: Path) -> None:
-    notes = [
-        translated(tmp_path, "trl.yaml", f"num_generations: 8\nbeta: {beta}\n").lacks
-        for beta in (0.0, 0.1)
+    texts = (
+        "beta: 0.0",
+        "beta: 0.1",
+        "beta: 0.1\nuse_bias_correction_kl: false",
+    )
+    made = [
+        translated(tmp_path, "trl.yaml", f"num_generations: 8\n{text}\n").overrides
+        for text in texts
     ]
-    assert ["use_bias_correction_kl" in lacks for lacks in notes] == [False, True]
+    got = [overrides.get("policy.kl_bias_correction") for overrides in made]
+    assert got == [None, True, None]
+
+
+def test_masks_of_verl_trl_and_prime_rl_are_our_rejections(tmp_path: Path) -> None:
+    correction = "algorithm.rollout_correction."
+    words = f"{correction}rollout_rs=seq_mean_k1,token_k3,seq_sum_k1,seq_max_k2"
+    made = verl(tmp_path, words, f"{correction}rollout_rs_threshold=0.5_4,0.1,2,3")
+    got = {key: value for key, value in made.overrides.items() if "rejection" in key}
+    assert got == {
+        "+policy.rejection.token_k3": 0.1,
+        "+policy.rejection.sequence_ratio": [0.5, 2.0],
+        "+policy.rejection.geometric": [0.25, 2.0],
+    }
+    assert "policy.rejection of seq_max_k2" in made.lacks
+    assert trl(tmp_path, "off_policy_mask_threshold: 0.5")["+policy.rejection.off_policy"] == 0.5
+    bounds = ("use_vllm: true", "vllm_importance_sampling_clip_min: 0.5")
+    assert trl(tmp_path, *bounds)["policy.behaviour_floor"] == 0.5
+
+
+def test_vespo_and_gmpo_are_our_losses(tmp_path: Path) -> None:
+    ours = trl(tmp_path, "loss_type: vespo", "vespo_k_pos: 1.5")
+    assert ours["policy.loss._target_"] == "torchrl_grpo.objectives.VESPOLoss"
+    assert ours["+policy.loss.k_positive"] == 1.5
+    made = verl(tmp_path, "actor_rollout_ref.actor.policy_loss.loss_mode=geo_mean").overrides
+    assert made["policy.loss._target_"] == "torchrl_grpo.objectives.GMPOLoss"
 
 
 @pytest.mark.parametrize(

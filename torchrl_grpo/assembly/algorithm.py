@@ -50,6 +50,7 @@ def make_loss(config: GRPOConfig, actor_network: TensorDictModuleBase) -> GRPOLo
         mask_truncated=policy.mask_truncated,
         kl_estimator=config.kl_estimator,
         kl_to_ref_coeff=0.0 if policy.kl_in_reward else policy.kl_coef,
+        kl_bias_correction=policy.kl_bias_correction,
         kl_to_inference_coeff=policy.kl_to_behaviour_coef,
         entropy_coeff=policy.entropy_coef,
         teacher_coeff=config.teacher_in_loss,

@@ -222,6 +222,9 @@ class PolicyConfig:
     """Weight of the KL to the reference model; 0 needs no reference model."""
     kl_in_reward: bool = False
     """Subtract that KL from the reward, token by token, instead of adding it to the loss."""
+    kl_bias_correction: bool = False
+    """Multiply the KL to the reference by the ratio, so that estimate and gradient are unbiased
+    with stale samples (arXiv 2512.02556)."""
     kl_to_behaviour_coef: float = limited(0.0, ge=0)
     """Weight of the KL to the sampling policy."""
     entropy_coef: float = limited(0.0, ge=0)
@@ -469,7 +472,15 @@ COMPONENTS = ("policy.loss", "policy.advantage", "env.task")
 
 LOSSES = tuple(
     f"torchrl_grpo.objectives.{name}"
-    for name in ("CISPOLoss", "DemonstrationLoss", "GRPOLoss", "SAPOLoss", "SFTLoss")
+    for name in (
+        "CISPOLoss",
+        "DemonstrationLoss",
+        "GMPOLoss",
+        "GRPOLoss",
+        "SAPOLoss",
+        "SFTLoss",
+        "VESPOLoss",
+    )
 )
 ADVANTAGES = ("torchrl_grpo.transforms.GroupAdvantage",)
 """The package's own classes for ``policy.loss`` and ``policy.advantage``."""

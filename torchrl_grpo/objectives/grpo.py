@@ -119,6 +119,8 @@ class GRPOLoss(LossModule):
             leave loss and metrics, as in TorchRL; None keeps all.
         kl_to_ref_coeff: weight of the KL to the reference policy; 0 (or None) needs no reference
             log-probs.
+        kl_bias_correction: whether that KL is multiplied by the ratio, which makes estimate and
+            gradient unbiased where samples are stale (DeepSeek-V3.2, arXiv 2512.02556).
         kl_to_inference_coeff: weight of the KL to the sampling policy, likewise.
         kl_estimator: ``"k1"``, ``"k2"`` or ``"k3"``, for both; a subclass overrides ``kl`` for
             another.
@@ -210,6 +212,7 @@ class GRPOLoss(LossModule):
         kl_mask_threshold: float | None = None,
         kl_estimator: KLEstimator = "k3",
         kl_to_ref_coeff: float | None = 0.0,
+        kl_bias_correction: bool = False,
         kl_to_inference_coeff: float | None = 0.0,
         entropy_coeff: float = 0.0,
         teacher_coeff: float = 0.0,
@@ -238,6 +241,7 @@ class GRPOLoss(LossModule):
         self.kl_mask_threshold = kl_mask_threshold or 0.0
         self.kl_estimator = kl_estimator
         self.kl_to_ref_coeff = kl_to_ref_coeff or 0.0
+        self.kl_bias_correction = kl_bias_correction
         self.kl_to_inference_coeff = kl_to_inference_coeff or 0.0
         self.entropy_coeff = entropy_coeff
         self.teacher_coeff = teacher_coeff
@@ -404,6 +408,10 @@ class GRPOLoss(LossModule):
         """
         return F.clipped_surrogate(ratio, advantage, self.clip_epsilon_low, self.clip_epsilon_high)
 
+    def _objective(self, tokens: _Tokens, ratio: Tensor, advantage: Tensor) -> Tensor:
+        """Return the surrogate; one that is not of each token by itself overrides this."""
+        return self.surrogate(ratio, tokens.log_prob, advantage)
+
     def kl(self, log_prob: Tensor, other_log_prob: Tensor) -> Tensor:
         """[B, T], the KL of each token to the reference or the sampling policy, for the loss.
         Subclasses override it.
@@ -465,7 +473,8 @@ class GRPOLoss(LossModule):
         advantage = tokens.read(self.tensor_keys.advantage)
         prox = self._proximal_log_prob(tokens)
         ratio = self.ratio(tokens.log_prob, prox, tokens.mask)
-        surrogate = self.surrogate(ratio, tokens.log_prob, advantage)
+        tokens.ratio = ratio
+        surrogate = self._objective(tokens, ratio, advantage)
         if self.dual_clip is not None:
             surrogate = F.dual_clip(surrogate, advantage, self.dual_clip)
         weight, correction = self._correction(tokens, prox, advantage)
@@ -533,6 +542,8 @@ class GRPOLoss(LossModule):
         reference = tokens.read(key)
         if self.kl_to_ref_coeff:
             kl = self.kl(tokens.log_prob, reference)
+            if self.kl_bias_correction:
+                kl = kl * tokens.ratio
             out["loss_kl_to_ref"] = self.kl_to_ref_coeff * tokens.weighted_sum(kl)
         return out | tokens.kl_means("ref", reference)
 
@@ -594,6 +605,7 @@ class _Tokens:
     count: Tensor
     log_prob: Tensor
     sample_log_prob: Tensor = field(init=False)
+    ratio: Tensor = field(init=False)
 
     def read(self, key: NestedKey) -> Tensor:
         """Return an entry with one value per sequence or token as [B, T], 0 outside the mask."""

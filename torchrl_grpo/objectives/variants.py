@@ -1,4 +1,4 @@
-"""Losses with another surrogate than GRPO's: CISPO and SAPO."""
+"""Losses with another surrogate than GRPO's: CISPO, SAPO, GMPO and VESPO."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from torchrl_grpo import functional as F
-from torchrl_grpo.objectives.grpo import GRPOLoss
+from torchrl_grpo.objectives.grpo import GRPOLoss, _Tokens
 
 
 class CISPOLoss(GRPOLoss):
@@ -86,6 +86,86 @@ class SAPOLoss(GRPOLoss):
     def surrogate(self, ratio: Tensor, log_prob: Tensor, advantage: Tensor) -> Tensor:
         """See the class."""
         return F.sapo_objective(ratio, advantage, self.tau_positive, self.tau_negative)
+
+
+class GMPOLoss(GRPOLoss):
+    """GMPO (arXiv 2507.20673): the geometric mean of a sequence's clipped token ratios.
+
+    The clip range is a distance from 0 in log space. With ``aggregation="sequence_mean"``, each
+    sequence counts once. ``clipped`` compares ratios with its exponentials.
+
+    Args:
+        actor_network: as in ``GRPOLoss``, like all other arguments but ``dual_clip``.
+
+    Raises:
+        ValueError: ``dual_clip`` is given.
+    """
+
+    def __init__(
+        self,
+        actor_network: TensorDictModuleBase,
+        *,
+        clip_epsilon: float | tuple[float, float] = 0.4,
+        **kwargs: Any,
+    ) -> None:
+        _refuse_dual_clip(type(self).__name__, kwargs)
+        super().__init__(actor_network, clip_epsilon=clip_epsilon, **kwargs)
+
+    def clipped(self, ratio: Tensor, advantage: Tensor) -> tuple[Tensor, Tensor]:
+        """See ``GRPOLoss``."""
+        low, high = (-self.clip_epsilon_low).exp(), self.clip_epsilon_high.exp()
+        return (ratio < low) & (advantage < 0), (ratio > high) & (advantage > 0)
+
+    def _objective(self, tokens: _Tokens, ratio: Tensor, advantage: Tensor) -> Tensor:
+        """See the class."""
+        low, high = self.clip_epsilon_low, self.clip_epsilon_high
+        return F.gmpo_objective(ratio, advantage, tokens.mask, low, high)
+
+
+class VESPOLoss(GRPOLoss):
+    """VESPO (arXiv 2602.10693): a soft gate of the whole sequence's ratio, times advantage and
+    log-prob.
+
+    The clip bounds are read by the metrics alone: which tokens a clip would have cut off.
+
+    Args:
+        actor_network: as in ``GRPOLoss``, like all other arguments but ``dual_clip``.
+
+    Keyword Args:
+        k_positive: exponent of the sequence's ratio where the advantage is at least 0.
+        lambda_positive: how fast the gate closes for larger ratios there.
+        k_negative: the exponent elsewhere.
+        lambda_negative: likewise.
+
+    Raises:
+        ValueError: one of these is not above 0, or ``dual_clip`` is given; the gate is bounded.
+    """
+
+    def __init__(
+        self,
+        actor_network: TensorDictModuleBase,
+        *,
+        k_positive: float = 2.0,
+        lambda_positive: float = 3.0,
+        k_negative: float = 3.0,
+        lambda_negative: float = 2.0,
+        **kwargs: Any,
+    ) -> None:
+        k, decay = (k_positive, k_negative), (lambda_positive, lambda_negative)
+        if min(*k, *decay) <= 0:
+            raise ValueError(
+                f"k_positive={k_positive}, k_negative={k_negative}, "
+                f"lambda_positive={lambda_positive} and lambda_negative={lambda_negative} must be "
+                "above 0: use 2.0, 3.0, 3.0 and 2.0."
+            )
+        _refuse_dual_clip(type(self).__name__, kwargs)
+        super().__init__(actor_network, **kwargs)
+        self.k = k
+        self.decay = decay
+
+    def surrogate(self, ratio: Tensor, log_prob: Tensor, advantage: Tensor) -> Tensor:
+        """See the class."""
+        return F.vespo_objective(ratio, log_prob, advantage, self.k, self.decay)
 
 
 class DemonstrationLoss(GRPOLoss):

@@ -308,6 +308,7 @@ def _tidy(ours: dict[str, Any]) -> None:
         ours.pop("policy.gae_lambda", None)
     if not ours.get("policy.kl_coef", BASE["policy.kl_coef"]):
         ours.pop("policy.kl_in_reward", None)
+        ours.pop("policy.kl_bias_correction", None)
         if not ours.get("policy.kl_to_behaviour_coef"):
             ours.pop("policy.kl_estimator", None)
     if ours.get("policy.kl_estimator") == ("k1" if ours.get("policy.kl_in_reward") else "k3"):

@@ -110,7 +110,7 @@ def test_assigned_groups_are_those_that_a_reset_would_have_drawn(tokenizer):
         ):
             assert torch.equal(row["prompt"], other_row["prompt"])
     assert expected["group_id"].squeeze(-1).tolist() == [9, 9, 10, 10, 11, 11]
-    with pytest.raises(ValueError, match=r"assign\(\) needs 3 groups, it was given 2"):
+    with pytest.raises(ValueError, match=r"assign\(\) needs 3 groups, .* 2"):
         player.assign(drawn[:2])
 
 
@@ -326,7 +326,7 @@ def test_a_step_of_rows_that_are_all_done_repeats_their_outcome(tokenizer, encod
         ({"num_envs": 4, "repeats": 4, "max_turns": 0}, "max_turns=0 must be at least 1"),
         (
             {"num_envs": 4, "repeats": 4, "max_prompt_tokens": 2},
-            "max_prompt_tokens=2 tokens, none of its 10 has",
+            "max_prompt_tokens=2 tokens, .*: use",
         ),
     ],
 )

@@ -330,7 +330,7 @@ def test_a_first_prompt_without_room_is_invalid(tokenizer, path):
     env = LLMEnv(KeepingTask(path, ["a"]), tokenizer, num_envs=1, repeats=1, max_prompt_tokens=4)
     env.reset()
     assert env.errors == [
-        "ValueError: the first prompt of a dialog must have 1 to 4 tokens, it has 11."
+        "ValueError: the first prompt of a dialog must have 1 to 4 tokens, but has 11."
     ]
 
 

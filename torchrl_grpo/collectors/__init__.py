@@ -1,4 +1,4 @@
-"""Collectors, and the samplers that are made of them."""
+"""Collectors, and the samplers built from them."""
 
 from torchrl_grpo.collectors.rollout import RolloutCollector
 from torchrl_grpo.collectors.sampler import Sampler

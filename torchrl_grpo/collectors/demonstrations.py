@@ -1,6 +1,4 @@
-"""``Demonstrations``: trajectories that are read from data, in place of sampled ones or beside
-them.
-"""
+"""``Demonstrations``: trajectories read from data, instead of or in addition to sampled ones."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ from torchrl_grpo.tasks.drawing import Drawn
 
 _TAG = re.compile(r"<[^<>\s]*>")
 _LEARNED = ("content", "reasoning_content", "reasoning", "thinking", "tool_calls")
-"""Fields of an assistant's message that a template must write, where the message has them."""
+"""Fields of an assistant message that the template must render if the message has them."""
 Spans = list[tuple[int, int]]
 
 
@@ -33,11 +31,11 @@ class WrittenChat(NamedTuple):
     """A chat as tokens.
 
     Attributes:
-        tokens: of all of it, [T] int64.
-        prompt: number of tokens that are the prompt's.
-        turns: the tokens of each of the assistant's turns after the prompt.
-        learned: which tokens are in a turn, [T] bool.
-        cut: whether a turn or the chat was longer than its limit; it ends there.
+        tokens: the whole chat, [T] int64.
+        prompt: number of prompt tokens.
+        turns: token range of each assistant turn after the prompt.
+        learned: whether each token is in an assistant turn, [T] bool.
+        cut: whether a turn or the chat was cut off at its limit.
     """
 
     tokens: Tensor
@@ -48,17 +46,18 @@ class WrittenChat(NamedTuple):
 
 
 class ChatWriter:
-    """Writes a chat as the chat template does, and finds the assistant's turns in it.
+    """Tokenizes a chat with the chat template and locates the assistant's turns in it.
 
-    The turns are what the template's ``generation`` markers enclose. Without them a turn begins
-    where the prompt of the messages before it ends, and ends where the chat up to it does. Where no
-    turn has a token that ends it, each gets the one that follows, or the end-of-sequence token. An
-    assistant's control tokens are tokens, others' are text.
+    The template's ``generation`` markers enclose the turns. Without markers, a turn begins where
+    the generation prompt for the preceding messages ends, and ends where the chat up to and
+    including the turn ends. If no turn contains a stop token, each turn is extended by the stop
+    token that follows it, or by the end-of-sequence token. Control tokens in assistant messages
+    stay control tokens; in other messages they are plain text.
 
     Args:
-        tokenizer: a fast one with a chat template.
+        tokenizer: a fast tokenizer with a chat template.
         stop_token_ids: the tokens that end a turn.
-        template_arguments: of the chat template.
+        template_arguments: arguments for the chat template.
 
     Example:
         >>> from transformers import AutoTokenizer
@@ -78,9 +77,9 @@ class ChatWriter:
     ) -> None:
         if not tokenizer.is_fast:
             raise ValueError(
-                "model.name's tokenizer must be a fast one to learn from demonstrations, "
-                f"{type(tokenizer).__name__} does not say which characters its tokens are: use a "
-                "model with a tokenizer.json."
+                "model.name's tokenizer must be a fast one to learn from demonstrations, but "
+                f"{type(tokenizer).__name__} cannot map tokens to characters: use a model with a "
+                "tokenizer.json."
             )
         self.tokenizer = tokenizer
         self._stops = set(stop_token_ids)
@@ -98,15 +97,15 @@ class ChatWriter:
         """Return a chat as tokens.
 
         Args:
-            prompt: the messages before the assistant's first turn to be learned.
-            rest: the messages after them, with an assistant's first and last.
+            prompt: the messages before the first assistant turn to be learned.
+            rest: the remaining messages; the first and last ones are the assistant's.
             tools: JSON schemas for the chat template.
-            most: tokens of a turn.
-            longest: tokens of the chat.
+            most: maximum number of tokens in a turn.
+            longest: maximum number of tokens in the chat.
 
         Raises:
-            ValueError: the template leaves something out, or does not write the chat after its
-                prompt.
+            ValueError: the template leaves something out, or the rendered chat does not begin with
+                the rendered prompt.
         """
         head, text, spans = self.render(prompt, rest, tools)
         [before] = self._chats.encode([head])
@@ -136,8 +135,8 @@ class ChatWriter:
         rest: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> tuple[str, str, Spans]:
-        """Return the prompt and the chat, for ``ChatEncoder.encode``, and the assistant's turns in
-        the chat.
+        """Return the prompt and the chat as text for ``ChatEncoder.encode``, and the spans of the
+        assistant's turns in the chat.
 
         Raises:
             ValueError: see ``__call__``.
@@ -145,18 +144,18 @@ class ChatWriter:
         chat, first = [*prompt, *rest], len(prompt)
         arguments = {"tools": list(tools) or None}
         text, marked = self._chats.render_turns(chat, first, **arguments)
-        whole = self._chats.plain(text)
+        full_text = self._chats.plain(text)
         heads = {first: self._chats.render(prompt, add_generation_prompt=True, **arguments)}
         start = len(heads[first])
-        _check_begins_with(whole, self._chats.plain(heads[first]))
+        _check_begins_with(full_text, self._chats.plain(heads[first]))
         spans = [(max(begin, start), end) for begin, end in marked if end > start]
         if not spans:
-            spans = list(self._spans(chat, first, whole, arguments))
-        _check_written(rest, whole, spans, start)
+            spans = list(self._spans(chat, first, full_text, arguments))
+        _check_written(rest, full_text, spans, start)
         return heads[first], text, spans
 
     def _spans(
-        self, chat: Sequence[Message], first: int, whole: str, arguments: dict[str, Any]
+        self, chat: Sequence[Message], first: int, full_text: str, arguments: dict[str, Any]
     ) -> Iterator[tuple[int, int]]:
         """Yield the assistant's turns in a chat whose template does not mark them."""
 
@@ -166,46 +165,50 @@ class ChatWriter:
             )
             return self._chats.plain(text)
 
-        for place in range(first, len(chat)):
-            if chat[place]["role"] != "assistant":
+        for position in range(first, len(chat)):
+            if chat[position]["role"] != "assistant":
                 continue
-            head = write(place, prompts=True)
-            _check_begins_with(whole, head)
-            up_to_here = whole if place == len(chat) - 1 else write(place + 1, prompts=False)
+            head = write(position, prompts=True)
+            _check_begins_with(full_text, head)
+            up_to_here = (
+                full_text if position == len(chat) - 1 else write(position + 1, prompts=False)
+            )
             _check_begins_with(up_to_here, head)
             turn, start = up_to_here[len(head) :], len(head)
-            # A template may begin the last turn of a chat with an empty thought that it writes in
-            # no other.
-            extra = next((n for n in range(len(turn)) if whole.startswith(turn[n:], start)), None)
+            # A template may begin only the last turn of a chat with an empty thought.
+            extra = next(
+                (n for n in range(len(turn)) if full_text.startswith(turn[n:], start)), None
+            )
             if extra is None:
                 raise ValueError(
-                    "model.chat_template must end an assistant's turn in the same way wherever it "
-                    f"is, it ends the last one with {up_to_here[-20:]!r}: use a template with "
-                    "generation markers, or one turn per row."
+                    "model.chat_template must end all assistant turns in the same way, but it ends "
+                    f"the last one with {up_to_here[-20:]!r}: use a template with generation "
+                    "markers, or one turn per row."
                 )
             yield start, start + len(turn) - extra
 
     def _with_ends(self, tokens: list[int], turns: list[range]) -> tuple[list[int], list[range]]:
-        """Return tokens and turns in which each turn has a further token, which ends it."""
+        """Return the tokens and turns with a stop token appended to each turn."""
         out: list[int] = []
         ended: list[range] = []
-        done = 0
+        copied = 0
         for turn in turns:
-            out += tokens[done : turn.start]
-            start, done = len(out), turn.stop
+            out += tokens[copied : turn.start]
+            start = len(out)
+            copied = turn.stop
             out += tokens[turn.start : turn.stop]
-            follows = tokens[done : done + 1]
+            follows = tokens[copied : copied + 1]
             if self._stops.issuperset(follows) and follows:
-                done += 1
+                copied += 1
             else:
                 follows = [self.tokenizer.eos_token_id]
             out += follows
             ended.append(range(start, len(out)))
-        return out + tokens[done:], ended
+        return out + tokens[copied:], ended
 
 
 def _common_length(a: Sequence[Any], b: Sequence[Any]) -> int:
-    """Return the length of the common beginning of two sequences."""
+    """Return the length of the common prefix of two sequences."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(a))
 
 
@@ -213,47 +216,47 @@ def _check_begins_with(text: str, head: str) -> None:
     if not text.startswith(head):
         same = _common_length(text, head)
         raise ValueError(
-            "model.chat_template must write a response after the prompt that the policy sees, "
-            f"which goes on with {head[same:]!r:.80} where the chat has {text[same:]!r:.80}: write "
-            "in the row what the prompt begins (such as reasoning_content), or use a template, or "
-            "env.chat_template_kwargs, that write both alike."
+            "model.chat_template must render a chat so that it begins with the prompt that the "
+            f"policy sees, but the prompt continues with {head[same:]!r:.80} where the chat has "
+            f"{text[same:]!r:.80}: add the missing field (such as reasoning_content) to the row, "
+            "or use a template or env.chat_template_kwargs that render both alike."
         )
 
 
 def _check_written(rest: Sequence[Message], text: str, spans: Spans, start: int) -> None:
-    """Check that the words of each message are written, an assistant's within its turns and others'
-    between them.
+    """Check that the chat contains the words of each message: those of the assistant within its
+    turns, all others between them.
     """
     borders = [start, *(border for span in spans for border in span), len(text)]
     pieces = [text[begin:end] for begin, end in pairwise(borders)]
     sides = {True: "".join(pieces[1::2]), False: "".join(pieces[::2])}
-    places = {True: 0, False: 0}
+    positions = {True: 0, False: 0}
     for message in rest:
-        own = message["role"] == "assistant"
-        ends = [places[own]]
-        for field in _LEARNED if own else ("content",):
-            place = places[own]
+        is_assistant = message["role"] == "assistant"
+        ends = [positions[is_assistant]]
+        for field in _LEARNED if is_assistant else ("content",):
+            position = positions[is_assistant]
             value = message.get(field)
             if field == "tool_calls":
                 calls = [with_arguments(call, as_object=True) for call in value or ()]
                 functions = [call.get("function", call) for call in calls]
                 value = [(function["name"], function["arguments"]) for function in functions]
             for word in _words(value):
-                start = sides[own].find(word, place)
+                start = sides[is_assistant].find(word, position)
                 if start < 0:
                     raise ValueError(
-                        f"model.chat_template must write {field} of each message, it left out "
+                        f"model.chat_template must render {field} of each message, but it left out "
                         f"{word!r} of {message[field]!r:.80} of the {message['role']}: use a "
-                        "template that writes it (one for training, which keeps earlier turns as "
-                        "they were), or remove it from the row."
+                        "template that renders it (a training template, which keeps earlier turns "
+                        "unchanged), or remove it from the row."
                     )
-                place = start + len(word)
-            ends.append(place)
-        places[own] = max(ends)
+                position = start + len(word)
+            ends.append(position)
+        positions[is_assistant] = max(ends)
 
 
 def _words(value: Any) -> Iterator[str]:
-    """Yield the words of a text, or of a value's texts, without tags."""
+    """Yield the words of a text, or of all texts in a nested value, without tags."""
     if isinstance(value, str):
         yield from re.findall(r"\w+", _TAG.sub(" ", value))
     elif isinstance(value, Mapping):
@@ -264,21 +267,22 @@ def _words(value: Any) -> Iterator[str]:
 
 
 class Demonstrations:
-    """Returns the demonstrations of problems in the form of a ``RolloutCollector``'s trajectories.
+    """Source of demonstrations in the form of a ``RolloutCollector``'s trajectories.
 
-    A demonstration has a reward of 1, is correct, and its behavior log-probs are 0, because nobody
-    sampled it. One that ``give`` adds to sampled trajectories has neither reward nor log-probs: it
-    is no member of the group, and only the loss reads it.
+    A demonstration has a reward of 1 and is correct. Its behavior log-probs are 0, because it was
+    not sampled. A demonstration that ``give`` adds to sampled trajectories has neither reward nor
+    log-probs: it is not a member of the group, and only the loss reads it.
 
     Attributes:
         last: counts of the latest batch.
 
     Args:
-        env: source of problems, prompts and tokenizer; it plays nothing.
-        engine: source of the version of the weights.
+        env: source of problems, prompts and tokenizer; it is never stepped.
+        engine: source of the weights' version.
         stop_token_ids: the tokens that end a turn.
-        most: tokens of a turn; a demonstration ends there, as a dialog would.
-        longest: tokens of a prompt and its demonstration.
+        most: maximum number of tokens in a turn; longer demonstrations are cut off there, like
+            dialogs.
+        longest: maximum number of tokens in a prompt with its demonstration.
     """
 
     def __init__(
@@ -301,7 +305,8 @@ class Demonstrations:
         """Check the demonstrations of an environment's problems.
 
         Raises:
-            ValueError: there is none of a problem, or the chat template does not write all of it.
+            ValueError: a problem has no demonstration, or the chat template leaves out a part of
+                it.
         """
         writer = ChatWriter(env.tokenizer, stop_token_ids, env.template_arguments)
         for index in env.prompts.usable:
@@ -314,7 +319,7 @@ class Demonstrations:
                 raise ValueError(f"the demonstration of {problem.query!r:.80}: {error}") from error
 
     def rollout(self, drawn: Sequence[Drawn]) -> TensorDictBase:
-        """Return the demonstrations of problems, a flat lazy stack with a row for each.
+        """Return the demonstrations of problems as a flat lazy stack with one row each.
 
         Raises:
             ValueError: the task has no demonstration of a problem.
@@ -325,10 +330,10 @@ class Demonstrations:
         return batch
 
     def give(self, drawn: Drawn, rows: Sequence[TensorDictBase]) -> None:
-        """Write the demonstration of a problem into the first of the rows that were sampled for it,
-        in place.
+        """Write a problem's demonstration into the first of its sampled rows, in place.
 
-        The others get an empty one: ``keys.DEMONSTRATION`` and ``keys.DEMONSTRATION_MASK``.
+        The other rows get an empty demonstration. The keys are ``keys.DEMONSTRATION`` and
+        ``keys.DEMONSTRATION_MASK``.
 
         Raises:
             ValueError: the task has no demonstration of the problem.

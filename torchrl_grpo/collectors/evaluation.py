@@ -23,19 +23,20 @@ from torchrl_grpo.host import stalls
 class Evaluator:
     """Plays the same test problems at each evaluation and computes their accuracy.
 
-    The engine's random state is restored after each evaluation, so that an evaluation changes
-    nothing in the run, and responses are sampled from the same seed each time. Neither holds if the
-    engine samples for others meanwhile.
+    Responses are sampled from the same seed each time, and the engine's random state is restored
+    afterwards, so an evaluation does not affect the run. Neither holds if the engine also serves
+    other callers during the evaluation.
 
     Args:
-        engine: samples; it is not closed here.
-        greedy_env: an ``LLMEnv`` over the test split with ``repeats=1``, one row a problem.
-        sampled_env: one with ``repeats=k`` over the same problems, or None without pass@k.
+        engine: samples the responses; closing it is left to its owner.
+        greedy_env: an ``LLMEnv`` over the test split with ``repeats=1``, one row per problem.
+        sampled_env: an ``LLMEnv`` with ``repeats=k`` over the same problems, or None without
+            pass@k.
 
     Keyword Args:
-        params: how responses are sampled for pass@k; greedy ones differ in the temperature.
+        params: sampling parameters for pass@k; greedy decoding uses them with temperature 0.
         further: names of further test sets, which the metrics of the test split leave out.
-        rows: number of problems with sample rows; None is all.
+        rows: number of problems that get sample rows; None is all.
     """
 
     def __init__(
@@ -66,9 +67,9 @@ class Evaluator:
         Returns:
             ``eval/pass@1`` in [0, 1] and ``eval/reward_mean``, both over the valid rewards,
             ``eval/invalid_fraction`` in [0, 1], ``eval/response_length`` in tokens,
-            ``eval/truncated`` in [0, 1] and, if asked for, ``eval/pass@k`` and
-            ``eval/invalid_fraction@k``; the same with ``/name`` for each data set by name; and a
-            sample row (greedy) of each of the first problems. A mean over no valid reward is NaN.
+            ``eval/truncated`` in [0, 1] and, with ``sampled``, ``eval/pass@k`` and
+            ``eval/invalid_fraction@k``; the same with ``/name`` for each named data set; and a
+            sample row (greedy) for each of the first problems. A mean over no valid reward is NaN.
         """
         with preserve_rng(self.engine):
             batch = self._play(self.greedy_env, self._greedy_policy)
@@ -87,7 +88,7 @@ class Evaluator:
         def note(*_: Any) -> None:
             nonlocal sampled
             sampled += 1
-            stalls.note(f"evaluate {dialogs} problems, {sampled} responses are there")
+            stalls.note(f"evaluating {dialogs} problems, {sampled} responses received")
 
         policy.on_response = note
         return RolloutCollector(env, policy).rollout()
@@ -112,7 +113,9 @@ class Evaluator:
         return metrics
 
     def _pass_at_k(self, env: LLMEnv) -> dict[str, float]:
-        """Pass@k over the problems with a valid sample, each by its valid samples."""
+        """Return pass@k over the problems that have a valid sample, computed from valid samples
+        only.
+        """
         k = env.repeats
         batch = ends_of(self._play(env, self._sampling_policy))
         valid = batch.get(keys.REWARD_VALID).reshape(-1, k)
@@ -128,8 +131,8 @@ class Evaluator:
         return metrics
 
     def _sets(self, batch: TensorDictBase) -> list[tuple[str, Tensor]]:
-        """Rows of the task's own test split and of each data set, with the suffix of their metrics;
-        none is empty.
+        """Return the rows of the task's own test split and of each data set, with the suffix of
+        their metrics. Sets without rows are left out.
         """
         column = batch.get(keys.DATASET, None)
         names = [""] * len(batch) if column is None else column.reshape(-1).tolist()

@@ -1,6 +1,6 @@
 """``RolloutCollector``: plays whole groups of dialogs to their end and yields their trajectories.
 
-``_trajectories`` joins the turns of a dialog to one sequence per sample.
+``_trajectories`` joins the turns of a dialog into one sequence per sample.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from torchrl_grpo.tasks.drawing import Drawn
 
 @dataclass
 class RolloutCounts:
-    """Counts of a rollout: ``turns`` and ``tokens`` of the policy, seconds in the policy and in the
-    environment.
+    """Counts of a rollout: turns and tokens that the policy sampled, and the seconds spent in the
+    policy and in the environment.
     """
 
     turns: int = 0
@@ -46,49 +46,48 @@ class RolloutCollector(BaseCollector):
     """Plays an ``LLMEnv`` with a ``GenerationPolicy``.
 
     Each batch is a flat lazy stack of finished trajectories: whole groups, with adjacent members. A
-    trajectory is one row. If a task begins several samples in it, it has a row for each, of which
-    the last one has the reward and is done (``"trajectory"`` in ``torchrl_grpo.keys``).
+    trajectory is one row, or one row per sample if the task begins several samples in it. The last
+    of these rows has the reward and is done (see ``"trajectory"`` in ``torchrl_grpo.keys``).
 
     The turns of a dialog are one sequence:
 
-    - ``("tokens", "prompt")`` is the first prompt, ``("tokens", "response")`` all tokens after it.
+    - ``("tokens", "prompt")`` is the first prompt; ``("tokens", "response")`` is the rest.
     - ``("masks", "all_assistant_mask")`` is True on the tokens that the policy sampled; log-probs
       are 0 elsewhere.
-    - ``"policy_version"`` is the oldest version among the turns, ``("next", "policy_version")``
-      that of the last one.
-    - ``("next", ...)`` is that of the last turn, except for the reward, which is the sum over the
-      turns and valid if all of them are. ``("next", "turn_rewards")`` has the reward of each turn
-      if a dialog of the rollout had several.
+    - ``"policy_version"`` is the oldest version among the turns; ``("next", "policy_version")`` is
+      the last turn's.
+    - ``("next", ...)`` comes from the last turn, except for the reward, which is the sum over the
+      turns and is valid if all of theirs are. ``("next", "turn_rewards")`` has the reward of each
+      turn if any dialog of the rollout had several.
 
-    Rows that are done cost nothing in later turns.
+    Finished rows cost nothing in later turns.
 
     Attributes:
         last: counts of the latest rollout.
 
     Args:
         env: an ``LLMEnv``, possibly in a ``TransformedEnv``, or a function that makes it.
-        policy: samples the responses; its engine takes the weights.
+        policy: samples the responses; its engine receives the weights.
 
     Keyword Args:
-        policy_factory: makes the policy, in place of ``policy``.
-        dialog_turns_per_batch: a batch is made of whole rollouts until it has at least so many
-            trajectories. A dialog counts once, however many turns it has. None is one rollout,
-            ``num_envs`` trajectories. The config's ``train.dialog_turns_per_batch`` is this.
-        total_dialog_turns: iteration ends when so many trajectories were yielded; -1 never ends.
-            The config's ``train.total_dialog_turns`` is this. (TorchRL's counts the turns within a
-            dialog too.)
-        replay_buffer: iteration writes each batch to it and yields None.
-        postproc: what iteration makes of each batch before it yields or writes it, such as
+        policy_factory: function that makes the policy, instead of ``policy``.
+        dialog_turns_per_batch: minimum number of trajectories in a batch, which consists of whole
+            rollouts. A dialog counts once, however many turns it has. None is one rollout
+            (``num_envs`` trajectories). The config's ``train.dialog_turns_per_batch`` sets it.
+        total_dialog_turns: number of trajectories after which iteration ends; -1 never ends. The
+            config's ``train.total_dialog_turns`` sets it. (TorchRL's collector also counts the
+            turns within a dialog.)
+        replay_buffer: if set, iteration writes each batch to it and yields None.
+        postproc: function applied to each batch before it is yielded or written, such as
             ``GroupAdvantage``.
-        yield_only_last_steps: True and False give the same: a row has all turns of its dialog.
-        **others: what TorchRL's ``LLMCollector`` takes beyond that, where it says what is so
-            anyway.
+        yield_only_last_steps: ignored, because a row has all turns of its dialog.
+        **others: further arguments of TorchRL's ``LLMCollector``, accepted only with values that
+            match how this collector works.
 
     Raises:
-        ValueError: a number is out of its range, or the environment or the policy is of another
-            kind.
-        TypeError: an argument is TorchRL's and asks for something that this collector does not do,
-            or there is not exactly one of ``policy`` and ``policy_factory``.
+        ValueError: a number is out of range, or the environment or policy has the wrong type.
+        TypeError: an argument of ``LLMCollector`` asks for something that this collector does not
+            support, or not exactly one of ``policy`` and ``policy_factory`` is set.
 
     Examples:
         >>> from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -110,7 +109,7 @@ class RolloutCollector(BaseCollector):
         >>> collector.shutdown()
     """
 
-    init_random_frames = 0  # TorchRL's trainers begin after so many
+    init_random_frames = 0  # TorchRL's trainers collect this many before they begin to train
     yield_completed_trajectories = True
 
     def __init__(
@@ -182,17 +181,17 @@ class RolloutCollector(BaseCollector):
 
     @property
     def dialog_turns_per_batch(self) -> int:
-        """Least trajectories in a batch."""
+        """Minimum number of trajectories in a batch."""
         return self.requested_frames_per_batch
 
     @property
     def total_dialog_turns(self) -> int:
-        """Trajectories after which iteration ends; -1 never ends."""
+        """Number of trajectories after which iteration ends; -1 never ends."""
         return self.total_frames
 
     @property
     def dialog_turns(self) -> int:
-        """Trajectories that batches were made of so far."""
+        """Number of trajectories in the batches so far."""
         return self._frames
 
     @property
@@ -205,17 +204,17 @@ class RolloutCollector(BaseCollector):
         return self.policy_version
 
     def set_postproc(self, postproc: Callable[[TensorDictBase], TensorDictBase]) -> None:
-        """Set what iteration makes of each batch.
+        """Set the function that iteration applies to each batch.
 
         Raises:
-            RuntimeError: there is a ``postproc`` already.
+            RuntimeError: ``postproc`` is already set.
         """
         if self.postproc is not None:
-            raise RuntimeError("postproc is set already: use Compose for several transforms.")
+            raise RuntimeError("postproc is already set: use Compose for several transforms.")
         self.postproc = postproc
 
     def getattr_rb(self, attr: str) -> Any:
-        """Return an attribute of the replay buffer, or raise what ended the background sampling."""
+        """Return an attribute of the replay buffer, or raise if background sampling failed."""
         if self._failure is not None:
             raise RuntimeError("sampling in the background failed.") from self._failure
         return getattr(self.replay_buffer, attr)
@@ -225,7 +224,7 @@ class RolloutCollector(BaseCollector):
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """Context of a rollout or an update of the weights; who asks first is next."""
+        """Context of a rollout or a weight update; callers enter in the order of their requests."""
         with self._next_in_line:
             self._in_use.acquire()
         try:
@@ -234,8 +233,8 @@ class RolloutCollector(BaseCollector):
             self._in_use.release()
 
     def iterator(self) -> Iterator[TensorDictBase | None]:
-        """Yield batches (None with a replay buffer) until ``total_dialog_turns`` trajectories were
-        made.
+        """Yield batches (None with a replay buffer) until ``total_dialog_turns`` trajectories have
+        been collected.
         """
         while self.total_frames < 0 or self._frames < self.total_frames:
             batch = self.rollout()
@@ -251,12 +250,12 @@ class RolloutCollector(BaseCollector):
         """Play one batch.
 
         Args:
-            drawn: the groups to play, as many as the environment has room for; without them the
-                environment draws.
+            drawn: the groups to play, ``num_envs / repeats`` of them; without groups the
+                environment draws them.
 
         Returns:
-            flat lazy stack of trajectories with the keys of ``torchrl_grpo.keys``; ``"advantage"``
-            and ``("next", "ref_log_probs", "full")`` are there only if a transform of the
+            flat lazy stack of trajectories with the keys of ``torchrl_grpo.keys``. ``"advantage"``
+            and ``("next", "ref_log_probs", "full")`` are present only if a transform of the
             environment writes them.
 
         Raises:
@@ -266,7 +265,9 @@ class RolloutCollector(BaseCollector):
         """
         with self._exclusive():
             if self._closed:
-                raise RuntimeError("the collector was shut down and cannot play: build a new one.")
+                raise RuntimeError(
+                    "the collector has been shut down and cannot play: build a new one."
+                )
             self.last = RolloutCounts()
             if drawn:
                 self.base_env.assign(drawn)
@@ -280,14 +281,14 @@ class RolloutCollector(BaseCollector):
             return lazy_stack(sequences)
 
     def _play(self) -> Iterable[TensorDictBase]:
-        """Reset the environment and play until all rows are done; return a TensorDict for each
-        sample of a row.
+        """Reset the environment and play until all rows are done. Return one TensorDict per sample
+        of each row.
         """
         start = time.perf_counter()
         data = self.env.reset()
         self.last.env_seconds += time.perf_counter() - start
         turns: list[list[TensorDictBase]] = [[] for _ in range(data.batch_size[0])]
-        active = list(range(len(turns)))  # also rows whose opening failed have a first transition
+        active = list(range(len(turns)))  # rows whose opening failed have a first transition too
         stepping = self.base_env.stepping
         if not stepping.all():
             data.set(keys.STEPPING, stepping)
@@ -296,7 +297,7 @@ class RolloutCollector(BaseCollector):
             data = self._sample(data)
             generated = time.perf_counter()
             if not stepping.any():
-                del data[keys.STEPPING]  # TorchRL skips a step that no row takes
+                del data[keys.STEPPING]  # with it, TorchRL would skip a step that no row takes
             data = self.env.step(data)
             self.last.env_seconds += time.perf_counter() - generated
             self.last.generate_seconds += generated - start
@@ -317,12 +318,10 @@ class RolloutCollector(BaseCollector):
             data.set(keys.STEPPING, stepping)
 
     def _sample(self, data: TensorDictBase) -> TensorDictBase:
-        """Sample the policy's next turn; with reward workers each response is sent to one as it
-        finishes.
-        """
+        """Sample the policy's next turn. Reward workers get each response when it finishes."""
         env = self.base_env
         on_response = self.policy.on_response
-        policy = copy(self.policy)  # others may share it at the same time
+        policy = copy(self.policy)  # other collectors may be using it
         if env.task.is_stateful:
             policy.cut = self._cut
 
@@ -336,7 +335,7 @@ class RolloutCollector(BaseCollector):
         return policy(data)
 
     def _cut(self, row: int, done: Completion) -> Completion:
-        """Return a row's response within the limits of the turn, before any of it is recorded."""
+        """Cut a row's response to the limits of the turn, before it is recorded."""
         limits = self.base_env.limits(row)
         end = None
         if limits.stop:
@@ -362,33 +361,33 @@ class RolloutCollector(BaseCollector):
         model_id: str | None = None,
         worker_ids: Any = None,
     ) -> None:
-        """Give the engine new weights, between two rollouts: all tokens of the next one come from
-        them.
+        """Give the engine new weights between two rollouts: all tokens of the next rollout are
+        sampled with them.
 
         Args:
-            policy_or_weights: what ``GenerationPolicy.update_weights`` takes.
+            policy_or_weights: weights in any form that ``GenerationPolicy.update_weights`` takes.
             version: the engine's new ``policy_version``; by default the next one.
             weights: the same as ``policy_or_weights``.
             policy: the same as ``policy_or_weights``.
             weights_dict: the same, as ``{"policy": weights}``.
             model_id: ``"policy"``.
-            worker_ids: ignored, there is one worker.
+            worker_ids: ignored, because there is only one worker.
 
         Raises:
-            TypeError: there are no weights, or more than one argument gives them.
-            KeyError: weights are for another model than ``"policy"``.
+            TypeError: there are no weights, or more than one argument has them.
+            KeyError: the weights are for a model other than ``"policy"``.
             RuntimeError: a name is unknown or missing, or a shape differs; the engine then keeps
                 its version.
         """
         sources = {model_id or "policy": None, **(weights_dict or {})}
         if sources.keys() != {"policy"}:
-            raise KeyError(f"model_id={list(sources)} must be 'policy', no other model is played.")
+            raise KeyError(f"model_id={list(sources)} must be 'policy', the only model here.")
         forms = [policy_or_weights, weights, policy, sources["policy"]]
-        given = [form for form in forms if form is not None]
-        if len(given) > 1:
+        sources_set = [form for form in forms if form is not None]
+        if len(sources_set) > 1:
             raise TypeError("update_policy_weights_() takes the weights once: use one argument.")
         with self._exclusive():
-            self.policy.update_weights(given[0] if given else None, version)
+            self.policy.update_weights(sources_set[0] if sources_set else None, version)
 
     def increment_version(self) -> None:
         """Raise the engine's ``policy_version`` by 1, as ``update_policy_weights_`` does without a
@@ -398,7 +397,7 @@ class RolloutCollector(BaseCollector):
         engine.load_state_dict(engine.state_dict() | {"policy_version": engine.policy_version + 1})
 
     def start(self) -> None:
-        """Iterate in a thread, which writes batches to the replay buffer. Weights are taken between
+        """Iterate in a thread that writes batches to the replay buffer. Weights are updated between
         two rollouts.
 
         Raises:
@@ -419,11 +418,11 @@ class RolloutCollector(BaseCollector):
             self._failure = None if self._closed else error
 
     def is_running(self) -> bool:
-        """Whether the thread of ``start`` samples."""
+        """Return whether the thread of ``start`` is sampling."""
         return self._thread is not None and self._thread.is_alive()
 
     def shutdown(self, timeout: float | None = None, *args: Any, **kwargs: Any) -> None:
-        """Close the environment and the engine, after the rollout in progress. May be called again.
+        """Close the environment and the engine after the rollout in progress. May be called again.
 
         Args:
             timeout: seconds to wait for the rollout that ``start`` has begun.
@@ -436,8 +435,8 @@ class RolloutCollector(BaseCollector):
             self.policy.engine.close()
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Restart the order of the problems from ``seed`` and seed the engine; return a further
-        seed.
+        """Restart the order of the problems from ``seed``, and seed the engine. Return a new seed
+        for another environment, as TorchRL's environments do.
         """
         self.policy.engine.seed(seed)
         return self.env.set_seed(seed, static_seed=static_seed)
@@ -474,9 +473,9 @@ def _base_env(env: EnvBase) -> EnvBase:
 _BEFORE = ("next", "done", "terminated", "truncated", "correct", "history", keys.LENGTH_STOPPED)
 _OF_SEQUENCE = (keys.REWARD_VALID, keys.ADVANTAGE)
 _ROUNDING = 1e-6
-"""Share of float32's sums that is their rounding: rewards that are equal stay equal."""
+"""Relative rounding error of float32 sums, so that equal rewards stay equal."""
 _MOST_ROWS = 2**16
-"""Rows of an environment, for a number that no other trajectory of the run has."""
+"""Upper bound of an environment's rows, to number the trajectories of a run uniquely."""
 
 
 def _trajectories(
@@ -492,22 +491,22 @@ def _trajectories(
     Args:
         last: [B] the last transition; rows that were done before it repeat their outcome.
         turns: for each row, its turns.
-        transcripts: for each row, the text of its dialog, by the number of the sample.
-        errors: for each row, why its reward is not valid; empty where it is.
-        rewards: for each row, what the task gave to its turns, as part of the reward of the last
-            one; None where it gave nothing.
-        samples: for each row, the sample that each of its turns is of, by number; -1 is none.
+        transcripts: for each row, the text of its dialog by sample number.
+        errors: for each row, why its reward is invalid; empty if it is valid.
+        rewards: for each row, the task's reward of each turn, which is part of the last turn's
+            reward; None for a turn without a reward.
+        samples: for each row, the sample number of each turn; -1 for a turn in no sample.
 
     Returns:
-        of each row, its samples in the order in which they ended: the last one has the reward and
-        is done.
+        the samples of each row in the order in which they ended; the last one has the reward and is
+        done.
 
     Raises:
         RuntimeError: a later turn did not keep the tokens of an earlier one.
     """
     nxt = last.get("next")
     out = last.exclude(*_BEFORE).set("text", nxt.get("text"))
-    for key in _OF_SEQUENCE:  # an environment writes all it has to say under "next"
+    for key in _OF_SEQUENCE:  # environments write all of their entries under "next"
         if nxt.get(key, None) is not None:
             out.set(key, nxt.get(key))
     rows = out.set("next", nxt.exclude("tokens", "masks", "text", "history", *_OF_SEQUENCE)).unbind(
@@ -522,8 +521,9 @@ def _trajectories(
     if any(len(set(of_turns)) > 1 or -1 in of_turns for of_turns in samples):
         parts = zip(rows, turns, transcripts, rewards, samples, strict=True)
         return [part for number, row in enumerate(parts) for part in _split(number, *row)]
-    for trajectory, row, text, own in zip(rows, turns, transcripts, rewards, strict=True):
-        trajectory.update(_merge(row, own).set(keys.RESPONSE_TEXT, next(iter(text.values()))))
+    for trajectory, row, text, task_rewards in zip(rows, turns, transcripts, rewards, strict=True):
+        trajectory.update(_merge(row, task_rewards))
+        trajectory.set(keys.RESPONSE_TEXT, next(iter(text.values())))
     return rows
 
 
@@ -535,23 +535,24 @@ def _split(
     rewards: Sequence[float | None],
     samples: Sequence[int],
 ) -> list[TensorDictBase]:
-    """Return the samples of the row of this number, without turns that belong to no sample. If
-    there are only such turns, the last one stands for the row, which is invalid.
+    """Return the samples of row ``number``, without the turns that belong to no sample. If there
+    are only such turns, the row becomes the last one of them, and is invalid.
     """
     of_sample: dict[int, list[int]] = {}
-    for turn, sample in enumerate(samples or [0]):  # it has none where its opening failed
+    for turn, sample in enumerate(samples or [0]):  # empty if the row's opening failed
         of_sample[sample] = [*of_sample.get(sample, ()), turn]
     lost = of_sample.pop(-1, [])
     if not of_sample:
         of_sample[-1] = lost[-1:]
-    end = max(turn for own in of_sample.values() for turn in own)
-    if end < len(turns) - 1:  # the reward is that of the last turn, which is left out
+    end = max(turn for sample_turns in of_sample.values() for turn in sample_turns)
+    if end < len(turns) - 1:  # the last turn has the reward, but is left out
         rewarded = turns[end].clone(recurse=False).set(keys.REWARD, turns[-1].get(keys.REWARD))
         turns = [*turns[:end], rewarded, *turns[end + 1 :]]
     out = []
-    for sample, own in sorted(of_sample.items(), key=lambda one: one[1][-1]):
+    for sample, sample_turns in sorted(of_sample.items(), key=lambda entry: entry[1][-1]):
         merged = _merge(
-            [turns[turn] for turn in own], [rewards[turn] for turn in own] if rewards else ()
+            [turns[turn] for turn in sample_turns],
+            [rewards[turn] for turn in sample_turns] if rewards else (),
         )
         part = trajectory.clone(recurse=False).update(merged).set(keys.RESPONSE_TEXT, texts[sample])
         part.set(keys.TRAJECTORY, trajectory.get(keys.GROUP_ID) * _MOST_ROWS + number)
@@ -563,9 +564,9 @@ def _split(
     return out
 
 
-def _merge(turns: list[TensorDictBase], own: Sequence[float | None]) -> TensorDictBase:
-    """Join a dialog's turns into one sequence; each turn's tokens begin with all tokens of the turn
-    before.
+def _merge(turns: list[TensorDictBase], task_rewards: Sequence[float | None]) -> TensorDictBase:
+    """Join a dialog's turns into one sequence. The tokens of each turn begin with all tokens of the
+    turn before it.
     """
     full = turns[-1].get(keys.FULL)
     prompt = turns[0].get(keys.PROMPT)
@@ -577,9 +578,9 @@ def _merge(turns: list[TensorDictBase], own: Sequence[float | None]) -> TensorDi
     log_probs = [torch.zeros(full.shape) for _ in written]
     rewards = torch.zeros(full.shape, dtype=torch.float64)
     shares = [float(turn.get(keys.REWARD)) for turn in turns]
-    turn_rewards = [reward or 0.0 for reward in own]
+    turn_rewards = [reward or 0.0 for reward in task_rewards]
     if any(turn_rewards):
-        # The rest is a score beyond the rewards of the turns, or rounding.
+        # The rest is a score in addition to the turn rewards, or rounding.
         *earlier, last = shares
         rest = last - sum(turn_rewards)
         rest = rest if abs(rest) > _ROUNDING * sum(map(abs, turn_rewards)) else 0.0
@@ -590,7 +591,7 @@ def _merge(turns: list[TensorDictBase], own: Sequence[float | None]) -> TensorDi
             raise RuntimeError(
                 f"the {length} tokens of an earlier turn are not the first of the {full.numel()} "
                 "tokens of the dialog: a transform of the environment changed tokens that the "
-                "policy was given or sampled."
+                "policy read or sampled."
             )
         sampled[:length] |= mask
         versions[:length] = versions[:length].maximum(turn.get(keys.POLICY_VERSIONS))

@@ -1,6 +1,4 @@
-"""``Sampler`` (rollout worker): an engine and the environments that it plays, in this process or in
-an actor.
-"""
+"""``Sampler`` (rollout worker): an engine and its environments, in this process or in an actor."""
 
 from __future__ import annotations
 
@@ -30,8 +28,8 @@ from torchrl_grpo.weights.mismatch import Probe, sample_probe
 
 @dataclass(frozen=True)
 class RolloutTask:
-    """Groups that one sampler plays at once. It carries its problems, so any sampler can play it,
-    repeatedly.
+    """Groups that one sampler plays at once. A task contains its problems, so any sampler can play
+    it, even repeatedly.
     """
 
     drawn: tuple[Drawn, ...]
@@ -47,13 +45,13 @@ class RolloutTask:
 
 @dataclass(frozen=True)
 class GroupReport:
-    """Report on a group that was played.
+    """Report on a finished group.
 
     Attributes:
-        group: its id.
-        version: the oldest weights that sampled one of its tokens.
-        varied: whether its valid rewards differ, so that it has a learning signal.
-        outcomes: for each response with a valid reward, whether it is correct.
+        group: id of the group.
+        version: version of the oldest weights that sampled any of its tokens.
+        varied: whether its valid rewards differ, that is, whether it has a learning signal.
+        outcomes: whether each response with a valid reward is correct.
     """
 
     group: int
@@ -67,11 +65,11 @@ class RolloutReport:
     """Report on a rollout.
 
     Attributes:
-        groups: in the order of the task.
+        groups: reports on the groups, in the order of the task.
         generate_s: seconds in the engine.
-        env_s: seconds in the environment, rewards included.
-        engine: ``Sampler.state_dict`` afterwards, None where rollouts overlap.
-        rewards: what scorers, tools and their processes did since the latest report, by name.
+        env_s: seconds in the environment, including rewards.
+        engine: ``Sampler.state_dict`` afterwards; None if rollouts overlap.
+        rewards: counts of scorers, tools and their processes since the latest report, by name.
     """
 
     groups: tuple[GroupReport, ...]
@@ -84,8 +82,8 @@ class RolloutReport:
         """Return the rollout as spans of ``timeline.jsonl``: sampling, and then all rewards.
 
         Args:
-            actor: that made it.
-            start: of it, in Unix seconds.
+            actor: name of the actor that played it.
+            start: start of the rollout, in Unix seconds.
         """
         spans = [
             ("sample", start, self.generate_s),
@@ -101,24 +99,24 @@ class Sampler:
     """Plays rollouts, evaluates, and takes new weights.
 
     Args:
-        engine: samples; must be thread-safe if several tasks are played at a time.
-        make_collector: makes a collector on that engine that plays so many groups at a time.
+        engine: samples the responses; must be thread-safe if tasks are played concurrently.
+        make_collector: function that makes a collector on this engine for a number of groups.
         evaluator: measures accuracy on the test split, or None.
-        params: how training samples are drawn, for ``probe``.
+        params: sampling parameters of training, for ``probe``.
         probe_prompts: prompts for ``probe``, [T] int64 each.
 
     Keyword Args:
-        groups_at_a_time: most groups that are played at a time; a task with more is played in
-            several rounds.
-        overlapping: whether several threads play tasks at a time.
-        sleeps: whether the engine shares its device with the other roles, which have it while the
-            engine plays nothing: it sleeps after each task, and when ``sleep`` says so.
-        reward_pool: scores for all environments, and is closed with the sampler; None where they
-            score themselves.
-        demonstrations: give each group one of its problem, beside what is sampled; None gives none.
-        seed: of the draws for the groups of each round, together with the first of them, so that it
-            does not matter which of several samplers plays a task; None goes on with the draws of
-            the task before.
+        groups_at_a_time: maximum number of groups that are played at once; a task with more is
+            played in several rounds.
+        overlapping: whether several threads play tasks concurrently.
+        sleeps: whether the engine shares its device with other roles, which use it while the engine
+            is idle: the engine sleeps after each task, and when ``sleep`` is called.
+        reward_pool: scores for all environments, and is closed with the sampler; None if they score
+            by themselves.
+        demonstrations: adds a demonstration of its problem to each group; None adds nothing.
+        seed: seeds the sampling of each round, together with the id of the round's first group, so
+            that the result does not depend on which sampler plays a task. None continues with the
+            engine's random state.
     """
 
     def __init__(
@@ -147,16 +145,16 @@ class Sampler:
         self.reward_pool = reward_pool
         self.demonstrations = demonstrations
         self._make_collector = make_collector
-        # With the number of groups that each plays.
+        # Idle collectors, with the number of groups that each plays.
         self._idle: list[tuple[int, RolloutCollector | Demonstrations]] = []
         self._lock = threading.Lock()
         self._asleep = False
 
     def update(self, handle: WeightHandle, version: int) -> float:
-        """Give the engine new weights; return the seconds that this took."""
+        """Give the engine new weights. Return the seconds that this took."""
         start = time.perf_counter()
         self._empty_cache()
-        self.engine.load(handle, version)  # which wakes it
+        self.engine.load(handle, version)  # loading wakes the engine
         self._asleep = False
         return time.perf_counter() - start
 
@@ -164,7 +162,7 @@ class Sampler:
         """Play a task.
 
         Returns:
-            the report, and for each group a lazy stack of its sequences.
+            the report, and a lazy stack of sequences for each group.
         """
         self._wake()
         rows: list[TensorDictBase] = []
@@ -201,7 +199,7 @@ class Sampler:
         return report, [lazy_stack(group) for group in groups.values()]
 
     def sleep(self) -> None:
-        """Have the engine release its device to the other roles, if they share it, until it is
+        """Release the engine's device, if it is shared, to the other roles until the engine is
         needed again.
         """
         if self.sleeps and not self._asleep:
@@ -233,15 +231,15 @@ class Sampler:
         return self._make_collector(groups)
 
     def evaluate(self, sampled: bool) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Return what ``Evaluator.evaluate`` gives; nothing without an evaluator."""
+        """Return the results of ``Evaluator.evaluate``; empty without an evaluator."""
         if self.evaluator is None:
             return {}, []
         self._wake()
         return self.evaluator.evaluate(sampled=sampled)
 
     def probe(self) -> Probe:
-        """Sample a few tokens with their log-probs, for ``Learner.mismatch``, without changing the
-        run's draws.
+        """Sample a few tokens with their log-probs for ``Learner.mismatch``, without changing the
+        run's random state.
         """
         self._wake()
         with preserve_rng(self.engine):
@@ -281,7 +279,7 @@ class Sampler:
             self._idle.append((groups, collector))
 
     def close(self) -> None:
-        """End the engine, its processes and the reward workers. May be called again."""
+        """Close the engine, its processes and the reward workers. May be called again."""
         for _, collector in self._idle:
             collector.shutdown()
         self.engine.close()
@@ -300,19 +298,18 @@ def _report(number: int, rows: Sequence[TensorDictBase]) -> GroupReport:
 
 
 def has_variance(rows: Iterable[TensorDictBase]) -> bool:
-    """Whether the valid rewards of one group differ, so that its advantages are not all 0 (arXiv
-    2503.14476, section 3.2).
+    """Return whether the valid rewards of one group differ, so that its advantages are not all 0
+    (arXiv 2503.14476, section 3.2).
 
     Args:
         rows: the sequences of the group (a list or a batch), with ``("next", "reward")``, and
-            ``"reward_valid"`` where not all of them are valid. It is the task's reward that counts,
-            not the shaped one.
+            ``"reward_valid"`` unless all are valid. The task's reward counts, not the shaped one.
     """
     return len({row.get(keys.REWARD).item() for row in rows if _is_valid(row) and _ends(row)}) > 1
 
 
 def _ends(row: TensorDictBase) -> bool:
-    """Whether a row has its trajectory's reward: of several samples, the last one."""
+    """Return whether a row has its trajectory's reward: of several samples, the last one."""
     return row.get(keys.TRAJECTORY, None) is None or bool(row.get(keys.DONE))
 
 

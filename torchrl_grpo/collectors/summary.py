@@ -19,7 +19,7 @@ from torchrl_grpo.models.packing import has, last_rows, pad, trajectories_of
 from torchrl_grpo.transforms.parts import reward_parts
 
 _LONGEST_CHARACTER = 4
-"""Most tokens that one character may consist of: its bytes."""
+"""Maximum number of tokens per character: one for each byte."""
 
 
 _OF_SAMPLES = tuple(
@@ -29,23 +29,23 @@ _OF_SAMPLES = tuple(
 
 def rollout_metrics(batch: TensorDictBase, *, sampled: bool = True) -> dict[str, float]:
     """Return the metrics of a batch [N]: rewards over valid sequences (NaN without any), lengths,
-    truncated and invalid ones.
+    and counts of truncated and invalid sequences.
 
-    Several samples of a trajectory are one sequence, as long as all of them together.
+    The samples of a trajectory count as one sequence with the length of all of them together.
 
     Args:
-        batch: with rewards and advantages.
-        sampled: whether a policy sampled it; demonstrations have no metrics of rewards, advantages
-            and groups.
+        batch: sequences with rewards and advantages.
+        sampled: whether a policy sampled the batch; demonstrations have no metrics of rewards,
+            advantages and groups.
     """
     samples, batch, lengths = batch, ends_of(batch), response_lengths(batch)
     valid = batch.get(keys.REWARD_VALID).reshape(-1)
     reward = batch.get(keys.REWARD).reshape(-1).float()[valid]
-    advantage = pad(samples, keys.ADVANTAGE)  # of a sequence, or of its tokens
+    advantage = pad(samples, keys.ADVANTAGE)  # one for each sequence or token
     mask = pad(samples, keys.ASSISTANT_MASK, False)
-    of_tokens = advantage.shape[-1] > 1
+    is_per_token = advantage.shape[-1] > 1
     counts = samples.get(keys.REWARD_VALID).reshape(-1)[:, None] & mask
-    counted = advantage[counts] if of_tokens else pad(batch, keys.ADVANTAGE)[valid]
+    valid_advantages = advantage[counts] if is_per_token else pad(batch, keys.ADVANTAGE)[valid]
     _, group = samples.get(keys.GROUP_ID).reshape(-1).unique(return_inverse=True)
     signal = (
         torch.zeros(int(group.max()) + 1).index_add_(0, group, (advantage != 0).any(-1).float()) > 0
@@ -54,10 +54,10 @@ def rollout_metrics(batch: TensorDictBase, *, sampled: bool = True) -> dict[str,
         "reward_mean": reward.mean(),
         "reward_std": _std(reward),
         "accuracy": batch.get(keys.CORRECT).reshape(-1)[valid].float().mean(),
-        "advantage_mean": counted.mean(),
-        "advantage_std": _std(counted),
-        "advantage_min": counted.min() if len(counted) else math.nan,
-        "advantage_max": counted.max() if len(counted) else math.nan,
+        "advantage_mean": valid_advantages.mean(),
+        "advantage_std": _std(valid_advantages),
+        "advantage_min": valid_advantages.min() if len(valid_advantages) else math.nan,
+        "advantage_max": valid_advantages.max() if len(valid_advantages) else math.nan,
         "response_length": lengths.mean(),
         "response_length_max": lengths.max(),
         "truncated": batch.get(keys.TRUNCATED).float().mean(),
@@ -81,7 +81,7 @@ def rollout_metrics(batch: TensorDictBase, *, sampled: bool = True) -> dict[str,
 
 
 def ends_of(batch: TensorDictBase) -> TensorDictBase:
-    """Return the row of each trajectory that has its reward: of several samples, the last."""
+    """Return the row of each trajectory that has the reward: of several samples, the last one."""
     trajectory = trajectories_of(batch)
     if trajectory is None:
         return batch
@@ -89,8 +89,8 @@ def ends_of(batch: TensorDictBase) -> TensorDictBase:
 
 
 def response_lengths(batch: TensorDictBase) -> Tensor:
-    """Return the number of tokens that the policy wrote in each trajectory, in all its samples
-    together, [M] float32.
+    """Return the number of tokens that the policy sampled in each trajectory, over all of its
+    samples, [M] float32.
     """
     lengths = pad(batch, keys.ASSISTANT_MASK, False).sum(-1).float()
     trajectory = trajectories_of(batch)
@@ -100,19 +100,19 @@ def response_lengths(batch: TensorDictBase) -> Tensor:
 
 
 def _std(values: Tensor) -> Tensor:
-    """Standard deviation over the values, NaN without any: ``Tensor.std`` would warn."""
+    """Return the standard deviation, NaN without values, where ``Tensor.std`` would warn."""
     return (values - values.mean()).square().mean().sqrt()
 
 
 def _repeated(batch: TensorDictBase, group: list[int]) -> float:
-    """Share of responses whose tokens equal those of another response in their group."""
+    """Return the fraction of responses that repeat another response of their group exactly."""
     responses = [row.get(keys.RESPONSE).cpu().numpy().tobytes() for row in batch.unbind(0)]
     counts = Counter(zip(group, responses, strict=True))
     return sum(count for count in counts.values() if count > 1) / len(responses)
 
 
 def _by_dataset(batch: TensorDictBase) -> dict[str, float]:
-    """Accuracy and mean reward of each data set, where there are several."""
+    """Return the accuracy and mean reward of each data set, if there are several."""
     column = batch.get(keys.DATASET, None)
     if column is None:
         return {}
@@ -129,8 +129,8 @@ def _by_dataset(batch: TensorDictBase) -> dict[str, float]:
 
 
 def _by_part(batch: TensorDictBase) -> dict[str, float]:
-    """Mean and deviation of each part of the reward where it applies, and the share where it does
-    not.
+    """Return the mean and standard deviation of each part of the reward over the rows it applies
+    to, and the fraction of rows it does not apply to.
     """
     if batch.get(keys.REWARD_PARTS, None) is None:
         return {}
@@ -161,24 +161,25 @@ def sample_rows(
     """Return the sequences of a batch as rows of ``samples.jsonl``.
 
     Args:
-        batch: flat, as a collector gives it.
+        batch: a collector's flat batch.
         split: ``"train"`` or ``"test"``.
-        most: take so many rows, rounded up to whole groups: the first ones of the batch of which
-            there are scores.
-        tokenizer: makes the text of the prompt and of each token; None leaves both out.
-        version: of the weights that trained the batch, for its staleness.
-        scores: further numbers of the tokens of the sequence at a position of the batch, by name,
-            [T] each.
-        sampled: whether a policy sampled them; demonstrations have no reward.
+        most: maximum number of rows, rounded up to whole groups; groups with scores come first.
+        tokenizer: decodes the prompt and each token; None leaves both out.
+        version: version of the weights that trained the batch, for the staleness.
+        scores: function from a position in the batch to further per-token numbers of its sequence,
+            by name, [T] each.
+        sampled: whether a policy sampled the batch; demonstrations have no reward.
     """
     groups = batch.get(keys.GROUP_ID).reshape(-1).tolist()
     numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
     order = sorted(range(len(groups)), key=lambda row: not scores(row))
-    wanted = _first_groups([groups[row] for row in order], len(groups) if most is None else most)
+    chosen_groups = _first_groups(
+        [groups[row] for row in order], len(groups) if most is None else most
+    )
     out = []
     rows = batch.unbind(0)
     for position, (row, siblings) in enumerate(zip(rows, _siblings(batch), strict=True)):
-        if groups[position] not in wanted:
+        if groups[position] not in chosen_groups:
             continue
         entry = _sample(row, split, rows[siblings[-1]])
         if not sampled:
@@ -201,7 +202,7 @@ def sample_rows(
 
 
 def _siblings(batch: TensorDictBase) -> list[list[int]]:
-    """Rows of each row's trajectory."""
+    """Return the rows of each row's trajectory."""
     trajectory = trajectories_of(batch)
     if trajectory is None:
         return [[row] for row in range(len(batch))]
@@ -212,18 +213,18 @@ def _siblings(batch: TensorDictBase) -> list[list[int]]:
 
 
 def _first_groups(groups: Sequence[int], most: int) -> set[int]:
-    """Return the first groups that have this many sequences together, or more."""
-    wanted = set[int]()
+    """Return as many of the first groups as needed for at least this many sequences."""
+    chosen_groups = set[int]()
     count = 0
     for group, size in Counter(groups).items():
         if count < most:
-            wanted.add(group)
+            chosen_groups.add(group)
             count += size
-    return wanted
+    return chosen_groups
 
 
 def _sample(row: TensorDictBase, split: str, end: TensorDictBase) -> dict[str, Any]:
-    """Facts of a whole sequence; the reward is in the row that ends its trajectory."""
+    """Return the fields of a whole sequence. The reward is in the last row of its trajectory."""
     names = {
         "reward": keys.REWARD,
         "correct": keys.CORRECT,
@@ -231,15 +232,17 @@ def _sample(row: TensorDictBase, split: str, end: TensorDictBase) -> dict[str, A
         "advantage": keys.ADVANTAGE,
     }
     entry = {"split": split, "query": row[keys.QUERY], "response": row[keys.RESPONSE_TEXT]}
-    present = {name: row.get(key, None) for name, key in names.items()} | {
+    values = {name: row.get(key, None) for name, key in names.items()} | {
         "reward": end.get(keys.REWARD, None)
     }
-    advantage = present["advantage"]
-    if advantage is not None and advantage.numel() > 1:  # one for each token
-        present["advantage"] = masked_mean(advantage.reshape(-1), row[keys.ASSISTANT_MASK])
-    entry |= {name: value.item() for name, value in present.items() if value is not None}
-    other = {"parts": row.get(keys.REWARD_PARTS, None), "dataset": row.get(keys.DATASET, None)}
-    entry |= {name: value.data for name, value in other.items() if value is not None and value.data}
+    advantage = values["advantage"]
+    if advantage is not None and advantage.numel() > 1:  # one per token
+        values["advantage"] = masked_mean(advantage.reshape(-1), row[keys.ASSISTANT_MASK])
+    entry |= {name: value.item() for name, value in values.items() if value is not None}
+    labels = {"parts": row.get(keys.REWARD_PARTS, None), "dataset": row.get(keys.DATASET, None)}
+    entry |= {
+        name: value.data for name, value in labels.items() if value is not None and value.data
+    }
     if any((turns := _turn_rewards(row))[:-1]):
         entry["turn_rewards"] = turns
     length = int(row[keys.ASSISTANT_MASK].sum())
@@ -250,7 +253,7 @@ def _sample(row: TensorDictBase, split: str, end: TensorDictBase) -> dict[str, A
 
 
 def _turn_rewards(row: TensorDictBase) -> list[float]:
-    """Return the reward of each turn, where a sequence has them."""
+    """Return the reward of each turn; empty if the sequence has none."""
     rewards, mask = row.get(keys.TURN_REWARDS, None), row[keys.ASSISTANT_MASK]
     ends = mask & ~torch.cat([mask[1:], torch.zeros_like(mask[:1])])
     return [] if rewards is None else rewards[ends].tolist()
@@ -259,8 +262,8 @@ def _turn_rewards(row: TensorDictBase) -> list[float]:
 def _tokens(
     row: TensorDictBase, tokenizer: PreTrainedTokenizerBase, scores: dict[str, Tensor]
 ) -> dict[str, list[Any]]:
-    """Return the response token by token: its text, and numbers with four digits, None where the
-    policy did not sample.
+    """Return the response token by token: the text, and numbers with four digits, which are None
+    where the policy did not sample the token.
     """
     tokens = row[keys.RESPONSE].tolist()
     prompt = len(row[keys.FULL]) - len(row[keys.RESPONSE])
@@ -276,17 +279,18 @@ def _tokens(
     columns: dict[str, list[Any]] = {"text": token_texts(tokenizer, tokens)}
     for name, values in numbers.items():
         if values is not None:
-            of_response = values[prompt : prompt + len(tokens)].tolist()
+            response_values = values[prompt : prompt + len(tokens)].tolist()
             columns[name] = [
-                round(x, 4) if own else None for x, own in zip(of_response, sampled, strict=True)
+                round(x, 4) if is_sampled else None
+                for x, is_sampled in zip(response_values, sampled, strict=True)
             ]
     return columns
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> list[str]:
-    """Return the text of each token after the tokens before it. Joined, they are the whole text.
+    """Return the text that each token adds. Joined, they are the whole text.
 
-    Of several tokens that are one character, the last one has it and the others are empty.
+    If several tokens form one character, the last one has it and the others are empty.
     """
     texts = []
     start = 0

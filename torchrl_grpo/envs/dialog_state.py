@@ -13,12 +13,12 @@ from torchrl_grpo.tasks.base import Dialog, Message, Problem, Score, TurnLimits
 from torchrl_grpo.tasks.drawing import Drawn
 
 LOST = -1
-"""Sample of a turn that was not delivered: the turn belongs to no sample."""
+"""Sample number of an undelivered turn, which belongs to no sample."""
 
 
 @dataclass
 class Outcome:
-    """Outcome of a dialog; neither terminated nor truncated while the dialog goes on."""
+    """Outcome of a dialog; neither terminated nor truncated while the dialog continues."""
 
     reward: float = 0.0
     correct: bool = False
@@ -35,12 +35,12 @@ class Outcome:
 
 @dataclass(frozen=True)
 class SampleState:
-    """A training sample up to now.
+    """A training sample in progress.
 
     Attributes:
-        number: of the sample within the trajectory.
+        number: number of the sample within the trajectory.
         chat: messages of the sample's first prompt.
-        later: all messages after them.
+        later: all later messages.
         tokens: all tokens up to the policy's latest turn; None before its first turn.
         turn_tokens: tokens of that turn.
     """
@@ -60,20 +60,20 @@ class SampleState:
 class DialogState:
     """A dialog in progress.
 
-    A turn is ``add_turn``, possibly ``undo_turn``, and then ``continue_with`` the task's reply or
-    one of ``score``, ``invalidate`` and ``end``.
+    Each turn calls ``add_turn``, possibly ``undo_turn``, and then ``continue_with`` for the task's
+    reply or one of ``score``, ``invalidate`` and ``end``.
 
     Attributes:
         drawn: group and problem.
-        current: training sample that the policy writes.
-        episode: key of the dialog of a stateful task, which must be closed; else empty.
-        prompt: [T] int64, first prompt of a stateful task; None is the problem's own.
-        prompt_tokens: number of tokens before the next turn, of a stateful task.
-        limits: of the next turn.
+        current: training sample that the policy is writing.
+        episode: key of a stateful task's dialog, which must be closed; empty for other tasks.
+        prompt: [T] int64, first prompt from a stateful task; None is the problem's own prompt.
+        prompt_tokens: number of tokens before the next turn, for a stateful task.
+        limits: limits of the next turn.
         responses: text of each turn.
-        turn_rewards: reward of each turn, None without one.
-        turn_samples: number of each turn's sample.
-        samples: samples with a turn, by number, that the dialog may return to.
+        turn_rewards: reward of each turn; None for turns without a reward.
+        turn_samples: sample number of each turn.
+        samples: samples that have a turn, by number; the dialog may return to them.
         outcome: reward, and how the dialog ended.
     """
 
@@ -96,12 +96,12 @@ class DialogState:
 
     @property
     def query(self) -> str:
-        """The problem's query or, if it has none, the end of the first prompt."""
+        """The problem's query or, without a query, the end of the first prompt."""
         chat = self.current.chat
         return self.problem.query or (str(chat[-1]["content"]) if chat else "")
 
     def add_turn(self, dialog: Dialog, tokens: Tensor) -> None:
-        """Append the policy's turn to the current sample, whose tokens then are ``tokens``."""
+        """Append the policy's turn to the current sample, and set its tokens to ``tokens``."""
         later = [*self.current.later, dialog.messages[-1]]
         self.current = replace(self.current, later=later, tokens=tokens, turn_tokens=dialog.tokens)
         self.samples[self.current.number] = self.current
@@ -110,7 +110,7 @@ class DialogState:
         self.turn_samples.append(self.current.number)
 
     def undo_turn(self) -> None:
-        """Take the latest turn, which was not delivered, out of its sample."""
+        """Remove the latest turn, which was not delivered, from its sample."""
         self.samples.pop(self.current.number, None)
         if self._before is not None:
             self.samples[self.current.number] = self._before
@@ -120,14 +120,14 @@ class DialogState:
     def continue_with(
         self, number: int, messages: Sequence[Message], tokens: Tensor, limits: TurnLimits
     ) -> None:
-        """Append the task's reply to a sample, or begin the sample with it; also the first
-        prompt of a stateful task.
+        """Append the task's reply to a sample, or begin a sample with it. The first prompt of a
+        stateful task is such a reply too.
 
         Args:
-            number: of the sample.
+            number: number of the sample.
             messages: the reply; a whole chat if it begins the sample.
-            tokens: all tokens of the sample, with the reply.
-            limits: of the next turn.
+            tokens: all tokens of the sample, including the reply.
+            limits: limits of the next turn.
         """
         self._before = sample = self.samples.pop(number, None)
         if sample is None:
@@ -143,7 +143,7 @@ class DialogState:
         self.end(truncated=truncated)
 
     def invalidate(self, error: str, *, truncated: bool) -> None:
-        """End the dialog without a valid reward; ``error`` says why in a line."""
+        """End the dialog without a valid reward, for the reason in the one-line ``error``."""
         self.outcome.valid = False
         self.outcome.error = error
         self.end(truncated=truncated)
@@ -155,6 +155,6 @@ class DialogState:
 
     @property
     def chats(self) -> dict[int, Sequence[Message]]:
-        """Messages of each sample after its first prompt, by number."""
+        """Return the messages of each sample after its first prompt, by sample number."""
         current = {self.current.number: self.current.later}
         return current | {number: sample.later for number, sample in self.samples.items()}

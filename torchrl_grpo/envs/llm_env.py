@@ -1,7 +1,7 @@
 """``LLMEnv``: problems of a task in, token transitions out; single- and multi-turn.
 
-The task scores, and a policy samples. Token in, token out: response tokens are decoded only for the
-task, and no text that the policy wrote is tokenized again.
+The policy samples, and the task scores. Tokens in, tokens out: response tokens are decoded only for
+the task, and the policy's text is never tokenized again.
 """
 
 from __future__ import annotations
@@ -41,43 +41,44 @@ _OUTCOME = ("reward", "done", "terminated", "truncated", "correct", "valid")
 class LLMEnv(EnvBase):
     """Environment that draws problems, returns their prompts as tokens, and scores responses.
 
-    ``reset`` draws ``num_envs / repeats`` problems, or takes those that ``assign`` gave, and
-    repeats each ``repeats`` times, in adjacent rows that share a ``group_id``. Each epoch goes once
-    through the split in an order that ``seed`` decides. ``step`` reads ``("tokens", "response")``
-    (ragged) and ``"length_stopped"`` (without it, a response that does not end with the tokenizer's
-    ``eos_token`` was cut off); a row that is done ignores further responses and repeats its
-    outcome, so that the rows of a batch may need different numbers of turns.
+    ``reset`` draws ``num_envs / repeats`` problems, or plays the groups from ``assign``. Each
+    problem fills ``repeats`` adjacent rows that share a ``group_id``. Each epoch goes through the
+    split once, in an order set by ``seed``. ``step`` reads ``("tokens", "response")`` (ragged) and
+    ``"length_stopped"`` (without it, a response that does not end with the tokenizer's
+    ``eos_token`` counts as cut off). A row that is done ignores further responses and repeats its
+    outcome, so the rows of a batch may need different numbers of turns.
 
-    A dialog is *terminated* when the policy ended its turn and the task has no further message; it
+    A dialog is *terminated* when the policy ended its turn and the task has no further message. It
     is *truncated* when a token limit cut a turn off, when the task had a further message after
     ``max_turns``, or when the next prompt would be longer than ``max_dialog_tokens``. The task
-    scores it in either case, all dialogs that end in one step together. Where the task raises,
-    takes too long or ends its process (the last two in a ``RewardPool``), ``"reward_valid"`` is
-    False and the reward 0. The reward of a dialog is that of its last transition, also where the
-    task rewards turns: their shares are in ``turn_rewards``.
+    scores it in either case; dialogs that end in the same step are scored together. If the task
+    raises, takes too long or ends its process (the last two only in a ``RewardPool``),
+    ``"reward_valid"`` is False and the reward is 0. The reward of a dialog is that of its last
+    transition, even if the task rewards turns: their shares are in ``turn_rewards``.
 
-    ``reset`` asks a stateful task for the first prompts, for all rows together, and the task is
-    closed once for each dialog that ends. A row whose opening failed is done from the start and
-    invalid; ``stepping`` leaves it out. Such a task may begin another training sample in the middle
-    of a dialog: the policy's next turn then has another prompt.
+    ``reset`` asks a stateful task for the first prompts of all rows at once, and the task is closed
+    once for each dialog that ends. A row whose opening failed is done from the start and invalid;
+    ``stepping`` leaves it out. A stateful task may begin another training sample in the middle of a
+    dialog: the policy's next turn then has another prompt.
 
     Args:
-        task: problems and their scorer.
-        tokenizer: with a chat template.
+        task: source of problems and scores.
+        tokenizer: a tokenizer with a chat template.
 
     Keyword Args:
-        num_envs: rows, a multiple of ``repeats``.
-        repeats: rows per problem (the group size).
+        num_envs: number of rows, a multiple of ``repeats``.
+        repeats: number of rows per problem (the group size).
         split: ``"train"`` or ``"test"``.
-        max_prompt_tokens: problems whose prompts are longer, or have no token at all, are dropped
-            and counted in ``num_dropped``. None keeps all.
-        max_dialog_tokens: longest prompt of a later turn; by default ``max_prompt_tokens``.
-        max_turns: most turns that the policy has in one dialog.
-        seed: decides the order of the problems.
-        reward_pool: scores the task's dialogs in processes of their own; None scores here. Several
-            environments may share it; closing it is up to its owner.
-        template_arguments: of the chat template, such as ``enable_thinking``.
-        device: of the tensors that ``reset`` and ``step`` return; None is the CPU.
+        max_prompt_tokens: maximum length of a prompt. Problems with longer prompts, or with empty
+            ones, are dropped and counted in ``num_dropped``. None keeps all.
+        max_dialog_tokens: maximum length of a later turn's prompt; by default
+            ``max_prompt_tokens``.
+        max_turns: maximum number of the policy's turns in one dialog.
+        seed: seed of the order of the problems.
+        reward_pool: scores the task's dialogs in separate processes; None scores them here. Several
+            environments may share a pool, and its owner closes it.
+        template_arguments: arguments for the chat template, such as ``enable_thinking``.
+        device: device of the tensors that ``reset`` and ``step`` return; None is the CPU.
 
     Raises:
         ValueError: a number is out of range, the tokenizer has no chat template, or no problem is
@@ -117,8 +118,8 @@ class LLMEnv(EnvBase):
             )
         if tokenizer.chat_template is None:
             raise ValueError(
-                f"tokenizer={tokenizer.name_or_path!r} must have a chat template, it has none: use "
-                "the model's instruct version, or set tokenizer.chat_template."
+                f"tokenizer={tokenizer.name_or_path!r} must have a chat template: use the model's "
+                "instruct version, or set tokenizer.chat_template."
             )
         super().__init__(batch_size=(num_envs,), device=device)
         self.task = task
@@ -139,14 +140,14 @@ class LLMEnv(EnvBase):
         self._logged_failures: set[tuple[Any, ...]] = vars(task).setdefault(
             "_logged_failures", set()
         )
-        if max_turns > 1:  # raises now if the template cannot render a further turn
+        if max_turns > 1:  # fails early if the template cannot render a further turn
             self.check_role("user")
             if task.tools:
                 self._template.text([tool_message("@", "@")])
         self._set_seed(seed)
         self._rows: list[DialogState] = []
         self._assigned: list[Drawn] = []
-        # Of the group that was drawn last, for rows that are reset one by one.
+        # State of the group drawn last, for rows that are reset one by one.
         self._copies: list[Drawn] = []
         self._received: dict[int, tuple[Dialog, Future[Turn | Failure]]] = {}
         self.latest: dict[int, Dialog] = {}
@@ -161,9 +162,9 @@ class LLMEnv(EnvBase):
 
     def with_rows(self, num_envs: int) -> LLMEnv:
         """Return an environment with this many rows that shares problems, prompts and reward
-        workers, and has its own dialogs.
+        workers with this one, but has its own dialogs.
 
-        It draws nothing: ``assign`` must be called before each ``reset``.
+        It does not draw problems: call ``assign`` before each ``reset``.
         """
         check_multiple("num_envs", num_envs, self.repeats, f"repeats={self.repeats}, at least 1")
         new = object.__new__(type(self))
@@ -176,7 +177,7 @@ class LLMEnv(EnvBase):
         return new
 
     def fake_tensordict(self) -> TensorDictBase:
-        """Return an example transition; as in the real data, rows of tokens are a lazy stack."""
+        """Return an example transition. As in real data, rows of tokens are a lazy stack."""
         fake = super().fake_tensordict()
         for key in ("tokens", "masks", ("next", "tokens"), ("next", "masks")):
             fake.set(key, lazy_stack(list(fake.get(key).unbind(0))))
@@ -184,12 +185,12 @@ class LLMEnv(EnvBase):
 
     @property
     def num_problems(self) -> int:
-        """Problems that can be drawn."""
+        """Number of problems that can be drawn."""
         return len(self.prompts)
 
     @property
     def num_dropped(self) -> int:
-        """Problems whose prompts are too long."""
+        """Number of problems dropped because their prompts are too long or empty."""
         return self.prompts.num_dropped
 
     def _set_seed(self, seed: int | None) -> None:
@@ -197,13 +198,13 @@ class LLMEnv(EnvBase):
         self._copies = []
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return the position in the data. Dialogs in progress are not part of it: save between two
-        rollouts.
+        """Return the position in the data. It does not include dialogs in progress, so save it
+        between two rollouts.
         """
         return self.drawing.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Restore ``state_dict``: the next ``reset`` draws what would have been drawn there.
+        """Restore ``state_dict``: the next ``reset`` draws the same problems as it would have then.
 
         Raises:
             ValueError: the state is from an environment with other problems.
@@ -219,15 +220,14 @@ class LLMEnv(EnvBase):
         """
         if len(drawn) * self.repeats != self.batch_size[0]:
             raise ValueError(
-                f"assign() needs {self.batch_size[0] // self.repeats} groups, it was given "
-                f"{len(drawn)}."
+                f"assign() needs {self.batch_size[0] // self.repeats} groups, but got {len(drawn)}."
             )
         self._assigned = list(drawn)
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         mask = None if tensordict is None else tensordict.get("_reset", None)
         if mask is None or bool(mask.all()) or not self._rows:
-            # Starting afresh keeps groups whole and adjacent, whatever partial resets came before.
+            # A full reset keeps groups whole and adjacent, regardless of earlier partial resets.
             self._copies = []
             groups = self.batch_size[0] // self.repeats
             drawn = self._assigned or [self.drawing.draw() for _ in range(groups)]
@@ -265,7 +265,7 @@ class LLMEnv(EnvBase):
         )
 
     def _begin(self, drawn: Drawn, member: int) -> DialogState:
-        """Return a new dialog of a member of a group."""
+        """Return a new dialog for a member of a group."""
         stateful = self.task.is_stateful
         episode = f"{self._split}-{self.repeats}/{drawn.group}/{member}" if stateful else ""
         return DialogState(
@@ -279,7 +279,7 @@ class LLMEnv(EnvBase):
         return self.prompts.tokens(row.drawn.index, row.problem)
 
     def _open(self, rows: Sequence[DialogState]) -> None:
-        """Ask the task for the first prompts of rows. A row that gets none is done and invalid."""
+        """Ask the task for the first prompts of rows. Rows without one are done and invalid."""
         dialogs = [
             Dialog(
                 row.problem,
@@ -303,7 +303,7 @@ class LLMEnv(EnvBase):
 
     @cached_property
     def _takes_tools(self) -> bool:
-        """Whether the chat template writes tools that a task brings."""
+        """Return whether the chat template renders a task's tools."""
         function = {"name": "probe", "description": "?", "parameters": _NO_PARAMETERS}
         tools = [{"type": "function", "function": function}]
         try:
@@ -313,7 +313,7 @@ class LLMEnv(EnvBase):
         return True
 
     def _accept_opening(self, row: DialogState, turn: Turn) -> Failure | None:
-        """Accept a row's first prompt, or return why it cannot be one."""
+        """Accept a row's first prompt, or return why it is invalid."""
         self.counts.update(turn.counts)
         try:
             if turn.messages is None:
@@ -323,7 +323,7 @@ class LLMEnv(EnvBase):
             if not prompt.numel() or (most is not None and prompt.numel() > most):
                 room = "" if most is None else f" to {most}"
                 raise ValueError(
-                    f"the first prompt of a dialog must have 1{room} tokens, it has "
+                    f"the first prompt of a dialog must have 1{room} tokens, but has "
                     f"{prompt.numel()}."
                 )
         except (ValueError, RecursionError) as error:
@@ -333,11 +333,11 @@ class LLMEnv(EnvBase):
         return None
 
     def _first_prompt_tokens(self, turn: Turn) -> Tensor:
-        """Return the tokens of a whole chat or, if its only message has no role, of its text;
-        [T] int64.
+        """Return the tokens of a whole chat or, if its only message has no role, of that message's
+        text, [T] int64.
 
         Raises:
-            ValueError: the chat template does not take it.
+            ValueError: the chat template rejects the chat.
         """
         messages = list(turn.messages or ())
         if messages and not messages[0]["role"]:
@@ -346,15 +346,15 @@ class LLMEnv(EnvBase):
         return self.prompts.chat_tokens(messages, tools)
 
     def _text_tokens(self, messages: Sequence[Message], *, add_special_tokens: bool) -> Tensor:
-        """Return the tokens of a text as it is, [T] int64; control tokens in it are control
-        tokens.
+        """Return the tokens of a text without a template, [T] int64. Control tokens in the text
+        remain control tokens.
         """
         text = messages[0]["content"]
         ids = self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
         return torch.tensor(ids, dtype=torch.int64)
 
     def _end_episodes(self, rows: Sequence[DialogState]) -> None:
-        """Close dialogs that are over with their task, each once."""
+        """Close the finished dialogs of a stateful task, each once."""
         for row in rows:
             episode, row.episode = row.episode, ""
             if episode and self.reward_pool is not None:
@@ -373,12 +373,12 @@ class LLMEnv(EnvBase):
 
     @property
     def stepping(self) -> Tensor:
-        """Rows whose dialogs go on, [B] bool."""
+        """Whether the dialog of each row continues, [B] bool."""
         return torch.tensor([not row.outcome.done for row in self._rows])
 
     @property
     def turn_rewards(self) -> list[list[float | None]]:
-        """Reward of each turn of each row, None if the task rewards no turns."""
+        """Reward of each turn of each row; None for turns without a reward."""
         return [row.turn_rewards for row in self._rows]
 
     def limits(self, row: int) -> TurnLimits:
@@ -388,16 +388,16 @@ class LLMEnv(EnvBase):
     def receive(
         self, row: int, response: Tensor, length_stopped: bool, log_probs: Tensor | None = None
     ) -> None:
-        """Take a row's response before the step, so that its dialog is scored while others are
+        """Accept a row's response before ``step``, so that its dialog is scored while others are
         still being sampled.
 
-        Nothing happens without a ``reward_pool``: scoring here would hold up the sampling.
+        Does nothing without a ``reward_pool``, because scoring here would block the sampling.
 
         Args:
-            row: index.
-            response: [T] int64, what ``step`` will find there.
-            length_stopped: as ``step`` will find it.
-            log_probs: [T] float32, as ``step`` will find them.
+            row: index of the row.
+            response: [T] int64, the response that ``step`` will read.
+            length_stopped: the value that ``step`` will read.
+            log_probs: [T] float32, the log-probs that ``step`` will read.
         """
         if self.reward_pool is not None:
             dialog = self._dialog(row, response.tolist(), length_stopped, log_probs)
@@ -421,10 +421,11 @@ class LLMEnv(EnvBase):
         for row in active:
             response = rows[row].get(keys.RESPONSE[-1])
             tokens[row] = torch.cat([tokens[row], response])
-            own = None if log_probs is None else log_probs[row].get(keys.LOG_PROBS[-1], None)
             ids = response.tolist()
             cut = ids[-1:] != end if length_stopped is None else bool(length_stopped[row])
-            dialogs[row] = self._dialog(row, ids, cut, None if own is None else own[-len(ids) :])
+            scores = None if log_probs is None else log_probs[row].get(keys.LOG_PROBS[-1], None)
+            scores = None if scores is None else scores[-len(ids) :]
+            dialogs[row] = self._dialog(row, ids, cut, scores)
         self.latest = dialogs
         cut_off: dict[int, Dialog] = {}
         for row, turn in zip(active, self._advance(dialogs), strict=True):
@@ -439,7 +440,7 @@ class LLMEnv(EnvBase):
         for row, turn in zip(cut_off, self._advance(cut_off), strict=True):
             self._take_turn(self._rows[row], cut_off[row], turn)
         self._end_episodes([self._rows[row] for row in active if self._rows[row].outcome.done])
-        if self.input_mode == "tokens":  # else HistoryTransforms has the last word
+        if self.input_mode == "tokens":  # otherwise HistoryTransforms counts them later
             self.note_outcomes()
         responses = [row.responses[-1] if row.responses else "" for row in self._rows]
         return TensorDict(
@@ -455,8 +456,8 @@ class LLMEnv(EnvBase):
     def _dialog(
         self, row: int, tokens: list[int], length_stopped: bool, log_probs: Tensor | None
     ) -> Dialog:
-        """Return the dialog of a row with a further response, reusing the received one if it is the
-        same.
+        """Return the dialog of a row with a further response. Reuse the dialog from ``receive`` if
+        the response is the same.
         """
         received, _ = self._received.get(row, (None, None))
         if received is not None and received.tokens == tokens:
@@ -482,12 +483,12 @@ class LLMEnv(EnvBase):
         )
 
     def _prefill(self, row: DialogState) -> str:
-        """Return the thought that the chat template begins each of a row's turns with, if any."""
+        """Return the thought with which the chat template begins each turn of a row, if any."""
         match = _THOUGHT.search(self.tokenizer.decode(self._prompt_of(row)[-_PREFILL_TOKENS:]))
         return match[0] if match else ""
 
     def _advance(self, dialogs: Mapping[int, Dialog]) -> list[Turn | Failure]:
-        """Return the outcome of the latest turn in each dialog, from the task."""
+        """Return the task's answer to the latest turn of each dialog."""
         if not dialogs:
             return []
         if self.reward_pool is None:
@@ -506,8 +507,8 @@ class LLMEnv(EnvBase):
         """End a dialog, or append the task's reply to it.
 
         Returns:
-            [T] int64, all tokens with the reply; None if the dialog ended, or there is no room for
-            the reply.
+            all tokens including the reply, [T] int64; None if the dialog ended or there is no room
+            for the reply.
         """
         cut = dialog.finish_reason == "length"
         if isinstance(turn, Failure):
@@ -532,7 +533,7 @@ class LLMEnv(EnvBase):
         except (ValueError, RecursionError) as error:
             if not self.task.is_stateful:
                 raise
-            # The template need not render what an agent writes.
+            # The template may be unable to render an agent's messages.
             self._invalidate(state, Failure.of(error))
             return None
         if tokens is None:
@@ -542,7 +543,9 @@ class LLMEnv(EnvBase):
         return tokens
 
     def _with_reply(self, state: DialogState, turn: Turn) -> Tensor | None:
-        """Return all tokens of the sample that a reply continues or begins, None without room."""
+        """Return all tokens of the sample that a reply continues or begins; None if it has no room
+        for them.
+        """
         sample = state.samples.get(turn.sample)
         if sample is None or sample.tokens is None:
             return self._if_fits(self._first_prompt_tokens(turn))
@@ -551,7 +554,7 @@ class LLMEnv(EnvBase):
     def _append_reply(
         self, tokens: Tensor, messages: Sequence[Message], turn_tokens: Sequence[int]
     ) -> Tensor | None:
-        """Return all tokens with messages after the latest turn, None without room for them."""
+        """Return all tokens with messages after the latest turn; None if there is no room."""
         if messages and not messages[0]["role"]:
             reply = self._text_tokens(messages, add_special_tokens=False)
         else:
@@ -564,13 +567,13 @@ class LLMEnv(EnvBase):
 
     @property
     def dialogs(self) -> list[Dialog]:
-        """Return the dialog of each row so far, including messages after the latest turn."""
+        """Dialog of each row so far, including messages after the latest turn."""
         return [Dialog(row.problem, row.responses, row.current.messages) for row in self._rows]
 
     @property
     def transcripts(self) -> list[dict[int, str]]:
-        """Return each row's dialog after its prompt, as text, by sample; other roles begin with
-        ``[role]``.
+        """Return each row's dialog after its prompt as text, by sample number. Messages of other
+        roles begin with ``[role]``.
         """
 
         def line(message: Message) -> str:
@@ -584,12 +587,12 @@ class LLMEnv(EnvBase):
 
     @property
     def samples(self) -> list[list[int]]:
-        """Number of the training sample of each turn, for each row."""
+        """Sample number of each turn of each row."""
         return [row.turn_samples for row in self._rows]
 
     @property
     def errors(self) -> list[str]:
-        """Why each row's reward is invalid, in a line; empty if it is valid."""
+        """Reason why each row's reward is invalid, in one line; empty if it is valid."""
         return [row.outcome.error for row in self._rows]
 
     def check_role(self, role: str) -> None:
@@ -599,9 +602,9 @@ class LLMEnv(EnvBase):
         self._template.text([{"role": role, "content": "@"}])
 
     def resume(self, row: int, messages: Sequence[Message], tokens: Tensor) -> Tensor | None:
-        """Continue after a row's latest turn, the end of ``tokens``, with messages that replace the
-        task's answer or score; return all tokens. Return None and change nothing if the turn was
-        cut off, was the last one, or there is no room.
+        """Continue after a row's latest turn, which ends ``tokens``, with messages that replace the
+        task's reply or score. Return all tokens; or return None and change nothing if the turn was
+        cut off or was the last one, or if there is no room.
         """
         dialog, state = self.latest[row], self._rows[row]
         if dialog.last or dialog.finish_reason == "length":
@@ -620,8 +623,8 @@ class LLMEnv(EnvBase):
         return longer
 
     def note_outcomes(self) -> None:
-        """Count the dialogs that ended in the latest step for the drawing, where this environment
-        draws.
+        """Report the dialogs that ended in the latest step to ``drawing``, if this environment
+        draws its own problems.
         """
         if self._draws:
             states = [self._rows[row] for row in self.latest]
@@ -636,7 +639,7 @@ class LLMEnv(EnvBase):
         self._rows[row].end(truncated=truncated)
 
     def _invalidate(self, row: DialogState, failure: Failure, *, truncated: bool = False) -> None:
-        """End a dialog without a valid reward; log each kind of failure once."""
+        """End a dialog without a valid reward, and log each kind of failure once."""
         row.invalidate(failure.line, truncated=truncated)
         self.counts[f"rewards/invalid_{failure.cause}"] += 1
         if self._is_new(failure):
@@ -647,14 +650,14 @@ class LLMEnv(EnvBase):
             )
 
     def _is_new(self, failure: Failure) -> bool:
-        """Whether a failure is the first of its kind."""
-        known = failure.kind in self._logged_failures
+        """Return whether a failure is the first of its kind."""
+        is_known = failure.kind in self._logged_failures
         self._logged_failures.add(failure.kind)
-        return not known
+        return not is_known
 
     def take_counts(self) -> dict[str, float]:
-        """Return the counts since the last call, as metrics that add up; ``RewardPool.take_counts``
-        included.
+        """Return the counts since the last call, including ``RewardPool.take_counts``, as metrics
+        that can be summed.
         """
         counts, self.counts = self.counts, Counter()
         tools = dict.fromkeys(("tools/calls", "tools/errors"), 0) if self.task.tools else {}
@@ -662,7 +665,7 @@ class LLMEnv(EnvBase):
         return {**tools, **counts, **pool}
 
     def _outcome_columns(self, outcomes: Sequence[Outcome], names: Sequence[str]) -> dict[str, Any]:
-        """Return attributes of outcomes as [B, 1] columns, and the parts of the rewards."""
+        """Return attributes of the outcomes as [B, 1] columns, and the parts of the rewards."""
         columns: dict[str, Any] = {
             name: torch.tensor([getattr(outcome, name) for outcome in outcomes]).unsqueeze(-1)
             for name in names

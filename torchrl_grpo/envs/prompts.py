@@ -1,6 +1,4 @@
-"""``Prompts``: the problems of a split as token prompts. It does not decide which problems are
-drawn.
-"""
+"""``Prompts``: the problems of a split as token prompts. It does not draw problems."""
 
 from __future__ import annotations
 
@@ -20,15 +18,15 @@ class Prompts:
     """Prompts of problems, rendered with the chat template and cached as tokens.
 
     Args:
-        task: the problems.
-        tokenizer: with a chat template.
+        task: source of the problems.
+        tokenizer: a tokenizer with a chat template.
         split: ``"train"`` or ``"test"``.
-        max_prompt_tokens: problems whose prompts are longer, or have no token at all, are dropped
-            and counted in ``num_dropped``. None keeps all.
-        template_arguments: of the chat template.
+        max_prompt_tokens: maximum length of a prompt. Problems with longer prompts, or with empty
+            ones, are dropped and counted in ``num_dropped``. None keeps all.
+        template_arguments: arguments for the chat template.
 
     Attributes:
-        problems: of the split.
+        problems: all problems of the split.
         usable: indices of the problems whose prompts are short enough.
 
     Raises:
@@ -48,25 +46,26 @@ class Prompts:
         self._chats = ChatEncoder(tokenizer, template_arguments)
         self.problems: Sequence[Problem] = task.problems(split)
         self._tokens: dict[int, Tensor] = {}
-        self._warned = split != "train"  # test problems are of the same kind
+        self._warned = split != "train"  # warn about the training split only
         self.usable = self._select(max_prompt_tokens)
         self.num_dropped = len(self.problems) - len(self.usable)
         if self.num_dropped:
             torchrl_logger.info(
                 f"Dropped {self.num_dropped} of {len(self.problems)} {split} prompts of "
-                f"{task.name!r} that are longer than max_prompt_tokens={max_prompt_tokens}, or "
-                "have no token at all."
+                f"{task.name!r} that are longer than max_prompt_tokens={max_prompt_tokens} or "
+                "empty."
             )
         if not self.usable:
             raise ValueError(
                 f"split={split!r} of task {task.name!r} must have a problem whose prompt has 1 to "
-                f"max_prompt_tokens={max_prompt_tokens} tokens, none of its {len(self.problems)} "
-                "has: use a larger max_prompt_tokens, a model length that leaves more room beside "
-                "the response, or a tokenizer that knows the characters of the prompts."
+                f"max_prompt_tokens={max_prompt_tokens} tokens, but none of its "
+                f"{len(self.problems)} problems does: use a larger max_prompt_tokens, a model "
+                "length that leaves more room beside the response, or a tokenizer that knows the "
+                "characters of the prompts."
             )
 
     def _select(self, most: int | None) -> list[int]:
-        """Return the indices of problems whose prompts fit. Without a limit none is tokenized."""
+        """Return the indices of problems whose prompts fit; without a limit, without tokenizing."""
         everything = list(range(len(self.problems)))
         if most is None:
             return everything
@@ -91,7 +90,7 @@ class Prompts:
         """Return the prompt of a chat, [T] int64.
 
         Raises:
-            ValueError: the chat template does not take it.
+            ValueError: the chat template rejects the chat.
         """
         text = self._chats.render(messages, tools=list(tools) or None, add_generation_prompt=True)
         return torch.tensor(self._chats.encode([text])[0], dtype=torch.int64)
@@ -101,14 +100,14 @@ class Prompts:
         return len(self.usable)
 
     def tokens(self, index: int, problem: Problem) -> Tensor:
-        """Return the prompt of the problem with this index, [T] int64; tokens are cached."""
+        """Return the prompt of the problem with this index, [T] int64, from a cache if possible."""
         if index not in self._tokens:
             tokens = self._chats.encode([self._render(problem)])[0]
             self._tokens[index] = torch.tensor(tokens, dtype=torch.int64)
         return self._tokens[index]
 
     def first(self, count: int) -> list[Tensor]:
-        """Return the prompts of the split's first ``count`` problems, [T] int64 each; drawing is
-        not affected.
+        """Return the prompts of the split's first ``count`` problems, [T] int64 each, without
+        affecting the drawing.
         """
         return [self.tokens(index, self.problems[index]) for index in self.usable[:count]]

@@ -11,15 +11,13 @@ from torchrl_grpo.keys import ATTENTION_MASK, DATASET, REWARD_PARTS
 
 
 class _RaggedTokens(Categorical):
-    """Spec of token ids whose rows differ in length; where TorchRL would stack them once more, it
-    refuses.
-    """
+    """Spec of token ids whose rows differ in length, which TorchRL must not stack again."""
 
     def expand(self, *shape: Any) -> Categorical:
         size = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
         if len(size) > self.ndim:
             raise ValueError(
-                f"LLMEnv must not be stacked to {list(size[:-1])} rows by SerialEnv or "
+                f"LLMEnv must not be stacked into {list(size[:-1])} rows by SerialEnv or "
                 "ParallelEnv, which cannot step rows of tokens that differ in length: use "
                 "num_envs for more rows, and reward_pool for more processes."
             )
@@ -32,14 +30,14 @@ def transition_specs(
     """Return the specs by their names in ``EnvBase``.
 
     Args:
-        num_envs: rows.
+        num_envs: number of rows.
         vocabulary: number of token ids.
         has_parts: whether rewards have parts.
-        has_datasets: whether problems are of several data sets.
+        has_datasets: whether problems come from several data sets.
     """
     rows = (num_envs,)
     tokens = _RaggedTokens(vocabulary, shape=(-1,), dtype=torch.int64)
-    # TorchRL's wrappers would else read the mask of the turn before.
+    # Otherwise TorchRL's wrappers would read the mask of the previous turn.
     mask = Composite({ATTENTION_MASK[-1]: Unbounded(shape=(-1,), dtype=torch.bool)})
     parts = {REWARD_PARTS[-1]: NonTensor(shape=rows, example_data={})} if has_parts else {}
     dataset = {DATASET: NonTensor(shape=rows, example_data="")} if has_datasets else {}

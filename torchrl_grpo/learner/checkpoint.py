@@ -1,4 +1,4 @@
-"""Write and read checkpoints: everything that a run needs to go on."""
+"""Write and read checkpoints: everything that a run needs to continue."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from torchrl_grpo.learner.export import ACCURACY, INVALID, export_model, model_c
 from torchrl_grpo.learner.parts import tensors_in
 
 _MOST_INVALID = 0.5
-"""Share of invalid rewards above which an evaluation does not count for ``best``: too few problems
-are left.
+"""Fraction of invalid rewards above which an evaluation does not count for ``best``, because too
+few problems are left.
 """
 _ENTRIES = {"step", "trainer", "source", "rng", "config"}
 
@@ -71,7 +71,7 @@ class Writes:
         return self.most * self.checkpoint_bytes + self.models * self.model_bytes
 
     def check_room(self, directory: Path, beside: int = 0) -> None:
-        """Check that the disk has room for them.
+        """Check that the disk has room for the checkpoints and models.
 
         Args:
             directory: folder of the run; it need not exist.
@@ -93,13 +93,13 @@ class Writes:
 
 
 def room_at(directory: Path) -> tuple[Path, int]:
-    """Return the nearest existing folder of a path, and the bytes free there."""
+    """Return the nearest existing folder of a path, and the number of free bytes there."""
     there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     return there, shutil.disk_usage(there).free
 
 
 class Checkpointer:
-    """Names, contents and number of the checkpoints in a folder, and writer of ``model/``.
+    """Manages the names, contents and number of checkpoints in a folder, and writes ``model/``.
 
     A checkpoint has ``trainer`` (model, optimizer, scheduler, scaler, counters), ``source`` (data
     order, the engine's random state), ``rng`` (Python, torch, CUDA), ``config`` (the full config as
@@ -134,7 +134,7 @@ class Checkpointer:
             if (step_of(path) or 0) > step:
                 aside = set_aside(path)
                 torchrl_logger.warning(
-                    f"{path} is of a later step than {step}: renamed to {aside.name}."
+                    f"{path} is from a later step than {step}: renamed to {aside.name}."
                 )
         for path in self.directory.glob("checkpoint_*.tmp"):
             shutil.rmtree(path)
@@ -154,7 +154,7 @@ class Checkpointer:
         return {"step": step, "config": self.config, "metrics": self.metrics}
 
     def not_saved(self, path: Path, error: BaseException) -> BaseException:
-        """Return the exception to raise when ``error`` has ended the writing of a checkpoint."""
+        """Return the exception to raise after ``error`` interrupted the writing of a checkpoint."""
         if is_full(error):
             return DiskFullError(f"there is no room for {path.name} in {self.directory}")
         if isinstance(error, OSError):
@@ -164,7 +164,7 @@ class Checkpointer:
         return error
 
     def remove_old(self) -> None:
-        """Remove the checkpoints that ``train.keep_checkpoints`` does not keep; the newest one
+        """Remove the checkpoints that ``train.keep_checkpoints`` does not keep. The newest one
         always stays.
         """
         keep = self._keep
@@ -186,8 +186,8 @@ class Checkpointer:
     def export(
         self, model: Any, tokenizer: PreTrainedTokenizerBase, step: int, *, ended: bool = True
     ) -> Path:
-        """Write the model, its tokenizer and its card into ``model/``. Before the run has ended the
-        folder is ``model_{step}/`` and has LoRA's adapters alone; see ``export_model``.
+        """Write the model, its tokenizer and its card into ``model/``. During the run the folder is
+        ``model_{step}/`` and, with LoRA, has only the adapters; see ``export_model``.
         """
         target = self.directory / ("model" if ended else f"model_{step:06d}")
         card = model_card(self.config, step, self.metrics)
@@ -203,7 +203,7 @@ def read_checkpoint(path: Path, *, trusted: bool = False) -> dict[str, Any]:
         trusted: skip checksums and tensors, which were checked before.
 
     Raises:
-        ValueError: it is not a whole checkpoint, or has tensors that are not finite.
+        ValueError: the checkpoint is not complete, or has tensors that are not finite.
     """
     if not trusted:
         check_whole(path)
@@ -213,13 +213,13 @@ def read_checkpoint(path: Path, *, trusted: bool = False) -> dict[str, Any]:
             check_stored(path)
         state = torch.load(path / STATE, map_location="cpu", weights_only=True)
     except Exception as error:  # a foreign file may raise anything
-        # The rest of torch's message advises to trust the file.
+        # The rest of torch's message advises trusting the file.
         reason = str(error).splitlines()[0].partition(". ")[0]
         raise ValueError(
             f"{path.name} cannot be read ({type(error).__name__}: {reason:.200})"
         ) from error
     if not isinstance(state, dict) or not state.keys() >= _ENTRIES:
-        raise ValueError(f"{path.name} holds something else")
+        raise ValueError(f"{path.name} does not contain a checkpoint")
     if not trusted:
         try:
             check_finite(tensors_in(path))
@@ -227,14 +227,15 @@ def read_checkpoint(path: Path, *, trusted: bool = False) -> dict[str, Any]:
             raise ValueError(f"{path.name} cannot be used: {error}") from error
         except Exception as error:  # a foreign file may raise anything
             raise ValueError(
-                f"{path.name} holds something else ({type(error).__name__}: {error!s:.200})"
+                f"{path.name} does not contain a checkpoint "
+                f"({type(error).__name__}: {error!s:.200})"
             ) from error
-    return state | {"config": config}  # the config that was checked when this run's was made
+    return state | {"config": config}  # the config that was checked with this run's config
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a checkpoint, or whatever has its name, to ``.old``, ``.old-2`` and so on; return the
-    new path.
+    """Rename a checkpoint, or anything else at its path, to ``.old``, ``.old-2`` and so on. Return
+    the new path.
     """
     return path.rename(
         next(name for name in numbered(path.with_suffix(".old")) if not name.exists())
@@ -242,8 +243,8 @@ def set_aside(path: Path) -> Path:
 
 
 def bytes_of(tensors: Any) -> int:
-    """Return the bytes of the tensors in nested dictionaries and lists; for sharded ones, those of
-    all ranks.
+    """Return the number of bytes of the tensors in nested dictionaries and lists. Sharded tensors
+    count with the parts of all ranks.
     """
     if isinstance(tensors, torch.Tensor):
         return tensors.nbytes
@@ -263,13 +264,13 @@ def _score(path: Path) -> float | None:
 
 
 def check_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Check that tensors, as (name, tensor), are finite, and second moments not negative.
+    """Check that tensors, as (name, tensor), are finite, and that second moments are not negative.
 
     Raises:
-        NonFiniteError: a tensor is not.
+        NonFiniteError: a tensor fails the check.
     """
     for name, tensor in tensors:
-        # The sum is cheap, and not finite if an element is not. It may also overflow.
+        # The sum is cheap, and is not finite if an element is not. It may also overflow.
         if (
             tensor.is_floating_point()
             and not tensor.sum().isfinite()
@@ -291,7 +292,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Restore the state from ``rng_state``; accelerators' only if there are as many of them."""
+    """Restore the state from ``rng_state``, for accelerators only if their number is the same."""
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     torch.set_rng_state(state["torch"])

@@ -1,4 +1,4 @@
-"""Finds the origin of non-finite numbers. It needs extra passes, so it runs only after such a step."""
+"""Find the origin of non-finite numbers, with extra passes after a bad step only."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ def where_not_finite(
 ) -> str:
     """Describe the first module with non-finite numbers, and the samples that cause them.
 
-    The gradients that it makes are cleared.
+    Its own gradients are cleared.
 
     Args:
-        model: trained; its weights are those of the step.
-        data: padded, with the entries that the loss reads.
+        model: the trained model, with the weights of the step.
+        data: padded batch with the entries that the loss reads.
         parts: the micro-batches, as rows of ``data``.
-        passes: forward and backward of some rows, as in the step.
-        queries: of each row, to name it; its number by default.
-        one_by_one: whether samples may be passed one at a time; not where several ranks must do the
-            same passes.
+        passes: forward and backward pass of some rows, as in the step.
+        queries: names of the rows in the message; by default their numbers.
+        one_by_one: whether to try samples one at a time; must be False if several ranks have to
+            make the same passes.
     """
     counts = data.get(keys.LOSS_WEIGHTS) != 0
     for key in data.keys(True, True):
@@ -49,45 +49,47 @@ def where_not_finite(
         name for name, weight in model.named_parameters() if not weight.detach().isfinite().all()
     ]
     if wrong:
-        return f"{len(wrong)} weights are not finite, the first {wrong[0]}"
-    found: str | None = None
+        return f"{len(wrong)} weights are not finite, the first of which is {wrong[0]}"
+    source: str | None = None
     bad: list[int] = []
     for part in parts:
         first = _first_module(model, part, passes)
         if first is None:
             continue
-        found = found or first
+        source = source or first
         rows = part.tolist()
         if one_by_one and len(bad) < _MOST:
             rows = [
                 row for row in rows if _first_module(model, torch.tensor([row]), passes)
             ] or rows
         bad += rows
-    if found is None:
-        return "one by one its micro-batches are finite, so the numbers only overflow in their sum"
-    return f"the first numbers that are not finite are those of {found}, for {_named(bad, queries)}"
+    if source is None:
+        return "each of its micro-batches is finite, so the numbers overflow only in their sum"
+    return (
+        f"the first numbers that are not finite are those of {source}, for {_named(bad, queries)}"
+    )
 
 
 def _first_module(model: nn.Module, rows: Tensor, passes: Callable[[Tensor], Any]) -> str | None:
     """Find the first numbers that are not finite in the pass of some rows."""
-    found: list[str] = []
-    with _watched(model, found):
+    modules: list[str] = []
+    with _watched(model, modules):
         outputs = passes(rows)
     grads = [
         n for n, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()
     ]
     model.zero_grad(set_to_none=True)
-    if found:
-        return f"the module {found[0]}"
+    if modules:
+        return f"the module {modules[0]}"
     for name, value in (outputs or {}).items():
         if not value.isfinite().all():
-            return f"the loss ({name}), although all modules gave finite ones"
+            return f"the loss ({name}), although the outputs of all modules are finite"
     return f"the gradient of {grads[-1]}" if grads else None  # the last layer's comes first
 
 
 @contextmanager
-def _watched(model: nn.Module, found: list[str]) -> Iterator[None]:
-    """Record the modules with non-finite output, in the order in which they end."""
+def _watched(model: nn.Module, modules: list[str]) -> Iterator[None]:
+    """Record the modules with non-finite output, in the order in which they finish."""
 
     def look(name: str, module: nn.Module, output: Any) -> None:
         first = (
@@ -100,7 +102,7 @@ def _watched(model: nn.Module, found: list[str]) -> Iterator[None]:
             and first.is_floating_point()
             and not first.detach().isfinite().all()
         ):
-            found.append(f"{name} ({type(module).__name__})")
+            modules.append(f"{name} ({type(module).__name__})")
 
     hooks = [
         module.register_forward_hook(
@@ -117,7 +119,7 @@ def _watched(model: nn.Module, found: list[str]) -> Iterator[None]:
 
 
 def _rows(value: Tensor, counts: Tensor) -> list[int]:
-    """Rows of an entry with a non-finite value at a token that counts."""
+    """Return the rows of an entry with a non-finite value at a token that counts."""
     if not value.is_floating_point():
         return []
     counts = counts if value.shape == counts.shape else counts.any(-1, keepdim=True)
@@ -136,25 +138,27 @@ def _named(rows: Sequence[int], queries: Sequence[str] | None) -> str:
 
 
 def queries_of(batch: Any) -> list[str] | None:
-    """The problems of a batch's sequences, and then of its demonstrations, where it has them."""
+    """Return the queries of a batch's sequences and then of its demonstrations; None if it has no
+    queries.
+    """
     rows = batch.unbind(0)
     if not all(keys.QUERY in row.keys() for row in rows):  # noqa: SIM118
         return None
-    shown = demonstrations_in(batch) if has(batch, keys.DEMONSTRATION) else []
-    return [row[keys.QUERY] for row in [*rows, *(rows[number] for number in shown)]]
+    demonstrations = demonstrations_in(batch) if has(batch, keys.DEMONSTRATION) else []
+    return [row[keys.QUERY] for row in [*rows, *(rows[number] for number in demonstrations)]]
 
 
 def why_no_token(batch: Any) -> str:
-    """Return why no token of a batch counts, and how the scorer failed where it did."""
+    """Return why no token of a batch counts and, if the scorer failed, its first error."""
     if not has(batch, keys.REWARD_VALID) or pad(batch, keys.REWARD_VALID, False).any():
         return (
             "all responses with a valid reward were truncated, and policy.mask_truncated=true "
             "leaves these out: raise inference_model.max_new_tokens"
         )
-    why = "all rewards are invalid (a scorer that fails? see rollout/invalid)"
+    why = "all rewards are invalid (is the scorer failing? see rollout/invalid)"
     rows = batch.unbind(0)
     errors = [row[keys.REWARD_ERROR] for row in rows if keys.REWARD_ERROR in row.keys()]  # noqa: SIM118
     if errors:
         first = errors[0].rstrip(".")
-        why += f". The scorer failed on {len(errors)} of {len(rows)} responses, the first time with {first}"
+        why += f". The scorer failed on {len(errors)} of {len(rows)} responses, first with {first}"
     return why

@@ -23,10 +23,9 @@ from torchrl_grpo.weights import named_adapter_weights, named_weights
 ACCURACY = "eval/pass@1"
 """Metric of a checkpoint's quality."""
 INVALID = "eval/invalid_fraction"
-"""Share of the rewards that this metric excludes."""
+"""Fraction of the rewards that the metric excludes as invalid."""
 _FILE_BYTES = 4 << 30
-"""Maximum size of a file of weights, unless one weight is larger; it is also the memory needed at a
-time.
+"""Maximum size of a file of weights, unless a single weight is larger. Writing takes this memory.
 """
 
 
@@ -42,20 +41,20 @@ def export_model(
 
     The weights are gathered and written file by file.
 
-    ``AutoModelForCausalLM.from_pretrained`` and vLLM load the folder as it is. Of a sharded model
-    all ranks must call this: rank 0 writes.
+    ``AutoModelForCausalLM.from_pretrained`` and vLLM load the folder without conversion. All ranks
+    of a sharded model must call this; rank 0 writes.
 
     Args:
-        model: trained; adapters are merged.
-        tokenizer: of the model.
-        target: the folder.
+        model: the trained model; its adapters are merged.
+        tokenizer: tokenizer of the model.
+        target: folder to write.
         card: text of its ``README.md``.
-        adapters: whether LoRA's adapters are written by themselves, as peft loads them, in place of
-            the whole model.
+        adapters: whether to write only LoRA's adapters, in the form that peft loads, instead of the
+            whole model.
 
     Raises:
-        NotSavedError: there is no room for it (``DiskFullError``), or the folder cannot be written
-            to; what was there stays.
+        NotSavedError: there is no room for the model (``DiskFullError``), or the folder is not
+            writable. Its previous contents stay.
     """
     named = named_adapter_weights(model) if adapters else named_weights(model)
     if not is_writer(model):
@@ -72,10 +71,12 @@ def export_model(
                 staging, state_dict={name: weight.cpu().contiguous() for name, weight in named}
             )
         else:
-            whole = (weight for name, weight in base.named_parameters() if ".lora_" not in name)
+            base_weights = (
+                weight for name, weight in base.named_parameters() if ".lora_" not in name
+            )
             check_room(
                 staging,
-                sum(weight.nbytes for weight in whole),
+                sum(weight.nbytes for weight in base_weights),
                 "the model",
             )
             base.save_pretrained(
@@ -86,7 +87,7 @@ def export_model(
         (staging / "README.md").write_text(card, encoding="utf-8")
     except BaseException as error:
         if isinstance(error, Exception):
-            deque(named, maxlen=0)  # the other ranks gather all of them
+            deque(named, maxlen=0)  # the other ranks only take part in gathering
         shutil.rmtree(staging, ignore_errors=True)
         if is_full(error):
             raise DiskFullError(f"there is no room for the model in {target.parent}") from None
@@ -103,25 +104,25 @@ def export_model(
 
 
 def _write_weights(folder: Path, named: Iterable[tuple[str, Tensor]]) -> None:
-    """Write weights, held in memory a file at a time, under the names that ``from_pretrained``
-    looks for.
+    """Write weights under the names that ``from_pretrained`` looks for. One file at a time is held
+    in memory.
     """
     for empty in folder.glob("*.safetensors"):
         empty.unlink()
     files: list[list[str]] = []
-    held: dict[str, Tensor] = {}
+    pending: dict[str, Tensor] = {}
     total = used = 0
 
     def write() -> None:
-        save_file(held, folder / f"{len(files)}.part", {"format": "pt"})
-        files.append([*held])
-        held.clear()
+        save_file(pending, folder / f"{len(files)}.part", {"format": "pt"})
+        files.append([*pending])
+        pending.clear()
 
     for name, weight in named:
-        if held and used + weight.nbytes > _FILE_BYTES:
+        if pending and used + weight.nbytes > _FILE_BYTES:
             write()
             used = 0
-        held[name] = weight.cpu().contiguous()
+        pending[name] = weight.cpu().contiguous()
         used, total = used + weight.nbytes, total + weight.nbytes
     write()
     several = len(files) > 1
@@ -143,7 +144,7 @@ def check_room(directory: Path, needed: int, what: str) -> None:
     """Check that a file fits on a disk.
 
     Raises:
-        DiskFullError: it does not.
+        DiskFullError: the file does not fit.
     """
     free = shutil.disk_usage(directory).free
     if free < needed:
@@ -157,18 +158,18 @@ def model_card(config: Mapping[str, Any], step: int, metrics: Mapping[str, float
     """Return the card of a model: its origin, data, config and accuracy.
 
     Args:
-        config: of the run, as plain types.
-        step: steps that trained it.
-        metrics: of its evaluation; they may be missing.
+        config: the run's config as plain types.
+        step: number of steps that trained the model.
+        metrics: metrics of the model's evaluation; they may be missing.
     """
     env, base = config["env"], config["model"]["name"]
     entries = ", ".join(entry["dataset"] for entry in env.get("datasets") or [])
-    own = env["task"].get("_target_") if isinstance(env["task"], Mapping) else env["task"]
-    data = own or env["dataset"] or entries or env["environment"]
+    task = env["task"].get("_target_") if isinstance(env["task"], Mapping) else env["task"]
+    data = task or env["dataset"] or entries or env["environment"]
     of_hub = base.count("/") == 1 and not Path(base).exists()
-    tested = {name: accuracy(metrics, name) for name in metrics if name.startswith("eval/pass@")}
+    scores = {name: accuracy(metrics, name) for name in metrics if name.startswith("eval/pass@")}
     rows = {"base model": base, "training data": data, "steps": f"{step:,}"}
-    rows |= {name.removeprefix("eval/"): shown for name, shown in tested.items()} or {
+    rows |= {name.removeprefix("eval/"): text for name, text in scores.items()} or {
         "pass@1": "not measured"
     }
     lines = [

@@ -1,5 +1,5 @@
-"""``Learner``: batch transforms, trainer and weight sender. A local run calls it, a Ray actor wraps
-it.
+"""``Learner``: batch transforms, trainer and weight sender. Local runs call it directly; on Ray, an
+actor wraps it.
 """
 
 from __future__ import annotations
@@ -35,20 +35,19 @@ _CHECKED = 64
 class Learner:
     """Turns a scored batch into a training step, metrics, sample rows and new weights.
 
-    With a sharded model every rank has a learner and is given the same whole batch; all methods are
-    then collective, and what goes out of the learner (weights, files, sample rows) comes from rank
-    0.
+    With a sharded model every rank has a learner and gets the same whole batch. All methods are
+    then collective, and all outputs (weights, files, sample rows) come from rank 0.
 
     Args:
-        trainer: trains the batch; of a sharded model, its rank's share.
-        transforms: what is applied to the whole batch first, by name: reference scoring (LoRA, or a
-            sharded reference model), reward shaping, advantage. The name appears in
+        trainer: trains the batch or, with a sharded model, its rank's share of it.
+        transforms: transforms of the whole batch before training, by name: reference scoring (LoRA,
+            or a sharded reference model), reward shaping, advantage. The name appears in
             ``time/{name}_s``.
-        sender: gives the weights to the engines.
-        tokenizer: makes the text of the tokens in ``samples``; None leaves them out.
-        makes_room: whether engines wake on this GPU when they are given weights: they get what
-            training took of it.
-        sampled: whether a policy sampled the batches, or they are demonstrations.
+        sender: sends the weights to the engines.
+        tokenizer: decodes the tokens in ``samples``; None leaves them out.
+        makes_room: whether engines on this GPU wake when they get weights. If so, training first
+            releases its cached memory.
+        sampled: whether a policy sampled the batches; False for demonstrations.
     """
 
     def __init__(
@@ -73,12 +72,12 @@ class Learner:
 
     @property
     def version(self) -> int:
-        """Batches trained so far."""
+        """Number of batches trained so far."""
         return self.trainer.version
 
     @property
     def resumable(self) -> bool:
-        """Whether the weights are those between two batches, not in the middle of one."""
+        """Whether training is between two batches, not in the middle of one."""
         return self.trainer.optim_steps == self._trained_steps
 
     def load_state_dict(self, state: dict[str, Any], checkpoint: Path) -> None:
@@ -87,8 +86,8 @@ class Learner:
         self._trained_steps = self.trainer.optim_steps
 
     def train_batch(self, batch: TensorDictBase) -> dict[str, float]:
-        """Train a batch [N]; return its summary (``rollout/*``), the step's metrics, and each
-        stage's seconds.
+        """Train a batch [N]. Return its summary (``rollout/*``), the metrics of the step, and the
+        seconds of each stage.
 
         Raises:
             NonFiniteError: too many bad steps in a row.
@@ -106,19 +105,19 @@ class Learner:
         return metrics | rollout_metrics(batch, sampled=self.sampled) | seconds
 
     def train_groups(self, *groups: TensorDictBase) -> dict[str, float]:
-        """Train a batch that comes in groups, each a lazy stack of sequences; see ``train_batch``."""
+        """Train a batch of groups, each a lazy stack of sequences; see ``train_batch``."""
         return self.train_batch(join_groups(groups))
 
     def train_fetched(self, *groups: TensorDictBase) -> dict[str, float]:
-        """Train groups from other processes, and add the seconds of joining them to the metrics."""
+        """Train groups from other processes, and add the time to join them to the metrics."""
         start = time.perf_counter()
         batch = join_groups(groups)
         seconds = {"time/transfer_s": time.perf_counter() - start}
         return self.train_batch(batch) | seconds
 
     def samples(self, most: int | None) -> list[dict[str, Any]]:
-        """Return sequences of the latest batch, in whole groups, as rows of ``samples.jsonl``; None
-        is all of them.
+        """Return up to ``most`` sequences of the latest batch, rounded up to whole groups, as rows
+        of ``samples.jsonl``; None returns all.
         """
         if self._batch is None:
             return []
@@ -145,14 +144,15 @@ class Learner:
         return self.sender.resend(version, reason)
 
     def reference_weights(self) -> WeightHandle | None:
-        """Return a handle of the current full weights in the trainer's dtype, for a reference model; None on
-        a rank other than 0.
+        """Return a handle of the current full weights in the trainer's dtype, for a reference
+        model; None on a rank other than 0.
 
-        A reference model on the ranks themselves takes them here, part by part.
+        If the ranks hold the reference model themselves, this copies the weights into it, part by
+        part, and returns None.
         """
-        own = next((transform for name, transform in self.transforms if name == "reference"), None)
-        if isinstance(own, KLScoring) and own.scorer.model is not self.trainer.model:
-            copy_parts(self.trainer.model, own.scorer.model)
+        scoring = next((part for name, part in self.transforms if name == "reference"), None)
+        if isinstance(scoring, KLScoring) and scoring.scorer.model is not self.trainer.model:
+            copy_parts(self.trainer.model, scoring.scorer.model)
             return None
         return self._send(ObjectSender(None))
 
@@ -160,12 +160,12 @@ class Learner:
         return sender.send(self.trainer, self.version, keep=is_writer(self.trainer.model))
 
     def release(self, version: int) -> None:
-        """Free the weights of a version that nobody reads anymore."""
+        """Free the weights of a version that no engine reads anymore."""
         self.sender.release(version)
 
     @torch.no_grad()
     def mismatch(self, probe: Probe) -> tuple[float, float]:
-        """Return the mean and the largest difference between the log-probs of trainer and engine, in nats."""
+        """Return the mean and the largest difference of trainer and engine log-probs, in nats."""
         scorer = self.trainer.loss.actor_network
         assert isinstance(scorer, TokenScorer)
         scored = []
@@ -176,8 +176,8 @@ class Learner:
         return log_prob_mismatch(probe, scored)
 
     def sizes(self) -> tuple[int, int]:
-        """Return the bytes of a checkpoint, which has AdamW's two moments of each trained weight, and of
-        the exported model.
+        """Return the sizes in bytes of a checkpoint, which includes AdamW's two moments of each
+        trained weight, and of the exported model.
         """
         float_moments = has_small_states(
             self.trainer.optimizer
@@ -189,14 +189,14 @@ class Learner:
         return trained, sum(weight.nbytes for weight in self.trainer.model.parameters())
 
     def save(self, checkpointer: Checkpointer, source: dict[str, Any]) -> Path:
-        """Write a checkpoint of the trainer's state and of the source's; return its folder.
+        """Write a checkpoint of the trainer's and the source's state. Return its folder.
 
-        Several ranks copy their parts and write them to a folder while training goes on: it is
-        there, or the reason is, when ``finish_save`` returns.
+        Several ranks copy their parts and write them while training continues: the folder is
+        complete when ``finish_save`` returns, or ``finish_save`` raises.
 
         Raises:
             NonFiniteError: the weights are unusable; nothing is written.
-            NotSavedError: there is no room for it, or its folder cannot be written to.
+            NotSavedError: there is no room for the checkpoint, or its folder is not writable.
         """
         self._check_weights()
         return self._checkpoint_writer.start(checkpointer, self.trainer, source)
@@ -205,7 +205,7 @@ class Learner:
         """Wait for the checkpoint that is being written, if any.
 
         Raises:
-            NotSavedError: it could not be written; raised once.
+            NotSavedError: the checkpoint could not be written; raised once.
         """
         self._checkpoint_writer.finish()
 
@@ -223,14 +223,14 @@ class Learner:
         if not log_probs.isfinite().all():
             raise NonFiniteError(
                 f"the policy's log-probs are not finite after step {self.version}, which made its "
-                "weights useless: use a lower optimizer.lr than "
+                "weights unusable: use a lower optimizer.lr than "
                 f"{self.trainer.optimizer.param_groups[0]['lr']:g}."
             )
 
     def export(
         self, checkpointer: Checkpointer, tokenizer: PreTrainedTokenizerBase, ended: bool = True
     ) -> Path:
-        """Write the model as ``from_pretrained`` reads it; return the folder. See
+        """Write the model in the form that ``from_pretrained`` reads. Return the folder. See
         ``Checkpointer.export``.
         """
         return checkpointer.export(self.trainer.model, tokenizer, self.version, ended=ended)

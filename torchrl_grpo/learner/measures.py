@@ -1,4 +1,4 @@
-"""Measures that a training step gives at no cost: the size of an optimizer step and the noise of
+"""Measures that are nearly free in a training step: the size of an optimizer step and the noise of
 its gradients, from a few numbers of each parameter, and the per-token scores of the logged
 sequences, from the passes of the step.
 """
@@ -19,15 +19,15 @@ from torchrl_grpo.compat.torch import differences, norms
 from torchrl_grpo.learner.optimizer import has_small_states
 
 _MOST = 1024
-"""Numbers per parameter to look at: far fewer in all than a step computes with."""
+"""Number of elements to look at in each parameter, a small fraction of all."""
 
 
 class StepMeasures:
     """Compares the first numbers of each parameter before and after an optimizer step.
 
     Args:
-        parameters: that are trained; of those that are sharded, this rank's part.
-        over_ranks: sums numbers, by name, over the ranks of a sharded model.
+        parameters: trained parameters; of sharded ones, this rank's part.
+        over_ranks: function that sums numbers, by name, over the ranks of a sharded model.
     """
 
     def __init__(
@@ -50,15 +50,15 @@ class StepMeasures:
         """Return metrics of the step.
 
         Args:
-            before: what ``before`` gave.
-            optimizer: with Adam's state, or another.
-            steps: that the optimizer made.
-            sequences: in an optimizer step.
+            before: numbers from ``before``.
+            optimizer: an Adam optimizer, or another one.
+            steps: number of steps that the optimizer has made.
+            sequences: number of sequences in an optimizer step.
 
         Returns:
-            ``update_size``, the norm of the change over the norm of the weights; and after some
-            steps of Adam's ``grad_noise_scale`` of arXiv 1812.06162, in sequences, infinite where
-            there is nothing but noise.
+            ``update_size``, the norm of the change over the norm of the weights, and, after some
+            steps of an Adam optimizer, ``grad_noise_scale`` of arXiv 1812.06162, in sequences,
+            which is infinite if the gradient is nothing but noise.
         """
         changes = differences(self._few(self._parameters), before)
         sums = {"changed": _squares(changes), "size": _squares(before)}
@@ -100,7 +100,7 @@ class StepMeasures:
 
 
 def _squares(tensors: Sequence[Tensor]) -> Tensor:
-    """Sum of the squares of all numbers."""
+    """Return the sum of the squares of all numbers."""
     return torch.stack([norm.float() for norm in norms(tensors)]).square().sum()
 
 
@@ -108,10 +108,10 @@ _NAMES = {"trainer": keys.CUR_LOG_PROBS, "entropy": keys.ENTROPY}
 
 
 class PassScores:
-    """Log-probs and entropies of a batch, of the first pass over each sequence.
+    """Log-probs and entropies of a batch, from the first pass over each sequence.
 
     Args:
-        scorer: the actor network of a loss, which writes them.
+        scorer: the actor network of a loss, which computes them.
     """
 
     def __init__(self, scorer: nn.Module) -> None:
@@ -126,7 +126,7 @@ class PassScores:
         self._latest = {name: value.detach() for name, value in scores.items() if value is not None}
 
     def begin_batch(self, size: int) -> None:
-        """Forget the batch before; the optimization batches of the new one come in its order."""
+        """Forget the previous batch. Optimization batches must come in the new batch's order."""
         self._size = size
         self._first = self._next = 0
         self._passes = []
@@ -138,23 +138,23 @@ class PassScores:
         self._next += size
 
     def note(self, index: Tensor) -> None:
-        """Record that the latest pass was over these rows of the optimization batch, [n] int64.
+        """Record that the latest pass covered these rows of the optimization batch, [n] int64.
 
-        Rows after its sequences are demonstrations, which are no samples.
+        Rows after the sequences are demonstrations, which are not samples.
         """
         if self._first < self._size:
             sampled = index < self._next - self._first
             self._passes.append((torch.where(sampled, self._first + index, -1), self._latest))
 
     def of(self, row: int) -> dict[str, Tensor]:
-        """Return scores of a row of the batch by name, [T] each; empty if another rank computed
+        """Return the scores of a row of the batch by name, [T] each; empty if another rank computed
         them.
         """
         if not self._places:
             for number, (rows, _) in enumerate(self._passes):
-                for place, batch_row in enumerate(rows.tolist()):
-                    self._places.setdefault(batch_row, (number, place))
+                for position, batch_row in enumerate(rows.tolist()):
+                    self._places.setdefault(batch_row, (number, position))
         if row not in self._places:
             return {}
-        number, place = self._places[row]
-        return {name: value[place] for name, value in self._passes[number][1].items()}
+        number, position = self._places[row]
+        return {name: value[position] for name, value in self._passes[number][1].items()}

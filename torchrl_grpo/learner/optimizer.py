@@ -24,21 +24,21 @@ def make_optimizer(
     """Make AdamW (arXiv 1711.05101), without weight decay for norms and biases.
 
     Args:
-        parameters: what is trained.
-        name: ``adamw``, or ``adamw_8bit``: torchao's, whose two moments take one byte each for a
-            weight of a matrix, in blocks of 256 with a scale (arXiv 2110.02861). It is compiled at
-            its first step, and rounds weights in bfloat16 at random, so that small steps count on
-            average (arXiv 2010.06192).
+        parameters: trained parameters.
+        name: ``adamw``, or ``adamw_8bit`` for torchao's AdamW, whose two moments take one byte each
+            per weight of a matrix, in blocks of 256 with a scale (arXiv 2110.02861). It is compiled
+            at its first step, and rounds bfloat16 weights stochastically, so that small steps count
+            on average (arXiv 2010.06192).
         lr: the learning rate.
-        weight_decay: decoupled, of matrices.
-        betas: decays of the two moments.
-        eps: added to the denominator.
+        weight_decay: decoupled weight decay of matrices.
+        betas: decay rates of the two moments.
+        eps: term added to the denominator.
     """
     matrices = [parameter for parameter in parameters if parameter.ndim > 1]
-    others = [parameter for parameter in parameters if parameter.ndim <= 1]
+    vectors = [parameter for parameter in parameters if parameter.ndim <= 1]
     groups: list[dict[str, Any]] = [
         {"params": matrices, "weight_decay": weight_decay},
-        {"params": others, "weight_decay": 0.0},
+        {"params": vectors, "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
     if name == "adamw":
@@ -52,7 +52,7 @@ def make_optimizer(
 
 
 def has_small_states(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer keeps 8 bits a moment."""
+    """Return whether an optimizer stores each moment in 8 bits."""
     return type(optimizer).__name__.endswith("8bit")
 
 
@@ -65,10 +65,10 @@ def learning_rate_factor(
     ``floor`` at the end.
 
     Args:
-        step: optimizer steps made.
-        kind: how it falls.
-        warmup: steps in which it rises.
-        total: steps of the run.
+        step: number of optimizer steps made.
+        kind: shape of the decay.
+        warmup: number of steps over which it rises.
+        total: number of steps in the run.
         floor: the factor at the end, in [0, 1].
 
     Examples:

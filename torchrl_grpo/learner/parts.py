@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint: safetensors files that record where each part lies in its tensor.
+"""Tensors of a checkpoint: safetensors files that record the position of each part in its tensor.
 
 ``torch.distributed.checkpoint`` writes and reads them. Reading unpickles nothing.
 """
@@ -41,8 +41,8 @@ def write_parts(
 
     Args:
         folder: an existing folder.
-        tensors: with the same names on all ranks; of several ranks on the CPU.
-        group: gloo group of all ranks, which nothing else uses meanwhile; None for one process.
+        tensors: tensors with the same names on all ranks; with several ranks, on the CPU.
+        group: gloo group of all ranks, reserved for this call; None for one process.
 
     Raises:
         Exception: the first rank's error, on all ranks.
@@ -68,13 +68,13 @@ def read_parts(
 
     Args:
         folder: checkpoint of any number of ranks.
-        model: sharded or not.
-        optimizer: the model's; None skips its state.
+        model: a model, sharded or not.
+        optimizer: the model's optimizer; None skips its state.
         rest: the optimizer's state without tensors, from ``own_parts``; empty if the optimizer had
             made no step.
 
     Raises:
-        RuntimeError: the model has other parameters.
+        RuntimeError: the model has different parameters.
     """
     tensors, _ = own_parts(model, optimizer if rest else None)
     reader = HuggingFaceStorageReader(str(folder))
@@ -116,7 +116,7 @@ def tensors_in(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def _first_error(*, alone: bool) -> Iterator[None]:
-    """Context for reading or writing, which raises the first failed rank's error."""
+    """Context for reading or writing that raises the error of the first rank that failed."""
     try:
         with warnings.catch_warnings() if alone else nullcontext():
             if alone:

@@ -76,7 +76,7 @@ def find_resume(
         directory: folder of this run.
 
     Raises:
-        ConfigError: there is no such checkpoint, it is not whole, or an option does not fit it.
+        ConfigError: there is no such checkpoint, it is not complete, or an option does not fit it.
     """
     checkpoint = config.train.resume and newest(config.train.resume, directory, _read)
     if not checkpoint:
@@ -92,9 +92,9 @@ def find_resume(
     reference = source["reference_version"]
     if config.has_own_reference and reference not in (0, step):
         raise ConfigError(
-            f"train.resume={path} must be a checkpoint whose reference model is known, but that "
-            f"had the weights of step {reference}, which the checkpoint of step {step} does not "
-            f"have: use the checkpoint of step {reference} "
+            f"train.resume={path} must be a checkpoint whose reference model is known, but its "
+            f"reference model had the weights of step {reference}, which the checkpoint of step "
+            f"{step} does not contain: use the checkpoint of step {reference} "
             f"(train.checkpoint_frequency={every or reference} would have written one)."
         )
     return Resume(path, step, source, reference, differences(saved, plain))
@@ -108,7 +108,7 @@ def check_length(resume: Resume, config: GRPOConfig) -> None:
     """
     train = config.train
     if config.only_evaluates or resume.step < config.num_batches or train.resume == AUTO:
-        return  # auto may still have to write the model
+        return  # with auto, the model may still have to be written
     trajectories = resume.step * config.dialog_turns_per_batch
     field, value = "total_dialog_turns", train.total_dialog_turns
     suggestion = 2 * trajectories
@@ -117,7 +117,7 @@ def check_length(resume: Resume, config: GRPOConfig) -> None:
         value = train.total_epochs
     raise ConfigError(
         f"train.{field}={value} must be more than the {trajectories} trajectories that "
-        f"{resume.path} has behind it: for example, train.{field}={suggestion}."
+        f"{resume.path} has trained: for example, train.{field}={suggestion}."
     )
 
 
@@ -138,13 +138,13 @@ def _restore(learner: Learner, resume: Resume) -> None:
     configured = [{**group, "params": None} for group in trainer.optimizer.param_groups]
     scheduler: Any = trainer.scheduler
     if scheduler is not None:
-        own = scheduler.state_dict()
+        initial = scheduler.state_dict()
         progress = {
             name: value
             for name, value in saved["scheduler"].items()
-            if name not in ("base_lrs", "lr_lambdas") and type(value) is type(own.get(name))
+            if name not in ("base_lrs", "lr_lambdas") and type(value) is type(initial.get(name))
         }
-        saved["scheduler"] = own | progress
+        saved["scheduler"] = initial | progress
     learner.load_state_dict(saved, resume.path)
     for index, (group, settings) in enumerate(
         zip(trainer.optimizer.param_groups, configured, strict=True)
@@ -159,7 +159,7 @@ def _restore(learner: Learner, resume: Resume) -> None:
 
 @contextmanager
 def refusing(path: Path) -> Iterator[None]:
-    """Context for restoring a state, which turns any error into one line.
+    """Context for restoring a state that turns any error into a one-line message.
 
     Raises:
         ConfigError: the state does not fit this run.
@@ -189,11 +189,11 @@ def _check_state(state: Any, form: Mapping[str, Any], name: str) -> None:
             continue
         fits = type(value) is int and 0 <= value < 2**63 if kind is int else isinstance(value, kind)
         if not fits:
-            raise ValueError(f"{name} holds something else as {key}")
+            raise ValueError(f"{name} has an invalid {key}")
 
 
 def _check_random(rng: Mapping[str, Any], engines: Sequence[Mapping[str, Any]]) -> None:
-    """Try the states of random generators; an accelerator's engine has a state of another kind."""
+    """Try the states of random generators. An accelerator's engine has a state of another form."""
     version, numbers, gauss = rng["python"]
     random.Random().setstate((version, tuple(numbers), gauss))
     engine_states = [engine["generator"] for engine in engines if "generator" in engine]
@@ -203,28 +203,28 @@ def _check_random(rng: Mapping[str, Any], engines: Sequence[Mapping[str, Any]]) 
 
 
 def _check_optimizer(optimizer: Mapping[str, Any]) -> None:
-    """Check an optimizer's state without its moments, which are read into tensors of the right
-    shape: a kernel reads beyond a count of steps that is no scalar.
+    """Check an optimizer's state except for its moments, which are read into tensors of the right
+    shape. The count of steps must be a scalar, because a kernel would read beyond anything else.
 
     Raises:
-        ValueError: it is not valid.
+        ValueError: the state is invalid.
     """
     states = optimizer.get("state", {})
     groups = optimizer.get("param_groups", ())
     if not states.keys() <= {name for group in groups for name in group["params"]}:
-        raise ValueError("the optimizer's state has other parameters than its groups")
+        raise ValueError("the optimizer's state and its groups have different parameters")
     for name, state in states.items():
         step = state["step"]
         scalar = step.layout == torch.strided and step.shape == ()
         if state.keys() != {"step"} or not scalar or not 0 <= step.item() < math.inf:
-            raise ValueError(f"the optimizer's state of {name} is no count of steps")
+            raise ValueError(f"the optimizer's state of {name} has no valid count of steps")
 
 
 def _check_position(source: Mapping[str, Any], name: str) -> None:
     """Check the position in the data, and the groups that were drawn ahead.
 
     Raises:
-        ValueError: they are not valid.
+        ValueError: the position or a group is invalid.
     """
     drawing = source["drawing"]
     ahead = source["ahead"]
@@ -234,11 +234,11 @@ def _check_position(source: Mapping[str, Any], name: str) -> None:
         or drawing["position"] > drawing["num_problems"]
         or len({group for group, _ in ahead}) < len(ahead)
     ):
-        raise ValueError(f"{name} holds something else as the place in its data")
+        raise ValueError(f"{name} has an invalid position in its data")
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Read a checkpoint and check its state; log why it is refused."""
+    """Read a checkpoint and check its state. Log the reason if it is refused."""
     name = path.name
     try:
         state = read_checkpoint(path)
@@ -250,13 +250,13 @@ def _read(path: Path) -> dict[str, Any]:
             _check_state({"transforms": {}} | engine, form, f"{name}.source.engines")
         version = state["trainer"]["version"]
         if version != state["step"]:
-            raise ValueError(f"{name} has weights of step {version} as those of another step")
+            raise ValueError(f"{name} has the weights of step {version}, which is another step")
         try:
             _check_random(state["rng"], engines)
             _check_optimizer(state["trainer"]["optimizer"])
         except Exception as error:  # a foreign state may raise anything
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
-            raise ValueError(f"{name} holds something else ({reason})") from error
+            raise ValueError(f"{name} does not contain a checkpoint ({reason})") from error
         return state
     except ValueError as error:
         torchrl_logger.warning(f"{path} is not used: {error}.")

@@ -1,6 +1,6 @@
 """``GRPOTrainer``: a batch of scored sequences in, updated weights out.
 
-It does not sample, does not score rewards and does not loop: ``loop.fit`` does that.
+It does not sample, score rewards or loop: ``loop.fit`` does that.
 """
 
 from __future__ import annotations
@@ -56,38 +56,38 @@ from torchrl_grpo.weights import LoraDelta, named_adapters, named_weights
 class GRPOTrainer:
     """Trains a policy on batches of sequences with advantages.
 
-    A batch is what was collected between two weight syncs. ``train_batch`` splits it into
-    optimization batches, ``train_step`` makes one optimizer step of each: micro-batches ->
-    ``forward_backward`` -> ``optim_step``. The loss is normalized over the whole optimization
-    batch, so the split into micro-batches changes nothing but memory.
+    A batch contains the groups that are trained between two weight syncs. ``train_batch`` splits it
+    into optimization batches, and ``train_step`` makes one optimizer step with each of them:
+    micro-batches -> ``forward_backward`` -> ``optim_step``. The loss is normalized over the whole
+    optimization batch, so the split into micro-batches affects only memory.
 
-    ``version`` counts trained batches. It is what engines call ``policy_version``. ``scores`` has
-    what the passes over the latest batch computed of its tokens.
+    ``version`` counts trained batches, and is the engines' ``policy_version``. ``scores`` has the
+    per-token results of the passes over the latest batch.
 
-    With a model that ``shard_model`` spread over several ranks, every rank has a trainer and is
-    given the same whole batch, of which it computes its share. Losses, metrics and weights are
-    those of one process. ``train_batch``, ``train_step``, ``weights`` and ``state_dict`` are then
+    With a model that ``shard_model`` has spread over several ranks, every rank has a trainer, gets
+    the same whole batch and computes its share of it. Losses, metrics and weights are the same as
+    with one process. ``train_batch``, ``train_step``, ``weights`` and ``state_dict`` are then
     collective: all ranks call them in the same order.
 
     Args:
-        loss: with the policy as its actor network.
+        loss: a loss with the policy as its actor network.
         model: the trained model (or a peft model), in eval mode: dropout stays off.
-        optimizer: over the trainable parameters of ``model``.
+        optimizer: optimizer of the trainable parameters of ``model``.
 
     Keyword Args:
-        scheduler: stepped after each optimizer step, or None.
-        optim_batch_size: trajectories in one optimizer step, with all of their samples.
-        epochs: passes over a batch.
-        micro_batch_tokens: most tokens that one forward and backward pass computes. A prompt that
-            several sequences share counts once, and padding counts where the model cannot be packed
-            (``TokenScorer.packs``).
+        scheduler: learning rate scheduler, stepped after each optimizer step; or None.
+        optim_batch_size: number of trajectories per optimizer step, with all of their samples.
+        epochs: number of passes over a batch.
+        micro_batch_tokens: maximum number of tokens that one forward and backward pass computes. A
+            prompt that several sequences share counts once, and padding counts if the model cannot
+            be packed (``TokenScorer.packs``).
         autocast_dtype: bfloat16 or float16 for mixed precision, None for none. With float16 the
             loss is scaled, by a scaler that lives as long as the trainer.
-        clip_grad_norm: largest gradient norm.
-        max_nonfinite_steps: optimizer steps in a row with a non-finite loss or gradient, or without
-            a token that counts, after which ``train_step`` raises. None of them changes a weight.
-            An overflow that merely makes the loss scaler lower its scale is skipped and counted,
-            and does not stop the run.
+        clip_grad_norm: maximum gradient norm.
+        max_nonfinite_steps: number of consecutive optimizer steps with a non-finite loss or
+            gradient, or without a token that counts, after which ``train_step`` raises. None of
+            them changes a weight. An overflow that merely makes the loss scaler lower its scale is
+            skipped and counted, and does not stop the run.
     """
 
     def __init__(
@@ -135,20 +135,20 @@ class GRPOTrainer:
 
     @property
     def device(self) -> torch.device:
-        """Device of the model's computations."""
+        """Device on which the model computes."""
         return compute_device(self.model)
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Return all weights under their Hugging Face names, adapters merged, for an engine.
 
-        They are gathered while one iterates, by several ranks in ``dtype``: ranks that don't need
-        the weights must still exhaust the iterator.
+        Several ranks gather them in ``dtype`` during the iteration, so ranks that don't need the
+        weights must exhaust the iterator too.
         """
         return named_weights(self.model, dtype)
 
     def adapters(self) -> Iterator[tuple[str, LoraDelta]]:
-        """Return what the adapters of a LoRA model add to its base model's weights; gathered as in
-        ``weights``.
+        """Return the updates that a LoRA model's adapters add to its base model's weights. They are
+        gathered as in ``weights``.
         """
         return named_adapters(self.model)
 
@@ -168,7 +168,7 @@ class GRPOTrainer:
         self.scores.begin_batch(len(batch))
         try:
             if self.loss.proximal == "recomputed":
-                # Part by part, in the passes of the step, for the same rounding.
+                # With the parts and passes of the step, so that the rounding is the same.
                 parts = [self._with_proximal_log_probs(part) for part in parts]
             steps = [self.train_step(part) for _ in range(self.epochs) for part in parts]
         except torch.OutOfMemoryError as error:
@@ -206,7 +206,7 @@ class GRPOTrainer:
         )
 
     def _memory_short(self, error: BaseException) -> MemoryShortError:
-        """Return the out-of-memory message, with what each knob would save here."""
+        """Return the out-of-memory message, with the memory that each option would save here."""
         shape, setup = shape_of(self.model), self.setup()
         holds = step_memory(shape, setup).parts()
         return memory_short(error, "The training step", holds, savings(shape, setup))
@@ -216,7 +216,7 @@ class GRPOTrainer:
         scorer = self.loss.actor_network
         if not isinstance(scorer, TokenScorer):
             raise TypeError(
-                "proximal='recomputed' needs a TokenScorer as actor network, got "
+                "proximal='recomputed' needs a TokenScorer as actor network, but got "
                 f"{type(scorer).__name__}: write {self.loss.tensor_keys.prox_log_prob} into the "
                 "batch and call train_step."
             )
@@ -233,7 +233,7 @@ class GRPOTrainer:
         """Make one optimizer step of an optimization batch [n], ragged or padded.
 
         Sequences whose reward is not valid have no effect. If no sampled token counts at all, no
-        weight is changed, whatever demonstrations there are.
+        weight is changed, even if there are demonstrations.
 
         Returns:
             metrics, named ``train/*``.
@@ -252,7 +252,7 @@ class GRPOTrainer:
 
         totals["ESS"] = effective_sample_size(totals["ratio_mean"], totals["ratio_square_mean"])
         totals |= {name: send(value, self.device) for name, value in self._measured.items()}
-        if empty:  # they would be zeros, of no token
+        if empty:  # without tokens, they would be zeros
             totals = dict.fromkeys(totals, self._number(math.nan))
         totals["token_efficiency"] = self._number(int(data.get("length").sum())) / computed
         values = torch.stack([value.float() for value in totals.values()]).tolist()
@@ -273,8 +273,8 @@ class GRPOTrainer:
         return passes
 
     def _accumulate_gradients(self, passes: Sequence[_Pass]) -> dict[str, Tensor]:
-        """Return the outputs of the loss, and the tokens ``computed``, summed over micro-batches
-        and ranks.
+        """Return the outputs of the loss, and the number of tokens ``computed``, summed over
+        micro-batches and ranks.
         """
         totals: dict[str, Tensor] = {}
         sums_on_device = len(passes) > 1 and self._sums_on_device
@@ -289,10 +289,10 @@ class GRPOTrainer:
 
     @cached_property
     def _sums_on_device(self) -> bool:
-        """Whether the gradients of an offloaded model are summed over a step's passes on the devices,
-        whole, because all ranks have room for them, and go to the host once.
+        """Return whether an offloaded model's unsharded gradients are summed on the devices during
+        a step and copied to the host once, because all ranks have room for them.
 
-        Otherwise they go after each pass, and the host adds them.
+        Otherwise they are copied after each pass, and the host adds them.
         """
         setup = self.setup()
         if not setup.offloads:
@@ -310,14 +310,14 @@ class GRPOTrainer:
         return torch.full((), float(value), device=self.device)
 
     def _prompts(self, data: TensorDict) -> list[Prompt] | None:
-        """Return the prompts that sequences share, where the model can compute each of them once."""
+        """Return the prompts that sequences share; None if the model cannot share them."""
         scorer = self.loss.actor_network
         if not isinstance(scorer, TokenScorer) or not scorer.packs(data.get(keys.FULL).shape[1]):
             return None
         return shared_prompts(data.get(keys.FULL), data.get(scorer.mask_key))
 
     def _prepare(self, batch: TensorDictBase) -> TensorDict:
-        """Pad a batch, on the CPU, and fix the weight of each token over the whole of it."""
+        """Pad a batch, on the CPU, and compute the weight of each token within the whole batch."""
         names = self.loss.tensor_keys
         per_token = {
             keys.FULL: 0,
@@ -332,7 +332,7 @@ class GRPOTrainer:
         flat = [names.truncated] if self.loss.mask_truncated else []
         if has(batch, names.reward_valid):
             flat.append(names.reward_valid)
-        # What a user's loss reads besides.
+        # Further entries that a user's loss reads.
         for name in set(self.loss.in_keys) - {*per_token, *flat, *self.loss.actor_network.out_keys}:
             if has(batch, name):
                 value = batch[0].get(name)
@@ -358,8 +358,8 @@ class GRPOTrainer:
     def _micro_batch(
         self, data: TensorDict, rows: Tensor, prompts: Sequence[Prompt] | None = None
     ) -> TensorDict:
-        """Return the rows of a micro-batch and their layout; of an empty one, a row in which no
-        token counts.
+        """Return the rows of a micro-batch and their layout; for an empty micro-batch, a row in
+        which no token counts.
         """
         if len(rows):
             part = slice_tokens(data, rows, int(data.get("length")[rows].max()))
@@ -387,8 +387,8 @@ class GRPOTrainer:
     def _sum_over_ranks(
         self, totals: dict[str, Tensor], group: dist.ProcessGroup | None = None
     ) -> dict[str, Tensor]:
-        """Sum over a group of ranks, by default all of them (of ``LARGEST_RATIO`` the maximum): bitwise
-        the same numbers on each.
+        """Sum over a group of ranks, by default all, with bitwise equal results on each rank. Of
+        ``LARGEST_RATIO``, take the maximum instead.
         """
         if self.mesh is None:
             return totals
@@ -401,7 +401,7 @@ class GRPOTrainer:
         return dict(zip(totals, summed.unbind(), strict=True)) | largest
 
     def forward_backward(self, data: TensorDictBase) -> dict[str, Tensor]:
-        """Add the gradient of one micro-batch; return the detached outputs of the loss."""
+        """Add the gradient of one micro-batch. Return the detached outputs of the loss."""
         with autocast(self.device, self.autocast_dtype):
             out = self.loss(data)
             total = sum(value for name, value in out.items() if name.startswith("loss_"))
@@ -409,7 +409,7 @@ class GRPOTrainer:
         return {name: value.detach() for name, value in out.items() if name not in TORCHRL_METRICS}
 
     def _why(self, batch: TensorDictBase, data: TensorDict, parts: Sequence[Tensor]) -> str:
-        """Describe the origin of a step's non-finite numbers; the weights are unchanged."""
+        """Describe the origin of a step's non-finite numbers, without changing the weights."""
 
         def passes(rows: Tensor) -> dict[str, Tensor]:
             return self.forward_backward(self._send(self._micro_batch(data, rows)))
@@ -419,15 +419,15 @@ class GRPOTrainer:
         )
 
     def optim_step(self, loss: Tensor, *, empty: bool, why: Callable[[], str]) -> dict[str, float]:
-        """Clip the gradients and step, unless loss or gradient norm is not finite; clear the
-        gradients.
+        """Clip the gradients and step, unless the loss or the gradient norm is not finite. Then
+        clear the gradients.
 
         Args:
-            loss: the whole loss of the optimization batch, scalar.
-            empty: whether no token counted: then there is no step, because the moments of earlier
-                ones would make it.
-            why: explains why no token counted or, for the first such step in a row, where numbers
-                that are not finite come from.
+            loss: the total loss of the optimization batch, scalar.
+            empty: whether no token counted. If so, there is no step, because it would only follow
+                the moments of earlier steps.
+            why: function that explains why no token counted or, for the first non-finite step in a
+                row, where the non-finite numbers come from.
 
         Raises:
             NonFiniteError: too many bad steps in a row.
@@ -454,7 +454,7 @@ class GRPOTrainer:
         self.optimizer.zero_grad(set_to_none=True)
         if empty:
             self._report_empty_step(why())
-            loss_value = norm_value = math.nan  # zeros would be of no batch
+            loss_value = norm_value = math.nan  # zeros would look like a batch's values
         elif not finite:
             if self._nonfinite_in_a_row == 1:
                 self._nonfinite_reason = f": {why()}"
@@ -484,7 +484,7 @@ class GRPOTrainer:
         if self._nonfinite_in_a_row >= self.max_nonfinite_steps:
             raise NoSignalError(
                 f"{self._nonfinite_in_a_row} optimizer steps in a row changed nothing, the last "
-                f"one because {cause}. The limit is "
+                f"of them because {cause}. The limit is "
                 f"train.max_nonfinite_steps={self.max_nonfinite_steps}."
             )
         torchrl_logger.warning(f"Skipped an optimizer step: {cause}.")
@@ -503,7 +503,7 @@ class GRPOTrainer:
         )
 
     def progress(self) -> dict[str, Any]:
-        """Return the state except weights and optimizer; the same on all ranks."""
+        """Return the state without weights and optimizer; it is the same on all ranks."""
         return {
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "scaler": self.scaler.state_dict(),
@@ -521,7 +521,7 @@ class GRPOTrainer:
             checkpoint: the folder that has the tensors; each rank reads its own part.
 
         Raises:
-            RuntimeError: the model has other parameters.
+            RuntimeError: the model has different parameters.
         """
         read_parts(checkpoint, self.model, self.optimizer, state["optimizer"])
         if self.scheduler is not None:

@@ -1,4 +1,4 @@
-"""``Untrained``: the learner of a run that evaluates a model on servers, and loads none."""
+"""``Untrained``: the learner of a run that evaluates a model on servers and loads no model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torchrl_grpo.weights import DirectHandle, WeightHandle
 
 
 class Untrained(Learner):
-    """Learner without a model: it gives no weights, and trains, saves and exports nothing.
+    """Learner without a model: it has no weights, and trains, saves and exports nothing.
 
     Example:
         >>> learner = Untrained()
@@ -23,22 +23,22 @@ class Untrained(Learner):
     def __init__(self) -> None: ...
 
     def weights(self) -> WeightHandle:
-        """Handle of no weights."""
+        """Return an empty handle."""
         return DirectHandle(list)
 
     def samples(self, most: int | None) -> list[dict[str, Any]]:
-        """Nothing: no batch was trained."""
+        """Return no rows, because no batch was trained."""
         return []
 
     def release(self, version: int) -> None:
-        """Nothing is kept."""
+        """Do nothing, because no weights are kept."""
 
     def sizes(self) -> tuple[int, int]:
-        """No bytes are written."""
+        """Return zeros, because nothing is written."""
         return 0, 0
 
     def finish_save(self) -> None:
-        """Nothing is being saved."""
+        """Do nothing, because nothing is being saved."""
 
     def close(self) -> None:
-        """Nothing was sent."""
+        """Do nothing, because nothing was sent."""

@@ -1,4 +1,4 @@
-"""Write checkpoints; several ranks each write their part while training goes on."""
+"""Write checkpoints. With several ranks, each writes its part while training continues."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _T = TypeVar("_T")
 class CheckpointWriter:
     """Writer of checkpoints, each a folder that is complete or absent.
 
-    One process writes at once. Of several ranks each has a writer, and all of them call its methods
-    together: ``start`` copies a rank's part to the CPU and returns; a thread then writes the part
-    under a temporary name, flushes it and takes its SHA-256. When all ranks are done, rank 0 adds
-    the manifest and renames the folder. One checkpoint is written at a time. The threads have a
-    process group of their own, so that training can use the others.
+    A single process writes synchronously. With several ranks, each has a writer, and all ranks call
+    its methods together: ``start`` copies a rank's part to the CPU and returns. A thread then
+    writes the part under a temporary name, flushes it and computes its SHA-256. When all ranks are
+    done, rank 0 adds the manifest and renames the folder. Only one checkpoint is written at a time.
+    The threads have their own process group, which leaves the others to training.
     """
 
     def __init__(self) -> None:
@@ -48,12 +48,12 @@ class CheckpointWriter:
     def start(
         self, checkpointer: Checkpointer, trainer: GRPOTrainer, source: dict[str, Any]
     ) -> Path:
-        """Write the state of a trainer and of a source, or begin to; return the folder's path.
+        """Write the state of a trainer and of a source, or begin to. Return the folder's path.
 
         Raises:
             NonFiniteError: a weight is not finite; nothing is written.
-            NotSavedError: the checkpoint of one process, or the previous one of several ranks,
-                could not be written; neither is this one.
+            NotSavedError: with one process, this checkpoint could not be written; with several
+                ranks, the previous one could not, and this one is not written either.
         """
         self.finish()
         shared = is_shared(trainer.model)
@@ -84,8 +84,8 @@ class CheckpointWriter:
         """Wait until the checkpoint that is being written, if any, is complete.
 
         Raises:
-            NotSavedError: the disk was full (``DiskFullError``) or the folder not writable; earlier
-                checkpoints are unchanged. Raised once.
+            NotSavedError: the disk is full (``DiskFullError``) or the folder is not writable.
+                Earlier checkpoints are unchanged. Raised once.
         """
         writing, self._writing = self._writing, None
         if writing is not None:
@@ -105,8 +105,8 @@ class CheckpointWriter:
             raise write.checkpointer.not_saved(write.path, error) from None
 
     def _together(self, work: Callable[[], _T]) -> list[_T]:
-        """Do a rank's work. Return the results of all ranks, or raise the first rank's error on all
-        of them.
+        """Do a rank's work. Return the results of all ranks, or raise the error of the first rank
+        that failed on all of them.
         """
         if self._group is None:
             return [work()]
@@ -125,7 +125,7 @@ class CheckpointWriter:
 
 @dataclass(frozen=True)
 class _Write:
-    """A checkpoint in progress; rank 0 creates and finishes its folder."""
+    """A checkpoint in progress. Rank 0 creates and finishes its folder."""
 
     checkpointer: Checkpointer
     path: Path
@@ -161,4 +161,4 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _do_nothing() -> None:
-    """Work of the other ranks."""
+    """Do nothing, as the work of the other ranks."""

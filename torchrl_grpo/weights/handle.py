@@ -36,7 +36,7 @@ class WeightHandle(ABC):
         """Return the weights by name. They may share memory: do not write to them.
 
         Raises:
-            RuntimeError: the weights are gone, or this process cannot read them.
+            RuntimeError: the weights have been freed, or this process cannot read them.
         """
 
 
@@ -71,7 +71,7 @@ class TransferHandle(WeightHandle):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         raise RuntimeError(
-            f"weights sent through {self.backend} can be received by vLLM's workers only."
+            f"weights sent through {self.backend} can be received only by vLLM's workers."
         )
 
 
@@ -103,7 +103,7 @@ class Sender(ABC):
     """Trainer's side. Each training rank has a sender; rank 0's makes the handles.
 
     Attributes:
-        dtype: dtype of whole weights in transit, best the engine's; None keeps their own.
+        dtype: dtype of whole weights in transit, ideally the engine's; None keeps their own.
     """
 
     dtype: torch.dtype | None = None
@@ -213,7 +213,8 @@ def staged(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return a weight in host memory, contiguous: from a GPU, a copy in pinned memory.
 
     Args:
-        weight: on any device, which converts it: in a copy between devices the CPU would.
+        weight: a tensor on any device. Its device converts the dtype, because a copy between
+            devices would convert it on the CPU.
         dtype: dtype of the result; None keeps the weight's own.
     """
     value = weight.detach().to(dtype or weight.dtype).contiguous()
@@ -223,7 +224,7 @@ def staged(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def on_host(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return ``staged(weight, dtype)`` in memory that is not pinned, for whoever keeps it."""
+    """Return ``staged(weight, dtype)`` in unpinned memory, for weights that are kept."""
     value = staged(weight, dtype)
     return value.clone() if value.is_pinned() else value
 

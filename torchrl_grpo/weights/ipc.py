@@ -65,7 +65,7 @@ def opened(update: dict[str, Any]) -> dict[str, Any]:
 
 
 def on_gpu(weights: Named) -> Iterator[tuple[str, Tensor]]:
-    """Move weights to the current GPU, except those that are on one."""
+    """Move weights to the current GPU, except those that are already on a GPU."""
     return ((name, weight if weight.is_cuda else weight.cuda()) for name, weight in weights)
 
 
@@ -95,7 +95,7 @@ class LocalSender(DirectSender):
     """Sender to an engine on the trainer's GPU that is driven from the trainer's process.
 
     Args:
-        dtype: dtype of the weights in transit, best the engine's.
+        dtype: dtype of the weights in transit, ideally the engine's.
     """
 
     def __init__(self, dtype: torch.dtype | None) -> None:
@@ -109,7 +109,7 @@ class LocalSender(DirectSender):
         return EitherHandle(self._direct, IpcStream(read, self._dtype))
 
     def resend(self, version: int, reason: str) -> WeightHandle:
-        from torchrl import torchrl_logger  # a slow import, which vLLM's workers do not need
+        from torchrl import torchrl_logger  # a slow import that vLLM's workers do not need
 
         torchrl_logger.warning(
             f"The engine takes its weights through the host from here on: {reason}."
@@ -167,9 +167,9 @@ class IpcSender(MeetingSender):
     def release(self, version: int) -> None:
         if version not in self._parts:
             return
-        # Torch keeps memory that was exported until a reader has opened and closed it, once. For a
-        # version that was skipped, this does the reader's part; done twice, the memory would never
-        # be freed.
+        # Torch keeps exported memory until a reader has opened and closed it, exactly once. For a
+        # skipped version, this does the reader's part. If it were done twice, the memory would
+        # never be freed.
         parts = self._parts.pop(version)
         infos = self._infos.pop(version)
         if not connected(self._meeting).check([f"read/{version}"]):

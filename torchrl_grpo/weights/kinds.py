@@ -67,8 +67,8 @@ def transfer_kind(
         colocated: whether an engine shares the trainer's accelerator.
         distributed: whether trainer and engines are processes on Ray.
         lora: whether adapters are sent.
-        waits: whether an engine takes new weights only after its running responses, while training
-            goes on. Then ``auto`` does not make several engines wait for each other.
+        waits: whether an engine finishes its running responses before it takes new weights, while
+            training continues. If so, ``auto`` does not make several engines wait for each other.
 
     Raises:
         ValueError: the requested kind does not work there.
@@ -78,14 +78,14 @@ def transfer_kind(
     if requested == "cuda_ipc" and not same_gpu:
         separate = trainer.type == "cuda" and not colocated
         raise ValueError(
-            f"{field} needs trainer and engine on one GPU, and they are on {trainer} and "
+            f"{field} needs trainer and engine on one GPU, but they are on {trainer} and "
             f"{', '.join(str(device) for devices in engines for device in devices)}: use "
             f"inference_model.weight_transfer={'broadcast' if separate else 'auto'}."
         )
     if requested == "broadcast" and colocated:
         raise ValueError(
             f"{field} needs trainer and engine on different GPUs, because nccl does not connect a "
-            f"GPU with itself, and both are on {trainer}: use "
+            f"GPU with itself, but both are on {trainer}: use "
             f"inference_model.weight_transfer={'cuda_ipc' if same_gpu else 'auto'}."
         )
     fast = on_device and trainer.type == "cuda"
@@ -148,10 +148,10 @@ def make_sender(
 
     Args:
         transfer: from ``transfer_kind``.
-        dtype: dtype of whole weights in transit, best the engine's; None keeps their own.
-        lora_base: loads the base model of a LoRA model (see ``AdapterHandle``): its adapters are
-            sent, and each reader adds them to the base weights. None sends whole weights, with any
-            adapters merged. An engine that is driven from the trainer's process needs neither.
+        dtype: dtype of whole weights in transit, ideally the engine's; None keeps their own.
+        lora_base: loads the base model of a LoRA model (see ``AdapterHandle``), whose adapters are
+            then sent and added to the base weights by each reader. None sends whole weights, with
+            any adapters merged. Not used for an engine driven from the trainer's process.
         host: address of this machine for the others.
     """
     if transfer.kind == "direct":

@@ -68,11 +68,10 @@ def connected(meeting: Meeting) -> Any:
 
 
 class MeetingSender(Sender):
-    """Sender that keeps the parts of each version until it is released, and whose readers come to a
-    meeting.
+    """Sender whose readers connect to a meeting. It keeps the parts of each version until release.
 
     Args:
-        dtype: dtype of the weights in transit, best the engine's; None keeps their own.
+        dtype: dtype of the weights in transit, ideally the engine's; None keeps their own.
         host: address of this machine.
     """
 

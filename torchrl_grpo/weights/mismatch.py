@@ -21,8 +21,8 @@ def sample_probe(engine: _Generates, prompts: Sequence[Tensor], params: Any) -> 
     """Sample one response to each prompt."""
     completions = [group[0] for group in engine.generate(prompts, 1, params)]
     return [
-        (prompt, done.tokens, done.log_probs)
-        for prompt, done in zip(prompts, completions, strict=True)
+        (prompt, completion.tokens, completion.log_probs)
+        for prompt, completion in zip(prompts, completions, strict=True)
     ]
 
 

@@ -75,7 +75,7 @@ def named_weights(
 
 
 def weights_of(source: Any) -> Iterator[tuple[str, Tensor]]:
-    """Return the weights in what TorchRL's collectors take.
+    """Return the weights from any source that TorchRL's collectors accept.
 
     Args:
         source: a model, a module that holds one (``TokenScorer``, a wrapper, a loss),
@@ -100,8 +100,8 @@ def weights_of(source: Any) -> Iterator[tuple[str, Tensor]]:
         source = list(source.flatten_keys(".").items())
     if source is None or source == []:
         raise TypeError(
-            "update_policy_weights_() needs the weights, the engine has its own copy and knows no "
-            "trainer: use update_policy_weights_(model)."
+            "update_policy_weights_() needs the weights, because the engine has its own copy and "
+            "no access to the trainer: use update_policy_weights_(model)."
         )
     return iter(source)
 
@@ -123,7 +123,7 @@ def named_adapters(model: nn.Module) -> Iterator[tuple[str, LoraDelta]]:
     for name, layer in _lora_layers(base).items():
         if layer.merged:
             raise ValueError(
-                f"{name}: its adapters are merged into the weight and cannot be sent apart: "
+                f"{name}: its adapters are merged into the weight and cannot be sent separately: "
                 "unmerge them."
             )
         for delta in _deltas(name, layer):
@@ -142,8 +142,8 @@ def named_adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def expected_weights(model: nn.Module) -> tuple[dict[str, torch.Size], set[str]]:
-    """Return the shapes of a model's checkpoint by name, and the names that need not come: weights
-    tied to another one, and buffers.
+    """Return the shapes of a model's checkpoint by name, and the names of weights that may be
+    absent: those tied to another weight, and buffers.
     """
 
     def shapes(remove_duplicate: bool) -> dict[str, torch.Size]:
@@ -161,8 +161,8 @@ def to_checkpoint(
 ) -> Iterator[tuple[str, Tensor]]:
     """Convert a model's parameters to the names and shapes in its checkpoint, which vLLM reads.
 
-    Most models need no change. Since transformers 5 some differ: Mixtral has the weights of all
-    experts of a layer in one parameter, and its checkpoints have one weight per expert.
+    Most models need no conversion. Since transformers 5, some do: Mixtral has the weights of all
+    experts of a layer in one parameter, while its checkpoints have one weight per expert.
     """
     return _convert(model, weights, reverse=True)
 
@@ -183,8 +183,8 @@ def _convert(
 ) -> Iterator[tuple[str, Tensor]]:
     """Apply the rules of ``from_pretrained`` and ``save_pretrained`` for a model's checkpoints.
 
-    transformers applies them to a whole state dict; here weights come one at a time, and most need
-    not wait for another one.
+    transformers applies them to a whole state dict. Here weights come one at a time, and most do
+    not have to wait for other ones.
     """
     from transformers import PreTrainedModel
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -221,8 +221,8 @@ def _convert(
 
 
 def _whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Gather a sharded tensor. Several ranks do so on their devices, where parts that rest on the
-    CPU are copied and converted: on the CPU they would go through gloo.
+    """Gather a sharded tensor. Parts on the CPU are first copied to the ranks' devices and
+    converted there, because gathering on the CPU would go through gloo.
     """
     if not isinstance(tensor, DTensor):
         return tensor
@@ -237,8 +237,8 @@ def _whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def _merged_weights(base: nn.Module, layers: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Yield a model's parameters with its adapters merged in. Sharded ones are merged part by part,
-    without gathering.
+    """Yield a model's parameters with its adapters merged in. Sharded parameters are merged part by
+    part, without gathering.
     """
     for name, weight in base.named_parameters():
         if not layers:
@@ -280,7 +280,7 @@ def _deltas(name: str, layer: Any) -> list[LoraDelta]:
         if adapter in layer.lora_variant or not plain:
             kind = layer.lora_variant.get(adapter, layer)
             raise ValueError(
-                f"{name}: only plain LoRA can be sent to an engine, adapter {adapter!r} is a "
+                f"{name}: only plain LoRA can be sent to an engine, but adapter {adapter!r} is a "
                 f"{type(kind).__name__}: train without it."
             )
         a, b = a.detach(), b.detach()
@@ -326,9 +326,9 @@ def check_weights(
     ]
     if messages:
         raise RuntimeError(
-            f"the weights must be the {len(expected.keys() - optional)} of {model}, under the names "
-            f"of its Hugging Face checkpoint, got {'; '.join(messages)}: send those of the same "
-            "model. No weight was changed."
+            f"the weights must be the {len(expected.keys() - optional)} of {model}, with the names "
+            f"of its Hugging Face checkpoint, but got {'; '.join(messages)}: send the weights of "
+            "the same model. No weight was changed."
         )
 
 
@@ -340,7 +340,7 @@ def load_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Non
         RuntimeError: see ``check_weights``; the model is unchanged.
     """
     expected, optional = expected_weights(model)
-    weights = [one for one in weights if one[0] in expected or one[0] not in optional]
+    weights = [entry for entry in weights if entry[0] in expected or entry[0] not in optional]
     layout = [(name, weight.shape) for name, weight in weights]
     check_weights(layout, expected, type(model).__name__, optional)
     parameters = dict(model.named_parameters(remove_duplicate=False))

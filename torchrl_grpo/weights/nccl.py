@@ -1,11 +1,11 @@
 """Weights from GPU to GPU, over the engine ``nccl`` of vLLM's weight transfer.
 
-Rank 0 of the trainer and all workers of all engines form one group, so that a version is sent once
-to any number of engines. Rank 0 keeps each version in host memory, and a thread sends it when the
-engines ask for it, while training goes on. The driver makes all engines ask for the same version at
-the same time.
+Rank 0 of the trainer and all workers of all engines form one group, so a version is sent only once
+to any number of engines. Rank 0 keeps each version in host memory. A thread sends it when the
+engines ask for it, while training continues. The driver makes all engines ask for the same version
+at the same time.
 
-A group cannot be joined again. An engine that comes later, or after a failure, is refused, and the
+A group cannot be joined again. An engine that starts later, or that failed, is refused, and the
 driver asks the sender for another handle (``Sender.resend``).
 
 vLLM's own rendezvous unpickles values from a store. Here the handle carries the group's id.
@@ -84,10 +84,10 @@ class NcclWeights(TransferHandle):
                 "world_size": self.world_size,
                 **_BUFFERS,
             }
-        asked = store.compare_set(f"round/{number}", "", str(self.version)).decode()
-        if asked != str(self.version):
+        requested = store.compare_set(f"round/{number}", "", str(self.version)).decode()
+        if requested != str(self.version):
             raise TransferRefusedError(
-                f"another engine asked for version {asked}, and this one for {self.version}"
+                f"another engine asked for version {requested}, and this one for {self.version}"
             )
         _rounds[self.meeting] = number + 1
         return init
@@ -120,7 +120,7 @@ class NcclSender(MeetingSender):
         self._group_id = b""
 
     def pack(self, weights: Named, version: int) -> NcclWeights:
-        # In host memory, to leave the GPU's to training.
+        # In host memory, to leave the GPU's memory to training.
         parts = [(staged(flat), part) for flat, part in in_parts(weights, self.dtype)]
         self._parts[version] = parts
         if self._thread is None:
@@ -142,14 +142,14 @@ class NcclSender(MeetingSender):
         self._parts.pop(version, None)  # a thread that is sending it still has it
 
     def refuse(self, reason: str) -> None:
-        """Stop sending, and let no engine wait."""
+        """Stop sending, and release engines that are waiting."""
         connected(self._meeting).set("closed", reason)
         self._closing.set()
 
     def close(self) -> None:
         self._closing.set()
         if self._thread is not None:
-            self._thread.join(timeout=10)  # it may be waiting for an engine that never comes
+            self._thread.join(timeout=10)  # it may be waiting for an engine that never joins
         self._parts.clear()
 
     def _serve(self, device: int | None) -> None:
@@ -177,7 +177,7 @@ class NcclSender(MeetingSender):
         while not self._closing.is_set():
             try:
                 store.wait([key], _TICK)
-            except RuntimeError:  # nobody has asked yet
+            except RuntimeError:  # no engine has asked yet
                 continue
             return int(store.get(key))
         return None
@@ -200,8 +200,8 @@ class _Kept:
 
 
 def _copied(flat: Tensor, part: Part) -> Iterator[tuple[str, Tensor]]:
-    """Copy a part to the GPU and yield its weights, to a reader that takes turns with streams: each
-    weight is ready on the stream that is current when it is asked for.
+    """Copy a part to the GPU and yield its weights to a reader that alternates between streams:
+    each weight is ready on the stream that is current when the weight is requested.
     """
     copy = flat.cuda(non_blocking=True)
     done = torch.cuda.current_stream().record_event()
@@ -213,8 +213,8 @@ def _copied(flat: Tensor, part: Part) -> Iterator[tuple[str, Tensor]]:
 
 
 class _NoClient:
-    """Client that ignores the calls with which vLLM's trainer directs its engines: here the engines
-    follow their handle.
+    """Client that ignores the calls with which vLLM's trainer controls its engines, because here
+    the engines follow their handle.
     """
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...

@@ -27,7 +27,7 @@ class PackedWeights(WeightHandle):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the memory is read-only, and nobody writes to it
+            warnings.simplefilter("ignore")  # the memory is read-only, and is never written to
             views = [
                 (name, torch.from_numpy(data).view(dtype).view(shape))
                 for name, dtype, shape, data in self.tensors
@@ -39,7 +39,7 @@ class ObjectSender(Sender):
     """Sender of ``PackedWeights``.
 
     Args:
-        dtype: dtype of the weights in transit, best the engine's; None keeps their own.
+        dtype: dtype of the weights in transit, ideally the engine's; None keeps their own.
     """
 
     def __init__(self, dtype: torch.dtype | None) -> None:

@@ -1,7 +1,7 @@
 """TorchRL's weight synchronization between its collectors and a ``GenerationPolicy``.
 
-``LLMCollector`` and ``RayLLMCollector`` get a scheme from the policy itself; other collectors take
-one as ``weight_sync_schemes={"policy": EngineWeightSyncScheme()}``.
+``LLMCollector`` and ``RayLLMCollector`` get a scheme from the policy itself. For other collectors,
+pass ``weight_sync_schemes={"policy": EngineWeightSyncScheme()}``.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torchrl_grpo.weights.named import weights_of
 
 
 class EngineWeightSyncScheme(MultiProcessWeightSyncScheme):
-    """Brings weights to the engine of a collector's ``GenerationPolicy``, in the collector's process
-    or, for ``MultiSyncCollector`` and its kin, in each worker. An engine that does not take them
-    raises where they were sent.
+    """Scheme that sends weights to the engine of a collector's ``GenerationPolicy``, in the
+    collector's process or, with ``MultiSyncCollector`` and similar ones, in each worker. If an
+    engine rejects the weights, ``send`` raises its error.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -43,7 +43,7 @@ class EngineWeightSyncScheme(MultiProcessWeightSyncScheme):
     """
 
     def create_sender(self) -> EngineWeightSender:
-        """Return a sender, as ``GRPOTrainer(weight_sync_sender=...)`` takes it."""
+        """Return a sender for ``GRPOTrainer(weight_sync_sender=...)``."""
         return EngineWeightSender()
 
     def _init_on_sender_impl(
@@ -56,15 +56,15 @@ class EngineWeightSyncScheme(MultiProcessWeightSyncScheme):
             self.synchronized_on_sender = True
 
     def send(self, weights: Any = None, worker_ids: int | list[int] | None = None) -> None:
-        """Give the engines new weights, and return when they have them.
+        """Give the engines new weights, and return when all of them have loaded them.
 
         Args:
-            weights: what ``GenerationPolicy.update_weights`` takes.
-            worker_ids: workers whose engines take them; None is all.
+            weights: weights in any form that ``GenerationPolicy.update_weights`` takes.
+            worker_ids: workers whose engines get the weights; None is all.
 
         Raises:
             TypeError: there are no weights.
-            RuntimeError: an engine did not take them, or its process ended.
+            RuntimeError: an engine rejected the weights, or its process ended.
         """
         if self._sender_transports is None:
             self.model.update_weights(weights)
@@ -74,7 +74,7 @@ class EngineWeightSyncScheme(MultiProcessWeightSyncScheme):
     def _setup_connection_and_weights_on_receiver_impl(
         self, *, worker_idx: int | None = None
     ) -> None:
-        """Begin to receive; an engine begins with its own weights."""
+        """Begin to receive weights. Until then the engine has its own."""
         self._receiver_transport.setup_connection_and_weights_on_receiver(worker_idx=worker_idx)
         self._start_background_receiver()
 
@@ -107,18 +107,18 @@ class EngineWeightSyncScheme(MultiProcessWeightSyncScheme):
 
 
 class EngineWeightSender:
-    """Pushes a model's weights to the engines of collectors, in the manner of TorchRL's senders."""
+    """Pushes a model's weights to the engines of collectors, like TorchRL's senders."""
 
     def __init__(self) -> None:
         self._model: nn.Module | None = None
         self._collectors: list[BaseCollector] = []
 
     def register_model(self, model: nn.Module) -> None:
-        """Set the source of the weights: what ``GenerationPolicy.update_weights`` takes."""
+        """Set the source of the weights, as ``GenerationPolicy.update_weights`` takes it."""
         self._model = model
 
     def register_collector(self, collector: BaseCollector) -> None:
-        """Add a collector whose engine takes the weights."""
+        """Add a collector whose engine gets the weights."""
         self._collectors.append(collector)
 
     def update_weights(self, weights: Any = None) -> None:

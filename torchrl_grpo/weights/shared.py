@@ -31,7 +31,8 @@ class SharedBlock(TransferHandle):
 
     Attributes:
         path: path of the block, which every process of this machine and user can open.
-        name: name that the path must lead to, so that nothing else is taken for a dropped block.
+        name: name that the path must resolve to, so that another file is not mistaken for the
+            block.
         part: layout of the block.
     """
 
@@ -57,7 +58,7 @@ class SharedBlock(TransferHandle):
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         if not os.path.exists(self.path) or self.name not in os.readlink(self.path):
             raise RuntimeError(
-                f"the shared weights at {self.path} are gone: their process has dropped them."
+                f"the shared weights at {self.path} are gone: their process has freed them."
             )
         dtype, layout = self.part
         size = sum(math.prod(shape) for _, shape in layout)
@@ -103,7 +104,7 @@ class SharedWeights:
 
     Args:
         weights: may come one at a time.
-        dtype: dtype of the weights in the block, best the engine's.
+        dtype: dtype of the weights in the block, ideally the engine's.
 
     Raises:
         OSError: there is not enough memory.

@@ -80,8 +80,8 @@ class ObjectStoreEngine(_base.WeightTransferEngine):
         self.loaded = self.model.load_weights(weights) or set()
 
     def base(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights of the checkpoint that the engine was started from, from its files: the
-        host has these in memory once for all workers and engines.
+        """Yield the weights of the checkpoint that the engine was started from, read from its
+        files, which the host's page cache holds once for all workers and engines.
         """
         loader = _loader.get_model_loader(self.vllm_config.load_config)
         return loader.get_all_weights(self.model_config, self.model)
@@ -92,8 +92,8 @@ class ObjectStoreEngine(_base.WeightTransferEngine):
         """Yield the base weights with adapters added, on this worker's device."""
         deltas = deltas_of(info.layers, matrices, self.device)
         for name, weight in self.base():
-            whole = weight.to(self.device).to(getattr(torch, info.base_dtype))
-            yield name, merged(whole, deltas.get(name, [])).to(self.model_config.dtype)
+            base_weight = weight.to(self.device).to(getattr(torch, info.base_dtype))
+            yield name, merged(base_weight, deltas.get(name, [])).to(self.model_config.dtype)
 
     def shutdown(self) -> None:
         pass

@@ -27,7 +27,7 @@ OBJECT_STORE = "object_store"
 """Name of our engine in vLLM's factory."""
 _CHUNK = 2**20
 _NUMPY_STATE = struct.Struct("2496sqqd")
-"""State of NumPy's generator: 624 words, the position in them, and a Gaussian left over."""
+"""State of NumPy's generator: 624 words, the position in them, and a leftover Gaussian."""
 
 
 class WeightSyncExtension:
@@ -59,7 +59,7 @@ class WeightSyncExtension:
                 these seconds; the model is then unusable until another update.
 
         Returns:
-            the reason why the weights did not come, or an empty string.
+            the reason why no weights arrived, or an empty string.
         """
         worker: Any = self
         engine = _transfer_engine(worker, backend)
@@ -94,8 +94,8 @@ class WeightSyncExtension:
         ).hexdigest()
 
     def zero_received_weights(self) -> None:
-        """Zero the parameters that the latest update through the object store replaced, so that the
-        next update is noticed if it is incomplete.
+        """Zero the parameters that the latest update through the object store replaced. An
+        incomplete next update then shows.
         """
         worker: Any = self
         loaded = worker.weight_transfer_engine.loaded
@@ -146,7 +146,7 @@ class WeightSyncExtension:
 def _transfer_engine(worker: Any, backend: str) -> Any:
     """Return the worker's engine of vLLM's weight transfer; make it on first use."""
     factory = import_module("vllm.distributed.weight_transfer.factory").WeightTransferEngineFactory
-    with suppress(ValueError):  # it is registered already
+    with suppress(ValueError):  # already registered
         factory.register_engine(
             OBJECT_STORE, "torchrl_grpo.weights.transfer_engine", "ObjectStoreEngine"
         )
@@ -172,10 +172,10 @@ def _take(
     """See ``WeightSyncExtension.receive``."""
     on_cuda = worker.device.type == "cuda"
     if on_cuda:
-        torch.cuda.set_device(worker.device)  # a new thread begins on the first one
+        torch.cuda.set_device(worker.device)  # a new thread begins on the first device
     with import_module("vllm.config").set_current_vllm_config(worker.vllm_config), torch.no_grad():
         if first and worker.unfinished is not None:
-            # Otherwise its leftovers in the layers would be taken for new weights.
+            # Otherwise its leftovers in the layers would be mistaken for new weights.
             worker.unfinished.finish_weight_update()
         if init is not None:
             engine.init_transfer_engine(engine.parse_init_info(init))
@@ -207,7 +207,7 @@ def _run_within(function: Callable[[], None], seconds: float) -> str:
     thread = threading.Thread(target=run, name="weights", daemon=True)
     thread.start()
     thread.join(seconds)
-    return f"nothing came in {seconds:g} s" if thread.is_alive() else "".join(failures)
+    return f"nothing arrived in {seconds:g} s" if thread.is_alive() else "".join(failures)
 
 
 def checksum(tensor: torch.Tensor) -> list[int]:
@@ -222,9 +222,9 @@ def checksum(tensor: torch.Tensor) -> list[int]:
 
 
 def _repair(worker: Any) -> None:
-    """Repack weights that a reload leaves stale on a CPU, where vLLM computes with packed weights.
+    """Repack weights that a reload leaves stale on the CPU, where vLLM uses packed weights.
 
-    A tied head, which is not sent, still has the old embedding packed, and experts are not packed.
+    A tied head, which is not sent, still has the old packed embedding, and experts are not packed.
     """
     for module in worker.model_runner.get_model().modules():
         if type(module).__name__ == "ParallelLMHead" and module.weight.numel():

@@ -122,7 +122,7 @@ def run(
         record_property("peak_gib", round(gib, 2))
         assert [row["step"] for row in rows] == list(range(STEPS + 1))
         assert all(abs(row["train/loss"]) < 100 for row in rows[1:])
-        assert "The weights go through the object store" not in caplog.text  # nor, in one process,
+        assert "the weights go through the object store" not in caplog.text  # nor, in one process,
         assert "takes its weights through the host" not in caplog.text
         return rows
 

@@ -174,7 +174,7 @@ def test_a_killed_learner_ends_the_script_and_leaves_no_process(tmp_path: Path) 
         if not path.name.endswith(".tmp")
     )
     assert re.search(
-        rf"error: a training rank died while the ranks were to .*: go on with train\.resume={saved}\.",
+        rf"error: a training rank died when the ranks had to .*: continue with train\.resume={saved}\.",
         running.printed(),
     )
     assert "Traceback" not in running.printed()

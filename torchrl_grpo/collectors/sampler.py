@@ -247,8 +247,8 @@ class Sampler:
             return sample_probe(self.engine, self.probe_prompts, params)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the engine and, by the number of groups that an environment plays,
-        that of its transforms.
+        """Return the state of the engine and of the environments' transforms, by the number of
+        groups that an environment plays.
         """
         states = {
             groups: deepcopy(collector.transforms.state_dict())
@@ -262,19 +262,19 @@ class Sampler:
         """Restore ``state_dict``.
 
         Raises:
-            ConfigError: the transforms are others.
+            ConfigError: the transforms are not those of the state.
         """
         self.engine.load_state_dict(state)
         for groups, transforms in state.get("transforms", {}).items():
             if groups not in range(1, self.groups_at_a_time + 1):
-                continue  # no environment of this run plays so many
+                continue  # no environment of this run plays that many
             collector: Any = self._take(groups)
             try:
                 collector.transforms.load_state_dict(transforms)
             except Exception as error:  # a foreign state may raise anything
                 raise ConfigError(
                     "env.transforms must be those of the checkpoint of train.resume, whose state "
-                    f"they cannot take ({error!s:.200}): use those."
+                    f"does not fit ({error!s:.200}): use the same transforms."
                 ) from error
             self._idle.append((groups, collector))
 

@@ -1,8 +1,8 @@
-"""``Actor``: one part of a distributed run (a sampler, a reference model, a training rank) in a
-process of its own.
+"""``Actor``: one part of a distributed run (sampler, reference model or training rank) in its own
+process.
 
-Data goes from actor to actor as object references: of a group, the driver sees the numbers in a
-``RolloutReport`` and nothing else.
+Data goes from actor to actor as object references. All that the driver sees of a group is the
+numbers in a ``RolloutReport``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torchrl_grpo.runtime.placement import own_device
 
 
 class Actor:
-    """Actor with a part, which a factory makes in the actor's process.
+    """Actor with a part that a factory makes in the actor's process.
 
     Args:
         factory: makes the part.
@@ -37,7 +37,7 @@ class Actor:
         self._factory = factory
 
     def setup(self, *arguments: Any) -> int:
-        """Make the part, with arguments for the factory; return the process id."""
+        """Make the part, with arguments for the factory. Return the process id."""
         enable_stack_dump()
         atexit.register(leave)  # where Ray ends before it has killed the actor
         self._part = self._factory(*arguments)
@@ -49,19 +49,19 @@ class Actor:
         return attribute(*arguments) if callable(attribute) else attribute
 
     def call_for_groups(self, method: str, *arguments: Any) -> tuple[Any, ...]:
-        """Call a method that returns something and a list of groups; each group becomes an object
-        of its own in the object store.
+        """Call a method that returns a result and a list of groups. Each group becomes a separate
+        object in the object store.
         """
         first, groups = self.call(method, *arguments)
         return (first, *map(PackedGroup, groups))
 
     def call_and_keep(self, method: str, *arguments: Any) -> tuple[None, Any]:
-        """Call a method whose result stays in the object store; the caller only gets None."""
+        """Call a method whose result stays in the object store. The caller gets only None."""
         return None, self.call(method, *arguments)
 
 
 def start_actor(role: str, factory: Callable[..., Any], options: Mapping[str, Any]) -> Any:
-    """Start an actor with Ray's options; its process is named after the role, such as
+    """Start an actor with Ray's options. Its process is named after the role, for example
     ``ray::SamplerActor``.
     """
     import ray
@@ -75,10 +75,10 @@ def make_seeded(
     """Make a sampler, and seed its engine or restore the state that an earlier one reported.
 
     Args:
-        factory: makes it.
-        seed: of the engine's draws.
-        state: of an earlier sampler, None without one.
-        **settings: for the factory.
+        factory: function that makes the sampler.
+        seed: seed of the engine's sampling.
+        state: state of an earlier sampler; None without one.
+        **settings: settings for the factory.
     """
     sampler = factory(**settings)
     if state is None:
@@ -101,19 +101,19 @@ def make_rank(
     """Join the process group, if there is more than one rank, and make a rank's learner.
 
     Args:
-        factory: takes the mesh of all ranks, or None for one rank.
-        rank: of this process.
+        factory: function of the mesh of all ranks, or of None for one rank.
+        rank: rank of this process.
         timeout_s: how long a rank waits for the others, here and in each collective call.
-        address: of the store in which the ranks find each other, None for one rank.
+        address: address of the store through which the ranks find each other; None for one rank.
 
     Keyword Args:
         world_size: number of ranks.
-        tensor_parallel_size: ranks that compute each layer together.
-        replicas: sharded copies of the model.
+        tensor_parallel_size: number of ranks that compute each layer together.
+        replicas: number of sharded copies of the model.
     """
     if address is None:
         return factory(None)
-    # By default gloo takes the address of the machine's name, which others often cannot reach.
+    # By default gloo uses the address of the machine's hostname, which others often cannot reach.
     if (interface := interface_of(own_address())) is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     mesh = init_mesh(

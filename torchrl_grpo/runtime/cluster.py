@@ -1,7 +1,7 @@
 """A Ray cluster for one run: start or join it, reserve the resources of a ``DevicePlan``, and clean
 up.
 
-Each process of the plan gets the options of its actor: its bundle in the run's placement group, its
+Each process of the plan gets options for its actor: its bundle in the run's placement group, its
 share of CPUs and GPUs, and the accelerators and threads that it may use.
 """
 
@@ -66,7 +66,7 @@ def require_ray() -> None:
     """Check that Ray is installed and recent enough.
 
     Raises:
-        ValueError: it is not.
+        ValueError: Ray is missing or too old.
     """
     required = ".".join(map(str, MIN_RAY))
     try:
@@ -91,7 +91,7 @@ def allocations(
 
     An engine is in one bundle, which is never spread over machines. So are the training ranks that
     compute each layer together, and all processes that share a GPU with them. CPUs are only tokens
-    for Ray's scheduler: one for each device, or less if there are too few.
+    for Ray's scheduler: one per device, or a fraction if there are too few.
 
     Args:
         plan: the devices of each role.
@@ -351,7 +351,7 @@ class Cluster:
             required: bytes of all versions in the store at a time.
 
         Raises:
-            ValueError: they do not.
+            ValueError: they do not fit.
         """
         import ray
 
@@ -377,7 +377,7 @@ class Cluster:
             )
 
     def stacks(self, pids: Sequence[int]) -> str:
-        """Return the stacks of the run's processes on those other machines that answer in time.
+        """Return the stacks of the run's processes on the other machines that answer in time.
 
         Args:
             pids: processes of the run, on any machine; their descendants are included.
@@ -400,12 +400,12 @@ class Cluster:
             ).remote(list(pids)): node["NodeManagerHostname"]
             for node in others
         }
-        done, _ = ray.wait([*calls], num_returns=len(calls), timeout=_STACKS_TIMEOUT_S)
+        ready, _ = ray.wait([*calls], num_returns=len(calls), timeout=_STACKS_TIMEOUT_S)
         texts = []
         for call, machine in calls.items():
             text = f"\n(no answer in {_STACKS_TIMEOUT_S:g} s)\n"
             try:
-                if call in done:
+                if call in ready:
                     text = ray.get(call)
             except ray.exceptions.RayError as error:
                 text = f"\n(no answer: {type(error).__name__})\n"
@@ -467,7 +467,7 @@ def start(address: str | None = None) -> Cluster:
     except BaseException as error:
         if lock is not None:
             remove_folder(lock)
-        # No cluster, a wrong or missing token, or another version of Ray.
+        # No cluster, a wrong or missing token, or a different version of Ray.
         elif isinstance(error, ConnectionError | RuntimeError | ray.exceptions.AuthenticationError):
             raise _unreachable(address, error) from error
         raise
@@ -478,8 +478,8 @@ def start(address: str | None = None) -> Cluster:
 
 
 def _show_token() -> None:
-    """Have this process send its token, if it has one. ``ray start`` then requires it, but joining
-    does not look for it.
+    """Have this process send its token, if it has one. ``ray start`` requires a token by default,
+    but joining a cluster does not look for one.
     """
     from torchrl_grpo.compat.ray import raylet
 
@@ -560,7 +560,7 @@ def interface_of(address: str) -> str | None:
     """Return the network interface that has an IPv4 address; None if it is unknown."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex() if sys.platform == "linux" else ():
-            with suppress(OSError):  # it has no address
+            with suppress(OSError):  # the interface has no address
                 request = struct.pack("256s", name.encode()[:15])
                 if socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24]) == address:
                     return name
@@ -604,8 +604,8 @@ def short_folder() -> IO[str]:
 
 
 def remove_folder(lock: IO[str]) -> None:
-    """Remove the folder of a cluster that is shutting down, whose last processes may still write to
-    it.
+    """Remove the folder of a cluster that is shutting down. Its last processes may still write to
+    the folder.
     """
     folder = Path(lock.name).parent
     lock.close()
@@ -618,8 +618,8 @@ def remove_folder(lock: IO[str]) -> None:
 def process_environment(
     allocation: ActorAllocation, threads: int, *, pinned: bool
 ) -> dict[str, str]:
-    """Return the environment variables of a process; ``pinned`` if the plan, not Ray, chooses its
-    devices.
+    """Return the environment variables of a process. ``pinned`` means that the plan, not Ray,
+    chooses its devices.
     """
     # Ray copies an actor's output to the user's terminal, which shows its own progress bar.
     variables = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", **actor_environment()}
@@ -638,9 +638,9 @@ def allocator_environment(allocation: ActorAllocation) -> dict[str, str]:
     """Return the environment variables that let a training rank's CUDA memory grow in place,
     because the sizes of its passes vary.
 
-    It must not be used for memory that an engine on the same device reads through CUDA IPC: it
-    would be slower to open (vLLM's ``sharded_rdt_trainer``), and PyTorch would need ptrace
-    permission.
+    Do not use it for memory that an engine on the same device reads through CUDA IPC: that memory
+    would be slower to open (see vLLM's ``sharded_rdt_trainer``), and PyTorch would need permission
+    for ptrace.
     """
     is_set = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()
     if is_set or allocation.devices[0].type != "cuda":
@@ -651,7 +651,7 @@ def allocator_environment(allocation: ActorAllocation) -> dict[str, str]:
 def missing_resources(
     bundles: Sequence[dict[str, float]], nodes: Sequence[dict[str, float]], free: dict[str, float]
 ) -> str:
-    """Describe which resources the bundles lack, with numbers."""
+    """Describe the resources that the bundles lack, with numbers."""
     shortages = []
     for resource in ("GPU", "CPU"):
         needed = sum(bundle.get(resource, 0) for bundle in bundles)
@@ -659,13 +659,13 @@ def missing_resources(
         total = sum(node.get(resource, 0) for node in nodes)
         if needed > available:
             shortages.append(
-                f"{needed:g} {resource} are needed and only {available:g} of {total:g} are free"
+                f"{needed:g} {resource} are needed, but only {available:g} of {total:g} are free"
             )
         largest = max(bundle.get(resource, 0) for bundle in bundles)
         most = max((node.get(resource, 0) for node in nodes), default=0)
         if needed <= available and largest > most:
             shortages.append(
-                f"one process needs {largest:g} {resource} and no machine has more than {most:g}"
+                f"one process needs {largest:g} {resource}, but no machine has more than {most:g}"
             )
     return (
         " and ".join(shortages)

@@ -1,7 +1,8 @@
 """``PackedGroup``: a group of sequences on its way from actor to actor.
 
-A group travels as one flat tensor for each key, instead of one for each sequence. Pickling costs by
-the object: a lazy stack of 64 short sequences has more than a thousand tensors and TensorDicts.
+A group travels as one flat tensor per key, instead of one per sequence. The cost of pickling grows
+with the number of objects, and a lazy stack of 64 short sequences has more than a thousand tensors
+and TensorDicts.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ from tensordict import NonTensorData, TensorDict, TensorDictBase, is_leaf_nonten
 from torch import Tensor
 
 _Column = tuple[tuple[str, ...], Any, list[torch.Size] | None]
-"""A key, and its values: a flat tensor and the shapes of its parts, or a list of what is no tensor
-and None.
+"""A key and its values: a flat tensor and the shapes of its parts, or a list of other values and
+None.
 """
 
 
 class PackedGroup:
-    """Group that is unpickled as a lazy stack again, in views of the flat tensors.
+    """Group that unpickles as a lazy stack again, of views of the flat tensors.
 
     Args:
-        group: lazy stack of sequences, each without a batch size. Sequences with different keys
-            travel as they are.
+        group: lazy stack of sequences, each without a batch size. A group whose sequences have
+            different keys is pickled without packing.
 
     Example:
         >>> import pickle

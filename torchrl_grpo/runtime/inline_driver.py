@@ -2,9 +2,9 @@
 loop.
 
 A job runs only while a caller waits: nothing is sampled before a batch is requested, or while
-weights are published. The workers are ``LocalWorker`` and never wait, so a job either completes or
-has nothing to do and is dropped. There is one thread, so signals, random states and accelerators
-are the caller's, and an exception reaches the caller as the part raised it.
+weights are published. The workers are instances of ``LocalWorker`` and never wait, so a job either
+completes, or has nothing to do and is dropped. There is only one thread, so signals, random states
+and accelerators are the caller's, and exceptions reach the caller unchanged.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torchrl_grpo.runtime.workers import Worker
 
 T = TypeVar("T")
 WorkerJob = Callable[[], Coroutine[Any, Any, None]]
-"""Coroutine of a worker that waits until there is something to do, and does it once."""
+"""Coroutine of a worker that waits until there is something to do and does it once."""
 Make = Callable[[Any], Coroutine[Any, Any, None]]
 """Makes the part of a worker."""
 Work = Mapping[Worker, Sequence[WorkerJob]]
@@ -57,15 +57,15 @@ class InlineDriver:
             self._jobs += jobs[1:]
 
     def run(self, coro: Coroutine[Any, Any, T], progress_note: str = "") -> T:
-        """Return the result of a coroutine; while it waits, run one job after another.
+        """Return the result of a coroutine. While it waits, run one job after another.
 
         Args:
-            coro: waits with ``until``.
-            progress_note: has no effect here, because the loop's stages note progress.
+            coro: coroutine that waits with ``until``.
+            progress_note: ignored here, because the loop's stages note progress.
 
         Raises:
             RuntimeError: the coroutine waits for something that no job can bring about.
-            Exception: what a part raised.
+            Exception: any error of a part.
         """
         try:
             while True:
@@ -84,13 +84,13 @@ class InlineDriver:
             coro.close()
 
     async def until(self, get: Callable[[], T | None]) -> T:
-        """Wait until ``get`` returns something true; it is called again after each job."""
+        """Wait until ``get`` returns a true value. It is called again after each job."""
         while not (value := get()):
             await _pause()
         return value
 
     def notify(self) -> None:
-        """Have no effect: ``run`` calls ``until`` after each job anyway."""
+        """Do nothing, because ``run`` checks the condition of ``until`` after each job anyway."""
 
     def close(self, closing: Sequence[Worker]) -> None:
         """Close the workers that have something to finish. May be called again."""
@@ -99,7 +99,7 @@ class InlineDriver:
 
 
 def _run_job(job: WorkerJob) -> bool:
-    """Run a job; return whether it had something to do."""
+    """Run a job. Return whether it had something to do."""
     coroutine = job()
     try:
         return _resume(coroutine)[0]
@@ -108,7 +108,7 @@ def _run_job(job: WorkerJob) -> bool:
 
 
 def _resume(coroutine: Coroutine[Any, Any, T]) -> tuple[bool, Any]:
-    """Resume a coroutine; return whether it is done, and its result."""
+    """Resume a coroutine. Return whether it is done, and its result."""
     try:
         coroutine.send(None)
     except StopIteration as done:

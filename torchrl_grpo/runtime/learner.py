@@ -35,26 +35,27 @@ _HARMLESS = (NotSavedError, NonFiniteError)
 class RayLearner:
     """Learners as Ray actors, one per training rank.
 
-    A run cannot survive the death of a rank: each of the others holds only a part of the model and
-    would wait for it forever. Every method but ``close`` raises ``LearnerLostError`` then, with
-    the last checkpoint, and ``WaitedTooLongError`` when the ranks do not answer.
+    A run cannot survive the death of a rank, because each of the others has only a part of the
+    model and would wait for it forever. Every method but ``close`` then raises
+    ``LearnerLostError``, which names the last checkpoint, or ``WaitedTooLongError`` if the ranks do
+    not answer.
 
     Attributes:
-        version: batches trained so far.
-        resumable: whether the weights are those between two batches: not inside one, nor after a
-            loss.
-        pids: the process of each rank.
+        version: number of batches trained so far.
+        resumable: whether training is between two batches, not in the middle of one, and no rank
+            has been lost.
+        pids: process id of each rank.
 
     Args:
-        factory: makes a rank's learner in its process; it is given the mesh of all ranks, None for
+        factory: makes a rank's learner in its process, from the mesh of all ranks, or from None for
             one rank.
 
     Keyword Args:
-        options: for each rank, Ray's options for its actor.
-        tensor_parallel_size: ranks that compute each layer together.
-        replicas: sharded copies of the model.
-        actor_timeout_s: longest wait for anything, and the timeout of the process group.
-        resumed_from: the checkpoint that the factory restores.
+        options: Ray's options for the actor of each rank.
+        tensor_parallel_size: number of ranks that compute each layer together.
+        replicas: number of sharded copies of the model.
+        actor_timeout_s: maximum wait for any call, and the timeout of the process group.
+        resumed_from: checkpoint that the factory restores.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class RayLearner:
         self._last_checkpoint = resumed_from
         self._saving: Path | None = None
         self._answers = True
-        self._store: TCPStore | None = None  # in which the ranks find each other
+        self._store: TCPStore | None = None  # through which the ranks find each other
         make = partial(
             make_rank,
             factory,
@@ -91,7 +92,7 @@ class RayLearner:
         """Make the learners of all ranks.
 
         Raises:
-            Exception: what the factory raised.
+            Exception: any error of the factory.
         """
         address = None
         if len(self._ranks) > 1:
@@ -109,7 +110,7 @@ class RayLearner:
         try:
             [metrics, *_] = self._ask("train a batch", steps)
         except (KeyboardInterrupt, SystemExit):
-            torchrl_logger.warning("The ranks end their step first, so that the run can be saved.")
+            torchrl_logger.warning("The ranks finish their step first, so the run can be saved.")
             self._ask("train a batch", steps)
             self._trained()
             raise
@@ -121,22 +122,22 @@ class RayLearner:
         self.resumable = True
 
     def weights(self) -> Any:
-        """A reference to the ``WeightHandle`` of the current version, valid until ``release``."""
+        """Return a reference to the current version's ``WeightHandle``, valid until ``release``."""
         return self._send("weights")
 
     def resend(self, version: int, reason: str) -> Any:
-        """A reference to another handle of a version, because the first one was refused. Returns at
-        once.
+        """Return a reference to another handle of a version, because the first one was refused.
+        Does not wait.
         """
         torchrl_logger.warning(
-            f"The weights go through the object store from version {version} on: {reason}."
+            f"From version {version} on, the weights go through the object store: {reason}."
         )
         return (
             self._ranks[0].call_and_keep.options(num_returns=2).remote("resend", version, reason)[1]
         )
 
     def reference_weights(self) -> Any:
-        """The same for a reference model; the weights are there as long as the reference."""
+        """Return a reference to the weights for a reference model, which keeps them alive."""
         return self._send("reference_weights")
 
     def _send(self, method: str) -> Any:
@@ -145,7 +146,7 @@ class RayLearner:
         return answers[0][1]
 
     def release(self, version: int) -> None:
-        """Free the weights of a version that nobody reads or will read anymore. Returns at once."""
+        """Free the weights of a version that no engine will read anymore. Does not wait."""
         if self._ranks:
             _call(self._ranks[0], "release", version)
 
@@ -158,7 +159,7 @@ class RayLearner:
         return self._saving
 
     def finish_save(self) -> None:
-        """See ``Learner.finish_save``; ranks that no longer answer are not waited for."""
+        """See ``Learner.finish_save``. Does not wait for ranks that no longer answer."""
         if self._saving is None or not self._answers:
             return
         saving, self._saving = self._saving, None
@@ -186,7 +187,7 @@ class RayLearner:
         return self._ask_all("score a probe", "mismatch", probe)
 
     def close(self) -> None:
-        """End the ranks. May be called again."""
+        """Stop the ranks. May be called again."""
         import ray
 
         for rank in self._ranks:
@@ -195,20 +196,20 @@ class RayLearner:
         self._store = None
 
     def _ask_first(self, what: str, method: str, *arguments: Any) -> Any:
-        """Call a method of rank 0 alone; return its result."""
+        """Call a method of rank 0 only. Return its result."""
         return self._ask(what, [_call(self._ranks[0], method, *arguments)])[0]
 
     def _ask_all(
         self, what: str, method: str, *arguments: Any, timeout_s: float | None = None
     ) -> Any:
-        """Call a method of all ranks; return rank 0's result."""
+        """Call a method of all ranks. Return rank 0's result."""
         return self._ask(
             what, [_call(rank, method, *arguments) for rank in self._ranks], timeout_s
         )[0]
 
     def _ask(self, what: str, references: list[Any], timeout_s: float | None = None) -> list[Any]:
-        """Return the results of the ranks. The first failure ends the wait, because the others may
-        wait for that rank.
+        """Return the results of the ranks. The first failure ends the wait, because the other ranks
+        may be waiting for the failed one.
         """
         import ray
 
@@ -232,7 +233,7 @@ class RayLearner:
                     raise cause_of(error) from None
                 self._answers = False
                 raise LearnerLostError(
-                    f"a training rank died while the ranks were to {what} (version "
+                    f"a training rank died when the ranks had to {what} (version "
                     f"{self.version}): {self.last_saved()}."
                 ) from error
             if pending and time.monotonic() > deadline:
@@ -246,18 +247,18 @@ class RayLearner:
     def last_saved(self) -> str:
         """Describe how to resume from the last checkpoint."""
         saved = self._saving if self._saving and self._saving.exists() else self._last_checkpoint
-        return f"go on with train.resume={saved}" if saved else "no checkpoint was written before"
+        return f"continue with train.resume={saved}" if saved else "no checkpoint was written yet"
 
 
 def _call(rank: Any, method: str, *arguments: Any) -> Any:
-    """Call a method of a rank's learner, which its process then shows in its name; return a
+    """Call a method of a rank's learner, which appears in the name of its process. Return a
     reference to the result.
     """
     return rank.call.options(name=f"{_ROLE}.{method}").remote(method, *arguments)
 
 
 def _root_cause(first: Exception, references: Sequence[Any]) -> Exception:
-    """Return the loss of a rank if an error was caused by it; others may notice it first, as a
+    """Return the error of a lost rank if it caused this error: other ranks may first report a
     broken connection.
     """
     import ray

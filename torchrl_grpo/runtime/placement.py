@@ -17,7 +17,7 @@ import torch
 
 ROLES = ("train", "inference", "reference", "teacher")
 SCORERS = ("reference", "teacher")
-"""Roles that can share the learner's device, because they work while it waits."""
+"""Roles that can share the learner's device, because they work while the learner waits."""
 _FIELDS = {
     "train": "train_model",
     "inference": "inference_model",
@@ -110,9 +110,9 @@ def plan_devices(
 
     Raises:
         ValueError: requests exceed the devices, an index does not exist or is used with a cluster,
-            devices overlap in part or apart from the trained model's, the engines' devices are not
-            a multiple of ``engine_devices``, or ``all`` is requested without accelerators or by
-            several roles without the trained model.
+            roles overlap in part or on devices other than the trained model's, the engines' devices
+            are not a multiple of ``engine_devices``, or ``all`` is requested without accelerators
+            or by several roles without the trained model.
     """
     where = "this machine" if cluster is None else f"the Ray cluster at {cluster}"
     is_unused = {
@@ -172,7 +172,7 @@ def _resolve_all(
         )
     if total == 0:
         raise ValueError(
-            f"{overrides} needs accelerators, but {where} has none, so a device is a process: use "
+            f"{overrides} needs accelerators, but {where} has only CPU processes as devices: use "
             f"{_FIELDS[first]}.num_devices=1."
         )
     group = engine_devices if "inference" in sharing else 1
@@ -181,7 +181,7 @@ def _resolve_all(
     )
     for scorer in SCORERS:
         if scorer in roles and requests[scorer] == RoleRequest() and (more or available < group):
-            available += 1  # it shares the trained model's
+            available += 1  # the role shares the trained model's device
     available = 1 if total == 1 else available // group * group
     if available < 1:
         raise ValueError(
@@ -201,7 +201,7 @@ def _override(role: str, request: RoleRequest, count: int) -> str:
 
 
 def _count(role: str, request: RoleRequest, engine_devices: int) -> int:
-    """Return the number of devices for a role; ``all`` was replaced by a number."""
+    """Return the number of devices for a role, whose ``all`` has been replaced by a number."""
     group = engine_devices if role == "inference" else 1
     assert request.num_devices != "all"
     count = request.num_devices or group if request.devices is None else len(request.devices)
@@ -221,7 +221,7 @@ def _place(
     accelerators: Sequence[torch.device],
     where: str,
 ) -> dict[str, list[torch.device]]:
-    """Return the accelerators of each role in ``counts``; roles in ``sharing`` share theirs."""
+    """Return the accelerators of each role in ``counts``. Roles in ``sharing`` share theirs."""
     total = len(accelerators)
     by_role: dict[str, list[torch.device]] = {}
     for role, count in counts.items():
@@ -234,17 +234,17 @@ def _place(
             )
         if devices is None:
             continue
-        own = [accelerators[index] for index in devices]
+        role_devices = [accelerators[index] for index in devices]
         for other in by_role:
-            common = [str(device) for device in by_role[other] if device in own]
-            in_turns = set(own) == set(by_role[other]) == set(by_role.get("train", ()))
+            common = [str(device) for device in by_role[other] if device in role_devices]
+            in_turns = set(role_devices) == set(by_role[other]) == set(by_role.get("train", ()))
             if common and not in_turns and total > 1:  # a single accelerator is shared by all
                 raise ValueError(
                     f"{override} must not overlap {_override(other, requests[other], 0)}: both "
                     f"name {', '.join(common)}; give each role its own devices, or exactly those "
                     "of train_model.devices to have the roles take turns on them."
                 )
-        by_role[role] = own
+        by_role[role] = role_devices
     free = [
         device
         for device in accelerators

@@ -18,8 +18,8 @@ class Reference:
     """A reference model on its own device, or a teacher.
 
     Args:
-        scoring: writes the model's log-probs into a batch.
-        makes_room: whether scoring frees its GPU memory for other roles afterwards.
+        scoring: transform that writes the model's log-probs into a batch.
+        makes_room: whether to free GPU memory for other roles after scoring.
     """
 
     def __init__(self, scoring: KLScoring | ServedTeacher, *, makes_room: bool = False) -> None:
@@ -27,12 +27,12 @@ class Reference:
         self.makes_room = makes_room
 
     def update(self, handle: WeightHandle) -> None:
-        """Replace the model's weights; those of a server stay."""
+        """Replace the model's weights, unless the model is on a server."""
         assert isinstance(self.scoring, KLScoring)
         self.scoring.update_weights(handle.weights())
 
     def score(self, *groups: TensorDictBase) -> tuple[float, list[TensorDictBase]]:
-        """Score the groups of a task in one batch; return the seconds and the groups."""
+        """Score the groups of a task in one batch. Return the seconds and the groups."""
         start = time.perf_counter()
         rows = self.scoring(join_groups(groups)).unbind(0)
         ends = list(itertools.accumulate(map(len, groups)))

@@ -2,9 +2,9 @@
 
 A ``RolloutTask`` is played by a sampler, and scored by a reference model and a teacher if there are
 any. Then its groups wait in the ``GroupBuffer``. Samplers, reference models and teachers are
-workers, in this thread or as actors. Each worker has jobs, small coroutines: one gives it new
-weights, the others take a task, have the worker do it, and pass on the result. A job whose worker
-dies requeues its task. A driver runs the jobs: ``InlineDriver`` while the loop waits,
+workers, in this thread or as actors. Each worker has jobs, which are small coroutines: one gives it
+new weights; the others take a task, have the worker do it, and pass on the result. If its worker
+dies, a job requeues its task. A driver runs the jobs: ``InlineDriver`` while the loop waits,
 ``ThreadDriver`` all the time and for several workers at once.
 """
 
@@ -24,8 +24,8 @@ from torchrl_grpo.runtime.thread_driver import ThreadDriver
 from torchrl_grpo.runtime.workers import ActorLostError, Worker, first_line
 
 MOST_ATTEMPTS = 3
-"""Actors that may be lost over the same work before the run ends."""
-_SCORED_AT_A_TIME = 2  # by one reference actor: one task is computed while the next one arrives
+"""Number of actors that may be lost over the same work before the run ends."""
+_SCORED_AT_A_TIME = 2  # per reference actor: one task is computed while the next one arrives
 _SECONDS = {f"workers/{name}": f"time/{name}" for name in ("generate_s", "reward_s", "reference_s")}
 """Metrics of workers that count toward the step's time if nothing overlaps."""
 
@@ -37,37 +37,38 @@ class Rollouts:
     tasks' ``GroupBuffer``.
 
     Lifecycle: ``start``, with actors ``wait_until_ready``, then ``publish`` and ``next_batch`` in
-    turns, then ``close``, once or more. Nothing is sampled before the first ``publish``. Every
-    method but ``close`` raises what a worker's part raised and, with actors, the errors of
-    ``ThreadDriver``, and ``WorkersLostError`` when a task ended every actor that played it.
+    alternation, then ``close``, at least once. Nothing is sampled before the first ``publish``.
+    Every method but ``close`` raises any error of a worker's part and, with actors, the errors of
+    ``ThreadDriver``, and ``WorkersLostError`` if every actor that played a task was lost.
 
     Attributes:
-        tasks: all tasks that are not trained yet.
+        tasks: all tasks that have not been trained yet.
         samplers: workers that sample.
         references: workers with a reference model.
         teachers: workers with a teacher.
-        published: the latest published version, None before the first.
+        published: the latest published version; None before the first.
 
     Args:
-        tasks: queue of tasks; the samplers' environments have as many groups as a task.
+        tasks: queue of tasks, each with as many groups as the samplers' environments.
         driver: ``InlineDriver`` for ``LocalWorker``, ``ThreadDriver`` for ``RayWorker``.
 
     Keyword Args:
-        samplers: workers whose factory takes an engine's state, which is None at first
+        samplers: workers whose factory takes an engine's state, or None at first
             (``make_seeded``).
-        references: workers with a reference model; empty if the learner scores, or nothing does.
-        teachers: workers with a teacher, which scores after the reference models; a teacher is a
-            ``Reference`` too.
-        concurrent_tasks: tasks that a sampler plays at a time.
-        in_flight: what happens to tasks that are being played when weights arrive; see
-            ``AsyncVLLMEngine``.
-        references_first: whether samplers start after the reference models. It is needed where they
-            share an accelerator, because an engine measures free memory when it starts.
-        release: called with each published version that no sampler reads or will read anymore.
-        resend: returns another handle of a version that a sampler refused, for this reason.
-        together: whether all samplers must take a version at the same time.
+        references: workers with a reference model; empty if the learner scores, or if there is no
+            scoring.
+        teachers: workers with a teacher, which is a ``Reference`` too and scores after the
+            reference models.
+        concurrent_tasks: number of tasks that a sampler plays at once.
+        in_flight: treatment of tasks in progress when weights arrive; see ``AsyncVLLMEngine``.
+        references_first: whether samplers start after the reference models. Required if they share
+            an accelerator, because an engine measures free memory when it starts.
+        release: function called with each published version that no sampler will read anymore.
+        resend: function that returns another handle of a version that a sampler refused, for the
+            reason in its argument.
+        together: whether all samplers must load a version at the same time.
         turns: whether the samplers sleep while a batch is trained, from the end of ``next_batch``
-            to ``publish``. Until then no sampler is started or receives weights either.
+            to ``publish``. Meanwhile no sampler is started or receives weights either.
         evaluates: whether the samplers have a test split.
     """
 
@@ -114,7 +115,7 @@ class Rollouts:
     # Called by the loop
 
     def start(self) -> None:
-        """Start the workers; with actors, return at once."""
+        """Start the workers. With actors, return at once."""
         sample = [self._keep_current, *[self._play] * self._concurrent_tasks]
         score = [self._keep_reference_current, *[self._score] * _SCORED_AT_A_TIME]
         kinds = [
@@ -132,7 +133,7 @@ class Rollouts:
         self._driver.run(self._driver.until(lambda: all(worker.ready for worker in self._workers)))
 
     def next_batch(self) -> list[Any]:
-        """Wait for the next batch; return its groups: lazy stacks of sequences, or references to
+        """Wait for the next batch. Return its groups: lazy stacks of sequences, or references to
         them.
 
         Raises:
@@ -142,7 +143,7 @@ class Rollouts:
         return [group for _, group in groups]
 
     def publish(self, handle: Any, version: int) -> None:
-        """Publish the weights of a trained batch. With actors, return at once: each sampler takes
+        """Publish the weights of a trained batch. With actors, return at once: each sampler loads
         them when it can.
 
         Args:
@@ -186,14 +187,14 @@ class Rollouts:
     def state_dict(self) -> dict[str, Any]:
         """Return the state that the next batches depend on, apart from the weights.
 
-        ``drawing`` is the position in the problems. ``ahead`` has group and problem of all groups
-        that were drawn and that no batch has taken: they are played again after a restore.
-        ``engines`` has ``Sampler.state_dict`` of each sampler, None where it is unknown.
+        ``drawing`` is the position in the problems. ``ahead`` has the group and problem of all
+        drawn groups that no batch has taken; they are played again after a restore. ``engines`` has
+        ``Sampler.state_dict`` of each sampler, None if it is unknown.
         """
         return self._driver.run(self._state())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state of ``state_dict``; call it before ``start``."""
+        """Restore a state from ``state_dict``. Call this before ``start``."""
         self.tasks.load_state_dict(state)
         for sampler, engine_state in zip(self.samplers, state["engines"], strict=False):
             sampler.engine_state = engine_state or None
@@ -218,13 +219,13 @@ class Rollouts:
         )
 
     def close(self) -> None:
-        """End the workers. May be called again."""
+        """Stop the workers. May be called again."""
         self._driver.close(self.samplers)
 
     # Coroutines of these calls
 
     async def _publish(self, handle: Any, version: int) -> None:
-        if version == self.published:  # the weights are sent once more, in another way
+        if version == self.published:  # the weights are sent again, in another way
             for sampler in self.samplers:
                 sampler.version = None
         self._handles[version], self.published = handle, version
@@ -283,10 +284,11 @@ class Rollouts:
                     await sampler.call("sleep", "sleep")
 
     async def _ask_any(self, what: str, method: str, *arguments: Any) -> Any:
-        """Call a method of a sampler with the published weights; of another one if it is lost.
+        """Call a method of a sampler that has the published weights, and of another one if that one
+        is lost.
 
         Raises:
-            WorkersLostError: ``MOST_ATTEMPTS`` samplers were lost over it.
+            WorkersLostError: ``MOST_ATTEMPTS`` samplers were lost during this call.
         """
         for _ in range(MOST_ATTEMPTS):
             sampler = await self._driver.until(
@@ -294,7 +296,7 @@ class Rollouts:
             )
             with suppress(ActorLostError):
                 return await sampler.call(what, method, *arguments)
-        raise WorkersLostError(f"{MOST_ATTEMPTS} samplers were lost while they were to {what}.")
+        raise WorkersLostError(f"{MOST_ATTEMPTS} samplers were lost when they had to {what}.")
 
     async def _ask_each(self, what: str, method: str) -> list[Any]:
         """Call a method of all samplers that are ready, at least one, with the published weights."""
@@ -359,7 +361,7 @@ class Rollouts:
         self._driver.notify()
 
     def _next_version(self, sampler: Worker) -> int | None:
-        """Return the version that a sampler should take now, None if there is none."""
+        """Return the version that a sampler should load now; None if there is none."""
 
         def may_update(other: Worker) -> bool:
             return not self._trains and (self._in_flight != "wait" or not other.tasks)
@@ -404,7 +406,7 @@ class Rollouts:
         self._pass_on(progress)
 
     async def _score(self, reference: Worker) -> None:
-        """Take a task that was played, have the reference model score it, and pass on the groups."""
+        """Take a played task, have the reference model score it, and pass on the groups."""
 
         def next_task() -> Progress | None:
             for progress in self.tasks.unscored:
@@ -441,15 +443,15 @@ class Rollouts:
         self._driver.notify()
 
     def _weights_of(self, worker: Worker) -> Any:
-        """Return the weights that a reference model should have; None for its initial ones."""
+        """Return the weights that a reference model should have; None for its initial weights."""
         return self._reference_weights if worker in self.references else None
 
     @contextmanager
     def _working(
         self, worker: Worker, progress: Progress, requeue: Callable[[Progress], None]
     ) -> Iterator[None]:
-        """Context in which a worker has a task. After an error the task is requeued; the run ends
-        if too many workers were lost over it.
+        """Context in which a worker has a task. After an error the task is requeued. The run ends
+        if too many workers were lost over the task.
         """
         progress.attempts += 1
         worker.tasks.append(progress)
@@ -458,11 +460,13 @@ class Rollouts:
             yield
         except BaseException as error:
             requeue(progress)
-            gone = isinstance(error, ActorLostError | CancelledError) and worker.error is not None
-            if gone and progress.attempts == MOST_ATTEMPTS:
+            is_lost = (
+                isinstance(error, ActorLostError | CancelledError) and worker.error is not None
+            )
+            if is_lost and progress.attempts == MOST_ATTEMPTS:
                 raise WorkersLostError(
-                    f"{progress.task} ended {worker.name} or others like it {MOST_ATTEMPTS} times, "
-                    f"the last time with: {first_line(worker.error)}"
+                    f"{progress.task} crashed {worker.name} or others like it {MOST_ATTEMPTS} "
+                    f"times, the last time with: {first_line(worker.error)}"
                 ) from worker.error
             raise
         finally:

@@ -4,11 +4,11 @@ form the next batch.
 Pure bookkeeping, without data, processes or time. A group holds a slot from its admission until the
 weights that it trained are published.
 
-Let S be the bound, B the groups in a batch, p the latest published version. At most (S + 1) * B
-groups hold a slot. At most (S + 1 - (p - w)) * B of them were started by weights of a version <= w,
-because only so many fit into the batches for which they are fresh enough. ``admit`` enforces the
-first rule and ``take`` the second, by taking enough of the older groups, so the bound holds without
-discarding any group.
+Let S be the bound, B the number of groups in a batch, and p the latest published version. At most
+(S + 1) * B groups hold a slot. At most (S + 1 - (p - w)) * B of them were started by weights of a
+version <= w, because no more fit into the batches for which they are fresh enough. ``admit``
+enforces the first rule, and ``take`` the second, by taking enough of the older groups, so the bound
+holds without discarding any group.
 
 The cost per group does not grow with the number of groups: ``take`` iterates over waiting groups
 only when it returns a batch, and otherwise over one count for each version.
@@ -74,17 +74,17 @@ class GroupBuffer:
 
     @property
     def pending(self) -> int:
-        """Groups that are being sampled or scored."""
+        """Number of groups that are being sampled or scored."""
         return len(self._pending)
 
     @property
     def waiting(self) -> int:
-        """Groups ready for a batch."""
+        """Number of groups that are ready for a batch."""
         return len(self._waiting)
 
     @property
     def num_taken(self) -> int:
-        """Groups that batches have taken so far."""
+        """Number of groups that batches have taken so far."""
         return self.version * self.groups_per_batch + len(self._training)
 
     @property
@@ -93,7 +93,7 @@ class GroupBuffer:
         return self.capacity - len(self._pending) - len(self._waiting) - len(self._training)
 
     def admit(self, group: int) -> None:
-        """Give a slot to a new group, which the published weights start.
+        """Give a slot to a new group that starts with the published weights.
 
         Raises:
             RuntimeError: no slot is free, or the group already has one.
@@ -116,8 +116,8 @@ class GroupBuffer:
 
         Args:
             group: a pending group.
-            version: the oldest version that sampled one of its tokens.
-            item: returned by ``take``.
+            version: the oldest version that sampled any of its tokens.
+            item: value that ``take`` returns for the group.
 
         Raises:
             RuntimeError: the group is not pending, or was sampled by weights older than its
@@ -144,14 +144,14 @@ class GroupBuffer:
     def take(self) -> list[tuple[int, Any]] | None:
         """Return the next batch for the published version, as pairs (group, item) sorted by group.
 
-        Groups that would be too old for later batches come first, and are waited for; others follow
-        in order of arrival.
+        Groups that would be too old for later batches come first, and the batch waits for them.
+        Others follow in order of arrival.
 
         Returns:
             ``groups_per_batch`` groups, or None until enough of them are ready.
 
         Raises:
-            RuntimeError: groups are too old already, or a batch is in training, whose weights must
+            RuntimeError: groups are already too old, or a batch is in training and its weights must
                 be published first.
         """
         if self._training:
@@ -164,12 +164,12 @@ class GroupBuffer:
                 f"{num_late} groups of version {oldest - 1} or older remain at version "
                 f"{self.version}, but max_staleness={self.max_staleness}."
             )
-        due = []  # how many groups of a version or older ones must be in this batch
+        due = []  # number of groups of a version or older that must be in this batch
         started = waiting = 0  # groups of a version or older ones
         for version in sorted(by_version):
             started += by_version[version]
             waiting += self._waiting_of[version]
-            # All that do not fit into the later batches for which they are fresh enough.
+            # Those that do not fit into the later batches for which they are fresh enough.
             later_batches = self.max_staleness - (self.version - version)
             needed = started - later_batches * self.groups_per_batch
             if version < self.version and needed > 0:

@@ -20,14 +20,15 @@ class Progress:
     """State of a task.
 
     Attributes:
-        task: problems of its groups.
-        left: its groups that no batch has taken.
-        attempts: actors that have tried the current stage (sampling or scoring).
-        report: report of the sampler, once it was played.
-        kept: groups that go on to a batch, in the order of ``refs``.
-        refs: the data of these groups, or references to it.
+        task: the task, with the problems of its groups.
+        left: groups that no batch has taken yet.
+        attempts: number of actors that have tried the current stage (sampling or scoring).
+        report: the sampler's report, once the task has been played.
+        kept: groups that continue to a batch, in the order of ``refs``.
+        refs: data of these groups, or references to it.
         reference_s: seconds of scoring.
-        scorers: kinds of workers that have yet to score it, in order; one worker of each does.
+        scorers: workers of each kind that still has to score the task, in order; one worker per
+            kind scores it.
     """
 
     task: RolloutTask
@@ -41,28 +42,28 @@ class Progress:
 
 
 class TaskQueue:
-    """Draws tasks while the ``GroupBuffer`` has room, takes them back, and makes batches of
-    finished ones.
+    """Draws tasks while the ``GroupBuffer`` has room, takes interrupted tasks back, and makes
+    batches of finished ones.
 
-    With dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) a group whose valid rewards are all
-    equal frees its slot, and another problem is drawn, until ``most_played`` groups were played for
-    one batch. After that such groups stay in the batch.
+    With dynamic sampling (DAPO, arXiv 2503.14476, section 3.2), a group whose valid rewards are all
+    equal frees its slot, and another problem is drawn, until ``most_played`` groups have been
+    played for one batch. After that such groups stay in the batch.
 
     Attributes:
         buffer: slots and order of the groups.
-        unscored: tasks that were played and wait for a reference model or a teacher.
+        unscored: played tasks that wait for a reference model or a teacher.
 
     Args:
         drawing: draws the problems.
         buffer: bounds the staleness.
 
     Keyword Args:
-        task_groups: groups in a task; divides the buffer's ``groups_per_batch``. A task has fewer
-            where fewer are missing.
-        total_groups: groups that the whole run trains on; no more are drawn.
-        group_size: responses in a group.
-        most_played: most groups that are played for one batch with dynamic sampling; None is no
-            dynamic sampling.
+        task_groups: number of groups in a task; divides the buffer's ``groups_per_batch``. A task
+            has fewer groups if fewer are missing.
+        total_groups: number of groups that the whole run trains on; no more are drawn.
+        group_size: number of responses in a group.
+        most_played: maximum number of groups played for one batch with dynamic sampling; None
+            disables dynamic sampling.
 
     Raises:
         ValueError: ``task_groups`` does not divide ``groups_per_batch``.
@@ -91,12 +92,12 @@ class TaskQueue:
         self._total_groups = total_groups
         self._group_size = group_size
         self._most_played = most_played
-        self._progress: list[Progress] = []  # of all tasks that no batch has taken whole
+        self._progress: list[Progress] = []  # of tasks with groups that no batch has taken
         self._unplayed: deque[Progress] = deque()  # in the order of their groups
-        self._left = 0  # groups of all these tasks that no batch has taken
-        self._dynamic: Counter[str] = Counter()  # what dynamic sampling did since the latest batch
+        self._left = 0  # number of these groups
+        self._dynamic: Counter[str] = Counter()  # counts of dynamic sampling since the last batch
         self._released_s: Counter[str] = Counter()  # seconds of the groups that freed their slots
-        self._rewards: Counter[str] = Counter()  # what the reward workers counted so far
+        self._rewards: Counter[str] = Counter()  # counts of the reward workers so far
         self._most_waiting = 0
         self._resampled = 0
         self._warned = False
@@ -115,7 +116,7 @@ class TaskQueue:
         return progress
 
     def _draw(self) -> None:
-        """Draw the next task, if the run has one more and there is room for it."""
+        """Draw the next task, if the run has groups left and there is room for it."""
         missing = self._total_groups - self.buffer.num_taken - self._left
         groups = min(self._task_groups, self.buffer.room, missing)
         if groups < min(self._task_groups, missing) and self.buffer.pending:
@@ -131,22 +132,22 @@ class TaskQueue:
         self._unplayed.append(progress)
 
     def give_back(self, progress: Progress) -> None:
-        """Take back a task whose sampler was lost; it will be played again."""
+        """Take back a task whose sampler was lost, to be played again."""
         for group in progress.left:
             self.buffer.withdraw(group)
         self._resampled += len(progress.left)
         bisect.insort(self._unplayed, progress, key=lambda other: other.task.groups[0])
 
     def played(self, progress: Progress, report: RolloutReport, data: Sequence[Any]) -> int:
-        """Record that a sampler played a task; return its number of responses.
+        """Record that a sampler played a task. Return its number of responses.
 
         Args:
-            progress: of the task.
-            report: about it.
-            data: of each group, or a reference to it.
+            progress: state of the task.
+            report: the sampler's report.
+            data: data of each group, or a reference to it.
 
         Raises:
-            RuntimeError: it played other groups than those of the task.
+            RuntimeError: the sampler played other groups than the task's.
         """
         groups = tuple(group.group for group in report.groups)
         if groups != progress.task.groups:
@@ -209,8 +210,8 @@ class TaskQueue:
         self._most_waiting = max(self._most_waiting, self.buffer.waiting)
 
     def take(self) -> tuple[list[tuple[int, Any]], dict[str, float]] | None:
-        """Return the next batch as (group, its data or a reference to it), and its metrics; None if
-        it is not ready.
+        """Return the next batch as pairs of a group and its data (or a reference to it), and the
+        batch's metrics; None if it is not ready.
         """
         batch = self.buffer.take()
         if batch is None:
@@ -223,7 +224,7 @@ class TaskQueue:
         return [(number, ref) for number, (*_, ref) in batch], metrics
 
     def _metrics(self, tasks: Sequence[Progress]) -> dict[str, float]:
-        """Return the metrics of a batch from the task of each of its groups."""
+        """Return the metrics of a batch, given the task of each of its groups."""
         staleness = self.buffer.staleness()
         seconds = self._released_s
         self._released_s = Counter()
@@ -253,8 +254,8 @@ class TaskQueue:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of drawing, and drawn groups that no batch has taken, with the indices
-        of their problems.
+        """Return the state of the drawing, and the drawn groups that no batch has taken, with the
+        indices of their problems.
         """
         ahead = sorted(
             [drawn.group, drawn.index]
@@ -265,7 +266,7 @@ class TaskQueue:
         return {"drawing": self._drawing.state_dict(), "ahead": ahead}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state of ``state_dict``; call it before anything is drawn."""
+        """Restore a state from ``state_dict``. Call this before anything is drawn."""
         self._drawing.load_state_dict(state["drawing"])
         ahead = [self._drawing.again(group, index) for group, index in state["ahead"]]
         for start in range(0, len(ahead), self._task_groups):
@@ -273,7 +274,7 @@ class TaskQueue:
 
 
 def _seconds(progress: Progress) -> dict[str, float]:
-    """Return the seconds of one group of a task, an equal share of the task's."""
+    """Return the seconds of one group of a task, as an equal share of the task's seconds."""
     report = progress.report
     assert report is not None
     count = len(report.groups)

@@ -1,8 +1,8 @@
-"""``ThreadDriver``: runs the coroutines of ``Rollouts`` in an event loop in a thread of its own.
+"""``ThreadDriver``: runs the coroutines of ``Rollouts`` in an event loop in a separate thread.
 
-The caller waits in ``run``, with a time limit. All else runs in the event loop, where state changes
-only between two ``await``: so no lock is needed, and a condition that ``until`` waits for still
-holds when it returns.
+The caller waits in ``run``, with a time limit. Everything else runs in the event loop, where other
+coroutines run only at an ``await``. So no lock is needed, and a condition that ``until`` waits for
+still holds when it returns.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ T = TypeVar("T")
 
 
 class ThreadDriver:
-    """Driver of actors. Each one starts, works, and is started again when it is lost.
+    """Driver of actors. It starts each actor, runs its jobs, and restarts it when it is lost.
 
     Every method but ``close`` raises the error that has ended the run:
 
-    - ``WorkersLostError``: all actors of a kind have been gone for too long;
-    - ``WaitedTooLongError``: no result, and no sign of life from any actor;
+    - ``WorkersLostError``: all actors of a kind have been dead for too long;
+    - ``WaitedTooLongError``: there is no result, and no sign of life from any actor;
     - an exception from an actor's method.
 
     Attributes:
@@ -39,7 +39,7 @@ class ThreadDriver:
 
     Keyword Args:
         actor_timeout_s: time limit of an actor's method, in seconds; a late actor is replaced.
-        recovery_timeout_s: how long all actors of a kind may be gone before the run ends.
+        recovery_timeout_s: how long all actors of a kind may be dead before the run ends.
     """
 
     overlaps = True
@@ -60,7 +60,7 @@ class ThreadDriver:
         self._thread.start()
 
     def start(self, make: Make, kinds: Sequence[Work], missing: Callable[[], str]) -> None:
-        """Begin to start all actors; return at once.
+        """Begin to start all actors, without waiting for them.
 
         Args:
             make: makes the part of a worker.
@@ -72,7 +72,7 @@ class ThreadDriver:
 
     async def _begin(self, make: Make, kinds: Sequence[Any]) -> None:
         self._workers = [worker for work in kinds for worker in work]
-        # The last workers that a task visits start first: samplers may wait for reference models.
+        # Workers that a task visits last start first: samplers may wait for reference models.
         actor_tasks = [
             self._supervise(worker, make, jobs)
             for work in reversed(kinds)
@@ -82,15 +82,15 @@ class ThreadDriver:
         self._actor_tasks = [asyncio.create_task(self._guard(task)) for task in actor_tasks]
 
     def run(self, coro: Coroutine[Any, Any, T], progress_note: str = "") -> T:
-        """Return the result of a coroutine; it must come while some actor shows signs of life.
+        """Return the result of a coroutine, as long as some actor shows signs of life.
 
-        An actor that is late and then replaced is silent for twice its time limit: only a longer
+        An actor that is late and then replaced is silent for twice its time limit, so only a longer
         silence ends the wait.
 
         Args:
-            coro: waits with ``until``.
-            progress_note: names work that may take longer than ``train.stall_timeout_s``: it is
-                repeated as a sign of progress, and the time limit of a call applies instead.
+            coro: coroutine that waits with ``until``.
+            progress_note: names work that may take longer than ``train.stall_timeout_s``. It is
+                repeated as a sign of progress, so that the time limit of a call applies instead.
         """
         if self._closed or self._error is not None:
             coro.close()
@@ -117,10 +117,10 @@ class ThreadDriver:
             future.cancel()
 
     async def until(self, get: Callable[[], T | None]) -> T:
-        """Wait until ``get`` returns something true; it is called again after each ``notify``.
+        """Wait until ``get`` returns a true value. It is called again after each ``notify``.
 
         Raises:
-            Exception: what has ended the work of an actor for good.
+            Exception: the error that has permanently ended an actor's work.
         """
         while True:
             if self._error is not None:
@@ -136,7 +136,7 @@ class ThreadDriver:
         self._changed.clear()
 
     def close(self, closing: Sequence[Any]) -> None:
-        """End all actors after closing those that have something to finish. May be called again."""
+        """Close the actors that have something to finish, and stop all. May be called again."""
         if not self._closed:
             self._closed = True
             asyncio.run_coroutine_threadsafe(self._end(closing), self._loop).result()
@@ -154,7 +154,7 @@ class ThreadDriver:
             worker.kill()
 
     async def _guard(self, task: Coroutine[Any, Any, None]) -> None:
-        """Await a task, and store the error that ends it, which ``run`` raises."""
+        """Await a task, and store any error that ends it, for ``run`` to raise."""
         try:
             await task
         except Exception as error:
@@ -178,7 +178,7 @@ class ThreadDriver:
                 self.notify()
 
     async def _start(self, worker: RayWorker, make: Make) -> None:
-        """Start an actor. The first start must succeed; a replacement is tried again."""
+        """Start an actor. The first start must succeed; starting a replacement is retried."""
         first = not worker.restarts
         try:
             await make(worker)
@@ -193,7 +193,7 @@ class ThreadDriver:
             worker.lose(error)
 
     async def _watch(self, workers: Sequence[RayWorker]) -> None:
-        """End the run when all actors of a kind have been gone for too long."""
+        """End the run when all actors of a kind have been dead for too long."""
         while True:
             await asyncio.sleep(_TICK_S)
             if any(worker.ready or not worker.restarts for worker in workers):

@@ -1,7 +1,7 @@
 """Workers: a sampler, reference model or teacher, called the same way wherever it runs.
 
-``LocalWorker`` runs in this thread. ``RayWorker`` is an actor, which may die and is then replaced.
-The object in it that does the work is its part.
+``LocalWorker`` runs in this thread. ``RayWorker`` runs an actor, which is replaced if it dies. The
+object that does a worker's work is called its part.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MOST_SPANS = 10_000
 
 
 class ActorLostError(Exception):
-    """The actor is gone, or did not answer in time, and will be replaced. ``args[0]`` is the
+    """The actor has died or did not answer in time, and will be replaced. ``args[0]`` is the
     reason.
     """
 
@@ -43,22 +43,22 @@ class Worker(ABC):
     """Worker with a sampler, a reference model or a teacher.
 
     Attributes:
-        name: for messages.
-        ready: whether the part is made.
+        name: name in messages.
+        ready: whether the part has been made.
         pid: id of its process, once it is ready.
         restarts: how many times the part was lost.
-        error: why it was last lost.
-        tasks: rollout tasks that the part works on.
-        spans: work of the part, for the timeline; the driver's thread takes them.
+        error: error with which it was last lost.
+        tasks: rollout tasks that the part is working on.
+        spans: finished work of the part for the timeline, collected by the driver's thread.
         weights: latest weights of a reference model; None is the base model.
         version: version of a sampler's weights; None before the first sync.
         updating: version that a sampler is receiving.
-        engine_state: ``Sampler.state_dict`` after its latest task.
-        responses: number of responses that a sampler returned.
+        engine_state: ``Sampler.state_dict`` after the sampler's latest task.
+        responses: number of responses that a sampler has returned.
 
     Args:
-        name: for messages.
-        factory: makes the part.
+        name: name in messages.
+        factory: function that makes the part.
     """
 
     def __init__(self, name: str, factory: Callable[..., Any]) -> None:
@@ -82,7 +82,7 @@ class Worker(ABC):
 
         Raises:
             ActorLostError: the actor died or was late.
-            Exception: what making the part raised.
+            Exception: any error while making the part.
         """
 
     @abstractmethod
@@ -93,12 +93,12 @@ class Worker(ABC):
             what: description of the work, for messages.
             method: name of the method.
             *arguments: its arguments.
-            groups: number of groups in the result, which is then a pair of something else and the
-                groups; actors return references to them.
+            groups: number of groups in the result. If there are any, the result is a pair whose
+                second item is the groups; actors return references to them.
 
         Raises:
-            ActorLostError: the actor is gone or late.
-            Exception: what the method raised.
+            ActorLostError: the actor is dead or late.
+            Exception: any error of the method.
         """
 
     @abstractmethod
@@ -109,7 +109,7 @@ class Worker(ABC):
         """Record that the part has done its work."""
 
     def _note(self, method: str, began_at: float, result: Any) -> None:
-        """Add a call of the part that has just ended to the timeline."""
+        """Add a call of the part that has just returned to the timeline."""
         if isinstance(result, RolloutReport):
             self.spans.extend(result.spans(self.name, began_at))
         elif method in _KINDS:
@@ -121,10 +121,10 @@ class Worker(ABC):
 
 
 class LocalWorker(Worker):
-    """Worker in this thread: its coroutines never wait, so they need no event loop.
+    """Worker in this thread. Its coroutines never wait, so they need no event loop.
 
     Attributes:
-        part: once it is made.
+        part: the part, once it has been made.
 
     Example:
         >>> from torchrl_grpo.runtime.inline_driver import InlineDriver
@@ -144,7 +144,7 @@ class LocalWorker(Worker):
     async def call(self, what: str, method: str, *arguments: Any, groups: int = 0) -> Any:
         began_at = clock.now()
         answer = getattr(self.part, method)(*arguments)
-        if groups:  # all else is a stage of the loop's own
+        if groups:  # other calls are stages of the loop itself
             self._note(method, began_at, answer[0])
         return answer
 
@@ -154,21 +154,21 @@ class LocalWorker(Worker):
 
 
 class RayWorker(Worker):
-    """Worker with an actor and its replacements. It belongs to the event loop in which ``start``
-    was called.
+    """Worker with an actor and its replacements. It belongs to the event loop that called
+    ``start``.
 
     Attributes:
         role: kind of worker, in the name of its process: ``ray::SamplerActor.play`` while
             "sampler 0" plays.
         actor: handle of the current actor; None without one.
-        alive_at: when it last lost an actor that had done some work or had none to do; at first,
+        alive_at: when it last lost an actor that had done some work or had none to do; initially,
             when the worker was made (``time.monotonic``).
         heard_at: when an actor last returned a result (``time.monotonic``).
         timeout_s: time limit of a call.
 
     Args:
-        name: for messages.
-        factory: makes the part of an actor.
+        name: name in messages.
+        factory: function that makes the part of an actor.
         options: Ray's options for the actor.
         timeout_s: time limit of a call, and of the start of an actor.
     """
@@ -189,7 +189,7 @@ class RayWorker(Worker):
         self._lost: asyncio.Future[BaseException]
 
     async def start(self, *arguments: Any) -> None:
-        """Make an actor and wait until its part is made; after repeated failures, pause first."""
+        """Start an actor and wait until its part is made. After repeated failures, pause first."""
         pause_s = 0 if self._failures < 2 else min(2.0 ** (self._failures - 1), _LONGEST_PAUSE_S)
         await asyncio.sleep(pause_s)
         self.actor = start_actor(self.role, self._factory, self._options)
@@ -203,7 +203,7 @@ class RayWorker(Worker):
         if self._lost.done():
             raise ActorLostError(self._lost.result())
         remote = self.actor.call_for_groups if groups else self.actor.call
-        # the name is shown as the process's
+        # shown in the name of the process
         remote = remote.options(name=f"{self.role}.{method}", num_returns=1 + groups)
         returned = remote.remote(method, *arguments)
         first, *references = returned if groups else [returned]
@@ -211,7 +211,7 @@ class RayWorker(Worker):
         return (result, references) if groups else result
 
     async def _answer(self, what: str, method: str, reference: Any, timeout_s: float) -> Any:
-        """Return the object of a reference; see ``call``."""
+        """Return the object that a reference points to; see ``call``."""
         lost = self._lost
         answer = asyncio.wrap_future(reference.future())
         began_at = clock.now()
@@ -222,7 +222,7 @@ class RayWorker(Worker):
             )
         finally:
             answered = answer.done()
-            if not answered:  # nothing awaits it anymore, so a later error is retrieved here
+            if not answered:  # nothing awaits it anymore, so retrieve a later error here
                 answer.add_done_callback(lambda future: future.cancelled() or future.exception())
         error = answer.exception() if answered else None
         self._note(method, began_at, answer.result() if answered and error is None else None)
@@ -244,16 +244,16 @@ class RayWorker(Worker):
         raise ActorLostError(await asyncio.shield(self._lost))
 
     def did(self) -> None:
-        """Record that it has done its work; only that ends a series of failures."""
+        """Record that it has done its work, which is the only end of a series of failures."""
         self._failures = 0
         self._useful = True
 
     def lose(self, error: BaseException) -> None:
-        """End the actor, which raises in all coroutines that wait for it. May be called again."""
+        """Give up the actor, which raises in coroutines that wait for it. May be called again."""
         if self.actor is None:
             return
         torchrl_logger.warning(
-            f"{self.name} (process {self.pid}) is lost, a new one starts: {first_line(error)}"
+            f"{self.name} (process {self.pid}) is lost, starting a new one: {first_line(error)}"
         )
         if self._useful or (self.ready and not self._open_calls):
             self.alive_at = time.monotonic()
@@ -271,7 +271,7 @@ class RayWorker(Worker):
             await asyncio.wait({asyncio.wrap_future(self.actor.call.remote("close").future())})
 
     def kill(self) -> None:
-        """End the actor's process at once. May be called again."""
+        """Kill the actor's process. May be called again."""
         if self.actor is not None:
             import ray
 
@@ -280,19 +280,19 @@ class RayWorker(Worker):
 
 
 def is_loss(error: BaseException) -> bool:
-    """Return whether an error means that an actor or its engine is gone, not that its method
+    """Return whether an error means that an actor or its engine has died, not that its method
     raised.
     """
     from ray import exceptions
 
-    gone = (
+    loss_types = (
         exceptions.RayActorError,
         exceptions.ActorUnschedulableError,
         exceptions.OutOfMemoryError,
         exceptions.NodeDiedError,
         exceptions.WorkerCrashedError,
     )
-    return isinstance(error, gone) or isinstance(cause_of(error), EngineDeadError)
+    return isinstance(error, loss_types) or isinstance(cause_of(error), EngineDeadError)
 
 
 def cause_of(error: BaseException) -> BaseException:

@@ -1,4 +1,4 @@
-"""TorchRL transforms: shaped rewards, advantages of groups, reference log-probs."""
+"""TorchRL transforms: shaped rewards, group advantages, reference log-probs."""
 
 from typing import TYPE_CHECKING, Any
 

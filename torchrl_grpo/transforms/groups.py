@@ -1,5 +1,5 @@
-"""``GroupQueue``: holds the trajectories of a group back until there are enough of them, and
-chooses among them.
+"""``GroupQueue``: holds back the trajectories of a group until there are enough of them, and
+selects among them.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Member(NamedTuple):
 class GroupQueue(MCAdvantage):
     """The queue, selection and counts of TorchRL's ``MCAdvantage``, without copying trajectories.
 
-    ``MCAdvantage`` makes contiguous copies of what it is given (128 sequences: 0.5 s, and 10 ms
-    here). Its arguments, ``queues``, ``get_stats()``, ``reset_stats()`` and ``clear_queues()`` are
-    explained there.
+    ``MCAdvantage`` makes contiguous copies of its input (0.5 s for 128 sequences, which take 10 ms
+    here). See its documentation for the arguments, ``queues``, ``get_stats()``, ``reset_stats()``
+    and ``clear_queues()``.
     """
 
     def add(
@@ -36,12 +36,12 @@ class GroupQueue(MCAdvantage):
         """Add a trajectory to its group's queue.
 
         Args:
-            name: of the group.
+            name: name of the group.
             steps: a whole trajectory.
             value: its return.
 
         Returns:
-            the ``grpo_size`` members that train, where this one was what their group waited for.
+            the ``grpo_size`` members to train on, if this one completes the group.
         """
         with self._state_lock:
             self.completed_trajectories += 1
@@ -51,18 +51,18 @@ class GroupQueue(MCAdvantage):
             self.trajectory_return_max = max(self._get_stat("trajectory_return_max"), value)
             self._queue_append(name, Member(steps, value))
             members = self._queue_list(name)
-            chosen = (
+            selected = (
                 self._choose(members) if len(members) >= self.candidate_selection_min_size else None
             )
-            if chosen is not None or len(members) == self.candidate_group_size:
+            if selected is not None or len(members) == self.candidate_group_size:
                 self._queue_delete(name)
                 self.completed_groups += 1
-                self.written_groups += chosen is not None
-                self.dropped_groups += chosen is None
-        return chosen
+                self.written_groups += selected is not None
+                self.dropped_groups += selected is None
+        return selected
 
     def _choose(self, members: list[Member]) -> list[Member] | None:
-        """Return the members to train on, None if no choice is within the bounds."""
+        """Return the members to train on; None if no selection is within the bounds."""
         bounds, size = self.keep_return_bounds, self.grpo_size
         if bounds is not None or len(members) > size:
             steps = lazy_stack([lazy_stack(list(member.steps)) for member in members])
@@ -82,7 +82,7 @@ class GroupQueue(MCAdvantage):
         return members
 
     def get_extra_state(self) -> dict[int | str, list[Any]]:
-        """Return the waiting trajectories as tensors, numbers and texts, for ``state_dict``."""
+        """Return the waiting trajectories as tensors, numbers and strings, for ``state_dict``."""
         state = {}
         for name in group_names(self):
             members = self._queue_list(name)

@@ -1,4 +1,4 @@
-"""``HistoryTransforms``: TorchRL's chat transforms for an environment whose dialogs are exact
+"""``HistoryTransforms``: TorchRL's chat transforms for an environment that keeps dialogs as exact
 tokens.
 """
 
@@ -27,25 +27,25 @@ class HistoryTransforms(Compose):
     """Transforms that read and extend TorchRL's ``History``, in a ``TransformedEnv`` of an
     ``LLMEnv``.
 
-    Each transform is shown ``("history", "full")`` and ``("next", "history", "prompt")``, whose
-    last message is the policy's latest turn, and the columns of the problem. The messages that it
-    appends, in the order of the transforms, follow that turn in place of the task's answer or
-    score, as the tokens that the chat template puts for them; the policy's own tokens stay as they
-    were sampled. The dialog then goes on, unless the turn was cut off or the last of ``max_turns``,
-    or there is no room: it is then truncated.
+    Each transform reads ``("history", "full")`` and ``("next", "history", "prompt")``, whose last
+    message is the policy's latest turn, and the columns of the problem. The messages that the
+    transforms append, in their order, follow that turn instead of the task's reply or score, as the
+    tokens that the chat template renders for them. The policy's own tokens stay as sampled. The
+    dialog then continues, unless the turn was cut off or was the last of ``max_turns``, or there is
+    no room, in which cases the dialog is truncated.
 
-    The reward of a turn that was followed by messages is 0, unless a transform wrote another one or
-    undid ``done``. Where no message was appended, a transform's reward stands in place of the
-    task's, and one that sets ``done`` ends the dialog. Transforms see the rows of finished dialogs
-    as empty, and what they write there is dropped.
+    The reward of a turn that is followed by messages is 0, unless a transform wrote another one or
+    unset ``done``. If no message was appended, a transform's reward replaces the task's, and a
+    transform that sets ``done`` ends the dialog. Transforms see the rows of finished dialogs as
+    empty, and anything they write there is dropped.
 
     Args:
-        *transforms: in order. Others than those of chats may be among them.
+        *transforms: transforms in their order; not all of them need to be chat transforms.
 
     Raises:
-        ValueError: a transform rewrites the policy's turns, the environment is no ``LLMEnv``, it
-            gives the policy one turn though a transform answers it, or the chat template does not
-            take the role of its messages.
+        ValueError: a transform rewrites the policy's turns, the environment is not an ``LLMEnv``,
+            the policy has only one turn although a transform answers it, or the chat template
+            rejects the role of the transform's messages.
 
     Examples:
         >>> from torchrl.envs import TransformedEnv
@@ -64,7 +64,7 @@ class HistoryTransforms(Compose):
         for transform in transforms:
             if getattr(transform, "edit_last_turn", False):
                 raise ValueError(
-                    f"{type(transform).__name__} must have edit_last_turn=false, with true it "
+                    f"{type(transform).__name__} must have edit_last_turn=false, because true "
                     "rewrites text that the policy sampled: use edit_last_turn=false role=user."
                 )
         super().__init__(*transforms)
@@ -82,7 +82,7 @@ class HistoryTransforms(Compose):
             )
         if env.task.is_stateful:
             raise ValueError(
-                f"HistoryTransforms must not go on with dialogs that task {env.task.name!r} has "
+                f"HistoryTransforms must not continue dialogs that task {env.task.name!r} has "
                 "closed: leave env.transforms out."
             )
         env.input_mode = "history"
@@ -90,14 +90,14 @@ class HistoryTransforms(Compose):
             role = getattr(transform, "tool_role", getattr(transform, "role", None))
             if role is not None and env.max_turns < 2:
                 raise ValueError(
-                    f"{type(transform).__name__} answers the policy, which must have max_turns of "
-                    f"at least 2, it is {env.max_turns}: use max_turns=2 (env.max_turns=2)."
+                    f"{type(transform).__name__} answers the policy, so max_turns must be at least "
+                    f"2, but is {env.max_turns}: use max_turns=2 (env.max_turns=2)."
                 )
             if role is not None:
                 env.check_role(role)
 
     def transform_output_spec(self, output_spec: Composite) -> Composite:
-        """Adds the history; the shape of the reward stays as it is."""
+        """Add the history. The shape of the reward does not change."""
         rows = output_spec.shape
         reward = output_spec["full_reward_spec", "reward"].clone()
         history = ChatHistory.default_spec(shape=rows, keys=["prompt"])
@@ -157,7 +157,7 @@ class HistoryTransforms(Compose):
         before: TensorDictBase,
         after: TensorDictBase,
     ) -> TensorDictBase:
-        """Combine the environment's and then the transforms' results into a row's step."""
+        """Combine the results of the environment and then of the transforms into a row's step."""
         if row not in env.latest:
             return self._ended.get(row, after) if before["done"] else after
         after.set("reward", after.get("reward").reshape(1))
@@ -185,7 +185,7 @@ class HistoryTransforms(Compose):
 
     @staticmethod
     def _unscore(env: LLMEnv, after: TensorDictBase) -> None:
-        """Remove the task's score of a turn that was not the last."""
+        """Remove the task's score of a turn that was not the last one."""
         after.update(
             {
                 "reward": torch.zeros(1),
@@ -198,7 +198,7 @@ class HistoryTransforms(Compose):
 
 
 def _history(chats: Sequence[Sequence[Message]]) -> History:
-    """[B, T], padded in front, so that the last message of a chat is the last of its row."""
+    """Return chats as history [B, T], padded on the left, so that each row ends with its chat."""
     longest = max(len(chat) for chat in chats)
     padded: list[list[Any]] = [
         [_NONE] * (max(1, longest) - len(chat)) + list(chat) for chat in chats
@@ -222,8 +222,8 @@ def _appended(transform: Transform, history: History, chat: Sequence[Message]) -
     before = [(message.role, message.content) for message in map(_message, chat)]
     if messages[: len(chat)] != before:
         raise RuntimeError(
-            f"{type(transform).__name__} must only append messages, it changed one that the policy "
-            "was given or wrote: leave it out."
+            f"{type(transform).__name__} must only append messages, but it changed a message that "
+            "the policy read or wrote: leave it out."
         )
     return [
         tool_message("tool", content, number)

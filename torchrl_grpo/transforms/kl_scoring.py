@@ -1,4 +1,4 @@
-"""``KLScoring``: reference log-probs, from a model on its own device, as a TorchRL transform."""
+"""``KLScoring``: a TorchRL transform for reference log-probs, from a model on its own device."""
 
 from __future__ import annotations
 
@@ -28,35 +28,35 @@ _PURPOSES: dict[NestedKey, str] = {
     keys.TEACHER_LOG_PROBS: "Scoring with the teacher",
     keys.TEACHER_STATES: "Scoring with the teacher",
     keys.PROX_LOG_PROBS: "Scoring with the policy as it is before the step (policy.proximal=recomputed)",
-    keys.LOG_PROBS: "Scoring the sampled responses once more (inference_model.exact=true)",
+    keys.LOG_PROBS: "Rescoring the sampled responses (inference_model.exact=true)",
 }
-"""Purposes of log-probs, by the key they are written to."""
+"""Purpose of log-probs by the key they are written to."""
 
 
 class KLScoring(Transform):
     """Writes the reference model's log-probs of the sampled tokens.
 
-    It works on its own (``scoring(batch)``), in a replay buffer (scores what is written to it) and
-    in a ``TransformedEnv`` (scores what the policy sampled at each step). Tokens travel to the
-    reference model's device and log-probs travel back; the model never moves. Log-probs
-    of a batch with ``("kept_tokens", "sampled")`` are of the distribution over these tokens.
+    It works on its own (``scoring(batch)``), in a replay buffer (where it scores new data) and in a
+    ``TransformedEnv`` (where it scores the tokens sampled at each step). Tokens are copied to the
+    reference model's device and log-probs are copied back; the model never moves. In a batch with
+    ``("kept_tokens", "sampled")``, log-probs are those of the distribution over these tokens.
 
     Args:
-        scorer: the reference model; its temperature must be the one of the policy.
+        scorer: the reference model, with the temperature of the policy.
 
     Keyword Args:
         max_tokens: token budget of one forward pass.
-        autocast_dtype: as in the trainer, so that two equal models give equal log-probs; None for
-            none.
-        out_key: where the log-probs go, ``("next", "ref_log_probs", "full")`` by default; [T]
-            float32 a sequence, 0 on tokens that were not sampled. A ragged batch stays ragged and a
-            padded one padded.
-        tokens_key: the tokens of a batch, [T] int64 a sequence.
-        mask_key: which of them to score, [T] bool a sequence.
+        autocast_dtype: dtype of mixed precision; use the trainer's, so that two equal models give
+            equal log-probs. None disables it.
+        out_key: key of the log-probs, ``("next", "ref_log_probs", "full")`` by default; [T] float32
+            per sequence, 0 on tokens that were not sampled. A ragged batch stays ragged and a
+            padded one stays padded.
+        tokens_key: key of the tokens, [T] int64 per sequence.
+        mask_key: key of the mask of tokens to score, [T] bool per sequence.
 
     Raises:
-        ValueError: ``scorer`` is no ``TokenScorer``, or ``max_tokens`` is below 1.
-        KeyError: a batch has no tokens, or no mask of the sampled ones.
+        ValueError: ``scorer`` is not a ``TokenScorer``, or ``max_tokens`` is below 1.
+        KeyError: a batch has no tokens, or no mask of the sampled tokens.
 
     Example:
         >>> buffer = ReplayBuffer(transform=KLScoring(TokenScorer(reference)))  # doctest: +SKIP
@@ -92,11 +92,11 @@ class KLScoring(Transform):
 
         Args:
             weights: pairs (name in the Hugging Face checkpoint, tensor), every parameter once, as
-                an engine takes them.
+                for an engine.
 
         Raises:
-            RuntimeError: a name is unknown or missing, or a shape differs; the reference then stays
-                as it is.
+            RuntimeError: a name is unknown or missing, or a shape differs; the reference model is
+                then unchanged.
         """
         load_weights(base_model_of(self.scorer.model), weights)
 
@@ -104,15 +104,15 @@ class KLScoring(Transform):
     def log_probs(
         self, tokens: Tensor, mask: Tensor, lengths: Tensor, kept: Tensor | None = None
     ) -> Tensor:
-        """Reference log-probs of right-padded sequences.
+        """Return the reference log-probs of right-padded sequences.
 
-        The ranks of a sharded model share the sequences out as they do in a training step, and each
+        The ranks of a sharded model divide the sequences among them as in a training step, and each
         gets all log-probs.
 
         Args:
             tokens: [B, T] int64.
             mask: [B, T] bool, the tokens to score.
-            lengths: [B] int64, real tokens in each row.
+            lengths: [B] int64, number of real tokens in each row.
             kept: [B, S, K] int32, see ``TokenScorer.score_layout``.
 
         Returns:
@@ -133,7 +133,7 @@ class KLScoring(Transform):
             self.scorer.layout(tokens[index, :width], mask[index, :width], of_rows)
             if len(
                 index
-            )  # else a row of which nothing is scored: the others' passes are collective
+            )  # otherwise a row without scored tokens, because passes of the ranks are collective
             else self.scorer.layout(tokens[:1, :2], torch.zeros_like(mask[:1, :2]))
             for index, width, of_rows in zip(parts, widths, own, strict=True)
         ]
@@ -151,27 +151,27 @@ class KLScoring(Transform):
         out = torch.zeros(shape, dtype=passes[0].dtype, device="cpu")
         for index, width, scores in zip(parts, widths, passes, strict=True):
             if len(index):
-                out[index, :width] = scores.to("cpu")  # waits for passes that were all begun
-        if mesh is not None:  # the other ranks' rows are 0 here, so nothing is rounded
+                out[index, :width] = scores.to("cpu")  # waits, now that all passes have started
+        if mesh is not None:  # rows of other ranks are 0 here, so the sum does not round
             whole = out.to(device)
             dist.all_reduce(whole, group=mesh.get_group())
             out = whole
         return out.to(of_tokens)
 
     def _pass(self, layout: Layout, kept: Tensor | None) -> Tensor:
-        """[B, T] float32, of the sequences of a layout."""
+        """Return the scores of a layout's sequences, [B, T] float32."""
         return self.scorer.score_layout(layout, kept=kept)[0].float()
 
     def _memory_short(self, error: BaseException, tokens: int, mask: Tensor) -> MemoryShortError:
-        """Return the out-of-memory message of a pass of so many tokens, with what each knob would
-        save here.
+        """Return the out-of-memory message of a pass over this many tokens, with the memory that
+        each option would save here.
         """
         model = self.scorer.model
         of_weights = next(model.parameters()).element_size()
         of_pass = of_weights if self.autocast_dtype is None else 2
         weights = sum(parameter.nbytes for parameter in model.parameters())
         activations = forward_memory(shape_of(model), tokens, of_pass)
-        half = int(mask.sum()) // 2  # of the tokens that were sampled
+        half = int(mask.sum()) // 2  # half of the sampled tokens
         knobs: dict[str, float] = {}
         if len(mask) > 1:
             knobs[f"train.micro_batch_tokens={tokens // 2}"] = activations / 2
@@ -190,7 +190,7 @@ class KLScoring(Transform):
         return memory_short(error, what, {"weights": weights, "activations": activations}, knobs)
 
     def _score(self, batch: TensorDictBase) -> list[Tensor]:
-        """Log-probs of each sequence of a flat batch, each as wide as its tokens."""
+        """Return the log-probs of each sequence of a flat batch, each as long as its tokens."""
         if self.in_keys[1] == keys.ASSISTANT_MASK and not has(batch, keys.ASSISTANT_MASK):
             return self._score_wrappers(batch)
         tokens, mask = (pad(batch, key) for key in self.in_keys)
@@ -201,7 +201,7 @@ class KLScoring(Transform):
         return [row[:width] for row, width in zip(scores, widths.tolist(), strict=True)]
 
     def _score_wrappers(self, batch: TensorDictBase) -> list[Tensor]:
-        """``_score`` of a batch of TorchRL's wrappers, which may be padded on either side."""
+        """Do ``_score`` for a batch of TorchRL's wrappers, which may be padded on either side."""
         scores = self._score(sequences_of(batch, self.in_keys[0]))
         rows = []
         for row, score in zip(batch.unbind(0), scores, strict=True):
@@ -212,7 +212,7 @@ class KLScoring(Transform):
         return rows
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Score a batch [B] (or one sequence) in place; one that already has the entry is
+        """Score a batch [B] (or one sequence) in place. A batch that already has the entry is left
         unchanged.
         """
         if has(tensordict, self.out_key):
@@ -220,17 +220,17 @@ class KLScoring(Transform):
         return set_rows(tensordict, self.out_key, self._score(flatten(tensordict)))
 
     def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
-        """Scores what is written to a replay buffer. An environment's input is left alone:
+        """Score data written to a replay buffer. Leave an environment's input alone, because
         ``_step`` scores it.
         """
         if tensordict is None or self.parent is not None:
-            return tensordict  # None: another transform of the buffer holds everything back
+            return tensordict  # None if another transform of the buffer holds everything back
         return self.forward(tensordict)
 
     _call = _inv_call  # of a buffer's append_transform(invert=True)
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        """Scores what the policy sampled in a step of an environment [B]."""
+        """Score the tokens that the policy sampled in a step of an environment [B]."""
         sequences = []
         for row in tensordict.unbind(0):
             prompt = row.get(keys.PROMPT)
@@ -245,21 +245,21 @@ class KLScoring(Transform):
     def _reset(
         self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
     ) -> TensorDictBase:
-        """Write zeros, one per token of the prompt: nothing was sampled yet."""
+        """Write a zero for each token of the prompt, because nothing has been sampled yet."""
         prompts = [row.get(keys.PROMPT) for row in tensordict_reset.unbind(0)]
         return self._set_in_env(
             tensordict_reset, [torch.zeros_like(prompt, dtype=torch.float32) for prompt in prompts]
         )
 
     def _set_in_env(self, tensordict: TensorDictBase, rows: Sequence[Tensor]) -> TensorDictBase:
-        """Writes rows of different lengths as a lazy stack, the form that an environment's tokens
-        have.
+        """Write rows of different lengths as a lazy stack, which is also the form of an
+        environment's tokens.
         """
         *path, leaf = self.out_keys[0]
         return tensordict.set(tuple(path), lazy_stack([TensorDict({leaf: row}) for row in rows]))
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
-        """Adds the reference log-probs, ragged like the tokens."""
+        """Add the reference log-probs, ragged like the tokens."""
         observation_spec[self.out_keys[0]] = Unbounded(
             shape=(*observation_spec.shape, -1), dtype=torch.float32
         )

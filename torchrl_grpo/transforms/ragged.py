@@ -1,5 +1,5 @@
-"""Reading and writing one value per token, in a batch that is ragged, padded or a single sequence;
-and its groups.
+"""Helpers to read and write one value per token in a batch that is ragged, padded or a single
+sequence, and to read its groups.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from torchrl_grpo.models.packing import entry
 
 
 def flatten(batch: TensorDictBase) -> TensorDictBase:
-    """The sequences of a batch of any shape as a flat batch [N]; a single sequence is a batch of
-    one.
+    """Return the sequences of a batch of any shape as a flat batch [N]. A single sequence becomes a
+    batch of size 1.
     """
     return lazy_stack([batch]) if batch.ndim == 0 else batch.reshape(-1)
 
 
 def join_groups(groups: Iterable[TensorDictBase]) -> TensorDictBase:
-    """The sequences of several groups as one batch, a flat lazy stack."""
+    """Return the sequences of several groups as one batch, a flat lazy stack."""
     return lazy_stack([row for group in groups for row in group.unbind(0)])
 
 
 def set_rows(batch: TensorDictBase, key: NestedKey, rows: Sequence[Tensor]) -> TensorDictBase:
-    """Writes one [T_i] tensor for each sequence.
+    """Write one [T_i] tensor for each sequence.
 
     Args:
-        batch: any batch size.
-        key: the entry.
-        rows: one for each sequence, in the order of ``flatten``.
+        batch: a batch of any shape.
+        key: key of the entry.
+        rows: a tensor for each sequence, in the order of ``flatten``.
 
     Returns:
-        the same batch; where rows differ in length and the batch is no flat lazy stack, a flat lazy
-        stack.
+        the same batch, or a flat lazy stack if the rows differ in length and the batch is not a
+        flat lazy stack.
     """
     if batch.ndim == 0:
         return batch.set(key, rows[0])
@@ -66,19 +66,19 @@ def join_rows(rows: Tensor, trajectory: Tensor) -> Tensor:
 
     Args:
         rows: [N, T].
-        trajectory: [N] int64, of each row, numbered from 0.
+        trajectory: [N] int64, trajectory of each row, numbered from 0.
 
     Returns:
-        [M, L], one row after the other, and then 0.
+        [M, L], the rows of each trajectory one after the other, padded with 0.
     """
     position = _positions(trajectory)
-    whole = rows.new_zeros(int(trajectory[-1]) + 1, int(position.max()) + 1, rows.shape[1])
-    whole[trajectory, position] = rows
-    return whole.flatten(1)
+    joined = rows.new_zeros(int(trajectory[-1]) + 1, int(position.max()) + 1, rows.shape[1])
+    joined[trajectory, position] = rows
+    return joined.flatten(1)
 
 
 def split_rows(joined: Tensor, trajectory: Tensor, width: int) -> Tensor:
-    """Undo ``join_rows`` of rows of this width."""
+    """Undo ``join_rows`` for rows of this width."""
     return joined.unflatten(1, (-1, width))[trajectory, _positions(trajectory)]
 
 
@@ -89,7 +89,7 @@ def _positions(trajectory: Tensor) -> Tensor:
 
 
 def group_keys(tensordict: TensorDictBase, key: NestedKey) -> Sequence[int | str]:
-    """The group of each sequence, as something hashable."""
+    """Return the group of each sequence as a hashable value."""
     value = entry(tensordict, key)
     if isinstance(value, Tensor):
         return value.reshape(-1).tolist()
@@ -97,7 +97,7 @@ def group_keys(tensordict: TensorDictBase, key: NestedKey) -> Sequence[int | str
 
 
 def group_ids(tensordict: TensorDictBase, key: NestedKey) -> Tensor:
-    """[N] int64 ids, equal where the groups are."""
+    """Return group ids, [N] int64, equal if and only if the groups are."""
     value = entry(tensordict, key)
     if isinstance(value, Tensor):
         return value.reshape(-1)
@@ -107,5 +107,5 @@ def group_ids(tensordict: TensorDictBase, key: NestedKey) -> Tensor:
 
 
 def all_of_group(group: Tensor, flag: Tensor) -> Tensor:
-    """[N] bool, True where ``flag`` is True for all members of the group."""
+    """Return whether ``flag`` is True for all members of each row's group, [N] bool."""
     return ~torch.isin(group, group[~flag])

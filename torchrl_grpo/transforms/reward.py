@@ -1,6 +1,4 @@
-"""``RewardShaping``: from the task's reward to the reward used for training, as a TorchRL
-transform.
-"""
+"""``RewardShaping``: a TorchRL transform from the task's reward to the reward used for training."""
 
 from __future__ import annotations
 
@@ -17,50 +15,50 @@ from torchrl_grpo.transforms.ragged import flatten, set_tokens
 
 
 class RewardShaping(Transform):
-    """Writes the shaped reward of each sequence, and how it is spread over the tokens.
+    """Writes the shaped reward of each sequence, and its distribution over the tokens.
 
     ``("next", "shaped_reward")`` [1] float32 is ``clip(scale * reward + bias) + overlong - kl_coef
-    * sum_t KL_t``. ``("next", "token_reward")`` [T] float32 are its parts: ``-kl_coef * KL_t`` on
-    each sampled token and the rest on the last sampled token; on the other tokens 0. Where the
-    batch has ``("next", "turn_rewards")``, each turn keeps ``scale`` times its reward, and the last
-    sampled token gets what is missing from the shaped reward: bias, penalty and what the clip
-    changed. So the token rewards of a sequence add up to its shaped reward, unless it has no
-    sampled token; they are then 0, and its shaped reward is that of the task. Both are 0 where
-    ``"reward_valid"`` is False. Of several samples of one trajectory, the last one has the task's
-    reward with scale, bias, clip and penalty, and each its own KL: it is their sum that is the
-    trajectory's. ``("next", "reward")`` stays as it is, and is what ``GroupAdvantage`` reads unless
-    it is told otherwise: ``GroupAdvantage(..., reward_key=keys.SHAPED_REWARD)``, or
-    ``level="token"``, which reads the token rewards.
+    * sum_t KL_t``. ``("next", "token_reward")`` [T] float32 has its parts: ``-kl_coef * KL_t`` on
+    each sampled token, the rest on the last sampled token, and 0 on all other tokens. If the batch
+    has ``("next", "turn_rewards")``, each turn keeps ``scale`` times its reward, and the last
+    sampled token gets the difference to the shaped reward: bias, penalty and the effect of the
+    clip. So the token rewards of a sequence add up to its shaped reward. In a sequence without a
+    sampled token they are 0, and the shaped reward is that of the task. Both are 0 where
+    ``"reward_valid"`` is False. If a trajectory has several samples, the last one gets the task's
+    reward with scale, bias, clip and penalty, and each gets its own KL; their sum is the
+    trajectory's shaped reward. ``("next", "reward")`` does not change, and ``GroupAdvantage`` reads
+    it by default: for the shaped reward, use ``GroupAdvantage(...,
+    reward_key=keys.SHAPED_REWARD)``, or ``level="token"``, which reads the token rewards.
 
     It works on finished sequences: called on a batch, in place, or in a replay buffer, where
-    ``extend`` shapes what is written. A batch that has both entries is left as it is. A buffer
-    applies its transforms in reverse order when it is written to, so there it comes *after*
+    ``extend`` shapes new data. A batch that has both entries is left unchanged. A buffer applies
+    its transforms in reverse order when it is written to, so there this transform comes *after*
     ``GroupAdvantage``, as in the second example.
 
     Keyword Args:
         scale: factor of the reward.
-        bias: added to the scaled reward.
+        bias: term added to the scaled reward.
         clip: lowest and highest value of the scaled and biased reward; None for no bounds. The
-            overlong penalty comes on top of it, so that a clip never hides the penalty.
-        overlong_buffer: tokens before ``max_response_tokens`` over which a penalty grows from 0 to
-            1 (arXiv 2503.14476, equation 13), by the number of sampled tokens of all turns and
-            samples; 0 for no penalty.
-        max_response_tokens: sampled tokens of a sequence from which on the penalty is 1.
-        kl_coef: weight of the KL to the reference policy, taken off token by token; 0 needs no
+            overlong penalty is added afterwards, so that a clip never hides it.
+        overlong_buffer: number of tokens before ``max_response_tokens`` over which a penalty grows
+            from 0 to 1 (arXiv 2503.14476, equation 13), by the number of sampled tokens of all
+            turns and samples; 0 for no penalty.
+        max_response_tokens: number of sampled tokens at which the penalty reaches 1.
+        kl_coef: weight of the KL to the reference policy, subtracted token by token; 0 needs no
             reference log-probs.
-        kl_estimator: ``"k1"`` (as in arXiv 2501.03262), ``"k2"`` or ``"k3"``, of the policy that
+        kl_estimator: ``"k1"`` (as in arXiv 2501.03262), ``"k2"`` or ``"k3"``, for the policy that
             sampled.
-        reward_key: the task's reward, one value a sequence.
-        valid_key: [..., 1] bool; where the key is missing every reward is valid.
-        mask_key: [T] bool a sequence, the tokens that the policy sampled.
-        sample_log_prob_key: [T] a sequence, read with a ``kl_coef``.
-        ref_log_probs_key: likewise.
+        reward_key: key of the task's reward, one value per sequence.
+        valid_key: [..., 1] bool; if the key is missing, every reward is valid.
+        mask_key: [T] bool per sequence, the tokens that the policy sampled.
+        sample_log_prob_key: [T] per sequence, read only with a ``kl_coef``.
+        ref_log_probs_key: [T] per sequence, read only with a ``kl_coef``.
 
     Raises:
-        ValueError: an argument is out of its range.
-        KeyError: the batch has no reward or mask, or ``kl_coef`` is not 0 and it has no log-probs,
-            the reference's too.
-        RuntimeError: it is in an environment.
+        ValueError: an argument is out of range.
+        KeyError: the batch has no reward or mask or, if ``kl_coef`` is not 0, lacks the log-probs
+            of the policy or of the reference.
+        RuntimeError: the transform is in an environment.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -70,7 +68,7 @@ class RewardShaping(Transform):
         >>> RewardShaping(scale=2.0, bias=-0.5)(batch.clone())["next", "token_reward"][0]
         tensor([0.0000, 0.0000, 1.5000])
 
-        In a replay buffer, for the advantage:
+        In a replay buffer, before the advantage is computed:
 
         >>> from torchrl.data import LazyStackStorage, ReplayBuffer
         >>> from torchrl.envs import Compose
@@ -110,7 +108,7 @@ class RewardShaping(Transform):
             raise ValueError(
                 f"overlong_buffer={overlong_buffer} must be at most "
                 f"max_response_tokens={max_response_tokens}: use a smaller buffer, or 0 for no "
-                "penalty, and say how long a response may be."
+                "penalty, and set the maximum length of a response."
             )
         if kl_estimator not in KL_ESTIMATORS:
             raise ValueError(
@@ -138,7 +136,7 @@ class RewardShaping(Transform):
         self.kl_estimator = kl_estimator
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Shape the rewards of a batch in place; one that already has both entries is unchanged."""
+        """Shape the rewards of a batch in place, unless it already has both entries."""
         if has(tensordict, keys.TOKEN_REWARD) and has(tensordict, keys.SHAPED_REWARD):
             return tensordict
         flat = flatten(tensordict)
@@ -146,7 +144,7 @@ class RewardShaping(Transform):
         valid = torch.ones_like(mask[:, :1])
         if has(flat, self.valid_key):
             valid = flat.get(self.valid_key).reshape(-1, 1)
-        # In float64 until it is written, so that the parts add up to the whole.
+        # In float64 until they are written, so that the parts add up to the whole.
         kl = torch.where(valid & mask, self._kl(flat, mask), 0.0)
         trajectory = trajectories_of(flat)
         trajectory = None if trajectory is None else trajectory.to(mask.device)
@@ -158,7 +156,9 @@ class RewardShaping(Transform):
         return tensordict.set(keys.SHAPED_REWARD, shaped.float().reshape(*tensordict.batch_size, 1))
 
     def _task_reward(self, flat: TensorDictBase, mask: Tensor, trajectory: Tensor | None) -> Tensor:
-        """[N, 1] float64, all but the KL; 0 in all samples of a trajectory but the last one."""
+        """Return the shaped reward without the KL, [N, 1] float64; 0 in all samples of a trajectory
+        but the last one.
+        """
         length = mask.sum(-1, keepdim=True)
         if trajectory is not None:
             length = torch.zeros_like(length).index_add_(0, trajectory, length)[trajectory]
@@ -176,7 +176,7 @@ class RewardShaping(Transform):
         )
 
     def _turn_rewards(self, rows: tuple[TensorDictBase, ...], mask: Tensor) -> Tensor:
-        """[N, T] float64, the scaled rewards of the turns where a sequence has them."""
+        """Return the scaled rewards of the turns, [N, T] float64; 0 without turn rewards."""
         out = torch.zeros(mask.shape, dtype=torch.float64, device=mask.device)
         for row, target in zip(rows, out, strict=True):
             rewards = row.get(keys.TURN_REWARDS, None)
@@ -185,14 +185,14 @@ class RewardShaping(Transform):
         return out
 
     def _kl(self, flat: TensorDictBase, mask: Tensor) -> Tensor:
-        """[N, T] float64, the weighted KL of each token; outside the mask anything."""
+        """Return the weighted KL of each token, [N, T] float64; undefined outside the mask."""
         if not self.kl_coef:
             return torch.zeros(mask.shape, dtype=torch.float64, device=mask.device)
         sample, ref = (pad(flat, key).double() for key in self.kl_keys)
         return self.kl_coef * KL_ESTIMATORS[self.kl_estimator](sample, ref)
 
     def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
-        """Shape what is written to a replay buffer; None if another of its transforms holds
+        """Shape data written to a replay buffer. Return None if another of its transforms holds
         everything back.
         """
         return None if tensordict is None else self.forward(tensordict)
@@ -203,11 +203,11 @@ class RewardShaping(Transform):
         self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
     ) -> TensorDictBase:
         raise RuntimeError(
-            "RewardShaping must get finished sequences, it is in an environment, where a step has "
-            "one turn of them: call it on the collector's batch, or put it into a ReplayBuffer."
+            "RewardShaping must get finished sequences, but it is in an environment, where a step "
+            "has only one turn: call it on the collector's batch, or put it into a ReplayBuffer."
         )
 
 
 def _last(mask: Tensor) -> Tensor:
-    """[N, T] bool, True on the last True of each row."""
+    """Return the mask of the last True in each row, [N, T] bool."""
     return mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)

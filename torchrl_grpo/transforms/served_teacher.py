@@ -1,6 +1,4 @@
-"""``ServedTeacher``: a teacher on a server that somebody else started scores what the policy
-sampled.
-"""
+"""``ServedTeacher``: scores the sampled tokens with a teacher on a running server."""
 
 from __future__ import annotations
 
@@ -19,22 +17,23 @@ from torchrl_grpo.transforms.ragged import flatten, set_rows
 
 
 class ServedTeacher(Transform):
-    """Writes what ``KLScoring`` or, with ``top_k``, ``TeacherStates`` writes, from a server's
-    log-probs of the tokens.
+    """Writes the same entries as ``KLScoring`` or, with ``top_k``, ``TeacherStates``, from a
+    server's log-probs of the tokens.
 
-    Servers state log-probs at temperature 1 for tokens that they are given. They give none of the
-    states that go into the LM head, so that a divergence over the whole vocabulary needs ``top_k``.
+    Servers return log-probs of prompt tokens at temperature 1. They do not return the hidden states
+    before the LM head, so a divergence over the whole vocabulary needs ``top_k``.
 
     Args:
-        address: of the server, such as ``http://127.0.0.1:8000``; token ids go out, and log-probs
-            come back.
-        top_k: of the most likely tokens; None writes the log-probs of the sampled tokens alone.
-        vocabulary: ids that the policy has.
+        address: address of the server, such as ``http://127.0.0.1:8000``, which receives token ids
+            and returns log-probs.
+        top_k: number of the most likely tokens; None writes only the log-probs of the sampled
+            tokens.
+        vocabulary: number of the policy's token ids.
         starts_within_s: how long to wait for a server that does not answer.
 
     Raises:
         EngineDeadError: the server does not answer.
-        ValueError: it is no server that can be a teacher.
+        ValueError: the server cannot be a teacher.
     """
 
     def __init__(
@@ -57,14 +56,14 @@ class ServedTeacher(Transform):
         """Refuse a server that cannot be the teacher.
 
         Args:
-            address: of the server.
-            vocabulary: of the teacher.
-            longest: sequence, in tokens.
+            address: address of the server.
+            vocabulary: size of the teacher's vocabulary.
+            longest: length of the longest sequence, in tokens.
             top_k: as above.
 
         Raises:
-            ValueError: it does not answer, has another vocabulary, too short a context, or refuses
-                to score.
+            ValueError: the server does not answer, has another vocabulary or too short a context,
+                or refuses to score.
         """
         require_httpx("teacher.address")
         server = connect(address, 0, "teacher")
@@ -76,11 +75,11 @@ class ServedTeacher(Transform):
             server.close()
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Score a batch [B] (or one sequence) in place; one that already has the entry is
+        """Score a batch [B] (or one sequence) in place. A batch that already has the entry is left
         unchanged.
 
         Raises:
-            EngineDeadError: the server is gone, too slow, or scored something else.
+            EngineDeadError: the server is down, too slow, or scored other tokens.
         """
         if has(tensordict, self.out_key):
             return tensordict
@@ -88,7 +87,9 @@ class ServedTeacher(Transform):
         return set_rows(tensordict, self.out_key, list(self._threads.map(self._score, rows)))
 
     def _score(self, row: TensorDictBase) -> Tensor:
-        """[T] float32, 0 outside the mask; or [S, 2 K] float32 of the S sampled tokens."""
+        """Return log-probs [T] float32, 0 outside the mask; or states [S, 2 K] float32 of the S
+        sampled tokens.
+        """
         tokens = row.get(keys.FULL).tolist()
         mask = row.get(keys.ASSISTANT_MASK).tolist()
         start = max(1, mask.index(True)) if True in mask else len(tokens)
@@ -102,6 +103,6 @@ class ServedTeacher(Transform):
 
 
 def _states(log_probs: dict[int, float], top_k: int) -> list[float]:
-    """Return the largest log-probs, and then their token ids."""
+    """Return the largest log-probs, followed by their token ids."""
     tokens = sorted(log_probs, key=log_probs.__getitem__, reverse=True)[:top_k]
     return [*(log_probs[token] for token in tokens), *map(float, tokens)]

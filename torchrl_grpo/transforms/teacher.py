@@ -1,4 +1,4 @@
-"""A teacher's part in a batch: its states, for a divergence over the vocabulary, or its share of
+"""A teacher's entries in a batch: its states, for a divergence over the vocabulary, or its share of
 the advantage.
 """
 
@@ -21,16 +21,16 @@ from torchrl_grpo.transforms.ragged import flatten, set_tokens
 
 
 class TeacherStates(KLScoring):
-    """Writes ``("next", "teacher_states")``: of the tokens that were sampled, what a divergence
-    from a teacher needs.
+    """Writes ``("next", "teacher_states")``, the teacher's states that a divergence needs, at the
+    sampled tokens.
 
     Args:
         scorer: the teacher.
 
     Keyword Args:
-        top_k: of the most likely tokens; None gives what goes into its LM head. See
-            ``models.divergence.Teacher``.
-        **options: of ``KLScoring``.
+        top_k: number of the most likely tokens; None writes the inputs of the teacher's LM head.
+            See ``models.divergence.Teacher``.
+        **options: options of ``KLScoring``.
     """
 
     def __init__(self, scorer: TokenScorer, *, top_k: int | None = None, **options: Any) -> None:
@@ -50,21 +50,21 @@ class TeacherAdvantage(Transform):
     with sampled tokens.
 
     ``"advantage"`` becomes [T]: ``reward_coef * A - coef * (log p_t - log q_t)`` at a sampled
-    token, and 0 elsewhere, with A the advantage of its sequence (or its own), p the policy that
-    sampled and q the teacher. The estimate is k1, and each token has the credit for itself alone: a
-    discount of 0 (K. Lu and Thinking Machines Lab, "On-Policy Distillation", 2025; the sum of both
-    terms as in prime-rl).
+    token, and 0 elsewhere, with A the advantage of its sequence (or of the token), p the policy
+    that sampled and q the teacher. The estimator is k1, and each token gets credit only for itself,
+    a discount of 0 (K. Lu and Thinking Machines Lab, "On-Policy Distillation", 2025; the sum of
+    both terms as in prime-rl).
 
     It works on finished sequences, after ``GroupAdvantage``.
 
     Args:
-        coef: weight of the KL, in units of the advantage for each nat; 0 where the divergence is
-            part of the loss.
-        reward_coef: weight of the advantage that is there.
+        coef: weight of the KL, in units of the advantage per nat; 0 if the divergence is part of
+            the loss.
+        reward_coef: weight of the existing advantage.
 
     Raises:
-        KeyError: the batch has no advantage, no mask or, with a ``coef``, no log-probs, the
-            teacher's too.
+        KeyError: the batch has no advantage or mask or, with a ``coef``, lacks the log-probs of the
+            policy or of the teacher.
 
     Example:
         >>> from tensordict import TensorDict
@@ -77,15 +77,15 @@ class TeacherAdvantage(Transform):
     """
 
     def __init__(self, coef: float, reward_coef: float = 1.0) -> None:
-        read = [keys.LOG_PROBS, keys.TEACHER_LOG_PROBS] if coef else []
+        log_prob_keys = [keys.LOG_PROBS, keys.TEACHER_LOG_PROBS] if coef else []
         super().__init__(
-            in_keys=[keys.ADVANTAGE, keys.ASSISTANT_MASK, *read], out_keys=[keys.ADVANTAGE]
+            in_keys=[keys.ADVANTAGE, keys.ASSISTANT_MASK, *log_prob_keys], out_keys=[keys.ADVANTAGE]
         )
         self.coef = coef
         self.reward_coef = reward_coef
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Writes the advantage of each token of a batch, in place."""
+        """Write the advantage of each token of a batch, in place."""
         flat = flatten(tensordict)
         mask = pad(flat, keys.ASSISTANT_MASK, False)
         advantage = self.reward_coef * pad(flat, keys.ADVANTAGE).expand(mask.shape)

@@ -1,6 +1,4 @@
-"""``AdvantageWhitening``: a second normalization of advantages, over the sampled tokens of the
-batch.
-"""
+"""``AdvantageWhitening``: a second normalization of advantages, over a batch's sampled tokens."""
 
 from __future__ import annotations
 
@@ -18,10 +16,10 @@ class AdvantageWhitening(Transform):
     """Centers advantages and divides them by their standard deviation, over all sampled tokens of
     the batch.
 
-    A sequence's advantage counts once for each of its tokens (AReaL's ``adv_norm`` over its
-    ``reward_norm``). Those of sequences whose reward is not valid do not count and stay as they
-    are; where all are equal, they become 0. A group without variance gets what the batch's mean
-    makes of its 0.
+    A sequence's advantage counts once for each of its sampled tokens (like AReaL's ``adv_norm``
+    after its ``reward_norm``). Advantages of sequences whose reward is not valid do not count and
+    do not change. If all are equal, they become 0. In a group without variance, the advantages of 0
+    are shifted by the batch's mean too.
 
     It works on finished sequences, after ``GroupAdvantage``.
 
@@ -43,21 +41,21 @@ class AdvantageWhitening(Transform):
         )
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Writes the advantages of a batch, each of the shape that it has, in place."""
+        """Normalize the advantages of a batch in place, without changing their shapes."""
         flat = flatten(tensordict)
         mask = pad(flat, keys.ASSISTANT_MASK, False)
         advantage = pad(flat, keys.ADVANTAGE)
-        counted = mask
+        valid_mask = mask
         if has(flat, keys.REWARD_VALID):
-            counted = mask & flat.get(keys.REWARD_VALID).reshape(-1, 1)
+            valid_mask = mask & flat.get(keys.REWARD_VALID).reshape(-1, 1)
         of_token = advantage.expand(mask.shape).clone()
-        values = of_token[counted]
+        values = of_token[valid_mask]
         group = torch.zeros_like(values, dtype=torch.int64)
         whitened = group_advantage(values, group, group == 0, mean="batch", std="batch")
-        of_token[counted] = whitened.to(of_token.dtype)
+        of_token[valid_mask] = whitened.to(of_token.dtype)
         if advantage.shape[1] > 1:
             return set_tokens(tensordict, keys.ADVANTAGE, of_token)
-        # The same for all tokens of a sequence.
-        first = counted.int().argmax(1, keepdim=True)
-        of_row = torch.where(counted.any(1, keepdim=True), of_token.gather(1, first), advantage)
+        # The value is the same for all tokens of a sequence.
+        first = valid_mask.int().argmax(1, keepdim=True)
+        of_row = torch.where(valid_mask.any(1, keepdim=True), of_token.gather(1, first), advantage)
         return tensordict.set(keys.ADVANTAGE, of_row.reshape(*tensordict.batch_size, 1))

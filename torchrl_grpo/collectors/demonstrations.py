@@ -144,18 +144,18 @@ class ChatWriter:
         chat, first = [*prompt, *rest], len(prompt)
         arguments = {"tools": list(tools) or None}
         text, marked = self._chats.render_turns(chat, first, **arguments)
-        full_text = self._chats.plain(text)
+        plain = self._chats.plain(text)
         heads = {first: self._chats.render(prompt, add_generation_prompt=True, **arguments)}
         start = len(heads[first])
-        _check_begins_with(full_text, self._chats.plain(heads[first]))
+        _check_begins_with(plain, self._chats.plain(heads[first]))
         spans = [(max(begin, start), end) for begin, end in marked if end > start]
         if not spans:
-            spans = list(self._spans(chat, first, full_text, arguments))
-        _check_written(rest, full_text, spans, start)
+            spans = list(self._spans(chat, first, plain, arguments))
+        _check_written(rest, plain, spans, start)
         return heads[first], text, spans
 
     def _spans(
-        self, chat: Sequence[Message], first: int, full_text: str, arguments: dict[str, Any]
+        self, chat: Sequence[Message], first: int, plain: str, arguments: dict[str, Any]
     ) -> Iterator[tuple[int, int]]:
         """Yield the assistant's turns in a chat whose template does not mark them."""
 
@@ -169,16 +169,12 @@ class ChatWriter:
             if chat[position]["role"] != "assistant":
                 continue
             head = write(position, prompts=True)
-            _check_begins_with(full_text, head)
-            up_to_here = (
-                full_text if position == len(chat) - 1 else write(position + 1, prompts=False)
-            )
+            _check_begins_with(plain, head)
+            up_to_here = plain if position == len(chat) - 1 else write(position + 1, prompts=False)
             _check_begins_with(up_to_here, head)
             turn, start = up_to_here[len(head) :], len(head)
             # A template may begin only the last turn of a chat with an empty thought.
-            extra = next(
-                (n for n in range(len(turn)) if full_text.startswith(turn[n:], start)), None
-            )
+            extra = next((n for n in range(len(turn)) if plain.startswith(turn[n:], start)), None)
             if extra is None:
                 raise ValueError(
                     "model.chat_template must end all assistant turns in the same way, but it ends "

@@ -522,8 +522,8 @@ def _trajectories(
         parts = zip(rows, turns, transcripts, rewards, samples, strict=True)
         return [part for number, row in enumerate(parts) for part in _split(number, *row)]
     for trajectory, row, text, task_rewards in zip(rows, turns, transcripts, rewards, strict=True):
-        trajectory.update(_merge(row, task_rewards))
-        trajectory.set(keys.RESPONSE_TEXT, next(iter(text.values())))
+        merged = _merge(row, task_rewards).set(keys.RESPONSE_TEXT, next(iter(text.values())))
+        trajectory.update(merged)
     return rows
 
 

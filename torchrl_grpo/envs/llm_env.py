@@ -424,8 +424,9 @@ class LLMEnv(EnvBase):
             ids = response.tolist()
             cut = ids[-1:] != end if length_stopped is None else bool(length_stopped[row])
             scores = None if log_probs is None else log_probs[row].get(keys.LOG_PROBS[-1], None)
-            scores = None if scores is None else scores[-len(ids) :]
-            dialogs[row] = self._dialog(row, ids, cut, scores)
+            dialogs[row] = self._dialog(
+                row, ids, cut, None if scores is None else scores[-len(ids) :]
+            )
         self.latest = dialogs
         cut_off: dict[int, Dialog] = {}
         for row, turn in zip(active, self._advance(dialogs), strict=True):

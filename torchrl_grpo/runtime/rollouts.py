@@ -460,10 +460,8 @@ class Rollouts:
             yield
         except BaseException as error:
             requeue(progress)
-            is_lost = (
-                isinstance(error, ActorLostError | CancelledError) and worker.error is not None
-            )
-            if is_lost and progress.attempts == MOST_ATTEMPTS:
+            lost = isinstance(error, ActorLostError | CancelledError) and worker.error is not None
+            if lost and progress.attempts == MOST_ATTEMPTS:
                 raise WorkersLostError(
                     f"{progress.task} crashed {worker.name} or others like it {MOST_ATTEMPTS} "
                     f"times, the last time with: {first_line(worker.error)}"

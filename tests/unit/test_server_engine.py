@@ -26,6 +26,7 @@ from torchrl_grpo.assembly.doctor import memory_rows
 from torchrl_grpo.assembly.parts import make_engine
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.config import ConfigError
+from torchrl_grpo.generation.answers import SampleRequest
 from torchrl_grpo.generation.base import EngineDeadError, SamplingParams
 from torchrl_grpo.generation.server import ServerEngine
 from torchrl_grpo.generation.servers import WrongAnswerError
@@ -288,6 +289,13 @@ def test_a_server_that_does_not_answer_is_refused_before_weights_load() -> None:
     address = f"http://127.0.0.1:{closed_port()}"
     with pytest.raises(ConfigError, match=f"address={address} must be a server.* Start it"):
         prepare(compose_config(*served(address)), [])
+
+
+def test_a_server_has_no_say_in_the_distribution() -> None:
+    asked = SampleRequest([1], 1, 2, 3, SamplingParams(4), 9, None, 0).sampling()
+    neutral = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
+    assert neutral.items() <= asked.items()
+    assert (asked["temperature"], asked["top_p"], asked["min_p"]) == (1, 1, 0)
 
 
 def test_log_probs_of_temperature_1_are_refused(stub: SGLangStub) -> None:

@@ -38,6 +38,8 @@ def test_the_arguments_read_from_the_source_are_vllms_own() -> None:
             r"must be left out, because another key sets it: use inference_model\.num_devices\.",
         ),
         ("logprobs_mode", r"engine_kwargs\.logprobs_mode=1 must be left out: exact log-probs"),
+        ("logits_processors", r"engine_kwargs\.logits_processors=1 must be left out: exact"),
+        ("watermark_config", r"engine_kwargs\.watermark_config=1 must be left out: exact"),
     ],
 )
 def test_an_argument_that_is_not_the_users_is_refused_by_name(name: str, message: str) -> None:

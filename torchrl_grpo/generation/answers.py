@@ -64,6 +64,10 @@ class SampleRequest:
             "temperature": params.temperature,
             "top_p": params.top_p,
             "min_p": params.min_p,
+            # A server may have other defaults, of which the trainer's log-probs know nothing.
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "repetition_penalty": 1.0,
             "stop_token_ids": list(params.stop_token_ids),
             "ignore_eos": True,  # stop_token_ids alone decide
         }

@@ -402,6 +402,7 @@ class SGLang(Server):
         params = request.params
         sampling = request.sampling() | {
             "max_new_tokens": request.limit,
+            "min_new_tokens": 0,
             "top_k": params.top_k or -1,
             "stop": [] if params.stop is None else list(params.stop.strings),
             "no_stop_trim": True,

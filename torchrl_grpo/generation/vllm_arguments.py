@@ -32,8 +32,11 @@ _OURS = (
     "distributed_executor_backend",
     "enable_sleep_mode",
     "generation_config",
+    "logits_processors",
     "logprobs_mode",
+    "return_sampling_mask",
     "skip_tokenizer_init",
+    "watermark_config",
     "worker_extension_cls",
 )
 """Arguments that log-probs and weight updates depend on."""

@@ -184,6 +184,26 @@ def test_curves_are_named_in_words(tmp_path: Path) -> None:
     }
 
 
+def test_jobs_of_a_sweep_are_named_by_what_they_differ_in(tmp_path: Path) -> None:
+    for name, lines in {
+        "0": "[optimizer.lr=1e-4, seed=1, algo=dapo]",
+        "1": "[optimizer.lr=0.00012345678, seed=1, algo=dapo]",
+        "2": "a: 1",
+    }.items():
+        (make_run(tmp_path / name) / ".hydra" / "overrides.yaml").write_text(lines)
+    folders = [tmp_path / name for name in "012"]
+    names = [run["name"] for run in status_of(folders[:2])]
+    assert names == ["optimizer.lr=1e-4", "optimizer.lr=0.000123"]
+    assert [run["name"] for run in status_of(folders[2:])] == [f"{tmp_path.name}/2"]
+    [alone] = status_of(folders[:1])
+    assert alone["name"] == "optimizer.lr=1e-4 seed=1 algo=dapo"
+
+
+def status_of(folders: list[Path]) -> Any:
+    with served(*folders) as address:
+        return api(address, "status")
+
+
 def test_the_title_names_all_runs(address: str, tmp_path: Path) -> None:
     assert "<h1>starter on sums with grpo (one, two)</h1>" in ask(address)[1]
     runs = [RunView(make_run(tmp_path / name), name) for name in ("a", "b", "c")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -10,6 +11,8 @@ import yaml
 
 from torchrl_grpo.host.files import load_yaml
 from torchrl_grpo.host.text import MISSING, number
+
+OVERRIDES = ".hydra/overrides.yaml"
 
 
 def one_of_each(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -100,3 +103,32 @@ def run_title(config: str, hydra: str) -> str:
         return f"{settings['model']['name']} on {data} with {choices['algo']}"
     except (yaml.YAMLError, AttributeError, KeyError, TypeError):
         return "GRPO run"
+
+
+def overrides_of(text: str) -> dict[str, str]:
+    """Return the values that the command line of a job set, by key, from its ``overrides.yaml``;
+    empty if that is malformed.
+
+    >>> overrides_of("[seed=1, +a.b=c]"), overrides_of("a: 1")
+    ({'seed': '1', 'a.b': 'c'}, {})
+    """
+    try:
+        texts = load_yaml(text)
+    except yaml.YAMLError:
+        return {}
+    lines = texts if isinstance(texts, list) else []
+    return dict(line.lstrip("+").partition("=")[::2] for line in lines if isinstance(line, str))
+
+
+def short_value(value: str) -> str:
+    """Return a value of an override, with fractions of many digits rounded to three.
+
+    >>> short_value("0.00012345678"), short_value("10240000"), short_value("dapo")
+    ('0.000123', '10240000', 'dapo')
+    """
+    try:
+        number = float(value)
+    except ValueError:
+        return value
+    is_long_fraction = "." in value and len(value) > 7
+    return f"{number:.3g}" if is_long_fraction and math.isfinite(number) else value

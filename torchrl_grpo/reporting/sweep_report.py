@@ -16,13 +16,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import yaml
-
-from torchrl_grpo.host.files import METRICS_FILE, load_yaml, read_jsonl
+from torchrl_grpo.host.files import METRICS_FILE, read_jsonl
 from torchrl_grpo.host.folders import check_own_files
 from torchrl_grpo.reporting.curves import comparison_svg
 from torchrl_grpo.reporting.panels import COLORS, LOSS, PANELS, Panel, series
-from torchrl_grpo.reporting.records import merge_steps
+from torchrl_grpo.reporting.records import OVERRIDES, merge_steps, overrides_of, short_value
 from torchrl_grpo.reporting.report import objective, page_template, summarize, title_of
 
 _ACCURACY_PANEL = Panel("Test accuracy, greedy", ("eval/pass@1",), percent=True)
@@ -36,7 +34,6 @@ _GREY = COLORS[6]
 _BRIGHT = [color for color in COLORS if color != _GREY]
 _MAX_LEVELS = 5
 """Maximum number of numeric values of a key to show; more are grouped into three ranges."""
-_OVERRIDES = ".hydra/overrides.yaml"
 
 
 @dataclass(frozen=True)
@@ -136,11 +133,11 @@ def write_sweep(directory: str | os.PathLike[str]) -> Path:
 
 def read_jobs(directory: Path) -> list[Job]:
     """Return the jobs of a multirun by number, including those that failed before their first step."""
-    folders = sorted((path.parents[1] for path in directory.rglob(_OVERRIDES)), key=_natural)
+    folders = sorted((path.parents[1] for path in directory.rglob(OVERRIDES)), key=_natural)
     jobs = []
     for folder in folders:
         check_own_files(folder)
-        values = dict(text.lstrip("+").partition("=")[::2] for text in _overrides(folder))
+        values = overrides_of((folder / OVERRIDES).read_text(encoding="utf-8", errors="replace"))
         records = merge_steps(read_jsonl(folder / METRICS_FILE))
         jobs.append(
             Job(folder.relative_to(directory).as_posix(), values, records, summarize(folder))
@@ -148,31 +145,10 @@ def read_jobs(directory: Path) -> list[Job]:
     return jobs
 
 
-def _overrides(folder: Path) -> list[str]:
-    """Return the overrides of a job; empty if its file is malformed."""
-    try:
-        texts = load_yaml((folder / _OVERRIDES).read_text(encoding="utf-8", errors="replace"))
-    except yaml.YAMLError:
-        return []
-    return [text for text in texts if isinstance(text, str)] if isinstance(texts, list) else []
-
-
 def varying_keys(jobs: Sequence[Job]) -> list[str]:
     """Return the keys that differ among jobs."""
     keys = dict.fromkeys(key for job in jobs for key in job.values)
     return [key for key in keys if len({job.values.get(key) for job in jobs}) > 1]
-
-
-def short_value(value: str) -> str:
-    """Return a value of an override, with fractions of many digits rounded to three.
-
-    >>> short_value("0.00012345678"), short_value("10240000"), short_value("dapo")
-    ('0.000123', '10240000', 'dapo')
-    """
-    is_long_fraction = "." in value and len(value) > 7
-    if is_long_fraction and math.isfinite(_number(value)):
-        return f"{_number(value):.3g}"
-    return value
 
 
 def influence(jobs: Sequence[Job], key: str) -> Influence:

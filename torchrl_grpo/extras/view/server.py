@@ -23,7 +23,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from torchrl_grpo.extras.view.index import Criteria
 from torchrl_grpo.extras.view.runs import MOST_POINTS, RunView, curves
+from torchrl_grpo.host.files import read_inside
+from torchrl_grpo.host.text import printable_lines
 from torchrl_grpo.reporting.panels import ACTIVITY_COLORS, COLORS, SMOOTHING
+from torchrl_grpo.reporting.records import OVERRIDES, overrides_of, short_value
 
 Number = TypeVar("Number", int, float)
 
@@ -256,14 +259,24 @@ def title_of(runs: Sequence[RunView]) -> str:
 
 def _names(folders: Sequence[Path]) -> list[str]:
     """Return names of runs: for one run the last two parts of its path, for several as many parts
-    as distinguish them.
+    as distinguish them; for jobs of a sweep the overrides in which they differ.
     """
     parts = [folder.resolve().parts for folder in folders]
     for count in range(2 if len(folders) == 1 else 1, max(map(len, parts)) + 1):
         names = ["/".join(path[-count:]) for path in parts]
         if len(set(names)) == len(set(parts)):
             break
-    return names
+    values = [overrides_of(read_inside(folder, OVERRIDES)) for folder in folders]
+    varied = [
+        key
+        for key in dict.fromkeys(key for own in values for key in own)
+        if len({own.get(key) for own in values}) > 1 or len(folders) == 1
+    ]
+    for at, (path, own) in enumerate(zip(parts, values, strict=True)):
+        text = " ".join(f"{key}={short_value(own[key])}" for key in varied if key in own)
+        if path[-1].isdigit() and text:  # a job of a sweep
+            names[at] = text if values.count(own) == 1 else f"{names[at]} {text}"
+    return [printable_lines(name) for name in names]
 
 
 def _answer(part: Callable[[Query], Any]) -> Callable[[Request], Response]:

@@ -334,7 +334,7 @@ def test_training_samples_come_by_group_those_with_the_widest_rewards_first(tmp_
     with MetricsLogger(tmp_path, tensorboard=False, config={}) as logger:
         logger.log_samples(1, rows)
     text = parse(write_report(tmp_path)).text()
-    places = [text.index(part) for part in ("<user>q7", "7-0", "7-1", "8-0", "8-1", "3-0", "3-1")]
+    places = [text.index(part) for part in ("<user>q7", "7-1", "7-0", "8-1", "8-0", "3-0", "3-1")]
     assert places == sorted(places) and text.count("<user>q7") == 1
 
 

@@ -175,6 +175,21 @@ def test_spans_that_overlap_share_a_lane(tmp_path: Path) -> None:
     assert timeline.window(1.5, 2.5)["actors"][0]["seconds"] == {"x": 0.5, "y": 1.0}
 
 
+def test_the_time_until_a_run_is_resumed_is_called_that(tmp_path: Path) -> None:
+    rows = [
+        {"actor": "learner", "kind": kind, "start": 100.0 + at, "seconds": 1.0}
+        for kind, at in (("wait", 0), ("train", 1), ("wait", 62))
+    ]
+    rows.append({"actor": "sampler 0", "kind": "start", "start": 160.0, "seconds": 2.0})
+    append(tmp_path, "timeline.jsonl", rows)
+    timeline = Timeline(tmp_path)
+    timeline.refresh()
+    learner, sampler = timeline.window()["actors"]
+    assert ["stopped", 2.0, 62.0, None, 0.0, 1.0] in learner["spans"]
+    assert learner["seconds"] == {"wait": 2.0, "train": 1.0, "stopped": 60.0}
+    assert sampler["seconds"] == {"start": 2.0}
+
+
 def test_times_that_were_rounded_do_not_make_spans_overlap(tmp_path: Path) -> None:
     rows = [
         {"actor": "a", "kind": "wait", "start": 100.0, "seconds": 1.0001},

@@ -40,7 +40,7 @@ from torchrl_grpo.reporting.records import (
 
 ACCURACY = "eval/pass@1"
 _MAX_SAMPLES = 12
-_MAX_RESPONSES = 4  # of a group
+_HALF_GROUP = 2
 _INVALID = "rewards/invalid_"
 _MAX_TEXT_LENGTH = 2000
 
@@ -246,7 +246,9 @@ def _tested(samples: Sequence[Row]) -> dict[str, Any] | None:
 
 
 def _trained(samples: Sequence[Row]) -> list[Row]:
-    """Return the latest training samples, group by group: first those whose rewards differ most."""
+    """Return the latest training samples, group by group: first those whose rewards differ most;
+    of a large group those with the highest and the lowest rewards.
+    """
     rows = [row for row in samples if row.get("split") != "test"]
     last = max((row["step"] for row in rows), default=None)
     groups: dict[Any, list[Row]] = {}
@@ -254,7 +256,10 @@ def _trained(samples: Sequence[Row]) -> list[Row]:
         if row["step"] == last:
             groups.setdefault(row.get("group", f"row {position}"), []).append(row)
     by_spread = sorted(groups.values(), key=_spread, reverse=True)
-    shown = [row for group in by_spread for row in group[:_MAX_RESPONSES]]
+    shown = list[Row]()
+    for group in by_spread:
+        ordered = sorted(group, key=lambda row: valid_reward(row) or 0.0, reverse=True)
+        shown += ordered[:_HALF_GROUP] + ordered[_HALF_GROUP:][-_HALF_GROUP:]
     return shown[:_MAX_SAMPLES]
 
 

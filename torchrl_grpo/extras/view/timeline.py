@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,8 @@ _ROUNDED_S = 2e-4
 """Rounding of logged spans, by which a span may seem to begin before the previous one ends."""
 _MAX_TIME_S = 1e12
 """Latest date that a browser supports, in Unix seconds."""
+_LONGEST_GAP_S = 1.0
+"""Of a learner that runs."""
 
 
 class Span(NamedTuple):
@@ -72,6 +75,7 @@ class Timeline:
         spans = list(self._spans)
         if not spans:
             return {"actors": []}
+        spans += _stops(spans)
         begin, end = min(span.start for span in spans), max(span.end for span in spans)
         first = 0.0 if first is None else max(0.0, first)
         last = end - begin if last is None else min(last, end - begin)
@@ -98,6 +102,18 @@ class Timeline:
             )
         part = {"begin": begin, "end": end - begin, "first": first, "last": last}
         return part | {"shares": not one_by_one, "actors": drawn}
+
+
+def _stops(spans: Iterable[Span]) -> list[Span]:
+    """Return the times in which the run had ended, until it was resumed: the gaps of the learner,
+    which always does something.
+    """
+    own = sorted((span for span in spans if span.actor == "learner"), key=lambda span: span.start)
+    return [
+        Span("learner", "stopped", before.end, after.start - before.end, None)
+        for before, after in pairwise(own)
+        if after.start - before.end > _LONGEST_GAP_S
+    ]
 
 
 def _span_of(row: Mapping[str, Any]) -> Span | None:

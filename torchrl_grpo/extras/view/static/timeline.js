@@ -16,6 +16,7 @@ const KINDS = {
   save: "writes logs and checkpoints",
   start: "starts up",
   restart: "restarts after a failure",
+  stopped: "the run had ended, until it was resumed",
 };
 const UNITS = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]];
 const LANE = 24;

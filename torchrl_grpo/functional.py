@@ -187,9 +187,8 @@ def sampled_token_gae(
         return torch.zeros_like(reward)
     count = mask.sum(1, keepdim=True)
     most = int(count.max())
-    order = (
-        (~mask).to(torch.int8).sort(dim=1, stable=True).indices[:, :most]
-    )  # sampled tokens first
+    # Sampled tokens first.
+    order = (~mask).to(torch.int8).sort(dim=1, stable=True).indices[:, :most]
     rewards, values = (
         torch.where(mask, entry, 0.0).gather(1, order).unsqueeze(-1) for entry in (reward, value)
     )
@@ -345,7 +344,7 @@ def clipped_surrogate(
     Args:
         ratio: [N, T], current over sampling probability.
         advantage: [N, 1] or [N, T].
-        clip_low: distance below 1, in [0, 1).
+        clip_low: distance below 1, in [0, 1]; 1 is no lower bound.
         clip_high: distance above 1, at least 0 (arXiv 2503.14476 takes it larger than
             ``clip_low``).
 

@@ -55,7 +55,9 @@ def train(steps: int, seed: int) -> list[float]:
     # if right, else 0.0. The collector plays it with the engine.
     env = LLMEnv(ArithmeticTask(), tokenizer, num_envs=BATCH_SIZE, repeats=GROUP_SIZE)
     params = SamplingParams(max_new_tokens=MAX_NEW_TOKENS, stop_token_ids=(tokenizer.eos_token_id,))
-    collector = RolloutCollector(env, GenerationPolicy(engine, params))
+    collector = RolloutCollector(
+        env, GenerationPolicy(engine, params), total_dialog_turns=steps * BATCH_SIZE
+    )
     collector.set_seed(seed)
 
     # Each takes a batch and returns it with one more entry: reference log-probs [T], and the
@@ -70,10 +72,8 @@ def train(steps: int, seed: int) -> list[float]:
     optimizer = torch.optim.AdamW(policy.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
 
     losses = []
-    for step in range(1, steps + 1):
-        # Sample: a batch of tokens, log-probs, and rewards.
-        batch = next(iter(collector))
-
+    # Sample: each batch has tokens, log-probs, and rewards.
+    for step, batch in enumerate(collector, start=1):
         # Score and compare within each group.
         batch = compute_advantage(score_reference(batch))
 

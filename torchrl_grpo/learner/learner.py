@@ -179,9 +179,8 @@ class Learner:
         """Return the sizes in bytes of a checkpoint, which includes AdamW's two moments of each
         trained weight, and of the exported model.
         """
-        float_moments = has_small_states(
-            self.trainer.optimizer
-        )  # as any number of ranks reads them
+        # A checkpoint has the moments of 8 bits as floats, which any number of ranks can read.
+        float_moments = has_small_states(self.trainer.optimizer)
         trained = sum(
             weight.nbytes + 2 * (4 * weight.numel() if float_moments else weight.nbytes)
             for weight in self.trainer.parameters

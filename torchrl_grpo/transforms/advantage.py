@@ -254,9 +254,8 @@ class GroupAdvantage(Transform):
     @property
     def queue(self) -> GroupQueue:
         if "queue" not in self._modules:
-            from torchrl_grpo.transforms.groups import (
-                GroupQueue,
-            )  # imports vLLM, where it is installed
+            # Imports vLLM, where it is installed.
+            from torchrl_grpo.transforms.groups import GroupQueue
 
             trajectory_return = "sum" if self.repeats > 1 else None
             self._modules["queue"] = GroupQueue(

@@ -1,8 +1,8 @@
 """A custom task with two turns: the policy answers, learns whether that was too high or too low,
 and corrects it.
 
-    python sota/grpo/grpo.py --config-name grpo_arithmetic env.dataset=null env.task._target_=my_tasks.GuidedSums \\
-        +env.task.largest=50 env.max_turns=2                         # with PYTHONPATH=examples
+    python sota/grpo/grpo.py --config-name grpo_arithmetic env.dataset=null \\
+        env.task._target_=examples/my_tasks.py:GuidedSums env.task.largest=50 env.max_turns=2
 """
 
 import random

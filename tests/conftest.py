@@ -170,11 +170,13 @@ def curves(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
     """Runs a script as ``run`` does, but in this process, where all is imported; gives its exit status."""
+    from tests.support.configs import last_of_each
+
     handlers, level = logging.root.handlers[:], logging.root.level
 
     def run_here(script: Path, *arguments: str) -> int:
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", [str(script), *arguments])
+        monkeypatch.setattr(sys, "argv", [str(script), *last_of_each(arguments)])
         try:
             runpy.run_path(str(script), run_name="__main__")
         except SystemExit as end:

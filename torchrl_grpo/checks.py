@@ -116,7 +116,7 @@ def check_reward(value: Any, name: str) -> float:
     if not abs(number) <= _LARGEST_REWARD:
         actual = value if isinstance(value, float) else f"of type {type(value).__name__}"
         raise InvalidRewardError(
-            f"{name} must be a finite number, a bool or None, but is {actual}: fix the function.",
+            f"{name} must be a finite number, a bool or None, but is {actual}: return a number.",
             "not_finite",
         )
     return number

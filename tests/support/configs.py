@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,16 @@ SMALL = (
 
 
 register()
+
+
+def last_of_each(words: Sequence[str]) -> list[str]:
+    """A command line without the overrides that a later one of the same key replaces."""
+    names = [word.partition("=")[0] if "=" in word else None for word in words]
+    return [
+        word
+        for index, word in enumerate(words)
+        if names[index] is None or names[index] not in names[index + 1 :]
+    ]
 
 
 def composed(name: str, overrides: tuple[str, ...]) -> DictConfig:

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from tests.support import forks
-from tests.support.configs import ROOT
+from tests.support.configs import ROOT, last_of_each
 from torchrl_grpo.host.files import read_jsonl
 
 SYNC, ASYNC = ROOT / "sota" / "grpo" / "grpo.py", ROOT / "sota" / "grpo" / "grpo-async.py"
@@ -57,8 +57,7 @@ class Script:
                 str(script),
                 "--config-name",
                 "grpo_arithmetic",
-                *SMALL,
-                *arguments,
+                *last_of_each([*SMALL, *arguments]),
                 f"hydra.run.dir={folder}",
             ],
             cwd=folder,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -17,7 +18,9 @@ from omegaconf import DictConfig
 
 from tests.support.configs import ROOT
 from tests.support.documentation import script_lines
-from torchrl_grpo.config import CONFIG_FILES, split_command_line
+from torchrl_grpo.config import CONFIG_FILES, compose, split_command_line
+from torchrl_grpo.config.help import HELP
+from torchrl_grpo.config.schema import FIELDS
 from torchrl_grpo.scripts.grpo import job
 from torchrl_grpo.scripts.job import Sweep, command
 
@@ -62,6 +65,26 @@ def test_an_option_means_the_same_wherever_it_stands_on_a_shown_line(
         _, overrides = split(words)
         for typed in places(overrides, option):
             assert split(typed) == (alone, overrides)
+
+
+def test_arguments_of_a_component_need_no_plus() -> None:
+    words = ["policy.loss._target_=a.B", "policy.loss.width=0.5", "+env.task.level=3", "seed=1"]
+    _, overrides = split_command_line(words)
+    assert overrides == [words[0], "++policy.loss.width=0.5", *words[2:]]
+    config = compose("grpo_arithmetic", ["policy.loss.width=0.5", "+policy.advantage.low=2"])
+    assert (config.policy.loss["width"], config.policy.advantage["low"]) == (0.5, 2)
+
+
+def test_a_key_is_deleted_and_added_again() -> None:
+    words = ["~policy.loss", "+policy.loss={_target_: a.B}"]
+    assert split_command_line(words)[1] == words
+
+
+def test_help_names_keys_that_exist() -> None:
+    keys = re.findall(r"(?<![\w./])[a-z_]+\.[a-z_.]*[a-z_]\b(?!\.md|\.py)", HELP)
+    keys = [key for key in keys if not key.startswith(("hydra.", "docs", "my_"))]
+    assert set(keys) <= set(FIELDS)
+    assert len(set(keys)) >= 30
 
 
 def in_this_process(
@@ -136,7 +159,7 @@ def test_a_run_records_no_override_that_nobody_gave(
             "seed=7 --config-name grpo_arithmetic --cfg job train.total_dialog_turns=64",
             "seed: 7",
         ),
-        ("grpo.py", "optimizer.lr=1e-4 --help", "lr: 0.0001"),
+        ("grpo.py", "optimizer.lr=1e-4 --help", "train.total_steps"),
         ("grpo.py", "optimizer.lr=1e-4 --hydra-help", "Hydra's help"),
         ("grpo.py", "--info optimizer.lr=1e-4", "Config search path"),
         ("grpo.py", "dry_run=true --config-name grpo_arithmetic --cfg job", "dry_run: true"),
@@ -195,7 +218,8 @@ def test_options_that_exclude_each_other_are_one_line(
         (["=3"], "=3 must be an override, KEY=VALUE: use KEY=VALUE."),
         (
             ["train.total_dialog_turns=null", "train.total_epochs=1"],
-            "train.total_dialog_turns=null must be a number: leave it out, because train.total_epochs replaces it.",
+            "train.total_dialog_turns=null must be a number: leave it out, because train.total_steps or "
+            "train.total_epochs replaces it.",
         ),
     ],
 )

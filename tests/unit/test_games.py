@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDictBase
+from torchrl import torchrl_logger
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from tests.support.configs import ROOT
@@ -106,3 +107,13 @@ def test_one_game_in_four_forms_gives_one_batch_one_loss_and_one_update(
         assert all(torch.equal(weight, other_weights[name]) for name, weight in weights.items()), (
             form
         )
+
+
+@pytest.mark.parametrize(("max_turns", "warnings"), [(1, 1), (2, 0)])
+def test_a_game_without_max_turns_says_that_it_has_one_turn(
+    max_turns: int, warnings: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warned: list[str] = []
+    monkeypatch.setattr(torchrl_logger, "warning", warned.append)
+    make_task(EnvConfig(dataset=None, environment=f"{GAMES}:TextGame", max_turns=max_turns))
+    assert len([text for text in warned if text.startswith("env.max_turns=1")]) == warnings

@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
-from tests.support.configs import compose_config
+from tests.support.configs import compose_config, composed
 from tests.support.runs import at
 from torchrl_grpo.assembly.blueprint import prepare
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.config import ConfigError, GRPOConfig, check_command_line, plain
+from torchrl_grpo.config.resumed import on_saved_config
+from torchrl_grpo.config.schema import LENGTHS
 from torchrl_grpo.learner.resume import find_resume
 from torchrl_grpo.reporting.metrics import read_jsonl
 from torchrl_grpo.reporting.report import summarize
@@ -120,6 +123,34 @@ def test_the_asynchronous_script_evaluates_and_ends_too(data: Path, tmp_path: Pa
     )
     assert [row["step"] for row in rows] == [0] and 0 <= rows[0]["eval/pass@1"] <= 1
     assert not (tmp_path / "checkpoints").exists()
+
+
+@pytest.mark.slow
+def test_a_run_of_so_many_steps_goes_on_for_further_steps(data: Path, tmp_path: Path) -> None:
+    rows = fit(config_of(data, "train.total_steps=1"), tmp_path / "one")
+    assert [row["step"] for row in rows] == [0, 1]
+
+    def prepared(length: str) -> GRPOConfig:
+        config = config_of(data, length, f"train.resume={at(tmp_path / 'one', 1)}")
+        return prepare(config, [], find_resume(config, plain(config))).config
+
+    assert prepared("train.total_steps=3").num_batches == 3
+    with pytest.raises(ConfigError, match=r"total_steps=1 .*train\.total_steps=2\."):
+        prepared("train.total_steps=1")
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_a_length_on_the_command_line_replaces_the_saved_one(length: str) -> None:
+    composed_here = composed("grpo_arithmetic", (f"{length}=7",))
+    for saved in LENGTHS:
+        config = compose_config(f"{saved}=9")
+        merged = on_saved_config(
+            OmegaConf.merge(OmegaConf.structured(GRPOConfig), composed_here),
+            [f"{length}=7"], Path("checkpoint_000001"), plain(config),
+        )  # fmt: skip
+        now = {name: OmegaConf.select(merged, name) for name in LENGTHS}
+        assert now.pop(length) == 7
+        assert now.pop("train.total_epochs", None) is now.pop("train.total_steps", None) is None
 
 
 def test_two_lengths_on_the_command_line_exclude_each_other() -> None:

@@ -29,6 +29,28 @@ def test_an_unreachable_model_is_one_clear_error() -> None:
         loading.load_tokenizer("nobody/nothing")
 
 
+@pytest.mark.parametrize("name", ["models/llamma", "lama"])
+def test_a_misspelt_folder_is_named_before_the_hub(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("models/llama", "models/other", "llama"):
+        (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    meant = Path(name).parent / "llama"
+    with pytest.raises(
+        ValueError, match=rf"model\.name={name} must .*: did you mean {meant}\?.* hub"
+    ):
+        loading.load_config(name)
+
+
+def test_a_folder_of_adapters_is_told_from_a_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(
+        ValueError, match=r"must be a whole model, .*python -m torchrl_grpo\.export"
+    ):
+        loading.load_config(str(tmp_path))
+
+
 def test_a_saved_model_loads_as_it_was(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     model = make_tiny_model()
     model.save_pretrained(tmp_path)

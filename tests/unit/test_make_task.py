@@ -6,11 +6,14 @@ import asyncio
 import json
 import pickle
 import random
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 from omegaconf import OmegaConf
 
@@ -60,6 +63,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def made(*overrides: str) -> Task:
     return make_task(compose_config(*overrides).env)
+
+
+def test_a_task_in_a_file_runs_where_the_file_is_not(folder: Path) -> None:
+    task = made("env.dataset=null", "env.task._target_=my_own_tasks.py:MyTask", "+env.task.level=3")
+    sent = cloudpickle.dumps([task])
+    (folder / "my_own_tasks.py").unlink()
+    code = (
+        "import pickle, sys; [task] = pickle.load(sys.stdin.buffer)\n"
+        "again = pickle.loads(pickle.dumps(task)); print(task.problems('train')[0].query, again.level)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], input=sent, capture_output=True, cwd="/")
+    assert done.stdout.decode() == "train 3 3\n", done.stderr.decode()
 
 
 def score(task: Task, problem: Problem, response: str) -> Score:
@@ -119,7 +134,15 @@ def test_a_file_and_a_function_make_a_task() -> None:
         ),
         (
             ["env.task._target_=my_own_tasks.MyTask", "+env.task.lvl=3"],
-            r"that it accepts.*: use ~env\.task\.lvl",
+            r"that it accepts.*: leave out env\.task\.lvl",
+        ),
+        (
+            ["env.task._target_=my_own_tasks.py:YourTask"],
+            r"env\.task\._target_=my_own_tasks\.py:YourTask must name a class .*use one of \['MyTask'\]",
+        ),
+        (
+            ["env.task._target_=my_own_tasks.py:MyTask", "+env.task.lvl=3"],
+            r"env\.task=\{'_target_': 'my_own_tasks\.py:MyTask', 'lvl': 3\} .*: leave out env\.task\.lvl",
         ),
         (
             ["env.task._target_=builtins.dict"],

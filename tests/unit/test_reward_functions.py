@@ -144,7 +144,7 @@ def test_a_result_becomes_parts(result: Any, expected: dict[str, float | None]) 
     [
         (float("nan"), "reward f must be a finite number, a bool or None, but is nan"),
         (float("-inf"), "but is -inf"),
-        ("1.0", "reward f must be .*, but is of type str: fix the function"),
+        ("1.0", "reward f must be .*, but is of type str: return a number"),
         (10**1000, "is of type int"),
         (torch.ones(2), "is of type Tensor"),
         ([1.0], "is of type list"),

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.configs import ROOT
+from tests.support.configs import ROOT, last_of_each
 
 SYNC, ASYNC = ROOT / "sota" / "grpo" / "grpo.py", ROOT / "sota" / "grpo" / "grpo-async.py"
 DEVICES = ("train_model.num_devices=2", "ref_model.num_devices=2", "inference_model.num_devices=2")
@@ -32,7 +32,7 @@ def run(
     script: Path, *arguments: str, cwd: Path, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(script), *arguments],
+        [sys.executable, str(script), *last_of_each(arguments)],
         cwd=cwd,
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""} | environment,
         capture_output=True,
@@ -154,7 +154,7 @@ def test_sigterm_ends_a_run_in_order_and_its_resume_line_works(
 ) -> None:
     arguments = [*SMALL, "evaluation.num_prompts=0", "logging.tensorboard=false"]
     with (tmp_path / "printed").open("w") as printed, subprocess.Popen(
-        [sys.executable, str(SYNC), *arguments, "train.total_dialog_turns=1000000"],
+        [sys.executable, str(SYNC), *last_of_each([*arguments, "train.total_dialog_turns=1000000"])],
         cwd=tmp_path, stdout=printed, stderr=subprocess.STDOUT,
     ) as process:  # fmt: skip
         deadline = time.monotonic() + 300

@@ -85,6 +85,20 @@ def test_help_and_mistakes_are_answered_without_torch(arguments: list[str], tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "mistake", ["env.columns.answer=anser", "env.reward=mine.py:scor", "env.max_turns=3"]
+)
+def test_mistakes_in_the_data_are_answered_without_torch(mistake: str, tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n' * 4)
+    (tmp_path / "mine.py").write_text("def score(response, answer):\n    return 1.0\n")
+    keys = ["env.dataset=d.jsonl", "env.columns.answer=answer", "env.reward=mine.py:score"]
+    kept = [key for key in keys if key.partition("=")[0] != mistake.partition("=")[0]]
+    found = imported(tmp_path, "--config-name", "grpo_arithmetic", *kept, mistake)
+    assert "datasets" in found
+    assert not found & {"torch", "torchrl", "tensordict", "transformers"}
+
+
+@pytest.mark.slow
 def test_the_first_step_needs_no_package_that_the_run_does_not_use(tmp_path: Path) -> None:
     found = imported(
         tmp_path, "--config-name", "grpo_arithmetic", "env.num_envs=16", "env.repeats=4",

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.support.configs import ROOT
+from tests.support.configs import ROOT, last_of_each
 from torchrl_grpo.config import ConfigError, check_command_line
 from torchrl_grpo.reporting.report import objective, summarize
 
@@ -34,7 +34,7 @@ def words_of(part: str) -> list[str]:
 def run(part: str, folder: Path) -> str:
     """What the command of the page prints, in a process of its own."""
     done = subprocess.run(
-        [sys.executable, str(SYNC), *words_of(part), *SHORT],
+        [sys.executable, str(SYNC), *last_of_each([*words_of(part), *SHORT])],
         cwd=folder, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

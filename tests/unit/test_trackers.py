@@ -1,4 +1,4 @@
-"""Weights & Biases, MLflow and Trackio: the real ones, offline, and one clear line where one of them cannot start."""
+"""Weights & Biases, MLflow, Trackio, Prometheus: the real ones, and one clear line where one of them cannot start."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 import socket
 import sqlite3
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -249,3 +251,43 @@ def test_trackio_gets_numbers_and_tables_and_goes_on_in_its_run(
     ]
     assert [[row["response"] for row in table] for table in tables] == [["2", "3"]] * 3
     assert json.loads(config)["optimizer"] == {"lr": 0.5}
+
+
+def free_port() -> int:
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        return int(listener.getsockname()[1])
+
+
+def test_prometheus_reads_the_latest_metrics_until_the_run_ends(tmp_path: Path) -> None:
+    parser = pytest.importorskip("prometheus_client.parser")
+    port = free_port()
+    asked = services(f"logging.prometheus.port={port}")
+    folder, url = tmp_path / "my run", f"http://127.0.0.1:{port}/metrics"
+    for _ in range(2):  # the second run finds the port free again
+        with MetricsLogger(folder, tensorboard=False, services=asked, config={}) as logger:
+            logger.log(1, {"train/loss": 0.5, "eval/pass@1": 0.25})
+            logger.log(2, {"train/loss": float("nan")})
+            with urllib.request.urlopen(url, timeout=30) as answer:
+                text = answer.read().decode()
+        [*families] = parser.text_string_to_metric_families(text)
+        values = {family.name: family.samples[0].value for family in families}
+        assert values.pop("grpo_train_loss") != 0.5
+        assert values == {"grpo_eval_pass_1": 0.25, "grpo_step": 2}
+        assert {one.labels["run"] for family in families for one in family.samples} == {"my run"}
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(url, timeout=30)
+
+
+def test_a_port_that_is_in_use_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("prometheus_client")
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        port = listener.getsockname()[1]
+        asked = services(f"logging.prometheus.port={port}")
+        with pytest.raises(ValueError, match=rf"logging\.prometheus\.port={port} must be free"):
+            MetricsLogger(tmp_path, tensorboard=False, services=asked, config={})
+
+
+def test_prometheus_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trackers, "_installed", lambda package: package != "prometheus_client")
+    with pytest.raises(ValueError, match=r"port=9100 .*prometheus_client.*port=null"):
+        check_logging(tensorboard=False, services=services("logging.prometheus.port=9100"))

@@ -10,8 +10,8 @@ from tensordict.nn import TensorDictModuleBase
 from torchrl.envs import Transform
 
 from torchrl_grpo import keys
+from torchrl_grpo.assembly.components import make_component
 from torchrl_grpo.config import GRPOConfig
-from torchrl_grpo.config.components import make_component
 from torchrl_grpo.objectives import GRPOLoss
 from torchrl_grpo.rewards.spec import PartWeights
 from torchrl_grpo.transforms.advantage import GroupAdvantage

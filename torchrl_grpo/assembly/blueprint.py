@@ -20,12 +20,12 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from torchrl_grpo import keys
 from torchrl_grpo.assembly.algorithm import batch_transforms, make_loss
+from torchrl_grpo.assembly.components import make_component, make_files_absolute
 from torchrl_grpo.assembly.memory import RunMemory, run_memory
-from torchrl_grpo.assembly.tasks import check_tests, dataset_names, make_task
+from torchrl_grpo.assembly.tasks import check_tests, dataset_names, read_task
 from torchrl_grpo.checks import check_heads, check_multiple, check_optimizer
 from torchrl_grpo.collectors.demonstrations import Demonstrations
 from torchrl_grpo.config import GRPOConfig
-from torchrl_grpo.config.components import make_component
 from torchrl_grpo.config.models import InferenceModelConfig
 from torchrl_grpo.config.schema import EnvConfig
 from torchrl_grpo.envs import LLMEnv
@@ -129,6 +129,7 @@ def prepare(
     config: GRPOConfig,
     accelerators: Sequence[torch.device] | None = None,
     resume: Resume | None = None,
+    task: Task | None = None,
 ) -> Blueprint:
     """Check everything that needs no weights, and make everything that a run needs besides them.
 
@@ -136,6 +137,7 @@ def prepare(
         config: validated.
         accelerators: accelerators of the cluster at ``ray.address``; None for this machine's.
         resume: the checkpoint to resume.
+        task: task of the config; None makes it.
 
     Raises:
         ConfigError: a rule is broken; the message names field, rule, value and fix.
@@ -144,9 +146,10 @@ def prepare(
         plan = _make_plan(
             config, available_accelerators() if accelerators is None else accelerators
         )
+        make_files_absolute(config)
         _check_algorithm(config)
         check_loggers(config)
-        task = make_task(config.env, tests=config.evaluation.datasets or (), scored=config.scores)
+        task = task or read_task(config)
         model_config, tokenizer, stop_token_ids = describe_model(config)
         teacher_shape = None if config.teacher.model is None else check_teacher(config, tokenizer)
         check_optimizer(config.optimizer.name)

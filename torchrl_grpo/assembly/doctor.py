@@ -25,7 +25,7 @@ from packaging.requirements import Requirement
 from torchrl_grpo.assembly.blueprint import Blueprint, check_loggers, describe_model
 from torchrl_grpo.assembly.forecast import Forecast, Measured, forecast, memory_now
 from torchrl_grpo.assembly.run import Run, build
-from torchrl_grpo.assembly.tasks import make_task
+from torchrl_grpo.assembly.tasks import read_task
 from torchrl_grpo.config import GRPOConfig
 from torchrl_grpo.host import startup
 from torchrl_grpo.host.accelerators import accelerators_in_use
@@ -242,7 +242,7 @@ def _model(config: GRPOConfig, check: Check) -> None:
 
 def _data(config: GRPOConfig, check: Check) -> None:
     """Check columns and rewards without a model, and look for problems that are in both splits."""
-    task = make_task(config.env, tests=config.evaluation.datasets or (), scored=config.scores)
+    task = read_task(config)
     train = task.problems("train")
     check.details = f"{len(train):,} training problems"
     if not config.evaluation.num_prompts:

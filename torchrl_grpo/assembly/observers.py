@@ -140,6 +140,8 @@ class Recorder(Observer):
         if step in (1, self._num_batches) or step % self._sample_frequency == 0:
             rows = self._learner.samples(self._sample_rows)
             self._logger.log_samples(step, rows)
+            errors = filter(None, (row.get("error") for row in rows))
+            self._alarms.reward_error = self._alarms.reward_error or next(errors, "")
             self._console.samples(step, one_of_each(rows)[:_NUM_SHOWN])
 
 
@@ -177,8 +179,8 @@ class Limits(Observer):
         if steps:
             raise NoSignalError(
                 f"env.reward must return valid rewards, but all were invalid in the {steps} steps "
-                "of the run: the log above has the first error of each kind. Call the reward "
-                "function by hand with a row of samples.jsonl."
+                "of the run. Call the reward function by hand with a row of samples.jsonl. The "
+                f"first error: {self._alarms.reward_error or 'in the log above'}"
             )
 
 

@@ -45,6 +45,7 @@ from torchrl_grpo.reporting.console import Console
 from torchrl_grpo.reporting.metrics import MetricsLogger
 from torchrl_grpo.runtime.learner import RayLearner
 from torchrl_grpo.runtime.rollouts import Rollouts
+from torchrl_grpo.tasks.base import Task
 from torchrl_grpo.weights import transfer_kind
 
 
@@ -163,7 +164,11 @@ class Run:
 
 
 def build(
-    config: GRPOConfig, directory: str | os.PathLike[str], *, asynchronous: bool = False
+    config: GRPOConfig,
+    directory: str | os.PathLike[str],
+    *,
+    asynchronous: bool = False,
+    task: Task | None = None,
 ) -> Run:
     """Make a run: check it, show the plan, load the models, start the engine.
 
@@ -172,6 +177,7 @@ def build(
         directory: folder of the run.
         asynchronous: whether sampling and training overlap. The roles are then actors on Ray, as
             they also are if a role has several devices or ``ray.address`` names a cluster.
+        task: of the config; None makes it.
 
     Raises:
         ConfigError: a rule is broken, before any weights are loaded.
@@ -189,8 +195,9 @@ def build(
         cluster = None
         if config.ray.address is not None:  # first, because the plan needs its accelerators
             cluster = start_cluster(config.ray.address, resources)
-        say("reading data and tokenizer")
-        blueprint = prepare(config, None if cluster is None else cluster.accelerators(), resume)
+        say("reading tokenizer" if task else "reading data and tokenizer")
+        accelerators = None if cluster is None else cluster.accelerators()
+        blueprint = prepare(config, accelerators, resume, task)
         config, plan = blueprint.config, blueprint.plan
         distributed = asynchronous or cluster is not None or plan.distributed
         # Processes on several GPUs take turns if nothing is sampled while the learner trains.

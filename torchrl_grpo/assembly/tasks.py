@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, update_wrapper
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
-from torchrl import torchrl_logger
-
 from torchrl_grpo import checks
 from torchrl_grpo.agents import WithAgent, load_program
-from torchrl_grpo.config.components import make_component
+from torchrl_grpo.assembly.components import make_component
 from torchrl_grpo.config.data import DataConfig, DatasetConfig
-from torchrl_grpo.config.schema import EnvConfig
+from torchrl_grpo.config.schema import EnvConfig, GRPOConfig
+from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.host.startup import say
 from torchrl_grpo.rewards.functions import load_class, load_function
 from torchrl_grpo.tasks.base import Problem, Split, Task, WrappedTask
@@ -30,6 +30,7 @@ from torchrl_grpo.tools.toolbox import Parser
 if TYPE_CHECKING:
     from torchrl_grpo.tasks.with_rewards import Rewards
 
+_log = logging.getLogger("torchrl")  # TorchRL's logger: importing that takes seconds
 Scoring = Literal["must", "may", "not"]
 
 PYTHON = "python"
@@ -43,6 +44,20 @@ BUILTINS = {
     "ifeval": "torchrl_grpo.tasks.ifeval:IFEvalTask",
 }
 """Built-in data sets by name; each is an ordinary class that a user could write."""
+
+
+def read_task(config: GRPOConfig) -> Task:
+    """Make the task of a run and read its training data, which needs neither torch nor TorchRL.
+
+    Raises:
+        ConfigError: see ``make_task``.
+    """
+    try:
+        return make_task(config.env, tests=config.evaluation.datasets or (), scored=config.scores)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def make_task(
@@ -177,7 +192,7 @@ def _with_sandbox(
     if isolation() == "namespaces":
         say(f"{user} runs programs in kernel namespaces: no network, no files except Python's")
     else:
-        torchrl_logger.warning(
+        _log.warning(
             f"{user} runs programs with only time and memory limits: they can read files and use "
             "the network (docs/security.md)."
         )
@@ -239,6 +254,12 @@ def _with_environment(
         rewards = _rewards(task, env.reward, "env.reward", problems[0], has_environment=True)
     wrapped = WithEnvironment(task, kinds, rewards=rewards, at_a_time=env.environments_at_a_time)
     wrapped.check(problems)
+    game = next((kind.name for kind in kinds.values() if kind.steps), None)
+    if game is not None and env.max_turns == 1:
+        _log.warning(
+            f"env.max_turns=1: {game} has a step, and the policy has one turn in each dialog. "
+            "For more set, for example, env.max_turns=8."
+        )
     return wrapped
 
 

@@ -239,7 +239,8 @@ def _sample(row: TensorDictBase, split: str, end: TensorDictBase) -> dict[str, A
     if advantage is not None and advantage.numel() > 1:  # one per token
         values["advantage"] = masked_mean(advantage.reshape(-1), row[keys.ASSISTANT_MASK])
     entry |= {name: value.item() for name, value in values.items() if value is not None}
-    labels = {"parts": row.get(keys.REWARD_PARTS, None), "dataset": row.get(keys.DATASET, None)}
+    named = {"parts": keys.REWARD_PARTS, "dataset": keys.DATASET, "error": keys.REWARD_ERROR}
+    labels = {name: row.get(key, None) for name, key in named.items()}
     entry |= {
         name: value.data for name, value in labels.items() if value is not None and value.data
     }

@@ -17,7 +17,7 @@ from torchrl_grpo.config.command_line import (
     starting,
 )
 from torchrl_grpo.config.fields import leaves, plain
-from torchrl_grpo.config.rules import check_one_process, staleness_bound, validate
+from torchrl_grpo.config.rules import check_one_process, check_script, staleness_bound, validate
 from torchrl_grpo.config.schema import GRPOConfig
 from torchrl_grpo.errors import ConfigError
 
@@ -27,6 +27,7 @@ __all__ = [
     "GRPOConfig",
     "check_command_line",
     "check_one_process",
+    "check_script",
     "compose",
     "from_hydra",
     "leaves",

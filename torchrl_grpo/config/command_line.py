@@ -29,6 +29,7 @@ from omegaconf.errors import (
     ValidationError,
 )
 
+from torchrl_grpo import peers
 from torchrl_grpo.compat.hydra import options_parser
 from torchrl_grpo.config.data import ColumnsConfig, DatasetConfig
 from torchrl_grpo.config.fields import written
@@ -36,22 +37,29 @@ from torchrl_grpo.config.resumed import on_saved_config
 from torchrl_grpo.config.rules import (
     check_choice,
     check_integers,
-    check_script,
     did_you_mean,
     validate,
 )
-from torchrl_grpo.config.schema import COMPONENTS, ENTRY_FIELDS, FIELDS, RETRY_PROMPT, GRPOConfig
+from torchrl_grpo.config.schema import (
+    COMPONENTS,
+    ENTRY_FIELDS,
+    FIELDS,
+    LENGTHS,
+    RETRY_PROMPT,
+    GRPOConfig,
+)
 from torchrl_grpo.config.security import check_not_secret
 from torchrl_grpo.errors import STALLED_STATUS, ConfigError, RunLostError
 from torchrl_grpo.host import interrupts
 from torchrl_grpo.host.files import is_full
-from torchrl_grpo.host.startup import begin, end, quick_imports, say
+from torchrl_grpo.host.startup import end, quick_imports, say
 from torchrl_grpo.host.text import printable_lines
 
 FindSaved = Callable[[str | None], tuple[Path, Mapping[str, Any]] | None]
 
 _UNTRAINED = re.compile(r"\w+_penalty|logit_bias|bad_words|min(_new)?_tokens|\w*ngram_size")
 """Options of engines that change the distribution sampled from, and that the trainer does not know."""
+_ARGUMENTS = tuple(f"{name}." for name in COMPONENTS)
 _ENTRY = re.compile(r"([\w.-]+)['\"]?\s*:\s*([^,{}\[\]]+)")
 """A key and its value in a node on the command line."""
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -170,6 +178,7 @@ def compose(name: str, overrides: Sequence[str]) -> GRPOConfig:
     """
     register()
     check_command_line(overrides)
+    overrides = [*map(with_argument_added, overrides)]
     with hydra.initialize_config_dir(CONFIG_FILES, version_base="1.3"):
         return from_hydra(hydra.compose(name, list(overrides)), overrides)
 
@@ -199,14 +208,40 @@ def split_command_line(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         raise ConfigError(f"{' and '.join(modes)} exclude each other: use one of them alone.")
     if parsed.resolve and not (parsed.cfg or parsed.help):
         raise ConfigError("--resolve needs --cfg or --help: use --cfg job --resolve.")
+    _check_once(parsed.overrides)
     options, overrides = [], list(parsed.overrides)
     for word in words:
         if overrides and word == overrides[0]:
             del overrides[0]
         else:
             options.append(word)
-    # Hydra's own help does not know our keys.
-    return options, [] if parsed.hydra_help else parsed.overrides
+    if parsed.hydra_help:  # Hydra's own help does not know our keys
+        return options, []
+    return options, [*map(with_argument_added, parsed.overrides)]
+
+
+def _check_once(overrides: Sequence[str]) -> None:
+    """Refuse a key with two values, of which Hydra would take the last one."""
+    values: dict[str, str] = {}
+    for text in overrides:
+        name, _, value = text.lstrip("+").partition("=")
+        if name in values and not text.startswith("~"):
+            raise ConfigError(
+                f"{name}={value} must be the only value of {name}, which has {values[name]} too: "
+                f"leave one of them out, or sweep over both (--multirun {name}={values[name]},{value})."
+            )
+        values[name] = value
+
+
+def with_argument_added(override: str) -> str:
+    """Return an override in which an argument of a component needs no ``+``, which Hydra asks for
+    where the config has no such key yet.
+
+    >>> with_argument_added("policy.loss.width=0.1")
+    '++policy.loss.width=0.1'
+    """
+    is_argument = override.startswith(_ARGUMENTS) and "._target_=" not in override
+    return f"++{override}" if is_argument else override
 
 
 def _is_set(parsed: argparse.Namespace, option: str) -> bool:
@@ -226,7 +261,7 @@ def check_command_line(arguments: Sequence[str]) -> list[str]:
 
     Raises:
         ConfigError: a value looks like a secret, is ``???`` or is not one of the key's choices, or
-            both keys for the length of a run are set.
+            several keys for the length of a run are set.
     """
     _check_form(arguments)
     values = dict(text.lstrip("+").partition("=")[::2] for text in arguments)
@@ -247,16 +282,11 @@ def check_command_line(arguments: Sequence[str]) -> list[str]:
     if values.get("train.total_dialog_turns") == "null":
         raise ConfigError(
             "train.total_dialog_turns=null must be a number: leave it out, because "
-            "train.total_epochs replaces it."
+            "train.total_steps or train.total_epochs replaces it."
         )
-    turns, epochs = (
-        values.get(f"train.total_{name}", "null") for name in ("dialog_turns", "epochs")
-    )
-    if "null" not in (turns, epochs):
-        raise ConfigError(
-            f"train.total_dialog_turns={turns} and train.total_epochs={epochs} exclude each other: "
-            "use one of them alone."
-        )
+    lengths = [f"{name}={values[name]}" for name in LENGTHS if values.get(name, "null") != "null"]
+    if len(lengths) > 1:
+        raise ConfigError(f"{' and '.join(lengths)} exclude each other: use one of them alone.")
     for name in ("hydra.run.dir", "hydra.sweep.dir"):
         if name in values and "$" not in values[name]:
             _check_folder(name, Path(values[name].strip("'\"")))
@@ -398,11 +428,16 @@ def _unknown(name: str, text: str) -> str:
     last = name.rpartition(".")[2]
     initials = "".join(word[:1] for word in last.split("_"))  # learning_rate is lr
     spellings = (last, initials if "_" in last else last)
-    is_specific = re.search("[._]", name)
-    same_leaf = [leaf for leaf in FIELDS if is_specific and leaf.rpartition(".")[2] in spellings]
-    cutoff = 0.0 if same_leaf else 0.4
-    names = same_leaf or [*FIELDS, *groups]
-    hint = did_you_mean(name, names, "run with --cfg job to see all keys.", cutoff)
+    same_leaf = [leaf for leaf in FIELDS if leaf.rpartition(".")[2] in spellings]
+    ours, reason = peers.same_as(name)
+    closest = difflib.get_close_matches(name, same_leaf, 1, 0.0)
+    suggestions = [*dict.fromkeys([*filter(None, [ours]), *closest])]
+    if suggestions:
+        hint = f"did you mean {' or '.join(suggestions)}?"
+    elif reason is not None:
+        hint = f"{reason}."
+    else:
+        hint = did_you_mean(name, [*FIELDS, *groups], "run with --cfg job to see all keys.", 0.4)
     return f"{text} names a config key that does not exist: {hint}"
 
 
@@ -450,15 +485,8 @@ def _mistyped(name: str, value: Any) -> str:
     )
 
 
-def starting(config: GRPOConfig, *, asynchronous: bool = False) -> AbstractContextManager[None]:
-    """Return the context in which a script imports a run. Progress messages are printed from here
-    until the first step.
-
-    Raises:
-        ConfigError: the config needs the other script (``grpo.py`` or ``grpo-async.py``).
-    """
-    check_script(config, asynchronous)
-    begin()
+def starting(config: GRPOConfig) -> AbstractContextManager[None]:
+    """Return the context in which a script imports a run."""
     say("importing PyTorch, TorchRL and transformers")
     return quick_imports(whole_torchrl=bool(config.env.transforms))
 

@@ -82,6 +82,16 @@ class TrackioConfig(ServiceConfig):
 
 
 @dataclass
+class PrometheusConfig:
+    """Prometheus, which reads the latest metrics at /metrics while the run lasts."""
+
+    port: int | None = limited(None, ge=1, le=65535)
+    """Port to serve them on; null serves none."""
+    host: str = "127.0.0.1"
+    """Address to listen on; with 0.0.0.0 every machine that reaches the port may read them."""
+
+
+@dataclass
 class LoggingConfig:
     """Records and logs beside metrics.jsonl."""
 
@@ -99,6 +109,7 @@ class LoggingConfig:
     wandb: WandbConfig = field(default_factory=WandbConfig)
     mlflow: MLflowConfig = field(default_factory=MLflowConfig)
     trackio: TrackioConfig = field(default_factory=TrackioConfig)
+    prometheus: PrometheusConfig = field(default_factory=PrometheusConfig)
 
     @property
     def services(self) -> dict[str, dict[str, Any]]:
@@ -108,7 +119,10 @@ class LoggingConfig:
             "mlflow": asdict(self.mlflow),
             "trackio": asdict(self.trackio),
         }
-        return {name: node for name, node in nodes.items() if node["mode"] != "disabled"}
+        services = {name: node for name, node in nodes.items() if node["mode"] != "disabled"}
+        if self.prometheus.port is not None:
+            services["prometheus"] = {**asdict(self.prometheus), "name": None}
+        return services
 
     @property
     def files_alone(self) -> LoggingConfig:
@@ -117,6 +131,7 @@ class LoggingConfig:
             "wandb": WandbConfig(),
             "mlflow": MLflowConfig(),
             "trackio": TrackioConfig(),
+            "prometheus": PrometheusConfig(),
         }
         return replace(self, page=False, tensorboard=False, **off)
 

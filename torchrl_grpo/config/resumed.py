@@ -18,7 +18,7 @@ from omegaconf import MISSING, OmegaConf
 
 from torchrl_grpo.config.fields import plain, written
 from torchrl_grpo.config.rules import check_integers, check_values
-from torchrl_grpo.config.schema import GRPOConfig
+from torchrl_grpo.config.schema import LENGTHS, GRPOConfig
 from torchrl_grpo.config.security import from_outside
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.host.text import clip, printable
@@ -84,8 +84,8 @@ def on_saved_config(
         "policy" if name == "algo" else name for name in names
     }  # an algorithm is a file of policy options
     base: Any = _parse_saved(_without(saved, names), path)
-    if "train.total_dialog_turns" in names:
-        base.train.total_epochs = None
+    if not names.isdisjoint(LENGTHS):  # it replaces the saved one
+        base.train.total_epochs = base.train.total_steps = None
     current = dict(inner_nodes(OmegaConf.to_container(composed)))
     for name in names & current.keys():
         value = current[name]

@@ -759,6 +759,7 @@ RULES = (
         bad=lambda bounds: bounds is not None and not _is_range(*bounds),
     ),
     _exclusive("env.difficulty_filter", "env.curriculum"),
+    _exclusive("train.total_steps", "train.total_epochs"),
     Rule(
         "train.total_dialog_turns",
         "only evaluates, which needs evaluation.num_prompts above 0",

@@ -259,9 +259,11 @@ class TrainConfig:
     """Trajectories to train on, rounded up to whole batches. A dialog is one trajectory, however
     many turns it has. 0 only evaluates; with resume it evaluates that checkpoint."""
     total_epochs: int | None = limited(None, ge=1)
-    """Passes over the training problems, instead of total_dialog_turns: env.repeats trajectories of
+    """Passes over the training problems, in place of total_dialog_turns: env.repeats trajectories of
     each problem that is not too long, rounded up to whole batches. What difficulty_filter skips
     counts too."""
+    total_steps: int | None = limited(None, ge=1)
+    """Steps to train, in place of total_dialog_turns: batches of dialog_turns_per_batch."""
     dialog_turns_per_batch: int | None = limited(None, ge=2, le=2**20)
     """Trajectories between two weight syncs, a multiple of env.num_envs, which is the default; at
     most 1,048,576.
@@ -370,7 +372,8 @@ class GRPOConfig:
         """Batches in the run; with ``train.total_epochs`` only once ``blueprint.prepare`` knows the
         problems.
         """
-        return -(-self.train.total_dialog_turns // self.dialog_turns_per_batch)
+        turns = self.train.total_dialog_turns
+        return self.train.total_steps or -(-turns // self.dialog_turns_per_batch)
 
     @property
     def num_optim_steps(self) -> int:
@@ -385,7 +388,8 @@ class GRPOConfig:
     @property
     def only_evaluates(self) -> bool:
         """Whether nothing is trained."""
-        return self.train.total_dialog_turns == 0 and self.train.total_epochs is None
+        train = self.train
+        return train.total_dialog_turns == 0 and not (train.total_epochs or train.total_steps)
 
     @property
     def evaluates_served(self) -> bool:
@@ -463,6 +467,9 @@ class GRPOConfig:
         token = self.advantage_level == "token"
         return plain != (1.0, 0.0, None, None) or policy.kl_in_reward or token
 
+
+LENGTHS = ("train.total_dialog_turns", "train.total_epochs", "train.total_steps")
+"""Keys for the length of a run, one of which is used."""
 
 RETRY_PROMPT = "That answer is not right. Think again, step by step, and give another one."
 """Meaning of ``env.reasoning``."""

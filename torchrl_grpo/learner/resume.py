@@ -115,6 +115,8 @@ def check_length(resume: Resume, config: GRPOConfig) -> None:
     if train.total_epochs is not None:
         field, suggestion = "total_epochs", trajectories * train.total_epochs // value + 1
         value = train.total_epochs
+    if train.total_steps is not None:
+        field, value, suggestion = "total_steps", train.total_steps, 2 * resume.step
     raise ConfigError(
         f"train.{field}={value} must be more than the {trajectories} trajectories that "
         f"{resume.path} has trained: for example, train.{field}={suggestion}."

@@ -4,6 +4,7 @@ that come after.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -67,6 +68,16 @@ def resolve_name(name: str) -> str:
 
 def _unreachable(name: str, what: str, error: Exception) -> ValueError:
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    folder = Path(name)
+    is_local = not folder.exists() and folder.parent.is_dir()
+    names = [path.name for path in folder.parent.iterdir()] if is_local else []
+    close = difflib.get_close_matches(folder.name, names, 1)
+    if close or (is_local and "/" in name):
+        hint = f"did you mean {folder.parent / close[0]}?" if close else "check the path."
+        return ValueError(
+            f"model.name={name} must be a folder with a model, and there is none of this name: "
+            f"{hint} Nor could its {what} be loaded from the Hugging Face hub ({first_line})."
+        )
     return ValueError(
         f"model.name={name} must be a folder or a model on the Hugging Face hub that can be "
         f"reached, but its {what} could not be loaded ({first_line}): check the name, the files, "
@@ -78,6 +89,11 @@ def _unreachable(name: str, what: str, error: Exception) -> ValueError:
 def _check_name(name: str) -> None:
     """Refuse a path without a folder; the hub would only complain about characters of the name."""
     path = Path(name)
+    if (path / "adapter_config.json").is_file() and not (path / "config.json").exists():
+        raise ValueError(
+            f"model.name={name} must be a whole model, and it has adapters alone: write the whole "
+            "one, as python -m torchrl_grpo.export does of a run, or merge_and_unload of peft."
+        )
     if path.is_dir():
         return
     if path.exists():

@@ -59,6 +59,7 @@ class Alarms:
         steps_without_signal: number of consecutive steps, up to the latest, in which the rewards of
             every group were equal or invalid.
         steps_without_reward: number of steps of the run if all rewards so far were invalid, else 0.
+        reward_error: the first error of a reward among the samples; empty without one.
 
     Examples:
         >>> alarms = Alarms()
@@ -70,6 +71,7 @@ class Alarms:
 
     def __init__(self) -> None:
         self.raised: list[Alarm] = []
+        self.reward_error = ""
         self.steps_without_signal = 0
         self.steps_without_reward = 0
         self._steps = 0

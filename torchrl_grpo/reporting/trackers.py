@@ -1,4 +1,5 @@
-"""Further loggers, through TorchRL's: TensorBoard, Weights & Biases, MLflow, Trackio.
+"""Further loggers, through TorchRL's: TensorBoard, Weights & Biases, MLflow, Trackio. And Prometheus,
+which reads the latest metrics.
 
 They show what the run's own files contain. A resumed run continues the same run of a service, whose
 id is in the run's folder.
@@ -12,7 +13,7 @@ import math
 import os
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -260,7 +261,53 @@ class Trackio(Tracker):
         self._logger.experiment.finish()
 
 
-_SERVICES = {"wandb": Wandb, "mlflow": MLflow, "trackio": Trackio}
+class Prometheus(Tracker):
+    """Server of the latest value of each metric, as ``grpo_train_loss{run="..."}``.
+
+    Raises:
+        ValueError: it cannot listen.
+    """
+
+    def __init__(
+        self, folders: Sequence[Path], settings: Mapping[str, Any], name: str, config: str
+    ) -> None:
+        from prometheus_client import CollectorRegistry, start_http_server
+
+        self._run = name
+        self._latest: dict[str, float] = {}
+        registry = CollectorRegistry()
+        registry.register(self)
+        port, host = settings["port"], settings["host"]
+        try:
+            self._server, self._thread = start_http_server(port, host, registry)
+        except OSError as error:
+            raise ValueError(
+                f"logging.prometheus.port={port} must be free on logging.prometheus.host={host}, "
+                f"and it is not ({error.strerror}): use another one."
+            ) from error
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._latest = {**self._latest, **values, "step": step}
+
+    def collect(self) -> Iterator[Any]:
+        """Yield the metrics, in the server's threads."""
+        from prometheus_client.core import GaugeMetricFamily
+
+        for name, value in self._latest.items():
+            allowed = re.sub(r"\W", "_", name)
+            metric = GaugeMetricFamily(f"grpo_{allowed}", name, labels=["run"])
+            metric.add_metric([self._run], value)
+            yield metric
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+_SERVICES = {"wandb": Wandb, "mlflow": MLflow, "trackio": Trackio, "prometheus": Prometheus}
+_PACKAGES = {"prometheus": "prometheus_client"}
+"""Packages whose names differ from their service's."""
 
 
 def check_logging(
@@ -288,11 +335,12 @@ def check_logging(
             "`pip install tensorboard`, or set logging.tensorboard=false."
         )
     for name, settings in services.items():
-        field = f"logging.{name}.mode"
-        if not _is_installed(name):
+        key, off = ("port", "null") if name == "prometheus" else ("mode", "disabled")
+        field, package = f"logging.{name}.{key}", _PACKAGES.get(name, name)
+        if not _is_installed(package):
             raise ValueError(
-                f"{field}={settings['mode']} needs the package {name}, which is not installed: "
-                f"`pip install {name}`, or set {field}=disabled."
+                f"{field}={settings[key]} needs the package {package}, which is not installed: "
+                f"`pip install {package}`, or set {field}={off}."
             )
         if name == "wandb" and settings["mode"] == "online" and not _has_wandb_key():
             raise ValueError(

@@ -98,7 +98,21 @@ def _load(
     if path is None:
         return value
     sources = _imported_siblings(path) | {module.__name__: _sources[module.__name__]}
+    if is_class:
+        value.__reduce_ex__ = lambda self, _: _pickled(self, sources)
     return FileFunction(module, function, sources)
+
+
+def _pickled(instance: object, sources: Sources) -> tuple[Any, ...]:
+    """Pickle an instance of a class in a file with the sources, for a process without the file."""
+    reduced: tuple[Any, ...] = object.__reduce_ex__(instance, 2)  # type: ignore[assignment]
+    make, (kind, *arguments), *state = reduced
+    function = FileFunction(sys.modules[kind.__module__], kind.__qualname__, sources)
+    return _remade, (make, function, arguments), *state
+
+
+def _remade(make: Callable[..., Any], function: FileFunction, arguments: Sequence[Any]) -> Any:
+    return make(function.__wrapped__, *arguments)  # type: ignore[attr-defined]
 
 
 def _import_error(field: str, name: str, place: str, error: BaseException) -> ValueError:
@@ -151,6 +165,7 @@ class FileFunction:
     def __init__(self, module: ModuleType, name: str, sources: Sources) -> None:
         self._origin = module.__name__, name, sources
         functools.update_wrapper(self, getattr(module, name))
+        self.__dict__.pop("__reduce_ex__", None)  # of the instances of a class
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hydra.conf import HydraConf
+from hydra.conf import HelpConf, HydraConf
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
@@ -22,12 +22,14 @@ from omegaconf import DictConfig, OmegaConf, read_write
 from torchrl_grpo.config import (
     ConfigError,
     check_command_line,
+    check_script,
     from_hydra,
     orderly_exit,
     register,
     split_command_line,
     starting,
 )
+from torchrl_grpo.config.help import HELP
 from torchrl_grpo.host import interrupts, startup
 from torchrl_grpo.host.checkpoint_files import saved_config
 from torchrl_grpo.host.folders import FolderLock, absent, check_own_files, claim
@@ -102,7 +104,10 @@ register()
 ConfigStore.instance().store(
     group="hydra",
     name="config",
-    node=HydraConf(callbacks={"sweep": {"_target_": f"{__name__}.{Sweep.__name__}"}}),
+    node=HydraConf(
+        callbacks={"sweep": {"_target_": f"{__name__}.{Sweep.__name__}"}},
+        help=HelpConf(app_name="grpo", header="", footer="", template=HELP),
+    ),
 )
 
 
@@ -187,8 +192,16 @@ def _train(cfg: DictConfig, hydra_config: HydraConf, asynchronous: bool) -> floa
     config = from_hydra(
         cfg, hydra_config.overrides.task, partial(saved_config, directory=directory)
     )
+    check_script(config, asynchronous)
+    startup.begin()
+    task = None
+    if not config.dry_run:  # which reports it among its checks
+        startup.say("reading data")
+        from torchrl_grpo.assembly.tasks import read_task
+
+        task = read_task(config)
     # The imports take seconds; --help and mistakes are handled before.
-    with starting(config, asynchronous=asynchronous):
+    with starting(config):
         from torchrl_grpo.assembly.doctor import examine
         from torchrl_grpo.assembly.run import build
 
@@ -196,7 +209,10 @@ def _train(cfg: DictConfig, hydra_config: HydraConf, asynchronous: bool) -> floa
         if not examine(config, directory, asynchronous=asynchronous):
             sys.exit(1)
         return None
-    with _writing_log(), closing(build(config, directory, asynchronous=asynchronous)) as run:
+    with (
+        _writing_log(),
+        closing(build(config, directory, asynchronous=asynchronous, task=task)) as run,
+    ):
         summary = run.fit()
     # Imported here because it imports matplotlib, which a run needs only at its end.
     from torchrl_grpo.reporting.report import objective

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
-from pathlib import Path
 from typing import Any, get_args
 
 from torchrl_grpo.checks import Rejection
+from torchrl_grpo.peers import read_file
 
 TRL = ("trl_async", "trl_gkd", "trl_distill", "trl_sft", "trl")
 """The tables of TRL, whose trainers share many keys; the last one matches any script that no other
@@ -161,9 +161,7 @@ def _read(name: str) -> dict[str, Any]:
     """Read a table's file. With a ``base``, it extends the rows, refusals and ignored keys of that
     file.
     """
-    data: dict[str, Any] = tomllib.loads(
-        (Path(__file__).parent / f"{name}.toml").read_text(encoding="utf-8")
-    )
+    data = deepcopy(read_file(name))
     if "base" not in data:
         return data
     base, ignored = _read(data["base"]), data.get("ignored", {})

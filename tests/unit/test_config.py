@@ -240,7 +240,7 @@ MISTAKES = {
     "env.datasets=[{dataset:gsm8k,wieght:2}]": r"wieght in env\.datasets names .*: did you mean weight\?",
     "env.datasets=gsm8k": r"env\.datasets must be a list of data sets, got gsm8k",
     "train_model.lora.target_modules=3": r"must have .*: for example, train_model\.lora\.target_modules=\[all-linear\]",
-    "logging.report=false": r"logging\.report=false names .*: did you mean logging\.page\?",
+    "logging.report=false": r"logging\.report=false names .*: did you mean logging\.p",
     "xyzzy=1": r"xyzzy=1 names a config key that does not exist: run with --cfg job",
     "optimizer.lr=${nope}": r"optimizer\.lr must .*, but Interpolation key 'nope' not found",
     "model.name=${oc.env:NOPE}": r"model\.name must be .* Environment variable 'NOPE' not found: give the value itself",

@@ -138,7 +138,7 @@ def test_the_wheel_carries_version_licence_and_extras(wheel: zipfile.ZipFile) ->
     assert f"\nVersion: {PROJECT['version']}\n" in metadata
     assert "\nLicense-Expression: MIT\n" in metadata
     extras = set(re.findall(r"^Provides-Extra: (\S+)$", metadata, re.MULTILINE))
-    others = {"wandb", "mlflow", "trackio", "agents", "verifiers", "openenv", "view"}
+    others = {"wandb", "mlflow", "trackio", "prometheus", "agents", "verifiers", "openenv", "view"}
     assert (
         extras
         == {
@@ -310,6 +310,7 @@ def test_every_package_that_is_imported_is_declared() -> None:
         "wandb",
         "mlflow",
         "trackio",
+        "prometheus",
         "rewards",
         "agents",
         "reasoning-gym",

@@ -288,6 +288,6 @@ def test_a_port_that_is_in_use_is_refused(tmp_path: Path) -> None:
 
 
 def test_prometheus_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trackers, "_installed", lambda package: package != "prometheus_client")
+    monkeypatch.setattr(trackers, "_is_installed", lambda package: package != "prometheus_client")
     with pytest.raises(ValueError, match=r"port=9100 .*prometheus_client.*port=null"):
         check_logging(tensorboard=False, services=services("logging.prometheus.port=9100"))

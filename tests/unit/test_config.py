@@ -243,7 +243,7 @@ MISTAKES = {
     "logging.report=false": r"logging\.report=false names .*: did you mean logging\.p",
     "xyzzy=1": r"xyzzy=1 names a config key that does not exist: run with --cfg job",
     "optimizer.lr=${nope}": r"optimizer\.lr must .*, but Interpolation key 'nope' not found",
-    "model.name=${oc.env:NOPE}": r"model\.name must be .* Environment variable 'NOPE' not found: give the value itself",
+    "model.name=${oc.env:NOPE}": r"model\.name must .* Environment variable 'NOPE' not found: give the value itself",
     "hydra.run.dir=/dev/null/run": r"run\.dir=/dev/null/run must .*, but /dev/null is a file",
     f"env.num_envs={'9' * 400}": r"env\.num_envs=9{20}\.\.\. must fit into 64 bits, but it has 400 digits",
     f"optimizer.lr={'9' * 400}": r"optimizer\.lr=9{20}\.\.\. must fit into 64 bits",

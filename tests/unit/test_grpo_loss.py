@@ -253,8 +253,8 @@ def test_a_renamed_mask_is_what_the_scorer_scores(tiny_model) -> None:
         ),
         ({"proximal": "interpolated"}, "staleness", "policy_version"),
         ({}, "advantage", r"apply GroupAdvantage\(repeats\)"),
-        ({}, r"masks\.all_assistant_mask", "write it, or name the entry"),
-        ({}, r"log_probs\.full", "write it, or name the entry"),
+        ({}, r"masks\.all_assistant_mask", "write it, or set the key"),
+        ({}, r"log_probs\.full", "write it, or set the key"),
     ],
 )
 def test_a_missing_entry_is_named_with_what_writes_it(
@@ -265,7 +265,7 @@ def test_a_missing_entry_is_named_with_what_writes_it(
     for row in rows:
         row.pop("next" if name[0] == "next" else name, None)
     with pytest.raises(
-        KeyError, match=f"no entry {missing}, it has .*tokens.full.*: {fix}|: .*{fix}"
+        KeyError, match=f"no entry {missing}, only .*tokens.full.*: {fix}|: .*{fix}"
     ):
         GRPOLoss(Table(logits), **settings)(lazy_stack(rows))
 

@@ -337,7 +337,7 @@ def test_a_temperature_that_breaks_the_logits_is_refused(temperature: float) -> 
         ("/nope", "/ has no such folder: check the path"),
         ("./runs/mine", "TMP has no such folder"),
         ("there/mine/model", "TMP/there has no such folder"),
-        ("~/mine/model", "a shell leaves ~ as it is after a ="),
+        ("~/mine/model", "a shell does not expand ~ after a ="),
         ("file.gguf", "it is a file"),
         ("Qwen 2.5", "TMP has no such folder"),
     ],

@@ -423,7 +423,7 @@ def _exclusive(key: str, other: str) -> Rule:
 def _needs_turns(key: str) -> Rule:
     return Rule(
         key,
-        "must have env.max_turns of at least 2, it is {env.max_turns}",
+        "must have env.max_turns of at least 2, but it is {env.max_turns}",
         "use env.max_turns=2",
         lambda c: attrgetter(key)(c) and c.env.max_turns < 2,
     )
@@ -458,7 +458,7 @@ def _engine_option(name: str, only: Any, capability: str) -> Rule:
 def _exact(key: str, only: Any, broken: Callable[[GRPOConfig], Any] | None = None) -> Rule:
     return Rule(
         "inference_model.exact",
-        f"needs {key}={written(only)}, it is {{{key}}}",
+        f"needs {key}={written(only)}, but it is {{{key}}}",
         "use that, or policy.proximal=recomputed, which works with any value",
         lambda c: c.inference_model.exact and (broken(c) if broken else attrgetter(key)(c) != only),
     )

@@ -216,7 +216,7 @@ def check_unused(directory: Path) -> None:
         what = checkpoints[0].name if checkpoints else f"{len(rows)} rows of {METRICS_FILE}"
         raise ConfigError(
             f"hydra.run.dir={directory} must be a folder without a run, but it has {what}: use "
-            "train.resume=auto to go on with that run, or another folder."
+            "train.resume=auto to continue that run, or another folder."
         )
 
 

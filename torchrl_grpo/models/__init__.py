@@ -14,5 +14,5 @@ __all__ = ["AdapterOffScorer", "TokenScorer", "WrapperScorer"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # It imports torch, which ``memory`` and those who plan a run with it do without.
+    # It imports torch, which ``memory`` and the planning of a run do not need.
     return getattr(import_module("torchrl_grpo.models.scoring"), name)

@@ -1,6 +1,4 @@
-"""Loading Hugging Face models and tokenizers, with the checks that come before and the settings
-that come after.
-"""
+"""Loading Hugging Face models and tokenizers, with checks before and settings afterwards."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ from torchrl_grpo.models.memory import Shape, shape_of_config
 from torchrl_grpo.starter import starter_path
 
 STARTER = "starter"
-"""The model name that stands for the model shipped with the package."""
+"""Name of the model shipped with the package."""
 
 _PICKLES = ["*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl"]
 
@@ -47,18 +45,18 @@ FALLBACK_CHAT_TEMPLATE = (
     "{% else %}{{ m['content'] }}\n\n{% endif %}"
     "{% endfor %}"
 )
-"""For base models without a template: the text of the messages, without role names."""
+"""Template for base models that have none: the text of the messages, without role names."""
 
 
 def base_model_of(model: Any) -> Any:
-    """The Hugging Face model itself, without peft's wrapper."""
+    """Return the Hugging Face model itself, without peft's wrapper."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def resolve_name(name: str) -> str:
-    """Return the folder or hub name for ``from_pretrained`` from ``model.name``; for
-    ``name@revision`` the folder in the local cache, so that trainer, tokenizer and engine read the
-    same files.
+    """Return the folder or hub name for ``from_pretrained`` from ``model.name``. For
+    ``name@revision``, return the folder in the local cache, so that trainer, tokenizer and engine
+    read the same files.
     """
     hub_name, _, revision = name.partition("@")
     if revision and not Path(name).exists():
@@ -87,7 +85,7 @@ def _unreachable(name: str, what: str, error: Exception) -> ValueError:
 
 
 def _check_name(name: str) -> None:
-    """Refuse a path without a folder; the hub would only complain about characters of the name."""
+    """Refuse a path without a folder, where the hub would only complain about characters."""
     path = Path(name)
     if (path / "adapter_config.json").is_file() and not (path / "config.json").exists():
         raise ValueError(
@@ -106,7 +104,7 @@ def _check_name(name: str) -> None:
             parent = next(parent for parent in path.absolute().parents if parent.exists())
             wrong = f"{parent} has no such folder"
             if name.startswith("~"):
-                wrong = "a shell leaves ~ as it is after a ="
+                wrong = "a shell does not expand ~ after a ="
     raise ValueError(
         f"model.name={name} must be a folder with a model, or a name on the Hugging Face hub such "
         f"as OWNER/NAME, but {wrong}: check the path, or use model.name={STARTER}, which is "
@@ -125,14 +123,14 @@ _ARGUMENTS_SET_BY = {
 
 
 def check_model_kwargs(arguments: Mapping[str, Any], config: PretrainedConfig) -> None:
-    """Refuse arguments of ``from_pretrained`` that are not the user's to set.
+    """Refuse arguments of ``from_pretrained`` that a user must not set.
 
     Args:
-        arguments: by name.
-        config: of the model, whose fields may all be given.
+        arguments: arguments by name.
+        config: config of the model, all of whose fields may be set.
 
     Raises:
-        ValueError: one of them is refused.
+        ValueError: an argument is refused.
     """
     names = sorted({*_ARGUMENTS, *config.to_dict()} - {"quantization_config"})
     what = f"a field of the model's config.json or one of {', '.join(_ARGUMENTS)}"
@@ -144,15 +142,16 @@ def check_model_kwargs(arguments: Mapping[str, Any], config: PretrainedConfig) -
 def load_config(
     name: str, *, trust_remote_code: bool = False, arguments: Mapping[str, Any] | None = None
 ) -> PretrainedConfig:
-    """Load the architecture alone, without weights.
+    """Load only the architecture, without weights.
 
     Args:
         name: folder or hub name.
         trust_remote_code: whether the repository's own code may run.
-        arguments: of ``from_pretrained``; those that are fields of the config change it.
+        arguments: arguments of ``from_pretrained``; fields of the config override it.
 
     Raises:
-        ValueError: there is no such model, it cannot be reached, or it is no causal language model.
+        ValueError: there is no such model, it cannot be reached, or it is not a causal language
+            model.
     """
     _check_name(name)
     try:
@@ -168,7 +167,7 @@ def load_config(
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in auto_map:
         raise ValueError(
             f"model.name={name} must be a causal language model, but AutoModelForCausalLM has none "
-            f"of the type {config.model_type}: use a model that is made for text alone."
+            f"of the type {config.model_type}: use a text-only model."
         )
     return config
 
@@ -178,22 +177,21 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Load a tokenizer with a chat template and a pad token.
 
-    Without a pad token the end-of-sequence token serves: padding is masked everywhere, so its id
-    has no effect. Without a chat template the plain text of the messages is used. Both are said in
-    one log line.
+    Without a pad token, the end-of-sequence token is used: padding is masked everywhere, so its id
+    has no effect. Without a chat template, the plain text of the messages is used. Each is logged
+    in one line.
 
     Args:
         name: folder or hub name.
-        chat_template: a Jinja template, or a file with one, to use instead of the tokenizer's own.
+        chat_template: a Jinja template, or the path of one, to use instead of the tokenizer's own.
         trust_remote_code: whether the repository's own code may run.
 
     Raises:
         ValueError: the tokenizer cannot be loaded, or has no end-of-sequence token.
     """
     try:
-        # Where mistral_common is installed (vLLM brings it), Mistral's models would get its
-        # tokenizer by default, which takes no chat template and has none of the names that are read
-        # here.
+        # If mistral_common is installed (vLLM depends on it), Mistral's models would get its
+        # tokenizer by default, which accepts no chat template and lacks the attributes read here.
         tokenizer = AutoTokenizer.from_pretrained(
             resolve_name(name), trust_remote_code=trust_remote_code, mistral_format=False
         )
@@ -228,14 +226,14 @@ def prepare_tokenizer(
 
 
 def _template_text(template: str) -> str:
-    """A Jinja template, read from a file if it names one."""
+    """Return a Jinja template, read from a file if the text is the path of one."""
     if "{" in template:
         return template
     try:
         return Path(template).read_text(encoding="utf-8")
     except OSError as error:
         raise ValueError(
-            f"model.chat_template={template} must be a Jinja template or a file with one "
+            f"model.chat_template={template} must be a Jinja template or the path of one "
             f"({error}): use a path that exists, or leave it out for the tokenizer's own."
         ) from error
 
@@ -243,11 +241,11 @@ def _template_text(template: str) -> str:
 def check_vocabulary(
     config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, name: str
 ) -> None:
-    """Refuse a model without an embedding for a token that is used.
+    """Refuse a model without an embedding for a token in use.
 
-    Those are the tokenizer's own vocabulary and, of what was added to it, what a chat has. Another
-    added token does no harm: Gemma 3's tokenizer has one for images that the models for text alone
-    do not know.
+    The tokens in use are the tokenizer's own vocabulary and the added tokens that occur in a chat.
+    Other added tokens do no harm: Gemma 3's tokenizer has one for images that the text-only models
+    lack.
     """
     size, added = config.get_text_config().vocab_size, tokenizer.get_added_vocab()
     used = {token_id for token, token_id in tokenizer.get_vocab().items() if token not in added}
@@ -266,7 +264,7 @@ _MARKER = "0"
 
 
 def _chat_text(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A short chat as the template renders it; both turns are ``_MARKER``."""
+    """Return a short chat rendered by the template; both turns are ``_MARKER``."""
     chat = [{"role": role, "content": _MARKER} for role in ("user", "assistant")]
     return render_chat(tokenizer, chat)
 
@@ -274,14 +272,15 @@ def _chat_text(tokenizer: PreTrainedTokenizerBase) -> str:
 def stop_token_ids(
     tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None = None
 ) -> tuple[int, ...]:
-    """The tokens that end a response: end of sequence, what the model's generation config adds, and
-    the end of an assistant's turn in the chat template."""
+    """Return the tokens that end a response: the end-of-sequence token, those of the model's
+    generation config, and the end of an assistant's turn in the chat template.
+    """
     ids = {tokenizer.eos_token_id}
     configured = getattr(generation_config, "eos_token_id", None)
     if configured is not None:
         ids.update(configured if isinstance(configured, list) else [configured])
     text = _chat_text(tokenizer)
-    if _MARKER not in text:  # a template that leaves the assistant's text out
+    if _MARKER not in text:  # the template leaves the assistant's text out
         return tuple(sorted(ids))
     after = tokenizer(text[text.rindex(_MARKER) + len(_MARKER) :], add_special_tokens=False)[
         "input_ids"
@@ -292,7 +291,7 @@ def stop_token_ids(
 
 
 def load_generation_config(name: str) -> GenerationConfig | None:
-    """The model's generation config, or None when it has none."""
+    """Return the model's generation config; None without one."""
     try:
         return GenerationConfig.from_pretrained(resolve_name(name))
     except OSError:
@@ -308,19 +307,18 @@ def load_model(
     trust_remote_code: bool = False,
     arguments: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
-    """Load a causal LM in eval mode (dropout off) on its device; on the meta device without
-    weights.
+    """Load a causal LM in eval mode (dropout off) on a device; on the meta device, without weights.
 
     Args:
         name: folder or hub name.
-        dtype: of the weights.
-        device: where the model goes.
-        attn_implementation: as Transformers calls it.
+        dtype: dtype of the weights.
+        device: device of the model.
+        attn_implementation: attention, by Transformers' name.
         trust_remote_code: whether the repository's own code may run.
-        arguments: further ones of ``from_pretrained``.
+        arguments: further arguments of ``from_pretrained``.
 
     Raises:
-        ValueError: the weights cannot be loaded, or are not all there and finite.
+        ValueError: the weights cannot be loaded, are incomplete, or are not finite.
     """
     arguments = arguments or {}
     if device.type == "meta":
@@ -337,8 +335,8 @@ def load_model(
             dtype=dtype,
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
-            use_safetensors=True,  # the other kind is pickled
-            ignore_mismatched_sizes=True,  # they are refused below, by name
+            use_safetensors=True,  # the other format is pickled
+            ignore_mismatched_sizes=True,  # refused below, by name
             output_loading_info=True,
             **arguments,
         )
@@ -346,13 +344,13 @@ def load_model(
         raise _unreachable(name, "weights", error) from error
     model = model.to(device).eval()
     parameters = dict(model.named_parameters())
-    # A sum needs no memory, and is not finite where a weight is not.
+    # A sum needs no memory, and is not finite if a weight is not.
     sums = torch.stack(
         [parameter.detach().sum(dtype=torch.float32) for parameter in parameters.values()]
     )
     wrong = {
         "not in its files": info["missing_keys"] & parameters.keys(),
-        "of another shape there": {key for key, *_ in info["mismatched_keys"]},
+        "of a different shape there": {key for key, *_ in info["mismatched_keys"]},
         "not finite": {
             key for key, ok in zip(parameters, sums.isfinite().tolist(), strict=True) if not ok
         },
@@ -365,20 +363,20 @@ def load_model(
     if problems:
         raise ValueError(
             f"model.name={name} must have the {len(parameters)} weights of {type(model).__name__}, "
-            f"but {'; '.join(problems)}: download it, or save it, once more."
+            f"but {'; '.join(problems)}: download or save the model again."
         )
     return model
 
 
 @dataclass(frozen=True)
 class CheckpointModel:
-    """Loads the model of a checkpoint on the CPU, wherever it is called.
+    """Function that loads the model of a checkpoint on the CPU, in any process.
 
     Args:
         name: folder or hub name.
-        dtype: of the weights.
+        dtype: dtype of the weights.
         trust_remote_code: whether the repository's own code may run.
-        arguments: further ones of ``from_pretrained``.
+        arguments: further arguments of ``from_pretrained``.
     """
 
     name: str
@@ -398,8 +396,8 @@ class CheckpointModel:
 
 
 def shape_of(model: Any) -> Shape:
-    """Return the shape of a causal LM, counting parameters and linear layers; it may be sharded or
-    have adapters.
+    """Return the shape of a causal LM, counting its parameters and linear layers. The model may be
+    sharded or have adapters.
     """
     base = base_model_of(model)
     shape = shape_of_config(base.config.get_text_config())
@@ -422,10 +420,10 @@ def shape_of(model: Any) -> Shape:
 def config_shape(
     config: PretrainedConfig, attn_implementation: str = "sdpa", *, trust_remote_code: bool = False
 ) -> Shape:
-    """The shape of the causal LM of a config, counted without allocating it.
+    """Return the shape of a config's causal LM, counted without allocating it.
 
     Raises:
-        ValueError: there is no such attention here.
+        ValueError: the attention is not available here.
     """
     return shape_of(_shapes(config, attn_implementation, trust_remote_code))
 
@@ -433,7 +431,7 @@ def config_shape(
 def _shapes(
     config: PretrainedConfig, attn_implementation: str, trust_remote_code: bool, **options: Any
 ) -> PreTrainedModel:
-    """The causal LM of a config on the meta device."""
+    """Return a config's causal LM on the meta device."""
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(
@@ -445,18 +443,18 @@ def _shapes(
     except (ImportError, ValueError) as error:
         raise ValueError(
             f"model.attn_implementation={attn_implementation} must be an attention that the model "
-            f"and this machine have ({str(error).partition(chr(10))[0]}): use sdpa or eager."
+            f"and this machine support ({str(error).partition(chr(10))[0]}): use sdpa or eager."
         ) from error
 
 
 def add_lora(
     model: PreTrainedModel, *, r: int, alpha: int, target_modules: str | list[str] = "all-linear"
 ) -> nn.Module:
-    """Wrap a model with LoRA adapters (arXiv 2106.09685) through peft; only they are trained,
-    without dropout.
+    """Wrap a model with LoRA adapters (arXiv 2106.09685) through peft. Only the adapters are
+    trained, without dropout.
 
     Raises:
-        ValueError: the model has no such modules, or uses their weights by other ways than their
+        ValueError: the model has no such modules, or does not use their weights through their
             forward.
     """
     from peft import LoraConfig, get_peft_model  # slow to import, and only LoRA runs need it
@@ -482,17 +480,17 @@ def add_lora(
 
 
 def enable_gradient_checkpointing(model: Any) -> int:
-    """Enable gradient checkpointing that works while dropout is off.
+    """Enable gradient checkpointing that works with dropout off.
 
-    Hugging Face layers recompute only in training mode. So they are in it when they are called, and
-    leave it while they compute, with gradients or without: neither their children nor themselves
-    apply dropout.
+    Hugging Face layers recompute only in training mode. So they are in training mode when they are
+    called, and leave it while they compute, with or without gradients: neither they nor their
+    children apply dropout.
 
     Returns:
         the number of layers that will be recomputed.
 
     Raises:
-        ValueError: the model has no layer that can be.
+        ValueError: the model has no layer that can be recomputed.
     """
     base = base_model_of(model)
     layers = [module for module in base.modules() if isinstance(module, GradientCheckpointingLayer)]
@@ -507,7 +505,7 @@ def enable_gradient_checkpointing(model: Any) -> int:
     )
     for layer in layers:
         layer.training = True
-        # Without gradients nothing is checkpointed, and the contexts are not entered.
+        # Without gradients nothing is checkpointed, and the contexts are never entered.
         layer.register_forward_pre_hook(_leave_training_without_gradients)
         layer.register_forward_hook(
             lambda layer, *_: setattr(layer, "training", True), always_call=True
@@ -522,8 +520,8 @@ def _leave_training_without_gradients(layer: nn.Module, _: Any) -> None:
 
 @contextmanager
 def _out_of_training(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Layers are out of training mode inside; a recomputation ends with an exception once it has
-    what it is for.
+    """Context in which layers are not in training mode. A recomputation leaves it by an exception
+    as soon as it has the tensors that it needs.
     """
     for layer in layers:
         layer.training = False

@@ -1,8 +1,9 @@
-"""Memory of a run by role: of a training step and what would reduce it, of an engine, and of a
+"""Memory of a run by role: a training step and the settings that would reduce it, an engine, and a
 reference model.
 
-The device plan, ``torchrl_grpo.plan``, the dry run and the out-of-memory messages all count with
-it. Nothing heavy is imported here; ``loading.shape_of`` reads the ``Shape`` of a PyTorch model.
+The device plan, ``torchrl_grpo.plan``, the dry run and the out-of-memory messages all use these
+estimates. Nothing heavy is imported here; ``loading.shape_of`` reads the ``Shape`` of a PyTorch
+model.
 """
 
 from __future__ import annotations
@@ -12,31 +13,30 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Bytes of a number, by the dtypes of the config."""
+"""Bytes per number, by the config's dtype."""
 MEMORY_SHARE = 0.9
-"""Share of an accelerator's memory that a role may fill."""
+"""Fraction of an accelerator's memory that a role may fill."""
 _ADAPTER_NUMBER = 4
-"""Bytes of a number of adapters: peft keeps them in float32, whatever the model is in."""
+"""Bytes per number of adapters: peft keeps them in float32, whatever the model's dtype."""
 _LORA_RANK = 16
 """Rank of adapters if ``train_model.lora.r`` is not set."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder's size, in numbers.
+    """Sizes of a decoder, in counts of numbers.
 
     Attributes:
-        parameters: all of them, tied ones once.
-        active: those that a token meets: of the experts, those that it is sent to.
-        layers: how many.
-        hidden: width.
-        query_width: numbers of a token's queries in a layer.
-        kv_width: numbers that a token leaves in the key cache of a layer, and again in the value
-            cache.
-        inner: width of a layer's gated part, over all experts that a token is sent to.
-        head: parameters of the LM head.
+        parameters: number of all parameters; tied ones count once.
+        active: number of parameters that a token uses, including those of its experts.
+        layers: number of layers.
+        hidden: hidden size.
+        query_width: size of a token's queries in a layer.
+        kv_width: size of a token's entry in the key cache of a layer, and again in the value cache.
+        inner: width of a layer's gated part, over all experts of a token.
+        head: number of parameters of the LM head.
         tied: whether the embedding is the head.
-        adapted: parameters of adapters of rank 1.
+        adapted: number of parameters of adapters of rank 1.
     """
 
     parameters: float
@@ -55,7 +55,7 @@ def shape_of_config(config: Any) -> Shape:
     """Return the shape of a decoder with gated layers, with or without experts.
 
     Args:
-        config: its Hugging Face config for text, or an object with the entries of its
+        config: the decoder's Hugging Face text config, or an object with the entries of its
             ``config.json``.
 
     Raises:
@@ -106,21 +106,20 @@ def shape_of_config(config: Any) -> Shape:
 
 @dataclass(frozen=True)
 class StepSetup:
-    """Parameters of a training step that a rank's memory depends on.
+    """Parameters of a training step that determine a rank's memory.
 
     Attributes:
-        tokens: in the largest pass.
-        sequences: in that pass.
-        passes: in a step.
-        number: bytes of an activation.
-        master: bytes of a weight of the model; where it is trained, of its gradient and each of its
-            moments too.
+        tokens: number of tokens in the largest pass.
+        sequences: number of sequences in that pass.
+        passes: number of passes in a step.
+        number: bytes per activation.
+        master: bytes per weight of the model and, if it is trained, per gradient and per moment.
         checkpoints: whether gradient checkpointing is on.
-        adapters: rank of the adapters that alone are trained; 0 trains all weights.
-        small_states: whether the optimizer keeps 8 bits a moment.
-        ranks: that share a batch.
-        replicas: copies of the model, each sharded over as many of the ranks.
-        offloads: whether weights, gradients and moments rest on the CPU.
+        adapters: rank of the adapters, if only they are trained; 0 trains all weights.
+        small_states: whether the optimizer stores each moment in 8 bits.
+        ranks: number of ranks that share a batch.
+        replicas: number of copies of the model, each sharded over an equal part of the ranks.
+        offloads: whether weights, gradients and moments are kept on the CPU.
     """
 
     tokens: int
@@ -136,12 +135,12 @@ class StepSetup:
     offloads: bool = False
 
     def of_batch(self, tokens: float, longest: float) -> StepSetup:
-        """Return the setup of steps of so many tokens, in passes of as many as this one's; no
-        sequence is divided.
+        """Return the setup of steps with this many tokens, in passes of the same size as this
+        setup's. Sequences are not split.
 
         Args:
-            tokens: of an optimizer step, over all ranks.
-            longest: tokens of a sequence.
+            tokens: number of tokens in an optimizer step, over all ranks.
+            longest: number of tokens in the longest sequence.
         """
         own = max(tokens / self.ranks, longest)
         largest = min(own, max(self.tokens, longest))
@@ -153,14 +152,14 @@ class StepMemory:
     """Memory of a rank in a training step, in bytes.
 
     Attributes:
-        parameters: the model's own.
-        copies: their copies in the 16 bits that the step computes in, or the ones that are gathered
-            from other ranks.
-        gradients: of what is trained.
-        moments: AdamW's two.
-        activations: of the largest pass, with the gradients that its backward pass holds of them.
-        peak: the most at a time: less than the sum where a step is one pass, whose gradients come
-            as activations go.
+        parameters: the model's parameters.
+        copies: copies of them in the 16 bits that the step computes in, or copies gathered from
+            other ranks.
+        gradients: gradients of the trained parameters.
+        moments: the two moments of AdamW.
+        activations: activations of the largest pass, with their gradients in its backward pass.
+        peak: the maximum, which is less than the sum if a step is a single pass, because gradients
+            appear as activations are freed.
     """
 
     parameters: int
@@ -172,7 +171,7 @@ class StepMemory:
 
     @property
     def weights(self) -> int:
-        """The parameters with their copies."""
+        """Parameters and their copies."""
         return self.parameters + self.copies
 
     @property
@@ -186,7 +185,7 @@ class StepMemory:
         return self.parameters + self.moments
 
     def parts(self) -> dict[str, int]:
-        """The same by what it is for, as messages and tables name it."""
+        """Return the memory by purpose, as named in messages and tables."""
         return {
             "weights": self.weights,
             "gradients and optimizer state": self.states,
@@ -198,8 +197,8 @@ def step_memory(shape: Shape, setup: StepSetup) -> StepMemory:
     """Compute the memory of a step: weights exactly, activations for a decoder with gated layers.
 
     Args:
-        shape: of the model, without adapters.
-        setup: of the step.
+        shape: shape of the model, without adapters.
+        setup: setup of the step.
     """
     number, master = setup.number, setup.master
     adapters = shape.adapted * setup.adapters * _ADAPTER_NUMBER
@@ -215,7 +214,7 @@ def step_memory(shape: Shape, setup: StepSetup) -> StepMemory:
         weights = trained = moments = 0
     copies, outside = 0, shape.head * (1 if shape.tied else 2)
     sharded = setup.ranks > 1 or setup.offloads
-    if sharded:  # gathered: for the whole pass what belongs to no layer, and a layer
+    if sharded:  # gathered: weights outside of layers during the whole pass, and one layer
         copies = int((outside + (shape.parameters - outside) / shape.layers) * number)
     elif number < master and not setup.checkpoints:  # for the backward pass
         copies = weights * number // master
@@ -223,25 +222,24 @@ def step_memory(shape: Shape, setup: StepSetup) -> StepMemory:
     layer = setup.tokens * _layer_bytes(shape, setup)
     inputs = shape.layers * setup.tokens * shape.hidden * master
     kept = inputs + layer if setup.checkpoints else shape.layers * layer
-    # Where the backward pass begins there are gradients of two tensors as wide as a layer's gates,
-    # and of its input and output, or logits; in 16 bits they are in float32 too, or beside copies
-    # that are.
+    # When the backward pass begins, there are gradients of two tensors as wide as a layer's gates
+    # and of its input and output, or logits. In 16 bits they are in float32 too, or next to copies
+    # in float32.
     activations = kept + setup.tokens * 4 * 2 * (shape.inner + shape.hidden)
-    # It begins with all activations and the head's gradient, and ends with one layer's and all
-    # gradients, or with the embedding's beside those (and the head's, which waited for it where
-    # they are tied). Those of earlier passes are there all the time.
+    # It begins with all activations and the head's gradient. It ends with one layer's activations
+    # and all gradients, or with those and the embedding's (and the head's, kept until then if they
+    # are tied). Gradients of earlier passes are there all the time.
     of_head, several = 0 if setup.adapters else shape.head * master, setup.passes > 1
     first = activations + of_head + several * trained
-    dense = shape.tied and sharded  # else it is rows of the head's (``models.embedding``)
+    dense = shape.tied and sharded  # otherwise it is added to rows of the head's (``models.head``)
     last = max(activations - kept + layer, (several + dense) * of_head) + trained
     peak = weights + copies + moments + max(first, last)
     return StepMemory(weights, copies, trained, moments, activations, peak)
 
 
 def host_memory(shape: Shape, setup: StepSetup) -> tuple[int, int]:
-    """Bytes of host memory that a rank's offloaded weights, gradients and moments take, and the
-    most that they take before torch 2.14, which rounds pinned weights and gradients up to powers of
-    two.
+    """Return the bytes of host memory of a rank's offloaded weights, gradients and moments, and the
+    maximum before torch 2.14, which rounds pinned weights and gradients up to powers of two.
     """
     memory = step_memory(shape, replace(setup, offloads=False))
     pinned = memory.parameters + memory.gradients
@@ -249,27 +247,27 @@ def host_memory(shape: Shape, setup: StepSetup) -> tuple[int, int]:
 
 
 def weight_bytes(shape: Shape, number: int, devices: int = 1) -> int:
-    """Bytes of a model's weights on each of the devices that share them, ``number`` bytes each."""
+    """Return the bytes of a model's weights, of ``number`` bytes each, on each of its devices."""
     return int(shape.parameters * number / devices)
 
 
 def token_cache_bytes(shape: Shape, number: int) -> int:
-    """Bytes of one token in an engine's KV cache."""
+    """Return the bytes of one token in an engine's KV cache."""
     return 2 * shape.layers * shape.kv_width * number
 
 
 def group_cache_bytes(shape: Shape, number: int, prompt: float, size: int, longest: int) -> float:
-    """Bytes of the KV cache of a group with responses of maximum length; its prompt is stored once."""
+    """Return the bytes of a group's KV cache, with one prompt and responses of maximum length."""
     return (prompt + size * longest) * token_cache_bytes(shape, number)
 
 
 @dataclass(frozen=True)
 class ModelMemory:
-    """Memory of one device of a model that is not trained, in bytes.
+    """Memory of a model that is not trained, on one device, in bytes.
 
     Attributes:
-        weights: of the model.
-        cache: keys and values of the groups that an engine samples at a time.
+        weights: weights of the model.
+        cache: keys and values of the groups that an engine samples at once.
     """
 
     weights: int
@@ -277,32 +275,33 @@ class ModelMemory:
 
     @property
     def peak(self) -> int:
-        """The most at a time."""
+        """Maximum memory at a time."""
         return self.weights + self.cache
 
     def parts(self) -> dict[str, int]:
-        """The same by what it is for, as messages and tables name it."""
+        """Return the memory by purpose, as named in messages and tables."""
         return {"weights": self.weights} | ({"KV cache": self.cache} if self.cache else {})
 
 
 def forward_memory(shape: Shape, tokens: int, number: int) -> int:
-    """Bytes of activations of a pass without a backward one: three times a layer's gates, its input
-    and output.
+    """Return the bytes of activations of a forward-only pass: three times a layer's gates, its
+    input and its output.
 
     Args:
-        shape: of the model.
-        tokens: in the pass.
-        number: bytes of an activation.
+        shape: shape of the model.
+        tokens: number of tokens in the pass.
+        number: bytes per activation.
     """
     return tokens * number * (3 * shape.inner + 2 * shape.hidden)
 
 
 def savings(shape: Shape, setup: StepSetup) -> dict[str, int]:
-    """Bytes that each unused setting would save of a rank's peak; negative if it would cost memory.
+    """Return the bytes that each unused setting would save at a rank's peak; negative if it would
+    cost memory.
 
     Args:
         shape: as in ``step_memory``.
-        setup: of the step as it is.
+        setup: current setup of the step.
     """
     half, single = setup.tokens // 2, setup.passes == 1
     knobs: dict[str, StepSetup] = {}
@@ -324,7 +323,7 @@ def savings(shape: Shape, setup: StepSetup) -> dict[str, int]:
     knobs[f"train_model.num_devices={share.ranks}"] = share
     if setup.replicas > 1:
         knobs["train_model.replicas=1"] = replace(setup, replicas=1)
-    if not (setup.small_states or setup.offloads):  # which exclude each other
+    if not (setup.small_states or setup.offloads):  # these exclude each other
         knobs["optimizer.name=adamw_8bit"] = replace(setup, small_states=True)
         knobs["train_model.cpu_offload=true"] = replace(setup, offloads=True)
     now = step_memory(shape, setup).peak
@@ -332,12 +331,12 @@ def savings(shape: Shape, setup: StepSetup) -> dict[str, int]:
 
 
 def _layer_bytes(shape: Shape, setup: StepSetup) -> int:
-    """Bytes that a layer keeps of a token for the backward pass.
+    """Return the bytes that a layer keeps per token for the backward pass.
 
-    The two norms compute in float32, and keep what they read and, where their weight is trained,
-    what they made of it before. In ``number`` bytes there are queries, keys, values, attention's
-    output, the two inputs of projections, and of the gated part its two halves, the activation and
-    the product. Autocast copies an input for each of five projections.
+    The two norms compute in float32, and keep their inputs and, if their weights are trained, the
+    normalized values too. In ``number`` bytes there are queries, keys, values, the output of
+    attention, the two inputs of projections and, in the gated part, its two halves, the activation
+    and the product. Autocast copies an input for each of five projections.
     """
     inputs = 2 if setup.number == 4 else 5
     of_norms = 2 * 4 * shape.hidden * (1 if setup.adapters else 2)

@@ -1,7 +1,7 @@
 """Ragged batches as padded tensors, and batches split into micro-batches by a token budget.
 
-Sequences are padded on the right. Under causal attention a real token never looks at what comes
-after it, so no attention mask is needed and padding cannot change a result.
+Sequences are padded on the right. Under causal attention a real token never attends to later
+tokens, so no attention mask is needed and padding cannot change a result.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch import Tensor
 from torchrl_grpo import keys as K
 from torchrl_grpo.models.prefix import Prompt
 
-# What to do where an entry is missing that one of our parts writes.
+# Fixes for a missing entry that one of our parts writes.
 _FIXES: dict[NestedKey, str] = {
     K.ADVANTAGE: "apply GroupAdvantage(repeats) to the batch, or add it to the replay buffer's transforms",
     K.REF_LOG_PROBS: (
-        "apply KLScoring(TokenScorer(reference)) to the batch before what reads them, or add it "
-        "to the replay buffer's transforms; a KL coefficient of 0 needs none"
+        "apply KLScoring(TokenScorer(reference)) to the batch first, or add it to the replay "
+        "buffer's transforms; a KL coefficient of 0 does not need it"
     ),
     K.REWARD_PARTS: "name reward functions, as LLMEnv writes their parts, or do not set part_weights",
-    K.SHAPED_REWARD: "apply RewardShaping() before what reads it",
-    K.TOKEN_REWARD: "apply RewardShaping() before what reads it, or use level='sequence'",
+    K.SHAPED_REWARD: "apply RewardShaping() to the batch first",
+    K.TOKEN_REWARD: "apply RewardShaping() to the batch first, or use level='sequence'",
     K.PROX_LOG_PROBS: (
         "apply KLScoring(TokenScorer(model), out_key=keys.PROX_LOG_PROBS) before the batch's "
         "first optimizer step, or use proximal='current'"
@@ -39,10 +39,10 @@ _FIXES: dict[NestedKey, str] = {
 
 
 def entry(batch: TensorDictBase, key: NestedKey) -> Any:
-    """One entry of a batch, as it is.
+    """Return one entry of a batch, unchanged.
 
     Raises:
-        KeyError: the batch has no such entry; the error says what writes it.
+        KeyError: the batch has no such entry; the message says how to add it.
     """
     value = batch.get(key, None)
     if value is None:
@@ -51,12 +51,12 @@ def entry(batch: TensorDictBase, key: NestedKey) -> Any:
 
 
 def pad(batch: TensorDictBase, key: NestedKey, padding_value: float = 0) -> Tensor:
-    """One entry of a batch as a tensor padded on the right.
+    """Return one entry of a batch as a tensor padded on the right.
 
     Args:
         batch: batch size [N]; a lazy stack of ragged sequences, or an already padded TensorDict.
-        key: the entry, [T_i] or [T_i, 1] in each sequence (or [1], which stays [N, 1]).
-        padding_value: what fills the rest.
+        key: key of the entry, [T_i] or [T_i, 1] in each sequence (or [1], which stays [N, 1]).
+        padding_value: value of the padding.
 
     Returns:
         [N, max T_i].
@@ -73,7 +73,7 @@ def pad(batch: TensorDictBase, key: NestedKey, padding_value: float = 0) -> Tens
     if isinstance(batch, LazyStackedTensorDict):
         first = batch.tensordicts[0].get(key, None)
         if isinstance(first, Tensor) and first.ndim == 0:
-            options = {}  # there is nothing to pad, and tensordict's error would not name the entry
+            options = {}  # nothing to pad, and tensordict's error would not name the entry
     padded = batch.get(key, **options)
     if padded is None:
         raise _missing(batch, key)
@@ -86,21 +86,21 @@ def pad(batch: TensorDictBase, key: NestedKey, padding_value: float = 0) -> Tens
 
 
 def has(batch: TensorDictBase, key: NestedKey) -> bool:
-    """Whether a batch has an entry; ``key in batch.keys(True, True)`` is wrong for nested keys of a
-    lazy stack.
+    """Return whether a batch has an entry. ``key in batch.keys(True, True)`` would be wrong for
+    nested keys of a lazy stack.
     """
     parts = batch.tensordicts if isinstance(batch, LazyStackedTensorDict) else [batch]
     return all(part.get(key, None) is not None for part in parts)
 
 
 def trajectories_of(batch: TensorDictBase) -> Tensor | None:
-    """The trajectory of each row, where one has several training samples.
+    """Return the trajectory of each row, if any trajectory has several training samples.
 
     Args:
-        batch: batch size [N]; rows without ``keys.TRAJECTORY`` are trajectories of their own.
+        batch: batch size [N]; each row without ``keys.TRAJECTORY`` is a trajectory.
 
     Returns:
-        [N] int64, numbered from 0 in the order of the rows; None where each row is a trajectory.
+        [N] int64, numbered from 0 in the order of the rows; None if each row is a trajectory.
 
     >>> rows = [TensorDict({"trajectory": torch.tensor([7])}), TensorDict({"trajectory": torch.tensor([7])})]
     >>> trajectories_of(lazy_stack([TensorDict({}), *rows]))
@@ -124,7 +124,7 @@ def trajectories_of(batch: TensorDictBase) -> Tensor | None:
 
 
 def last_rows(trajectory: Tensor) -> Tensor:
-    """[N] bool, the last sample of each trajectory, of what ``trajectories_of`` gave."""
+    """Return the mask of the last sample of each trajectory from ``trajectories_of``, [N] bool."""
     following = torch.cat([trajectory[1:], trajectory.new_full((1,), -1)])
     return trajectory != following
 
@@ -132,10 +132,10 @@ def last_rows(trajectory: Tensor) -> Tensor:
 def _missing(batch: TensorDictBase, key: NestedKey) -> KeyError:
     fix = _FIXES.get(
         key,
-        "write it, or name the entry that holds it (set_keys of a loss, ..._key of a transform)",
+        "write it, or set the key that has it (set_keys of a loss, ..._key of a transform)",
     )
     entries = ", ".join(map(_dotted, batch.keys(True, True)))
-    return KeyError(f"the batch has no entry {_dotted(key)}, it has {entries}: {fix}.")
+    return KeyError(f"the batch has no entry {_dotted(key)}, only {entries}: {fix}.")
 
 
 def _dotted(key: NestedKey) -> str:
@@ -145,12 +145,12 @@ def _dotted(key: NestedKey) -> str:
 def pad_batch(
     batch: TensorDictBase, keys: Mapping[NestedKey, float], flat: Sequence[NestedKey] = ()
 ) -> TensorDict:
-    """A contiguous TensorDict [N] of padded sequences, made of the named entries alone.
+    """Return a contiguous TensorDict [N] of padded sequences, with only the named entries.
 
     Args:
         batch: batch size [N], ragged or padded.
-        keys: per-token entries and what to pad them with.
-        flat: entries of a fixed shape (rewards, ids), stacked as they are.
+        keys: per-token entries and their padding values.
+        flat: entries of a fixed shape (rewards, ids), stacked without padding.
 
     Raises:
         KeyError: an entry is missing.
@@ -164,10 +164,10 @@ def pad_batch(
 
 
 def demonstrations_in(batch: TensorDictBase) -> list[int]:
-    """Return the rows of a batch that have a demonstration with them (``keys.DEMONSTRATION``).
+    """Return the rows of a batch that carry a demonstration (``keys.DEMONSTRATION``).
 
     Raises:
-        KeyError: the rows have no such entry, not even an empty one.
+        KeyError: the rows lack the entry, even an empty one.
     """
     return [
         number for number, row in enumerate(batch.unbind(0)) if len(entry(row, K.DEMONSTRATION))
@@ -177,16 +177,16 @@ def demonstrations_in(batch: TensorDictBase) -> list[int]:
 def with_demonstrations(
     data: TensorDict, batch: TensorDictBase, mask_key: NestedKey = K.ASSISTANT_MASK
 ) -> TensorDict:
-    """A padded batch with the demonstrations that its rows have with them as rows of their own,
-    after all others.
+    """Return a padded batch with the demonstrations that its rows carry as additional rows at the
+    end.
 
     Args:
-        data: [N], as ``pad_batch`` makes it, and ``"length"`` [N] int64.
-        batch: [N], what it was made of.
-        mask_key: the tokens that a loss trains on.
+        data: [N], from ``pad_batch``, with ``"length"`` [N] int64.
+        batch: [N], the batch that ``data`` was made from.
+        mask_key: key of the mask of tokens that a loss trains on.
 
     Returns:
-        [N + M] with ``"is_demonstration"`` [N + M, 1] bool. What a demonstration has no value of is
+        [N + M] with ``"is_demonstration"`` [N + M, 1] bool. Entries that a demonstration lacks are
         0 or False.
     """
     sources = [batch[row] for row in demonstrations_in(batch)]
@@ -209,22 +209,21 @@ def with_demonstrations(
 
 
 def sequences_of(batch: TensorDictBase, tokens_key: NestedKey = K.FULL) -> TensorDictBase:
-    """A batch that TorchRL's LLM wrappers wrote, as a ragged batch with the entries that this
-    package reads.
+    """Convert a batch of TorchRL's LLM wrappers to a ragged batch with this package's entries.
 
-    Tokens where ``("masks", "all_attention_mask")`` is False are dropped, on whichever side of a
-    sequence they are. What the wrappers leave out is added: ``("masks", "all_assistant_mask")`` is
-    True after the prompt, and ``("log_probs", "full")`` is made of ``("log_probs", "response")``. A
-    sampled token whose behavior log-prob is not known leaves the mask: one with NaN, and, where
-    only the response has log-probs, a first token with exactly 0 (TorchRL 0.14 writes that there
+    Tokens where ``("masks", "all_attention_mask")`` is False are dropped, on either side of a
+    sequence. Entries that the wrappers leave out are added: ``("masks", "all_assistant_mask")`` is
+    True after the prompt, and ``("log_probs", "full")`` is made from ``("log_probs", "response")``.
+    A sampled token whose behavior log-prob is unknown is removed from the mask: a token with NaN
+    and, if only the response has log-probs, a first token with exactly 0 (TorchRL 0.14 writes that
     instead of the log-prob).
 
     Args:
         batch: batch size [N], ragged or padded on either side. The tensors are not changed.
-        tokens_key: of the tokens, in the batch and in what is returned.
+        tokens_key: key of the tokens, in the batch and in the result.
 
     Returns:
-        lazy stack [N], without the entries for prompt and response alone, texts and histories.
+        lazy stack [N], without the separate entries of prompt and response, texts and histories.
 
     Raises:
         KeyError: a sequence has no tokens, or neither kind of log-probs.
@@ -233,7 +232,7 @@ def sequences_of(batch: TensorDictBase, tokens_key: NestedKey = K.FULL) -> Tenso
 
 
 def _sequence_of(row: TensorDictBase, tokens_key: NestedKey) -> TensorDictBase:
-    """One row of ``sequences_of``."""
+    """Convert one row for ``sequences_of``."""
     full = row.get(tokens_key, None)
     prompt = row.get(K.PROMPT, None)
     response = row.get(("log_probs", "response"), None)
@@ -247,7 +246,7 @@ def _sequence_of(row: TensorDictBase, tokens_key: NestedKey) -> TensorDictBase:
     ):
         raise KeyError(
             "a batch of a TorchRL wrapper must have tokens.full, tokens.prompt or "
-            "masks.all_assistant_mask, and log_probs.full or log_probs.response, it has "
+            "masks.all_assistant_mask, and log_probs.full or log_probs.response, but has only "
             f"{', '.join(map(_dotted, row.keys(True, True)))}: use a TransformersWrapper with "
             "return_log_probs=True."
         )
@@ -260,7 +259,7 @@ def _sequence_of(row: TensorDictBase, tokens_key: NestedKey) -> TensorDictBase:
     mask = mask.bool() & real & log_probs.isfinite()
     out = row.exclude("tokens", "masks", "log_probs", "history", "text")
     for key, value in row.items(True, True):
-        # Whatever else has an entry for each token: reference and proximal log-probs, advantages.
+        # All other per-token entries: reference and proximal log-probs, advantages.
         if (
             key in out.keys(True)
             and isinstance(value, Tensor)
@@ -276,12 +275,12 @@ def _sequence_of(row: TensorDictBase, tokens_key: NestedKey) -> TensorDictBase:
 
 
 def pass_tokens(lengths: Sequence[int], prompts: Sequence[Prompt] | None = None) -> int:
-    """Number of tokens that one forward pass over some sequences computes.
+    """Return the number of tokens that one forward pass over some sequences computes.
 
     Args:
-        lengths: tokens in each sequence.
-        prompts: their prompts, as ``shared_prompts`` gives them, which are computed once each; None
-            for sequences that are padded to the longest.
+        lengths: number of tokens in each sequence.
+        prompts: prompts of the sequences, from ``shared_prompts``, each computed once; None for
+            sequences that are padded to the longest one.
 
     Example:
         >>> pass_tokens([5, 6, 3]), pass_tokens([5, 6, 3], [(0, 4), (0, 4), (2, 1)])
@@ -301,17 +300,17 @@ def micro_batches(
 ) -> list[Tensor]:
     """Split sequences into micro-batches that compute at most ``max_tokens`` tokens each.
 
-    Sequences that are padded are sorted by length, longest first, so that little of the budget goes
-    to padding. Others stay together with those of their prompt; where they do not fit, the next
-    micro-batch computes the prompt again.
+    Padded sequences are sorted by length, longest first, so that little of the budget goes to
+    padding. Other sequences stay together with those of the same prompt. If they do not fit, the
+    next micro-batch computes the prompt again.
 
     Args:
-        lengths: [N] int64, tokens in each sequence.
-        max_tokens: budget; a longer sequence is a micro-batch alone.
+        lengths: [N] int64, number of tokens in each sequence.
+        max_tokens: token budget; a longer sequence gets its own micro-batch.
         prompts: as in ``pass_tokens``.
 
     Returns:
-        index tensors [n_i] int64; together they hold each of 0..N-1 once.
+        index tensors [n_i] int64, which together contain each of 0..N-1 once.
 
     Example:
         >>> [part.tolist() for part in micro_batches(torch.tensor([2, 5, 3]), 6)]
@@ -342,7 +341,7 @@ def micro_batches(
 
 
 def _by_prompt(prompts: Sequence[Prompt]) -> dict[Prompt, list[int]]:
-    """The sequences of each prompt."""
+    """Return the sequences of each prompt."""
     rows_of: dict[Prompt, list[int]] = {}
     for row, prompt in enumerate(prompts):
         rows_of.setdefault(prompt, []).append(row)
@@ -356,23 +355,22 @@ def rank_micro_batches(
     world_size: int,
     prompts: Sequence[Prompt] | None = None,
 ) -> list[Tensor]:
-    """Return one rank's micro-batches of a shared batch; all ranks compute about the same number of
+    """Return one rank's micro-batches of a shared batch. All ranks compute about the same number of
     tokens.
 
-    All ranks get the same number of micro-batches, because each of them is a collective operation
-    of a sharded model. The sequences of a prompt stay on one rank, unless they are more than half
-    of its share.
+    All ranks get the same number of micro-batches, because each is a collective operation of a
+    sharded model. The sequences of a prompt stay on one rank, unless they are more than half of its
+    share.
 
     Args:
-        lengths: [N] int64, tokens in each sequence of the whole batch.
+        lengths: [N] int64, number of tokens in each sequence of the whole batch.
         max_tokens: as in ``micro_batches``.
         rank: 0 to ``world_size - 1``.
-        world_size: number of ranks; 1 gives just ``micro_batches``.
+        world_size: number of ranks; with 1, this is ``micro_batches``.
         prompts: as in ``pass_tokens``.
 
     Returns:
-        index tensors [n_i] int64; an empty one stands for a micro-batch that this rank has no
-        sequences for.
+        index tensors [n_i] int64; one is empty if this rank has no sequences for that micro-batch.
 
     Example:
         >>> [part.tolist() for part in rank_micro_batches(torch.tensor([2, 5, 3, 4]), 6, rank=0, world_size=2)]
@@ -413,12 +411,12 @@ def rank_micro_batches(
 
 
 def slice_tokens(batch: TensorDict, index: Tensor, length: int) -> TensorDict:
-    """Rows ``index`` of a padded batch, cut to ``length`` tokens wherever an entry is per token.
+    """Return the rows ``index`` of a padded batch, with per-token entries cut to ``length`` tokens.
 
     Args:
-        batch: as ``pad_batch`` makes it, with per-token entries of one common width.
+        batch: batch from ``pad_batch``, whose per-token entries have the same width.
         index: [n] int64.
-        length: tokens to keep, the longest sequence among the rows.
+        length: number of tokens to keep, the length of the longest sequence among the rows.
     """
     width = batch.get(("tokens", "full")).shape[1]
 

@@ -2,13 +2,13 @@
 copy of it.
 
 All sequences of a pass are one row of tokens. Of those that begin with the same prompt, the first
-is whole and the others are their responses alone, at the positions that they have in their
-sequences. Linear layers and norms need not know; attention does, and is therefore registered in
-Hugging Face's interface, in the place of ``sdpa``. A model gets the layout as an argument of its
-forward and hands it to its attention. Without one, ``sdpa`` is what it was.
+is complete, and the others consist only of their responses, at their original positions. Linear
+layers and norms do not need to know this. Attention does, and is therefore registered in Hugging
+Face's interface in place of ``sdpa``. A model gets the layout as an argument of its forward, and
+passes it to its attention. Without a layout, ``sdpa`` is unchanged.
 
-A layout is made on the CPU, because its sizes depend on values, and sent to the model's device as a
-whole.
+A layout is made on the CPU, because its sizes depend on values, and then copied to the model's
+device.
 
 Shape suffixes: B sequences, T tokens, N tokens of a row, S scored tokens.
 """
@@ -31,13 +31,13 @@ from torchrl_grpo.compat.torch import flash_attention as _flash
 from torchrl_grpo.compat.torch import flash_attention_backward as _flash_backward
 
 Prompt = tuple[int, int]
-"""The number of a prompt in its batch, and its length."""
+"""Number of a prompt in its batch, and its length."""
 
 _sdpa = AttentionInterface()["sdpa"]
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on a device, without waiting until it is there."""
+    """Copy a tensor to a device, without waiting for the copy."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
@@ -45,27 +45,28 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class GatherIndex:
-    """Places along a dimension of a tensor, some of them several times.
+    """Positions along a dimension of a tensor, possibly with repetitions.
 
     Args:
         places: [M] int64.
-        sums: how ``pick`` sums the gradients of each place; empty where it leaves that to PyTorch.
+        sums: indices by which ``pick`` sums the gradients of each position; empty if PyTorch does.
     """
 
     places: Tensor
     sums: tuple[Tensor, ...] = ()
 
     def to(self, device: torch.device) -> GatherIndex:
-        """Return them on a device, copied without waiting."""
-        if device.type == "cpu":  # which sums one after another, in the order of the places
+        """Return the index on a device, copied without waiting."""
+        if device.type == "cpu":  # the CPU sums sequentially, in the order of the positions
             return self
         return GatherIndex(
             send(self.places, device), tuple(send(tensor, device) for tensor in self._sums())
         )
 
     def _sums(self) -> tuple[Tensor, ...]:
-        """Each place once [R], where in ``places`` it comes first [R], the places that come again
-        [P], and where [K, P], -1 where one does not come so often."""
+        """Return the unique positions [R], their first index in ``places`` [R], the repeated
+        positions [P], and the indices of their repetitions [K, P], -1 for those with fewer.
+        """
         order = self.places.argsort(stable=True)
         once, counts = self.places[order].unique_consecutive(return_counts=True)
         begin, several = counts.cumsum(0) - counts, counts > 1
@@ -76,10 +77,10 @@ class GatherIndex:
 
 
 class _Pick(torch.autograd.Function):
-    """``tensor.index_select(dim, picks.places)``, with a gradient that is the same each time.
+    """``tensor.index_select(dim, picks.places)`` with a deterministic gradient.
 
-    PyTorch's adds on CUDA in the order in which threads come, and rounds each sum to the tensor's
-    type. This adds in the order of the places, in float32 or wider.
+    On CUDA, PyTorch's gradient adds in the order in which threads arrive, and rounds each sum to
+    the tensor's dtype. This one adds in the order of the positions, in float32 or wider.
     """
 
     @staticmethod
@@ -98,14 +99,12 @@ class _Pick(torch.autograd.Function):
             more = grad.index_select(0, again.flatten().clamp(min=0)).unflatten(0, again.shape)
             is_place = (again >= 0).view(*again.shape, *[1] * (grad.ndim - 1))
             sums = torch.where(is_place, more, 0).sum(0, dtype=wide)
-            total.index_add_(0, several, sums)  # to each place once
+            total.index_add_(0, several, sums)  # once to each position
         return total.to(grad.dtype).movedim(0, ctx.dim), None, None
 
 
 def pick(tensor: Tensor, dim: int, picks: GatherIndex) -> Tensor:
-    """Return the parts of a tensor at some places along a dimension; its gradient is the same each
-    time.
-    """
+    """Select positions along a dimension of a tensor, with a deterministic gradient."""
     return _Pick.apply(tensor, dim, picks) if picks.sums else tensor.index_select(dim, picks.places)
 
 
@@ -114,18 +113,17 @@ class Layout:
     """Inputs of a model, and positions of the scored tokens' predictions in its output.
 
     Args:
-        source: the tokens and the mask that it is the layout of, [B, T] each.
-        tokens: [1, N] of sequences without padding, or [B, T - 1] of padded ones.
-        predictors: S flat indices in ``tokens``, of the token that each scored one is predicted
-            from.
+        source: the tokens and the mask that this is the layout of, [B, T] each.
+        tokens: [1, N] without padding, or [B, T - 1] for padded sequences.
+        predictors: flat indices in ``tokens`` of the S tokens from which the scored tokens are
+            predicted.
         targets: [S] int64, the scored tokens.
-        places: [S] int64, their flat index in [B, T].
+        places: [S] int64, their flat indices in [B, T].
         positions: [1, N] int64, or None for padded sequences.
-        groups: for each prompt its length, that of the first sequence, and those of the other
-            responses.
-        once: [R] int64, each of ``tokens`` once, in order; None where a dense gradient of the
-            embedding is made.
-        place: [N] int64, where in ``once`` each of them is.
+        groups: for each prompt, its length, the length of the first sequence, and the lengths of
+            the other responses.
+        once: [R] int64, the sorted unique ``tokens``; None if the embedding gets a dense gradient.
+        place: [N] int64, index of each token in ``once``.
     """
 
     source: tuple[Tensor, Tensor]
@@ -139,12 +137,12 @@ class Layout:
     place: Tensor | None = None
 
     def with_unique_tokens(self) -> Layout:
-        """Return the layout with its different tokens, for ``tied_rows``; on the CPU."""
+        """Return the layout with its unique tokens, for ``tied_rows``. Call this on the CPU."""
         once, place = self.tokens.flatten().unique(return_inverse=True)
         return replace(self, once=once, place=place)
 
     def to(self, device: torch.device) -> Layout:
-        """Return the layout on a device, copied without waiting; ``source`` stays where it is."""
+        """Return the layout on a device, copied without waiting. ``source`` is not copied."""
         if self.tokens.device == device:
             return self
         tensors: dict[str, Any] = {
@@ -155,18 +153,18 @@ class Layout:
         return replace(self, predictors=self.predictors.to(device), **tensors)
 
     def model_inputs(self) -> dict[str, Any]:
-        """The arguments of a model's forward."""
+        """Return the arguments of a model's forward."""
         if self.positions is None:
             return {"input_ids": self.tokens, "use_cache": False}
         mask = torch.ones_like(
             self.tokens[:, :1, None, None], dtype=torch.bool
-        )  # a 4D mask is one that is made already
+        )  # Transformers accepts a 4D mask as ready-made
         inputs = {"input_ids": self.tokens, "position_ids": self.positions, "attention_mask": mask}
         return inputs | {"use_cache": False, "layout": self}
 
     @cached_property
     def lengths(self) -> tuple[list[int], list[int]]:
-        """Queries and keys of each sequence."""
+        """Number of queries and keys of each sequence."""
         queries = [own for _, *parts in self.groups for own in parts]
         keys = [
             own + bool(i) * prompt for prompt, *parts in self.groups for i, own in enumerate(parts)
@@ -175,7 +173,7 @@ class Layout:
 
     @cached_property
     def keys(self) -> GatherIndex:
-        """The places in the row of the tokens that each sequence looks at, one sequence after
+        """Positions in the row of the tokens that each sequence attends to, one sequence after
         another.
         """
         places, start = [], 0
@@ -189,7 +187,7 @@ class Layout:
 
     @cached_property
     def bounds(self) -> tuple[Tensor, Tensor]:
-        """Start and end of each sequence's queries and keys, int32, as ``varlen_attn`` takes them."""
+        """Boundaries of each sequence's queries and keys, int32, as for ``varlen_attn``."""
         starts = (torch.tensor([0, *part], device="cpu") for part in self.lengths)
         bounds = (part.cumsum(0, dtype=torch.int32) for part in starts)
         queries, keys = (send(part, self.tokens.device) for part in bounds)
@@ -197,13 +195,13 @@ class Layout:
 
     @cached_property
     def masks(self) -> dict[tuple[int, int, int, torch.dtype], Tensor]:
-        """Masks that layers before have made, for the others."""
+        """Masks that earlier layers have made, for reuse by later ones."""
         return {}
 
 
 def shared_prompts(tokens_BT: Tensor, mask_BT: Tensor) -> list[Prompt]:
-    """The prompt of each sequence: its tokens before the first one of the mask. Equal prompts have
-    one number.
+    """Return the prompt of each sequence: its tokens before the first one in the mask. Equal
+    prompts have the same number.
 
     >>> shared_prompts(torch.tensor([[5, 6, 7], [5, 6, 8], [4, 6, 8]]), torch.tensor([[False, False, True]] * 3))
     [(0, 2), (0, 2), (2, 2)]
@@ -219,7 +217,7 @@ def shared_prompts(tokens_BT: Tensor, mask_BT: Tensor) -> list[Prompt]:
 
 
 def padded(tokens_BT: Tensor, mask_BT: Tensor) -> Layout:
-    """The layout of sequences that are padded on the right; see ``packed``."""
+    """Return the layout of sequences that are padded on the right; see ``packed``."""
     source = tokens_BT, mask_BT
     tokens_BT, mask_BT = tokens_BT.cpu(), mask_BT.cpu()
     width = tokens_BT.shape[1] - 1
@@ -231,14 +229,14 @@ def padded(tokens_BT: Tensor, mask_BT: Tensor) -> Layout:
 
 
 def packed(tokens_BT: Tensor, mask_BT: Tensor, prompts: Sequence[Prompt] | None = None) -> Layout:
-    """Return the layout without padding and with one copy of each prompt; tokens after the last
+    """Return the layout without padding and with one copy of each prompt. Tokens after the last
     scored one are dropped.
 
     Args:
         tokens_BT: int64, padding on the right.
         mask_BT: bool, the tokens to score.
-        prompts: of the sequences, where ``shared_prompts`` has found them in this batch or a larger
-            one.
+        prompts: prompts of the sequences, if ``shared_prompts`` has already found them in this
+            batch or in a larger one.
 
     Returns:
         the layout, on the CPU.
@@ -253,7 +251,7 @@ def packed(tokens_BT: Tensor, mask_BT: Tensor, prompts: Sequence[Prompt] | None 
     ):
         if ends[row]:
             rows_of.setdefault(prompt, []).append(row)
-    if not rows_of:  # a pass that scores nothing is still one
+    if not rows_of:  # a pass that scores nothing still runs
         rows_of[0, 1], ends[0] = [0], 1
     order, starts, groups = list[int](), list[int](), list[tuple[int, ...]]()
     for (_, length), rows in rows_of.items():
@@ -264,10 +262,10 @@ def packed(tokens_BT: Tensor, mask_BT: Tensor, prompts: Sequence[Prompt] | None 
         )
     index, start_of = torch.tensor([order, starts], device="cpu")
     size = torch.tensor(ends, device="cpu")[index] - start_of
-    offset = size.cumsum(0) - size - start_of  # from a token's position to its place in the row
+    offset = size.cumsum(0) - size - start_of  # from a token's position to its index in the row
     positions = torch.arange(int(size.sum()), device="cpu") - offset.repeat_interleave(size)
-    # Of each sequence, in the order of the batch; its prompt may be in the row as part of another
-    # one, the lead.
+    # For each sequence, in the order of the batch. Its prompt may be in the row as part of another
+    # sequence, the lead.
     shift, begin, lead = (torch.zeros_like(tokens_BT[:, 0]) for _ in range(3))
     shift[index], begin[index] = offset, start_of
     for rows in rows_of.values():
@@ -294,23 +292,23 @@ def attention(
     layout: Layout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Hugging Face's ``sdpa``, or, with a layout, attention of each sequence over its prompt and
-    itself.
+    """Compute Hugging Face's ``sdpa`` or, with a layout, attention of each sequence over its prompt
+    and itself.
 
     Args:
         query: [1, H, N, D], rotated by the tokens' positions.
-        key: [1, heads of keys, N, D].
-        value: [1, heads of keys, N, DV].
-        **kwargs: those of Hugging Face's ``sdpa``; of these ``sliding_window`` is how many tokens a
-            token looks at, the last one of which is itself.
+        key: [1, key heads, N, D].
+        value: [1, key heads, N, DV].
+        **kwargs: arguments of Hugging Face's ``sdpa``. Of these, ``sliding_window`` is the number
+            of tokens that a token attends to, including itself.
 
     Raises:
-        NotImplementedError: the layer adds to the scores.
+        NotImplementedError: the layer adds a bias to the scores.
     """
     if layout is None:
         return _sdpa(module, query, key, value, attention_mask, *args, **kwargs)
     if args or kwargs.get("position_bias") is not None:
-        raise NotImplementedError("attention over packed sequences has no bias.")
+        raise NotImplementedError("attention over packed sequences supports no bias.")
     longest, dropout = max(layout.lengths[1]), kwargs.get("dropout", 0.0)
     window = min(kwargs.get("sliding_window") or longest, longest)
     scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
@@ -338,7 +336,7 @@ def _each_sequence(
     scale: float,
     dropout: float,
 ) -> Tensor:
-    """[1, N, H, DV], one sequence after another."""
+    """Return the attention of one sequence after another, [1, N, H, DV]."""
     repeats = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(repeats, 1) for tensor in (key, value))
     queries, keys = layout.lengths
@@ -355,11 +353,11 @@ def _each_sequence(
 
 
 def _causal_mask(query: Tensor, keys: int, window: int, layout: Layout) -> Tensor:
-    """[queries, keys], what is added to the scores of a sequence's last tokens: one tensor for all
-    layers of a pass.
+    """Return the mask [queries, keys] that is added to the scores of a sequence's last tokens. All
+    layers of a pass share it.
 
-    Its rows begin at multiples of 8 numbers, as CUDA's kernels want them: they copy another one in
-    each layer.
+    Its rows begin at multiples of 8 elements, as CUDA's kernels require: they would copy any other
+    mask in each layer.
     """
     queries, window = query.shape[2], min(window, keys)
     key = (queries, keys, window, query.dtype)
@@ -371,8 +369,8 @@ def _causal_mask(query: Tensor, keys: int, window: int, layout: Layout) -> Tenso
 
 
 def _has_varlen(query: Tensor) -> bool:
-    """Whether PyTorch has flash attention for variable-length sequences on this device, for such
-    heads.
+    """Return whether PyTorch has flash attention for variable-length sequences on this device and
+    for these heads.
     """
     size = query.shape[-1]
     fits = query.is_cuda and query.itemsize == 2 and size <= 256 and size % 8 == 0
@@ -382,14 +380,14 @@ def _has_varlen(query: Tensor) -> bool:
 def _flash_on_cuda(
     query: Tensor, key: Tensor, value: Tensor, layout: Layout, window: int, scale: float
 ) -> Tensor:
-    """[1, N, H, D], all sequences in one call."""
+    """Return the attention of all sequences in one call, [1, N, H, D]."""
     from torch.nn.attention.varlen import varlen_attn  # slow to import, and only CUDA has it
 
     q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     begin_q, begin_k = layout.bounds
     most_q, most_k = (max(lengths) for lengths in layout.lengths)
-    # Keys before and behind a query's own that it looks at, aligned with the last query and key of
-    # a sequence.
+    # Number of keys before and after a query's own key that it attends to, aligned with the last
+    # query and key of a sequence.
     around = (-1 if window >= most_k else window - 1, 0)
     options: dict[str, Any] = {"enable_gqa": True} if _asks_for_gqa(varlen_attn) else {}
     out: Any = varlen_attn(
@@ -400,8 +398,8 @@ def _flash_on_cuda(
 
 @cache
 def _asks_for_gqa(attend: Callable[..., Any]) -> bool:
-    """Whether PyTorch's attention must be told that keys have fewer heads; that of 2.11 hands them
-    to the same kernel without asking.
+    """Return whether PyTorch's attention must be told that keys have fewer heads. That of 2.11
+    passes them to the same kernel without being told.
     """
     return "enable_gqa" in signature(attend).parameters
 
@@ -411,9 +409,9 @@ class _FlashOnCPU(torch.autograd.Function):
     to their prompt.
 
     The two outputs of a response are merged by their normalizers. With the merged output and
-    normalizer, the backward pass of each part gives its part of the gradient. Types below float32
-    are computed in it: on the machines measured the kernel's backward pass is up to 5 times slower
-    in bfloat16.
+    normalizer, the backward pass of each part gives its part of the gradient. Inputs below float32
+    are converted to float32, because in bfloat16 the kernel's backward pass is up to 5 times slower
+    on the machines measured.
     """
 
     @staticmethod
@@ -425,7 +423,7 @@ class _FlashOnCPU(torch.autograd.Function):
         groups: tuple[tuple[int, ...], ...],
         scale: float,
     ) -> Tensor:
-        """[1, N, H, D]."""
+        """Return the attention, [1, N, H, D]."""
         outs, normalizers = [], []
         for prompt, lengths, (q, k, v) in _by_group(groups, *_wide(query, key, value)):
             parts = [_flash(*part, 0.0, True, scale=scale) for part in _split(lengths, q, k, v)]
@@ -481,7 +479,7 @@ class _FlashOnCPU(torch.autograd.Function):
 
 
 def _wide(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Convert to float32 or wider, [heads that share a key, heads of keys, N, D], without copying
+    """Convert to float32 or wider, [query heads per key head, key heads, N, D], without copying
     keys.
     """
     dtype = torch.promote_types(query.dtype, torch.float32)

@@ -2,16 +2,16 @@
 optimizer's state.
 
 Optionally, groups of ranks also compute each layer together (tensor parallelism), by the plan in
-the model's config, or several groups hold a sharded copy each (HSDP): then layers are gathered
-within a group, and gradients summed over all.
+the model's config, or several groups hold a sharded copy each (HSDP). In that case layers are
+gathered within a group, and gradients are summed over all groups.
 
-A rank of a group calls ``init_mesh`` once, loads the whole model on its ``loading_device`` (which
-takes memory on rank 0 alone, where that will do), and gives both to ``shard_model``. Afterwards the
-parameters are DTensors. Layers are gathered when they run, and what belongs to no layer (embedding,
-last norm, LM head) when ``call_gathered`` runs a function of the model. Gradients are summed over
+Each rank calls ``init_mesh`` once, loads the whole model on its ``loading_device`` (which takes
+memory only on rank 0, if possible), and passes both to ``shard_model``. Afterwards the parameters
+are DTensors. Layers are gathered when they run. Parameters outside of layers (embedding, last norm,
+LM head) are gathered when ``call_gathered`` runs a function of the model. Gradients are summed over
 the ranks, not averaged.
 
-Everything here that gathers is collective: all ranks must call it, in the same order.
+All functions here that gather are collective: all ranks must call them, in the same order.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ WEIGHTS = "weights/"
 """Prefix of the names of weights in ``own_parts``."""
 _OWN = StateDictOptions(ignore_frozen_params=True)
 _LONE_TIMEOUT_S = 60.0
-"""Timeout of a rank that waits for nobody."""
+"""Timeout of a single rank, which never waits for others."""
 
 
 def init_mesh(
@@ -63,27 +63,27 @@ def init_mesh(
     tensor_parallel_size: int = 1,
     replicas: int = 1,
 ) -> DeviceMesh:
-    """Join the process group of the trainer's ranks; call it once in each process, before sharding.
+    """Join the process group of the trainer's ranks. Call this once per process, before sharding.
 
     Args:
-        rank: 0 to ``world_size - 1``, another one in each process.
+        rank: 0 to ``world_size - 1``, different in each process.
         world_size: number of processes.
-        store: where they find each other; the same one in each process, and new.
-        device: what this rank computes on. On a CPU the ranks talk through gloo, on CUDA through
-            NCCL (and through gloo about what lies on the CPU).
+        store: store through which the processes find each other; new, and the same for all.
+        device: device on which this rank computes. On a CPU the ranks communicate through gloo, on
+            CUDA through NCCL (and through gloo for tensors on the CPU).
         timeout_s: how long a rank waits for the others, here and in each collective call, before it
-            raises; with tensor parallelism, in those of all ranks (the others have torch's own
-            bound, of minutes).
-        tensor_parallel_size: ranks that compute the same sequences together, each a part of every
-            layer.
-        replicas: sharded copies of the model, each on ranks that follow each other.
+            raises. With tensor parallelism, this holds for calls of all ranks; others have torch's
+            own timeout of minutes.
+        tensor_parallel_size: number of ranks that compute the same sequences together, each a part
+            of every layer.
+        replicas: number of sharded copies of the model, each on consecutive ranks.
 
     Returns:
-        a mesh of two dimensions, ``"shard"`` and ``"tensor"``, before which ``"replicate"`` comes
-        with several copies.
+        a mesh with the dimensions ``"shard"`` and ``"tensor"``, preceded by ``"replicate"`` if
+        there are several copies.
 
     Raises:
-        ValueError: ``world_size`` is no multiple of ``tensor_parallel_size``, or not of
+        ValueError: ``world_size`` is not a multiple of ``tensor_parallel_size`` or of
             ``replicas``, or both are above 1.
     """
     if replicas > 1 and (world_size % replicas or tensor_parallel_size > 1):
@@ -116,29 +116,30 @@ def init_mesh(
 
 @cache
 def _all_ranks(device_type: str) -> DeviceMesh:
-    """A mesh of one dimension, of all ranks of the process group."""
+    """Return a one-dimensional mesh of all ranks of the process group."""
     return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("data",))
 
 
 def lone_mesh(device: torch.device) -> DeviceMesh:
-    """Return the mesh of a single rank, for a model that is offloaded and not shared. It is this
-    process' only mesh.
+    """Return the mesh of a single rank, for a model that is offloaded but not sharded. The process
+    must not have another mesh.
     """
     return init_mesh(0, 1, HashStore(), device=device, timeout_s=_LONE_TIMEOUT_S)
 
 
 def leave_mesh() -> None:
-    """Leaves the process group, if this process joined one."""
+    """Leave the process group, if this process has joined one."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def loading_device(mesh: DeviceMesh) -> torch.device:
-    """Device on which a rank loads a model for ``shard_model``: the CPU on rank 0, the meta device,
-    without memory, on the others. With tensor parallelism all ranks load on the CPU.
+    """Return the device on which a rank loads a model for ``shard_model``: the CPU on rank 0, and
+    the meta device, which takes no memory, on the others. With tensor parallelism all ranks load on
+    the CPU.
     """
-    whole = dist.get_rank() == 0 or mesh["tensor"].size() > 1
-    return torch.device("cpu" if whole else "meta")
+    needs_weights = dist.get_rank() == 0 or mesh["tensor"].size() > 1
+    return torch.device("cpu" if needs_weights else "meta")
 
 
 def shard_model(
@@ -148,32 +149,32 @@ def shard_model(
     param_dtype: torch.dtype | None = None,
     cpu_offload: bool = False,
 ) -> nn.Module:
-    """Shards a model in place over the ranks of a mesh, its layers one by one.
+    """Shard a model in place over the ranks of a mesh, layer by layer.
 
-    Call it after adapters were added and before the optimizer is made. With a mesh of one rank and
-    no offload the model stays as it is.
+    Call this after adding adapters and before making the optimizer. With a mesh of one rank and no
+    offload, the model does not change.
 
-    Along the mesh's ``"tensor"`` dimension the linear layers are split as the model's own plan says
-    (``base_model_tp_plan`` of its config); what is outside of the layers is not. Those ranks must
-    see the same data.
+    Along the mesh's ``"tensor"`` dimension the linear layers are split by the model's own plan
+    (``base_model_tp_plan`` of its config); modules outside of the layers are not split. Those ranks
+    must get the same data.
 
     Args:
         model: a Hugging Face causal LM or a peft model around one, on the CPU or the mesh's device.
             All ranks get rank 0's weights and buffers, tensor by tensor, so the others' may be on
             the meta device (``loading_device``). With tensor parallelism it must be the same on all
             ranks.
-        mesh: as ``init_mesh`` gives it.
-        param_dtype: dtype in which parameters are gathered, which is then the one to compute in;
-            gradients are summed in float32. None is the parameters' own.
-        cpu_offload: whether parameters, gradients and optimizer state rest on the CPU when they are
-            not used. On a CPU that is where they are anyway.
+        mesh: mesh from ``init_mesh``.
+        param_dtype: dtype in which parameters are gathered and used; gradients are summed in
+            float32. None is the parameters' own dtype.
+        cpu_offload: whether parameters, gradients and optimizer state are kept on the CPU when they
+            are not in use. Has no effect if the model computes on the CPU.
 
     Returns:
         the model.
 
     Raises:
         ValueError: the model cannot be split along ``"tensor"``: it has adapters, no plan, or heads
-            that do not divide.
+            that cannot be divided.
     """
     if mesh.size() == 1 and not cpu_offload:
         return model
@@ -191,8 +192,8 @@ def shard_model(
         offload = CPUOffloadPolicy()
         pin_exact_sizes()
     layers = [module for module in base.modules() if isinstance(module, GradientCheckpointingLayer)]
-    # Aliases of the CPU's memory: fully_shard moves the Parameters themselves to the device, each
-    # until its last user is gone.
+    # Aliases of the CPU's memory, because fully_shard moves the Parameters themselves to the
+    # device.
     filled = mesh["tensor"].size() == 1
     tensors = (
         {name: tensor.detach() for name, tensor in _tensors(model)}
@@ -204,24 +205,24 @@ def shard_model(
         sharded = fully_shard(module, mesh=over, mp_policy=mixed, offload_policy=offload)
         sharded.set_gradient_divide_factor(
             1.0
-        )  # a sum: the loss is normalized over the batch of all ranks
+        )  # sum, because the loss is normalized over the batch of all ranks
         sharded.set_force_sum_reduction_for_comms(
             True
-        )  # the factor alone would ask for an operation gloo lacks
+        )  # the factor alone would need an operation that gloo lacks
     base.call_gathered = lambda function, *args: function(*args)
     register_fsdp_forward_method(base, "call_gathered")
     if filled:
         _fill(model, tensors, torch.device("cpu" if cpu_offload else mesh.device_type), mesh)
     checked = [
         getattr(base, "unpacked_because", None)
-    ]  # by rank 0's TokenScorer: on the meta device it saw nothing
+    ]  # from rank 0's TokenScorer, because those on the meta device could not check anything
     dist.broadcast_object_list(checked, 0, device=torch.device(mesh.device_type))
     base.unpacked_because = checked[0]
     return model
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All parameters and buffers, tied ones once."""
+    """Yield all parameters and buffers, tied ones once."""
     yield from model.named_parameters()
     yield from model.named_buffers()
 
@@ -239,7 +240,7 @@ def _fill(
             for name, parameter in module.named_parameters(recurse=False):
                 places.setdefault(parameter, []).append((module, name))
         model.to_empty(device=device)
-        for (first, named), *tied in places.values():  # each had a tensor of its own since
+        for (first, named), *tied in places.values():  # tied ones have separate tensors now
             for module, name in tied:
                 module.register_parameter(name, getattr(first, named))
     for name, tensor in _tensors(model):
@@ -260,16 +261,16 @@ def _fill(
 
 
 def _split_layers(base: Any, mesh: DeviceMesh, *, adapters: bool) -> None:
-    """Splits the linear layers over the ranks of a mesh of one dimension."""
+    """Split the linear layers over the ranks of a one-dimensional mesh."""
     from transformers.distributed.tensor_parallel import (
         apply_tensor_parallelism,
-    )  # as young as this plan's styles
+    )  # as new as this plan's styles
 
     field = f"tensor_parallel_size={mesh.size()}"
     if adapters:
         raise ValueError(f"{field} must be 1 with LoRA adapters: shard over more ranks instead.")
-    # The head stays whole, and so does the embedding that may be tied to it: log-probs are taken
-    # from it in chunks.
+    # The head, which log-probs read in chunks, is not split, nor is the embedding, which may be
+    # tied to it.
     outside = (base.get_input_embeddings(), base.get_output_embeddings())
     whole = {name for name, module in base.named_modules() if module in outside}
     plan = {name: style for name, style in base.tp_plan.items() if name not in whole}
@@ -283,14 +284,14 @@ def _split_layers(base: Any, mesh: DeviceMesh, *, adapters: bool) -> None:
 
 
 def call_gathered(base: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
-    """Calls ``function(*args)`` as if it were the forward of a model that may be sharded.
+    """Call ``function(*args)`` as if it were the forward of a model that may be sharded.
 
-    The function may use the parameters of the model that are in no layer (the weight of the LM
-    head), and the gradients of what it returns reach them.
+    The function may use the parameters of the model outside of layers (such as the weight of the LM
+    head), and the gradients of its results reach them.
 
     Args:
         base: the Hugging Face model, without peft's wrapper.
-        function: returns tensors.
+        function: function that returns tensors.
         args: tensors.
     """
     if not isinstance(base, FSDPModule):
@@ -298,12 +299,12 @@ def call_gathered(base: nn.Module, function: Callable[..., Any], *args: Any) -> 
     method: Any = base.call_gathered
     out = method(function, *args)
     if not torch.is_grad_enabled():
-        base.reshard()  # otherwise backward does it
+        base.reshard()  # with gradients, backward does it
     return out
 
 
 def mesh_of(model: nn.Module) -> DeviceMesh | None:
-    """The ranks that hold a sharded model and see different data, or None."""
+    """Return the ranks that hold a sharded model and get different data; None if not sharded."""
     parameter = next(model.parameters())
     if not isinstance(parameter, DTensor):
         return None
@@ -312,7 +313,7 @@ def mesh_of(model: nn.Module) -> DeviceMesh | None:
 
 
 def num_replicas(model: nn.Module) -> int:
-    """How many sharded copies of a model its ranks hold."""
+    """Return the number of sharded copies of a model that its ranks hold."""
     mesh = getattr(next(model.parameters()), "device_mesh", None)
     return mesh["replicate"].size() if mesh is not None and _replicates(mesh) else 1
 
@@ -322,18 +323,20 @@ def _replicates(mesh: DeviceMesh) -> bool:
 
 
 def is_shared(model: nn.Module) -> bool:
-    """Whether several ranks hold the model together; a single rank with offload holds all of it."""
+    """Return whether several ranks hold the model together; with a single rank, also if offloaded,
+    they do not.
+    """
     return mesh_of(model) is not None and dist.get_world_size() > 1
 
 
 def is_writer(model: nn.Module) -> bool:
-    """Whether this process writes gathered results: the only one, or rank 0."""
+    """Return whether this process writes gathered results: it is rank 0 or the only one."""
     return mesh_of(model) is None or dist.get_rank() == 0
 
 
 def clip_grad_norm(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
-    """Scale the gradients down to a norm of at most ``max_norm`` over all ranks; return the norm
-    before, scalar.
+    """Scale the gradients down to a norm of at most ``max_norm`` over all ranks. Return the
+    original norm, scalar.
     """
     groups: dict[DeviceMesh | None, list[Tensor]] = {}
     for parameter in parameters:  # one operation cannot take tensors of different meshes
@@ -351,7 +354,7 @@ def clip_grad_norm(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
 
 
 def compute_device(model: nn.Module) -> torch.device:
-    """Device on which a model computes; with CPU offload its parameters are elsewhere."""
+    """Return the device on which a model computes, also if its parameters are offloaded."""
     parameter, mesh = next(model.parameters()), mesh_of(model)
     if mesh is None or mesh.device_type == parameter.device.type:
         return parameter.device
@@ -360,7 +363,7 @@ def compute_device(model: nn.Module) -> torch.device:
 
 @torch.no_grad()
 def copy_parts(source: nn.Module, target: nn.Module) -> None:
-    """Gives a model the weights of another one of the same shape and sharding; nothing is gathered."""
+    """Copy a model's weights to another one of the same shape and sharding, without gathering."""
     of = dict(source.named_parameters())
     for name, parameter in target.named_parameters():
         parameter.copy_(of[name])
@@ -369,15 +372,14 @@ def copy_parts(source: nn.Module, target: nn.Module) -> None:
 def own_parts(
     model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return this rank's part of the trained weights and of the optimizer's state, in the memory
-    where they are.
+    """Return this rank's part of the trained weights and of the optimizer's state, without copies.
 
-    Nothing is gathered. An optimizer that made no step yet gets its state, as ``load_parts`` needs
-    it.
+    Nothing is gathered. The state of an optimizer that has made no step yet is created, because
+    ``load_parts`` needs it.
 
     Returns:
         the tensors by ``weights/NAME`` and ``moments/KIND/NAME``, sharded ones as DTensors, and the
-        optimizer's state without them.
+        optimizer's state without tensors.
     """
     parameters = {
         name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
@@ -397,8 +399,8 @@ def own_parts(
 
 
 def _as_float(moment: Tensor, parameter: Tensor) -> Tensor:
-    """A moment in numbers that any number of ranks can read: in 8 bits they stand in blocks of each
-    rank's part.
+    """Return a moment as floats that any number of ranks can read. Moments of 8 bits are stored in
+    blocks of each rank's part.
     """
     if not hasattr(moment, "codes") and (
         isinstance(moment, DTensor) or not isinstance(parameter, DTensor)
@@ -414,10 +416,10 @@ def _as_float(moment: Tensor, parameter: Tensor) -> Tensor:
 
 
 def exact_floats(moment: Any) -> Tensor:
-    """The numbers of torchao's 8-bit moment, which give just its codes and scales when they are
-    quantized again.
+    """Return the floats of torchao's 8-bit moment that give exactly its codes and scales when they
+    are quantized again.
 
-    A scale is the largest magnitude in a block, and the codes have 1 but not -1: so the lowest one
+    A scale is the largest magnitude in a block. The codes include 1 but not -1, so the lowest code
     counts as -1 here.
     """
     values = moment.qmap.clone()
@@ -433,13 +435,13 @@ def load_parts(
     tensors: Mapping[str, Tensor],
     rest: Mapping[str, Any],
 ) -> None:
-    """Gives the optimizer a state whose tensors were read into those that ``own_parts`` gave.
+    """Load an optimizer's state, whose tensors have been read into those from ``own_parts``.
 
     Args:
-        model: whose weights have their values already.
-        optimizer: of the model.
-        tensors: of ``own_parts``.
-        rest: what ``own_parts`` gave beside them where the state was saved.
+        model: the model, which already has its weights.
+        optimizer: optimizer of the model.
+        tensors: tensors from ``own_parts``.
+        rest: the other result of ``own_parts`` when the state was saved.
     """
     state = {name: dict(values) for name, values in rest["state"].items()}
     own: Any = get_optimizer_state_dict(model, optimizer, options=_OWN)["state"]
@@ -447,7 +449,7 @@ def load_parts(
         if not path.startswith(WEIGHTS):
             _, kind, name = path.split("/", 2)
             moment = state[name][kind] = own[name][kind]
-            # Nothing is done where they are the same tensor; moments of one byte are rounded.
+            # Does nothing if they are the same tensor; moments of one byte are rounded.
             _local(moment).copy_(_local(tensor))
     whole: dict[str, Any] = {**rest, "state": state}
     set_optimizer_state_dict(model, optimizer, whole, options=_OWN)

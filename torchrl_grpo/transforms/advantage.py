@@ -480,7 +480,7 @@ class GroupAdvantage(Transform):
         complete = all_of_group(group, _column(next_tensordict, _in_next(self.done_key), every))
         before = all_of_group(group, _column(tensordict, _in_next(self.done_key), ~every))
         valid = _column(next_tensordict, _in_next(self.valid_key), every)
-        # What the batch means here: rewards of dialogs that still go on are not known yet.
+        # What the batch means here: rewards of dialogs in progress are not known yet.
         known = valid & complete
         if self.part_weights is None:
             reward = entry(next_tensordict, _in_next(self.reward_key)).reshape(-1)

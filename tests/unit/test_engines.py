@@ -168,7 +168,7 @@ def test_capabilities_are_those_of_the_engines() -> None:
             "weight_transfer=broadcast",
             "broadcast must be one of auto, object_store with inference_model.backend=thir",
         ),
-        ("exact=true", "exact=true needs inference_model.backend=transformers, it is third"),
+        ("exact=true", "exact=true needs inference_model.backend=transformers, but it is third"),
     ],
 )
 def test_the_config_refuses_what_an_engine_cannot_do(

@@ -198,7 +198,7 @@ def test_a_killed_ray_ends_the_script_with_a_word(tmp_path: Path) -> None:
     assert running.process.returncode == 1, running.printed()
     what = rf"Ray's raylet \(process {process.pid}\) has ended, and the run with it"
     found = re.search(
-        rf"^error: {what}: go on with train\.resume=(\S+)\.$", running.printed(), re.M
+        rf"^error: {what}: continue with train\.resume=(\S+)\.$", running.printed(), re.M
     )
     assert found and Path(found[1]).exists(), running.printed()
     assert seconds < 60

@@ -403,7 +403,7 @@ def test_the_state_of_a_configs_transforms_is_resumed_with_the_engines() -> None
         ),
         (
             "[{_target_: torchrl.envs.llm.transforms.PythonInterpreter}]",
-            "max_turns of at least 2, it is 1",
+            "max_turns must be at least 2, but is 1",
         ),
     ],
 )

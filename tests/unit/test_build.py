@@ -121,7 +121,7 @@ GOOD = json.dumps({"question": "1+1?", "answer": "It is #### 2"})
         ),
         (
             ["model.chat_template=no.jinja"],
-            r"model\.chat_template=no\.jinja must be a Jinja template or a file",
+            r"model\.chat_template=no\.jinja must be a Jinja template or the path",
         ),
         (
             ["model.attn_implementation=foo"],

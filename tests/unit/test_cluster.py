@@ -157,9 +157,9 @@ def test_what_a_cluster_lacks_is_said_with_numbers() -> None:
     nodes = [{"CPU": 8.0, "GPU": 2.0}, {"CPU": 8.0, "GPU": 2.0}]
     everything = {"CPU": 16.0, "GPU": 4.0}
     lacks = cluster_module.missing_resources([{"CPU": 1.0, "GPU": 1.0}] * 6, nodes, everything)
-    assert lacks == "6 GPU are needed and only 4 of 4 are free"
+    assert lacks == "6 GPU are needed, but only 4 of 4 are free"
     lacks = cluster_module.missing_resources([{"CPU": 4.0, "GPU": 4.0}], nodes, everything)
-    assert lacks == "one process needs 4 GPU and no machine has more than 2"
+    assert lacks == "one process needs 4 GPU, but no machine has more than 2"
 
 
 def test_nothing_switches_on_vllms_insecure_serialization() -> None:

@@ -176,7 +176,7 @@ def test_exact_rescoring_without_memory_names_only_knobs_it_reads(
 ) -> None:
     said, weights = scored_without_memory(monkeypatch, 1, out_key=keys.LOG_PROBS)
     assert said == (
-        "Scoring the sampled responses once more (inference_model.exact=true) ran out of memory (CUDA out of memory). "
+        "Rescoring the sampled responses (inference_model.exact=true) ran out of memory (CUDA out of memory). "
         f"On each device it holds about {size(weights)} of weights and {size(8 * FORWARD)} of activations, besides "
         f"other allocations. Options that save memory: inference_model.exact=false (about {size(8 * FORWARD)}), "
         f"train.mixed_precision=bf16 (about {size(4 * FORWARD)}), inference_model.max_new_tokens=3 (about "

@@ -35,7 +35,7 @@ def test_a_scorer_that_always_fails_ends_the_run(tmp_path: Path) -> None:
             "train.max_nonfinite_steps=3",
         )
     failed = (
-        "The scorer failed on 16 of 16 responses, the first time with OSError: no "
+        "The scorer failed on 16 of 16 responses, first with OSError: no "
         f"judge at {tmp_path}/broken.py:2."
     )
     assert failed in str(ended.value)

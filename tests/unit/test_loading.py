@@ -251,7 +251,7 @@ def test_weights_that_are_not_all_there_are_refused(tmp_path: Path) -> None:
     }
     refused(
         short,
-        r"1 are of another shape there \(model\.layers\.1\.mlp\.down_proj\.weight\): download",
+        r"1 are of a different shape there \(model\.layers\.1\.mlp\.down_proj\.weight\): download",
     )
     whole["model.layers.0.mlp.up_proj.weight"][3, 4] = torch.nan
     whole["model.norm.weight"][0] = torch.inf

@@ -91,7 +91,7 @@ def test_a_fast_way_that_works_is_compared_once_and_then_taken_alone(
     ("wrong", "why"),
     [
         ("raise", r"from_file: RuntimeError: no such link"),
-        ("hang", r"from_file: nothing came in 1 s"),
+        ("hang", r"from_file: nothing arrived in 1 s"),
         ("corrupt", r"from_file: other bytes arrived than were sent"),
         ("nothing", r"from_file: other bytes arrived than were sent"),
     ],

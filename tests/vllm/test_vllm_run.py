@@ -102,5 +102,5 @@ def test_a_run_takes_a_fast_way_or_loses_nothing_by_it(
         for record in caplog.records
         if "through the host" in record.getMessage()
     ]
-    line = "The engine takes its weights through the host from here on: from_file: nothing came in 1 s."
+    line = "The engine takes its weights through the host from here on: from_file: nothing arrived in 1 s."
     assert said == [line] * bool(wrong)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import pad
 from torchrl.collectors.llm import LLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer
-from torchrl.envs import TransformedEnv
+from torchrl.envs import AsyncEnvPool, TransformedEnv
 from torchrl.envs.llm import ChatEnv
 from torchrl.envs.llm.transforms import PythonInterpreter
 from torchrl.envs.utils import check_env_specs
@@ -18,7 +20,7 @@ from tests.support.echo import EchoTask, TwoTurnTask
 from tests.support.envs import END, ScriptedEngine
 from torchrl_grpo.collectors import RolloutCollector
 from torchrl_grpo.envs import LLMEnv
-from torchrl_grpo.generation import GenerationPolicy, SamplingParams
+from torchrl_grpo.generation import GenerationPolicy, SamplingParams, TransformersEngine
 from torchrl_grpo.models import TokenScorer
 from torchrl_grpo.objectives import GRPOLoss
 from torchrl_grpo.tasks.base import Problem
@@ -111,6 +113,63 @@ def test_a_batch_of_a_wrapper_is_scored_and_trained(tokenizer, tiny_model):
     out = GRPOLoss(TokenScorer(tiny_model), kl_to_ref_coeff=0.1)(batch)
     assert float(out["loss_objective"]) == pytest.approx(-1)
     assert float(out["kl_k3_to_ref"]) == pytest.approx(0, abs=1e-6)
+
+
+def test_a_batch_that_is_padded_on_the_left_scores_as_the_ragged_one(tokenizer, tiny_model):
+    policy = GenerationPolicy(TransformersEngine(tiny_model), SamplingParams(max_new_tokens=4))
+    collector = RolloutCollector(make_env(tokenizer), policy)
+    collector.set_seed(0)
+    batch = collector.rollout().set("advantage", torch.tensor([[1.0], [-2.0], [0.5], [3.0]]))
+    width = 1 + max(len(row["tokens", "full"]) for row in batch.unbind(0))
+    of_tokens = [("tokens", "full"), ("log_probs", "full")]
+    of_tokens += [("masks", "all_assistant_mask"), ("masks", "all_attention_mask")]
+    padded = torch.stack(
+        [
+            row.select("advantage").update(
+                {key: pad(row[key], (width - len(row[key]), 0)) for key in of_tokens}
+            )
+            for row in batch.unbind(0)
+        ]
+    )
+    scoring, loss = KLScoring(TokenScorer(tiny_model)), GRPOLoss(TokenScorer(tiny_model))
+    scores = scoring(padded)["next", "ref_log_probs", "full"]
+    for score, row in zip(scores, scoring(batch).unbind(0), strict=True):
+        expected = row["next", "ref_log_probs", "full"]
+        torch.testing.assert_close(score[-len(expected) :], expected)
+    for name, value in loss(batch).items():
+        torch.testing.assert_close(loss(padded)[name], value, msg=name)
+    normalized = loss(loss.normalize(padded))["loss_objective"]
+    torch.testing.assert_close(normalized, loss(batch)["loss_objective"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seeds", [(0, 0), (0, 1)])
+def test_a_pool_of_environments_has_groups_if_its_seeds_are_equal(tokenizer, seeds):
+    def make(seed: int) -> LLMEnv:
+        return LLMEnv(SameLength(), tokenizer, num_envs=1, repeats=1, seed=seed)
+
+    pool = AsyncEnvPool([partial(make, seed) for seed in seeds], backend="threading", stack="lazy")
+    collector = LLMCollector(
+        pool,
+        policy=make_policy(),
+        dialog_turns_per_batch=4,
+        total_dialog_turns=400,
+        yield_completed_trajectories=True,
+    )
+    buffer = ReplayBuffer(storage=LazyStackStorage(8), transform=GroupAdvantage(2), batch_size=2)
+    try:
+        if seeds[0] == seeds[1]:
+            for batch in collector:
+                buffer.extend(batch)
+                if len(buffer):
+                    break
+            assert len(set(map(str, buffer[:2]["query"]))) == 1
+        else:
+            with pytest.raises(ValueError, match="'group_id' must be equal for one prompt alone"):
+                for batch in collector:
+                    buffer.extend(batch)
+    finally:
+        collector.shutdown()
 
 
 @pytest.mark.parametrize("name", ["advantage", "shaping", "scoring"])

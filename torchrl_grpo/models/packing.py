@@ -208,6 +208,15 @@ def with_demonstrations(
     return out.set(K.IS_DEMONSTRATION, torch.arange(len(out))[:, None] >= count)
 
 
+def is_of_wrapper(batch: TensorDictBase) -> bool:
+    """Whether a batch must go through ``sequences_of``: it has no mask of the sampled tokens, or is
+    padded on the left.
+    """
+    if not has(batch, K.ASSISTANT_MASK):
+        return True
+    return has(batch, K.ATTENTION_MASK) and not bool(pad(batch, K.ATTENTION_MASK, True)[:, 0].all())
+
+
 def sequences_of(batch: TensorDictBase, tokens_key: NestedKey = K.FULL) -> TensorDictBase:
     """Convert a batch of TorchRL's LLM wrappers to a ragged batch with this package's entries.
 

@@ -28,7 +28,7 @@ from torchrl_grpo.host.threads import use_one_thread_if_small
 from torchrl_grpo.models.divergence import Teacher, chunked_divergence, likely_tokens
 from torchrl_grpo.models.head import chunked_log_probs, tied_embedding, tied_rows
 from torchrl_grpo.models.loading import base_model_of
-from torchrl_grpo.models.packing import has, pad, sequences_of
+from torchrl_grpo.models.packing import has, is_of_wrapper, pad, sequences_of
 from torchrl_grpo.models.prefix import Layout, Prompt, packed, padded, pick
 from torchrl_grpo.models.sharding import call_gathered, compute_device, mesh_of
 
@@ -254,10 +254,11 @@ class TokenScorer(TensorDictModuleBase):
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Writes the log-probs and entropies of the sampled tokens; see the class."""
-        if self.mask_key == keys.ASSISTANT_MASK and not has(tensordict, self.mask_key):
+        layout = getattr(tensordict.get(keys.LAYOUT, None), "data", None)
+        of_ours = self.mask_key != keys.ASSISTANT_MASK or layout is not None
+        if not of_ours and is_of_wrapper(tensordict):
             tensordict = sequences_of(tensordict, self.tokens_key)
         tokens, mask = pad(tensordict, self.tokens_key), pad(tensordict, self.mask_key, False)
-        layout = getattr(tensordict.get(keys.LAYOUT, None), "data", None)
         if not (
             isinstance(layout, Layout) and layout.source[0] is tokens and layout.source[1] is mask
         ):

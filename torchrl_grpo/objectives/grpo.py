@@ -506,7 +506,7 @@ class GRPOLoss(LossModule):
         weight = F.behaviour_weight(log_weight, mask, bound, level, cap, floor)
         if not self._corrects:
             return weight, {}
-        out = dict[str, Tensor]()
+        out: dict[str, Tensor] = {}
         if bound != "none":
             unbounded = F.behaviour_weight(log_weight, mask, "truncate", level, math.inf)
             out |= tokens.means(behaviour_weight=weight, behaviour_capped=weight != unbounded)

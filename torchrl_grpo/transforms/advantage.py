@@ -365,6 +365,7 @@ class GroupAdvantage(Transform):
             group: [M] int64, the group of each trajectory.
         """
         flat = flatten(tensordict)
+        self._check_prompts(flat, group.to(member.device)[member])
         valid = self._valid(flat, member)
         if self.level == "sequence":
             advantage = self._of_trajectories(flat, member, group, valid)
@@ -388,6 +389,17 @@ class GroupAdvantage(Transform):
         if self.token_dim:
             of_token = of_token.unsqueeze(-1)
         return set_tokens(tensordict, self.advantage_key, of_token)
+
+    def _check_prompts(self, flat: TensorDictBase, group: Tensor) -> None:
+        """Check that the rows of a group have one prompt, where the batch has it as text."""
+        if self.group_key == keys.GROUP_ID and has(flat, keys.QUERY):
+            prompts = set(zip(group.tolist(), group_keys(flat, keys.QUERY), strict=True))
+            if len(prompts) > group.unique().numel():
+                raise ValueError(
+                    f"{self.group_key!r} must be equal for one prompt alone, {len(prompts)} prompts "
+                    f"have {group.unique().numel()}: environments of different seeds number their "
+                    "groups alike, so use the same seed for all, or group_key='query'."
+                )
 
     def _shape(self, batch: TensorDictBase | Composite) -> tuple[int, ...]:
         """Return the shape of the advantages of a batch's sequences."""

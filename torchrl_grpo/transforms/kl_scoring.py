@@ -16,7 +16,14 @@ from torchrl_grpo.errors import MemoryShortError
 from torchrl_grpo.host.memory import memory_short
 from torchrl_grpo.models.loading import base_model_of, shape_of
 from torchrl_grpo.models.memory import forward_memory
-from torchrl_grpo.models.packing import has, pad, pass_tokens, rank_micro_batches, sequences_of
+from torchrl_grpo.models.packing import (
+    has,
+    is_of_wrapper,
+    pad,
+    pass_tokens,
+    rank_micro_batches,
+    sequences_of,
+)
 from torchrl_grpo.models.prefix import Layout, shared_prompts
 from torchrl_grpo.models.scoring import TokenScorer, autocast, check_packing
 from torchrl_grpo.models.sharding import compute_device, mesh_of
@@ -191,7 +198,7 @@ class KLScoring(Transform):
 
     def _score(self, batch: TensorDictBase) -> list[Tensor]:
         """Return the log-probs of each sequence of a flat batch, each as long as its tokens."""
-        if self.in_keys[1] == keys.ASSISTANT_MASK and not has(batch, keys.ASSISTANT_MASK):
+        if self.in_keys[1] == keys.ASSISTANT_MASK and is_of_wrapper(batch):
             return self._score_wrappers(batch)
         tokens, mask = (pad(batch, key) for key in self.in_keys)
         sizes = [part.get(self.in_keys[0]).shape[-1] for part in batch.unbind(0)]

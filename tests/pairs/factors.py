@@ -161,6 +161,7 @@ FACTORS: dict[str, dict[str, tuple[str, ...]]] = {
         "sync": ("inference_model.check_sync=true",),
         "exact": ("inference_model.exact=true",),
     },
+    "kept": {"all": (), "some": ("inference_model.top_k=20", "inference_model.top_p=0.9")},
     "temperature": {"1": (), "0.8": ("inference_model.temperature=0.8",)},
     "shaping": {
         "off": (),
@@ -195,6 +196,7 @@ lora:on  train:split check:exact reference:refresh
 check:exact  train:two,split,copies engine:!float32
 engine:server  samplers:two stop:on
 engine:bfloat16  check:sync
+kept:some  algo:sft engine:server sft:on teacher:reverse,top_k
 data:countdown  truncated:masked
 draw:curriculum  data:!file,two
 """

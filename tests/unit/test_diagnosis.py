@@ -80,7 +80,9 @@ def test_a_gradient_that_is_not_finite_is_named() -> None:
 def test_a_weight_that_is_not_finite_is_named() -> None:
     trainer = make_trainer(max_nonfinite_steps=1)
     trainer.model.get_parameter("model.norm.weight").data[0] = math.nan
-    assert "1 weights are not finite, the first model.norm.weight" in reason(trainer, make_batch())
+    assert "1 weights are not finite, the first of which is model.norm.weight" in reason(
+        trainer, make_batch()
+    )
 
 
 def test_only_the_first_bad_step_in_a_row_is_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -12,15 +13,17 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import ModelCard, constants
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import torchrl_grpo.assembly.export
 import torchrl_grpo.learner.export
+from tests.support.hub import TOKEN, Hub, serving_hub
 from tests.support.runs import LORA, at, run, steps
 from torchrl_grpo.errors import DiskFullError
-from torchrl_grpo.learner.export import export_model
+from torchrl_grpo.learner.export import export_model, model_card
 from torchrl_grpo.scripts.export import main
 from torchrl_grpo.starter import starter_path
 
@@ -142,6 +145,84 @@ def test_the_card_names_base_data_accuracy_and_config(lora_run: Path, tmp_path: 
     )
     assert '"lr": 0.01' in card
     assert card == (lora_run / "checkpoints" / "model" / "README.md").read_text()
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub that huggingface_hub uses: the real client, over HTTP."""
+    with serving_hub() as served:
+        monkeypatch.setattr(constants, "ENDPOINT", served.address)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        yield served
+
+
+@pytest.mark.slow
+def test_a_pushed_model_is_the_exported_one_with_its_card(
+    hub: Hub, lora_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for option in ([], ["--adapters"]):
+        name = f"someone/model{len(option)}"
+        target = tmp_path / name
+        main([str(lora_run), "--output", str(target), "--push", name, *option])
+        assert capsys.readouterr().out == f"{target}\n{hub.address}/{name}\n"
+        files = {path.name: path.read_bytes() for path in target.iterdir()}
+        pushed = hub.models[name]
+        assert {path: pushed[path] for path in files} == files
+        card = ModelCard(pushed["README.md"].decode())
+        assert card.data.library_name == ("peft" if option else "transformers")
+        assert (card.data.base_model, card.data.datasets) == (None, None)  # neither is on a hub
+        assert "grpo" in card.data.tags
+        [result] = card.data.eval_results
+        assert (result.dataset_type, result.metric_name) == ("arithmetic", "pass@1")
+        assert 0 <= result.metric_value <= 1
+        assert f'model="{name}"' in card.text and "<details>" in card.text
+
+
+def test_a_card_names_what_the_hub_has() -> None:
+    config = {
+        "env": {"dataset": "gsm8k", "task": {}, "system_prompt": 'Say "so".'},
+        "model": {"name": "Qwen/Qwen2.5-0.5B@main"},
+    }
+    metrics = {"eval/pass@1": 0.5, "eval/pass@8": math.nan, "eval/reward_mean": 0.5}
+    card = ModelCard(model_card(config, 3, metrics, adapters=True))
+    assert (card.data.base_model, card.data.datasets) == ("Qwen/Qwen2.5-0.5B", ["openai/gsm8k"])
+    assert [(one.metric_name, one.metric_value) for one in card.data.eval_results] == [
+        ("pass@1", 0.5)
+    ]
+    assert '{"role": "system", "content": "Say \\"so\\"."}' in card.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", [[], ["--adapters"]])
+def test_the_example_of_a_card_runs(
+    option: list[str], lora_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main([str(lora_run), "--output", str(tmp_path / "made"), *option])
+    monkeypatch.chdir(tmp_path / "made")
+    text = Path("README.md").read_text()
+    code = text.partition("```python\n")[2].partition("```")[0]
+    assert len(code.splitlines()) <= 6
+    shown: list[str] = []
+    exec(code.replace("512", "4").replace("25?", "25=?"), {"print": shown.append})
+    assert len(shown) == 1
+
+
+def test_a_push_without_rights_is_refused_before_the_export(
+    hub: Hub,
+    lora_run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    for name in ("someone/model", "not a name"):
+        with pytest.raises(SystemExit) as ended:
+            main([str(lora_run), "--output", str(tmp_path / "made"), "--push", name])
+        assert ended.value.code == 2
+        assert f"--push={name} must be" in capsys.readouterr().err
+    assert not (tmp_path / "made").exists() and hub.models == {}
 
 
 def test_what_cannot_be_exported_is_one_line(

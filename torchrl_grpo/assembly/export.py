@@ -24,6 +24,7 @@ def export(
     *,
     adapters: bool = False,
     trust_remote_code: bool = False,
+    hub_name: str = ".",
 ) -> Path:
     """Write the model of a checkpoint; return the folder.
 
@@ -34,6 +35,7 @@ def export(
         adapters: whether to write LoRA's adapters alone.
         trust_remote_code: whether code from the base model's repository may run, and the checkpoint
             may name code and other files; its own config does not decide that.
+        hub_name: name in the card's example, for a folder that is uploaded.
 
     Raises:
         ConfigError: there is no such checkpoint, the output folder exists or would be outside the
@@ -66,6 +68,6 @@ def export(
         model,
         tokenizer,
         target,
-        model_card(state["config"], state["step"], metrics),
+        model_card(state["config"], state["step"], metrics, adapters=adapters, name=hub_name),
         adapters=adapters,
     )

@@ -190,8 +190,8 @@ class Checkpointer:
         ``model_{step}/`` and, with LoRA, has only the adapters; see ``export_model``.
         """
         target = self.directory / ("model" if ended else f"model_{step:06d}")
-        card = model_card(self.config, step, self.metrics)
         adapters = hasattr(model, "peft_config") and not ended
+        card = model_card(self.config, step, self.metrics, adapters=adapters)
         return export_model(model, tokenizer, target, card, adapters=adapters)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections import deque
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import EvalResult, ModelCardData
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -24,6 +26,39 @@ ACCURACY = "eval/pass@1"
 """Metric of a checkpoint's quality."""
 INVALID = "eval/invalid_fraction"
 """Fraction of the rewards that the metric excludes as invalid."""
+HUB_NAMES = {
+    "gsm8k": "openai/gsm8k",
+    "math": "DigitalLearningGmbH/MATH-lighteval",
+    "ifeval": "google/IFEval",
+}
+"""Names on the hub of built-in data sets."""
+CARD = """\
+---
+{header}
+---
+
+# A model trained with {method}
+
+| | |
+|---|---|
+{table}
+```python
+from transformers import pipeline
+
+generate = pipeline("text-generation", model="{name}")
+messages = {messages}
+print(generate(messages, max_new_tokens=512)[0]["generated_text"][-1]["content"])
+```
+
+<details>
+<summary>The run's config</summary>
+
+```json
+{config}
+```
+
+</details>
+"""
 _FILE_BYTES = 4 << 30
 """Maximum size of a file of weights, unless a single weight is larger. Writing takes this memory.
 """
@@ -154,32 +189,69 @@ def check_room(directory: Path, needed: int, what: str) -> None:
         )
 
 
-def model_card(config: Mapping[str, Any], step: int, metrics: Mapping[str, float]) -> str:
-    """Return the card of a model: its origin, data, config and accuracy.
+def model_card(
+    config: Mapping[str, Any],
+    step: int,
+    metrics: Mapping[str, float],
+    *,
+    adapters: bool = False,
+    name: str = ".",
+) -> str:
+    """Return the card of a model, whose header the Hugging Face hub reads: its origin, data, config,
+    accuracy, and how to use it.
 
     Args:
         config: the run's config as plain types.
         step: number of steps that trained the model.
         metrics: metrics of the model's evaluation; they may be missing.
+        adapters: whether only LoRA's adapters are written.
+        name: folder, or name on the hub, of the model in the example.
     """
-    env, base = config["env"], config["model"]["name"]
-    entries = ", ".join(entry["dataset"] for entry in env.get("datasets") or [])
+    env, policy, base = config["env"], config.get("policy", {}), config["model"]["name"]
     task = env["task"].get("_target_") if isinstance(env["task"], Mapping) else env["task"]
-    data = task or env["dataset"] or entries or env["environment"]
-    of_hub = base.count("/") == 1 and not Path(base).exists()
-    scores = {name: accuracy(metrics, name) for name in metrics if name.startswith("eval/pass@")}
+    entries = [entry["dataset"] for entry in env.get("datasets") or []]
+    data = task or env["dataset"] or ", ".join(entries) or str(env["environment"])
+    method = "SFT" if policy.get("demonstrations") else "GRPO"
+    scores = {key: value for key, value in metrics.items() if key.startswith("eval/pass@")}
+    results = [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=data,
+            dataset_name=data,
+            metric_type="pass@k",
+            metric_name=key.removeprefix("eval/"),
+            metric_value=round(value, 4),
+        )
+        for key, value in scores.items()
+        if value is not None and math.isfinite(value)
+    ]
+    datasets = [HUB_NAMES.get(entry, entry) for entry in entries or [env["dataset"] or ""]]
+    header = ModelCardData(
+        base_model=base.partition("@")[0] if _is_on_hub(base) else None,
+        library_name="peft" if adapters else "transformers",
+        pipeline_tag="text-generation",
+        datasets=[*filter(_is_on_hub, datasets)] or None,
+        tags=[method.lower(), "torchrl"],
+        model_name=f"{base}, {method}",
+        eval_results=results or None,
+    )
     rows = {"base model": base, "training data": data, "steps": f"{step:,}"}
-    rows |= {name.removeprefix("eval/"): text for name, text in scores.items()} or {
+    rows |= {key.removeprefix("eval/"): accuracy(metrics, key) for key in scores} or {
         "pass@1": "not measured"
     }
-    lines = [
-        "---",
-        *([f"base_model: {base}"] if of_hub else []),
-        "library_name: transformers",
-        "tags: [grpo]",
-        "---",
-    ]
-    lines += ["", "# A model trained with GRPO", "", "| | |", "|---|---|"]
-    lines += [f"| {name} | {value} |" for name, value in rows.items()]
-    lines += ["", "The run's config:", "", "```json", json.dumps(config, indent=2), "```", ""]
-    return "\n".join(lines)
+    prompt = {"role": "user", "content": "What is 17 + 25?"}
+    system = env.get("system_prompt")
+    messages = [*([{"role": "system", "content": system}] if system else []), prompt]
+    table = "".join(f"| {key} | {value} |\n" for key, value in rows.items())
+    return CARD.format(
+        header=header.to_yaml(),
+        method=method,
+        table=table,
+        name=name,
+        messages=json.dumps(messages),
+        config=json.dumps(config, indent=2),
+    )
+
+
+def _is_on_hub(name: str) -> bool:
+    return name.count("/") == 1 and not Path(name).exists()

@@ -3,6 +3,7 @@
     python -m torchrl_grpo.export outputs/DATE/TIME
     python -m torchrl_grpo.export outputs/DATE/TIME/checkpoints/checkpoint_000100 --output my_model
     python -m torchrl_grpo.export outputs/DATE/TIME --adapters
+    python -m torchrl_grpo.export outputs/DATE/TIME --push USER/NAME
 
 A run's folder means its newest complete checkpoint. The run's base model must be where it was.
 """
@@ -18,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from torchrl_grpo.assembly.export import export
 from torchrl_grpo.errors import RunLostError
+from torchrl_grpo.host.hub import create_repository, upload
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -38,18 +40,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
         action="store_true",
         help="use code and files that the base model's repository and the run's options name",
     )
+    parser.add_argument(
+        "--push",
+        metavar="USER/NAME",
+        help="upload the folder to this model of the Hugging Face hub",
+    )
     options = parser.parse_args(arguments)
     transformers_logging.disable_progress_bar()
     try:
+        if options.push is not None:
+            create_repository(options.push)
         target = export(
             options.checkpoint,
             options.output,
             adapters=options.adapters,
             trust_remote_code=options.trust_remote_code,
+            hub_name=options.push or ".",
         )
+        address = "" if options.push is None else f"{upload(target, options.push)}\n"
     except (ValueError, RunLostError) as error:
         parser.exit(2, f"error: {str(error).replace('train.resume=', '')}\n")
-    sys.stdout.write(f"{target}\n")
+    sys.stdout.write(f"{target}\n{address}")
 
 
 if __name__ == "__main__":

@@ -90,10 +90,10 @@ def test_an_evaluation_alone_ends_with_its_accuracy() -> None:
 @pytest.mark.parametrize(
     ("done", "total", "evaluates", "said"),
     [
-        (0, 8, True, "running the initial evaluation and the first rollout"),
+        (0, 8, True, "evaluating 400 problems before the first step"),
         (0, 8, False, "running the first rollout"),
         (4, 8, False, "running the next rollout"),
-        (0, 0, True, "running the evaluation"),
+        (0, 0, True, "evaluating 400 problems"),
     ],
 )
 def test_what_takes_long_before_the_first_step_is_said(
@@ -101,7 +101,9 @@ def test_what_takes_long_before_the_first_step_is_said(
 ) -> None:
     lines: list[str] = []
     monkeypatch.setattr(startup, "say", lines.append)
-    Console(file=io.StringIO()).start(done, total, evaluates=evaluates)
+    console = Console(file=io.StringIO())
+    console.problems(8, 400, "1+1=")
+    console.start(done, total, evaluates=evaluates)
     assert lines == [said]
 
 

@@ -54,6 +54,10 @@ def printed(folder: Path, *arguments: str, width: int = 100) -> str:
     return file.getvalue()
 
 
+def titles(text: str) -> list[str]:
+    return [line.strip() for line in text.splitlines() if line.strip() in ("1+1=", "2+2=", "say")]
+
+
 def heads(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("step ")]
 
@@ -97,13 +101,10 @@ def test_a_sample_is_shown_with_what_it_earned(folder: Path) -> None:
 
 
 def test_before_stands_against_after(folder: Path) -> None:
-    text = printed(folder, "--compare", "--split", "test", "--sort", "change", "--reverse")
-    titles = [line.strip() for line in text.splitlines() if line.strip() in ("1+1=", "2+2=", "say")]
-    assert titles == [
-        "1+1=",
-        "say",
-        "2+2=",
-    ]  # the largest gain first; of an invalid reward there is none
+    by_change = ("--compare", "--split", "test", "--sort", "change")
+    text = printed(folder, *by_change, "--reverse")
+    assert titles(text) == ["1+1=", "2+2=", "say"]  # of an invalid reward there is no change
+    assert titles(printed(folder, *by_change)) == ["2+2=", "1+1=", "say"]
     row = next(line for line in text.splitlines() if "three!" in line)
     assert row.split() == ["three!", "two"]
     assert (

@@ -186,6 +186,7 @@ def build(
     started_at = time.monotonic()
     max_staleness = staleness_bound(config, asynchronous)
     with as_config_errors(), ExitStack() as resources:
+        console = resources.enter_context(Console())  # first: it takes the colors out of log lines
         lock = resources.enter_context(FolderLock(directory))
         directory = lock.folder
         watch = resources.enter_context(stalls.watched(config.train.stall_timeout_s, directory))
@@ -215,7 +216,6 @@ def build(
             lora=config.train_model.lora.enabled,
             waits=max_staleness > 0 and config.inference_model.in_flight == "wait",
         )
-        console = resources.enter_context(Console())
         logger = _show(blueprint, directory, console, resources)
         if config.train.resume is not None and not config.only_evaluates:
             # Later steps in this run's folder are repeated.

@@ -79,6 +79,7 @@ class Console(AbstractContextManager["Console"]):
         self._handlers: list[tuple[logging.StreamHandler[IO[str]], IO[str]]] = []
         self._started_at = time.monotonic()
         self._silent = True  # no step has been printed yet
+        self._num_tests = 0
         for handler in torchrl_logger.handlers:
             # TorchRL's lines have colors.
             if type(handler) is logging.StreamHandler and not handler.stream.isatty():
@@ -111,6 +112,7 @@ class Console(AbstractContextManager["Console"]):
             is_stateful: whether an environment or an agent adds to the prompt before the first
                 turn.
         """
+        self._num_tests = test
         first = "before its environment or agent speaks" if is_stateful else "as the model sees it"
         self._line(
             f"{train:,} training problems, {test:,} test problems; the first prompt {first}:"
@@ -137,12 +139,13 @@ class Console(AbstractContextManager["Console"]):
             evaluates: whether the run begins with an evaluation.
         """
         self._started_at = time.monotonic()
+        if not sequences_total or (evaluates and not sequences_done):
+            before = " before the first step" if sequences_total else ""
+            activity = f"evaluating {self._num_tests:,} problems{before}"
+        else:
+            activity = f"running the {'next' if sequences_done else 'first'} rollout"
         if not self._live or self._progress is not None:
-            rollout = "the next rollout" if sequences_done else "the first rollout"
-            evaluation = "the initial evaluation and " if evaluates and not sequences_done else ""
-            startup.say(
-                f"running {evaluation}{rollout}" if sequences_total else "running the evaluation"
-            )
+            startup.say(activity)
             return
         startup.end()
         wide = self._rich.width >= _WIDE
@@ -157,7 +160,7 @@ class Console(AbstractContextManager["Console"]):
         )
         self._progress = Progress(*columns, console=self._rich, refresh_per_second=4, expand=wide)
         self._progress.add_task(
-            "train", completed=sequences_done, total=sequences_total, step=MISSING, numbers=""
+            "train", completed=sequences_done, total=sequences_total, step=MISSING, numbers=activity
         )
         self._progress.start()
         self._reroute_logger()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import IO, Any
@@ -60,7 +61,7 @@ def main(
     console = Console(file=file, width=width, highlight=False)
     if options.compare:
         pairs = [pair for pair in compare(matches) if _passes(pair[1], options)]
-        _show_pairs(_first(pairs, options, _pair_key), console)
+        _show_pairs(_first(pairs, options, partial(_pair_key, last=not options.reverse)), console)
         _line(_summary(pairs), console)
     else:
         matches = [row for row in matches if _passes(row, options)]
@@ -112,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--sort",
         choices=("step", "reward", "length", "change"),
-        help="lowest first; change of reward",
+        help="lowest first; change of reward, unchanged ones last",
     )
     parser.add_argument(
         "--reverse", action="store_true", help="highest first, or last written first"
@@ -154,8 +155,10 @@ def _key(row: Row, by: str) -> Any:
     return len(str(row.get("response"))) if by == "length" else row["step"]
 
 
-def _pair_key(pair: Pair, by: str) -> Any:
-    return _change(pair) if by == "change" else _key(pair[1], by)
+def _pair_key(pair: Pair, by: str, *, last: bool) -> Any:
+    """Key that sorts by change, with the pairs that did not change last or, to be reversed, first."""
+    change = _change(pair)
+    return ((change == 0) == last, change) if by == "change" else _key(pair[1], by)
 
 
 def _change(pair: Pair) -> float:

@@ -216,7 +216,7 @@ def test_axes_are_logarithmic_and_over_tokens_or_time(page: Page, address: str) 
     )  # 39 steps of 0.5 s
     page.get_by_label("horizontal axis").select_option("tokens")
     expect(entropy).to_have_attribute("aria-valuetext", re.compile("tokens: "))
-    log = page.get_by_role("button", name="Entropy (nats per token): logarithmic axis")
+    log = page.get_by_role("button", name="Entropy (nats per token): log axis")
     log.click()
     expect(log).to_have_attribute("aria-pressed", "true")
     assert "log=Entropy" in page.url

@@ -149,7 +149,7 @@ function makeChart({ title, note }, point) {
   const plot = el("div", { class: "plot", tabindex: 0, role: "slider", "aria-label": `${title}, at a step` });
   const legend = el("ul", { class: "legend" });
   const button = (text, name, click) => el("button", { type: "button", "aria-label": `${title}: ${name}`, click }, text);
-  const log = button("log", "logarithmic axis", () => {
+  const log = button("log", "log axis", () => {
     const logs = new Set((new URLSearchParams(location.hash.split("?")[1]).get("log") ?? "").split("\n").filter(Boolean));
     if (!logs.delete(title)) logs.add(title);
     change({ log: [...logs].join("\n") });

@@ -68,9 +68,9 @@ KLEstimator = Literal["k1", "k2", "k3"]
 TeacherDivergence = Literal["sampled", "reverse", "forward", "jsd"]
 """Divergences from a teacher: at the sampled token, or over the whole vocabulary."""
 
-AdvantageMean = Literal["group", "leave_one_out", "batch", "none"]
+AdvantageMean = Literal["group", "leave_one_out", "second_best", "batch", "none"]
 """Baselines of the advantage."""
-AdvantageStd = Literal["group", "batch", "none"]
+AdvantageStd = Literal["group", "batch", "group_mean", "nonzero", "none"]
 """Scales of the advantage."""
 Sampling = Literal["uniform", "pass_rate"]
 """How problems are drawn."""
@@ -276,7 +276,8 @@ def check_rejection(
 
 def check_group_size(repeats: int, mean: str, std: str, name: str = "repeats") -> None:
     """Refuse a group too small for a comparison among its members."""
-    least = 2 if mean in ("group", "leave_one_out") or std == "group" else 1
+    of_group = mean in ("group", "leave_one_out", "second_best") or std in ("group", "group_mean")
+    least = 2 if of_group else 1
     if repeats < least:
         raise ValueError(
             f"{name}={repeats} must be at least {least}, because a single sample cannot be "
@@ -285,11 +286,11 @@ def check_group_size(repeats: int, mean: str, std: str, name: str = "repeats") -
 
 
 def check_level(level: str, mean: str, name: str = "mean") -> None:
-    """Refuse a baseline that is not defined for tokens."""
-    if level != "sequence" and mean == "leave_one_out":
+    """Refuse a baseline or scale that is not defined for tokens."""
+    if level != "sequence" and mean in ("leave_one_out", "second_best", "group_mean", "nonzero"):
         raise ValueError(
-            f"{name}=leave_one_out must not be used with an advantage for each {level}, because it "
-            f"leaves out a sequence, not a {level}: use group or batch."
+            f"{name}={mean} must not be used with an advantage for each {level}, because it "
+            f"compares sequences, not a {level}: use group or batch."
         )
 
 

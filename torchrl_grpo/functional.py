@@ -91,9 +91,13 @@ def group_advantage(
     """Advantage of each response: its reward minus a baseline, divided by a scale.
 
     ``mean`` is the baseline: ``group`` (arXiv 2402.03300, section 4.1.2), ``leave_one_out`` (the
-    mean of the *other* members of the group, arXiv 2402.14740), ``batch`` (arXiv 2501.03262) or
-    ``none``. ``std`` is the scale: ``eps`` plus the unbiased standard deviation, over the ``group``
-    or the ``batch``, of what the baseline left of the rewards; or ``none`` (arXiv 2503.20783).
+    mean of the *other* members of the group, arXiv 2402.14740), ``second_best`` (the best member of
+    the group gets its lead over the second one, the others 0: an estimate for pass@k, arXiv
+    2503.19595), ``batch`` (arXiv 2501.03262) or ``none``. ``std`` is the scale: ``eps`` plus the
+    unbiased standard deviation, over the ``group`` or the ``batch``, of what the baseline left of
+    the rewards (of the rewards, with ``second_best``); ``group_mean``, ``eps`` plus the group's
+    mean reward (MaxRL, arXiv 2602.02710, for rewards of at least 0); ``nonzero``, the share of
+    rewards in the batch that are not 0 (GPG, arXiv 2504.02546); or ``none`` (arXiv 2503.20783).
 
     Args:
         reward: [N] floating.
@@ -109,7 +113,8 @@ def group_advantage(
         those of the batch, for such a batch.
 
     Raises:
-        ValueError: a valid reward is not finite, or a choice is unknown.
+        ValueError: a valid reward is not finite, or a choice is unknown; or a reward is below 0
+            with ``group_mean``.
     """
     if mean not in get_args(AdvantageMean) or std not in get_args(AdvantageStd):
         raise ValueError(
@@ -124,7 +129,7 @@ def group_advantage(
             f"reward has {int((~values.isfinite()).sum())} values that are not finite, and valid "
             "ones must be: mark them as invalid, or fix what made them."
         )
-    signal = valid
+    rewards, signal = values, valid
     if mean == "batch":
         average, _, varies = _statistics(values, whole, valid, groups)
         values, signal = values - average, signal & varies
@@ -133,11 +138,24 @@ def group_advantage(
         values, signal = values - average, signal & varies
         if mean == "leave_one_out":
             values = values * (count / (count - 1).clamp(min=1))
+        elif mean == "second_best":
+            values = _lead(rewards, index, valid, groups)
     values = torch.where(signal, values, 0.0)
-    if std != "none":
+    if std == "group_mean":
+        if (rewards < 0).any():
+            raise ValueError(
+                f"reward={rewards.min().item():g} must be at least 0 with std='group_mean', which "
+                "divides by the mean reward: add a bias to the rewards, or use std='group'."
+            )
+        average, _, _ = _statistics(rewards, index, valid, groups)
+        values = values / (average + eps)
+    elif std == "nonzero":
+        values = values * (valid.sum() / (rewards != 0).sum().clamp(min=1))
+    elif std != "none":
         over = index if std == "group" else whole
-        centered, count, varies = _statistics(values, over, valid, groups)
-        variance = _total(torch.where(valid, (values - centered).square(), 0.0), over, groups) / (
+        spread = rewards if mean == "second_best" else values
+        centered, count, varies = _statistics(spread, over, valid, groups)
+        variance = _total(torch.where(valid, (spread - centered).square(), 0.0), over, groups) / (
             count - 1
         ).clamp(min=1)
         values, signal = values / (variance.sqrt() + eps), signal & varies
@@ -149,6 +167,16 @@ def _total(values: Tensor, index: Tensor, groups: int) -> Tensor:
     return torch.zeros(groups, dtype=values.dtype, device=values.device).index_add_(
         0, index, values
     )[index]
+
+
+def _lead(rewards: Tensor, index: Tensor, valid: Tensor, groups: int) -> Tensor:
+    """[N] How far the best member of each group is above the second best one; 0 for the others."""
+    known = torch.where(valid, rewards, -math.inf)
+    lowest = torch.full((groups,), -math.inf, dtype=rewards.dtype, device=rewards.device)
+    is_best = known == lowest.scatter_reduce(0, index, known, "amax")[index]
+    second = lowest.scatter_reduce(0, index, torch.where(is_best, -math.inf, known), "amax")[index]
+    alone = is_best & (_total((is_best & valid).to(rewards.dtype), index, groups) == 1)
+    return torch.where(alone & second.isfinite(), rewards - second, 0.0)
 
 
 def _statistics(

@@ -649,6 +649,14 @@ PRESETS: dict[str, dict[str, Any]] = {
         "proximal": "recomputed",
         "behaviour": ("truncate", "token", 2.0),
     },
+    "max_rl": {"advantage": ("group", "group_mean"), "aggregation": "token_mean"},
+    "pass_at_k": {"advantage": ("second_best", "group"), "aggregation": "token_mean"},
+    "gpg": {
+        "advantage": ("group", "nonzero"),
+        "aggregation": "token_mean",
+        "loss": CISPOLoss,
+        "clip": (0.0, 0.0),
+    },
     "gmpo": {"advantage": ("group", "group"), "loss": GMPOLoss, "clip": (0.4, 0.4)},
     "vespo": {"advantage": ("group", "group"), "loss": VESPOLoss, "aggregation": "token_mean"},
     "luspo": {
@@ -1042,6 +1050,9 @@ SPECIFICATIONS: dict[str, tuple[str, Token, dict[str, Any]]] = {
         {"aggregation": "token_mean", "proximal": "recomputed", "bound": ("truncate", "token", 2.0),
          "reject": geometric(0.99, 1.01)},
     ),
+    "max_rl": ("max_rl", clip(0.2, 0.2), {"aggregation": "token_mean"}),
+    "pass_at_k": ("lead", clip(0.2, 0.2), {"aggregation": "token_mean"}),
+    "gpg": ("nonzero", cispo(0.0, 0.0), {"aggregation": "token_mean"}),
     "luspo": (
         "standardized", clip(2e-3, 2.5e-3),
         {"level": "sequence", "proximal": "recomputed", "aggregation": "constant"},
@@ -1074,6 +1085,19 @@ def advantages_by_loop(kind: str, rows: list[TensorDict]) -> list[list[float]]:
         return [[(values[t] - mean) / (std + 1e-6) if t in values else 0.0 for t in range(len(row["row_width"]))]
                 for values, row in zip(returns, rows, strict=True)]  # fmt: skip
     groups = [rewards[:4], rewards[4:]]
+    if kind == "max_rl":
+        means = [sum(group) / 4 for group in groups]
+        return [[(r - means[i // 4]) / (means[i // 4] + 1e-6)] for i, r in enumerate(rewards)]
+    if kind == "lead":
+        leads = []
+        for group in groups:
+            best, second = sorted(group, reverse=True)[:2]
+            std = mean_and_std(group)[1] + 1e-6
+            leads += [[(best - second) / std if r == best else 0.0] for r in group]
+        return leads
+    if kind == "nonzero":
+        share = sum(r != 0 for r in rewards) / len(rewards)
+        return [[(r - sum(groups[i // 4]) / 4) / share] for i, r in enumerate(rewards)]
     made = (
         leave_one_out(groups)
         if kind == "leave_one_out_kl"
@@ -1104,6 +1128,8 @@ def test_the_gradient_of_each_preset_equals_its_formula_by_loop(name: str, seed:
         row["next", "reward"] = (
             torch.randint(0, 2, (1,), generator=generator).float() if i % 4 else torch.tensor([0.5])
         )
+        if name == "pass_at_k":
+            row["next", "reward"] = torch.tensor([float((i * 3 + seed) % 8)])
         if name == "geo_mask" and i % 2:  # the others are rejected
             row["prox_log_probs", "full"] = row["log_probs", "full"] + 0.005
         row["group_id"] = torch.tensor([i // 4])

@@ -276,6 +276,7 @@ def _check_shared(config: GRPOConfig) -> None:
     check_rejection(policy.rejection, "policy.rejection")
     check_bounds(policy.reward_clip, "policy.reward_clip")
     check_level(level, mean, "policy.advantage_mean")
+    check_level(level, policy.advantage_std, "policy.advantage_std")
     if env.reward_combination == "gdpo":
         check_decoupled(level, mean, "env.reward_combination=gdpo")
     if policy.kl_bias_correction and (not policy.kl_coef or policy.kl_in_reward):

@@ -145,9 +145,13 @@ class PolicyConfig:
     with its arguments next to it.
     """
     advantage_mean: str = choice(checks.AdvantageMean, "group")
-    """Baseline: mean of the group, of its other members (leave_one_out), of the batch, or none."""
+    """Baseline: mean of the group, of its other members (leave_one_out), of the batch, or none;
+    second_best trains on the best member alone, by its lead over the second one (arXiv 2503.19595).
+    """
     advantage_std: str = choice(checks.AdvantageStd, "group")
-    """Scale: standard deviation of the group, of the batch, or none."""
+    """Scale: standard deviation of the group, of the batch, or none; the group's mean reward
+    (group_mean, arXiv 2602.02710); or the share of rewards that are not 0 (nonzero, arXiv
+    2504.02546)."""
     advantage_whiten: bool = False
     """Whether the advantages are normalized a second time, by mean and standard deviation over the
     batch's tokens.

@@ -204,6 +204,7 @@ class GroupAdvantage(Transform):
         check_choice("trajectory_return", trajectory_return, get_args(TrajectoryReturn))
         check_group_size(repeats, mean, std)
         check_level(level, mean)
+        check_level(level, std, "std")
         if part_weights is not None:
             check_decoupled(level, mean)
         for name, value in (("gamma", gamma), ("lmbda", lmbda)):

@@ -794,7 +794,7 @@ def _copy(model: torch.nn.Module) -> dict[str, Tensor]:
         (["policy.reward_clip=[1,-1]"], r"policy.reward_clip=\[1.0, -1.0\] must be a pair"),
         (
             ["policy.advantage_level=token", "policy.advantage_mean=leave_one_out"],
-            "leaves out a sequence, not a token",
+            "policy.advantage_mean",
         ),
         (
             [

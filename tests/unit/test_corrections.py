@@ -102,6 +102,20 @@ def test_tokens_against_their_advantage_stay_with_dppo() -> None:
     assert F.reject_dppo_kl(gap, 0.01, 0.01).all()
 
 
+def test_what_is_at_a_bound_and_an_advantage_of_0_are_kept() -> None:
+    sample, current = torch.tensor([[0.5]]).log(), torch.zeros(1, 1)
+    one, mask = torch.ones(1, 1), torch.ones(1, 1, dtype=torch.bool)
+    gap = F.Mismatch(sample, current, sample, one, mask)
+    assert not F.reject_token_ratio(gap, 1.0, 1.0).any()
+    assert not F.reject_dppo_tv(gap, 0.5, 0.5).any()
+    assert not F.reject_dppo_tv(gap._replace(advantage=0 * one), 0.1, 0.1).any()
+    back = F.Mismatch(sample, torch.full((1, 1), -1.0), torch.full((1, 1), -0.5), -one, mask)
+    assert not F.reject_off_policy(back, 0.0, 0.5).any()
+    assert F.reject_off_policy(back, 0.0, 0.4).all()
+    assert not F.reject_off_policy(back._replace(advantage=0 * one), 0.0, 0.4).any()
+    assert not F.reject_dppo_kl(back._replace(advantage=0 * one), 0.0, 0.0).any()
+
+
 @pytest.mark.parametrize(
     ("bound", "weights"),
     [("truncate", [0.7, 0.7, 1.0, 1.5]), ("mask", [0.0, 0.7, 1.0, 0.0])],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from functools import partial
 from typing import Any
 
@@ -47,4 +48,6 @@ def test_a_policy_travels_to_the_actor_and_takes_weights_there(tokenizer: Any) -
             assert log_probs.tolist() == pytest.approx([-5.564520] * len(log_probs), abs=1e-5)
     finally:
         collector.shutdown()
+        del collector  # its finalizer calls Ray, which would start anew after the shutdown
+        gc.collect()
         ray.shutdown()

@@ -355,7 +355,9 @@ def test_an_unknown_log_prob_leaves_the_loss() -> None:
     assert out[keys.ASSISTANT_MASK].tolist() == [[False, True, False, True]]
     assert out[keys.LOG_PROBS].tolist() == [[0.0, -1.0, 0.0, -2.0]]
     del row["log_probs"]
-    with pytest.raises(KeyError, match=r"log_probs\.full or log_probs\.response, but has only tokens"):
+    with pytest.raises(
+        KeyError, match=r"log_probs\.full or log_probs\.response, but has only tokens"
+    ):
         sequences_of(lazy_stack([row]))
 
 

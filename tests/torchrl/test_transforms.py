@@ -206,7 +206,7 @@ class TurnRewards(Problems):
         ]
 
 
-def test_rewards_of_the_tasks_turns_and_of_a_transform_stay_at_their_turns(tokenizer: Any) -> None:
+def test_rewards_of_task_and_transform_stay_at_their_turns(tokenizer: Any) -> None:
     env = make_env(tokenizer, thinking(), task=TurnRewards())
     batch, _ = play(env, tokenizer, lambda copy, prompt: "a" if "Think." in prompt or copy else "b")
     assert batch[keys.REWARD].flatten().tolist() == [1.25, 1.0]
@@ -332,7 +332,7 @@ def test_text_that_the_policy_wrote_cannot_be_changed(tokenizer: Any) -> None:
 def test_what_cannot_work_is_refused_when_it_is_attached(tokenizer: Any) -> None:
     with pytest.raises(
         ValueError,
-        match=r"SimpleToolTransform .* max_turns of at least 2, .* 1",
+        match=r"SimpleToolTransform .* max_turns .*at least 2, .* 1",
     ):
         make_env(tokenizer, simple(), max_turns=1)
     strict = copy.copy(tokenizer)

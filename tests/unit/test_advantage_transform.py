@@ -141,8 +141,8 @@ def test_keys_can_be_named_and_groups_can_be_texts():
 @pytest.mark.parametrize(
     ("missing", "message"),
     [
-        ("group_id", r"no entry group_id, it has .*next\.reward.*: write it"),
-        (keys.REWARD, r"no entry next\.reward, it has .*group_id.*: write it"),
+        ("group_id", r"no entry group_id, only .*next\.reward.*: write it"),
+        (keys.REWARD, r"no entry next\.reward, only .*group_id.*: write it"),
     ],
 )
 def test_missing_groups_and_rewards_are_named_wherever_the_transform_is(missing, message):

@@ -95,7 +95,9 @@ def test_each_response_of_an_evaluation_is_a_sign_of_progress(
         Evaluator(engine, greedy, None, params=SamplingParams(4)).evaluate(sampled=True)
         if pool is not None:
             pool.close()
-    assert noted == [f"evaluating 3 problems, {count} responses received" for count in (1, 2, 3)] * 2
+    assert (
+        noted == [f"evaluating 3 problems, {count} responses received" for count in (1, 2, 3)] * 2
+    )
 
 
 def test_pass_at_1_and_pass_at_k_by_hand(tokenizer: PreTrainedTokenizerFast) -> None:

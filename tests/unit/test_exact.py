@@ -42,8 +42,14 @@ def test_without_it_the_ratio_has_rounding(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "needs"),
     [
-        ("inference_model.backend=vllm", "needs inference_model.backend=transformers, but it is vllm"),
-        ("inference_model.dtype=bfloat16", "needs inference_model.dtype=float32, but it is bfloat16"),
+        (
+            "inference_model.backend=vllm",
+            "needs inference_model.backend=transformers, but it is vllm",
+        ),
+        (
+            "inference_model.dtype=bfloat16",
+            "needs inference_model.dtype=float32, but it is bfloat16",
+        ),
         ("env.max_turns=2", "needs env.max_turns=1, but it is 2"),
         ("train_model.lora.enabled=true", "needs train_model.lora.enabled=false, but it is true"),
         ("train_model.num_devices=2", "needs train_model.num_devices=1, but it is 2"),

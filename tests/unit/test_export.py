@@ -69,7 +69,7 @@ def test_export_prints_the_folder_and_nothing_else(lora_run: Path, tmp_path: Pat
 def test_the_export_of_a_checkpoint_is_that_of_the_run(tmp_path: Path) -> None:
     run(tmp_path, steps(1))
     main([str(tmp_path)])
-    made = tmp_path / "checkpoints" / "checkpoint_000001"
+    made = tmp_path / "checkpoints" / "checkpoint_000001_model"
     assert_same(weights(made), weights(tmp_path / "checkpoints" / "model"))
     assert AutoTokenizer.from_pretrained(made).chat_template
     assert {path.name for path in made.iterdir()} == {
@@ -116,7 +116,7 @@ def test_adapters_are_merged_or_written_alone(lora_run: Path, tmp_path: Path) ->
 def test_models_are_written_beside_checkpoints(overrides: tuple[str, ...], tmp_path: Path) -> None:
     run(tmp_path, *overrides, *TESTED, steps(4), "train.checkpoint_frequency=2", "train.export_frequency=2",
         "evaluation.frequency=2")  # fmt: skip
-    models = sorted(path for path in (tmp_path / "checkpoints").iterdir() if path.is_dir())
+    models = sorted((tmp_path / "checkpoints").glob("model*"))
     assert [path.name for path in models] == [
         "model",
         "model_000002",

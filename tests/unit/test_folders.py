@@ -393,7 +393,7 @@ def test_checkpoints_that_cannot_be_written_cost_one_line_each(
         at_step(made, 2, block, monkeypatch)
         at_step(made, 4, checkpoints.unlink, monkeypatch)
         made.fit()
-    unsaved = [line for line in said if "is not" in line]
+    unsaved = [line for line in said if "was not" in line]
     why = f"cannot be written in {checkpoints} ("
     assert [line.partition(":")[0] for line in unsaved] == [
         f"{kind} {step} was not {what}"

@@ -153,9 +153,9 @@ def likely_tokens_of_a_teacher(mesh: DeviceMesh | None, **settings: Any) -> dict
     scorer: Any = trainer.loss.actor_network
     score, ids, layouts = scorer._score, [], []
 
-    def spy(layout: Layout, numel: int, states: torch.Tensor) -> Any:
+    def spy(layout: Layout, numel: int, states: torch.Tensor, *more: Any) -> Any:
         ids.append(states[:, 2:])
-        return score(layout, numel, states)
+        return score(layout, numel, states, *more)
 
     scorer._score = spy
     for layer in loading.base_model_of(trainer.model).model.layers:

@@ -156,7 +156,7 @@ def test_all_devices_are_those_that_the_other_roles_leave() -> None:
         (
             0,
             {"train": ALL},
-            r"train_model\.num_devices=all needs accelerators, but this machine has none.*num_devices=1",
+            r"train_model\.num_devices=all needs accelerators, but this machine has .*num_devices=1",
         ),
         (
             4,

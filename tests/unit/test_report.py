@@ -322,7 +322,7 @@ def test_text_of_the_model_and_of_the_config_is_shown_never_interpreted(tmp_path
     assert "name: " + SHOWN.replace("\\ud83d", "?") in page.text()
 
 
-def test_training_samples_come_by_group_those_with_the_widest_rewards_first(tmp_path: Path) -> None:
+def test_groups_of_samples_with_the_widest_rewards_come_first(tmp_path: Path) -> None:
     rewards = {3: [0.5, 0.5], 7: [0.0, 1.0], 8: [0.0, 0.2]}
     rows = [
         {"split": "train", "group": group, "query": f"q{group}", "prompt": f"<user>q{group}"}

@@ -232,7 +232,7 @@ def test_the_saved_config_is_the_base_and_differences_are_shown(
     [
         (
             "env.repeats=8",
-            r"error: env\.repeats=8 must be 4, as in .*checkpoint_000008depends on it",
+            r"error: env\.repeats=8 must be 4, .*checkpoint_000008 .*: use env\.repeats=4",
         ),
         (
             "train.resume=/nowhere",

@@ -12,7 +12,7 @@ import torchrl_grpo
 from tests.support.browsers import MISSING, chromium
 from torchrl_grpo.host.text import number, percent, points
 
-DOM_SCRIPT = Path(torchrl_grpo.__file__).parent / "reporting" / "view" / "static" / "dom.js"
+DOM_SCRIPT = Path(torchrl_grpo.__file__).parent / "extras" / "view" / "static" / "dom.js"
 
 PERCENTS: dict[float | None, str] = {
     0.9825: "98.3%", 0.33828125: "33.8%", 0.0: "0.0%", 1.0: "100.0%", 1 / 3: "33.3%", 0.0625: "6.3%", 0.1875: "18.8%",

@@ -88,7 +88,7 @@ IFEVAL = "error: env.dataset=ifeval without env.dataset_path must reach google/I
     ("arguments", "message"),
     [
         (
-            ["train_model.devices=[0,1]"],
+            ["--config-name", "grpo_arithmetic", "train_model.devices=[0,1]"],
             "error: train_model.devices=[0, 1] must be accelerators of this machine",
         ),
         (["train.max_staleness=1"], "error: train.max_staleness=1 must be 0 in grpo.py"),

@@ -286,12 +286,11 @@ def test_weights_that_are_not_the_model_s_are_refused_all_at_once(tiny_model: nn
     wrong = [(name, [31] if name == "model.norm.weight" else shape) for name, shape in layout[1:]]
     with pytest.raises(RuntimeError) as error:
         check_weights([*wrong, ("model.extra", [1]), layout[1]], expected, "Qwen2ForCausalLM")
-    assert str(error.value) == (
-        "the weights must be the 26 of Qwen2ForCausalLM, under the names of its Hugging Face checkpoint, got 1 unknown "
-        "(model.extra); 1 missing (model.embed_tokens.weight); 1 sent twice (model.layers.0.self_attn.q_proj.weight); "
-        "1 of another shape (model.norm.weight (31,) instead of (32,)): send those of the same model. No weight was "
-        "changed."
-    )
+    assert (
+        "1 unknown (model.extra); 1 missing (model.embed_tokens.weight); "
+        "1 sent twice (model.layers.0.self_attn.q_proj.weight); "
+        "1 of another shape (model.norm.weight (31,) instead of (32,))"
+    ) in str(error.value)
 
 
 def test_a_tied_head_may_be_left_out_and_a_bad_update_changes_nothing(tiny_model: nn.Module):

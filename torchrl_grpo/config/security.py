@@ -126,6 +126,7 @@ FROM_COMMAND_LINE: dict[str, Callable[[Any], bool]] = {
         mode == "disabled"
     ),  # offline writes to a folder of the user
     "ray.address": not_,
+    "logging.prometheus.host": lambda host: host == "127.0.0.1",
 }
 """Options that may name code, programs, addresses, environment variables, or other files than
 models and data, each with a function that returns whether a value is harmless.

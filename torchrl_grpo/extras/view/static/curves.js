@@ -181,6 +181,7 @@ function makeChart({ title, note }, point) {
 
   // The values at a place of the axis or, where it has none, the last ones before it; without a place the latest.
   function tell(at) {
+    if (!shown) return "";
     const end = at ?? shown.range[1];
     const texts = lines.map((line) => {
       const index = line.places.findLastIndex((one) => one <= end + 1e-9);
@@ -198,6 +199,7 @@ function makeChart({ title, note }, point) {
 
   let now = null;
   const move = (at) => {
+    if (!shown) return;
     const near = shown.over ? at : Math.round(at);
     now = at === null ? null : Math.max(shown.range[0], Math.min(shown.range[1], near));
     point(now);
@@ -215,6 +217,7 @@ function makeChart({ title, note }, point) {
   };
   plot.addEventListener("blur", () => move(null));
   plot.addEventListener("keydown", (event) => {
+    if (!shown) return;
     const stride = (event.shiftKey ? 10 : 1) * (shown.over ? (shown.range[1] - shown.range[0]) / 100 : 1);
     const at = now ?? shown.range[1];
     const moves = {

@@ -137,7 +137,7 @@ GOOD = json.dumps({"question": "1+1?", "answer": "It is #### 2"})
         ),
         (
             ["algo=sapo", "policy.loss._target_=torchrl_grpo.objectives.GRPOLoss"],
-            r"must be _target_ and arguments that .*: leave out policy\.loss\.tau_positive, policy\.loss\.tau_negative\.$",
+            r"must be _target_ .*: leave out policy\.loss\.tau_positive, policy\.loss\.tau_negative\.$",
         ),
     ],
 )

@@ -200,7 +200,7 @@ def test_the_parts_of_a_trajectory_are_those_of_its_last_step() -> None:
 
 
 def test_gdpo_needs_parts_and_groups() -> None:
-    with pytest.raises(ValueError, match="parts of each reward, .*1 of 2"):
+    with pytest.raises(ValueError, match=r"parts of each reward, .*1 of 2"):
         advantages(batch_of([{"a": 1.0}, {}], [0, 0]), 2, {})
     batch = batch_of([{"a": 1.0}, {"a": 2.0}], [0, 0])
     for row in batch.unbind(0):

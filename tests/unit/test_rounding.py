@@ -51,6 +51,7 @@ def test_the_page_shows_the_same_digits_as_the_terminal() -> None:
     numbers = [value for value in NUMBERS if value is not None and math.isfinite(value)]
     numbers += [value * scale for value in thousandths for scale in (1, -1, 0.01, 700, 1e5)]
     source = re.sub("document.body.dataset.colors", '""', DOM_SCRIPT.read_text(encoding="utf-8"))
+    source = source.replace("document.body.dataset.activities", "'{}'")
     script = """async ([source, shares, numbers]) => {
         const url = URL.createObjectURL(new Blob([source], { type: "text/javascript" }));
         const { number, percent } = await import(url);

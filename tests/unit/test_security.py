@@ -563,7 +563,8 @@ TEXT = {
     "env.columns.completion", "env.columns.messages", "env.prompt_template", "env.system_prompt", "env.retry_prompt",
     "env.chat_template_kwargs", "inference_model.stop", "train_model.lora.target_modules", "train.keep_checkpoints",
     "train_model.num_devices", "inference_model.num_devices", "ref_model.num_devices", "teacher.num_devices",
-    "policy.clip_epsilon", "policy.rejection", "logging.sample_rows", "train.resume", "logging.wandb.project", "logging.wandb.name",
+    "policy.clip_epsilon", "policy.rejection",
+    "logging.sample_rows", "train.resume", "logging.wandb.project", "logging.wandb.name",
     "logging.wandb.group", "logging.wandb.tags", "logging.mlflow.project", "logging.mlflow.name",
     "logging.mlflow.group", "logging.trackio.project", "logging.trackio.name", "logging.trackio.group",
 }  # fmt: skip

@@ -238,7 +238,7 @@ function makeChart({ title, note }, point) {
       const where = tell(at);
       readout.textContent = at === null ? "" : where;
       quiet = true;
-      chart.setCursor(at === null ? { left: -10, top: -10 } : { left: chart.valToPos(at, "x"), top: 0 });
+      chart?.setCursor(at === null ? { left: -10, top: -10 } : { left: chart.valToPos(at, "x"), top: 0 });
       quiet = false;
     },
     set(...given) {

@@ -67,7 +67,10 @@ _TEXTS = {".md", ".ipynb", ".py", ".sbatch", ".yaml", ".txt"}
 _PLACEHOLDERS = (
     (r"\$\(\([^)]*\)\)", "64"),
     (r"\$\{\w+:-([^}]*)\}", r"\1"),
-    (r'\$\(\w+\)|"\$@"', ""),  # what a user adds
+    (
+        r'\$\(\w+\)|"\$@"|"\$\{overrides\[@\]\}"',
+        "",
+    ),  # what a user adds, and defaults of a Slurm script
     (r"\$half\b", "4"),
     (r"\$\w+", "x"),
     (r"\balgo=NAME\b", "algo=dapo"),

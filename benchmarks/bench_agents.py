@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from machine import report, surroundings
+from shapes import MODELS
 from tensordict import TensorDictBase
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -44,20 +45,6 @@ from torchrl_grpo.transforms import GroupAdvantage
 
 PACKAGES = ("torch", "transformers", "tensordict", "torchrl", "openai")
 ROWS, REPEATS = 64, 8
-SIZES = {
-    "tiny": {
-        "vocab_size": 128,
-        "hidden_size": 96,
-        "intermediate_size": 256,
-        "num_hidden_layers": 3,
-    },
-    "small": {
-        "vocab_size": 32000,
-        "hidden_size": 512,
-        "intermediate_size": 1024,
-        "num_hidden_layers": 6,
-    },
-}
 HEADS = {"tiny": (3, 1), "small": (8, 2)}
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }} {{ message['content'] }} end {% endfor %}"
@@ -120,7 +107,7 @@ def make(size: str, task: Task, pool: RewardPool) -> tuple[RolloutCollector, Qwe
     torch.manual_seed(0)
     heads, kv_heads = HEADS[size]
     config = Qwen2Config(
-        **SIZES[size],
+        **MODELS[size],
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         tie_word_embeddings=True,
@@ -128,11 +115,11 @@ def make(size: str, task: Task, pool: RewardPool) -> tuple[RolloutCollector, Qwe
     model = Qwen2ForCausalLM(config).eval()
     engine = TransformersEngine(model)
     engine.seed(0)
-    ends = tuple(range(4, 4 + SIZES[size]["vocab_size"] // 32))
+    ends = tuple(range(4, 4 + MODELS[size]["vocab_size"] // 32))
     policy = GenerationPolicy(engine, SamplingParams(63, stop_token_ids=ends))
     env = LLMEnv(
         task,
-        make_tokenizer(SIZES[size]["vocab_size"]),
+        make_tokenizer(MODELS[size]["vocab_size"]),
         num_envs=ROWS,
         repeats=REPEATS,
         max_turns=2,

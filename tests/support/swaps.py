@@ -47,7 +47,7 @@ TOGETHER: dict[str, tuple[set[str], set[str]]] = {
 }
 """Parts that must be swapped with one: for ours in TorchRL's script, and for TorchRL's in ours."""
 
-G, N, TOKENS = 2, 4, 8
+G, N, TOKENS = 4, 16, 8
 
 
 def swapped(part: str, *, into_torchrl: bool) -> set[str]:
@@ -103,6 +103,7 @@ def train_step(ours: set[str]) -> float:
     Returns:
         the largest gradient of a parameter.
     """
+    torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(starter_path())
     model, reference = (AutoModelForCausalLM.from_pretrained(starter_path()).eval() for _ in "12")
     mode = "tokens" if "environment" in ours else "history"

@@ -18,7 +18,7 @@ SETS = {
 def test_a_step_with_some_parts_of_ours_has_a_gradient(ours: frozenset[str]) -> None:
     """The swaps of the table; without parts of ours it is TorchRL's own script."""
     gradient = train_step(set(ours))
-    assert math.isfinite(gradient) and gradient >= 0
+    assert math.isfinite(gradient) and gradient > 1e-4
 
 
 def test_the_table_of_swaps_is_on_the_page() -> None:

@@ -121,7 +121,7 @@ def test_torchrls_mean_of_the_output_is_the_loss():
     out = loss(lazy_stack(rows))
     expected = total(out)
     gradients = torch.autograd.grad(expected, loss.parameters(), retain_graph=True)
-    assert out.mean(reduce=True) == expected
+    assert out.mean(reduce=True) == out.sum(reduce=True) == expected
     own = torch.autograd.grad(out.mean(reduce=True), loss.parameters())
     torch.testing.assert_close(own, gradients, rtol=0, atol=0)
     assert out.mean().loss_objective == out.loss_objective

@@ -37,7 +37,7 @@ Training
   train.micro_batch_tokens       tokens in a forward and backward pass: lower it to save memory
   train.mixed_precision          full, bf16 or fp16
   train.checkpoint_frequency     steps between two checkpoints
-  train.resume                   checkpoint or run to go on from; auto goes on in its own folder
+  train.resume                   checkpoint or run to resume; auto resumes in its own folder
   optimizer.lr                   learning rate
   optimizer.warmup_steps         optimizer steps until it is reached
   policy.kl_coef                 weight of the KL to the reference model

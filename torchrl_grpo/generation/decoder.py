@@ -154,7 +154,7 @@ class _GenericBatch(Batch):
 
     def step(self, tokens: Tensor) -> Tensor:
         self._width += 1
-        # A finished row may go on for a few steps before it is dropped: its positions must not
+        # A finished row may continue for a few steps before it is dropped: its positions must not
         # leave the context.
         positions = self._positions.clamp(max=self._context - 1).unsqueeze(-1)
         self._positions = self._positions + 1

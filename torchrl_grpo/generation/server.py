@@ -58,7 +58,7 @@ class ServerEngine(Engine):
         dtype: of the weights on their way.
         tied: names of weights that are another one's memory, as pairs (name, the other one's).
         in_flight: what an update does to the requests that are running: ``"wait"`` for their end,
-            ``"keep"`` them and go on with the new weights, or ``"abort"`` them and start them
+            ``"keep"`` them and continue with the new weights, or ``"abort"`` them and start them
             again.
         vocabulary: ids that the model has; None takes it from the weights of its head.
         starts_within_s: how long to wait for a server that does not answer.
@@ -242,7 +242,7 @@ class ServerEngine(Engine):
         self._labels = {}
 
     def close(self) -> None:
-        """Ends the connections; the server goes on, with the weights that it has. May be called
+        """Close the connections; the server keeps running with its current weights. May be called
         again.
         """
         if not self._closed:

@@ -369,7 +369,7 @@ class VLLM(Server):
         self.ask("POST", "/update_weight_version", "label its weights", {"new_version": label})
 
     def go_on(self) -> None:
-        self.ask("POST", "/resume", "go on")
+        self.ask("POST", "/resume", "resume")
 
 
 class SGLang(Server):
@@ -465,7 +465,7 @@ class SGLang(Server):
             )
 
     def go_on(self) -> None:
-        self.ask("POST", "/continue_generation", "go on", {})
+        self.ask("POST", "/continue_generation", "resume", {})
 
 
 def connect(address: str, within_s: float, role: Role = "engine") -> Server:

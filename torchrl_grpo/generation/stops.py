@@ -165,7 +165,7 @@ def _table(steps: np.ndarray, pieces: Sequence[bytes]) -> np.ndarray:
     """[S, V] int32, the state after all bytes of a token."""
     order = sorted(
         range(len(pieces)), key=lambda token: -len(pieces[token])
-    )  # those that go on come first
+    )  # those that continue come first
     lengths = np.array([len(pieces[token]) for token in order])
     table = np.repeat(np.arange(len(steps), dtype=np.int32)[:, None], len(pieces), axis=1)
     for place in range(lengths.max(initial=0)):

@@ -257,7 +257,7 @@ class TransformersEngine(Engine):
         rows = drawn = limits.new_empty(0)
         state, end = after.new_empty(0), len(after) - 1
         step, freed = 0, True
-        ends = set()  # the steps after which no row of an addition goes on
+        ends = set()  # the steps after which no row of an addition continues
         while waiting or len(rows):
             if not len(rows):
                 batch, logits = self.decoder.start(steps), uniform.new_empty(0)
@@ -277,7 +277,7 @@ class TransformersEngine(Engine):
             at = rows, drawn
             tokens[at], log_probs[at], kept_tokens[at] = sample(logits, params, uniform[at])
             latest = tokens[at]
-            # A row that is done stays where it is, and goes on overwriting what follows its end.
+            # A finished row stays in place, and keeps overwriting the tokens after its end.
             drawn, step, freed = drawn + alive, step + 1, False
             state = torch.where(alive, after[state, latest], state)
             alive = alive & (state != end) & (limits[rows] > drawn)

@@ -54,7 +54,7 @@ class AsyncVLLMEngine(VLLMBase):
 
     - ``"wait"``: calls of ``generate`` that come after the update wait for it, it waits for those
       before it. Every response is of one version.
-    - ``"keep"``: they stop between two tokens and go on with the new weights. vLLM drops their keys
+    - ``"keep"``: they stop between two tokens and continue with the new weights. vLLM drops their keys
       and values and computes them again, so that a token's log-prob is that of the weights that
       sampled it, given all tokens before, and nothing of the old weights stays.
       ``Completion.versions`` says which weights sampled which token: vLLM's scheduler labels each
@@ -285,7 +285,7 @@ class AsyncVLLMEngine(VLLMBase):
         Raises:
             EngineDeadError: the workers did not load the weights, or not in time; or the engine's
                 process has ended.
-            TimeoutError: requests ran for longer than ``update_timeout``; the engine goes on with
+            TimeoutError: requests ran for longer than ``update_timeout``; the engine continues with
                 the weights and the version that it has.
         """
         with self._updates:

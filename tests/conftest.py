@@ -145,8 +145,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def no_curves() -> Iterator[None]:
     """Runs write their report without its curves, whose drawing takes half the time of a run of a few steps."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torchrl_grpo.reporting.report.save_png", lambda *_: None)
-        patch.setattr("torchrl_grpo.reporting.report.panel_svg", lambda *_: "")
+        patch.setattr("torchrl_grpo.extras.report.report.save_png", lambda *_: None)
+        patch.setattr("torchrl_grpo.extras.report.report.panel_svg", lambda *_: "")
         yield
 
 
@@ -161,10 +161,10 @@ def same_prompts() -> None:
 @pytest.fixture
 def curves(monkeypatch: pytest.MonkeyPatch) -> None:
     """In this test they are drawn."""
-    from torchrl_grpo.reporting.curves import panel_svg, save_png
+    from torchrl_grpo.extras.report.curves import panel_svg, save_png
 
-    monkeypatch.setattr("torchrl_grpo.reporting.report.save_png", save_png)
-    monkeypatch.setattr("torchrl_grpo.reporting.report.panel_svg", panel_svg)
+    monkeypatch.setattr("torchrl_grpo.extras.report.report.save_png", save_png)
+    monkeypatch.setattr("torchrl_grpo.extras.report.report.panel_svg", panel_svg)
 
 
 @pytest.fixture

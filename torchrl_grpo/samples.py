@@ -1,6 +1,6 @@
 """``python -m torchrl_grpo.samples``."""
 
-from torchrl_grpo.scripts.samples import main
+from torchrl_grpo.extras.report.samples import main
 
 if __name__ == "__main__":
     main()

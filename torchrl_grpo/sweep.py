@@ -1,6 +1,6 @@
 """``python -m torchrl_grpo.sweep``."""
 
-from torchrl_grpo.scripts.sweep import main
+from torchrl_grpo.extras.report.sweep import main
 
 if __name__ == "__main__":
     main()

@@ -13,11 +13,11 @@ import pytest
 from tests.support.configs import ROOT
 from tests.support.runs import run, steps
 from torchrl_grpo.errors import NoSignalError
+from torchrl_grpo.extras.report.report import write_report
 from torchrl_grpo.host.files import read_jsonl
 from torchrl_grpo.reporting.alarms import Alarm, Alarms, alarms_of
 from torchrl_grpo.reporting.console import Console
 from torchrl_grpo.reporting.metrics import MetricsLogger
-from torchrl_grpo.reporting.report import write_report
 
 HEALTHY = {
     "rollout/sequences": 64.0,

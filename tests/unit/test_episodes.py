@@ -20,7 +20,7 @@ from torchrl_grpo.collectors.summary import sample_rows
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.policy import GenerationPolicy
-from torchrl_grpo.reporting.records import reward_text
+from torchrl_grpo.host.text import reward_text
 from torchrl_grpo.reward_pool import RESTARTS, TIMED_OUT, Failure, RewardPool
 from torchrl_grpo.tasks.base import Dialog, Message, Problem, Score, Task, Turn, WrappedTask
 from torchrl_grpo.tasks.conversations import WithRetry, WithTools

@@ -18,11 +18,11 @@ from tests.support.scripts import SYNC
 from torchrl_grpo.assembly.export import export
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.extras.report import samples
+from torchrl_grpo.extras.report.report import write_report
+from torchrl_grpo.extras.report.sweep_report import write_sweep
 from torchrl_grpo.host.folders import check_own_files
-from torchrl_grpo.reporting.report import write_report
-from torchrl_grpo.reporting.sweep_report import write_sweep
 from torchrl_grpo.reporting.trackers import recorded_run
-from torchrl_grpo.scripts import samples
 
 FILES = (
     ".lock",

@@ -22,6 +22,9 @@ from torchrl_grpo import (
     reporting,
     transforms,
 )
+from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.extras.report.report import write_report
+from torchrl_grpo.host.extras import load_extra
 
 PACKAGE = ROOT / "torchrl_grpo"
 FILES = sorted(p.relative_to(PACKAGE) for p in PACKAGE.rglob("*.py"))
@@ -173,6 +176,12 @@ def test_a_loop_by_hand_finds_its_parts_in_their_packages() -> None:
         transforms,
     ):
         assert all(hasattr(package, name) for name in package.__all__)
+
+
+def test_an_extra_that_the_installation_does_not_list_names_the_fix() -> None:
+    assert load_extra("report") is write_report
+    with pytest.raises(ConfigError, match=r"surprise.*pip install -e \."):
+        load_extra("surprise")
 
 
 def lint_imports(root: Path) -> subprocess.CompletedProcess[str]:

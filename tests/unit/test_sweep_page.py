@@ -13,9 +13,9 @@ import pytest
 import yaml
 
 from tests.support.hostile import HOSTILE, SHOWN
-from torchrl_grpo.reporting.report import objective, summarize
-from torchrl_grpo.reporting.sweep_report import influence, read_jobs, varying_keys, write_sweep
-from torchrl_grpo.scripts.sweep import main
+from torchrl_grpo.extras.report.sweep import main
+from torchrl_grpo.extras.report.sweep_report import influence, read_jobs, varying_keys, write_sweep
+from torchrl_grpo.reporting.summary import objective, summarize
 
 
 def log_job(
@@ -157,7 +157,7 @@ def test_a_folder_without_jobs_is_refused(
 
 @pytest.mark.slow
 def test_the_page_is_written_without_torch(sweep: Path) -> None:
-    code = "import sys; from torchrl_grpo.scripts.sweep import main; main(sys.argv[1:]); print('torch' in sys.modules)"
+    code = "import sys; from torchrl_grpo.sweep import main; main(sys.argv[1:]); print('torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code, str(sweep)], capture_output=True, text=True, timeout=60
     )

@@ -30,14 +30,14 @@ from torchrl_grpo.config import GRPOConfig
 from torchrl_grpo.host import startup
 from torchrl_grpo.host.accelerators import accelerators_in_use
 from torchrl_grpo.host.checkpoint_files import AUTO, newest, read_manifest
+from torchrl_grpo.host.extras import load_extra
 from torchrl_grpo.host.memory import in_words
 from torchrl_grpo.host.text import accuracy, number, percent, printable, size
 from torchrl_grpo.learner.checkpoint import room_at
 from torchrl_grpo.loop import check_mismatch
 from torchrl_grpo.models import loading
 from torchrl_grpo.reporting.alarms import Alarms
-from torchrl_grpo.reporting.console import Console
-from torchrl_grpo.reporting.records import one_of_each
+from torchrl_grpo.reporting.console import Console, one_of_each
 
 OK, WARNING, FAILS, SKIPPED = "ok", "warning", "FAILED", "skipped"
 
@@ -453,9 +453,7 @@ class _Rehearsal:
 
     def _report(self, check: Check) -> None:
         start = time.perf_counter()
-        from torchrl_grpo.reporting.report import write_report  # imports matplotlib
-
-        write_report(self.run.directory)
+        load_extra("report")(self.run.directory)
         self.measured.report_s = time.perf_counter() - start
 
 

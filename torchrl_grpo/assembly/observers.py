@@ -26,9 +26,8 @@ from torchrl_grpo.learner.checkpoint import Checkpointer
 from torchrl_grpo.learner.learner import Learner
 from torchrl_grpo.loop import Observer, Schedule
 from torchrl_grpo.reporting.alarms import Alarms
-from torchrl_grpo.reporting.console import Console
+from torchrl_grpo.reporting.console import Console, one_of_each
 from torchrl_grpo.reporting.metrics import MetricsLogger
-from torchrl_grpo.reporting.records import one_of_each
 from torchrl_grpo.runtime.learner import RayLearner
 from torchrl_grpo.runtime.rollouts import Rollouts
 

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from torchrl_grpo.config import GRPOConfig, plain, staleness_bound
 from torchrl_grpo.generation.engines import ENGINES
 from torchrl_grpo.host import stalls
 from torchrl_grpo.host.checkpoint_files import check_unused
+from torchrl_grpo.host.extras import load_extra
 from torchrl_grpo.host.files import METRICS_FILE, is_full
 from torchrl_grpo.host.folders import FolderLock
 from torchrl_grpo.host.startup import say
@@ -43,6 +43,7 @@ from torchrl_grpo.loop import Observer, Schedule, fit
 from torchrl_grpo.reporting.alarms import Alarms
 from torchrl_grpo.reporting.console import Console
 from torchrl_grpo.reporting.metrics import MetricsLogger
+from torchrl_grpo.reporting.summary import summarize
 from torchrl_grpo.runtime.learner import RayLearner
 from torchrl_grpo.runtime.rollouts import Rollouts
 from torchrl_grpo.tasks.base import Task
@@ -76,9 +77,6 @@ class Run:
             raise
         finally:
             report = self._report()
-        # Imported here because it imports matplotlib, which takes time.
-        from torchrl_grpo.reporting.report import summarize
-
         summary = summarize(self.directory)
         paths = {"report": report}
         for name in ("curves.png", "metrics.jsonl", "samples.jsonl"):
@@ -126,9 +124,8 @@ class Run:
     def _report(self) -> Path:
         """Return the path of the report or, if it cannot be written, of the metrics."""
         try:
-            from torchrl_grpo.reporting.report import write_report
-
-            return write_report(self.directory)
+            report: Path = load_extra("report")(self.directory)
+            return report
         except Exception as error:
             reason = "the disk is full" if is_full(error) else f"{type(error).__name__}: {error}"
             torchrl_logger.warning(f"No report could be written in {self.directory} ({reason}).")
@@ -272,9 +269,9 @@ def _show(
         finished=finished,
     )
     resources.enter_context(logger)
-    if config.logging.page:  # the extra `view`: the core imports no extra
-        [page] = entry_points(group="torchrl_grpo.page")
-        resources.enter_context(page.load()(directory, console.page, torchrl_logger.warning))
+    if config.logging.page:
+        dashboard = load_extra("dashboard")
+        resources.enter_context(dashboard(directory, console.page, torchrl_logger.warning))
     if resume is not None:
         console.resume(resume.step, resume.path, finished=finished)
         if resume.differences:

@@ -150,3 +150,15 @@ def duration(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def reward_text(row: Mapping[str, Any]) -> str:
+    """Format a sample's reward, with those of its turns; one that crashed or timed out is
+    ``invalid``, not 0.
+    """
+    if "reward" not in row:  # a demonstration
+        return MISSING
+    if row.get("valid") is False or row["reward"] is None:
+        return "invalid"
+    turns = row.get("turn_rewards")
+    return number(row["reward"]) + (f" (turns: {', '.join(map(number, turns))})" if turns else "")

@@ -14,6 +14,7 @@ import math
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import IO, Any, cast
@@ -38,9 +39,9 @@ from torchrl_grpo.host.text import (
     points,
     printable,
     printable_lines,
+    reward_text,
     size,
 )
-from torchrl_grpo.reporting.records import reward_text
 
 __all__ = ["Console", "clip", "duration", "printable"]
 
@@ -396,3 +397,19 @@ def _scaled(value: float) -> str:
     """Format a number with three digits and its unit: 1234567 as 1.23 M."""
     power = min(int(math.log(value, 1000)), len(_DIMENSIONLESS) - 1) if value >= 1 else 0
     return f"{value / 1000**power:.3g} {_DIMENSIONLESS[power]}".rstrip()
+
+
+def one_of_each(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return rows of ``samples.jsonl``, reordered: the first of each group, then the second ones,
+    and so on.
+
+    >>> [row["n"] for row in one_of_each([{"group": 4, "n": 1}, {"group": 4, "n": 2}, {"group": 5, "n": 3}])]
+    [1, 3, 2]
+    """
+    counts = Counter[Any]()
+    order = []
+    for position, row in enumerate(rows):
+        group = row.get("group", f"row {position}")  # older runs have no group
+        order.append((counts[group], position))
+        counts[group] += 1
+    return [rows[position] for _, position in sorted(order)]

@@ -32,6 +32,7 @@ from torchrl_grpo.config import (
 from torchrl_grpo.config.help import HELP
 from torchrl_grpo.host import interrupts, startup
 from torchrl_grpo.host.checkpoint_files import saved_config
+from torchrl_grpo.host.extras import load_extra
 from torchrl_grpo.host.folders import FolderLock, absent, check_own_files, claim
 
 _log = logging.getLogger(__name__)
@@ -139,7 +140,7 @@ def train(cfg: DictConfig, *, asynchronous: bool) -> float | None:
     """Run the job that a config describes.
 
     Returns:
-        the objective that a sweep maximizes (``reporting.report.objective``); None for a dry run.
+        the objective that a sweep maximizes (``reporting.summary.objective``); None for a dry run.
     """
     hydra_config = HydraConfig.get()
     if hydra_config.mode == RunMode.MULTIRUN:
@@ -204,6 +205,7 @@ def _train(cfg: DictConfig, hydra_config: HydraConf, asynchronous: bool) -> floa
     with starting(config):
         from torchrl_grpo.assembly.doctor import examine
         from torchrl_grpo.assembly.run import build
+        from torchrl_grpo.reporting.summary import objective
 
     if config.dry_run:
         if not examine(config, directory, asynchronous=asynchronous):
@@ -214,9 +216,6 @@ def _train(cfg: DictConfig, hydra_config: HydraConf, asynchronous: bool) -> floa
         closing(build(config, directory, asynchronous=asynchronous, task=task)) as run,
     ):
         summary = run.fit()
-    # Imported here because it imports matplotlib, which a run needs only at its end.
-    from torchrl_grpo.reporting.report import objective
-
     return objective(summary)
 
 
@@ -262,8 +261,7 @@ def _printing_to(path: Path) -> Iterator[None]:
 
 
 def _report(folder: Path) -> None:
-    from torchrl_grpo.reporting.sweep_report import write_sweep
-
+    write_sweep = load_extra("sweep_report")
     try:
         sys.stdout.write(f"Sweep page: {write_sweep(folder)}\n")
     except ValueError:

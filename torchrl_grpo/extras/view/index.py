@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchrl_grpo.extras.report.records import passes, problem_of, valid_reward
 from torchrl_grpo.extras.view.files import Tail, read_row
 from torchrl_grpo.host.files import SAMPLES_FILE, is_row
-from torchrl_grpo.reporting.records import passes, problem_of, valid_reward
 
 _TOKENS = b', "tokens": {'
 """Beginning of a row's last key. Inside a text its quotes would be escaped."""

@@ -16,6 +16,23 @@ from typing import Any
 
 import yaml
 
+from torchrl_grpo.extras.report.panels import (
+    LOSS,
+    PANELS,
+    REWARD,
+    SMOOTHING,
+    TIMES,
+    Curve,
+    Panel,
+    Record,
+    curve_of,
+    heights_of,
+    label_of,
+    panels_of,
+    series,
+    times,
+)
+from torchrl_grpo.extras.report.records import run_title
 from torchrl_grpo.extras.view.files import (
     Tail,
     changed_at,
@@ -32,27 +49,10 @@ from torchrl_grpo.host.files import (
     load_yaml,
     read_inside,
 )
-from torchrl_grpo.host.text import clip, printable_lines
+from torchrl_grpo.host.text import clip, printable_lines, reward_text
 from torchrl_grpo.host.trees import dotted
 from torchrl_grpo.reporting.alarms import Alarm, Alarms
-from torchrl_grpo.reporting.panels import (
-    LOSS,
-    PANELS,
-    REWARD,
-    SMOOTHING,
-    TIMES,
-    Curve,
-    Panel,
-    Record,
-    curve_of,
-    heights_of,
-    label_of,
-    panels_of,
-    series,
-    stage_seconds,
-    times,
-)
-from torchrl_grpo.reporting.records import reward_text, run_title
+from torchrl_grpo.reporting.summary import stage_seconds
 
 _FRESH_S = 0.5
 """Seconds during which files are not checked again after they were read."""

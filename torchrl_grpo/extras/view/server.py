@@ -21,18 +21,18 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from torchrl_grpo.extras.report.panels import ACTIVITY_COLORS, COLORS, SMOOTHING
+from torchrl_grpo.extras.report.records import OVERRIDES, overrides_of, short_value
 from torchrl_grpo.extras.view.index import Criteria
 from torchrl_grpo.extras.view.runs import MOST_POINTS, RunView, curves
 from torchrl_grpo.host.files import read_inside
 from torchrl_grpo.host.text import printable_lines
-from torchrl_grpo.reporting.panels import ACTIVITY_COLORS, COLORS, SMOOTHING
-from torchrl_grpo.reporting.records import OVERRIDES, overrides_of, short_value
 
 Number = TypeVar("Number", int, float)
 
 _PAGE_SIZE = 10
 _STATIC = Path(__file__).parent / "static"
-_STYLE = Path(__file__).parents[2] / "reporting" / "style.css"  # the report's
+_STYLE = Path(__file__).parents[1] / "report" / "style.css"  # the report's
 """Style sheet of the report."""
 _HEADERS = [
     (

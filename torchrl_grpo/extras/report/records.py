@@ -3,32 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
 
 from torchrl_grpo.host.files import load_yaml
-from torchrl_grpo.host.text import MISSING, number
 
 OVERRIDES = ".hydra/overrides.yaml"
-
-
-def one_of_each(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return rows of ``samples.jsonl``, reordered: the first of each group, then the second ones,
-    and so on.
-
-    >>> [row["n"] for row in one_of_each([{"group": 4, "n": 1}, {"group": 4, "n": 2}, {"group": 5, "n": 3}])]
-    [1, 3, 2]
-    """
-    counts = Counter[Any]()
-    order = []
-    for position, row in enumerate(rows):
-        group = row.get("group", f"row {position}")  # older runs have no group
-        order.append((counts[group], position))
-        counts[group] += 1
-    return [rows[position] for _, position in sorted(order)]
 
 
 def problem_of(row: Mapping[str, Any]) -> int | str:
@@ -66,26 +48,6 @@ def passes(
         and (most is None or reward <= most)
         and (text is None or text.casefold() in texts)
     )
-
-
-def reward_text(row: Mapping[str, Any]) -> str:
-    """Format a sample's reward, with those of its turns; one that crashed or timed out is
-    ``invalid``, not 0.
-    """
-    if "reward" not in row:  # a demonstration
-        return MISSING
-    if row.get("valid") is False or row["reward"] is None:
-        return "invalid"
-    turns = row.get("turn_rewards")
-    return number(row["reward"]) + (f" (turns: {', '.join(map(number, turns))})" if turns else "")
-
-
-def merge_steps(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return one mapping per step, in order; later lines of a step are merged into earlier ones."""
-    records: dict[int, dict[str, Any]] = {}
-    for row in rows:
-        records.setdefault(row["step"], {}).update(row)
-    return [records[step] for step in sorted(records)]
 
 
 def run_title(config: str, hydra: str) -> str:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchrl_grpo.reporting.sweep_report import write_sweep
+from torchrl_grpo.extras.report.sweep_report import write_sweep
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -24,9 +24,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from torchrl_grpo.extras.report.records import passes, problem_of, valid_reward
 from torchrl_grpo.host.files import SAMPLES_FILE, read_jsonl
-from torchrl_grpo.host.text import number, percent, printable_lines
-from torchrl_grpo.reporting.records import passes, problem_of, reward_text, valid_reward
+from torchrl_grpo.host.text import number, percent, printable_lines, reward_text
 
 Row = Mapping[str, Any]
 Pair = tuple[Row, Row]

@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from torchrl_grpo.reporting.panels import (
+from torchrl_grpo.extras.report.panels import (
     ACTIVITY_COLORS,
     COLORS,
     SMOOTH_FROM,

@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from torchrl_grpo.host.text import NOISE, decoding
+from torchrl_grpo.reporting.summary import STAGES, stage_seconds
 
 Record = Mapping[str, Any]
 
@@ -26,7 +27,6 @@ _STAGE_COLORS = {
     "other": "#64748b",
     "wait": "#94a3b8",
 }
-STAGES = tuple(_STAGE_COLORS)
 ACTIVITY_COLORS = _STAGE_COLORS | {
     "sample": _STAGE_COLORS["generate"],
     "score": _STAGE_COLORS["reward"],
@@ -217,25 +217,6 @@ def label_of(name: str) -> str:
     if section == "eval":
         return f"test {label.replace('/', ' ', 1)} ({decoding(name)})"
     return "train accuracy (sampled)" if name == "rollout/accuracy" else label
-
-
-def stage_seconds(record: Record) -> dict[str, float]:
-    """Split the wall time of a step into stages, in seconds.
-
-    Args:
-        record: row with ``time/<stage>_s`` for timed stages, and ``time/step_s`` for the step
-            without its evaluation.
-
-    Returns:
-        the seconds of each stage in ``STAGES``. ``other`` is the time outside the timed stages.
-        ``wait`` is 0 if the stages that made the batch are timed, because it is their sum.
-    """
-    seconds = {stage: float(record.get(f"time/{stage}_s") or 0) for stage in STAGES}
-    if record.get("time/generate_s") is not None:
-        seconds["wait"] = 0.0
-    timed = sum(seconds.values()) - seconds["eval"]
-    seconds["other"] += max(0.0, float(record.get("time/step_s") or 0) - timed)
-    return seconds
 
 
 def times(

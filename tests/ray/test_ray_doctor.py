@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.configs import compose_config
 from tests.support.runs import SMALL, steps
-from torchrl_grpo.assembly.doctor import examine
+from torchrl_grpo.extras.doctor.doctor import examine
 
 
 def test_a_dry_run_tries_overlapping_roles_on_several_devices(

@@ -11,10 +11,10 @@ import torch
 
 from tests.support.configs import ROOT, compose_config
 from tests.support.runs import SMALL, steps
-from torchrl_grpo.assembly.doctor import examine
-from torchrl_grpo.assembly.forecast import Measured, forecast, memory_now
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.config import GRPOConfig
+from torchrl_grpo.extras.doctor.doctor import examine
+from torchrl_grpo.extras.doctor.forecast import Measured, forecast, memory_now
 from torchrl_grpo.models import loading
 
 NAMES = ["versions", "devices", "logging", "model", "data", "parts"]

@@ -14,11 +14,12 @@ import torchrl_grpo.generation.vllm as vllm_module
 from tests.support.configs import compose_config
 from tests.support.runs import SMALL, numbers, run, steps
 from torchrl_grpo.assembly import blueprint as blueprint_module
-from torchrl_grpo.assembly import doctor, parts
+from torchrl_grpo.assembly import parts
 from torchrl_grpo.assembly.blueprint import Blueprint, plan_rows, prepare
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.config import ConfigError
 from torchrl_grpo.errors import MemoryShortError
+from torchrl_grpo.extras.doctor import doctor
 from torchrl_grpo.extras.plan.command import parse, settings_of
 from torchrl_grpo.host.memory import in_words
 from torchrl_grpo.host.text import size

@@ -10,8 +10,8 @@ import pytest
 
 from tests.support.configs import compose_config
 from tests.support.runs import SMALL, at, differences, run, state_of, steps
-from torchrl_grpo.assembly.forecast import Measured, forecast
 from torchrl_grpo.assembly.run import build
+from torchrl_grpo.extras.doctor.forecast import Measured, forecast
 from torchrl_grpo.host.files import read_jsonl
 from torchrl_grpo.learner.optimizer import learning_rate_factor
 from torchrl_grpo.loop import Schedule

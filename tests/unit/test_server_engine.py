@@ -22,10 +22,10 @@ from tests.support.models import response_log_probs
 from tests.support.prompts import PROMPTS
 from tests.support.sglang_stub import SGLangStub
 from torchrl_grpo.assembly.blueprint import plan_rows, prepare
-from torchrl_grpo.assembly.doctor import memory_rows
 from torchrl_grpo.assembly.parts import make_engine
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.config import ConfigError
+from torchrl_grpo.extras.doctor.doctor import memory_rows
 from torchrl_grpo.generation.answers import SampleRequest
 from torchrl_grpo.generation.base import EngineDeadError, SamplingParams
 from torchrl_grpo.generation.server import ServerEngine

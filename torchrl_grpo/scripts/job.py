@@ -203,11 +203,11 @@ def _train(cfg: DictConfig, hydra_config: HydraConf, asynchronous: bool) -> floa
         task = read_task(config)
     # The imports take seconds; --help and mistakes are handled before.
     with starting(config):
-        from torchrl_grpo.assembly.doctor import examine
         from torchrl_grpo.assembly.run import build
         from torchrl_grpo.reporting.summary import objective
 
     if config.dry_run:
+        examine = load_extra("dry_run")
         if not examine(config, directory, asynchronous=asynchronous):
             sys.exit(1)
         return None

@@ -23,10 +23,10 @@ from typing import Any
 from packaging.requirements import Requirement
 
 from torchrl_grpo.assembly.blueprint import Blueprint, check_loggers, describe_model
-from torchrl_grpo.assembly.forecast import Forecast, Measured, forecast, memory_now
 from torchrl_grpo.assembly.run import Run, build
 from torchrl_grpo.assembly.tasks import read_task
 from torchrl_grpo.config import GRPOConfig
+from torchrl_grpo.extras.doctor.forecast import Forecast, Measured, forecast, memory_now
 from torchrl_grpo.host import startup
 from torchrl_grpo.host.accelerators import accelerators_in_use
 from torchrl_grpo.host.checkpoint_files import AUTO, newest, read_manifest

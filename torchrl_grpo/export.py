@@ -1,6 +1,6 @@
 """``python -m torchrl_grpo.export``."""
 
-from torchrl_grpo.scripts.export import main
+from torchrl_grpo.extras.export.command import main
 
 if __name__ == "__main__":
     main()

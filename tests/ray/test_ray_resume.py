@@ -24,8 +24,8 @@ from tests.support.runs import (
     steps,
 )
 from torchrl_grpo.assembly.run import build
+from torchrl_grpo.extras.export.command import main
 from torchrl_grpo.reporting.metrics import read_jsonl
-from torchrl_grpo.scripts.export import main
 from torchrl_grpo.starter import starter_path
 
 ray = pytest.importorskip("ray")

@@ -18,13 +18,13 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import torchrl_grpo.assembly.export
+import torchrl_grpo.extras.export.export
 import torchrl_grpo.learner.export
 from tests.support.hub import TOKEN, Hub, serving_hub
 from tests.support.runs import LORA, at, run, steps
 from torchrl_grpo.errors import DiskFullError
+from torchrl_grpo.extras.export.command import main
 from torchrl_grpo.learner.export import export_model, model_card
-from torchrl_grpo.scripts.export import main
 from torchrl_grpo.starter import starter_path
 
 TESTED = ("evaluation.num_prompts=4", "evaluation.k=0")
@@ -84,7 +84,7 @@ def test_a_live_run_is_exported_from_its_next_checkpoint(
 ) -> None:
     """It keeps one checkpoint, and writes the next one before or after this one is read."""
     shutil.copytree(lora_run, tmp_path / "run")
-    real, calls = torchrl_grpo.assembly.export.read_checkpoint, list[Path]()
+    real, calls = torchrl_grpo.extras.export.export.read_checkpoint, list[Path]()
 
     def read_checkpoint(path: Path) -> dict[str, Any]:
         calls.append(path)
@@ -93,7 +93,7 @@ def test_a_live_run_is_exported_from_its_next_checkpoint(
             path.rename(at(tmp_path / "run", 2))
         return found or real(path)
 
-    monkeypatch.setattr(torchrl_grpo.assembly.export, "read_checkpoint", read_checkpoint)
+    monkeypatch.setattr(torchrl_grpo.extras.export.export, "read_checkpoint", read_checkpoint)
     main([str(tmp_path / "run"), "--output", str(tmp_path / "model")])
     assert calls == [at(tmp_path / "run", 1), at(tmp_path / "run", 2)]
     assert_same(weights(tmp_path / "model"), weights(lora_run / "checkpoints" / "model"))

@@ -24,10 +24,10 @@ from tests.support.runs import SMALL, run, steps
 from torchrl_grpo.assembly.run import Run, build
 from torchrl_grpo.config import ConfigError
 from torchrl_grpo.errors import NotSavedError, RunLostError
+from torchrl_grpo.extras.export.command import main as export
 from torchrl_grpo.extras.view.runs import RunView
 from torchrl_grpo.host.files import read_jsonl
 from torchrl_grpo.host.folders import LOCK_FILE, FolderLock
-from torchrl_grpo.scripts.export import main as export
 
 SYNC = ROOT / "sota" / "grpo" / "grpo.py"
 SHORT = ("--config-name", "grpo_arithmetic", *SMALL, steps(1))

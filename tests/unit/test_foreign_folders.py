@@ -15,9 +15,9 @@ import pytest
 from tests.support.configs import compose_config
 from tests.support.runs import SMALL, run, steps
 from tests.support.scripts import SYNC
-from torchrl_grpo.assembly.export import export
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.extras.export.export import export
 from torchrl_grpo.extras.report import samples
 from torchrl_grpo.extras.report.report import write_report
 from torchrl_grpo.extras.report.sweep_report import write_sweep

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import pkgutil
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -182,6 +185,15 @@ def test_an_extra_that_the_installation_does_not_list_names_the_fix() -> None:
     assert load_extra("report") is write_report
     with pytest.raises(ConfigError, match=r"surprise.*pip install -e \."):
         load_extra("surprise")
+
+
+def test_each_extra_that_the_core_loads_is_an_entry_point() -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    entries = tomllib.loads(text)["project"]["entry-points"]["torchrl_grpo.extras"]
+    sources = [(PACKAGE / path).read_text(encoding="utf-8") for path in FILES]
+    loaded = re.findall(r'load_extra\("(\w+)"\)', "".join(sources))
+    assert set(loaded) == set(entries)
+    assert all(callable(pkgutil.resolve_name(target)) for target in entries.values())
 
 
 def lint_imports(root: Path) -> subprocess.CompletedProcess[str]:

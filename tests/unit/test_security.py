@@ -29,9 +29,9 @@ from torchrl_grpo.assembly.tasks import make_task
 from torchrl_grpo.config import ConfigError, GRPOConfig, check_command_line, from_hydra, plain
 from torchrl_grpo.config.schema import ADVANTAGES, FIELDS, LOSSES
 from torchrl_grpo.config.security import FROM_COMMAND_LINE, OWN_REWARDS
+from torchrl_grpo.extras.export import command as export
 from torchrl_grpo.models import loading
 from torchrl_grpo.rewards import BUILTINS
-from torchrl_grpo.scripts import export
 from torchrl_grpo.starter import starter_path
 
 SYNC = ROOT / "sota" / "grpo" / "grpo.py"

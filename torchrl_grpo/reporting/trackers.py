@@ -14,7 +14,6 @@ import os
 import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -323,8 +322,7 @@ def check_logging(
     Raises:
         ValueError: a package, a key or an address is missing.
     """
-    packages = ("starlette", "uvicorn")
-    if page and not (all(map(_is_installed, packages)) and entry_points(group="torchrl_grpo.page")):
+    if page and not all(map(_is_installed, ("starlette", "uvicorn"))):
         raise ValueError(
             "logging.page=true needs the extra view, which is not installed: "
             '`pip install "torchrl_grpo[view]"`, or set logging.page=false.'

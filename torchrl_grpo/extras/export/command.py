@@ -17,9 +17,9 @@ from pathlib import Path
 
 from transformers.utils import logging as transformers_logging
 
-from torchrl_grpo.assembly.export import export
 from torchrl_grpo.errors import RunLostError
-from torchrl_grpo.host.hub import create_repository, upload
+from torchrl_grpo.extras.export.export import export
+from torchrl_grpo.extras.export.hub import create_repository, upload
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

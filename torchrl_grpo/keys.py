@@ -42,6 +42,14 @@ TEACHER_STATES = ("next", "teacher_states")
 or its K largest log-probs followed by their ids. Written by ``TeacherStates``; read by
 ``TokenScorer``.
 """
+TEACHER_PROMPT = ("teacher", "prompt")
+"""[Tq] int64. The prompt that the teacher reads in place of the policy's; empty if it is to score
+nothing. Written by ``TeacherPrompts``; read by ``TeacherScoring``.
+"""
+TEACHER_VALID = "teacher_valid"
+"""[1] bool. False if no teacher scored the sequence. Written by ``TeacherScoring``; read by
+``TeacherAdvantage``, the loss, metrics.
+"""
 REWARD = ("next", "reward")
 """[1] float32. Reward of the trajectory, the sum over its turns; 0 if it is not valid. Written by
 the environment; read by ``GroupAdvantage``, ``RewardShaping``, metrics.
@@ -84,6 +92,10 @@ REWARD_VALID = "reward_valid"
 REWARD_ERROR = "reward_error"
 """non-tensor str. Why the reward is not valid; only in such sequences. Written by the collector;
 read by error messages.
+"""
+FEEDBACK = "feedback"
+"""non-tensor str. What the scorer says about the response; only if it says something about one of
+the rollout. Written by the collector; read by ``TeacherPrompts``.
 """
 GROUP_ID = "group_id"
 """[1] int64. Equal for the responses to one prompt, unique in a run. Written by the environment;

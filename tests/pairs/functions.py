@@ -27,6 +27,12 @@ def maybe(response: str) -> float | None:
     return None if len(response) % 2 else 0.5 * ("," in response)
 
 
+def hint(messages: list[dict], answer: str, peers: list[dict]) -> list[dict] | None:
+    """The answer before the question, unless nobody else has a valid reward."""
+    text = f"{answer} {messages[-1]['content']}"
+    return [*messages[:-1], {**messages[-1], "content": text}] if peers else None
+
+
 async def slow(response: str, answer: Any = None) -> float:
     await asyncio.sleep(0.003)
     return right(response, answer) + 0.05 * ("," in response)

@@ -54,6 +54,7 @@ def make_loss(config: GRPOConfig, actor_network: TensorDictModuleBase) -> GRPOLo
         kl_to_inference_coeff=policy.kl_to_behaviour_coef,
         entropy_coeff=policy.entropy_coef,
         teacher_coeff=config.teacher_in_loss,
+        teacher_clip=policy.teacher_clip,
         sft_coeff=policy.sft_coef,
     )
     return loss
@@ -111,5 +112,6 @@ def batch_transforms(
         transforms.append(("whitening", AdvantageWhitening()))
     if config.needs_teacher:
         coef = policy.teacher_coef - config.teacher_in_loss
-        transforms.append(("teacher", TeacherAdvantage(coef, policy.reward_coef)))
+        teacher = TeacherAdvantage(coef, policy.reward_coef, policy.teacher_clip)
+        transforms.append(("teacher", teacher))
     return transforms

@@ -25,6 +25,7 @@ from torchrl_grpo.assembly.memory import RunMemory, run_memory
 from torchrl_grpo.assembly.tasks import check_tests, dataset_names, read_task
 from torchrl_grpo.checks import check_heads, check_multiple, check_optimizer
 from torchrl_grpo.collectors.demonstrations import Demonstrations
+from torchrl_grpo.collectors.teacher_prompts import TeacherPrompts
 from torchrl_grpo.config import GRPOConfig
 from torchrl_grpo.config.models import InferenceModelConfig
 from torchrl_grpo.config.schema import EnvConfig
@@ -90,6 +91,7 @@ class Blueprint:
     folder: Path | None = None
     sleeps: bool = False
     teacher_shape: Shape | None = None
+    teacher_prompts: TeacherPrompts | None = None
 
     @property
     def max_sequence_tokens(self) -> int:
@@ -158,8 +160,10 @@ def prepare(
         max_prompt_tokens, max_dialog_tokens = _max_prompt_tokens(config, model_config)
         request = engine_request(config, plan, model_config, max_dialog_tokens)
         engine_class(config.inference_model.backend).check(request)
+        longest = config.inference_model.max_model_len or _context(model_config)
         if not config.only_evaluates:
-            _check_served_teacher(config, max_dialog_tokens + params.max_new_tokens)
+            own = max_dialog_tokens + params.max_new_tokens
+            _check_served_teacher(config, own if config.teacher.prompt is None else longest)
         reward_pool = _make_reward_pool(config.env, task)
         make_env = partial(
             LLMEnv,
@@ -174,6 +178,9 @@ def prepare(
         train_env = _make_train_env(config.env, partial(make_env, seed=config.seed))
         if config.needs_demonstrations:
             Demonstrations.check(train_env, stop_token_ids)
+        teacher_prompts = None
+        if config.teacher.prompt is not None:
+            teacher_prompts = TeacherPrompts(train_env, config.teacher.prompt, longest)
         config = _with_length(config, train_env.num_problems)
         if resume is not None:
             check_length(resume, config)
@@ -202,6 +209,7 @@ def prepare(
             shape=shape,
             resume=resume,
             teacher_shape=teacher_shape,
+            teacher_prompts=teacher_prompts,
         )
 
 

@@ -7,15 +7,17 @@ own process.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torchrl.envs import Transform
 
 from torchrl_grpo import keys
 from torchrl_grpo.assembly.algorithm import batch_transforms, make_loss
@@ -43,9 +45,10 @@ from torchrl_grpo.models.sharding import loading_device, lone_mesh, shard_model
 from torchrl_grpo.runtime.actors import own_address
 from torchrl_grpo.runtime.placement import own_device
 from torchrl_grpo.runtime.reference import Reference
+from torchrl_grpo.tasks.drawing import Drawn
 from torchrl_grpo.transforms.kl_scoring import KLScoring
 from torchrl_grpo.transforms.served_teacher import ServedTeacher
-from torchrl_grpo.transforms.teacher import TeacherStates
+from torchrl_grpo.transforms.teacher import TeacherScoring, TeacherStates
 from torchrl_grpo.weights import Transfer, make_sender
 
 
@@ -241,11 +244,23 @@ def make_sampler(
         overlapping=concurrent_tasks > 1,
         sleeps=blueprint.sleeps,
         reward_pool=blueprint.reward_pool,
-        demonstrations=demonstrations if config.policy.sft_coef else None,
+        writers=_writers(blueprint, demonstrations),
         # Not for a single sampler, which plays all tasks in order, nor for overlapping tasks, which
         # share the engine's random state.
         seed=config.seed if len(blueprint.plan.inference) > 1 and concurrent_tasks == 1 else None,
     )
+
+
+def _writers(
+    blueprint: Blueprint, demonstrations: Demonstrations | None
+) -> list[Callable[[Drawn, Sequence[TensorDictBase]], None]]:
+    """Return what adds entries to the rows of each group that a sampler has played."""
+    writers: list[Callable[[Drawn, Sequence[TensorDictBase]], None]] = []
+    if demonstrations is not None and blueprint.config.policy.sft_coef:
+        writers.append(demonstrations.give)
+    if blueprint.teacher_prompts is not None:
+        writers.append(blueprint.teacher_prompts)
+    return writers
 
 
 def make_engine(
@@ -300,14 +315,31 @@ def make_teacher(
     if config.teacher.address:
         vocabulary = blueprint.model_config.get_text_config().vocab_size
         address, top_k = config.teacher.address[number], config.policy.teacher_top_k
-        return Reference(ServedTeacher(address, top_k=top_k, vocabulary=vocabulary))
+        served = ServedTeacher(address, top_k=top_k, vocabulary=vocabulary)
+        return Reference(_teacher_scoring(config, served))
     scorer = _load_scorer(config, "teacher", device or own_device())
+    return Reference(_local_teacher(config, scorer), makes_room=blueprint.sleeps)
+
+
+def _local_teacher(config: GRPOConfig, scorer: TokenScorer) -> Transform:
+    """Return the transform with which a model in this process scores as the teacher."""
     scoring: KLScoring
     if config.teacher_in_loss:
         scoring = TeacherStates(scorer, top_k=config.policy.teacher_top_k, **_passes(config))
     else:
         scoring = KLScoring(scorer, out_key=keys.TEACHER_LOG_PROBS, **_passes(config))
-    return Reference(scoring, makes_room=blueprint.sleeps)
+    width: int = scorer.base.get_output_embeddings().in_features
+    return _teacher_scoring(config, scoring, width)
+
+
+def _teacher_scoring(
+    config: GRPOConfig, scoring: KLScoring | ServedTeacher, hidden: int = 0
+) -> Transform:
+    """Return a teacher's transform, with a prompt of its own if the config has one."""
+    if config.teacher.prompt is None:
+        return scoring
+    width = 2 * (config.policy.teacher_top_k or 0) or hidden
+    return TeacherScoring(scoring, width if config.teacher_in_loss else 0)
 
 
 def _teacher_head(config: GRPOConfig, device: torch.device) -> Teacher:

@@ -312,7 +312,13 @@ class RolloutCollector(BaseCollector):
             if not active:
                 env = self.base_env
                 return _trajectories(
-                    data, turns, env.transcripts, env.errors, env.turn_rewards, env.samples
+                    data,
+                    turns,
+                    env.transcripts,
+                    env.errors,
+                    env.feedback,
+                    env.turn_rewards,
+                    env.samples,
                 )
             data = self.env.step_mdp(data)
             data.set(keys.STEPPING, stepping)
@@ -483,6 +489,7 @@ def _trajectories(
     turns: list[list[TensorDictBase]],
     transcripts: Sequence[Mapping[int, str]],
     errors: Sequence[str],
+    feedback: Sequence[str],
     rewards: Sequence[Sequence[float | None]],
     samples: Sequence[Sequence[int]],
 ) -> Sequence[TensorDictBase]:
@@ -493,6 +500,7 @@ def _trajectories(
         turns: for each row, its turns.
         transcripts: for each row, the text of its dialog by sample number.
         errors: for each row, why its reward is invalid; empty if it is valid.
+        feedback: for each row, what the scorer says about it; empty if it says nothing.
         rewards: for each row, the task's reward of each turn, which is part of the last turn's
             reward; None for a turn without a reward.
         samples: for each row, the sample number of each turn; -1 for a turn in no sample.
@@ -512,8 +520,10 @@ def _trajectories(
     rows = out.set("next", nxt.exclude("tokens", "masks", "text", "history", *_OF_SEQUENCE)).unbind(
         0
     )
-    for trajectory, row, error in zip(rows, turns, errors, strict=True):
+    for trajectory, row, error, comment in zip(rows, turns, errors, feedback, strict=True):
         trajectory.set(keys.NEXT_POLICY_VERSION, row[-1].get(keys.POLICY_VERSION))
+        if any(feedback):
+            trajectory.set(keys.FEEDBACK, NonTensorData(comment))
         if error:
             trajectory.set(keys.REWARD_ERROR, NonTensorData(error))
     if all(len(row) == 1 for row in turns):

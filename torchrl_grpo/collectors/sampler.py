@@ -113,7 +113,7 @@ class Sampler:
             is idle: the engine sleeps after each task, and when ``sleep`` is called.
         reward_pool: scores for all environments, and is closed with the sampler; None if they score
             by themselves.
-        demonstrations: adds a demonstration of its problem to each group; None adds nothing.
+        writers: functions that add entries to the rows of each finished group, in place.
         seed: seeds the sampling of each round, together with the id of the round's first group, so
             that the result does not depend on which sampler plays a task. None continues with the
             engine's random state.
@@ -131,7 +131,7 @@ class Sampler:
         overlapping: bool = False,
         sleeps: bool = False,
         reward_pool: RewardPool | None = None,
-        demonstrations: Demonstrations | None = None,
+        writers: Sequence[Callable[[Drawn, Sequence[TensorDictBase]], None]] = (),
         seed: int | None = None,
     ) -> None:
         self.seed = seed
@@ -143,7 +143,7 @@ class Sampler:
         self.overlapping = overlapping
         self.sleeps = sleeps
         self.reward_pool = reward_pool
-        self.demonstrations = demonstrations
+        self.writers = writers
         self._make_collector = make_collector
         # Idle collectors, with the number of groups that each plays.
         self._idle: list[tuple[int, RolloutCollector | Demonstrations]] = []
@@ -185,9 +185,9 @@ class Sampler:
         groups: dict[int, list[TensorDictBase]] = {group: [] for group in task.groups}
         for row in rows:
             groups[int(row.get(keys.GROUP_ID))].append(row)
-        if self.demonstrations is not None:
+        for write in self.writers:
             for drawn in task.drawn:
-                self.demonstrations.give(drawn, groups[drawn.group])
+                write(drawn, groups[drawn.group])
         report = RolloutReport(
             groups=tuple(_report(number, group) for number, group in groups.items()),
             generate_s=generate_s,

@@ -67,6 +67,8 @@ def rollout_metrics(batch: TensorDictBase, *, sampled: bool = True) -> dict[str,
         "sequences": len(valid),
         "tokens": mask.sum(),
     }
+    if has(samples, keys.TEACHER_VALID):
+        values["without_teacher"] = 1 - samples.get(keys.TEACHER_VALID).float().mean()
     if has(samples, keys.KEPT):
         kept = torch.cat([row.get(keys.KEPT) for row in samples.unbind(0)]) >= 0
         values["kept_tokens"] = kept.sum(-1).float().mean()

@@ -191,3 +191,7 @@ class TeacherConfig(DevicesConfig):
     copy of this run's. VLLM_API_KEY may hold their key."""
     dtype: str = choice(checks.Dtype, "float32")
     """Type of the weights; those of servers have their own."""
+    prompt: str | None = None
+    """Prompt that it reads in place of the policy's, by a function as file.py:function that returns
+    messages, or one that shows the reference solution (solution), a correct response of the group
+    (best_response) or what the scorer says (feedback). null is the policy's prompt."""

@@ -441,6 +441,10 @@ def _lacks_top_k(key: str, config: GRPOConfig) -> bool:
     return _is_set(config, key) and not config.inference_model.top_k
 
 
+def _lacks_teacher(key: str, config: GRPOConfig) -> bool:
+    return _is_set(config, key) and not config.needs_teacher
+
+
 def _engine_option(name: str, only: Any, capability: str) -> Rule:
     """Return the rule for a key that must have one value with engines that lack a capability."""
     key, others = f"inference_model.{name}", " or ".join(engines_with(capability))
@@ -478,7 +482,7 @@ def _read_with(key: str, switch: str, values: Container[Any], example: str) -> R
 
 _READ_ANYWAY: dict[str, Callable[[GRPOConfig], Any]] = {
     "policy.gae_gamma": lambda c: c.advantage_level == "turn",
-    "env.columns.completion": lambda c: c.needs_demonstrations,
+    "env.columns.completion": lambda c: c.needs_demonstrations or c.teacher.prompt,
     # These run in a reward worker, even if env.reward_workers=0.
     "env.reward_timeout_s": lambda c: c.env.tools or c.env.environment or c.env.player,
 }
@@ -907,11 +911,21 @@ RULES = (
         )
         for key in ("policy.teacher_coef", "policy.turn_credit", "policy.sft_coef")
     ),
-    Rule(
-        "teacher.address",
-        "must be left out without a teacher",
-        "use algo=distill teacher.model=NAME, or leave it out",
-        lambda c: bool(c.teacher.address) and not c.needs_teacher,
+    *(
+        Rule(
+            key,
+            "must be left out without a teacher",
+            "use algo=distill teacher.model=NAME, or leave it out",
+            partial(_lacks_teacher, key),
+        )
+        for key in ("teacher.address", "teacher.prompt", "policy.teacher_clip")
+    ),
+    *(
+        Rule("teacher.prompt", f"must be left out with {{{key}=}}, {why}", "leave one out", key)
+        for key, why in (
+            ("env.transforms", "which may change the prompts"),
+            ("policy.demonstrations", "whose responses are not the policy's"),
+        )
     ),
     Rule(
         "policy.teacher_divergence",

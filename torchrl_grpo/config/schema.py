@@ -248,6 +248,10 @@ class PolicyConfig:
     """How it is measured: sampled adds the reverse KL at each sampled token to that token's
     advantage. The others are a part of the loss, over the whole vocabulary (arXiv 2306.13649):
     reverse KL, forward KL, or generalized Jensen-Shannon (jsd)."""
+    teacher_clip: float | None = limited(None, gt=0)
+    """Largest divergence of one token that counts, in nats (its absolute value, if it is in the
+    advantage), so that few tokens of another style do not decide the step (arXiv 2601.18734); null
+    is unbounded."""
     teacher_beta: float = limited(0.5, gt=0, lt=1)
     """teacher_divergence=jsd: the teacher's share of the mixture, in (0, 1)."""
     teacher_top_k: int | None = limited(None, ge=1)

@@ -23,6 +23,7 @@ class Outcome:
     reward: float = 0.0
     correct: bool = False
     parts: dict[str, float | None] = field(default_factory=dict)
+    feedback: str = ""
     valid: bool = True
     error: str = ""
     terminated: bool = False
@@ -139,7 +140,7 @@ class DialogState:
 
     def score(self, score: Score, *, truncated: bool) -> None:
         """End the dialog with a score."""
-        self.outcome = Outcome(score.reward, score.correct, dict(score.parts))
+        self.outcome = Outcome(score.reward, score.correct, dict(score.parts), score.feedback)
         self.end(truncated=truncated)
 
     def invalidate(self, error: str, *, truncated: bool) -> None:

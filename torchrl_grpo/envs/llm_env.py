@@ -596,6 +596,11 @@ class LLMEnv(EnvBase):
         """Reason why each row's reward is invalid, in one line; empty if it is valid."""
         return [row.outcome.error for row in self._rows]
 
+    @property
+    def feedback(self) -> list[str]:
+        """What the scorer says about each row; empty if it says nothing."""
+        return [row.outcome.feedback for row in self._rows]
+
     def check_role(self, role: str) -> None:
         """Raise ``ValueError`` if the chat template rejects messages of a role after the policy's
         turn.

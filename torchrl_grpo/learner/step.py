@@ -330,8 +330,7 @@ class GRPOTrainer:
             if has(batch, name):
                 per_token[name] = 0.0
         flat = [names.truncated] if self.loss.mask_truncated else []
-        if has(batch, names.reward_valid):
-            flat.append(names.reward_valid)
+        flat += [name for name in (names.reward_valid, names.teacher_valid) if has(batch, name)]
         # Further entries that a user's loss reads.
         for name in set(self.loss.in_keys) - {*per_token, *flat, *self.loss.actor_network.out_keys}:
             if has(batch, name):

@@ -127,6 +127,8 @@ class GRPOLoss(LossModule):
         entropy_coeff: weight of the entropy bonus.
         teacher_coeff: weight of the divergence from a teacher that ``actor_network`` writes
             (``TokenScorer.distill_from``); 0 needs none.
+        teacher_clip: largest divergence of a token that counts, in nats; a token above it has no
+            gradient. None is unbounded.
         sft_coeff: weight of minus the log-likelihood of the demonstrations in the batch, the mean
             over their masked tokens (``DemonstrationLoss`` with ``aggregation="token_mean"``); 0
             needs none.
@@ -141,7 +143,8 @@ class GRPOLoss(LossModule):
     ``sft_coeff``: these rows count in ``loss_sft``, and in no other term or metric. Rows with one
     value of ``"trajectory"`` [B, 1] int64 are samples of one trajectory, which counts as one
     sequence. Where the batch has ``reward_valid`` [B, 1] bool, sequences marked
-    False are ignored.
+    False are ignored; where it has ``teacher_valid`` [B, 1] bool, the divergence from the teacher
+    is 0 in sequences marked False.
 
     Output (``GRPOLossOutput``), all scalars: the ``loss_*`` entries; ``objective``,
     ``clip_fraction_low`` and ``clip_fraction_high`` (tokens whose gradient the lower or upper clip
@@ -182,6 +185,7 @@ class GRPOLoss(LossModule):
         staleness: NestedKey = keys.STALENESS
         truncated: NestedKey = keys.TRUNCATED
         reward_valid: NestedKey = keys.REWARD_VALID
+        teacher_valid: NestedKey = keys.TEACHER_VALID
         teacher_log_probs: NestedKey = keys.TEACHER_LOG_PROBS
         divergence: NestedKey = keys.DIVERGENCE
         is_demonstration: NestedKey = keys.IS_DEMONSTRATION
@@ -216,6 +220,7 @@ class GRPOLoss(LossModule):
         kl_to_inference_coeff: float | None = 0.0,
         entropy_coeff: float = 0.0,
         teacher_coeff: float = 0.0,
+        teacher_clip: float | None = None,
         sft_coeff: float = 0.0,
         device: torch.device | str | int | None = None,
         **others: Any,
@@ -245,6 +250,7 @@ class GRPOLoss(LossModule):
         self.kl_to_inference_coeff = kl_to_inference_coeff or 0.0
         self.entropy_coeff = entropy_coeff
         self.teacher_coeff = teacher_coeff
+        self.teacher_clip = teacher_clip
         self.sft_coeff = sft_coeff
         self._check_arguments()
 
@@ -565,13 +571,22 @@ class GRPOLoss(LossModule):
 
     def _divergence_from_teacher(self, tokens: _Tokens) -> dict[str, Tensor]:
         """Return the divergence from a teacher, and metrics of what the batch has of a teacher."""
-        out = {}
+        out, key, valid = {}, self.tensor_keys.teacher_valid, None
+        if has(tokens.data, key):
+            valid = tokens.read(key) > 0
         if self.teacher_coeff:
             divergence = tokens.read(self.tensor_keys.divergence)
+            if valid is not None:
+                divergence = torch.where(valid, divergence, 0.0)
+            if self.teacher_clip is not None:
+                divergence = divergence.clamp(max=self.teacher_clip)
             out["loss_teacher"] = self.teacher_coeff * tokens.weighted_sum(divergence)
             out |= tokens.means(divergence_to_teacher=divergence)
         if has(tokens.data, self.tensor_keys.teacher_log_probs):
-            out |= tokens.kl_means("teacher", tokens.read(self.tensor_keys.teacher_log_probs))
+            log_prob = tokens.read(self.tensor_keys.teacher_log_probs)
+            if valid is not None:
+                log_prob = torch.where(valid, log_prob, tokens.log_prob.detach())
+            out |= tokens.kl_means("teacher", log_prob)
         return out
 
     def _demonstrations(self, tokens: _Tokens) -> dict[str, Tensor]:

@@ -105,7 +105,9 @@ def _checked(turn: Turn | Exception, task: Task) -> Turn | Failure:
             part = f"the part {name} of {task.name!r}"
             parts[str(name)] = None if value is None else check_reward(value, part)
         reward = check_reward(turn.score.reward, f"the reward of {task.name!r}")
-        return replace(turn, score=Score(reward, bool(turn.score.correct), parts))
+        return replace(
+            turn, score=Score(reward, bool(turn.score.correct), parts, str(turn.score.feedback))
+        )
     except Exception as error:
         return Failure.of(error)
 
@@ -167,7 +169,7 @@ def _from_json(fields: dict[str, Any]) -> Turn | Failure:
     score, limits = fields["score"], fields["limits"]
     if score is not None:
         parts = {name: _number(value) for name, value in score["parts"].items()}
-        score = Score(float(score["reward"]), bool(score["correct"]), parts)
+        score = Score(float(score["reward"]), bool(score["correct"]), parts, str(score["feedback"]))
     max_tokens = limits["max_tokens"]
     return Turn(
         messages=_objects(fields["messages"]),

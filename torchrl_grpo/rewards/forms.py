@@ -202,6 +202,12 @@ class RewardFunction:
         arguments = arguments | {name: by_name[name] for name in by_name.keys() & self._names}
         return self.function(**arguments | self.options)
 
+    @staticmethod
+    def feedback(result: Any) -> str:
+        """Return the text ``feedback`` of a result; empty without one."""
+        text = result.get("feedback") if isinstance(result, Mapping) else None
+        return text if isinstance(text, str) else ""
+
     def parts(self, result: Any) -> dict[str, float | None]:
         """Return the parts of a result by name; None for a part that does not apply.
 
@@ -238,7 +244,9 @@ class RewardFunction:
                 "None for a part that does not apply."
             )
         by_name = {
-            (f"{self.name}/{key}") if key else self.name: value for key, value in result.items()
+            (f"{self.name}/{key}") if key else self.name: value
+            for key, value in result.items()
+            if not (key == "feedback" and isinstance(value, str))
         }
         return {
             name: None if value is None else check_reward(value, f"reward {name}")

@@ -7,10 +7,10 @@ import time
 
 import torch
 from tensordict import TensorDictBase, lazy_stack
+from torchrl.envs import Transform
 
 from torchrl_grpo.transforms.kl_scoring import KLScoring
 from torchrl_grpo.transforms.ragged import join_groups
-from torchrl_grpo.transforms.served_teacher import ServedTeacher
 from torchrl_grpo.weights import WeightHandle
 
 
@@ -22,12 +22,12 @@ class Reference:
         makes_room: whether to free GPU memory for other roles after scoring.
     """
 
-    def __init__(self, scoring: KLScoring | ServedTeacher, *, makes_room: bool = False) -> None:
+    def __init__(self, scoring: Transform, *, makes_room: bool = False) -> None:
         self.scoring = scoring
         self.makes_room = makes_room
 
     def update(self, handle: WeightHandle) -> None:
-        """Replace the model's weights, unless the model is on a server."""
+        """Replace a reference model's weights."""
         assert isinstance(self.scoring, KLScoring)
         self.scoring.update_weights(handle.weights())
 

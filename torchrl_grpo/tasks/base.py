@@ -116,11 +116,13 @@ class Score:
         reward: the number that trains the policy.
         correct: whether the dialog counts as correct for accuracy and pass@k.
         parts: the parts of the reward by name; None for a part that does not apply.
+        feedback: what the scorer says about the dialog, for a teacher's prompt.
     """
 
     reward: float
     correct: bool
     parts: Mapping[str, float | None] = field(default_factory=dict, repr=False)
+    feedback: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True)

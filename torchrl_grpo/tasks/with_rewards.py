@@ -38,9 +38,10 @@ class Rewards:
     """Scores a dialog by reward functions: a weighted sum of their parts.
 
     A function that returns a number has the part ``name``; one that returns a dict has the parts
-    ``name/entry``. A part that is None is left out of the sum. The first function that applies
-    decides whether the dialog is correct: by its part ``correct``, which is not part of the reward,
-    or by whether its value (of a dict, the part ``reward`` or the first part) is at least 1.
+    ``name/entry``, apart from the text ``feedback``. A part that is None is left out of the sum.
+    The first function that applies decides whether the dialog is correct: by its part ``correct``,
+    which is not part of the reward, or by whether its value (of a dict, the part ``reward`` or the
+    first part) is at least 1.
 
     Functions that are ``async def`` run in the process's event loop. Others run in the calling
     thread, one after the other.
@@ -167,7 +168,8 @@ class Rewards:
                 "number in one of them, with a weight that is not 0.",
                 "none",
             )
-        return Score(sum(terms), bool(correct), parts)
+        texts = map(RewardFunction.feedback, results)
+        return Score(sum(terms), bool(correct), parts, "\n".join(filter(None, texts)))
 
 
 def make_rewards(

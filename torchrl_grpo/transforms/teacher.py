@@ -1,5 +1,5 @@
-"""A teacher's entries in a batch: its states, for a divergence over the vocabulary, or its share of
-the advantage.
+"""A teacher's entries in a batch: its scores, after a prompt of its own or not, and its share of the
+advantage.
 """
 
 from __future__ import annotations
@@ -7,17 +7,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 from torchrl.envs import Transform
 
 from torchrl_grpo import keys
 from torchrl_grpo.functional import kl_k1
-from torchrl_grpo.models.packing import pad
+from torchrl_grpo.models.packing import has, pad
 from torchrl_grpo.models.prefix import Layout
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.transforms.kl_scoring import KLScoring
 from torchrl_grpo.transforms.ragged import flatten, set_tokens
+from torchrl_grpo.transforms.served_teacher import ServedTeacher
 
 
 class TeacherStates(KLScoring):
@@ -45,6 +46,66 @@ class TeacherStates(KLScoring):
         return [states[mask] for states, mask in zip(super()._score(batch), masks, strict=True)]
 
 
+class TeacherScoring(Transform):
+    """Has a teacher score responses after the prompts that were written for it,
+    ``("teacher", "prompt")``, and writes ``"teacher_valid"``: False where there is none.
+
+    Args:
+        scoring: the teacher. It sees its own prompt and everything after the policy's prompt, and
+            its scores are aligned with the policy's tokens.
+        width: size of a state; 0 for log-probs.
+    """
+
+    def __init__(self, scoring: KLScoring | ServedTeacher, width: int = 0) -> None:
+        super().__init__(
+            in_keys=[keys.FULL, keys.RESPONSE, keys.ASSISTANT_MASK, keys.TEACHER_PROMPT],
+            out_keys=[scoring.out_key, keys.TEACHER_VALID],
+        )
+        self.scoring = scoring
+        self.width = width
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Score a batch [B] (or one sequence) in place. A batch that already has the entry is left
+        unchanged.
+        """
+        key = self.out_keys[0]
+        rows = [] if has(tensordict, key) else flatten(tensordict).unbind(0)
+        views = [_as_teacher_sees(row) for row in rows]
+        seen = [view for view in views if view is not None]
+        scores = iter(self.scoring(lazy_stack(seen)).unbind(0) if seen else ())
+        for row, view in zip(rows, views, strict=True):
+            mask = row.get(keys.ASSISTANT_MASK)
+            size = (int(mask.sum()), self.width) if self.width else mask.shape
+            values = torch.zeros(size, device=mask.device)
+            if view is not None:
+                scored = next(scores).get(key)
+                if self.width:
+                    values = scored
+                else:
+                    values[mask] = scored[view.get(keys.ASSISTANT_MASK)]
+            row.set(key, values)
+            row.set(keys.TEACHER_VALID, torch.tensor([view is not None], device=mask.device))
+        return tensordict
+
+
+def _as_teacher_sees(row: TensorDictBase) -> TensorDict | None:
+    """Return a sequence with the teacher's prompt in place of the policy's; None without one."""
+    prompt, response = row.get(keys.TEACHER_PROMPT), row.get(keys.RESPONSE)
+    if not len(prompt):
+        return None
+    mask = row.get(keys.ASSISTANT_MASK)
+    view = TensorDict(
+        {
+            keys.FULL: torch.cat([prompt, response]),
+            keys.ASSISTANT_MASK: torch.cat(
+                [torch.zeros_like(prompt, dtype=torch.bool), mask[len(mask) - len(response) :]]
+            ),
+        }
+    )
+    kept = row.get(keys.KEPT, None)
+    return view if kept is None else view.set(keys.KEPT, kept)
+
+
 class TeacherAdvantage(Transform):
     """Adds the reverse KL to a teacher to the advantage, token by token: on-policy distillation
     with sampled tokens.
@@ -61,6 +122,8 @@ class TeacherAdvantage(Transform):
         coef: weight of the KL, in units of the advantage per nat; 0 if the divergence is part of
             the loss.
         reward_coef: weight of the existing advantage.
+        clip: bound on ``|log p_t - log q_t|`` in nats; None is unbounded. Where
+            ``"teacher_valid"`` is False, the KL counts as 0.
 
     Raises:
         KeyError: the batch has no advantage or mask or, with a ``coef``, lacks the log-probs of the
@@ -76,13 +139,14 @@ class TeacherAdvantage(Transform):
         tensor([[-1.5000,  1.0000]])
     """
 
-    def __init__(self, coef: float, reward_coef: float = 1.0) -> None:
+    def __init__(self, coef: float, reward_coef: float = 1.0, clip: float | None = None) -> None:
         log_prob_keys = [keys.LOG_PROBS, keys.TEACHER_LOG_PROBS] if coef else []
         super().__init__(
             in_keys=[keys.ADVANTAGE, keys.ASSISTANT_MASK, *log_prob_keys], out_keys=[keys.ADVANTAGE]
         )
         self.coef = coef
         self.reward_coef = reward_coef
+        self.clip = clip
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write the advantage of each token of a batch, in place."""
@@ -90,8 +154,11 @@ class TeacherAdvantage(Transform):
         mask = pad(flat, keys.ASSISTANT_MASK, False)
         advantage = self.reward_coef * pad(flat, keys.ADVANTAGE).expand(mask.shape)
         if self.coef:
-            advantage = advantage - self.coef * kl_k1(
-                pad(flat, keys.LOG_PROBS), pad(flat, keys.TEACHER_LOG_PROBS)
-            )
+            kl = kl_k1(pad(flat, keys.LOG_PROBS), pad(flat, keys.TEACHER_LOG_PROBS))
+            if self.clip is not None:
+                kl = kl.clamp(-self.clip, self.clip)
+            if has(flat, keys.TEACHER_VALID):
+                kl = torch.where(pad(flat, keys.TEACHER_VALID, False), kl, 0.0)
+            advantage = advantage - self.coef * kl
         advantage = torch.where(mask, advantage, 0.0)
         return set_tokens(tensordict, keys.ADVANTAGE, advantage)

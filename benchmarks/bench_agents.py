@@ -71,7 +71,7 @@ class Words(Task):
 
 
 def reward(text: str) -> float:
-    """The share of words with an even number."""
+    """Return the share of words with an even number."""
     words = [word for word in text.split() if word[:1] == "w"]
     return sum(int(word[1:]) % 2 == 0 for word in words) / max(1, len(words))
 
@@ -88,7 +88,7 @@ async def play(client: Any, problem: dict[str, Any]) -> float:
 
 
 def make_tokenizer(size: int) -> PreTrainedTokenizerFast:
-    """A token for each word, and a few for the chat template."""
+    """Return a tokenizer with a token for each word and a few for the chat template."""
     names = ["[UNK]", "user", "assistant", "end"]
     words = Tokenizer(
         models.WordLevel(
@@ -103,7 +103,7 @@ def make_tokenizer(size: int) -> PreTrainedTokenizerFast:
 
 
 def make(size: str, task: Task, pool: RewardPool) -> tuple[RolloutCollector, Qwen2ForCausalLM]:
-    """A collector of ``ROWS`` dialogs; about one token in 32 ends a turn, which has at most 63."""
+    """Return a collector of ``ROWS`` dialogs, whose turns have 32 tokens on average, at most 63."""
     torch.manual_seed(0)
     heads, kv_heads = HEADS[size]
     config = Qwen2Config(

@@ -106,7 +106,7 @@ def sampled(record: dict[str, Any]) -> float:
 
 
 def commit() -> str:
-    """The commit of the checkout, marked when what a run reads differs from it."""
+    """Return the commit of the checkout, marked when what a run reads differs from it."""
     git = ["git", "-C", str(ROOT)]
     head, changed = (
         subprocess.run([*git, *command], capture_output=True, text=True, check=True).stdout.strip()
@@ -125,7 +125,7 @@ def over_seeds(runs: dict[str, Run], name: str) -> tuple[float, float, float]:
 
 
 def table(results: dict[str, dict[str, Run]]) -> str:
-    """The comparison as a Markdown table, best first."""
+    """Return the comparison as a Markdown table, best first."""
     lines = [
         "| preset | test accuracy before | after: mean (range) | mean over the run | reward, end | sampled |",
         "|---|---|---|---|---|---|",
@@ -152,7 +152,7 @@ def table(results: dict[str, dict[str, Run]]) -> str:
 
 
 def draw(results: dict[str, dict[str, Run]], path: Path) -> None:
-    """Writes the figure: a panel a preset, its mean over the seeds and each seed, and the reference
+    """Write the figure: a panel a preset, its mean over the seeds and each seed, and the reference
     in grey.
     """
     names = sorted(results, key=lambda name: (name != REFERENCE, name))
@@ -225,7 +225,7 @@ def draw_panel(axes: Axes, preset: str, results: dict[str, dict[str, Run]]) -> N
 
 
 def mean_curve(runs: dict[str, Run]) -> tuple[list[int], list[float]]:
-    """The steps of the evaluations and the mean accuracy over the seeds in per cent."""
+    """Return the steps of the evaluations and the mean accuracy over the seeds in per cent."""
     curves = [one["evaluations"] for one in runs.values()]
     steps = sorted(set(curves[0]).intersection(*curves), key=int)
     means = [100 * statistics.fmean(curve[step] for curve in curves) for step in steps]
@@ -233,7 +233,7 @@ def mean_curve(runs: dict[str, Run]) -> tuple[list[int], list[float]]:
 
 
 def main() -> None:
-    """Runs what is to be run, draws the figure and prints the table."""
+    """Run the selected presets, draw the figure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--presets", nargs="+", choices=PRESETS, default=PRESETS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])

@@ -96,7 +96,7 @@ class Run:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Starts the script, after dropping the groups of batches that no checkpoint has."""
+        """Start the script, after dropping the groups of batches that no checkpoint has."""
         done = self.last_step()
         if self.record.exists():
             lines = self.record.read_text("utf-8").splitlines(keepends=True)
@@ -178,7 +178,7 @@ class Run:
             self.ends.append(f"{status}: {said[:300] or ' / '.join(lines[-3:])[:300]}")
 
     def finish(self) -> list[str]:
-        """Ends the script in order; returns the command lines of processes that were left."""
+        """End the script in order; return the command lines of processes that were left."""
         assert self.process is not None
         self.process.send_signal(signal.SIGTERM)
         try:
@@ -201,7 +201,7 @@ class Run:
         return lines
 
     def victims(self) -> list[psutil.Process]:
-        """The processes below the script that do its work, and not Ray's own."""
+        """Return the processes below the script that do its work, and not Ray's own."""
         assert self.process is not None
         found = []
         with suppress(psutil.Error):
@@ -217,7 +217,7 @@ class Run:
         return found
 
     def close(self) -> None:
-        """Ends all processes."""
+        """End all processes."""
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
             self.process.wait()
@@ -225,7 +225,7 @@ class Run:
 
 
 def called(process: psutil.Process, most: int = 40) -> str:
-    """The command line of a process, without the folder of its program."""
+    """Return the command line of a process, without the folder of its program."""
     program, *arguments = process.cmdline() or [""]
     return " ".join([Path(program).name, *arguments])[:most]
 
@@ -322,7 +322,7 @@ EVENTS = [
 
 
 def chaos(kind: str, minutes: float, every: float, seed: int, keep: Path | None) -> dict[str, Any]:
-    """The figures of one script."""
+    """Return the figures of one script."""
     folder, chance = (
         Path(tempfile.mkdtemp(prefix=f"chaos-{kind}-")),
         random.Random(f"{seed} {kind}"),
@@ -428,7 +428,7 @@ def _table(kind: str, figures: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Runs the scripts, prints the figures and keeps them."""
+    """Run the scripts, print the figures and keep them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=SCRIPTS, nargs="*", default=list(SCRIPTS))
     parser.add_argument("--minutes", type=float, default=30)

@@ -92,7 +92,7 @@ SIDES = {"ours": run_ours, "trl": run_trl}
 
 
 def main() -> None:
-    """Runs the sides in turns and writes the JSON."""
+    """Run the sides in turn and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--steps", type=int, default=40, help=f"of each run, the first {WARM_UP} are not counted"

@@ -119,7 +119,7 @@ def compare(script: str, *arguments: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Tries and makes the runs in turn, and writes the JSON."""
+    """Rehearse and make the runs in turn, and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--only", nargs="+", default=[""], help="runs whose name contains one of these"

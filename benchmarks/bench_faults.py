@@ -76,7 +76,7 @@ class RecordedAdvantage(GroupAdvantage):
 def run(
     folder: str, overrides: list[str], watch: Callable[[int, int], None], **environment: str
 ) -> list[Any]:
-    """Runs the asynchronous script; returns the rows of its metrics.
+    """Run the asynchronous script; return the rows of its metrics.
 
     Args:
         folder: the run's.
@@ -123,7 +123,7 @@ def run(
 
 
 def slow(steps: int) -> list[dict[str, Any]]:
-    """The figures of a slow trainer, for each bound."""
+    """Return the figures of a slow trainer, for each bound."""
     common = [f"train.total_dialog_turns={128 * steps}", "evaluation.num_prompts=0"]
     with tempfile.TemporaryDirectory() as folder:
         rows = run(folder, common, lambda pid, rows: None)
@@ -155,7 +155,7 @@ def slow(steps: int) -> list[dict[str, Any]]:
 
 
 def kill(steps: int) -> dict[str, Any]:
-    """The figures of a run whose engines are killed."""
+    """Return the figures of a run whose engines are killed."""
     victims = {steps // 3: "SamplerActor", 2 * steps // 3: "EngineCore"}
     killed: list[str] = []
 
@@ -198,7 +198,7 @@ def kill(steps: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Runs what is to be run, prints the figures and keeps them."""
+    """Run the selected cases, print the figures and keep them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=["slow", "kill"], nargs="*", default=["slow", "kill"])
     parser.add_argument(

@@ -73,7 +73,7 @@ TASK, REPEATS = 2, 4  # groups in a task of the driver's, rows in a group
 
 
 def make_batch(size: dict[str, int]) -> dict[str, Tensor]:
-    """Groups of full responses: tokens, mask, behaviour log-probs and advantages."""
+    """Return a group of full responses: tokens, mask, behaviour log-probs and advantages."""
     torch.manual_seed(1)
     rows = size["groups"] * size["group"]
     prompts = torch.randint(
@@ -123,7 +123,7 @@ def work(name: str, repeats: int, pipe: Connection) -> None:
 
 
 def sweep(name: str, repeats: int) -> list[dict[str, float]]:
-    """The rows of one size, from a process of its own."""
+    """Return the rows of one size, from a process of its own."""
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
     process = context.Process(target=work, args=(name, repeats, theirs), daemon=True)
@@ -292,7 +292,7 @@ def driver() -> list[dict[str, float]]:
 
 
 def show(name: str, rows: Sequence[dict[str, float]]) -> None:
-    """Prints a table."""
+    """Print a table."""
     lines = ["".join(f"{column:>20}" for column in rows[0])]
     for row in rows:
         lines.append(

@@ -52,19 +52,19 @@ SMALL = [
 
 
 def cut(host: Host) -> None:
-    """Takes its link down for ever."""
+    """Take its link down forever."""
     host.up = False
 
 
 def cut_for_10_s(host: Host) -> None:
-    """Takes its link down, and up again."""
+    """Take its link down, and up again."""
     host.up = False
     time.sleep(10)
     host.up = True
 
 
 def disturb(host: Host) -> None:
-    """Gives its link 100 ms of delay and 1% of loss, both ways."""
+    """Give its link 100 ms of delay and 1% of loss, both ways."""
     host.delay_s, host.loss = 0.1, 0.01
 
 
@@ -144,7 +144,7 @@ class Session:
             raise RuntimeError(f"Ray did not start on {host.name}:\n{printed.read_text()[-2000:]}")
 
     def run(self, case: Case) -> dict[str, Any]:
-        """Runs the script, with the case's fault; returns what is known of it."""
+        """Run the script, with the case's fault; return its record."""
         folder = self.folder / "run"
         command = [
             sys.executable,
@@ -228,7 +228,7 @@ class Session:
 
 
 def measure(name: str, steps: int, keep: Path | None) -> dict[str, Any]:
-    """The figures of one case."""
+    """Return the figures of one case."""
     folder = Path(tempfile.mkdtemp(prefix="hosts-", dir="/var/tmp"))  # /tmp is each host's own
     try:
         with Network("head", "a", "b", "c") as network:
@@ -254,7 +254,7 @@ def _last_words(printed: str) -> str:
 
 
 def main() -> None:
-    """Runs the cases, prints their figures and keeps them."""
+    """Run the cases, print their figures and keep them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=CASES, nargs="*", default=list(CASES))
     parser.add_argument("--steps", type=int, default=60, help="of each run")

@@ -72,7 +72,7 @@ class Life:
             )  # fmt: skip
 
     def until(self, holds: Callable[[], object], tick_s: float = 0.002) -> bool:
-        """Waits until something holds; False if the process ended before."""
+        """Wait until something holds; False if the process ended before."""
         while not holds():
             if self.process.poll() is not None or time.monotonic() - self.start > LONGEST_S:
                 return False
@@ -103,7 +103,7 @@ class Life:
 
 
 def in_save(life: Life, rng: random.Random, fraction: float) -> bool:
-    """Waits for a moment in the first or second save: so much of the file is written."""
+    """Wait for a moment in the first or second save: so much of the file is written."""
     folder, saves = life.folder / "checkpoints", rng.choice((1, 2))
     sizes = [path.stat().st_size for path in checkpoints_in(folder)] or [3_000_000]
     there = {path.name for path in checkpoints_in(folder)}
@@ -121,7 +121,7 @@ def in_save(life: Life, rng: random.Random, fraction: float) -> bool:
 
 
 def at_moment(life: Life, rng: random.Random, fraction: float) -> bool:
-    """Waits for a moment: one in four while it starts, the others within the next eight steps."""
+    """Wait for a moment: one in four while it starts, the others within the next eight steps."""
     if fraction < 0.25:
         return (
             not life.until(lambda: time.monotonic() - life.start > 32 * fraction)
@@ -138,7 +138,7 @@ def _later(start: float, seconds: float) -> bool:
 
 
 def chain(script: str, kind: str, kills: int, seed: int, folder: Path) -> dict[str, Any]:
-    """A run of many lives; what became of it."""
+    """Kill and resume a run many times; return its record."""
     rng, wait = random.Random(f"{seed}{script}{kind}"), {"save": in_save, "moment": at_moment}[kind]
     steps = 10 * kills + 10
     length, groups, resumed, unreadable, ended = (
@@ -248,7 +248,7 @@ def interrupted(script: str, moment: str, number: signal.Signals, folder: Path) 
 
 
 def main() -> None:
-    """Runs what was asked for, and writes the JSON."""
+    """Run the selected cases, and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--script", nargs="+", choices=SCRIPTS, default=SCRIPTS)
     parser.add_argument("--points", type=int, default=20, help="kills in a save")

@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 
 
 def make_model(folder: str, layers: int) -> int:
-    """Saves the model; returns its parameters."""
+    """Save the model; return its parameters."""
     config = LlamaConfig(
         vocab_size=128256,
         hidden_size=2048,

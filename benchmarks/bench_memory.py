@@ -73,7 +73,7 @@ LARGE = 8192
 
 
 def make_trainer(name: str, knobs: dict[str, str]) -> GRPOTrainer:
-    """A trainer with these options of the config."""
+    """Return a trainer with these options of the config."""
     model: Any = train_step.make_model(name, "float32")
     if "train_model.lora.enabled" in knobs:
         model = loading.add_lora(model, r=16, alpha=32, target_modules="all-linear")

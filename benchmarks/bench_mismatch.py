@@ -79,19 +79,19 @@ ENGINES = ("float32", "bfloat16", "float8", "4 bits", "roots of two")
 
 
 def in_8_bits(weight: Tensor) -> Tensor:
-    """A matrix as ``float8_e4m3fn`` with a scale holds it."""
+    """Return a matrix rounded to ``float8_e4m3fn`` with one scale."""
     scale = torch.finfo(torch.float8_e4m3fn).max / weight.abs().max()
     return (weight * scale).to(torch.float8_e4m3fn).to(weight.dtype) / scale
 
 
 def in_4_bits(weight: Tensor) -> Tensor:
-    """A matrix of 15 levels, with a scale for each row."""
+    """Return a matrix rounded to 15 levels, with a scale for each row."""
     scale = weight.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 7
     return (weight / scale).round() * scale
 
 
 def in_roots_of_two(weight: Tensor) -> Tensor:
-    """A matrix of the nearest roots of two and of the roots of these."""
+    """Return a matrix rounded to the nearest power of the square root of 2."""
     return weight.sign() * (weight.abs().clamp(min=1e-30).log2() * 2).round().div(2).exp2()
 
 
@@ -112,7 +112,7 @@ class RoundedEngine(TransformersEngine):
 
 
 def train(engine: str, correction: str, seed: int, overrides: list[str]) -> dict[str, float]:
-    """The figures of one run, made in this process."""
+    """Return the figures of one run, made in this process."""
     register()
     dtype = "bfloat16" if engine == "bfloat16" else "float32"
     with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "config")):
@@ -151,7 +151,7 @@ def train(engine: str, correction: str, seed: int, overrides: list[str]) -> dict
 
 
 def rows_of(config: GRPOConfig, folder: Path) -> list[dict[str, Any]]:
-    """The metrics of a whole run."""
+    """Return the metrics of a whole run."""
     run = build(config, folder)
     try:
         run.fit()
@@ -161,7 +161,7 @@ def rows_of(config: GRPOConfig, folder: Path) -> list[dict[str, Any]]:
 
 
 def learning(args: argparse.Namespace, result: dict[str, Any], write: Callable[[], None]) -> None:
-    """Runs what the result lacks, each in a process of its own."""
+    """Run what the result lacks, each in a process of its own."""
     found = result.setdefault("learning", {})
     for seed in args.seeds:
         for engine in args.engines:
@@ -183,7 +183,7 @@ def learning(args: argparse.Namespace, result: dict[str, Any], write: Callable[[
 
 
 def table(found: dict[str, dict[str, float]]) -> str:
-    """The comparison as a Markdown table."""
+    """Return the comparison as a Markdown table."""
     lines = [
         "| engine | correction | test accuracy: mean (range) | of the rounded weights | KL to the engine | bounded |",
         "|---|---|---|---|---|---|",
@@ -269,7 +269,7 @@ def sampled(
 
 
 def wide(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The product of a head in float32, of factors in 16 bits."""
+    """Return the product of a head in float32, of factors in 16 bits."""
     return torch.nn.functional.linear(
         hidden.float(), weight.float(), None if bias is None else bias.float()
     )

@@ -53,7 +53,7 @@ async def at_once(response: str, answer: str) -> float:
 
 
 def with_workers(file: str, name: str) -> list[str]:
-    """Overrides for a reward of this folder in reward workers."""
+    """Return the override for a reward of this folder in reward workers."""
     return [f"env.reward={Path(__file__).parent / file}:{name}", f"env.reward_workers={WORKERS}"]
 
 
@@ -79,7 +79,7 @@ def cpu_seconds(root: psutil.Process) -> dict[str, float]:
 
 
 def run(overrides: list[str], steps: int) -> dict[str, Any]:
-    """The mean step of a run and the CPU seconds of each role in it, after the first steps."""
+    """Return a run's mean step and each role's CPU seconds in it, without the first steps."""
     with tempfile.TemporaryDirectory() as folder:
         fixed = [
             f"env.num_envs={ROWS}",

@@ -49,7 +49,7 @@ OF_SAMPLES: tuple[tuple[Any, str], ...] = (
 
 
 def main() -> None:
-    """Runs the job with the parts switched and timed, and writes the JSON."""
+    """Run the job with the parts switched and timed, and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--out", type=Path, help="file for the JSON, besides standard output")

@@ -54,7 +54,7 @@ def sleep(response: str, answer: str) -> float:
 
 
 def measure(script: str, reward: str, workers: int, staleness: int, steps: int) -> dict[str, Any]:
-    """The steps of one run of 64 responses each."""
+    """Return the steps of one run of 64 responses each."""
     with tempfile.TemporaryDirectory() as folder:
         overrides = [
             "env.num_envs=64",

@@ -43,7 +43,7 @@ HEADS = {"tiny": (3, 1), "small": (8, 2), "qwen05": (14, 2), "qwen15": (12, 2)}
 
 
 def make_model(name: str, dtype: torch.dtype, device: str = "cpu") -> PreTrainedModel:
-    """A random Qwen2 model."""
+    """Return a random Qwen2 model."""
     torch.manual_seed(0)
     query_heads, kv_heads = HEADS[name]
     config = Qwen2Config(
@@ -199,7 +199,7 @@ def log_prob_differences(
 
 
 def main() -> None:
-    """Runs all sides in turns and writes the JSON."""
+    """Run all sides in turn and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--model", choices=HEADS, default="tiny")

@@ -66,7 +66,7 @@ def run(script: str, *arguments: str) -> dict[str, float]:
 
 
 def main() -> None:
-    """Runs the commands in turns and writes the JSON."""
+    """Run the commands in turn and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--only", nargs="+", default=[""], help="commands whose name contains one of these"

@@ -86,7 +86,7 @@ absolute.
 
 
 def make_model(name: str, dtype: str, seed: int = 0, device: str = "cpu") -> PreTrainedModel:
-    """A random Qwen2 model, the same in every process on the same device."""
+    """Return a random Qwen2 model, the same in every process on the same device."""
     torch.manual_seed(seed)
     settings: dict[str, Any] = {
         "num_key_value_heads": 2,
@@ -112,7 +112,7 @@ def response_log_probs(model: PreTrainedModel, tokens: Tensor, width: int) -> Te
 
 
 def make_batch(name: str, dtype: str, path: str, size: dict[str, Any], device: str = "cpu") -> None:
-    """Writes the batch, padded on the right: tokens [B, T], mask and behaviour log-probs [B, Tr],
+    """Write the batch, padded on the right: tokens [B, T], mask and behaviour log-probs [B, Tr],
     advantages [B].
 
     Args:
@@ -150,13 +150,13 @@ def make_batch(name: str, dtype: str, path: str, size: dict[str, Any], device: s
 
 
 def parts_of(batch: dict[str, Tensor], at_once: int) -> list[dict[str, Tensor]]:
-    """The batch in parts of so many sequences."""
+    """Return the batch in parts of so many sequences."""
     columns = [tensor.split(at_once) for tensor in batch.values()]
     return [dict(zip(batch, part, strict=True)) for part in zip(*columns, strict=True)]
 
 
 def ragged(batch: dict[str, Tensor], advantage_shape: tuple[int, ...]) -> TensorDict:
-    """The batch as a collector gives it: a lazy stack of sequences under TorchRL's keys."""
+    """Return the batch as a collector gives it: a lazy stack of sequences under TorchRL's keys."""
     items, start = [], batch["tokens"].shape[1] - batch["mask"].shape[1]
     for tokens, mask, log_probs, advantage in zip(*batch.values(), strict=True):
         end = start + int(mask.sum())
@@ -186,7 +186,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def backward(loss: Tensor) -> float:
-    """Runs backward and gives the loss."""
+    """Run backward and return the loss."""
     loss.backward()
     return loss.item()
 
@@ -224,13 +224,13 @@ def _step(
 
 
 def use_our_sft(model: PreTrainedModel, batch: dict[str, Tensor], folder: str) -> Step:
-    """The same step with the loss of algo=sft."""
+    """Return the same step with the loss of algo=sft."""
     batch["advantage"].fill_(1.0)
     return _step(DemonstrationLoss(TokenScorer(model), aggregation="token_mean"), model, batch)
 
 
 def use_our_distillation(model: PreTrainedModel, batch: dict[str, Tensor], folder: str) -> Step:
-    """The teacher's states, and then the same step with the loss of
+    """Return a step that computes the teacher's states and then the loss of
     policy.teacher_divergence=reverse alone.
     """
     teacher, scorer = make_teacher(model), TokenScorer(model)
@@ -250,7 +250,7 @@ def make_teacher(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def padded(use: Use) -> Use:
-    """A step of ours where each sequence is padded and has its prompt computed."""
+    """Return our step with padding, and with the prompt computed for each sequence."""
 
     @functools.wraps(use)
     def use_padded(*args: Any, **limit: int) -> Step:
@@ -295,12 +295,12 @@ def count_prompts(batch: dict[str, Tensor]) -> int:
 
 
 def trl_settings(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Any]:
-    """Settings of TRL's trainers that sample, for a step that does what ours does."""
+    """Return settings of TRL's sampling trainers for a step equivalent to ours."""
     return plain_settings(model) | {"max_completion_length": batch["mask"].shape[1]}
 
 
 def plain_settings(model: PreTrainedModel) -> dict[str, Any]:
-    """Settings of all of TRL's trainers for such a step."""
+    """Return settings that all of TRL's trainers need for such a step."""
     return {
         "use_cpu": model.device.type == "cpu",
         "bf16": False,
@@ -429,8 +429,8 @@ def use_plain_distillation(model: PreTrainedModel, batch: dict[str, Tensor], fol
 
 
 def use_products(model: PreTrainedModel, batch: dict[str, Tensor], folder: str) -> Step:
-    """The matrix products of the algorithm alone, with each prompt once and no padding: a limit for
-    every side.
+    """Return a step of nothing but the algorithm's matrix products, with each prompt once and no
+    padding: a lower bound for every side.
 
     Three for each linear layer (forward, and the gradients of input and weight) and for the head
     over the responses; no attention, nothing between the products, and the head's logits at once.

@@ -74,7 +74,7 @@ def browser_pids() -> list[int]:
 
 
 def measure(folder: Path, steps: int, block: int) -> dict[str, object]:
-    """Runs the job and gives its steps' seconds with and without the page."""
+    """Run the job and return its steps' seconds with and without the page."""
     command = [
         sys.executable,
         "-u",

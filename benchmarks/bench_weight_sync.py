@@ -51,7 +51,7 @@ KINDS = ("object_store", "adapters")
 
 
 def make_random_model(folder: str) -> None:
-    """A random Qwen2 model of 100 million parameters."""
+    """Return a random Qwen2 model of 100 million parameters."""
     config = Qwen2Config(
         vocab_size=32000,
         hidden_size=768,
@@ -156,7 +156,7 @@ def measure(
 
 
 def main() -> None:
-    """Starts both sides, measures, and writes the JSON."""
+    """Start both sides, measure, and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=("starter", "random"), default="starter")
     parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")

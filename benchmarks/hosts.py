@@ -122,7 +122,7 @@ class Host:
     def popen(
         self, *command: str, env: Mapping[str, str] | None = None, **options: Any
     ) -> subprocess.Popen[Any]:
-        """Starts a command in the host, which ends with the host."""
+        """Start a command in the host, which ends with the host."""
         inside = ["nsenter", "--target", str(self.pid), "--all", f"--wd={os.getcwd()}", *command]
         return subprocess.Popen(inside, env=os.environ | (env or {}), **options)
 
@@ -149,7 +149,7 @@ class Host:
         return there
 
     def actors(self) -> list[str]:
-        """The kinds of Ray's actors in it, such as ``LearnerActor``."""
+        """Return the kinds of Ray's actors in it, such as ``LearnerActor``."""
         names = []
         for process in self.processes():
             try:
@@ -161,7 +161,7 @@ class Host:
         return sorted(names)
 
     def kill(self) -> None:
-        """Ends all that runs in it, at once. May be called again."""
+        """Kill all that runs in it. May be called again."""
         self.up = False
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGKILL)
@@ -200,7 +200,7 @@ class Network:
         self.close()
 
     def close(self) -> None:
-        """Ends all hosts. May be called again."""
+        """End all hosts. May be called again."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join()

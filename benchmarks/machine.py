@@ -16,8 +16,8 @@ PREFIXES = ("OMP_", "GOMP_", "KMP_", "MKL_", "MALLOC_", "GLIBC_TUNABLES", "LD_PR
 
 
 def surroundings(packages: Sequence[str]) -> dict[str, Any]:
-    """The machine, the versions of the packages that are installed, and what a process inherits;
-    Linux alone.
+    """Return the machine, the versions of the packages that are installed, and what a process
+    inherits; Linux alone.
     """
     versions = {package: version(package) for package in packages if find_spec(package)}
     cpu = (
@@ -38,7 +38,7 @@ def surroundings(packages: Sequence[str]) -> dict[str, Any]:
 
 
 def report(result: dict[str, Any], out: Path | None) -> None:
-    """Prints a result as JSON, and writes it to a file whose folder need not be there."""
+    """Print a result as JSON, and write it to a file, making its folder if needed."""
     text = json.dumps(result, indent=2) + "\n"
     sys.stdout.write(text)
     if out is not None:
@@ -47,7 +47,7 @@ def report(result: dict[str, Any], out: Path | None) -> None:
 
 
 def merge(figures: dict[str, Any], packages: Sequence[str], out: Path) -> None:
-    """Adds figures by name to those that a file has from earlier runs."""
+    """Add figures by name to those that a file has from earlier runs."""
     result: dict[str, Any] = json.loads(out.read_text("utf-8")) if out.exists() else {}
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(

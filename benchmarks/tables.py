@@ -27,12 +27,12 @@ def ratio(theirs: Sequence[float], ours: Sequence[float]) -> str:
 
 
 def row(*cells: object) -> str:
-    """A line of a table."""
+    """Return a line of a table."""
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
 def training(results: Sequence[dict[str, Any]]) -> list[str]:
-    """The training step: peers' time and memory over ours."""
+    """Return the table of the training step: peers' time and memory divided by ours."""
     lines = [
         row(
             "model, dtype, prompt",
@@ -98,7 +98,7 @@ def rollout(results: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def main() -> None:
-    """Prints the tables of what a folder has results for."""
+    """Print the tables of what a folder has results for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="where `make bench` left its JSON")
     folder = parser.parse_args().folder

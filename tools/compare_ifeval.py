@@ -151,7 +151,7 @@ def torchrl_verdict(case: Case, loose: bool) -> str:
 
 
 def compare(cases: Iterable[Case]) -> dict[str, list[Case]]:
-    """The cases whose verdict differs, strict or loose, by instruction."""
+    """Return the cases whose verdict differs, strict or loose, by instruction."""
     differences = defaultdict(list)
     for name, arguments, response in cases:
         for loose in (False, True):
@@ -162,7 +162,7 @@ def compare(cases: Iterable[Case]) -> dict[str, list[Case]]:
 
 
 def let_nltk_split() -> None:
-    """Gives TorchRL's copy of the checks an nltk with this package's abbreviations in place of the
+    """Give TorchRL's copy of the checks an nltk with this package's abbreviations in place of the
     punkt model.
     """
     parameters = PunktParameters()

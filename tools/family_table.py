@@ -29,7 +29,7 @@ START, END = "<!-- table: tools/family_table.py -->\n", "<!-- end of table -->"
 
 
 def measure(name: str, column: str) -> str:
-    """A distance, or the message that refuses it."""
+    """Return a distance, or the message that refuses it."""
     try:
         return f"{MEASURES[column](name):.1e}"
     except Exception as error:  # whatever vLLM may raise
@@ -67,7 +67,7 @@ all of them.
 
 
 def refusal(message: str) -> tuple[str, str]:
-    """The number in a message that refuses a model, and the note below the table."""
+    """Return the number in a message that refuses a model, and the note below the table."""
     for pattern, note in REFUSALS.items():
         if found := re.fullmatch(pattern, message):
             return found[1], note

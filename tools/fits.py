@@ -74,7 +74,7 @@ def answer(model: str, devices: int) -> str:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     print(
         f"| model | {' | '.join(f'{devices} GPU' + 's' * (devices > 1) for devices in DEVICES)} |"
     )

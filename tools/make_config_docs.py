@@ -50,12 +50,12 @@ PLACEHOLDERS = {
 
 
 def page() -> str:
-    """The text of ``docs/config.md``."""
+    """Return the text of ``docs/config.md``."""
     return "\n".join([HEAD, *_tables(GRPOConfig(), "", {}), RULES_HEAD, *_rules()]) + "\n"
 
 
 def _tables(node: Any, name: str, documented: dict[tuple[str, str], str]) -> Iterator[str]:
-    """The table of a node, then those of the nodes inside it.
+    """Return the table of a node, then those of the nodes inside it.
 
     Args:
         node: a dataclass of the config.
@@ -124,7 +124,9 @@ def _template(text: str) -> str:
 
 
 def _prose(doc: str) -> str:
-    """A docstring on one line; words that are code (``a_b``, ``a=b``, ``a*``) are set as code."""
+    """Return a docstring on one line; words that are code (``a_b``, ``a=b``, ``a*``) are set as
+    code.
+    """
     parts = " ".join(doc.split()).replace("``", "`").split("`")
     parts[::2] = [
         re.sub(r"[\w.*=]*(?:\w[_=]\w|[*])[\w.*=]*\w|\b_\w+_\b", r"`\g<0>`", part)
@@ -134,14 +136,14 @@ def _prose(doc: str) -> str:
 
 
 def _choices(item: dataclasses.Field[Any], doc: str) -> str:
-    """The values that a key may have, where its docstring does not name them all."""
+    """Return the values that a key may have, where its docstring does not name them all."""
     names = item.metadata.get("choices", ())
     listed = ", ".join(f"`{name}`" for name in names)
     return "" if all(re.search(rf"\b{name}\b", doc) for name in names) else f" One of {listed}."
 
 
 def _default(value: Any) -> str:
-    """A default as one would write it on the command line."""
+    """Return a default as one would write it on the command line."""
     plain = json.dumps(value).replace('"', "")
     return f"`{plain}`"
 

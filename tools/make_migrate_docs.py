@@ -114,7 +114,7 @@ QUANTITIES = {
 
 
 def page() -> str:
-    """The text of ``docs/migrate.md``: what stands above the tables stays."""
+    """Return the text of ``docs/migrate.md``: what stands above the tables stays."""
     head = PAGE.read_text(encoding="utf-8").partition(MARK)[0]
     return "\n".join(
         [head + MARK, *(part for name in ORDER for part in _section(read_table(name)))]
@@ -159,8 +159,8 @@ def _differs(row: Row) -> str:
 
 
 def _sentence(text: str) -> str:
-    """A line of a table as a sentence; names keep their small letters. The page says above what our
-    keys count.
+    """Return a line of a table as a sentence; names stay in lower case. The page's introduction
+    says what our keys count.
     """
     if text.startswith("counts "):
         text = text.partition(";")[0]
@@ -176,7 +176,7 @@ def _ours(row: Row) -> str:
 
 
 def _choices(row: Row) -> str:
-    """The settings of each choice; choices that share one are named together."""
+    """Return the settings of each choice; choices that share one are named together."""
     together: dict[str, list[str]] = {}
     for name, value in (row.values or {}).items():
         together.setdefault(_value(row, value), []).append(name)
@@ -202,7 +202,7 @@ def _word(value: object) -> str:
 
 
 def _prose(text: str) -> str:
-    """A line of a table; words that are keys or code are set as code."""
+    """Return a line of a table; words that are keys or code are set as code."""
     parts = text.split("`")
     pattern = (
         r"(?<![\w/])[\w.]*(?:\w[_=]\w|\w\.[a-z]{2})(?:[\w.=\-\[\]:]|,(?=\w))*\w\]?(?:='[^']*')?"

@@ -61,8 +61,8 @@ WARMUP_STEPS = 50
 
 
 def build_tokenizer() -> Qwen2Tokenizer:
-    """A tokenizer of 256 bytes and 5 special tokens, so that every text can be encoded (Unicode in
-    normal form C).
+    """Return a tokenizer of 256 bytes and 5 special tokens, so that every text can be encoded
+    (Unicode in normal form C).
 
     It is a ``Qwen2Tokenizer`` because that is what ``AutoTokenizer`` makes of whatever is saved
     beside a Qwen2 model. Its unknown token, which no text produces, is the pad token: left alone,
@@ -82,7 +82,7 @@ def build_tokenizer() -> Qwen2Tokenizer:
 
 
 def build_model(tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
-    """A random float32 model; its heads have 32 channels, the smallest size that vLLM's CPU
+    """Return a random float32 model; its heads have 32 channels, the smallest size that vLLM's CPU
     attention takes.
     """
     config = Qwen2Config(

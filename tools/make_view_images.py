@@ -58,7 +58,7 @@ def save(picture: bytes, path: Path) -> None:
 def shoot(
     browser: Any, address: str, name: str, view: str, size: Any, scheme: str = "light"
 ) -> None:
-    """Takes one picture."""
+    """Take one picture."""
     with browser.new_page(viewport=size, color_scheme=scheme) as page:
         page.goto(f"{address}#{view}")
         page.wait_for_selector(MARKS[view.partition("?")[0]])
@@ -72,7 +72,7 @@ def shoot(
 
 
 def live(folder: Path, browser: Any) -> None:
-    """Makes the first run, and a picture in the middle of it."""
+    """Make the first run, and a picture in the middle of it."""
     metrics = folder / "first" / "metrics.jsonl"
     run = subprocess.Popen(command(folder, "first"), cwd=ROOT)
     while len(read_jsonl(metrics)) < 45:
@@ -84,7 +84,7 @@ def live(folder: Path, browser: Any) -> None:
 
 
 def main() -> None:
-    """Makes the runs and the pictures."""
+    """Make the runs and the pictures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="where the runs are made, or lie")
     folder = parser.parse_args().folder.resolve()

@@ -27,7 +27,7 @@ _FETCHED = re.compile(
 
 
 def on_files(files: Files, config: Any, **_: Any) -> Files:
-    """Adds the examples, for readers who have the wheel and no clone."""
+    """Add the examples, for readers who have the wheel and no clone."""
     for path in sorted((ROOT / "examples").glob("*.*")):
         files.append(
             File(f"examples/{path.name}", str(ROOT), config.site_dir, config.use_directory_urls)
@@ -50,7 +50,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> None:
-    """Ends the build if a page asks for something that lies elsewhere."""
+    """End the build if a page asks for something that lies elsewhere."""
     if found := _FETCHED.findall(output):
         raise ValueError(
             f"{page.file.src_uri} must be readable offline, and fetches {found}: put it below docs/."
@@ -87,7 +87,7 @@ class BareExamples(griffe.Extension):
     """
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Changes the docstring of each object that was read."""
+        """Change the docstring of each object that was read."""
         if obj.docstring is not None:
             paragraphs = re.sub(r"(?m)^Example:$", "Examples:", obj.docstring.value).split("\n\n")
             obj.docstring.value = "\n\n".join(

@@ -31,7 +31,7 @@ MAX_LOG_RATIO = 20.0
 
 
 def head_logits(hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None = None) -> Tensor:
-    """The product of an LM head in float32 or wider.
+    """Return the product of an LM head in float32 or wider.
 
     Of factors in 16 bits CUDA's product comes out in float32. A CPU's comes out in 16 bits and is
     widened: its product of wider factors takes twice as long (docs/algorithms.md). No gradients

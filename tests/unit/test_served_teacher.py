@@ -229,15 +229,15 @@ def test_each_address_is_a_teacher_that_takes_no_device(stub: SGLangStub) -> Non
     [
         (
             {"context": 20},
-            "teacher.address: the server at .* has a context of 20 tokens, and prompt, response and one",
+            "teacher.address: .* has a context of 20 tokens, .* may take 101: ",
         ),
         (
             {"vocabulary": 300},
-            "must serve teacher.model, whose vocabulary has 261 tokens, and its own is larger",
+            "must serve teacher.model, .* 261 tokens, .* larger",
         ),
         (
             {"vocabulary": 200},
-            "must serve teacher.model, whose vocabulary has 261 tokens, and its own is smaller",
+            "must serve teacher.model, .* 261 tokens, .* smaller",
         ),
         ({"raw": True}, r"must have log-probs from -1000 to 0, got \d"),
     ],
@@ -253,10 +253,10 @@ def test_a_server_that_cannot_be_the_teacher_is_refused(
 @pytest.mark.parametrize(
     ("answers", "message"),
     [
-        ({}, r"when it is to name its model; .* must be JSON, got '<html>'"),
+        ({}, r"asked to name its model; .* must be JSON, got '<html>'"),
         (
             {"/get_model_info": {}, "/get_server_info": {}},
-            "must answer as SGLang does when it is to say how it was started; .* max_total_num_tokens is",
+            "must answer as SGLang does .* say how it was started; .* max_total_num_tokens is",
         ),
         (
             {"/get_model_info": None, "/v1/models": {"data": []}},
@@ -272,7 +272,7 @@ def test_a_server_that_cannot_be_the_teacher_is_refused(
                 "/v1/models": {"data": [{"max_model_len": 2048}]},
                 "/v1/completions": {"choices": [{"prompt_logprobs": None}]},
             },
-            "teacher.address: .* must answer as vLLM does when it is to score token ids; .*prompt_logprobs",
+            "teacher.address: .* must answer as vLLM does .* score token ids; .*prompt_logprobs",
         ),
     ],
 )

@@ -49,7 +49,7 @@ def test_a_head_size_that_a_cpu_cannot_compute_is_refused_there_alone() -> None:
     odd = {"hidden_size": 14 * 48}
     with pytest.raises(
         ValueError,
-        match=r"head size .*\[32, .*, 512\].* 48",
+        match=r"head size.*\[32, .*, 512\].* 48",
     ):
         check(model=odd)
     check(on_cpu=False, model=odd)
@@ -62,7 +62,7 @@ def test_a_head_size_that_a_cpu_cannot_compute_is_refused_there_alone() -> None:
         (
             {"quantization_config": {"quant_method": "gptq", "bits": 4}},
             {},
-            r"needs a model that is not quantized, this one is \(gptq\)",
+            r"model\.name: .* not quantized.*\(gptq\)",
         ),
         (
             {},
@@ -101,7 +101,7 @@ def test_the_kv_cache_of_a_cpu_holds_the_longest_request_and_one_block() -> None
     tokens = 2**30 // 24_576 // 32 * 32 - 32
     check(max_model_len=tokens, kv_cache_gib=1.0)
     message = (
-        r"kv_cache_gib=1 must hold one .*, 43,649 tokens of 24,576 bytes each: use "
+        r"kv_cache_gib=1 must .* 43,649 tokens of 24,576 bytes each: use "
         r"inference_model\.max_model_len=43648 or inference_model\.kv_cache_gib=1\.01\."
     )
     with pytest.raises(ValueError, match=message):
@@ -154,14 +154,14 @@ def test_vllm_for_cuda_is_refused_without_an_accelerator(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("changed", "overrides", "message"),
     [
-        ({"num_attention_heads": 6}, [], "head size out of"),
+        ({"num_attention_heads": 6}, [], "head sizes"),
         ({"quantization_config": {"quant_method": "awq"}}, [], "not quantized"),
         (
             {},
             ["inference_model.max_model_len=100000"],
             r"max_model_len=100000 must not exceed the model's context of",
         ),
-        ({}, ["inference_model.kv_cache_gib=1e-4"], r"kv_cache_gib=0\.0001 must hold one request"),
+        ({}, ["inference_model.kv_cache_gib=1e-4"], r"kv_cache_gib=0\.0001 must hold"),
     ],
 )
 def test_a_refusal_comes_with_the_blueprint(

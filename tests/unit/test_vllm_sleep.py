@@ -132,9 +132,7 @@ def test_a_device_that_is_full_when_the_engine_wakes_is_one_message(
     assert str(raised.value).startswith(
         "Waking vLLM (weights) ran out of memory (Worker failed with error 'CUDA Error"
     )
-    assert "about 34.4 GB of the engine's share and 64.4 GB of what is in use without it" in str(
-        raised.value
-    )
+    assert "about 34.4 GB of the engine's share and 64.4 GB of memory in use" in str(raised.value)
     assert "inference_model.gpu_memory_utilization=0.2 (about 17.2 GB)" in str(raised.value)
     library.error = RuntimeError("Worker failed with error 'something else'")
     with pytest.raises(RuntimeError, match="something else") as other:

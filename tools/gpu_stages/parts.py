@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def normalize(logits: Tensor, most: Tensor, total: Tensor, weighted: Tensor) -> tuple[Tensor, ...]:
-    """The elementwise part of a chunk of ``models.head``'s forward pass."""
+    """Return the elementwise part of a chunk of ``models.head``'s forward pass."""
     new = torch.maximum(most, logits.amax(-1))
     exps = (logits - new[:, None]).exp()
     shrink = (most - new).exp()

@@ -1,5 +1,5 @@
-"""Generation engines: token ids in, token ids and log-probs out; and the policy that a collector
-asks.
+"""Generation engines, which turn token ids into token ids and log-probs; and the policy that a
+collector calls.
 
 ``VLLMEngine`` is in :mod:`torchrl_grpo.generation.vllm`: it is not imported here, so that vllm
 stays optional.
@@ -23,5 +23,5 @@ _MODULES = {"GenerationPolicy": "policy", "TransformersEngine": "transformers"}
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # These import torch, which the config's rules, readers of the table of engines, do without.
+    # These import torch, and the config's rules read the table of engines without torch.
     return getattr(import_module(f"{__name__}.{_MODULES.get(name, 'base')}"), name)

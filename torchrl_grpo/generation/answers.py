@@ -1,8 +1,8 @@
-"""Answers of inference servers: each reader takes an answer's JSON and returns values that can be
-true, or refuses it.
+"""Readers of inference servers' answers: each takes an answer's JSON and returns plausible values,
+or refuses it.
 
-A reader checks all that it returns, so that nothing behind it needs to, and raises a ``ValueError``
-that names the field, the rule and the value.
+A reader checks everything that it returns, so its callers don't have to, and raises a
+``ValueError`` that names the field, the rule and the value.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ import torch
 from torchrl_grpo.generation.base import Completion, SamplingParams
 
 TOLERANCE = 1e-3
-"""Nats: log-probs that differ by less are equal, and may exceed 0 by as much."""
+"""In nats: log-probs that differ by less count as equal, and may exceed 0 by this much."""
 LARGEST_VOCABULARY = 2**24
-"""Ids from here on are rounded in float32."""
+"""float32 cannot represent all larger ids exactly."""
 _LEAST_LOG_PROB = -1000.0
-"""No arithmetic samples a token below; servers write -9999 for -inf and NaN."""
-_CONTEXT_KEPT = 8
-"""Tokens of its context that a server may keep for itself (SGLang)."""
+"""No arithmetic samples a token below this; servers write -9999 for -inf and NaN."""
+_CONTEXT_RESERVE = 8
+"""Tokens of its context that a server may reserve for itself (SGLang)."""
 
 _NUMBER = (int, float)
 
 Label = tuple[str, int, int]
-"""Weights, the first token that they sampled, and the one after the last."""
+"""The label of some weights, the first token that they sampled, and the first after their last."""
 
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """A request for responses, and what their reader must know.
+    """A request for responses, with everything that the reader of the answer needs.
 
     Attributes:
-        prompt: ids.
-        n: responses.
-        limit: most tokens of each.
+        prompt: token ids.
+        n: number of responses.
+        limit: maximum tokens of each.
         room: tokens that the context has left for a response, at least ``limit``.
         params: of sampling.
-        vocabulary: ids that the model has.
-        labels: versions of the weights that the server was given, by label; None where it keeps its
+        vocabulary: number of the model's token ids.
+        labels: versions of the weights that the server received, by label; None if it keeps its
             own.
         oldest: version of the weights when the request was sent.
     """
@@ -57,14 +57,14 @@ class SampleRequest:
     oldest: int
 
     def sampling(self) -> dict[str, Any]:
-        """Return the parameters that both kinds of server take under one name."""
+        """Return the parameters that have the same name in both kinds of server."""
         params = self.params
         return {
             "n": self.n,
             "temperature": params.temperature,
             "top_p": params.top_p,
             "min_p": params.min_p,
-            # A server may have other defaults, of which the trainer's log-probs know nothing.
+            # A server may have other defaults, which the trainer's log-probs would not include.
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
             "repetition_penalty": 1.0,
@@ -77,13 +77,13 @@ def entry(kind: type | tuple[type, ...], container: Any, *path: str | int, where
     """Return an entry of nested JSON objects and arrays.
 
     Args:
-        kind: exact type of the entry, or several that it may have.
+        kind: exact type of the entry, or several allowed types.
         container: the outermost object or array.
         path: keys and indices that lead to the entry.
-        where: the container's own place, for the message.
+        where: location of the container, for the message.
 
     Raises:
-        ValueError: it is missing, or of another type.
+        ValueError: the entry is missing or has another type.
     """
     value, place = container, where
     for key in path:
@@ -101,7 +101,7 @@ def entry(kind: type | tuple[type, ...], container: Any, *path: str | int, where
 
 
 def read_vllm_samples(answer: Any, request: SampleRequest) -> list[Completion | None]:
-    """Read vLLM's ``/inference/v1/generate``; an aborted response is None."""
+    """Read an answer of vLLM's ``/inference/v1/generate``; an aborted response is None."""
     choices = entry(list, answer, "choices")
     places = [f"choices[{number}]" for number in range(len(choices))]
     indices = [entry(int, answer, "choices", number, "index") for number in range(len(choices))]
@@ -138,8 +138,8 @@ def _vllm_labels(choice: Any, where: str) -> list[Label]:
 
 
 def read_sglang_samples(answer: Any, request: SampleRequest) -> list[Completion | None]:
-    """Read SGLang's ``/generate``: an object for each response, in a list where they are several;
-    an aborted one is None.
+    """Read an answer of SGLang's ``/generate``: one object, or a list with one for each response;
+    an aborted response is None.
     """
     responses = answer if type(answer) is list else [answer]
     if len(responses) != request.n:
@@ -172,7 +172,7 @@ def _sample(
     labels: Sequence[Label],
     where: str,
 ) -> Completion:
-    """Return the response that tokens, log-probs and finish reason can be together."""
+    """Return a response after checking that tokens, log-probs and finish reason fit together."""
     length, stops = len(tokens), request.params.stop_token_ids
     if not 1 <= length <= request.limit:
         raise ValueError(f"{where} must have 1 to {request.limit} tokens, got {length}")
@@ -190,7 +190,7 @@ def _sample(
     if reason == "stop":
         possible = at_stop or request.params.stop is not None
     else:
-        full = not at_stop and length + _CONTEXT_KEPT >= request.room
+        full = not at_stop and length + _CONTEXT_RESERVE >= request.room
         possible = reason == "length" and (at_limit or full)
     if not possible:
         raise ValueError(
@@ -199,8 +199,8 @@ def _sample(
         )
     versions = None
     if request.labels is not None:
-        known = _versions(request.labels, request.oldest, labels, length, where)
-        versions = torch.tensor(known, dtype=torch.int64)
+        of_tokens = _versions(request.labels, request.oldest, labels, length, where)
+        versions = torch.tensor(of_tokens, dtype=torch.int64)
     return Completion(
         torch.tensor(ids, dtype=torch.int64),
         torch.tensor([_log_prob(value, where) for value in log_probs], dtype=torch.float32),
@@ -210,31 +210,34 @@ def _sample(
 
 
 def _versions(
-    known: Mapping[str, int], oldest: int, labels: Sequence[Label], length: int, where: str
+    by_label: Mapping[str, int], oldest: int, labels: Sequence[Label], length: int, where: str
 ) -> list[int]:
     versions: list[int] = []
     for label, start, end in labels:
         if not len(versions) == start <= end <= length:
             raise ValueError(
-                f"{where} must say for each token once which weights sampled it, got "
+                f"{where} must name the weights that sampled each token exactly once, got "
                 f"{_shown(labels)}"
             )
-        version = known.get(label, -1)
+        version = by_label.get(label, -1)
         if version < max([oldest, *versions[-1:]]):
             raise ValueError(
-                f"{where} must be sampled with weights that this run gave, of version {oldest} or "
-                f"newer, got {_shown(label)}: it was restarted, or others update it too"
+                f"{where} must be sampled with this run's weights, of version {oldest} or newer, "
+                f"got {_shown(label)}: the server was restarted, or others update it too"
             )
         versions += [version] * (end - start)
     if len(versions) != length:
         raise ValueError(
-            f"{where} must say for each token once which weights sampled it, got {_shown(labels)}"
+            f"{where} must name the weights that sampled each token exactly once, got "
+            f"{_shown(labels)}"
         )
     return versions
 
 
 def read_vllm_candidates(answer: Any, vocabulary: int) -> dict[int, float]:
-    """Read the likely first tokens, with their log-probs, in vLLM's ``/inference/v1/generate``."""
+    """Read the most likely first tokens, with their log-probs, from an answer of vLLM's
+    ``/inference/v1/generate``.
+    """
     path = ("choices", 0, "logprobs", "content", 0, "top_logprobs")
     where = "choices[0].logprobs.content[0].top_logprobs[]"
     candidates = {}
@@ -245,7 +248,9 @@ def read_vllm_candidates(answer: Any, vocabulary: int) -> dict[int, float]:
 
 
 def read_sglang_candidates(answer: Any, vocabulary: int) -> dict[int, float]:
-    """Read the likely first tokens, with their log-probs, in SGLang's ``/generate``."""
+    """Read the most likely first tokens, with their log-probs, from an answer of SGLang's
+    ``/generate``.
+    """
     candidates = entry(list, answer, "meta_info", "output_top_logprobs", 0)
     return dict(_pair(pair, vocabulary, "meta_info.output_top_logprobs[0]") for pair in candidates)
 
@@ -253,21 +258,21 @@ def read_sglang_candidates(answer: Any, vocabulary: int) -> dict[int, float]:
 def read_vllm_scores(
     answer: Any, tokens: list[int], start: int, top_k: int, vocabulary: int
 ) -> list[dict[int, float]]:
-    """Read the log-probs of given tokens, and of likely ones beside each, in vLLM's
-    ``/v1/completions``.
+    """Read the log-probs of given tokens, and of the most likely ones at each position, from an
+    answer of vLLM's ``/v1/completions``.
     """
-    stated = entry(list, answer, "choices", 0, "prompt_logprobs")
-    if len(stated) != len(tokens):
+    entries = entry(list, answer, "choices", 0, "prompt_logprobs")
+    if len(entries) != len(tokens):
         raise ValueError(
             f"prompt_logprobs must have an entry for each of {len(tokens)} tokens, got "
-            f"{len(stated)}"
+            f"{len(entries)}"
         )
     scores = []
     for index in range(start, len(tokens)):
         where = f"prompt_logprobs[{index}]"
         likely = {
             _decimal(token, vocabulary, where): _stated_log_prob(candidate, "logprob", where)
-            for token, candidate in entry(dict, stated, index, where="prompt_logprobs").items()
+            for token, candidate in entry(dict, entries, index, where="prompt_logprobs").items()
         }
         scores.append(_score(likely, tokens[index], top_k, where))
     return scores
@@ -276,26 +281,26 @@ def read_vllm_scores(
 def read_sglang_scores(
     answer: Any, tokens: list[int], start: int, top_k: int, vocabulary: int
 ) -> list[dict[int, float]]:
-    """Read the log-probs of given tokens, and of likely ones beside each, in SGLang's
-    ``/generate``.
+    """Read the log-probs of given tokens, and of the most likely ones at each position, from an
+    answer of SGLang's ``/generate``.
     """
-    wanted = len(tokens) - start
+    count = len(tokens) - start
     own = entry(list, answer, "meta_info", "input_token_logprobs")
     likely: list[Any] = [[]] * len(own)
     if top_k:
         likely = entry(list, answer, "meta_info", "input_top_logprobs")
-    # The first one that is asked for has no log-prob.
-    if len(own) not in (wanted, wanted + 1) or len(likely) != len(own):
+    # The first requested token has no log-prob.
+    if len(own) not in (count, count + 1) or len(likely) != len(own):
         raise ValueError(
-            f"there must be log-probs for each of {wanted} tokens, got {len(own)} and {len(likely)}"
+            f"there must be log-probs for each of {count} tokens, got {len(own)} and {len(likely)}"
         )
     scores = []
-    for index in range(-wanted, 0):
+    for index in range(-count, 0):
         where = f"input_token_logprobs[{index}]"
-        stated = entry(list, likely, len(likely) + index, where="input_top_logprobs")
-        others = dict(_pair(pair, vocabulary, where) for pair in stated)
+        pairs = entry(list, likely, len(likely) + index, where="input_top_logprobs")
+        others = dict(_pair(pair, vocabulary, where) for pair in pairs)
         if len(others) != top_k:
-            raise ValueError(f"{where} must have {top_k} likely tokens, got {_shown(stated)}")
+            raise ValueError(f"{where} must have {top_k} likely tokens, got {_shown(pairs)}")
         token, log_prob = _pair(own[index], vocabulary, where)
         if token != tokens[index]:
             raise ValueError(f"{where} must be of token {tokens[index]}, got {token}")
@@ -304,7 +309,7 @@ def read_sglang_scores(
 
 
 def _score(likely: dict[int, float], token: int, top_k: int, where: str) -> dict[int, float]:
-    """Return log-probs by token if they are of one position."""
+    """Return log-probs by token, after checking that they can belong to one position."""
     if token not in likely or not max(top_k, 1) <= len(likely) <= top_k + 1:
         raise ValueError(
             f"{where} must have the log-probs of token {token} and of the {top_k} most likely "
@@ -312,7 +317,7 @@ def _score(likely: dict[int, float], token: int, top_k: int, where: str) -> dict
         )
     if sum(map(math.exp, likely.values())) > 1 + TOLERANCE:
         raise ValueError(
-            f"{where} must have log-probs, whose probabilities sum to 1 at most, got "
+            f"{where} must have log-probs of probabilities that sum to at most 1, got "
             f"{_shown(likely)}"
         )
     return likely
@@ -351,8 +356,8 @@ def _log_prob(value: int | float, where: str) -> float:
 
 
 def _shown(value: Any) -> str:
-    """Return the beginning of a value on one line of ASCII, as what a server sends may be long or
-    move a cursor.
+    """Return the beginning of a value on one line of ASCII: a server's text may be long, or contain
+    control sequences.
     """
     text = ascii(value)
     return text if len(text) <= 100 else f"{text[:100]}..."

@@ -1,8 +1,8 @@
 """Interface of the generation engines: sampling parameters, completions, and ``Engine``.
 
-An engine is given token ids and gives back token ids with the log-probabilities of the distribution
-that they were sampled from (temperature, min-p, top-k and top-p included). Text never enters and
-never leaves.
+An engine takes token ids and returns token ids with the log-probabilities of the distribution that
+they were sampled from (temperature, min-p, top-k and top-p included). It neither reads nor writes
+text.
 """
 
 from __future__ import annotations
@@ -32,18 +32,20 @@ class SamplingParams:
     """Parameters of sampling.
 
     Args:
-        max_new_tokens: most tokens that one response may have, at least 1.
-        temperature: the logits are divided by it, at least 0.01; or 0, which is greedy (log-probs
-            are then those of temperature 1).
+        max_new_tokens: maximum tokens of a response, at least 1.
+        temperature: divides the logits, at least 0.01; or 0, which is greedy (log-probs are then
+            those of temperature 1).
         top_p: nucleus mass in (0, 1]; 1 keeps all tokens.
         top_k: number of most likely tokens to keep; 0 keeps all.
         min_p: share in [0, 1) of the most likely token's probability that a token must have to be
             kept.
         stop_token_ids: a response ends with the first of these that is sampled; it is part of the
             response.
-        stop: a response also ends with the token that completes one of these strings; None is none.
-        return_kept: whether completions have the tokens that are kept. A step then keeps ``top_k``
-            tokens at most, which must be above 0, and of those tied with the last one only some.
+        stop: a response also ends with the token that completes one of these strings; None for no
+            strings.
+        return_kept: whether completions list the tokens that ``top_k`` keeps, which must be above
+            0. A step then keeps at most ``top_k`` tokens, and so drops some of those tied with the
+            last one.
 
     Raises:
         ValueError: a value is out of its range.
@@ -89,15 +91,15 @@ class Completion:
     """One response to one prompt.
 
     Attributes:
-        tokens: [T] int64, T >= 1, with the stop token, or the tokens that hold the stop string,
-            when there is one.
+        tokens: [T] int64, T >= 1, including the stop token or the tokens of the stop string, if
+            any.
         log_probs: [T] float32, of the distribution that each token was sampled from.
         finish_reason: ``"stop"`` after a stop token or string, ``"length"`` when ``max_new_tokens``
             or the context ended it.
         versions: [T] int64, the ``policy_version`` of the weights that sampled each token; None
             where the engine's version cannot change during ``generate``.
-        kept: [T, top_k] int32, the tokens that each token was drawn from, and then -1; None unless
-            ``return_kept`` asks for them.
+        kept: [T, top_k] int32, the tokens that each token was drawn from, padded with -1; None
+            without ``return_kept``.
     """
 
     tokens: Tensor
@@ -107,26 +109,29 @@ class Completion:
     kept: Tensor | None = None
 
 
-def cut_off(done: Completion, max_tokens: int | None, end: int | None) -> Completion:
-    """The beginning of a response that ends where fewer tokens, or another stop string, end it.
+def cut_off(completion: Completion, max_tokens: int | None, end: int | None) -> Completion:
+    """Return the beginning of a response, as a lower token limit or another stop string would have
+    ended it.
 
-    It has the distribution that it would have, had it been sampled so.
+    It has the same distribution as a response that was sampled with that limit or stop string.
 
     Args:
-        done: the response.
-        max_tokens: most tokens, at least 1; None is no limit.
-        end: tokens that complete a stop string; None where none does.
+        completion: the response.
+        max_tokens: maximum tokens, at least 1; None for no limit.
+        end: number of tokens that complete a stop string; None if it has none.
     """
-    length = len(done.tokens) if max_tokens is None else min(max_tokens, len(done.tokens))
+    size = len(completion.tokens)
+    length = size if max_tokens is None else min(max_tokens, size)
     ends = end is not None and end <= length
     length = end if end is not None and ends else length
-    if length == len(done.tokens):
-        return replace(done, finish_reason="stop") if ends else done
+    if length == size:
+        return replace(completion, finish_reason="stop") if ends else completion
+    optional = (completion.versions, completion.kept)
     return Completion(
-        done.tokens[:length],
-        done.log_probs[:length],
+        completion.tokens[:length],
+        completion.log_probs[:length],
         "stop" if ends else "length",
-        *(None if values is None else values[:length] for values in (done.versions, done.kept)),
+        *(None if values is None else values[:length] for values in optional),
     )
 
 
@@ -147,14 +152,14 @@ class EngineRequest:
         model_config: its Hugging Face config.
         options: the config's ``inference_model``; an engine reads the fields that concern it.
         max_dialog_tokens: longest prompt, earlier turns included.
-        seed: of the draws.
+        seed: of sampling.
         trust_remote_code: whether code from the model's repository may run.
         on_cpu: whether the engine is to run on a CPU.
         colocated: whether it shares its device with the other roles.
-        num_sequences: responses that training samples at a time.
-        trains: whether the run trains, so that the engine will be given weights.
-        number: of the engine, among those of the run.
-        folder: of the run, for a log; None is none.
+        num_sequences: responses that training samples at once.
+        trains: whether the run trains, and so sends weights to the engine.
+        number: index of the engine among the run's engines.
+        folder: of the run, for a log; None for no log.
     """
 
     name: str
@@ -176,15 +181,14 @@ class Engine(ABC):
     """Samples responses with a copy of the policy's weights.
 
     Lifecycle: ``generate`` and ``update_weights`` in any order, then ``close`` once or more; after
-        ``close`` every call
-    raises ``RuntimeError``. ``policy_version`` changes in ``update_weights`` alone. Where that may
-    happen while ``generate`` runs, the completions say themselves which version sampled each token.
+    ``close`` every call raises ``RuntimeError``. Only ``update_weights`` changes
+    ``policy_version``. If it may run during ``generate``, completions have the version that sampled
+    each token.
 
     Attributes:
         policy_version: version of the weights.
-        concurrent: whether it samples for several threads at a time.
-        exclusive: entered by all who use an engine that is not concurrent, where it is shared by
-            several threads.
+        concurrent: whether it samples for several threads at once.
+        exclusive: a lock that threads hold while they use an engine that is not concurrent.
     """
 
     policy_version: int = 0
@@ -193,7 +197,7 @@ class Engine(ABC):
 
     @classmethod  # noqa: B027
     def require(cls, *, on_cpu: bool) -> None:
-        """Refuse a machine that lacks what the engine needs.
+        """Refuse a machine that cannot run the engine.
 
         Args:
             on_cpu: whether there is no accelerator.
@@ -204,17 +208,17 @@ class Engine(ABC):
 
     @classmethod  # noqa: B027
     def check(cls, request: EngineRequest) -> None:
-        """Refuse models and options that the engine cannot run, as far as known before weights
-        load.
+        """Refuse models and options that the engine cannot run, as far as this is known before
+        weights load.
 
         Raises:
-            ValueError: the engine cannot run this model, or not with these options.
+            ValueError: the engine cannot run this model with these options.
         """
 
     @classmethod
     def device_share(cls, request: EngineRequest) -> float | None:
-        """Return the share of an accelerator's memory that the engine takes at its start; None
-        takes what it needs.
+        """Return the share of an accelerator's memory that the engine reserves when it starts; None
+        for an engine that allocates memory as needed.
         """
         return None
 
@@ -227,15 +231,15 @@ class Engine(ABC):
         *,
         concurrent: bool = False,
     ) -> Engine:
-        """Makes the engine that a run asks for; an engine in ``ENGINES`` overrides this.
+        """Make the engine that a run asks for; an engine in ``ENGINES`` overrides this.
 
         Args:
             request: checked.
-            device: of the engine, the first one of several.
+            device: of the engine, or the first of several.
             load_model: loads the model onto the device, for an engine that samples with a PyTorch
                 model.
-            concurrent: whether several threads may call the engine at a time, if it can do that at
-                all.
+            concurrent: whether several threads may call the engine at once, if its kind supports
+                it.
         """
         raise NotImplementedError(
             f"{cls.__name__} cannot be made from a config: override Engine.make."
@@ -249,15 +253,15 @@ class Engine(ABC):
         params: SamplingParams,
         on_finished: OnFinished | None = None,
     ) -> list[list[Completion]]:
-        """Samples ``n`` responses to each prompt.
+        """Sample ``n`` responses to each prompt.
 
         Args:
-            prompts: one [T] int64 tensor a prompt, T >= 1; lengths may differ.
-            n: responses a prompt; the prompt is computed once for all of them.
-            params: how to sample.
-            on_finished: told each completion as soon as it is finished, while others are still
-                sampled: the index of the prompt, the number of the response, and the completion. It
-                must be quick, and may be called in another thread.
+            prompts: one [T] int64 tensor per prompt, T >= 1; lengths may differ.
+            n: responses per prompt; the prompt is computed once for all of them.
+            params: parameters of sampling.
+            on_finished: called with each completion as soon as it is finished, while others are
+                still being sampled: the index of the prompt, the index of the response, and the
+                completion. It must be quick, and may be called in another thread.
 
         Returns:
             for each prompt, in order, its ``n`` completions (CPU tensors).
@@ -268,11 +272,11 @@ class Engine(ABC):
 
     @abstractmethod
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replaces all weights.
+        """Replace all weights.
 
         Args:
             weights: pairs (name in the Hugging Face checkpoint, tensor), every parameter once; a
-                tied ``lm_head`` may be left out. Values are copied before the call returns.
+                tied ``lm_head`` may be omitted. Values are copied before the call returns.
             version: the new ``policy_version``.
 
         Raises:
@@ -281,19 +285,19 @@ class Engine(ABC):
         """
 
     def load(self, handle: WeightHandle, version: int) -> None:
-        """Replace all weights by those that another process sends, and wake a sleeping engine.
+        """Replace all weights with those that another process sends, and wake a sleeping engine.
 
         Args:
-            handle: says where they are; it must stay valid until the call returns.
+            handle: locates the weights; it must stay valid until the call returns.
             version: the new ``policy_version``.
 
         Raises:
-            RuntimeError: as in ``update_weights``; or the weights are gone or could not be had.
+            RuntimeError: as in ``update_weights``; or the weights could not be read.
         """
         self.update_weights(handle.weights(), version)
 
     def seed(self, seed: int) -> None:  # noqa: B027
-        """Makes the draws from here on reproducible, as far as the engine can."""
+        """Make further sampling reproducible, as far as the engine can."""
 
     def sleep(self) -> None:  # noqa: B027
         """Release the device memory that is only needed for generating, until ``wake`` or new
@@ -301,18 +305,18 @@ class Engine(ABC):
         """
 
     def wake(self) -> None:  # noqa: B027
-        """Undoes ``sleep``."""
+        """Undo ``sleep``."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, apart from the weights, that the next draws depend on."""
+        """Return the state that the next samples depend on, without the weights."""
         return {"policy_version": self.policy_version}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what ``state_dict`` gave."""
+        """Restore a state that ``state_dict`` returned."""
         self.policy_version = state["policy_version"]
 
     def close(self) -> None:  # noqa: B027
-        """Ends the engine and its processes. May be called again."""
+        """End the engine and its processes. May be called again."""
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -328,7 +332,7 @@ class Engine(ABC):
 
 
 def engine_class(backend: str) -> type[Engine]:
-    """Imports the class of an engine in ``ENGINES``."""
+    """Import the class of an engine in ``ENGINES``."""
     module, _, name = ENGINES[backend].implementation.partition(":")
     return cast(type[Engine], getattr(import_module(module), name))
 
@@ -338,9 +342,8 @@ def preserve_rng(engine: Engine) -> Iterator[None]:
     """Context that restores the engine's random state, so that sampling inside it changes nothing
     in the run.
 
-    An engine that samples for several callers at a time is left as it is: its draws depend on how
-    the calls meet anyway, and those that are running would draw the numbers between the two states
-    a second time.
+    It leaves a concurrent engine alone: its samples depend on the timing of calls anyway, and
+    restoring the state would repeat random numbers in the calls that are still running.
     """
     if engine.concurrent:
         yield
@@ -354,5 +357,5 @@ def preserve_rng(engine: Engine) -> Iterator[None]:
 
 
 def greedy(params: SamplingParams) -> bool:
-    """Whether tokens are taken by argmax."""
+    """Return whether tokens are chosen by argmax."""
     return params.temperature == 0

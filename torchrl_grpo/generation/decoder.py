@@ -1,10 +1,9 @@
 """Decoding a model token by token: the interface, and an implementation for every causal language
 model.
 
-A :class:`Decoder` starts a :class:`Batch`; prompts are added to it, and it then turns the latest
-token of every row into the next logits, and drops rows. Each prompt is computed once, whatever the
-number of rows that continue it. What tokens are drawn, and when a row is finished, is the engine's
-business.
+A :class:`Decoder` starts a :class:`Batch`. Prompts are added to the batch; it then computes the
+next logits from the latest token of every row, and drops rows on request. Each prompt is computed
+once, however many rows continue it. The engine draws the tokens and decides when a row is finished.
 """
 
 from __future__ import annotations
@@ -22,26 +21,26 @@ class Batch(ABC):
     """Rows in flight.
 
     Attributes:
-        refills: whether prompts may be added while rows are there, not only at first.
+        refills: whether prompts may be added to a batch that has rows.
     """
 
     refills = False
 
     @abstractmethod
     def add(self, prompts: Sequence[Tensor], n: int) -> Tensor:
-        """Compute prompts; ``n`` rows for each are appended to the batch, prompt by prompt.
+        """Compute prompts, and append ``n`` rows for each to the batch, prompt by prompt.
 
         Args:
-            prompts: one [T] int64 tensor a prompt, on the model's device.
-            n: rows a prompt.
+            prompts: one [T] int64 tensor per prompt, on the model's device.
+            n: rows per prompt.
 
         Returns:
-            [number of prompts, V] logits of what follows each prompt.
+            [number of prompts, V] logits of the token after each prompt.
         """
 
     @abstractmethod
     def step(self, tokens: Tensor) -> Tensor:
-        """Appends one token to every row.
+        """Append one token to every row.
 
         Args:
             tokens: [R] int64.
@@ -52,24 +51,22 @@ class Batch(ABC):
 
     @abstractmethod
     def keep(self, rows: Tensor) -> None:
-        """Keep the given rows: row ``rows[i]`` becomes row ``i``, and all others are dropped.
+        """Keep some rows and drop the others; row ``rows[i]`` becomes row ``i``.
 
         Args:
-            rows: [R'] int64, R' >= 1, without repeats. Rows that stay in place are the cheap ones.
+            rows: [R'] int64, R' >= 1, without repeats. Rows that stay in place cost least.
         """
 
 
 class Decoder(ABC):
-    """A model that rows can be decoded with. It reads the model's parameters as they are at each
-    call.
-    """
+    """Decodes rows with a model. It reads the model's current parameters at each call."""
 
     @abstractmethod
     def start(self, max_new_tokens: int) -> Batch:
-        """An empty batch.
+        """Return an empty batch.
 
         Args:
-            max_new_tokens: most tokens that a row will have; a row takes part in at most
+            max_new_tokens: maximum tokens of a row; a row takes part in at most
                 ``max_new_tokens - 1`` steps.
         """
 
@@ -104,13 +101,13 @@ class GenericDecoder(Decoder):
     def forward(
         self, tokens: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache
     ) -> Tensor:
-        """The logits after the last of ``tokens``.
+        """Return the logits after the last of ``tokens``.
 
         Args:
             tokens: [B, T] int64.
-            mask: [B, S] int64, 0 on padding; S counts what is in the cache and ``tokens``.
+            mask: [B, S] int64, 0 on padding; S counts the cached tokens and ``tokens``.
             positions: [B, T] int64.
-            cache: is extended by ``tokens``.
+            cache: extended by ``tokens``.
 
         Returns:
             [B, V] logits.
@@ -145,7 +142,7 @@ class _GenericBatch(Batch):
         logits = decoder.forward(tokens, mask[:, : self._width], positions, self._cache)
 
         rows = torch.arange(len(prompts), device=device).repeat_interleave(n)
-        # `reorder_cache` is an index_select along the batch: it repeats and drops rows too, in
+        # `reorder_cache` is an index_select along the batch, so it also repeats and drops rows, in
         # every kind of layer.
         self._cache.reorder_cache(rows)
         self._mask = mask[rows]
@@ -154,8 +151,8 @@ class _GenericBatch(Batch):
 
     def step(self, tokens: Tensor) -> Tensor:
         self._width += 1
-        # A finished row may continue for a few steps before it is dropped: its positions must not
-        # leave the context.
+        # A finished row may continue for a few steps before it is dropped; its positions must stay
+        # within the context.
         positions = self._positions.clamp(max=self._context - 1).unsqueeze(-1)
         self._positions = self._positions + 1
         return self._decoder.forward(
@@ -169,8 +166,8 @@ class _GenericBatch(Batch):
 
 
 def context_length(model: PreTrainedModel) -> int:
-    """Maximum number of tokens in a prompt and its response together; very large for a model
-    without a limit.
+    """Return the maximum tokens of a prompt and its response together; for a model without a limit,
+    a very large number.
     """
     config = model.config.get_text_config(decoder=True)
     return getattr(config, "max_position_embeddings", None) or 2**31

@@ -1,9 +1,9 @@
-"""The table of engines: what each value of ``inference_model.backend`` can do, and the location of
+"""The table of engines: the capabilities of each ``inference_model.backend``, and the location of
 its class.
 
-The rules of the config read it, so nothing heavy is imported here. An engine is one entry in
-``ENGINES`` and one file: a subclass of ``Engine`` that overrides ``make`` and, if it refuses
-something before a run, ``require`` and ``check``.
+The config's rules read the table, so nothing heavy is imported here. An engine is one entry in
+``ENGINES`` and one file with a subclass of ``Engine``, which overrides ``make`` and, if it refuses
+anything before a run, ``require`` and ``check``.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ class EngineKind:
 
     Attributes:
         implementation: its class, as ``module:name``; ``engine_class`` imports it.
-        concurrent: whether it can sample for several callers at a time; rollout tasks are then
+        concurrent: whether it can sample for several callers at once; rollout tasks are then
             single groups.
         updates_in_flight: whether it can take new weights while it samples (``in_flight`` other
             than ``wait``).
         tensor_parallel: whether several devices can share its weights (``tensor_parallel_size``
             above 1).
-        exact: whether its log-probs can be the trainer's to the last bit (``exact``). It has the
-            PyTorch model that it samples with as ``model``.
-        kept_tokens: whether it says which tokens each token was drawn from (``top_k``).
+        exact: whether its log-probs can equal the trainer's to the last bit (``exact``). Its
+            attribute ``model`` is then the PyTorch model that it samples with.
+        kept_tokens: whether it reports the tokens that each token was drawn from (``top_k``).
         stop_strings: whether it ends responses at strings (``stop``).
         own_arguments: whether it takes further arguments of its library (``engine_kwargs``).
-        weight_transfers: values of ``weight_transfer`` that it takes.
-        weights_on_device: whether it takes weights from GPU memory, its own or another one (a
-            ``TransferHandle``).
-        elsewhere: whether it runs on servers that others started, at ``address``; it then takes no
+        weight_transfers: values of ``weight_transfer`` that it supports.
+        weights_on_device: whether it can read weights from the memory of its own GPU or another
+            one (a ``TransferHandle``).
+        elsewhere: whether it runs on servers that others started, at ``address``; it then needs no
             device of the run.
-        step_overhead_s: seconds of each decoding step beside the accelerator's work, as
-            ``torchrl_grpo.plan`` assumes.
+        step_overhead_s: seconds that ``torchrl_grpo.plan`` adds to the accelerator's work in each
+            decoding step.
     """
 
     implementation: str

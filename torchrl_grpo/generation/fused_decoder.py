@@ -1,16 +1,16 @@
 """A hand-written decoder for models of the Llama architecture: Llama, Mistral, Qwen2 and Qwen3.
 
-What makes it faster than the model's own forward: the query, key and value projections are one
-matrix, and so are gate and up; keys and values lie in tensors that grow in blocks; the query heads
-of a group are laid out as query positions, so that grouped-query attention repeats nothing; and no
-mask or position bookkeeping is done per layer.
+It is faster than the model's own forward because the query, key and value projections are one
+matrix, and so are gate and up; keys and values are in tensors that grow in blocks; the query heads
+of a group are laid out as query positions, so that grouped-query attention repeats nothing; and
+masks and positions are prepared once per step, not per layer.
 
-The fused matrices are the storage of the model's own parameters: those become views of them.
-Writing new values into the model's parameters therefore updates this decoder.
+The fused matrices own the storage, and the model's own parameters become views of them. Writing
+new values into the model's parameters therefore updates this decoder.
 
-On a CPU each batch begins by packing what has changed: a product with the few rows of decoding
-spends up to half of its time on bringing the weight into the order that the kernel wants. That is
-done once for each version of the weights, through oneDNN, at the price of a second copy of them.
+On a CPU, a matrix product with the few rows of a decoding step would spend up to half of its time
+reordering the weight for the kernel. So each batch begins by packing the weights that have changed,
+through oneDNN, which costs a second copy of them.
 """
 
 from __future__ import annotations
@@ -28,18 +28,20 @@ from torchrl_grpo.functional import head_logits
 from torchrl_grpo.generation.decoder import Batch, Decoder
 
 _LEAST = 2**17
-"""Elements from which on a weight is packed: below, the call costs more than it saves."""
+"""Smallest weight that is packed, in elements: for smaller ones the call costs more than it
+saves.
+"""
 _ROWS = 64
-"""Rows that the order is chosen for; it suits other numbers as well."""
+"""Number of rows that the packed order is optimized for; it suits other numbers too."""
 
 
 class PackedLinear:
-    """``x @ weight.T + bias``, and a residual that is added in the same pass.
+    """``x @ weight.T + bias``, plus an optional residual in the same pass.
 
     Args:
         weight: [out, in], of which ``sources`` are views.
         bias: [out] or None.
-        sources: the parameters whose changes ``refresh`` looks for.
+        sources: the parameters that ``refresh`` checks for changes.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, sources: Sequence[Tensor]) -> None:
@@ -49,7 +51,7 @@ class PackedLinear:
         self._packs = weight.numel() >= _LEAST and packs_linear(weight)
 
     def refresh(self) -> None:
-        """Packs the weight, if it has changed."""
+        """Pack the weight if it has changed."""
         versions = [version_of(source) for source in self._sources]
         if self._packs and versions != self._versions:
             self._packed = pack_linear(self._weight, _ROWS)
@@ -69,19 +71,19 @@ class PackedLinear:
 _MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 _STATIC_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 _PREFILL_TOKENS = 8192
-"""Most prompt tokens, padding included, that one forward computes: it bounds the memory of the
+"""Maximum prompt tokens, padding included, of one forward pass; it bounds the memory of the
 activations.
 """
 
 _BLOCK = 64
-"""Columns by which the cache of the responses grows."""
+"""Columns by which the cache of responses grows."""
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [N, Hq, D], k [N, Hkv, D], v [N, Hkv, D]) -> [N, Hq * D]"""
 
 
 class _Layer:
-    """A decoder layer of the model, whose class depends on the architecture, with fused weights."""
+    """A decoder layer with fused weights."""
 
     def __init__(self, layer: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
@@ -97,14 +99,14 @@ class _Layer:
 
 
 def can_fuse(model: PreTrainedModel) -> bool:
-    """Whether :class:`FusedDecoder` knows the model's architecture."""
+    """Return whether :class:`FusedDecoder` supports the model's architecture."""
     config = model.config
     if config.model_type not in _MODEL_TYPES:
         return False
     slides = "sliding_attention" in (getattr(config, "layer_types", None) or ())
     if config.model_type == "mistral":
         slides = config.sliding_window is not None
-    # Adapters and quantised layers take the place of a linear layer and keep its attributes.
+    # Adapters and quantized layers replace a linear layer and keep its attributes.
     plain = all(
         type(linear) is nn.Linear
         for layer in model.model.layers
@@ -118,7 +120,7 @@ class FusedDecoder(Decoder):
     """Decodes with fused weights and a static cache; prompts are padded on the right.
 
     Args:
-        model: a model for which :func:`can_fuse` holds; its projections become views of the fused
+        model: a model that :func:`can_fuse` accepts; its projections become views of the fused
             matrices.
     """
 
@@ -157,10 +159,11 @@ class FusedDecoder(Decoder):
         return (prompt_length + n * max_new_tokens) * per_token
 
     def empty_cache(self, rows: int, length: int) -> tuple[Tensor, Tensor]:
-        """Room for a layer's keys, [rows, Hkv, D, length], and values, [rows, Hkv, length, D].
+        """Return empty tensors for a layer's keys, [rows, Hkv, D, length], and values, [rows, Hkv,
+        length, D].
 
-        Both lie as the products with them want it: keys the other way round take twice as long in
-        bfloat16 on a CPU.
+        Each has the order that its matrix product is fastest with: with transposed keys the product
+        takes twice as long in bfloat16 on a CPU.
         """
         weight = self._lm_head.weight
         shape = (rows, self.kv_heads)
@@ -169,10 +172,10 @@ class FusedDecoder(Decoder):
         )
 
     def rotary(self, length: int) -> tuple[Tensor, Tensor]:
-        """Cosines and signed sines of positions 0 to ``length - 1``, each [length, 1, D].
+        """Return cosines and signed sines of positions 0 to ``length - 1``, each [length, 1, D].
 
-        ``x * cos + roll(x, D / 2) * sin`` is the rotation: the sign that belongs to the first half
-        is in the table.
+        The rotation is ``x * cos + roll(x, D / 2) * sin``: the sines of the first half have their
+        sign already.
         """
         weight = self._lm_head.weight
         cos, sin = self._body.rotary_emb(
@@ -182,13 +185,13 @@ class FusedDecoder(Decoder):
         return cos[0].unsqueeze(1), sin[0].unsqueeze(1)
 
     def forward(self, tokens: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """The last hidden states, normalised.
+        """Return the last hidden states, normalized.
 
         Args:
-            tokens: [N] int64, from any rows and positions: only ``attend`` knows which.
+            tokens: [N] int64, from any rows and positions; only ``attend`` needs to know which.
             cos: [N, 1, D].
             sin: [N, 1, D], signed.
-            attend: attention and the cache.
+            attend: computes attention and extends the cache.
 
         Returns:
             [N, hidden size].
@@ -223,21 +226,21 @@ class FusedDecoder(Decoder):
 
 
 class _FusedBatch(Batch):
-    """Rows in flight, in two caches: one of the prompts, shared by the rows of a group, and one of
-    the responses.
+    """Rows in flight, with two caches: one of the prompts, shared by the rows of a group, and one
+    of the responses.
 
-    A row attends to its group's prompt together with the other rows of the group, in one product of
-    matrices, which reads the prompt's keys and values once, and to its own response alone; one
-    softmax spans both. Groups may have lost different numbers of rows: ``_slots`` gathers the rows
-    of each group into a rectangle, ``_places`` brings them back.
+    The rows of a group attend to their prompt together, in one matrix product that reads the
+    prompt's keys and values once, and each to its own response; one softmax spans both. Groups may
+    have lost different numbers of rows: ``_slots`` gathers the rows of each group into a rectangle,
+    and ``_places`` scatters them back.
 
-    A column of the second cache holds what all rows appended in one step, so rows that came later
-    begin at a later column: a mask hides the columns before. The cache grows by ``_BLOCK`` columns,
-    and then leaves behind those that no row needs any more. (Attending rows of similar ages
-    together, each over its own columns, was no faster.)
+    A column of the response cache holds the tokens that all rows appended in one step, so rows that
+    joined later begin at a later column, and a mask hides the columns before it. When the cache is
+    full it grows by ``_BLOCK`` columns and drops those that no row needs anymore. (Attending rows
+    of similar ages together, each over its own columns, was no faster.)
 
-    Shorter prompts are padded on the right. A mask hides the padding, and positions are counted
-    without it.
+    Shorter prompts are padded on the right. A mask hides the padding, and positions do not count
+    it.
     """
 
     refills = True
@@ -258,7 +261,7 @@ class _FusedBatch(Batch):
         width = max(self._width, *(len(prompt) for prompt in prompts))
         for layer, (keys, values) in enumerate(self._prompts):
             wider = decoder.empty_cache(old + len(prompts), width)
-            # What the mask hides must still be finite.
+            # Masked values must still be finite.
             wider[0][:old] = F.pad(keys, (0, width - self._width))
             wider[1][:old] = F.pad(values, (0, 0, 0, width - self._width))
             self._prompts[layer] = wider
@@ -285,9 +288,7 @@ class _FusedBatch(Batch):
         return logits
 
     def _prefill(self, prompts: Sequence[Tensor], first: int) -> Tensor:
-        """Computes prompts number ``first`` and following and fills their cache; returns [P, V]
-        logits.
-        """
+        """Compute the prompts from number ``first`` on, fill their cache, return [P, V] logits."""
         decoder = self._decoder
         tokens = nn.utils.rnn.pad_sequence(list(prompts), batch_first=True)
         count, width = tokens.shape
@@ -310,8 +311,8 @@ class _FusedBatch(Batch):
         return decoder.logits(hidden[torch.arange(count, device=hidden.device), last])
 
     def _move(self, rows: int) -> None:
-        """Move the responses to a cache with this many rows and further columns, dropping columns
-        that no row needs.
+        """Move the responses to a cache with this many rows and more columns, dropping columns that
+        no row needs.
         """
         live = len(self._starts)
         first = int(self._starts.min()) if len(self._starts) else self._length
@@ -324,8 +325,8 @@ class _FusedBatch(Batch):
             self._own[layer] = wider
 
     def _arrange(self, group: Tensor) -> None:
-        """Makes the masks and gather indices for rows of the given groups ([R] int64, each at least
-        once).
+        """Make the masks and gather indices for rows of these groups ([R] int64, each group at
+        least once).
         """
         kv_heads = self._decoder.kv_heads
         device = group.device
@@ -337,7 +338,7 @@ class _FusedBatch(Batch):
         rank = torch.empty_like(rows)
         rank[order] = rows - (counts.cumsum(0) - counts)[group[order]]
         self._group = group
-        # Rows are counted with their key-value heads: row * kv_heads + head.
+        # Indices count rows and key-value heads: row * kv_heads + head.
         self._places = (
             ((group.unsqueeze(-1) * kv_heads + heads) * widest) + rank.unsqueeze(-1)
         ).flatten()
@@ -360,7 +361,7 @@ class _FusedBatch(Batch):
         )
 
     def _hide(self, hidden: Tensor) -> Tensor:
-        """[N, T] bool to a mask that is added to scores, [N * Hkv, 1, T]."""
+        """Return [N, T] bool as a mask that is added to scores, [N * Hkv, 1, T]."""
         mask = self._cos.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
         return mask.repeat_interleave(self._decoder.kv_heads, 0).unsqueeze(1)
 
@@ -377,8 +378,8 @@ class _FusedBatch(Batch):
             keys, values = (cache[: len(tokens)] for cache in self._own[layer])
             keys[..., column] = k
             values[..., column, :] = v
-            # From here on, a row is a row with a key-value head, and its queries are the heads that
-            # share it.
+            # Below, a row is a pair of row and key-value head, and its queries are the heads that
+            # share that key-value head.
             keys, values = keys.flatten(0, 1), values.flatten(0, 1)
             prompt_keys, prompt_values = (cache.flatten(0, 1) for cache in self._prompts[layer])
             q = (q * self._decoder.scaling).reshape(len(keys), -1, q.shape[-1])
@@ -420,7 +421,7 @@ class _FusedBatch(Batch):
 
 
 def _join(*linears: nn.Linear) -> PackedLinear:
-    """One linear layer for several, whose own parameters become views of its weight and bias."""
+    """Return one linear layer for several; their parameters become views of its weight and bias."""
     weights = [linear.weight for linear in linears]
     biases = [linear.bias for linear in linears if linear.bias is not None]
     return PackedLinear(_join_storage(weights), _join_storage(biases) if biases else None, weights)

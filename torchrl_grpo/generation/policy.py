@@ -1,5 +1,5 @@
-"""``GenerationPolicy``: an engine as a TensorDict module; it makes requests of rows and rows of
-completions.
+"""``GenerationPolicy``: an engine as a TensorDict module, which turns rows into requests and
+completions into rows.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ class GenerationPolicy(TensorDictModuleBase):
     """Samples a response to each row's prompt.
 
     Rows that share group and prompt become one request, so that the engine computes their prompt
-    once. Where the tensordict has a ``"_step"`` entry (TorchRL's mark for rows that take part in
-    the next step), the other rows get an empty response and cost nothing. An engine whose weights
-    may change meanwhile says which of them sampled each token; the version of any other is read
-    before generation starts.
+    once. If the tensordict has a ``"_step"`` entry (TorchRL's mark for rows that take part in
+    the next step), the other rows get an empty response and cost nothing. An engine that can change
+    its weights during generation reports the version that sampled each token; the version of any
+    other engine is read before generation starts.
+
+    It can be copied and pickled if its engine can, or if ``engine`` is a function.
 
     Attributes:
-        on_response: told the row and the completion of each response that is finished, while others
-            are still sampled.
-        cut: what is made of a row's completion before anything is told or written of it; a
-            beginning of it. None leaves it as it is.
-
-    It can be copied and pickled if its engine can, or if it was given a function that makes one.
+        on_response: called with the row and the completion of each finished response, while others
+            are still being sampled.
+        cut: maps a row and its completion to a beginning of the completion, before ``on_response``
+            and the output see it. None changes nothing.
 
     Args:
-        engine: samples the tokens; or a function that makes it, where it is first needed.
-        params: how.
-        rescore: gives the log-probs of a finished response in place of the engine's: of tokens [1,
-            T] int64, a mask [1, T] bool of the sampled ones, the length [1] int64 and the kept
-            tokens [1, S, K] int32 if there are any, [1, T] float32 (``KLScoring.log_probs``). It
-            may compute with the engine's model, whose weights stay while it does.
+        engine: samples the tokens; or a function that makes the engine when it is first needed.
+        params: parameters of sampling.
+        rescore: replaces the engine's log-probs of a finished response. It maps tokens [1, T]
+            int64, a mask [1, T] bool of the sampled ones, the length [1] int64 and the kept tokens
+            [1, S, K] int32 (or None) to log-probs [1, T] float32 (``KLScoring.log_probs``). It may
+            compute with the engine's model, whose weights do not change meanwhile.
 
     Examples:
         >>> from transformers import AutoModelForCausalLM
@@ -103,7 +103,7 @@ class GenerationPolicy(TensorDictModuleBase):
 
     @property
     def engine(self) -> Engine:
-        """What samples the tokens."""
+        """The engine that samples the tokens."""
         if self._engine is None:
             assert self._make_engine is not None
             self._engine = self._make_engine()
@@ -120,8 +120,8 @@ class GenerationPolicy(TensorDictModuleBase):
         return new
 
     def __getstate__(self) -> dict[str, Any]:
-        made = {} if self._make_engine is None else {"_engine": None}
-        return {**self.__dict__, **made, "_collector": None}
+        engine = {} if self._make_engine is None else {"_engine": None}
+        return {**self.__dict__, **engine, "_collector": None}
 
     def register_collector(self, collector: Any) -> None:
         """Have a collector's ``update_policy_weights_`` reach the engine. TorchRL's collectors call
@@ -131,7 +131,7 @@ class GenerationPolicy(TensorDictModuleBase):
         self._bring_weights()
 
     def _bring_weights(self) -> None:
-        # Collector forgets schemes that were set before it was complete, so this is repeated.
+        # A collector forgets schemes that were set before it was complete, so this is repeated.
         collector = self._collector and self._collector()
         if collector is not None:
             from torchrl_grpo.weights.scheme import EngineWeightSyncScheme
@@ -139,12 +139,12 @@ class GenerationPolicy(TensorDictModuleBase):
             set_weight_sync(collector, EngineWeightSyncScheme)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Writes the response, its log-probs, masks and policy versions, and ``"length_stopped"``.
+        """Write the response, its log-probs, masks and policy versions, and ``"length_stopped"``.
 
         Args:
-            tensordict: any batch size, with ``("tokens", "prompt")`` ([T] int64 a row, without
-                padding); rows may have different lengths. ``"group_id"`` is optional: without it
-                rows are grouped by prompt alone.
+            tensordict: any batch size, with ``("tokens", "prompt")`` ([T] int64 per row, without
+                padding); rows may have different lengths. Without ``"group_id"``, rows are grouped
+                by prompt alone.
 
         Returns:
             the same tensordict.
@@ -169,7 +169,7 @@ class GenerationPolicy(TensorDictModuleBase):
             completions = self._generate(
                 prompts, self._group_ids(tensordict, size), self._active(tensordict, size)
             )
-            completions = [self._rescored(*both) for both in zip(prompts, completions, strict=True)]
+            completions = [self._rescore(*pair) for pair in zip(prompts, completions, strict=True)]
         _check_finite(completions, version)
 
         rows, oldest = [], []
@@ -198,24 +198,25 @@ class GenerationPolicy(TensorDictModuleBase):
                 values[KEPT] = none if completion is None else completion.kept
             rows.append(TensorDict(values))
             oldest.append(row_versions[sampled].min().item() if response.numel() else version)
-        cut = [
+        length_stopped = [
             completion is not None and completion.finish_reason == "length"
             for completion in completions
         ]
         for name in list(rows[0].keys()):
             tensordict.set(name, _stack([row.get(name) for row in rows], shape))
         tensordict.set(POLICY_VERSION, torch.tensor(oldest, dtype=torch.int64).reshape(*shape, 1))
-        tensordict.set(LENGTH_STOPPED, torch.tensor(cut, dtype=torch.bool).reshape(*shape, 1))
+        stopped = torch.tensor(length_stopped, dtype=torch.bool)
+        tensordict.set(LENGTH_STOPPED, stopped.reshape(*shape, 1))
         return tensordict
 
     def update_weights(self, weights: Any, version: int | None = None) -> None:
         """Give the engine new weights.
 
         Args:
-            weights: a ``WeightHandle``; a model or a module that holds one (``TokenScorer``, a
+            weights: a ``WeightHandle``; a model or a module that contains one (``TokenScorer``, a
                 wrapper, a loss), ``TensorDict.from_module`` of either, a state dict, or pairs (name
                 in the Hugging Face checkpoint, tensor), every parameter once.
-            version: the engine's new ``policy_version``; by default the next one.
+            version: the engine's new ``policy_version``; by default the current one plus 1.
 
         Raises:
             TypeError: there are no weights.
@@ -252,8 +253,8 @@ class GenerationPolicy(TensorDictModuleBase):
                     completions[row] = completion if self.cut is None else self.cut(row, completion)
         return completions
 
-    def _rescored(self, prompt: Tensor, completion: Completion | None) -> Completion | None:
-        """The completion with the log-probs of ``rescore``, if there is one."""
+    def _rescore(self, prompt: Tensor, completion: Completion | None) -> Completion | None:
+        """Return the completion with the log-probs of ``rescore``, if there is one."""
         if completion is None or self.rescore is None:
             return completion
         full = torch.cat([prompt, completion.tokens])[None]
@@ -266,7 +267,7 @@ class GenerationPolicy(TensorDictModuleBase):
     def _tell(
         self, members: Sequence[Sequence[int]], request: int, number: int, completion: Completion
     ) -> None:
-        """Tells ``on_response`` the row of a request's response."""
+        """Call ``on_response`` with the row of a request's response."""
         assert self.on_response is not None
         row = members[request][number]
         self.on_response(row, completion if self.cut is None else self.cut(row, completion))
@@ -285,13 +286,13 @@ class GenerationPolicy(TensorDictModuleBase):
 def _check_finite(completions: Sequence[Completion | None], version: int) -> None:
     log_probs = [completion.log_probs for completion in completions if completion is not None]
     if log_probs and not torch.cat(log_probs).isfinite().all():
-        now = f"after step {version}, which made its weights useless: use a lower optimizer.lr"
-        now = now if version else "before any step: use another model"
-        raise NonFiniteError(f"the policy's log-probs are not finite {now}.")
+        when = f"after step {version}, which made its weights useless: use a lower optimizer.lr"
+        when = when if version else "before any step: use another model"
+        raise NonFiniteError(f"the policy's log-probs are not finite {when}.")
 
 
 def _stack(rows: Sequence[TensorDictBase], shape: Sequence[int]) -> TensorDictBase:
-    """Rows as a lazy stack of batch size ``shape``."""
+    """Return rows as a lazy stack of batch size ``shape``."""
     if not shape:
         return rows[0]
     if len(shape) == 1:

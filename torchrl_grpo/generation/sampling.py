@@ -1,9 +1,9 @@
 """Sampling from logits: the distribution and one draw from it, as pure functions on tensors.
 
-The log-prob that is returned is always that of the distribution which was drawn from, in float32.
-Draws invert the cumulative distribution at given uniform numbers: over a vocabulary of 32,000 that
-costs half of what Gumbel noise does, and a draw depends on its own row and number only, never on
-the other rows of the batch.
+Log-probs are always those of the distribution that the token was drawn from, in float32. A draw
+inverts the cumulative distribution at a uniform random number: with a vocabulary of 32,000 that
+costs half as much as Gumbel noise, and a draw depends only on its own row and number, never on the
+other rows of the batch.
 """
 
 from __future__ import annotations
@@ -16,25 +16,26 @@ from torch import Tensor
 from torchrl_grpo.generation.base import SamplingParams, greedy
 
 _BLOCK = 256
-"""Tokens whose probabilities are summed before the first of the two searches."""
+"""Tokens in each of the blocks that the first of the two searches compares."""
 
 _CPU_ELEMENTS, _GPU_ELEMENTS = 2**18, 2**27
-"""Logits that are worked on at once. It bounds memory; on a CPU it keeps temporaries small enough
-for the allocator to reuse them: fresh pages for [64, 32000] would take several times longer than
-the arithmetic."""
+"""Logits that are processed at once. This bounds memory; on a CPU it also keeps temporaries small
+enough for the allocator to reuse: fresh pages for [64, 32000] would take several times longer than
+the arithmetic.
+"""
 
 
 def sampling_probs(logits: Tensor, params: SamplingParams) -> Tensor:
-    """The distribution that tokens are drawn from.
+    """Return the distribution that tokens are drawn from.
 
-    Temperature comes first, then the tokens of at least ``min_p`` times the largest probability,
-    then the ``top_k`` most likely tokens (all of those tied with the last one), then, of what they
-    leave, the smallest set of most likely tokens that holds ``top_p`` of the mass. Greedy gives
-    temperature 1.
+    Temperature comes first; then ``min_p`` keeps the tokens of at least that share of the largest
+    probability; then ``top_k`` keeps the most likely tokens (with all that tie with the last one);
+    then ``top_p`` keeps the smallest set of most likely tokens with that share of the remaining
+    mass. Greedy sampling uses temperature 1.
 
     Args:
         logits: [B, V], any floating dtype.
-        params: how to sample.
+        params: parameters of sampling.
 
     Returns:
         [B, V] float32 probabilities.
@@ -56,21 +57,19 @@ def sampling_probs(logits: Tensor, params: SamplingParams) -> Tensor:
         ordered, index = probs.sort(dim=-1, descending=True)
         mass_before = ordered.cumsum(-1) - ordered
         kept = ordered.masked_fill(mass_before >= params.top_p, 0)
-        # Dividing what is kept by its own sum: a second softmax would cost another pass of
-        # exponentials.
+        # Divided by their sum, because a second softmax would compute all exponentials again.
         probs = torch.zeros_like(probs).scatter_(-1, index, kept / kept.sum(-1, keepdim=True))
     return probs
 
 
 def invert_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
-    """The tokens at which the cumulative distributions pass the given numbers.
+    """Return the tokens at which cumulative distributions pass uniform numbers.
 
-    The search has two levels, so that only sums of blocks and one block a row are accumulated.
+    The search has two levels, so that only sums of blocks and one block per row are accumulated.
 
     Args:
-        probs: [B, V] float32, rows with a positive sum; they are normalised here.
-        uniform: [B] in [0, 1); its dtype is that of the accumulation: float64 wherever the device
-            has it.
+        probs: [B, V] float32, rows with a positive sum; they are normalized here.
+        uniform: [B] in [0, 1); sums are accumulated in its dtype, float64 if the device has it.
 
     Returns:
         [B] int64 tokens, each of positive probability.
@@ -91,16 +90,15 @@ def invert_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _first_above(weights: Tensor, fraction: Tensor) -> tuple[Tensor, Tensor]:
-    """The first index whose cumulative weight exceeds ``fraction`` of the sum, and how far into its
-    weight that lies.
+    """Return the first index whose cumulative weight exceeds ``fraction`` of the sum, and the
+    fraction of that index's own weight at which this happens.
 
     Args:
         weights: [B, N] float32.
         fraction: [B] in [0, 1).
 
     Returns:
-        [B] int64 indices, each of positive weight, and [B] fractions in [0, 1) of the weight at the
-        index.
+        [B] int64 indices, each of positive weight, and [B] fractions in [0, 1).
     """
     cumulative = weights.cumsum(-1, dtype=fraction.dtype)
     target = fraction.unsqueeze(-1) * cumulative[:, -1:]
@@ -115,25 +113,25 @@ def _first_above(weights: Tensor, fraction: Tensor) -> tuple[Tensor, Tensor]:
 def sample(
     logits: Tensor, params: SamplingParams, uniform: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Takes one token a row.
+    """Draw one token per row.
 
     Args:
         logits: [B, V], any floating dtype.
-        params: how to sample.
-        uniform: [B] in [0, 1), float64 where the device has it: the only randomness. Not read when
-            greedy.
+        params: parameters of sampling.
+        uniform: [B] in [0, 1), float64 if the device has it; the only source of randomness. Not
+            read when greedy.
 
     Returns:
         [B] int64 tokens, [B] float32 log-probs of the distribution that they were drawn from, and
-        [B, top_k] int32 tokens of that distribution, -1 where there are fewer; [B, 0] unless
-        ``return_kept`` asks for them.
+        [B, top_k] int32 tokens of that distribution, padded with -1; [B, 0] without
+        ``return_kept``.
     """
     at_once = max(
         1, (_CPU_ELEMENTS if logits.device.type == "cpu" else _GPU_ELEMENTS) // logits.shape[-1]
     )
     slices = zip(logits.split(at_once), uniform.split(at_once), strict=True)
-    drawn = [_sample(some_logits, params, some_uniform) for some_logits, some_uniform in slices]
-    tokens, log_probs, kept = map(torch.cat, zip(*drawn, strict=True))
+    parts = [_sample(some_logits, params, some_uniform) for some_logits, some_uniform in slices]
+    tokens, log_probs, kept = map(torch.cat, zip(*parts, strict=True))
     return tokens, log_probs, kept
 
 

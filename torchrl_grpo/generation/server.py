@@ -1,14 +1,13 @@
-"""The engine of a server that somebody else started: token ids go out over HTTP, token ids and
+"""The engine of a server that the run did not start: token ids go out over HTTP, token ids and
 log-probs come back.
 
-vLLM's server is meant (``vllm serve``), and SGLang's. Weights reach it through a folder that both
-see: they are written aside as a safetensors file, renamed, and read by the server's own reload
-route, so that trainer and server need no network of GPUs between them and no package in common.
+It supports vLLM's server (``vllm serve``) and SGLang's. Weights reach the server through a shared
+folder: they are written to a temporary safetensors file, renamed, and read by the server's own
+reload route. So trainer and server need no network between their GPUs, and no common packages.
 
-A server answers with the label of the weights that sampled each token, or of those that it has. A
-label that this engine did not give means that the server was restarted or is updated by others: it
-is then lost, as one that does not answer is, and whoever drives the run makes another engine, which
-gives the server the published weights again.
+A server labels each token, or each response, with the weights that sampled it. An unknown label
+means that the server was restarted or that others update it: the engine is then lost, as if the
+server did not answer, and the driver makes another one, which sends the published weights again.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from torchrl_grpo.weights.handle import on_host
 from torchrl_grpo.weights.named import expected_weights
 
 _ABORTS = 5
-"""Answers in a row that may be aborts without an update that causes them."""
+"""Consecutive answers that may be aborts although no update caused them."""
 
 
 class ServerEngine(Engine):
@@ -53,19 +52,18 @@ class ServerEngine(Engine):
 
     Args:
         address: of the server, such as ``http://127.0.0.1:8000``.
-        folder: where weights are left for the server, which must see it under the same path; None
-            leaves the server the weights that it has, for an evaluation.
-        dtype: of the weights on their way.
-        tied: names of weights that are another one's memory, as pairs (name, the other one's).
-        in_flight: what an update does to the requests that are running: ``"wait"`` for their end,
-            ``"keep"`` them and continue with the new weights, or ``"abort"`` them and start them
-            again.
-        vocabulary: ids that the model has; None takes it from the weights of its head.
+        folder: for the weights; the server must see it under the same path. None keeps the server's
+            weights, for an evaluation.
+        dtype: of the weights in the folder.
+        tied: maps the name of a tied weight to the name of the weight that it shares memory with.
+        in_flight: what an update does to running requests: ``"wait"`` for their end, ``"keep"``
+            them and continue with the new weights, or ``"abort"`` and restart them.
+        vocabulary: number of the model's token ids; None reads it from the weights of the head.
         starts_within_s: how long to wait for a server that does not answer.
 
     Raises:
         EngineDeadError: the server does not answer.
-        ValueError: it is no server that can be trained against.
+        ValueError: the server cannot be trained with.
     """
 
     concurrent = True
@@ -90,7 +88,7 @@ class ServerEngine(Engine):
         self._in_flight = in_flight
         self._label = uuid.uuid4().hex[:8]
         self._server.vocabulary = vocabulary or self._server.vocabulary
-        self._labels: dict[str, int] = {}  # version of each label that the server was given
+        self._labels: dict[str, int] = {}  # versions of the labels that the server received
         self._updates = threading.Lock()
         self._threads = ThreadPoolExecutor(AT_A_TIME, thread_name_prefix="server")
         self._closed = False
@@ -128,7 +126,7 @@ class ServerEngine(Engine):
         ).absolute()
         return cls(
             address,
-            # The folder may be that of several runs.
+            # Several runs may share the folder.
             folder=folder / f"served_weights_{request.number}_{uuid.uuid4().hex[:8]}"
             if request.trains
             else None,
@@ -154,8 +152,8 @@ class ServerEngine(Engine):
             if len(prompt) >= self.max_model_len:
                 raise ValueError(
                     "a prompt must leave room for one token in the context of "
-                    f"{self.max_model_len} tokens of the server at {self.address}, this one has "
-                    f"{len(prompt)}: drop it, or restart the server with a longer context."
+                    f"{self.max_model_len} tokens of the server at {self.address}, but this one "
+                    f"has {len(prompt)}: drop it, or restart the server with a longer context."
                 )
 
         def ask(number: int) -> list[Completion]:
@@ -167,9 +165,9 @@ class ServerEngine(Engine):
         return list(self._threads.map(ask, range(len(prompts))))
 
     def _ask(self, prompt: list[int], n: int, params: SamplingParams) -> list[Completion]:
-        """Return the responses to a prompt; what an update aborted is asked for again, as a whole."""
+        """Return the responses to a prompt; if an update aborts any, all are requested again."""
         room = self.max_model_len - len(prompt)
-        samples = 1 if greedy(params) else n  # where all n are the same
+        samples = 1 if greedy(params) else n  # greedy responses are all the same
         aborts = 0
         while aborts < _ABORTS:
             version = self.policy_version
@@ -187,19 +185,19 @@ class ServerEngine(Engine):
             completions = [_cut(answer, params.stop) for answer in answers if answer is not None]
             if len(completions) == samples:
                 return [completions[index % samples] for index in range(n)]
-            with self._updates:  # the one that aborts must end first
+            with self._updates:  # wait for the end of the update that aborted the request
                 aborts = aborts + 1 if self.policy_version == version else 0
         raise EngineDeadError(
             f"inference_model.address: the server at {self.address} must not abort requests "
-            f"without an update of its weights, it did {_ABORTS} times: see its log."
+            f"without an update of its weights, but did so {_ABORTS} times: see its log."
         )
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """See ``Engine``; the weights go through the folder, and without one the server keeps its
+        """See ``Engine``; the weights go through the folder. Without a folder, the server keeps its
         weights.
 
         Raises:
-            EngineDeadError: the server did not take the weights.
+            EngineDeadError: the server did not load the weights.
         """
         if self._folder is None:
             self.policy_version = version
@@ -213,31 +211,31 @@ class ServerEngine(Engine):
                 try:
                     self._server.load(file.parent, label)
                 finally:
-                    self._server.go_on()
+                    self._server.resume()
             finally:
                 file.unlink(missing_ok=True)
             self.policy_version = version
 
     def _write(self, weights: Iterable[tuple[str, Tensor]]) -> Path:
-        """Write a checkpoint for the server: aside, and then under its name."""
+        """Write a checkpoint for the server to a temporary file, and rename it."""
         from safetensors.torch import save_file
 
         assert self._folder is not None
         self._folder.mkdir(parents=True, exist_ok=True)
         values = {name: on_host(weight, self._dtype) for name, weight in weights}
-        # A server that keeps a packed copy of a tied head would keep the old one.
+        # Without them, a server with a packed copy of a tied head would not update the copy.
         values |= {
             name: values[other].clone() for name, other in self._tied.items() if name not in values
         }
         if "lm_head.weight" in values:
             self._server.vocabulary = len(values["lm_head.weight"])
-        aside, file = self._folder / "model.partial", self._folder / "model.safetensors"
-        save_file(values, aside, metadata={"format": "pt"})
-        os.replace(aside, file)
+        partial, file = self._folder / "model.partial", self._folder / "model.safetensors"
+        save_file(values, partial, metadata={"format": "pt"})
+        os.replace(partial, file)
         return file
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores nothing but the version until new weights come: the server draws as it does."""
+        """Restore the version only: the server has its own random state."""
         super().load_state_dict(state)
         self._labels = {}
 
@@ -253,13 +251,16 @@ class ServerEngine(Engine):
                 shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _cut(done: Completion, stop: StopStrings | None) -> Completion:
+def _cut(completion: Completion, stop: StopStrings | None) -> Completion:
     """Return a response that ends with the token that completes its first stop string."""
-    return cut_off(done, None, None if stop is None else stop.completed_at(done.tokens.tolist()))
+    end = None if stop is None else stop.completed_at(completion.tokens.tolist())
+    return cut_off(completion, None, end)
 
 
 def _tied_weights(request: EngineRequest) -> dict[str, str]:
-    """The weights that are another one's memory, with the name of the other."""
+    """Return the name of each tied weight, with the name of the weight that it shares memory
+    with.
+    """
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):

@@ -1,6 +1,4 @@
-"""Routes of the servers that somebody else started: vLLM's and SGLang's, as an engine and as a
-teacher.
-"""
+"""Clients of servers that the run did not start, vLLM's and SGLang's, as engines or teachers."""
 
 from __future__ import annotations
 
@@ -19,33 +17,32 @@ from torchrl_grpo.host.event_loop import wait_for_result
 from torchrl_grpo.host.http_client import BadAnswerError, HttpClient, NoAnswerError, may_pass
 
 KEY_VARIABLE = "VLLM_API_KEY"
-"""Environment variable that has the servers' key, if they want one; vLLM's server reads the same.
-"""
+"""Environment variable with the servers' key, if they require one; vLLM's server reads it too."""
 AT_A_TIME = 256
-"""Requests that are under way at a time; the server batches them."""
+"""Maximum concurrent requests; the server batches them."""
 COMES_BACK_S = 600.0
-"""Seconds for which a server that does not answer is waited for: it may be starting."""
+"""Seconds to wait for a server that does not answer: it may be starting."""
 
 Role = Literal["engine", "teacher"]
 _FIELDS: dict[Role, str] = {"engine": "inference_model.address", "teacher": "teacher.address"}
 _ANSWER_S = 1800.0
-"""Seconds in which a server must answer a request, all attempts together."""
+"""Seconds within which a server must answer a request, including retries."""
 _PROBE_S = 60.0
-_SCORE_AGAIN = 3
-"""Further attempts at scoring, which changes nothing at the server."""
-_SOME = 5
-"""Likely tokens that a probe asks for."""
+_SCORE_RETRIES = 3
+"""Retries of scoring, which changes no state of the server."""
+_PROBE_TOP_K = 5
+"""Most likely tokens that a probe asks for."""
 _LARGEST_ANSWER = 2**20
-"""Bytes of an answer, ..."""
+"""Maximum bytes of an answer, ..."""
 _LARGEST_TOKEN = 512
-"""... and further ones for each log-prob in it."""
+"""... plus these for each log-prob in it."""
 
 
 def require_httpx(field: str) -> None:
-    """Refuse an installation without the package that talks to servers.
+    """Refuse an installation without the HTTP client.
 
     Raises:
-        ValueError: it is missing.
+        ValueError: httpx is not installed.
     """
     if find_spec("httpx") is None:
         raise ValueError(
@@ -58,22 +55,24 @@ _AS_IT_IS: Any = lambda answer: answer  # noqa: E731
 
 
 class WrongAnswerError(EngineDeadError, ValueError):
-    """A server answers what cannot be true: it is refused before a run, and lost during one."""
+    """A server's answer cannot be valid: before a run this is bad input, during a run the engine
+    is lost.
+    """
 
 
 class Server(ABC):
-    """Routes of one kind of server, for many threads.
+    """Client of one kind of server, for many threads.
 
     Attributes:
         name: of the kind.
         role: of the server in the run.
         max_model_len: longest prompt plus response, in tokens.
-        vocabulary: ids that the model has.
+        vocabulary: number of the model's token ids.
     """
 
     name: str
     starts: Mapping[Role, str]
-    """Command lines with which the server can have a role."""
+    """Command lines that start the server for each role."""
 
     def __init__(self, address: str, role: Role = "engine") -> None:
         self.address, self.role = address, role
@@ -82,25 +81,25 @@ class Server(ABC):
 
     @property
     def field(self) -> str:
-        """Key of the config that names the server."""
+        """The config key that names the server."""
         return _FIELDS[self.role]
 
     @property
     def restart(self) -> str:
-        """The fix for what the server refuses."""
+        """The fix for a request that the server refuses."""
         return f"start it as {self.starts[self.role]}"
 
     @abstractmethod
     def greet(self) -> None:
-        """Read what the server says of itself.
+        """Read the server's description of itself.
 
         Raises:
-            ValueError: it cannot have its role.
+            ValueError: the server cannot have its role.
         """
 
     @abstractmethod
     def complete(self, request: SampleRequest) -> list[Completion | None]:
-        """Return the responses that are asked for, None for an aborted one."""
+        """Return the requested responses, with None for an aborted one."""
 
     @abstractmethod
     def candidates(self, prompt: list[int], temperature: float) -> dict[int, float]:
@@ -112,37 +111,35 @@ class Server(ABC):
 
         Args:
             tokens: ids.
-            start: index of the first one that is scored, at least 1.
-            top_k: how many of the most likely tokens are told beside each.
+            start: index of the first token that is scored, at least 1.
+            top_k: number of most likely tokens whose log-probs are added at each position.
 
         Returns:
-            for each token from ``start`` on, the log-probs by id: its own, and those of the likely
-            ones.
+            for each position from ``start`` on, log-probs by token id: of the token itself and of
+            the most likely ones.
         """
 
     @abstractmethod
     def pause(self, mode: str) -> None:
-        """Stop sampling: ``mode`` says what becomes of the requests that are running."""
+        """Stop sampling; ``mode`` says what happens to running requests."""
 
     @abstractmethod
     def load(self, folder: Path, label: str) -> None:
-        """Read the checkpoint in a folder, drop what was computed with the old weights, and have
-        answers labeled.
-        """
+        """Read the checkpoint in a folder, drop caches of the old weights, and label answers."""
 
     @abstractmethod
-    def go_on(self) -> None:
-        """Sample again."""
+    def resume(self) -> None:
+        """Continue sampling."""
 
     def check_options(self, in_flight: str) -> None:  # noqa: B027
-        """Refuse what this kind of server cannot do.
+        """Refuse options that this kind of server does not support.
 
         Raises:
-            ValueError: it cannot.
+            ValueError: an option is not supported.
         """
 
     def check_sampling(self) -> None:
-        """Compare how the server states log-probs with how it is needed: after the temperature.
+        """Check that the server's log-probs include the temperature.
 
         Raises:
             ValueError: they are those of temperature 1.
@@ -154,7 +151,7 @@ class Server(ABC):
         if abs((cold[common[-1]] - cold[common[0]]) / gap - 2) > 0.1:
             raise ValueError(
                 f"inference_model.address: the server at {self.address} must state log-probs of "
-                "the distribution that it samples from, temperature included, and states those of "
+                "the distribution that it samples from, temperature included, but states those of "
                 f"temperature 1: {self.restart}."
             )
 
@@ -164,13 +161,13 @@ class Server(ABC):
         Raises:
             ValueError: they differ.
         """
-        known = self._takes(size - 1)
-        if not known or self._takes(size):
+        has_last = self._takes(size - 1)
+        if not has_last or self._takes(size):
             model = {"engine": "the model that is trained", "teacher": "teacher.model"}[self.role]
+            relation = "larger" if has_last else "smaller"
             raise ValueError(
-                f"{self.field}: the server at {self.address} must serve {model}, whose vocabulary "
-                f"has {size} tokens, and its own is {'larger' if known else 'smaller'}: start it "
-                "with that model."
+                f"{self.field}: the server at {self.address} must serve {model}, with a vocabulary "
+                f"of {size} tokens, but its vocabulary is {relation}: start it with that model."
             )
 
     def _takes(self, token: int) -> bool:
@@ -189,35 +186,35 @@ class Server(ABC):
         """Compare the server's context with the longest sequence.
 
         Args:
-            longest: prompt and response, in tokens; a server that scores them must sample one more
-                (vLLM).
+            longest: prompt and response, in tokens; a server that scores them samples one token
+                more (vLLM).
 
         Raises:
-            ValueError: it is shorter.
+            ValueError: the context is too short.
         """
         what, needed = "prompt and response", longest
         if self.role == "teacher":
-            what, needed = "prompt, response and one token more", longest + 1
+            what, needed = "prompt, response and one more token", longest + 1
         if self.max_model_len < needed:
             raise ValueError(
                 f"{self.field}: the server at {self.address} has a context of {self.max_model_len} "
-                f"tokens, and {what} may take {needed}: restart it with a larger one, or use a "
+                f"tokens, but {what} may take {needed}: restart it with a larger context, or use a "
                 "smaller inference_model.max_new_tokens or env.max_prompt_tokens."
             )
 
     def check_scores(self, top_k: int) -> None:
-        """Check that the server states log-probs of given tokens, and of so many likely ones.
+        """Check that the server states log-probs of given tokens and of the ``top_k`` most likely.
 
         Raises:
-            ValueError: it refuses, or what it states are no log-probs.
+            ValueError: the server refuses, or its answer has no valid log-probs.
         """
-        self.score([0, 0], 1, top_k or _SOME)
+        self.score([0, 0], 1, top_k or _PROBE_TOP_K)
 
     def has(self, route: str) -> bool:
-        """Whether the server has a route.
+        """Return whether the server has a route.
 
         Raises:
-            EngineDeadError: it does not answer.
+            EngineDeadError: the server does not answer.
         """
         try:
             wait_for_result(
@@ -243,29 +240,29 @@ class Server(ABC):
         retries: int = 0,
         **query: str,
     ) -> T:
-        """Return what a reader takes from an answer.
+        """Send a request and return the value that ``read`` makes of the answer.
 
         Args:
-            method: of HTTP.
+            method: HTTP method.
             route: with its slash.
-            what: the action that is asked for, for messages.
+            what: the requested action, for messages.
             body: sent as JSON.
-            read: takes the answer's JSON, and raises ``ValueError`` for what cannot be.
-            log_probs: most of them that the answer has.
+            read: converts the answer's JSON, and raises ``ValueError`` if it cannot be valid.
+            log_probs: maximum log-probs in the answer.
             retries: see ``HttpClient.request``.
             query: parameters of the URL.
 
         Raises:
             EngineDeadError: the server does not answer, fails or stays overloaded.
-            WrongAnswerError: its answer cannot be read.
-            ValueError: it refuses what is asked.
+            WrongAnswerError: ``read`` refuses the answer.
+            ValueError: the server refuses the request.
         """
         limit, largest = _ANSWER_S / (1 + retries), _LARGEST_ANSWER + _LARGEST_TOKEN * log_probs
-        sent = self._client.request(
+        request = self._client.request(
             method, route, body, query, timeout_s=limit, largest=largest, retries=retries
         )
         try:
-            answer = wait_for_result(sent)
+            answer = wait_for_result(request)
         except NoAnswerError as error:
             if may_pass(error.status):
                 raise EngineDeadError(
@@ -284,12 +281,12 @@ class Server(ABC):
 
     def _wrong(self, what: str, error: Exception) -> WrongAnswerError:
         return WrongAnswerError(
-            f"{self.field}: the server at {self.address} must answer as {self.name} does when it "
-            f"is to {what}; in its answer, {error}: {self.restart}."
+            f"{self.field}: the server at {self.address} must answer as {self.name} does when "
+            f"asked to {what}; in its answer, {error}: {self.restart}."
         )
 
     def close(self) -> None:
-        """End the connections."""
+        """Close the connections."""
         wait_for_result(self._client.close())
 
 
@@ -322,9 +319,8 @@ class VLLM(Server):
             "logprobs": 0,
             "detokenize": False,
         }
-        if (
-            params.stop is not None
-        ):  # its own search may end a response earlier than the token that ours ends it with
+        if params.stop is not None:
+            # Its own search in text may end a response a token earlier than ours does.
             sampling |= {"stop": list(params.stop.strings), "detokenize": True}
         return self.ask(
             "POST",
@@ -356,7 +352,7 @@ class VLLM(Server):
                 answer, tokens, start, top_k, self.vocabulary
             ),
             log_probs=len(tokens) * (top_k + 1),
-            retries=_SCORE_AGAIN,
+            retries=_SCORE_RETRIES,
         )
 
     def pause(self, mode: str) -> None:
@@ -368,7 +364,7 @@ class VLLM(Server):
         self.ask("POST", "/reset_prefix_cache", "drop its cache", reset_running_requests="true")
         self.ask("POST", "/update_weight_version", "label its weights", {"new_version": label})
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         self.ask("POST", "/resume", "resume")
 
 
@@ -381,11 +377,11 @@ class SGLang(Server):
     )
 
     def check_options(self, in_flight: str) -> None:
-        if in_flight == "keep":  # it labels a response as a whole
+        if in_flight == "keep":  # it labels whole responses
             raise ValueError(
-                "inference_model.in_flight=keep must be another one with the SGLang server at "
-                f"{self.address}, which does not say which weights sampled which token: use wait "
-                "or abort."
+                "inference_model.in_flight must be wait or abort with the SGLang server at "
+                f"{self.address}, which does not say which weights sampled which token, got keep: "
+                "use wait."
             )
 
     def greet(self) -> None:
@@ -436,7 +432,7 @@ class SGLang(Server):
             "input_ids": tokens,
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
             "return_logprob": True,
-            "logprob_start_len": start - 1,  # the first one has no log-prob
+            "logprob_start_len": start - 1,  # the first token has no log-prob
             "top_logprobs_num": top_k,
         }
         return self.ask(
@@ -448,11 +444,11 @@ class SGLang(Server):
                 answer, tokens, start, top_k, self.vocabulary
             ),
             log_probs=len(tokens) * (top_k + 1),
-            retries=_SCORE_AGAIN,
+            retries=_SCORE_RETRIES,
         )
 
     def pause(self, mode: str) -> None:
-        # What is aborted is asked for again: each response is then of one version.
+        # Aborted requests are sent again, so that each response comes from one version.
         self.ask("POST", "/pause_generation", "pause", {"mode": "abort"})
 
     def load(self, folder: Path, label: str) -> None:
@@ -464,32 +460,30 @@ class SGLang(Server):
                 f"the server at {self.address} did not {what}: it answered {str(answer)[:300]!r}"
             )
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         self.ask("POST", "/continue_generation", "resume", {})
 
 
 def connect(address: str, within_s: float, role: Role = "engine") -> Server:
-    """Connect to a server, whichever kind it is.
+    """Connect to a server of either kind.
 
     Args:
         address: of the server.
-        within_s: how long to wait for one that does not answer; 0 refuses it as one that the user
-            gave.
+        within_s: how long to wait for an answer; with 0, no answer is a ``ValueError``.
         role: of the server in the run.
 
     Raises:
-        EngineDeadError: it does not answer in time.
-        ValueError: it cannot have that role.
+        EngineDeadError: the server does not answer in time.
+        ValueError: the server cannot have that role.
     """
     until = time.monotonic() + within_s
     while True:
         try:
             server = _greeted(address, role)
             if within_s and role == "engine":
-                with contextlib.suppress(
-                    ValueError
-                ):  # an engine that was lost in the middle of an update
-                    server.go_on()
+                # An engine that was lost in the middle of an update leaves its server paused.
+                with contextlib.suppress(ValueError):
+                    server.resume()
             return server
         except EngineDeadError as error:
             if time.monotonic() > until:
@@ -503,7 +497,7 @@ def connect(address: str, within_s: float, role: Role = "engine") -> Server:
 
 
 def _greeted(address: str, role: Role) -> Server:
-    """Connect to a server that answers."""
+    """Connect to a server and read its description."""
     server: Server = VLLM(address, role)
     try:
         if server.has("/get_model_info"):

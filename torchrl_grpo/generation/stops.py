@@ -1,9 +1,8 @@
-"""Stop strings, found in tokens: what ends a response is a text, and an engine neither reads nor
-writes text.
+"""Stop strings, found in tokens: engines neither read nor write text.
 
-A string may span several tokens or lie within one, and a token may be part of a character. So an
-automaton (Aho and Corasick, 1975) reads the bytes that tokens stand for, and what each token does
-to it is a table, made once: of a sampled token an engine looks up one number.
+A string may span several tokens or be inside one, and a token may be part of a character. So an
+automaton (Aho and Corasick, 1975) reads the bytes of the tokens. Its transitions for whole tokens
+are a table that is made once; for each sampled token, an engine looks up one number.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ class StopStrings:
     """Ends a response with the token that completes one of some strings.
 
     Attributes:
-        strings: what is looked for.
-        table: [S, V] int32, the state after a token. State 0 is that of a response without a token,
-            the last one is the end and stays.
+        strings: the stop strings.
+        table: [S, V] int32, the state after a token. State 0 is that of an empty response; the last
+            state is the end, and stays.
 
     Args:
-        strings: texts, not empty; short ones, as each of their bytes is a state.
-        tokenizer: says what the tokens stand for. Special tokens stand for their names.
+        strings: texts, not empty; keep them short, as each of their bytes is a state.
+        tokenizer: maps tokens to bytes. Special tokens stand for their names.
 
     Raises:
-        ValueError: the tokens that the tokenizer has for one of the strings do not stand for it.
+        ValueError: the tokenizer cannot write one of the strings.
 
     Examples:
         >>> from transformers import AutoTokenizer
@@ -54,14 +53,13 @@ class StopStrings:
             _table(_automaton([text.encode() for text in strings]), pieces)
         )
         for text in self.strings:
-            written = b"".join(
-                pieces[token] for token in tokenizer(text, add_special_tokens=False)["input_ids"]
-            )
-            if text.encode() not in written:
+            tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+            round_trip = b"".join(pieces[token] for token in tokens)
+            if text.encode() not in round_trip:
                 raise ValueError(
                     f"inference_model.stop={list(strings)} must have strings that the tokenizer "
-                    f"can write, it writes {text!r} as {written.decode(errors='replace')!r}: use "
-                    "another string."
+                    f"can write, but it writes {text!r} as "
+                    f"{round_trip.decode(errors='replace')!r}: use another string."
                 )
 
     @property
@@ -70,7 +68,9 @@ class StopStrings:
         return len(self.table) - 1
 
     def completed_at(self, tokens: Sequence[int]) -> int | None:
-        """Return how many of a response's tokens complete the first string, None where none does."""
+        """Return how many of a response's tokens complete the first string; None if none is
+        complete.
+        """
         state = 0
         for number, token in enumerate(tokens, start=1):
             state = int(self.table[state, token]) if token < self.table.shape[1] else state
@@ -82,30 +82,29 @@ class StopStrings:
 def completed_at(
     strings: Sequence[str], tokens: Sequence[int], pieces: Sequence[bytes]
 ) -> int | None:
-    """Return the same as ``StopStrings.completed_at`` without a table, for strings that are looked
-    for once.
+    """Return the same as ``StopStrings.completed_at`` without a table, for a single search.
 
     Args:
         strings: texts, not empty.
         tokens: of the response.
         pieces: the bytes of each token (``token_bytes``).
     """
-    read = [pieces[token] if token < len(pieces) else b"" for token in tokens]
-    text = b"".join(read)
+    of_tokens = [pieces[token] if token < len(pieces) else b"" for token in tokens]
+    text = b"".join(of_tokens)
     ends = [text.find(stop) + len(stop) for stop in map(str.encode, strings) if stop in text]
     if not ends:
         return None
-    lengths = list(accumulate(map(len, read)))
+    lengths = list(accumulate(map(len, of_tokens)))
     return bisect_left(lengths, min(ends)) + 1
 
 
 def ending(stop: StopStrings | None, stop_token_ids: Sequence[int], vocab_size: int) -> Tensor:
-    """Return ``StopStrings.table``, [S, vocab_size], with stop tokens that lead to the end as well.
+    """Return ``StopStrings.table``, [S, vocab_size], in which stop tokens lead to the end too.
 
     Args:
-        stop: strings that end a response; None is none.
-        stop_token_ids: those outside of the vocabulary are left out.
-        vocab_size: of the model; tokens that the tokenizer does not have change no state.
+        stop: strings that end a response; None for no strings.
+        stop_token_ids: ids outside the vocabulary are ignored.
+        vocab_size: of the model; tokens that the tokenizer lacks change no state.
     """
     states = 2 if stop is None else len(stop.table)
     table = torch.arange(states, dtype=torch.int32).unsqueeze(-1).repeat(1, vocab_size)
@@ -116,7 +115,7 @@ def ending(stop: StopStrings | None, stop_token_ids: Sequence[int], vocab_size: 
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
-    """The bytes that each token stands for within a text; none for an id without a token."""
+    """Return the bytes that each token stands for; ids without a token have no bytes."""
     added = {token_id: token.content for token_id, token in tokenizer.added_tokens_decoder.items()}
     backend = getattr(tokenizer, "backend_tokenizer", None)
     decoder: Any = json.loads(backend.to_str())["decoder"] if backend is not None else None
@@ -135,15 +134,14 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
         elif "ByteFallback" in kinds and len(token) == 6 and token.startswith("<0x"):
             pieces[token_id] = bytes.fromhex(token[3:5])
         else:
-            pieces[token_id] = token.replace(
-                "\u2581", " "
-            ).encode()  # sentencepiece's sign for a space
+            # sentencepiece's sign for a space
+            pieces[token_id] = token.replace("\u2581", " ").encode()
     return pieces
 
 
 def _automaton(texts: Sequence[bytes]) -> np.ndarray:
-    """[S, 256] int32, the state after a byte; a state is the longest start of a text that has just
-    been read.
+    """Return [S, 256] int32, the state after a byte; a state is the longest prefix of a text that
+    the bytes so far end with.
     """
     starts = sorted({text[:length] for text in texts for length in range(len(text))}, key=len)
     number = {start: state for state, start in enumerate(starts)}
@@ -151,27 +149,26 @@ def _automaton(texts: Sequence[bytes]) -> np.ndarray:
     steps[-1] = len(starts)
     for state, start in enumerate(starts):
         for byte in set(b"".join(texts)):
-            read = start + bytes([byte])
-            if read.endswith(tuple(texts)):
+            suffix = start + bytes([byte])
+            if suffix.endswith(tuple(texts)):
                 steps[state, byte] = len(starts)
             else:
                 steps[state, byte] = next(
-                    number[read[i:]] for i in range(len(read) + 1) if read[i:] in number
+                    number[suffix[i:]] for i in range(len(suffix) + 1) if suffix[i:] in number
                 )
     return steps
 
 
 def _table(steps: np.ndarray, pieces: Sequence[bytes]) -> np.ndarray:
-    """[S, V] int32, the state after all bytes of a token."""
-    order = sorted(
-        range(len(pieces)), key=lambda token: -len(pieces[token])
-    )  # those that continue come first
+    """Return [S, V] int32, the state after all bytes of a token."""
+    # Longest first, so that the tokens with a byte at some position are a slice.
+    order = sorted(range(len(pieces)), key=lambda token: -len(pieces[token]))
     lengths = np.array([len(pieces[token]) for token in order])
     table = np.repeat(np.arange(len(steps), dtype=np.int32)[:, None], len(pieces), axis=1)
     for place in range(lengths.max(initial=0)):
         count = int((lengths > place).sum())
-        read = np.array([pieces[token][place] for token in order[:count]])
-        table[:, :count] = steps[table[:, :count], read]
+        column = np.array([pieces[token][place] for token in order[:count]])
+        table[:, :count] = steps[table[:, :count], column]
     unsorted = np.empty_like(table)
     unsorted[:, order] = table
     return unsorted

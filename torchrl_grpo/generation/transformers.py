@@ -1,8 +1,8 @@
-"""The ``transformers`` engine: samples from Hugging Face models on every device that torch runs on.
+"""The ``transformers`` engine: samples from Hugging Face models on any device of PyTorch.
 
 It is not a server: one call generates a batch and returns. Each prompt is computed once for its
-whole group, finished rows leave the batch and groups that wait take their places, and log-probs are
-those of the sampled distribution in float32.
+whole group, waiting groups take the places of finished rows, and log-probs are those of the
+sampled distribution in float32.
 """
 
 from __future__ import annotations
@@ -36,30 +36,29 @@ from torchrl_grpo.host.threads import use_one_thread_if_small
 from torchrl_grpo.weights import load_weights
 
 _CHECK_EVERY = 4
-"""Steps between two looks at which rows have finished: each look waits for the device."""
+"""Steps between two checks for finished rows, because each check waits for the device."""
 
 _TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 1e-1}
-"""Largest result of ``probe`` that is rounding, with other dtypes 1e-3."""
+"""Largest result of ``probe`` that rounding explains; 1e-3 for other dtypes."""
 
 
 class TransformersEngine(Engine):
     """Samples with a copy of a Hugging Face model.
 
-    Models of the Llama architecture take a hand-written decoder, all others their own forward with
-    a cache. Either must give the logits of the model's forward without a cache on a probe. A small
-    model on a CPU is computed on one thread (``threads``).
+    Models of the Llama architecture use a hand-written decoder, all others their own forward with a
+    cache. On a short probe, the decoder's logits must equal those of the model's forward without a
+    cache. A small model on a CPU runs on one thread (``threads``).
 
     Attributes:
-        model: what it samples with; ``update_weights`` changes its weights, and ``close`` lets go
-            of it.
+        model: the model that it samples with; ``update_weights`` changes its weights, and ``close``
+            releases it.
 
     Args:
         model: a causal language model, on its device and in its dtype; the adapters of a peft model
             are merged.
-        copy: whether to work on a copy; False hands the model over to the engine and saves that
-            memory.
-        kv_cache_bytes: most memory for keys and values; groups that find no room wait until others
-            have left, or until all have where the model takes its own forward.
+        copy: whether to work on a copy; False gives the model to the engine, which saves memory.
+        kv_cache_bytes: maximum memory for keys and values; groups that do not fit wait until others
+            have finished, or until all have if the model uses its own forward.
 
     Raises:
         ValueError: the model cannot be sampled from token by token; the message says why.
@@ -124,11 +123,11 @@ class TransformersEngine(Engine):
     ) -> list[list[Completion]]:
         self._check_open()
         self._check_request(prompts, n)
-        # One number for every token that may be drawn, by its place in the request: a token does
-        # not depend on which other rows are there at the time.
+        # One number for every token that may be drawn, by its position in the request, so that a
+        # token does not depend on the other rows in the batch.
         shape = (len(prompts), n, params.max_new_tokens)
         uniform = torch.rand(shape, generator=self._generator, dtype=torch.float64)
-        # Longest prompts first: those that come later then fit beside them.
+        # Longest prompts first, so that later prompts fit into the same cache.
         order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
         groups: list[list[Any]] = [[None] * n for _ in prompts]
 
@@ -166,9 +165,8 @@ class TransformersEngine(Engine):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._check_open()
         super().load_state_dict(state)
-        if (
-            state["generator"].shape == self._generator.get_state().shape
-        ):  # else another kind of device's
+        # Another kind of device has a state of another size.
+        if state["generator"].shape == self._generator.get_state().shape:
             self._generator.set_state(state["generator"])
 
     def close(self) -> None:
@@ -179,7 +177,7 @@ class TransformersEngine(Engine):
     def _memory_short(
         self, error: BaseException, longest: int, prompts: int, n: int, params: SamplingParams
     ) -> MemoryShortError:
-        """Return the error to raise where memory ran out, with what each knob would save here."""
+        """Return the error for memory that ran out, with the saving of each option."""
         weights = sum(
             parameter.numel() * parameter.element_size() for parameter in self.model.parameters()
         )
@@ -229,13 +227,13 @@ class TransformersEngine(Engine):
     ) -> None:
         """Draw tokens until every row has ended or is at its limit.
 
-        Row ``r`` is response ``r % n`` to prompt ``r // n``. Prompts that found no room take the
-        place of finished rows.
+        Row ``r`` is response ``r % n`` to prompt ``r // n``. Prompts that did not fit at first take
+        the places of finished rows.
 
         Args:
             prompts: [T] int64 each, the longest first.
-            n: rows a prompt.
-            params: how to sample.
+            n: rows per prompt.
+            params: parameters of sampling.
             uniform: [R, max_new_tokens] float64 in [0, 1).
             tell: called with each row that has ended, and its response.
         """
@@ -245,7 +243,7 @@ class TransformersEngine(Engine):
         limits = limits.repeat_interleave(n).to(device)
         # The state of a response after a token; the last state is its end.
         after = ending(params.stop, params.stop_token_ids, self._vocab_size).to(device)
-        if device.type == "mps":  # It has no float64.
+        if device.type == "mps":  # which has no float64
             uniform = uniform.float().clamp_(max=1 - 2**-24)
         uniform = uniform.to(device)
         steps = int(limits.max())
@@ -253,7 +251,7 @@ class TransformersEngine(Engine):
         log_probs = torch.zeros(len(limits), steps, dtype=torch.float32, device=device)
         width = params.top_k if params.return_kept else 0
         kept_tokens = torch.zeros(len(limits), steps, width, dtype=torch.int32, device=device)
-        # Rows in the batch, the number of tokens that each has, and the state of its response.
+        # Rows in the batch, the number of tokens of each, and the state of its response.
         rows = drawn = limits.new_empty(0)
         state, end = after.new_empty(0), len(after) - 1
         step, freed = 0, True
@@ -277,7 +275,7 @@ class TransformersEngine(Engine):
             at = rows, drawn
             tokens[at], log_probs[at], kept_tokens[at] = sample(logits, params, uniform[at])
             latest = tokens[at]
-            # A finished row stays in place, and keeps overwriting the tokens after its end.
+            # A finished row stays in the batch and keeps overwriting the token after its end.
             drawn, step, freed = drawn + alive, step + 1, False
             state = torch.where(alive, after[state, latest], state)
             alive = alive & (state != end) & (limits[rows] > drawn)
@@ -297,8 +295,8 @@ class TransformersEngine(Engine):
                 logits = batch.step(latest)
 
     def _room_for(self, longest: int, n: int, max_new_tokens: int, rows: Sequence[int]) -> int:
-        """Return how many groups fit beside these rows, assuming that all responses reach their
-        maximum length; at least one beside none.
+        """Return how many groups fit into the cache with these rows, if all responses reach their
+        maximum length; at least one if there are no rows.
         """
         groups = Counter(row // n for row in rows).values()
         used = sum(self.decoder.cache_bytes(longest, size, max_new_tokens) for size in groups)
@@ -313,11 +311,10 @@ def _tell(
     lengths: Tensor,
     stopped: Tensor,
 ) -> None:
-    """Report rows that are done: [F] int64 indices, [F, T] tokens and log-probs and [F, T, K] kept
-    tokens of which the first ones count, as many as ``lengths`` says, and whether they ended before
-    their limit.
+    """Report finished rows: [F] int64 indices, [F, T] tokens and log-probs and [F, T, K] kept
+    tokens, their lengths within T, and whether each ended before its limit.
     """
-    # Copies made outside of inference mode: autograd must be able to save them.
+    # Copied outside of inference mode, so that autograd can save the tensors.
     with torch.inference_mode(False):
         ends = lengths.tolist(), stopped.tolist()
         parts = zip(*(values.cpu() for values in sampled), *ends, strict=True)
@@ -328,7 +325,7 @@ def _tell(
 
 
 def _compact(alive: Tensor) -> Tensor:
-    """The rows that are alive, in an order in which most keep their place: the last ones fill the
+    """Return the rows that are alive, in an order that moves few of them: the last ones fill the
     gaps.
 
     Args:
@@ -361,7 +358,7 @@ def _choose_decoder(model: PreTrainedModel) -> Decoder:
         difference = probe(generic, model)
         if not difference <= tolerance:
             problem = f"off by {difference:.2g} of their spread"
-    except Exception as error:  # whatever a foreign model may raise
+    except Exception as error:  # a model's own code may raise anything
         problem = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     if problem:
         raise ValueError(
@@ -374,7 +371,7 @@ def _choose_decoder(model: PreTrainedModel) -> Decoder:
 
 @torch.inference_mode()
 def probe(decoder: Decoder, model: PreTrainedModel) -> float:
-    """Compares a decoder with a model's own forward over a few tokens after two prompts of
+    """Compare a decoder with a model's own forward over a few tokens after two prompts of
     different lengths.
 
     Returns:

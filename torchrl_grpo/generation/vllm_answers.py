@@ -1,6 +1,4 @@
-"""vLLM's answers to a request as completions, and how stop strings end one. vLLM itself is not
-imported here.
-"""
+"""vLLM's answers as completions, and stop strings for vLLM. vLLM itself is not imported here."""
 
 from __future__ import annotations
 
@@ -18,13 +16,13 @@ STOP = "stop_strings"
 
 
 class Answer:
-    """vLLM's answer to a request, converted to completions; it comes at once, or in parts of any of
-    its samples.
+    """vLLM's answer to a request, converted to completions. It arrives at once, or in parts that
+    each contain some of its samples.
 
     Args:
-        request: its number, for ``on_finished``.
-        n: responses asked for.
-        samples: of vLLM; a greedy request has one for all responses.
+        request: index of the request, for ``on_finished``.
+        n: number of responses.
+        samples: number of vLLM's samples; a greedy request has one for all responses.
         on_finished: as in ``Engine.generate``.
     """
 
@@ -34,7 +32,7 @@ class Answer:
         self._done: dict[int, Completion] = {}
 
     def add(self, samples: Iterable[Any]) -> None:
-        """Take new output of some samples; call ``on_finished`` for those that have ended."""
+        """Add new output of some samples; call ``on_finished`` for those that have ended."""
         for sample in samples:
             self._parts[sample.index].append(sample)
             if sample.finish_reason in ("stop", "length"):
@@ -44,12 +42,12 @@ class Answer:
                         self._on_finished(self._request, number, completion)
 
     def restart(self) -> None:
-        """Discard everything received: the request is made again."""
+        """Discard everything received, because the request is sent again."""
         self._parts.clear()
         self._done.clear()
 
     def completions(self) -> list[Completion]:
-        """All, once they have ended."""
+        """Return all completions, once they have ended."""
         return [self._done[number] for number in range(self._n)]
 
 
@@ -57,7 +55,7 @@ def _completion(parts: Sequence[Any]) -> Completion:
     tokens = torch.tensor([token for part in parts for token in part.token_ids], dtype=torch.int64)
     versions = None
     for span in parts[-1].weight_versions or ():
-        if span.version.isdecimal():  # the scheduler was told one; before that it is "default"
+        if span.version.isdecimal():  # "default" until the scheduler receives a version
             versions = torch.full_like(tokens, -1) if versions is None else versions
             versions[span.start : span.end] = int(span.version)
     return Completion(
@@ -70,16 +68,16 @@ def _completion(parts: Sequence[Any]) -> Completion:
     )
 
 
-def watch_for_stops(processor: Any, known: Mapping[tuple[str, ...], StopStrings]) -> None:
+def watch_for_stops(processor: Any, stops: Mapping[tuple[str, ...], StopStrings]) -> None:
     """Make vLLM end each sample with the token that completes a stop string.
 
-    vLLM looks for its own in text, and is given no tokenizer here. Its ``OutputProcessor`` asks an
-    object for each sample whether new tokens end it, and takes what it says to the scheduler: that
-    question is answered here.
+    vLLM searches for stop strings in text, for which it would need a tokenizer. Its
+    ``OutputProcessor`` asks each sample's detokenizer whether new tokens end the sample, and
+    reports that to the scheduler. Here, a ``_Reader`` answers in place of the detokenizer.
 
     Args:
         processor: vLLM's ``OutputProcessor``.
-        known: the stop strings by what requests have under ``STOP``; it may grow.
+        stops: the stop strings, by the value that requests have under ``STOP``; it may grow.
     """
     add = processor.add_request
 
@@ -88,7 +86,7 @@ def watch_for_stops(processor: Any, known: Mapping[tuple[str, ...], StopStrings]
         strings = (request.sampling_params.extra_args or {}).get(STOP)
         if strings:
             reader = processor.request_states[request.request_id].detokenizer
-            reader.update = _Reader(reader.token_ids, known[tuple(strings)]).update
+            reader.update = _Reader(reader.token_ids, stops[tuple(strings)]).update
 
     processor.add_request = add_request
 
@@ -97,8 +95,8 @@ class _Reader:
     """Reads the tokens of one sample.
 
     Args:
-        token_ids: vLLM's list of those that count.
-        stop: ends it.
+        token_ids: vLLM's list of the sample's tokens.
+        stop: the strings that end the sample.
     """
 
     def __init__(self, token_ids: list[int], stop: StopStrings) -> None:
@@ -108,10 +106,10 @@ class _Reader:
         self._state = 0
 
     def update(self, new_token_ids: Sequence[int], stop_terminated: bool) -> str | None:
-        """Take new tokens, up to the one that ends the sample; return None if it continues."""
+        """Append new tokens, up to one that ends the sample; return None if it continues."""
         for token in new_token_ids:
             self._token_ids.append(token)
-            if token < self._after.shape[1]:  # the model may have more than the tokenizer
+            if token < self._after.shape[1]:  # the model may have more tokens than the tokenizer
                 self._state = self._after[self._state, token]
             if self._state == self._end:
                 return STOP

@@ -1,5 +1,5 @@
-"""``inference_model.engine_kwargs``: which of vLLM's arguments a config may give, told without
-importing vLLM.
+"""Checks of ``inference_model.engine_kwargs``, the vLLM arguments in a config, without importing
+vLLM.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SET_BY = {
     "enforce_eager": "inference_model.enforce_eager",
     "data_parallel_size": "inference_model.num_devices",
 }
-"""Keys of the config that set an argument."""
+"""The config key that sets an argument."""
 
 _OURS = (
     "distributed_executor_backend",
@@ -43,20 +43,20 @@ _OURS = (
 
 
 def check_engine_kwargs(arguments: Mapping[str, Any]) -> None:
-    """Refuse arguments that vLLM does not have, and those that are not the user's to set.
+    """Refuse arguments that vLLM does not have, and those that the library sets itself.
 
     Args:
         arguments: of ``vllm.EngineArgs``, by name.
 
     Raises:
-        ValueError: one of them is refused.
+        ValueError: an argument is refused.
     """
     for name, value in arguments.items():
         field = f"inference_model.engine_kwargs.{name}={value}"
         if name in _OURS:
             raise ValueError(
-                f"{field} must be left out: exact log-probs and weight updates need the package's "
-                "own value."
+                f"{field} must be omitted: exact log-probs and weight updates depend on this "
+                "library's own value."
             )
         what = "an argument of the installed vLLM's EngineArgs"
         check_argument(field, name, argument_names(), _SET_BY, what)
@@ -64,8 +64,8 @@ def check_engine_kwargs(arguments: Mapping[str, Any]) -> None:
 
 @cache
 def argument_names() -> tuple[str, ...]:
-    """Return the fields of ``vllm.EngineArgs``, read from the installed source: importing vLLM
-    takes many seconds.
+    """Return the fields of ``vllm.EngineArgs``, read from the installed source because importing
+    vLLM takes many seconds.
     """
     spec = find_spec("vllm")
     assert spec is not None and spec.origin is not None

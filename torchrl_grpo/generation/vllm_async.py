@@ -1,9 +1,9 @@
 """The vLLM engine of the asynchronous loop: vLLM's ``AsyncLLM`` behind the ``Engine`` interface.
 
 Many threads may call ``generate`` at once; vLLM computes their requests together (continuous
-batching), and weights may change while they run. An event loop in a thread of its own talks to
-vLLM's scheduler, which is a process, and the model shards are further ones. All of them end with
-this process, however it ends.
+batching), and weights may change while they run. An event loop in a separate thread talks to
+vLLM's scheduler process, which has the model shards in further processes. All of them end when
+this process ends, however it ends.
 
 vLLM is imported when an engine is made, never before.
 """
@@ -48,28 +48,27 @@ T = TypeVar("T")
 
 
 class AsyncVLLMEngine(VLLMBase):
-    """Samples with vLLM for many threads at once, and takes new weights meanwhile.
+    """Samples with vLLM for many threads at once, and accepts new weights meanwhile.
 
-    ``in_flight`` says what an update does to the requests that are running:
+    ``in_flight`` decides what an update does to running requests:
 
-    - ``"wait"``: calls of ``generate`` that come after the update wait for it, it waits for those
-      before it. Every response is of one version.
-    - ``"keep"``: they stop between two tokens and continue with the new weights. vLLM drops their keys
-      and values and computes them again, so that a token's log-prob is that of the weights that
-      sampled it, given all tokens before, and nothing of the old weights stays.
-      ``Completion.versions`` says which weights sampled which token: vLLM's scheduler labels each
-      token in the process that samples it.
-    - ``"abort"``: they start again from their prompt with the new weights; the caller only waits
-      longer. ``restarted_requests`` counts them. A request is restarted whole, with the responses
-      that had already ended: replacing only the others would favour short responses.
+    - ``"wait"``: the update waits for running calls of ``generate``, and later calls wait for the
+      update. All tokens of a response come from one version.
+    - ``"keep"``: requests pause between two tokens and continue with the new weights. vLLM drops
+      their keys and values and computes them again, so that each token's log-prob is that of the
+      weights that sampled it, given all tokens before, and nothing of the old weights remains.
+      ``Completion.versions`` has the version of each token: vLLM's scheduler labels tokens in the
+      process that samples them.
+    - ``"abort"``: requests restart from their prompt with the new weights, and their callers wait
+      longer. ``restarted_requests`` counts them. A request is restarted with all its responses,
+      even finished ones, because replacing only the others would favor short responses.
 
-    Requests carry no seed of their own (vLLM's CPU sampler fails when a paused one does), so the
-    draws depend on how the responses were batched: ``seed`` and ``state_dict`` repeat them only
-    where one response is sampled at a time.
+    Requests have no seed of their own (vLLM's CPU sampler fails if a paused one does), so samples
+    depend on batching: ``seed`` and ``state_dict`` make them reproducible only if one response is
+    sampled at a time.
 
     Attributes:
-        restarted_requests: how often an update with ``in_flight="abort"`` made a request start
-            again.
+        restarted_requests: number of restarts by updates with ``in_flight="abort"``.
 
     Args:
         model_path: a ``save_pretrained`` folder or a name on the Hugging Face hub; no tokenizer is
@@ -114,18 +113,17 @@ class AsyncVLLMEngine(VLLMBase):
         try:
             with starting_vllm(None, settings.get("log_file")):
                 config, arguments = engine_arguments(model_path, settings)
-                # All of vLLM's objects live in the loop's thread. A process that is to die with its
-                # parent dies, in truth, with the thread that started it, and this one lasts until
-                # the end.
+                # All of vLLM's objects live in the loop's thread. A process that asks to die with
+                # its parent really dies with the thread that started it, and this thread lasts
+                # until the end.
                 model_config = asyncio.run_coroutine_threadsafe(
                     self._start(arguments), self._loop
                 ).result()
                 workers = self._llm.vllm_config.parallel_config.world_size
                 super().__init__(config, model_config, workers)
                 watch_for_stops(self._llm.output_processor, self._stops)
-                # The scheduler says that it is ready before it has connected the socket on which it
-                # answers: only an answer shows that the files of the sockets are not needed any
-                # more.
+                # The scheduler reports that it is ready before it has connected the socket for
+                # answers; only an answer shows that the socket files are not needed anymore.
                 self._workers = [os.pidfd_open(pid) for pid in self._rpc("die_with_parent")]
                 self._rpc("finish_setup")
                 self._call(self._set_version(0))
@@ -141,12 +139,11 @@ class AsyncVLLMEngine(VLLMBase):
         self._admitting, self._idle = asyncio.Event(), asyncio.Event()
         self._admitting.set()
         self._idle.set()
-        self._end: asyncio.Future[str] = (
-            asyncio.get_running_loop().create_future()
-        )  # why nothing can be done any more
+        # The reason why the engine cannot be used anymore.
+        self._end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._llm = AsyncLLM(
-            # Without a context it serves 128 sequences and 2,048 tokens a step on any device; the
-            # server's, with smaller steps for shorter waits, is not for us.
+            # Without a context the limit is 128 sequences and 2,048 tokens per step on any device;
+            # the server's context prefers short waits to throughput.
             AsyncEngineArgs(**arguments).create_engine_config(UsageContext.LLM_CLASS),
             executor_class=_guarded_executor(),
             log_stats=False,
@@ -164,14 +161,14 @@ class AsyncVLLMEngine(VLLMBase):
         return self._llm.model_config
 
     def _finish(self, reason: str) -> None:
-        """Makes every call, the waiting ones included, raise; runs in the loop."""
+        """Make every call raise, waiting ones included. Runs in the loop."""
         while self._sentinels:
             asyncio.get_running_loop().remove_reader(self._sentinels.popitem()[0])
         if not self._end.done():
             self._end.set_result(reason)
 
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Runs a coroutine in the loop and waits for it, or for the end of the engine.
+        """Run a coroutine in the loop and wait for it, or for the end of the engine.
 
         Raises:
             RuntimeError: the engine is closed, or its process has ended.
@@ -187,14 +184,12 @@ class AsyncVLLMEngine(VLLMBase):
         await asyncio.wait({task, self._end}, return_when=asyncio.FIRST_COMPLETED)
         if task.done() and not (task.exception() and self._llm.errored):
             return task.result()
-        task.add_done_callback(
-            lambda task: task.cancelled() or task.exception()
-        )  # or asyncio reports it
+        # Retrieve the exception, which asyncio would report otherwise.
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())
         task.cancel()
         del task  # its traceback would keep vLLM's objects alive with our error
-        await asyncio.wait(
-            {self._end}, timeout=5
-        )  # vLLM may have seen the end of its process a moment before us
+        # vLLM may notice the end of its process a moment before us.
+        await asyncio.wait({self._end}, timeout=5)
         raise EngineDeadError(
             self._end.result() if self._end.done() else "the vLLM engine failed: make a new engine."
         )
@@ -222,8 +217,8 @@ class AsyncVLLMEngine(VLLMBase):
         """See ``Engine``; any number of threads may call it at the same time, even during an
         update.
 
-        With ``in_flight="abort"``, where what is finished may be sampled again, ``on_finished`` is
-        not called.
+        ``on_finished`` is not called with ``in_flight="abort"``, because finished responses may be
+        sampled again.
 
         Raises:
             ValueError: a prompt leaves no room for one token in the model's context.
@@ -280,13 +275,13 @@ class AsyncVLLMEngine(VLLMBase):
 
     @contextmanager
     def _updating(self, version: int) -> Iterator[None]:
-        """Context of an update, in which running requests are treated as ``in_flight`` says.
+        """Context of an update, which treats running requests as ``in_flight`` says.
 
         Raises:
-            EngineDeadError: the workers did not load the weights, or not in time; or the engine's
-                process has ended.
-            TimeoutError: requests ran for longer than ``update_timeout``; the engine continues with
-                the weights and the version that it has.
+            EngineDeadError: the workers did not load the weights in time, or the engine's process
+                has ended.
+            TimeoutError: requests ran for longer than ``update_timeout``; the engine keeps its
+                weights and version.
         """
         with self._updates:
             try:
@@ -296,8 +291,7 @@ class AsyncVLLMEngine(VLLMBase):
                 except TransferRefusedError:
                     raise
                 except BaseException as error:
-                    # A part of the weights may have been loaded. It is the engine that is lost, and
-                    # not the run.
+                    # The weights may be partly loaded, so the engine is lost, but not the run.
                     reason = (
                         f"vLLM's workers did not load the weights of version {version} ({error}): "
                         "make a new engine."
@@ -318,8 +312,7 @@ class AsyncVLLMEngine(VLLMBase):
                     waiting_for = "running calls of generate to end"
                     await self._idle.wait()
                 waiting_for = "vLLM to pause"
-                # Also drops all keys and values: the prefix cache, and what paused requests have
-                # computed.
+                # Also drops all keys and values: the prefix cache and those of paused requests.
                 await self._llm.pause_generation(mode=self._in_flight)
         except TimeoutError:
             raise TimeoutError(
@@ -338,7 +331,7 @@ class AsyncVLLMEngine(VLLMBase):
             )
 
     async def _set_version(self, version: int) -> None:
-        """Make vLLM's scheduler label what is sampled from here on."""
+        """Make vLLM's scheduler label further tokens with a version."""
         await self._llm.update_weight_version(str(version))
         self.policy_version = version
 
@@ -347,9 +340,7 @@ class AsyncVLLMEngine(VLLMBase):
         self._call(self._set_version(self.policy_version))
 
     def close(self) -> None:
-        """Ends the engine and every process of its own; calls that are waiting raise. May be called
-        again.
-        """
+        """End the engine and all its processes; waiting calls raise. May be called again."""
         with self._closing:
             loop, self._loop = self._loop, None
             if loop is None:
@@ -368,9 +359,9 @@ class AsyncVLLMEngine(VLLMBase):
 
 
 async def _cancel_all() -> None:
-    """Cancels the other tasks of the loop and waits for them."""
+    """Cancel the other tasks of the loop and wait for them."""
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    # A caller's task ends by itself, with the reason; it must not see a cancellation.
+    # Callers' tasks end by themselves, with the reason, and must not see a cancellation.
     _, pending = await asyncio.wait(tasks, timeout=1) if tasks else ((), ())
     for task in pending:
         task.cancel()
@@ -378,7 +369,7 @@ async def _cancel_all() -> None:
 
 
 def _end_process(pidfd: int) -> None:
-    """Kills a process that does not end by itself, and waits for it."""
+    """Wait for a process, and kill it if it does not end by itself."""
     if not select.select([pidfd], [], [], 1)[0]:
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         select.select([pidfd], [], [], SHUTDOWN_TIMEOUT_S)
@@ -387,8 +378,8 @@ def _end_process(pidfd: int) -> None:
 
 @functools.cache
 def _guarded_executor() -> type:
-    """vLLM's executor under a name of ours, which brings our code into the scheduler's process; see
-    ``__getattr__``.
+    """Return vLLM's executor under our own name, which brings our code into the scheduler's
+    process; see ``__getattr__``.
     """
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
@@ -398,7 +389,7 @@ def _guarded_executor() -> type:
             enable_stack_dump()
             unname_queues()
 
-    # Pickle looks for it in this module, under a name that tells a new process whose child it is.
+    # Pickle finds it in this module, under a name that tells a new process its parent's id.
     GuardedExecutor.__qualname__ = f"{_EXECUTOR}{os.getpid()}"
     globals()[GuardedExecutor.__qualname__] = GuardedExecutor
     return GuardedExecutor
@@ -408,8 +399,8 @@ def __getattr__(name: str) -> Any:
     """Provide the executor to the new scheduler process, which looks it up here while reading its
     arguments.
 
-    It is the first that we hear of that process, before it waits for anything from us, and the time
-    to tie it to us.
+    This is the first moment at which our code runs in that process, so here it is told to die with
+    its parent.
     """
     if not name.startswith(_EXECUTOR):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

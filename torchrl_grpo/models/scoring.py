@@ -253,7 +253,7 @@ class TokenScorer(TensorDictModuleBase):
         return pick(hidden.flatten(0, 1), 0, layout.predictors), weight
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Writes the log-probs and entropies of the sampled tokens; see the class."""
+        """Write the log-probs and entropies of the sampled tokens; see the class."""
         layout = getattr(tensordict.get(keys.LAYOUT, None), "data", None)
         of_ours = self.mask_key != keys.ASSISTANT_MASK or layout is not None
         if not of_ours and is_of_wrapper(tensordict):
@@ -281,7 +281,7 @@ def _of_scored(layout: Layout, values: Tensor) -> Tensor:
 
 @torch.no_grad()
 def check_scorer(scorer: TokenScorer) -> None:
-    """Compares a scorer with its model's own logits on a few tokens, and itself with and without
+    """Compare a scorer with its model's own logits on a few tokens, and itself with and without
     packing.
 
     They differ where a model does more to its logits than its LM head does (soft-capping, a scale,
@@ -333,7 +333,7 @@ def check_scorer(scorer: TokenScorer) -> None:
 
 @torch.no_grad()
 def check_packing(scorer: TokenScorer, autocast_dtype: torch.dtype | None) -> None:
-    """Compares a scorer with itself with and without packing in mixed precision, which may take
+    """Compare a scorer with itself with and without packing in mixed precision, which may take
     other kernels.
 
     Where they differ, its sequences are padded from here on. A model is checked once for each
@@ -367,7 +367,7 @@ def _some_tokens(scorer: TokenScorer) -> Tensor:
 
 @contextmanager
 def _evaluated(model: nn.Module) -> Iterator[None]:
-    """Puts a model into eval mode, and its modules back into the modes that they were in."""
+    """Put a model into eval mode, and its modules back into the modes that they were in."""
     training = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -422,7 +422,7 @@ def _compare_packing(scorer: TokenScorer, tokens: Tensor, rounding: float) -> st
 
 @contextmanager
 def _narrow_windows(base: Any) -> Iterator[None]:
-    """Makes each sliding window of a model two tokens wide, so that short sequences are longer."""
+    """Make each sliding window of a model two tokens wide, so that short sequences are longer."""
     holders = [base.config.get_text_config(), *base.modules()]
     windows = [(holder, getattr(holder, "sliding_window", None)) for holder in holders]
     try:
@@ -501,7 +501,7 @@ class WrapperScorer(TokenScorer):
         self.in_keys = [tokens, *self.in_keys[1:]]
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """A ragged batch [B] made of the wrapper's batch, with log-probs and entropies; see the
-        class.
+        """Return a ragged batch [B] made of the wrapper's batch, with log-probs and entropies; see
+        the class.
         """
         return super().forward(sequences_of(tensordict, self.tokens_key))

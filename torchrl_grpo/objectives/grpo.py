@@ -345,7 +345,7 @@ class GRPOLoss(LossModule):
             scorer.set_in_keys(self.tensor_keys.action, self.tensor_keys.mask)
 
     def normalize(self, batch: TensorDictBase) -> TensorDictBase:
-        """Fixes the weight of each token and the token count over a whole optimization batch, in
+        """Fix the weight of each token and the token count over a whole optimization batch, in
         place.
 
         Call it on the padded batch before splitting it, so that micro-batches add up to the batch.
@@ -671,8 +671,8 @@ class _Tokens:
 
 
 def _scorer(actor_network: nn.Module) -> TensorDictModuleBase:
-    """The module that writes current log-probs and entropy; one around the model of a TorchRL
-    wrapper.
+    """Return the module that writes current log-probs and entropy; one around the model of a
+    TorchRL wrapper.
 
     Raises:
         ValueError: it is no TensorDict module, or the wrapper has no Hugging Face model.
@@ -691,7 +691,8 @@ def _scorer(actor_network: nn.Module) -> TensorDictModuleBase:
 
 
 def _of_sequence_or_token(batch: TensorDictBase, key: NestedKey, width: int) -> Tensor:
-    """An entry with one value for each sequence or each of ``width`` tokens, [N, 1] or [N, T].
+    """Return an entry with one value for each sequence or each of ``width`` tokens, [N, 1] or [N,
+    T].
 
     Raises:
         KeyError: the batch has no such entry.

@@ -370,7 +370,9 @@ def _truncation_pays(rows: Sequence[Row], first: Sequence[Row]) -> NamedTexts:
 
 
 def _limits(row: Row) -> str:
-    """The limits that cut a response; with tools a dialog that ends with a call counts as cut too."""
+    """Return the limits that cut a response; with tools a dialog that ends with a call counts as
+    cut too.
+    """
     tools = ", env.max_turns if dialogs end with a call" if "tools/calls" in row else ""
     return f"inference_model.max_new_tokens{tools}"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def starter_path() -> Path:
-    """The folder of the saved model and tokenizer, for ``from_pretrained`` and for vLLM.
+    """Return the folder of the saved model and tokenizer, for ``from_pretrained`` and for vLLM.
 
     >>> starter_path().name
     'model'

@@ -247,7 +247,7 @@ class GroupAdvantage(Transform):
         self.reset_counts()
 
     def reset_counts(self) -> None:
-        """Sets the three counts to 0."""
+        """Set the three counts to 0."""
         self.num_groups = 0
         self.num_zero_variance_groups = 0
         self.num_invalid = 0
@@ -358,7 +358,7 @@ class GroupAdvantage(Transform):
         return ~torch.isin(member.unique(), member[~valid])
 
     def _write(self, tensordict: TensorDictBase, member: Tensor, group: Tensor) -> TensorDictBase:
-        """Writes the advantages of whole groups.
+        """Write the advantages of whole groups.
 
         Args:
             tensordict: batch of N rows.
@@ -418,7 +418,7 @@ class GroupAdvantage(Transform):
         return decoupled_advantage(parts, weights, group, valid, self.advantage)
 
     def _weights_of(self, flat: TensorDictBase) -> list[Any]:
-        """The weights of the parts of each row."""
+        """Return the weights of the parts of each row."""
         if not self._of_datasets:
             return [self.part_weights] * flat.numel()
         weights: Any = self.part_weights
@@ -524,7 +524,7 @@ class GroupAdvantage(Transform):
         return tensordict_reset.set(_in_next(self.advantage_key), zeros)
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
-        """Adds the advantage."""
+        """Add the advantage."""
         observation_spec[_in_next(self.advantage_key)] = Unbounded(
             shape=self._shape(observation_spec), dtype=torch.float32, device=observation_spec.device
         )

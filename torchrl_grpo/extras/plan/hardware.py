@@ -141,7 +141,7 @@ SHAPES: Mapping[str, Shape] = {
 
 
 def model_shape(name: str, folder: Path, parameters: float | None = None) -> Shape:
-    """The shape of a model.
+    """Return the shape of a model.
 
     Args:
         name: ``model.name``.

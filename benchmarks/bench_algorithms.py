@@ -40,7 +40,7 @@ REWARD_STEPS = 10
 TIMEOUT = 1800
 """Seconds after which a run is given up; it takes about 35."""
 COLUMNS = 4
-# Blue and grey differ in lightness too, and in every form of colour blindness.
+# Blue and gray differ in lightness too, and in every form of color blindness.
 INK, GREY, GRID, BLUE = "#333a45", "#8a929e", "#dfe3e8", "#0062b0"
 
 Run = dict[str, Any]
@@ -153,7 +153,7 @@ def table(results: dict[str, dict[str, Run]]) -> str:
 
 def draw(results: dict[str, dict[str, Run]], path: Path) -> None:
     """Write the figure: a panel a preset, its mean over the seeds and each seed, and the reference
-    in grey.
+    in gray.
     """
     names = sorted(results, key=lambda name: (name != REFERENCE, name))
     columns = min(COLUMNS, len(names))
@@ -178,7 +178,7 @@ def draw(results: dict[str, dict[str, Run]], path: Path) -> None:
     )
     figure.supylabel("test accuracy, greedy (%)", fontsize=10, color=INK)
     figure.suptitle(
-        f"Bold: mean over {seeds} seed{'s' if seeds > 1 else ''}. Thin: each seed. Grey, dashed: mean of {REFERENCE}.",
+        f"Bold: mean over {seeds} seed{'s' if seeds > 1 else ''}. Thin: each seed. Gray, dashed: mean of {REFERENCE}.",
         fontsize=10, color=INK, x=0.01, ha="left",
     )  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)

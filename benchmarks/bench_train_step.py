@@ -201,7 +201,7 @@ class Trainer(GRPOTrainer):
 def use_ours(
     model: PreTrainedModel, batch: dict[str, Tensor], folder: str, micro_batch_tokens: int = 16384
 ) -> Step:
-    """``GRPOTrainer.train_step``: padding, normalisation, micro-batches and metrics, but no
+    """``GRPOTrainer.train_step``: padding, normalization, micro-batches and metrics, but no
     optimizer step.
     """
     loss = GRPOLoss(TokenScorer(model), clip_epsilon=CLIP_EPSILON)

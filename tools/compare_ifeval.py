@@ -1,13 +1,13 @@
-"""Compares the reward ``ifeval`` with TorchRL's ``IfEvalScorer`` on made-up responses, one
+"""Compare the reward ``ifeval`` with TorchRL's ``IfEvalScorer`` on generated responses, one
 instruction at a time.
 
     pip install nltk immutabledict
     python tools/compare_ifeval.py --cases 2500
 
-TorchRL counts sentences and words in capitals with nltk's punkt model, which is a download; without
-it these two checks raise. So each case runs twice: as TorchRL is installed, and with an nltk that
-has this package's list of abbreviations. TorchRL is asked three times, to see verdicts that change
-from call to call. The output is a table for docs/rewards.md.
+TorchRL counts sentences and words in capitals with nltk's punkt model, which must be downloaded;
+without it these two checks raise. So each case runs twice: with TorchRL as installed, and with an
+nltk that has this package's list of abbreviations. TorchRL judges each case three times, to find
+verdicts that change from call to call. The output is a table for docs/rewards.md.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ UNSEEDED = (
 NO_PUNKT = "TorchRL raises `LookupError` without nltk's punkt model"
 DROPS_ZERO = "TorchRL drops an argument that is 0 and draws a random one; the paper's code takes 0"
 REGEX = "TorchRL, as the paper's code, reads `c++` and `C#` as regular expressions; the instruction says a word"
-# What differs; ours is right by the paper's definition in each row.
+# The differences; ours is right by the paper's definition in each row.
 EXPLAINED = {
     "change_case:capital_word_frequency": NO_PUNKT,
     "change_case:english_capital": UNSEEDED,
@@ -119,7 +119,7 @@ EXPLAINED = {
 
 
 def made_up_cases(count: int, seed: int) -> Iterator[Case]:
-    """``count`` cases, each with another response, the 25 instructions in turn."""
+    """Return ``count`` cases, each with a different response, cycling through 25 instructions."""
     rng = random.Random(seed)
     seen: set[str] = set()
     while len(seen) < count:
@@ -136,7 +136,7 @@ def made_up_cases(count: int, seed: int) -> Iterator[Case]:
 
 
 def torchrl_verdict(case: Case, loose: bool) -> str:
-    """``True`` or ``False``, ``changes`` when calls differ, or the error's name."""
+    """Return ``True`` or ``False``, ``changes`` if calls differ, or the error's name."""
     name, given, response = case
     example = _instructions_main._InputExample(0, [name], "", [given])
     level = "loose" if loose else "strict"
@@ -151,7 +151,7 @@ def torchrl_verdict(case: Case, loose: bool) -> str:
 
 
 def compare(cases: Iterable[Case]) -> dict[str, list[Case]]:
-    """Return the cases whose verdict differs, strict or loose, by instruction."""
+    """Return the cases with different verdicts, strict or loose, by instruction."""
     differences = defaultdict(list)
     for name, arguments, response in cases:
         for loose in (False, True):

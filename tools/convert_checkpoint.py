@@ -1,4 +1,4 @@
-"""Convert a checkpoint that an older version wrote, which is a file, to a folder beside it.
+"""Convert a checkpoint file of an older version to a checkpoint folder next to it.
 
 python tools/convert_checkpoint.py outputs/DATE/TIME/checkpoints/checkpoint_000100.pt
 """

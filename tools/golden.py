@@ -1,9 +1,9 @@
-"""Record what a set of small runs writes, and compare it with what another commit wrote.
+"""Record the output of a set of small runs, and compare it with another commit's.
 
 A refactoring must not change a number. This records the metrics (without times and memory), the
 samples, the hashes of the exported weights, and the error messages of the bad inputs in
-``tests/unit/test_bad_input.py``. The numbers depend on the machine, so both sides are recorded on
-one machine, and nothing of it is kept in the repository.
+``tests/unit/test_bad_input.py``. The numbers depend on the machine, so record both sides on the
+same one; records are not kept in the repository.
 
     python tools/golden.py record /tmp/before.json       # at one commit: about 6 minutes on 2 cores
     python tools/golden.py record /tmp/after.json        # at the other
@@ -59,7 +59,7 @@ UNSTABLE = ("time/", "throughput/", "memory/", "workers/")
 
 
 def run(name: str, folder: Path) -> dict[str, Any]:
-    """Run one of ``RUNS`` and return what it wrote."""
+    """Run one of ``RUNS`` and return its output."""
     script, overrides = RUNS[name]
     directory = folder / name
     folders = {other: folder / other for other in RUNS} | {"sums": folder / "sums.jsonl"}
@@ -81,7 +81,7 @@ def run(name: str, folder: Path) -> dict[str, Any]:
 
 
 def messages() -> dict[str, str]:
-    """Return the error message of each bad input by the override that it is."""
+    """Return the error message of each bad input, by override."""
     sys.path.insert(0, str(ROOT))
     import yaml
 
@@ -97,7 +97,7 @@ def messages() -> dict[str, str]:
 
 
 def record(names: Sequence[str]) -> dict[str, Any]:
-    """Return everything that is compared."""
+    """Return everything to compare."""
     with tempfile.TemporaryDirectory() as temporary:
         result: dict[str, Any] = {}
         sums = subprocess.check_output(
@@ -112,7 +112,7 @@ def record(names: Sequence[str]) -> dict[str, Any]:
 
 
 def differences(before: Any, after: Any, path: str = "") -> list[str]:
-    """Return a line for each value that is not the same; NaN equals NaN."""
+    """Return a line for each different value; NaN equals NaN."""
     if type(before) is type(after) and isinstance(before, dict):
         keys = sorted(before.keys() | after.keys())
         pairs = [(f"{path}/{key}", before.get(key), after.get(key)) for key in keys]

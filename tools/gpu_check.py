@@ -1,21 +1,21 @@
-"""Check the package on one CUDA device within a time limit, and measure what it does there.
+"""Check the package on one CUDA device within a time limit, and measure its performance.
 
     sh tools/gpu_wheels.sh wheels python3.12                         # where there is a network
     python tools/gpu_check.py --wheels wheels --minutes 20 --out first
     python tools/gpu_check.py --wheels wheels --minutes 10 --out second --state first/results.json
     python tools/gpu_check.py --device cpu --minutes 300 --out rehearsal    # small shapes
 
-Each stage is a process with a time limit of its own. One that fails or takes too long is recorded,
-and the next one starts; one that might pass ``--minutes`` is not started. After each stage these
-files under ``--out`` are written again:
+Each stage is a process with its own time limit. If it fails or takes too long, that is recorded and
+the next stage starts. A stage that might exceed ``--minutes`` is not started. Each stage updates
+these files under ``--out``:
 
 - ``results.json``: each stage's status, seconds, and figures;
 - ``log.txt``: what the stages printed;
 - ``tests.xml``: the tests, in JUnit's format;
 - ``profile.txt``: the kernels of a training step, and how long the device was idle.
 
-``--state`` takes the ``results.json`` of an earlier call: what passed there is not repeated, and
-what has not run yet comes before what failed. The exit code is 1 if a stage failed.
+``--state`` takes the ``results.json`` of an earlier call: stages that passed are not repeated, and
+stages that have not run yet come before failed ones. The exit code is 1 if a stage failed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PYTEST = ("-m", "pytest", "-p", "no:cacheprovider", "-s", "--junitxml={tests}")
 FIGURES = ("--device", "{device}", "--out", "{figures}")
 CPU_SLOWDOWN = 10
-"""What a stage's limit is multiplied with in a rehearsal."""
+"""Factor of the stages' limits in a rehearsal."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,10 @@ class Stage:
     """A process of the check.
 
     Attributes:
-        name: as ``results.json`` has it.
+        name: in ``results.json``.
         limit_s: seconds after which it is killed.
-        arguments: of Python; ``{device}`` and the files ``{figures}`` and ``{tests}``, which it may
-            write, are filled in.
+        arguments: of Python, with the placeholders ``{device}``, ``{figures}`` and ``{tests}``; the
+            last two are files that the stage may write.
     """
 
     name: str
@@ -86,14 +86,14 @@ STAGES = (
 
 
 class Check:
-    """The stages of one call, and what is known of each.
+    """The stages of one call, and their results.
 
     Args:
         out: folder of the results.
         device: ``cuda`` or ``cpu``.
         seconds: time of the whole call.
         stages: in the order in which they run.
-        finished: results of stages that are not to be repeated.
+        finished: results of stages that are not repeated.
         path: folders to import from, before all others.
     """
 
@@ -213,7 +213,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def _outcomes(suites: ElementTree.Element) -> dict[str, Any]:
-    """Return what became of each test, and the figures that it recorded."""
+    """Return the outcome of each test, and the figures that it recorded."""
     outcomes = {}
     for case in suites.iter("testcase"):
         outcome: dict[str, Any] = {"outcome": "passed", "seconds": float(case.get("time", 0))}
@@ -227,7 +227,7 @@ def _outcomes(suites: ElementTree.Element) -> dict[str, Any]:
 
 
 def install(wheels: Path, folder: str) -> Path:
-    """Install wheels into a folder, without an index and beside what Python has already."""
+    """Install wheels into a folder, without an index, in addition to Python's own packages."""
     files = sorted(map(str, wheels.glob("*.whl")))
     options = ["--no-index", "--no-deps", "--no-compile", "--target", folder]
     subprocess.run(
@@ -237,7 +237,7 @@ def install(wheels: Path, folder: str) -> Path:
 
 
 def remaining(stages: Sequence[Stage], earlier: dict[str, Any]) -> list[Stage]:
-    """Return the stages that have not passed, first those that have not run.
+    """Return the stages that have not passed; those that have not run come first.
 
     Args:
         stages: of the check.

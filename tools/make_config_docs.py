@@ -1,4 +1,4 @@
-"""Makes ``docs/config.md`` from the dataclasses of ``torchrl_grpo.config`` and the docstrings under
+"""Make ``docs/config.md`` from the dataclasses of ``torchrl_grpo.config`` and the docstrings of
 their fields.
 
 python tools/make_config_docs.py
@@ -21,10 +21,10 @@ from torchrl_grpo.config import GRPOConfig, rules
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "config.md"
 HEAD = """# The config's keys
 
-Made by `python tools/make_config_docs.py` from the docstrings in `torchrl_grpo/config/`; change it there. On
-the command line a key is `NODE.KEY=VALUE`, as in `optimizer.lr=1e-5`; `null` is no value. The defaults are those of the
-code: the files in `config/` set others for their tasks, and those in `config/algo/` for the
-[algorithms](algorithms.md). `--cfg job` prints the values of a run.
+Made by `python tools/make_config_docs.py` from the docstrings in `torchrl_grpo/config/`; edit those. On the command
+line, set a key with `NODE.KEY=VALUE`, as in `optimizer.lr=1e-5`; `null` unsets it. The defaults are those of the code;
+the files in `config/` change some for their tasks, and those in `config/algo/` for the [algorithms](algorithms.md).
+`--cfg job` prints a run's values.
 """
 
 RULES_HEAD = """## Rules between keys
@@ -60,7 +60,7 @@ def _tables(node: Any, name: str, documented: dict[tuple[str, str], str]) -> Ite
     Args:
         node: a dataclass of the config.
         name: its dotted name.
-        documented: the node that has a key with a docstring; further ones refer to it.
+        documented: the node that documents a key; others refer to it.
     """
     bodies = [ast.parse(inspect.getsource(kind)).body[0] for kind in type(node).__mro__[-2::-1]]
     docs = {
@@ -90,7 +90,7 @@ def _tables(node: Any, name: str, documented: dict[tuple[str, str], str]) -> Ite
 
 
 def _rules() -> Iterator[str]:
-    """Yield a row for the rules that differ in their key alone."""
+    """Yield a row for all rules that differ only in their key."""
     tables = (
         ("", (*rules.RULES, *rules.ONE_PROCESS_RULES, *rules.UNREAD_RULES)),
         ("env.", rules.DATA_RULES),
@@ -100,7 +100,8 @@ def _rules() -> Iterator[str]:
     for prefix, table in tables:
         for rule in table:
             texts = (_template(text.replace("{at}", prefix)) for text in (rule.why, rule.fix))
-            node, _, argument = rule.key.partition("engine_kwargs.")  # whose arguments are no keys
+            # The arguments of engine_kwargs are not keys.
+            node, _, argument = rule.key.partition("engine_kwargs.")
             name = (
                 f"`{prefix}{node}engine_kwargs` ({argument})"
                 if argument
@@ -112,7 +113,7 @@ def _rules() -> Iterator[str]:
 
 
 def _template(text: str) -> str:
-    """Return a text of a rule, with keys and words in place of the placeholders."""
+    """Return a rule's text with keys and words in place of placeholders."""
     text = re.sub(r", it is \{[^}]*\}", "", text)
     text = re.sub(r"([\w.]+)=\{(\w+\.[\w.]+)\}", r"`\1` equal to {\2}", text)
     text = re.sub(r"\{([\w.]+)=\}", r"`\1`", text)
@@ -124,8 +125,8 @@ def _template(text: str) -> str:
 
 
 def _prose(doc: str) -> str:
-    """Return a docstring on one line; words that are code (``a_b``, ``a=b``, ``a*``) are set as
-    code.
+    """Return a docstring on one line; words that are code (``a_b``, ``a=b``, ``a*``) get
+    backticks.
     """
     parts = " ".join(doc.split()).replace("``", "`").split("`")
     parts[::2] = [
@@ -136,14 +137,14 @@ def _prose(doc: str) -> str:
 
 
 def _choices(item: dataclasses.Field[Any], doc: str) -> str:
-    """Return the values that a key may have, where its docstring does not name them all."""
+    """Return the allowed values of a key, unless its docstring names them all."""
     names = item.metadata.get("choices", ())
     listed = ", ".join(f"`{name}`" for name in names)
     return "" if all(re.search(rf"\b{name}\b", doc) for name in names) else f" One of {listed}."
 
 
 def _default(value: Any) -> str:
-    """Return a default as one would write it on the command line."""
+    """Return a default in the form of the command line."""
     plain = json.dumps(value).replace('"', "")
     return f"`{plain}`"
 

@@ -1,4 +1,4 @@
-"""Makes the tables of ``docs/migrate.md`` from those of ``torchrl_grpo/peers``.
+"""Make the tables of ``docs/migrate.md`` from those of ``torchrl_grpo/peers``.
 
 python tools/make_migrate_docs.py
 """
@@ -110,11 +110,11 @@ QUANTITIES = {
     "warmup_optimizer_steps": "`optimizer.warmup_steps`",
     "warmup_share": "`optimizer.warmup_steps`",
 }
-"""What the quantities of the tables become, which take more than a copy."""
+"""The keys for the tables' quantities that need more than a copy."""
 
 
 def page() -> str:
-    """Return the text of ``docs/migrate.md``: what stands above the tables stays."""
+    """Return the text of ``docs/migrate.md``, with new tables below the text written by hand."""
     head = PAGE.read_text(encoding="utf-8").partition(MARK)[0]
     return "\n".join(
         [head + MARK, *(part for name in ORDER for part in _section(read_table(name)))]
@@ -149,7 +149,7 @@ def _section(table: Table) -> Iterator[str]:
 
 
 def _differs(row: Row) -> str:
-    """What means something else; values that share a text are named together."""
+    """Return the differences in meaning; values with the same text are named together."""
     if row.differs is None or isinstance(row.differs, str):
         return row.differs or ""
     together: dict[str, list[str]] = {}
@@ -176,7 +176,7 @@ def _ours(row: Row) -> str:
 
 
 def _choices(row: Row) -> str:
-    """Return the settings of each choice; choices that share one are named together."""
+    """Return the settings of each choice; choices with the same settings are named together."""
     together: dict[str, list[str]] = {}
     for name, value in (row.values or {}).items():
         together.setdefault(_value(row, value), []).append(name)
@@ -202,7 +202,7 @@ def _word(value: object) -> str:
 
 
 def _prose(text: str) -> str:
-    """Return a line of a table; words that are keys or code are set as code."""
+    """Return a line of a table, with backticks around keys and code."""
     parts = text.split("`")
     pattern = (
         r"(?<![\w/])[\w.]*(?:\w[_=]\w|\w\.[a-z]{2})(?:[\w.=\-\[\]:]|,(?=\w))*\w\]?(?:='[^']*')?"

@@ -1,7 +1,7 @@
-"""Writes the tables of ``docs/reference/*.md`` from the docstrings of the package.
+"""Write the tables of ``docs/reference/*.md`` from the docstrings of the package.
 
 A page has an introduction, written by hand, and the directives of the documentation site in a
-comment. The table between the two is made from what the directives name. The table of
+comment. The table between them documents the objects that the directives name. The table of
 ``batch.md`` is made from ``torchrl_grpo/keys.py``.
 
 python tools/make_reference_docs.py
@@ -40,7 +40,7 @@ class KeyRow(NamedTuple):
 
 
 def page(path: Path) -> str:
-    """Return the text of a page, with its tables made anew."""
+    """Return the text of a page with new tables."""
     text = re.sub(
         rf"^{re.escape(MARK)}\n(?:\n|\|.*\n)*", "", path.read_text(encoding="utf-8"), flags=re.M
     )
@@ -68,7 +68,7 @@ def key_rows() -> list[KeyRow]:
 
 
 def _table(directives: str) -> str:
-    """Return the table of what some directives name."""
+    """Return the table of the objects that directives name."""
     rows = [HEAD]
     for name in re.findall(r"^::: (\S+)", directives, re.MULTILINE):
         parent, _, last = name.rpartition(".")
@@ -125,7 +125,9 @@ def _sections(thing: Any) -> dict[str, list[str]]:
 
 
 def _arguments(thing: Any, sections: dict[str, list[str]]) -> str:
-    """Return what a call needs, each with its meaning, then what it may have, with its defaults."""
+    """Return the required arguments with their meaning, then the optional ones with their
+    defaults.
+    """
     texts = [
         *sections.get("Args", sections.get("Attributes", [])),
         *sections.get("Keyword Args", []),
@@ -147,7 +149,7 @@ def _arguments(thing: Any, sections: dict[str, list[str]]) -> str:
 
 
 def _result(thing: Any) -> str:
-    """Return the annotation of what a function returns, if it is not None."""
+    """Return a function's return annotation, if it is not None."""
     function: Any = thing.fget if isinstance(thing, property) else thing
     if inspect.isclass(function):
         return ""

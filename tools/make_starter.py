@@ -1,24 +1,24 @@
-"""Makes the starter model that the package ships in ``torchrl_grpo/starter/model``.
+"""Make the starter model that the package ships in ``torchrl_grpo/starter/model``.
 
     python tools/make_starter.py                    # about 5 minutes on 2 CPU cores
     python tools/make_starter.py --out DIR --seed 1
 
 The starter is a Qwen2 model of under half a million parameters with a tokenizer of single bytes. It
 is trained from random weights on the *train* split of ``ArithmeticTask(difficulty=2)``: sums of
-two-digit numbers, as worked by demonstrators who know how to add and are mostly in a hurry. Each
+two-digit numbers, worked by demonstrators who know how to add but are usually in a hurry. Each
 demonstration
 
-- shows its working in 40 % of cases (``7+8=15, 2+5+1=8 #### 85``) and otherwise only answers
+- shows its work in 40% of cases (``7+8=15, 2+5+1=8 #### 85``) and otherwise only answers
 (``#### 85``);
-- forgets the carry from the ones to the tens in 70 % of cases where there is one (``7+8=15, 2+5=7
+- forgets the carry from the ones to the tens in 70% of the cases that have one (``7+8=15, 2+5=7
 #### 75``);
-- leaves off the leading 1 of a sum of 100 or more in 70 % of cases where there is one (``#### 24``
-for 124);
-- without working, has a random digit in one place in 40 % of cases.
+- omits the leading 1 of a sum of 100 or more in 70% of the cases that have one (``#### 24`` for
+124);
+- has a random digit in one place in 40% of the cases without work.
 
-So the starter has seen how to add correctly, and what it does most of the time is wrong. Nothing
-here is a reward or a preference: that showing the work, carrying and writing the hundreds pays off
-is left for reinforcement learning to find out.
+So the starter has seen how to add correctly, but is usually wrong. Nothing here is a reward or a
+preference: reinforcement learning must discover that showing the work, carrying and writing the
+hundreds pay off.
 
 The same seed gives the same weights on the same machine with the same number of threads. The
 shipped weights were made with the defaults and one thread (``OMP_NUM_THREADS=1``).
@@ -64,9 +64,9 @@ def build_tokenizer() -> Qwen2Tokenizer:
     """Return a tokenizer of 256 bytes and 5 special tokens, so that every text can be encoded
     (Unicode in normal form C).
 
-    It is a ``Qwen2Tokenizer`` because that is what ``AutoTokenizer`` makes of whatever is saved
-    beside a Qwen2 model. Its unknown token, which no text produces, is the pad token: left alone,
-    it would be one more in the vocabulary.
+    It is a ``Qwen2Tokenizer`` because ``AutoTokenizer`` loads any tokenizer of a Qwen2 model as
+    one. Its unknown token, which no text produces, is the pad token; otherwise it would be one more
+    token in the vocabulary.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     return Qwen2Tokenizer(
@@ -83,7 +83,7 @@ def build_tokenizer() -> Qwen2Tokenizer:
 
 def build_model(tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
     """Return a random float32 model; its heads have 32 channels, the smallest size that vLLM's CPU
-    attention takes.
+    attention supports.
     """
     config = Qwen2Config(
         vocab_size=len(tokenizer),
@@ -107,7 +107,7 @@ def build_model(tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
 
 
 def demonstration(problem: Problem, rng: random.Random) -> str:
-    """One demonstrator's response to a sum of two two-digit numbers."""
+    """Return one demonstrator's response to a sum of two two-digit numbers."""
     a, b = (int(n) for n in problem.query.removesuffix("=?").split("+"))
     ones = a % 10 + b % 10
     carry = ones >= 10 and rng.random() >= P_FORGET
@@ -127,7 +127,7 @@ def demonstration(problem: Problem, rng: random.Random) -> str:
 def make_batch(
     task: ArithmeticTask, tokenizer: Qwen2Tokenizer, rng: random.Random
 ) -> tuple[Tensor, Tensor]:
-    """Draws a batch of demonstrations.
+    """Draw a batch of demonstrations.
 
     Returns:
         tokens [B, T] int64, padded on the right, and labels [B, T] int64, -100 outside the
@@ -148,7 +148,7 @@ def make_batch(
 def padded(
     tokens: list[Tensor], labels: list[Tensor], tokenizer: Qwen2Tokenizer
 ) -> tuple[Tensor, Tensor]:
-    """Rows of [T] int64 as two [B, T] tensors, padded on the right."""
+    """Return rows of [T] int64 as two [B, T] tensors, padded on the right."""
     return (
         torch.nn.utils.rnn.pad_sequence(
             tokens, batch_first=True, padding_value=tokenizer.pad_token_id
@@ -163,7 +163,7 @@ def train(
     steps: int,
     seed: int,
 ) -> None:
-    """Supervised training on batches that ``draw`` makes; cosine schedule with warm-up."""
+    """Train on batches from ``draw``, supervised, with a cosine schedule after warm-up."""
     rng = random.Random(seed)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=PEAK_LR, betas=(0.9, 0.98), weight_decay=0.01
@@ -187,7 +187,7 @@ def train(
 
 
 def main() -> None:
-    """Trains the starter and saves model, tokenizer and generation config."""
+    """Train the starter and save model, tokenizer and generation config."""
     parser = argparse.ArgumentParser(description="Make the starter model.")
     parser.add_argument("--out", type=Path, default=starter_path(), help="folder to save to")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and demonstrations")

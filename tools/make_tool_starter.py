@@ -1,4 +1,4 @@
-"""Makes a starter model that can call a calculator and seldom does, for runs with ``env.tools``.
+"""Make a starter model that can call a calculator but rarely does, for runs with ``env.tools``.
 
     python tools/make_tool_starter.py --out DIR     # about 8 minutes on 2 CPU cores
     python sota/grpo/grpo.py --config-name grpo_arithmetic model.name=DIR env.difficulty=4 \\
@@ -7,11 +7,11 @@
 It is the starter, trained further on the *train* split of ``ArithmeticTask(difficulty=4)``: sums and differences of
 three-digit numbers. Its demonstrators
 
-- call the calculator now and then, copy one wrong digit in 20 % of these cases, and then answer what it said;
-- guess in all others: up to three random digits, which are right about once in a thousand.
+- sometimes call the calculator, copy one digit wrong in 20% of these cases, and then answer with its result;
+- otherwise guess up to three random digits, which are right about once in a thousand.
 
-So the model has seen calls, and that an answer follows a result. That calling pays off, and copying with care, is left
-for reinforcement learning to find out.
+So the model has seen calls, and answers that follow results. Reinforcement learning must discover that calling the
+calculator, and copying with care, pay off.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ ROWS = {
 
 
 def demonstration(problem: Problem, calls: bool, rng: random.Random) -> tuple[str, str | None, str]:
-    """What a demonstrator says, what the calculator says (None without a call), and what the
-    demonstrator then says.
+    """Return a demonstrator's first turn, the calculator's result (None without a call), and the
+    demonstrator's second turn.
     """
     if not calls:
         return f"#### {rng.randrange(1000)}", None, ""
@@ -64,7 +64,7 @@ def demonstration(problem: Problem, calls: bool, rng: random.Random) -> tuple[st
 def make_batch(
     task: ArithmeticTask, tokenizer: Qwen2Tokenizer, rng: random.Random
 ) -> tuple[Tensor, Tensor]:
-    """Draws a batch, of calls or of guesses: tokens [B, T] int64, and labels [B, T] int64, -100
+    """Draw a batch of calls or of guesses: tokens [B, T] int64, and labels [B, T] int64, -100
     outside the responses.
 
     The loss is a mean over tokens, so the model learns to begin a call in about one case of six.
@@ -92,7 +92,7 @@ def make_batch(
 
 
 def main() -> None:
-    """Trains the model and saves it with its tokenizer and generation config."""
+    """Train the model and save it with its tokenizer and generation config."""
     parser = argparse.ArgumentParser(description="Make a starter model that can call a calculator.")
     parser.add_argument("--out", type=Path, required=True, help="folder to save to")
     parser.add_argument("--seed", type=int, default=0, help="seed of the demonstrations")

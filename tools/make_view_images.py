@@ -1,5 +1,5 @@
-"""Makes the pictures of the page in ``docs/images`` from real runs, which it makes where there are
-none.
+"""Make the pictures of the dashboard in ``docs/images`` from real runs, which it starts if they do
+not exist.
 
 python tools/make_view_images.py outputs/pictures
 """
@@ -37,7 +37,7 @@ MARKS = {"curves": "figure", "groups": "section", "tokens": ".token", "timeline"
 
 
 def command(folder: Path, name: str) -> list[str]:
-    """What makes a run."""
+    """Return the command line of a run."""
     script, *arguments = RUNS[name]
     start = [
         sys.executable,
@@ -49,7 +49,7 @@ def command(folder: Path, name: str) -> list[str]:
 
 
 def save(picture: bytes, path: Path) -> None:
-    """As a PNG of 256 colors, which is small."""
+    """Save a picture as a PNG with 256 colors, which is small."""
     Image.open(io.BytesIO(picture)).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(
         path, optimize=True
     )
@@ -86,7 +86,7 @@ def live(folder: Path, browser: Any) -> None:
 def main() -> None:
     """Make the runs and the pictures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="where the runs are made, or lie")
+    parser.add_argument("folder", type=Path, help="of the runs, made if missing")
     folder = parser.parse_args().folder.resolve()
     with chromium() as browser:
         if not (folder / "first").exists():
@@ -95,7 +95,7 @@ def main() -> None:
             if not (folder / name).exists():
                 subprocess.run(command(folder, name), cwd=ROOT, check=True)
         rows = read_jsonl(folder / "first" / "samples.jsonl")
-        # A wrong response whose group has right ones, so that its advantage is not 0.
+        # A wrong response in a group with right ones, so that its advantage is not 0.
         wrong = [at for at, row in enumerate(rows) if row.get("advantage") and not row["reward"]]
         at = next(at for at in wrong if rows[at]["length"] > 24)
         spans = read_jsonl(folder / "async" / "timeline.jsonl")

@@ -1,5 +1,5 @@
-"""What MkDocs and mkdocstrings do besides, so that pages read as well on GitHub, and docstrings as
-well in Python.
+"""Hooks of MkDocs and mkdocstrings, so that pages also read well on GitHub, and docstrings in
+Python.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FETCHED = re.compile(
 
 
 def on_files(files: Files, config: Any, **_: Any) -> Files:
-    """Add the examples, for readers who have the wheel and no clone."""
+    """Add the examples, for readers with the wheel but no clone."""
     for path in sorted((ROOT / "examples").glob("*.*")):
         files.append(
             File(f"examples/{path.name}", str(ROOT), config.site_dir, config.use_directory_urls)
@@ -36,8 +36,8 @@ def on_files(files: Files, config: Any, **_: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links where a text names a page, an example or a paper, bars in the code of tables as GitHub
-    reads them, and the directives of the reference without the comment that hides them there.
+    """Turn names of pages, examples and papers into links, read bars in the code of tables as GitHub
+    does, and uncomment the reference's directives, which GitHub must not show.
     """
     parts = _FENCE.split(_REFERENCE.sub(r"\1", markdown))
     up = "../" * page.file.src_uri.count("/")
@@ -50,7 +50,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> None:
-    """End the build if a page asks for something that lies elsewhere."""
+    """End the build if a page loads anything from another site."""
     if found := _FETCHED.findall(output):
         raise ValueError(
             f"{page.file.src_uri} must be readable offline, and fetches {found}: put it below docs/."
@@ -58,8 +58,8 @@ def on_post_page(output: str, page: Any, **_: Any) -> None:
 
 
 def _linked(text: str, up: str) -> str:
-    """`docs/metrics.md` becomes a link with that page's title; an example and an arXiv number, to
-    file and paper.
+    """Turn `docs/metrics.md` into a link with that page's title, and examples and arXiv numbers into
+    links to file and paper.
     """
 
     def link(match: re.Match[str]) -> str:
@@ -74,7 +74,7 @@ def _linked(text: str, up: str) -> str:
 
 
 def _bars(text: str) -> str:
-    r"""Python-Markdown takes ``\|`` in a table's code for two characters."""
+    r"""Replace ``\|`` in a table's code, which Python-Markdown reads as two characters."""
     return "\n".join(
         _CODE.sub(lambda code: code[0].replace(r"\|", "|"), line) if line.startswith("|") else line
         for line in text.split("\n")
@@ -82,8 +82,8 @@ def _bars(text: str) -> str:
 
 
 class BareExamples(griffe.Extension):
-    """Puts examples that stand in no section of a docstring into one; elsewhere ``>>>`` is a
-    quotation in Markdown.
+    """Put examples outside of any section of a docstring into one; there, Markdown reads ``>>>`` as
+    a quotation.
     """
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:

@@ -33,9 +33,9 @@ MAX_LOG_RATIO = 20.0
 def head_logits(hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None = None) -> Tensor:
     """Return the product of an LM head in float32 or wider.
 
-    Of factors in 16 bits CUDA's product comes out in float32. A CPU's comes out in 16 bits and is
-    widened: its product of wider factors takes twice as long (docs/algorithms.md). No gradients
-    flow.
+    CUDA multiplies 16-bit factors into float32. On a CPU the product is computed in 16 bits and
+    then widened, because a product of widened factors takes twice as long (docs/algorithms.md). No
+    gradients flow.
 
     Args:
         hidden_ND: [N, D].
@@ -53,7 +53,7 @@ def head_logits(hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None = No
 
 
 def rounds_logits(hidden: Tensor) -> bool:
-    """Whether ``head_logits`` of such hidden states are rounded to 16 bits before they are widened."""
+    """Return whether ``head_logits`` rounds to 16 bits first for such hidden states."""
     return hidden.dtype in (torch.bfloat16, torch.float16) and hidden.device.type not in (
         "cuda",
         "meta",
@@ -61,14 +61,13 @@ def rounds_logits(hidden: Tensor) -> bool:
 
 
 def masked_mean(values: Tensor, mask: Tensor, count: Tensor | float | None = None) -> Tensor:
-    """Mean of ``values`` where ``mask`` is True; 0 when the mask is empty.
+    """Return the mean of ``values`` where ``mask`` is True; 0 if the mask is empty.
 
     Args:
         values: any shape, floating.
-        mask: bool, the same shape. Values outside it may be anything, NaN included.
-        count: what to divide by instead of the number of True elements. A micro-batch passes the
-            count of the whole batch, so that the results of its parts add up to the mean over the
-            batch.
+        mask: bool, the same shape. Values outside it may be anything, including NaN.
+        count: divisor in place of the number of True elements. Micro-batches pass the count of the
+            whole batch, so that their results add up to the mean over the batch.
 
     Returns:
         scalar tensor.
@@ -163,18 +162,19 @@ def group_advantage(
 
 
 def _total(values: Tensor, index: Tensor, groups: int) -> Tensor:
-    """[N] Sum over the members of each element's group; groups are numbered from 0."""
+    """Return, [N], the sum over each element's group; groups are numbered from 0."""
     return torch.zeros(groups, dtype=values.dtype, device=values.device).index_add_(
         0, index, values
     )[index]
 
 
 def _lead(rewards: Tensor, index: Tensor, valid: Tensor, groups: int) -> Tensor:
-    """[N] How far the best member of each group is above the second best one; 0 for the others."""
-    known = torch.where(valid, rewards, -math.inf)
+    """Return, [N], the lead of each group's best member over the second best; 0 for the others."""
+    values = torch.where(valid, rewards, -math.inf)
     lowest = torch.full((groups,), -math.inf, dtype=rewards.dtype, device=rewards.device)
-    is_best = known == lowest.scatter_reduce(0, index, known, "amax")[index]
-    second = lowest.scatter_reduce(0, index, torch.where(is_best, -math.inf, known), "amax")[index]
+    is_best = values == lowest.scatter_reduce(0, index, values, "amax")[index]
+    others = torch.where(is_best, -math.inf, values)
+    second = lowest.scatter_reduce(0, index, others, "amax")[index]
     alone = is_best & (_total((is_best & valid).to(rewards.dtype), index, groups) == 1)
     return torch.where(alone & second.isfinite(), rewards - second, 0.0)
 
@@ -182,8 +182,8 @@ def _lead(rewards: Tensor, index: Tensor, valid: Tensor, groups: int) -> Tensor:
 def _statistics(
     values: Tensor, index: Tensor, valid: Tensor, groups: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and number of the valid members of each element's group, and whether two of them differ;
-    [N] each.
+    """Return, [N] each, mean and number of the valid members of each element's group, and whether
+    two of them differ.
     """
     count = _total(valid.to(values.dtype), index, groups)
     mean = _total(torch.where(valid, values, 0.0), index, groups) / count.clamp(min=1)
@@ -206,7 +206,7 @@ def sampled_token_gae(
         value: [N, T] of the same type: the value of the state that each token was sampled in.
         mask: [N, T] bool, the sampled tokens. ``reward`` and ``value`` may be anything outside it.
         gamma: discount from one sampled token to the next.
-        lmbda: weight of what lies past the next value.
+        lmbda: weight of rewards beyond the next value, relative to that value.
 
     Returns:
         [N, T], 0 outside the mask.
@@ -222,8 +222,7 @@ def sampled_token_gae(
     )
     next_values = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], 1)
     done = (torch.arange(most, device=mask.device) == count - 1).unsqueeze(-1)
-    # The loop over time, not the convolution: a sequence's result must not depend on how long the
-    # others are.
+    # The loop over time, not the convolution, whose results depend on the other sequences' lengths.
     advantage, _ = generalized_advantage_estimate(gamma, lmbda, values, next_values, rewards, done)
     return torch.where(mask, torch.zeros_like(reward).scatter(1, order, advantage.squeeze(-1)), 0.0)
 
@@ -246,7 +245,7 @@ def token_advantage(
         mask: [M, T] bool, the sampled tokens of valid trajectories.
         group: [M] int64.
         gamma: discount from one sampled token to the next.
-        lmbda: weight of what lies past the next value.
+        lmbda: as in ``sampled_token_gae``.
         normalize: returns the advantages, given estimates, their groups, and which are valid.
 
     Returns:
@@ -267,11 +266,11 @@ def turn_advantage(
     gamma: float,
     normalize: Normalize,
 ) -> Tensor:
-    """Advantage of each turn, on all of its tokens: the return of the turn, compared with those of
-    the group's other trajectories.
+    """Advantage of each turn, on all of its tokens: the turn's return, compared with those of the
+    group's other trajectories.
 
-    First turns are compared with each other, then second ones, as long as all valid trajectories of
-    the group have that turn. Later turns are compared together with the last one that all have.
+    First turns are compared with first turns, second with second, as long as all valid trajectories
+    of the group have that turn. Later turns are compared together with the last one that all have.
 
     Args:
         reward: [M, T] floating, of the tokens of each trajectory.
@@ -301,7 +300,7 @@ def turn_advantage(
     exists = numbers < num_turns.unsqueeze(-1)
     compared = (index.unsqueeze(-1) * most + torch.minimum(numbers, last_common))[exists]
     advantage = torch.zeros_like(returns, dtype=torch.float32)
-    # In float32, where returns that are equal but for the order of their sums are equal.
+    # In float32, where returns that differ only in the order of their sums are equal.
     advantage[exists] = normalize(
         returns[exists].float(), compared, torch.ones_like(compared, dtype=torch.bool)
     )
@@ -359,7 +358,7 @@ expectation.
 
 
 def importance_ratio(log_prob: Tensor, sample_log_prob: Tensor) -> Tensor:
-    """``cur / sample`` per token, from log-probs; the log-ratio is clamped to ``MAX_LOG_RATIO``."""
+    """Return ``cur / sample`` per token; the log-ratio is clamped to ``MAX_LOG_RATIO``."""
     return (log_prob - sample_log_prob).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
@@ -372,9 +371,8 @@ def clipped_surrogate(
     Args:
         ratio: [N, T], current over sampling probability.
         advantage: [N, 1] or [N, T].
-        clip_low: distance below 1, in [0, 1]; 1 is no lower bound.
-        clip_high: distance above 1, at least 0 (arXiv 2503.14476 takes it larger than
-            ``clip_low``).
+        clip_low: distance below 1, in [0, 1]; 1 disables the lower bound.
+        clip_high: distance above 1, at least 0 (larger than ``clip_low`` in arXiv 2503.14476).
 
     Returns:
         [N, T], to be maximized. Its gradient is 0 where the clipped branch is the smaller one.
@@ -404,9 +402,9 @@ def cispo_objective(
 
     Args:
         ratio: [N, T], current over sampling probability.
-        log_prob: [N, T], current log-probs: what the gradient flows through.
+        log_prob: [N, T], current log-probs, which the gradient flows through.
         advantage: [N, 1] or [N, T].
-        clip_low: distance below 1; 1 and more is no lower bound.
+        clip_low: distance below 1; 1 or more disables the lower bound.
         clip_high: distance above 1.
     """
     return ratio.clamp(1 - clip_low, 1 + clip_high).detach() * advantage * log_prob
@@ -469,7 +467,7 @@ def vespo_objective(
 
     Args:
         ratio: [N, T], current over sampling probability, 1 outside the mask.
-        log_prob: [N, T], current log-probs: what the gradient flows through.
+        log_prob: [N, T], current log-probs, which the gradient flows through.
         advantage: [N, 1] or [N, T].
         k: exponent where the advantage is at least 0, and elsewhere.
         decay: likewise.
@@ -504,11 +502,11 @@ def interpolated_log_prob(log_prob: Tensor, sample_log_prob: Tensor, staleness: 
     """Proximal log-probs without a forward pass, interpolated between sampling and current ones in
     log space.
 
-    The proximal policy is the one that the current step started from. With ``staleness`` versions
-    between it and the sampling policy, and one more to the policy that the step makes, it lies
-    ``staleness / (staleness + 1)`` of the way (log-linear, as AReaL's approximation of it, which
-    counts one version less: ``(staleness - 1) / staleness``). On-policy it is the sampling policy
-    itself.
+    The proximal policy is the one that the current step started from. It is ``staleness`` versions
+    after the sampling policy, and one version before the policy that the step makes, so its
+    log-probs are taken ``staleness / (staleness + 1)`` of the way between theirs. (AReaL's
+    approximation, also log-linear, counts one version less: ``(staleness - 1) / staleness``.)
+    On-policy it is the sampling policy itself.
 
     Args:
         log_prob: [N, T], current log-probs; no gradient flows through them here.
@@ -539,10 +537,10 @@ def behaviour_weight(
     Args:
         log_ratio: [N, T], proximal less sampling log-probs.
         mask: [N, T] bool, the tokens that count.
-        bound: ``truncate`` makes ``cap`` of weights above it and ``floor`` of those below,
-            ``mask`` makes both 0, ``none`` is weight 1 everywhere.
-        level: ``token``, or ``sequence`` for the product over a sequence's tokens, given to each of
-            them.
+        bound: ``truncate`` clamps weights to ``floor`` and ``cap``, ``mask`` sets those outside to
+            0, ``none`` is weight 1 everywhere.
+        level: ``token``, or ``sequence`` for the product over a sequence's tokens, as the weight of
+            each of them.
         cap: largest weight, above 0.
         floor: smallest weight, at most ``cap``.
 
@@ -563,9 +561,9 @@ class Mismatch(NamedTuple):
     """Log-probs of sampled tokens that a rejection rule compares; [N, T], without gradient.
 
     Attributes:
-        trainer: the trainer's, from before the batch's first step where the loss has them.
-        current: the trainer's of now.
-        sample: of the policy that sampled.
+        trainer: the trainer's, from before the batch's first step if the loss has them.
+        current: the trainer's current ones.
+        sample: the sampling policy's.
         advantage: of each token.
         mask: bool, the tokens that count.
     """
@@ -592,12 +590,12 @@ def reject_token_ratio(gap: Mismatch, low: float, high: float) -> Tensor:
     arXiv 2510.18855; verl's ``token_k1``).
 
     Args:
-        gap: what is compared.
-        low: bound.
-        high: bound; both are kept.
+        gap: the log-probs to compare.
+        low: lower bound, inclusive.
+        high: upper bound, inclusive.
 
     Returns:
-        [N, T] bool (or [N, 1]), True where a token is rejected, as of every rule.
+        [N, T] or [N, 1] bool, True where a token is rejected; likewise for all rules.
     """
     return _outside(gap.log_ratio.exp(), low, high)
 
@@ -650,8 +648,8 @@ def reject_dppo_tv(gap: Mismatch, low: float, high: float) -> Tensor:
 
 
 def reject_dppo_kl(gap: Mismatch, low: float, high: float) -> Tensor:
-    """Likewise by the KL between the two distributions over "this token" and "another one", from
-    the sampling to the current policy (DPPO with binary KL, arXiv 2602.04879).
+    """As ``reject_dppo_tv``, by the KL from the sampling to the current policy between their
+    distributions over "this token" and "any other" (DPPO with binary KL, arXiv 2602.04879).
     """
     sample, current = (value.exp().clamp(1e-7, 1 - 1e-7) for value in (gap.sample, gap.current))
     kl = sample * (sample / current).log() + (1 - sample) * ((1 - sample) / (1 - current)).log()
@@ -678,7 +676,7 @@ REJECTIONS: dict[str, Callable[[Mismatch, float, float], Tensor]] = {
     "dppo_tv": reject_dppo_tv,
     "dppo_kl": reject_dppo_kl,
 }
-"""The rules that say which tokens are left out of the objective, by name."""
+"""The rules that remove tokens from the objective, by name."""
 
 
 def token_weights(
@@ -693,22 +691,21 @@ def token_weights(
 
     ``sequence_mean``: mean over sequences of the mean over their tokens (arXiv 2402.03300).
     ``token_mean``: mean over all tokens (arXiv 2503.14476). ``constant``: sum over tokens divided
-    by ``constant_length``, mean over sequences (arXiv 2503.20783). Where several rows are samples
-    of one trajectory, they are one sequence: the trajectory counts once, and each of its tokens as
-    much as the others.
+    by ``constant_length``, mean over sequences (arXiv 2503.20783). Rows that are samples of one
+    trajectory are one sequence: the trajectory counts once, and all its tokens count the same.
 
     Args:
         mask: [N, T] bool, the tokens that count.
         aggregation: the average.
-        constant_length: divisor of ``constant``, in tokens; 1 is the plain sum.
+        constant_length: divisor of ``constant``, in tokens; 1 for the plain sum.
         dtype: of the weights.
-        trajectory: [N] int64 in [0, N), of each row; None where each row is a trajectory.
+        trajectory: [N] int64 in [0, N), of each row; None if each row is a trajectory.
 
     Returns:
         [N, T] of that type; 0 outside the mask. A sequence without tokens has no effect.
 
     >>> mask, of_row = torch.tensor([[True, False], [True, True], [True, False]]), torch.tensor([0, 0, 1])
-    >>> token_weights(mask, trajectory=of_row).sum(1)  # halves: a third of the first one in its first sample
+    >>> token_weights(mask, trajectory=of_row).sum(1)  # a half for each trajectory
     tensor([0.1667, 0.3333, 0.5000])
     """
     length = mask.sum(1, keepdim=True)
@@ -740,7 +737,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
     Args:
         num_samples: samples drawn, at least k.
-        num_correct: how many of them were right.
+        num_correct: number of correct samples.
         k: at least 1.
 
     Raises:

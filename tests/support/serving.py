@@ -115,7 +115,7 @@ def wait_lets_running_calls_end_and_holds_new_ones_back(
 def keep_goes_on_with_new_weights_and_each_token_has_its_version(
     engine: AsyncVLLMEngine, pool: ThreadPoolExecutor, rounding: float
 ) -> None:
-    """Each token is scored by the weights that it is labelled with."""
+    """Each token is scored by the weights that it is labeled with."""
     engine._in_flight = "keep"
     models = {version: make_model(version) for version in (4, 5, 6)}
     engine.update_weights(named_weights(models[4]), 4)

@@ -21,7 +21,7 @@ def values(batch: TensorDict) -> torch.Tensor:
     return batch["advantage"].squeeze(-1)
 
 
-def normalised(returns: torch.Tensor) -> torch.Tensor:
+def normalized(returns: torch.Tensor) -> torch.Tensor:
     return (returns - returns.mean()) / returns.std()
 
 

@@ -93,7 +93,7 @@ def test_a_batch_of_the_in_keys_alone_gives_the_same(transform, batch):
         ]
 
 
-def test_advantage_is_centred_and_scaled_within_each_group():
+def test_advantage_is_centered_and_scaled_within_each_group():
     transform = GroupAdvantage(3)
     # Group 4 is (1, 2, 3): mean 2, std 1. Group 9 is (0, 0, 6): mean 2, std sqrt(12).
     out = transform(batch_of([1, 0, 2, 0, 3, 6], [4, 9, 4, 9, 4, 9]))
@@ -380,16 +380,16 @@ def token_advantages_by_loop(
             if over == "batch" or groups[j] == groups[i]
         ]
 
-    centred = [dict(entry) for entry in estimates]
+    centered = [dict(entry) for entry in estimates]
     for i, entry in enumerate(estimates):
         if mean != "none":
             baseline = mean_and_std([estimates[j][t] for j, t in others(i, mean)])[0]
-            centred[i] = {t: value - baseline for t, value in entry.items()}
+            centered[i] = {t: value - baseline for t, value in entry.items()}
     out = [[0.0] * len(row[keys.ASSISTANT_MASK]) for row in rows]
-    for i, entry in enumerate(centred):
+    for i, entry in enumerate(centered):
         scale = 1.0
         if std != "none":
-            scale = mean_and_std([centred[j][t] for j, t in others(i, std)])[1] + 1e-6
+            scale = mean_and_std([centered[j][t] for j, t in others(i, std)])[1] + 1e-6
         for t, value in entry.items():
             out[i][t] = value / scale
     return out
@@ -750,16 +750,16 @@ def turn_advantages_by_loop(
         (i, k, (groups[i], min(k, common[groups[i]] - 1)))
         for i in range(len(rows)) for k in range(len(returns[i])) if valid[i]
     ]  # fmt: skip
-    centred = {}
+    centered = {}
     for i, k, stage in compared:
         others = [returns[j][h] for j, h, other in compared if mean == "batch" or other == stage]
-        centred[i, k] = returns[i][k] - (0.0 if mean == "none" else mean_and_std(others)[0])
+        centered[i, k] = returns[i][k] - (0.0 if mean == "none" else mean_and_std(others)[0])
     out = [[0.0] * len(row[keys.ASSISTANT_MASK]) for row in rows]
     for i, k, stage in compared:
-        others = [centred[j, h] for j, h, other in compared if std == "batch" or other == stage]
+        others = [centered[j, h] for j, h, other in compared if std == "batch" or other == stage]
         scale = 1.0 if std == "none" else mean_and_std(others)[1] + 1e-6
         for place in turns_of(rows[i])[k]:
-            out[i][place] = centred[i, k] / scale
+            out[i][place] = centered[i, k] / scale
     return out
 
 

@@ -1029,7 +1029,7 @@ def moved_further(most: float) -> Callable[..., list[bool]]:
 # What the papers say, in plain Python: the advantages, and the settings of the loop that goes over the tokens.
 SPECIFICATIONS: dict[str, tuple[str, Token, dict[str, Any]]] = {
     "grpo": ("standardized", clip(0.2, 0.2), {"kl": "k3", "kl_coeff": 0.01}),
-    "dr_grpo": ("centred", clip(0.2, 0.2), {"aggregation": "constant", "length": 32}),
+    "dr_grpo": ("centered", clip(0.2, 0.2), {"aggregation": "constant", "length": 32}),
     "dapo": ("standardized_overlong", clip(0.2, 0.28), {"aggregation": "token_mean"}),
     "gspo": ("standardized", clip(3e-4, 4e-4), {"level": "sequence", "proximal": "recomputed"}),
     "gspo_token": ("standardized", clip(3e-4, 4e-4), {"level": "sequence_token", "proximal": "recomputed"}),
@@ -1057,7 +1057,7 @@ SPECIFICATIONS: dict[str, tuple[str, Token, dict[str, Any]]] = {
         "standardized", clip(2e-3, 2.5e-3),
         {"level": "sequence", "proximal": "recomputed", "aggregation": "constant"},
     ),
-    "dppo_tv": ("centred", clip(1.0, 1e9), {"aggregation": "token_mean", "reject": moved_further(0.2)}),
+    "dppo_tv": ("centered", clip(1.0, 1e9), {"aggregation": "token_mean", "reject": moved_further(0.2)}),
 }  # fmt: skip
 
 
@@ -1101,7 +1101,7 @@ def advantages_by_loop(kind: str, rows: list[TensorDict]) -> list[list[float]]:
     made = (
         leave_one_out(groups)
         if kind == "leave_one_out_kl"
-        else standardized(groups, kind != "centred")
+        else standardized(groups, kind != "centered")
     )
     return [values for group in made for values in group]
 

@@ -122,7 +122,7 @@ def test_a_step_of_demonstrations_shows_the_loss_and_no_reward() -> None:
     assert file.getvalue().startswith("step 1: 8/8 sequences, loss 0.25, ")
 
 
-def test_pipe_gets_log_lines_without_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pipe_gets_log_lines_without_colors(monkeypatch: pytest.MonkeyPatch) -> None:
     handler = logging.StreamHandler(io.StringIO())
     handler.setFormatter(logging.Formatter("\x1b[92m%(message)s"))
     monkeypatch.setattr(torchrl_logger, "handlers", [handler])

@@ -132,7 +132,7 @@ def test_the_wheel_holds_the_starter_model_within_its_size(wheel: zipfile.ZipFil
     assert sum(sizes.values()) <= STARTER_LIMIT
 
 
-def test_the_wheel_carries_version_licence_and_extras(wheel: zipfile.ZipFile) -> None:
+def test_the_wheel_carries_version_license_and_extras(wheel: zipfile.ZipFile) -> None:
     (name,) = [n for n in wheel.namelist() if n.endswith(".dist-info/METADATA")]
     metadata = wheel.read(name).decode()
     assert f"\nVersion: {PROJECT['version']}\n" in metadata

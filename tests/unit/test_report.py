@@ -575,7 +575,7 @@ def test_lines_of_a_step_are_merged_and_steps_are_in_order() -> None:
     assert merge_steps(rows) == [{"step": 0, "a/b": 3.0}, {"step": 2, "a/b": 2.0, "a/c": 5.0}]
 
 
-def test_smooth_is_a_centred_mean_and_keeps_a_straight_line_straight() -> None:
+def test_smooth_is_a_centered_mean_and_keeps_a_straight_line_straight() -> None:
     assert smooth([1.0, 5.0, 3.0]) == [1.0, 5.0, 3.0]
     values = [0.0] * 20 + [3.0] + [0.0] * 19  # 40 values: windows of 5
     assert smooth(values) == pytest.approx([0.0] * 18 + [0.6] * 5 + [0.0] * 17)

@@ -1,4 +1,4 @@
-"""Parts of a reward: GDPO, where each is normalised on its own (arXiv 2601.05242), and what is logged of them."""
+"""Parts of a reward: GDPO, where each is normalized on its own (arXiv 2601.05242), and what is logged of them."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_a_part_counts_by_its_weight_or_its_functions() -> None:
     logged = [row(math=1, math__correct=k, style__length=k, verl=2, verl__acc=k) for k in range(4)]
     assert advantages(batch_of(logged, [0] * 4), 4, weights) == [0.0] * 4
     counted = [row(math=k, style__tone=-2 * k) for k in range(4)]
-    # Both parts are the same normalised numbers z with opposite signs: 1 z - 0.5 z = 0.5 z, normalised z again.
+    # Both parts are the same normalized numbers z with opposite signs: 1 z - 0.5 z = 0.5 z, normalized z again.
     z = [(k - 1.5) / (5 / 3) ** 0.5 for k in range(4)]
     assert advantages(batch_of(counted, [0] * 4), 4, weights) == pytest.approx(z, abs=1e-5)
 

@@ -251,7 +251,7 @@ def test_adapter_off_scorer_gives_the_base_models_scores() -> None:
 
 
 def test_in_16_bits_no_rounding_of_the_head_reaches_the_targets_logit():
-    """A logit of 10 in bfloat16 is off by 0.02 on average; what is left is what averages out in the normaliser."""
+    """A logit of 10 in bfloat16 is off by 0.02 on average; what is left is what averages out in the normalizer."""
     torch.manual_seed(0)
     hidden, weight, bias = (
         torch.randn(400, 64).bfloat16(),

@@ -100,7 +100,7 @@ def test_an_overloaded_server_is_asked_again(
 def test_a_server_that_stays_overloaded_is_lost_and_not_wrong(
     stub: SGLangStub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(servers, "_SCORE_AGAIN", 0)
+    monkeypatch.setattr(servers, "_SCORE_RETRIES", 0)
     teacher = ServedTeacher(stub.address)
     stub.busy = 99
     with pytest.raises(EngineDeadError, match="did not score token ids: status 429"):
@@ -110,7 +110,7 @@ def test_a_server_that_stays_overloaded_is_lost_and_not_wrong(
 def test_a_server_that_hangs_or_is_gone_is_lost(
     stub: SGLangStub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(servers, "_SCORE_AGAIN", 0)
+    monkeypatch.setattr(servers, "_SCORE_RETRIES", 0)
     teacher = ServedTeacher(stub.address)
     stub.hangs.clear()
     with (

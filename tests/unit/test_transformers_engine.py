@@ -246,7 +246,7 @@ def test_greedy_log_probs_are_those_of_temperature_1(tiny_model):
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(5, 1.0), (0, 0.7), (8, 0.8)])
-def test_filtered_log_probs_are_renormalised_over_what_is_kept(tiny_model, top_k, top_p):
+def test_filtered_log_probs_are_renormalized_over_what_is_kept(tiny_model, top_k, top_p):
     [prompt] = make_prompts(6)
     params = SamplingParams(16, temperature=1.3, top_k=top_k, top_p=top_p)
     [group] = TransformersEngine(tiny_model).generate([prompt], 4, params)

@@ -1,1 +1,1 @@
-"""The stages of ``tools/gpu_check.py`` that are no tests."""
+"""The stages of ``tools/gpu_check.py`` that are not tests."""

@@ -1,4 +1,4 @@
-"""What the stages share: their command line, the figures they write, and batches to train on."""
+"""Common code of the stages: command line, figures, and batches to train on."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Stage:
-    """A stage's device, and its figures, whose file is written again whenever one is added.
+    """A stage's device, and its figures, which are written to a file whenever one is added.
 
     Attributes:
         device: ``cuda`` or ``cpu``.
-        is_rehearsal: whether shapes are to be small, because the device is a CPU.
+        is_rehearsal: whether to use small shapes, because the device is a CPU.
         dtype: to compute in: bfloat16, which CPUs may lack kernels for, or float32.
     """
 
@@ -50,9 +50,7 @@ class Stage:
 
     @contextmanager
     def part(self, name: str) -> Iterator[dict[str, Any]]:
-        """Yield a dict for figures; where an error ends the part, it is recorded and the stage goes
-        on.
-        """
+        """Yield a dict for figures; if the part raises, record the error and continue the stage."""
         figures = self._figures[name] = {}
         start = time.perf_counter()
         try:
@@ -68,7 +66,7 @@ class Stage:
             torch.cuda.empty_cache()
 
     def seconds(self, function: Callable[[], Any], repeats: int = 5) -> float:
-        """Return the median time of a function, which is called once before."""
+        """Return the median time of a function after a warm-up call."""
         times = []
         for _ in range(repeats + 1):
             synchronize(self.device)
@@ -79,7 +77,7 @@ class Stage:
         return statistics.median(times[1:])
 
     def peak_gib(self, function: Callable[[], Any]) -> float | None:
-        """Call a function; return the most memory of the CUDA device that was in use meanwhile."""
+        """Call a function; return the peak memory of the CUDA device during the call."""
         if self.is_rehearsal:
             function()
             return None
@@ -89,7 +87,7 @@ class Stage:
         return torch.cuda.max_memory_allocated() / 2**30
 
     def benchmark(self, name: str, *arguments: str, out: str) -> dict[str, Any]:
-        """Run a benchmark of ``benchmarks/``; return the JSON that it writes.
+        """Run a benchmark of ``benchmarks/`` and return its JSON.
 
         Args:
             name: of the file.
@@ -97,7 +95,7 @@ class Stage:
             out: its option for the JSON's path.
 
         Raises:
-            RuntimeError: it failed, and wrote nothing.
+            RuntimeError: it failed and wrote nothing.
         """
         path = self._out.with_name(f"{name}.json")
         path.unlink(missing_ok=True)
@@ -112,7 +110,7 @@ class Stage:
         }
 
     def end(self) -> None:
-        """End the process; with 1 if a part has failed."""
+        """End the process, with exit code 1 if a part has failed."""
         sys.exit(self._failed)
 
 

@@ -1,4 +1,4 @@
-"""What the machine has, and how fast it copies and multiplies."""
+"""Record the machine's hardware, and how fast it copies and multiplies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The default job on two-digit addition, to its accuracy."""
+"""Run the default job on two-digit addition, and record its accuracy."""
 
 from __future__ import annotations
 

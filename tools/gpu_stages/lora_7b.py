@@ -1,4 +1,6 @@
-"""A step with LoRA of a model of Qwen2.5-7B's shape in bfloat16, and its memory beside the plan's."""
+"""Measure a LoRA step of a model of Qwen2.5-7B's shape in bfloat16, and compare its memory with the
+plan's.
+"""
 
 from __future__ import annotations
 

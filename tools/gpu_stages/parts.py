@@ -1,4 +1,4 @@
-"""Parts of a training step that have several ways: the LM head, attention, and the optimizer."""
+"""Time the alternatives in a training step: of the LM head, attention, and the optimizer."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def normalize(logits: Tensor, most: Tensor, total: Tensor, weighted: Tensor) -> 
 
 
 def measure_elementwise(stage: Stage, figures: dict[str, Any]) -> None:
-    """Time it plain and compiled, and compare the two."""
+    """Time ``normalize`` plain and compiled, and compare the results."""
     rows, width = (16, 64) if stage.is_rehearsal else (4096, 8192)
     logits = torch.randn(rows, width, device=stage.device)
     sums = torch.zeros(3, rows, device=stage.device).unbind(0)
@@ -79,7 +79,7 @@ def measure_elementwise(stage: Stage, figures: dict[str, Any]) -> None:
 
 
 def measure_optimizer(stage: Stage, model: Any, name: Any, figures: dict[str, Any]) -> None:
-    """Time an update, and state what its moments take."""
+    """Time an update, and record the memory of its moments."""
     if stage.is_rehearsal and name == "adamw_8bit":
         figures["skipped"] = "it is compiled, which takes long on a CPU"
         return

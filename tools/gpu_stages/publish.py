@@ -1,4 +1,4 @@
-"""How long new weights take from the trainer's device to each kind of sender, in bfloat16."""
+"""Time the transfer of new weights from the trainer's device to each kind of sender, in bfloat16."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def send_by_ipc(model: torch.nn.Module) -> None:
-    """Make a version for another process of this machine, and free it."""
+    """Publish a version for another process on this machine, and free it."""
     sender = IpcSender(DTYPE, "127.0.0.1")
     sender.pack(named_weights(model), 1)
     sender.release(1)

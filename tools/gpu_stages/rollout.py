@@ -1,4 +1,4 @@
-"""The transformers engine against Hugging Face's ``generate``, and its log-probs against the
+"""Compare the transformers engine with Hugging Face's ``generate``, and its log-probs with the
 training step's.
 """
 

@@ -1,5 +1,5 @@
-"""The kernels of one training step, the share of it in which the device was idle, and how often the
-host waited for it. The table goes into ``profile.txt``.
+"""Record the kernels of one training step, the share of time in which the device was idle, and how
+often the host waited for it. The table goes into ``profile.txt``.
 """
 
 from __future__ import annotations
@@ -50,9 +50,7 @@ def main() -> None:
 
 
 def idle_share(profiler: Any) -> dict[str, float]:
-    """Return for how long kernels ran, between the first one and the last, and the share in which
-    none did.
-    """
+    """Return the seconds from the first kernel to the last, and the share without a kernel."""
     spans = sorted(
         (event.time_range.start, event.time_range.end)
         for event in profiler.events()

@@ -1,4 +1,6 @@
-"""A training step of ours, padded, of plain PyTorch and of TRL, after comparing the gradients."""
+"""Time a training step of ours, packed and padded, of plain PyTorch and of TRL, after comparing
+gradients.
+"""
 
 from __future__ import annotations
 

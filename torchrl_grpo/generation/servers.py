@@ -379,9 +379,8 @@ class SGLang(Server):
     def check_options(self, in_flight: str) -> None:
         if in_flight == "keep":  # it labels whole responses
             raise ValueError(
-                "inference_model.in_flight must be wait or abort with the SGLang server at "
-                f"{self.address}, which does not say which weights sampled which token, got keep: "
-                "use wait."
+                "inference_model.in_flight=keep must be wait or abort with the SGLang server at "
+                f"{self.address}, which does not say which weights sampled which token: use wait."
             )
 
     def greet(self) -> None:

@@ -285,9 +285,8 @@ def check_vllm_model(config: Any, settings: VLLMSettings, *, on_cpu: bool) -> No
         )
     if dtype == "float16" and config.model_type in NOT_IN_FLOAT16:
         raise ValueError(
-            "inference_model.dtype must not be float16 in vLLM with a model of type "
-            f"{config.model_type}, which overflows in it: use inference_model.dtype=bfloat16 or "
-            "float32."
+            "inference_model.dtype=float16 must be bfloat16 or float32 in vLLM with a model of type "
+            f"{config.model_type}, which overflows in it: use inference_model.dtype=bfloat16."
         )
     check_heads("inference_model.tensor_parallel_size", size, config, repeats=True)
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")

@@ -1,6 +1,4 @@
-"""The GRPO loss as a TorchRL ``LossModule``: it reads keys, calls ``functional``, and names the
-results.
-"""
+"""The GRPO loss as a TorchRL ``LossModule``, which reads keys and calls ``functional``."""
 
 from __future__ import annotations
 
@@ -68,14 +66,13 @@ class GRPOLoss(LossModule):
     (``aggregation="constant"`` with ``constant_length``), DAPO (``aggregation="token_mean"``,
     ``clip_epsilon=(0.2, 0.28)``), GSPO (``ratio_level="sequence"``). A subclass overrides
     ``surrogate``. ``loss_kl_to_ref``, ``loss_kl_to_inference``, ``loss_entropy``, ``loss_teacher``
-    and ``loss_sft`` are there when their coefficient is not 0. Only entries named ``loss_*`` belong
-    to the loss: add those up, and never average over the whole output. Everything else is a
-    detached metric.
+    and ``loss_sft`` exist when their coefficient is not 0. Only entries named ``loss_*`` belong to
+    the loss: add those up, and never average over the whole output. Everything else is a detached
+    metric.
 
-    All outputs are sums whose weights were fixed over the whole optimization batch, if
-    ``normalize`` was called on it: then the outputs of its micro-batches add up to those of the
-    batch, and so do the gradients. On a batch without those weights they are taken from the batch
-    itself.
+    ``normalize`` fixes the weights of tokens over a whole optimization batch; then the outputs of
+    its micro-batches add up to those of the batch, and so do the gradients. For a batch without
+    those weights, ``forward`` computes them from the batch itself.
 
     Args:
         actor_network: a TensorDict module that writes the current log-probs ``("cur_log_probs",
@@ -85,45 +82,44 @@ class GRPOLoss(LossModule):
 
     Keyword Args:
         clip_epsilon: clip range of the ratio, ``e`` for ``[1 - e, 1 + e]`` or a pair ``(low,
-            high)``. Low is in [0, 1] (1 is no lower bound), high is at least 0.
+            high)``. Low is in [0, 1] (1 disables the lower bound), high is at least 0.
         ratio_level: ``"token"``; ``"sequence"``, the exponential of the mean log-ratio of a
             sequence for all of its tokens (GSPO, arXiv 2507.18071); or ``"sequence_token"``, the
             same value with each token's own gradient (GSPO-token).
         aggregation: average over tokens, see ``functional.token_weights``.
-        constant_length: divisor of ``aggregation="constant"``, in tokens, at least 1; it must be
-            given there, and no other aggregation reads it. The longest response allowed makes Dr.
-            GRPO (arXiv 2503.20783), 1 a plain sum.
+        constant_length: divisor of ``aggregation="constant"``, in tokens, at least 1; required
+            there, and not read by other aggregations. The longest response allowed gives Dr. GRPO
+            (arXiv 2503.20783), 1 a plain sum.
         dual_clip: bound of the surrogate where the advantage is negative, above 1 (arXiv
             1912.09729); None disables it.
-        proximal: which policy the ratio is taken to and clipped around. ``"behaviour"``: the one
-            that sampled (plain PPO). The others take the two apart (decoupled PPO, arXiv
-            2505.24298): ``"recomputed"`` reads ``prox_log_prob``, the trainer's own log-probs from
-            before the batch's first step; ``"current"`` is what that amounts to with one optimizer
-            step a batch, the current policy without its gradient; ``"interpolated"`` estimates it
-            from ``staleness`` (``functional.interpolated_log_prob``).
-        behaviour_weight: the objective is multiplied by proximal / sampling probability, bounded:
+        proximal: the policy in the denominator of the ratio, around which it is clipped.
+            ``"behaviour"``: the policy that sampled (plain PPO). The others separate the two
+            (decoupled PPO, arXiv 2505.24298): ``"recomputed"`` reads ``prox_log_prob``, the
+            trainer's log-probs from before the batch's first step; ``"current"`` is the same with
+            one optimizer step per batch, the current policy without gradient; ``"interpolated"``
+            estimates them from ``staleness`` (``functional.interpolated_log_prob``).
+        behaviour_weight: bound of the factor proximal / sampling probability of the objective:
             ``"truncate"`` and ``"mask"`` are truncated and masked importance sampling; ``"none"``
             is weight 1. See ``functional.behaviour_weight``.
-        behaviour_level: the weight of each ``"token"``, or that of its ``"sequence"``.
+        behaviour_level: whether a weight is that of a ``"token"`` or of its ``"sequence"``.
         behaviour_cap: largest weight, above 0.
-        behaviour_floor: smallest weight, at most the cap: truncated or masked on both sides.
-        rejection: which tokens and sequences leave the objective (not the KL and entropy terms,
-            and not what the mean divides by): bounds by rule, ``{"geometric": (0.99, 1.01)}``. The
-            rules are ``functional.REJECTIONS``, of which a token must pass all; a number for a pair
-            is as in ``checks.check_rejection``. They compare the sampling policy with the proximal
-            one, or with the current one where ``proximal="behaviour"``; ``off_policy`` and
-            ``dppo_*`` always with the current one.
-        mask_truncated: whether truncated responses leave the loss (they stay in their group's
-            statistics).
-        kl_mask_threshold: tokens whose k2 estimate of the KL to the sampling policy is above it
-            leave loss and metrics, as in TorchRL; None keeps all.
+        behaviour_floor: smallest weight, at most the cap; above 0 it bounds weights on both sides.
+        rejection: rules that remove tokens and sequences from the objective, but not from the KL
+            and entropy terms or the divisors of means: bounds by rule, ``{"geometric": (0.99,
+            1.01)}``. A token must pass all given rules of ``functional.REJECTIONS``;
+            ``checks.check_rejection`` explains one number in place of a pair. The rules compare the
+            sampling policy with the proximal one, or with the current one if
+            ``proximal="behaviour"``; ``off_policy`` and ``dppo_*`` always with the current one.
+        mask_truncated: whether truncated responses are removed from the loss (they stay in their
+            group's statistics).
+        kl_mask_threshold: tokens with a larger k2 estimate of the KL to the sampling policy are
+            removed from loss and metrics, as in TorchRL; None keeps all.
         kl_to_ref_coeff: weight of the KL to the reference policy; 0 (or None) needs no reference
             log-probs.
         kl_bias_correction: whether that KL is multiplied by the ratio, which makes estimate and
-            gradient unbiased where samples are stale (DeepSeek-V3.2, arXiv 2512.02556).
+            gradient unbiased for stale samples (DeepSeek-V3.2, arXiv 2512.02556).
         kl_to_inference_coeff: weight of the KL to the sampling policy, likewise.
-        kl_estimator: ``"k1"``, ``"k2"`` or ``"k3"``, for both; a subclass overrides ``kl`` for
-            another.
+        kl_estimator: ``"k1"``, ``"k2"`` or ``"k3"``, for both; override ``kl`` for another one.
         entropy_coeff: weight of the entropy bonus.
         teacher_coeff: weight of the divergence from a teacher that ``actor_network`` writes
             (``TokenScorer.distill_from``); 0 needs none.
@@ -138,31 +134,30 @@ class GRPOLoss(LossModule):
     reads them), ``advantage`` [B, 1] (or TorchRL's [B, 1, 1]) or [B, T],
     ``sample_log_prob`` [B, T], ``ref_log_probs`` [B, T], ``mask`` [B, T] bool (the tokens that the
     policy sampled), ``cur_log_prob`` and ``entropy`` as above; ``prox_log_prob`` [B, T],
-    ``staleness`` [B, 1] or [B, T] and ``truncated`` [B, 1] bool where they are asked for,
+    ``staleness`` [B, 1] or [B, T] and ``truncated`` [B, 1] bool if an argument requires them,
     ``divergence`` [B, T] with a ``teacher_coeff``, and ``is_demonstration`` [B, 1] bool with an
-    ``sft_coeff``: these rows count in ``loss_sft``, and in no other term or metric. Rows with one
-    value of ``"trajectory"`` [B, 1] int64 are samples of one trajectory, which counts as one
-    sequence. Where the batch has ``reward_valid`` [B, 1] bool, sequences marked
-    False are ignored; where it has ``teacher_valid`` [B, 1] bool, the divergence from the teacher
-    is 0 in sequences marked False.
+    ``sft_coeff``: its rows count only in ``loss_sft``. Rows with the same ``"trajectory"`` [B, 1]
+    int64 are samples of one trajectory, which counts as one sequence. If the batch has
+    ``reward_valid`` [B, 1] bool, sequences marked False are ignored; with ``teacher_valid`` [B, 1]
+    bool, the divergence from the teacher is 0 in sequences marked False.
 
     Output (``GRPOLossOutput``), all scalars: the ``loss_*`` entries; ``objective``,
     ``clip_fraction_low`` and ``clip_fraction_high`` (tokens whose gradient the lower or upper clip
     took away), ``ESS``, ``ratio_mean``, ``ratio_square_mean``, ``kl_k1_to_inference``,
-    ``kl_k3_to_inference``, ``entropy``; ``kl_k1_to_ref`` and ``kl_k3_to_ref`` when there are
-    reference log-probs, ``kl_k1_to_teacher`` and ``kl_k3_to_teacher`` when there are those of a
-    teacher, ``divergence_to_teacher`` with a ``teacher_coeff``; ``behaviour_weight`` and
-    ``behaviour_capped`` (tokens whose weight a bound changed) when there is such a weight; with it
-    or a ``rejection``, ``mismatch_*`` (sampling against trainer's log-probs, before the
-    correction), ``rejected_tokens`` and ``rejected_sequences`` (those that have no weight left),
-    and both for each rule, such as ``rejected_tokens_geometric``; and ``TORCHRL_METRICS``. Metrics
-    are means over the masked tokens, but for those of sequences and ``mismatch_ppl_gap``, which
-    are means over sequences, and ``mismatch_largest_ratio``.
+    ``kl_k3_to_inference``, ``entropy``; ``kl_k1_to_ref`` and ``kl_k3_to_ref`` with reference
+    log-probs, ``kl_k1_to_teacher`` and ``kl_k3_to_teacher`` with a teacher's,
+    ``divergence_to_teacher`` with a ``teacher_coeff``; ``behaviour_weight`` and
+    ``behaviour_capped`` (tokens with a weight that a bound changed) with such a weight; with it or
+    a ``rejection``, ``mismatch_*`` (sampling against trainer's log-probs, before the correction),
+    ``rejected_tokens`` and ``rejected_sequences`` (those without any weight), and both for each
+    rule, such as ``rejected_tokens_geometric``; and ``TORCHRL_METRICS``. Metrics are means over the
+    masked tokens, except for those of sequences and ``mismatch_ppl_gap``, which are means over
+    sequences, and ``mismatch_largest_ratio``.
 
     Raises:
-        ValueError: ``actor_network`` is no TensorDict module, a coefficient or a bound is out of
-            its range, or two arguments exclude each other; the batch is no batch, or its
-            ``advantage``, ``staleness`` or ``truncated`` has another shape.
+        ValueError: ``actor_network`` is not a TensorDict module, a coefficient or a bound is out of
+            its range, or two arguments exclude each other; the batch has more than one dimension,
+            or its ``advantage``, ``staleness`` or ``truncated`` has a wrong shape.
         TypeError: an argument is TorchRL's and has another name here.
         KeyError: the batch lacks an entry that the loss reads.
 
@@ -264,7 +259,7 @@ class GRPOLoss(LossModule):
         check_behaviour_weight(self.behaviour_weight, self.proximal)
         if self.dual_clip is not None and self.dual_clip <= 1:
             raise ValueError(
-                f"dual_clip={self.dual_clip} must be above 1: use 3.0, or None for none."
+                f"dual_clip={self.dual_clip} must be above 1: use 3.0, or None to disable it."
             )
         if self.behaviour_cap <= 0:
             raise ValueError(f"behaviour_cap={self.behaviour_cap} must be above 0: use 5.0.")
@@ -272,7 +267,7 @@ class GRPOLoss(LossModule):
         length = self.constant_length
         if (length or 0) < 1 and (length is not None or self.aggregation == "constant"):
             raise ValueError(
-                f"constant_length={length} must be at least 1, it divides the sums of "
+                f"constant_length={length} must be at least 1, because it divides the sums of "
                 "aggregation='constant': use the longest response allowed, in tokens."
             )
         for term, coefficient in self._coefficients().items():
@@ -307,9 +302,9 @@ class GRPOLoss(LossModule):
             names.divergence: self.teacher_coeff,
             names.is_demonstration: self.sft_coeff,
         }
-        read = [names.mask, names.sample_log_prob, names.advantage]
-        read += [key for key, needed in optional.items() if needed]
-        own = [key for key in read if key not in scorer.out_keys]
+        required = [names.mask, names.sample_log_prob, names.advantage]
+        required += [key for key, needed in optional.items() if needed]
+        own = [key for key in required if key not in scorer.out_keys]
         return list(dict.fromkeys([*scorer.in_keys, *own]))
 
     @in_keys.setter
@@ -331,7 +326,7 @@ class GRPOLoss(LossModule):
 
     @property
     def _corrects(self) -> bool:
-        """Whether anything is done about the mismatch of sampling and training."""
+        """Whether the loss corrects for the mismatch of sampling and training."""
         return self.behaviour_weight != "none" or bool(self.rejection)
 
     def _rejection_metrics(self) -> list[str]:
@@ -351,8 +346,8 @@ class GRPOLoss(LossModule):
         Call it on the padded batch before splitting it, so that micro-batches add up to the batch.
 
         Args:
-            batch: [N], with ``mask`` and ``sample_log_prob`` [N, T], and what else decides which
-                tokens count (``truncated``, ``reward_valid``).
+            batch: [N], with ``mask`` and ``sample_log_prob`` [N, T], and the other entries that
+                decide which tokens count (``truncated``, ``reward_valid``).
         """
         mask = self._mask(batch)
         dtype = pad(batch, self.tensor_keys.sample_log_prob).dtype
@@ -365,7 +360,7 @@ class GRPOLoss(LossModule):
         return batch
 
     def _mask(self, batch: TensorDictBase) -> Tensor:
-        """[N, T] bool, the sampled tokens of the loss."""
+        """Return [N, T] bool, the sampled tokens of the loss."""
         mask = pad(batch, self.tensor_keys.mask)
         width = mask.shape[1]
         if has(batch, self.tensor_keys.reward_valid):
@@ -389,7 +384,7 @@ class GRPOLoss(LossModule):
         )
 
     def ratio(self, log_prob: Tensor, prox_log_prob: Tensor, mask: Tensor) -> Tensor:
-        """Current over proximal probability, [B, T], at the level that ``ratio_level`` names."""
+        """Return current over proximal probability, [B, T], at the level ``ratio_level``."""
         if self.ratio_level == "token":
             return F.importance_ratio(log_prob, prox_log_prob)
         mean = F.sequence_log_ratio(log_prob - prox_log_prob, mask)
@@ -398,35 +393,34 @@ class GRPOLoss(LossModule):
         return F.importance_ratio(mean, torch.zeros_like(mean)).expand_as(log_prob)
 
     def behaviour(self, log_prob: Tensor, sample_log_prob: Tensor) -> Tensor:
-        """[B, T], the log-probs of the policy that sampled. Subclasses for other data put their own
-        here.
-        """
+        """Return the sampling policy's log-probs, [B, T]. Losses for other data override it."""
         return sample_log_prob
 
     def surrogate(self, ratio: Tensor, log_prob: Tensor, advantage: Tensor) -> Tensor:
-        """Per-token objective to maximize: PPO's clipped surrogate. Subclasses override it.
+        """Return the per-token objective to maximize: PPO's clipped surrogate. Subclasses override
+        it.
 
         Args:
-            ratio: [B, T], as ``ratio`` gives it.
+            ratio: [B, T], from the method ``ratio``.
             log_prob: [B, T], current log-probs.
-            advantage: [B, T], the same for all tokens of a sequence unless the batch has one for
-                each.
+            advantage: [B, T], the same for all tokens of a sequence unless the batch has one per
+                token.
         """
         return F.clipped_surrogate(ratio, advantage, self.clip_epsilon_low, self.clip_epsilon_high)
 
     def _objective(self, tokens: _Tokens, ratio: Tensor, advantage: Tensor) -> Tensor:
-        """Return the surrogate; one that is not of each token by itself overrides this."""
+        """Return the surrogate; override it if a token's value depends on other tokens."""
         return self.surrogate(ratio, tokens.log_prob, advantage)
 
     def kl(self, log_prob: Tensor, other_log_prob: Tensor) -> Tensor:
-        """[B, T], the KL of each token to the reference or the sampling policy, for the loss.
-        Subclasses override it.
+        """Return the KL of each token to the reference or the sampling policy, [B, T], for the
+        loss. Subclasses override it.
         """
         return F.KL_ESTIMATORS[self.kl_estimator](log_prob, other_log_prob)
 
     def clipped(self, ratio: Tensor, advantage: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, T] bool each: the tokens whose gradient the lower and the upper clip took away, for
-        the metrics.
+        """Return, [B, T] bool each, the tokens without gradient because of the lower and the upper
+        clip, for the metrics.
         """
         below = ratio < 1 - self.clip_epsilon_low
         above = ratio > 1 + self.clip_epsilon_high
@@ -456,7 +450,7 @@ class GRPOLoss(LossModule):
         return GRPOLossOutput(out)
 
     def _read_tokens(self, data: TensorDictBase) -> _Tokens:
-        """Return what several terms read of a batch that the actor network has scored."""
+        """Return the common inputs of the terms from a batch that the actor network has scored."""
         log_prob = entry(data, self.tensor_keys.cur_log_prob)
         mask = self._mask(data).to(log_prob.device)
         if self.kl_mask_threshold > 0:
@@ -538,9 +532,7 @@ class GRPOLoss(LossModule):
         return tokens.sample_log_prob
 
     def _kl_to_ref(self, tokens: _Tokens) -> dict[str, Tensor]:
-        """Return the KL to the reference policy and its metrics, where the batch has its
-        log-probs.
-        """
+        """Return the KL to the reference policy and its metrics, if the batch has its log-probs."""
         key = self.tensor_keys.ref_log_probs
         if not self.kl_to_ref_coeff and not has(tokens.data, key):
             return {}
@@ -570,7 +562,7 @@ class GRPOLoss(LossModule):
         return out | tokens.means(entropy=entropy)
 
     def _divergence_from_teacher(self, tokens: _Tokens) -> dict[str, Tensor]:
-        """Return the divergence from a teacher, and metrics of what the batch has of a teacher."""
+        """Return the divergence from a teacher, and the metrics that the batch has data for."""
         out, key, valid = {}, self.tensor_keys.teacher_valid, None
         if has(tokens.data, key):
             valid = tokens.read(key) > 0
@@ -607,10 +599,10 @@ class _Tokens:
     """Tokens of a scored batch, [B, T], and the sums and means over them that the loss returns.
 
     Args:
-        data: the batch, with what the actor network wrote.
+        data: the batch, with the outputs of the actor network.
         mask: bool, the tokens that count.
         weights: of each token in the loss, 0 outside the mask.
-        count: what a mean divides by, the number of tokens of the whole optimization batch.
+        count: divisor of means, the number of tokens of the whole optimization batch.
         log_prob: of the current policy, 0 outside the mask.
     """
 
@@ -671,14 +663,15 @@ class _Tokens:
 
 
 def _scorer(actor_network: nn.Module) -> TensorDictModuleBase:
-    """Return the module that writes current log-probs and entropy; one around the model of a
-    TorchRL wrapper.
+    """Return the module that writes current log-probs and entropy, made from a TorchRL wrapper's
+    model if necessary.
 
     Raises:
-        ValueError: it is no TensorDict module, or the wrapper has no Hugging Face model.
+        ValueError: ``actor_network`` is not a TensorDict module, or the wrapper has no Hugging Face
+            model.
     """
-    # Who has a wrapper has imported this module; importing it here would import vLLM, where it is
-    # installed.
+    # A caller with a wrapper has imported this module; importing it here would import vLLM if it
+    # is installed.
     wrappers = sys.modules.get("torchrl.modules.llm")
     if wrappers is not None and isinstance(actor_network, wrappers.LLMWrapperBase):
         return WrapperScorer(actor_network)
@@ -696,13 +689,13 @@ def _of_sequence_or_token(batch: TensorDictBase, key: NestedKey, width: int) -> 
 
     Raises:
         KeyError: the batch has no such entry.
-        ValueError: it has another shape.
+        ValueError: the entry has another shape.
     """
     value = pad(batch, key)
     if value.flatten(1).shape[1] not in (1, width):
         raise ValueError(
             f"entry {key!r} of shape {list(value.shape)} must be [{len(batch)}, 1], one value for "
-            f"each sequence, or [{len(batch)}, {width}], one for each token: make it for the "
+            f"each sequence, or [{len(batch)}, {width}], one for each token: compute it for the "
             "tokens of this batch."
         )
     return value.flatten(1)

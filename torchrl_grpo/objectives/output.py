@@ -1,4 +1,4 @@
-"""``GRPOLossOutput``: what the losses return."""
+"""``GRPOLossOutput``: the output of the losses."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _OPTIONAL = {
 
 
 def accumulate(totals: dict[str, Tensor], out: Mapping[str, Tensor]) -> None:
-    """Add the outputs of one more micro-batch to those of the ones before, in place."""
+    """Add the outputs of a micro-batch to ``totals``, in place."""
     for name, value in out.items():
         if name == LARGEST_RATIO and name in totals:
             totals[name] = torch.maximum(totals[name], value)
@@ -35,14 +35,13 @@ def accumulate(totals: dict[str, Tensor], out: Mapping[str, Tensor]) -> None:
 
 
 class GRPOLossOutput(TensorDict):
-    """A TensorDict whose entries are attributes too, to read and to set.
+    """A TensorDict with its entries as attributes too, to read and to set.
 
-    Four metrics are there a second time under TorchRL's names: ``clip_fraction`` is the sum of
-    ``clip_fraction_low`` and ``clip_fraction_high``, ``kl_approx`` minus ``kl_k1_to_inference``,
-    and ``kl_to_ref`` and ``kl_to_inference`` are the k3 estimates. An optional entry that is not
-    there is None as an attribute. ``mean(reduce=True)``, as TorchRL's scripts write it, and
-    ``sum(reduce=True)`` return the loss, the sum of the entries named ``loss_*``; TorchRL's would
-    include the metrics.
+    Four metrics also have TorchRL's names: ``clip_fraction`` is the sum of ``clip_fraction_low``
+    and ``clip_fraction_high``, ``kl_approx`` is minus ``kl_k1_to_inference``, and ``kl_to_ref`` and
+    ``kl_to_inference`` are the k3 estimates. A missing optional entry is None as an attribute.
+    ``mean(reduce=True)``, which TorchRL's scripts call, and ``sum(reduce=True)`` return the loss,
+    the sum of the entries named ``loss_*``; TorchRL's own would include the metrics.
 
     Examples:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Losses with another surrogate than GRPO's: CISPO, SAPO, GMPO and VESPO."""
+"""Losses with other surrogates: CISPO, SAPO, GMPO and VESPO; and the loss of demonstrations."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class CISPOLoss(GRPOLoss):
     """CISPO (arXiv 2506.13585): the clipped ratio is a weight without gradient, times advantage and
     log-prob.
 
-    The clip bounds are those of the weight. The default has no lower bound and an upper one of 5;
+    The clip bounds are those of the weight. The default has no lower bound and an upper bound of 5;
     with the 0.2 of a clipped surrogate nearly every weight would be at a bound. The clip fractions
-    count the tokens whose weight is at a bound; none of them loses its gradient.
+    count the tokens with a weight at a bound; these tokens keep their gradient.
 
     Args:
         actor_network: as in ``GRPOLoss``, like all other arguments but ``dual_clip``.
 
     Raises:
-        ValueError: ``dual_clip`` is given; the weights are bounded already.
+        ValueError: ``dual_clip`` is set; the weights are bounded already.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class CISPOLoss(GRPOLoss):
         super().__init__(actor_network, clip_epsilon=clip_epsilon, **kwargs)
 
     def clipped(self, ratio: Tensor, advantage: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, T] bool each: the tokens whose weight is at the lower and at the upper bound."""
+        """Return, [B, T] bool each, the tokens with weights at the lower and at the upper bound."""
         return ratio < 1 - self.clip_epsilon_low, ratio > 1 + self.clip_epsilon_high
 
     def surrogate(self, ratio: Tensor, log_prob: Tensor, advantage: Tensor) -> Tensor:
@@ -50,18 +50,18 @@ class CISPOLoss(GRPOLoss):
 class SAPOLoss(GRPOLoss):
     """SAPO (arXiv 2511.20347): a soft gate in place of the clip.
 
-    The clip bounds are read by the metrics alone: which tokens a clip would have cut off.
+    Only the metrics read the clip bounds: they count the tokens that a clip would have affected.
 
     Args:
         actor_network: as in ``GRPOLoss``, like all other arguments but ``dual_clip``.
 
     Keyword Args:
         tau_positive: temperature of the gate where the advantage is positive, above 0.
-        tau_negative: temperature elsewhere, above 0; larger takes away more of the gradient that
-            makes tokens unlikely.
+        tau_negative: temperature elsewhere, above 0; a larger one removes more of the gradient that
+            makes tokens less likely.
 
     Raises:
-        ValueError: a temperature is not above 0, or ``dual_clip`` is given; the gate is bounded
+        ValueError: a temperature is not above 0, or ``dual_clip`` is set; the gate is bounded
             already.
     """
 
@@ -92,13 +92,13 @@ class GMPOLoss(GRPOLoss):
     """GMPO (arXiv 2507.20673): the geometric mean of a sequence's clipped token ratios.
 
     The clip range is a distance from 0 in log space. With ``aggregation="sequence_mean"``, each
-    sequence counts once. ``clipped`` compares ratios with its exponentials.
+    sequence counts once. ``clipped`` compares ratios with the exponentials of that range.
 
     Args:
         actor_network: as in ``GRPOLoss``, like all other arguments but ``dual_clip``.
 
     Raises:
-        ValueError: ``dual_clip`` is given.
+        ValueError: ``dual_clip`` is set.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class VESPOLoss(GRPOLoss):
     """VESPO (arXiv 2602.10693): a soft gate of the whole sequence's ratio, times advantage and
     log-prob.
 
-    The clip bounds are read by the metrics alone: which tokens a clip would have cut off.
+    Only the metrics read the clip bounds: they count the tokens that a clip would have affected.
 
     Args:
         actor_network: as in ``GRPOLoss``, like all other arguments but ``dual_clip``.
@@ -138,7 +138,7 @@ class VESPOLoss(GRPOLoss):
         lambda_negative: likewise.
 
     Raises:
-        ValueError: one of these is not above 0, or ``dual_clip`` is given; the gate is bounded.
+        ValueError: one of these is not above 0, or ``dual_clip`` is set; the gate is bounded.
     """
 
     def __init__(
@@ -174,8 +174,8 @@ class DemonstrationLoss(GRPOLoss):
 
     It reads tokens, as ``GRPOLoss`` does; TorchRL's ``SFTLoss`` reads histories.
 
-    Nobody sampled them, so that the policy itself counts as the one that did: every ratio is 1, and
-    the metrics that compare with the sampling policy say nothing.
+    Since no policy sampled the demonstrations, the current one counts as the sampling policy: every
+    ratio is 1, and the metrics that compare with the sampling policy mean nothing.
 
     Args:
         actor_network: as in ``GRPOLoss``, like all other arguments.
@@ -190,12 +190,12 @@ class DemonstrationLoss(GRPOLoss):
 
 
 SFTLoss = DemonstrationLoss
-"""Its name until now."""
+"""The former name."""
 
 
 def _refuse_dual_clip(name: str, settings: dict[str, Any]) -> None:
     if settings.get("dual_clip") is not None:
         raise ValueError(
-            f"dual_clip={settings['dual_clip']} must be None with {name}, which bounds every token "
-            "by itself: leave it out, or use GRPOLoss."
+            f"dual_clip={settings['dual_clip']} must be None with {name}, which already bounds "
+            "every token: leave it out, or use GRPOLoss."
         )

@@ -1,4 +1,4 @@
-"""What benchmarks ask of a CUDA device; on a CPU the same functions do nothing or return None."""
+"""Helpers for a CUDA device; on a CPU the same functions do nothing or return None."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 PEAK_FLOPS = {"H100 80GB HBM3": 989e12, "H200": 989e12}
-"""Dense products in bfloat16 per second, by a part of the card's name (NVIDIA's data sheets)."""
+"""Dense bfloat16 operations per second, by a part of the card's name (NVIDIA's data sheets)."""
 
 
 def card(device: str) -> dict[str, Any]:
-    """Return the name and properties of the device; nothing for a CPU."""
+    """Return the name and properties of the device; an empty dict for a CPU."""
     if device == "cpu":
         return {}
     properties = torch.cuda.get_device_properties(device)
@@ -25,7 +25,7 @@ def card(device: str) -> dict[str, Any]:
 
 
 def peak_flops(device: str) -> float | None:
-    """Return the card's peak in bfloat16, None if it is not in the table."""
+    """Return the card's peak in bfloat16, or None if it is not in the table."""
     if device == "cpu":
         return None
     name = torch.cuda.get_device_name(device)
@@ -45,8 +45,8 @@ def matrix_flops(shape: dict[str, int], kv_share: float, tokens: int, scored: in
     Args:
         shape: from ``shapes.MODELS``.
         kv_share: key and value heads over query heads.
-        tokens: that go through the layers.
-        scored: that go through the LM head.
+        tokens: number of tokens in the layers.
+        scored: number of tokens in the LM head.
     """
     hidden, inner = shape["hidden_size"], shape["intermediate_size"]
     layer = 2 * hidden**2 * (1 + kv_share) + 3 * hidden * inner
@@ -55,10 +55,10 @@ def matrix_flops(shape: dict[str, int], kv_share: float, tokens: int, scored: in
 
 
 def attention_flops(shape: dict[str, int], keys: int) -> float:
-    """Return those of attention in a training step.
+    """Return the floating-point operations of attention in a training step.
 
     Args:
         shape: from ``shapes.MODELS``.
-        keys: that all queries look at together.
+        keys: number of keys, summed over all queries.
     """
     return 12.0 * shape["num_hidden_layers"] * shape["hidden_size"] * keys

@@ -1,5 +1,5 @@
-"""Agents against the same dialogs as a task: seconds of a step of 64 episodes at 30M parameters,
-and memory over many.
+"""Compare agents with the same dialogs as a task: seconds per step of 64 episodes at 30M
+parameters, and memory over many episodes.
 
     python benchmarks/bench_agents.py
     python benchmarks/bench_agents.py --rounds 3 --episodes 256
@@ -53,7 +53,7 @@ TEMPLATE = (
 
 
 class Words(Task):
-    """Two turns: the reward is the share of words with an even number in the second."""
+    """Two turns; the reward is the share of words with an even number in the second one."""
 
     name = "words"
 
@@ -77,7 +77,7 @@ def reward(text: str) -> float:
 
 
 async def play(client: Any, problem: dict[str, Any]) -> float:
-    """The same as an agent."""
+    """Play the same dialog as an agent."""
     chat = list(problem["messages"])
     first = await client.chat.completions.create(model="policy", messages=chat)
     if first.choices[0].finish_reason == "length":
@@ -129,7 +129,7 @@ def make(size: str, task: Task, pool: RewardPool) -> tuple[RolloutCollector, Qwe
 
 
 def same(one: TensorDictBase, two: TensorDictBase) -> bool:
-    """Whether two batches have the same tokens and rewards."""
+    """Return whether two batches have the same tokens and rewards."""
     rows = zip(one.unbind(0), two.unbind(0), strict=True)
     return all(
         torch.equal(a[key], b[key])
@@ -139,8 +139,8 @@ def same(one: TensorDictBase, two: TensorDictBase) -> bool:
 
 
 def cpu_seconds(pool: RewardPool) -> float:
-    """Processor time of this process and of a pool's workers so far; other work on the machine
-    hardly changes it.
+    """Return the CPU time of this process and of a pool's workers, which other work on the machine
+    hardly changes.
     """
     below = [pid for worker in pool.pids() for pid in descendants(worker)]
     ticks = [
@@ -152,7 +152,7 @@ def cpu_seconds(pool: RewardPool) -> float:
 
 
 def measure(rounds: int) -> dict[str, Any]:
-    """Seconds of rollouts and training steps, of the clock and of the processors."""
+    """Return wall and CPU seconds of rollouts and training steps."""
     tasks = {"task": Words(), "agent": WithAgent(Words(), Function(play))}
     seconds: dict[str, list[float]] = {name: [] for name in (*tasks, "train")}
     cpu: dict[str, list[float]] = {name: [] for name in (*tasks, "train")}
@@ -191,7 +191,7 @@ def measure(rounds: int) -> dict[str, Any]:
 
 
 def memory(episodes: int) -> dict[str, Any]:
-    """MiB of the reward worker over many episodes."""
+    """Return the MiB of the reward worker over many episodes."""
     task = WithAgent(Words(), Function(play))
     mib, seconds = {}, time.perf_counter()
     with RewardPool(task, 1, timeout_s=60) as pool:
@@ -209,9 +209,9 @@ def memory(episodes: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measures and prints JSON."""
+    """Measure and print JSON."""
     parser = argparse.ArgumentParser(
-        description="Measure what an agent costs beside the same dialogs as a task."
+        description="Compare the cost of an agent with that of the same dialogs as a task."
     )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--episodes", type=int, default=2048)

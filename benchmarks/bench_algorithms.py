@@ -1,15 +1,15 @@
-"""How each algorithm preset learns the arithmetic task: one run a preset and seed, one figure that compares all.
+"""Compare how the algorithm presets learn the arithmetic task: a run per preset and seed, and one figure for all.
 
     python benchmarks/bench_algorithms.py
     python benchmarks/bench_algorithms.py --presets grpo cispo --seeds 0 --override train.total_dialog_turns=1280
     python benchmarks/bench_algorithms.py --plot-only
 
-Every file in ``config/algo`` is a preset. The runs follow one another, each in a process of its own; all of them take
-about 20 minutes on 2 cores. After each run the JSON is written again, so that ``--resume`` continues where an
-interrupted comparison stopped. At the end the figure is drawn and the table of ``docs/algorithms.md`` is printed.
+Every file in ``config/algo`` is a preset. The runs follow one another, each in its own process; all of them take
+about 20 minutes on 2 cores. The JSON is updated after each run, so that ``--resume`` continues an interrupted
+comparison. At the end the figure is drawn and the table of ``docs/algorithms.md`` is printed.
 
-Accuracy is that of greedy responses to the test problems. "Sampled" are the responses that a run sampled: with dynamic
-sampling more than it trains on. Nothing is timed, so other work on the machine does no harm.
+Accuracy is that of greedy responses to the test problems. "Sampled" counts all sampled responses; with dynamic
+sampling these are more than a run trains on. Nothing is timed, so other work on the machine does no harm.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ PACKAGES = ("torch", "transformers", "tensordict", "torchrl")
 SOURCES = ("torchrl_grpo", "config", "sota")
 REFERENCE = "grpo"
 REWARD_STEPS = 10
-"""The training reward after the run is the mean over this many last steps."""
+"""The training reward after the run is the mean over the last steps, this many."""
 TIMEOUT = 1800
-"""Seconds after which a run is given up; it takes about 35."""
+"""Seconds after which a run is abandoned; it takes about 35."""
 COLUMNS = 4
 # Blue and gray differ in lightness too, and in every form of color blindness.
 INK, GREY, GRID, BLUE = "#333a45", "#8a929e", "#dfe3e8", "#0062b0"
@@ -47,10 +47,10 @@ Run = dict[str, Any]
 
 
 def run(preset: str, seed: int, overrides: list[str]) -> Run:
-    """Trains once and gives the figures of the run.
+    """Train once and return the figures of the run.
 
     Raises:
-        RuntimeError: the process failed, with the end of what it wrote.
+        RuntimeError: the process failed; the message has the end of its output.
         subprocess.TimeoutExpired: it took longer than ``TIMEOUT``.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -78,7 +78,7 @@ def run(preset: str, seed: int, overrides: list[str]) -> Run:
 
 
 def summary(records: list[dict[str, Any]]) -> Run:
-    """What the comparison keeps of the metrics of a run."""
+    """Return the comparison's figures from the metrics of a run."""
     evaluations = [record for record in records if record.get("eval/pass@1") is not None]
     steps = [record for record in records if record.get("rollout/reward_mean") is not None]
     accuracy = [record["eval/pass@1"] for record in evaluations]
@@ -95,8 +95,8 @@ def summary(records: list[dict[str, Any]]) -> Run:
 
 
 def sampled(record: dict[str, Any]) -> float:
-    """Responses sampled for a step: those trained on, and with dynamic sampling those of the groups
-    dropped.
+    """Return the number of responses sampled for a step, including those of groups that dynamic
+    sampling dropped.
     """
     played = record.get("rollout/groups_played")
     dropped = sum(
@@ -106,7 +106,7 @@ def sampled(record: dict[str, Any]) -> float:
 
 
 def commit() -> str:
-    """Return the commit of the checkout, marked when what a run reads differs from it."""
+    """Return the commit of the checkout, marked if the files that a run reads differ from it."""
     git = ["git", "-C", str(ROOT)]
     head, changed = (
         subprocess.run([*git, *command], capture_output=True, text=True, check=True).stdout.strip()
@@ -119,7 +119,7 @@ def commit() -> str:
 
 
 def over_seeds(runs: dict[str, Run], name: str) -> tuple[float, float, float]:
-    """Mean, least and largest of one figure over the seeds."""
+    """Return the mean, minimum and maximum of a figure over the seeds."""
     values = [one[name] for one in runs.values()]
     return statistics.fmean(values), min(values), max(values)
 
@@ -152,8 +152,8 @@ def table(results: dict[str, dict[str, Run]]) -> str:
 
 
 def draw(results: dict[str, dict[str, Run]], path: Path) -> None:
-    """Write the figure: a panel a preset, its mean over the seeds and each seed, and the reference
-    in gray.
+    """Write the figure: for each preset a panel with its mean over the seeds, each seed, and the
+    reference in gray.
     """
     names = sorted(results, key=lambda name: (name != REFERENCE, name))
     columns = min(COLUMNS, len(names))
@@ -186,7 +186,7 @@ def draw(results: dict[str, dict[str, Run]], path: Path) -> None:
 
 
 def draw_panel(axes: Axes, preset: str, results: dict[str, dict[str, Run]]) -> None:
-    """One preset."""
+    """Draw the panel of a preset."""
     if preset != REFERENCE and REFERENCE in results:
         axes.plot(
             *mean_curve(results[REFERENCE]), color=GREY, linewidth=1.6, linestyle=(0, (3, 1.5))
@@ -225,7 +225,7 @@ def draw_panel(axes: Axes, preset: str, results: dict[str, dict[str, Run]]) -> N
 
 
 def mean_curve(runs: dict[str, Run]) -> tuple[list[int], list[float]]:
-    """Return the steps of the evaluations and the mean accuracy over the seeds in per cent."""
+    """Return the steps of the evaluations and the mean accuracy over the seeds in percent."""
     curves = [one["evaluations"] for one in runs.values()]
     steps = sorted(set(curves[0]).intersection(*curves), key=int)
     means = [100 * statistics.fmean(curve[step] for curve in curves) for step in steps]

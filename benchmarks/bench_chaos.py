@@ -1,21 +1,20 @@
-"""A run of each script in which something breaks every few seconds, and what became of it. Linux;
+"""Break something every few seconds in a run of each script, and report the outcome. Linux only;
 full disks need root.
 
     python benchmarks/bench_chaos.py
     python benchmarks/bench_chaos.py --only async --minutes 3 --every 10 --seed 1
 
 The arithmetic task is trained with reward workers. Every ``--every`` seconds, but not before the
-script has done a step since it was started, one thing happens, drawn from the seed: a process of
-the run is killed (SIGKILL), or stopped for five seconds; the reward is slow, or hangs; the disk is
-full (a small tmpfs, which needs root); a byte of the newest checkpoint is flipped, and the script
-killed, so that it has to go on from the one before; the script is killed. A script that has ended
-is started again with the same line, which has ``train.resume=auto``. After ``--minutes`` it is told
-to end (SIGTERM).
+first step after a start, one random event happens: a process of the run is killed (SIGKILL) or
+stopped for five seconds; the reward is slow, or hangs; the disk is full (a small tmpfs, which needs
+root); a byte of the newest checkpoint is flipped and the script killed, so that it must continue
+from the checkpoint before; the script is killed. A script that has ended is started again with the
+same command, which has ``train.resume=auto``. After ``--minutes`` it gets SIGTERM.
 
-Reported are the steps, the accuracy before and after, groups that are missing or were trained twice
-in what the last checkpoint has, how the script ended each time, processes that were left, and for
-each life of the script of a minute or more what it had 30 s after its start and at its end: memory,
-threads, sockets, open files, and the use of /dev/shm, which has Ray's store.
+Reported are the steps, the accuracy before and after, groups that are missing or trained twice up
+to the last checkpoint, how the script ended each time, remaining processes, and for each life of
+the script of a minute or more its memory, threads, sockets, open files and use of /dev/shm (which
+has Ray's store), 30 s after the start and at the end.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from torchrl_grpo.tasks.base import Problem, Score
 
 PACKAGES = ("torch", "torchrl", "ray")
 MOOD = "CHAOS_MOOD"
-"""Environment variable with a file: the seconds that a reward takes now."""
+"""Environment variable with the path of a file: the current seconds of a reward."""
 DISK_BYTES = 400_000_000
 GROUPS_A_STEP = 8
 SETTLED_S = 30
@@ -64,10 +63,10 @@ ASYNC = ["ray.actor_timeout_s=120", "ray.recovery_timeout_s=120"]
 
 
 class MoodyTask(ArithmeticTask):
-    """Arithmetic whose scorer takes as long as a file says."""
+    """Arithmetic with a scorer that takes as long as a file says."""
 
     def score(self, problem: Problem, responses: Sequence[str]) -> Score:
-        """As in ``ArithmeticTask``."""
+        """See ``ArithmeticTask``."""
         with suppress(OSError, ValueError):
             time.sleep(float(Path(os.environ[MOOD]).read_text()))
         return super().score(problem, responses)
@@ -78,7 +77,7 @@ class Run:
 
     Args:
         kind: ``sync`` or ``async``.
-        folder: for all its files; the run's own lies in it.
+        folder: for all its files, including the run's folder.
     """
 
     def __init__(self, kind: str, folder: Path) -> None:
@@ -96,7 +95,7 @@ class Run:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start the script, after dropping the groups of batches that no checkpoint has."""
+        """Start the script, after forgetting the groups of batches after the last checkpoint."""
         done = self.last_step()
         if self.record.exists():
             lines = self.record.read_text("utf-8").splitlines(keepends=True)
@@ -135,7 +134,7 @@ class Run:
         )
 
     def at_work(self) -> bool:
-        """Whether this life has done a step, or is so old that it should have."""
+        """Return whether this life has done a step, or is so old that it should have."""
         metrics, life = self.run / "metrics.jsonl", self.lives[-1]
         last = max(
             (row["step"] for row in read_jsonl(metrics)), default=0
@@ -144,7 +143,7 @@ class Run:
         return worked or time.monotonic() > life["started"] + LONGEST_START_S
 
     def last_step(self) -> int:
-        """Of the newest whole checkpoint."""
+        """Return the step of the newest whole checkpoint."""
         for path in checkpoints_in(self.run / "checkpoints"):
             with suppress(ValueError, OSError):
                 check_whole(path)
@@ -152,7 +151,7 @@ class Run:
         return 0
 
     def look(self) -> None:
-        """Measures the script, and starts it again if it has ended."""
+        """Measure the script, and restart it if it has ended."""
         assert self.process is not None
         if self.process.poll() is None:
             with suppress(psutil.Error):
@@ -178,7 +177,7 @@ class Run:
             self.ends.append(f"{status}: {said[:300] or ' / '.join(lines[-3:])[:300]}")
 
     def finish(self) -> list[str]:
-        """End the script in order; return the command lines of processes that were left."""
+        """End the script with SIGTERM; return the command lines of remaining processes."""
         assert self.process is not None
         self.process.send_signal(signal.SIGTERM)
         try:
@@ -189,7 +188,7 @@ class Run:
         return self.leftovers()
 
     def leftovers(self) -> list[str]:
-        """What lives on of the processes below the script, a while after its end."""
+        """Return the script's child processes that still live a while after its end."""
         end, lines = time.monotonic() + 60, list[str]()
         while time.monotonic() < end and any(process.is_running() for process in self.family):
             time.sleep(0.5)
@@ -201,7 +200,7 @@ class Run:
         return lines
 
     def victims(self) -> list[psutil.Process]:
-        """Return the processes below the script that do its work, and not Ray's own."""
+        """Return the processes below the script that do its work, without Ray's own."""
         assert self.process is not None
         found = []
         with suppress(psutil.Error):
@@ -234,7 +233,7 @@ def called(process: psutil.Process, most: int = 40) -> str:
 
 
 def kill_worker(run: Run, chance: random.Random) -> str:
-    """SIGKILL for a process of the run."""
+    """Send SIGKILL to a process of the run."""
     victims = run.victims()
     if not victims:
         return "kill: nobody there"
@@ -245,7 +244,7 @@ def kill_worker(run: Run, chance: random.Random) -> str:
 
 
 def stop(run: Run, chance: random.Random) -> str:
-    """SIGSTOP, and SIGCONT after five seconds, for a process of the run or the script."""
+    """Send SIGSTOP, and SIGCONT after five seconds, to a process of the run or the script."""
     assert run.process is not None
     victim = chance.choice([*run.victims(), psutil.Process(run.process.pid)])
     name = called(victim)
@@ -256,12 +255,12 @@ def stop(run: Run, chance: random.Random) -> str:
 
 
 def slow_reward(run: Run, chance: random.Random) -> str:
-    """Rewards that take half a second, for five seconds."""
+    """Make rewards take half a second, for five seconds."""
     return _reward(run, 0.5)
 
 
 def hung_reward(run: Run, chance: random.Random) -> str:
-    """Rewards that take longer than they may, for five seconds."""
+    """Make rewards take longer than their limit, for five seconds."""
     return _reward(run, 1000)
 
 
@@ -273,7 +272,7 @@ def _reward(run: Run, seconds: float) -> str:
 
 
 def fill_disk(run: Run, chance: random.Random) -> str:
-    """No room in the run's folder, for ten seconds."""
+    """Fill the disk of the run's folder, for ten seconds."""
     with suppress(OSError), run.ballast.open("wb", buffering=0) as file:
         while True:
             file.write(bytes(1 << 20))
@@ -283,7 +282,7 @@ def fill_disk(run: Run, chance: random.Random) -> str:
 
 
 def corrupt(run: Run, chance: random.Random) -> str:
-    """Another byte in the newest checkpoint, and an end of the script."""
+    """Flip a byte in the newest checkpoint, and kill the script."""
     found = checkpoints_in(run.run / "checkpoints")
     if (
         len(found) < 2 or run.process is None
@@ -301,7 +300,7 @@ def corrupt(run: Run, chance: random.Random) -> str:
 
 
 def kill_script(run: Run, chance: random.Random) -> str:
-    """SIGKILL for the script."""
+    """Send SIGKILL to the script."""
     if run.process is not None:
         run.process.kill()
         run.process.wait()
@@ -349,7 +348,7 @@ def chaos(kind: str, minutes: float, every: float, seed: int, keep: Path | None)
 def _make_trouble(
     run: Run, events: list[Any], chance: random.Random, minutes: float, every: float
 ) -> tuple[list[str], list[str]]:
-    """What was done, and the processes that were left at the end."""
+    """Return the events, and the processes that remained at the end."""
     run.start()
     start, done = time.monotonic(), list[str]()
     next_at = start + every

@@ -4,9 +4,9 @@
     python benchmarks/bench_checkpoint.py --layers 16 --hidden 2048 --dtype bfloat16
 
 A random model (by default Llama's shape with 0.25 billion weights, float32), its AdamW and 2 or 4
-processes on a CPU. ``waits_s`` is how long training stands still, ``on_disk_s`` how long until the
-checkpoint is there, ``more_gib`` the largest sum of what the processes hold for themselves (unique
-set size, sampled every 20 ms) beyond what they held before. ``load_s`` is a load by as many ranks.
+processes on a CPU. ``waits_s`` is how long training waits, ``on_disk_s`` how long until the
+checkpoint is complete, ``more_gib`` the peak growth of the processes' summed unique set sizes,
+sampled every 20 ms. ``load_s`` is a load by as many ranks.
 The default takes 2 to 5 minutes, 8 GB of memory and 4 GB of disk. The second line is the shape of
 Llama 3.2 1B with weights and moments of 2 bytes: 18 GB of memory, 9 GB of disk.
 """
@@ -42,7 +42,7 @@ CPU = torch.device("cpu")
 
 
 def make_trainer(rank: int, ranks: int, folder: str, hidden: int, layers: int, dtype: str) -> Any:
-    """Of a trainer what a checkpoint takes, after one step."""
+    """Return the parts of a trainer that a checkpoint stores, after one step."""
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/meet", ranks)  # type: ignore[attr-defined]
     mesh = init_mesh(rank, ranks, store, device=CPU, timeout_s=1800)
@@ -74,7 +74,7 @@ def make_trainer(rank: int, ranks: int, folder: str, hidden: int, layers: int, d
 
 
 def run_rank(rank: int, ranks: int, folder: str, hidden: int, layers: int, dtype: str) -> None:
-    """What each process does."""
+    """Run one rank."""
     trainer = make_trainer(rank, ranks, folder, hidden, layers, dtype)
     checkpointer = Checkpointer(f"{folder}/made", {})
     dist.barrier()
@@ -107,7 +107,7 @@ def run_rank(rank: int, ranks: int, folder: str, hidden: int, layers: int, dtype
 
 
 def measure(ranks: int, hidden: int, layers: int, dtype: str) -> dict[str, float]:
-    """Seconds, and GiB beyond what was held before."""
+    """Return the seconds, and the growth of memory in GiB."""
     before = peak = 0
     with tempfile.TemporaryDirectory() as folder:
         arguments = (ranks, folder, hidden, layers, dtype)

@@ -1,11 +1,11 @@
-"""The default job (`make train`) here and on TRL: same starter, problems, reward and hyperparameters. Seconds a step.
+"""Time a step of the default job (`make train`) here and on TRL: same starter, problems, reward, hyperparameters.
 
-    python benchmarks/bench_default_job.py                         # two runs of 40 steps on each side, in turns
+    python benchmarks/bench_default_job.py                         # two runs of 40 steps on each side, in turn
     python benchmarks/bench_default_job.py --steps 10 --rounds 1
 
-Prints JSON. A step is all of it: sampling 16 groups of 8, rewards, reference log-probs, the optimizer step, and giving
-the engine the new weights. Evaluation, checkpoints and TensorBoard are off on both sides. `reward_last` is the mean
-reward of the last 5 steps: both sides must learn the same.
+Prints JSON. A step includes sampling 16 groups of 8, rewards, reference log-probs, the optimizer step, and the weight
+sync. Evaluation, checkpoints and TensorBoard are off on both sides. `reward_last` is the mean reward of the last 5
+steps: both sides must learn the same.
 """
 
 from __future__ import annotations

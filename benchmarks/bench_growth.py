@@ -1,17 +1,17 @@
-"""How the cost grows: of a training step with each of its sizes, of a group with their number, of
-the driver with its samplers.
+"""Measure the growth of costs: of a training step with each of its sizes, of a group with their
+number, of the driver with its samplers.
 
     python benchmarks/bench_growth.py                             # about 8 minutes on 2 idle cores
     python benchmarks/bench_growth.py --only response buffer
 
-The training step is the one of bench_train_step.py (forward, loss, backward) on a random float32
-model of 128 numbers a token and 2 layers, in CPU seconds of one thread. One size grows, the others
-stay at 2 groups of 8, prompts of 64, responses of 128, a vocabulary of 4,096 and 16,384 tokens a
-micro-batch; where prompts or responses grow it is 1 group of 4. ``buffer`` and ``queue`` are the
-bookkeeping of ``GroupBuffer`` and ``TaskQueue``: a run of so many groups through a buffer of 128
-places (``run``), and a buffer that has a place for each of them (``held``). ``driver`` is a real
-``Rollouts`` on Ray with real samplers, whose engines only sleep: CPU seconds and memory of the
-driver's process. How a weight sync grows with the parameters is in bench_weight_sync.py.
+The training step is that of bench_train_step.py (forward, loss, backward) on a random float32 model
+of width 128 with 2 layers, in CPU seconds of one thread. One size grows, the others stay at 2
+groups of 8, prompts of 64, responses of 128, a vocabulary of 4,096 and 16,384 tokens per
+micro-batch; with growing prompts or responses there is 1 group of 4. ``buffer`` and ``queue`` are
+the bookkeeping of ``GroupBuffer`` and ``TaskQueue``: for a run of this many groups through a buffer
+of 128 slots (``run``), and for a buffer with a slot for each of them (``held``). ``driver`` is a
+real ``Rollouts`` on Ray with real samplers and sleeping engines: CPU seconds and memory of the
+driver's process. bench_weight_sync.py covers weight syncs.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ SWEEPS: dict[str, tuple[Sequence[int], dict[str, int]]] = {
     "vocabulary": ((1024, 4096, 16_384, 65_536, 152_064), {}),
     "micro_batch": ((512, 1024, 2048, 4096, 8192, 16_384), {"groups": 8, "group": 16}),
 }
-"""Of each size its values, and what is else than in BASE."""
+"""The values of each size, and the differences from BASE."""
 COUNTS = (1_000, 10_000, 100_000)
 SAMPLERS = (1, 2, 4, 8)
 DRIVER_STEPS, WARM_UP = 60, 5
@@ -73,7 +73,7 @@ TASK, REPEATS = 2, 4  # groups in a task of the driver's, rows in a group
 
 
 def make_batch(size: dict[str, int]) -> dict[str, Tensor]:
-    """Return a group of full responses: tokens, mask, behaviour log-probs and advantages."""
+    """Return a group of full responses: tokens, mask, behavior log-probs and advantages."""
     torch.manual_seed(1)
     rows = size["groups"] * size["group"]
     prompts = torch.randint(
@@ -92,8 +92,8 @@ def make_batch(size: dict[str, int]) -> dict[str, Tensor]:
 
 
 def work(name: str, repeats: int, pipe: Connection) -> None:
-    """A sweep's process: each value's seconds, and what the peak grew by over what was resident
-    before the step.
+    """Run a sweep in this process: for each value, send the seconds, and the growth of the peak
+    memory over the resident memory before the step.
     """
     values, changed = SWEEPS[name]
     trim = ctypes.CDLL("libc.so.6").malloc_trim
@@ -123,7 +123,7 @@ def work(name: str, repeats: int, pipe: Connection) -> None:
 
 
 def sweep(name: str, repeats: int) -> list[dict[str, float]]:
-    """Return the rows of one size, from a process of its own."""
+    """Return the rows of one size, measured in a separate process."""
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
     process = context.Process(target=work, args=(name, repeats, theirs), daemon=True)
@@ -135,8 +135,8 @@ def sweep(name: str, repeats: int) -> list[dict[str, float]]:
 
 
 def pass_through(count: int, groups_per_batch: int, max_staleness: int) -> Callable[[], None]:
-    """So many groups through a ``GroupBuffer``; ``take`` is asked after each of them, as the
-    manager does.
+    """Pass this many groups through a ``GroupBuffer``, calling ``take`` after each of them as
+    ``Rollouts`` does.
     """
 
     def go() -> None:
@@ -156,7 +156,7 @@ def pass_through(count: int, groups_per_batch: int, max_staleness: int) -> Calla
 def queue_through(
     drawing: Drawing, count: int, groups_per_batch: int, max_staleness: int
 ) -> Callable[[], None]:
-    """The same through a ``TaskQueue``, whose tasks are one group each."""
+    """Do the same with a ``TaskQueue`` of tasks of one group each."""
 
     def go() -> None:
         buffer = GroupBuffer(groups_per_batch, max_staleness)
@@ -178,7 +178,7 @@ def queue_through(
 
 
 def bookkeeping(kind: str) -> list[dict[str, float]]:
-    """Microseconds a group, for runs of so many groups and for buffers that hold as many."""
+    """Return microseconds per group, for runs of this many groups and for buffers of that size."""
     rows = []
     tokenizer = AutoTokenizer.from_pretrained(starter_path())
     for count in COUNTS:
@@ -217,7 +217,7 @@ class SleepingEngine(Engine):
 
 
 def make_sampler() -> Sampler:
-    """A sampler without a model, in its process."""
+    """Return a sampler without a model, in its own process."""
     tokenizer = AutoTokenizer.from_pretrained(starter_path())
     engine, params = SleepingEngine(), SamplingParams(1)
     env = LLMEnv(ArithmeticTask(2), tokenizer, num_envs=TASK * REPEATS, repeats=REPEATS)
@@ -229,7 +229,7 @@ def make_sampler() -> Sampler:
 
 
 def driver() -> list[dict[str, float]]:
-    """CPU milliseconds a group and memory of the driver, for each number of samplers."""
+    """Return the driver's CPU milliseconds per group and memory, for each number of samplers."""
     import ray
 
     from torchrl_grpo.runtime import cluster
@@ -306,7 +306,7 @@ def show(name: str, rows: Sequence[dict[str, float]]) -> None:
 
 
 def main() -> None:
-    """Measures, prints a table each and JSON."""
+    """Measure, and print tables and JSON."""
     parts: dict[str, Callable[[], list[dict[str, float]]]] = {
         "buffer": partial(bookkeeping, "buffer"),
         "queue": partial(bookkeeping, "queue"),
@@ -315,7 +315,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=[*SWEEPS, *parts], default=[*SWEEPS, *parts])
     parser.add_argument(
-        "--repeats", type=int, default=3, help="timed steps of each size, after another one"
+        "--repeats", type=int, default=3, help="timed steps of each size, after a warm-up step"
     )
     parser.add_argument("--out", type=Path, help="file for the JSON, besides standard output")
     args = parser.parse_args()

@@ -1,19 +1,18 @@
-"""``grpo-async.py`` over several hosts, and what it does when a host or its link fails. It needs
-root, Linux and Ray.
+"""Run ``grpo-async.py`` on several hosts, and let a host or its link fail. It needs root, Linux and
+Ray.
 
     python benchmarks/bench_hosts.py
     python benchmarks/bench_hosts.py --only adapters link_10s --steps 30
 
-The hosts are namespaces of this machine (``hosts.py``): a head without CPUs for Ray's actors, on
-which the script runs, and three others that joined its cluster, of which the run needs two. The
-weights travel whole and as adapters; then the host that has a sampler or the learner is killed in
-the middle of the run, or its link goes down for 10 s or for ever, or gets 100 ms of delay and 1% of
-loss both ways. A run whose learner is lost is started again, with ``train.resume=auto``, on the
-hosts that are left.
+The hosts are namespaces of this machine (``hosts.py``): a head without CPUs for Ray's actors, which
+runs the script, and three others in its cluster, of which the run needs two. Weights are sent whole
+and as adapters. In the middle of the run, the host of a sampler or of the learner is killed, or its
+link goes down for 10 s or forever, or gets 100 ms of delay and 1% of loss both ways. A run that has
+lost its learner is started again on the remaining hosts, with ``train.resume=auto``.
 
-Reported are seconds, exit status, what a failed run said last, restarts, and from the ids of all
-groups that were trained how many are missing and how many came twice. All cases take about 20
-minutes on 2 cores.
+Reported are seconds, exit status, the last message of a failed run, restarts, and from the ids of
+all trained groups how many are missing and how many came twice. All cases take about 20 minutes on
+2 cores.
 """
 
 from __future__ import annotations
@@ -101,7 +100,7 @@ class Session:
 
     Args:
         network: of the hosts; the first one is the head.
-        folder: that all hosts share.
+        folder: shared by all hosts.
         steps: of a run.
     """
 
@@ -206,9 +205,7 @@ class Session:
         )
 
     def go_on(self) -> int:
-        """Forgets the groups of the batches that no checkpoint has; returns the step of the newest
-        checkpoint.
-        """
+        """Forget the groups of batches after the newest checkpoint, and return its step."""
         names = sorted(
             path.stem for path in (self.folder / "run" / "checkpoints").glob("checkpoint_*")
         )
@@ -218,7 +215,7 @@ class Session:
         return step
 
     def groups(self) -> dict[str, int]:
-        """What became of the groups."""
+        """Return how many groups are missing and how many came twice."""
         lines = self.record.read_text("utf-8").splitlines() if self.record.exists() else []
         trained = Counter(group for line in lines for group in set(json.loads(line)))
         return {

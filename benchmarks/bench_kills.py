@@ -1,16 +1,16 @@
-"""Runs that are killed by SIGKILL again and again, and go on by ``train.resume=auto``; and runs that are interrupted.
+"""Kill runs with SIGKILL again and again, and continue them with ``train.resume=auto``; and interrupt runs.
 
     python benchmarks/bench_kills.py                                          # 20 points of a save, 20 moments
     python benchmarks/bench_kills.py --script grpo.py --points 3 --moments 3 --seed 1
     python benchmarks/bench_kills.py --signals
 
-A chain of lives is one run. Each life but the last one is killed with all its processes: in a save, when so much of the
-file is written, or at a random moment from the start of the process on. After each kill every checkpoint must be whole.
-At the end the run must be the one that nobody killed: with ``grpo.py`` its metrics, weights and Adam's moments to the
-last bit, with ``grpo-async.py`` each group trained once.
+A chain of lives is one run. Each life but the last is killed with all its processes: in a save, at some share of the
+written file, or at a random moment after the process starts. After each kill every checkpoint must be whole. In the end
+the run must equal an uninterrupted one: with ``grpo.py`` in metrics, weights and Adam's moments to the last bit, with
+``grpo-async.py`` in that each group is trained once.
 
 ``--signals`` sends SIGTERM and SIGINT at eight moments and prints a table: seconds until the end, exit status, newest
-checkpoint, and what is left: temporary files, processes, shared memory. It needs Linux and, for ``grpo-async.py``, Ray.
+checkpoint, and remaining temporary files, processes and shared memory. It needs Linux and, for ``grpo-async.py``, Ray.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ LONGEST_S = 900.0
 
 
 class Life:
-    """A script in a process of its own, from its start to its end."""
+    """One life of a script: a process from its start to its end."""
 
     def __init__(self, script: str, folder: Path, *arguments: str) -> None:
         self.folder, self.family = folder, set[psutil.Process]()
@@ -72,7 +72,7 @@ class Life:
             )  # fmt: skip
 
     def until(self, holds: Callable[[], object], tick_s: float = 0.002) -> bool:
-        """Wait until something holds; False if the process ended before."""
+        """Wait until a condition holds; return False if the process ended first."""
         while not holds():
             if self.process.poll() is not None or time.monotonic() - self.start > LONGEST_S:
                 return False
@@ -87,7 +87,7 @@ class Life:
             self.family |= set(psutil.Process(self.process.pid).children(recursive=True))
 
     def kill(self) -> None:
-        """Kills all of its processes at once."""
+        """Kill all of its processes at once."""
         self.note_family()
         self.process.kill()
         for one in self.family:
@@ -97,13 +97,13 @@ class Life:
         psutil.wait_procs(self.family, timeout=60)
 
     def rows(self) -> int:
-        """How many steps it and those before it have written down."""
+        """Return how many steps it and earlier lives have recorded."""
         path = self.folder / "metrics.jsonl"
         return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def in_save(life: Life, rng: random.Random, fraction: float) -> bool:
-    """Wait for a moment in the first or second save: so much of the file is written."""
+    """Wait until a share of the first or second save is written."""
     folder, saves = life.folder / "checkpoints", rng.choice((1, 2))
     sizes = [path.stat().st_size for path in checkpoints_in(folder)] or [3_000_000]
     there = {path.name for path in checkpoints_in(folder)}
@@ -121,7 +121,9 @@ def in_save(life: Life, rng: random.Random, fraction: float) -> bool:
 
 
 def at_moment(life: Life, rng: random.Random, fraction: float) -> bool:
-    """Wait for a moment: one in four while it starts, the others within the next eight steps."""
+    """Wait for a random moment: a quarter of them during the start, the others in the next eight
+    steps.
+    """
     if fraction < 0.25:
         return (
             not life.until(lambda: time.monotonic() - life.start > 32 * fraction)
@@ -180,7 +182,7 @@ def chain(script: str, kind: str, kills: int, seed: int, folder: Path) -> dict[s
 
 
 def _compared(folder: Path, length: str) -> dict[str, Any]:
-    """Whether a run is the one that nobody killed, to the last bit."""
+    """Return whether a run equals the uninterrupted one to the last bit."""
     from torchrl_grpo.learner.checkpoint import read_checkpoint
     from torchrl_grpo.learner.parts import tensors_in
 
@@ -225,7 +227,7 @@ MOMENTS: dict[str, Callable[[Life], bool]] = {
 
 
 def interrupted(script: str, moment: str, number: signal.Signals, folder: Path) -> dict[str, Any]:
-    """What a signal at a moment leads to."""
+    """Return the outcome of a signal at a moment."""
     folder.mkdir(parents=True)
     life = Life(script, folder, "train.total_dialog_turns=192")
     hit = life.until(partial(MOMENTS[moment], life), tick_s=0.0005)
@@ -255,7 +257,9 @@ def main() -> None:
     parser.add_argument("--moments", type=int, default=20, help="kills at a random moment")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--signals", action="store_true", help="interrupt runs instead")
-    parser.add_argument("--only", default="", help="--signals: moments whose name contains this")
+    parser.add_argument(
+        "--only", default="", help="--signals: moments with a name that contains this"
+    )
     parser.add_argument("--out", type=Path, help="file for the JSON, besides standard output")
     args = parser.parse_args()
     found = []

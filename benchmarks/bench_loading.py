@@ -1,13 +1,13 @@
-"""Memory that the training ranks of one machine take while they load and shard a model.
+"""Measure the memory of one machine's training ranks while they load and shard a model.
 
     python benchmarks/bench_loading.py
     python benchmarks/bench_loading.py --layers 4 --ranks 2
 
 A random model of the shape of Llama 3.2 1B, bfloat16 on disk and float32 in training, is sharded
-over 2 and 4 processes: once with rank 0 alone loading it, as ``parts.make_trainer`` does, and once
-with each rank loading all of it. The figure is the largest sum of what the processes hold for
-themselves (unique set size), sampled every 20 ms, over the size of the float32 weights. It takes
-about 5 minutes, and 24 GB with each rank loading on 4.
+over 2 and 4 processes: once with only rank 0 loading it, as ``parts.make_trainer`` does, and once
+with each rank loading all of it. The figure is the peak of the processes' summed unique set sizes,
+sampled every 20 ms, over the size of the float32 weights. It takes about 5 minutes, and 24 GB if
+all of 4 ranks load.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 
 
 def make_model(folder: str, layers: int) -> int:
-    """Save the model; return its parameters."""
+    """Save the model and return its number of parameters."""
     config = LlamaConfig(
         vocab_size=128256,
         hidden_size=2048,
@@ -59,7 +59,7 @@ def make_model(folder: str, layers: int) -> int:
 
 
 def run_rank(rank: int, ranks: int, model: str, meet: str, everywhere: bool) -> None:
-    """What each process does."""
+    """Run one rank."""
     torch.set_num_threads(1)
     store = dist.FileStore(meet, ranks)  # type: ignore[attr-defined]
     mesh = init_mesh(rank, ranks, store, device=CPU, timeout_s=1800)
@@ -70,7 +70,7 @@ def run_rank(rank: int, ranks: int, model: str, meet: str, everywhere: bool) -> 
 
 
 def measure(ranks: int, model: str, everywhere: bool) -> tuple[float, float]:
-    """Bytes at the peak, and seconds."""
+    """Return the peak in bytes, and the seconds."""
     start, peak = time.perf_counter(), 0
     with tempfile.TemporaryDirectory() as folder:
         arguments = (ranks, model, f"{folder}/meet", everywhere)

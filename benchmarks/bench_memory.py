@@ -1,15 +1,15 @@
-"""What each knob saves of a training step's memory, measured, beside what the error message of a
-full device says.
+"""Compare the memory that each option saves in a training step with the figure in the error message
+of a full device.
 
     python benchmarks/bench_memory.py                    # about 3 minutes on 2 idle cores
     python benchmarks/bench_memory.py --models 8M --only train.mixed_precision=bf16
 
-A step is that of a run: forward, loss, backward and AdamW, of a random float32 model (the shape of
-the embedded one, or 8 million parameters in 6 layers of 256 numbers a token), with 2 groups of 8,
-prompts and responses of 64: 1,152 tokens. With each knob, model, optimizer and two steps are made
-twice: what is compiled and cached the first time is not counted. Reported is how much the process
-grows the second time, at most, and the median CPU time of a step. The allocator gives back at once
-what is freed: with glibc's own settings the process keeps holes, which no knob knows of.
+A step has forward, loss, backward and AdamW, of a random float32 model (the shape of the starter,
+or 8 million parameters in 6 layers of width 256), with 2 groups of 8, prompts and responses of 64:
+1,152 tokens. With each option, model, optimizer and two steps are made twice, so that one-time
+compilation and caches do not count. Reported are the process's peak growth the second time, and the
+median CPU time of a step. The allocator is set to return freed memory at once: with glibc's
+defaults the process keeps fragments that no option can predict.
 """
 
 from __future__ import annotations
@@ -92,8 +92,9 @@ def make_trainer(name: str, knobs: dict[str, str]) -> GRPOTrainer:
 
 
 def measure(name: str, names: tuple[str, ...], libc: ctypes.CDLL) -> dict[str, float]:
-    """MiB that the process grows by at most with some knobs, seconds of a step, and MiB that the
-    last of them saves, as the message says it of a step with the others."""
+    """Return the process's peak growth in MiB with some options, the seconds of a step, and the MiB
+    that the last option saves according to the message of a step with the others.
+    """
     knobs = dict(knob.split("=") for knob in names)
     batch = train_step.ragged(make_batch(SIZE | {"vocabulary": MODELS[name]["vocab_size"]}), (1,))
     for _ in range(2):
@@ -109,12 +110,14 @@ def measure(name: str, names: tuple[str, ...], libc: ctypes.CDLL) -> dict[str, f
         del trainer
     trainer = make_trainer(name, dict(knob.split("=") for knob in names[:-1]))
     trainer.train_step(batch)
-    said = savings(loading.shape_of(trainer.model), trainer.setup())
-    return figures | ({"said_mib": said[names[-1]] / 2**20} if names and names[-1] in said else {})
+    predicted = savings(loading.shape_of(trainer.model), trainer.setup())
+    return figures | (
+        {"said_mib": predicted[names[-1]] / 2**20} if names and names[-1] in predicted else {}
+    )
 
 
 def main() -> None:
-    """Measures each knob, prints its figures and keeps them."""
+    """Measure each option, print its figures and keep them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", choices=MODELS, nargs="*", default=list(MODELS))
     parser.add_argument("--only", choices=KNOBS, nargs="*", default=list(KNOBS))

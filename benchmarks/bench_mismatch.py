@@ -1,17 +1,17 @@
-"""Engine and trainer that disagree: by how much, and which correction learns best.
+"""Measure how much engine and trainer disagree, and which correction learns best.
 
     python benchmarks/bench_mismatch.py
     python benchmarks/bench_mismatch.py --only learning --engines float8 --override train.total_dialog_turns=1280
 
-``precision``: the share of sampled tokens whose probability under the trainer is more than a tenth away from what the
-engine in bfloat16 sampled them with, where the product of the LM head comes out in 16 bits and in float32, on either
-side. The models are the starter, and a random one of 30M parameters whose logits are spread as a trained model's.
+``precision``: the share of sampled tokens with probabilities that differ by more than a tenth between the trainer and
+an engine in bfloat16, with the LM head's product in 16 bits or in float32 on either side. The models are the starter,
+and a random one of 30M parameters with logits as spread as a trained model's.
 
-``learning``: the default job with each of ``CORRECTIONS`` and with engines that are further and further away from the
-trainer in float32: in bfloat16, with matrices rounded to 8 bits (``float8_e4m3fn``, a scale for each), to 4 bits (a
-scale for each row), and with matrices of roots of two, which no one would sample with. The accuracy is that of the
-weights that were trained, unrounded, as ``from_pretrained`` loads them; and of the rounded ones that sampled.
-Each run is a process of its own; after each one the JSON is written, so that ``--resume`` goes on.
+``learning``: the default job with each of ``CORRECTIONS`` and with engines that differ more and more from the trainer
+in float32: in bfloat16, with matrices rounded to 8 bits (``float8_e4m3fn``, a scale for each), to 4 bits (a scale for
+each row), and to powers of the square root of 2, which nobody would sample with. The accuracies are those of the
+trained weights, unrounded, as ``from_pretrained`` loads them, and of the rounded ones that sampled. Each run is a
+separate process; the JSON is updated after each one, so that ``--resume`` continues.
 
 Nothing is timed, so other work on the machine does no harm.
 """
@@ -59,7 +59,7 @@ from torchrl_grpo.starter import starter_path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "transformers", "torchrl")
 FAR = 0.1
-"""A ratio that is further away from 1 is counted, as in TRL's issue 6789."""
+"""Ratios that differ more from 1 are counted, as in TRL's issue 6789."""
 CORRECTIONS: dict[str, dict[str, str]] = {
     "ratio to the engine": {"proximal": "behaviour", "behaviour_weight": "none"},
     "sequence mask, 3": {
@@ -74,7 +74,7 @@ CORRECTIONS: dict[str, dict[str, str]] = {
     },
     "none": {"behaviour_weight": "none"},
 }
-"""Of ``policy``, with ``proximal=recomputed``."""
+"""Overrides of ``policy``, with ``proximal=recomputed``."""
 ENGINES = ("float32", "bfloat16", "float8", "4 bits", "roots of two")
 
 
@@ -161,7 +161,7 @@ def rows_of(config: GRPOConfig, folder: Path) -> list[dict[str, Any]]:
 
 
 def learning(args: argparse.Namespace, result: dict[str, Any], write: Callable[[], None]) -> None:
-    """Run what the result lacks, each in a process of its own."""
+    """Run the cases that the result lacks, each in a separate process."""
     found = result.setdefault("learning", {})
     for seed in args.seeds:
         for engine in args.engines:
@@ -244,8 +244,8 @@ def make_prompts(name: str, count: int) -> list[Tensor]:
 def sampled(
     master: PreTrainedModel, prompts: list[Tensor], stop: tuple[int, ...]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Responses of an engine in bfloat16: tokens [B, T], mask [B, T] of those sampled, and the
-    log-probs of these.
+    """Return responses of an engine in bfloat16: tokens [B, T], the mask of sampled tokens [B, T],
+    and their log-probs.
     """
     engine = TransformersEngine(AutoModelForCausalLM.from_config(master.config).bfloat16())
     engine.update_weights(
@@ -269,19 +269,19 @@ def sampled(
 
 
 def wide(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the product of a head in float32, of factors in 16 bits."""
+    """Return the head's product in float32, of 16-bit factors."""
     return torch.nn.functional.linear(
         hidden.float(), weight.float(), None if bias is None else bias.float()
     )
 
 
 def rounded(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The same, where it comes out in 16 bits."""
+    """Return the head's product in 16 bits."""
     return torch.nn.functional.linear(hidden, weight, bias).float()
 
 
 def scored_by(product: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """``chunked_log_probs`` with another product, in parts of the tokens."""
+    """Return log-probs as ``chunked_log_probs`` computes them, with another product."""
 
     def score(
         hidden: Tensor, weight: Tensor, targets: Tensor, *, bias_V: Tensor | None, **_: Any
@@ -307,7 +307,7 @@ TRAINERS = {
 
 
 def precision(name: str) -> Iterator[dict[str, Any]]:
-    """How far engine and trainer are apart, a row for each pair of heads."""
+    """Return the differences of engine and trainer, a row for each pair of heads."""
     master, prompts = make_model(name), make_prompts(name, 16)
     for of_engine, head in (("16 bits", torch.nn.functional.linear), ("float32", wide)):
 

@@ -1,17 +1,16 @@
-"""Does the simulation of the plan give the throughput of this machine's real `grpo-async.py` runs?
+"""Compare the plan's simulation with the throughput of real `grpo-async.py` runs on this machine.
 
     python benchmarks/bench_plan.py                                  # about 6 minutes on 2 idle cores
     python benchmarks/bench_plan.py --steps 15 --only "1 sampler, fast reward"
 
-Measured and simulated: the default arithmetic job with 1 and 2 samplers, each with its own quick reward and with an
-`async def` that takes half a second in 4 reward workers. What the simulation is given comes from other runs: of the
-same job with `train.max_staleness=0`, where one stage follows the other, with one sampler and a reward that answers at
-once. There each process's CPU seconds a step are read, and what of a step is no CPU time of anyone is latency. Two
-samplers have tasks of half the size, which are measured with one sampler that plays two of them for each batch. How
-much slower one core's work becomes when others work too is measured by itself. Nothing is fitted to the runs that are
-compared.
+Measured and simulated: the default arithmetic job with 1 and 2 samplers, with its own quick reward and with an
+`async def` that takes half a second in 4 reward workers. The simulation's inputs come from other runs: of the same job
+with `train.max_staleness=0`, in which the stages follow one another, with one sampler and an instant reward. Each
+process's CPU seconds per step are read there; the rest of a step is latency. Two samplers have tasks of half the size,
+which are measured with one sampler that plays two of them per batch. The slowdown of a core when others work too is
+measured separately. Nothing is fitted to the compared runs.
 
-The 2 cores must be idle but for this: else the measured steps are too long, and the latencies too.
+Nothing else may run on the 2 cores: the measured steps and latencies would be too long.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ CASES = {
 
 
 async def at_once(response: str, answer: str) -> float:
-    """Right or wrong, without the half second of bench_reward_latency.py."""
+    """Return the reward at once, without the half second of bench_reward_latency.py."""
     return float(response.strip().endswith(f"#### {answer}"))
 
 
@@ -58,9 +57,7 @@ def with_workers(file: str, name: str) -> list[str]:
 
 
 def cpu_seconds(root: psutil.Process) -> dict[str, float]:
-    """CPU seconds so far of the processes below one, by role; those of Ray and of the driver are
-    the driver's.
-    """
+    """Return the CPU seconds of a process's descendants by role; Ray's count as the driver's."""
     spent = dict.fromkeys((*ROLES.values(), "driver"), 0.0)
 
     def add(process: psutil.Process, role: str) -> None:
@@ -129,7 +126,7 @@ def run(overrides: list[str], steps: int) -> dict[str, Any]:
 
 
 def work(barrier: Barrier, count: Any, seconds: float) -> None:
-    """Training steps of a model of the starter's shape, for some seconds."""
+    """Count training steps of a model of the starter's shape in some seconds."""
     import bench_train_step as train_step  # here, because it sets what the runs would inherit
     import shapes
     import torch
@@ -150,7 +147,7 @@ def work(barrier: Barrier, count: Any, seconds: float) -> None:
 
 
 def speed_together(most: int, seconds: float = 6.0) -> list[float]:
-    """Speed of one core's work when 1, 2, ... processes do the same at a time; alone it is 1."""
+    """Return a process's relative speed when 1, 2, ... processes do the same work at once."""
     context, speeds = multiprocessing.get_context("spawn"), []
     for processes in range(1, most + 1):
         barrier, counts = (
@@ -169,7 +166,7 @@ def speed_together(most: int, seconds: float = 6.0) -> list[float]:
 def simulate(
     samplers: int, kind: str, seeds: dict[str, Any], speeds: list[float]
 ) -> dict[str, float]:
-    """What the simulation says of a case, from the runs with staleness 0."""
+    """Return the simulation of a case, based on the runs with staleness 0."""
     whole, task = seeds[f"{kind}, 16 groups"], seeds[f"{kind}, {GROUPS // samplers} groups"]
     cpu = whole["cpu_s"]
     latency = max(0.0, whole["step_s"] - sum(cpu.values()))
@@ -185,7 +182,7 @@ def simulate(
             speeds[jobs - 1] if jobs <= len(speeds) else speeds[-1] * len(speeds) / jobs
         ),
     )
-    # The driver's work lies between the others'.
+    # The driver works between the others.
     costs = Costs(
         sample=[task["cpu_s"]["sampler"] / samplers],
         score=(task["cpu_s"]["reference"] + cpu["driver"] / 2) / samplers,
@@ -198,12 +195,12 @@ def simulate(
 
 
 def main() -> None:
-    """Measures, simulates and prints both."""
+    """Measure, simulate and print both."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--steps", type=int, default=40, help=f"measured steps of each run, after {WARM_UP} others"
     )
-    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--only", default="", help="cases with a name that contains this")
     parser.add_argument("--out", type=Path, help="file for the JSON, besides standard output")
     args = parser.parse_args()
     load = os.getloadavg()[0]

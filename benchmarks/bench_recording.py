@@ -1,13 +1,13 @@
-"""What it costs the default job (`make train`) to write samples.jsonl and timeline.jsonl: CPU
-seconds, in one process.
+"""Measure the CPU seconds that samples.jsonl and timeline.jsonl cost the default job (`make train`),
+in one process.
 
     python benchmarks/bench_recording.py
     python benchmarks/bench_recording.py --steps 100
 
-Prints JSON. Of what is done in each step (the timeline, and keeping the numbers of the training
-passes), steps with it and without it take turns. What is done in a step that logs samples, and in
-an evaluation, is measured by itself and counted as often as the default job of 80 steps does it.
-`share` is all of it over the CPU time of that job.
+Prints JSON. For the work of each step (the timeline, and keeping the numbers of the training
+passes), steps with and without it alternate. The work of steps that log samples, and of
+evaluations, is measured separately and counted as often as in the default job of 80 steps. `share`
+is the total over the CPU time of that job.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def main() -> None:
         return call
 
     class Turns(Observer):
-        """Times the steps, and switches the parts off for every other one."""
+        """Times the steps, and disables the parts in every other one."""
 
         def stage(self, kind: str, step: int, what: str) -> None:
             nonlocal off

@@ -1,13 +1,13 @@
-"""Seconds a step with a reward that takes half a second for each response, in both scripts, with
-and without workers.
+"""Time a step with a reward that takes half a second per response, in both scripts, with and
+without workers.
 
     python benchmarks/bench_reward_latency.py
     python benchmarks/bench_reward_latency.py --steps 20 --only workers
 
-The reward is an ``async def`` that sleeps, as one that asks a server does, or an ordinary function
-that sleeps. Without reward workers a batch is scored when it is whole, with them each response as
-soon as it is finished; ``grpo-async.py`` samples and trains meanwhile. It needs Ray and takes about
-8 minutes on 2 cores.
+The reward is an ``async def`` that sleeps, like the call of a server, or an ordinary function that
+sleeps. Without reward workers a batch is scored when it is complete; with them each response is
+scored as soon as it is finished. ``grpo-async.py`` samples and trains meanwhile. It needs Ray and
+takes about 8 minutes on 2 cores.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ CASES = {
     "4 workers, async def, staleness 3": ("asleep", 4, 3),
     "16 workers, def": ("sleep", 16, 1),
 }
-"""Of each case: the reward, its workers, and the bound on staleness of ``grpo-async.py``."""
+"""For each case the reward, its workers, and the staleness bound of ``grpo-async.py``."""
 
 
 async def asleep(response: str, answer: str) -> float:
-    """Right or wrong, half a second later."""
+    """Return the reward after half a second, without blocking."""
     await asyncio.sleep(LATENCY_S)
     return float(response.strip().endswith(f"#### {answer}"))
 
 
 def sleep(response: str, answer: str) -> float:
-    """The same, in the way of everybody else."""
+    """Return the reward after half a second, blocking the worker."""
     time.sleep(LATENCY_S)
     return float(response.strip().endswith(f"#### {answer}"))
 
 
 def measure(script: str, reward: str, workers: int, staleness: int, steps: int) -> dict[str, Any]:
-    """Return the steps of one run of 64 responses each."""
+    """Return the seconds of the steps of one run, 64 responses each."""
     with tempfile.TemporaryDirectory() as folder:
         overrides = [
             "env.num_envs=64",
@@ -91,10 +91,10 @@ def measure(script: str, reward: str, workers: int, staleness: int, steps: int) 
 
 
 def main() -> None:
-    """Measures and prints JSON."""
-    parser = argparse.ArgumentParser(description="Measure steps with a slow reward.")
+    """Measure and print JSON."""
+    parser = argparse.ArgumentParser(description="Time steps with a slow reward.")
     parser.add_argument("--steps", type=int, default=15, help="measured steps of each run")
-    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--only", default="", help="cases with a name that contains this")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     args = parser.parse_args()
     results: dict[str, Any] = {

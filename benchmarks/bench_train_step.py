@@ -1,5 +1,5 @@
-"""How long one training step takes, and how much memory: ours against TRL, TorchRL and plain
-PyTorch, on Linux CPUs or one CUDA device.
+"""Measure time and memory of a training step: ours against TRL, TorchRL and plain PyTorch, on Linux
+CPUs or one CUDA device.
 
     python benchmarks/bench_train_step.py
     python benchmarks/bench_train_step.py --models qwen05 --dtypes bfloat16 --repeats 5
@@ -10,19 +10,21 @@ PyTorch, on Linux CPUs or one CUDA device.
 A step is forward, loss, backward and zero_grad, without the optimizer's update. All sides have the
 same random Qwen2 weights and the same batch: groups of responses of 32 to 128 tokens that share a
 prompt of 64 or 512. The loss is clipped GRPO without KL, a mean over the tokens of a sequence and
-then over sequences; or (``--losses``) supervised training; or the reverse KL to a teacher of the
-same shape over the whole vocabulary, whose forward pass is part of the step; both a mean over all
-tokens. ``padded`` is our own step where each sequence is padded and has its prompt computed. First
-the loss and gradient of each side are compared with ours, then the sides take turns, in an order
-that rotates (on a CUDA device one follows the other). Each side is a process of its own, with a
-peak memory of its own: its growth over what was resident before the first step, of the process or
-of the CUDA device. All inherit the same OMP_NUM_THREADS and settings of the allocator
-(MALLOC_MMAP_THRESHOLD_, ...), and the result states them. A missing peer is left out and named.
-Anything else that runs on the machine spoils the times: OpenMP's threads wait for one another by
-spinning. With OMP_NUM_THREADS=1 the CPU time of a step, which is given beside, suffers least.
+then over sequences. With ``--losses`` it can also be supervised training, or the reverse KL to a
+teacher of the same shape over the whole vocabulary, including the teacher's forward pass; both are
+means over all tokens. ``padded`` is our step with padding, and with the prompt computed for each
+sequence.
 
-The rate in tokens counts the sequences' own, and the model FLOPs utilization the products that have
-to be made, of each prompt once and of no padding: what a side computes beyond that lowers both.
+First the loss and gradient of each side are compared with ours, then the sides take turns in
+rotating order (on a CUDA device one follows the other). Each side is a process with its own peak
+memory: the growth over the resident memory before the first step, of the process or of the CUDA
+device. All inherit the same OMP_NUM_THREADS and settings of the allocator (MALLOC_MMAP_THRESHOLD_,
+...), which the result records. A missing peer is skipped and named. Other work on the machine
+spoils the times, because OpenMP's threads wait for one another by spinning. The CPU time of a step
+with OMP_NUM_THREADS=1 suffers least.
+
+The token rate counts the sequences' own tokens, and the model FLOPs utilization the necessary
+products, with each prompt once and no padding: any further work of a side lowers both.
 """
 
 from __future__ import annotations
@@ -67,8 +69,8 @@ from torchrl_grpo.transforms.teacher import TeacherStates
 
 Step = Callable[[], float]
 Use = Callable[..., Step]
-"""Gets the model, the batch, and a folder; those that have a limit, ``micro_batch_tokens`` or
-``at_once`` too.
+"""Takes the model, the batch, a folder and, on sides with a limit, ``micro_batch_tokens`` or
+``at_once``.
 """
 HEADS = {"tiny": 4, "small": 8, "qwen05": 14, "qwen15": 12, "qwen7": 28}
 SEQUENCES = {"tiny": 16, "small": 16, "qwen05": 4, "qwen15": 4, "qwen7": 4}
@@ -76,12 +78,12 @@ PACKAGES = ("torch", "transformers", "tensordict", "torchrl", "trl")
 GROUPS, RESPONSES = 2, (32, 128)
 CLIP_EPSILON = 0.2
 LOG_RATIOS = torch.tensor([-0.4, -0.05, 0.05, 0.4])
-"""Log-ratios of the batch, well inside and well outside the clip range: rounding clips no token on
-one side alone.
+"""Log-ratios of the batch, well inside or well outside the clip range, so that rounding never
+decides whether a side clips a token.
 """
 TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-1}
-"""Largest difference allowed: of gradients, relative (norm of the difference over norm); of losses,
-absolute.
+"""Largest allowed difference: relative for gradients (norm of the difference over norm), absolute
+for losses.
 """
 
 
@@ -101,8 +103,8 @@ def make_model(name: str, dtype: str, seed: int = 0, device: str = "cpu") -> Pre
 
 
 def response_log_probs(model: PreTrainedModel, tokens: Tensor, width: int) -> Tensor:
-    """Log-probs of the response tokens [B, Tr], the last ``width``, from their full logits: plain
-    PyTorch.
+    """Return log-probs of the response tokens [B, Tr], the last ``width``, from their full logits,
+    in plain PyTorch.
     """
     logits = model(tokens, logits_to_keep=width + 1).logits[:, :-1]
     logits, targets = logits.float().flatten(0, 1), tokens[:, -width:].flatten()
@@ -112,7 +114,7 @@ def response_log_probs(model: PreTrainedModel, tokens: Tensor, width: int) -> Te
 
 
 def make_batch(name: str, dtype: str, path: str, size: dict[str, Any], device: str = "cpu") -> None:
-    """Write the batch, padded on the right: tokens [B, T], mask and behaviour log-probs [B, Tr],
+    """Write the batch, padded on the right: tokens [B, T], mask and behavior log-probs [B, Tr],
     advantages [B].
 
     Args:
@@ -150,7 +152,7 @@ def make_batch(name: str, dtype: str, path: str, size: dict[str, Any], device: s
 
 
 def parts_of(batch: dict[str, Tensor], at_once: int) -> list[dict[str, Tensor]]:
-    """Return the batch in parts of so many sequences."""
+    """Return the batch in parts of this many sequences."""
     columns = [tensor.split(at_once) for tensor in batch.values()]
     return [dict(zip(batch, part, strict=True)) for part in zip(*columns, strict=True)]
 
@@ -180,7 +182,7 @@ def ragged(batch: dict[str, Tensor], advantage_shape: tuple[int, ...]) -> Tensor
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """What the peers ask for and never use: they are given tokens."""
+    """Return a tokenizer, which the peers require and never use: they get tokens."""
     tokenizer = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
 
@@ -192,7 +194,7 @@ def backward(loss: Tensor) -> float:
 
 
 class Trainer(GRPOTrainer):
-    """A trainer whose optimizer changes nothing."""
+    """A trainer that never updates its weights."""
 
     def optim_step(self, loss: Tensor, **how: Any) -> dict[str, float]:
         return {"loss": float(loss)}
@@ -201,8 +203,8 @@ class Trainer(GRPOTrainer):
 def use_ours(
     model: PreTrainedModel, batch: dict[str, Tensor], folder: str, micro_batch_tokens: int = 16384
 ) -> Step:
-    """``GRPOTrainer.train_step``: padding, normalization, micro-batches and metrics, but no
-    optimizer step.
+    """Return ``GRPOTrainer.train_step``, with padding, normalization, micro-batches and metrics, but
+    without an optimizer step.
     """
     loss = GRPOLoss(TokenScorer(model), clip_epsilon=CLIP_EPSILON)
     return _step(loss, model, batch, micro_batch_tokens=micro_batch_tokens)
@@ -241,7 +243,7 @@ def use_our_distillation(model: PreTrainedModel, batch: dict[str, Tensor], folde
 
 
 def make_teacher(model: PreTrainedModel) -> PreTrainedModel:
-    """Another random model of a model's shape, frozen."""
+    """Return another random model of a model's shape, frozen."""
     name = next(
         name for name, shape in MODELS.items() if shape["hidden_size"] == model.config.hidden_size
     )
@@ -263,7 +265,7 @@ def padded(use: Use) -> Use:
 def use_trl(
     model: PreTrainedModel, batch: dict[str, Tensor], folder: str, at_once: int = 16
 ) -> Step:
-    """TRL's ``GRPOTrainer.compute_loss`` and backward, beta 0."""
+    """Return TRL's ``GRPOTrainer.compute_loss`` and backward, with beta 0."""
     import trl
     from datasets import Dataset
 
@@ -290,7 +292,7 @@ def use_trl(
 
 
 def count_prompts(batch: dict[str, Tensor]) -> int:
-    """How many different prompts a batch has."""
+    """Return the number of different prompts in a batch."""
     return len(batch["tokens"][:, : -batch["mask"].shape[1]].unique(dim=0))
 
 
@@ -310,7 +312,7 @@ def plain_settings(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def trl_inputs(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What TRL's trainers that sample give to ``compute_loss``."""
+    """Return the inputs that TRL's sampling trainers pass to ``compute_loss``."""
     width = batch["mask"].shape[1]
     prompts, responses = batch["tokens"][:, :-width], batch["tokens"][:, -width:]
     inputs = {"prompt_ids": prompts, "completion_ids": responses}
@@ -321,7 +323,7 @@ def trl_inputs(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def use_trl_sft(model: PreTrainedModel, batch: dict[str, Tensor], folder: str) -> Step:
-    """TRL's ``SFTTrainer.compute_loss`` and backward, on the loss of the response alone."""
+    """Return TRL's ``SFTTrainer.compute_loss`` and backward, with the loss of the response only."""
     import trl
     from datasets import Dataset
 
@@ -344,8 +346,8 @@ def use_trl_sft(model: PreTrainedModel, batch: dict[str, Tensor], folder: str) -
 
 
 def use_trl_distillation(model: PreTrainedModel, batch: dict[str, Tensor], folder: str) -> Step:
-    """TRL's ``DistillationTrainer.compute_loss`` and backward: the reverse KL, in its own chunks of
-    the vocabulary.
+    """Return TRL's ``DistillationTrainer.compute_loss`` and backward: the reverse KL, in TRL's own
+    chunks of the vocabulary.
     """
     import trl
     from datasets import Dataset
@@ -362,8 +364,8 @@ def use_trl_distillation(model: PreTrainedModel, batch: dict[str, Tensor], folde
 
 
 def use_torchrl(model: PreTrainedModel, batch: dict[str, Tensor], folder: str) -> Step:
-    """TorchRL's ``GRPOLoss`` over a ``TransformersWrapper``. Only ``loss_*`` is summed: the rest
-    are metrics.
+    """Return TorchRL's ``GRPOLoss`` over a ``TransformersWrapper``. Only ``loss_*`` entries are
+    summed, as the others are metrics.
     """
     from torchrl.modules.llm import TransformersWrapper
     from torchrl.objectives import llm
@@ -385,7 +387,7 @@ def use_torchrl(model: PreTrainedModel, batch: dict[str, Tensor], folder: str) -
 def use_plain(
     model: PreTrainedModel, batch: dict[str, Tensor], folder: str, at_once: int = 16
 ) -> Step:
-    """Plain PyTorch: padded forward passes, and the full logits of the response alone."""
+    """Return plain PyTorch: padded forward passes, and full logits of the response only."""
     size, parts = len(batch["tokens"]), parts_of(batch, at_once)
 
     def part_step(part: dict[str, Tensor]) -> float:
@@ -401,7 +403,7 @@ def use_plain(
 
 
 def use_plain_sft(model: PreTrainedModel, batch: dict[str, Tensor], folder: str) -> Step:
-    """Plain PyTorch: cross-entropy of the response."""
+    """Return plain PyTorch: cross-entropy of the response."""
     tokens, mask = batch["tokens"], batch["mask"]
 
     def step() -> float:
@@ -412,7 +414,7 @@ def use_plain_sft(model: PreTrainedModel, batch: dict[str, Tensor], folder: str)
 
 
 def use_plain_distillation(model: PreTrainedModel, batch: dict[str, Tensor], folder: str) -> Step:
-    """Plain PyTorch: the reverse KL of the full logits of the response."""
+    """Return plain PyTorch: the reverse KL of the response's full logits."""
     teacher, mask = make_teacher(model), batch["mask"]
 
     def log_probs(of: PreTrainedModel) -> Tensor:
@@ -432,8 +434,8 @@ def use_products(model: PreTrainedModel, batch: dict[str, Tensor], folder: str) 
     """Return a step of nothing but the algorithm's matrix products, with each prompt once and no
     padding: a lower bound for every side.
 
-    Three for each linear layer (forward, and the gradients of input and weight) and for the head
-    over the responses; no attention, nothing between the products, and the head's logits at once.
+    There are three for each linear layer (forward, and the gradients of input and weight) and for
+    the head over the responses; no attention, nothing between the products, and all logits at once.
     """
     sampled = int(batch["mask"].sum())
     rows = sampled + count_prompts(batch) * (batch["tokens"].shape[1] - batch["mask"].shape[1])
@@ -467,12 +469,12 @@ SIDES: dict[str, dict[str, Use]] = {
         "plain": use_plain_distillation,
     },
 }  # fmt: skip
-"""By the loss, what prepares the step of a side."""
+"""For each loss, the functions that prepare a side's step."""
 
 
 def peak_mib(reset: bool = False, device: str = "cpu") -> float:
-    """Peak memory of this process, or of a CUDA device, after setting the record of it back to what
-    is in use now or not.
+    """Return the peak memory of this process, or of a CUDA device, after an optional reset of the
+    peak.
     """
     if device != "cpu":
         if reset:
@@ -493,8 +495,8 @@ def work(
     device: str,
     pipe: Connection,
 ) -> None:
-    """A side's process: prepares, runs a first step, leaves its gradients in a file, then one step
-    for each message.
+    """Run a side in this process: prepare, run a first step, write its gradients to a file, then
+    run a step for each message.
     """
     use = SIDES[loss_name][side]
     try:
@@ -529,7 +531,9 @@ def work(
 
 
 def compare(side: str, losses: dict[str, float], folder: str) -> dict[str, float]:
-    """Differences of a side's loss (absolute) and gradient (relative, over all weights) from ours."""
+    """Return the differences of a side's loss (absolute) and gradient (relative, over all weights)
+    from ours.
+    """
     ours, other = (torch.load(f"{folder}/{name}.pt", mmap=True) for name in ("ours", side))
     difference = math.hypot(
         *(float((other[name].float() - grad.float()).norm()) for name, grad in ours.items())
@@ -539,7 +543,7 @@ def compare(side: str, losses: dict[str, float], folder: str) -> dict[str, float
 
 
 class Measurement:
-    """A setting's sides, and what is known of them.
+    """A setting's sides, and their results.
 
     Args:
         loss, name, dtype: the loss, the model and its dtype.
@@ -568,7 +572,7 @@ class Measurement:
         maker.join()
 
     def run(self, sides: Sequence[str], repeats: int) -> None:
-        """Start some sides, compare their first steps with ours, and time them in turns."""
+        """Start some sides, compare their first steps with ours, and time them in turn."""
         started = {side: self._start(side) for side in sides}
         pipes = {side: pipe for side, (_, pipe) in started.items() if self._checked(side, pipe)}
         order = list(pipes)
@@ -598,7 +602,7 @@ class Measurement:
         return process, pipe
 
     def _checked(self, side: str, pipe: Connection) -> bool:
-        """Whether a side has made its first step; how its gradients differ from ours is recorded."""
+        """Return whether a side has made its first step; record its difference from ours."""
         try:
             first = pipe.recv()
         except EOFError:  # it has said why
@@ -617,8 +621,8 @@ class Measurement:
 
 
 def work_of(name: str, size: dict[str, Any]) -> dict[str, float]:
-    """Tokens of the batch, those that have to be computed (each prompt once, no padding), and the
-    floating-point operations of a step with these.
+    """Return the number of tokens in the batch, of those that must be computed (each prompt once,
+    no padding), and the floating-point operations of a step with these.
     """
     rows, prompts, prompt = size["sequences"], size["prompts"], size["prompt"]
     shortest, longest = size["responses"]
@@ -633,7 +637,7 @@ def work_of(name: str, size: dict[str, Any]) -> dict[str, float]:
 
 
 def planned_growth_mib(name: str, dtype: str, size: dict[str, Any], tokens: float) -> float:
-    """What the memory plan says that our step adds to the weights; it has no optimizer here."""
+    """Return the memory plan's prediction for our step, beyond the weights, without optimizer."""
     number = getattr(torch, dtype).itemsize
     shape = shape_of(make_model(name, dtype, device="meta"))
     setup = StepSetup(size["micro_batch_tokens"], 1, 1, number=number, master=number)
@@ -650,10 +654,10 @@ def measure(
     sides: Sequence[str],
     device: str = "cpu",
 ) -> dict[str, Any]:
-    """One setting: the check, then the times and the memory of all sides.
+    """Check one setting, then measure the times and the memory of all sides.
 
-    On a CPU the sides take turns; on a CUDA device, which they would fill together, one follows the
-    other.
+    On a CPU the sides take turns; on a CUDA device, which does not have room for all at once, one
+    follows the other.
     """
     everyone = ["ours", *(side for side in sides if side != "ours")]
     turns = [everyone] if device == "cpu" else [[side] for side in everyone]
@@ -697,18 +701,20 @@ def measure(
 
 
 def main() -> None:
-    """Measures each setting, writes its JSON and prints its table."""
+    """Measure each setting, write its JSON and print its table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--losses", nargs="+", choices=SIDES, default=["grpo"])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument(
         "--groups", type=int, default=GROUPS, help="different prompts among the sequences"
     )
-    parser.add_argument("--sequences", type=int, help="by default 16, or 4 of a large model")
+    parser.add_argument("--sequences", type=int, help="by default 16, or 4 with a large model")
     parser.add_argument("--responses", nargs=2, type=int, default=RESPONSES, metavar="TOKENS",
-                        help="of the shortest and of the longest one")  # fmt: skip
+                        help="tokens of the shortest and of the longest response")  # fmt: skip
     parser.add_argument("--micro-batch-tokens", type=int, default=16384, help="in a pass of ours")
-    parser.add_argument("--at-once", type=int, default=16, help="sequences in a pass of the others")
+    parser.add_argument(
+        "--at-once", type=int, default=16, help="sequences in a pass of the other sides"
+    )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["tiny", "small"])
     parser.add_argument("--dtypes", nargs="+", choices=TOLERANCE, default=["float32", "bfloat16"])
     parser.add_argument(
@@ -718,7 +724,7 @@ def main() -> None:
         "--sides", nargs="+", choices=SIDES["grpo"], default=list(SIDES["grpo"]), help="beside ours"
     )
     parser.add_argument(
-        "--repeats", type=int, default=5, help="timed steps of each side, after two others"
+        "--repeats", type=int, default=5, help="timed steps of each side, after two warm-up steps"
     )
     parser.add_argument(
         "--output",

@@ -1,11 +1,11 @@
-"""What the page costs a run, and how soon a large run is seen.
+"""Measure the dashboard's cost for a run, and the time until it shows a large run.
 
     python benchmarks/bench_view.py
     python benchmarks/bench_view.py --steps 80 --block 4
 
-Prints JSON. Seconds a step of the default job with the page open in Chromium, and with both
-stopped: every few steps the page's server and the browser are stopped (SIGSTOP) or go on, and the
-step in which that happens is not counted. And the seconds until a run of 100,000 responses is
+Prints JSON: the seconds per step of the default job with the page open in Chromium and without it
+(every few steps, the page's server and the browser are stopped with SIGSTOP or continued, and the
+step in which that happens is not counted), and the seconds until a run of 100,000 responses is
 painted. Needs Debian's Chromium and playwright (`make install-dev`).
 """
 
@@ -40,7 +40,7 @@ OFF = ("evaluation.num_prompts=0", "train.checkpoint_frequency=0", "logging.tens
 
 
 def steps_of(folder: Path, process: subprocess.Popen[str]) -> Iterator[int]:
-    """Each step when it is logged, until the run ends."""
+    """Yield each step when it is logged, until the run ends."""
     seen = 0
     while process.poll() is None:
         rows = read_jsonl(folder / "metrics.jsonl")
@@ -51,7 +51,7 @@ def steps_of(folder: Path, process: subprocess.Popen[str]) -> Iterator[int]:
 
 
 def family(pids: Sequence[int]) -> list[psutil.Process]:
-    """These processes and all below them."""
+    """Return these processes and all their descendants."""
     return [
         one
         for pid in pids
@@ -64,7 +64,7 @@ def cpu_s(processes: Sequence[psutil.Process]) -> float:
 
 
 def browser_pids() -> list[int]:
-    """Chromium's first processes, which playwright started for this one."""
+    """Return the root processes of Chromium, which playwright started for this process."""
     below = psutil.Process().children(recursive=True)
     return [
         one.pid
@@ -147,8 +147,8 @@ def measure(folder: Path, steps: int, block: int) -> dict[str, object]:
 
 
 def first_paint(folder: Path, groups: int) -> dict[str, float]:
-    """Seconds from the start of the server until it answers, and from an address to what is seen of
-    a large run.
+    """Return the seconds from the server's start to its first answer, and from the opening of the
+    page to the first paint of a large run.
     """
     run, start = make_large(folder / "large", groups), time.perf_counter()
     with served(run) as address, chromium() as browser, browser.new_page() as page:
@@ -175,15 +175,13 @@ def first_paint(folder: Path, groups: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measures and writes the JSON."""
+    """Measure and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--steps", type=int, default=160, help=f"the first {WARM_UP} are not counted"
     )
     parser.add_argument("--block", type=int, default=5, help="steps between two changes")
-    parser.add_argument(
-        "--responses", type=int, default=100_000, help="of the run whose first paint is timed"
-    )
+    parser.add_argument("--responses", type=int, default=100_000, help="of the run to paint")
     parser.add_argument("--out", type=Path, help="file for the JSON, besides standard output")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,12 +1,11 @@
-"""What our collector costs on top of vLLM: the same requests to the same engine, with and without
-it.
+"""Measure the overhead of our collector over vLLM, with the same requests to the same engine.
 
     python benchmarks/bench_vllm.py                     # 30M parameters
     python benchmarks/bench_vllm.py --model qwen05
 
-Prints JSON. Raw vLLM is `LLM.generate` with the prompts as tokens, one request a group, log-probs
-of what was sampled, no text. The collector also makes text of the responses, scores them, and
-builds the batch. `share` is the collector's tokens per second over raw vLLM's.
+Prints JSON. Raw vLLM is `LLM.generate` with tokenized prompts, one request per group, log-probs of
+the sampled tokens, and no text. The collector also decodes the responses, scores them, and builds
+the batch. `share` is the collector's tokens per second over raw vLLM's.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from torchrl_grpo.tasks.arithmetic import ArithmeticTask
 
 
 def main() -> None:
-    """Measures both in turns and writes the JSON."""
+    """Measure both in turn and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--model", choices=("small", "qwen05"), default="small"

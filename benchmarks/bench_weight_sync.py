@@ -1,12 +1,12 @@
-"""How long new weights take from the trainer to an engine, whole and as adapters.
+"""Time the transfer of new weights from the trainer to an engine, whole and as adapters.
 
     python benchmarks/bench_weight_sync.py
     python benchmarks/bench_weight_sync.py --model random --engine vllm --out weight_sync.json
 
-Trainer and engine are two Ray actors of this machine, with one rank and one sampler. Both take
-turns, after one warm-up each. A time is that of a publish, which the trainer waits for, and that of
+Trainer and engine are two Ray actors on this machine, with one rank and one sampler. The kinds of
+transfer take turns, after a warm-up each. Timed are the publish, which the trainer waits for, and
 the update, which the sampler waits for. With "adapters" the trained model has LoRA of rank 16 on
-all linear layers, and the object store carries these alone; the others send whole weights. The
+all linear layers, and the object store carries only these; the other kinds send whole weights. The
 result is JSON with the machine, the versions, the setting, every time, the medians, and ratios to
 the object store.
 """
@@ -69,7 +69,7 @@ def make_random_model(folder: str) -> None:
 
 
 class Source:
-    """Stands for a trainer that has made a step each time that it is asked for its version."""
+    """Stands in for a trainer that makes a step whenever its version is read."""
 
     def __init__(self, model: nn.Module, lora: nn.Module) -> None:
         self.model, self._lora, self.steps, self.optim_steps = model, lora, 0, 0
@@ -88,7 +88,7 @@ class Source:
 
 
 class InTurns(Sender):
-    """One kind after the other."""
+    """Cycles through the kinds of transfer."""
 
     def __init__(self, senders: list[Sender]) -> None:
         self._senders = senders
@@ -107,7 +107,7 @@ class InTurns(Sender):
 
 
 def make_learner(name: str, dtype: torch.dtype, mesh: object) -> Learner:
-    """The trainer's side, in its process."""
+    """Return the trainer's side, in its own process."""
     base = CheckpointModel(name, torch.float32)
     senders = [
         make_sender(Transfer("object_store"), dtype=dtype),
@@ -118,7 +118,7 @@ def make_learner(name: str, dtype: torch.dtype, mesh: object) -> Learner:
 
 
 def make_sampler(name: str, engine: str, dtype: torch.dtype) -> Sampler:
-    """The engine's side, in its process."""
+    """Return the engine's side, in its own process."""
     made: Engine
     if engine == "transformers":
         made = TransformersEngine(CheckpointModel(name, dtype)(), copy=False)
@@ -139,7 +139,7 @@ def make_sampler(name: str, engine: str, dtype: torch.dtype) -> Sampler:
 def measure(
     learner: RayLearner, sampler: Any, repeats: int
 ) -> dict[str, list[tuple[float, float]]]:
-    """Seconds of publish and update, for each kind."""
+    """Return the seconds of publish and update, for each kind."""
     import ray
 
     seconds: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}

@@ -1,13 +1,12 @@
-"""Hosts of a cluster that are namespaces of one machine: addresses, processes, /tmp and /dev/shm of
-their own.
+"""Simulate the hosts of a cluster by namespaces of one machine, each with its own address,
+processes, /tmp and /dev/shm.
 
 A ``Network`` is a switch in this process: each host's ``eth0`` is a TAP device, and a thread
-carries the frames from one to the others. So a link can be cut, be slow or lose frames on any
-kernel (``tc netem`` is a module that not all have). It needs root on Linux, and ``unshare``,
-``nsenter`` and ``ip``.
+forwards the frames between them. So a link can be cut, delayed or lossy on any kernel (``tc netem``
+is an optional module). It needs root on Linux, and ``unshare``, ``nsenter`` and ``ip``.
 
-Everything of a host ends with the first process in it, which is killed when this process ends,
-however it does.
+All processes of a host end with its first process, which is killed when this process ends, however
+it ends.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def why_not() -> str:
-    """Why there can be no hosts here; empty if there can."""
+    """Return why this machine cannot have such hosts; empty if it can."""
     if not sys.platform.startswith("linux") or os.geteuid():
         return "needs root on Linux"
     if missing := [name for name in ("unshare", "nsenter", "ip") if shutil.which(name) is None]:
         return f"needs {', '.join(missing)}"
     if Path(__file__).resolve().is_relative_to("/tmp"):
-        return "needs a checkout outside of /tmp, which is another one in each host"
+        return "needs a checkout outside of /tmp, because each host has its own /tmp"
     if not os.access("/dev/net/tun", os.R_OK | os.W_OK):
         return "needs /dev/net/tun"
     done = subprocess.run(
@@ -61,8 +60,8 @@ class Host:
         name: its host name.
         address: on the network.
         up: whether its link is up; may be set.
-        delay_s: of each frame that it sends or gets.
-        loss: share of these that are lost.
+        delay_s: delay of each frame that it sends or receives.
+        loss: share of these frames that are lost.
     """
 
     def __init__(self, name: str, number: int) -> None:
@@ -122,12 +121,12 @@ class Host:
     def popen(
         self, *command: str, env: Mapping[str, str] | None = None, **options: Any
     ) -> subprocess.Popen[Any]:
-        """Start a command in the host, which ends with the host."""
+        """Start a command in the host; it ends with the host."""
         inside = ["nsenter", "--target", str(self.pid), "--all", f"--wd={os.getcwd()}", *command]
         return subprocess.Popen(inside, env=os.environ | (env or {}), **options)
 
     def run(self, *command: str) -> str:
-        """What a command prints in the host."""
+        """Return the output of a command in the host."""
         with self.popen(*command, stdout=subprocess.PIPE, text=True) as process:
             printed, _ = process.communicate()
         if process.returncode:
@@ -137,7 +136,7 @@ class Host:
         return str(printed)
 
     def processes(self) -> list[psutil.Process]:
-        """All processes in it."""
+        """Return all processes in the host."""
         there = []
         mine = os.readlink(f"/proc/{self.pid}/ns/pid") if Path(f"/proc/{self.pid}").exists() else ""
         for process in psutil.process_iter():
@@ -149,7 +148,7 @@ class Host:
         return there
 
     def actors(self) -> list[str]:
-        """Return the kinds of Ray's actors in it, such as ``LearnerActor``."""
+        """Return the kinds of Ray's actors in the host, such as ``LearnerActor``."""
         names = []
         for process in self.processes():
             try:
@@ -161,7 +160,7 @@ class Host:
         return sorted(names)
 
     def kill(self) -> None:
-        """Kill all that runs in it. May be called again."""
+        """Kill all processes in the host. May be called again."""
         self.up = False
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGKILL)
@@ -210,7 +209,7 @@ class Network:
             os.close(host.tap)
 
     def _carry(self) -> None:
-        """Hands each frame to all hosts that it may be for."""
+        """Forward each frame to the hosts that it may be for."""
         waiting: list[tuple[float, int, bytes, Host]] = []
         of_address: dict[bytes, Host] = {}
         number = 0

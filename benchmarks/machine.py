@@ -1,4 +1,4 @@
-"""What every benchmark says about the machine that it ran on, and how it says it."""
+"""Common output of the benchmarks: the machine that they ran on, and the JSON."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def report(result: dict[str, Any], out: Path | None) -> None:
 
 
 def merge(figures: dict[str, Any], packages: Sequence[str], out: Path) -> None:
-    """Add figures by name to those that a file has from earlier runs."""
+    """Add figures by name to those of earlier runs in a file."""
     result: dict[str, Any] = json.loads(out.read_text("utf-8")) if out.exists() else {}
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(

@@ -1,9 +1,9 @@
-"""The results of ``make bench`` as the Markdown tables of benchmarks/README.md.
+"""Print the results of ``make bench`` as the Markdown tables of benchmarks/README.md.
 
     python benchmarks/tables.py benchmarks/out
 
-A ratio is the median of the rounds, in which the sides took turns, and in brackets the lowest and
-the highest of them.
+A ratio is the median over the rounds, in which the sides took turns, with the lowest and the
+highest in parentheses.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SIZES = {"tiny": "0.3M", "small": "30M", "qwen05": "Qwen2.5-0.5B's shape"}
 
 
 def ratio(theirs: Sequence[float], ours: Sequence[float]) -> str:
-    """How many times as long they took, round by round."""
+    """Return the ratio of two lists of seconds, with its range over the rounds."""
     rounds = sorted(map(truediv, theirs, ours))
     return f"{statistics.median(rounds):.2f} ({rounds[0]:.2f}–{rounds[-1]:.2f})"
 
@@ -61,7 +61,7 @@ def training(results: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def rollout(results: Sequence[dict[str, Any]]) -> list[str]:
-    """Tokens per second of the engines, and ours over the others."""
+    """Return the table of sampling: the engines' tokens per second, and ours over the others'."""
     lines = [
         row(
             "model, dtype, responses",
@@ -98,7 +98,7 @@ def rollout(results: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def main() -> None:
-    """Print the tables of what a folder has results for."""
+    """Print the tables for the results in a folder."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="where `make bench` left its JSON")
     folder = parser.parse_args().folder

@@ -298,7 +298,7 @@ def test_what_leaves_tokens_out_may_be_said_of_each_token(name: Any, settings: d
     ("name", "settings", "shape", "fix"),
     [
         ("advantage", {}, (4,), r"use unsqueeze\(-1\)"),
-        ("advantage", {}, (4, 3), "make it for the tokens of this batch"),
+        ("advantage", {}, (4, 3), "compute it for the tokens"),
         ("staleness", {"proximal": "interpolated"}, (4,), r"use unsqueeze\(-1\)"),
         (("next", "truncated"), {"mask_truncated": True}, (4,), r"use unsqueeze\(-1\)"),
         ("reward_valid", {}, (4,), r"use unsqueeze\(-1\)"),

@@ -10,7 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -276,6 +276,24 @@ def test_prometheus_reads_the_latest_metrics_until_the_run_ends(tmp_path: Path) 
         assert {one.labels["run"] for family in families for one in family.samples} == {"my run"}
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(url, timeout=30)
+
+
+def test_idle_connections_use_up_no_files_and_prometheus_still_reads(tmp_path: Path) -> None:
+    pytest.importorskip("prometheus_client")
+    port = free_port()
+    asked = services(f"logging.prometheus.port={port}")
+    with (
+        MetricsLogger(tmp_path, tensorboard=False, services=asked, config={}) as logger,
+        ExitStack() as stack,
+    ):
+        logger.log(1, {"train/loss": 0.5})
+        place = ("127.0.0.1", port)
+        strangers = [
+            stack.enter_context(socket.create_connection(place, timeout=10)) for _ in range(100)
+        ]
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+            assert b"grpo_train_loss" in answer.read()
+        assert [stranger.recv(1) for stranger in strangers[:84]] == [b""] * 84
 
 
 def test_a_port_that_is_in_use_is_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import re
 import time
@@ -264,7 +265,7 @@ def test_groups_are_filtered_and_the_link_keeps_it(page: Page, address: str) -> 
 
 def test_a_response_leads_to_its_tokens_and_back(page: Page, address: str) -> None:
     show(page, address, "groups?split=train&from=7&to=7")
-    assert "finished end of text" in page.locator("section > p").inner_text()  # of both
+    assert "finished: end of text" in page.locator("section > p").inner_text()  # of both
     assert page.get_by_role("row", name="advantage").locator("td").all_inner_texts() == ["-1", "1"]
     expect(page.get_by_role("row", name="finished")).to_have_count(0)
     page.get_by_role("link", name="response 2").click()
@@ -515,6 +516,36 @@ def test_it_fits_a_phone(browser: Browser, address: str, view: str) -> None:
         show(page, address, view)
         page.wait_for_timeout(100)
         assert page.evaluate("document.documentElement.scrollWidth") == 360
+
+
+def test_a_phone_shows_all_views_in_one_row_and_values_of_the_config(
+    browser: Browser, tmp_path: Path
+) -> None:
+    run = make_run(tmp_path / "run")
+    config = {"train_model": {"gradient_checkpointing_reentrant": False}}
+    (run / ".hydra" / "config.yaml").write_text(json.dumps(config))
+    with (
+        served(run) as address,
+        browser.new_page(viewport={"width": 390, "height": 844}) as page,
+    ):
+        show(page, address, "config")
+        tops = page.locator("nav a").evaluate_all("all => all.map((one) => one.offsetTop)")
+        assert len(set(tops)) == 1
+        boxes = page.locator("tbody td").evaluate_all(
+            "all => all.map((one) => one.getBoundingClientRect().right)"
+        )
+        assert boxes and max(boxes) <= 390
+
+
+def test_what_all_responses_have_in_common_is_no_row(browser: Browser, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=1)
+    append(run, "samples.jsonl", group(2, "2+2=", ["#### 4"]))
+    with served(run) as address, browser.new_page() as page:
+        show(page, address, "groups?split=train")
+        abouts = page.locator("section > p").all_inner_texts()
+        assert abouts[0].startswith("right: 0 · advantage: -1 · tokens: 6 · finished: end of text")
+        assert abouts[1].startswith("all responses · finished: end of text")
+        assert page.locator("section").first.get_by_role("row").count() == 3
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -13,7 +13,11 @@ import math
 import os
 import re
 import secrets
+import socket
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +50,10 @@ _COLUMNS = (
     "length",
 )
 """Columns of the tables of samples."""
+_MAX_CONNECTIONS = 16
+"""Maximum number of connections to the port that Prometheus reads; it uses one."""
+_REQUEST_S = 5.0
+"""Longest wait, in seconds, for the next part of a request to that port."""
 
 
 class Tracker:
@@ -260,6 +268,37 @@ class Trackio(Tracker):
         self._logger.experiment.finish()
 
 
+class _LimitedServer(ThreadingHTTPServer):
+    """Server with few connections, which others may open and leave idle: of too many the oldest is
+    closed, so that they use up neither the run's file descriptors nor its threads.
+    """
+
+    request_queue_size = 4 * _MAX_CONNECTIONS
+
+    def __init__(self, address: tuple[str, int], handler: Any) -> None:
+        if ":" in address[0]:
+            self.address_family = socket.AF_INET6
+        self._open: list[Any] = []
+        super().__init__(address, handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer a connection in its own thread."""
+        self._open.append(request)
+        if len(self._open) > _MAX_CONNECTIONS:
+            with suppress(OSError):  # its thread may just have closed it
+                self._open.pop(0).shutdown(socket.SHUT_RDWR)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection."""
+        with suppress(ValueError):
+            self._open.remove(request)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignore errors of a connection, such as a client that leaves before its answer."""
+
+
 class Prometheus(Tracker):
     """Server of the latest value of each metric, as ``grpo_train_loss{run="..."}``.
 
@@ -270,20 +309,24 @@ class Prometheus(Tracker):
     def __init__(
         self, folders: Sequence[Path], settings: Mapping[str, Any], name: str, config: str
     ) -> None:
-        from prometheus_client import CollectorRegistry, start_http_server
+        from prometheus_client import CollectorRegistry, MetricsHandler
 
         self._run = name
         self._latest: dict[str, float] = {}
         registry = CollectorRegistry()
         registry.register(self)
+        handler: Any = MetricsHandler.factory(registry)
+        handler.timeout = _REQUEST_S
         port, host = settings["port"], settings["host"]
         try:
-            self._server, self._thread = start_http_server(port, host, registry)
+            self._server = _LimitedServer((host, port), handler)
         except OSError as error:
             raise ValueError(
                 f"logging.prometheus.port={port} must be free on logging.prometheus.host={host}, "
                 f"and it is not ({error.strerror}): use another one."
             ) from error
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._latest = {**self._latest, **values, "step": step}

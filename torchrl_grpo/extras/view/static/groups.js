@@ -99,7 +99,9 @@ function section(rows, asked) {
       .map(([key, label]) => [label, (row) => (typeof row[key] === "string" ? ending(row[key]) : number(row[key]))]),
   ];
   // What all responses have in common is said once.
-  const common = rows.length > 1 ? facts.filter(([, make]) => rows.every((row) => make(row) === make(first))) : [];
+  const common = facts.filter(([, make]) => rows.every((row) => make(row) === make(first)));
+  const shared = common.map(([label, make]) => `${label}: ${make(first)}`);
+  if (rows.length > 1) shared.unshift("all responses");
   const cells = (make) => rows.map((row) => el("td", { class: row.wanted ? null : "other" }, make(row)));
   const line = (label, make) => el("tr", {}, el("th", { scope: "row" }, label), cells(make));
   const head = rows.map((row, at) => {
@@ -109,7 +111,7 @@ function section(rows, asked) {
   const text = (row) => el("div", { class: "response", role: "group", "aria-label": "Response" }, row.response);
   return el("section", {},
     el("h3", {}, about),
-    common.length ? el("p", { class: "dim" }, `all: ${common.map(([label, make]) => `${label} ${make(first)}`).join(" · ")}`) : null,
+    common.length ? el("p", { class: "dim" }, shared.join(" · ")) : null,
     el("div", { class: "prompt", role: "group", "aria-label": "Prompt" }, first.query),
     scroll(`Responses, ${about}`, el("table", { class: "group" },
       el("thead", {}, el("tr", {}, el("td", {}, el("span", { class: "hidden" }, "what")), head)),

@@ -123,7 +123,7 @@ function config(box) {
         el("form", { submit: (event) => event.preventDefault() }, field("key or value", text),
           runs.length > 1 && el("label", { class: "row" }, alone, "only differences")),
         found,
-        scroll("Config", el("table", { class: "facts" },
+        scroll("Config", el("table", { class: "facts config" },
           el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "key"), head)), body)));
     }
     const asked = (params.get("text") ?? "").toLowerCase();

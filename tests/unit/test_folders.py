@@ -6,7 +6,6 @@ import errno
 import fcntl
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from tests.support.configs import ROOT, compose_config
 from tests.support.runs import SMALL, run, steps
 from torchrl_grpo.assembly.run import Run, build
 from torchrl_grpo.config import ConfigError
-from torchrl_grpo.errors import NotSavedError, RunLostError
+from torchrl_grpo.errors import NotSavedError
 from torchrl_grpo.extras.export.command import main as export
 from torchrl_grpo.extras.view.runs import RunView
 from torchrl_grpo.host.files import read_jsonl
@@ -327,39 +326,6 @@ def at_step(
             then()
 
     monkeypatch.setattr(made.source, "publish", publish_then)
-
-
-def replace(folder: Path) -> None:
-    shutil.rmtree(folder)
-    folder.mkdir()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda folder: folder.rename(folder.with_name("moved")),
-        lambda folder: (folder.rename(folder.with_name("moved")), folder.mkdir()),
-        shutil.rmtree,
-        replace,
-    ],
-)
-@pytest.mark.parametrize("step", [2, 4])
-def test_a_run_whose_folder_is_moved_or_removed_saves_and_ends(
-    step: int,
-    change: Callable[[Path], object],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    folder = tmp_path / "run"
-    with (
-        pytest.raises(RunLostError, match=rf"hydra\.run\.dir={folder} .* Resume from"),
-        closing(build(compose_config(*SMALL, steps(4)), folder)) as made,
-    ):
-        at_step(made, step, lambda: change(folder), monkeypatch)
-        made.fit()
-    saved = [path.name for path in (folder / "checkpoints").iterdir()]
-    assert saved == [f"checkpoint_{step:06d}"] and not (folder / LOCK_FILE).exists()
 
 
 def test_a_file_in_the_place_of_the_checkpoints_drops_no_rows(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from torchrl_grpo.errors import (
 )
 from torchrl_grpo.host import clock, stalls
 from torchrl_grpo.host.files import METRICS_FILE, read_jsonl
-from torchrl_grpo.host.folders import FolderLock
 from torchrl_grpo.host.interrupts import shielded
 from torchrl_grpo.learner.checkpoint import Checkpointer
 from torchrl_grpo.learner.learner import Learner
@@ -32,21 +31,6 @@ from torchrl_grpo.runtime.learner import RayLearner
 from torchrl_grpo.runtime.rollouts import Rollouts
 
 _NUM_SHOWN = 4
-
-
-class FolderGuard(Observer):
-    """Ends a run whose folder was moved or removed, before a step is recorded and saved.
-
-    Args:
-        lock: lock on the run's folder.
-    """
-
-    def __init__(self, lock: FolderLock) -> None:
-        self._lock = lock
-
-    def stage(self, kind: str, step: int, what: str) -> None:
-        if kind == "save":
-            self._lock.check_in_place()
 
 
 class Recorder(Observer):

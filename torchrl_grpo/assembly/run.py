@@ -26,7 +26,7 @@ from torchrl_grpo.assembly.blueprint import (
     prepare,
 )
 from torchrl_grpo.assembly.layouts import LocalLayout, RayLayout, start_cluster
-from torchrl_grpo.assembly.observers import FolderGuard, Limits, Recorder, Saver, Timeline
+from torchrl_grpo.assembly.observers import Limits, Recorder, Saver, Timeline
 from torchrl_grpo.assembly.schedule import schedule_of, writes_of
 from torchrl_grpo.config import GRPOConfig, plain, staleness_bound
 from torchrl_grpo.generation.engines import ENGINES
@@ -56,7 +56,6 @@ class Run:
 
     blueprint: Blueprint
     directory: Path
-    lock: FolderLock
     learner: Learner | RayLearner
     source: Rollouts
     logger: MetricsLogger
@@ -98,7 +97,6 @@ class Run:
         outputs = {}
         if not config.only_evaluates:
             outputs = {"checkpoints": checkpointer.directory, "model": export()}
-        self.lock.check_in_place()
         return outputs
 
     def _resume_hint(self, checkpointer: Checkpointer) -> str:
@@ -135,7 +133,6 @@ class Run:
         """Return the observers in order: a step is recorded, then saved, then may end the run."""
         config, schedule, alarms = self.blueprint.config, self.schedule, Alarms()
         return [
-            FolderGuard(self.lock),
             Recorder(
                 self.learner,
                 self.logger,
@@ -184,8 +181,7 @@ def build(
     max_staleness = staleness_bound(config, asynchronous)
     with as_config_errors(), ExitStack() as resources:
         console = resources.enter_context(Console())  # first: it takes the colors out of log lines
-        lock = resources.enter_context(FolderLock(directory))
-        directory = lock.folder
+        directory = resources.enter_context(FolderLock(directory)).folder
         watch = resources.enter_context(stalls.watched(config.train.stall_timeout_s, directory))
         resume = find_resume(config, plain(config), directory)
         if config.train.resume is None:
@@ -233,7 +229,6 @@ def build(
         return Run(
             blueprint,
             directory,
-            lock,
             learner,
             rollouts,
             logger,

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
-from torchrl_grpo.errors import ConfigError, RunLostError
+from torchrl_grpo.errors import ConfigError
 
 LOCK_FILE = ".lock"
 _NO_FLOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -117,19 +117,6 @@ class FolderLock(AbstractContextManager["FolderLock"]):
             if error.errno == errno.EROFS:
                 raise self._unwritable(error) from error
             raise
-
-    def check_in_place(self) -> None:
-        """Check that the folder, with the lock, is still at its path.
-
-        Raises:
-            RunLostError: it was moved or removed.
-        """
-        if self._file is None or not self._is_current(self._file):
-            raise RunLostError(
-                f"hydra.run.dir={self.folder} must stay in place while a run writes to it, but it "
-                f"or its {LOCK_FILE} was moved or removed: the run ends now. Resume from its last "
-                "checkpoint."
-            )
 
     def close(self) -> None:
         """Release the lock."""

@@ -1,8 +1,8 @@
 """``Server``: HTTP/1.1 server on loopback, one per process, for any number of concurrent agents.
 
 It knows neither tasks nor the policy: a request goes to the episode of its key, which answers it
-after the policy's turn. It is plain asyncio in a thread, because no dependency of the package has a
-server that starts in a few milliseconds inside a reward worker.
+after the policy's turn. It is h11 on asyncio's streams, in a thread, which starts in a few
+milliseconds inside a reward worker.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from http import HTTPStatus
 from typing import Any, Protocol
+
+import h11
 
 from torchrl_grpo.agents.protocol import (
     ANTHROPIC,
@@ -112,7 +113,7 @@ class Server:
         self._loop.run_until_complete(listen())
 
     def _connection(self) -> _Connection:
-        reader = asyncio.StreamReader(limit=_MAX_HEAD_BYTES, loop=self._loop)
+        reader = asyncio.StreamReader(loop=self._loop)
         return _Connection(reader, self._serve, loop=self._loop)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -122,43 +123,33 @@ class Server:
             oldest = next(iter(self._strangers))
             del self._strangers[oldest]
             oldest.transport.abort()
-        with suppress(ConnectionError, TimeoutError, asyncio.IncompleteReadError):
-            keep_alive = True
-            while keep_alive:
+        client = _Client(reader, writer)
+        with suppress(ConnectionError, TimeoutError):
+            while client.may_continue():
                 try:
-                    method, path, headers = await asyncio.wait_for(_head(reader), _IDLE_S)
-                    keep_alive = headers.get("connection", "").lower() != "close"
-                    if method == "HEAD":  # our answer has a body, so nothing may follow it
-                        keep_alive = False
-                    body = await asyncio.wait_for(_body(reader, writer, headers), _IDLE_S)
+                    request, body = await client.receive()
                 except BadRequest as refusal:  # the beginning of the next request is unknown
-                    _write(writer, refusal.status, refusal.body(), keep_alive=False)
+                    client.send_json(refusal.status, refusal.body(), [("Connection", "close")])
                     break
+                path = request.target.decode("latin-1").partition("?")[0]
                 try:
-                    await self._answer(writer, method, path, headers, body, keep_alive)
+                    await self._answer(client, request, path, body)
                 except BadRequest as refusal:
-                    _write(writer, refusal.status, refusal.body(path), keep_alive)
+                    client.send_json(refusal.status, refusal.body(path))
                 await writer.drain()
         self._strangers.pop(writer, None)
         with suppress(ConnectionError):
             writer.close()
             await writer.wait_closed()
 
-    async def _answer(
-        self,
-        writer: asyncio.StreamWriter,
-        method: str,
-        path: str,
-        headers: dict[str, str],
-        body: bytes,
-        keep_alive: bool,
-    ) -> None:
+    async def _answer(self, client: _Client, head: h11.Request, path: str, body: bytes) -> None:
         """Answer a request.
 
         Raises:
             BadRequest: it is refused.
             ConnectionError: the client left before the answer.
         """
+        headers = {name.decode(): value.decode("latin-1") for name, value in head.headers}
         episode = next(filter(None, map(self._find, _keys(headers))), None)
         if episode is None:
             raise BadRequest(
@@ -167,13 +158,14 @@ class Server:
                 status=401,
                 code="invalid_api_key",
             )
-        self._strangers.pop(writer, None)
-        if path == "/v1/models" and method == "GET":
-            _write(writer, 200, models(), keep_alive)
+        self._strangers.pop(client.writer, None)
+        if path == "/v1/models" and head.method == b"GET":
+            client.send_json(200, models())
             return
         if path not in PATHS:
             raise BadRequest(f"there is no {path:.60}: use one of {', '.join(PATHS)}.", status=404)
-        if method != "POST":
+        if head.method != b"POST":
+            method = head.method.decode("latin-1")
             raise BadRequest(
                 f"the method must be POST, but it is {method:.20}: use POST.", status=405
             )
@@ -181,15 +173,82 @@ class Server:
         pending = episode.submit(request)
         delivered = False
         try:
-            answer = await _unless_left(pending, writer)
+            answer = await _unless_left(pending, client.writer)
             if request.stream:
-                _stream(writer, answer, keep_alive)
+                client.send(200, [("Content-Type", "text/event-stream")], _events(answer))
             else:
-                _write(writer, 200, answer.body(), keep_alive)
-            await writer.drain()
+                client.send_json(200, answer.body())
+            await client.writer.drain()
             delivered = True
         finally:
             pending.delivered.set_result(delivered)
+
+
+class _Client:
+    """Requests and answers of one connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.writer = writer
+        self._reader = reader
+        self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=_MAX_HEAD_BYTES)
+
+    def may_continue(self) -> bool:
+        """Return whether another request may follow."""
+        if self._http.our_state is h11.DONE:
+            self._http.start_next_cycle()
+        return self._http.our_state is h11.IDLE
+
+    async def receive(self) -> tuple[h11.Request, bytes]:
+        """Return the next request and its body.
+
+        Raises:
+            BadRequest: it is not HTTP, or it is too long.
+            ConnectionError: there is no request.
+            TimeoutError: the client does not continue.
+        """
+        body = bytearray()
+        try:
+            while not isinstance(event := self._http.next_event(), h11.EndOfMessage):
+                if isinstance(event, h11.Request):
+                    request = event
+                elif isinstance(event, h11.Data):
+                    body += event.data
+                elif event is h11.NEED_DATA:
+                    if self._http.they_are_waiting_for_100_continue:
+                        self._write(h11.InformationalResponse(status_code=100, headers=[]))
+                    chunk = await asyncio.wait_for(self._reader.read(_MAX_HEAD_BYTES), _IDLE_S)
+                    self._http.receive_data(chunk)
+                else:
+                    raise ConnectionResetError
+                if len(body) > MAX_BODY_BYTES:
+                    raise BadRequest(
+                        f"a request must have at most {MAX_BODY_BYTES:,} bytes, but it has more: "
+                        "send a shorter chat.",
+                        status=413,
+                        code="context_length_exceeded",
+                    )
+        except h11.RemoteProtocolError as error:
+            raise BadRequest(
+                f"a request must be HTTP/1.1, but it is not ({error}): use an HTTP client.",
+                status=error.error_status_hint,
+            ) from error
+        return request, bytes(body)
+
+    def send_json(
+        self, status: int, body: Any, headers: list[tuple[str, str]] | None = None
+    ) -> None:
+        data = json.dumps(body).encode()
+        kind = ("Content-Type", "application/json")
+        self.send(status, [kind, ("Content-Length", str(len(data))), *(headers or [])], [data])
+
+    def send(self, status: int, headers: list[tuple[str, str]], parts: Iterable[bytes]) -> None:
+        self._write(h11.Response(status_code=status, headers=headers))
+        for part in parts:
+            self._write(h11.Data(data=part))
+        self._write(h11.EndOfMessage())
+
+    def _write(self, event: h11.Event) -> None:
+        self.writer.write(self._http.send(event) or b"")
 
 
 async def _unless_left(pending: PendingRequest, writer: asyncio.StreamWriter) -> Answer:
@@ -221,96 +280,10 @@ def _keys(headers: dict[str, str]) -> list[str]:
     ]
 
 
-async def _head(reader: asyncio.StreamReader) -> tuple[str, str, dict[str, str]]:
-    """Return method, path and headers of a request.
-
-    Raises:
-        BadRequest: it is not HTTP, or it is too long.
-        IncompleteReadError: there is no request.
-    """
-    try:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
-    except asyncio.LimitOverrunError as error:
-        raise BadRequest(
-            f"a request's head must be under {_MAX_HEAD_BYTES:,} bytes: send less.", status=431
-        ) from error
-    first, *lines = head.strip("\r\n").split("\r\n")
-    method, _, rest = first.partition(" ")
-    path, _, version = rest.rpartition(" ")
-    if not version.startswith("HTTP/1."):
-        raise BadRequest(
-            f"a request must be HTTP/1.1, but it begins with {first!r:.60}: use an HTTP client."
-        )
-    headers: dict[str, str] = {}
-    for name, colon, value in (line.partition(":") for line in lines):
-        name, value = name.lower(), value.strip()
-        if not colon or not name or name != name.strip():
-            raise BadRequest(
-                f"a header must be a name and a value, but one is {name!r:.60}: use an HTTP client."
-            )
-        if name == "content-length" and headers.get(name, value) != value:
-            raise BadRequest(
-                "a request must have one Content-Length, but it has several: send the size of the "
-                "body once."
-            )
-        headers[name] = value
-    if version == "HTTP/1.0":
-        headers.setdefault("connection", "close")
-    return method, path.partition("?")[0], headers
-
-
-async def _body(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, headers: dict[str, str]
-) -> bytes:
-    if "transfer-encoding" in headers:
-        raise BadRequest(
-            "a request must declare the length of its body: send Content-Length.", status=411
-        )
-    length = headers.get("content-length", "0")
-    if not length.isdecimal():
-        raise BadRequest(
-            f"Content-Length={length:.20} must be an integer: send the size of the body."
-        )
-    if len(length) > 12 or int(length) > MAX_BODY_BYTES:
-        raise BadRequest(
-            f"a request must have at most {MAX_BODY_BYTES:,} bytes, but it has {length:.20}: send "
-            "a shorter chat.",
-            status=413,
-            code="context_length_exceeded",
-        )
-    if headers.get("expect", "").lower() == "100-continue":
-        writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-    return await reader.readexactly(int(length))
-
-
-def _write(writer: asyncio.StreamWriter, status: int, body: Any, keep_alive: bool) -> None:
-    data = json.dumps(body).encode()
-    length = f"Content-Length: {len(data)}"
-    _write_head(writer, status, "application/json", length, keep_alive)
-    writer.write(data)
-
-
-def _stream(writer: asyncio.StreamWriter, answer: Answer, keep_alive: bool) -> None:
-    """Write an answer as server-sent events."""
-    _write_head(writer, 200, "text/event-stream", "Transfer-Encoding: chunked", keep_alive)
-    is_named = answer.request.path == ANTHROPIC
-    events = [
-        f"event: {event['type']}\ndata: {json.dumps(event)}"
-        if is_named
-        else f"data: {json.dumps(event)}"
-        for event in answer.events()
-    ]
-    for event in events if is_named else [*events, "data: [DONE]"]:
-        data = f"{event}\n\n".encode()
-        writer.write(b"%x\r\n%b\r\n" % (len(data), data))
-    writer.write(b"0\r\n\r\n")
-
-
-def _write_head(
-    writer: asyncio.StreamWriter, status: int, kind: str, length: str, keep_alive: bool
-) -> None:
-    head = (
-        f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: {kind}\r\n{length}\r\n"
-        f"Connection: {'keep-alive' if keep_alive else 'close'}\r\n\r\n"
-    )
-    writer.write(head.encode())
+def _events(answer: Answer) -> Iterator[bytes]:
+    """Yield an answer as server-sent events."""
+    for event in answer.events():
+        name = f"event: {event['type']}\n" if answer.request.path == ANTHROPIC else ""
+        yield f"{name}data: {json.dumps(event)}\n\n".encode()
+    if answer.request.path != ANTHROPIC:
+        yield b"data: [DONE]\n\n"

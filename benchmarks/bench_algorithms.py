@@ -67,12 +67,12 @@ def run(preset: str, seed: int, overrides: list[str]) -> Run:
             f"hydra.run.dir={folder}",
             "logging.tensorboard=false",
         ]
-        done = subprocess.run(
+        process = subprocess.run(
             command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT, check=False
         )
-        if done.returncode:
-            said = (done.stdout + done.stderr)[-3000:]
-            raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{said}")
+        if process.returncode:
+            output = (process.stdout + process.stderr)[-3000:]
+            raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}:\n{output}")
         lines = Path(folder, "metrics.jsonl").read_text("utf-8").splitlines()
     return summary([json.loads(line) for line in lines])
 
@@ -120,7 +120,7 @@ def commit() -> str:
 
 def over_seeds(runs: dict[str, Run], name: str) -> tuple[float, float, float]:
     """Return the mean, minimum and maximum of a figure over the seeds."""
-    values = [one[name] for one in runs.values()]
+    values = [figures[name] for figures in runs.values()]
     return statistics.fmean(values), min(values), max(values)
 
 
@@ -191,9 +191,9 @@ def draw_panel(axes: Axes, preset: str, results: dict[str, dict[str, Run]]) -> N
         axes.plot(
             *mean_curve(results[REFERENCE]), color=GREY, linewidth=1.6, linestyle=(0, (3, 1.5))
         )
-    for one in results[preset].values():
-        points = [int(step) for step in one["evaluations"]]
-        percent = [100 * accuracy for accuracy in one["evaluations"].values()]
+    for figures in results[preset].values():
+        points = [int(step) for step in figures["evaluations"]]
+        percent = [100 * accuracy for accuracy in figures["evaluations"].values()]
         axes.plot(points, percent, color=BLUE, linewidth=0.7, alpha=0.55)
     steps, mean = mean_curve(results[preset])
     axes.plot(steps, mean, color=BLUE, linewidth=2.2)
@@ -226,7 +226,7 @@ def draw_panel(axes: Axes, preset: str, results: dict[str, dict[str, Run]]) -> N
 
 def mean_curve(runs: dict[str, Run]) -> tuple[list[int], list[float]]:
     """Return the steps of the evaluations and the mean accuracy over the seeds in percent."""
-    curves = [one["evaluations"] for one in runs.values()]
+    curves = [figures["evaluations"] for figures in runs.values()]
     steps = sorted(set(curves[0]).intersection(*curves), key=int)
     means = [100 * statistics.fmean(curve[step] for curve in curves) for step in steps]
     return [int(step) for step in steps], means
@@ -263,10 +263,10 @@ def main() -> None:
         for seed in args.seeds:
             runs = result["runs"].setdefault(preset, {})
             if str(seed) not in runs:
-                one = runs[str(seed)] = run(preset, seed, args.override)
+                figures = runs[str(seed)] = run(preset, seed, args.override)
                 args.output.parent.mkdir(parents=True, exist_ok=True)
                 args.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-                sys.stdout.write(f"{preset} seed {seed}: {one['accuracy_after']:.1%}\n")
+                sys.stdout.write(f"{preset} seed {seed}: {figures['accuracy_after']:.1%}\n")
                 sys.stdout.flush()
     draw(result["runs"], args.figure)
     sys.stdout.write(f"{args.output}\n{args.figure}\n\n{table(result['runs'])}\n")

@@ -171,10 +171,10 @@ class Run:
                 for line in self.printed.read_text("utf-8", "replace").splitlines()
                 if line.strip()
             ]
-            said = next((line for line in reversed(lines) if line.startswith("error:")), "")
+            message = next((line for line in reversed(lines) if line.startswith("error:")), "")
             if status == 2:
-                raise RuntimeError(f"the script was refused: {said}")
-            self.ends.append(f"{status}: {said[:300] or ' / '.join(lines[-3:])[:300]}")
+                raise RuntimeError(f"the script was refused: {message}")
+            self.ends.append(f"{status}: {message[:300] or ' / '.join(lines[-3:])[:300]}")
 
     def finish(self) -> list[str]:
         """End the script with SIGTERM; return the command lines of remaining processes."""
@@ -202,7 +202,7 @@ class Run:
     def victims(self) -> list[psutil.Process]:
         """Return the processes below the script that do its work, without Ray's own."""
         assert self.process is not None
-        found = []
+        processes = []
         with suppress(psutil.Error):
             for process in psutil.Process(self.process.pid).children(recursive=True):
                 with suppress(psutil.Error):
@@ -212,8 +212,8 @@ class Run:
                         or "reward_pool" in line
                         or "EngineCore" in line
                     ):
-                        found.append(process)
-        return found
+                        processes.append(process)
+        return processes
 
     def close(self) -> None:
         """End all processes."""
@@ -283,20 +283,20 @@ def fill_disk(run: Run, chance: random.Random) -> str:
 
 def corrupt(run: Run, chance: random.Random) -> str:
     """Flip a byte in the newest checkpoint, and kill the script."""
-    found = checkpoints_in(run.run / "checkpoints")
+    checkpoints = checkpoints_in(run.run / "checkpoints")
     if (
-        len(found) < 2 or run.process is None
+        len(checkpoints) < 2 or run.process is None
     ):  # resume=auto refuses a folder that has nothing but a damaged one
         return "corrupt: no checkpoint before the newest"
-    place = chance.randrange(found[0].stat().st_size)
+    place = chance.randrange(checkpoints[0].stat().st_size)
     run.process.kill()
     run.process.wait()
-    with found[0].open("r+b") as file:
+    with checkpoints[0].open("r+b") as file:
         file.seek(place)
         byte = file.read(1)
         file.seek(place)
         file.write(bytes([byte[0] ^ 255]))
-    return f"corrupt: {found[0].name} at {place}"
+    return f"corrupt: {checkpoints[0].name} at {place}"
 
 
 def kill_script(run: Run, chance: random.Random) -> str:
@@ -392,11 +392,16 @@ def _figures(run: Run) -> dict[str, Any]:
 
 
 def _life(life: dict[str, Any]) -> dict[str, Any]:
-    seen = [measured for at, measured in life["seen"] if at - life["started"] > SETTLED_S]
-    if len(seen) < 20:
+    samples = [measured for at, measured in life["seen"] if at - life["started"] > SETTLED_S]
+    if len(samples) < 20:
         return {}
     seconds = round(life["seen"][-1][0] - life["started"])
-    return {"from_step": life["from_step"], "seconds": seconds, "first": seen[0], "last": seen[-1]}
+    return {
+        "from_step": life["from_step"],
+        "seconds": seconds,
+        "first": samples[0],
+        "last": samples[-1],
+    }
 
 
 def _measured(process: psutil.Process) -> dict[str, float]:

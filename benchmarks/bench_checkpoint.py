@@ -96,8 +96,8 @@ def run_rank(rank: int, ranks: int, folder: str, hidden: int, layers: int, dtype
         out["check_s"] = time.perf_counter() - start
     dist.barrier()
     start = time.perf_counter()
-    read = read_checkpoint(path, trusted=True)["trainer"]
-    read_parts(path, trainer.model, trainer.optimizer, read["optimizer"])
+    stored = read_checkpoint(path, trusted=True)["trainer"]
+    read_parts(path, trainer.model, trainer.optimizer, stored["optimizer"])
     dist.barrier()
     out["load_s"] = time.perf_counter() - start
     if rank == 0:
@@ -113,12 +113,12 @@ def measure(ranks: int, hidden: int, layers: int, dtype: str) -> dict[str, float
         arguments = (ranks, folder, hidden, layers, dtype)
         context = start_processes(run_rank, arguments, ranks, join=False, start_method="spawn")
         while not context.join(timeout=0.02):
-            held = 0
+            used = 0
             for pid in context.pids():
                 with suppress(psutil.Error):
-                    held += psutil.Process(pid).memory_full_info().uss
+                    used += psutil.Process(pid).memory_full_info().uss
             if Path(folder, "begin").exists() and not Path(folder, "end").exists():
-                before, peak = before or held, max(peak, held)
+                before, peak = before or used, max(peak, used)
         out: dict[str, float] = json.loads(Path(folder, "out.json").read_text())
     return {name: round(seconds, 2) for name, seconds in out.items()} | {
         "more_gib": round((peak - before) / 2**30, 2)

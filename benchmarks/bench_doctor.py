@@ -67,11 +67,11 @@ def watched(*command: str, folder: Path) -> tuple[str, float, int]:
         while process.poll() is None:
             for each in [root, *root.children(recursive=True)]:
                 try:
-                    found = re.search(
+                    match = re.search(
                         r"VmHWM:\s+(\d+) kB", Path(f"/proc/{each.pid}/status").read_text()
                     )
-                    if found:  # else it has ended, and nobody has asked for its status
-                        peaks[each.pid, each.create_time()] = 1024 * int(found.group(1))
+                    if match:  # else it has ended, and nobody has asked for its status
+                        peaks[each.pid, each.create_time()] = 1024 * int(match.group(1))
                 except (OSError, psutil.Error):  # it has ended
                     continue
             time.sleep(0.25)
@@ -125,8 +125,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="file for the JSON, besides standard output")
     args = parser.parse_args()
     chosen = [name for name in RUNS if any(part in name for part in args.only)]
-    found = {name: compare(*RUNS[name]) for name in chosen}
-    report(surroundings(("torch", "torchrl", "transformers", "ray")) | {"runs": found}, args.out)
+    results = {name: compare(*RUNS[name]) for name in chosen}
+    report(surroundings(("torch", "torchrl", "transformers", "ray")) | {"runs": results}, args.out)
 
 
 if __name__ == "__main__":

@@ -76,11 +76,11 @@ def measure(ranks: int, model: str, everywhere: bool) -> tuple[float, float]:
         arguments = (ranks, model, f"{folder}/meet", everywhere)
         context = start_processes(run_rank, arguments, ranks, join=False, start_method="spawn")
         while not context.join(timeout=0.02):
-            held = 0
+            used = 0
             for pid in context.pids():
                 with suppress(psutil.Error):
-                    held += psutil.Process(pid).memory_full_info().uss
-            peak = max(peak, held)
+                    used += psutil.Process(pid).memory_full_info().uss
+            peak = max(peak, used)
     return peak, time.perf_counter() - start
 
 

@@ -122,11 +122,11 @@ def train(engine: str, correction: str, seed: int, overrides: list[str]) -> dict
             for key, value in ({"proximal": "recomputed"} | CORRECTIONS[correction]).items()
         ]
         config = from_hydra(compose("grpo_arithmetic", overrides=[*own, *overrides]))
-    made: Any = TransformersEngine
+    engine_class: Any = TransformersEngine
     if engine in ROUNDED:
-        made = type("Engine", (RoundedEngine,), {"rounding": staticmethod(ROUNDED[engine])})
+        engine_class = type("Engine", (RoundedEngine,), {"rounding": staticmethod(ROUNDED[engine])})
     with tempfile.TemporaryDirectory() as folder:
-        with mock.patch.object(transformers_engine, "TransformersEngine", made):
+        with mock.patch.object(transformers_engine, "TransformersEngine", engine_class):
             rows = rows_of(config, Path(folder))
         plain = replace(
             config,
@@ -162,27 +162,27 @@ def rows_of(config: GRPOConfig, folder: Path) -> list[dict[str, Any]]:
 
 def learning(args: argparse.Namespace, result: dict[str, Any], write: Callable[[], None]) -> None:
     """Run the cases that the result lacks, each in a separate process."""
-    found = result.setdefault("learning", {})
+    results = result.setdefault("learning", {})
     for seed in args.seeds:
         for engine in args.engines:
             for correction in args.corrections:
                 name = f"{engine}/{correction}/{seed}"
-                if name in found:
+                if name in results:
                     continue
                 command = [*args.prefix, sys.executable, __file__, "--one", name]
                 command += [f"--override={override}" for override in args.override]
-                done = subprocess.run(command, capture_output=True, text=True, check=False)
-                if done.returncode:
+                process = subprocess.run(command, capture_output=True, text=True, check=False)
+                if process.returncode:
                     sys.stderr.write(
-                        f"{name} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-2000:]}\n"
+                        f"{name} ended with {process.returncode}:\n{(process.stdout + process.stderr)[-2000:]}\n"
                     )
                     continue
-                found[name] = json.loads(done.stdout.splitlines()[-1])
-                sys.stderr.write(f"{name}: {found[name]}\n")
+                results[name] = json.loads(process.stdout.splitlines()[-1])
+                sys.stderr.write(f"{name}: {results[name]}\n")
                 write()
 
 
-def table(found: dict[str, dict[str, float]]) -> str:
+def table(results: dict[str, dict[str, float]]) -> str:
     """Return the comparison as a Markdown table."""
     lines = [
         "| engine | correction | test accuracy: mean (range) | of the rounded weights | KL to the engine | bounded |",
@@ -191,7 +191,7 @@ def table(found: dict[str, dict[str, float]]) -> str:
     for engine in ENGINES:
         for correction in CORRECTIONS:
             runs = [
-                one for name, one in found.items() if name.startswith(f"{engine}/{correction}/")
+                one for name, one in results.items() if name.startswith(f"{engine}/{correction}/")
             ]
             if runs:
                 after = [one.get("accuracy_of_trained", one["accuracy_after"]) for one in runs]

@@ -87,8 +87,8 @@ def run(overrides: list[str], steps: int) -> dict[str, Any]:
             "logging.tensorboard=false",
             f"hydra.run.dir={folder}",
         ]
-        given = {text.partition("=")[0] for text in overrides}
-        fixed = [text for text in fixed if text.partition("=")[0] not in given]
+        overridden = {text.partition("=")[0] for text in overrides}
+        fixed = [text for text in fixed if text.partition("=")[0] not in overridden]
         command = [
             sys.executable,
             str(ROOT / "sota/grpo/grpo-async.py"),
@@ -104,9 +104,9 @@ def run(overrides: list[str], steps: int) -> dict[str, Any]:
                 env=os.environ | {"HF_HUB_OFFLINE": "1"},
             )
             while process.poll() is None:
-                done = len([row for row in read_jsonl(metrics) if "time/step_s" in row])
-                if WARM_UP <= done < steps + WARM_UP and done not in spent:
-                    spent[done] = cpu_seconds(psutil.Process(process.pid))
+                step = len([row for row in read_jsonl(metrics) if "time/step_s" in row])
+                if WARM_UP <= step < steps + WARM_UP and step not in spent:
+                    spent[step] = cpu_seconds(psutil.Process(process.pid))
                 time.sleep(0.2)
         if process.returncode:
             raise RuntimeError(

@@ -107,11 +107,11 @@ def main() -> None:
             run.close()
             mock.patch.stopall()
     medians = {side: statistics.median(times[WARM_UP:-1]) for side, times in seconds.items()}
-    written = spent[
+    writes = spent[
         "log_samples"
     ]  # before the run, of its first step, after the run, of its last step
-    of_table = statistics.mean(spent["samples"]) + statistics.mean(written[1::2])
-    of_evaluation = statistics.mean(spent["sample_rows"]) + statistics.mean(written[0::2])
+    of_table = statistics.mean(spent["samples"]) + statistics.mean(writes[1::2])
+    of_evaluation = statistics.mean(spent["sample_rows"]) + statistics.mean(writes[0::2])
     each = max(0.0, medians["with"] - medians["without"])
     total = STEPS * each + TABLES * (of_table + of_evaluation)
     result = surroundings(("torch", "torchrl", "transformers")) | {

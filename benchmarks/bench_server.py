@@ -83,8 +83,8 @@ class Served:
             *psutil.Process(self._process.pid).children(recursive=True),
             psutil.Process(self._process.pid),
         ]
-        for one in family:
-            one.send_signal(number)
+        for process in family:
+            process.send_signal(number)
         if number == signal.SIGKILL:
             psutil.wait_procs(family, timeout=60)
             self._process.wait()
@@ -167,7 +167,7 @@ def lost() -> dict[str, Any]:
     def go_on() -> None:
         """Wait until the stopped server's worker is abandoned, and continue the server."""
         nonlocal hung_s
-        while not made.source.samplers[1].restarts:
+        while not job.source.samplers[1].restarts:
             time.sleep(0.5)
         hung_s = time.perf_counter() - stopped_at
         second.signal(signal.SIGCONT)
@@ -189,24 +189,24 @@ def lost() -> dict[str, Any]:
         ])  # fmt: skip
         trained = Counter[int]()
         try:
-            made = build(config, folder, asynchronous=True)
-            real = made.learner.train_groups
+            job = build(config, folder, asynchronous=True)
+            real = job.learner.train_groups
 
             def train_groups(*groups: Any) -> dict[str, float]:
                 trained.update(group[0]["group_id"].item() for group in ray.get(list(groups)))
                 metrics = real(*groups)
-                happens.pop(made.learner.version, lambda: None)()
+                happens.pop(job.learner.version, lambda: None)()
                 return metrics
 
-            made.learner.train_groups = train_groups  # type: ignore[method-assign]
+            job.learner.train_groups = train_groups  # type: ignore[method-assign]
             try:
-                summary = made.fit()
+                summary = job.fit()
             finally:
                 restarts = {
                     place.name: place.restarts
-                    for place in [*made.source.samplers, *made.source.teachers]
+                    for place in [*job.source.samplers, *job.source.teachers]
                 }
-                made.close()
+                job.close()
         finally:
             for server in servers:
                 server.signal(signal.SIGKILL)
@@ -230,11 +230,11 @@ def main() -> None:
     parts = {"response": response, "sync": sync, "lost": lost}
     parser.add_argument("--only", nargs="+", choices=parts, default=list(parts))
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
+    args = parser.parse_args()
     AutoModelForCausalLM.from_pretrained(starter_path())
     report(
-        {"surroundings": surroundings(PACKAGES), **{name: parts[name]() for name in given.only}},
-        given.out,
+        {"surroundings": surroundings(PACKAGES), **{name: parts[name]() for name in args.only}},
+        args.out,
     )
 
 

@@ -45,9 +45,9 @@ def run(script: str, *arguments: str) -> dict[str, float]:
             env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
         )  # fmt: skip
         assert process.stdout is not None
-        seen = [start]
+        line_times = [start]
         for line in process.stdout:
-            seen.append(time.perf_counter())
+            line_times.append(time.perf_counter())
             if line.startswith("step 1:"):
                 break
         took = time.perf_counter() - start
@@ -55,7 +55,7 @@ def run(script: str, *arguments: str) -> dict[str, float]:
         process.stdout.read()
         process.wait()
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    silences = [later - earlier for earlier, later in pairwise(seen)]
+    silences = [later - earlier for earlier, later in pairwise(line_times)]
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return {
         "first_line_s": silences[0],

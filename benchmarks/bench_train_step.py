@@ -423,9 +423,9 @@ def use_plain_distillation(model: PreTrainedModel, batch: dict[str, Tensor], fol
 
     def step() -> float:
         with torch.no_grad():
-            wanted = log_probs(teacher)
+            target = log_probs(teacher)
         own = log_probs(model)
-        return backward((own.exp() * (own - wanted)).sum() / mask.sum())
+        return backward((own.exp() * (own - target)).sum() / mask.sum())
 
     return step
 
@@ -502,8 +502,10 @@ def work(
     try:
         model = make_model(name, dtype, device=device)
         batch = torch.load(f"{folder}/batch.pt", map_location=device)
-        known = inspect.signature(use).parameters
-        step = use(model, batch, folder, **{key: limits[key] for key in limits if key in known})
+        parameters = inspect.signature(use).parameters
+        step = use(
+            model, batch, folder, **{key: limits[key] for key in limits if key in parameters}
+        )
     except ImportError as error:
         if side == "ours":
             raise

@@ -53,23 +53,23 @@ def steps_of(folder: Path, process: subprocess.Popen[str]) -> Iterator[int]:
 def family(pids: Sequence[int]) -> list[psutil.Process]:
     """Return these processes and all their descendants."""
     return [
-        one
+        child
         for pid in pids
-        for one in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True))
+        for child in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True))
     ]
 
 
 def cpu_s(processes: Sequence[psutil.Process]) -> float:
-    return sum(sum(one.cpu_times()[:2]) for one in processes)
+    return sum(sum(child.cpu_times()[:2]) for child in processes)
 
 
 def browser_pids() -> list[int]:
     """Return the root processes of Chromium, which playwright started for this process."""
     below = psutil.Process().children(recursive=True)
     return [
-        one.pid
-        for one in below
-        if "--headless" in one.cmdline() and "--type=" not in " ".join(one.cmdline())
+        child.pid
+        for child in below
+        if "--headless" in child.cmdline() and "--type=" not in " ".join(child.cmdline())
     ]
 
 
@@ -105,7 +105,9 @@ def measure(folder: Path, steps: int, block: int) -> dict[str, object]:
         page.wait_for_selector("main *")
         children = psutil.Process(process.pid).children()
         parts = {
-            "server": [one.pid for one in children if "serve_beside" in " ".join(one.cmdline())]
+            "server": [
+                child.pid for child in children if "serve_beside" in " ".join(child.cmdline())
+            ]
         }
         parts["browser"] = browser_pids()
         before = {name: cpu_s(family(pids)) for name, pids in parts.items()}
@@ -115,15 +117,15 @@ def measure(folder: Path, steps: int, block: int) -> dict[str, object]:
             if step % block == 0:
                 on = not on
                 switched.add(step + 1)
-                for one in family(parts["server"] + parts["browser"]):
-                    one.send_signal(signal.SIGCONT if on else signal.SIGSTOP)
+                for child in family(parts["server"] + parts["browser"]):
+                    child.send_signal(signal.SIGCONT if on else signal.SIGSTOP)
                 on_s, on_since = (
                     (on_s, time.monotonic()) if on else (on_s + time.monotonic() - on_since, 0.0)
                 )
             if step >= steps - 1:  # before the server ends with the run
                 used = {name: cpu_s(family(pids)) - before[name] for name, pids in parts.items()}
-        for one in family(parts["browser"]):
-            one.send_signal(signal.SIGCONT)
+        for child in family(parts["browser"]):
+            child.send_signal(signal.SIGCONT)
         process.wait()
     taken = {
         row["step"]: row["time/step_s"]
@@ -140,8 +142,8 @@ def measure(folder: Path, steps: int, block: int) -> dict[str, object]:
         "ratio": round(medians[0] / medians[1], 4),
         "cpu_share_of_one_core": {name: round(seconds / on_s, 4) for name, seconds in used.items()},
         "step_s": {
-            "with": [round(one, 4) for one in with_page],
-            "without": [round(one, 4) for one in without],
+            "with": [round(value, 4) for value in with_page],
+            "without": [round(value, 4) for value in without],
         },
     }
 

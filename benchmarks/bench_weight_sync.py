@@ -119,21 +119,21 @@ def make_learner(name: str, dtype: torch.dtype, mesh: object) -> Learner:
 
 def make_sampler(name: str, engine: str, dtype: torch.dtype) -> Sampler:
     """Return the engine's side, in its own process."""
-    made: Engine
+    built: Engine
     if engine == "transformers":
-        made = TransformersEngine(CheckpointModel(name, dtype)(), copy=False)
+        built = TransformersEngine(CheckpointModel(name, dtype)(), copy=False)
     else:
         from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine
 
         kind = str(dtype).removeprefix("torch.")
-        made = AsyncVLLMEngine(
+        built = AsyncVLLMEngine(
             resolve_name(name), dtype=kind, max_model_len=256, enforce_eager=True, kv_cache_gib=0.25
         )
 
     def make_collector(groups: int) -> RolloutCollector:
         raise AssertionError(f"a task of {groups} groups was to be played")
 
-    return Sampler(made, make_collector, None, SamplingParams(1), [], groups_at_a_time=1)
+    return Sampler(built, make_collector, None, SamplingParams(1), [], groups_at_a_time=1)
 
 
 def measure(

@@ -22,7 +22,7 @@ class LearnerLostError(RunLostError):
 
 
 class WaitedTooLongError(RunLostError, TimeoutError):
-    """A wait exceeded its limit; the message says what it was for."""
+    """A wait exceeded its limit; the message says what it waited for."""
 
 
 class TransferRefusedError(RuntimeError):

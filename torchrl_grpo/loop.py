@@ -101,7 +101,7 @@ class Schedule:
         num_batches: steps of the run; one step trains one batch.
         evaluation_frequency: steps between evaluations; 0 evaluates only before and after the run.
         checkpoint_frequency: steps between checkpoints; 0 saves only at the end.
-        export_frequency: steps between models that are written beside the checkpoints; 0 writes
+        export_frequency: steps between models that are written next to the checkpoints; 0 writes
             only the one at the end.
         refresh_every: steps between updates of the reference model; None disables them.
         reference_version: version of a resumed run's reference weights; 0 is the base model.

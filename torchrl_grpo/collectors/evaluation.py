@@ -36,7 +36,7 @@ class Evaluator:
     Keyword Args:
         params: sampling parameters for pass@k; greedy decoding uses them with temperature 0.
         further: names of further test sets, which the metrics of the test split leave out.
-        rows: number of problems that get sample rows; None is all.
+        rows: number of problems that get sample rows; None for all.
     """
 
     def __init__(

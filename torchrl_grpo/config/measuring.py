@@ -93,7 +93,7 @@ class PrometheusConfig:
 
 @dataclass
 class LoggingConfig:
-    """Records and logs beside metrics.jsonl."""
+    """Records and logs in addition to metrics.jsonl."""
 
     page: bool = False
     """Serve a dashboard during the run; its address is printed. For a finished run: python -m
@@ -137,10 +137,10 @@ class LoggingConfig:
 
     @property
     def train_rows(self) -> int | None:
-        """Responses of a batch that become rows of samples.jsonl; None is all."""
+        """Responses of a batch that become rows of samples.jsonl; None for all."""
         return None if self.sample_rows == "all" else self.sample_rows
 
     @property
     def test_rows(self) -> int | None:
-        """Test problems for which an evaluation adds a row; None is all."""
+        """Test problems for which an evaluation adds a row; None for all."""
         return None if self.sample_rows == "all" else 20

@@ -281,7 +281,7 @@ def _check_shared(config: GRPOConfig) -> None:
         check_decoupled(level, mean, "env.reward_combination=gdpo")
     if policy.kl_bias_correction and (not policy.kl_coef or policy.kl_in_reward):
         raise ConfigError(
-            "policy.kl_bias_correction=true must have a KL in the loss to correct, it has "
+            "policy.kl_bias_correction=true must have a KL in the loss to correct, but has "
             f"policy.kl_coef={policy.kl_coef} and policy.kl_in_reward={policy.kl_in_reward}: use "
             "policy.kl_coef=0.001 policy.kl_in_reward=false."
         )

@@ -68,7 +68,7 @@ class DialogState:
         drawn: group and problem.
         current: training sample that the policy is writing.
         episode: key of a stateful task's dialog, which must be closed; empty for other tasks.
-        prompt: [T] int64, first prompt from a stateful task; None is the problem's own prompt.
+        prompt: [T] int64, first prompt from a stateful task; None for the problem's own.
         prompt_tokens: number of tokens before the next turn, for a stateful task.
         limits: limits of the next turn.
         responses: text of each turn.

@@ -78,7 +78,7 @@ class LLMEnv(EnvBase):
         reward_pool: scores the task's dialogs in separate processes; None scores them here. Several
             environments may share a pool, and its owner closes it.
         template_arguments: arguments for the chat template, such as ``enable_thinking``.
-        device: device of the tensors that ``reset`` and ``step`` return; None is the CPU.
+        device: device of the tensors that ``reset`` and ``step`` return; None for the CPU.
 
     Raises:
         ValueError: a number is out of range, the tokenizer has no chat template, or no problem is

@@ -202,7 +202,7 @@ class TransformersEngine(Engine):
 
     def _check_request(self, prompts: Sequence[Tensor], n: int) -> None:
         if n < 1:
-            raise ValueError(f"n must be at least 1, got {n}: use 1 or more responses a prompt.")
+            raise ValueError(f"n must be at least 1, got {n}: use 1 or more responses per prompt.")
         for i, prompt in enumerate(prompts):
             if not 1 <= len(prompt) < self._context:
                 raise ValueError(

@@ -64,8 +64,8 @@ class AsyncVLLMEngine(VLLMBase):
       even finished ones, because replacing only the others would favor short responses.
 
     Requests have no seed of their own (vLLM's CPU sampler fails if a paused one does), so samples
-    depend on batching: ``seed`` and ``state_dict`` make them reproducible only if one response is
-    sampled at a time.
+    depend on batching: ``seed`` and ``state_dict`` make them reproducible only if responses are
+    sampled one at a time.
 
     Attributes:
         restarted_requests: number of restarts by updates with ``in_flight="abort"``.

@@ -230,7 +230,7 @@ def check_whole(path: Path) -> None:
     entries = list(path.iterdir())
     if any(entry.is_symlink() or not entry.is_file() for entry in entries):
         raise ValueError(
-            f"{path.name} must have files of its own, and has a link or something else"
+            f"{path.name} must contain only regular files of its own, but has a link or something else"
         )
     names = {entry.name for entry in entries} - {MANIFEST}
     if not isinstance(files, dict) or files.keys() != names:

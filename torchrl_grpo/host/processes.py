@@ -31,7 +31,7 @@ def continue_in_guarded_child(parent: int, *, closing: int) -> None:
     """Return in a forked child, while this process stays behind as its guard (Linux only).
 
     When the child or the parent ends for any reason, or on SIGTERM, the guard kills the child and
-    everything that it started, even in sessions of its own, and exits with the child's status.
+    everything that it started, even in new sessions, and exits with the child's status.
 
     Args:
         parent: process id of the parent.

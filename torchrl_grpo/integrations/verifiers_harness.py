@@ -94,7 +94,7 @@ async def _chat(
 
 
 async def _call(function: Any, names: dict[str, tuple[str, str]], servers: dict[str, Any]) -> Any:
-    """Return a tool's result, or what is wrong with the call."""
+    """Return a tool's result, or the problem with the call."""
     from verifiers.v1.harnesses.utils.mcp import call_mcp
 
     try:

@@ -27,7 +27,7 @@ _ARRAYS = 4
 
 @dataclass(frozen=True)
 class Teacher:
-    """The other side of a divergence: what the teacher's states are, and which divergence is taken.
+    """The other side of a divergence: the kind of the teacher's states, and of the divergence.
 
     Args:
         beta: 0 is the forward KL(teacher || policy), 1 the reverse KL(policy || teacher); between

@@ -24,7 +24,7 @@ from torchrl_grpo.functional import head_logits, rounds_logits
 from torchrl_grpo.models.sharding import mesh_of
 
 MAX_CHUNK_ELEMENTS = {"cpu": 2**21, "other": 2**25}
-"""Logits held at once: in float32 8 MiB, what a CPU's caches hold, and 128 MiB to keep an
+"""Logits held at once: in float32 8 MiB, which fits a CPU's caches, and 128 MiB to keep an
 accelerator busy.
 """
 
@@ -249,7 +249,7 @@ def chunked_log_probs(
         targets_N: [N] int64.
         bias_V: [V] or None.
         kept_NK: [N, K] int32, the tokens that each target was drawn from, and then -1: the
-            distributions are over these alone. None is the whole vocabulary.
+            distributions are over these only. None for the whole vocabulary.
         temperature: the logits are divided by it; more than 0.
         max_chunk_elements: bound on the logits (with ``kept_NK``, the numbers of gathered rows of
             the head) held at once; by default ``MAX_CHUNK_ELEMENTS`` of the device.
@@ -418,7 +418,7 @@ def tied_rows(embedding: nn.Embedding, once_R: Tensor, place_N: Tensor) -> Itera
     """Make a tied embedding compute its rows this way for N tokens; return the weight that the head
     must use.
 
-    The gradient of that weight is changed in place, so that whoever computes it must not keep it.
+    The gradient of that weight is changed in place, so its producer must not keep it.
 
     Args:
         embedding: of the model.

@@ -73,7 +73,7 @@ def _unreachable(name: str, what: str, error: Exception) -> ValueError:
     if close or (is_local and "/" in name):
         hint = f"did you mean {folder.parent / close[0]}?" if close else "check the path."
         return ValueError(
-            f"model.name={name} must be a folder with a model, and there is none of this name: "
+            f"model.name={name} must be a folder with a model, but there is no such folder: "
             f"{hint} Nor could its {what} be loaded from the Hugging Face hub ({first_line})."
         )
     return ValueError(
@@ -89,7 +89,7 @@ def _check_name(name: str) -> None:
     path = Path(name)
     if (path / "adapter_config.json").is_file() and not (path / "config.json").exists():
         raise ValueError(
-            f"model.name={name} must be a whole model, and it has adapters alone: write the whole "
+            f"model.name={name} must be a whole model, but has only adapters: write the whole "
             "one, as python -m torchrl_grpo.export does of a run, or merge_and_unload of peft."
         )
     if path.is_dir():

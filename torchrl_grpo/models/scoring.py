@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torchrl.modules.llm import LLMWrapperBase
 
 WINDOWS = ("attention_chunk_size", "attention_window_size", "local_attention")
-"""Fields of a config that say how many tokens some of its layers look at, but for
+"""Fields of a config that say how many tokens some of its layers look at, except for
 ``sliding_window``.
 """
 
@@ -46,7 +46,7 @@ _MODEL_ERRORS = (AttributeError, IndexError, RuntimeError, TypeError, ValueError
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """Mixed precision with that type on that device; None is none."""
+    """Mixed precision with that type on that device; None disables it."""
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
@@ -58,7 +58,7 @@ class TokenScorer(TensorDictModuleBase):
     0 on tokens outside the mask. A batch of TorchRL's wrappers, which have no such mask, is made
     one of ours first (``packing.sequences_of``). With a teacher (``distill_from``) it reads ``("next",
     "teacher_states")`` too and writes ``("divergence", "full")``. Where the batch has
-    ``("kept_tokens", "sampled")``, the distributions are over these tokens alone. Where ``"layout"`` is the layout
+    ``("kept_tokens", "sampled")``, the distributions are over these tokens only. If ``"layout"`` is the layout
     of these very tensors, it is used; otherwise one is made. A small model on a CPU is computed on
     one thread (``threads``).
 
@@ -118,13 +118,13 @@ class TokenScorer(TensorDictModuleBase):
         self.in_keys = [tokens, mask, *self.in_keys[2:]]
 
     def distill_from(self, teacher: Teacher) -> None:
-        """Write the divergence from a teacher too, from here on."""
+        """Write the divergence from a teacher too, in all later calls."""
         self.teacher = teacher
         self.in_keys = [*self.in_keys, keys.TEACHER_STATES]
         self.out_keys = [*self.out_keys, keys.DIVERGENCE]
 
     def packs(self, longest: int) -> bool:
-        """Whether sequences of at most so many tokens are packed: without padding, and each prompt
+        """Whether sequences of at most ``longest`` tokens are packed: without padding, and each prompt
         computed once.
 
         Where not, a warning says why, once.
@@ -183,7 +183,7 @@ class TokenScorer(TensorDictModuleBase):
             states: [B, S, E], the teacher's, of the tokens of the mask; the divergence from it is
                 then a third result.
             kept: [B, S, K] int32, the tokens that each token of the mask was drawn from, and then
-                -1; None is the whole vocabulary.
+                -1; None for the whole vocabulary.
         """
         shape = layout.source[0].shape
         layout = layout.to(compute_device(self.model))
@@ -285,8 +285,8 @@ def check_scorer(scorer: TokenScorer) -> None:
     packing.
 
     They differ where a model does more to its logits than its LM head does (soft-capping, a scale,
-    one more layer), and where it looks at later tokens. A model that mixes tokens by other ways
-    than Hugging Face's attention interface cannot be packed: its sequences are padded from here on.
+    one more layer), and whether it looks at later tokens. A model that mixes tokens in other ways
+    than Hugging Face's attention interface cannot be packed: its sequences are padded from then on.
     ``TokenScorer`` checks itself when it is made, unless its model is sharded: make it before
     ``shard_model``.
 
@@ -336,7 +336,7 @@ def check_packing(scorer: TokenScorer, autocast_dtype: torch.dtype | None) -> No
     """Compare a scorer with itself with and without packing in mixed precision, which may take
     other kernels.
 
-    Where they differ, its sequences are padded from here on. A model is checked once for each
+    If they differ, its sequences are padded from then on. A model is checked once for each
     dtype; one that is sharded is not. Trainer and ``KLScoring`` do this when they are made.
 
     Args:
@@ -449,7 +449,7 @@ class AdapterOffScorer(TokenScorer):
     def score_layout(
         self, layout: Layout, states: Tensor | None = None, kept: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """Score with the base model alone; see ``TokenScorer.score_layout``."""
+        """Score with only the base model; see ``TokenScorer.score_layout``."""
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         with self.model.disable_adapter():
             # peft turns this off meanwhile. If this is the first forward, FSDP2 would then believe

@@ -165,7 +165,7 @@ def shard_model(
             ranks.
         mesh: mesh from ``init_mesh``.
         param_dtype: dtype in which parameters are gathered and used; gradients are summed in
-            float32. None is the parameters' own dtype.
+            float32. None for the parameters' own dtype.
         cpu_offload: whether parameters, gradients and optimizer state are kept on the CPU when they
             are not in use. Has no effect if the model computes on the CPU.
 

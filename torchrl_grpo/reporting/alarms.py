@@ -128,7 +128,7 @@ def alarms_of(rows: Iterable[Row], *, ended: bool = True) -> list[Alarm]:
 
 
 def _is_demonstrations(row: Row) -> bool:
-    """Return whether a step trained on demonstrations alone, which have no reward."""
+    """Return whether a step trained only on demonstrations, which have no reward."""
     return "train/loss" in row and "rollout/reward_mean" not in row
 
 

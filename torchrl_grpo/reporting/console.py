@@ -136,7 +136,7 @@ class Console(AbstractContextManager["Console"]):
 
         Args:
             sequences_done: number of trained sequences, above 0 in a resumed run.
-            sequences_total: number of sequences to train on; 0 for an evaluation alone.
+            sequences_total: number of sequences to train on; 0 for only an evaluation.
             evaluates: whether the run begins with an evaluation.
         """
         self._started_at = time.monotonic()

@@ -126,7 +126,7 @@ class WorkerSlot:
 
     Attributes:
         worker: the process, if one is running.
-        queue: dialogs for this worker alone with their futures, and keys of dialogs to close.
+        queue: dialogs for only this worker with their futures, and keys of dialogs to close.
         open_episodes: keys of the dialogs whose state the process keeps.
         counts: restarts and timeouts.
         busy: whether a thread works with the process.

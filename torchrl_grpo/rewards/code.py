@@ -89,7 +89,7 @@ def read_tests(answer: Any, entry_point: str | None = None) -> Tests:
         entry_point: name of the tested function, if the tests do not contain it.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: it is not one of these.
     """
     if isinstance(answer, Mapping) and "ground_truth" in answer:
         answer = answer["ground_truth"]

@@ -50,7 +50,7 @@ class Worker(ABC):
         error: error with which it was last lost.
         tasks: rollout tasks that the part is working on.
         spans: finished work of the part for the timeline, collected by the driver's thread.
-        weights: latest weights of a reference model; None is the base model.
+        weights: latest weights of a reference model; None for the base model.
         version: version of a sampler's weights; None before the first sync.
         updating: version that a sampler is receiving.
         engine_state: ``Sampler.state_dict`` after the sampler's latest task.

@@ -25,7 +25,7 @@ class Problem:
     Attributes:
         query: the question, as text.
         answer: the correct answer, in the scorer's format; None without one.
-        extra: whatever else the scorer needs; for a data set, all columns by name.
+        extra: other data that the scorer needs; for a data set, all columns by name.
         dataset: name of its data set among several; empty if there is only one.
     """
 
@@ -58,7 +58,7 @@ class TurnLimits:
     """Limits of one turn of the policy, in addition to those of the run.
 
     Attributes:
-        max_tokens: maximum number of tokens; what was sampled beyond it is cut off. None keeps the
+        max_tokens: maximum number of tokens; further sampled tokens are cut off. None keeps the
             run's own limit.
         stop: strings that end the turn.
         log_probs: whether to fill in ``Dialog.log_probs``.

@@ -72,7 +72,7 @@ class GroupAdvantage(Transform):
       there, then writes the group. What is sampled from it has its advantage already and is left
       alone. ``state_dict`` has those that wait;
     - in a ``TransformedEnv``: ``("next", "advantage")`` is the advantage where all rows of a group
-      are done, else 0. It sees the reward of the last step alone; where earlier steps have one, let
+      are done, else 0. It sees only the reward of the last step; if earlier steps have one, let
       ``RewardSum`` add them up.
 
     A member of a group is a trajectory: the rows of a batch up to one that is done, or one row
@@ -123,7 +123,7 @@ class GroupAdvantage(Transform):
         gamma: discount from one sampled token, or one turn, to the next, in [0, 1]; at level token
             and turn.
         lmbda: how far the estimate looks past the state values, in [0, 1]; at level token.
-        trajectory_return: what is made of the rewards of a trajectory: their sum, the largest, or
+        trajectory_return: how the rewards of a trajectory are combined: their sum, the largest, or
             the mean.
         reward_key: [..., 1] floating, one reward a row (or [..., n, 1]), ``("next", "reward")`` if
             None: what ``RewardShaping`` writes is read only where ``keys.SHAPED_REWARD`` is named
@@ -332,13 +332,13 @@ class GroupAdvantage(Transform):
         if len(done) and not done[-1]:
             raise ValueError(
                 f"{self.done_key!r} must be True in the last row of a batch, which ends a "
-                "trajectory, it is False: pass whole trajectories, as LLMCollector yields them "
+                "trajectory, but is False: pass whole trajectories, as LLMCollector yields them "
                 "with yield_completed_trajectories=True."
             )
         return done.cumsum(0) - done
 
     def _returns(self, flat: TensorDictBase, member: Tensor) -> Tensor:
-        """[M] float64, what the rewards of each trajectory's steps make."""
+        """Return [M] float64, the returns of the trajectories, from the rewards of their steps."""
         key = keys.REWARD if self.reward_key == keys.TURN_REWARDS else self.reward_key
         if isinstance(flat, LazyStackedTensorDict):
             rewards = [entry(row, key).reshape(-1) for row in flat.unbind(0)]
@@ -397,7 +397,7 @@ class GroupAdvantage(Transform):
             prompts = set(zip(group.tolist(), group_keys(flat, keys.QUERY), strict=True))
             if len(prompts) > group.unique().numel():
                 raise ValueError(
-                    f"{self.group_key!r} must be equal for one prompt alone, {len(prompts)} prompts "
+                    f"{self.group_key!r} must be equal only within one prompt, but {len(prompts)} prompts "
                     f"have {group.unique().numel()}: environments of different seeds number their "
                     "groups alike, so use the same seed for all, or group_key='query'."
                 )

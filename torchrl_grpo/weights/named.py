@@ -57,7 +57,7 @@ def named_weights(
 
     Args:
         model: a Hugging Face model, or a peft model around one; sharded or not.
-        dtype: dtype in which several ranks gather them; None is the weights' own.
+        dtype: dtype in which several ranks gather them; None for the weights' own.
 
     Yields:
         (name, tensor). A parameter that several modules share comes once. The tensors are detached,

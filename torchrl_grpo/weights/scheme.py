@@ -60,7 +60,7 @@ class EngineWeightSyncScheme(MultiProcessWeightSyncScheme):
 
         Args:
             weights: weights in any form that ``GenerationPolicy.update_weights`` takes.
-            worker_ids: workers whose engines get the weights; None is all.
+            worker_ids: workers whose engines get the weights; None for all.
 
         Raises:
             TypeError: there are no weights.

@@ -32,7 +32,7 @@ def export(
         checkpoint: a checkpoint, or the folder of a run.
         output: the folder to write, which must not exist; by default the checkpoint's path with
             ``_model`` appended.
-        adapters: whether to write LoRA's adapters alone.
+        adapters: whether to write only LoRA's adapters.
         trust_remote_code: whether code from the base model's repository may run, and the checkpoint
             may name code and other files; its own config does not decide that.
         hub_name: name in the card's example, for a folder that is uploaded.

@@ -121,9 +121,7 @@ def translate(settings: Settings, source: str, devices: int | None = None) -> Tr
     _tidy(ours)
     for key in [key for key in result.unset if key in BASE]:
         if key not in ours:
-            result.lacks[key] = (
-                f"{result.unset.pop(key)}; nothing reads it beside the other settings"
-            )
+            result.lacks[key] = f"{result.unset.pop(key)}; nothing reads it with the other settings"
         elif SET_ME not in str(ours[key]):
             ours[key] = SET_ME
     result.overrides = {

@@ -196,7 +196,7 @@ class Row:
 
 
 def simulate(loop: Loop, costs: Costs) -> Result:
-    """Simulate a loop for as many batches as are quick."""
+    """Simulate a loop for as many batches as is quick."""
     return Simulation(loop, costs).run(
         max(4, min(24, _MAX_GROUPS // loop.groups_per_batch)), loop.max_staleness + 2
     )

@@ -139,7 +139,7 @@ def series(
 
     Args:
         panel: which ones.
-        records: one a step.
+        records: one per step.
         names: of all metrics, where the caller has them already.
     """
     names = sorted(names or set().union(*records))
@@ -254,7 +254,7 @@ def smooth(values: Sequence[float], share: float = SMOOTHING) -> list[float]:
 def thin(
     steps: Sequence[float], values: Sequence[float], most: int = MOST_POINTS
 ) -> tuple[list[float], list[float]]:
-    """Return at most so many points: means over neighbors, so that the report of a long run stays small."""
+    """Return at most ``most`` points, as means over neighbors, so that a long run's report stays small."""
     size = math.ceil(len(steps) / most) or 1
     chunks = [slice(start, start + size) for start in range(0, len(steps), size)]
     mean_steps = [sum(steps[chunk]) / len(steps[chunk]) for chunk in chunks]

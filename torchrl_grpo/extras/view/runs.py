@@ -58,7 +58,7 @@ _FRESH_S = 0.5
 """Seconds during which files are not checked again after they were read."""
 _MAX_TEXT_LENGTH = 2000
 MOST_POINTS = 1000
-"""Of a curve; a part of the steps has as many again."""
+"""Maximum points of a curve, and of a zoomed part of it."""
 _FACTS = (
     "step",
     "split",
@@ -270,8 +270,8 @@ def curves(
         runs: by number.
         toggled: titles of panels to show other than by default: the report's panels are shown by
             default, those of a single metric, which have its name, are not.
-        first: the first step that is shown, None is any.
-        last: the last one, None is any.
+        first: the first step to show; None for no bound.
+        last: the last step to show; None for no bound.
         over: the horizontal axis: ``step``, ``tokens`` or ``time``.
         smoothing: share of the points over which a curve is averaged.
         most: points of a curve.
@@ -338,7 +338,7 @@ def curves(
 def _places(
     records: Sequence[Record], over: str
 ) -> Callable[[Sequence[float]], list[float] | None]:
-    """Return where steps are on the horizontal axis: after so many tokens, or seconds of steps and
+    """Return where steps are on the horizontal axis: in tokens, or in seconds of steps and
     evaluations; None where it shows the steps.
     """
     if over == "step":

@@ -68,7 +68,7 @@ KLEstimator = Literal["k1", "k2", "k3"]
 TeacherDivergence = Literal["sampled", "reverse", "forward", "jsd"]
 """Divergences from a teacher: at the sampled token, or over the whole vocabulary."""
 
-AdvantageMean = Literal["group", "leave_one_out", "second_best", "batch", "none"]
+AdvantageMean = Literal["group", "leave_one_out", "length_weighted", "second_best", "batch", "none"]
 """Baselines of the advantage."""
 AdvantageStd = Literal["group", "batch", "group_mean", "nonzero", "none"]
 """Scales of the advantage."""
@@ -235,6 +235,19 @@ def check_floor(floor: float, cap: float, name: str = "behaviour_floor") -> None
         raise ValueError(f"{name}={floor} must be between 0 and the cap {cap}: use 0.0.")
 
 
+def check_top_entropy(
+    quantile: float, proximal: str, name: str = "top_entropy_quantile", of: str = "proximal"
+) -> None:
+    """Refuse a share of tokens that is none, or whose entropies nobody computes."""
+    if not 0 < quantile <= 1:
+        raise ValueError(f"{name}={quantile} must be in (0, 1]: use 0.2.")
+    if quantile < 1 and proximal != "recomputed":
+        raise ValueError(
+            f"{name}={quantile} needs {of}=recomputed, whose forward pass before the step gives "
+            f"the entropies of the whole batch, but {of}={proximal}: use {of}=recomputed."
+        )
+
+
 def check_rejection(
     rejection: Mapping[str, Any] | None, name: str = "rejection"
 ) -> dict[str, tuple[float, float]]:
@@ -276,7 +289,7 @@ def check_rejection(
 
 def check_group_size(repeats: int, mean: str, std: str, name: str = "repeats") -> None:
     """Refuse a group too small for a comparison among its members."""
-    of_group = mean in ("group", "leave_one_out", "second_best") or std in ("group", "group_mean")
+    of_group = mean not in ("batch", "none") or std in ("group", "group_mean")
     least = 2 if of_group else 1
     if repeats < least:
         raise ValueError(
@@ -287,7 +300,8 @@ def check_group_size(repeats: int, mean: str, std: str, name: str = "repeats") -
 
 def check_level(level: str, mean: str, name: str = "mean") -> None:
     """Refuse a baseline or scale that is not defined for tokens."""
-    if level != "sequence" and mean in ("leave_one_out", "second_best", "group_mean", "nonzero"):
+    of_sequences = ("leave_one_out", "length_weighted", "second_best", "group_mean", "nonzero")
+    if level != "sequence" and mean in of_sequences:
         raise ValueError(
             f"{name}={mean} must not be used with an advantage for each {level}, because it "
             f"compares sequences, not a {level}: use group or batch."

@@ -86,17 +86,20 @@ def group_advantage(
     mean: AdvantageMean = "group",
     std: AdvantageStd = "group",
     eps: float = 1e-6,
+    length: Tensor | None = None,
 ) -> Tensor:
     """Advantage of each response: its reward minus a baseline, divided by a scale.
 
     ``mean`` is the baseline: ``group`` (arXiv 2402.03300, section 4.1.2), ``leave_one_out`` (the
-    mean of the *other* members of the group, arXiv 2402.14740), ``second_best`` (the best member of
-    the group gets its lead over the second one, the others 0: an estimate for pass@k, arXiv
-    2503.19595), ``batch`` (arXiv 2501.03262) or ``none``. ``std`` is the scale: ``eps`` plus the
-    unbiased standard deviation, over the ``group`` or the ``batch``, of what the baseline left of
-    the rewards (of the rewards, with ``second_best``); ``group_mean``, ``eps`` plus the group's
-    mean reward (MaxRL, arXiv 2602.02710, for rewards of at least 0); ``nonzero``, the share of
-    rewards in the batch that are not 0 (GPG, arXiv 2504.02546); or ``none`` (arXiv 2503.20783).
+    mean of the *other* members of the group, arXiv 2402.14740), ``length_weighted`` (the group's
+    mean over tokens, OPO's approximation of the baseline of least variance, arXiv 2505.23585),
+    ``second_best`` (the best member of the group gets its lead over the second one, the others 0:
+    an estimate for pass@k, arXiv 2503.19595), ``batch`` (arXiv 2501.03262) or ``none``. ``std`` is
+    the scale: ``eps`` plus the unbiased standard deviation, over the ``group`` or the ``batch``, of
+    what the baseline left of the rewards (of the rewards, with ``second_best``); ``group_mean``,
+    ``eps`` plus the group's mean reward (MaxRL, arXiv 2602.02710, for rewards of at least 0);
+    ``nonzero``, the share of rewards in the batch that are not 0 (GPG, arXiv 2504.02546); or
+    ``none`` (arXiv 2503.20783).
 
     Args:
         reward: [N] floating.
@@ -105,6 +108,7 @@ def group_advantage(
         mean: the baseline.
         std: the scale.
         eps: added to the standard deviation.
+        length: [N], the tokens of each response; read with ``length_weighted``.
 
     Returns:
         [N] float32. Exactly 0 for an invalid member. With a baseline or scale of the group, exactly
@@ -134,6 +138,10 @@ def group_advantage(
         values, signal = values - average, signal & varies
     elif mean != "none":
         average, count, varies = _statistics(values, index, valid, groups)
+        if mean == "length_weighted":
+            assert length is not None
+            weight = torch.where(valid, length.to(torch.float64), 0.0)
+            average = _total(weight * values, index, groups) / _total(weight, index, groups)
         values, signal = values - average, signal & varies
         if mean == "leave_one_out":
             values = values * (count / (count - 1).clamp(min=1))
@@ -481,6 +489,99 @@ def vespo_objective(
     )
     gate = (rate + power * log_weight - rate * log_weight.exp()).exp()
     return gate * advantage * log_prob
+
+
+def clip_cov_tokens(
+    log_prob: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    share: float,
+    bounds: tuple[float, float],
+) -> Tensor:
+    """Tokens that Clip-Cov leaves out: some of those whose covariance of log-prob and advantage is
+    between the bounds (arXiv 2505.22617, equation 11).
+
+    Args:
+        log_prob: [N, T], of the policy at the start of the batch's training.
+        advantage: [N, 1] or [N, T].
+        mask: [N, T] bool, the tokens that count.
+        share: of these, how many are left out at most; at least one is. They are drawn with a fixed
+            seed, so that all ranks and a resumed run draw the same.
+        bounds: lowest and highest covariance, both exclusive.
+
+    Returns:
+        [N, T] bool.
+    """
+    covariance = _covariance(log_prob, advantage, mask)
+    inside = mask & (covariance > bounds[0]) & (covariance < bounds[1])
+    candidates = inside.flatten().nonzero().flatten()
+    order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(0))
+    most = max(1, int(share * mask.sum()))
+    drawn = candidates[order[:most].to(candidates.device)]
+    return torch.zeros_like(mask.flatten()).index_fill(0, drawn, True).view_as(mask)
+
+
+def kl_cov_tokens(log_prob: Tensor, advantage: Tensor, mask: Tensor, share: float) -> Tensor:
+    """Tokens that KL-Cov penalizes: the share of them, at least one, with the largest covariance of
+    log-prob and advantage (arXiv 2505.22617, equation 12).
+
+    The arguments are those of ``clip_cov_tokens``.
+    """
+    covariance = _covariance(log_prob, advantage, mask).masked_fill(~mask, -math.inf)
+    count = int(mask.sum())
+    largest = covariance.flatten().topk(min(count, max(1, int(share * count)))).indices
+    return torch.zeros_like(mask.flatten()).index_fill(0, largest, True).view_as(mask)
+
+
+def _covariance(log_prob: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
+    """[N, T], the contribution of each token to the covariance of log-prob and advantage."""
+    advantage = advantage.expand_as(log_prob)
+    away = advantage - masked_mean(advantage, mask)
+    return away * (log_prob - masked_mean(log_prob, mask))
+
+
+def kl_cov_objective(
+    ratio: Tensor, advantage: Tensor, penalized: Tensor, coefficient: float
+) -> Tensor:
+    """KL-Cov per token: ``ratio A``, without a clip, less ``coefficient |log ratio|`` where it is
+    penalized (arXiv 2505.22617, equation 13).
+
+    Args:
+        ratio: [N, T], current over sampling probability.
+        advantage: [N, 1] or [N, T].
+        penalized: [N, T] bool, ``kl_cov_tokens``.
+        coefficient: of the penalty.
+    """
+    return ratio * advantage - torch.where(penalized, coefficient * ratio.log().abs(), 0.0)
+
+
+def top_entropy_tokens(entropy: Tensor, mask: Tensor, share: float) -> Tensor:
+    """The share of tokens with the largest entropy, where the policy decides (arXiv 2506.01939).
+
+    Args:
+        entropy: [N, T].
+        mask: [N, T] bool, the tokens that count.
+        share: in (0, 1]; the bound is the quantile ``1 - share``, linearly interpolated.
+
+    Returns:
+        [N, T] bool, within the mask.
+    """
+    if not mask.any():
+        return mask
+    values = entropy[mask].double().sort().values
+    place = (1 - share) * (len(values) - 1)
+    low, high = values[math.floor(place)], values[math.ceil(place)]
+    return mask & (entropy >= low + (high - low) * (place - math.floor(place)))
+
+
+def adapted_entropy_coef(
+    coefficient: float, entropy: float, target: float, delta: float, largest: float
+) -> float:
+    """Coefficient of the entropy bonus for the next step: ``delta`` more where the entropy is at
+    most the target, else less, within [0, ``largest``] (Skywork-OR1, arXiv 2505.22312).
+    """
+    step = delta if entropy <= target else -delta
+    return min(max(coefficient + step, 0.0), largest)
 
 
 def sequence_log_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:

@@ -128,6 +128,10 @@ yours; read by ``GroupAdvantage``.
 """
 PROX_LOG_PROBS = ("prox_log_probs", "full")
 """[T] float32. Log-probs of the proximal policy. Written by the trainer; read by the loss."""
+PROX_ENTROPY = ("prox_entropy", "full")
+"""[T] float32. Entropy of the proximal policy, only with ``policy.top_entropy_quantile``. Written
+by the trainer; read by the loss.
+"""
 STALENESS = "staleness"
 """[1] or [T] int64. Batches trained since the weights that sampled the sequence or token. Written
 by the trainer; read by the loss.
@@ -184,6 +188,11 @@ loss.
 SEQUENCE_COUNT = ("loss", "num_sequences")
 """[1] int64. Sequences with a sampled token in the whole optimization batch. Written by
 ``GRPOLoss.normalize``; read by the loss.
+"""
+TOKEN_ROLES = ("loss", "token_roles")
+"""[T] uint8 or bool. 0 on tokens that a rule over the whole optimization batch leaves out of the
+objective, 1 on others; 2 on those that ``KLCovLoss`` penalizes. Written by ``GRPOLoss.normalize``;
+read by the loss.
 """
 DEMONSTRATION_WEIGHTS = ("loss", "demonstration_weights")
 """[T] float32. Each token's share of the demonstrations' log-likelihood. Written by

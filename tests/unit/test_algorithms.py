@@ -651,6 +651,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "max_rl": {"advantage": ("group", "group_mean"), "aggregation": "token_mean"},
     "pass_at_k": {"advantage": ("second_best", "group"), "aggregation": "token_mean"},
+    "opo": {"advantage": ("length_weighted", "none"), "aggregation": "token_mean"},
     "gpg": {
         "advantage": ("group", "nonzero"),
         "aggregation": "token_mean",
@@ -1052,6 +1053,7 @@ SPECIFICATIONS: dict[str, tuple[str, Token, dict[str, Any]]] = {
     ),
     "max_rl": ("max_rl", clip(0.2, 0.2), {"aggregation": "token_mean"}),
     "pass_at_k": ("lead", clip(0.2, 0.2), {"aggregation": "token_mean"}),
+    "opo": ("length_weighted", clip(0.2, 0.2), {"aggregation": "token_mean"}),
     "gpg": ("nonzero", cispo(0.0, 0.0), {"aggregation": "token_mean"}),
     "luspo": (
         "standardized", clip(2e-3, 2.5e-3),
@@ -1095,6 +1097,12 @@ def advantages_by_loop(kind: str, rows: list[TensorDict]) -> list[list[float]]:
             std = mean_and_std(group)[1] + 1e-6
             leads += [[(best - second) / std if r == best else 0.0] for r in group]
         return leads
+    if kind == "length_weighted":
+        totals = [
+            sum(len(sampled[i]) * rewards[i] for i in group) / sum(len(sampled[i]) for i in group)
+            for group in (range(4), range(4, 8))
+        ]
+        return [[r - totals[i // 4]] for i, r in enumerate(rewards)]
     if kind == "nonzero":
         share = sum(r != 0 for r in rewards) / len(rewards)
         return [[(r - sum(groups[i // 4]) / 4) / share] for i, r in enumerate(rewards)]

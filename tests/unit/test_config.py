@@ -229,7 +229,7 @@ MISTAKES = {
     "num_generations=8": r"num_generations=8 names .*: did you mean env\.repeats\?",
     "train.max_steps=9": r"train\.max_steps=9 names .*: did you mean train\.total_steps or env\.max_steps\?",
     "total_steps=9": r"total_steps=9 names .*: did you mean train\.total_steps\?",
-    "top_entropy_quantile=0.2": r"top_entropy_quantile=0\.2 names .*: the loss is over all sampled tokens\.",
+    "top_entropy_quantile=0.2": r"top_entropy_quantile=0\.2 names .*: did you mean policy\.top_entropy_quantile\?",
     "optimizer.lr=1e-4 optimizer.lr=2e-4": r"optimizer\.lr=2e-4 must be the only value .* has 1e-4 too: leave one",
     "algo=dapo policy.kl_coef=0 algo=grpo": r"algo=grpo must be the only value of algo, which has dapo too",
     "seed=1 -m +seed=2,3": r"seed=2,3 must be the only value of seed, which has 1 too",

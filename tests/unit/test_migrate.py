@@ -330,6 +330,44 @@ def test_vespo_and_gmpo_are_our_losses(tmp_path: Path) -> None:
     assert made["policy.loss._target_"] == "torchrl_grpo.objectives.GMPOLoss"
 
 
+def test_entropies_of_trl_are_ours(tmp_path: Path) -> None:
+    words = ("use_adaptive_entropy: true", "entropy_coef: 0.01", "entropy_coef_delta: 0.002")
+    made = trl(tmp_path, *words, "top_entropy_quantile: 0.2", "entropy_coef_max: 0.5")
+    got = {key.removeprefix("policy."): value for key, value in made.items() if "entropy" in key}
+    assert got == {
+        "top_entropy_quantile": 0.2,
+        "entropy_coef": 0.01,
+        "entropy_target": 0.2,  # TRL's default
+        "entropy_coef_delta": 0.002,
+        "entropy_coef_max": 0.5,
+    }
+    assert made["policy.proximal"] == "recomputed"
+    assert "policy.entropy_target" not in trl(tmp_path, "entropy_target: 0.5")
+
+
+def test_covariances_and_opo_of_verl_are_ours(tmp_path: Path) -> None:
+    loss = "actor_rollout_ref.actor.policy_loss."
+    words = ("clip_cov_ratio=0.001", "clip_cov_lb=2.0", "kl_cov_ratio=0.5")
+    made = verl(tmp_path, f"{loss}loss_mode=clip_cov", *(f"{loss}{word}" for word in words))
+    got = {key: value for key, value in made.overrides.items() if "policy.loss." in key}
+    assert got == {
+        "policy.loss._target_": "torchrl_grpo.objectives.ClipCovLoss",
+        "+policy.loss.covariance_share": 0.001,
+        "+policy.loss.covariance_low": 2.0,
+    }
+    assert "policy.dual_clip" not in made.overrides
+    made = verl(tmp_path, f"{loss}loss_mode=kl_cov", *(f"{loss}{word}" for word in words))
+    got = {key: value for key, value in made.overrides.items() if "policy.loss." in key}
+    assert got == {
+        "policy.loss._target_": "torchrl_grpo.objectives.KLCovLoss",
+        "+policy.loss.covariance_share": 0.5,
+        "+policy.loss.penalty": 0.1,  # verl's default
+    }
+    made = verl(tmp_path, "algorithm.adv_estimator=opo")
+    assert made.overrides["policy.advantage_mean"] == "length_weighted"
+    assert made.overrides["policy.advantage_std"] == "none"
+
+
 @pytest.mark.parametrize(
     ("type_", "estimator"), [("low_var_kl", "k3"), ("kl", "k1"), ("mse", "k2")]
 )

@@ -1,4 +1,4 @@
-"""The advantages of pass@k, MaxRL and GPG by hand."""
+"""The advantages of pass@k, MaxRL, GPG and OPO by hand."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 from tests.support.configs import compose_config
 from torchrl_grpo import functional as F
@@ -40,6 +41,33 @@ def test_the_best_of_a_group_may_be_the_only_valid_one() -> None:
     assert not got.any()
 
 
+def test_the_baseline_of_opo_is_a_mean_over_tokens() -> None:
+    """(2 * 1 + 1 * 3 + 5 * 0) / 8 = 0.625; (1 * 2 + 3 * 2 + 4 * 0) / 8 = 1; equal rewards are 0."""
+    length = torch.tensor([2, 1, 5, 1, 3, 4, 9, 2, 3])
+    settings: dict[str, Any] = {"mean": "length_weighted", "std": "none"}
+    got = F.group_advantage(REWARD, GROUP, VALID, length=length, **settings)
+    assert got.tolist() == [0.375, 2.375, -0.625, 1.0, 1.0, -1.0, 0.0, 0.0, 0.0]
+    same = F.group_advantage(REWARD, GROUP, VALID, length=torch.full((9,), 7), **settings)
+    torch.testing.assert_close(same, F.group_advantage(REWARD, GROUP, VALID, std="none"))
+
+
+def test_a_length_is_that_of_all_samples_of_a_trajectory() -> None:
+    """Two trajectories of 1 + 2 and 1 sampled tokens, with rewards 1 and 0: a baseline of 3/4."""
+    mask = torch.tensor([[0, 1, 0], [0, 1, 1], [0, 0, 1]], dtype=torch.bool)
+    done = torch.tensor([[False], [True], [True]])
+    batch = TensorDict(
+        {
+            "group_id": torch.zeros(3, 1, dtype=torch.int64),
+            ("masks", "all_assistant_mask"): mask,
+            "next": {"reward": torch.tensor([[0.0], [1.0], [0.0]]), "done": done},
+        },
+        [3],
+    )
+    transform = GroupAdvantage(2, mean="length_weighted", std="none")
+    assert transform(batch)["advantage"].flatten().tolist() == [0.25, 0.25, -0.75]
+    assert ("masks", "all_assistant_mask") in transform.in_keys
+
+
 @pytest.mark.parametrize("std", ["group_mean", "nonzero"])
 def test_a_batch_of_zeros_has_no_advantage(std: Any) -> None:
     zeros = torch.zeros(4)
@@ -59,6 +87,7 @@ def test_a_negative_reward_has_no_mean_to_divide_by() -> None:
     "words",
     [
         ("policy.advantage_mean=second_best", "policy.turn_credit=per_turn"),
+        ("policy.advantage_mean=length_weighted", "policy.turn_credit=per_turn"),
         ("policy.advantage_std=group_mean", "policy.advantage_level=token"),
         ("policy.advantage_std=nonzero", "policy.advantage_level=token"),
     ],

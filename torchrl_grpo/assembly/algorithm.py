@@ -30,7 +30,8 @@ def make_loss(config: GRPOConfig, actor_network: TensorDictModuleBase) -> GRPOLo
     policy = config.policy
     # With one optimizer step per batch, the trained policy is the one that a forward pass would
     # recompute.
-    once = policy.proximal == "recomputed" and config.optim_steps_per_batch == 1
+    needs_pass = config.optim_steps_per_batch > 1 or policy.top_entropy_quantile < 1
+    once = policy.proximal == "recomputed" and not needs_pass
     loss: GRPOLoss = make_component(
         "policy.loss",
         policy.loss,
@@ -47,6 +48,7 @@ def make_loss(config: GRPOConfig, actor_network: TensorDictModuleBase) -> GRPOLo
         behaviour_cap=policy.behaviour_cap,
         behaviour_floor=policy.behaviour_floor,
         rejection=policy.rejection,
+        top_entropy_quantile=policy.top_entropy_quantile,
         mask_truncated=policy.mask_truncated,
         kl_estimator=config.kl_estimator,
         kl_to_ref_coeff=0.0 if policy.kl_in_reward else policy.kl_coef,

@@ -28,12 +28,13 @@ from torchrl_grpo.collectors.evaluation import Evaluator
 from torchrl_grpo.collectors.rollout import RolloutCollector
 from torchrl_grpo.collectors.sampler import Sampler
 from torchrl_grpo.config import GRPOConfig
+from torchrl_grpo.config.schema import PolicyConfig
 from torchrl_grpo.generation.base import Engine, engine_class
 from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.host.memory import memory_short
 from torchrl_grpo.host.startup import say
 from torchrl_grpo.learner.learner import Learner
-from torchrl_grpo.learner.optimizer import learning_rate_factor, make_optimizer
+from torchrl_grpo.learner.optimizer import EntropyControl, learning_rate_factor, make_optimizer
 from torchrl_grpo.learner.resume import restore
 from torchrl_grpo.learner.step import GRPOTrainer
 from torchrl_grpo.learner.untrained import Untrained
@@ -158,6 +159,7 @@ def make_trainer(
         autocast_dtype=_autocast_dtype(config),
         clip_grad_norm=settings.clip_grad_norm,
         max_nonfinite_steps=config.train.max_nonfinite_steps,
+        entropy_control=_entropy_control(config.policy),
     )
 
 
@@ -375,6 +377,13 @@ def _passes(config: GRPOConfig) -> dict[str, Any]:
         "max_tokens": config.train.micro_batch_tokens,
         "autocast_dtype": _autocast_dtype(config),
     }
+
+
+def _entropy_control(policy: PolicyConfig) -> EntropyControl | None:
+    target, delta = policy.entropy_target, policy.entropy_coef_delta
+    if target is None:
+        return None
+    return EntropyControl(policy.entropy_coef, target, delta, policy.entropy_coef_max)
 
 
 def _autocast_dtype(config: GRPOConfig) -> torch.dtype | None:

@@ -29,6 +29,7 @@ from torchrl_grpo.checks import (
     check_multiple,
     check_rejection,
     check_sampling_rounds,
+    check_top_entropy,
 )
 from torchrl_grpo.config.data import DataConfig
 from torchrl_grpo.config.fields import leaves, written
@@ -274,6 +275,12 @@ def _check_shared(config: GRPOConfig) -> None:
     check_behaviour_weight(policy.behaviour_weight, policy.proximal, "policy.behaviour_weight")
     check_floor(policy.behaviour_floor, policy.behaviour_cap, "policy.behaviour_floor")
     check_rejection(policy.rejection, "policy.rejection")
+    check_top_entropy(
+        policy.top_entropy_quantile,
+        policy.proximal,
+        "policy.top_entropy_quantile",
+        "policy.proximal",
+    )
     check_bounds(policy.reward_clip, "policy.reward_clip")
     check_level(level, mean, "policy.advantage_mean")
     check_level(level, policy.advantage_std, "policy.advantage_std")
@@ -443,6 +450,10 @@ def _lacks_top_k(key: str, config: GRPOConfig) -> bool:
 
 def _lacks_teacher(key: str, config: GRPOConfig) -> bool:
     return _is_set(config, key) and not config.needs_teacher
+
+
+def _lacks_entropy_target(key: str, config: GRPOConfig) -> bool:
+    return config.policy.entropy_target is None and _is_set(config, key)
 
 
 def _engine_option(name: str, only: Any, capability: str) -> Rule:
@@ -794,6 +805,24 @@ RULES = (
         "must be 0 or at least 2 (pass@1 is measured greedy)",
         "for example, evaluation.k=8",
         bad=lambda k: k == 1,
+    ),
+    *(
+        Rule(
+            key,
+            "must be left out with policy.entropy_target=null, which makes it unused",
+            "to use it, set policy.entropy_target=0.5",
+            partial(_lacks_entropy_target, key),
+        )
+        for key in ("policy.entropy_coef_delta", "policy.entropy_coef_max")
+    ),
+    Rule(
+        "policy.entropy_coef",
+        "must be at most {policy.entropy_coef_max=}",
+        "lower it, or raise that",
+        lambda c: (
+            c.policy.entropy_target is not None
+            and c.policy.entropy_coef > c.policy.entropy_coef_max
+        ),
     ),
     *(
         Rule(key, _WITH_SFT, "it is for responses that the policy sampled", "policy.demonstrations")

@@ -145,9 +145,9 @@ class PolicyConfig:
     with its arguments next to it.
     """
     advantage_mean: str = choice(checks.AdvantageMean, "group")
-    """Baseline: mean of the group, of its other members (leave_one_out), of the batch, or none;
-    second_best trains on the best member alone, by its lead over the second one (arXiv 2503.19595).
-    """
+    """Baseline: mean of the group, of its other members (leave_one_out), of its tokens
+    (length_weighted, arXiv 2505.23585), of the batch, or none; second_best trains on the best
+    member alone, by its lead over the second one (arXiv 2503.19595)."""
     advantage_std: str = choice(checks.AdvantageStd, "group")
     """Scale: standard deviation of the group, of the batch, or none; the group's mean reward
     (group_mean, arXiv 2602.02710); or the share of rewards that are not 0 (nonzero, arXiv
@@ -206,6 +206,9 @@ class PolicyConfig:
     rejection: Any = None
     """Rules by which tokens or sequences leave the objective, with their bounds, such as
     {geometric: [0.99, 1.01]}; docs/algorithms.md#mismatch has them. A token must pass all."""
+    top_entropy_quantile: float = limited(1.0, gt=0, le=1)
+    """Share of the batch's tokens that the objective trains, those with the largest entropy (arXiv
+    2506.01939), in (0, 1]. Less than 1 needs proximal=recomputed, and a forward pass."""
     mask_truncated: bool = False
     """Exclude truncated responses from the loss; they stay in their group's statistics."""
     ratio_level: str = choice(checks.RatioLevel, "token")
@@ -232,7 +235,15 @@ class PolicyConfig:
     kl_to_behaviour_coef: float = limited(0.0, ge=0)
     """Weight of the KL to the sampling policy."""
     entropy_coef: float = limited(0.0, ge=0)
-    """Weight of the entropy bonus."""
+    """Weight of the entropy bonus; with an entropy_target, its first value."""
+    entropy_target: float | None = limited(None, gt=0)
+    """Mean entropy of a token in nats at or below which the bonus applies, and entropy_coef grows
+    after each optimizer step; above it, it shrinks (Skywork-OR1, arXiv 2505.22312). null keeps it.
+    """
+    entropy_coef_delta: float = limited(0.005, gt=0)
+    """entropy_target: how much entropy_coef changes with each optimizer step."""
+    entropy_coef_max: float = limited(1.0, gt=0)
+    """entropy_target: largest entropy_coef."""
     demonstrations: bool = False
     """Whether the responses are read from the data (env.columns.completion or messages) in place of
     being sampled, each with an advantage of 1; env.repeats is then 1."""

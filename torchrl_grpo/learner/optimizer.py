@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn import Parameter
 
 from torchrl_grpo.checks import LearningRate, Optimizer
+from torchrl_grpo.functional import adapted_entropy_coef
 
 
 def make_optimizer(
@@ -49,6 +51,40 @@ def make_optimizer(
         groups, lr=lr, betas=betas, eps=eps, bf16_stochastic_round=True
     )
     return optimizer
+
+
+@dataclass
+class EntropyControl:
+    """Coefficient of the entropy bonus that follows the policy's entropy, see
+    ``functional.adapted_entropy_coef``.
+
+    Attributes:
+        coefficient: what the bonus is weighted by where it applies; at first the initial one.
+        target: mean entropy of a token in nats, at or below which the bonus applies.
+        delta: change with each optimizer step.
+        largest: bound of the coefficient.
+        entropy: mean entropy in the latest step, None before the first one.
+    """
+
+    coefficient: float
+    target: float
+    delta: float = 0.005
+    largest: float = 1.0
+    entropy: float | None = None
+
+    @property
+    def applied(self) -> float:
+        """Coefficient of the next step: 0 where the latest entropy is above the target."""
+        is_low = self.entropy is not None and self.entropy <= self.target
+        return self.coefficient if is_low else 0.0
+
+    def update(self, entropy: float) -> None:
+        """Adapt the coefficient to the entropy in a step, if it is a number."""
+        if math.isfinite(entropy):
+            self.entropy = entropy
+            self.coefficient = adapted_entropy_coef(
+                self.coefficient, entropy, self.target, self.delta, self.largest
+            )
 
 
 def has_small_states(optimizer: torch.optim.Optimizer) -> bool:

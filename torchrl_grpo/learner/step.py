@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from torchrl_grpo.functional import effective_sample_size
 from torchrl_grpo.host.memory import memory_short
 from torchrl_grpo.learner.diagnosis import queries_of, where_not_finite, why_no_token
 from torchrl_grpo.learner.measures import PassScores, StepMeasures
-from torchrl_grpo.learner.optimizer import has_small_states
+from torchrl_grpo.learner.optimizer import EntropyControl, has_small_states
 from torchrl_grpo.learner.parts import read_parts
 from torchrl_grpo.models.loading import base_model_of, shape_of
 from torchrl_grpo.models.memory import MEMORY_SHARE, StepSetup, savings, step_memory
@@ -49,7 +49,7 @@ from torchrl_grpo.models.sharding import (
 )
 from torchrl_grpo.objectives.grpo import GRPOLoss
 from torchrl_grpo.objectives.output import LARGEST_RATIO, TORCHRL_METRICS, accumulate
-from torchrl_grpo.transforms.kl_scoring import KLScoring
+from torchrl_grpo.transforms.kl_scoring import EntropyScoring, KLScoring
 from torchrl_grpo.weights import LoraDelta, named_adapters, named_weights
 
 
@@ -88,6 +88,8 @@ class GRPOTrainer:
             gradient, or without a token that counts, after which ``train_step`` raises. None of
             them changes a weight. An overflow that merely makes the loss scaler lower its scale is
             skipped and counted, and does not stop the run.
+        entropy_control: sets the loss's coefficient of the entropy bonus before each optimizer
+            step; None leaves it alone.
     """
 
     def __init__(
@@ -103,7 +105,9 @@ class GRPOTrainer:
         autocast_dtype: torch.dtype | None = None,
         clip_grad_norm: float = 1.0,
         max_nonfinite_steps: int = 5,
+        entropy_control: EntropyControl | None = None,
     ) -> None:
+        self.entropy_control = entropy_control
         self.loss = loss
         self.model = model
         self.optimizer = optimizer
@@ -221,7 +225,8 @@ class GRPOTrainer:
                 "batch and call train_step."
             )
         out_key = self.loss.tensor_keys.prox_log_prob
-        scoring = KLScoring(
+        kind = KLScoring if self.loss.top_entropy_quantile == 1 else EntropyScoring
+        scoring = kind(
             scorer,
             max_tokens=self.micro_batch_tokens,
             autocast_dtype=self.autocast_dtype,
@@ -238,6 +243,8 @@ class GRPOTrainer:
         Returns:
             metrics, named ``train/*``.
         """
+        if self.entropy_control is not None:
+            self.loss.entropy_coeff = self.entropy_control.applied
         data = self._prepare(batch)
         passes = self._make_passes(data)
         self._pass_sizes = [(micro_pass.tokens, len(micro_pass.rows)) for micro_pass in passes]
@@ -257,6 +264,9 @@ class GRPOTrainer:
         totals["token_efficiency"] = self._number(int(data.get("length").sum())) / computed
         values = torch.stack([value.float() for value in totals.values()]).tolist()
         metrics |= {f"train/{name}": value for name, value in zip(totals, values, strict=True)}
+        if self.entropy_control is not None:
+            metrics["train/entropy_coef"] = self.loss.entropy_coeff
+            self.entropy_control.update(metrics["train/entropy"])
         return metrics | {"train/micro_batches": float(len(passes))}
 
     def _make_passes(self, data: TensorDict) -> list[_Pass]:
@@ -510,6 +520,7 @@ class GRPOTrainer:
             "optim_steps": self.optim_steps,
             "skipped_steps": self.skipped_steps,
             "nonfinite_in_a_row": self._nonfinite_in_a_row,
+            "entropy_control": self.entropy_control and asdict(self.entropy_control),
         }
 
     def load_state_dict(self, state: dict[str, Any], checkpoint: Path) -> None:
@@ -530,6 +541,10 @@ class GRPOTrainer:
         self.optim_steps = state["optim_steps"]
         self.skipped_steps = state["skipped_steps"]
         self._nonfinite_in_a_row = state["nonfinite_in_a_row"]
+        control = state.get("entropy_control")  # none in a checkpoint from before it existed
+        if self.entropy_control is not None and control is not None:
+            self.entropy_control.coefficient = control["coefficient"]
+            self.entropy_control.entropy = control["entropy"]
 
 
 @dataclass(frozen=True)

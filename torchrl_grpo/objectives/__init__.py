@@ -4,8 +4,10 @@ from torchrl_grpo.objectives.grpo import GRPOLoss
 from torchrl_grpo.objectives.output import GRPOLossOutput
 from torchrl_grpo.objectives.variants import (
     CISPOLoss,
+    ClipCovLoss,
     DemonstrationLoss,
     GMPOLoss,
+    KLCovLoss,
     SAPOLoss,
     SFTLoss,
     VESPOLoss,
@@ -13,10 +15,12 @@ from torchrl_grpo.objectives.variants import (
 
 __all__ = [
     "CISPOLoss",
+    "ClipCovLoss",
     "DemonstrationLoss",
     "GMPOLoss",
     "GRPOLoss",
     "GRPOLossOutput",
+    "KLCovLoss",
     "SAPOLoss",
     "SFTLoss",
     "VESPOLoss",

@@ -27,6 +27,7 @@ from torchrl_grpo.checks import (
     check_clip_epsilon,
     check_floor,
     check_rejection,
+    check_top_entropy,
 )
 from torchrl_grpo.compat.torchrl import CHOICES, check_choice, refuse_arguments
 from torchrl_grpo.models.packing import entry, has, pad, trajectories_of
@@ -110,6 +111,9 @@ class GRPOLoss(LossModule):
             ``checks.check_rejection`` explains one number in place of a pair. The rules compare the
             sampling policy with the proximal one, or with the current one if
             ``proximal="behaviour"``; ``off_policy`` and ``dppo_*`` always with the current one.
+        top_entropy_quantile: share of the batch's tokens to train, those with the largest entropy
+            by ``prox_entropy`` (arXiv 2506.01939); the others are removed from the objective, as
+            rejected ones are. Less than 1 needs ``proximal="recomputed"``.
         mask_truncated: whether truncated responses are removed from the loss (they stay in their
             group's statistics).
         kl_mask_threshold: tokens with a larger k2 estimate of the KL to the sampling policy are
@@ -134,7 +138,8 @@ class GRPOLoss(LossModule):
     reads them), ``advantage`` [B, 1] (or TorchRL's [B, 1, 1]) or [B, T],
     ``sample_log_prob`` [B, T], ``ref_log_probs`` [B, T], ``mask`` [B, T] bool (the tokens that the
     policy sampled), ``cur_log_prob`` and ``entropy`` as above; ``prox_log_prob`` [B, T],
-    ``staleness`` [B, 1] or [B, T] and ``truncated`` [B, 1] bool if an argument requires them,
+    ``prox_entropy`` [B, T], ``staleness`` [B, 1] or [B, T] and ``truncated`` [B, 1] bool if an
+    argument requires them,
     ``divergence`` [B, T] with a ``teacher_coeff``, and ``is_demonstration`` [B, 1] bool with an
     ``sft_coeff``: its rows count only in ``loss_sft``. Rows with the same ``"trajectory"`` [B, 1]
     int64 are samples of one trajectory, which counts as one sequence. If the batch has
@@ -177,6 +182,7 @@ class GRPOLoss(LossModule):
         cur_log_prob: NestedKey = keys.CUR_LOG_PROBS
         entropy: NestedKey = keys.ENTROPY
         prox_log_prob: NestedKey = keys.PROX_LOG_PROBS
+        prox_entropy: NestedKey = keys.PROX_ENTROPY
         staleness: NestedKey = keys.STALENESS
         truncated: NestedKey = keys.TRUNCATED
         reward_valid: NestedKey = keys.REWARD_VALID
@@ -207,6 +213,7 @@ class GRPOLoss(LossModule):
         behaviour_cap: float = 5.0,
         behaviour_floor: float = 0.0,
         rejection: Mapping[str, Any] | None = None,
+        top_entropy_quantile: float = 1.0,
         mask_truncated: bool = False,
         kl_mask_threshold: float | None = None,
         kl_estimator: KLEstimator = "k3",
@@ -237,6 +244,7 @@ class GRPOLoss(LossModule):
         self.behaviour_cap = behaviour_cap
         self.behaviour_floor = behaviour_floor
         self.rejection = check_rejection(rejection)
+        self.top_entropy_quantile = top_entropy_quantile
         self.mask_truncated = mask_truncated
         self.kl_mask_threshold = kl_mask_threshold or 0.0
         self.kl_estimator = kl_estimator
@@ -264,6 +272,7 @@ class GRPOLoss(LossModule):
         if self.behaviour_cap <= 0:
             raise ValueError(f"behaviour_cap={self.behaviour_cap} must be above 0: use 5.0.")
         check_floor(self.behaviour_floor, self.behaviour_cap)
+        check_top_entropy(self.top_entropy_quantile, self.proximal)
         length = self.constant_length
         if (length or 0) < 1 and (length is not None or self.aggregation == "constant"):
             raise ValueError(
@@ -296,6 +305,7 @@ class GRPOLoss(LossModule):
         scorer = self.actor_network
         optional = {
             names.prox_log_prob: self.proximal == "recomputed",
+            names.prox_entropy: self.top_entropy_quantile < 1,
             names.staleness: self.proximal == "interpolated",
             names.truncated: self.mask_truncated,
             names.ref_log_probs: self.kl_to_ref_coeff,
@@ -355,6 +365,7 @@ class GRPOLoss(LossModule):
         for key, counted in ((keys.TOKEN_COUNT, mask), (keys.SEQUENCE_COUNT, mask.any(1))):
             count = counted.sum().clamp(min=1)
             batch.set(key, count.expand(mask.shape[0], 1).contiguous())
+        batch.set(keys.TOKEN_ROLES, self.token_roles(batch, mask))
         if self.sft_coeff:
             batch.set(keys.DEMONSTRATION_WEIGHTS, self._demonstration_weights(batch, dtype))
         return batch
@@ -370,6 +381,19 @@ class GRPOLoss(LossModule):
         if self.sft_coeff:
             mask = mask & ~_of_sequence_or_token(batch, self.tensor_keys.is_demonstration, width)
         return mask
+
+    def token_roles(self, batch: TensorDictBase, mask: Tensor) -> Tensor:
+        """[N, T] uint8 or bool, 0 for tokens that leave the objective by a rule over the whole
+        batch. Subclasses may add rules.
+
+        Args:
+            batch: [N], the whole optimization batch.
+            mask: [N, T] bool, the tokens that count.
+        """
+        if self.top_entropy_quantile == 1:
+            return mask
+        entropy = pad(batch, self.tensor_keys.prox_entropy)
+        return F.top_entropy_tokens(entropy, mask, self.top_entropy_quantile)
 
     def _demonstration_weights(self, batch: TensorDictBase, dtype: torch.dtype) -> Tensor:
         mask = pad(batch, self.tensor_keys.mask)
@@ -464,6 +488,8 @@ class GRPOLoss(LossModule):
         count = mask.sum().clamp(min=1) if count is None else count[0, 0]
         log_prob = torch.where(mask, log_prob, 0.0)
         tokens = _Tokens(data, mask, weights.to(mask.device), count.to(mask.device), log_prob)
+        roles = data.get(keys.TOKEN_ROLES, None)
+        tokens.roles = (self.token_roles(data, mask) if roles is None else roles).to(mask.device)
         sample_log_prob = tokens.read(self.tensor_keys.sample_log_prob).detach()
         tokens.sample_log_prob = self.behaviour(log_prob, sample_log_prob)
         return tokens
@@ -478,7 +504,7 @@ class GRPOLoss(LossModule):
         if self.dual_clip is not None:
             surrogate = F.dual_clip(surrogate, advantage, self.dual_clip)
         weight, correction = self._correction(tokens, prox, advantage)
-        surrogate = weight * surrogate
+        surrogate = torch.where(tokens.roles > 0, weight * surrogate, 0.0)
         out = {"loss_objective": -tokens.weighted_sum(surrogate)}
 
         clipped_low, clipped_high = self.clipped(ratio, advantage)
@@ -611,6 +637,7 @@ class _Tokens:
     weights: Tensor
     count: Tensor
     log_prob: Tensor
+    roles: Tensor = field(init=False)
     sample_log_prob: Tensor = field(init=False)
     ratio: Tensor = field(init=False)
 

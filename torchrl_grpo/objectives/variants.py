@@ -1,14 +1,19 @@
-"""Losses with other surrogates: CISPO, SAPO, GMPO and VESPO; and the loss of demonstrations."""
+"""Losses with other surrogates: CISPO, SAPO, GMPO, VESPO, Clip-Cov and KL-Cov; and that of
+demonstrations.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from torchrl_grpo import functional as F
-from torchrl_grpo.objectives.grpo import GRPOLoss, _Tokens
+from torchrl_grpo.models.packing import pad
+from torchrl_grpo.objectives.grpo import GRPOLoss, _of_sequence_or_token, _Tokens
 
 
 class CISPOLoss(GRPOLoss):
@@ -166,6 +171,108 @@ class VESPOLoss(GRPOLoss):
     def surrogate(self, ratio: Tensor, log_prob: Tensor, advantage: Tensor) -> Tensor:
         """See the class."""
         return F.vespo_objective(ratio, log_prob, advantage, self.k, self.decay)
+
+
+class _CovarianceLoss(GRPOLoss):
+    """A loss that treats some tokens of a large covariance of log-prob and advantage apart.
+
+    The covariance is that of the optimization batch, with the log-probs of the policy that sampled.
+    """
+
+    def __init__(
+        self, actor_network: TensorDictModuleBase, *, covariance_share: float, **kwargs: Any
+    ) -> None:
+        if not 0 < covariance_share <= 1:
+            raise ValueError(f"covariance_share={covariance_share} must be in (0, 1]: use 0.0002.")
+        super().__init__(actor_network, **kwargs)
+        self.covariance_share = covariance_share
+
+    def _of_covariance(self, batch: TensorDictBase, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """[N, T] each, the log-probs and the advantages that make the covariance."""
+        log_prob = pad(batch, self.tensor_keys.sample_log_prob)
+        advantage = _of_sequence_or_token(batch, self.tensor_keys.advantage, mask.shape[1])
+        return log_prob, advantage.to(log_prob.dtype)
+
+
+class ClipCovLoss(_CovarianceLoss):
+    """Clip-Cov (arXiv 2505.22617): PPO's clipped surrogate without some tokens of a large
+    covariance of log-prob and advantage, which lower the entropy most.
+
+    Args:
+        actor_network: as in ``GRPOLoss``, like all other arguments.
+
+    Keyword Args:
+        covariance_share: of the batch's tokens, how many are left out at most, in (0, 1].
+        covariance_low: those left out are drawn from tokens with a covariance above it,
+        covariance_high: and below this.
+
+    Raises:
+        ValueError: the share is out of its range, or the bounds are not in order.
+    """
+
+    def __init__(
+        self,
+        actor_network: TensorDictModuleBase,
+        *,
+        covariance_share: float = 0.0002,
+        covariance_low: float = 1.0,
+        covariance_high: float = 5.0,
+        **kwargs: Any,
+    ) -> None:
+        if not covariance_low < covariance_high:
+            raise ValueError(
+                f"covariance_low={covariance_low} must be below covariance_high={covariance_high}: "
+                "use 1.0 and 5.0."
+            )
+        super().__init__(actor_network, covariance_share=covariance_share, **kwargs)
+        self.covariance_bounds = (covariance_low, covariance_high)
+
+    def token_roles(self, batch: TensorDictBase, mask: Tensor) -> Tensor:
+        """See ``GRPOLoss``."""
+        of_batch = self._of_covariance(batch, mask)
+        out = F.clip_cov_tokens(*of_batch, mask, self.covariance_share, self.covariance_bounds)
+        return super().token_roles(batch, mask) & ~out
+
+
+class KLCovLoss(_CovarianceLoss):
+    """KL-Cov (arXiv 2505.22617): the ratio times the advantage, without a clip, and a penalty on
+    the change of the tokens with the largest covariance of log-prob and advantage.
+
+    Before the first optimizer step on a batch the penalty is 0 and has no gradient: it acts with
+    several steps per batch, and with stale samples. The clip bounds are read by the metrics alone.
+
+    Args:
+        actor_network: as in ``GRPOLoss``, like all other arguments.
+
+    Keyword Args:
+        covariance_share: of the batch's tokens, how many are penalized, in (0, 1].
+        penalty: weight of the absolute log-ratio, above 0.
+
+    Raises:
+        ValueError: one of these is out of its range.
+    """
+
+    def __init__(
+        self,
+        actor_network: TensorDictModuleBase,
+        *,
+        covariance_share: float = 0.0002,
+        penalty: float = 1.0,
+        **kwargs: Any,
+    ) -> None:
+        if penalty <= 0:
+            raise ValueError(f"penalty={penalty} must be above 0: use 1.0.")
+        super().__init__(actor_network, covariance_share=covariance_share, **kwargs)
+        self.penalty = penalty
+
+    def token_roles(self, batch: TensorDictBase, mask: Tensor) -> Tensor:
+        """See ``GRPOLoss``; 2 for tokens that are penalized."""
+        penalized = F.kl_cov_tokens(*self._of_covariance(batch, mask), mask, self.covariance_share)
+        return super().token_roles(batch, mask).to(torch.uint8) * (1 + penalized)
+
+    def _objective(self, tokens: _Tokens, ratio: Tensor, advantage: Tensor) -> Tensor:
+        """See the class."""
+        return F.kl_cov_objective(ratio, advantage, tokens.roles == 2, self.penalty)
 
 
 class DemonstrationLoss(GRPOLoss):

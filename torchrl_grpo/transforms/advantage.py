@@ -154,7 +154,8 @@ class GroupAdvantage(Transform):
             trajectory without an end.
         TypeError: an argument is TorchRL's and has another name here.
         KeyError: a batch has no groups or no rewards (at level token: no token rewards, no mask).
-        RuntimeError: at level token or turn, it is in an environment.
+        RuntimeError: at level token or turn, or with ``mean="length_weighted"``, it is in an
+            environment.
 
     Examples:
         >>> import torch
@@ -220,6 +221,7 @@ class GroupAdvantage(Transform):
         self._of_datasets = any(isinstance(weights, Mapping) for weights in weights_by_name)
         optional = [
             *_KEYS_OF_TOKENS[level],
+            *([keys.ASSISTANT_MASK] if mean == "length_weighted" else []),
             *([] if part_weights is None else [keys.REWARD_PARTS]),
             *([keys.DATASET] if self._of_datasets else []),
         ]
@@ -285,7 +287,9 @@ class GroupAdvantage(Transform):
         self.queue.share_memory_()
         return self
 
-    def advantage(self, reward: Tensor, group: Tensor, valid: Tensor) -> Tensor:
+    def advantage(
+        self, reward: Tensor, group: Tensor, valid: Tensor, length: Tensor | None = None
+    ) -> Tensor:
         """Turn the rewards of whole groups into advantages. Subclasses override this.
 
         Args:
@@ -293,11 +297,12 @@ class GroupAdvantage(Transform):
                 token.
             group: [N] int64, equal within a group.
             valid: [N] bool; where it is False the result must be 0.
+            length: [N] int64, sampled tokens; given with ``mean="length_weighted"`` alone.
 
         Returns:
             [N] float32.
         """
-        return group_advantage(reward, group, valid, mean=self.mean, std=self.std)
+        return group_advantage(reward, group, valid, mean=self.mean, std=self.std, length=length)
 
     # On its own, and when a replay buffer is sampled
 
@@ -410,6 +415,10 @@ class GroupAdvantage(Transform):
         self, flat: TensorDictBase, member: Tensor, group: Tensor, valid: Tensor
     ) -> Tensor:
         """Return the advantage of each trajectory, [M]."""
+        if self.mean == "length_weighted":
+            tokens = pad(flat, keys.ASSISTANT_MASK, False).sum(1)
+            length = torch.zeros_like(group).index_add_(0, member, tokens)
+            return self.advantage(self._returns(flat, member), group, valid, length)
         if self.part_weights is None:
             return self.advantage(self._returns(flat, member), group, valid)
         last = last_rows(member).tolist()
@@ -513,11 +522,12 @@ class GroupAdvantage(Transform):
     def _reset(
         self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
     ) -> TensorDictBase:
-        if self.level != "sequence":
+        if self.level != "sequence" or self.mean == "length_weighted":
+            name, usual = ("level", "sequence") if self.level != "sequence" else ("mean", "group")
             raise RuntimeError(
-                f"level={self.level!r} must get finished sequences, GroupAdvantage is in an "
-                "environment, where a step has one turn of them: call it on the collector's "
-                "batch, put it into a ReplayBuffer, or use level='sequence'."
+                f"{name}={getattr(self, name)!r} must get finished sequences, GroupAdvantage is in "
+                "an environment, where a step has one turn of them: call it on the collector's "
+                f"batch, put it into a ReplayBuffer, or use {name}={usual!r}."
             )
         group = group_ids(tensordict_reset, self.group_key)
         zeros = torch.zeros(self._shape(tensordict_reset), device=group.device)

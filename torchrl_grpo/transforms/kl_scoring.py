@@ -271,3 +271,22 @@ class KLScoring(Transform):
             shape=(*observation_spec.shape, -1), dtype=torch.float32
         )
         return observation_spec
+
+
+class EntropyScoring(KLScoring):
+    """Writes the log-probs of a batch and, in the same pass, the entropies under ``entropy_key``.
+
+    Keyword Args:
+        entropy_key: key of the entropies.
+    """
+
+    entropy_key: NestedKey = keys.PROX_ENTROPY
+
+    def _pass(self, layout: Layout, kept: Tensor | None) -> Tensor:
+        return torch.stack(self.scorer.score_layout(layout, kept=kept)[:2], -1).float()
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        rows = self._score(flatten(tensordict))
+        for number, key in enumerate((self.out_key, self.entropy_key)):
+            tensordict = set_rows(tensordict, key, [row[..., number] for row in rows])
+        return tensordict

@@ -248,7 +248,7 @@ MISTAKES = {
     f"env.num_envs={'9' * 400}": r"env\.num_envs=9{20}\.\.\. must fit into 64 bits, but it has 400 digits",
     f"optimizer.lr={'9' * 400}": r"optimizer\.lr=9{20}\.\.\. must fit into 64 bits",
     "env.system_prompt=\udcff": r"env\.system_prompt='\\udcff' must be text in UTF-8",
-    "algo=dapp": r"error: algo=dapp must be one of cispo, dapo, .*, vespo: did you mean dapo\?\n$",
+    "algo=dapp": r"error: algo=dapp must be one of cispo, clip_cov, dapo, .*, vespo: did you mean dapo\?\n$",
     "hydra/launcher=zzz": r"error: hydra/launcher=zzz must be one of basic.*: use one of them\..*\[sweep\]'\.\n$",
     "optimizer.lr=[1": r"optimizer\.lr=\[1 must be .*:\nno viable alternative at input '\[1'",
     "env.prompt_template={a}+{b}=?": r"_template=.* must .*: use 'env\.prompt_template=\"\{a\}\+\{b\}=\?\"'\.",

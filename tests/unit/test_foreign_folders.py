@@ -21,8 +21,8 @@ from torchrl_grpo.extras.export.export import export
 from torchrl_grpo.extras.report import samples
 from torchrl_grpo.extras.report.report import write_report
 from torchrl_grpo.extras.report.sweep_report import write_sweep
+from torchrl_grpo.extras.trackers.services import recorded_run
 from torchrl_grpo.host.folders import check_own_files
-from torchrl_grpo.reporting.trackers import recorded_run
 
 FILES = (
     ".lock",

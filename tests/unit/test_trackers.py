@@ -18,6 +18,7 @@ import pytest
 
 from tests.support.configs import compose_config
 from torchrl_grpo.config import GRPOConfig
+from torchrl_grpo.extras.trackers import services as extra
 from torchrl_grpo.reporting import trackers
 from torchrl_grpo.reporting.metrics import MetricsLogger
 from torchrl_grpo.reporting.trackers import check_logging
@@ -103,7 +104,7 @@ def test_key_is_found_in_the_environment_and_in_netrc(
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
 def test_a_missing_package_is_one_clear_line(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(trackers, "_is_installed", lambda package: package == "tensorboard")
+    monkeypatch.setattr(extra, "_is_installed", lambda package: False)
     message = rf"logging\.{name}\.mode=offline needs the package {name}, .*`pip install {name}`, or set .*=disabled"
     with pytest.raises(ValueError, match=message):
         check_logging(tensorboard=True, services=services(f"logging.{name}.mode=offline"))
@@ -116,7 +117,7 @@ def test_a_missing_tensorboard_is_one_clear_line(monkeypatch: pytest.MonkeyPatch
 
 
 def test_mlflow_online_needs_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trackers, "_is_installed", lambda package: True)
+    monkeypatch.setattr(extra, "_is_installed", lambda package: True)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     with pytest.raises(ValueError, match=r"logging\.mlflow\.mode=online .*MLFLOW_TRACKING_URI"):
         check_logging(tensorboard=False, services=services("logging.mlflow.mode=online"))
@@ -127,7 +128,7 @@ def test_an_mlflow_server_that_does_not_answer_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("mlflow")
-    monkeypatch.setattr(trackers, "_MLFLOW_WAITS", {})
+    monkeypatch.setattr(extra, "_MLFLOW_WAITS", {})
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # where nothing listens
     message = (
@@ -143,7 +144,7 @@ def test_a_wandb_server_that_does_not_answer_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_wandb_key: Path
 ) -> None:
     wandb = pytest.importorskip("wandb")
-    monkeypatch.setattr(trackers, "_WANDB_TIMEOUT_S", 3.0)
+    monkeypatch.setattr(extra, "_WANDB_TIMEOUT_S", 3.0)
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
@@ -306,6 +307,6 @@ def test_a_port_that_is_in_use_is_refused(tmp_path: Path) -> None:
 
 
 def test_prometheus_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trackers, "_is_installed", lambda package: package != "prometheus_client")
+    monkeypatch.setattr(extra, "_is_installed", lambda package: False)
     with pytest.raises(ValueError, match=r"port=9100 .*prometheus_client.*port=null"):
         check_logging(tensorboard=False, services=services("logging.prometheus.port=9100"))

@@ -1,0 +1,1 @@
+"""Services that get a run's metrics while it lasts."""

@@ -480,6 +480,21 @@ def test_curves_png_names_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert titles == [f"GRPO run: {tmp_path.name}/12-00-00"]
 
 
+def test_the_report_of_a_job_of_a_sweep_is_named_by_its_overrides(tmp_path: Path) -> None:
+    job = tmp_path / "12-00-00" / "3"
+    (job / ".hydra").mkdir(parents=True)
+    (job / ".hydra" / "overrides.yaml").write_text("[optimizer.lr=1e-4, seed=1]")
+    assert '<p class="dim">Run lr=1e-4 seed=1</p>' in write_report(job).read_text()
+
+
+def test_a_legend_of_two_long_labels_fits_its_panel() -> None:
+    records = [{"step": step, "eval/pass@1": 0.1, "eval/pass@8": 0.2} for step in range(4)]
+    [panel] = [panel for panel in PANELS if panel.title == "Accuracy"]
+    figure = panel_figure(panel, records)
+    figure.draw_without_rendering()
+    assert figure.axes[0].get_legend().get_window_extent().x1 <= figure.bbox.x1
+
+
 def test_rounding_noise_is_drawn_as_0() -> None:
     kl = next(panel for panel in PANELS if panel.title.startswith("KL"))
     records = [

@@ -27,6 +27,7 @@ from tests.support.configs import ROOT
 from tests.support.processes import command_line
 from tests.support.scripts import SYNC, Script
 from tests.support.view_runs import append, group, make_run, metrics, served
+from torchrl_grpo.extras.report.records import run_names
 from torchrl_grpo.extras.view.command import main
 from torchrl_grpo.extras.view.index import Criteria
 from torchrl_grpo.extras.view.runs import RunView, curves
@@ -193,10 +194,10 @@ def test_jobs_of_a_sweep_are_named_by_what_they_differ_in(tmp_path: Path) -> Non
         (make_run(tmp_path / name) / ".hydra" / "overrides.yaml").write_text(lines)
     folders = [tmp_path / name for name in "012"]
     names = [run["name"] for run in status_of(folders[:2])]
-    assert names == ["optimizer.lr=1e-4", "optimizer.lr=0.000123"]
+    assert names == ["lr=1e-4", "lr=0.000123"]
     assert [run["name"] for run in status_of(folders[2:])] == [f"{tmp_path.name}/2"]
     [alone] = status_of(folders[:1])
-    assert alone["name"] == "optimizer.lr=1e-4 seed=1 algo=dapo"
+    assert alone["name"] == "lr=1e-4 seed=1 algo=dapo"
 
 
 def status_of(folders: list[Path]) -> Any:
@@ -212,6 +213,17 @@ def test_the_title_names_all_runs(address: str, tmp_path: Path) -> None:
     )
     assert title_of(runs) == "starter on sums with grpo (a, b); starter on sums with dapo (c)"
     assert title_of(runs[:1]) == "starter on sums with grpo"
+    assert title_of(2 * runs[:2]) == "starter on sums with grpo (4 runs)"
+
+
+def test_keys_that_end_alike_are_named_in_full(tmp_path: Path) -> None:
+    for name in "01":
+        overrides = f"[train_model.dtype=a{name}, ref_model.dtype=b{name}, optimizer.lr={name}]"
+        (make_run(tmp_path / name) / ".hydra" / "overrides.yaml").write_text(overrides)
+    assert run_names([tmp_path / "0", tmp_path / "1"]) == [
+        "train_model.dtype=a0 ref_model.dtype=b0 lr=0",
+        "train_model.dtype=a1 ref_model.dtype=b1 lr=1",
+    ]
 
 
 def test_the_times_of_one_run_are_stacked(address: str) -> None:

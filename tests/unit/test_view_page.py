@@ -362,6 +362,7 @@ def test_kinds_of_spans_have_colors_apart_and_are_explained(
         "save",
         "start",
         "restart",
+        "stopped",
     ]
     run = make_run(tmp_path / "run")
     rows = [

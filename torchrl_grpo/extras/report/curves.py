@@ -246,7 +246,7 @@ def _style(axes: Axes, panel: Panel) -> None:
 
 
 def _legend_columns(labels: Sequence[str]) -> int:
-    return 1 if max(map(len, labels)) > 22 else 2 if len(labels) < 5 else 3
+    return 1 if max(map(len, labels)) > 16 else 2 if len(labels) < 5 else 3
 
 
 def _legend_rows(labels: Sequence[str]) -> int:

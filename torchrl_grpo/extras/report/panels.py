@@ -36,7 +36,7 @@ ACTIVITY_COLORS = _STAGE_COLORS | {
     "save": "#854d0e",
     "start": "#84cc16",
     "restart": "#dc2626",
-    "stopped": "#1e293b",
+    "stopped": "#475569",
 }
 """The color of each activity, as a stage of a step or as a span of the timeline."""
 MOST_POINTS = 400

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import yaml
 
-from torchrl_grpo.host.files import load_yaml
+from torchrl_grpo.host.files import load_yaml, read_inside
+from torchrl_grpo.host.text import printable_lines
 
 OVERRIDES = ".hydra/overrides.yaml"
 
@@ -94,3 +96,31 @@ def short_value(value: str) -> str:
         return value
     is_long_fraction = "." in value and len(value) > 7
     return f"{number:.3g}" if is_long_fraction and math.isfinite(number) else value
+
+
+def run_names(folders: Sequence[Path]) -> list[str]:
+    """Return names of runs: for one run the last two parts of its path, for several as many parts
+    as distinguish them; for jobs of a sweep the overrides in which they differ, with the last part
+    of each key where this is clear.
+    """
+    parts = [folder.resolve().parts for folder in folders]
+    for count in range(2 if len(folders) == 1 else 1, max(map(len, parts)) + 1):
+        names = ["/".join(path[-count:]) for path in parts]
+        if len(set(names)) == len(set(parts)):
+            break
+    values = [overrides_of(read_inside(folder, OVERRIDES)) for folder in folders]
+    varied = [
+        key
+        for key in dict.fromkeys(key for own in values for key in own)
+        if len({own.get(key) for own in values}) > 1 or len(folders) == 1
+    ]
+    last_parts = [key.rpartition(".")[2] for key in varied]
+    short = {
+        key: last if last_parts.count(last) == 1 else key
+        for key, last in zip(varied, last_parts, strict=True)
+    }
+    for at, (path, own) in enumerate(zip(parts, values, strict=True)):
+        text = " ".join(f"{short[key]}={short_value(own[key])}" for key in varied if key in own)
+        if path[-1].isdigit() and text:  # a job of a sweep
+            names[at] = text if values.count(own) == 1 else f"{names[at]} {text}"
+    return [printable_lines(name) for name in names]

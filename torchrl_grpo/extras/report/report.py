@@ -18,6 +18,7 @@ from torchrl_grpo.extras.report.curves import panel_svg, save_png
 from torchrl_grpo.extras.report.panels import ACTIVITY_COLORS, panels_of
 from torchrl_grpo.extras.report.records import (
     problem_of,
+    run_names,
     run_title,
     valid_reward,
 )
@@ -58,7 +59,7 @@ def write_report(directory: str | os.PathLike[str]) -> Path:
     check_own_files(directory)
     records = merge_steps(read_jsonl(directory / METRICS_FILE))
     title = title_of(directory)
-    name = "/".join(directory.resolve().parts[-2:])  # a date and a time in the usual layout
+    [name] = run_names([directory])
     save_png(records, directory / "curves.png", f"{title}: {name}")
     samples = read_jsonl(directory / SAMPLES_FILE)
     config = _read(directory / ".hydra" / "config.yaml")

@@ -22,15 +22,15 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from torchrl_grpo.extras.report.panels import ACTIVITY_COLORS, COLORS, SMOOTHING
-from torchrl_grpo.extras.report.records import OVERRIDES, overrides_of, short_value
+from torchrl_grpo.extras.report.records import run_names
 from torchrl_grpo.extras.view.index import Criteria
 from torchrl_grpo.extras.view.runs import MOST_POINTS, RunView, curves
-from torchrl_grpo.host.files import read_inside
-from torchrl_grpo.host.text import printable_lines
 
 Number = TypeVar("Number", int, float)
 
 _PAGE_SIZE = 10
+_MAX_LISTED = 3
+"""Maximum number of runs whose names stand in the heading."""
 _STATIC = Path(__file__).parent / "static"
 _STYLE = Path(__file__).parents[1] / "report" / "style.css"  # the report's
 """Style sheet of the report."""
@@ -200,12 +200,12 @@ def make_app(folders: Sequence[Path], token: str) -> ASGIApp:
         folders: of the runs.
         token: first segment of every path.
     """
-    names = _names(folders)
+    names = run_names(folders)
     api = Api([RunView(folder, name) for folder, name in zip(folders, names, strict=True)])
     loader = jinja2.PackageLoader("torchrl_grpo.extras.view", "")
     template = jinja2.Environment(loader=loader, autoescape=True).get_template("page.html.j2")
     page = template.render(
-        title=title_of(api.runs), names=names, colors=COLORS, activities=ACTIVITY_COLORS
+        title=title_of(api.runs), names=_listed(names), colors=COLORS, activities=ACTIVITY_COLORS
     )
     # In memory, because the page must not wait for the threads that read the runs.
     files = {path.name: path.read_bytes() for path in [*_STATIC.iterdir(), _STYLE]}
@@ -254,29 +254,11 @@ def title_of(runs: Sequence[RunView]) -> str:
         names.setdefault(run.title(), []).append(run.name)
     if len(runs) == 1:
         return runs[0].title()
-    return "; ".join(f"{title} ({', '.join(which)})" for title, which in names.items())
+    return "; ".join(f"{title} ({_listed(which)})" for title, which in names.items())
 
 
-def _names(folders: Sequence[Path]) -> list[str]:
-    """Return names of runs: for one run the last two parts of its path, for several as many parts
-    as distinguish them; for jobs of a sweep the overrides in which they differ.
-    """
-    parts = [folder.resolve().parts for folder in folders]
-    for count in range(2 if len(folders) == 1 else 1, max(map(len, parts)) + 1):
-        names = ["/".join(path[-count:]) for path in parts]
-        if len(set(names)) == len(set(parts)):
-            break
-    values = [overrides_of(read_inside(folder, OVERRIDES)) for folder in folders]
-    varied = [
-        key
-        for key in dict.fromkeys(key for own in values for key in own)
-        if len({own.get(key) for own in values}) > 1 or len(folders) == 1
-    ]
-    for at, (path, own) in enumerate(zip(parts, values, strict=True)):
-        text = " ".join(f"{key}={short_value(own[key])}" for key in varied if key in own)
-        if path[-1].isdigit() and text:  # a job of a sweep
-            names[at] = text if values.count(own) == 1 else f"{names[at]} {text}"
-    return [printable_lines(name) for name in names]
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= _MAX_LISTED else f"{len(names)} runs"
 
 
 def _answer(part: Callable[[Query], Any]) -> Callable[[Request], Response]:

@@ -80,7 +80,10 @@ function tell() {
   for (const name of ["groups", "timeline", "alarms"]) {
     document.getElementById(`to-${name}`).href = link(name, { run: params.get("run") ?? "" });
   }
-  document.getElementById("status").textContent = runs.map(where).join("; ");
+  const ended = runs.filter((run) => run.ended);
+  const rest = runs.filter((run) => !run.ended).map(where);
+  document.getElementById("status").textContent = (runs.length > 3
+    ? [...rest, `${ended.length} of ${runs.length} runs ended`] : runs.map(where)).join("; ");
 }
 
 function where(run) {

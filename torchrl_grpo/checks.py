@@ -67,6 +67,8 @@ KLEstimator = Literal["k1", "k2", "k3"]
 
 TeacherDivergence = Literal["sampled", "reverse", "forward", "jsd"]
 """Divergences from a teacher: at the sampled token, or over the whole vocabulary."""
+TeacherWeights = Literal["live", "frozen", "ema"]
+"""Weights of a teacher that is the policy."""
 
 AdvantageMean = Literal["group", "leave_one_out", "length_weighted", "second_best", "batch", "none"]
 """Baselines of the advantage."""

@@ -85,12 +85,14 @@ FACTORS: dict[str, dict[str, tuple[str, ...]]] = {
         "reward": ("policy.kl_coef=0.05", "policy.kl_in_reward=true"),
         "refresh": ("policy.kl_coef=0.05", "ref_model.refresh_every=1"),
         "sharded": ("policy.kl_coef=0.05", "ref_model.sharded=true"),
+        "average": ("policy.kl_coef=0.05", "ref_model.refresh_every=1", "ref_model.decay=0.5"),
     },
     "teacher": {
         "none": (),
         "sampled": _TEACHER,
         "reverse": (*_TEACHER, "policy.teacher_divergence=reverse"),
         "top_k": (*_TEACHER, "policy.teacher_divergence=jsd", "policy.teacher_top_k=8"),
+        "own": ("policy.teacher_coef=0.1", "teacher.model=policy", "teacher.weights=ema"),
         "prompted": (*_TEACHER, f"teacher.prompt={_HERE}:hint", "policy.teacher_clip=2"),
     },
     "sft": {"off": (), "on": ("policy.sft_coef=0.1",)},
@@ -180,9 +182,9 @@ _OF_PROCESSES = ("script", "train", "samplers")
 
 # The first option excludes each of the others; ! stands for all but those that follow.
 _EXCLUDED = """
-algo:sft  dialog:!single credit:per_turn dynamic:on draw:!uniform teacher:sampled,prompted sft:on
-          overlong:on proximal:!preset advantage:!preset temperature:0.8 shaping:on terms:on
-          reference:reward data:!file,two reward:gdpo
+algo:sft  dialog:!single credit:per_turn dynamic:on draw:!uniform sft:on
+          teacher:sampled,prompted,own overlong:on proximal:!preset advantage:!preset
+          temperature:0.8 shaping:on terms:on reference:reward data:!file,two reward:gdpo
 algo:distill  teacher:none dynamic:on reward:gdpo
 algo:reinforce_pp  reward:gdpo advantage:leave_one_out credit:per_turn dialog:agent,compact
 algo:rloo  reward:gdpo credit:per_turn

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tensordict import TensorDictBase
 from torch import multiprocessing
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -33,7 +34,7 @@ from torchrl_grpo.learner.writer import CheckpointWriter
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.divergence import Teacher
 from torchrl_grpo.models.prefix import Layout
-from torchrl_grpo.models.scoring import AdapterOffScorer, TokenScorer
+from torchrl_grpo.models.scoring import AdapterOffScorer, AverageScorer, TokenScorer
 from torchrl_grpo.models.sharding import (
     init_mesh,
     loading_device,
@@ -43,6 +44,7 @@ from torchrl_grpo.models.sharding import (
 )
 from torchrl_grpo.objectives import DemonstrationLoss, GRPOLoss
 from torchrl_grpo.transforms.kl_scoring import KLScoring
+from torchrl_grpo.transforms.teacher import TeacherStates
 from torchrl_grpo.weights import ObjectSender
 
 LENGTHS = (9, 14, 6, 11, 8, 12, 7, 10, 30, 5, 17)
@@ -257,6 +259,23 @@ def scored_first(mesh: DeviceMesh | None, *, lora: bool, **settings: Any) -> dic
     return {"scored": rows, "computed": computed, "metrics": [metrics], "weights": weights(trainer)}
 
 
+def averaged(mesh: DeviceMesh | None, **settings: Any) -> dict[str, Any]:
+    """Three steps, before each of which an average of the weights scores as reference and teacher."""
+    trainer, batch = make_trainer(mesh, **settings), make_batch(LENGTHS, spread=0.3)
+    start, metrics, scored = weights(trainer), [], {}
+    average = AverageScorer(trainer.model, decay=0.5)
+    trainer.averages = {"reference": average}
+    for step in range(3):
+        batch = KLScoring(average)(batch.exclude(keys.REF_LOG_PROBS))
+        likely = TeacherStates(average, top_k=3)(batch.exclude(keys.TEACHER_STATES))
+        for number, row in enumerate(likely.unbind(0)):
+            scored[f"{step}/{number}"] = torch.cat(
+                [row[keys.REF_LOG_PROBS], row[keys.TEACHER_STATES][:, :3].flatten()]
+            )
+        metrics.append(trainer.train_batch(batch))
+    return {"start": start, "metrics": metrics, "weights": weights(trainer), "scored": scored}
+
+
 def recomputed_layers(mesh: DeviceMesh | None) -> int:
     """How often an MLP starts in one micro-batch: twice when its layer is recomputed."""
     trainer = make_trainer(mesh, checkpointing=True, micro_batch_tokens=10**6)
@@ -326,22 +345,37 @@ COMPARED: dict[str, Callable[[DeviceMesh | None], Any]] = {
     "policy_first": functools.partial(scored_first, lora=False),
     "policy_first_float64": functools.partial(scored_first, lora=False, dtype=torch.float64),
     "adapters_off_shared": functools.partial(scored_first, lora=True),
+    "average": functools.partial(averaged, dtype=torch.float64),
+    "average_lora": functools.partial(averaged, lora=True, dtype=torch.float64),
 }
 
 
 def save_and_go_on(mesh: DeviceMesh | None, path: Path, *, lora: bool) -> dict[str, Any]:
-    """Two steps, a checkpoint, a third step; ranks write what was there before it after it."""
-    trainer, batch = make_trainer(mesh, lora=lora), make_batch(LENGTHS, spread=0.3)
+    """Two steps, a checkpoint, a third step; ranks write what was there before it after it.
+
+    The reference is an average of the weights, which is part of the checkpoint."""
+    trainer = with_average(make_trainer(mesh, lora=lora))
     for _ in range(2):
-        trainer.train_batch(batch)
+        trainer.train_batch(of_average(trainer))
     writer, trained = CheckpointWriter(), threading.Event()
     writer._thread.submit(trained.wait)
     writer.start(Checkpointer(path, {}), trainer, {})
     at_save = weights(trainer)
-    out = {"at_save": at_save, "metrics": trainer.train_batch(batch), "weights": weights(trainer)}
+    metrics = trainer.train_batch(of_average(trainer))
+    out = {"at_save": at_save, "metrics": metrics, "weights": weights(trainer)}
     trained.set()
     writer.finish()
     return out
+
+
+def with_average(trainer: GRPOTrainer) -> GRPOTrainer:
+    trainer.averages = {"reference": AverageScorer(trainer.model, decay=0.5)}
+    return trainer
+
+
+def of_average(trainer: GRPOTrainer) -> TensorDictBase:
+    batch = make_batch(LENGTHS, spread=0.3).exclude(keys.REF_LOG_PROBS)
+    return KLScoring(trainer.averages["reference"])(batch)
 
 
 def saved_in(folder: Path) -> Path:
@@ -350,10 +384,10 @@ def saved_in(folder: Path) -> Path:
 
 def load_and_go_on(mesh: DeviceMesh | None, path: Path, *, lora: bool) -> dict[str, Any]:
     """The third step of ``save_and_go_on`` by a new trainer."""
-    trainer = make_trainer(mesh, lora=lora)
+    trainer = with_average(make_trainer(mesh, lora=lora))
     trainer.load_state_dict(read_checkpoint(saved_in(path))["trainer"], saved_in(path))
     at_save = weights(trainer)
-    metrics = trainer.train_batch(make_batch(LENGTHS, spread=0.3))
+    metrics = trainer.train_batch(of_average(trainer))
     return {
         "at_save": at_save,
         "metrics": metrics,
@@ -579,6 +613,18 @@ def test_a_teacher_and_demonstrations_on_two_ranks_are_those_of_one(
         ) in metrics
         for key in metrics.keys() - OF_THE_SPLIT:
             assert step[key] == pytest.approx(metrics[key], rel=1e-6, abs=1e-6), key
+
+
+@pytest.mark.parametrize("name", ["average", "average_lora"])
+def test_an_average_of_the_weights_on_two_ranks_is_that_of_one(
+    name: str, two: list[dict[str, Any]], single: dict[str, Any]
+) -> None:
+    for rank in two:
+        assert worst(rank[name]["scored"], single[name]["scored"]) < 1e-6
+    assert distance(two[0][name]["weights"], single[name]["weights"]) < 1e-8
+    assert distance(single[name]["weights"], single[name]["start"]) > 1e-3
+    first, last = (single[name]["scored"][f"{step}/0"] for step in (0, 2))
+    assert (first - last).abs().max() > 1e-4
 
 
 def test_all_ranks_have_the_same_metrics_and_weights_bit_for_bit(

@@ -36,6 +36,15 @@ FULL = (
     "train.epochs=2",
 )
 
+AVERAGES = (
+    "ref_model.refresh_every=2",
+    "ref_model.decay=0.6",
+    "policy.teacher_coef=0.1",
+    "teacher.model=policy",
+    "teacher.weights=ema",
+    "teacher.decay=0.5",
+    "optimizer.lr=1e-3",
+)
 ADAMW_8BIT = "optimizer.name=adamw_8bit"
 MOMENTS = ("trainer", "optimizer", "state", "model.layers.0.self_attn.q_proj.weight")
 TESTED = ("evaluation.num_prompts=8", "evaluation.k=2", "evaluation.frequency=2")
@@ -63,13 +72,33 @@ def adamw_8bit_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def averages_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("averages")
+    run(folder, *AVERAGES, steps(6), "train.checkpoint_frequency=3")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def lora_averages_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("lora_averages")
+    run(folder, *LORA, *AVERAGES, steps(6), "train.checkpoint_frequency=3")
+    return folder
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["full", "lora", "adamw_8bit"])
+@pytest.mark.parametrize("kind", ["full", "lora", "adamw_8bit", "averages", "lora_averages"])
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole: Path = request.getfixturevalue(f"{kind}_run")
-    options = {"full": (*FULL, *TESTED), "lora": LORA, "adamw_8bit": (ADAMW_8BIT,)}[kind]
+    options = {
+        "full": (*FULL, *TESTED),
+        "lora": LORA,
+        "adamw_8bit": (ADAMW_8BIT,),
+        "averages": AVERAGES,
+        "lora_averages": (*LORA, *AVERAGES),
+    }[kind]
     rows = run(tmp_path, *options, steps(6), f"train.resume={at(whole, 3)}")
     assert f"Resuming after step 3 from {at(whole, 3)}" in capsys.readouterr().out.replace("\n", "")
     assert [row["step"] for row in rows] == [3, 4, 5, 6]

@@ -153,7 +153,8 @@ def prepare(
         check_loggers(config)
         task = task or read_task(config)
         model_config, tokenizer, stop_token_ids = describe_model(config)
-        teacher_shape = None if config.teacher.model is None else check_teacher(config, tokenizer)
+        has_teacher = config.needs_teacher and not config.learner_teaches
+        teacher_shape = check_teacher(config, tokenizer) if has_teacher else None
         check_optimizer(config.optimizer.name)
         _check_sharding(config, len(plan.train), model_config.get_text_config())
         params = _make_params(config.inference_model, tokenizer, stop_token_ids)
@@ -303,7 +304,7 @@ def check_teacher(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> Sha
     Raises:
         ValueError: the teacher cannot be read, or a token differs.
     """
-    name, remote_code = config.teacher.model or "", config.model.trust_remote_code
+    name, remote_code = config.teacher_source or "", config.model.trust_remote_code
     with naming_teacher():
         teacher_config = loading.load_config(name, trust_remote_code=remote_code)
         teacher_tokenizer = loading.load_tokenizer(name, trust_remote_code=remote_code)
@@ -331,7 +332,7 @@ def _check_served_teacher(config: GRPOConfig, longest: int) -> None:
     """
     for address in config.teacher.address:
         teacher_config = loading.load_config(
-            config.teacher.model or "", trust_remote_code=config.model.trust_remote_code
+            config.teacher_source or "", trust_remote_code=config.model.trust_remote_code
         )
         vocabulary = teacher_config.get_text_config().vocab_size
         ServedTeacher.check(
@@ -396,7 +397,9 @@ def _make_plan(config: GRPOConfig, accelerators: Sequence[torch.device]) -> Devi
         needs_reference=config.has_own_reference
         and not config.ref_model.sharded
         and not config.only_evaluates,
-        needs_teacher=config.needs_teacher and not config.only_evaluates,
+        needs_teacher=config.needs_teacher
+        and not config.learner_teaches
+        and not config.only_evaluates,
         engine_devices=inference.devices_per_engine,
         servers=len(inference.address),
         teacher_servers=len(config.teacher.address),
@@ -625,12 +628,15 @@ def plan_rows(blueprint: Blueprint) -> list[dict[str, Any]]:
         own = ranks if config.ref_model.sharded else [(device,) for device in plan.reference]
         add("reference", own, config.ref_model.dtype, memory.reference.peak)
     elif config.needs_reference:
-        add("reference (adapters off)", ranks, train.dtype)
+        what = "average" if config.ref_model.decay else "adapters off"
+        add(f"reference ({what})", ranks, train.dtype)
     if memory.teacher is not None:
         own = [(device,) for device in plan.teacher]
         dtype = "" if teacher.address else teacher.dtype
         shape = blueprint.teacher_shape
         add("teacher", own, dtype, memory.teacher.peak, shape, teacher.address)
+    elif config.learner_teaches:
+        add(f"teacher ({teacher.weights})", ranks, train.dtype)
     return rows
 
 

@@ -111,4 +111,5 @@ def step_setup(config: GRPOConfig) -> StepSetup:
         small_states=config.optimizer.name == "adamw_8bit",
         replicas=model.replicas,
         offloads=model.cpu_offload,
+        averages=len(config.averages),
     )

@@ -28,6 +28,7 @@ from torchrl_grpo.collectors.evaluation import Evaluator
 from torchrl_grpo.collectors.rollout import RolloutCollector
 from torchrl_grpo.collectors.sampler import Sampler
 from torchrl_grpo.config import GRPOConfig
+from torchrl_grpo.config.models import OWN_MODEL
 from torchrl_grpo.config.schema import PolicyConfig
 from torchrl_grpo.generation.base import Engine, engine_class
 from torchrl_grpo.generation.policy import GenerationPolicy
@@ -41,7 +42,7 @@ from torchrl_grpo.learner.untrained import Untrained
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.divergence import Teacher
 from torchrl_grpo.models.memory import BYTES, weight_bytes
-from torchrl_grpo.models.scoring import AdapterOffScorer, TokenScorer
+from torchrl_grpo.models.scoring import AdapterOffScorer, AverageScorer, TokenScorer
 from torchrl_grpo.models.sharding import loading_device, lone_mesh, shard_model
 from torchrl_grpo.runtime.actors import own_address
 from torchrl_grpo.runtime.placement import own_device
@@ -82,12 +83,17 @@ def make_learner(
     transforms = batch_transforms(config, blueprint.task.part_weights)
     if config.learner_scores:
         scorer: TokenScorer
-        if lora:
+        if "reference" in trainer.averages:
+            scorer = trainer.averages["reference"]
+        elif lora:
             temperature = config.inference_model.temperature
             scorer = AdapterOffScorer(trainer.model, temperature=temperature)
         else:
             scorer = _load_scorer(config, "ref_model", device, mesh)
         transforms.insert(0, ("reference", KLScoring(scorer, **_passes(config))))
+    if config.learner_teaches:
+        own = trainer.averages.get("teacher", trainer.loss.actor_network)
+        transforms.insert(0, ("teacher_pass", _local_teacher(config, own)))
     model = config.model
     base = loading.CheckpointModel(
         model.source,
@@ -148,10 +154,16 @@ def make_trainer(
         total=config.num_optim_steps,
         floor=settings.lr_floor,
     )
+    temperature = config.inference_model.temperature
+    averages = {
+        role: AverageScorer(model, temperature, decay=decay, every=every)
+        for role, (decay, every) in config.averages.items()
+    }
     return GRPOTrainer(
         loss,
         model,
         optimizer,
+        averages=averages,
         scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, factor),
         optim_batch_size=config.optim_batch_size,
         epochs=config.train.epochs,
@@ -359,7 +371,7 @@ def _load_scorer(
     config: GRPOConfig, role: str, device: torch.device, mesh: DeviceMesh | None = None
 ) -> TokenScorer:
     """Load a frozen model for scoring; on a mesh it is sharded like the trained model."""
-    name = f"teacher {config.teacher.model}" if role == "teacher" else "reference model"
+    name = f"teacher {config.teacher_source}" if role == "teacher" else "reference model"
     say(f"loading the {name}")
     model = _load(config, role, device if mesh is None else loading_device(mesh))
     model.requires_grad_(False)
@@ -400,8 +412,8 @@ def _load(config: GRPOConfig, role: str, device: torch.device) -> Any:
         MemoryShortError: the device has no room for it.
     """
     model, dtype = config.model, getattr(config, role).dtype
-    is_teacher = role == "teacher"
-    name = config.teacher.model or "" if is_teacher else model.source
+    is_teacher = role == "teacher" and config.teacher.model != OWN_MODEL
+    name = config.teacher_source or "" if is_teacher else model.source
     arguments = None if is_teacher else config.train_model.model_kwargs
     try:
         with naming_teacher() if is_teacher else nullcontext():

@@ -25,7 +25,7 @@ def schedule_of(
         evaluation_frequency=config.evaluation.frequency,
         checkpoint_frequency=config.train.checkpoint_frequency,
         export_frequency=config.train.export_frequency,
-        refresh_every=config.ref_model.refresh_every,
+        refresh_every=None if config.ref_model.decay else config.ref_model.refresh_every,
         reference_version=reference_version,
         mismatch_tolerance=engine.check_sync_tolerance if engine.check_sync else None,
         verify_tolerance=engine.check_sync_tolerance if unverified else None,

@@ -177,6 +177,14 @@ class RefModelConfig(DevicesConfig):
     sample."""
     refresh_every: int | None = limited(None, ge=1)
     """Copy the trained weights to the reference model every this many steps; null never."""
+    decay: float = limited(0.0, ge=0, lt=1)
+    """With refresh_every: the share of its own weights that the reference model keeps then, in
+    [0, 1); 0 copies. Above 0 it is a moving average beside the trained weights, and the training
+    ranks score with it."""
+
+
+OWN_MODEL = "policy"
+"""Value of ``teacher.model`` for the trained model."""
 
 
 @dataclass
@@ -185,7 +193,13 @@ class TeacherConfig(DevicesConfig):
 
     model: str | None = None
     """A folder, or a name on the Hugging Face hub, with @ before a revision; its tokens must be
-    those of model.name. null is none."""
+    those of model.name. policy is the trained model itself. null is none."""
+    weights: str = choice(checks.TeacherWeights, "live")
+    """teacher.model=policy: its weights at the start of each step (live), those of model.name
+    (frozen), or their exponential moving average (ema). With live and ema the training ranks
+    score."""
+    decay: float = limited(0.99, ge=0, lt=1)
+    """teacher.weights=ema: the share of the average that each step keeps, in [0, 1)."""
     address: list[str] = field(default_factory=list)
     """URLs of servers of that model, such as [http://localhost:8000], which score in place of a
     copy of this run's. VLLM_API_KEY may hold their key."""

@@ -32,6 +32,8 @@ _FIXED_OPTIONS = (
     "train_model.dtype",
     "train_model.lora",
     "train_model.model_kwargs",
+    "ref_model.decay",
+    "teacher.weights",
     "inference_model.backend",
     "env.dataset",
     "env.difficulty",

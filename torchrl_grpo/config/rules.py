@@ -33,6 +33,7 @@ from torchrl_grpo.checks import (
 )
 from torchrl_grpo.config.data import DataConfig
 from torchrl_grpo.config.fields import leaves, written
+from torchrl_grpo.config.models import OWN_MODEL
 from torchrl_grpo.config.schema import EnvConfig, GRPOConfig
 from torchrl_grpo.config.security import check_no_secrets
 from torchrl_grpo.errors import ConfigError
@@ -446,6 +447,10 @@ def _no_transfer_of_engine(config: GRPOConfig) -> dict[str, str] | None:
 
 def _lacks_top_k(key: str, config: GRPOConfig) -> bool:
     return _is_set(config, key) and not config.inference_model.top_k
+
+
+def _needs_own_model(key: str, config: GRPOConfig) -> bool:
+    return _is_set(config, key) and config.teacher.model != OWN_MODEL
 
 
 def _lacks_teacher(key: str, config: GRPOConfig) -> bool:
@@ -947,7 +952,13 @@ RULES = (
             "use algo=distill teacher.model=NAME, or leave it out",
             partial(_lacks_teacher, key),
         )
-        for key in ("teacher.address", "teacher.prompt", "policy.teacher_clip")
+        for key in (
+            "teacher.address",
+            "teacher.prompt",
+            "teacher.weights",
+            "teacher.decay",
+            "policy.teacher_clip",
+        )
     ),
     *(
         Rule("teacher.prompt", f"must be left out with {{{key}=}}, {why}", "leave one out", key)
@@ -991,8 +1002,78 @@ RULES = (
         "ref_model.refresh_every",
         "needs a separate reference model, but with LoRA the reference is the trained model with "
         "its adapters off",
-        "leave ref_model.refresh_every out",
-        "train_model.lora.enabled",
+        "leave ref_model.refresh_every out, or add ref_model.decay",
+        lambda c: (
+            c.ref_model.refresh_every is not None
+            and c.train_model.lora.enabled
+            and not c.ref_model.decay
+        ),
+    ),
+    Rule(
+        "ref_model.decay",
+        "needs ref_model.refresh_every, the steps between two updates of the average",
+        "use ref_model.refresh_every=1",
+        lambda c: c.ref_model.decay and c.ref_model.refresh_every is None,
+    ),
+    *(
+        Rule(
+            key,
+            "must be left out with {ref_model.decay=}, whose average is beside the trained weights",
+            f"leave {key} out",
+            "ref_model.decay",
+        )
+        for key in (
+            "ref_model.num_devices",
+            "ref_model.devices",
+            "ref_model.sharded",
+            "ref_model.dtype",
+        )
+    ),
+    *(
+        Rule(
+            key,
+            "needs teacher.model=policy, the trained model itself",
+            f"use teacher.model=policy, or leave {key} out",
+            partial(_needs_own_model, key),
+        )
+        for key in ("teacher.weights", "teacher.decay")
+    ),
+    Rule(
+        "teacher.decay",
+        "needs teacher.weights=ema, but {teacher.weights=}",
+        "use teacher.weights=ema",
+        lambda c: _is_set(c, "teacher.decay") and c.teacher.weights != "ema",
+    ),
+    *(
+        Rule(
+            key,
+            "must be left out with teacher.model=policy and {teacher.weights=}, because the training "
+            "ranks score",
+            f"leave {key} out, or use teacher.weights=frozen",
+            "learner_teaches",
+        )
+        for key in ("teacher.num_devices", "teacher.devices", "teacher.address", "teacher.dtype")
+    ),
+    Rule(
+        "teacher.model",
+        "needs teacher.prompt with {teacher.weights=}, because it is the policy itself",
+        "use teacher.prompt=solution, or teacher.weights=ema",
+        lambda c: c.learner_teaches and c.teacher.weights == "live" and c.teacher.prompt is None,
+    ),
+    Rule(
+        "policy.teacher_divergence",
+        "needs policy.teacher_top_k with {teacher.weights=}, whose LM head changes",
+        "use policy.teacher_top_k=64, or policy.teacher_divergence=sampled",
+        lambda c: c.learner_teaches and c.teacher_in_loss and c.policy.teacher_top_k is None,
+    ),
+    Rule(
+        "train_model.dtype",
+        "must be float32 for an average of the trained weights (ref_model.decay, "
+        "teacher.weights=ema) without LoRA, because its small steps are lost in 16 bits",
+        "use train.mixed_precision=bf16",
+        lambda c: (
+            c.averages and c.train_model.dtype != "float32" and not c.train_model.lora.enabled
+        ),
     ),
     *(
         Rule(

@@ -13,6 +13,7 @@ from torchrl_grpo.config.data import DataConfig, DatasetConfig
 from torchrl_grpo.config.fields import choice, leaves, limited
 from torchrl_grpo.config.measuring import EvaluationConfig, LoggingConfig
 from torchrl_grpo.config.models import (
+    OWN_MODEL,
     InferenceModelConfig,
     ModelConfig,
     RefModelConfig,
@@ -431,14 +432,14 @@ class GRPOConfig:
     @property
     def has_own_reference(self) -> bool:
         """Whether a separate model gives them; with LoRA the trained model does, with its adapters
-        off.
+        off, and with ``ref_model.decay`` it does with an average of its weights.
         """
-        return self.needs_reference and not self.train_model.lora.enabled
+        return self.needs_reference and not (self.train_model.lora.enabled or self.ref_model.decay)
 
     @property
     def learner_scores(self) -> bool:
         """Whether the training ranks give them."""
-        return self.needs_reference and (self.train_model.lora.enabled or self.ref_model.sharded)
+        return self.needs_reference and (self.ref_model.sharded or not self.has_own_reference)
 
     @property
     def needs_demonstrations(self) -> bool:
@@ -454,6 +455,27 @@ class GRPOConfig:
     def needs_teacher(self) -> bool:
         """True if a teacher scores the responses."""
         return self.policy.teacher_coef > 0
+
+    @property
+    def learner_teaches(self) -> bool:
+        """Whether the teacher is the trained model, as it is or with an average of its weights."""
+        own = self.teacher.model == OWN_MODEL and self.teacher.weights != "frozen"
+        return self.needs_teacher and own
+
+    @property
+    def teacher_source(self) -> str | None:
+        """``name@revision`` of the teacher, as ``ModelConfig.source``."""
+        return self.model.source if self.teacher.model == OWN_MODEL else self.teacher.model
+
+    @property
+    def averages(self) -> dict[str, tuple[float, int]]:
+        """Averages of the trained weights, by role: their decay, and the steps between updates."""
+        averages = {}
+        if self.needs_reference and self.ref_model.decay:
+            averages["reference"] = (self.ref_model.decay, self.ref_model.refresh_every or 1)
+        if self.learner_teaches and self.teacher.weights == "ema":
+            averages["teacher"] = (self.teacher.decay, 1)
+        return averages
 
     @property
     def teacher_in_loss(self) -> float:

@@ -177,7 +177,7 @@ class Learner:
 
     def sizes(self) -> tuple[int, int]:
         """Return the sizes in bytes of a checkpoint, which includes AdamW's two moments of each
-        trained weight, and of the exported model.
+        trained weight and the averages, and of the exported model.
         """
         # A checkpoint has the moments of 8 bits as floats, which any number of ranks can read.
         float_moments = has_small_states(self.trainer.optimizer)
@@ -185,6 +185,7 @@ class Learner:
             weight.nbytes + 2 * (4 * weight.numel() if float_moments else weight.nbytes)
             for weight in self.trainer.parameters
         )
+        trained += sum(tensor.nbytes for tensor in self.trainer.averages_by_name().values())
         return trained, sum(weight.nbytes for weight in self.trainer.model.parameters())
 
     def save(self, checkpointer: Checkpointer, source: dict[str, Any]) -> Path:

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from torchrl_grpo.models.sharding import WEIGHTS, load_parts, own_parts
 
+_NONE: Mapping[str, Tensor] = MappingProxyType({})
 _FILE_BYTES = 1 << 29
 """Approximate size of a rank's file, which takes memory once more while it is written."""
 
@@ -62,7 +64,11 @@ def write_parts(
 
 
 def read_parts(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, rest: Mapping[str, Any]
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    rest: Mapping[str, Any],
+    further: Mapping[str, Tensor] = _NONE,
 ) -> None:
     """Read weights and optimizer state; each rank reads its share, directly into place. Collective.
 
@@ -72,11 +78,13 @@ def read_parts(
         optimizer: the model's optimizer; None skips its state.
         rest: the optimizer's state without tensors, from ``own_parts``; empty if the optimizer had
             made no step.
+        further: tensors to read in addition, by their names in the checkpoint.
 
     Raises:
         RuntimeError: the model has different parameters.
     """
     tensors, _ = own_parts(model, optimizer if rest else None)
+    tensors |= further
     reader = HuggingFaceStorageReader(str(folder))
     metadata: dict[str, Any] = reader.read_metadata().state_dict_metadata
     partial = [

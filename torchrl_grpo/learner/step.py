@@ -6,7 +6,7 @@ It does not sample, score rewards or loop: ``loop.fit`` does that.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -40,7 +40,7 @@ from torchrl_grpo.models.packing import (
     with_demonstrations,
 )
 from torchrl_grpo.models.prefix import Prompt, send, shared_prompts
-from torchrl_grpo.models.scoring import TokenScorer, autocast, check_packing
+from torchrl_grpo.models.scoring import AverageScorer, TokenScorer, autocast, check_packing
 from torchrl_grpo.models.sharding import (
     clip_grad_norm,
     compute_device,
@@ -90,6 +90,7 @@ class GRPOTrainer:
             skipped and counted, and does not stop the run.
         entropy_control: sets the loss's coefficient of the entropy bonus before each optimizer
             step; None leaves it alone.
+        averages: averages of the weights, by role, which are updated after each batch; None has none.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class GRPOTrainer:
         clip_grad_norm: float = 1.0,
         max_nonfinite_steps: int = 5,
         entropy_control: EntropyControl | None = None,
+        averages: Mapping[str, AverageScorer] | None = None,
     ) -> None:
         self.entropy_control = entropy_control
         self.loss = loss
@@ -118,6 +120,7 @@ class GRPOTrainer:
         self.autocast_dtype = autocast_dtype
         self.clip_grad_norm = clip_grad_norm
         self.max_nonfinite_steps = max_nonfinite_steps
+        self.averages = averages or {}
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.mesh = mesh_of(model)
         self.rank = 0 if self.mesh is None else self.mesh.get_local_rank()
@@ -178,6 +181,8 @@ class GRPOTrainer:
         except torch.OutOfMemoryError as error:
             raise self._memory_short(error) from error
         self.version += 1
+        for average in self.averages.values():
+            average.update(self.version)
         metrics = {name: _finite_mean([step[name] for step in steps]) for name in steps[0]}
         return metrics | {"train/skipped_steps": float(self.skipped_steps)}
 
@@ -207,6 +212,7 @@ class GRPOTrainer:
             ranks=self.world_size,
             replicas=num_replicas(self.model),
             offloads=self.parameters[0].device.type != self.device.type,
+            averages=len(self.averages),
         )
 
     def _memory_short(self, error: BaseException) -> MemoryShortError:
@@ -511,6 +517,14 @@ class GRPOTrainer:
             f"Skipped an optimizer step: loss {loss}, gradient norm {norm}{self._nonfinite_reason}."
         )
 
+    def averages_by_name(self) -> dict[str, Tensor]:
+        """Return the averages' tensors, without copies, by their names in a checkpoint."""
+        return {
+            f"averages/{role}/{name}": tensor
+            for role, average in self.averages.items()
+            for name, tensor in average.average.items()
+        }
+
     def progress(self) -> dict[str, Any]:
         """Return the state without weights and optimizer; it is the same on all ranks."""
         return {
@@ -533,7 +547,8 @@ class GRPOTrainer:
         Raises:
             RuntimeError: the model has different parameters.
         """
-        read_parts(checkpoint, self.model, self.optimizer, state["optimizer"])
+        averages = self.averages_by_name()
+        read_parts(checkpoint, self.model, self.optimizer, state["optimizer"], averages)
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
         self.scaler.load_state_dict(state["scaler"])

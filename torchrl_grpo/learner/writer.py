@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from torchrl_grpo.host.checkpoint_files import STATE, sizes_and_sha256, write_manifest
 from torchrl_grpo.learner.checkpoint import Checkpointer, bytes_of, check_finite, set_aside
 from torchrl_grpo.learner.export import check_room
 from torchrl_grpo.learner.parts import files_of, write_parts
-from torchrl_grpo.models.sharding import WEIGHTS, is_shared, own_parts
+from torchrl_grpo.models.sharding import WEIGHTS, is_shared, local_part, own_parts
 
 if TYPE_CHECKING:
     from torchrl_grpo.learner.step import GRPOTrainer
@@ -62,7 +61,10 @@ class CheckpointWriter:
         parts, rest = own_parts(
             trainer.model, trainer.optimizer if trainer.optimizer.state else None
         )
-        weights = [(name, _local(part)) for name, part in parts.items() if name.startswith(WEIGHTS)]
+        parts |= trainer.averages_by_name()
+        weights = [
+            (name, local_part(part)) for name, part in parts.items() if name.startswith(WEIGHTS)
+        ]
         self._together(lambda: check_finite(weights))
         if shared:  # copies, because training changes them
             parts = {name: part.to("cpu", copy=True) for name, part in parts.items()}
@@ -154,10 +156,6 @@ class _Write:
             set_aside(self.path)
         self.staging.rename(self.path)
         self.checkpointer.remove_old()
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _do_nothing() -> None:

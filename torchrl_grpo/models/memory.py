@@ -120,6 +120,7 @@ class StepSetup:
         ranks: number of ranks that share a batch.
         replicas: number of copies of the model, each sharded over an equal part of the ranks.
         offloads: whether weights, gradients and moments are kept on the CPU.
+        averages: number of averages of the trained weights, which count as moments.
     """
 
     tokens: int
@@ -133,6 +134,7 @@ class StepSetup:
     ranks: int = 1
     replicas: int = 1
     offloads: bool = False
+    averages: int = 0
 
     def of_batch(self, tokens: float, longest: float) -> StepSetup:
         """Return the setup of steps with this many tokens, in passes of the same size as this
@@ -210,6 +212,7 @@ def step_memory(shape: Shape, setup: StepSetup) -> StepMemory:
         if setup.small_states
         else 2 * trained
     )
+    moments += setup.averages * trained
     if setup.offloads:
         weights = trained = moments = 0
     copies, outside = 0, shape.head * (1 if shape.tied else 2)

@@ -30,7 +30,7 @@ from torchrl_grpo.models.head import chunked_log_probs, tied_embedding, tied_row
 from torchrl_grpo.models.loading import base_model_of
 from torchrl_grpo.models.packing import has, is_of_wrapper, pad, sequences_of
 from torchrl_grpo.models.prefix import Layout, Prompt, packed, padded, pick
-from torchrl_grpo.models.sharding import call_gathered, compute_device, mesh_of
+from torchrl_grpo.models.sharding import call_gathered, compute_device, local_part, mesh_of
 
 if TYPE_CHECKING:
     from torchrl.modules.llm import LLMWrapperBase
@@ -206,12 +206,17 @@ class TokenScorer(TensorDictModuleBase):
         """
         shape = layout.source[0].shape
         layout = layout.to(compute_device(self.model))
-        states, weight = self._hidden(layout)
-        if top_k is not None:
-            bias = self.base.get_output_embeddings().bias
-            states = likely_tokens(states, weight, top_k, bias_V=bias, temperature=self.temperature)
+        states: Tensor = call_gathered(self.base, self._states, layout, top_k)
         zeros = states.new_zeros(shape.numel(), states.shape[1])
         return zeros.index_put((layout.places,), states).unflatten(0, shape)
+
+    def _states(self, layout: Layout, top_k: int | None) -> Tensor:
+        """Return ``teacher_states`` of the scored tokens alone, [N, E] or [N, 2 K]."""
+        states, weight = self._hidden(layout)
+        if top_k is None:
+            return states
+        bias = self.base.get_output_embeddings().bias
+        return likely_tokens(states, weight, top_k, bias_V=bias, temperature=self.temperature)
 
     def _score(
         self, layout: Layout, numel: int, states: Tensor | None, kept: Tensor | None
@@ -457,6 +462,78 @@ class AdapterOffScorer(TokenScorer):
             for parameter in trained:
                 parameter.requires_grad_(True)
             return super().score_layout(layout, states, kept)
+
+
+class AverageScorer(TokenScorer):
+    """Scores with an exponential moving average of the trained weights, which is held beside them.
+
+    Of a sharded model each rank holds its part, and with LoRA the average is of the adapters. The
+    weights and the average change places during a pass.
+
+    Args:
+        model: as for ``TokenScorer``, with trained weights in float32.
+        temperature: likewise.
+
+    Keyword Args:
+        decay: weight of the average in ``average = decay average + (1 - decay) weights``.
+        every: steps between two updates.
+
+    Attributes:
+        average: the average of each trained weight, by its name; at first the weight itself.
+    """
+
+    def __init__(
+        self, model: nn.Module, temperature: float = 1.0, *, decay: float, every: int = 1
+    ) -> None:
+        super().__init__(model, temperature=temperature)
+        self.decay = decay
+        self.every = every
+        self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.average = {name: p.detach().clone() for name, p in self._trained.items()}
+
+    @torch.no_grad()
+    def update(self, version: int) -> None:
+        """Take the weights of a step into the average, if it is their turn."""
+        if version % self.every == 0:
+            for mine, weight in self._pairs():
+                mine.lerp_(weight, 1 - self.decay)
+
+    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield this rank's part of each average and of its weight."""
+        for name, weight in self._trained.items():
+            yield local_part(self.average[name]), local_part(weight.detach())
+
+    @contextmanager
+    def _applied(self) -> Iterator[None]:
+        """Context in which average and weights have changed places."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        device = compute_device(self.model)
+        for mine, weight in self._pairs():
+            if weight.device != device:  # the device may still be reading offloaded weights
+                torch.accelerator.synchronize(device)
+                device = weight.device
+            copy = mine.clone()
+            mine.copy_(weight)
+            weight.copy_(copy)
+
+    def score_layout(
+        self, layout: Layout, states: Tensor | None = None, kept: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """Score with the average; see ``TokenScorer.score_layout``."""
+        with self._applied():
+            return super().score_layout(layout, states, kept)
+
+    def teacher_states(self, layout: Layout, top_k: int | None = None) -> Tensor:
+        """Return the average's states; see ``TokenScorer.teacher_states``."""
+        with self._applied():
+            return super().teacher_states(layout, top_k)
 
 
 class WrapperScorer(TokenScorer):

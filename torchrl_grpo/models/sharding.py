@@ -48,6 +48,7 @@ from torchrl_grpo.models.loading import base_model_of
 
 WEIGHTS = "weights/"
 """Prefix of the names of weights in ``own_parts``."""
+_MOMENTS = "moments/"
 _OWN = StateDictOptions(ignore_frozen_params=True)
 _LONE_TIMEOUT_S = 60.0
 """Timeout of a single rank, which never waits for others."""
@@ -392,7 +393,7 @@ def own_parts(
     for name, state in whole["state"].items():
         for kind, value in state.items():
             if isinstance(value, Tensor) and value.dim():
-                tensors[f"moments/{kind}/{name}"] = _as_float(value, parameters[name])
+                tensors[f"{_MOMENTS}{kind}/{name}"] = _as_float(value, parameters[name])
             else:
                 rest[name][kind] = value
     return tensors, {**whole, "state": rest}
@@ -446,14 +447,15 @@ def load_parts(
     state = {name: dict(values) for name, values in rest["state"].items()}
     own: Any = get_optimizer_state_dict(model, optimizer, options=_OWN)["state"]
     for path, tensor in tensors.items():
-        if not path.startswith(WEIGHTS):
+        if path.startswith(_MOMENTS):
             _, kind, name = path.split("/", 2)
             moment = state[name][kind] = own[name][kind]
             # Does nothing if they are the same tensor; moments of one byte are rounded.
-            _local(moment).copy_(_local(tensor))
+            local_part(moment).copy_(local_part(tensor))
     whole: dict[str, Any] = {**rest, "state": state}
     set_optimizer_state_dict(model, optimizer, whole, options=_OWN)
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor that may be sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

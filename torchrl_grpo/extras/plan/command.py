@@ -137,7 +137,7 @@ def settings_of(config: GRPOConfig, options: argparse.Namespace) -> Settings:
         backend=engine.backend,
         recomputes=config.policy.proximal == "recomputed",
         scores=config.needs_reference,
-        shards_reference=config.ref_model.sharded,
+        shards_reference=config.ref_model.sharded or "reference" in config.averages,
         broadcast=engine.weight_transfer in ("broadcast", "cuda_ipc"),
         reward_s=options.reward_s,
     )

@@ -332,7 +332,8 @@ class Workload:
         """Return the bytes of a separate reference model on one device, if the learner has a number
         of devices; 0 without one.
         """
-        if not self.scores or self.lora or (self.shards_reference and self.step.offloads):
+        in_learner = self.shards_reference and (self.step.offloads or self.step.averages)
+        if not self.scores or self.lora or in_learner:
             return 0
         return weight_bytes(
             self.shape, self.reference_number, ranks if self.shards_reference else 1

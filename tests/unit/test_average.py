@@ -1,0 +1,207 @@
+"""A moving average of the trained weights: its arithmetic, what it scores, and a policy that teaches itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDictBase
+
+from tests.support.configs import SMALL, compose_config
+from tests.support.models import make_lora, make_tiny_model
+from torchrl_grpo import keys
+from torchrl_grpo.assembly.blueprint import plan_rows, prepare
+from torchrl_grpo.assembly.run import build
+from torchrl_grpo.config import ConfigError
+from torchrl_grpo.models.scoring import AverageScorer, TokenScorer
+
+TOKENS = torch.arange(20, 29)[None]
+MASK = torch.arange(9)[None] > 3
+
+
+def trained(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+@torch.no_grad()
+def change(model: torch.nn.Module, seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+    return trained(model)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_it_scores_with_the_average_and_leaves_the_weights_alone(lora: bool) -> None:
+    model: Any = make_lora() if lora else make_tiny_model()
+    scorer = AverageScorer(model, decay=0.75, every=2)
+    versions = [trained(model), *(change(model, seed) for seed in (1, 2, 3, 4))]
+    for version in range(1, 5):
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name in versions[version]:
+                    parameter.copy_(versions[version][name])
+        scorer.update(version)
+    assert len(versions[0]) < len(list(model.parameters())) or not lora
+    expected = {
+        name: 0.75 * (0.75 * value + 0.25 * versions[2][name]) + 0.25 * versions[4][name]
+        for name, value in versions[0].items()
+    }
+    for name, value in expected.items():
+        torch.testing.assert_close(scorer.average[name], value)
+    found = scorer.score(TOKENS, MASK)[0]
+    states = scorer.teacher_states(scorer.layout(TOKENS, MASK), top_k=2)
+    for name, value in trained(model).items():
+        assert torch.equal(value, versions[4][name])
+    plain = TokenScorer(model)
+    assert (plain.score(TOKENS, MASK)[0] - found).abs().max() > 1e-4
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in expected:
+                parameter.copy_(expected[name])
+    torch.testing.assert_close(plain.score(TOKENS, MASK)[0].detach(), found.detach())
+    wanted = plain.teacher_states(plain.layout(TOKENS, MASK), top_k=2)
+    torch.testing.assert_close(wanted.detach(), states.detach())
+
+
+def test_weights_come_back_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_tiny_model()
+    scorer = AverageScorer(model, decay=0.5)
+    weights = change(model, 1)
+    average = {name: value.clone() for name, value in scorer.average.items()}
+    monkeypatch.setattr(scorer, "_score", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        scorer.score(TOKENS, MASK)
+    for name, value in trained(model).items():
+        assert torch.equal(value, weights[name])
+        assert torch.equal(scorer.average[name], average[name])
+
+
+PROMPTS = "def hint(messages, answer):\n    return [{'role': 'user', 'content': f'{answer} ' + messages[-1]['content']}]\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("weights", ["live", "frozen", "ema"])
+def test_a_policy_that_teaches_itself_scores_with_its_own_weights(
+    weights: str, lora: bool, tmp_path: Path
+) -> None:
+    """Those at the start of the step, of the run, or their average: log-probs of plain logits after the hint."""
+    (tmp_path / "prompts.py").write_text(PROMPTS)
+    config = compose_config(
+        *SMALL,
+        "algo=distill",
+        "teacher.model=policy",
+        f"teacher.weights={weights}",
+        f"teacher.prompt={tmp_path / 'prompts.py'}:hint",
+        f"train_model.lora.enabled={str(lora).lower()}",
+        "optimizer.lr=1e-2",
+        "train.total_steps=3",
+        *(["teacher.decay=0.5"] if weights == "ema" else []),
+    )
+    run = build(config, tmp_path / "run")
+    trainer = run.learner.trainer
+    model = trainer.model
+    start, latest, average = trained(model), trained(model), trained(model)
+    train = trainer.train_batch
+    worst = []
+
+    def spy(batch: TensorDictBase) -> dict[str, float]:
+        nonlocal latest, average
+        teacher = {"live": latest, "frozen": start, "ema": average}[weights]
+        row = batch[0]
+        tokens = torch.cat([row[keys.TEACHER_PROMPT], row[keys.RESPONSE]])
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name in teacher:
+                    parameter.copy_(teacher[name])
+            logits = model(tokens[None]).logits[0, len(row[keys.TEACHER_PROMPT]) - 1 : -1]
+            for name, parameter in model.named_parameters():
+                if name in latest:
+                    parameter.copy_(latest[name])
+        expected = logits.log_softmax(-1).gather(-1, row[keys.RESPONSE][:, None]).squeeze(-1)
+        found = row[keys.TEACHER_LOG_PROBS][-len(expected) :]
+        worst.append((found - expected).abs().max().item())
+        metrics = train(batch)
+        latest = trained(model)
+        average = {name: 0.5 * value + 0.5 * latest[name] for name, value in average.items()}
+        return metrics
+
+    trainer.train_batch = spy
+    try:
+        run.fit()
+    finally:
+        run.close()
+    assert len(worst) == 3 and max(worst) < 1e-3
+    assert any(not torch.equal(start[name], latest[name]) for name in start)
+
+
+def test_the_plan_shows_where_own_weights_score() -> None:
+    own = ["algo=distill", "teacher.model=policy", "teacher.weights=ema"]
+    average = ["policy.kl_coef=0.1", "ref_model.refresh_every=1", "ref_model.decay=0.9"]
+    blueprint = prepare(compose_config(*SMALL, *own, *average))
+    rows = {row["role"]: row for row in plan_rows(blueprint)}
+    assert {"reference (average)", "teacher (ema)"} < rows.keys()
+    plain = prepare(compose_config(*SMALL, "policy.kl_coef=0"))
+    weights = 4 * blueprint.shape.parameters
+    assert blueprint.memory.train.resting == plain.memory.train.resting + 2 * weights
+    frozen = prepare(compose_config(*SMALL, *own[:2], "teacher.weights=frozen"))
+    assert frozen.memory.teacher is not None and frozen.memory.teacher.weights == weights
+
+
+OWN = ("algo=distill", "teacher.model=policy")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (OWN, r"teacher\.model=policy needs teacher\.prompt with teacher\.weights=live"),
+        (
+            (*OWN, "teacher.weights=ema", "policy.teacher_divergence=jsd"),
+            r"policy\.teacher_divergence=jsd needs policy\.teacher_top_k with teacher\.weights=ema",
+        ),
+        (
+            (*OWN, "teacher.weights=ema", "teacher.dtype=bfloat16"),
+            r"teacher\.dtype=bfloat16 must be left out with teacher\.model=policy and teacher\.wei",
+        ),
+        (
+            ("algo=distill", "teacher.model=starter", "teacher.weights=ema"),
+            r"teacher\.weights=ema needs teacher\.model=policy",
+        ),
+        (
+            (*OWN, "teacher.prompt=feedback", "teacher.decay=0.5"),
+            r"teacher\.decay=0\.5 needs teacher\.weights=ema, but teacher\.weights=live",
+        ),
+        (("teacher.weights=ema",), r"teacher\.weights=ema must be left out without a teacher"),
+        (
+            ("ref_model.decay=0.9", "policy.kl_coef=0.1"),
+            r"ref_model\.decay=0\.9 needs ref_model\.refresh_every",
+        ),
+        (
+            (
+                "ref_model.decay=0.9",
+                "ref_model.refresh_every=1",
+                "policy.kl_coef=0.1",
+                "ref_model.sharded=true",
+            ),
+            r"ref_model\.sharded=true must be left out with ref_model\.decay=0\.9",
+        ),
+        (
+            (
+                *OWN,
+                "teacher.weights=ema",
+                "train_model.dtype=bfloat16",
+                "optimizer.name=adamw_8bit",
+            ),
+            r"train_model\.dtype=bfloat16 must be float32 for an average of the trained weights",
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(
+    overrides: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        prepare(compose_config(*SMALL, *overrides))

@@ -80,7 +80,10 @@ def test_weights_come_back_after_an_error(monkeypatch: pytest.MonkeyPatch) -> No
         assert torch.equal(scorer.average[name], average[name])
 
 
-PROMPTS = "def hint(messages, answer):\n    return [{'role': 'user', 'content': f'{answer} ' + messages[-1]['content']}]\n"
+PROMPTS = """
+def hint(messages, answer):
+    return [{"role": "user", "content": f"{answer} {messages[-1]['content']}"}]
+"""
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from torchrl_grpo.generation.base import Completion, SamplingParams, cut_off
 from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.generation.sampling import sample, sampling_probs
 from torchrl_grpo.generation.transformers import TransformersEngine
+from torchrl_grpo.generation.vllm_answers import kept_tokens
 from torchrl_grpo.models.head import chunked_log_probs
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.objectives.grpo import GRPOLoss
@@ -172,6 +173,19 @@ def test_a_response_that_is_cut_off_is_cut_with_its_kept_tokens():
     assert torch.equal(cut_off(done, 2, None).kept, kept[:2])
 
 
+def test_tokens_with_a_probability_are_those_kept():
+    """vLLM's log-probs: of the sampled token, then of the most likely ones."""
+    inf = torch.inf
+    ids = torch.tensor([[7, 4, 7, 2], [2, 4, 2, 9], [8, 1, 3, 5], [6, 6, 0, 1]], dtype=torch.int32)
+    log_probs = torch.tensor(
+        [[-1.0, -0.5, -1, -3], [-1, -0.5, -1, -inf], [-2, -1, -2, -2], [0.0, 0, -9999, -9999]]
+    )
+    kept = kept_tokens(ids, log_probs)
+    # The third ties with the last one, whose place it takes.
+    assert kept.tolist() == [[4, 7, 2], [4, 2, -1], [1, 3, 8], [6, -1, -1]]
+    assert kept.dtype == torch.int32
+
+
 def test_without_truncation_nothing_travels():
     _, batch = rollout(SamplingParams(4))
     assert batch[0].get(keys.KEPT, None) is None
@@ -188,7 +202,14 @@ TRUNCATED = ("inference_model.top_k=20", "inference_model.top_p=0.9")
         (("inference_model.top_p=0.9",), "inference_model.top_p"),
         (("inference_model.min_p=0.1",), "inference_model.min_p"),
         (("inference_model.top_k=2000",), "inference_model.top_k"),
-        ((*TRUNCATED, "inference_model.backend=vllm"), "inference_model.top_k"),
+        (
+            (
+                *TRUNCATED,
+                "inference_model.backend=server",
+                "inference_model.address=[http://a:1]",
+            ),
+            "inference_model.top_k",
+        ),
         ((*TRUNCATED, "policy.sft_coef=0.1"), "policy.sft_coef"),
         ((*TRUNCATED, "algo=sft"), "policy.demonstrations"),
         (

@@ -286,10 +286,12 @@ def test_the_bound_of_cispo_is_that_of_the_ratio(tmp_path: Path) -> None:
 
 def test_a_loss_without_counterpart_is_named(tmp_path: Path) -> None:
     made = translated(
-        tmp_path, "trl.yaml", "num_generations: 8\nloss_type: mystical\ntop_k: 20\nmystery: 1\n"
+        tmp_path,
+        "trl.yaml",
+        "num_generations: 8\nloss_type: mystical\nrepetition_penalty: 2\nmystery: 1\n",
     )
     assert made.lacks["loss_type"].startswith("mystical has no equivalent among grpo, dapo")
-    assert (set(made.lacks) >= {"top_k"}, made.unknown) == (True, ["mystery"])
+    assert ("repetition_penalty" in made.lacks, made.unknown) == (True, ["mystery"])
 
 
 def test_the_kl_of_trl_is_told_apart_from_ours_only_where_there_is_one(tmp_path: Path) -> None:
@@ -328,6 +330,32 @@ def test_vespo_and_gmpo_are_our_losses(tmp_path: Path) -> None:
     assert ours["+policy.loss.k_positive"] == 1.5
     made = verl(tmp_path, "actor_rollout_ref.actor.policy_loss.loss_mode=geo_mean").overrides
     assert made["policy.loss._target_"] == "torchrl_grpo.objectives.GMPOLoss"
+
+
+def test_truncated_sampling_is_kept(tmp_path: Path) -> None:
+    def sampling(made: Translation) -> dict[str, Any]:
+        names = ("top_k", "top_p", "min_p")
+        return {key: value for key, value in made.overrides.items() if key.endswith(names)}
+
+    both = translated(tmp_path, "trl.yaml", "num_generations: 8\ntop_p: 0.9\ntop_k: 30\n")
+    assert sampling(both) == {"inference_model.top_k": 30, "inference_model.top_p": 0.9}
+    one = translated(tmp_path, "trl.yaml", "num_generations: 8\nmin_p: 0.1\n")
+    assert sampling(one) == {"inference_model.top_k": 100, "inference_model.min_p": 0.1}
+    assert "inference_model.min_p" in one.differs
+    none = translated(tmp_path, "trl.yaml", "num_generations: 8\ntop_p: 1.0\ntop_k: 0\n")
+    assert sampling(none) == {} and not none.lacks
+    rollout = "actor_rollout_ref.rollout."
+    tested = ("val_kwargs.n=4", "val_kwargs.top_p=0.7", "val_kwargs.top_k=20", "top_p=0.8")
+    files = "data.train_files=a/train.parquet data.val_files=a/test.parquet"
+    made = verl(tmp_path, files, *(f"{rollout}{word}" for word in tested), "trainer.test_freq=5")
+    assert sampling(made) == {
+        "inference_model.top_k": 100,
+        "inference_model.top_p": 0.8,
+        "evaluation.top_k": 20,
+        "evaluation.top_p": 0.7,
+    }
+    once = verl(tmp_path, f"{rollout}val_kwargs.top_p=0.7", f"{rollout}val_kwargs.n=1")
+    assert sampling(once) == {}  # nothing reads it
 
 
 def test_entropies_of_trl_are_ours(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.generation.vllm import VLLMEngine, engine_arguments
+from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.starter import starter_path
 from torchrl_grpo.tasks.conversations import WithRetry, WithTools
 from torchrl_grpo.tools import Toolbox, ToolCall
@@ -167,6 +168,30 @@ class TestEngine:
             torch.testing.assert_close(
                 done.log_probs.double(), expected.detach(), rtol=0, atol=ROUNDING
             )
+
+    def test_trainer_and_engine_have_the_log_probs_of_the_kept_tokens(self, engine):
+        model = make_model(1)
+        engine.update_weights(named_weights(model), 1)
+        params = SamplingParams(
+            16, temperature=0.8, top_k=12, top_p=0.9, min_p=0.01, return_kept=True
+        )
+        prompts = [LONG_PROMPTS[0][:20], LONG_PROMPTS[1][:9]]
+        scorer, narrower = TokenScorer(model, temperature=0.8), 0
+        for prompt, group in zip(prompts, engine.generate(prompts, 4, params), strict=True):
+            for done in group:
+                tokens = torch.cat([prompt, done.tokens])[None]
+                assert done.kept.shape == (len(done.tokens), 12)
+                mask = torch.arange(tokens.shape[1])[None] >= len(prompt)
+                scores = scorer.score_layout(scorer.layout(tokens, mask), kept=done.kept[None])
+                torch.testing.assert_close(
+                    scores[0][mask].detach(), done.log_probs, rtol=0, atol=ROUNDING
+                )
+                logits = model(tokens).logits[0, len(prompt) - 1 : -1].detach()
+                for ids, row in zip(done.kept.tolist(), logits, strict=True):
+                    kept = [token for token in ids if token >= 0]
+                    assert kept == row.topk(len(kept)).indices.tolist()
+                    narrower += len(kept) < 12
+        assert narrower  # by top_p or min_p
 
     def test_greedy_takes_the_argmax_with_log_probs_of_temperature_one(self, engine):
         model = make_model(2)

@@ -112,9 +112,8 @@ class InferenceModelConfig(DevicesConfig):
     temperature: float = limited(1.0, ge=MIN_TEMPERATURE)
     """Sampling temperature, at least 0.01. The trainer scores with the same one."""
     top_k: int = limited(0, ge=0, le=1024)
-    """transformers: sample from this many most likely tokens; 0 uses all. Their ids come with each
-    sampled token, and the trainer scores the distribution over them.
-    """
+    """transformers, vllm: sample from this many most likely tokens; 0 uses all. Their ids come with
+    each sampled token, and the trainer scores the distribution over them."""
     top_p: float = limited(1.0, gt=0, le=1)
     """With top_k: sample from those of them that hold this share of their probability; 1 uses all.
     """

@@ -67,6 +67,7 @@ ENGINES: dict[str, EngineKind] = {
         concurrent=True,
         updates_in_flight=True,
         tensor_parallel=True,
+        kept_tokens=True,
         own_arguments=True,
         weights_on_device=True,
     ),

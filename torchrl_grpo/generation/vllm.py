@@ -204,6 +204,8 @@ class VLLMSettings(TypedDict, total=False):
         log_file: file to which vLLM's processes append their log, in addition to the errors that
             they print; by default none.
         num_sequences: responses to sample at once; by default vLLM's own limit, at least 256.
+        max_logprobs: tokens that may be listed for each sampled one, at least the ``top_k`` of
+            requests with ``return_kept``; by default 20.
         engine_kwargs: more arguments of ``vllm.EngineArgs``, which override all others.
     """
 
@@ -217,6 +219,7 @@ class VLLMSettings(TypedDict, total=False):
     trust_remote_code: bool
     log_file: str | None
     num_sequences: int
+    max_logprobs: int
     engine_kwargs: Mapping[str, Any]
 
 
@@ -236,6 +239,7 @@ def vllm_settings(request: EngineRequest) -> VLLMSettings:
         "trust_remote_code": request.trust_remote_code,
         "log_file": None if request.folder is None else str(request.folder / LOG_FILE),
         "num_sequences": request.num_sequences,
+        "max_logprobs": max(20, options.top_k),
         "engine_kwargs": options.engine_kwargs or {},
     }
 
@@ -597,7 +601,8 @@ class VLLMBase(Engine):
             stop_token_ids=list(params.stop_token_ids),
             extra_args={STOP: list(params.stop.strings)} if params.stop is not None else None,
             ignore_eos=True,  # stop_token_ids alone decide
-            logprobs=0,  # of the sampled token only
+            # Of the sampled token, and of those that it was drawn from.
+            logprobs=min(params.top_k, self._hf_config.vocab_size) if params.return_kept else 0,
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA if in_parts else RequestOutputKind.FINAL_ONLY,

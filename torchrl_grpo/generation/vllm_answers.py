@@ -7,12 +7,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from torchrl_grpo.generation.base import Completion, OnFinished
 from torchrl_grpo.generation.stops import StopStrings
 
 STOP = "stop_strings"
 """Key of a request's stop strings in the ``extra_args`` of its sampling parameters."""
+
+_NO_LOG_PROB = -9000.0
+"""At most this is the log-prob of a token that was not kept: -inf, or -9999 in a server's JSON."""
 
 
 class Answer:
@@ -58,14 +62,38 @@ def _completion(parts: Sequence[Any]) -> Completion:
         if span.version.isdecimal():  # "default" until the scheduler receives a version
             versions = torch.full_like(tokens, -1) if versions is None else versions
             versions[span.start : span.end] = int(span.version)
+    # Each token's own log-prob, followed by the largest ones in order if they were asked for.
+    values = [value for part in parts for value in part.logprobs.logprobs]
+    shape = (len(tokens), len(values) // max(1, len(tokens)))
+    log_probs = torch.tensor(values, dtype=torch.float32).view(shape)
+    kept = None
+    if shape[1] > 1:
+        ids = [token for part in parts for token in part.logprobs.token_ids]
+        kept = kept_tokens(torch.tensor(ids, dtype=torch.int32).view(shape), log_probs)
     return Completion(
         tokens=tokens,
-        log_probs=torch.tensor(
-            [x for part in parts for x in part.logprobs.logprobs], dtype=torch.float32
-        ),
+        log_probs=log_probs[:, :1].flatten(),
         finish_reason="stop" if parts[-1].finish_reason == "stop" else "length",
         versions=versions,
+        kept=kept,
     )
+
+
+def kept_tokens(ids: Tensor, log_probs: Tensor) -> Tensor:
+    """Return the tokens that each sampled one was drawn from: those with a probability.
+
+    Args:
+        ids: [T, 1 + K] int32, the sampled token and the K most likely ones, in order.
+        log_probs: [T, 1 + K], theirs, -inf for a token that was not kept.
+
+    Returns:
+        [T, K] int32, padded with -1. A sampled token that ties with the last one is among them.
+    """
+    sampled, likely = ids[:, :1], ids[:, 1:]
+    kept = likely.where(log_probs[:, 1:] > _NO_LOG_PROB, -1)
+    tied = ~(kept == sampled).any(1)
+    kept[tied, -1] = sampled[tied, 0]
+    return kept
 
 
 def watch_for_stops(processor: Any, stops: Mapping[tuple[str, ...], StopStrings]) -> None:

@@ -34,6 +34,7 @@ _OURS = (
     "generation_config",
     "logits_processors",
     "logprobs_mode",
+    "max_logprobs",
     "return_sampling_mask",
     "skip_tokenizer_init",
     "watermark_config",

@@ -105,6 +105,13 @@ def translate(settings: Settings, source: str, devices: int | None = None) -> Tr
             "env.columns.completion",
             "the column with the response, or env.columns.messages=COLUMN of whole chats",
         )
+    if not ours.get("inference_model.top_k"):
+        for key in ("inference_model.top_p", "inference_model.min_p"):
+            if ours.get(key, BASE[key]) != BASE[key]:
+                ours["inference_model.top_k"] = 100
+                differs(
+                    key, "is a choice among the 100 most likely tokens here, which top_k bounds"
+                )
     ours |= sizes(quantities, {**BASE, **ours}, differs, lacks, unset)
     scored = ours.get("algo") != "sft" or ours.get("evaluation.num_prompts") != 0
     ours |= problems(quantities, source, differs, unset, scored=scored)
@@ -312,9 +319,10 @@ def _tidy(ours: dict[str, Any]) -> None:
             ours.pop("policy.kl_estimator", None)
     if ours.get("policy.kl_estimator") == ("k1" if ours.get("policy.kl_in_reward") else "k3"):
         ours.pop("policy.kl_estimator")
-    unread = [] if ours.get("evaluation.k", 1) else ["temperature"]
+    of_samples = ("temperature", "top_p", "top_k", "min_p")
+    unread = () if ours.get("evaluation.k", 1) else of_samples
     for name in (
-        unread if ours.get("evaluation.num_prompts", 1) else ("frequency", "k", "temperature")
+        unread if ours.get("evaluation.num_prompts", 1) else ("frequency", "k", *of_samples)
     ):
         ours.pop(f"evaluation.{name}", None)
     if not ours.get("policy.kl_coef", BASE["policy.kl_coef"]) or ours.get(

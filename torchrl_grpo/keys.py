@@ -9,6 +9,10 @@ from __future__ import annotations
 
 PROMPT = ("tokens", "prompt")
 """[Tp] int64. The first prompt. Written by the environment; read by the engine."""
+IMAGES = "images"
+"""non-tensor tuple of ``ImageSpan``. The images among the tokens; only with a vision-language model
+and problems with images. Written by the environment; read by the engine, scorers.
+"""
 RESPONSE = ("tokens", "response")
 """[Tr] int64. Everything after the first prompt. Written by the collector; read by metrics."""
 FULL = ("tokens", "full")

@@ -293,7 +293,7 @@ def test_a_template_that_leaves_tools_out_is_refused(
         LLMEnv(task, tokenizer, num_envs=1, repeats=1, max_turns=2)
     prompts = LLMEnv(EchoTask(), tokenizer, num_envs=1, repeats=1).prompts
     with pytest.raises(ValueError, match=r"model\.chat_template=.*\['add'\]"):
-        prompts.chat_tokens([{"role": "user", "content": "?"}], task.tools)
+        prompts.of_chat([{"role": "user", "content": "?"}], task.tools)
 
 
 def test_the_policy_sees_the_tools(tokenizer: PreTrainedTokenizerFast) -> None:

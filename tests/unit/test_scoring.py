@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from tests.support.models import make_tiny_model
 from torchrl_grpo.keys import ASSISTANT_MASK, CUR_LOG_PROBS, ENTROPY, FULL, LAYOUT
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.head import chunked_log_probs
+from torchrl_grpo.models.prefix import Layout
 from torchrl_grpo.models.scoring import AdapterOffScorer, TokenScorer
 
 
@@ -153,9 +155,12 @@ def test_a_layout_in_the_batch_is_used_for_its_own_tensors_alone(
     batch.set_non_tensor(LAYOUT, scorer.layout(tokens, mask))
     made = []
     layout = scorer.layout
-    monkeypatch.setattr(
-        scorer, "layout", lambda *given: (made.append(len(given[0])), layout(*given))[1]
-    )
+
+    def noting(*args: Any, **kwargs: Any) -> Layout:
+        made.append(len(args[0]))
+        return layout(*args, **kwargs)
+
+    monkeypatch.setattr(scorer, "layout", noting)
     assert torch.equal(scorer(batch.copy())[CUR_LOG_PROBS], expected) and made == []
     for rows in (
         torch.tensor([3, 0, 2, 1]),

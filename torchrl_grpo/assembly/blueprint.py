@@ -32,11 +32,12 @@ from torchrl_grpo.config.schema import EnvConfig
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.generation.base import EngineRequest, SamplingParams, engine_class
-from torchrl_grpo.generation.engines import ENGINES
+from torchrl_grpo.generation.engines import ENGINES, engines_with
 from torchrl_grpo.generation.stops import StopStrings
 from torchrl_grpo.host.accelerators import accelerators_in_use
 from torchrl_grpo.host.memory import in_words
 from torchrl_grpo.host.text import size
+from torchrl_grpo.images.encoder import ImageEncoder
 from torchrl_grpo.learner.resume import Resume, check_length, refusing
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.memory import Shape
@@ -82,6 +83,7 @@ class Blueprint:
     params: SamplingParams
     max_prompt_tokens: int
     max_dialog_tokens: int
+    image_encoder: ImageEncoder | None
     reward_pool: RewardPool | None
     train_env: LLMEnv
     greedy_env: LLMEnv | None
@@ -160,11 +162,16 @@ def prepare(
         params = _make_params(config.inference_model, tokenizer, stop_token_ids)
         max_prompt_tokens, max_dialog_tokens = _max_prompt_tokens(config, model_config)
         request = engine_request(config, plan, model_config, max_dialog_tokens)
+        request = replace(request, has_images=_has_images(config, task))
         engine_class(config.inference_model.backend).check(request)
         longest = config.inference_model.max_model_len or _context(model_config)
         if not config.only_evaluates:
             own = max_dialog_tokens + params.max_new_tokens
             _check_served_teacher(config, own if config.teacher.prompt is None else longest)
+        image_encoder = None
+        if request.has_images:
+            _check_images(config, task, len(plan.train))
+            image_encoder = loading.load_image_encoder(config.model.source, model_config, tokenizer)
         reward_pool = _make_reward_pool(config.env, task)
         make_env = partial(
             LLMEnv,
@@ -175,6 +182,7 @@ def prepare(
             max_turns=config.env.max_turns,
             reward_pool=reward_pool,
             template_arguments=config.env.chat_template_kwargs,
+            image_encoder=image_encoder,
         )
         train_env = _make_train_env(config.env, partial(make_env, seed=config.seed))
         if config.needs_demonstrations:
@@ -203,6 +211,7 @@ def prepare(
             params=params,
             max_prompt_tokens=max_prompt_tokens,
             max_dialog_tokens=max_dialog_tokens,
+            image_encoder=image_encoder,
             reward_pool=reward_pool,
             train_env=train_env,
             greedy_env=greedy_env,
@@ -212,6 +221,39 @@ def prepare(
             teacher_shape=teacher_shape,
             teacher_prompts=teacher_prompts,
         )
+
+
+def _has_images(config: GRPOConfig, task: Task) -> bool:
+    """Return whether problems have images: a column says so, or the task draws them."""
+    data = [config.env, *(config.env.datasets or ())]
+    named = any(entry.columns.images is not None for entry in data)
+    return named or bool(task.problems("train")[0].images)
+
+
+def _check_images(config: GRPOConfig, task: Task, ranks: int) -> None:
+    """Refuse what does not work with images in prompts.
+
+    Raises:
+        ConfigError: the config asks for such a thing.
+    """
+    backend = config.inference_model.backend
+    others = " or ".join(engines_with("images"))
+    unsupported = (
+        (not ENGINES[backend].images, f"inference_model.backend={backend}", f"{others}"),
+        (config.policy.demonstrations, "policy.demonstrations=true", "false"),
+        (config.policy.sft_coef, f"policy.sft_coef={config.policy.sft_coef}", "0"),
+        (config.teacher.model, f"teacher.model={config.teacher.model}", "null"),
+        (task.is_stateful, "env.environment, env.agent or env.tools=[python]", "null"),
+        (config.env.transforms, f"env.transforms={config.env.transforms}", "[]"),
+        (ranks > 1, f"train_model.num_devices={ranks}", "1"),
+        (config.train_model.cpu_offload, "train_model.cpu_offload=true", "false"),
+    )
+    for is_set, setting, fix in unsupported:
+        if is_set:
+            raise ConfigError(
+                f"{setting} must be {fix} with problems that have images (env.columns.images), "
+                "which it does not support: change it, or leave the images out."
+            )
 
 
 def _check_algorithm(config: GRPOConfig) -> None:

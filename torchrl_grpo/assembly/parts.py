@@ -34,6 +34,7 @@ from torchrl_grpo.generation.base import Engine, engine_class
 from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.host.memory import memory_short
 from torchrl_grpo.host.startup import say
+from torchrl_grpo.images import Prompt
 from torchrl_grpo.learner.learner import Learner
 from torchrl_grpo.learner.optimizer import EntropyControl, learning_rate_factor, make_optimizer
 from torchrl_grpo.learner.resume import restore
@@ -42,7 +43,12 @@ from torchrl_grpo.learner.untrained import Untrained
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.divergence import Teacher
 from torchrl_grpo.models.memory import BYTES, weight_bytes
-from torchrl_grpo.models.scoring import AdapterOffScorer, AverageScorer, TokenScorer
+from torchrl_grpo.models.scoring import (
+    AdapterOffScorer,
+    AverageScorer,
+    TokenScorer,
+    check_images,
+)
 from torchrl_grpo.models.sharding import loading_device, lone_mesh, shard_model
 from torchrl_grpo.runtime.actors import own_address
 from torchrl_grpo.runtime.placement import own_device
@@ -132,6 +138,9 @@ def make_trainer(
         loading.enable_gradient_checkpointing(model)
     # Before sharding, because its constructor runs the model as a check.
     scorer = TokenScorer(model, temperature=config.inference_model.temperature)
+    for prompt in blueprint.train_env.prompts.first(1):
+        if isinstance(prompt, Prompt):
+            check_images(scorer, prompt)
     if mesh is not None:
         shard_model(model, mesh, param_dtype=_autocast_dtype(config), cpu_offload=train.cpu_offload)
     if config.teacher_in_loss:
@@ -177,7 +186,9 @@ def make_trainer(
 
 def make_model(config: GRPOConfig, device: torch.device) -> nn.Module:
     """Make the model to be trained in its initial state, with its adapters."""
-    model: nn.Module = _load(config, "train_model", device)
+    model = _load(config, "train_model", device)
+    if not config.train_model.train_vision:
+        loading.freeze_vision(model)
     lora = config.train_model.lora
     if not lora.enabled:
         return model
@@ -294,9 +305,7 @@ def make_engine(
     )
 
 
-def _rescorer(
-    config: GRPOConfig, engine: Engine
-) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] | None:
+def _rescorer(config: GRPOConfig, engine: Engine) -> Callable[..., Tensor] | None:
     """Return the scorer for ``inference_model.exact``, with the trainer's computation."""
     if not config.inference_model.exact:
         return None

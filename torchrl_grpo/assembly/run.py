@@ -36,6 +36,7 @@ from torchrl_grpo.host.extras import load_extra
 from torchrl_grpo.host.files import METRICS_FILE, is_full
 from torchrl_grpo.host.folders import FolderLock
 from torchrl_grpo.host.startup import say
+from torchrl_grpo.images import prompt_text
 from torchrl_grpo.learner.checkpoint import Checkpointer, Writes
 from torchrl_grpo.learner.learner import Learner
 from torchrl_grpo.learner.resume import find_resume
@@ -251,7 +252,7 @@ def _show(
     train, test = blueprint.train_env, blueprint.greedy_env
     [prompt] = train.prompts.first(1)
     num_tests = 0 if test is None else test.batch_size[0]
-    text = train.tokenizer.decode(prompt)
+    text = prompt_text(prompt, train.tokenizer.decode)
     console.problems(train.num_problems, num_tests, text, is_stateful=train.task.is_stateful)
     continued = None if config.only_evaluates else resume
     finished = continued is not None and continued.step >= config.num_batches

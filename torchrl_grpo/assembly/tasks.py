@@ -310,7 +310,8 @@ def _check_columns(task: Task, problem: Problem) -> None:
         task.check([problem])
     if isinstance(task, WithRewards | WithEnvironment) and task.rewards is not None:
         plays = isinstance(task, WithEnvironment)
-        task.rewards.check(problem.extra, problem.answer is not None, has_environment=plays)
+        has_answer, has_images = problem.answer is not None, bool(problem.images)
+        task.rewards.check(problem.extra, has_answer, plays, has_images)
     if isinstance(task, MixedTask):
         _check_columns(task.task_of(problem), problem)
     elif isinstance(task, WrappedTask) and (not isinstance(task, WithEnvironment) or task.judged):
@@ -379,6 +380,7 @@ def _make_dataset(
             "max_samples": data.max_samples,
             "prompt_column": data.columns.prompt,
             "answer_column": data.columns.answer,
+            "images_column": data.columns.images,
             "completion_column": data.columns.completion,
             "messages_column": data.columns.messages,
             "prompt_template": data.prompt_template,
@@ -432,6 +434,9 @@ def _rewards(
     rewards = make_rewards(spec, field=field, **arguments)
     if first is not None:
         rewards.check(
-            first.extra, has_answer=first.answer is not None, has_environment=has_environment
+            first.extra,
+            has_answer=first.answer is not None,
+            has_environment=has_environment,
+            has_images=bool(first.images),
         )
     return rewards

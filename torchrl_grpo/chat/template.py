@@ -49,6 +49,8 @@ def render_spans(
     messages = list(map(dict, chat))
     try:
         template = tokenizer.get_chat_template(tools=arguments.get("tools"))
+        if _takes_only_parts(tokenizer, template):
+            messages = [_in_parts(message) for message in messages]
         if not _GENERATION.search(template):
             return str(tokenizer.apply_chat_template(messages, tokenize=False, **arguments)), []
         arguments = {**tokenizer.special_tokens_map, "chat_template": template, **arguments}
@@ -64,6 +66,32 @@ def render_spans(
             f"model.chat_template={template!r:.80} must write a chat of the roles {roles}, but it "
             f"raised {reason!r:.200}: fix it, or leave it out, if it is not the tokenizer's own."
         ) from error
+
+
+_ONLY_PARTS: dict[str, bool] = {}
+"""For each template, whether it leaves out the content of a message that is a text."""
+
+
+def _takes_only_parts(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
+    """Return whether a template writes the parts of a content, but no content that is a text, as
+    those of some vision-language models do.
+    """
+    if template not in _ONLY_PARTS:
+        message: dict[str, Any] = {"role": "user", "content": _PLACEHOLDER}
+        written = []
+        for form in (message, _in_parts(message)):
+            with suppress(Exception):  # a template may refuse either, or a chat of one message
+                text = tokenizer.apply_chat_template([form], tokenize=False, chat_template=template)
+                written.append(_PLACEHOLDER in text)
+        _ONLY_PARTS[template] = written == [False, True]
+    return _ONLY_PARTS[template]
+
+
+def _in_parts(message: Message) -> dict[str, Any]:
+    """Return a message whose content is a list of parts."""
+    content = message.get("content")
+    parts = [{"type": "text", "text": content}] if content else []
+    return {**message, "content": parts if isinstance(content, str | None) else content}
 
 
 def check_tools(

@@ -517,9 +517,8 @@ def _trajectories(
     for key in _OF_SEQUENCE:  # environments write all of their entries under "next"
         if nxt.get(key, None) is not None:
             out.set(key, nxt.get(key))
-    rows = out.set("next", nxt.exclude("tokens", "masks", "text", "history", *_OF_SEQUENCE)).unbind(
-        0
-    )
+    repeated = ("tokens", "masks", "text", "history", keys.IMAGES, *_OF_SEQUENCE)
+    rows = out.set("next", nxt.exclude(*repeated)).unbind(0)
     for trajectory, row, error, comment in zip(rows, turns, errors, feedback, strict=True):
         trajectory.set(keys.NEXT_POLICY_VERSION, row[-1].get(keys.POLICY_VERSION))
         if any(feedback):
@@ -620,6 +619,8 @@ def _merge(turns: list[TensorDictBase], task_rewards: Sequence[float | None]) ->
         keys.TURN_REWARDS: rewards,
         **dict(zip(written, log_probs, strict=True)),
     }
+    if turns[-1].get(keys.IMAGES, None) is not None:
+        merged[keys.IMAGES] = turns[-1].get(keys.IMAGES)
     if turns[0].get(keys.KEPT, None) is not None:
         merged[keys.KEPT] = torch.cat([turn.get(keys.KEPT) for turn in turns])
     if turns[0].get(("next", keys.REWARD_VALID), None) is not None:

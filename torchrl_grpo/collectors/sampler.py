@@ -20,6 +20,7 @@ from torchrl_grpo.collectors.evaluation import Evaluator
 from torchrl_grpo.collectors.rollout import RolloutCollector
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.generation.base import Engine, SamplingParams, preserve_rng
+from torchrl_grpo.images import Prompt
 from torchrl_grpo.reward_pool import RewardPool
 from torchrl_grpo.tasks.drawing import Drawn
 from torchrl_grpo.weights import WeightHandle
@@ -103,7 +104,7 @@ class Sampler:
         make_collector: function that makes a collector on this engine for a number of groups.
         evaluator: measures accuracy on the test split, or None.
         params: sampling parameters of training, for ``probe``.
-        probe_prompts: prompts for ``probe``, [T] int64 each.
+        probe_prompts: prompts for ``probe``.
 
     Keyword Args:
         groups_at_a_time: maximum number of groups that are played at once; a task with more is
@@ -125,7 +126,7 @@ class Sampler:
         make_collector: Callable[[int], RolloutCollector | Demonstrations],
         evaluator: Evaluator | None,
         params: SamplingParams,
-        probe_prompts: Sequence[Tensor],
+        probe_prompts: Sequence[Tensor | Prompt],
         *,
         groups_at_a_time: int,
         overlapping: bool = False,

@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerBase
 
 from torchrl_grpo import keys
 from torchrl_grpo.functional import masked_mean
-from torchrl_grpo.models.packing import has, last_rows, pad, trajectories_of
+from torchrl_grpo.images import Prompt, prompt_text
+from torchrl_grpo.models.packing import has, images_of_row, last_rows, pad, trajectories_of
 from torchrl_grpo.transforms.parts import reward_parts
 
 _LONGEST_CHARACTER = 4
@@ -197,7 +198,11 @@ def sample_rows(
                 entry |= {"version": sampled_by, "staleness": version - sampled_by}
         if tokenizer is not None:
             prompt = row[keys.FULL][: len(row[keys.FULL]) - len(row[keys.RESPONSE])]
-            entry["prompt"] = tokenizer.decode(prompt)
+            spans = images_of_row(row)
+            own = tuple(span for span in spans if span.end <= len(prompt))
+            entry["prompt"] = prompt_text(Prompt(prompt, own), tokenizer.decode)
+            if spans:
+                entry["images"] = [span.image.file.hash for span in spans]
             entry["tokens"] = _tokens(row, tokenizer, scores(position))
         out.append(entry)
     return out

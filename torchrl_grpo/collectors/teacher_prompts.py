@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torchrl_grpo import keys
 from torchrl_grpo.envs import LLMEnv
+from torchrl_grpo.images import text_tokens
 from torchrl_grpo.rewards.functions import load_function
 from torchrl_grpo.tasks.base import Message, Problem
 from torchrl_grpo.tasks.drawing import Drawn
@@ -165,7 +166,7 @@ class TeacherPrompts:
             if messages is None:
                 return torch.zeros(0, dtype=torch.int64)
             tools = [dict(tool) for tool in self.env.task.tools_for(problem)]
-            return self.env.prompts.chat_tokens(messages, tools)
+            return text_tokens(self.env.prompts.of_chat(messages, tools))
         except Exception as error:  # a user's function may raise anything
             raise ValueError(
                 f"teacher.prompt={self.name} must return messages for the chat template, or None, "

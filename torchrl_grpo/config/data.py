@@ -20,6 +20,9 @@ class ColumnsConfig:
     """Column that the reward gets as answer; by default answer, solution, ground_truth or target,
     if there is one.
     """
+    images: str | None = None
+    """Images of the prompt, for a vision-language model: a path relative to the data's file, the
+    bytes of a file, an image of the data set, or a list of these."""
     completion: str | None = None
     """algo=sft: the response to learn: text, or a list of chat messages."""
     messages: str | None = None

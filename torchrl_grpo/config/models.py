@@ -85,6 +85,9 @@ class TrainModelConfig(DevicesConfig):
     engine_kwargs.hf_overrides."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer state in CPU memory while they are not in use."""
+    train_vision: bool = False
+    """Vision-language models: train the image encoder and its projector too. Otherwise the features
+    of an image are computed once in a run."""
     lora: LoraConfig = field(default_factory=LoraConfig)
 
 

@@ -45,6 +45,7 @@ _FIXED_OPTIONS = (
     "env.max_samples",
     "env.columns.prompt",
     "env.columns.answer",
+    "env.columns.images",
     "env.columns.messages",
     "env.prompt_template",
     "env.system_prompt",

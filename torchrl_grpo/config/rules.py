@@ -316,6 +316,8 @@ def _reads(dataset: str, key: str) -> bool:
         return True
     if dataset.startswith(checks.REASONING_GYM):
         return key in ("dataset_options", "max_samples", "prompt_template", "system_prompt")
+    if key == "columns.images":
+        return dataset not in (*checks.GENERATED, *checks.PRESETS)
     if key in ("difficulty", "dataset_options"):
         return key == "difficulty" and dataset in checks.GENERATED
     return dataset in checks.PRESETS if key == "dataset_path" else dataset not in checks.GENERATED

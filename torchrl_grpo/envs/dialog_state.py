@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
+from torchrl_grpo.images import Prompt, text_of
 from torchrl_grpo.tasks.base import Dialog, Message, Problem, Score, TurnLimits
 from torchrl_grpo.tasks.drawing import Drawn
 
@@ -68,7 +69,7 @@ class DialogState:
         drawn: group and problem.
         current: training sample that the policy is writing.
         episode: key of a stateful task's dialog, which must be closed; empty for other tasks.
-        prompt: [T] int64, first prompt from a stateful task; None for the problem's own.
+        prompt: the first prompt, [T] int64 if it has no images; None before it is needed.
         prompt_tokens: number of tokens before the next turn, for a stateful task.
         limits: limits of the next turn.
         responses: text of each turn.
@@ -81,7 +82,7 @@ class DialogState:
     drawn: Drawn
     current: SampleState
     episode: str = ""
-    prompt: Tensor | None = None
+    prompt: Tensor | Prompt | None = None
     prompt_tokens: int = 0
     limits: TurnLimits = field(default_factory=TurnLimits)
     responses: list[str] = field(default_factory=list)
@@ -99,7 +100,7 @@ class DialogState:
     def query(self) -> str:
         """The problem's query or, without a query, the end of the first prompt."""
         chat = self.current.chat
-        return self.problem.query or (str(chat[-1]["content"]) if chat else "")
+        return self.problem.query or (text_of(chat[-1]["content"]) if chat else "")
 
     def add_turn(self, dialog: Dialog, tokens: Tensor) -> None:
         """Append the policy's turn to the current sample, and set its tokens to ``tokens``."""

@@ -27,6 +27,8 @@ from torchrl_grpo.checks import check_multiple
 from torchrl_grpo.envs.dialog_state import DialogState, Outcome, SampleState
 from torchrl_grpo.envs.prompts import Prompts
 from torchrl_grpo.envs.specs import transition_specs
+from torchrl_grpo.images import Prompt, Spans, images_of, text_of, tokens_of
+from torchrl_grpo.images.encoder import ImageEncoder
 from torchrl_grpo.reward_pool import Failure, RewardPool, advance
 from torchrl_grpo.tasks.base import Dialog, Message, Split, Task, Turn, TurnLimits, attempt
 from torchrl_grpo.tasks.drawing import Drawing, Drawn
@@ -78,6 +80,7 @@ class LLMEnv(EnvBase):
         reward_pool: scores the task's dialogs in separate processes; None scores them here. Several
             environments may share a pool, and its owner closes it.
         template_arguments: arguments for the chat template, such as ``enable_thinking``.
+        image_encoder: encodes the images of prompts; None for models that read text alone.
         device: device of the tensors that ``reset`` and ``step`` return; None for the CPU.
 
     Raises:
@@ -109,6 +112,7 @@ class LLMEnv(EnvBase):
         seed: int = 0,
         reward_pool: RewardPool | None = None,
         template_arguments: Mapping[str, Any] | None = None,
+        image_encoder: ImageEncoder | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         check_multiple("num_envs", num_envs, repeats, f"repeats={repeats}, at least 1")
@@ -130,7 +134,10 @@ class LLMEnv(EnvBase):
         self.max_turns = max_turns
         self.reward_pool = reward_pool
         self.template_arguments = dict(template_arguments or {})
-        self.prompts = Prompts(task, tokenizer, split, max_prompt_tokens, self.template_arguments)
+        self.has_images = image_encoder is not None
+        self.prompts = Prompts(
+            task, tokenizer, split, max_prompt_tokens, self.template_arguments, image_encoder
+        )
         self.drawing = Drawing(task, self.prompts.problems, self.prompts.usable)
         problems = self.prompts.problems  # further test sets come last
         self._has_datasets = bool(problems[0].dataset or problems[-1].dataset)
@@ -156,7 +163,9 @@ class LLMEnv(EnvBase):
 
     def _set_specs(self) -> None:
         rows = self.batch_size[0]
-        specs = transition_specs(rows, len(self.tokenizer), self.task.has_parts, self._has_datasets)
+        specs = transition_specs(
+            rows, len(self.tokenizer), self.task.has_parts, self._has_datasets, self.has_images
+        )
         for name, spec in specs.items():
             setattr(self, name, spec if self.device is None else spec.to(self.device))
 
@@ -253,9 +262,11 @@ class LLMEnv(EnvBase):
         columns[keys.QUERY] = _stack([row.query for row in self._rows])
         if self._has_datasets:
             columns[keys.DATASET] = _stack([row.problem.dataset for row in self._rows])
+        prompts = list(map(self._prompt_of, self._rows))
         return TensorDict(
             {
-                **_prompt_columns([self._prompt_of(row) for row in self._rows]),
+                **_prompt_columns(list(map(tokens_of, prompts))),
+                **self._image_columns(list(map(images_of, prompts))),
                 keys.GROUP_ID: torch.tensor([row.drawn.group for row in self._rows]).unsqueeze(-1),
                 "text": TensorDict({"response": _stack([""] * len(blank))}, self.batch_size),
                 **columns,
@@ -272,11 +283,11 @@ class LLMEnv(EnvBase):
             drawn, SampleState(0, self.task.messages(drawn.problem)), episode=episode
         )
 
-    def _prompt_of(self, row: DialogState) -> Tensor:
-        """Return a row's first prompt, [T] int64."""
-        if row.prompt is not None:
-            return row.prompt
-        return self.prompts.tokens(row.drawn.index, row.problem)
+    def _prompt_of(self, row: DialogState) -> Tensor | Prompt:
+        """Return a row's first prompt, [T] int64 if it has no images."""
+        if row.prompt is None:
+            row.prompt = self.prompts.of_problem(row.drawn.index, row.problem)
+        return row.prompt
 
     def _open(self, rows: Sequence[DialogState]) -> None:
         """Ask the task for the first prompts of rows. Rows without one are done and invalid."""
@@ -318,7 +329,7 @@ class LLMEnv(EnvBase):
         try:
             if turn.messages is None:
                 raise ValueError("the dialog was over before its first prompt.")
-            prompt = self._first_prompt_tokens(turn)
+            prompt = tokens_of(self._first_prompt(turn))
             most = self.max_dialog_tokens
             if not prompt.numel() or (most is not None and prompt.numel() > most):
                 room = "" if most is None else f" to {most}"
@@ -332,9 +343,9 @@ class LLMEnv(EnvBase):
         row.continue_with(0, list(turn.messages), prompt, turn.limits)
         return None
 
-    def _first_prompt_tokens(self, turn: Turn) -> Tensor:
-        """Return the tokens of a whole chat or, if its only message has no role, of that message's
-        text, [T] int64.
+    def _first_prompt(self, turn: Turn) -> Tensor | Prompt:
+        """Return the prompt of a whole chat or, if its only message has no role, of that message's
+        text, [T] int64 if it has no images.
 
         Raises:
             ValueError: the chat template rejects the chat.
@@ -343,7 +354,7 @@ class LLMEnv(EnvBase):
         if messages and not messages[0]["role"]:
             return self._text_tokens(messages, add_special_tokens=True)
         tools = self.task.tools if turn.tools is None else turn.tools
-        return self.prompts.chat_tokens(messages, tools)
+        return self.prompts.of_chat(messages, tools)
 
     def _text_tokens(self, messages: Sequence[Message], *, add_special_tokens: bool) -> Tensor:
         """Return the tokens of a text without a template, [T] int64. Control tokens in the text
@@ -447,6 +458,7 @@ class LLMEnv(EnvBase):
         return TensorDict(
             {
                 **_prompt_columns(tokens),
+                **self._image_columns([images_of(self._prompt_of(row)) for row in self._rows]),
                 "text": TensorDict({"response": NonTensorStack(*responses)}, self.batch_size),
                 **self._outcome_columns([row.outcome for row in self._rows], _OUTCOME),
             },
@@ -485,7 +497,9 @@ class LLMEnv(EnvBase):
 
     def _prefill(self, row: DialogState) -> str:
         """Return the thought with which the chat template begins each turn of a row, if any."""
-        match = _THOUGHT.search(self.tokenizer.decode(self._prompt_of(row)[-_PREFILL_TOKENS:]))
+        match = _THOUGHT.search(
+            self.tokenizer.decode(tokens_of(self._prompt_of(row))[-_PREFILL_TOKENS:])
+        )
         return match[0] if match else ""
 
     def _advance(self, dialogs: Mapping[int, Dialog]) -> list[Turn | Failure]:
@@ -549,7 +563,7 @@ class LLMEnv(EnvBase):
         """
         sample = state.samples.get(turn.sample)
         if sample is None or sample.tokens is None:
-            return self._if_fits(self._first_prompt_tokens(turn))
+            return self._if_fits(tokens_of(self._first_prompt(turn)))
         return self._append_reply(sample.tokens, turn.messages or (), sample.turn_tokens)
 
     def _append_reply(
@@ -578,7 +592,7 @@ class LLMEnv(EnvBase):
         """
 
         def line(message: Message) -> str:
-            text = str(message["content"])
+            text = text_of(message["content"])
             return text if message["role"] in ("assistant", "") else f"[{message['role']}] {text}"
 
         return [
@@ -669,6 +683,10 @@ class LLMEnv(EnvBase):
         tools = dict.fromkeys(("tools/calls", "tools/errors"), 0) if self.task.tools else {}
         pool = {} if self.reward_pool is None else self.reward_pool.take_counts()
         return {**tools, **counts, **pool}
+
+    def _image_columns(self, images: Sequence[Spans]) -> dict[str, NonTensorStack]:
+        """Return the images of the rows, if the model reads images."""
+        return {keys.IMAGES: _stack(images)} if self.has_images else {}
 
     def _outcome_columns(self, outcomes: Sequence[Outcome], names: Sequence[str]) -> dict[str, Any]:
         """Return attributes of the outcomes as [B, 1] columns, and the parts of the rewards."""

@@ -11,6 +11,8 @@ from torchrl import torchrl_logger
 from transformers import PreTrainedTokenizerBase
 
 from torchrl_grpo.chat.template import ChatEncoder, check_tools
+from torchrl_grpo.images import Prompt, images_in
+from torchrl_grpo.images.encoder import ImageEncoder
 from torchrl_grpo.tasks.base import Message, Problem, Split, Task
 
 
@@ -24,6 +26,7 @@ class Prompts:
         max_prompt_tokens: maximum length of a prompt. Problems with longer prompts, or with empty
             ones, are dropped and counted in ``num_dropped``. None keeps all.
         template_arguments: arguments for the chat template.
+        image_encoder: encodes the images of problems; None refuses them.
 
     Attributes:
         problems: all problems of the split.
@@ -40,11 +43,13 @@ class Prompts:
         split: Split,
         max_prompt_tokens: int | None,
         template_arguments: Mapping[str, Any],
+        image_encoder: ImageEncoder | None = None,
     ) -> None:
         check_tools(tokenizer, task.tools, **template_arguments)
         self.task = task
         self._chats = ChatEncoder(tokenizer, template_arguments)
         self.problems: Sequence[Problem] = task.problems(split)
+        self._image_encoder = image_encoder
         self._tokens: dict[int, Tensor] = {}
         self._warned = split != "train"  # warn about the training split only
         self.usable = self._select(max_prompt_tokens)
@@ -70,7 +75,31 @@ class Prompts:
         if most is None:
             return everything
         encoded = self._chats.encode([self._render(problem) for problem in self.problems])
-        return [i for i in everything if 1 <= len(encoded[i]) <= most]
+        lengths = list(map(len, encoded))
+        if self._image_encoder is not None:
+            chats = map(self.task.messages, self.problems)
+            lengths = [
+                self._image_encoder.expanded_length(ids, images_in(chat))
+                for ids, chat in zip(encoded, chats, strict=True)
+            ]
+        return [i for i in everything if 1 <= lengths[i] <= most]
+
+    def _make(self, problem: Problem) -> Tensor | Prompt:
+        """Return the prompt of a problem, [T] int64 if it has no images."""
+        [ids] = self._chats.encode([self._render(problem)])
+        return self._with_images(ids, self.task.messages(problem))
+
+    def _with_images(self, ids: list[int], chat: Sequence[Message]) -> Tensor | Prompt:
+        """Return the tokens of a chat with those of its images."""
+        files = images_in(chat)
+        if self._image_encoder is None:
+            if files:
+                raise ValueError(
+                    "model.name must be a vision-language model for prompts with images, but it "
+                    "reads text alone: use a Qwen2.5-VL model, for example."
+                )
+            return torch.tensor(ids, dtype=torch.int64)
+        return self._image_encoder.expand(ids, files)
 
     def _render(self, problem: Problem) -> str:
         tools = list(self.task.tools_for(problem)) or None
@@ -86,28 +115,34 @@ class Prompts:
             )
         return text
 
-    def chat_tokens(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> Tensor:
-        """Return the prompt of a chat, [T] int64.
+    def of_chat(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]
+    ) -> Tensor | Prompt:
+        """Return the prompt of a chat, [T] int64 if it has no images.
 
         Raises:
             ValueError: the chat template rejects the chat.
         """
         text = self._chats.render(messages, tools=list(tools) or None, add_generation_prompt=True)
-        return torch.tensor(self._chats.encode([text])[0], dtype=torch.int64)
+        return self._with_images(self._chats.encode([text])[0], messages)
 
     def __len__(self) -> int:
         """Return the number of problems that can be drawn."""
         return len(self.usable)
 
-    def tokens(self, index: int, problem: Problem) -> Tensor:
-        """Return the prompt of the problem with this index, [T] int64, from a cache if possible."""
-        if index not in self._tokens:
-            tokens = self._chats.encode([self._render(problem)])[0]
-            self._tokens[index] = torch.tensor(tokens, dtype=torch.int64)
-        return self._tokens[index]
-
-    def first(self, count: int) -> list[Tensor]:
-        """Return the prompts of the split's first ``count`` problems, [T] int64 each, without
-        affecting the drawing.
+    def of_problem(self, index: int, problem: Problem) -> Tensor | Prompt:
+        """Return the prompt of the problem with this index, [T] int64 if it has no images. Those
+        without are kept.
         """
-        return [self.tokens(index, self.problems[index]) for index in self.usable[:count]]
+        if index in self._tokens:
+            return self._tokens[index]
+        prompt = self._make(problem)
+        if isinstance(prompt, Tensor):
+            self._tokens[index] = prompt
+        return prompt
+
+    def first(self, count: int) -> list[Tensor | Prompt]:
+        """Return the prompts of the split's first ``count`` problems, without affecting the
+        drawing.
+        """
+        return [self.of_problem(index, self.problems[index]) for index in self.usable[:count]]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torchrl.data import Binary, Categorical, Composite, NonTensor, StackedComposite, Unbounded
 
-from torchrl_grpo.keys import ATTENTION_MASK, DATASET, REWARD_PARTS
+from torchrl_grpo.keys import ATTENTION_MASK, DATASET, IMAGES, REWARD_PARTS
 
 
 class _RaggedTokens(Categorical):
@@ -25,7 +25,7 @@ class _RaggedTokens(Categorical):
 
 
 def transition_specs(
-    num_envs: int, vocabulary: int, has_parts: bool, has_datasets: bool
+    num_envs: int, vocabulary: int, has_parts: bool, has_datasets: bool, has_images: bool
 ) -> dict[str, Composite]:
     """Return the specs by their names in ``EnvBase``.
 
@@ -34,12 +34,14 @@ def transition_specs(
         vocabulary: number of token ids.
         has_parts: whether rewards have parts.
         has_datasets: whether problems come from several data sets.
+        has_images: whether prompts may have images.
     """
     rows = (num_envs,)
     tokens = _RaggedTokens(vocabulary, shape=(-1,), dtype=torch.int64)
     # Otherwise TorchRL's wrappers would read the mask of the previous turn.
     mask = Composite({ATTENTION_MASK[-1]: Unbounded(shape=(-1,), dtype=torch.bool)})
     parts = {REWARD_PARTS[-1]: NonTensor(shape=rows, example_data={})} if has_parts else {}
+    images = {IMAGES: NonTensor(shape=rows, example_data=())} if has_images else {}
     dataset = {DATASET: NonTensor(shape=rows, example_data="")} if has_datasets else {}
     return {
         "full_observation_spec": Composite(
@@ -49,6 +51,7 @@ def transition_specs(
             correct=Binary(shape=(*rows, 1), dtype=torch.bool),
             reward_valid=Binary(shape=(*rows, 1), dtype=torch.bool),
             **parts,
+            **images,
             shape=rows,
         ),
         "full_state_spec": Composite(

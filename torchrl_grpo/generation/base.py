@@ -24,6 +24,7 @@ from torchrl_grpo.checks import MIN_TEMPERATURE
 from torchrl_grpo.errors import RunLostError
 from torchrl_grpo.generation.engines import ENGINES
 from torchrl_grpo.generation.stops import StopStrings
+from torchrl_grpo.images import Prompt
 from torchrl_grpo.weights import WeightHandle
 
 
@@ -158,6 +159,7 @@ class EngineRequest:
         colocated: whether it shares its device with the other roles.
         num_sequences: responses that training samples at once.
         trains: whether the run trains, and so sends weights to the engine.
+        has_images: whether prompts may have images.
         number: index of the engine among the run's engines.
         folder: of the run, for a log; None for no log.
     """
@@ -173,6 +175,7 @@ class EngineRequest:
     colocated: bool
     num_sequences: int
     trains: bool = True
+    has_images: bool = False
     number: int = 0
     folder: Path | None = None
 
@@ -248,7 +251,7 @@ class Engine(ABC):
     @abstractmethod
     def generate(
         self,
-        prompts: Sequence[Tensor],
+        prompts: Sequence[Tensor | Prompt],
         n: int,
         params: SamplingParams,
         on_finished: OnFinished | None = None,
@@ -256,7 +259,8 @@ class Engine(ABC):
         """Sample ``n`` responses to each prompt.
 
         Args:
-            prompts: one [T] int64 tensor per prompt, T >= 1; lengths may differ.
+            prompts: one [T] int64 tensor per prompt, T >= 1, or a ``Prompt`` with images; lengths
+                may differ.
             n: responses per prompt; the prompt is computed once for all of them.
             params: parameters of sampling.
             on_finished: called with each completion as soon as it is finished, while others are

@@ -16,6 +16,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from torchrl_grpo.images import Prompt, images_of, tokens_of
+from torchrl_grpo.images.families import family_of
+from torchrl_grpo.images.features import ImageFeatures, grid_positions, has_grid
+
 
 class Batch(ABC):
     """Rows in flight.
@@ -27,11 +31,11 @@ class Batch(ABC):
     refills = False
 
     @abstractmethod
-    def add(self, prompts: Sequence[Tensor], n: int) -> Tensor:
+    def add(self, prompts: Sequence[Tensor | Prompt], n: int) -> Tensor:
         """Compute prompts, and append ``n`` rows for each to the batch, prompt by prompt.
 
         Args:
-            prompts: one [T] int64 tensor per prompt, on the model's device.
+            prompts: one [T] int64 tensor per prompt, or a ``Prompt`` with images.
             n: rows per prompt.
 
         Returns:
@@ -88,6 +92,7 @@ class GenericDecoder(Decoder):
         accepted = inspect.signature(model.forward).parameters
         self._takes_position_ids = "position_ids" in accepted
         self._kwargs = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
+        self._image_features = None if family_of(model.config) is None else ImageFeatures(model)
 
     def start(self, max_new_tokens: int) -> Batch:
         return _GenericBatch(self, max_new_tokens)
@@ -98,24 +103,40 @@ class GenericDecoder(Decoder):
         per_token = 2 * config.num_hidden_layers * config.hidden_size * self.model.dtype.itemsize
         return n * (prompt_length + max_new_tokens) * per_token
 
-    def forward(
-        self, tokens: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache
-    ) -> Tensor:
-        """Return the logits after the last of ``tokens``.
+    def embeddings(self, tokens: Tensor, prompts: Sequence[Tensor | Prompt]) -> Tensor:
+        """Return the embeddings of prompts with images, [B, T, E].
 
         Args:
-            tokens: [B, T] int64.
-            mask: [B, S] int64, 0 on padding; S counts the cached tokens and ``tokens``.
-            positions: [B, T] int64.
-            cache: extended by ``tokens``.
+            tokens: [B, T] int64, padded on the left.
+            prompts: the prompts.
+        """
+        assert self._image_features is not None
+        embeddings = self.model.get_input_embeddings()(tokens)
+        for row, prompt in enumerate(prompts):
+            for span in images_of(prompt):
+                features = self._image_features([span.image])[0].to(embeddings.dtype)
+                start = tokens.shape[1] - len(prompt) + span.offset
+                place = start + span.is_embed.nonzero().squeeze(-1)
+                embeddings[row, place.to(tokens.device)] = features
+        return embeddings
+
+    def forward(
+        self, inputs: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache
+    ) -> Tensor:
+        """Return the logits after the last of ``inputs``.
+
+        Args:
+            inputs: tokens, [B, T] int64, or embeddings, [B, T, E].
+            mask: [B, S] int64, 0 on padding; S counts the cached tokens and ``inputs``.
+            positions: [B, T] int64; with three axes, [3, B, T].
+            cache: extended by ``inputs``.
 
         Returns:
             [B, V] logits.
         """
         kwargs = self._kwargs | ({"position_ids": positions} if self._takes_position_ids else {})
-        out = self.model(
-            input_ids=tokens, attention_mask=mask, past_key_values=cache, use_cache=True, **kwargs
-        )
+        kwargs["input_ids" if inputs.ndim == 2 else "inputs_embeds"] = inputs
+        out = self.model(attention_mask=mask, past_key_values=cache, use_cache=True, **kwargs)
         return out.logits[:, -1]
 
 
@@ -125,9 +146,9 @@ class _GenericBatch(Batch):
         self._max_new_tokens = max_new_tokens
         self._context = context_length(decoder.model)
 
-    def add(self, prompts: Sequence[Tensor], n: int) -> Tensor:
+    def add(self, prompts: Sequence[Tensor | Prompt], n: int) -> Tensor:
         decoder = self._decoder
-        device = prompts[0].device
+        device = decoder.model.device
         lengths = torch.tensor([len(p) for p in prompts], device=device)
         self._width = int(lengths.max())
         tokens = torch.zeros(len(prompts), self._width, dtype=torch.int64, device=device)
@@ -135,19 +156,34 @@ class _GenericBatch(Batch):
             len(prompts), self._width + self._max_new_tokens, dtype=torch.int64, device=device
         )
         for row, prompt in enumerate(prompts):
-            tokens[row, self._width - len(prompt) :] = prompt
+            tokens[row, self._width - len(prompt) :] = tokens_of(prompt)
             mask[row, : self._width - len(prompt)] = 0
         positions = (mask[:, : self._width].cumsum(-1) - 1).clamp_(min=0)
         self._cache = DynamicCache(config=decoder.model.config)
-        logits = decoder.forward(tokens, mask[:, : self._width], positions, self._cache)
+        inputs, following = tokens, lengths
+        if any(map(images_of, prompts)):
+            inputs = decoder.embeddings(tokens, prompts)
+            if has_grid(decoder.model):
+                positions, following = self._grid(prompts, positions)
+        logits = decoder.forward(inputs, mask[:, : self._width], positions, self._cache)
 
         rows = torch.arange(len(prompts), device=device).repeat_interleave(n)
         # `reorder_cache` is an index_select along the batch, so it also repeats and drops rows, in
         # every kind of layer.
         self._cache.reorder_cache(rows)
         self._mask = mask[rows]
-        self._positions = lengths[rows]
+        self._positions = following[rows]
         return logits
+
+    def _grid(self, prompts: Sequence[Tensor | Prompt], positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the positions of prompts with three axes, [3, B, T], and the position of what
+        follows each prompt, [B].
+        """
+        grid = positions.expand(3, -1, -1).clone()
+        for row, prompt in enumerate(prompts):
+            own = grid_positions(self._decoder.model, tokens_of(prompt), images_of(prompt))
+            grid[:, row, self._width - len(prompt) :] = own
+        return grid, grid.amax((0, 2)) + 1
 
     def step(self, tokens: Tensor) -> Tensor:
         self._width += 1

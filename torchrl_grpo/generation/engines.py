@@ -36,6 +36,7 @@ class EngineKind:
             one (a ``TransferHandle``).
         elsewhere: whether it runs on servers that others started, at ``address``; it then needs no
             device of the run.
+        images: whether prompts may have images.
         step_overhead_s: seconds that ``torchrl_grpo.plan`` adds to the accelerator's work in each
             decoding step.
     """
@@ -51,6 +52,7 @@ class EngineKind:
     own_arguments: bool = False
     weights_on_device: bool = False
     elsewhere: bool = False
+    images: bool = False
     weight_transfers: tuple[str, ...] = get_args(WeightTransfer)
 
 
@@ -60,6 +62,7 @@ ENGINES: dict[str, EngineKind] = {
         step_overhead_s=0.02,
         exact=True,
         kept_tokens=True,
+        images=True,
     ),
     "vllm": EngineKind(
         "torchrl_grpo.generation.vllm:VLLMEngine",

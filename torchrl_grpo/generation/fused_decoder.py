@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from torchrl_grpo.compat.torch import pack_linear, packed_linear, packs_linear, version_of
 from torchrl_grpo.functional import head_logits
 from torchrl_grpo.generation.decoder import Batch, Decoder
+from torchrl_grpo.images import Prompt, text_tokens
 
 _LEAST = 2**17
 """Smallest weight that is packed, in elements: for smaller ones the call costs more than it
@@ -254,8 +255,9 @@ class _FusedBatch(Batch):
         self._prompts = [decoder.empty_cache(0, 0) for _ in range(decoder.num_layers)]
         self._own = [decoder.empty_cache(0, 0) for _ in range(decoder.num_layers)]
 
-    def add(self, prompts: Sequence[Tensor], n: int) -> Tensor:
+    def add(self, prompts: Sequence[Tensor | Prompt], n: int) -> Tensor:
         decoder = self._decoder
+        texts = list(map(text_tokens, prompts))
         rows = len(self._group)
         old = len(self._lengths)
         width = max(self._width, *(len(prompt) for prompt in prompts))
@@ -270,7 +272,7 @@ class _FusedBatch(Batch):
             self._cos, self._sin = decoder.rotary(width + self._max_new_tokens)
         at_once = max(1, _PREFILL_TOKENS // width)
         slices = range(0, len(prompts), at_once)
-        logits = torch.cat([self._prefill(prompts[i : i + at_once], old + i) for i in slices])
+        logits = torch.cat([self._prefill(texts[i : i + at_once], old + i) for i in slices])
 
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=decoder.device)
         numbers = torch.arange(old, old + len(prompts), device=decoder.device)

@@ -19,11 +19,13 @@ from torch import Tensor
 from torchrl_grpo.compat.torchrl import set_weight_sync
 from torchrl_grpo.errors import NonFiniteError
 from torchrl_grpo.generation.base import Completion, Engine, SamplingParams
+from torchrl_grpo.images import Prompt, Spans, images_of, tokens_of
 from torchrl_grpo.keys import (
     ASSISTANT_MASK,
     ATTENTION_MASK,
     FULL,
     GROUP_ID,
+    IMAGES,
     KEPT,
     LENGTH_STOPPED,
     LOG_PROBS,
@@ -57,9 +59,10 @@ class GenerationPolicy(TensorDictModuleBase):
         engine: samples the tokens; or a function that makes the engine when it is first needed.
         params: parameters of sampling.
         rescore: replaces the engine's log-probs of a finished response. It maps tokens [1, T]
-            int64, a mask [1, T] bool of the sampled ones, the length [1] int64 and the kept tokens
-            [1, S, K] int32 (or None) to log-probs [1, T] float32 (``KLScoring.log_probs``). It may
-            compute with the engine's model, whose weights do not change meanwhile.
+            int64, a mask [1, T] bool of the sampled ones, the length [1] int64, the kept tokens
+            [1, S, K] int32 (or None) and the images (or None) to log-probs [1, T] float32
+            (``KLScoring.log_probs``). It may compute with the engine's model, whose weights do not
+            change meanwhile.
 
     Examples:
         >>> from transformers import AutoModelForCausalLM
@@ -77,7 +80,7 @@ class GenerationPolicy(TensorDictModuleBase):
         engine: Engine | Callable[[], Engine],
         params: SamplingParams,
         *,
-        rescore: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] | None = None,
+        rescore: Callable[..., Tensor] | None = None,
     ) -> None:
         super().__init__()
         self.rescore = rescore
@@ -163,17 +166,18 @@ class GenerationPolicy(TensorDictModuleBase):
                 "LLMEnv, or TransformersWrapper or vLLMWrapper for ChatEnv."
             )
         token_rows = list(tensordict.get(PROMPT[0]).reshape(-1).unbind(0))
-        prompts = [row.get(PROMPT[-1]).cpu() for row in token_rows]
+        tokens = [row.get(PROMPT[-1]).cpu() for row in token_rows]
+        requests = self._with_images(tensordict, tokens)
         with self.engine.exclusive:
             version = int(self.engine.policy_version)
             completions = self._generate(
-                prompts, self._group_ids(tensordict, size), self._active(tensordict, size)
+                requests, self._group_ids(tensordict, size), self._active(tensordict, size)
             )
-            completions = [self._rescore(*pair) for pair in zip(prompts, completions, strict=True)]
+            completions = [self._rescore(*pair) for pair in zip(requests, completions, strict=True)]
         _check_finite(completions, version)
 
         rows, oldest = [], []
-        for token_row, prompt, completion in zip(token_rows, prompts, completions, strict=True):
+        for token_row, prompt, completion in zip(token_rows, tokens, completions, strict=True):
             response = prompt.new_empty(0) if completion is None else completion.tokens
             full = torch.cat([prompt, response])
             sampled = torch.ones_like(full, dtype=torch.bool)
@@ -229,14 +233,26 @@ class GenerationPolicy(TensorDictModuleBase):
         else:
             self.engine.update_weights(weights_of(weights), version)
 
+    @staticmethod
+    def _with_images(
+        tensordict: TensorDictBase, tokens: Sequence[Tensor]
+    ) -> Sequence[Tensor | Prompt]:
+        """Return the prompts of the rows with their images."""
+        if tensordict.get(IMAGES, None) is None:
+            return tokens
+        images = (row.get(IMAGES).data for row in tensordict.reshape(-1).unbind(0))
+        pairs = zip(tokens, images, strict=True)
+        return [Prompt(ids, spans) if spans else ids for ids, spans in pairs]
+
     def _generate(
-        self, prompts: Sequence[Tensor], groups: Sequence[int], active: Sequence[bool]
+        self, prompts: Sequence[Tensor | Prompt], groups: Sequence[int], active: Sequence[bool]
     ) -> list[Completion | None]:
         """Return one completion per row, None for inactive rows."""
-        requests: dict[tuple[int, bytes], list[int]] = defaultdict(list)
+        requests: dict[tuple[int, bytes, Spans], list[int]] = defaultdict(list)
         for row, prompt in enumerate(prompts):
             if active[row]:
-                requests[groups[row], prompt.numpy().tobytes()].append(row)
+                ids = tokens_of(prompt).numpy().tobytes()
+                requests[groups[row], ids, images_of(prompt)].append(row)
         # An engine call has one n for all its prompts.
         calls: dict[int, list[list[int]]] = defaultdict(list)
         for rows in requests.values():
@@ -253,15 +269,16 @@ class GenerationPolicy(TensorDictModuleBase):
                     completions[row] = completion if self.cut is None else self.cut(row, completion)
         return completions
 
-    def _rescore(self, prompt: Tensor, completion: Completion | None) -> Completion | None:
+    def _rescore(self, prompt: Tensor | Prompt, completion: Completion | None) -> Completion | None:
         """Return the completion with the log-probs of ``rescore``, if there is one."""
         if completion is None or self.rescore is None:
             return completion
-        full = torch.cat([prompt, completion.tokens])[None]
+        full = torch.cat([tokens_of(prompt), completion.tokens])[None]
         length = torch.tensor([full.shape[1]])
         sampled = torch.arange(full.shape[1])[None] >= len(prompt)
         kept = None if completion.kept is None else completion.kept[None]
-        log_probs = self.rescore(full, sampled, length, kept)
+        images = [images_of(prompt)] if images_of(prompt) else None
+        log_probs = self.rescore(full, sampled, length, kept, images)
         return replace(completion, log_probs=log_probs[0, len(prompt) :])
 
     def _tell(

@@ -40,6 +40,7 @@ from torchrl_grpo.generation.base import (
 )
 from torchrl_grpo.generation.servers import AT_A_TIME, COMES_BACK_S, connect, require_httpx
 from torchrl_grpo.generation.stops import StopStrings
+from torchrl_grpo.images import Prompt, text_tokens
 from torchrl_grpo.weights.handle import on_host
 from torchrl_grpo.weights.named import expected_weights
 
@@ -138,7 +139,7 @@ class ServerEngine(Engine):
 
     def generate(
         self,
-        prompts: Sequence[Tensor],
+        prompts: Sequence[Tensor | Prompt],
         n: int,
         params: SamplingParams,
         on_finished: OnFinished | None = None,
@@ -157,7 +158,7 @@ class ServerEngine(Engine):
                 )
 
         def ask(number: int) -> list[Completion]:
-            answers = self._ask(prompts[number].tolist(), n, params)
+            answers = self._ask(text_tokens(prompts[number]).tolist(), n, params)
             for index, completion in enumerate(answers if on_finished is not None else ()):
                 on_finished(number, index, completion)  # type: ignore[misc]
             return answers

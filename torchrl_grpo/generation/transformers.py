@@ -33,6 +33,7 @@ from torchrl_grpo.generation.sampling import sample
 from torchrl_grpo.generation.stops import ending
 from torchrl_grpo.host.memory import memory_short
 from torchrl_grpo.host.threads import use_one_thread_if_small
+from torchrl_grpo.images import Prompt, tokens_of
 from torchrl_grpo.weights import load_weights
 
 _CHECK_EVERY = 4
@@ -116,7 +117,7 @@ class TransformersEngine(Engine):
     @torch.no_grad()
     def generate(
         self,
-        prompts: Sequence[Tensor],
+        prompts: Sequence[Tensor | Prompt],
         n: int,
         params: SamplingParams,
         on_finished: OnFinished | None = None,
@@ -200,7 +201,7 @@ class TransformersEngine(Engine):
         if self._closed:
             raise RuntimeError("the engine is closed: make a new TransformersEngine.")
 
-    def _check_request(self, prompts: Sequence[Tensor], n: int) -> None:
+    def _check_request(self, prompts: Sequence[Tensor | Prompt], n: int) -> None:
         if n < 1:
             raise ValueError(f"n must be at least 1, got {n}: use 1 or more responses per prompt.")
         for i, prompt in enumerate(prompts):
@@ -209,17 +210,18 @@ class TransformersEngine(Engine):
                     f"prompts[{i}] must have 1 to {self._context - 1} tokens to leave room for one "
                     f"in a context of {self._context}, got {len(prompt)}: drop or shorten it."
                 )
-            if not 0 <= int(prompt.min()) <= int(prompt.max()) < self._vocab_size:
+            tokens = tokens_of(prompt)
+            if not 0 <= int(tokens.min()) <= int(tokens.max()) < self._vocab_size:
                 raise ValueError(
                     f"prompts[{i}] must have token ids in [0, {self._vocab_size}), got "
-                    f"{int(prompt.min())} to {int(prompt.max())}: use the tokenizer that belongs "
+                    f"{int(tokens.min())} to {int(tokens.max())}: use the tokenizer that belongs "
                     "to the model."
                 )
 
     @torch.inference_mode()
     def _generate(
         self,
-        prompts: Sequence[Tensor],
+        prompts: Sequence[Tensor | Prompt],
         n: int,
         params: SamplingParams,
         uniform: Tensor,
@@ -231,14 +233,14 @@ class TransformersEngine(Engine):
         the places of finished rows.
 
         Args:
-            prompts: [T] int64 each, the longest first.
+            prompts: the longest first.
             n: rows per prompt.
             params: parameters of sampling.
             uniform: [R, max_new_tokens] float64 in [0, 1).
             tell: called with each row that has ended, and its response.
         """
         device = self.model.device
-        waiting = [prompt.to(device) for prompt in prompts]
+        waiting = [p if isinstance(p, Prompt) else p.to(device) for p in prompts]
         limits = torch.tensor([min(params.max_new_tokens, self._context - len(p)) for p in prompts])
         limits = limits.repeat_interleave(n).to(device)
         # The state of a response after a token; the last state is its end.

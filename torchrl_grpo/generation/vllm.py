@@ -52,6 +52,7 @@ from torchrl_grpo.generation.stops import StopStrings
 from torchrl_grpo.generation.vllm_answers import STOP, Answer, watch_for_stops
 from torchrl_grpo.generation.vllm_arguments import check_engine_kwargs
 from torchrl_grpo.host.memory import memory_short
+from torchrl_grpo.images import Prompt, text_tokens
 from torchrl_grpo.weights import (
     EitherHandle,
     TransferHandle,
@@ -708,7 +709,7 @@ class VLLMEngine(VLLMBase):
 
     def generate(
         self,
-        prompts: Sequence[Tensor],
+        prompts: Sequence[Tensor | Prompt],
         n: int,
         params: SamplingParams,
         on_finished: OnFinished | None = None,
@@ -723,7 +724,9 @@ class VLLMEngine(VLLMBase):
         answers = {}
         for i, (prompt, own) in enumerate(zip(prompts, sampling, strict=True)):
             answers[str(i)] = Answer(i, n, own.n, on_finished)
-            engine.add_request(str(i), TokensPrompt(prompt_token_ids=prompt.tolist()), own)
+            engine.add_request(
+                str(i), TokensPrompt(prompt_token_ids=text_tokens(prompt).tolist()), own
+            )
         while engine.has_unfinished_requests():
             try:
                 outputs = engine.step()

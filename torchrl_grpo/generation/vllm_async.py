@@ -37,6 +37,7 @@ from torchrl_grpo.generation.vllm import (
 )
 from torchrl_grpo.generation.vllm_answers import Answer, watch_for_stops
 from torchrl_grpo.host.processes import die_with_parent, enable_stack_dump
+from torchrl_grpo.images import Prompt, text_tokens
 from torchrl_grpo.weights.worker import unname_queues
 
 SHUTDOWN_TIMEOUT_S = 10.0
@@ -209,7 +210,7 @@ class AsyncVLLMEngine(VLLMBase):
 
     def generate(
         self,
-        prompts: Sequence[Tensor],
+        prompts: Sequence[Tensor | Prompt],
         n: int,
         params: SamplingParams,
         on_finished: OnFinished | None = None,
@@ -233,7 +234,7 @@ class AsyncVLLMEngine(VLLMBase):
 
     async def _generate(
         self,
-        prompts: Sequence[Tensor],
+        prompts: Sequence[Tensor | Prompt],
         sampling: Sequence[Any],
         n: int,
         on_finished: OnFinished | None,
@@ -255,11 +256,14 @@ class AsyncVLLMEngine(VLLMBase):
             if not self._running:
                 self._idle.set()
 
-    async def _request(self, prompt: Tensor, sampling: Any, answer: Answer) -> list[Completion]:
+    async def _request(
+        self, prompt: Tensor | Prompt, sampling: Any, answer: Answer
+    ) -> list[Completion]:
         from vllm import TokensPrompt
 
         while True:
-            request, reasons = TokensPrompt(prompt_token_ids=prompt.tolist()), set()
+            request = TokensPrompt(prompt_token_ids=text_tokens(prompt).tolist())
+            reasons = set()
             async for output in self._llm.generate(request, sampling, str(next(self._request_ids))):
                 answer.add(output.outputs)
                 reasons |= {sample.finish_reason for sample in output.outputs}

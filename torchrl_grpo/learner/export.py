@@ -14,6 +14,7 @@ from huggingface_hub import EvalResult, ModelCardData
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import cached_file
 
 from torchrl_grpo.errors import DiskFullError, NotSavedError
 from torchrl_grpo.host.files import is_full
@@ -22,6 +23,13 @@ from torchrl_grpo.models.loading import base_model_of
 from torchrl_grpo.models.sharding import is_writer
 from torchrl_grpo.weights import named_adapter_weights, named_weights
 
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+"""Files that a vision-language model's processor of images is loaded from."""
+_IF_ANY: dict[str, Any] = {
+    "local_files_only": True,
+    "_raise_exceptions_for_missing_entries": False,
+    "_raise_exceptions_for_connection_errors": False,
+}
 ACCURACY = "eval/pass@1"
 """Metric of a checkpoint's quality."""
 INVALID = "eval/invalid_fraction"
@@ -119,6 +127,10 @@ def export_model(
             )  # all but the weights
             _write_weights(staging, named)
         tokenizer.save_pretrained(staging)
+        for name in PROCESSOR_FILES if base.name_or_path else ():
+            file = cached_file(base.name_or_path, name, **_IF_ANY)
+            if file is not None:
+                shutil.copyfile(file, staging / name)
         (staging / "README.md").write_text(card, encoding="utf-8")
     except BaseException as error:
         if isinstance(error, Exception):

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from torchrl_grpo import keys
 from torchrl_grpo.collectors.summary import rollout_metrics, sample_rows
 from torchrl_grpo.errors import NonFiniteError
+from torchrl_grpo.images import images_of, tokens_of
 from torchrl_grpo.learner.checkpoint import Checkpointer
 from torchrl_grpo.learner.optimizer import has_small_states
 from torchrl_grpo.learner.step import GRPOTrainer
@@ -170,9 +171,10 @@ class Learner:
         assert isinstance(scorer, TokenScorer)
         scored = []
         for prompt, sampled, _ in probe:
-            tokens = torch.cat([prompt, sampled])[None]
+            tokens = torch.cat([tokens_of(prompt), sampled])[None]
             mask = torch.arange(tokens.shape[1])[None] >= len(prompt)
-            scored.append(scorer.score(tokens, mask)[0][0, len(prompt) :])
+            images = [images_of(prompt)] if images_of(prompt) else None
+            scored.append(scorer.score(tokens, mask, images)[0][0, len(prompt) :])
         return log_prob_mismatch(probe, scored)
 
     def sizes(self) -> tuple[int, int]:

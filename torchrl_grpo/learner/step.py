@@ -23,6 +23,7 @@ from torchrl_grpo.compat.torch import mark_overflow
 from torchrl_grpo.errors import MemoryShortError, NonFiniteError, NoSignalError
 from torchrl_grpo.functional import effective_sample_size
 from torchrl_grpo.host.memory import memory_short
+from torchrl_grpo.images import Spans
 from torchrl_grpo.learner.diagnosis import queries_of, where_not_finite, why_no_token
 from torchrl_grpo.learner.measures import PassScores, StepMeasures
 from torchrl_grpo.learner.optimizer import EntropyControl, has_small_states
@@ -31,6 +32,7 @@ from torchrl_grpo.models.loading import base_model_of, shape_of
 from torchrl_grpo.models.memory import MEMORY_SHARE, StepSetup, savings, step_memory
 from torchrl_grpo.models.packing import (
     has,
+    images_of_rows,
     pad,
     pad_batch,
     pass_tokens,
@@ -330,7 +332,7 @@ class GRPOTrainer:
         scorer = self.loss.actor_network
         if not isinstance(scorer, TokenScorer) or not scorer.packs(data.get(keys.FULL).shape[1]):
             return None
-        return shared_prompts(data.get(keys.FULL), data.get(scorer.mask_key))
+        return shared_prompts(data.get(keys.FULL), data.get(scorer.mask_key), _images(data))
 
     def _prepare(self, batch: TensorDictBase) -> TensorDict:
         """Pad a batch, on the CPU, and compute the weight of each token within the whole batch."""
@@ -368,7 +370,9 @@ class GRPOTrainer:
             data.set(keys.TRAJECTORY, trajectory.unsqueeze(-1))
         if self.loss.sft_coeff:
             data = with_demonstrations(data, batch, names.mask)
-        return self.loss.normalize(data).cpu()
+        data = self.loss.normalize(data).cpu()
+        images = images_of_rows(batch)
+        return data if images is None else data.set_non_tensor(keys.IMAGES, images)
 
     def _micro_batch(
         self, data: TensorDict, rows: Tensor, prompts: Sequence[Prompt] | None = None
@@ -385,7 +389,9 @@ class GRPOTrainer:
                 part.set(key, torch.zeros_like(part.get(key)))
         scorer = self.loss.actor_network
         if isinstance(scorer, TokenScorer):
-            layout = scorer.layout(part.get(keys.FULL), part.get(scorer.mask_key), prompts)
+            images = _images(data)
+            images = (images and [images[row] for row in rows.tolist()]) or None
+            layout = scorer.layout(part.get(keys.FULL), part.get(scorer.mask_key), prompts, images)
             part.set_non_tensor(keys.LAYOUT, layout)
         return part
 
@@ -571,6 +577,12 @@ class _Pass:
     rows: Tensor
     tokens: int
     data: TensorDict
+
+
+def _images(data: TensorDict) -> list[Spans] | None:
+    """Return the images of each sequence of a prepared batch."""
+    images: list[Spans] | None = data.get_non_tensor(keys.IMAGES, None)
+    return images
 
 
 def _finite_mean(values: Sequence[float]) -> float:

@@ -20,6 +20,7 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
@@ -30,6 +31,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from torchrl_grpo.chat.template import render_chat
 from torchrl_grpo.checks import check_argument
+from torchrl_grpo.images.encoder import ImageEncoder
+from torchrl_grpo.images.families import FAMILIES, family_of, vision_parameters
 from torchrl_grpo.models.memory import Shape, shape_of_config
 from torchrl_grpo.starter import starter_path
 
@@ -164,12 +167,35 @@ def load_config(
     except (OSError, ValueError) as error:
         raise _unreachable(name, "config", error) from error
     auto_map = getattr(config, "auto_map", None) or {}
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in auto_map:
+    is_known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or family_of(config) is not None
+    if not is_known and "AutoModelForCausalLM" not in auto_map:
         raise ValueError(
             f"model.name={name} must be a causal language model, but AutoModelForCausalLM has none "
-            f"of the type {config.model_type}: use a text-only model."
+            f"of the type {config.model_type}: use a text-only model, or a vision-language model "
+            f"of the type {', '.join(FAMILIES)}."
         )
     return config
+
+
+def _auto_class(config: PretrainedConfig) -> Any:
+    return AutoModelForCausalLM if family_of(config) is None else AutoModelForImageTextToText
+
+
+def load_image_encoder(
+    name: str, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> ImageEncoder:
+    """Load the image processor of a vision-language model.
+
+    Raises:
+        ValueError: the model reads no images, or has no processor.
+    """
+    if family_of(config) is None:
+        raise ValueError(
+            f"model.name={name} must be a vision-language model of the type {', '.join(FAMILIES)} "
+            f"for problems with images (env.columns.images), but it is of the type "
+            f"{config.model_type}: use one of these, such as Qwen/Qwen2.5-VL-3B-Instruct."
+        )
+    return ImageEncoder.load(resolve_name(name), config, tokenizer)
 
 
 def load_tokenizer(
@@ -321,8 +347,8 @@ def load_model(
         ValueError: the weights cannot be loaded, are incomplete, or are not finite.
     """
     arguments = arguments or {}
+    config = load_config(name, trust_remote_code=trust_remote_code, arguments=arguments)
     if device.type == "meta":
-        config = load_config(name, trust_remote_code=trust_remote_code, arguments=arguments)
         options = {
             key: value for key, value in arguments.items() if key == "experts_implementation"
         }
@@ -330,7 +356,7 @@ def load_model(
             config, attn_implementation, trust_remote_code, dtype=dtype, **options
         ).eval()
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = _auto_class(config).from_pretrained(
             resolve_name(name),
             dtype=dtype,
             attn_implementation=attn_implementation,
@@ -434,7 +460,7 @@ def _shapes(
     """Return a config's causal LM on the meta device."""
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(
+            return _auto_class(config).from_config(
                 config,
                 attn_implementation=attn_implementation,
                 trust_remote_code=trust_remote_code,
@@ -451,7 +477,7 @@ def add_lora(
     model: PreTrainedModel, *, r: int, alpha: int, target_modules: str | list[str] = "all-linear"
 ) -> nn.Module:
     """Wrap a model with LoRA adapters (arXiv 2106.09685) through peft. Only the adapters are
-    trained, without dropout.
+    trained, without dropout. The image encoder of a vision-language model gets none.
 
     Raises:
         ValueError: the model has no such modules, or does not use their weights through their
@@ -459,7 +485,13 @@ def add_lora(
     """
     from peft import LoraConfig, get_peft_model  # slow to import, and only LoRA runs need it
 
-    config = LoraConfig(r=r, lora_alpha=alpha, target_modules=target_modules, task_type="CAUSAL_LM")
+    config = LoraConfig(
+        r=r,
+        lora_alpha=alpha,
+        target_modules=target_modules,
+        exclude_modules=_vision_modules(model),
+        task_type="CAUSAL_LM",
+    )
     try:
         adapted = get_peft_model(model, config).eval()
         for name, _ in adapted.named_modules():
@@ -477,6 +509,20 @@ def add_lora(
             f"can have adapters ({error}): use {others}, or train_model.lora.enabled=false."
         ) from error
     return adapted
+
+
+def _vision_modules(model: PreTrainedModel) -> list[str] | None:
+    """Return the names of modules with weights of the image encoder; None for other models."""
+    if family_of(model.config) is None:
+        return None
+    return sorted({name.rpartition(".")[0] for name, _ in vision_parameters(model)})
+
+
+def freeze_vision(model: PreTrainedModel) -> None:
+    """Exclude the image encoder and projector of a vision-language model from training."""
+    if family_of(model.config) is not None:
+        for _, parameter in vision_parameters(model):
+            parameter.requires_grad_(False)
 
 
 def enable_gradient_checkpointing(model: Any) -> int:

@@ -15,6 +15,7 @@ from tensordict import LazyStackedTensorDict, NestedKey, TensorDict, TensorDictB
 from torch import Tensor
 
 from torchrl_grpo import keys as K
+from torchrl_grpo.images import Spans
 from torchrl_grpo.models.prefix import Prompt
 
 # Fixes for a missing entry that one of our parts writes.
@@ -91,6 +92,18 @@ def has(batch: TensorDictBase, key: NestedKey) -> bool:
     """
     parts = batch.tensordicts if isinstance(batch, LazyStackedTensorDict) else [batch]
     return all(part.get(key, None) is not None for part in parts)
+
+
+def images_of_rows(batch: TensorDictBase) -> list[Spans] | None:
+    """Return the images of each sequence of a batch; None if no sequence has any."""
+    images = list(map(images_of_row, batch.unbind(0)))
+    return images if any(images) else None
+
+
+def images_of_row(row: TensorDictBase) -> Spans:
+    """Return the images of a sequence."""
+    images = row.get(K.IMAGES, None)
+    return () if images is None else images.data
 
 
 def trajectories_of(batch: TensorDictBase) -> Tensor | None:

@@ -29,6 +29,7 @@ from transformers import AttentionInterface
 
 from torchrl_grpo.compat.torch import flash_attention as _flash
 from torchrl_grpo.compat.torch import flash_attention_backward as _flash_backward
+from torchrl_grpo.images import EncodedImage, ImageSpan, Spans
 
 Prompt = tuple[int, int]
 """Number of a prompt in its batch, and its length."""
@@ -109,6 +110,25 @@ def pick(tensor: Tensor, dim: int, picks: GatherIndex) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
+class ImageLayout:
+    """Where the features of images are in a layout's tokens.
+
+    Args:
+        images: distinct images, whose features are computed once.
+        places: [M] int64, flat indices in the tokens.
+        features: indices [M] in the features of the images, one image after another.
+    """
+
+    images: tuple[EncodedImage, ...]
+    places: Tensor
+    features: GatherIndex
+
+    def to(self, device: torch.device) -> ImageLayout:
+        """Return the layout on a device; the images stay where they are."""
+        return ImageLayout(self.images, send(self.places, device), self.features.to(device))
+
+
+@dataclass(frozen=True, eq=False)
 class Layout:
     """Inputs of a model, and positions of the scored tokens' predictions in its output.
 
@@ -119,11 +139,13 @@ class Layout:
             predicted.
         targets: [S] int64, the scored tokens.
         places: [S] int64, their flat indices in [B, T].
-        positions: [1, N] int64, or None for padded sequences.
+        positions: [1, N] int64, or None for padded sequences; with three axes (M-RoPE), [3, 1, N]
+            or [3, B, T - 1].
         groups: for each prompt, its length, the length of the first sequence, and the lengths of
             the other responses.
         once: [R] int64, the sorted unique ``tokens``; None if the embedding gets a dense gradient.
         place: [N] int64, index of each token in ``once``.
+        images: the images among the tokens, if there are any.
     """
 
     source: tuple[Tensor, Tensor]
@@ -135,6 +157,7 @@ class Layout:
     groups: tuple[tuple[int, ...], ...] = ()
     once: Tensor | None = None
     place: Tensor | None = None
+    images: ImageLayout | None = None
 
     def with_unique_tokens(self) -> Layout:
         """Return the layout with its unique tokens, for ``tied_rows``. Call this on the CPU."""
@@ -150,12 +173,14 @@ class Layout:
             for name, value in vars(self).items()
             if isinstance(value, Tensor)
         }
-        return replace(self, predictors=self.predictors.to(device), **tensors)
+        images = None if self.images is None else self.images.to(device)
+        return replace(self, predictors=self.predictors.to(device), images=images, **tensors)
 
     def model_inputs(self) -> dict[str, Any]:
         """Return the arguments of a model's forward."""
-        if self.positions is None:
-            return {"input_ids": self.tokens, "use_cache": False}
+        if not self.groups:
+            inputs = {"input_ids": self.tokens, "use_cache": False}
+            return inputs if self.positions is None else inputs | {"position_ids": self.positions}
         mask = torch.ones_like(
             self.tokens[:, :1, None, None], dtype=torch.bool
         )  # Transformers accepts a 4D mask as ready-made
@@ -199,24 +224,36 @@ class Layout:
         return {}
 
 
-def shared_prompts(tokens_BT: Tensor, mask_BT: Tensor) -> list[Prompt]:
-    """Return the prompt of each sequence: its tokens before the first one in the mask. Equal
-    prompts have the same number.
+def shared_prompts(
+    tokens_BT: Tensor, mask_BT: Tensor, images: Sequence[Spans] | None = None
+) -> list[Prompt]:
+    """Return the prompt of each sequence: its tokens before the first one in the mask, and the
+    images among them. Equal prompts have the same number.
 
     >>> shared_prompts(torch.tensor([[5, 6, 7], [5, 6, 8], [4, 6, 8]]), torch.tensor([[False, False, True]] * 3))
     [(0, 2), (0, 2), (2, 2)]
     """
     tokens_BT, mask_BT = tokens_BT.cpu(), mask_BT[:, 1:].cpu()
     lengths = torch.where(mask_BT.any(1), mask_BT.int().argmax(1) + 1, tokens_BT.shape[1]).tolist()
-    numbers: dict[bytes, int] = {}
-    rows = zip(tokens_BT.numpy(), lengths, strict=True)
+    numbers: dict[tuple[bytes, Spans], int] = {}
+    rows = zip(tokens_BT.numpy(), lengths, images or [()] * len(lengths), strict=True)
     return [
-        (numbers.setdefault(row[:length].tobytes(), i), length)
-        for i, (row, length) in enumerate(rows)
+        (numbers.setdefault((row[:length].tobytes(), _before(length, spans)), i), length)
+        for i, (row, length, spans) in enumerate(rows)
     ]
 
 
-def padded(tokens_BT: Tensor, mask_BT: Tensor) -> Layout:
+def _before(end: int, spans: Spans) -> Spans:
+    """Return the images that begin before a position."""
+    return tuple(span for span in spans if span.offset < end)
+
+
+def padded(
+    tokens_BT: Tensor,
+    mask_BT: Tensor,
+    images: Sequence[Spans] | None = None,
+    grid: Tensor | None = None,
+) -> Layout:
     """Return the layout of sequences that are padded on the right; see ``packed``."""
     source = tokens_BT, mask_BT
     tokens_BT, mask_BT = tokens_BT.cpu(), mask_BT.cpu()
@@ -225,10 +262,46 @@ def padded(tokens_BT: Tensor, mask_BT: Tensor) -> Layout:
     targets = tokens_BT[:, 1:].flatten().index_select(0, predictors)
     places = predictors + predictors // max(width, 1) + 1
     tokens = tokens_BT[:, :-1]
-    return Layout(source, tokens, GatherIndex(predictors), targets, places)
+    found = [
+        (row * width, span)
+        for row, spans in enumerate(images or ())
+        for span in spans
+        if span.end <= width
+    ]
+    return Layout(
+        source,
+        tokens,
+        GatherIndex(predictors),
+        targets,
+        places,
+        positions=None if grid is None else grid[..., :-1],
+        images=_image_layout(found),
+    )
 
 
-def packed(tokens_BT: Tensor, mask_BT: Tensor, prompts: Sequence[Prompt] | None = None) -> Layout:
+def _image_layout(spans: Sequence[tuple[int, ImageSpan]]) -> ImageLayout | None:
+    """Return the layout of images; each comes with the index of its sequence's first token."""
+    if not spans:
+        return None
+    images = tuple(dict.fromkeys(span.image for _, span in spans))
+    counts = [int(image.is_embed.sum()) for image in images]
+    ends = torch.tensor(counts, device="cpu").cumsum(0).tolist()
+    index = {
+        image: torch.arange(end - count, end, device="cpu")
+        for image, count, end in zip(images, counts, ends, strict=True)
+    }
+    places = [first + span.offset + span.is_embed.nonzero().squeeze(-1) for first, span in spans]
+    features = torch.cat([index[span.image] for _, span in spans])
+    return ImageLayout(images, torch.cat(places), GatherIndex(features))
+
+
+def packed(
+    tokens_BT: Tensor,
+    mask_BT: Tensor,
+    prompts: Sequence[Prompt] | None = None,
+    images: Sequence[Spans] | None = None,
+    grid: Tensor | None = None,
+) -> Layout:
     """Return the layout without padding and with one copy of each prompt. Tokens after the last
     scored one are dropped.
 
@@ -237,6 +310,8 @@ def packed(tokens_BT: Tensor, mask_BT: Tensor, prompts: Sequence[Prompt] | None 
         mask_BT: bool, the tokens to score.
         prompts: prompts of the sequences, if ``shared_prompts`` has already found them in this
             batch or in a larger one.
+        images: the images of each sequence; no image is partly in the prompt.
+        grid: [3, B, T] int64, positions with three axes; None counts the tokens.
 
     Returns:
         the layout, on the CPU.
@@ -247,7 +322,7 @@ def packed(tokens_BT: Tensor, mask_BT: Tensor, prompts: Sequence[Prompt] | None 
     ends = torch.where(scored.any(1), width - scored.flip(1).int().argmax(1), 0).tolist()
     rows_of: dict[Prompt, list[int]] = {}
     for row, prompt in enumerate(
-        shared_prompts(tokens_BT, mask_BT) if prompts is None else prompts
+        shared_prompts(tokens_BT, mask_BT, images) if prompts is None else prompts
     ):
         if ends[row]:
             rows_of.setdefault(prompt, []).append(row)
@@ -276,9 +351,24 @@ def packed(tokens_BT: Tensor, mask_BT: Tensor, prompts: Sequence[Prompt] | None 
         position + torch.where(position < begin[of_row], lead[of_row], shift[of_row])
     )
     targets = tokens_BT[:, 1:].flatten()[flat]
-    tokens = tokens_BT[index.repeat_interleave(size), positions]
+    rows_of_tokens = index.repeat_interleave(size)
+    tokens = tokens_BT[rows_of_tokens, positions]
+    found = [
+        (first, span)
+        for row, start, first in zip(order, starts, offset.tolist(), strict=True)
+        for span in (images[row] if images else ())
+        if start <= span.offset and span.end <= ends[row]
+    ]
+    axes = positions if grid is None else grid[:, rows_of_tokens, positions]
     return Layout(
-        source, tokens[None], predictors, targets, flat + of_row + 1, positions[None], tuple(groups)
+        source,
+        tokens[None],
+        predictors,
+        targets,
+        flat + of_row + 1,
+        axes.unsqueeze(-2),
+        tuple(groups),
+        images=_image_layout(found),
     )
 
 

@@ -10,6 +10,7 @@ Shape suffixes: B sequences, T tokens, N scored tokens.
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -25,10 +26,20 @@ from torchrl_grpo import keys
 from torchrl_grpo.checks import MIN_TEMPERATURE
 from torchrl_grpo.compat.transformers import attention_of
 from torchrl_grpo.host.threads import use_one_thread_if_small
+from torchrl_grpo.images import Prompt as ImagePrompt
+from torchrl_grpo.images import Spans
+from torchrl_grpo.images.families import family_of, language_model_of
+from torchrl_grpo.images.features import ImageFeatures, grid_positions, has_grid
 from torchrl_grpo.models.divergence import Teacher, chunked_divergence, likely_tokens
 from torchrl_grpo.models.head import chunked_log_probs, tied_embedding, tied_rows
 from torchrl_grpo.models.loading import base_model_of
-from torchrl_grpo.models.packing import has, is_of_wrapper, pad, sequences_of
+from torchrl_grpo.models.packing import (
+    has,
+    images_of_rows,
+    is_of_wrapper,
+    pad,
+    sequences_of,
+)
 from torchrl_grpo.models.prefix import Layout, Prompt, packed, padded, pick
 from torchrl_grpo.models.sharding import call_gathered, compute_device, local_part, mesh_of
 
@@ -102,6 +113,7 @@ class TokenScorer(TensorDictModuleBase):
         self.teacher: Teacher | None = None
         self.temperature = temperature
         self.max_chunk_elements = max_chunk_elements
+        self._image_features = None if family_of(base.config) is None else ImageFeatures(base)
         use_one_thread_if_small(base)
         if base.device.type != "meta" and mesh_of(base) is None:
             check_scorer(self)
@@ -144,7 +156,9 @@ class TokenScorer(TensorDictModuleBase):
             )
         return not why
 
-    def score(self, tokens_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
+    def score(
+        self, tokens_BT: Tensor, mask_BT: Tensor, images: Sequence[Spans] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Scores right-padded sequences.
 
         Args:
@@ -152,15 +166,21 @@ class TokenScorer(TensorDictModuleBase):
                 their layout is made.
             mask_BT: [B, T] bool, the tokens to score; the first token of a sequence has no
                 prediction and scores 0.
+            images: the images of each sequence, with a vision-language model.
 
         Returns:
             log-probs and entropies, both [B, T] float32, 0 outside the mask, on the model's device.
         """
-        log_probs, entropy = self.score_layout(self.layout(tokens_BT, mask_BT))
+        layout = self.layout(tokens_BT, mask_BT, images=images)
+        log_probs, entropy = self.score_layout(layout)
         return log_probs, entropy
 
     def layout(
-        self, tokens_BT: Tensor, mask_BT: Tensor, prompts: Sequence[Prompt] | None = None
+        self,
+        tokens_BT: Tensor,
+        mask_BT: Tensor,
+        prompts: Sequence[Prompt] | None = None,
+        images: Sequence[Spans] | None = None,
     ) -> Layout:
         """Return how a pass over right-padded sequences computes them, on the CPU.
 
@@ -168,9 +188,16 @@ class TokenScorer(TensorDictModuleBase):
             tokens_BT: as in ``score``.
             mask_BT: as in ``score``.
             prompts: of the sequences, where ``shared_prompts`` has found them already.
+            images: of each sequence.
         """
-        packs = self.packs(tokens_BT.shape[1])
-        layout = packed(tokens_BT, mask_BT, prompts) if packs else padded(tokens_BT, mask_BT)
+        grid = None
+        if images is not None and has_grid(self.base):
+            each = zip(tokens_BT, images, strict=True)
+            grid = torch.stack([grid_positions(self.base, *row) for row in each], 1)
+        if self.packs(tokens_BT.shape[1]):
+            layout = packed(tokens_BT, mask_BT, prompts, images, grid)
+        else:
+            layout = padded(tokens_BT, mask_BT, images, grid)
         return layout.with_unique_tokens() if tied_embedding(self.base) is not None else layout
 
     def score_layout(
@@ -246,16 +273,25 @@ class TokenScorer(TensorDictModuleBase):
         head.
         """
         base = self.base
-        body = (
-            base.base_model if base.base_model is not base else base.model
-        )  # Llama 4 has the prefix of a larger model
         head = base.get_output_embeddings()
         if layout.once is None or layout.place is None:
-            hidden, weight = body(**layout.model_inputs()).last_hidden_state, head.weight
+            hidden, weight = self._last_states(layout), head.weight
         else:
             with tied_rows(base.get_input_embeddings(), layout.once, layout.place) as weight:
-                hidden = body(**layout.model_inputs()).last_hidden_state
+                hidden = self._last_states(layout)
         return pick(hidden.flatten(0, 1), 0, layout.predictors), weight
+
+    def _last_states(self, layout: Layout) -> Tensor:
+        """Return the last states of the language model, [1, N, D] or [B, T - 1, D]."""
+        inputs = layout.model_inputs()
+        if layout.images is not None:
+            assert self._image_features is not None
+            features = self._image_features(layout.images.images)
+            embeddings = self.base.get_input_embeddings()(inputs.pop("input_ids"))
+            picked = pick(features[0], 0, layout.images.features).to(embeddings.dtype)
+            flat = embeddings.flatten(0, 1).index_copy(0, layout.images.places, picked)
+            inputs["inputs_embeds"] = flat.view(embeddings.shape)
+        return language_model_of(self.base)(**inputs).last_hidden_state
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write the log-probs and entropies of the sampled tokens; see the class."""
@@ -267,7 +303,7 @@ class TokenScorer(TensorDictModuleBase):
         if not (
             isinstance(layout, Layout) and layout.source[0] is tokens and layout.source[1] is mask
         ):
-            layout = self.layout(tokens, mask)
+            layout = self.layout(tokens, mask, images=images_of_rows(tensordict))
         states = None if self.teacher is None else pad(tensordict, keys.TEACHER_STATES)
         kept = pad(tensordict, keys.KEPT, -1) if has(tensordict, keys.KEPT) else None
         out_keys = (keys.CUR_LOG_PROBS, keys.ENTROPY, keys.DIVERGENCE)
@@ -360,6 +396,40 @@ def check_packing(scorer: TokenScorer, autocast_dtype: torch.dtype | None) -> No
     with _evaluated(scorer.model), autocast(tokens.device, autocast_dtype):
         logits = base(input_ids=tokens, use_cache=False).logits.float() / scorer.temperature
         base.unpacked_because = _check_packing(scorer, tokens, _rounding(autocast_dtype, logits))
+
+
+@torch.no_grad()
+def check_images(scorer: TokenScorer, prompt: ImagePrompt) -> None:
+    """Compare a scorer with its model's own forward on a prompt, up to its second image.
+
+    Args:
+        scorer: checked by ``check_scorer``.
+        prompt: a prompt of the run.
+
+    Raises:
+        ValueError: they differ by more than rounding.
+    """
+    base, device = scorer.base, compute_device(scorer.model)
+    first, *others = prompt.images
+    tokens = prompt.tokens[None, : others[0].offset if others else len(prompt)]
+    kinds = torch.zeros_like(tokens)
+    kinds[0, first.offset : first.end] = first.is_embed
+    inputs = {"input_ids": tokens, "mm_token_type_ids": kinds, **first.image.inputs}
+    accepted = inspect.signature(base.forward).parameters
+    inputs = {name: value.to(device) for name, value in inputs.items() if name in accepted}
+    with _evaluated(scorer.model), torch.autocast(device.type, enabled=False):
+        mask = torch.ones_like(tokens, dtype=torch.bool)
+        layout = scorer.layout(tokens, mask, images=[(first,)])
+        scores = TokenScorer.score_layout(scorer, layout)[0][0, 1:]
+        logits = base(**inputs, use_cache=False).logits[0, :-1].float() / scorer.temperature
+    targets = tokens[0, 1:, None].to(device)
+    difference = (scores - logits.log_softmax(-1).gather(-1, targets)[:, 0]).abs().mean().item()
+    if not difference <= _rounding(base.dtype, logits):
+        raise ValueError(
+            f"{type(base).__name__} must have the log-probs of its own forward for a prompt with "
+            f"an image, but they are off by {difference:.2g} nats on average: use another model "
+            "(docs/models.md has a table)."
+        )
 
 
 def _some_tokens(scorer: TokenScorer) -> Tensor:

@@ -37,7 +37,7 @@ def _ignore(*args: Any, **kwargs: Any) -> None:
 
 
 def _own(facts: Arguments, columns: Arguments) -> tuple[Arguments, Arguments]:
-    names = (*FACTS, *(facts.keys() & _ENVIRONMENTS))
+    names = (*FACTS, *(facts.keys() & _OF_SOME))
     return columns | {name: facts[name] for name in names}, columns
 
 
@@ -54,6 +54,7 @@ def _trl(facts: Arguments, columns: Arguments) -> tuple[Arguments, Arguments]:
         "log_metric": _ignore,
     }
     lists |= {name: facts[name] for name in facts.keys() & _ENVIRONMENTS}
+    lists |= {name: [facts[name]] for name in facts.keys() & _IMAGES}
     return lists, lists
 
 
@@ -78,6 +79,9 @@ _OWN_NAMES = set(FACTS) - {"answer"}
 _TRL_NAMES = {"completions", "completion_ids", "prompts"}
 _ENVIRONMENTS = {"environments"}
 """Argument if environments play the dialogs: a list of the response's environment."""
+_IMAGES = {"images"}
+"""Argument if problems have images: a list of PIL images."""
+_OF_SOME = _ENVIRONMENTS | _IMAGES
 _VERL_RESPONSE_NAMES = ("solution_str", "model_output", "predict_str")
 _ABSENT = object()
 _NOTHING: Arguments = dict.fromkeys(
@@ -157,7 +161,11 @@ class RewardFunction:
         return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
     def check(
-        self, columns: Collection[str], has_answer: bool = True, has_environment: bool = False
+        self,
+        columns: Collection[str],
+        has_answer: bool = True,
+        has_environment: bool = False,
+        has_images: bool = False,
     ) -> None:
         """Check that all arguments are columns or built-in arguments.
 
@@ -165,12 +173,14 @@ class RewardFunction:
             columns: columns of the data.
             has_answer: whether its problems have an answer.
             has_environment: whether environments play its dialogs.
+            has_images: whether its problems have images.
 
         Raises:
             ValueError: some are neither.
         """
         facts = _NOTHING if has_answer else _NOTHING | {"answer": _ABSENT}
         facts = facts | (dict.fromkeys(_ENVIRONMENTS) if has_environment else {})
+        facts = facts | (dict.fromkeys(_IMAGES) if has_images else {})
         arguments = _FORMS[self.form](facts, dict.fromkeys(columns))[0]
         known = {name for name, value in arguments.items() if value not in (_ABSENT, [_ABSENT])}
         if not self._takes_rest and not (self._names - set(self.options)) & known:

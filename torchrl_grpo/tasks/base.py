@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NoReturn, TypeVar, overload
 
+from torchrl_grpo.images import ImageFile, place_images
 from torchrl_grpo.rewards.spec import PartWeights
 
 A = TypeVar("A")
@@ -27,12 +28,14 @@ class Problem:
         answer: the correct answer, in the scorer's format; None without one.
         extra: other data that the scorer needs; for a data set, all columns by name.
         dataset: name of its data set among several; empty if there is only one.
+        images: its images, for a vision-language model.
     """
 
     query: str
     answer: Any
     extra: dict[str, Any] = field(default_factory=dict)
     dataset: str = ""
+    images: tuple[ImageFile, ...] = ()
 
 
 class ProblemSequence(Sequence[Problem]):
@@ -281,7 +284,8 @@ class Task(ABC):
 
     def messages(self, problem: Problem) -> list[Message]:
         """Return the policy's first prompt: a list of ``{"role": ..., "content": ...}``."""
-        return [{"role": "user", "content": problem.query}]
+        chat = [{"role": "user", "content": problem.query}]
+        return place_images(chat, problem.images) if problem.images else chat
 
     def score(self, problem: Problem, responses: Sequence[str]) -> Score:
         """Return the score of a finished dialog.

@@ -15,10 +15,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
+from torchrl_grpo.images import ImageFile, place_images, text_of
 from torchrl_grpo.tasks.base import Message, Problem, ProblemSequence, Split, Task
 from torchrl_grpo.tasks.fields import (
     checked_chat,
     checked_demonstration,
+    checked_images,
     checked_messages,
     checked_text,
     checked_tools,
@@ -93,6 +95,10 @@ class DatasetTask(Task):
             ``PROMPT_COLUMNS``.
         answer_column: column that the reward compares with; by default one of ``ANSWER_COLUMNS``,
             if there is one.
+        images_column: column of the images of the prompt: paths relative to the data's file or
+            folder, bytes, images of the data set, or lists of these. They are at the parts
+            ``{"type": "image"}`` of chat messages, at the places of ``<image>`` in texts or,
+            without these, before the user's text.
         completion_column: column of the responses to learn in supervised training: text, or lists
             of chat messages.
         messages_column: column of whole chats, instead of prompt and completion; the prompt ends
@@ -128,6 +134,7 @@ class DatasetTask(Task):
         max_samples: int | None = None,
         prompt_column: str | None = None,
         answer_column: str | None = None,
+        images_column: str | None = None,
         completion_column: str | None = None,
         messages_column: str | None = None,
         prompt_template: str | None = None,
@@ -149,6 +156,7 @@ class DatasetTask(Task):
         self.max_samples = max_samples
         self.prompt_column = messages_column or prompt_column
         self.answer_column = answer_column
+        self.images_column = images_column
         self.completion_column = messages_column or completion_column
         self.messages_column = messages_column
         self.prompt_template = prompt_template
@@ -215,10 +223,29 @@ class DatasetTask(Task):
         if prompts is None:
             query = fill_template(self.prompt_template or "", row)
         elif isinstance(row[prompts], list):
-            query = checked_chat(self._prompt(row), prompts, self.prompt_template)[-1]["content"]
+            chat = checked_chat(
+                self._prompt(row),
+                prompts,
+                self.prompt_template,
+                has_images=self.images_column is not None,
+            )
+            query = text_of(chat[-1]["content"])
         else:
             query = checked_text(row, prompts)
-        return Problem(query, self.read_answer(row, answers) if answers else None, extra=row)
+        images: list[ImageFile] = []
+        if self.images_column is not None:
+            value = row[self.images_column]
+            images = checked_images(value, self.images_column, self._folder)
+            is_list = isinstance(value, list)
+            row = {**row, self.images_column: images if is_list else next(iter(images), None)}
+        answer = self.read_answer(row, answers) if answers else None
+        return Problem(query, answer, extra=row, images=tuple(images))
+
+    @property
+    def _folder(self) -> Path:
+        """Folder that the paths of images are relative to."""
+        path = Path(self.dataset).expanduser().absolute()
+        return path.parent if path.is_file() else path
 
     def demonstration(self, problem: Problem) -> list[Message]:
         column = self.completion_column
@@ -255,10 +282,13 @@ class DatasetTask(Task):
         if self.prompt_column is not None:
             prompt = self._prompt(row) if self.prompt_column in row else text
             if isinstance(prompt, list):
-                return checked_messages(prompt, self.prompt_column)
+                has_images = self.images_column is not None
+                chat = checked_messages(prompt, self.prompt_column, has_images=has_images)
+                return place_images(chat, problem.images) if has_images else chat
             if self.prompt_template is not None and filled:
                 text = fill_template(self.prompt_template, {**row, self.prompt_column: prompt})
-        return [{"role": "user", "content": text}]
+        chat = [{"role": "user", "content": text}]
+        return chat if self.images_column is None else place_images(chat, problem.images)
 
     def _find_columns(self, names: Sequence[str]) -> None:
         """Find the columns of prompt and answer if the options do not name them. A template can
@@ -268,6 +298,7 @@ class DatasetTask(Task):
             "messages": self.messages_column,
             "prompt": self.prompt_column,
             "answer": self.answer_column,
+            "images": self.images_column,
             "completion": self.completion_column,
         }
         for key, name in configured.items():
@@ -368,6 +399,8 @@ class DatasetTask(Task):
                 f"{self._what} must have problems, but the {name} split has 0: add rows."
             )
         self._find_columns(table.data.column_names)
+        if self.images_column is not None:
+            table = table.with_files(self.images_column)
         prompts = []
         unanswered = 0
         for index, row in enumerate(table):
@@ -386,9 +419,8 @@ class DatasetTask(Task):
             except ValueError as error:
                 raise ValueError(f"{table.where(index)} {error}") from error
             unanswered += self.answer_column is not None and problem.answer is None
-            prompts.append(
-                b"".join(hashlib.sha256(json.dumps(chat).encode()).digest()[:8] for chat in chats)
-            )
+            texts = (json.dumps(chat, default=lambda image: image.hash) for chat in chats)
+            prompts.append(b"".join(hashlib.sha256(text.encode()).digest()[:8] for text in texts))
         if unanswered:
             _log.warning(
                 f"{self._what}: {unanswered} of the {len(table)} rows of {name} have no value in "

@@ -7,8 +7,10 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+from torchrl_grpo.images import ImageFile
 from torchrl_grpo.tasks.base import Message
 from torchrl_grpo.tasks.sources import Row
 
@@ -113,8 +115,11 @@ def without_nones(value: Any) -> Any:
     return value
 
 
-def checked_messages(chat: Sequence[Any], column: str) -> list[Message]:
-    """Return the messages in a column. A message that only calls tools may have no content.
+def checked_messages(
+    chat: Sequence[Any], column: str, *, has_images: bool = False
+) -> list[Message]:
+    """Return the messages in a column. A message that only calls tools may have no content. With
+    images, a content may be a list of parts.
 
     Raises:
         ValueError: it has something else.
@@ -126,9 +131,9 @@ def checked_messages(chat: Sequence[Any], column: str) -> list[Message]:
         is_valid = isinstance(calls, list) and all(map(_is_call, calls))
         if is_valid and calls and cleaned.get("role") == "assistant":
             cleaned.setdefault("content", "")
-        if not is_valid or not all(
-            isinstance(cleaned.get(key), str) for key in ("role", "content")
-        ):
+        content = cleaned.get("content") if is_valid else None
+        is_content = isinstance(content, str) or (has_images and _are_parts(content))
+        if not is_content or not isinstance(cleaned.get("role"), str):
             more = "" if is_valid or calls is None else " and tool_calls that name functions"
             raise ValueError(
                 f"must have chat messages in the column {column!r}, each with role{more} and "
@@ -136,6 +141,15 @@ def checked_messages(chat: Sequence[Any], column: str) -> list[Message]:
             )
         messages.append(cleaned)
     return messages
+
+
+def _are_parts(content: Any) -> bool:
+    """Return whether a content is a list of texts and images."""
+    return isinstance(content, list) and all(
+        isinstance(part, dict)
+        and (part.get("type") == "image" or isinstance(part.get("text"), str))
+        for part in content
+    )
 
 
 def _is_call(call: Any) -> bool:
@@ -162,6 +176,49 @@ def checked_tools(value: Any, column: str) -> list[dict[str, Any]]:
     return tools or []
 
 
+def checked_images(value: Any, column: str, folder: Path) -> list[ImageFile]:
+    """Return the images in a column: a path, the bytes of a file, the bytes or the path of a data
+    set's image, a PIL image, or a list of these. None has no image.
+
+    Args:
+        value: the value of the column.
+        column: name of the column.
+        folder: folder that paths are relative to.
+
+    Raises:
+        ValueError: it has something else, or a file is not an image.
+    """
+    files = []
+    for entry in value if isinstance(value, list | tuple) else [value]:
+        source = entry
+        if isinstance(entry, dict):
+            source = entry.get("bytes") or entry.get("path")
+        if hasattr(source, "save"):
+            source = ImageFile.of(source).data
+        if isinstance(source, str):
+            try:
+                source = (folder / source).read_bytes()
+            except OSError as error:
+                raise ValueError(
+                    f"must have the path of an image in the column {column!r}, relative to "
+                    f"{folder}, but it has {source!r:.200} ({error.strerror}): fix the path."
+                ) from error
+        if source is None and entry is None:
+            continue
+        if not isinstance(source, bytes):
+            raise ValueError(
+                f"must have images in the column {column!r}, as paths, bytes of files, or a data "
+                f"set's images, but it has {entry!r:.80}: fix the row, or remove it."
+            )
+        file = ImageFile(source)
+        try:
+            assert file.size
+        except ValueError as error:
+            raise ValueError(f"has a broken file in the column {column!r}: {error}") from error
+        files.append(file)
+    return files
+
+
 def checked_demonstration(chat: Sequence[Any], column: str) -> list[Message]:
     """Return the messages after a prompt; the first and the last must be the assistant's.
 
@@ -178,7 +235,9 @@ def checked_demonstration(chat: Sequence[Any], column: str) -> list[Message]:
     return messages
 
 
-def checked_chat(chat: Sequence[Any], column: str, template: str | None) -> list[Message]:
+def checked_chat(
+    chat: Sequence[Any], column: str, template: str | None, *, has_images: bool = False
+) -> list[Message]:
     """Return the chat in a column, which ends before the policy's turn.
 
     Raises:
@@ -189,7 +248,7 @@ def checked_chat(chat: Sequence[Any], column: str, template: str | None) -> list
             f"must have text in the column {column!r} with prompt_template, but it has a list of "
             "messages: leave the template out."
         )
-    messages = checked_messages(chat, column)
+    messages = checked_messages(chat, column, has_images=has_images)
     if not messages or messages[-1]["role"] == "assistant":
         raise ValueError(
             f"must have chat messages in the column {column!r} that end before the assistant's "

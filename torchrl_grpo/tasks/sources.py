@@ -58,6 +58,19 @@ class Table:
         """Return some of the rows, without their locations."""
         return Table(self.data.select(indices), encoded=self.encoded)
 
+    def with_files(self, column: str) -> Table:
+        """Return the table with the files of a column's images, which are not decoded."""
+        from datasets import Image, List
+
+        feature = self.data.features[column]
+        if isinstance(feature, Image):
+            feature = Image(decode=False)
+        elif isinstance(feature, List) and isinstance(feature.feature, Image):
+            feature = List(Image(decode=False))
+        else:
+            return self
+        return Table(self.data.cast_column(column, feature), self.parts, self.encoded)
+
     def first(self, most: int | None) -> Table:
         """Return a table of the first rows."""
         if most is None or most >= len(self):

@@ -10,6 +10,7 @@ from typing import Any
 
 from torchrl_grpo.errors import InvalidRewardError
 from torchrl_grpo.host.event_loop import event_loop
+from torchrl_grpo.images import ImageFile
 from torchrl_grpo.rewards.forms import RewardFunction
 from torchrl_grpo.rewards.functions import load_function
 from torchrl_grpo.rewards.spec import (
@@ -70,7 +71,11 @@ class Rewards:
         self.asynchronous = any(function.asynchronous for function in functions)
 
     def check(
-        self, columns: Collection[str], has_answer: bool = True, has_environment: bool = False
+        self,
+        columns: Collection[str],
+        has_answer: bool = True,
+        has_environment: bool = False,
+        has_images: bool = False,
     ) -> None:
         """Refuse functions with an argument that is neither a column nor built-in.
 
@@ -78,12 +83,13 @@ class Rewards:
             columns: columns of the data.
             has_answer: whether its problems have an answer.
             has_environment: whether environments play its dialogs.
+            has_images: whether its problems have images.
 
         Raises:
             ValueError: there is one.
         """
         for function in self.functions:
-            function.check(columns, has_answer, has_environment)
+            function.check(columns, has_answer, has_environment, has_images)
 
     def __call__(self, dialog: Dialog) -> Score:
         """Return the score of a dialog.
@@ -107,9 +113,10 @@ class Rewards:
         future: Future[Score] = Future()
         results: list[Any] = []
         try:
+            columns = _with_images(dialog.problem.extra) if dialog.problem.images else None
             for function in self.functions:
                 arguments = _arguments(dialog, self.prompt_column)
-                results.append(function.call(arguments, dialog.problem.extra))
+                results.append(function.call(arguments, columns or dialog.problem.extra))
             if any(map(inspect.isawaitable, results)):
                 return asyncio.run_coroutine_threadsafe(
                     self._wait(results, timeout_s), event_loop()
@@ -250,19 +257,36 @@ def _arguments(dialog: Dialog, prompt_column: str) -> dict[str, Any]:
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     start = turns[-len(dialog.responses) :][0] if turns else len(messages) - 1
     environment = {} if dialog.environment is None else {"environments": [dialog.environment]}
-    return environment | {
-        "response": response,
-        "prompt": problem.query,
-        "messages": messages,
-        "answer": problem.answer,
-        "finish_reason": dialog.finish_reason,
-        "tokens": list(dialog.tokens),
-        "prefill": dialog.prefill,
-        "prompt_column": prompt_column,
-        "prompt_messages": messages[:start],
-        "completion_messages": messages[start:],
-        "dataset": problem.dataset,
-    }
+    files = problem.images
+    images = {"images": [file.open() for file in files]} if files else {}
+    return (
+        environment
+        | images
+        | {
+            "response": response,
+            "prompt": problem.query,
+            "messages": messages,
+            "answer": problem.answer,
+            "finish_reason": dialog.finish_reason,
+            "tokens": list(dialog.tokens),
+            "prefill": dialog.prefill,
+            "prompt_column": prompt_column,
+            "prompt_messages": messages[:start],
+            "completion_messages": messages[start:],
+            "dataset": problem.dataset,
+        }
+    )
+
+
+def _with_images(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Return columns with PIL images in place of files."""
+
+    def opened(value: Any) -> Any:
+        if isinstance(value, list):
+            return [opened(entry) for entry in value]
+        return value.open() if isinstance(value, ImageFile) else value
+
+    return {name: opened(value) for name, value in columns.items()}
 
 
 async def _catch_exit(result: Awaitable[Any]) -> Any:

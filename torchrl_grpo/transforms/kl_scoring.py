@@ -14,10 +14,12 @@ from torchrl.envs.transforms import Transform
 from torchrl_grpo import keys
 from torchrl_grpo.errors import MemoryShortError
 from torchrl_grpo.host.memory import memory_short
+from torchrl_grpo.images import Spans
 from torchrl_grpo.models.loading import base_model_of, shape_of
 from torchrl_grpo.models.memory import forward_memory
 from torchrl_grpo.models.packing import (
     has,
+    images_of_rows,
     is_of_wrapper,
     pad,
     pass_tokens,
@@ -109,7 +111,12 @@ class KLScoring(Transform):
 
     @torch.no_grad()
     def log_probs(
-        self, tokens: Tensor, mask: Tensor, lengths: Tensor, kept: Tensor | None = None
+        self,
+        tokens: Tensor,
+        mask: Tensor,
+        lengths: Tensor,
+        kept: Tensor | None = None,
+        images: Sequence[Spans] | None = None,
     ) -> Tensor:
         """Return the reference log-probs of right-padded sequences.
 
@@ -121,6 +128,7 @@ class KLScoring(Transform):
             mask: [B, T] bool, the tokens to score.
             lengths: [B] int64, number of real tokens in each row.
             kept: [B, S, K] int32, see ``TokenScorer.score_layout``.
+            images: of each sequence.
 
         Returns:
             [B, T] float32 on the device of ``tokens``, 0 outside the mask.
@@ -130,19 +138,21 @@ class KLScoring(Transform):
         """
         device, of_tokens = compute_device(self.scorer.model), tokens.device
         tokens, mask, lengths = tokens.cpu(), mask.cpu(), lengths.cpu()
-        prompts = shared_prompts(tokens, mask) if self.scorer.packs(tokens.shape[1]) else None
+        packs = self.scorer.packs(tokens.shape[1])
+        prompts = shared_prompts(tokens, mask, images) if packs else None
         mesh = mesh_of(self.scorer.model)
         rank, world_size = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
         parts = rank_micro_batches(lengths, self.max_tokens, rank, world_size, prompts)
         own = [prompts and [prompts[row] for row in index.tolist()] for index in parts]
         widths = [int(lengths[index].max()) if len(index) else 2 for index in parts]
+        spans = [images and [images[row] for row in index.tolist()] for index in parts]
         layouts = [
-            self.scorer.layout(tokens[index, :width], mask[index, :width], of_rows)
+            self.scorer.layout(tokens[index, :width], mask[index, :width], of_rows, of_images)
             if len(
                 index
             )  # otherwise a row without scored tokens, because passes of the ranks are collective
             else self.scorer.layout(tokens[:1, :2], torch.zeros_like(mask[:1, :2]))
-            for index, width, of_rows in zip(parts, widths, own, strict=True)
+            for index, width, of_rows, of_images in zip(parts, widths, own, spans, strict=True)
         ]
         passes = []
         for index, of_rows, layout in zip(parts, own, layouts, strict=True):
@@ -204,7 +214,7 @@ class KLScoring(Transform):
         sizes = [part.get(self.in_keys[0]).shape[-1] for part in batch.unbind(0)]
         widths = torch.tensor(sizes, device="cpu")
         kept = pad(batch, keys.KEPT, -1) if has(batch, keys.KEPT) else None
-        scores = self.log_probs(tokens, mask, widths, kept)
+        scores = self.log_probs(tokens, mask, widths, kept, images_of_rows(batch))
         return [row[:width] for row, width in zip(scores, widths.tolist(), strict=True)]
 
     def _score_wrappers(self, batch: TensorDictBase) -> list[Tensor]:
@@ -244,8 +254,9 @@ class KLScoring(Transform):
             tokens = torch.cat([prompt, row.get(keys.RESPONSE)])
             sampled = torch.arange(len(tokens), device=tokens.device) >= len(prompt)
             sequence = TensorDict({keys.FULL: tokens, keys.ASSISTANT_MASK: sampled})
-            if row.get(keys.KEPT, None) is not None:
-                sequence.set(keys.KEPT, row.get(keys.KEPT))
+            for key in (keys.KEPT, keys.IMAGES):
+                if row.get(key, None) is not None:
+                    sequence.set(key, row.get(key))
             sequences.append(sequence)
         return self._set_in_env(next_tensordict, self._score(lazy_stack(sequences)))
 

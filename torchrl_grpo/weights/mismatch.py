@@ -8,16 +8,20 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from torchrl_grpo.images import Prompt
+
 
 class _Generates(Protocol):
-    def generate(self, prompts: Sequence[Tensor], n: int, params: Any) -> list[list[Any]]: ...
+    def generate(
+        self, prompts: Sequence[Tensor | Prompt], n: int, params: Any
+    ) -> list[list[Any]]: ...
 
 
-Probe = list[tuple[Tensor, Tensor, Tensor]]
+Probe = list[tuple[Tensor | Prompt, Tensor, Tensor]]
 """A few responses: prompt [P], sampled tokens [R] and their log-probs [R]."""
 
 
-def sample_probe(engine: _Generates, prompts: Sequence[Tensor], params: Any) -> Probe:
+def sample_probe(engine: _Generates, prompts: Sequence[Tensor | Prompt], params: Any) -> Probe:
     """Sample one response to each prompt."""
     completions = [group[0] for group in engine.generate(prompts, 1, params)]
     return [

@@ -1,0 +1,152 @@
+"""Tiny random vision-language models with their processors, made here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image, ImageDraw
+from transformers import PreTrainedTokenizerBase
+
+from torchrl_grpo.images import ImageFile
+
+TEXT = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 1024,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+}
+IDEFICS_TOKENS = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
+IDEFICS_TOKENS += [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
+QWEN_TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+
+
+def template(image: str) -> str:
+    """A chat template that writes texts, and parts of texts and images."""
+    return (
+        "{% for m in messages %}<|{{ m['role'] }}|>"
+        "{% if m['content'] is string %}{{ m['content'] }}"
+        "{% else %}{% for part in m['content'] %}"
+        "{% if part['type'] == 'image' %}" + image + "{% else %}{{ part['text'] }}{% endif %}"
+        "{% endfor %}{% endif %}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+
+
+def picture(number: int, size: tuple[int, int] = (32, 32)) -> ImageFile:
+    """A picture that differs from those with other numbers."""
+    image = Image.new("RGB", size, (255, 255, 255))
+    draw = ImageDraw.Draw(image)
+    for i in range(number + 1):
+        x = (11 * i + 5 * number) % (size[0] - 8)
+        y = (17 * i + 3 * number) % (size[1] - 8)
+        draw.rectangle((x, y, x + 6, y + 6), fill=(40 * i % 256, 90 * number % 256, 60))
+    return ImageFile.of(image)
+
+
+def spread(model: Any) -> Any:
+    """Give a tiny model weights with which its images matter."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                scale = parameter[0].numel() ** -0.5
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+    return model.eval()
+
+
+def make_idefics3(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
+    """Save an Idefics3 whose images have 4 tokens a tile of 32 x 32 pixels."""
+    from transformers import Idefics3Config, Idefics3ForConditionalGeneration, Idefics3Processor
+    from transformers.models.idefics3.image_processing_pil_idefics3 import (
+        Idefics3ImageProcessorPil,
+    )
+
+    tokenizer = _copy(tokenizer, folder, IDEFICS_TOKENS)
+    tokenizer.chat_template = template("<image>")
+    images = Idefics3ImageProcessorPil(
+        size={"longest_edge": 64}, max_image_size={"longest_edge": 32}, do_image_splitting=True
+    )
+    Idefics3Processor(images, tokenizer, image_seq_len=4).save_pretrained(folder)
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 32,
+        "patch_size": 8,
+    }
+    config = Idefics3Config(
+        text_config={"model_type": "llama", **TEXT},
+        vision_config=vision,
+        scale_factor=2,
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        pad_token_id=0,
+        tie_word_embeddings=False,
+    )
+    spread(Idefics3ForConditionalGeneration(config)).save_pretrained(folder)
+    return folder
+
+
+def make_qwen2_5_vl(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
+    """Save a Qwen2.5-VL whose images have one token for 8 x 8 pixels."""
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    tokenizer = _copy(tokenizer, folder, QWEN_TOKENS)
+    tokenizer.chat_template = template("<|vision_start|><|image_pad|><|vision_end|>")
+    tokenizer.save_pretrained(folder)
+    Qwen2VLImageProcessorPil(
+        size={"shortest_edge": 256, "longest_edge": 4096},
+        patch_size=4,
+        merge_size=2,
+        temporal_patch_size=2,
+    ).save_pretrained(folder)
+    token_id = tokenizer.convert_tokens_to_ids
+    config = Qwen2_5_VLConfig(
+        text_config={
+            **TEXT,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "mrope_section": [4, 6, 6],
+            },
+        },
+        vision_config={
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_heads": 2,
+            "patch_size": 4,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "window_size": 16,
+            "fullatt_block_indexes": [1],
+            "out_hidden_size": 64,
+        },
+        image_token_id=token_id("<|image_pad|>"),
+        video_token_id=token_id("<|video_pad|>"),
+        vision_start_token_id=token_id("<|vision_start|>"),
+        vision_end_token_id=token_id("<|vision_end|>"),
+        pad_token_id=0,
+        tie_word_embeddings=False,
+    )
+    spread(Qwen2_5_VLForConditionalGeneration(config)).save_pretrained(folder)
+    return folder
+
+
+def _copy(tokenizer: Any, folder: Path, more: list[str]) -> Any:
+    tokenizer.save_pretrained(folder)
+    own = type(tokenizer).from_pretrained(folder)
+    own.add_special_tokens({"additional_special_tokens": more})
+    return own
+
+
+MAKERS = {"idefics3": make_idefics3, "qwen2_5_vl": make_qwen2_5_vl}

@@ -1,0 +1,446 @@
+"""Images: prompts, scoring, sampling and a run, with tiny models of each family."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset, Image
+from torch import Tensor
+from transformers import AutoModelForImageTextToText, PreTrainedTokenizerBase
+
+from tests.support.configs import compose_config, last_of_each
+from tests.support.runs import SMALL
+from tests.support.vision import MAKERS, picture
+from torchrl_grpo.assembly.blueprint import prepare
+from torchrl_grpo.assembly.run import build
+from torchrl_grpo.chat.template import ChatEncoder, TurnTemplate, render_chat
+from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.generation.base import SamplingParams
+from torchrl_grpo.generation.transformers import TransformersEngine
+from torchrl_grpo.images import ImageFile, Prompt, Spans, place_images
+from torchrl_grpo.images.encoder import ImageEncoder
+from torchrl_grpo.images.families import vision_parameters
+from torchrl_grpo.images.features import ImageFeatures, grid_positions, has_grid
+from torchrl_grpo.models import loading
+from torchrl_grpo.models.scoring import TokenScorer
+from torchrl_grpo.reporting.metrics import read_jsonl
+from torchrl_grpo.tasks.base import Dialog, Problem
+from torchrl_grpo.tasks.dataset import DatasetTask
+from torchrl_grpo.tasks.with_rewards import make_rewards
+from torchrl_grpo.weights import load_weights, named_weights
+
+CPU = torch.device("cpu")
+
+
+class Kit:
+    """A family's model, tokenizer and encoder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+        self.config = loading.load_config(self.path)
+        self.tokenizer = loading.load_tokenizer(self.path)
+        encoder = loading.load_image_encoder(self.path, self.config, self.tokenizer)
+        assert encoder is not None
+        self.encoder: ImageEncoder = encoder
+        self.chats = ChatEncoder(self.tokenizer, {})
+
+    def model(self) -> Any:
+        return loading.load_model(self.path, dtype=torch.float32, device=CPU)
+
+    def prompt(self, text: str, files: Sequence[ImageFile]) -> Prompt:
+        chat = place_images([{"role": "user", "content": text}], files)
+        [ids] = self.chats.encode([self.chats.render(chat, add_generation_prompt=True)])
+        prompt = self.encoder.expand(ids, files)
+        assert isinstance(prompt, Prompt)
+        return prompt
+
+    def logits(self, model: Any, tokens: Tensor, spans: Spans) -> Tensor:
+        """The logits of the model's own forward over one sequence, [T, V]."""
+        names = spans[0].image.inputs
+        inputs = {n: torch.cat([span.image.inputs[n] for span in spans], self.axis) for n in names}
+        kinds = torch.zeros_like(tokens)
+        for span in spans:
+            kinds[span.offset : span.end] = span.is_embed
+        if self.config.model_type != "idefics3":
+            inputs["mm_token_type_ids"] = kinds[None]
+        return model(input_ids=tokens[None], use_cache=False, **inputs).logits[0]
+
+    @property
+    def axis(self) -> int:
+        return 1 if self.config.model_type == "idefics3" else 0
+
+
+@pytest.fixture(scope="module", params=sorted(MAKERS))
+def kit(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Kit:
+    return Kit(MAKERS[request.param](tmp_path_factory.mktemp(request.param), tokenizer))
+
+
+def rows_of(kit: Kit) -> tuple[Tensor, Tensor, list[Spans]]:
+    """Two groups of two: the same text and equal ids, but other images; then two images, and an
+    image that is in both prompts.
+    """
+    a, b = picture(1), picture(4)
+    prompts = [kit.prompt("Count?", [a]), kit.prompt("Count?", [b]), kit.prompt("Both", [b, a])]
+    assert torch.equal(prompts[0].tokens, prompts[1].tokens)
+    generator = torch.Generator().manual_seed(3)
+    rows, masks, images = [], [], []
+    for prompt, length in [(0, 5), (0, 3), (1, 4), (1, 6), (2, 5), (2, 2)]:
+        response = torch.randint(5, 261, (length,), generator=generator)
+        rows.append(torch.cat([prompts[prompt].tokens, response]))
+        masks.append(torch.arange(len(rows[-1])) >= len(prompts[prompt]))
+        images.append(prompts[prompt].images)
+    pad = torch.nn.utils.rnn.pad_sequence
+    return pad(rows, batch_first=True), pad(masks, batch_first=True), images
+
+
+def own_scores(kit: Kit, model: Any, tokens: Tensor, mask: Tensor, images: list[Spans]) -> Tensor:
+    """The log-probs of the masked tokens by the model's own forward, a sequence at a time."""
+    scores = torch.zeros(tokens.shape)
+    for row, spans in enumerate(images):
+        end = int(mask[row].nonzero().max()) + 1
+        own = tokens[row, :end]
+        logits = kit.logits(model, own, spans).float().log_softmax(-1)
+        own_row = torch.zeros(tokens.shape[1])
+        own_row[1:end] = logits[:-1].gather(-1, own[1:, None])[:, 0]
+        scores = scores.index_put((torch.tensor(row),), own_row * mask[row])
+    return scores
+
+
+def gradients(model: Any) -> dict[str, Tensor]:
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("pads", [False, True], ids=["packed", "padded"])
+def test_scores_and_gradients_are_those_of_the_models_own_forward(kit: Kit, pads: bool) -> None:
+    model = kit.model()
+    tokens, mask, images = rows_of(kit)
+    weights = torch.randn(tokens.shape, generator=torch.Generator().manual_seed(5))
+    expected = own_scores(kit, model, tokens, mask, images)
+    (expected * weights).sum().backward()
+    expected_gradients = gradients(model)
+
+    scorer = TokenScorer(model)
+    assert scorer.packs(tokens.shape[1])
+    if pads:
+        model.unpacked_because = "the test says so"
+    scores, _ = scorer.score(tokens, mask, images)
+    (scores * weights).sum().backward()
+    actual_gradients = gradients(model)
+
+    assert expected.abs().max() > 1
+    torch.testing.assert_close(scores, expected, atol=1e-5, rtol=0)
+    assert actual_gradients.keys() == expected_gradients.keys()
+    for name, gradient in expected_gradients.items():
+        torch.testing.assert_close(actual_gradients[name], gradient, atol=2e-5, rtol=1e-4)
+
+
+def test_decoding_gives_the_log_probs_of_the_models_own_forward(kit: Kit) -> None:
+    model = kit.model()
+    model.model.rope_deltas = torch.tensor([[7]])  # stale, of another caller
+    engine = TransformersEngine(model)
+    engine.seed(0)
+    a, b = picture(1), picture(4, (60, 40))
+    prompts = [kit.prompt("Count?", [a]), kit.prompt("And these two?", [b, a])]
+    text = torch.tensor(kit.chats.tokens([{"role": "user", "content": "Hello"}]))
+    answers = engine.generate([*prompts, text], 3, SamplingParams(max_new_tokens=9))
+    model.model.rope_deltas = None
+    checked = 0
+    for prompt, completions in zip(prompts, answers, strict=False):
+        for completion in completions:
+            if model.config.image_token_id in completion.tokens:
+                continue  # the model's own forward would look for a further image
+            checked += 1
+            tokens = torch.cat([prompt.tokens, completion.tokens])
+            logits = kit.logits(model, tokens, prompt.images).detach().log_softmax(-1)
+            expected = logits[:-1].gather(-1, tokens[1:, None])[len(prompt) - 1 :, 0]
+            torch.testing.assert_close(completion.log_probs, expected, atol=2e-5, rtol=0)
+    assert checked >= 3
+
+
+def test_a_weight_sync_of_the_image_encoder_makes_new_features(kit: Kit) -> None:
+    engine, trained = TransformersEngine(kit.model()), kit.model()
+    prompt = kit.prompt("Count?", [picture(1)])
+    params = SamplingParams(max_new_tokens=4)
+    engine.generate([prompt], 1, params)
+    with torch.no_grad():
+        for _, parameter in vision_parameters(trained):
+            parameter.mul_(1.5)
+    engine.update_weights(named_weights(trained), 1)
+    [[completion]] = engine.generate([prompt], 1, params)
+    tokens = torch.cat([prompt.tokens, completion.tokens])[None]
+    mask = torch.arange(tokens.shape[1])[None] >= len(prompt)
+    scores, _ = TokenScorer(trained).score(tokens, mask, [prompt.images])
+    torch.testing.assert_close(completion.log_probs, scores[mask].detach(), atol=2e-5, rtol=0)
+
+
+def test_features_are_computed_once_until_the_weights_change(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = kit.model()
+    loading.freeze_vision(model)
+    computed = []
+    encode = model.model.get_image_features
+    monkeypatch.setattr(
+        model.model,
+        "get_image_features",
+        lambda *args, **kwargs: computed.append(1) or encode(*args, **kwargs),
+    )
+    scorer = TokenScorer(model)
+    tokens, mask, images = rows_of(kit)
+    scorer.score(tokens, mask, images)
+    assert len(computed) == 2  # of six sequences with three prompts
+    scorer.score(tokens, mask, images)
+    load_weights(model, [(n, w.clone()) for n, w in named_weights(model)])
+    scorer.score(tokens, mask, images)
+    assert len(computed) == 2
+    with torch.no_grad():
+        next(iter(vision_parameters(model)))[1].add_(0.1)
+    scorer.score(tokens, mask, images)
+    assert len(computed) == 4
+
+
+def test_sampling_the_placeholder_itself_is_harmless(kit: Kit) -> None:
+    model = kit.model()
+    placeholder = kit.tokenizer.convert_tokens_to_ids(kit.encoder.placeholder)
+    engine = TransformersEngine(model)
+    with torch.no_grad():
+        weight = engine.model.get_output_embeddings().weight
+        weight.zero_()
+    engine.seed(1)
+    prompt = kit.prompt("Count?", [picture(2)])
+    answers = engine.generate([prompt], 64, SamplingParams(max_new_tokens=12))[0]
+    with_it = next(c for c in answers if placeholder in c.tokens[:-1].tolist())
+    tokens = torch.cat([prompt.tokens, with_it.tokens])[None]
+    mask = torch.arange(tokens.shape[1])[None] >= len(prompt)
+    scores, _ = TokenScorer(model).score(tokens, mask, [prompt.images])
+    embeddings = model.get_input_embeddings()(tokens)
+    [features] = ImageFeatures(model)([prompt.images[0].image])
+    span = prompt.images[0]
+    embeddings[0, span.offset : span.end][span.is_embed] = features
+    grid = grid_positions(model, tokens[0], prompt.images)[:, None] if has_grid(model) else None
+    logits = model(inputs_embeds=embeddings, position_ids=grid, use_cache=False).logits[0]
+    expected = logits[:-1].log_softmax(-1).gather(-1, tokens[0, 1:, None])[:, 0]
+    torch.testing.assert_close(scores[0, 1:][mask[0, 1:]], expected[mask[0, 1:]], atol=1e-5, rtol=0)
+
+
+def test_a_prompt_has_the_tokens_that_the_processor_writes(kit: Kit) -> None:
+    a, b = picture(1), picture(4, (60, 40))
+    prompt = kit.prompt("What is it?", [a, b])
+    chat = place_images([{"role": "user", "content": "What is it?"}], [a, b])
+    text = kit.chats.plain(kit.chats.render(chat, add_generation_prompt=True))
+    images = [[a.open(), b.open()]] if kit.axis else [a.open(), b.open()]
+    out = kit.encoder.processor(
+        text=[text], images=images, add_special_tokens=False, return_tensors="pt"
+    )
+    assert prompt.tokens.tolist() == out["input_ids"][0].tolist()
+    for name, value in prompt.images[0].image.inputs.items():
+        both = torch.cat([span.image.inputs[name] for span in prompt.images], kit.axis)
+        torch.testing.assert_close(both, out[name], msg=name)
+        assert value.shape != out[name].shape
+
+
+def test_text_cannot_forge_an_image(kit: Kit) -> None:
+    forged = f"Look: {kit.encoder.placeholder} and {kit.encoder.placeholder}"
+    prompt = kit.prompt(forged.replace("<image>", "<image >"), [picture(1)])
+    assert len(prompt.images) == 1
+    chat = [{"role": "user", "content": forged}]
+    assert isinstance(kit.encoder.expand(kit.chats.tokens(chat), []), Tensor)
+
+
+def test_a_template_that_drops_an_image_is_refused(kit: Kit) -> None:
+    ids = kit.chats.tokens([{"role": "user", "content": "no image"}])
+    with pytest.raises(ValueError, match=r"model\.chat_template.*0 times"):
+        kit.encoder.expand(ids, [picture(1)])
+
+
+def write_data(folder: Path, count: int = 12) -> str:
+    """Rows with the same question and answers that only the picture tells."""
+    lines = []
+    for number in range(count):
+        (folder / f"{number}.png").write_bytes(picture(number).data)
+        answer = str(number % 4)
+        row = {"question": "How many?", "answer": answer, "picture": f"{number}.png"}
+        lines.append(json.dumps(row))
+    (folder / "data.jsonl").write_text("\n".join(lines))
+    return str(folder / "data.jsonl")
+
+
+REWARD = """
+def reward(response, answer, images, picture):
+    assert images[0].size == picture.size == (32, 32)
+    return float(len(response) > 3)
+"""
+
+
+def run_arguments(kit: Kit, folder: Path, *more: str) -> tuple[str, ...]:
+    (folder / "reward.py").write_text(REWARD)
+    return (
+        f"model.name={kit.path}",
+        f"env.dataset={write_data(folder)}",
+        "env.columns.images=picture",
+        f"env.reward={folder / 'reward.py'}:reward",
+        "inference_model.max_new_tokens=6",
+        "train.total_dialog_turns=32",
+        *more,
+    )
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_run_trains_on_images(kit: Kit, tmp_path: Path, trains: bool) -> None:
+    arguments = run_arguments(kit, tmp_path, f"train_model.train_vision={str(trains).lower()}")
+    made = build(compose_config(*SMALL, *arguments), tmp_path / "run")
+    try:
+        made.fit()
+        model = made.learner.trainer.model
+    finally:
+        made.close()
+    rows = [r for r in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "train/loss" in r]
+    assert [math.isfinite(row["train/loss"]) for row in rows] == [True, True]
+    assert rows[0]["train/kl_k3_to_ref"] < 1e-6
+    assert max(row["train/kl_k3_to_inference"] for row in rows) < 1e-8
+    before = dict(kit.model().named_parameters())
+    moved = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
+    of_vision = {name for name, _ in vision_parameters(model)}
+    exported = AutoModelForImageTextToText.from_pretrained(tmp_path / "run/checkpoints/model")
+    weights = dict(exported.named_parameters())
+    assert all(torch.equal(p, weights[n]) for n, p in model.named_parameters())
+    again = Kit(tmp_path / "run/checkpoints/model").prompt("?", [picture(1)])
+    assert again.images == kit.prompt("?", [picture(1)]).images
+    assert moved - of_vision
+    assert bool(moved & of_vision) == trains
+
+
+def test_images_of_a_data_set_come_in_every_form(tmp_path: Path) -> None:
+    a, b = picture(1), picture(2)
+    (tmp_path / "a.png").write_bytes(a.data)
+    chat = [{"role": "user", "content": "One <image> and another <image>?"}]
+    parts = [{"type": "text", "text": "See"}, {"type": "image"}, {"type": "image"}]
+    rows = [
+        {"prompt": chat, "image": [{"bytes": a.data, "path": None}, {"bytes": b.data}]},
+        {"prompt": [{"role": "user", "content": parts}], "image": [a.open(), b.open()]},
+        {"prompt": [{"role": "user", "content": "Look"}], "image": ["a.png"]},
+    ]
+    file = tmp_path / "data.jsonl"
+    file.write_text(json.dumps({"prompt": chat, "image": ["a.png", "a.png"]}))
+    task = DatasetTask(str(file), images_column="image", prompt_column="prompt")
+    assert task.problems("train")[0].images == (a, a)
+    chats = [task.messages(task.make_problem(row)) for row in rows]
+    contents = [chat[-1]["content"] for chat in chats]
+    kinds = [[part.get("text", "image") for part in content] for content in contents]
+    assert kinds == [
+        ["One ", "image", " and another ", "image", "?"],
+        ["See", "image", "image"],
+        ["image", "Look"],
+    ]
+    for content, expected in zip(contents, ([a, b], [a, b], [a]), strict=True):
+        found = [part["image"].open().tobytes() for part in content if part["type"] == "image"]
+        assert found == [file.open().tobytes() for file in expected]
+
+
+def test_images_of_a_parquet_file_are_not_encoded_again(tmp_path: Path) -> None:
+    data = Dataset.from_dict({"question": ["?", "?"], "image": [picture(i).open() for i in (1, 2)]})
+    data = data.cast_column("image", Image())
+    data.to_parquet(tmp_path / "data.parquet")
+    task = DatasetTask(str(tmp_path / "data.parquet"), images_column="image")
+    problems = task.problems("train")
+    assert [problem.images[0].size for problem in problems] == [(32, 32)] * 2
+    assert problems[0].images[0].open().tobytes() == picture(1).open().tobytes()
+
+
+def test_the_hash_of_the_split_includes_the_images(tmp_path: Path) -> None:
+    task = DatasetTask(write_data(tmp_path, 40), images_column="picture", test_fraction=0.4)
+    train, test = task.problems("train"), task.problems("test")
+    assert len(train) + len(test) == 40 and min(len(train), len(test)) > 4
+    assert len({problem.query for problem in train}) == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"picture": "missing.png"}, r"data\.jsonl:1 .*'picture'.*missing\.png"),
+        ({"picture": "data.jsonl"}, r"data\.jsonl:1 .*'picture'"),
+        ({"picture": 7}, r"data\.jsonl:1 .*'picture'.*7"),
+        ({"question": "<image> <image>", "picture": "0.png"}, r"data\.jsonl:1 .*1 images and 2"),
+    ],
+)
+def test_a_row_with_wrong_images_is_refused(
+    tmp_path: Path, row: dict[str, Any], message: str
+) -> None:
+    path = Path(write_data(tmp_path, 1))
+    path.write_text(json.dumps({"question": "?", "answer": "1", **row}))
+    with pytest.raises(ValueError, match=message):
+        DatasetTask(str(path), images_column="picture").problems("train")
+
+
+def test_reward_functions_get_the_images_in_each_form() -> None:
+    seen: list[Any] = []
+
+    def own(response, images):
+        seen.append(images[0].size)
+        return 1.0
+
+    def trl(completions, images, **kwargs):
+        seen.append([image.size for image in images[0]])
+        return [1.0]
+
+    problem = Problem("?", "1", images=(picture(1), picture(2)))
+    make_rewards([{"fn": own, "name": "own"}, {"fn": trl, "name": "trl"}])(Dialog(problem, ["a"]))
+    assert seen == [(32, 32), [(32, 32), (32, 32)]]
+    with pytest.raises(ValueError, match="images"):
+        make_rewards({"fn": own, "name": "own"}).check((), True)
+    make_rewards({"fn": own, "name": "own"}).check((), True, has_images=True)
+
+
+def test_lora_adapts_the_language_model_alone(kit: Kit) -> None:
+    model = loading.add_lora(kit.model(), r=2, alpha=4)
+    vision = {name for name, _ in vision_parameters(loading.base_model_of(model))}
+    adapted = [name for name, _ in model.named_parameters() if ".lora_A." in name]
+    assert len(adapted) == 2 * 7 and not [name for name in vision if "lora" in name]
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("inference_model.backend=vllm", "inference_model.backend"),
+        ("algo=sft", "policy.demonstrations"),
+        ("train_model.cpu_offload=true", "train_model.cpu_offload"),
+        ("teacher.model={path}", "teacher.model"),
+    ],
+)
+def test_what_images_do_not_work_with_is_refused(
+    kit: Kit, tmp_path: Path, override: str, key: str
+) -> None:
+    arguments = run_arguments(kit, tmp_path, override.format(path=kit.path))
+    with pytest.raises(ConfigError, match=re.escape(key)):
+        prepare(compose_config(*SMALL, *arguments))
+
+
+def test_a_model_that_reads_text_alone_is_refused(kit: Kit, tmp_path: Path) -> None:
+    arguments = (*run_arguments(kit, tmp_path), "model.name=starter")
+    with pytest.raises(ConfigError, match=r"model\.name=starter.*env\.columns\.images"):
+        prepare(compose_config(*SMALL, *last_of_each(arguments)))
+
+
+def test_a_template_that_writes_parts_alone_gets_parts(kit: Kit) -> None:
+    tokenizer = deepcopy(kit.tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m['role'] }}|>{% for part in m['content'] %}"
+        "{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}{% endfor %}"
+    )
+    assert render_chat(tokenizer, [{"role": "user", "content": "Hello"}]) == "<|user|>Hello"
+    text = TurnTemplate(tokenizer, {}).text([{"role": "user", "content": "More"}])
+    assert text == "<|user|>More"

@@ -1,0 +1,256 @@
+"""Images of problems and prompts: files, their encoded form, and where they are in a prompt.
+
+An image is an object that its users share. Pickle keeps that, so the pixels of a group travel once,
+however many of its sequences have the image.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # data is read without torch
+    from torch import Tensor
+
+_ORIENTATION = 0x0112
+"""Exif tag of how a camera was held; above 4, width and height are exchanged."""
+PLACEHOLDER = "<image>"
+"""Place of an image in a text for people, and in the text of data."""
+
+
+@dataclass(frozen=True)
+class ImageFile:
+    """An encoded image, such as a PNG or JPEG file.
+
+    Args:
+        data: bytes of the file.
+
+    >>> from PIL import Image
+    >>> ImageFile.of(Image.new("RGB", (4, 3))).open().size
+    (4, 3)
+    """
+
+    data: bytes = field(repr=False)
+
+    @classmethod
+    def of(cls, image: Any) -> ImageFile:
+        """Return a PIL image as a PNG file."""
+        file = io.BytesIO()
+        image.save(file, "PNG")
+        return cls(file.getvalue())
+
+    def open(self) -> Any:
+        """Return the image, a PIL image in RGB.
+
+        Raises:
+            ValueError: the file is not an image.
+        """
+        from PIL import ImageOps
+
+        return self._read(lambda image: ImageOps.exif_transpose(image).convert("RGB"))
+
+    @cached_property
+    def size(self) -> tuple[int, int]:
+        """Width and height in pixels, from the head of the file.
+
+        Raises:
+            ValueError: the file is not an image.
+        """
+        turned = self._read(lambda image: image.getexif().get(_ORIENTATION, 1) > 4)
+        width, height = self._read(lambda image: image.size)
+        return (height, width) if turned else (width, height)
+
+    def _read(self, read: Callable[[Any], Any]) -> Any:
+        from PIL import Image
+
+        try:
+            with Image.open(io.BytesIO(self.data)) as image:
+                return read(image)
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            raise ValueError(
+                f"an image must be a file that Pillow opens, but {self.data[:8]!r}... is not "
+                f"({error}): save it as PNG or JPEG."
+            ) from error
+
+    @cached_property
+    def hash(self) -> str:
+        """SHA-256 of the file."""
+        return hashlib.sha256(self.data).hexdigest()
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedImage:
+    """An image as a model reads it. Equal images have the same hash.
+
+    Args:
+        file: the image.
+        hash: of the file and the processor's settings.
+        tokens: [L] int64, tokens of the image in a prompt: placeholders, and markers around them.
+        is_embed: [L] bool, True on placeholders, whose embeddings are the image's features.
+        inputs: arguments of the model's forward for this image alone, such as ``pixel_values``.
+    """
+
+    file: ImageFile
+    hash: str
+    tokens: Tensor
+    is_embed: Tensor
+    inputs: Mapping[str, Tensor]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, EncodedImage) and self.hash == other.hash
+
+    def __hash__(self) -> int:
+        return hash(self.hash)
+
+    def __deepcopy__(self, memo: Any) -> EncodedImage:
+        return self  # never changed, and shared by the sequences of a group
+
+
+@dataclass(frozen=True)
+class ImageSpan:
+    """The tokens of an image in a sequence.
+
+    Args:
+        offset: index of its first token.
+        image: the image.
+    """
+
+    offset: int
+    image: EncodedImage
+
+    @property
+    def hash(self) -> str:
+        return self.image.hash
+
+    @property
+    def is_embed(self) -> Tensor:
+        return self.image.is_embed
+
+    @property
+    def length(self) -> int:
+        return len(self.image.tokens)
+
+    @property
+    def end(self) -> int:
+        """Index after its last token."""
+        return self.offset + self.length
+
+
+Spans = tuple[ImageSpan, ...]
+"""The images of a sequence, in order."""
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """A prompt with images. A prompt without images is a tensor.
+
+    Args:
+        tokens: [T] int64, with the tokens of the images.
+        images: where they are.
+    """
+
+    tokens: Tensor
+    images: Spans
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+def tokens_of(prompt: Tensor | Prompt) -> Tensor:
+    """Return the tokens of a prompt, [T] int64."""
+    return prompt.tokens if isinstance(prompt, Prompt) else prompt
+
+
+def text_tokens(prompt: Tensor | Prompt) -> Tensor:
+    """Return the tokens of a prompt without images, [T] int64.
+
+    Raises:
+        ValueError: it has images.
+    """
+    if isinstance(prompt, Prompt):
+        raise ValueError(
+            "a prompt for a model that reads text alone must have no images: use a vision-language "
+            "model with inference_model.backend=transformers."
+        )
+    return prompt
+
+
+def images_of(prompt: Tensor | Prompt) -> Spans:
+    """Return the images of a prompt."""
+    return prompt.images if isinstance(prompt, Prompt) else ()
+
+
+def prompt_text(prompt: Tensor | Prompt, decode: Callable[[Tensor], str]) -> str:
+    """Return a prompt as text, with ``<image>`` for each image."""
+    tokens, text, start = tokens_of(prompt), "", 0
+    for span in images_of(prompt):
+        text += decode(tokens[start : span.offset]) + PLACEHOLDER
+        start = span.end
+    return text + decode(tokens[start:])
+
+
+def images_in(chat: Sequence[Mapping[str, Any]]) -> list[ImageFile]:
+    """Return the images of a chat, in order."""
+    contents = (message.get("content") for message in chat)
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return [part["image"] for part in parts if part.get("type") == "image"]
+
+
+def place_images(
+    chat: Sequence[Mapping[str, Any]], files: Sequence[ImageFile]
+) -> list[dict[str, Any]]:
+    """Return a chat with its images: at the parts ``{"type": "image"}`` and the places of
+    ``<image>`` in texts or, without these, at the start of the user's first message.
+
+    Raises:
+        ValueError: there are more places than images, or fewer.
+
+    >>> place_images([{"role": "user", "content": "How many?"}], [ImageFile(b"...")])[0]["content"]
+    [{'type': 'image', 'image': ImageFile()}, {'type': 'text', 'text': 'How many?'}]
+    """
+    messages = [{**message, "content": _parts(message["content"])} for message in chat]
+    places = [part for message in messages for part in message["content"] if "image" in part]
+    if not places:
+        places = [{"type": "image"} for _ in files]
+        first = next((m for m in messages if m["role"] == "user"), messages[0])
+        first["content"] = [*places, *first["content"]]
+    if len(places) != len(files):
+        raise ValueError(
+            f"must have an image for each {PLACEHOLDER} and each part of the type image, but it "
+            f"has {len(files)} images and {len(places)} of these: fix the row, or remove it."
+        )
+    for place, file in zip(places, files, strict=True):
+        place["image"] = file
+    return [
+        {**message, "content": old["content"]} if not images_in([message]) else message
+        for message, old in zip(messages, chat, strict=True)
+    ]
+
+
+def _parts(content: Any) -> list[dict[str, Any]]:
+    """Return the content of a message as new parts, of which images have the key ``image``."""
+    if isinstance(content, list):
+        images = ({"image": None} if part["type"] == "image" else {} for part in content)
+        return [{**part, **image} for part, image in zip(content, images, strict=True)]
+    parts: list[dict[str, Any]] = []
+    for number, text in enumerate(content.split(PLACEHOLDER)):
+        parts += [{"type": "image", "image": None}] * bool(number)
+        parts += [{"type": "text", "text": text}] * bool(text)
+    return [dict(part) for part in parts]
+
+
+def text_of(content: Any) -> str:
+    """Return the content of a message as text, with ``<image>`` for each image.
+
+    >>> text_of([{"type": "image"}, {"type": "text", "text": "How many?"}])
+    '<image>How many?'
+    """
+    if not isinstance(content, list):
+        return str(content)
+    return "".join(
+        PLACEHOLDER if part["type"] == "image" else str(part.get("text", "")) for part in content
+    )

@@ -1,0 +1,140 @@
+"""``ImageEncoder``: images as a model's processor prepares them, and prompts with their tokens."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from torchrl_grpo.compat.transformers import load_image_processor
+from torchrl_grpo.images import EncodedImage, ImageFile, ImageSpan, Prompt
+from torchrl_grpo.images.families import FAMILIES
+
+_MOST_CACHED = 1024
+_OF_TEXT = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
+"""What a processor returns for the text."""
+
+
+class ImageEncoder:
+    """Encodes images with the processor of a vision-language model.
+
+    Chats are written by the chat template and tokenized like any other. Then the placeholder of
+    each image is replaced by what the processor writes for that image alone. So text cannot forge
+    an image (``ChatEncoder``), and no image is prepared twice.
+
+    Args:
+        processor: a Hugging Face processor.
+        config: config of the model, whose ``model_type`` is one of ``FAMILIES``.
+
+    Raises:
+        ValueError: the tokenizer has no such placeholder.
+    """
+
+    def __init__(self, processor: Any, config: PretrainedConfig) -> None:
+        self.processor = processor
+        self.placeholder = FAMILIES[config.model_type].placeholder
+        tokenizer = processor.tokenizer
+        self._placeholder_id = tokenizer.convert_tokens_to_ids(self.placeholder)
+        self._feature_id = getattr(config, "image_token_id", None) or config.image_token_index
+        if self._placeholder_id in (None, tokenizer.unk_token_id):
+            raise ValueError(
+                f"model.name must have a tokenizer with the token {self.placeholder}, which a "
+                f"model of the type {config.model_type} reads images with, but it has none: use "
+                "the tokenizer that the model was trained with."
+            )
+        self._settings = repr(sorted(processor.image_processor.to_dict().items(), key=str))
+        self._cache: OrderedDict[str, EncodedImage] = OrderedDict()
+        self._lengths: dict[tuple[int, int], int] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_cache": OrderedDict()}
+
+    @classmethod
+    def load(
+        cls, path: str, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
+    ) -> ImageEncoder:
+        """Load the processor of a checkpoint.
+
+        Raises:
+            ValueError: the checkpoint has none, or it does not fit.
+        """
+        return cls(load_image_processor(path, config, tokenizer), config)
+
+    def encode(self, file: ImageFile) -> EncodedImage:
+        """Return an image as the model reads it.
+
+        Raises:
+            ValueError: the file is not an image, or the processor refuses it.
+        """
+        if file.hash in self._cache:
+            self._cache.move_to_end(file.hash)
+            return self._cache[file.hash]
+        image = file.open()
+        try:
+            out = dict(
+                self.processor(
+                    text=[self.placeholder],
+                    images=[image],
+                    add_special_tokens=False,
+                    return_tensors="pt",
+                )
+            )
+        except (TypeError, ValueError, ZeroDivisionError) as error:
+            raise ValueError(
+                f"an image must be one that {type(self.processor).__name__} accepts, but it "
+                f"refuses one of {image.width} x {image.height} pixels ({error}): leave it out."
+            ) from error
+        [tokens] = out["input_ids"]
+        inputs = {name: value for name, value in out.items() if name not in _OF_TEXT}
+        digest = hashlib.sha256((file.hash + self._settings).encode()).hexdigest()
+        encoded = EncodedImage(file, digest, tokens, tokens == self._feature_id, inputs)
+        self._cache[file.hash] = encoded
+        if len(self._cache) > _MOST_CACHED:
+            self._cache.popitem(last=False)
+        return encoded
+
+    def expand(self, ids: Sequence[int], files: Sequence[ImageFile]) -> Tensor | Prompt:
+        """Return a prompt with the tokens of its images in place of their placeholders.
+
+        Args:
+            ids: tokens of the chat.
+            files: the chat's images, in order.
+
+        Raises:
+            ValueError: the chat template wrote another number of placeholders.
+        """
+        tokens, spans, last = list[int](), list[ImageSpan](), 0
+        for place, file in zip(self._places(ids, len(files)), files, strict=True):
+            image = self.encode(file)
+            tokens += ids[last:place]
+            spans.append(ImageSpan(len(tokens), image))
+            tokens += image.tokens.tolist()
+            last = place + 1
+        whole = torch.tensor([*tokens, *ids[last:]], dtype=torch.int64)
+        return Prompt(whole, tuple(spans)) if spans else whole
+
+    def expanded_length(self, ids: Sequence[int], files: Sequence[ImageFile]) -> int:
+        """Return the length of ``expand``. Images of the same size have the same number of tokens,
+        so most are not encoded.
+        """
+        self._places(ids, len(files))
+        for file in files:
+            if file.size not in self._lengths:
+                self._lengths[file.size] = len(self.encode(file).tokens)
+        return len(ids) + sum(self._lengths[file.size] - 1 for file in files)
+
+    def _places(self, ids: Sequence[int], count: int) -> list[int]:
+        """Return where the placeholders are."""
+        places = [i for i, token in enumerate(ids) if token == self._placeholder_id]
+        if len(places) != count:
+            raise ValueError(
+                f"model.chat_template must write {self.placeholder} once for each of the {count} "
+                f"images of a prompt, but it writes it {len(places)} times: use a model or a "
+                "template that writes all of them, in messages of this role."
+            )
+        return places

@@ -1,0 +1,115 @@
+"""``ImageFeatures``: what a model's image encoder makes of images, computed once per image."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrl_grpo.compat.torch import version_of
+from torchrl_grpo.images import EncodedImage, Spans
+from torchrl_grpo.images.families import family_of, vision_parameters
+
+_MOST_BYTES = 1 << 30
+"""Most features that are kept, in the memory of the host."""
+
+
+class ImageFeatures:
+    """Features of images under a vision-language model, one image at a time: they do not depend on
+    which images a pass has.
+
+    While the weights of the image encoder stay the same, features are kept and computed once.
+
+    Args:
+        base: a Hugging Face vision-language model.
+    """
+
+    def __init__(self, base: Any) -> None:
+        self._base = base
+        self._parameters = [parameter for _, parameter in vision_parameters(base)]
+        self._kept: OrderedDict[tuple[str, torch.dtype], tuple[Tensor, ...]] = OrderedDict()
+        self._bytes = 0
+        self._versions: list[int] = []
+        self._fingerprint: list[float] = []
+
+    def __call__(self, images: Sequence[EncodedImage]) -> tuple[Tensor, ...]:
+        """Return the features of images, one after another: [M, D], followed by those for the first
+        layers of the language model, if the model has any.
+        """
+        trains = torch.is_grad_enabled() and any(p.requires_grad for p in self._parameters)
+        if not trains:
+            self._forget_if_changed()
+        each = [self._compute(image) if trains else self._look_up(image) for image in images]
+        return tuple(torch.cat(parts) for parts in zip(*each, strict=True))
+
+    def _compute(self, image: EncodedImage) -> tuple[Tensor, ...]:
+        device = self._base.get_input_embeddings().weight.device
+        inputs = {name: value.to(device) for name, value in image.inputs.items()}
+        out = self._base.model.get_image_features(**inputs, return_dict=True)
+        return _joined(out.pooler_output), *map(_joined, getattr(out, "deepstack_features", ()))
+
+    def _look_up(self, image: EncodedImage) -> tuple[Tensor, ...]:
+        device = self._base.get_input_embeddings().weight.device
+        autocast = torch.is_autocast_enabled(device.type)
+        dtype = torch.get_autocast_dtype(device.type) if autocast else self._base.dtype
+        key = image.hash, dtype
+        if key not in self._kept:
+            with torch.inference_mode(False), torch.no_grad():
+                self._kept[key] = tuple(part.cpu() for part in self._compute(image))
+            self._bytes += sum(part.nbytes for part in self._kept[key])
+        self._kept.move_to_end(key)
+        while self._bytes > _MOST_BYTES and len(self._kept) > 1:
+            _, parts = self._kept.popitem(last=False)
+            self._bytes -= sum(part.nbytes for part in parts)
+        return tuple(part.to(device) for part in self._kept[key])
+
+    def _forget_if_changed(self) -> None:
+        """Forget all features if the weights have changed. A weight sync writes the same values
+        into an encoder that is not trained.
+        """
+        versions = [version_of(parameter) for parameter in self._parameters]
+        if versions == self._versions:
+            return
+        sums = [parameter.detach().double().sum() for parameter in self._parameters]
+        fingerprint = torch.stack(sums).tolist()
+        if fingerprint != self._fingerprint:
+            self._kept.clear()
+            self._bytes = 0
+        self._versions, self._fingerprint = versions, fingerprint
+
+
+def _joined(features: Tensor | Sequence[Tensor]) -> Tensor:
+    """Return features as [M, D]; models return them by image or by tile."""
+    whole = features if isinstance(features, Tensor) else torch.cat(tuple(features))
+    return whole.flatten(0, -2)
+
+
+def grid_positions(base: Any, tokens: Tensor, spans: Spans) -> Tensor:
+    """Return the positions of a sequence's tokens under a model with three axes, [3, T] int64.
+
+    Args:
+        base: the model.
+        tokens: [T] int64.
+        spans: the images; those beyond the tokens are ignored.
+    """
+    spans = tuple(span for span in spans if span.end <= len(tokens))
+    end = spans[-1].end if spans else 0
+    positions = torch.empty(3, 0, dtype=torch.int64)
+    if spans:
+        kinds = torch.zeros(1, end, dtype=torch.int64)
+        for span in spans:
+            kinds[0, span.offset : span.end] = span.is_embed
+        grids = torch.cat([span.image.inputs["image_grid_thw"] for span in spans])
+        positions = base.model.get_rope_index(tokens[None, :end].cpu(), kinds, grids)[0][:, 0]
+    first = int(positions.max()) + 1 if spans else 0
+    rest = torch.arange(first, first + len(tokens) - end).expand(3, -1)
+    return torch.cat([positions, rest], 1)
+
+
+def has_grid(base: Any) -> bool:
+    """Return whether a model's positions have three axes."""
+    family = family_of(base.config)
+    return family is not None and family.has_grid

@@ -54,24 +54,23 @@ class Program(ABC):
         """
 
 
-def load_program(spec: str, field: str = "env.agent") -> Program:
+def load_program(spec: str) -> Program:
     """Load the program that a config names.
 
     Args:
         spec: ``path/to/file.py:function``, ``package.module:function``, or a command line.
-        field: config key of the spec.
 
     Raises:
         ValueError: there is no such function or command, or it is not an agent.
     """
     words = shlex.split(spec)
     if len(words) == 1 and ":" in spec:
-        return Function(load_function(spec, field, {}), f"{field}={spec}")
+        return Function(load_function(spec, "env.agent", {}), f"env.agent={spec}")
     if not words or shutil.which(words[0]) is None:
         raise ValueError(
-            f"{field}={spec} must be file.py:function, package.module:function or a command, but "
-            f"there is no command {''.join(words[:1])!r}: for example, {field}=my_agent.py:play, "
-            f"or {field}='python solve.py'."
+            f"env.agent={spec} must be file.py:function, package.module:function or a command, but "
+            f"there is no command {''.join(words[:1])!r}: for example, env.agent=my_agent.py:play, "
+            "or env.agent='python solve.py'."
         )
     return Command(words)
 

@@ -62,17 +62,15 @@ def read_task(config: GRPOConfig) -> Task:
 
 def make_task(
     env: EnvConfig,
-    split: Split = "train",
     tests: Sequence[DatasetConfig] = (),
     *,
     scored: bool = True,
 ) -> Task:
-    """Make the task of a config, with its rewards.
+    """Make the task of a config, with its rewards. Its training data is read now, so that errors in
+    the data, or in a reward's columns, are found before a model loads.
 
     Args:
         env: validated.
-        split: the split that is needed first. A data set's split is read now, so that errors in the
-            data, or in a reward's columns, are found before a model loads.
         tests: further test sets.
         scored: whether responses are scored; if not, the data needs no reward.
 
@@ -84,11 +82,11 @@ def make_task(
     """
     env, tests = _with_sandbox(env, tests)
     if isinstance(env.task, str):
-        return _make_verifiers(env, split, tests)
+        return _make_verifiers(env, tests)
     scoring: Scoring = "must" if scored and env.agent is None else "may"
     if env.environment is not None:
         scoring = "not"
-    task = data = _make_problems(env, split, scoring)
+    task = data = _make_problems(env, scoring)
     if tests:
         dataset_names_used = list(task.tasks) if isinstance(task, MixedTask) else []
         names = dataset_names(tests, "evaluation.datasets", dataset_names_used)
@@ -99,7 +97,7 @@ def make_task(
         task = WithTests(task, dict(zip(names, sets, strict=True)))
     functions = [load_function(name, "env.tools", {}) for name in env.tools if name != PYTHON]
     if env.environment is not None:
-        task = _with_environment(task, env, split, functions)
+        task = _with_environment(task, env, functions)
     elif PYTHON in env.tools:
         task = _with_python(task, env, functions)
     elif functions:
@@ -137,7 +135,7 @@ def _check_parts(env: EnvConfig, tasks: Mapping[str, Task]) -> None:
         )
 
 
-def _make_verifiers(env: EnvConfig, split: Split, tests: Sequence[DatasetConfig]) -> Task:
+def _make_verifiers(env: EnvConfig, tests: Sequence[DatasetConfig]) -> Task:
     """Make the task of an environment of verifiers, which plays the dialogs."""
     from torchrl_grpo.integrations.verifiers import Verifiers, VerifiersTask, make_config
 
@@ -151,7 +149,7 @@ def _make_verifiers(env: EnvConfig, split: Split, tests: Sequence[DatasetConfig]
         env.task.removeprefix(checks.VERIFIERS), env.dataset_options or {}, env.max_turns
     )
     task = VerifiersTask(config, env.max_samples)
-    task.problems(split)
+    task.problems("train")
     with_agent = WithAgent(task, Verifiers(config), _tool_parser(env))
     _check_parts(env, {task.name: with_agent})
     return with_agent
@@ -232,9 +230,7 @@ def dataset_names(
     return names
 
 
-def _with_environment(
-    task: Task, env: EnvConfig, split: Split, tools: Sequence[Callable[..., Any]]
-) -> Task:
+def _with_environment(task: Task, env: EnvConfig, tools: Sequence[Callable[..., Any]]) -> Task:
     """Wrap the task in the environments that the config names."""
     from torchrl_grpo.integrations.openenv import OpenEnvKind
     from torchrl_grpo.tasks.with_environment import Kind, WithEnvironment
@@ -248,7 +244,7 @@ def _with_environment(
         return Kind(load_class(spec, "env.environment"), tools, parser)
 
     kinds = {name: kind(spec) for name, spec in specs.items()}
-    problems = task.problems(split)
+    problems = task.problems("train")
     rewards = None
     if env.reward is not None:
         rewards = _rewards(task, env.reward, "env.reward", problems[0], has_environment=True)
@@ -331,7 +327,7 @@ def _make_test(entry: DatasetConfig, field: str, reward: Any, scoring: Scoring) 
         )
 
 
-def _make_problems(env: EnvConfig, split: Split, scoring: Scoring) -> Task:
+def _make_problems(env: EnvConfig, scoring: Scoring) -> Task:
     """Return the task or the data of a config, with its rewards if they score it."""
     if env.task.get("_target_") is not None:
         task = make_component("env.task", env.task, Task)
@@ -339,12 +335,12 @@ def _make_problems(env: EnvConfig, split: Split, scoring: Scoring) -> Task:
     if env.datasets is None and env.dataset is None and scoring == "not":
         return SeedsTask(env.max_samples, env.prompt_template, env.system_prompt)
     if env.datasets is None:
-        return _make_dataset(env, "env", env.reward, split, scoring)
+        return _make_dataset(env, "env", env.reward, "train", scoring)
     fields = [f"env.datasets[{index}]" for index in range(len(env.datasets))]
     names = dataset_names(env.datasets, "env.datasets")
     tasks = [
         _make_dataset(
-            entry, field, env.reward if entry.reward is None else entry.reward, split, scoring
+            entry, field, env.reward if entry.reward is None else entry.reward, "train", scoring
         )
         for entry, field in zip(env.datasets, fields, strict=True)
     ]

@@ -29,7 +29,6 @@ class ServedTeacher(Transform):
         top_k: number of the most likely tokens; None writes only the log-probs of the sampled
             tokens.
         vocabulary: number of the policy's token ids.
-        starts_within_s: how long to wait for a server that does not answer.
 
     Raises:
         EngineDeadError: the server does not answer.
@@ -42,12 +41,11 @@ class ServedTeacher(Transform):
         *,
         top_k: int | None = None,
         vocabulary: int = LARGEST_VOCABULARY,
-        starts_within_s: float = COMES_BACK_S,
     ) -> None:
         self.out_key = keys.TEACHER_LOG_PROBS if top_k is None else keys.TEACHER_STATES
         super().__init__(in_keys=[keys.FULL, keys.ASSISTANT_MASK], out_keys=[self.out_key])
         self.top_k = top_k
-        self._server = connect(address, starts_within_s, "teacher")
+        self._server = connect(address, COMES_BACK_S, "teacher")
         self._server.vocabulary = vocabulary
         self._threads = ThreadPoolExecutor(AT_A_TIME, thread_name_prefix="teacher")
 

@@ -14,6 +14,7 @@ from torchrl_grpo.generation.engines import ENGINES
 from torchrl_grpo.host.text import size
 from torchrl_grpo.models.memory import MEMORY_SHARE
 
+_MOST_ROWS = 6
 _NUM_SIMULATED = 10
 _NUM_SIZES = 251  # sizes of tasks, used in turn
 _MAX_GROUPS = 8_000  # maximum number of groups in one simulation, but at least a few batches
@@ -231,7 +232,7 @@ def candidates(settings: Settings, devices: int) -> Iterator[Split]:
                     yield split
 
 
-def best_splits(settings: Settings, devices: int, limit: int = 6) -> list[Row]:
+def best_splits(settings: Settings, devices: int) -> list[Row]:
     """Return the most promising splits, fastest first and, among equally fast ones, those with
     fewer devices first.
 
@@ -262,7 +263,7 @@ def best_splits(settings: Settings, devices: int, limit: int = 6) -> list[Row]:
         loop = settings.loop(split)
         rows.append(Row(split, simulate(loop, settings.costs(split, loop)), {}))
     rows.sort(key=lambda row: (_nearly(row.result.step_s), row.split.devices))
-    return [replace(row, gains=gains(settings, row)) for row in rows[:limit]]
+    return [replace(row, gains=gains(settings, row)) for row in rows[:_MOST_ROWS]]
 
 
 def _nearly(seconds: float) -> int:

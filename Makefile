@@ -55,7 +55,7 @@ TEST_PARTS := $(VENV)/.stamp-dev $(VENV)/.stamp-ray $(VENV)/.stamp-openenv $(TES
 test: $(TEST_PARTS)  ## run the test suite, the real vLLM and Ray included
 	$(PY) -m pytest -n 4 $(BY_FILE) -m "not nightly" $(PYTEST_ARGS)
 
-test-fast: $(VENV)/.stamp-dev  ## run the tests that need neither vLLM nor Ray nor much time, in about 4 minutes
+test-fast: $(VENV)/.stamp-dev  ## run the tests that need neither vLLM nor Ray nor much time, in under 3 minutes
 	$(PY) -m pytest $(FAST) $(PYTEST_ARGS)
 
 test-nightly: $(TEST_PARTS)  ## run every test there is, with more and random examples

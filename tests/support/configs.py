@@ -8,6 +8,8 @@ from functools import cache
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
 from torchrl_grpo.config import GRPOConfig, from_hydra, register
@@ -34,8 +36,23 @@ def last_of_each(words: Sequence[str]) -> list[str]:
 
 
 def composed(name: str, overrides: tuple[str, ...]) -> DictConfig:
-    """What Hydra makes of a command line."""
-    return deepcopy(_composed(name, overrides))
+    """Return what Hydra composes from a command line.
+
+    Hydra applies overrides of values after it has composed the files, which takes most of the time
+    and is done once for each choice of files.
+    """
+    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    values = [override for override in parsed if _sets_a_value(override.key_or_group)]
+    if any(override.is_sweep_override() for override in values):
+        values = []
+    files = tuple(override.input_line for override in parsed if override not in values)
+    cfg = deepcopy(_composed(name, files))
+    ConfigLoaderImpl._apply_overrides_to_config(values, cfg)
+    return cfg
+
+
+def _sets_a_value(key: str) -> bool:
+    return "." in key and "/" not in key and not key.startswith("hydra.")
 
 
 @cache

@@ -116,6 +116,7 @@ def kl_by_hand(scored: TensorDictBase) -> Tensor:
     )
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_retrieve_log_prob_gives_the_log_probs_of_kl_scoring(
     scored: TensorDictBase, reference: PreTrainedModel

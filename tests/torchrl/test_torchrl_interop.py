@@ -281,6 +281,7 @@ def test_our_loss_equals_torchrls_on_its_actor_and_batch(
         torch.testing.assert_close(gradient, their_gradients[name], rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_our_loss_trains_on_torchrls_samples_without_a_second_pass(
     their_batch: TensorDictBase, starter: PreTrainedModel, starter_tokenizer: Any
 ) -> None:
@@ -310,6 +311,7 @@ def test_our_loss_trains_on_torchrls_samples_without_a_second_pass(
     assert values[2] < values[1] < values[0]
 
 
+@pytest.mark.slow
 def test_what_torchrls_loss_refuses_and_ours_takes(
     our_batch: TensorDictBase,
     their_batch: TensorDictBase,
@@ -329,6 +331,7 @@ def test_what_torchrls_loss_refuses_and_ours_takes(
     assert torch.isfinite(total(GRPOLoss(actor)(their_batch)))
 
 
+@pytest.mark.slow
 def test_padding_on_both_sides_changes_nothing(
     their_batch: TensorDictBase,
     starter: PreTrainedModel,

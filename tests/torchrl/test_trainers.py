@@ -87,6 +87,7 @@ def same_weights(one: Any, other: Any) -> bool:
     return all(map(torch.equal, one.parameters(), other.parameters()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("getter", ["model", "tensordict", "map", "loss"])
 def test_torchrls_trainer_trains_like_a_loop_by_hand(tokenizer, tiny_model, getter):
     expected, reference = reference_losses(tokenizer, copy.deepcopy(tiny_model))
@@ -133,6 +134,7 @@ class Sender:
         self.sent.set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("writes", [True, False])
 def test_torchrls_grpo_trainer_trains_like_a_loop_by_hand(tokenizer, tiny_model, writes):
     expected, reference = reference_losses(tokenizer, copy.deepcopy(tiny_model))
@@ -201,6 +203,7 @@ def test_what_ends_the_background_sampling_is_raised(tokenizer, tiny_model):
     assert isinstance(error.value.__cause__, OSError)
 
 
+@pytest.mark.slow
 def test_a_trainers_checkpoint_goes_on_as_an_uninterrupted_run(tokenizer, tiny_model, tmp_path):
     def make(model: Any) -> tuple[Trainer, RolloutCollector, Logger]:
         collector = make_collector(tokenizer, model, postproc=GroupAdvantage(2))

@@ -274,6 +274,7 @@ def test_a_tools_result_comes_in_place_of_the_tasks_answer(tokenizer: Any) -> No
     assert [message.content for message in said[1].unbind(0)][-1] == "again?"
 
 
+@pytest.mark.slow
 def test_ifeval_scores_answers_by_the_columns_of_the_problem(tokenizer: Any) -> None:
     extra = {"key": 1, "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
     env = make_env(
@@ -344,6 +345,7 @@ def test_what_cannot_work_is_refused_when_it_is_attached(tokenizer: Any) -> None
         make_env(strict, simple())
 
 
+@pytest.mark.slow
 def test_the_config_gives_each_environment_transforms_of_its_own() -> None:
     tools = "tools: {add: {_target_: hydra.utils.get_method, path: tests.support.echo.add}}"
     nodes = f"[{{_target_: torchrl.envs.llm.transforms.SimpleToolTransform, {tools}}}]"
@@ -390,6 +392,7 @@ def test_the_state_of_a_configs_transforms_is_resumed_with_the_engines() -> None
         make_seeded(partial(parts.make_sampler, other, 4), 0, state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("nodes", "message"),
     [

@@ -339,8 +339,11 @@ class Leaving:
             before = self._round
         _, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
         body = json.dumps({"messages": messages}).encode()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nAuthorization: Bearer {client.api_key}\r\nContent-Length: "
-        writer.write(f"{head}{len(body)}\r\n\r\n".encode() + body)
+        head = (
+            "POST /v1/chat/completions HTTP/1.1\r\nHost: agents\r\n"
+            f"Authorization: Bearer {client.api_key}\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        writer.write(head.encode() + body)
         await writer.drain()
         while self._sampling and self._round == before:
             await asyncio.sleep(0.001)
@@ -350,6 +353,7 @@ class Leaving:
             self._left.release()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["queued", "sampling"])
 def test_an_answer_whose_client_has_left_is_not_trained(starter, when):
     texts: dict[str, list[str]] = {}
@@ -435,6 +439,7 @@ def test_a_scorer_sees_the_answers_that_reached_the_agent(starter):
     assert len(batch) == 4 and batch[keys.REWARD_VALID].all()
 
 
+@pytest.mark.slow
 def test_stop_strings_of_an_agent_s_own_leave_nothing_behind(starter):
     async def play(client, problem):
         wants = {"model": "policy", "messages": problem["messages"]}
@@ -506,6 +511,7 @@ def test_an_agent_s_number_is_a_part_of_the_reward(starter):
     assert (advantage != 0).any() and advantage.isfinite().all()
 
 
+@pytest.mark.slow
 def test_tools_that_the_template_leaves_out_are_refused(starter):
     model, tokenizer = starter
     plain = AutoTokenizer.from_pretrained(starter_path())

@@ -654,6 +654,7 @@ os.wait()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
 @pytest.mark.parametrize("ending", ["given up", "ends", "fails"])
 def test_a_command_is_killed_with_all_that_it_started(tmp_path, ending):

@@ -68,12 +68,14 @@ def test_default_task_has_thousands_of_distinct_problems() -> None:
     assert {split: len(q) for split, q in queries.items()} == {"train": 4096, "test": 512}
 
 
+@pytest.mark.slow
 def test_smallest_difficulty_gives_every_problem_there_is() -> None:
     task = ArithmeticTask(difficulty=1)
     queries = [problem.query for split in ("train", "test") for problem in task.problems(split)]
     assert sorted(queries) == sorted(f"{a}+{b}=?" for a in range(10) for b in range(10))
 
 
+@pytest.mark.slow
 def test_same_seed_gives_same_problems_in_another_process() -> None:
     code = (
         "from torchrl_grpo.tasks.arithmetic import ArithmeticTask as T;"

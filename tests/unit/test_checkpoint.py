@@ -192,6 +192,7 @@ def test_what_is_unpacked_to_any_size_is_refused_unread(saved: Path, tmp_path: P
         found(path)
 
 
+@pytest.mark.slow
 def test_a_manifest_of_any_length_is_refused_unread(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint_000003"
     folder.mkdir()
@@ -431,6 +432,7 @@ def test_a_full_disk_leaves_the_run_alive_and_the_one_before_valid(
     assert not list(run_folder.rglob("*.tmp"))
 
 
+@pytest.mark.slow
 def test_a_run_on_a_full_disk_is_one_line(
     small_disk: Path, run_here: Callable[..., int], capfd: pytest.CaptureFixture[str]
 ) -> None:

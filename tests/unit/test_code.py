@@ -251,6 +251,7 @@ def test_without_namespaces_limits_hold_and_strict_refuses(monkeypatch: pytest.M
         make_task(config.env)
 
 
+@pytest.mark.slow
 @apart
 def test_a_temporary_folder_may_have_any_name(tmp_path: Path) -> None:
     folder = tmp_path / "a folder with 'quotes'"

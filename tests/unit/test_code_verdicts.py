@@ -96,6 +96,7 @@ RIGHT: dict[str, tuple[str, Any, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_the_graders_take_is_right(name: str) -> None:
     program, answer, more = RIGHT[name]
@@ -143,6 +144,7 @@ WRONG: dict[str, tuple[str, Any, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_the_program_s_own_fault_is_wrong(name: str) -> None:
     program, answer, more = WRONG[name]

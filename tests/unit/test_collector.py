@@ -458,6 +458,7 @@ def test_log_probs_of_two_turns_are_those_of_one_forward_over_the_dialog(tokeniz
     assert all(count == 2 or cut for count, cut in zip(turns, truncated, strict=True))
 
 
+@pytest.mark.slow
 def test_interrupted_and_resumed_gives_the_same_tokens(tokenizer, tiny_model):
     first = make_real(tokenizer, tiny_model, seed=2)
     first.rollout()

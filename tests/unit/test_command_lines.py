@@ -99,6 +99,7 @@ def in_this_process(
     return 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "line", [line for line, words in LINES.items() if "--multirun" not in words]
 )
@@ -132,6 +133,7 @@ def test_a_sweep_runs_each_job_wherever_multirun_stands(
     assert jobs == [(dataset, lr, Path("sweep")) for lr in (1e-4, 1e-5)]
 
 
+@pytest.mark.slow
 def test_a_run_records_no_override_that_nobody_gave(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -408,6 +408,7 @@ def test_geometry_is_derived_from_the_config() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_estimator_of_a_kl_in_the_reward_is_one_that_constrains() -> None:
     """k2 and k3 there have almost no gradient near the reference; whoever wants them says so."""
     assert compose_config().kl_estimator == "k3"

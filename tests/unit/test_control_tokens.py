@@ -164,6 +164,7 @@ def test_texts_without_control_tokens_are_tokenized_as_ever(
 fragments = st.lists(st.integers(0, 30), min_size=1, max_size=10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WITH_ROLES)
 @given(chosen=fragments, tool=st.booleans())
 def test_no_text_adds_or_removes_a_control_token(name: str, chosen: list[int], tool: bool) -> None:

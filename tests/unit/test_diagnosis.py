@@ -45,6 +45,7 @@ def test_an_entry_that_is_not_finite_is_named_with_its_samples() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_first_module_that_is_not_finite_is_named_with_its_samples() -> None:
     model, batch = make_tiny_model(), make_batch()
     broken = model.model.layers[1].mlp.gate_proj
@@ -66,6 +67,7 @@ def test_the_first_module_that_is_not_finite_is_named_with_its_samples() -> None
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_not_finite_is_named() -> None:
     model = make_tiny_model()
     norm = model.model.layers[0].input_layernorm
@@ -306,6 +308,7 @@ def test_update_size_is_the_relative_norm_of_the_change() -> None:
     assert math.isnan(trainer.train_step(bad)["train/update_size"])
 
 
+@pytest.mark.slow
 def test_the_gradient_noise_scale_is_found_from_adams_moments() -> None:
     """Gradients of 8 sequences, each with a mean of 0.5 and a variance of 4 in each of 2,000 numbers."""
     torch.manual_seed(0)

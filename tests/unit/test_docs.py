@@ -8,6 +8,7 @@ import re
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from tensordict import NestedKey, TensorDictBase, is_leaf_nontensor
 from torch import Tensor
@@ -60,6 +61,7 @@ def test_every_loss_output_and_dynamic_sampling_count_is_on_the_page() -> None:
     assert undocumented([dict.fromkeys(names)]) == set()
 
 
+@pytest.mark.slow
 def test_the_names_of_the_losss_terms_are_what_the_page_says() -> None:
     page = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
     table = page.partition("| term |")[2].partition("\n\n")[0]

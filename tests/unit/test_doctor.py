@@ -61,6 +61,7 @@ def test_a_sound_run_passes_and_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["before"]
 
 
+@pytest.mark.slow
 def test_what_follows_a_failure_is_skipped_and_the_rest_is_tried(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], wide: None
 ) -> None:

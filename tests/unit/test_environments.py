@@ -341,6 +341,7 @@ def dialog(episode: str, *responses: str) -> Dialog:
     return Dialog(Problem("", None, {"seed": 1}), responses, chat, last=False, episode=episode)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [games.Game, games.AsyncGame])
 def test_an_environment_that_hangs_costs_its_own_dialog_alone(path: Path, kind: type) -> None:
     with RewardPool(task_of(kind), 1, timeout_s=1.0) as pool:

@@ -82,6 +82,7 @@ class Scripted(Engine):
         self.draws = state["draws"]
 
 
+@pytest.mark.slow
 def test_each_response_of_an_evaluation_is_a_sign_of_progress(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:

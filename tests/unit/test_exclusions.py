@@ -66,6 +66,7 @@ def test_they_are_refused(overrides: tuple[str, ...], message: str) -> None:
     assert message in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_group_size_of_demonstrations_that_was_given_is_refused() -> None:
     data = ["algo=sft", "env.dataset=rows.jsonl", "env.columns.completion=solution"]
     assert compose("grpo_arithmetic", data).env.repeats == 1

@@ -404,6 +404,7 @@ def read_only(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", folder], check=True)
 
 
+@pytest.mark.slow
 def test_a_read_only_folder_is_one_line(
     read_only: Path, run_here: Callable[..., int], capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -146,6 +146,7 @@ ROWS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "key", "value"), ROWS, ids=lambda value: str(value)[:20])
 def test_what_no_run_writes_is_left_out(
     name: str, key: str, value: object, whole: Path, tmp_path: Path

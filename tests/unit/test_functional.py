@@ -95,6 +95,7 @@ def test_one_valid_member_left_gives_zero() -> None:
     assert advantage.tolist() == [0.0, 0.0]
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.tuples(rewards, st.integers(0, 3), st.booleans()), min_size=1, max_size=24),
     st.randoms(),

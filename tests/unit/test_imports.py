@@ -88,9 +88,13 @@ def broken_rules(path: str, source: str) -> list[str]:
     return broken
 
 
-@pytest.mark.parametrize("path", FILES, ids=str)
-def test_only_the_allowed_files_import_vllm_ray_and_hydra(path: Path) -> None:
-    assert broken_rules(path.as_posix(), (PACKAGE / path).read_text(encoding="utf-8")) == []
+def test_only_the_allowed_files_import_vllm_ray_and_hydra() -> None:
+    broken = [
+        rule
+        for path in FILES
+        for rule in broken_rules(path.as_posix(), (PACKAGE / path).read_text(encoding="utf-8"))
+    ]
+    assert len(FILES) > 100 and broken == []
 
 
 @pytest.mark.parametrize(
@@ -214,6 +218,7 @@ def test_the_contracts_hold() -> None:
     assert "0 broken" in result.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "line", "contract"),
     [

@@ -117,6 +117,7 @@ class TwoTurns(ArithmeticTask):
         return "Sure?" if len(responses) == 1 and int(problem.query[0]) % 2 else None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", [ArithmeticTask(2), TwoTurns(2)])
 def test_in_an_environment_the_collector_keeps_each_steps_scores(
     task: ArithmeticTask, tokenizer: PreTrainedTokenizerFast

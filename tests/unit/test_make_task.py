@@ -163,6 +163,7 @@ def test_what_cannot_serve_is_refused(overrides: list[str], message: str) -> Non
         made(*overrides)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("folder")
 def test_a_class_of_ones_own_is_a_task_with_its_arguments() -> None:
     task = made("env.task._target_=my_own_tasks.MyTask", "+env.task.level=3")
@@ -181,6 +182,7 @@ def test_built_in_names_make_their_tasks() -> None:
     )
 
 
+@pytest.mark.slow
 def test_gsm8k_takes_a_reward_template_and_columns(folder: Path) -> None:
     for split, n in (("train", 1), ("test", 2)):
         row = {"question": f"{n}+1?", "answer": f"#### {n + 1}"}
@@ -231,6 +233,7 @@ MIX = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("folder")
 def test_several_data_sets_are_each_put_and_scored_their_own_way() -> None:
     task = made(MIX)
@@ -246,6 +249,7 @@ def test_several_data_sets_are_each_put_and_scored_their_own_way() -> None:
     assert {problem.dataset for problem in task.problems("test")} == {"a", "arithmetic"}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("folder")
 def test_a_mixed_task_and_its_problems_can_be_pickled() -> None:
     task = made(MIX)
@@ -303,6 +307,7 @@ def test_test_problems_come_once_each_and_the_data_sets_in_turn() -> None:
     assert Counter(problems[i].dataset for i in order[:20]) == {"x": 10, "y": 10}
 
 
+@pytest.mark.slow
 def test_each_data_set_answers_its_own_dialogs() -> None:
     task = MixedTask([Fixed("x", 2), ArithmeticTask(1)], [1, 1], ["x", "sums"])
     reply: list[Message] | None = task.reply(Dialog(task.problems("train")[0], ["?"]))
@@ -462,6 +467,7 @@ def test_a_mistake_in_an_entry_is_named_with_a_hint(entry: Any, message: str) ->
         from_hydra(OmegaConf.create({"env": {"datasets": [entry]}}))
 
 
+@pytest.mark.slow
 def test_chat_template_arguments_are_a_node_of_ones_own() -> None:
     for override in (
         "env.chat_template_kwargs={thinking: 2}",

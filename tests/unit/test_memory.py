@@ -36,6 +36,7 @@ def full(*_: Any, **__: Any) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "job",
     [
@@ -123,6 +124,7 @@ def check(blueprint: Blueprint, *, sleeps: bool = True) -> None:
     blueprint_module.check_devices(dataclasses.replace(blueprint, sleeps=sleeps))
 
 
+@pytest.mark.slow
 def test_a_shared_gpu_without_room_for_the_moments_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -191,6 +193,7 @@ def test_a_run_asks_for_room_before_it_loads_anything(
         build(compose_config(*SMALL, "inference_model.backend=vllm"), tmp_path)
 
 
+@pytest.mark.slow
 def test_offloading_on_one_device_changes_no_number(tmp_path: Path) -> None:
     """On a CPU, where what rests lies anyway: the model is sharded over one rank, whose group the run leaves."""
     rows = [

@@ -1029,6 +1029,7 @@ def test_a_file_that_tells_no_value_becomes_a_command_line_that_passes(name: str
     assert [key for key in rows if key not in told] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_each_choice_of_a_table_becomes_a_command_line_that_passes(name: str) -> None:
     seen = (

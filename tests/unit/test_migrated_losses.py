@@ -142,6 +142,7 @@ def test_the_first_loss_is_that_of_trl(settings: dict[str, Any], tmp_path: Path)
     torch.testing.assert_close(gradient(loss, model), gradient(theirs, other), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_first_objective_is_that_of_torchrl(tmp_path: Path) -> None:
     """Its KL and entropy are means over the prompt and padding too (docs/torchrl.md), so they are left out."""
     from torchrl.modules.llm import TransformersWrapper

@@ -121,6 +121,7 @@ def test_the_wheel_holds_the_files_of_package_and_config_only(wheel: zipfile.Zip
     assert "torchrl_grpo/py.typed" in packed
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_the_starter_model_within_its_size(wheel: zipfile.ZipFile) -> None:
     sizes = {
         i.filename: i.file_size

@@ -22,6 +22,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 
 from tests.support.configs import ROOT, compose_config
+from tests.support.configs import composed as hydra_config
 from tests.support.documentation import DOCS, PAGES, TUTORIALS, blocks, commands
 from torchrl_grpo.config import check_command_line, from_hydra, register, split_command_line
 from torchrl_grpo.config.schema import COMPONENTS, FIELDS
@@ -75,15 +76,13 @@ def composed(words: list[str]) -> None:
         jobs = product(*map(values, OverridesParser.create().parse_overrides(rest)))
     for job in jobs:
         check_command_line(job)
+        name = given.config_name or "grpo_gsm8k"
+        if given.config_dir is None:
+            from_hydra(hydra_config(name, tuple(job)))
+            continue
         register()
-        with initialize_config_dir(
-            version_base="1.3", config_dir=str(ROOT / (given.config_dir or "config"))
-        ):
-            cfg = compose(
-                given.config_name or "grpo_gsm8k",
-                [*job, f"hydra.searchpath=[file://{ROOT / 'config'}]"],
-            )
-            from_hydra(cfg)
+        with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / given.config_dir)):
+            from_hydra(compose(name, [*job, f"hydra.searchpath=[file://{ROOT / 'config'}]"]))
 
 
 def source(script: str) -> str:
@@ -93,6 +92,7 @@ def source(script: str) -> str:
         return (ROOT / script).read_text(encoding="utf-8")
     places = (
         ROOT / f"torchrl_grpo/extras/{name}/command.py",
+        ROOT / f"torchrl_grpo/extras/report/{name}.py",
         ROOT / f"torchrl_grpo/scripts/{name}.py",
     )
     return next(path for path in places if path.exists()).read_text(encoding="utf-8")

@@ -188,6 +188,7 @@ def test_memory_is_weights_gradients_and_moments_over_the_ranks() -> None:
     )
 
 
+@pytest.mark.slow
 def test_what_is_offloaded_takes_16_bytes_a_parameter_of_the_host() -> None:
     """Of which 8, the weights and gradients, are pinned, and may be rounded up to twice as much."""
     work, count = replace(WORK, step=replace(WORK.step, offloads=True)), 7_615_616_512

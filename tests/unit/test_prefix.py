@@ -181,6 +181,7 @@ def trained(
     return metrics, {name: value.clone() for name, value in trainer.weights()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("micro_batch_tokens", [16, 10_000])

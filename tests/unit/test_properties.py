@@ -63,6 +63,7 @@ def filled(mask: Tensor, data: Any, inside: Any = small, outside: Any = junk) ->
 # Reductions
 
 
+@pytest.mark.slow
 @given(masks(), st.data())
 def test_masked_mean_ignores_order_and_what_is_outside_the_mask(mask: Tensor, data: Any) -> None:
     values = filled(mask, data)
@@ -138,6 +139,7 @@ def test_a_constant_added_to_all_rewards_changes_no_advantage(
     )
 
 
+@pytest.mark.slow
 @given(rewarded, st.floats(0.01, 100), st.sampled_from(["group", "leave_one_out", "batch", "none"]))
 def test_scaled_rewards_scale_only_advantages_without_a_std(
     rows: Any, factor: float, mean: Any
@@ -205,6 +207,7 @@ def test_advantages_over_the_batch_have_mean_0_and_std_1(rows: Any) -> None:
         assert got.std().item() == pytest.approx(1, rel=1e-5)
 
 
+@pytest.mark.slow
 @given(masks(), st.floats(0, 1), st.floats(0, 1), st.integers(0, 4), st.data())
 def test_no_time_passes_on_tokens_that_were_not_sampled(
     mask: Tensor, gamma: float, lmbda: float, gap: int, data: Any

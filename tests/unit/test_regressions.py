@@ -118,6 +118,7 @@ def test_kl_entropy_and_clip_fractions_average_sampled_tokens_alone() -> None:
     assert out["clip_fraction_high"].item() == pytest.approx(sum(high) / count)
 
 
+@pytest.mark.slow
 def test_a_sequence_alone_is_its_row_in_a_padded_batch() -> None:
     """In float64 through a real model: log-probs, entropy, and the mean of the losses and gradients."""
     model = exact_model()
@@ -160,6 +161,7 @@ KINDS: dict[str, tuple[type[GRPOLoss], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize(
     ("dtype", "value_bound", "gradient_bound"),
@@ -244,6 +246,7 @@ def test_cispos_default_bounds_leave_ordinary_weights_alone() -> None:
 # What is counted and when
 
 
+@pytest.mark.slow
 def test_no_gradient_is_lost_or_left_over_between_optimizer_steps() -> None:
     """7 sequences in optimizer steps of 3, 3 and 1, each of several micro-batches: the weights are those of three
     steps by hand, each with the gradient of its own sequences alone."""

@@ -378,6 +378,7 @@ def test_pass_at_1_of_a_data_set_is_labeled_greedy() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_legend_lies_above_the_curves() -> None:
     records = [
         {"step": s, "train/kl_k3_to_ref": s * s, "train/kl_k3_to_inference": -s / 9}
@@ -549,6 +550,7 @@ def test_long_responses_keep_their_start_and_their_end(tmp_path: Path) -> None:
     assert shown is not None and len(shown.group()) == 2000
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("curves")
 @pytest.mark.parametrize("steps", [0, 1, 2])
 def test_run_that_crashed_early_has_a_report(tmp_path: Path, steps: int) -> None:
@@ -572,6 +574,7 @@ def test_run_that_crashed_early_has_a_report(tmp_path: Path, steps: int) -> None
     assert summarize(tmp_path)["wall_s"] == (float(steps) or None)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("curves")
 def test_folder_without_any_file_has_a_report(tmp_path: Path) -> None:
     assert "No metrics were logged." in parse(write_report(tmp_path)).text()

@@ -244,6 +244,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "load_model", load_model)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_weights")
 @pytest.mark.parametrize(
     ("overrides", "message"),
@@ -292,6 +293,7 @@ def resume_of(path: Path) -> Resume | None:
     return find_resume(config, plain(config))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_weights")
 def test_a_checkpoint_of_other_data_is_refused_by_name(full_run: Path, tmp_path: Path) -> None:
     source = state_in(at(full_run, 6))["source"]

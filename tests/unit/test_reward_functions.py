@@ -409,6 +409,7 @@ def test_an_async_function_keeps_its_event_loop_from_call_to_call() -> None:
     assert loops[0] is loops[1]
 
 
+@pytest.mark.slow
 def test_a_task_with_rewards_is_the_other_task_in_all_else() -> None:
     task = ArithmeticTask(difficulty=1)
     wrapped = WithRewards(

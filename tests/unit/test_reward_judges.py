@@ -124,6 +124,7 @@ def test_a_reply_without_a_rating_on_the_scale_is_an_error(serve: Any, reply: st
     assert len(judge.requests) == 1
 
 
+@pytest.mark.slow
 def test_a_reply_that_was_cut_off_is_no_rating(serve: Any) -> None:
     """``Score: 1`` may have been going to be ``Score: 10``."""
     judge = serve(lambda question, number: (200, "Score: 1"))

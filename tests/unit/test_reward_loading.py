@@ -36,6 +36,7 @@ async def score(response: str, *, extra: int = 0) -> int:
 """
 
 
+@pytest.mark.slow
 def test_a_function_of_a_file_runs_where_the_file_is_not(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text(
         "import later\nWEIGHT = 3\ndef times(x): return x * WEIGHT\n"
@@ -71,6 +72,7 @@ def test_a_function_of_a_file_shows_what_it_is(tmp_path: Path) -> None:
     assert schema["parameters"]["properties"]["b"] == {"type": "integer", "description": "two."}
 
 
+@pytest.mark.slow
 def test_an_edited_file_is_loaded_again_and_an_unchanged_one_is_not(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("def score(response): return 1\ndef other(response): return 3\n")

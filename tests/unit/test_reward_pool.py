@@ -108,6 +108,7 @@ def test_a_dialog_whose_worker_dies_once_has_its_score(pool: RewardPool, tmp_pat
     assert pool.take_counts() == {RESTARTS: 1, TIMED_OUT: 0}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the scorer looks for its files in /proc")
 @pytest.mark.parametrize("what", ["pickle", "text", "answer", "huge"])
 def test_what_a_scorer_writes_into_its_pipe_is_never_unpickled_or_taken(
@@ -156,6 +157,7 @@ def test_a_cause_is_a_known_word_of_an_invalid_reward_error(pool: RewardPool) ->
     assert pool.take_counts() == {RESTARTS: 0, TIMED_OUT: 0}
 
 
+@pytest.mark.slow
 def test_an_error_of_any_length_is_a_few_thousand_characters(pool: RewardPool) -> None:
     [one] = score(pool, "long")
     assert isinstance(one, Failure) and len(one.text) == 4000
@@ -236,6 +238,7 @@ def test_close_ends_busy_workers_and_what_they_started(pool: RewardPool, tmp_pat
         score(pool, "1")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's help is Linux's")
 @pytest.mark.parametrize("end", ["close", "hang", "exit"])
 def test_a_daemon_that_a_scorer_started_ends_with_its_worker(end: str, tmp_path: Path) -> None:

@@ -79,6 +79,7 @@ def test_anything_else_is_a_value_error_at_once(text: str) -> None:
     assert time.process_time() - start < 10
 
 
+@pytest.mark.slow
 @given(st.text(alphabet="0123456789+-*/(). ^", max_size=40))
 def test_random_arithmetic_gives_a_number_or_a_value_error(text: str) -> None:
     with contextlib.suppress(ValueError):

@@ -84,6 +84,7 @@ def test_a_user_error_is_one_line_without_a_traceback(
 IFEVAL = "error: env.dataset=ifeval without env.dataset_path must reach google/IFEval"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -376,6 +376,7 @@ def test_a_checkpoint_with_a_reference_in_its_config_is_refused(options: dict[st
     assert any(error.startswith(name) for name in options) and os.environ["HOME"] not in error
 
 
+@pytest.mark.slow
 def test_what_an_override_takes_from_a_checkpoint_is_refused_too() -> None:
     error = refusal({"logging.wandb.group": "evil:score"}, "env.reward=${logging.wandb.group}")
     assert error.startswith("env.reward=evil:score must be on the command line too")
@@ -402,6 +403,7 @@ def test_a_checkpoint_with_something_else_as_its_config_is_refused(
     assert message in refusal(options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [[], None, "env"])
 def test_a_checkpoint_without_a_config_is_refused(
     config: Any,
@@ -486,6 +488,7 @@ def test_code_that_the_command_line_names_is_used() -> None:
     assert (config.env.reward, config.env.tools) == ("mine.py:score", ["python"])
 
 
+@pytest.mark.slow
 def test_a_literal_dollar_on_the_command_line_is_taken_on_resume() -> None:
     saved = with_options(plain(compose_config()), {"inference_model.stop": ["${dollars}"]})
     config = resumed_config(saved, r"inference_model.stop=['\${dollars}']")
@@ -539,6 +542,7 @@ def test_the_config_beside_the_state_is_not_used(finished: Path, tmp_path: Path)
     assert (export.export(str(hostile), tmp_path / "out") / "config.json").is_file()
 
 
+@pytest.mark.slow
 def test_an_export_runs_no_code_of_the_base_model_by_itself(
     finished: Path, tmp_path: Path, canary: Path
 ) -> None:

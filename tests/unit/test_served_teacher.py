@@ -286,6 +286,7 @@ def test_what_is_no_such_server_is_refused(answers: dict, message: str, stub: SG
         ServedTeacher.check(stub.address, vocabulary=261, longest=100)
 
 
+@pytest.mark.slow
 def test_a_teachers_server_must_answer(stub: SGLangStub) -> None:
     stub.stop()
     with pytest.raises(

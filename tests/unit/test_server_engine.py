@@ -72,6 +72,7 @@ def closed_port() -> int:
         return int(held.getsockname()[1])
 
 
+@pytest.mark.slow
 def test_greedy_tokens_are_those_of_the_engine_behind_the_server(engine: ServerEngine) -> None:
     local = TransformersEngine(AutoModelForCausalLM.from_pretrained(starter_path()).float().eval())
     params = SamplingParams(max_new_tokens=12, temperature=0)
@@ -83,6 +84,7 @@ def test_greedy_tokens_are_those_of_the_engine_behind_the_server(engine: ServerE
         assert there[0].finish_reason == here[0].finish_reason and there[0].versions is None
 
 
+@pytest.mark.slow
 def test_new_weights_come_through_the_folder_with_their_version(
     engine: ServerEngine, tmp_path: Path
 ) -> None:
@@ -115,6 +117,7 @@ def test_a_file_of_weights_is_never_seen_half_written(
     assert routes[-3:] == ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
 
 
+@pytest.mark.slow
 def test_what_an_update_aborted_is_asked_for_again(engine: ServerEngine, stub: SGLangStub) -> None:
     engine.update_weights(named_weights(moved()), 1)
     stub.aborts = 2
@@ -169,6 +172,7 @@ def test_a_stop_string_ends_a_response_with_the_token_that_completes_it(
     assert len(cut.log_probs) == length
 
 
+@pytest.mark.slow
 def test_each_response_is_told_when_its_prompt_is_done(engine: ServerEngine) -> None:
     told = []
     made = engine.generate(PROMPTS, 2, PARAMS, on_finished=lambda *what: told.append(what))
@@ -310,6 +314,7 @@ def test_a_short_context_is_refused(stub: SGLangStub) -> None:
         prepare(compose_config(*served(stub.address)), [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "difference"), [(300, "larger"), (200, "smaller")])
 def test_another_vocabulary_is_refused(size: int, difference: str, stub: SGLangStub) -> None:
     stub.vocabulary = size
@@ -317,6 +322,7 @@ def test_another_vocabulary_is_refused(size: int, difference: str, stub: SGLangS
         prepare(compose_config(*served(stub.address)), [])
 
 
+@pytest.mark.slow
 def test_sglang_does_not_keep_responses_over_an_update(stub: SGLangStub) -> None:
     with pytest.raises(ConfigError, match=r"in_flight=keep .*SGLang"):
         prepare(compose_config(*served(stub.address), "inference_model.in_flight=keep"), [])
@@ -603,6 +609,7 @@ def test_a_server_that_aborts_without_an_update_is_lost(vllm: SimpleNamespace) -
     assert vllm.stub.asked == 5
 
 
+@pytest.mark.slow
 def test_updates_may_abort_a_response_as_often_as_they_come(vllm: SimpleNamespace) -> None:
     def change(answer: dict) -> None:
         if vllm.engine.policy_version < 12:

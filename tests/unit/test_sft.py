@@ -423,6 +423,7 @@ def test_the_loss_is_that_of_trls_sft_trainer_on_the_same_rows(tmp_path: Path) -
     assert trainer.state.log_history[0]["loss"] == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batch_tokens", [20, 10_000])
 @pytest.mark.parametrize("optim_batch_size", [8, 4])
 def test_demonstrations_beside_a_step_add_their_weighted_loss(

@@ -61,6 +61,7 @@ def test_no_parameter_outlives_the_sharding_of_its_layer(
         assert torch.equal(value.to_local(), before[name]), name
 
 
+@pytest.mark.slow
 def test_gradients_summed_on_the_device_are_reduced_once_a_step(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -232,6 +232,7 @@ class Simulated:
         return True
 
 
+@pytest.mark.slow
 @given(
     st.integers(0, 3),
     st.integers(1, 3),

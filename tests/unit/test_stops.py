@@ -111,6 +111,7 @@ def test_a_string_that_the_tokenizer_cannot_write_is_refused():
         StopStrings(["ü"], tokenizer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("generic", [False, True])
 def test_the_engine_ends_responses_at_stop_strings(generic):
     engine = TransformersEngine(make_tiny_model(initializer_range=0.05))

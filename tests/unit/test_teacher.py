@@ -135,6 +135,7 @@ def test_no_more_logits_are_held_than_the_bound(monkeypatch: pytest.MonkeyPatch)
     assert max(sizes) == 4 * N and len(sizes) == 3 * (2 + 2 + 1 + 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("top_k", [None, 261])
 @pytest.mark.parametrize("packs", [True, False])
 def test_the_loss_is_the_divergence_of_the_two_models_logits(

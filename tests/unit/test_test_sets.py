@@ -125,6 +125,7 @@ def leveled(response, level):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scored_by", ["env.environment={}:Rows", "env.reward={}:leveled"])
 @pytest.mark.parametrize("where", ["set", "split"])
 def test_test_problems_without_a_needed_column_are_refused_before_loading(

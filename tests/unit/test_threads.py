@@ -41,6 +41,7 @@ def test_a_model_of_a_million_parameters_keeps_the_threads(
     assert torch.get_num_threads() == 2
 
 
+@pytest.mark.slow
 def test_omp_num_threads_decides_where_it_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     TokenScorer(make_tiny_model())

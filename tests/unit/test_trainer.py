@@ -233,6 +233,7 @@ def test_the_loss_scaler_lives_as_long_as_the_trainer() -> None:
     assert scaler.get_scale() == 2 * start
 
 
+@pytest.mark.slow
 def test_a_loss_scale_overflow_is_skipped_and_counted() -> None:
     trainer = make_trainer(autocast_dtype=torch.float16, max_nonfinite_steps=1)
     trainer.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)

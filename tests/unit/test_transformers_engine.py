@@ -326,6 +326,7 @@ def test_half_precision_log_probs_are_near_the_models_own(dtype):
     assert largest_error(model, prompts, groups, 1.0) < 2e-2
 
 
+@pytest.mark.slow
 def test_first_tokens_follow_the_models_distribution(tiny_model):
     [prompt] = make_prompts(5)
     engine = TransformersEngine(tiny_model)
@@ -369,6 +370,7 @@ def test_a_restored_state_continues_the_run_exactly(tiny_model):
     assert same(resumed.generate(prompts, 4, params), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [*FUSED, make_gpt2])
 def test_groups_that_wait_for_room_are_sampled_as_all_at_once(make, monkeypatch):
     monkeypatch.setattr(fused_decoder, "_BLOCK", 5)

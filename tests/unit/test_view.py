@@ -511,6 +511,7 @@ def test_a_folder_that_is_no_run_is_refused(
     assert error in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_nothing_that_trains_is_imported() -> None:
     code = "import sys, torchrl_grpo.extras.view.server; print({'torch', 'matplotlib', 'numpy'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

@@ -258,6 +258,7 @@ BOMB = "a0: &a0 [x, x]\n" + "".join(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
@@ -400,6 +401,7 @@ def test_a_response_whose_tokens_cannot_be_read_is_shown_without_them(
     assert (found["step"], found["response"], found["tokens"]) == (4, "8", None)
 
 
+@pytest.mark.slow
 def test_more_data_sets_than_a_small_number_counts_shift_no_row(tmp_path: Path) -> None:
     row = {"step": 1, "split": "train", "query": "", "reward": 1.0}
     append(

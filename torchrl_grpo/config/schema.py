@@ -522,9 +522,11 @@ LOSSES = tuple(
     f"torchrl_grpo.objectives.{name}"
     for name in (
         "CISPOLoss",
+        "ClipCovLoss",
         "DemonstrationLoss",
         "GMPOLoss",
         "GRPOLoss",
+        "KLCovLoss",
         "SAPOLoss",
         "SFTLoss",
         "VESPOLoss",

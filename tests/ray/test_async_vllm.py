@@ -23,9 +23,9 @@ ray = pytest.importorskip("ray")
 def test_a_replica_of_two_processes_has_the_trainers_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(
-        "VLLM_CPU_OMP_THREADS_BIND", "0|1"
-    )  # by itself vLLM wants a NUMA node for each process
+    monkeypatch.setenv(forks.WITH_VLLM, "1")
+    # By itself vLLM wants a NUMA node for each process.
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     with Script(
         ASYNC, tmp_path, "inference_model.backend=vllm", "inference_model.num_devices=2", "policy.kl_coef=0",
         "inference_model.tensor_parallel_size=2", "inference_model.check_sync=true", "evaluation.num_prompts=0",

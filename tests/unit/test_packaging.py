@@ -187,6 +187,7 @@ def test_an_installed_wheel_trains_from_an_empty_folder(installed: Path, tmp_pat
     assert (tmp_path / "run" / "report.html").exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_an_installed_wheel_sweeps_over_a_users_config(installed: Path, tmp_path: Path) -> None:
     text = "defaults: [grpo_arithmetic, _self_, override algo: dapo]\nenv: {num_envs: 16, repeats: 4}\n"

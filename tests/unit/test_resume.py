@@ -87,7 +87,16 @@ def lora_averages_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["full", "lora", "adamw_8bit", "averages", "lora_averages"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "full",
+        "lora",
+        pytest.param("adamw_8bit", marks=pytest.mark.nightly),
+        "averages",
+        "lora_averages",
+    ],
+)
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 from tests.support.families import in_vllm
 
 
-@pytest.mark.parametrize("name", ["mixtral", "gpt_neox"])
+@pytest.mark.parametrize("name", ["mixtral", pytest.param("gpt_neox", marks=pytest.mark.nightly)])
 def test_log_probs_after_an_update_are_the_trainer_s(name: str) -> None:
     """Mixtral: one tensor for each expert, which vLLM packs on a CPU. GPT-NeoX: a head of another name."""
     assert in_vllm(name) < 1e-4

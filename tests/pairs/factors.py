@@ -92,6 +92,10 @@ FACTORS: dict[str, dict[str, tuple[str, ...]]] = {
         "sampled": _TEACHER,
         "reverse": (*_TEACHER, "policy.teacher_divergence=reverse"),
         "top_k": (*_TEACHER, "policy.teacher_divergence=jsd", "policy.teacher_top_k=8"),
+        "several": (
+            "policy.teacher_coef=0.1",
+            "teachers=[{model: DATA/teacher, datasets: [one]}, {model: starter, datasets: [two]}]",
+        ),
         "own": ("policy.teacher_coef=0.1", "teacher.model=policy", "teacher.weights=ema"),
         "prompted": (*_TEACHER, f"teacher.prompt={_HERE}:hint", "policy.teacher_clip=2"),
     },
@@ -183,7 +187,7 @@ _OF_PROCESSES = ("script", "train", "samplers")
 # The first option excludes each of the others; ! stands for all but those that follow.
 _EXCLUDED = """
 algo:sft  dialog:!single credit:per_turn dynamic:on draw:!uniform sft:on
-          teacher:sampled,prompted,own overlong:on proximal:!preset advantage:!preset
+          teacher:sampled,prompted,several,own overlong:on proximal:!preset advantage:!preset
           temperature:0.8 shaping:on terms:on reference:reward data:!file,two reward:gdpo
 algo:distill  teacher:none dynamic:on reward:gdpo
 algo:reinforce_pp  reward:gdpo advantage:leave_one_out credit:per_turn dialog:agent,compact
@@ -193,6 +197,7 @@ dialog:game  data:!arithmetic sft:on check:exact draw:curriculum
 dialog:rows  data:!file sft:on check:exact
 dialog:tools,retry  check:exact
 teacher:prompted  dialog:game,rows,agent,compact
+teacher:several  data:!two dialog:game,rows
 sft:on  dynamic:on teacher:reverse,top_k data:!file,two
 credit:per_turn  advantage:token,leave_one_out dynamic:on reward:gdpo
 dynamic:on  teacher:!none reward:gdpo

@@ -155,8 +155,9 @@ def prepare(
         check_loggers(config)
         task = task or read_task(config)
         model_config, tokenizer, stop_token_ids = describe_model(config)
-        has_teacher = config.needs_teacher and not config.learner_teaches
-        teacher_shape = check_teacher(config, tokenizer) if has_teacher else None
+        teacher_shape = None
+        if not config.learner_teaches:
+            teacher_shape = _check_teachers(config, tokenizer)
         check_optimizer(config.optimizer.name)
         _check_sharding(config, len(plan.train), model_config.get_text_config())
         params = _make_params(config.inference_model, tokenizer, stop_token_ids)
@@ -340,6 +341,25 @@ def naming_teacher() -> Iterator[None]:
         raise ValueError(str(error).replace("model.name=", "teacher.model=")) from error
 
 
+def _check_teachers(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> Shape | None:
+    """Return the shape of the largest teacher, after checking all of them; None without one.
+
+    Raises:
+        ValueError: see ``check_teacher``, or a teacher names a data set that there is not.
+    """
+    names = dataset_names(config.env.datasets or (), "env.datasets")
+    for index, entry in enumerate(config.teachers or ()):
+        if unknown := sorted(set(entry.datasets) - set(names)):
+            raise ValueError(
+                f"teachers[{index}].datasets={entry.datasets} must be names of env.datasets, which "
+                f"are {names}, but {unknown[0]} is not: use some of them."
+            )
+    shapes = [
+        check_teacher(config.of_teacher(index), tokenizer) for index in range(config.num_teachers)
+    ]
+    return max(shapes, key=lambda shape: shape.parameters, default=None)
+
+
 def check_teacher(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> Shape:
     """Return the teacher's shape, after checking that its vocabulary is the policy's.
 
@@ -372,14 +392,15 @@ def _check_served_teacher(config: GRPOConfig, longest: int) -> None:
     Raises:
         ValueError: a server does not answer, or cannot be the teacher.
     """
-    for address in config.teacher.address:
-        teacher_config = loading.load_config(
-            config.teacher_source or "", trust_remote_code=config.model.trust_remote_code
-        )
-        vocabulary = teacher_config.get_text_config().vocab_size
-        ServedTeacher.check(
-            address, vocabulary=vocabulary, longest=longest, top_k=config.policy.teacher_top_k
-        )
+    for teacher in map(config.of_teacher, range(config.num_teachers)):
+        for address in teacher.teacher.address:
+            teacher_config = loading.load_config(
+                teacher.teacher_source or "", trust_remote_code=config.model.trust_remote_code
+            )
+            vocabulary = teacher_config.get_text_config().vocab_size
+            ServedTeacher.check(
+                address, vocabulary=vocabulary, longest=longest, top_k=config.policy.teacher_top_k
+            )
 
 
 def engine_request(
@@ -444,9 +465,10 @@ def _make_plan(config: GRPOConfig, accelerators: Sequence[torch.device]) -> Devi
         and not config.only_evaluates,
         engine_devices=inference.devices_per_engine,
         servers=len(inference.address),
-        teacher_servers=len(config.teacher.address),
+        teacher_servers=len(config.teacher_addresses),
         cluster=config.ray.address,
     )
+    plan = plan.with_teachers(config.num_teachers)
     if unused := num_unused(plan, accelerators):
         torchrl_logger.warning(
             f"{unused} of the {len(accelerators)} accelerators stay unused: "
@@ -528,7 +550,7 @@ def _max_prompt_tokens(config: GRPOConfig, model_config: PretrainedConfig) -> tu
         )
     context = longest or context
     room = context - config.inference_model.max_new_tokens
-    room -= bool(config.teacher.address)  # a teacher on a server samples one more token
+    room -= bool(config.teacher_addresses)  # a teacher on a server samples one more token
     if room < 1:
         raise ConfigError(
             f"inference_model.max_new_tokens={config.inference_model.max_new_tokens} must leave "
@@ -674,9 +696,10 @@ def plan_rows(blueprint: Blueprint) -> list[dict[str, Any]]:
         add(f"reference ({what})", ranks, train.dtype)
     if memory.teacher is not None:
         own = [(device,) for device in plan.teacher]
-        dtype = "" if teacher.address else teacher.dtype
+        addresses = config.teacher_addresses
+        dtype = "" if addresses else config.of_teacher(0).teacher.dtype
         shape = blueprint.teacher_shape
-        add("teacher", own, dtype, memory.teacher.peak, shape, teacher.address)
+        add("teacher", own, dtype, memory.teacher.peak, shape, addresses)
     elif config.learner_teaches:
         add(f"teacher ({teacher.weights})", ranks, train.dtype)
     return rows

@@ -243,6 +243,10 @@ def _make_rollouts(
         factory = partial(make_seeded, make, config.seed + number)
         return make_worker("inference", number, f"sampler {number}", factory)
 
+    teachers = [
+        make_worker("teacher", i, f"teacher {i}", partial(make_teacher, untested, number=i))
+        for i in range(len(plan.teacher))
+    ]
     rollouts = Rollouts(
         tasks,
         driver,
@@ -251,10 +255,7 @@ def _make_rollouts(
             make_worker("reference", i, f"reference model {i}", partial(make_reference, untested))
             for i in range(len(plan.reference))
         ],
-        teachers=[
-            make_worker("teacher", i, f"teacher {i}", partial(make_teacher, untested, number=i))
-            for i in range(len(plan.teacher))
-        ],
+        teachers=[teachers[number :: plan.num_teachers] for number in range(plan.num_teachers)],
         concurrent_tasks=setup.concurrent,
         in_flight=setup.in_flight,
         references_first=driver.overlaps and plan.colocated,

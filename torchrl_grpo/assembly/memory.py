@@ -92,7 +92,7 @@ def run_memory(
         reference=ModelMemory(reference) if config.has_own_reference else None,
         teacher=None
         if teacher is None
-        else ModelMemory(weight_bytes(teacher, BYTES[config.teacher.dtype])),
+        else ModelMemory(weight_bytes(teacher, BYTES[config.of_teacher(0).teacher.dtype])),
     )
 
 

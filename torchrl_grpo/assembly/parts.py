@@ -331,17 +331,22 @@ def make_teacher(blueprint: Blueprint, *, number: int = 0) -> Reference:
         blueprint: checked.
         number: index of the teacher.
     """
-    config = blueprint.config
+    different = blueprint.plan.num_teachers
+    config = blueprint.config.of_teacher(number % different)
+    entries = blueprint.config.teachers
+    datasets = entries[number % different].datasets if entries else None
     if config.teacher.address:
         vocabulary = blueprint.model_config.get_text_config().vocab_size
-        address, top_k = config.teacher.address[number], config.policy.teacher_top_k
+        address, top_k = config.teacher.address[number // different], config.policy.teacher_top_k
         served = ServedTeacher(address, top_k=top_k, vocabulary=vocabulary)
-        return Reference(_teacher_scoring(config, served))
+        return Reference(_teacher_scoring(config, served, datasets=datasets))
     scorer = _load_scorer(config, "teacher", own_device())
-    return Reference(_local_teacher(config, scorer), makes_room=blueprint.sleeps)
+    return Reference(_local_teacher(config, scorer, datasets), makes_room=blueprint.sleeps)
 
 
-def _local_teacher(config: GRPOConfig, scorer: TokenScorer) -> Transform:
+def _local_teacher(
+    config: GRPOConfig, scorer: TokenScorer, datasets: Sequence[str] | None = None
+) -> Transform:
     """Return the transform with which a model in this process scores as the teacher."""
     scoring: KLScoring
     if config.teacher_in_loss:
@@ -349,17 +354,20 @@ def _local_teacher(config: GRPOConfig, scorer: TokenScorer) -> Transform:
     else:
         scoring = KLScoring(scorer, out_key=keys.TEACHER_LOG_PROBS, **_passes(config))
     width: int = scorer.base.get_output_embeddings().in_features
-    return _teacher_scoring(config, scoring, width)
+    return _teacher_scoring(config, scoring, width, datasets)
 
 
 def _teacher_scoring(
-    config: GRPOConfig, scoring: KLScoring | ServedTeacher, hidden: int = 0
+    config: GRPOConfig,
+    scoring: KLScoring | ServedTeacher,
+    hidden: int = 0,
+    datasets: Sequence[str] | None = None,
 ) -> Transform:
-    """Return a teacher's transform, with a prompt of its own if the config has one."""
-    if config.teacher.prompt is None:
+    """Return a teacher's transform, with a prompt or data sets of its own if the config has any."""
+    if config.teacher.prompt is None and datasets is None:
         return scoring
     width = 2 * (config.policy.teacher_top_k or 0) or hidden
-    return TeacherScoring(scoring, width if config.teacher_in_loss else 0)
+    return TeacherScoring(scoring, width if config.teacher_in_loss else 0, datasets)
 
 
 def _teacher_head(config: GRPOConfig, device: torch.device) -> Teacher:

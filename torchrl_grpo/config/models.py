@@ -185,6 +185,20 @@ class RefModelConfig(DevicesConfig):
     ranks score with it."""
 
 
+@dataclass
+class TeacherEntry:
+    """One of several teachers."""
+
+    model: str | None = None
+    """As teacher.model."""
+    datasets: list[str] = field(default_factory=list)
+    """Names of the data sets whose responses it scores."""
+    address: list[str] = field(default_factory=list)
+    """As teacher.address; each teacher has as many."""
+    dtype: str = choice(checks.Dtype, "float32")
+    """Type of the weights."""
+
+
 OWN_MODEL = "policy"
 """Value of ``teacher.model`` for the trained model."""
 

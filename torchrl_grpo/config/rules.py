@@ -125,6 +125,8 @@ def validate(config: GRPOConfig) -> None:
         _check_shared(config)
         for rule in UNREAD_RULES:
             rule.check(config)
+        for index in range(len(config.teachers or ())):
+            validate(config.of_teacher(index))
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
@@ -453,6 +455,16 @@ def _lacks_top_k(key: str, config: GRPOConfig) -> bool:
 
 def _needs_own_model(key: str, config: GRPOConfig) -> bool:
     return _is_set(config, key) and config.teacher.model != OWN_MODEL
+
+
+def _bad_teachers(config: GRPOConfig) -> bool:
+    teachers = config.teachers
+    if teachers is None:
+        return False
+    names = [name for entry in teachers for name in entry.datasets]
+    whole = all(entry.model not in (None, OWN_MODEL) and entry.datasets for entry in teachers)
+    alike = len({len(entry.address) for entry in teachers}) == 1
+    return not (len(teachers) > 1 and whole and alike and len(names) == len(set(names)))
 
 
 def _lacks_teacher(key: str, config: GRPOConfig) -> bool:
@@ -955,6 +967,7 @@ RULES = (
             partial(_lacks_teacher, key),
         )
         for key in (
+            "teachers",
             "teacher.address",
             "teacher.prompt",
             "teacher.weights",
@@ -986,7 +999,28 @@ RULES = (
         "teacher.model",
         "and {policy.teacher_coef=} go together",
         "use algo=distill teacher.model=NAME, or neither",
-        lambda c: c.needs_teacher != (c.teacher.model is not None),
+        lambda c: not c.teachers and c.needs_teacher != (c.teacher.model is not None),
+    ),
+    *(
+        Rule("teachers", f"must be left out with {{{key}=}}, {why}", "leave one out", key)
+        for key, why in (
+            ("teacher.model", "because each teacher has its own"),
+            ("teacher.address", "because each teacher has its own"),
+            ("teacher.dtype", "because each teacher has its own"),
+        )
+    ),
+    Rule(
+        "teachers",
+        "must be several, each with a model, data sets that no other has, and as many addresses as "
+        "the others",
+        "for example, [{model: A, datasets: [math]}, {model: B, datasets: [code]}]",
+        _bad_teachers,
+    ),
+    Rule(
+        "policy.teacher_divergence",
+        "needs policy.teacher_top_k with teachers, whose LM heads differ",
+        "use policy.teacher_top_k=64, or policy.teacher_divergence=sampled",
+        lambda c: c.teachers and c.teacher_in_loss and c.policy.teacher_top_k is None,
     ),
     Rule(
         "policy.reward_coef",

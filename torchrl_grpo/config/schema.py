@@ -4,7 +4,7 @@ from them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchrl_grpo import checks
@@ -18,6 +18,7 @@ from torchrl_grpo.config.models import (
     ModelConfig,
     RefModelConfig,
     TeacherConfig,
+    TeacherEntry,
     TrainModelConfig,
 )
 from torchrl_grpo.config.optimizer import OptimizerConfig
@@ -359,6 +360,10 @@ class GRPOConfig:
     inference_model: InferenceModelConfig = field(default_factory=InferenceModelConfig)
     ref_model: RefModelConfig = field(default_factory=RefModelConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    teachers: list[TeacherEntry] | None = None
+    """Several teachers instead of teacher.model: [{model: NAME, datasets: [math]}, ...], each for the
+    data sets of env.datasets that it names. They are processes of their own, which share
+    teacher.num_devices."""
     env: EnvConfig = field(default_factory=EnvConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -455,6 +460,25 @@ class GRPOConfig:
     def needs_teacher(self) -> bool:
         """True if a teacher scores the responses."""
         return self.policy.teacher_coef > 0
+
+    def of_teacher(self, index: int) -> GRPOConfig:
+        """Return the config as the teacher with this index needs it: with it alone."""
+        if not self.teachers:
+            return self
+        entry = vars(self.teachers[index])
+        entry = {name: value for name, value in entry.items() if name != "datasets"}
+        return replace(self, teacher=replace(self.teacher, **entry), teachers=None)
+
+    @property
+    def teacher_addresses(self) -> list[str]:
+        """The servers of all teachers."""
+        own = [address for entry in self.teachers or () for address in entry.address]
+        return own or self.teacher.address
+
+    @property
+    def num_teachers(self) -> int:
+        """Number of different teachers."""
+        return len(self.teachers or [None]) if self.needs_teacher else 0
 
     @property
     def learner_teaches(self) -> bool:

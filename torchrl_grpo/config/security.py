@@ -106,6 +106,7 @@ FROM_COMMAND_LINE: dict[str, Callable[[Any], bool]] = {
     "inference_model.weights_folder": not_,
     "inference_model.engine_kwargs": not_,
     "teacher.address": not_,
+    "teachers": lambda entries: not any(entry["address"] for entry in entries or ()),
     "teacher.prompt": lambda name: name is None or ":" not in name,
     "env.reward": _is_own_reward,
     "env.dataset_options": _has_no_text,

@@ -46,7 +46,8 @@ class DevicePlan:
         reference: the reference model's devices, each with a full copy; empty without such a model.
         colocated: whether the engine shares its accelerator, and must release its memory while
             other roles work.
-        teacher: the same for the teacher.
+        teacher: the same for the teachers, in turn: teacher 0, teacher 1, ..., teacher 0 again.
+        num_teachers: number of different teachers.
     """
 
     train: tuple[torch.device, ...]
@@ -54,6 +55,15 @@ class DevicePlan:
     reference: tuple[torch.device, ...]
     colocated: bool
     teacher: tuple[torch.device, ...] = ()
+    num_teachers: int = 1
+
+    def with_teachers(self, number: int) -> DevicePlan:
+        """Return the plan for a number of different teachers, each with at least one of the
+        teacher's devices; fewer devices are shared.
+        """
+        devices = [*self.teacher] * number if len(self.teacher) < number else self.teacher
+        kept = max(number, len(self.teacher)) if self.teacher else 0
+        return replace(self, teacher=tuple(devices[:kept]), num_teachers=max(1, number))
 
     @property
     def devices(self) -> list[torch.device]:
@@ -65,7 +75,8 @@ class DevicePlan:
     def distributed(self) -> bool:
         """Return whether a role has more than one device and so needs more than one process."""
         engines = sum(map(len, self.inference))
-        return max(len(self.train), engines, len(self.reference), len(self.teacher)) > 1
+        copies = -(-len(self.teacher) // self.num_teachers)
+        return max(len(self.train), engines, len(self.reference), copies) > 1
 
 
 def available_accelerators() -> list[torch.device]:

@@ -57,7 +57,7 @@ class Rollouts:
             (``make_seeded``).
         references: workers with a reference model; empty if the learner scores, or if there is no
             scoring.
-        teachers: workers with a teacher, which is a ``Reference`` too and scores after the
+        teachers: workers of each teacher, which is a ``Reference`` too and scores after the
             reference models.
         concurrent_tasks: number of tasks that a sampler plays at once.
         in_flight: treatment of tasks in progress when weights arrive; see ``AsyncVLLMEngine``.
@@ -79,7 +79,7 @@ class Rollouts:
         *,
         samplers: Sequence[Worker],
         references: Sequence[Worker] = (),
-        teachers: Sequence[Worker] = (),
+        teachers: Sequence[Sequence[Worker]] = (),
         concurrent_tasks: int = 1,
         in_flight: InFlight = "wait",
         references_first: bool = False,
@@ -92,7 +92,8 @@ class Rollouts:
         self.tasks = tasks
         self.samplers = samplers
         self.references = references
-        self.teachers = teachers
+        self.teachers = [worker for workers in teachers for worker in workers]
+        self._scorers = [references, *teachers]
         self.published: int | None = None
         self._driver = driver
         self._concurrent_tasks = concurrent_tasks
@@ -400,9 +401,7 @@ class Rollouts:
             report, groups = await sampler.call(what, "play", progress.task, groups=count)
         sampler.engine_state = report.engine
         sampler.responses += self.tasks.played(progress, report, groups)
-        progress.scorers = [
-            workers for workers in (self.references, self.teachers) if progress.kept and workers
-        ]
+        progress.scorers = [workers for workers in self._scorers if progress.kept and workers]
         self._pass_on(progress)
 
     async def _score(self, reference: Worker) -> None:

@@ -4,6 +4,7 @@ advantage.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -48,29 +49,37 @@ class TeacherStates(KLScoring):
 
 class TeacherScoring(Transform):
     """Has a teacher score responses after the prompts that were written for it,
-    ``("teacher", "prompt")``, and writes ``"teacher_valid"``: False where there is none.
+    ``("teacher", "prompt")``, if there are any, and writes ``"teacher_valid"``: False where there is
+    an empty prompt, or another teacher's data set.
 
     Args:
         scoring: the teacher. It sees its own prompt and everything after the policy's prompt, and
             its scores are aligned with the policy's tokens.
         width: size of a state; 0 for log-probs.
+        datasets: names of the data sets whose responses it scores; None scores all.
     """
 
-    def __init__(self, scoring: KLScoring | ServedTeacher, width: int = 0) -> None:
+    def __init__(
+        self,
+        scoring: KLScoring | ServedTeacher,
+        width: int = 0,
+        datasets: Collection[str] | None = None,
+    ) -> None:
         super().__init__(
-            in_keys=[keys.FULL, keys.RESPONSE, keys.ASSISTANT_MASK, keys.TEACHER_PROMPT],
+            in_keys=[keys.FULL, keys.RESPONSE, keys.ASSISTANT_MASK],
             out_keys=[scoring.out_key, keys.TEACHER_VALID],
         )
         self.scoring = scoring
         self.width = width
+        self.datasets = datasets
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Score a batch [B] (or one sequence) in place. A batch that already has the entry is left
+        """Score a batch [B] (or one sequence) in place. What a teacher has scored already is left
         unchanged.
         """
         key = self.out_keys[0]
-        rows = [] if has(tensordict, key) else flatten(tensordict).unbind(0)
-        views = [_as_teacher_sees(row) for row in rows]
+        rows = [row for row in flatten(tensordict).unbind(0) if self._is_open(row)]
+        views = [self._view(row) for row in rows]
         seen = [view for view in views if view is not None]
         scores = iter(self.scoring(lazy_stack(seen)).unbind(0) if seen else ())
         for row, view in zip(rows, views, strict=True):
@@ -87,13 +96,26 @@ class TeacherScoring(Transform):
             row.set(keys.TEACHER_VALID, torch.tensor([view is not None], device=mask.device))
         return tensordict
 
+    def _is_open(self, row: TensorDictBase) -> bool:
+        """Return whether to write the scores of a row: nobody has, or it is of the own data sets."""
+        valid = row.get(keys.TEACHER_VALID, None)
+        own = self.datasets is not None and row[keys.DATASET] in self.datasets
+        return valid is None or (own and not bool(valid))
+
+    def _view(self, row: TensorDictBase) -> TensorDict | None:
+        """Return a sequence as the teacher sees it; None if it scores none."""
+        other = self.datasets is not None and row[keys.DATASET] not in self.datasets
+        return None if other else _as_teacher_sees(row)
+
 
 def _as_teacher_sees(row: TensorDictBase) -> TensorDict | None:
-    """Return a sequence with the teacher's prompt in place of the policy's; None without one."""
-    prompt, response = row.get(keys.TEACHER_PROMPT), row.get(keys.RESPONSE)
+    """Return a sequence with the teacher's prompt, if there is one, in place of the policy's; None if
+    that is empty.
+    """
+    full, mask, response = (row.get(key) for key in (keys.FULL, keys.ASSISTANT_MASK, keys.RESPONSE))
+    prompt = row.get(keys.TEACHER_PROMPT, full[: len(full) - len(response)])
     if not len(prompt):
         return None
-    mask = row.get(keys.ASSISTANT_MASK)
     view = TensorDict(
         {
             keys.FULL: torch.cat([prompt, response]),

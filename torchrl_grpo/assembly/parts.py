@@ -323,12 +323,15 @@ def make_reference(blueprint: Blueprint, device: torch.device | None = None) -> 
     return Reference(KLScoring(scorer, **_passes(config)), makes_room=blueprint.sleeps)
 
 
-def make_teacher(blueprint: Blueprint, *, number: int = 0) -> Reference:
+def make_teacher(
+    blueprint: Blueprint, device: torch.device | None = None, *, number: int = 0
+) -> Reference:
     """Make a teacher: a reference model with other weights, which may return states instead of
     log-probs.
 
     Args:
         blueprint: checked.
+        device: device of the model, unless it is on a server.
         number: index of the teacher.
     """
     different = blueprint.plan.num_teachers
@@ -340,7 +343,7 @@ def make_teacher(blueprint: Blueprint, *, number: int = 0) -> Reference:
         address, top_k = config.teacher.address[number // different], config.policy.teacher_top_k
         served = ServedTeacher(address, top_k=top_k, vocabulary=vocabulary)
         return Reference(_teacher_scoring(config, served, datasets=datasets))
-    scorer = _load_scorer(config, "teacher", own_device())
+    scorer = _load_scorer(config, "teacher", device or own_device())
     return Reference(_local_teacher(config, scorer, datasets), makes_room=blueprint.sleeps)
 
 

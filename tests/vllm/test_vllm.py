@@ -335,7 +335,7 @@ def test_on_an_accelerator_a_head_of_16_bits_gives_float32(monkeypatch):
 
 def test_a_head_size_vllm_cannot_run_is_refused_before_it_starts(tmp_path):
     make_tiny_model().save_pretrained(tmp_path)  # head size 8
-    with pytest.raises(ValueError, match=r"head size out of .* this model has 8"):
+    with pytest.raises(ValueError, match=r"head sizes .* this model has 8"):
         VLLMEngine(str(tmp_path))
     assert worker_processes() == []
 

@@ -56,7 +56,7 @@ def check_engine_kwargs(arguments: Mapping[str, Any]) -> None:
         field = f"inference_model.engine_kwargs.{name}={value}"
         if name in _OURS:
             raise ValueError(
-                f"{field} must be omitted: exact log-probs and weight updates depend on this "
+                f"{field} must be left out: exact log-probs and weight updates depend on this "
                 "library's own value."
             )
         what = "an argument of the installed vLLM's EngineArgs"

@@ -35,8 +35,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.config.command_line import compose
 from torchrl_grpo.generation.base import SamplingParams
-from torchrl_grpo.generation.server import ServerEngine
 from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine
+from torchrl_grpo.integrations.server_engine import ServerEngine
 from torchrl_grpo.starter import starter_path
 from torchrl_grpo.weights import named_weights
 

@@ -21,7 +21,7 @@ from tests.support.models import make_tiny_model
 from tests.support.pretended import OnDevice, PretendedCuda
 from tests.support.training import make_batch, make_trainer
 from torchrl_grpo import keys
-from torchrl_grpo.generation.server import ServerEngine
+from torchrl_grpo.integrations.server_engine import ServerEngine
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.transforms.kl_scoring import KLScoring
 from torchrl_grpo.weights import (

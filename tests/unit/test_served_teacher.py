@@ -16,9 +16,10 @@ from torchrl_grpo import keys
 from torchrl_grpo.assembly.blueprint import plan_rows, prepare
 from torchrl_grpo.assembly.parts import make_teacher
 from torchrl_grpo.config import ConfigError
-from torchrl_grpo.generation import answers, servers
 from torchrl_grpo.generation.base import EngineDeadError
 from torchrl_grpo.host import http_client
+from torchrl_grpo.integrations import server_answers as answers
+from torchrl_grpo.integrations import servers
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.starter import starter_path
 from torchrl_grpo.transforms.kl_scoring import KLScoring

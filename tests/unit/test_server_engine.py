@@ -26,12 +26,12 @@ from torchrl_grpo.assembly.parts import make_engine
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.config import ConfigError
 from torchrl_grpo.extras.doctor.doctor import memory_rows
-from torchrl_grpo.generation.answers import SampleRequest
 from torchrl_grpo.generation.base import EngineDeadError, SamplingParams
-from torchrl_grpo.generation.server import ServerEngine
-from torchrl_grpo.generation.servers import WrongAnswerError
 from torchrl_grpo.generation.stops import StopStrings
 from torchrl_grpo.generation.transformers import TransformersEngine
+from torchrl_grpo.integrations.server_answers import SampleRequest
+from torchrl_grpo.integrations.server_engine import ServerEngine
+from torchrl_grpo.integrations.servers import WrongAnswerError
 from torchrl_grpo.models import loading
 from torchrl_grpo.starter import starter_path
 from torchrl_grpo.weights import named_weights

@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from tests.support.models import make_tiny_model, response_log_probs
 from torchrl_grpo import keys
 from torchrl_grpo.generation.base import Completion, SamplingParams
-from torchrl_grpo.generation.server import ServerEngine
 from torchrl_grpo.generation.stops import StopStrings
+from torchrl_grpo.integrations.server_engine import ServerEngine
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.rewards.judge import TEMPLATE
 from torchrl_grpo.tasks.base import Dialog, Problem

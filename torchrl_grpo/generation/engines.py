@@ -75,7 +75,7 @@ ENGINES: dict[str, EngineKind] = {
         weights_on_device=True,
     ),
     "server": EngineKind(
-        "torchrl_grpo.generation.server:ServerEngine",
+        "torchrl_grpo.integrations.server_engine:ServerEngine",
         step_overhead_s=0.002,
         concurrent=True,
         updates_in_flight=True,

@@ -1,3 +1,3 @@
-"""Environments and protocols of other projects: OpenEnv, reasoning-gym, verifiers, and Anthropic's
-messages.
+"""Environments and protocols of other projects: OpenEnv, reasoning-gym, verifiers, Anthropic's
+messages, and the servers of vLLM and SGLang.
 """

@@ -27,7 +27,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from torchrl_grpo.checks import InFlight
-from torchrl_grpo.generation.answers import SampleRequest
 from torchrl_grpo.generation.base import (
     Completion,
     Engine,
@@ -38,9 +37,10 @@ from torchrl_grpo.generation.base import (
     cut_off,
     greedy,
 )
-from torchrl_grpo.generation.servers import AT_A_TIME, COMES_BACK_S, connect, require_httpx
 from torchrl_grpo.generation.stops import StopStrings
 from torchrl_grpo.images import Prompt, text_tokens
+from torchrl_grpo.integrations.server_answers import SampleRequest
+from torchrl_grpo.integrations.servers import AT_A_TIME, COMES_BACK_S, connect, require_httpx
 from torchrl_grpo.weights.handle import on_host
 from torchrl_grpo.weights.named import expected_weights
 

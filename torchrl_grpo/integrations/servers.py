@@ -10,11 +10,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from torchrl_grpo.generation import answers
-from torchrl_grpo.generation.answers import TOLERANCE, SampleRequest, entry
 from torchrl_grpo.generation.base import Completion, EngineDeadError
 from torchrl_grpo.host.event_loop import wait_for_result
 from torchrl_grpo.host.http_client import BadAnswerError, HttpClient, NoAnswerError, may_pass
+from torchrl_grpo.integrations import server_answers as answers
+from torchrl_grpo.integrations.server_answers import TOLERANCE, SampleRequest, entry
 
 KEY_VARIABLE = "VLLM_API_KEY"
 """Environment variable with the servers' key, if they require one; vLLM's server reads it too."""

@@ -363,6 +363,7 @@ def test_the_title_names_model_data_and_algorithm(tmp_path: Path) -> None:
     for env, data in (
         ("{dataset: x, datasets: [{dataset: a.csv}, {dataset: gsm8k}]}", "a.csv and gsm8k"),
         ("{dataset: x, task: {_target_: my.Task}}", "my.Task"),
+        ("{datasets: [{dataset: /home/me/runs/a.csv}, {dataset: b}]}", "me/runs/a.csv and b"),
     ):
         (tmp_path / ".hydra" / "config.yaml").write_text(f"model: {{name: m}}\nenv: {env}\n")
         assert ("h1", f"m on {data} with dapo") in parse(write_report(tmp_path)).texts

@@ -54,19 +54,23 @@ def passes(
 
 def run_title(config: str, hydra: str) -> str:
     """Return model, data and algorithm from the texts of Hydra's ``config.yaml`` and
-    ``hydra.yaml``.
+    ``hydra.yaml``; of a path its last three parts.
     """
     try:
         settings = load_yaml(config)
         choices = load_yaml(hydra)["hydra"]["runtime"]["choices"]
         env = settings["env"]
-        data = " and ".join(str(entry["dataset"]) for entry in env.get("datasets") or [env])
+        sets = [_short_path(str(entry["dataset"])) for entry in env.get("datasets") or [env]]
         task = env.get("task") or {}
         target = task if isinstance(task, str) else task.get("_target_")
-        data = target or env.get("environment") or data
-        return f"{settings['model']['name']} on {data} with {choices['algo']}"
+        data = target or env.get("environment") or " and ".join(sets)
+        return f"{_short_path(settings['model']['name'])} on {data} with {choices['algo']}"
     except (yaml.YAMLError, AttributeError, KeyError, TypeError):
         return "GRPO run"
+
+
+def _short_path(path: str) -> str:
+    return "/".join(path.split("/")[-3:])
 
 
 def overrides_of(text: str) -> dict[str, str]:

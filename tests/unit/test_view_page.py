@@ -538,6 +538,19 @@ def test_a_phone_shows_all_views_in_one_row_and_values_of_the_config(
         assert boxes and max(boxes) <= 390
 
 
+def test_keys_of_the_config_stay_readable_beside_many_runs(
+    browser: Browser, tmp_path: Path
+) -> None:
+    runs = [make_run(tmp_path / str(at), rate=f"{at + 1}e-4") for at in range(8)]
+    with served(*runs) as address, browser.new_page(viewport={"width": 390, "height": 844}) as page:
+        show(page, address, "config")
+        key = page.get_by_role("rowheader", name="optimizer.lr")
+        assert key.evaluate("key => key.getBoundingClientRect().width") > 110
+        assert key.evaluate("key => key.getBoundingClientRect().height") < 60
+        page.set_viewport_size({"width": 1400, "height": 900})
+        assert key.evaluate("key => key.getBoundingClientRect().width") > 110
+
+
 def test_what_all_responses_have_in_common_is_no_row(browser: Browser, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=1)
     append(run, "samples.jsonl", group(2, "2+2=", ["#### 4"]))

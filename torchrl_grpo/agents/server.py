@@ -237,11 +237,13 @@ class _Client:
     def send_json(
         self, status: int, body: Any, headers: list[tuple[str, str]] | None = None
     ) -> None:
+        """Answer with an object."""
         data = json.dumps(body).encode()
         kind = ("Content-Type", "application/json")
         self.send(status, [kind, ("Content-Length", str(len(data))), *(headers or [])], [data])
 
     def send(self, status: int, headers: list[tuple[str, str]], parts: Iterable[bytes]) -> None:
+        """Answer with the parts of a body, in chunks unless there is a ``Content-Length``."""
         self._write(h11.Response(status_code=status, headers=headers))
         for part in parts:
             self._write(h11.Data(data=part))

@@ -60,6 +60,7 @@ Rejection = Literal[
     "dppo_kl",
 ]
 """Rules by which tokens are left out of the objective."""
+_OF_SEQUENCES = ("sequence_ratio", "sequence_k3", "geometric", "outlier", "off_policy")
 _RATIO_BOUNDS = ("token_ratio", "sequence_ratio", "geometric", "outlier")
 _PAIRS = (*_RATIO_BOUNDS, "dppo_tv", "dppo_kl")
 KLEstimator = Literal["k1", "k2", "k3"]
@@ -235,6 +236,35 @@ def check_floor(floor: float, cap: float, name: str = "behaviour_floor") -> None
     """Refuse bounds of a weight that leave nothing between them."""
     if not 0 <= floor <= cap:
         raise ValueError(f"{name}={floor} must be between 0 and the cap {cap}: use 0.0.")
+
+
+def check_score_centering(
+    on_policy: bool, level: str, rules: Collection[str], prefix: str = ""
+) -> None:
+    """Refuse score centering where a token's update is not its bounded weight times its score.
+
+    Args:
+        on_policy: whether every ratio is 1, because it is taken to the current policy.
+        level: of the importance weight.
+        rules: of rejection.
+        prefix: of the config's keys.
+    """
+    if not on_policy:
+        raise ValueError(
+            f"{prefix}score_centering=True needs {prefix}proximal=recomputed and one optimizer "
+            "step per batch, where every ratio is 1: use train.epochs=1 train.optim_batch_size=null."
+        )
+    if level != "token":
+        raise ValueError(
+            f"{prefix}behaviour_level={level} must be token with {prefix}score_centering=True, "
+            f"whose mean is over single tokens: use {prefix}behaviour_level=token."
+        )
+    for rule in rules:
+        if rule not in _OF_SEQUENCES:
+            raise ValueError(
+                f"{prefix}rejection.{rule} must not be used with {prefix}score_centering=True, "
+                f"because it rejects single tokens: use one of {_OF_SEQUENCES}."
+            )
 
 
 def check_top_entropy(

@@ -658,6 +658,32 @@ def behaviour_weight(
     return bounded if bound == "truncate" else torch.where(weight == bounded, weight, 0.0)
 
 
+def centering_coefficients(
+    log_prob: Tensor, sample_log_prob: Tensor, bound: WeightBound, cap: float, floor: float
+) -> Tensor:
+    """Share of each possible token in the mean score that score centering subtracts: ``q f(p / q)``
+    (arXiv 2609.20807, with the whole distribution in place of its head and a tail).
+
+    Of samples from q, the update ``A f(p / q) grad log p`` has the mean ``E[A] sum(q f(p / q) grad
+    log p)`` plus a covariance. The first part is a drift, which does not vanish unless f is the
+    whole ratio; subtracting ``A sum(q f(p / q) grad log p)`` removes it.
+
+    Args:
+        log_prob: [N, K] log p, the trainer's.
+        sample_log_prob: [N, K] log q of the policy that sampled, -inf where there is no token.
+        bound: f, as in ``behaviour_weight``.
+        cap: largest weight.
+        floor: smallest weight.
+
+    Returns:
+        [N, K], without gradient.
+    """
+    exists = sample_log_prob.isfinite()
+    log_ratio = log_prob - sample_log_prob
+    weight = behaviour_weight(log_ratio, exists, bound, "token", cap, floor)
+    return torch.where(exists, sample_log_prob.exp() * weight, 0.0)
+
+
 class Mismatch(NamedTuple):
     """Log-probs of sampled tokens that a rejection rule compares; [N, T], without gradient.
 

@@ -33,6 +33,10 @@ KEPT = ("kept_tokens", "sampled")
 where they are fewer; only with ``inference_model.top_k``. Written by the policy; read by
 ``TokenScorer``, ``KLScoring``, metrics.
 """
+KEPT_LOG_PROBS = ("kept_log_probs", "sampled")
+"""[S, K] float32. Log-probs of the sampling policy for the tokens of ``KEPT``, -inf where that has
+-1; only with ``policy.score_centering``. Written by the policy; read by ``TokenScorer``.
+"""
 REF_LOG_PROBS = ("next", "ref_log_probs", "full")
 """[T] float32. Log-probs of the reference model, 0 on tokens that were not sampled. Written by
 ``KLScoring``; read by the loss, ``RewardShaping``.
@@ -165,6 +169,10 @@ loss.
 ENTROPY = ("entropy", "full")
 """[T] float32. Entropy of the policy that is trained, at each token. Written by ``TokenScorer``;
 read by the loss.
+"""
+CENTERING = ("centering", "full")
+"""[T] float32. Mean score of each sampled token's distribution, see
+``functional.centering_coefficients``. Written by ``TokenScorer``; read by the loss.
 """
 DIVERGENCE = ("divergence", "full")
 """[T] float32. Divergence from the teacher at each sampled token. Written by ``TokenScorer``; read

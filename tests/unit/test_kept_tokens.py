@@ -155,15 +155,15 @@ def test_of_tied_tokens_as_many_are_kept_as_top_k_says():
     params = SamplingParams(1, top_k=2, return_kept=True)
     draws = [sample(logits, params, torch.tensor([u])) for u in (0.0, 0.4, 0.6, 0.999)]
     assert (sampling_probs(logits, params) > 0).sum() == 6
-    kept = {tuple(ids[0].tolist()) for _, _, ids in draws}
-    assert len(kept) == 1 and {int(token) for token, _, _ in draws} == {*next(iter(kept))}
-    for _, log_prob, _ in draws:
+    kept = {tuple(ids[0].tolist()) for _, _, ids, _ in draws}
+    assert len(kept) == 1 and {int(token) for token, *_ in draws} == {*next(iter(kept))}
+    for _, log_prob, *_ in draws:
         assert float(log_prob.exp()) == pytest.approx(0.5)
 
 
 def test_a_vocabulary_smaller_than_top_k_is_padded():
     params = SamplingParams(1, top_k=5, return_kept=True)
-    _, _, kept = sample(torch.tensor([[0.0, 1.0, 0.5]]), params, torch.tensor([0.5]))
+    _, _, kept, _ = sample(torch.tensor([[0.0, 1.0, 0.5]]), params, torch.tensor([0.5]))
     assert kept.tolist() == [[1, 2, 0, -1, -1]]
 
 
@@ -180,10 +180,13 @@ def test_tokens_with_a_probability_are_those_kept():
     log_probs = torch.tensor(
         [[-1.0, -0.5, -1, -3], [-1, -0.5, -1, -inf], [-2, -1, -2, -2], [0.0, 0, -9999, -9999]]
     )
-    kept = kept_tokens(ids, log_probs)
+    kept, of_kept = kept_tokens(ids, log_probs)
     # The third ties with the last one, whose place it takes.
     assert kept.tolist() == [[4, 7, 2], [4, 2, -1], [1, 3, 8], [6, -1, -1]]
     assert kept.dtype == torch.int32
+    assert of_kept.tolist() == [
+        [-0.5, -1, -3], [-0.5, -1, -inf], [-1, -2, -2], [0, -inf, -inf]
+    ]  # fmt: skip
 
 
 def test_without_truncation_nothing_travels():

@@ -173,8 +173,9 @@ class TestEngine:
         model = make_model(1)
         engine.update_weights(named_weights(model), 1)
         params = SamplingParams(
-            16, temperature=0.8, top_k=12, top_p=0.9, min_p=0.01, return_kept=True
-        )
+            16, temperature=0.8, top_k=12, top_p=0.9, min_p=0.01, return_kept=True,
+            return_kept_log_probs=True,
+        )  # fmt: skip
         prompts = [LONG_PROMPTS[0][:20], LONG_PROMPTS[1][:9]]
         scorer, narrower = TokenScorer(model, temperature=0.8), 0
         for prompt, group in zip(prompts, engine.generate(prompts, 4, params), strict=True):
@@ -187,9 +188,15 @@ class TestEngine:
                     scores[0][mask].detach(), done.log_probs, rtol=0, atol=ROUNDING
                 )
                 logits = model(tokens).logits[0, len(prompt) - 1 : -1].detach()
-                for ids, row in zip(done.kept.tolist(), logits, strict=True):
+                parts = (done.kept.tolist(), done.kept_log_probs, logits)
+                for ids, of_kept, row in zip(*parts, strict=True):
                     kept = [token for token in ids if token >= 0]
-                    assert kept == row.topk(len(kept)).indices.tolist()
+                    best = row.topk(len(kept))
+                    assert kept == best.indices.tolist()
+                    expected = (best.values / 0.8).log_softmax(-1)
+                    given = of_kept[: len(kept)]
+                    torch.testing.assert_close(given, expected, rtol=0, atol=ROUNDING)
+                    assert of_kept[len(kept) :].isneginf().all()
                     narrower += len(kept) < 12
         assert narrower  # by top_p or min_p
 

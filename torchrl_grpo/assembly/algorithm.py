@@ -49,6 +49,7 @@ def make_loss(config: GRPOConfig, actor_network: TensorDictModuleBase) -> GRPOLo
         behaviour_floor=policy.behaviour_floor,
         rejection=policy.rejection,
         top_entropy_quantile=policy.top_entropy_quantile,
+        score_centering=policy.score_centering,
         mask_truncated=policy.mask_truncated,
         kl_estimator=config.kl_estimator,
         kl_to_ref_coeff=0.0 if policy.kl_in_reward else policy.kl_coef,

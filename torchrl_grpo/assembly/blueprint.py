@@ -27,7 +27,6 @@ from torchrl_grpo.checks import check_heads, check_multiple, check_optimizer
 from torchrl_grpo.collectors.demonstrations import Demonstrations
 from torchrl_grpo.collectors.teacher_prompts import TeacherPrompts
 from torchrl_grpo.config import GRPOConfig
-from torchrl_grpo.config.models import InferenceModelConfig
 from torchrl_grpo.config.schema import EnvConfig
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.errors import ConfigError
@@ -160,7 +159,7 @@ def prepare(
             teacher_shape = _check_teachers(config, tokenizer)
         check_optimizer(config.optimizer.name)
         _check_sharding(config, len(plan.train), model_config.get_text_config())
-        params = _make_params(config.inference_model, tokenizer, stop_token_ids)
+        params = _make_params(config, tokenizer, stop_token_ids)
         max_prompt_tokens, max_dialog_tokens = _max_prompt_tokens(config, model_config)
         request = engine_request(config, plan, model_config, max_dialog_tokens)
         request = replace(request, has_images=_has_images(config, task))
@@ -267,10 +266,11 @@ def _check_algorithm(config: GRPOConfig) -> None:
 
 
 def _make_params(
-    inference: InferenceModelConfig,
+    config: GRPOConfig,
     tokenizer: PreTrainedTokenizerBase,
     stop_token_ids: tuple[int, ...],
 ) -> SamplingParams:
+    inference = config.inference_model
     return SamplingParams(
         inference.max_new_tokens,
         temperature=inference.temperature,
@@ -278,6 +278,7 @@ def _make_params(
         top_k=inference.top_k,
         min_p=inference.min_p,
         return_kept=inference.top_k > 0,
+        return_kept_log_probs=config.policy.score_centering,
         stop_token_ids=stop_token_ids,
         stop=StopStrings(inference.stop, tokenizer) if inference.stop else None,
     )

@@ -248,6 +248,7 @@ def make_sampler(
             top_k=evaluation.top_k,
             min_p=evaluation.min_p,
             return_kept=False,
+            return_kept_log_probs=False,
         )
         evaluator = Evaluator(
             engine,

@@ -621,8 +621,9 @@ def _merge(turns: list[TensorDictBase], task_rewards: Sequence[float | None]) ->
     }
     if turns[-1].get(keys.IMAGES, None) is not None:
         merged[keys.IMAGES] = turns[-1].get(keys.IMAGES)
-    if turns[0].get(keys.KEPT, None) is not None:
-        merged[keys.KEPT] = torch.cat([turn.get(keys.KEPT) for turn in turns])
+    for key in (keys.KEPT, keys.KEPT_LOG_PROBS):
+        if turns[0].get(key, None) is not None:
+            merged[key] = torch.cat([turn.get(key) for turn in turns])
     if turns[0].get(("next", keys.REWARD_VALID), None) is not None:
         merged[keys.REWARD_VALID] = torch.stack(
             [turn.get(("next", keys.REWARD_VALID)) for turn in turns]

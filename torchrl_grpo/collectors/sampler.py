@@ -244,7 +244,14 @@ class Sampler:
         """
         self._wake()
         with preserve_rng(self.engine):
-            params = replace(self.params, top_k=0, top_p=1.0, min_p=0.0, return_kept=False)
+            params = replace(
+                self.params,
+                top_k=0,
+                top_p=1.0,
+                min_p=0.0,
+                return_kept=False,
+                return_kept_log_probs=False,
+            )
             return sample_probe(self.engine, self.probe_prompts, params)
 
     def state_dict(self) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from torchrl_grpo.checks import (
     check_multiple,
     check_rejection,
     check_sampling_rounds,
+    check_score_centering,
     check_top_entropy,
 )
 from torchrl_grpo.config.data import DataConfig
@@ -284,6 +285,10 @@ def _check_shared(config: GRPOConfig) -> None:
         "policy.top_entropy_quantile",
         "policy.proximal",
     )
+    if policy.score_centering:
+        is_current = policy.proximal == "recomputed" and config.optim_steps_per_batch == 1
+        weight_level = policy.behaviour_level
+        check_score_centering(is_current, weight_level, policy.rejection or (), "policy.")
     check_bounds(policy.reward_clip, "policy.reward_clip")
     check_level(level, mean, "policy.advantage_mean")
     check_level(level, policy.advantage_std, "policy.advantage_std")
@@ -1196,6 +1201,18 @@ RULES = (
                 lambda c: c.inference_model.top_k and c.teacher_in_loss,
             ),
         )
+    ),
+    Rule(
+        "policy.score_centering",
+        "needs inference_model.top_k, because its mean is over the tokens that were kept",
+        "use inference_model.top_k=100",
+        partial(_lacks_top_k, "policy.score_centering"),
+    ),
+    Rule(
+        "policy.score_centering",
+        "must be left out with {policy.top_entropy_quantile=}",
+        "leave one out",
+        "policy.top_entropy_quantile",
     ),
     _engine_option("engine_kwargs", None, "own_arguments"),
     _engine_option("address", [], "elsewhere"),

@@ -211,6 +211,9 @@ class PolicyConfig:
     top_entropy_quantile: float = limited(1.0, gt=0, le=1)
     """Share of the batch's tokens that the objective trains, those with the largest entropy (arXiv
     2506.01939), in (0, 1]. Less than 1 needs proximal=recomputed, and a forward pass."""
+    score_centering: bool = False
+    """Subtract the mean of the update's score under the sampling policy, over the tokens that
+    inference_model.top_k keeps (arXiv 2609.20807; docs/algorithms.md#score-centering)."""
     mask_truncated: bool = False
     """Exclude truncated responses from the loss; they stay in their group's statistics."""
     ratio_level: str = choice(checks.RatioLevel, "token")

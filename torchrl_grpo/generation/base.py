@@ -47,6 +47,7 @@ class SamplingParams:
         return_kept: whether completions list the tokens that ``top_k`` keeps, which must be above
             0. A step then keeps at most ``top_k`` tokens, and so drops some of those tied with the
             last one.
+        return_kept_log_probs: whether they list the log-probs of these tokens too.
 
     Raises:
         ValueError: a value is out of its range.
@@ -60,6 +61,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     stop: StopStrings | None = None
     return_kept: bool = False
+    return_kept_log_probs: bool = False
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -85,6 +87,8 @@ class SamplingParams:
             )
         if self.return_kept and not self.top_k:
             raise ValueError("return_kept=True needs a top_k, got 0: use top_k=50.")
+        if self.return_kept_log_probs and not self.return_kept:
+            raise ValueError("return_kept_log_probs=True needs return_kept=True: use both.")
 
 
 @dataclass
@@ -101,6 +105,8 @@ class Completion:
             where the engine's version cannot change during ``generate``.
         kept: [T, top_k] int32, the tokens that each token was drawn from, padded with -1; None
             without ``return_kept``.
+        kept_log_probs: [T, top_k] float32, theirs, padded with -inf; None without
+            ``return_kept_log_probs``.
     """
 
     tokens: Tensor
@@ -108,6 +114,7 @@ class Completion:
     finish_reason: Literal["stop", "length"]
     versions: Tensor | None = None
     kept: Tensor | None = None
+    kept_log_probs: Tensor | None = None
 
 
 def cut_off(completion: Completion, max_tokens: int | None, end: int | None) -> Completion:
@@ -127,7 +134,7 @@ def cut_off(completion: Completion, max_tokens: int | None, end: int | None) -> 
     length = end if end is not None and ends else length
     if length == size:
         return replace(completion, finish_reason="stop") if ends else completion
-    optional = (completion.versions, completion.kept)
+    optional = (completion.versions, completion.kept, completion.kept_log_probs)
     return Completion(
         completion.tokens[:length],
         completion.log_probs[:length],

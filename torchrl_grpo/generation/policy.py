@@ -27,6 +27,7 @@ from torchrl_grpo.keys import (
     GROUP_ID,
     IMAGES,
     KEPT,
+    KEPT_LOG_PROBS,
     LENGTH_STOPPED,
     LOG_PROBS,
     POLICY_VERSION,
@@ -103,6 +104,8 @@ class GenerationPolicy(TensorDictModuleBase):
         ]
         if params.return_kept:
             self.out_keys.append(KEPT)
+        if params.return_kept_log_probs:
+            self.out_keys.append(KEPT_LOG_PROBS)
 
     @property
     def engine(self) -> Engine:
@@ -200,6 +203,10 @@ class GenerationPolicy(TensorDictModuleBase):
             if self.params.return_kept:
                 none = torch.empty(0, self.params.top_k, dtype=torch.int32)
                 values[KEPT] = none if completion is None else completion.kept
+            if self.params.return_kept_log_probs:
+                values[KEPT_LOG_PROBS] = (
+                    none.float() if completion is None else completion.kept_log_probs
+                )
             rows.append(TensorDict(values))
             oldest.append(row_versions[sampled].min().item() if response.numel() else version)
         length_stopped = [

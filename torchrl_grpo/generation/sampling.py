@@ -110,9 +110,7 @@ def _first_above(weights: Tensor, fraction: Tensor) -> tuple[Tensor, Tensor]:
     return index.squeeze(-1), rest.squeeze(-1)
 
 
-def sample(
-    logits: Tensor, params: SamplingParams, uniform: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def sample(logits: Tensor, params: SamplingParams, uniform: Tensor) -> tuple[Tensor, ...]:
     """Draw one token per row.
 
     Args:
@@ -123,21 +121,18 @@ def sample(
 
     Returns:
         [B] int64 tokens, [B] float32 log-probs of the distribution that they were drawn from, and
-        [B, top_k] int32 tokens of that distribution, padded with -1; [B, 0] without
-        ``return_kept``.
+        [B, top_k] int32 tokens of that distribution, padded with -1, and their log-probs, padded
+        with -inf; [B, 0] for what the parameters do not ask for.
     """
     at_once = max(
         1, (_CPU_ELEMENTS if logits.device.type == "cpu" else _GPU_ELEMENTS) // logits.shape[-1]
     )
     slices = zip(logits.split(at_once), uniform.split(at_once), strict=True)
     parts = [_sample(some_logits, params, some_uniform) for some_logits, some_uniform in slices]
-    tokens, log_probs, kept = map(torch.cat, zip(*parts, strict=True))
-    return tokens, log_probs, kept
+    return tuple(map(torch.cat, zip(*parts, strict=True)))
 
 
-def _sample(
-    logits: Tensor, params: SamplingParams, uniform: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _sample(logits: Tensor, params: SamplingParams, uniform: Tensor) -> tuple[Tensor, ...]:
     probs = sampling_probs(logits, params)
     if params.return_kept:
         probs, ids = probs.topk(min(params.top_k, probs.shape[-1]))
@@ -146,7 +141,13 @@ def _sample(
         kept = torch.nn.functional.pad(
             ids.masked_fill(probs == 0, -1).int(), (0, params.top_k - ids.shape[1]), value=-1
         )
-        return ids.gather(-1, place).squeeze(-1), log_probs, kept
+        of_kept = probs.new_empty((len(probs), 0))
+        if params.return_kept_log_probs:
+            of_kept = (probs / probs.sum(-1, keepdim=True)).log()
+            missing = params.top_k - ids.shape[1]
+            of_kept = torch.nn.functional.pad(of_kept, (0, missing), value=-torch.inf)
+        return ids.gather(-1, place).squeeze(-1), log_probs, kept, of_kept
     tokens = logits.argmax(-1) if greedy(params) else invert_cdf(probs, uniform)
     log_probs = probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).log()
-    return tokens, log_probs, tokens.new_empty((len(tokens), 0), dtype=torch.int32)
+    nothing = log_probs.new_empty((len(tokens), 0))
+    return tokens, log_probs, nothing.int(), nothing

@@ -253,6 +253,9 @@ class TransformersEngine(Engine):
         log_probs = torch.zeros(len(limits), steps, dtype=torch.float32, device=device)
         width = params.top_k if params.return_kept else 0
         kept_tokens = torch.zeros(len(limits), steps, width, dtype=torch.int32, device=device)
+        width = params.top_k if params.return_kept_log_probs else 0
+        kept_log_probs = torch.zeros(len(limits), steps, width, device=device)
+        drawn_values = tokens, log_probs, kept_tokens, kept_log_probs
         # Rows in the batch, the number of tokens of each, and the state of its response.
         rows = drawn = limits.new_empty(0)
         state, end = after.new_empty(0), len(after) - 1
@@ -275,7 +278,10 @@ class TransformersEngine(Engine):
                     ends.add(step + int(limits[more].max()))
                     alive = torch.ones_like(rows, dtype=torch.bool)
             at = rows, drawn
-            tokens[at], log_probs[at], kept_tokens[at] = sample(logits, params, uniform[at])
+            for values, of_step in zip(
+                drawn_values, sample(logits, params, uniform[at]), strict=True
+            ):
+                values[at] = of_step
             latest = tokens[at]
             # A finished row stays in the batch and keeps overwriting the token after its end.
             drawn, step, freed = drawn + alive, step + 1, False
@@ -286,8 +292,7 @@ class TransformersEngine(Engine):
                 freed = len(kept) < len(rows)
                 if freed:
                     done, lengths, stopped = rows[~alive], drawn[~alive], state[~alive] == end
-                    sampled = tokens[done], log_probs[done], kept_tokens[done]
-                    _tell(tell, done, sampled, lengths, stopped)
+                    _tell(tell, done, [x[done] for x in drawn_values], lengths, stopped)
                     rows, drawn, alive, latest, state = (
                         x[kept] for x in (rows, drawn, alive, latest, state)
                     )
@@ -314,16 +319,17 @@ def _tell(
     stopped: Tensor,
 ) -> None:
     """Report finished rows: [F] int64 indices, [F, T] tokens and log-probs and [F, T, K] kept
-    tokens, their lengths within T, and whether each ended before its limit.
+    tokens and their log-probs, their lengths within T, and whether each ended before its limit.
     """
     # Copied outside of inference mode, so that autograd can save the tensors.
     with torch.inference_mode(False):
         ends = lengths.tolist(), stopped.tolist()
         parts = zip(*(values.cpu() for values in sampled), *ends, strict=True)
         for row, (*values, length, stop) in zip(rows.tolist(), parts, strict=True):
-            ids, log_probs, kept = (part[:length].clone() for part in values)
+            ids, log_probs, *of_kept = (part[:length].clone() for part in values)
+            kept, kept_log_probs = (part if part.shape[1] else None for part in of_kept)
             reason: Literal["stop", "length"] = "stop" if stop else "length"
-            tell(row, Completion(ids, log_probs, reason, kept=kept if kept.shape[1] else None))
+            tell(row, Completion(ids, log_probs, reason, None, kept, kept_log_probs))
 
 
 def _compact(alive: Tensor) -> Tensor:

@@ -66,34 +66,37 @@ def _completion(parts: Sequence[Any]) -> Completion:
     values = [value for part in parts for value in part.logprobs.logprobs]
     shape = (len(tokens), len(values) // max(1, len(tokens)))
     log_probs = torch.tensor(values, dtype=torch.float32).view(shape)
-    kept = None
+    kept = of_kept = None
     if shape[1] > 1:
         ids = [token for part in parts for token in part.logprobs.token_ids]
-        kept = kept_tokens(torch.tensor(ids, dtype=torch.int32).view(shape), log_probs)
+        kept, of_kept = kept_tokens(torch.tensor(ids, dtype=torch.int32).view(shape), log_probs)
     return Completion(
         tokens=tokens,
         log_probs=log_probs[:, :1].flatten(),
         finish_reason="stop" if parts[-1].finish_reason == "stop" else "length",
         versions=versions,
         kept=kept,
+        kept_log_probs=of_kept,
     )
 
 
-def kept_tokens(ids: Tensor, log_probs: Tensor) -> Tensor:
-    """Return the tokens that each sampled one was drawn from: those with a probability.
+def kept_tokens(ids: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the tokens that each sampled one was drawn from, those with a probability, and their
+    log-probs.
 
     Args:
         ids: [T, 1 + K] int32, the sampled token and the K most likely ones, in order.
         log_probs: [T, 1 + K], theirs, -inf for a token that was not kept.
 
     Returns:
-        [T, K] int32, padded with -1. A sampled token that ties with the last one is among them.
+        [T, K] int32, padded with -1, and [T, K], padded with -inf. A sampled token that ties with
+        the last one is among them.
     """
-    sampled, likely = ids[:, :1], ids[:, 1:]
-    kept = likely.where(log_probs[:, 1:] > _NO_LOG_PROB, -1)
-    tied = ~(kept == sampled).any(1)
-    kept[tied, -1] = sampled[tied, 0]
-    return kept
+    exists = log_probs[:, 1:] > _NO_LOG_PROB
+    kept = ids[:, 1:].where(exists, -1)
+    tied = ~(kept == ids[:, :1]).any(1)
+    kept[tied, -1] = ids[tied, 0]
+    return kept, log_probs[:, 1:].where(exists, -torch.inf)
 
 
 def watch_for_stops(processor: Any, stops: Mapping[tuple[str, ...], StopStrings]) -> None:

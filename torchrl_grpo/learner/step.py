@@ -343,7 +343,8 @@ class GRPOTrainer:
             names.sample_log_prob: 0.0,
             names.advantage: 0.0,
         }
-        optional = (names.ref_log_probs, names.prox_log_prob, names.teacher_log_probs, keys.KEPT)
+        kept = (keys.KEPT, keys.KEPT_LOG_PROBS)
+        optional = (names.ref_log_probs, names.prox_log_prob, names.teacher_log_probs, *kept)
         for name in optional:
             if has(batch, name):
                 per_token[name] = 0.0

@@ -13,7 +13,7 @@ Shape suffixes: N scored tokens, R different tokens, D hidden size, V vocabulary
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,9 @@ from torch import Tensor, nn
 from torchrl_grpo.functional import head_logits, rounds_logits
 from torchrl_grpo.models.sharding import mesh_of
 
+Centering = Callable[[Tensor, Tensor], Tensor]
+"""The trainer's and the sampler's log-probs of kept tokens -> shares in the mean score; all [N, K].
+"""
 MAX_CHUNK_ELEMENTS = {"cpu": 2**21, "other": 2**25}
 """Logits held at once: in float32 8 MiB, which fits a CPU's caches, and 128 MiB to keep an
 accelerator busy.
@@ -237,9 +240,11 @@ def chunked_log_probs(
     *,
     bias_V: Tensor | None = None,
     kept_NK: Tensor | None = None,
+    sample_NK: Tensor | None = None,
+    centering: Centering | None = None,
     temperature: float = 1.0,
     max_chunk_elements: int | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Log-probs of the targets and entropy of their distributions, from hidden states and the LM
     head.
 
@@ -250,22 +255,34 @@ def chunked_log_probs(
         bias_V: [V] or None.
         kept_NK: [N, K] int32, the tokens that each target was drawn from, and then -1: the
             distributions are over these only. None for the whole vocabulary.
+        sample_NK: [N, K] float32, their log-probs under the sampling policy, for ``centering``.
+        centering: returns the share of each kept token in the mean score, without gradient.
         temperature: the logits are divided by it; more than 0.
         max_chunk_elements: bound on the logits (with ``kept_NK``, the numbers of gathered rows of
             the head) held at once; by default ``MAX_CHUNK_ELEMENTS`` of the device.
 
     Returns:
         log-probs [N] and entropies [N] in nats, float32 (float64 for float64 input),
-        differentiable. A target that is not kept has -inf.
+        differentiable. A target that is not kept has -inf. With ``centering``, also the sums [N] of
+        share times log-prob, whose gradient is the mean score.
     """
     hidden_ND, weight_VD, bias_V = autocast_head(hidden_ND, weight_VD, bias_V)
     if kept_NK is not None:
         limit = _most_elements(hidden_ND, max_chunk_elements)
         rows = max(1, limit // (kept_NK.shape[1] * hidden_ND.shape[1]))
         with torch.autocast(hidden_ND.device.type, enabled=False):
-            return _KeptLogProb.apply(
-                hidden_ND, weight_VD, bias_V, targets_N, kept_NK, 1.0 / temperature, rows
+            scores: tuple[Tensor, ...] = _KeptLogProb.apply(
+                hidden_ND,
+                weight_VD,
+                bias_V,
+                targets_N,
+                kept_NK,
+                1.0 / temperature,
+                rows,
+                sample_NK,
+                centering,
             )
+            return scores if centering else scores[:2]
     width = chunk_width(hidden_ND, len(weight_VD), max_chunk_elements)
     with torch.autocast(hidden_ND.device.type, enabled=False):
         return _ChunkedLogProb.apply(
@@ -288,7 +305,9 @@ class _KeptLogProb(torch.autograd.Function):
         kept_NK: Tensor,
         scale: float,
         rows: int,
-    ) -> tuple[Tensor, Tensor]:
+        sample_NK: Tensor | None,
+        centering: Centering | None,
+    ) -> tuple[Tensor, ...]:
         dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
         logits_NK = torch.zeros(kept_NK.shape, dtype=dtype, device=hidden_ND.device)
         for logits, kept, hidden in zip(
@@ -305,20 +324,27 @@ class _KeptLogProb(torch.autograd.Function):
         log_prob_N = log_p_NK.masked_fill(~target_NK, -math.inf).amax(-1)
         p_NK, log_p_NK = log_p_NK.exp(), log_p_NK.masked_fill_(none_NK, 0.0)
         entropy_N = -(p_NK * log_p_NK).sum(-1)
+        share_NK, centering_N = None, torch.zeros_like(entropy_N)
+        if centering is not None and sample_NK is not None:
+            share_NK = centering(log_p_NK, sample_NK)
+            centering_N = (share_NK * log_p_NK).sum(-1)
         ctx.save_for_backward(
-            hidden_ND, weight_VD, bias_V, kept_NK, target_NK, p_NK, log_p_NK, entropy_N
+            hidden_ND, weight_VD, bias_V, kept_NK, target_NK, p_NK, log_p_NK, entropy_N, share_NK
         )
         ctx.scale, ctx.rows = scale, rows
-        return log_prob_N, entropy_N
+        return log_prob_N, entropy_N, centering_N
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_ND, weight_VD, bias_V, kept_NK, target_NK, p_NK, log_p_NK, entropy_N = (
+        hidden_ND, weight_VD, bias_V, kept_NK, target_NK, p_NK, log_p_NK, entropy_N, share_NK = (
             ctx.saved_tensors
         )
-        grad_log_prob_N, grad_entropy_N = grads
+        grad_log_prob_N, grad_entropy_N, grad_centering_N = grads
         grad_NK = (target_NK.to(p_NK.dtype) - p_NK) * grad_log_prob_N[:, None]
         grad_NK -= p_NK * (log_p_NK + entropy_N[:, None]) * grad_entropy_N[:, None]
+        if share_NK is not None:
+            centered_NK = share_NK - p_NK * share_NK.sum(-1, keepdim=True)
+            grad_NK += centered_NK * grad_centering_N[:, None]
         grad_NK *= ctx.scale
         kept_NK = kept_NK.clamp(min=0)
         once, place_NK = kept_NK.unique(return_inverse=True)
@@ -342,7 +368,7 @@ class _KeptLogProb(torch.autograd.Function):
             summed = grad_NK.new_zeros(len(bias_V))
             bias_grad_V = summed.index_add_(0, kept_NK.flatten(), grad_NK.flatten())
             bias_grad_V = bias_grad_V.to(bias_V.dtype)
-        return hidden_grad_ND, weight_grad_VD, bias_grad_V, None, None, None, None
+        return hidden_grad_ND, weight_grad_VD, bias_grad_V, None, None, None, None, None, None
 
 
 class _Tied(torch.autograd.Function):

@@ -31,7 +31,7 @@ from torchrl_grpo.images import Spans
 from torchrl_grpo.images.families import family_of, language_model_of
 from torchrl_grpo.images.features import ImageFeatures, grid_positions, has_grid
 from torchrl_grpo.models.divergence import Teacher, chunked_divergence, likely_tokens
-from torchrl_grpo.models.head import chunked_log_probs, tied_embedding, tied_rows
+from torchrl_grpo.models.head import Centering, chunked_log_probs, tied_embedding, tied_rows
 from torchrl_grpo.models.loading import base_model_of
 from torchrl_grpo.models.packing import (
     has,
@@ -111,6 +111,7 @@ class TokenScorer(TensorDictModuleBase):
         self.tokens_key: NestedKey = keys.FULL
         self.mask_key: NestedKey = keys.ASSISTANT_MASK
         self.teacher: Teacher | None = None
+        self.centering: Centering | None = None
         self.temperature = temperature
         self.max_chunk_elements = max_chunk_elements
         self._image_features = None if family_of(base.config) is None else ImageFeatures(base)
@@ -134,6 +135,16 @@ class TokenScorer(TensorDictModuleBase):
         self.teacher = teacher
         self.in_keys = [*self.in_keys, keys.TEACHER_STATES]
         self.out_keys = [*self.out_keys, keys.DIVERGENCE]
+
+    def center_scores(self, centering: Centering) -> None:
+        """Write the mean scores for score centering too, from here on.
+
+        Args:
+            centering: see ``chunked_log_probs``.
+        """
+        self.centering = centering
+        self.in_keys = [*self.in_keys, keys.KEPT, keys.KEPT_LOG_PROBS]
+        self.out_keys = [*self.out_keys, keys.CENTERING]
 
     def packs(self, longest: int) -> bool:
         """Whether sequences of at most ``longest`` tokens are packed: without padding, and each prompt
@@ -201,7 +212,11 @@ class TokenScorer(TensorDictModuleBase):
         return layout.with_unique_tokens() if tied_embedding(self.base) is not None else layout
 
     def score_layout(
-        self, layout: Layout, states: Tensor | None = None, kept: Tensor | None = None
+        self,
+        layout: Layout,
+        states: Tensor | None = None,
+        kept: Tensor | None = None,
+        sample: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """Score sequences with an existing layout, on any device; see ``score``.
 
@@ -211,11 +226,14 @@ class TokenScorer(TensorDictModuleBase):
                 then a third result.
             kept: [B, S, K] int32, the tokens that each token of the mask was drawn from, and then
                 -1; None for the whole vocabulary.
+            sample: [B, S, K] float32, the sampling policy's log-probs of these tokens; the mean
+                score, see ``center_scores``, is then a third result.
         """
         shape = layout.source[0].shape
         layout = layout.to(compute_device(self.model))
         of_tokens = [
-            None if values is None else _of_scored(layout, values) for values in (states, kept)
+            None if values is None else _of_scored(layout, values)
+            for values in (states, kept, sample)
         ]
         scores = call_gathered(self.base, self._score, layout, shape.numel(), *of_tokens)
         return tuple(values.view(shape) for values in scores)
@@ -246,7 +264,12 @@ class TokenScorer(TensorDictModuleBase):
         return likely_tokens(states, weight, top_k, bias_V=bias, temperature=self.temperature)
 
     def _score(
-        self, layout: Layout, numel: int, states: Tensor | None, kept: Tensor | None
+        self,
+        layout: Layout,
+        numel: int,
+        states: Tensor | None,
+        kept: Tensor | None,
+        sample: Tensor | None,
     ) -> tuple[Tensor, ...]:
         """Score into [B * T], with the LM head gathered: FSDP2 does not accept views from the
         function it calls.
@@ -258,7 +281,14 @@ class TokenScorer(TensorDictModuleBase):
             "max_chunk_elements": self.max_chunk_elements,
         }
         scores: tuple[Tensor, ...] = chunked_log_probs(
-            hidden_ND, weight, layout.targets, bias_V=bias, kept_NK=kept, **options
+            hidden_ND,
+            weight,
+            layout.targets,
+            bias_V=bias,
+            kept_NK=kept,
+            sample_NK=sample,
+            centering=None if sample is None else self.centering,
+            **options,
         )
         if states is not None:
             assert self.teacher is not None
@@ -306,8 +336,12 @@ class TokenScorer(TensorDictModuleBase):
             layout = self.layout(tokens, mask, images=images_of_rows(tensordict))
         states = None if self.teacher is None else pad(tensordict, keys.TEACHER_STATES)
         kept = pad(tensordict, keys.KEPT, -1) if has(tensordict, keys.KEPT) else None
-        out_keys = (keys.CUR_LOG_PROBS, keys.ENTROPY, keys.DIVERGENCE)
-        for key, values in zip(out_keys, self.score_layout(layout, states, kept), strict=False):
+        centers = self.centering is not None
+        sample = pad(tensordict, keys.KEPT_LOG_PROBS) if centers else None
+        third = keys.CENTERING if centers else keys.DIVERGENCE
+        out_keys = (keys.CUR_LOG_PROBS, keys.ENTROPY, third)
+        scores = self.score_layout(layout, states, kept, sample)
+        for key, values in zip(out_keys, scores, strict=False):
             tensordict.set(key, values)
         return tensordict
 
@@ -522,7 +556,11 @@ class AdapterOffScorer(TokenScorer):
     """
 
     def score_layout(
-        self, layout: Layout, states: Tensor | None = None, kept: Tensor | None = None
+        self,
+        layout: Layout,
+        states: Tensor | None = None,
+        kept: Tensor | None = None,
+        sample: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """Score with only the base model; see ``TokenScorer.score_layout``."""
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -531,7 +569,7 @@ class AdapterOffScorer(TokenScorer):
             # that nothing is trained, and not cast the gradients.
             for parameter in trained:
                 parameter.requires_grad_(True)
-            return super().score_layout(layout, states, kept)
+            return super().score_layout(layout, states, kept, sample)
 
 
 class AverageScorer(TokenScorer):
@@ -594,11 +632,15 @@ class AverageScorer(TokenScorer):
             weight.copy_(copy)
 
     def score_layout(
-        self, layout: Layout, states: Tensor | None = None, kept: Tensor | None = None
+        self,
+        layout: Layout,
+        states: Tensor | None = None,
+        kept: Tensor | None = None,
+        sample: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """Score with the average; see ``TokenScorer.score_layout``."""
         with self._applied():
-            return super().score_layout(layout, states, kept)
+            return super().score_layout(layout, states, kept, sample)
 
     def teacher_states(self, layout: Layout, top_k: int | None = None) -> Tensor:
         """Return the average's states; see ``TokenScorer.teacher_states``."""

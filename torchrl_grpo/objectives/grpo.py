@@ -27,6 +27,7 @@ from torchrl_grpo.checks import (
     check_clip_epsilon,
     check_floor,
     check_rejection,
+    check_score_centering,
     check_top_entropy,
 )
 from torchrl_grpo.compat.torchrl import CHOICES, check_choice, refuse_arguments
@@ -114,6 +115,10 @@ class GRPOLoss(LossModule):
         top_entropy_quantile: share of the batch's tokens to train, those with the largest entropy
             by ``prox_entropy`` (arXiv 2506.01939); the others are removed from the objective, as
             rejected ones are. Less than 1 needs ``proximal="recomputed"``.
+        score_centering: whether the mean score under the sampling policy is subtracted, see
+            ``functional.centering_coefficients``. The ``TokenScorer`` then reads the kept tokens
+            and their log-probs. It needs ``proximal="current"``, a weight (if any) of each token,
+            and no ``rejection`` of single tokens.
         mask_truncated: whether truncated responses are removed from the loss (they stay in their
             group's statistics).
         kl_mask_threshold: tokens with a larger k2 estimate of the KL to the sampling policy are
@@ -214,6 +219,7 @@ class GRPOLoss(LossModule):
         behaviour_floor: float = 0.0,
         rejection: Mapping[str, Any] | None = None,
         top_entropy_quantile: float = 1.0,
+        score_centering: bool = False,
         mask_truncated: bool = False,
         kl_mask_threshold: float | None = None,
         kl_estimator: KLEstimator = "k3",
@@ -245,6 +251,7 @@ class GRPOLoss(LossModule):
         self.behaviour_floor = behaviour_floor
         self.rejection = check_rejection(rejection)
         self.top_entropy_quantile = top_entropy_quantile
+        self.score_centering = score_centering
         self.mask_truncated = mask_truncated
         self.kl_mask_threshold = kl_mask_threshold or 0.0
         self.kl_estimator = kl_estimator
@@ -256,6 +263,8 @@ class GRPOLoss(LossModule):
         self.teacher_clip = teacher_clip
         self.sft_coeff = sft_coeff
         self._check_arguments()
+        if score_centering and isinstance(self.actor_network, TokenScorer):
+            self.actor_network.center_scores(self._centering)
 
     def _check_arguments(self) -> None:
         check_choice("ratio_level", self.ratio_level, get_args(RatioLevel))
@@ -273,6 +282,9 @@ class GRPOLoss(LossModule):
             raise ValueError(f"behaviour_cap={self.behaviour_cap} must be above 0: use 5.0.")
         check_floor(self.behaviour_floor, self.behaviour_cap)
         check_top_entropy(self.top_entropy_quantile, self.proximal)
+        if self.score_centering:
+            is_current = self.proximal == "current"
+            check_score_centering(is_current, self.behaviour_level, self.rejection)
         length = self.constant_length
         if (length or 0) < 1 and (length is not None or self.aggregation == "constant"):
             raise ValueError(
@@ -328,6 +340,7 @@ class GRPOLoss(LossModule):
         optional = {
             ("behaviour_weight", "behaviour_capped"): self.behaviour_weight != "none",
             (*_CORRECTION_METRICS, *self._rejection_metrics()): self._corrects,
+            ("loss_score_centering",): self.score_centering,
             ("divergence_to_teacher",): self.teacher_coeff,
             ("kl_k1_to_ref", "kl_k3_to_ref", "kl_to_ref"): self.kl_to_ref_coeff,
         }
@@ -506,6 +519,7 @@ class GRPOLoss(LossModule):
         weight, correction = self._correction(tokens, prox, advantage)
         surrogate = torch.where(tokens.roles > 0, weight * surrogate, 0.0)
         out = {"loss_objective": -tokens.weighted_sum(surrogate)}
+        out |= self._score_centering(tokens, advantage)
 
         clipped_low, clipped_high = self.clipped(ratio, advantage)
         out |= tokens.means(
@@ -544,7 +558,20 @@ class GRPOLoss(LossModule):
             rejected = F.REJECTIONS[rule](gap, low, high).expand_as(mask)
             out |= tokens.rejected(rejected, f"_{rule}")
             weight = torch.where(rejected, 0.0, weight)
+            tokens.rejections |= rejected
         return weight, out | tokens.rejected(weight == 0)
+
+    def _centering(self, log_prob: Tensor, sample_log_prob: Tensor) -> Tensor:
+        bound, cap, floor = self.behaviour_weight, self.behaviour_cap, self.behaviour_floor
+        return F.centering_coefficients(log_prob, sample_log_prob, bound, cap, floor)
+
+    def _score_centering(self, tokens: _Tokens, advantage: Tensor) -> dict[str, Tensor]:
+        """Return the term whose gradient is each token's advantage times the mean score."""
+        if not self.score_centering:
+            return {}
+        trained = (tokens.roles > 0) & ~tokens.rejections
+        centering = torch.where(trained, tokens.read(keys.CENTERING), 0.0)
+        return {"loss_score_centering": tokens.weighted_sum(advantage * centering)}
 
     def _proximal_log_prob(self, tokens: _Tokens) -> Tensor:
         """Return the log-probs that the ratio is clipped around."""
@@ -640,6 +667,10 @@ class _Tokens:
     roles: Tensor = field(init=False)
     sample_log_prob: Tensor = field(init=False)
     ratio: Tensor = field(init=False)
+    rejections: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rejections = torch.zeros_like(self.mask)
 
     def read(self, key: NestedKey) -> Tensor:
         """Return an entry with one value per sequence or token as [B, T], 0 outside the mask."""

@@ -652,6 +652,6 @@ def test_top_k_top_p_and_min_p_keep_what_a_hand_computation_keeps():
     torch.testing.assert_close(probs, torch.tensor([[0, 16 / 25, 0, 9 / 25]]))
     probs = sampling_probs(logits, SamplingParams(1, temperature=0.5))
     torch.testing.assert_close(probs, torch.tensor([[1 / 30, 16 / 30, 4 / 30, 9 / 30]]))
-    token, log_prob, _ = sample(logits, SamplingParams(1, temperature=0), torch.zeros(1))
+    token, log_prob, *_ = sample(logits, SamplingParams(1, temperature=0), torch.zeros(1))
     assert token.tolist() == [1]
     torch.testing.assert_close(log_prob.exp(), torch.tensor([0.4]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,90 @@ def make_idefics3(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
     return folder
 
 
+def make_smolvlm(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
+    """Save a SmolVLM, an Idefics3 with another processor."""
+    from transformers import SmolVLMConfig, SmolVLMForConditionalGeneration
+    from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+
+    make_idefics3(folder, tokenizer)
+    (folder / "processor_config.json").unlink()
+    SmolVLMImageProcessorPil(
+        size={"longest_edge": 64}, max_image_size={"longest_edge": 32}, do_image_splitting=True
+    ).save_pretrained(folder)
+    settings = {"processor_class": "SmolVLMProcessor", "image_seq_len": 4}
+    (folder / "processor_config.json").write_text(json.dumps(settings))
+    config = json.loads((folder / "config.json").read_text())
+    config["vision_config"] |= {"model_type": "smolvlm_vision"}
+    config = SmolVLMConfig.from_dict(config | {"model_type": "smolvlm"})
+    spread(SmolVLMForConditionalGeneration(config)).save_pretrained(folder)
+    return folder
+
+
+def make_llava(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
+    """Save a LLaVA whose images have 16 tokens."""
+    from transformers import LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    tokenizer = _copy(tokenizer, folder, ["<image>"])
+    tokenizer.chat_template = template("<image>")
+    size = {"height": 32, "width": 32}
+    images = CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size=size)
+    LlavaProcessor(
+        images,
+        tokenizer,
+        patch_size=8,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    ).save_pretrained(folder)
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 32,
+        "patch_size": 8,
+        "projection_dim": 32,
+    }
+    config = LlavaConfig(
+        text_config={"model_type": "llama", **TEXT},
+        vision_config={"model_type": "clip_vision_model", **vision},
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        image_seq_length=16,
+    )
+    spread(LlavaForConditionalGeneration(config)).save_pretrained(folder)
+    return folder
+
+
+def make_qwen3_vl(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
+    """Save a Qwen3-VL, which adds features after its first layers."""
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    make_qwen2_5_vl(folder, tokenizer)
+    config = json.loads((folder / "config.json").read_text())
+    names = [name for name in config if name.endswith("_token_id") and "image" in name]
+    names += ["video_token_id", "vision_start_token_id", "vision_end_token_id"]
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
+    config = Qwen3VLConfig(
+        text_config={**TEXT, "head_dim": 32, "rope_parameters": rope},
+        vision_config={
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_heads": 2,
+            "patch_size": 4,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "out_hidden_size": 64,
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0, 1],
+        },
+        tie_word_embeddings=False,
+        **{name: config[name] for name in names},
+    )
+    spread(Qwen3VLForConditionalGeneration(config)).save_pretrained(folder)
+    return folder
+
+
 def make_qwen2_5_vl(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
     """Save a Qwen2.5-VL whose images have one token for 8 x 8 pixels."""
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
@@ -149,4 +234,10 @@ def _copy(tokenizer: Any, folder: Path, more: list[str]) -> Any:
     return own
 
 
-MAKERS = {"idefics3": make_idefics3, "qwen2_5_vl": make_qwen2_5_vl}
+MAKERS = {
+    "idefics3": make_idefics3,
+    "llava": make_llava,
+    "qwen2_5_vl": make_qwen2_5_vl,
+    "qwen3_vl": make_qwen3_vl,
+    "smolvlm": make_smolvlm,
+}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -14,30 +14,41 @@ import pytest
 import torch
 from datasets import Dataset, Image
 from torch import Tensor
+from torchrl.envs.utils import check_env_specs
 from transformers import AutoModelForImageTextToText, PreTrainedTokenizerBase
 
 from tests.support.configs import compose_config, last_of_each
 from tests.support.runs import SMALL
 from tests.support.vision import MAKERS, picture
+from torchrl_grpo import keys
 from torchrl_grpo.assembly.blueprint import prepare
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.chat.template import ChatEncoder, TurnTemplate, render_chat
+from torchrl_grpo.collectors.rollout import RolloutCollector
+from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.generation.base import SamplingParams
+from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.generation.transformers import TransformersEngine
 from torchrl_grpo.images import ImageFile, Prompt, Spans, place_images
 from torchrl_grpo.images.encoder import ImageEncoder
-from torchrl_grpo.images.families import vision_parameters
-from torchrl_grpo.images.features import ImageFeatures, grid_positions, has_grid
+from torchrl_grpo.images.families import language_model_of, vision_parameters
+from torchrl_grpo.images.features import (
+    ImageFeatures,
+    grid_positions,
+    has_grid,
+    with_features,
+)
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.reporting.metrics import read_jsonl
-from torchrl_grpo.tasks.base import Dialog, Problem
+from torchrl_grpo.tasks.base import Dialog, Problem, Score, Task
 from torchrl_grpo.tasks.dataset import DatasetTask
 from torchrl_grpo.tasks.with_rewards import make_rewards
 from torchrl_grpo.weights import load_weights, named_weights
 
 CPU = torch.device("cpu")
+ONE_FAMILY = pytest.mark.parametrize("kit", ["llava"], indirect=True)
 
 
 class Kit:
@@ -69,13 +80,13 @@ class Kit:
         kinds = torch.zeros_like(tokens)
         for span in spans:
             kinds[span.offset : span.end] = span.is_embed
-        if self.config.model_type != "idefics3":
+        if self.config.model_type.startswith("qwen"):
             inputs["mm_token_type_ids"] = kinds[None]
         return model(input_ids=tokens[None], use_cache=False, **inputs).logits[0]
 
     @property
     def axis(self) -> int:
-        return 1 if self.config.model_type == "idefics3" else 0
+        return 1 if self.config.model_type in ("idefics3", "smolvlm") else 0
 
 
 @pytest.fixture(scope="module", params=sorted(MAKERS))
@@ -83,8 +94,10 @@ def kit(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
     tokenizer: PreTrainedTokenizerBase,
-) -> Kit:
-    return Kit(MAKERS[request.param](tmp_path_factory.mktemp(request.param), tokenizer))
+) -> Iterator[Kit]:
+    with pytest.MonkeyPatch.context() as patch:  # a package that only videos need
+        patch.setattr("transformers.models.smolvlm.processing_smolvlm.num2words", str)
+        yield Kit(MAKERS[request.param](tmp_path_factory.mktemp(request.param), tokenizer))
 
 
 def rows_of(kit: Kit) -> tuple[Tensor, Tensor, list[Spans]]:
@@ -228,11 +241,12 @@ def test_sampling_the_placeholder_itself_is_harmless(kit: Kit) -> None:
     mask = torch.arange(tokens.shape[1])[None] >= len(prompt)
     scores, _ = TokenScorer(model).score(tokens, mask, [prompt.images])
     embeddings = model.get_input_embeddings()(tokens)
-    [features] = ImageFeatures(model)([prompt.images[0].image])
-    span = prompt.images[0]
-    embeddings[0, span.offset : span.end][span.is_embed] = features
+    [span] = prompt.images
+    places = span.offset + span.is_embed.nonzero().squeeze(-1)
+    inputs = with_features(embeddings, ImageFeatures(model)([span.image]), places)
     grid = grid_positions(model, tokens[0], prompt.images)[:, None] if has_grid(model) else None
-    logits = model(inputs_embeds=embeddings, position_ids=grid, use_cache=False).logits[0]
+    states = language_model_of(model)(**inputs, position_ids=grid, use_cache=False)[0]
+    logits = model.get_output_embeddings()(states)[0]
     expected = logits[:-1].log_softmax(-1).gather(-1, tokens[0, 1:, None])[:, 0]
     torch.testing.assert_close(scores[0, 1:][mask[0, 1:]], expected[mask[0, 1:]], atol=1e-5, rtol=0)
 
@@ -251,6 +265,10 @@ def test_a_prompt_has_the_tokens_that_the_processor_writes(kit: Kit) -> None:
         both = torch.cat([span.image.inputs[name] for span in prompt.images], kit.axis)
         torch.testing.assert_close(both, out[name], msg=name)
         assert value.shape != out[name].shape
+
+
+def test_images_are_prepared_with_pillow_on_every_machine(kit: Kit) -> None:
+    assert type(kit.encoder.processor.image_processor).__name__.endswith("Pil")
 
 
 def test_text_cannot_forge_an_image(kit: Kit) -> None:
@@ -299,7 +317,9 @@ def run_arguments(kit: Kit, folder: Path, *more: str) -> tuple[str, ...]:
     )
 
 
-@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize(
+    ("kit", "trains"), [("idefics3", False), ("qwen2_5_vl", True)], indirect=["kit"]
+)
 def test_a_run_trains_on_images(kit: Kit, tmp_path: Path, trains: bool) -> None:
     arguments = run_arguments(kit, tmp_path, f"train_model.train_vision={str(trains).lower()}")
     made = build(compose_config(*SMALL, *arguments), tmp_path / "run")
@@ -412,6 +432,7 @@ def test_lora_adapts_the_language_model_alone(kit: Kit) -> None:
     assert len(adapted) == 2 * 7 and not [name for name in vision if "lora" in name]
 
 
+@ONE_FAMILY
 @pytest.mark.parametrize(
     ("override", "key"),
     [
@@ -429,12 +450,14 @@ def test_what_images_do_not_work_with_is_refused(
         prepare(compose_config(*SMALL, *arguments))
 
 
+@ONE_FAMILY
 def test_a_model_that_reads_text_alone_is_refused(kit: Kit, tmp_path: Path) -> None:
     arguments = (*run_arguments(kit, tmp_path), "model.name=starter")
     with pytest.raises(ConfigError, match=r"model\.name=starter.*env\.columns\.images"):
         prepare(compose_config(*SMALL, *last_of_each(arguments)))
 
 
+@ONE_FAMILY
 def test_a_template_that_writes_parts_alone_gets_parts(kit: Kit) -> None:
     tokenizer = deepcopy(kit.tokenizer)
     tokenizer.chat_template = (
@@ -444,3 +467,36 @@ def test_a_template_that_writes_parts_alone_gets_parts(kit: Kit) -> None:
     assert render_chat(tokenizer, [{"role": "user", "content": "Hello"}]) == "<|user|>Hello"
     text = TurnTemplate(tokenizer, {}).text([{"role": "user", "content": "More"}])
     assert text == "<|user|>More"
+
+
+class TwoTurns(Task):
+    """A task that replies once, whatever the policy says."""
+
+    name = "two_turns"
+
+    def problems(self, split: str) -> list[Problem]:
+        return [Problem("Count?", "1", images=(picture(i),)) for i in range(4)]
+
+    def next_turn(self, problem: Problem, responses: Sequence[str]) -> str | None:
+        return "And again?" if len(responses) == 1 else None
+
+    def score(self, problem: Problem, responses: Sequence[str]) -> Score:
+        return Score(1.0, True)
+
+
+def test_later_turns_read_the_images_of_the_prompt(kit: Kit) -> None:
+    model = kit.model()
+    env = LLMEnv(
+        TwoTurns(), kit.tokenizer, num_envs=4, repeats=2, max_turns=2, image_encoder=kit.encoder
+    )
+    params = SamplingParams(max_new_tokens=3, stop_token_ids=tuple(range(5, 261)))
+    batch = RolloutCollector(env, GenerationPolicy(TransformersEngine(model), params)).rollout()
+    check_env_specs(env, break_when_any_done="both")
+    scored = TokenScorer(model)(batch.clone())
+    for row, again in zip(batch.unbind(0), scored.unbind(0), strict=True):
+        tokens, mask = row[keys.FULL], row[keys.ASSISTANT_MASK]
+        assert mask.sum() >= 2 and (~mask)[int(mask.nonzero()[0]) :].sum() > 5
+        [span] = row[keys.IMAGES]
+        assert torch.equal(tokens[span.offset : span.end], span.image.tokens)
+        scores = again[keys.CUR_LOG_PROBS][: len(tokens)][mask]
+        torch.testing.assert_close(row[keys.LOG_PROBS][mask], scores, atol=2e-5, rtol=0)

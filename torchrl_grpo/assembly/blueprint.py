@@ -242,7 +242,7 @@ def _check_images(config: GRPOConfig, task: Task, ranks: int) -> None:
         (not ENGINES[backend].images, f"inference_model.backend={backend}", f"{others}"),
         (config.policy.demonstrations, "policy.demonstrations=true", "false"),
         (config.policy.sft_coef, f"policy.sft_coef={config.policy.sft_coef}", "0"),
-        (config.teacher.model, f"teacher.model={config.teacher.model}", "null"),
+        (config.needs_teacher, "teacher.model or teachers", "null"),
         (task.is_stateful, "env.environment, env.agent or env.tools=[python]", "null"),
         (config.env.transforms, f"env.transforms={config.env.transforms}", "[]"),
         (ranks > 1, f"train_model.num_devices={ranks}", "1"),

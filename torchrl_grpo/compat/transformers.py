@@ -26,20 +26,22 @@ def load_image_processor(
         ValueError: the checkpoint has no settings of a processor.
     """
     kind: Any = PROCESSOR_MAPPING[type(config)]
-    try:
-        images = AutoImageProcessor.from_pretrained(path, backend="pil")
-        settings, _ = kind.get_processor_dict(path)
-    except (OSError, ValueError, ImportError) as error:
-        raise ValueError(
-            f"model.name={path} must have the settings of its image processor "
-            f"(preprocessor_config.json), but {str(error).strip().splitlines()[0]}: save the "
-            "processor beside the model."
-        ) from error
     names = signature(kind.__init__).parameters.keys() - kind.get_attributes() - {"chat_template"}
-    settings = {name: settings[name] for name in names if name in settings}
     processor = kind.__new__(kind)
     # Otherwise it would refuse to be made without a processor of videos.
     processor.check_argument_for_proper_class = lambda *_: None
-    processor.__init__(image_processor=images, tokenizer=tokenizer, **settings)
+    try:
+        images = AutoImageProcessor.from_pretrained(path, backend="pil")
+        settings, _ = kind.get_processor_dict(path)
+        settings = {name: settings[name] for name in names if name in settings}
+        parts = dict.fromkeys(kind.get_attributes())
+        parts |= {"image_processor": images, "tokenizer": tokenizer}
+        processor.__init__(**parts, **settings)
+    except (OSError, ValueError, ImportError) as error:
+        raise ValueError(
+            f"model.name={path} must have an image processor that can be loaded "
+            f"(preprocessor_config.json), but {str(error).strip().splitlines()[0]} Save it beside "
+            "the model, or install what it needs."
+        ) from error
     del processor.check_argument_for_proper_class
     return processor

@@ -11,14 +11,15 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from torchrl_grpo.images import Prompt, images_of, tokens_of
-from torchrl_grpo.images.families import family_of
-from torchrl_grpo.images.features import ImageFeatures, grid_positions, has_grid
+from torchrl_grpo.images.families import family_of, language_model_of
+from torchrl_grpo.images.features import ImageFeatures, grid_positions, has_grid, with_features
 
 
 class Batch(ABC):
@@ -103,40 +104,46 @@ class GenericDecoder(Decoder):
         per_token = 2 * config.num_hidden_layers * config.hidden_size * self.model.dtype.itemsize
         return n * (prompt_length + max_new_tokens) * per_token
 
-    def embeddings(self, tokens: Tensor, prompts: Sequence[Tensor | Prompt]) -> Tensor:
-        """Return the embeddings of prompts with images, [B, T, E].
+    def prefill(self, tokens: Tensor, prompts: Sequence[Tensor | Prompt], **kwargs: Any) -> Tensor:
+        """Return the logits after prompts with images, [B, V].
 
         Args:
             tokens: [B, T] int64, padded on the left.
             prompts: the prompts.
+            **kwargs: the attention mask, positions and cache of ``forward``.
         """
         assert self._image_features is not None
-        embeddings = self.model.get_input_embeddings()(tokens)
+        spans, places = [], []
         for row, prompt in enumerate(prompts):
+            first = (row + 1) * tokens.shape[1] - len(prompt)
             for span in images_of(prompt):
-                features = self._image_features([span.image])[0].to(embeddings.dtype)
-                start = tokens.shape[1] - len(prompt) + span.offset
-                place = start + span.is_embed.nonzero().squeeze(-1)
-                embeddings[row, place.to(tokens.device)] = features
-        return embeddings
+                spans.append(span.image)
+                places.append(first + span.offset + span.is_embed.nonzero().squeeze(-1))
+        embeddings = self.model.get_input_embeddings()(tokens)
+        where = torch.cat(places).to(tokens.device)
+        inputs = with_features(embeddings, self._image_features(spans), where)
+        out = language_model_of(self.model)(**inputs, **kwargs, use_cache=True)
+        logits: Tensor = self.model.get_output_embeddings()(out.last_hidden_state[:, -1])
+        return logits
 
     def forward(
-        self, inputs: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache
+        self, tokens: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache
     ) -> Tensor:
-        """Return the logits after the last of ``inputs``.
+        """Return the logits after the last of ``tokens``.
 
         Args:
-            inputs: tokens, [B, T] int64, or embeddings, [B, T, E].
-            mask: [B, S] int64, 0 on padding; S counts the cached tokens and ``inputs``.
-            positions: [B, T] int64; with three axes, [3, B, T].
-            cache: extended by ``inputs``.
+            tokens: [B, T] int64.
+            mask: [B, S] int64, 0 on padding; S counts the cached tokens and ``tokens``.
+            positions: [B, T] int64.
+            cache: extended by ``tokens``.
 
         Returns:
             [B, V] logits.
         """
         kwargs = self._kwargs | ({"position_ids": positions} if self._takes_position_ids else {})
-        kwargs["input_ids" if inputs.ndim == 2 else "inputs_embeds"] = inputs
-        out = self.model(attention_mask=mask, past_key_values=cache, use_cache=True, **kwargs)
+        out = self.model(
+            input_ids=tokens, attention_mask=mask, past_key_values=cache, use_cache=True, **kwargs
+        )
         return out.logits[:, -1]
 
 
@@ -160,12 +167,19 @@ class _GenericBatch(Batch):
             mask[row, : self._width - len(prompt)] = 0
         positions = (mask[:, : self._width].cumsum(-1) - 1).clamp_(min=0)
         self._cache = DynamicCache(config=decoder.model.config)
-        inputs, following = tokens, lengths
+        following, mask_of_prompts = lengths, mask[:, : self._width]
         if any(map(images_of, prompts)):
-            inputs = decoder.embeddings(tokens, prompts)
             if has_grid(decoder.model):
                 positions, following = self._grid(prompts, positions)
-        logits = decoder.forward(inputs, mask[:, : self._width], positions, self._cache)
+            logits = decoder.prefill(
+                tokens,
+                prompts,
+                attention_mask=mask_of_prompts,
+                position_ids=positions,
+                past_key_values=self._cache,
+            )
+        else:
+            logits = decoder.forward(tokens, mask_of_prompts, positions, self._cache)
 
         rows = torch.arange(len(prompts), device=device).repeat_interleave(n)
         # `reorder_cache` is an index_select along the batch, so it also repeats and drops rows, in

@@ -40,7 +40,7 @@ class ImageEncoder:
         self.placeholder = FAMILIES[config.model_type].placeholder
         tokenizer = processor.tokenizer
         self._placeholder_id = tokenizer.convert_tokens_to_ids(self.placeholder)
-        self._feature_id = getattr(config, "image_token_id", None) or config.image_token_index
+        self._feature_id = config.image_token_id
         if self._placeholder_id in (None, tokenizer.unk_token_id):
             raise ValueError(
                 f"model.name must have a tokenizer with the token {self.placeholder}, which a "

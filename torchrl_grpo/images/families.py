@@ -26,7 +26,10 @@ class Family:
 
 FAMILIES = {
     "idefics3": Family("text_model", "<image>"),
+    "llava": Family("language_model", "<image>"),
     "qwen2_5_vl": Family("language_model", "<|image_pad|>", has_grid=True),
+    "qwen3_vl": Family("language_model", "<|image_pad|>", has_grid=True),
+    "smolvlm": Family("text_model", "<image>"),
 }
 """By ``model_type``."""
 

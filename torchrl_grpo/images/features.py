@@ -81,6 +81,24 @@ class ImageFeatures:
         self._versions, self._fingerprint = versions, fingerprint
 
 
+def with_features(embeddings: Tensor, features: Sequence[Tensor], places: Tensor) -> dict[str, Any]:
+    """Return the arguments of a language model whose tokens include images.
+
+    Args:
+        embeddings: [B, T, E], of the tokens.
+        features: [M, E], of the images; and those that are added after the first layers.
+        places: [M] int64, ascending flat indices of the images' tokens.
+    """
+    first, *deep = (part.to(embeddings.dtype) for part in features)
+    flat = embeddings.flatten(0, 1).index_copy(0, places, first)
+    inputs: dict[str, Any] = {"inputs_embeds": flat.view(embeddings.shape)}
+    if deep:
+        is_image = torch.zeros_like(flat[:, 0], dtype=torch.bool).index_fill(0, places, True)
+        inputs["visual_pos_masks"] = is_image.view(embeddings.shape[:2])
+        inputs["deepstack_visual_embeds"] = deep
+    return inputs
+
+
 def _joined(features: Tensor | Sequence[Tensor]) -> Tensor:
     """Return features as [M, D]; models return them by image or by tile."""
     whole = features if isinstance(features, Tensor) else torch.cat(tuple(features))

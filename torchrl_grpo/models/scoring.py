@@ -29,7 +29,12 @@ from torchrl_grpo.host.threads import use_one_thread_if_small
 from torchrl_grpo.images import Prompt as ImagePrompt
 from torchrl_grpo.images import Spans
 from torchrl_grpo.images.families import family_of, language_model_of
-from torchrl_grpo.images.features import ImageFeatures, grid_positions, has_grid
+from torchrl_grpo.images.features import (
+    ImageFeatures,
+    grid_positions,
+    has_grid,
+    with_features,
+)
 from torchrl_grpo.models.divergence import Teacher, chunked_divergence, likely_tokens
 from torchrl_grpo.models.head import Centering, chunked_log_probs, tied_embedding, tied_rows
 from torchrl_grpo.models.loading import base_model_of
@@ -318,9 +323,8 @@ class TokenScorer(TensorDictModuleBase):
             assert self._image_features is not None
             features = self._image_features(layout.images.images)
             embeddings = self.base.get_input_embeddings()(inputs.pop("input_ids"))
-            picked = pick(features[0], 0, layout.images.features).to(embeddings.dtype)
-            flat = embeddings.flatten(0, 1).index_copy(0, layout.images.places, picked)
-            inputs["inputs_embeds"] = flat.view(embeddings.shape)
+            picked = [pick(part, 0, layout.images.features) for part in features]
+            inputs |= with_features(embeddings, picked, layout.images.places)
         return language_model_of(self.base)(**inputs).last_hidden_state
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:

@@ -11,6 +11,8 @@ from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
+    Idefics3Config,
+    LlavaConfig,
     PreTrainedTokenizerFast,
     Qwen2VLConfig,
 )
@@ -29,7 +31,7 @@ from tests.support.families import (
 )
 from tests.support.weights import Trained
 from torchrl_grpo.generation import TransformersEngine
-from torchrl_grpo.generation.vllm import check_text_only
+from torchrl_grpo.generation.vllm import check_parts
 from torchrl_grpo.learner.export import export_model
 from torchrl_grpo.models.loading import CheckpointModel, load_config, load_model
 from torchrl_grpo.weights import ObjectSender, load_weights, named_weights
@@ -202,8 +204,11 @@ def test_a_multimodal_model_is_sampled_and_scored_but_not_with_vllm() -> None:
         ValueError,
         match=r"model\.name=it .*backend=vllm.* gemma3",
     ):
-        check_text_only(model.config, "it")
-    check_text_only(model.config.text_config, "it")
+        check_parts(model.config, "it")
+    check_parts(model.config.text_config, "it")
+    check_parts(Idefics3Config(), "it")
+    with pytest.raises(ValueError, match=r"model\.name=it .*backend=vllm.* llava"):
+        check_parts(LlavaConfig(), "it")
 
 
 def test_a_model_that_makes_no_text_is_refused_by_its_config(tmp_path: Path) -> None:

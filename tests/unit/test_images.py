@@ -436,7 +436,10 @@ def test_lora_adapts_the_language_model_alone(kit: Kit) -> None:
 @pytest.mark.parametrize(
     ("override", "key"),
     [
-        ("inference_model.backend=vllm", "inference_model.backend"),
+        (
+            "inference_model.backend=server inference_model.address=[http://localhost:1]",
+            "inference_model.backend=server",
+        ),
         ("algo=sft", "policy.demonstrations"),
         ("train_model.cpu_offload=true", "train_model.cpu_offload"),
         ("teacher.model={path}", "teacher.model"),
@@ -445,7 +448,7 @@ def test_lora_adapts_the_language_model_alone(kit: Kit) -> None:
 def test_what_images_do_not_work_with_is_refused(
     kit: Kit, tmp_path: Path, override: str, key: str
 ) -> None:
-    arguments = run_arguments(kit, tmp_path, override.format(path=kit.path))
+    arguments = run_arguments(kit, tmp_path, *override.format(path=kit.path).split())
     with pytest.raises(ConfigError, match=re.escape(key)):
         prepare(compose_config(*SMALL, *arguments))
 

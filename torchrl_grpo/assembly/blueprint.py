@@ -163,6 +163,8 @@ def prepare(
         max_prompt_tokens, max_dialog_tokens = _max_prompt_tokens(config, model_config)
         request = engine_request(config, plan, model_config, max_dialog_tokens)
         request = replace(request, has_images=_has_images(config, task))
+        if request.has_images:
+            _check_images(config, task, len(plan.train))
         engine_class(config.inference_model.backend).check(request)
         longest = config.inference_model.max_model_len or _context(model_config)
         if not config.only_evaluates:
@@ -170,7 +172,6 @@ def prepare(
             _check_served_teacher(config, own if config.teacher.prompt is None else longest)
         image_encoder = None
         if request.has_images:
-            _check_images(config, task, len(plan.train))
             image_encoder = loading.load_image_encoder(config.model.source, model_config, tokenizer)
         reward_pool = _make_reward_pool(config.env, task)
         make_env = partial(

@@ -73,6 +73,7 @@ ENGINES: dict[str, EngineKind] = {
         kept_tokens=True,
         own_arguments=True,
         weights_on_device=True,
+        images=True,
     ),
     "server": EngineKind(
         "torchrl_grpo.integrations.server_engine:ServerEngine",

@@ -51,8 +51,10 @@ from torchrl_grpo.generation.base import (
 from torchrl_grpo.generation.stops import StopStrings
 from torchrl_grpo.generation.vllm_answers import STOP, Answer, watch_for_stops
 from torchrl_grpo.generation.vllm_arguments import check_engine_kwargs
+from torchrl_grpo.generation.vllm_images import check_returned, compose, images_alone
 from torchrl_grpo.host.memory import memory_short
-from torchrl_grpo.images import Prompt, text_tokens
+from torchrl_grpo.images import Prompt
+from torchrl_grpo.images.families import family_of
 from torchrl_grpo.weights import (
     EitherHandle,
     TransferHandle,
@@ -245,9 +247,12 @@ def vllm_settings(request: EngineRequest) -> VLLMSettings:
     }
 
 
-def check_text_only(config: PretrainedConfig, name: str) -> None:
-    """Raise ValueError for a language model with other parts, such as one for images."""
-    if config.get_text_config() is not config:
+def check_parts(config: PretrainedConfig, name: str) -> None:
+    """Raise ValueError for a model with other parts than language, unless vLLM takes their weights
+    by our names.
+    """
+    is_renamed = family_of(config) is None or config.model_type == "llava"
+    if config.get_text_config() is not config and is_renamed:
         raise ValueError(
             f"model.name={name} must be a text-only model with inference_model.backend=vllm, but "
             f"{config.model_type} has other parts too, and vLLM has other names for their weights: "
@@ -365,9 +370,16 @@ def engine_arguments(model_path: str, settings: VLLMSettings) -> tuple[Any, dict
     arguments.pop("log_file", None)
     cache_bytes = int(arguments.pop("kv_cache_gib") * 2**30)
     trust_remote_code = arguments.get("trust_remote_code", False)
-    config = get_config(model_path, trust_remote_code=trust_remote_code).get_text_config()
+    config = get_config(model_path, trust_remote_code=trust_remote_code)
+    reads_images = family_of(config) is not None
+    if not reads_images:
+        config = config.get_text_config()
+    else:
+        # The cache would leave out images that an earlier request brought, and so rely on requests
+        # that arrive in the order in which they were rendered.
+        arguments["mm_processor_cache_gb"] = 0
     on_cpu = current_platform.is_cpu()
-    check_vllm_model(config, settings, on_cpu=on_cpu)
+    check_vllm_model(config.get_text_config(), settings, on_cpu=on_cpu)
     if not on_cpu and arguments["dtype"] != "float32":
         # Like the trainer's head; on a CPU it would be too slow.
         engine_kwargs["hf_overrides"] = {
@@ -395,7 +407,7 @@ def engine_arguments(model_path: str, settings: VLLMSettings) -> tuple[Any, dict
         "worker_extension_cls": WORKER_EXTENSION,
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",  # no sampling defaults from the checkpoint
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": not reads_images,  # a processor of images has a tokenizer
         "use_tqdm_on_load": False,
         **engine_kwargs,
     }
@@ -428,10 +440,12 @@ class VLLMBase(Engine):
     @cached_property
     def _expected_weights(self) -> tuple[str, dict[str, torch.Size], set[str]]:
         """The model's class, the shapes of its weights by name, and the names of tied weights."""
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+        reads_images = family_of(self._hf_config) is not None
+        auto_class = AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
+            model = auto_class.from_config(
                 self._hf_config, trust_remote_code=self._trust_remote_code
             )
         shapes, tied = expected_weights(model)
@@ -592,6 +606,7 @@ class VLLMBase(Engine):
             )
         if params.stop is not None:
             self._stops[params.stop.strings] = params.stop
+        vocabulary = self._hf_config.get_text_config().vocab_size
         return VLLMSamplingParams(
             n=1 if greedy(params) else n,  # vLLM refuses n > 1 if greedy, as all would be the same
             temperature=params.temperature,
@@ -603,7 +618,7 @@ class VLLMBase(Engine):
             extra_args={STOP: list(params.stop.strings)} if params.stop is not None else None,
             ignore_eos=True,  # stop_token_ids alone decide
             # Of the sampled token, and of those that it was drawn from.
-            logprobs=min(params.top_k, self._hf_config.vocab_size) if params.return_kept else 0,
+            logprobs=min(params.top_k, vocabulary) if params.return_kept else 0,
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA if in_parts else RequestOutputKind.FINAL_ONLY,
@@ -679,8 +694,9 @@ class VLLMEngine(VLLMBase):
     @classmethod
     def check(cls, request: EngineRequest) -> None:
         check_engine_kwargs(request.options.engine_kwargs or {})
-        check_text_only(request.model_config, request.name)
-        check_vllm_model(request.model_config, vllm_settings(request), on_cpu=request.on_cpu)
+        check_parts(request.model_config, request.name)
+        config = request.model_config.get_text_config()
+        check_vllm_model(config, vllm_settings(request), on_cpu=request.on_cpu)
 
     @classmethod
     def device_share(cls, request: EngineRequest) -> float | None:
@@ -716,17 +732,15 @@ class VLLMEngine(VLLMBase):
     ) -> list[list[Completion]]:
         engine = self._open().llm_engine
         self.wake()
-        from vllm import TokensPrompt
-
         sampling = [
             self._sampling_params(len(p), n, params, on_finished is not None) for p in prompts
         ]
         answers = {}
         for i, (prompt, own) in enumerate(zip(prompts, sampling, strict=True)):
             answers[str(i)] = Answer(i, n, own.n, on_finished)
-            engine.add_request(
-                str(i), TokensPrompt(prompt_token_ids=text_tokens(prompt).tolist()), own
-            )
+            alone = images_alone(prompt, engine.renderer, self._hf_config)
+            rendered = engine.renderer.render_cmpl(alone) if alone else ()
+            engine.add_request(str(i), compose(prompt, rendered), own)
         while engine.has_unfinished_requests():
             try:
                 outputs = engine.step()
@@ -738,6 +752,8 @@ class VLLMEngine(VLLMBase):
                     f"{str(error).partition(chr(10))[0] or 'without a message'}."
                 ) from error
             for output in outputs:
+                if output.finished:
+                    check_returned(prompts[int(output.request_id)], output)
                 answers[output.request_id].add(output.outputs)
         return [answer.completions() for answer in answers.values()]
 
@@ -759,6 +775,8 @@ class VLLMEngine(VLLMBase):
             raise RuntimeError(
                 f"vLLM did not drop its prefix cache in the update to version {version}."
             )
+        if family_of(self._hf_config) is not None:
+            self._llm.llm_engine.reset_encoder_cache()  # features of the old weights
         self.policy_version = version
 
     def sleep(self) -> None:

@@ -36,8 +36,9 @@ from torchrl_grpo.generation.vllm import (
     starting_vllm,
 )
 from torchrl_grpo.generation.vllm_answers import Answer, watch_for_stops
+from torchrl_grpo.generation.vllm_images import check_returned, compose, images_alone
 from torchrl_grpo.host.processes import die_with_parent, enable_stack_dump
-from torchrl_grpo.images import Prompt, text_tokens
+from torchrl_grpo.images import Prompt
 from torchrl_grpo.weights.worker import unname_queues
 
 SHUTDOWN_TIMEOUT_S = 10.0
@@ -259,12 +260,14 @@ class AsyncVLLMEngine(VLLMBase):
     async def _request(
         self, prompt: Tensor | Prompt, sampling: Any, answer: Answer
     ) -> list[Completion]:
-        from vllm import TokensPrompt
-
+        alone = images_alone(prompt, self._llm.renderer, self._hf_config)
+        rendered = await self._llm.renderer.render_cmpl_async(alone) if alone else ()
+        request = compose(prompt, rendered)
         while True:
-            request = TokensPrompt(prompt_token_ids=text_tokens(prompt).tolist())
             reasons = set()
             async for output in self._llm.generate(request, sampling, str(next(self._request_ids))):
+                if output.finished:
+                    check_returned(prompt, output)
                 answer.add(output.outputs)
                 reasons |= {sample.finish_reason for sample in output.outputs}
             reasons -= {"stop", "length", None}

@@ -1,0 +1,92 @@
+"""The real vLLM with images: its log-probs are the trainer's, also after a sync of the image encoder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from tests.support.vision import make_idefics3, picture
+from torchrl_grpo.chat.template import ChatEncoder
+from torchrl_grpo.generation.base import Engine, SamplingParams
+from torchrl_grpo.generation.vllm import VLLMEngine
+from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine
+from torchrl_grpo.images import Prompt, images_of, place_images, tokens_of
+from torchrl_grpo.images.families import vision_parameters
+from torchrl_grpo.models import loading
+from torchrl_grpo.models.scoring import TokenScorer
+from torchrl_grpo.weights import named_weights
+
+ROUNDING = 1e-5
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> str:
+    return str(make_idefics3(tmp_path_factory.mktemp("model"), tokenizer))
+
+
+@pytest.fixture(scope="module", params=[VLLMEngine, AsyncVLLMEngine], ids=["sync", "async"])
+def engine(request: pytest.FixtureRequest, path: str) -> Iterator[Engine]:
+    more = {"in_flight": "keep"} if request.param is AsyncVLLMEngine else {}
+    engine = request.param(path, max_model_len=160, enforce_eager=True, kv_cache_gib=0.1, **more)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def prompts(path: str) -> list[Tensor | Prompt]:
+    """Two pictures with the same text, one in tiles, both in one prompt, one of them twice, and
+    none.
+    """
+    config, tokenizer = loading.load_config(path), loading.load_tokenizer(path)
+    encoder = loading.load_image_encoder(path, config, tokenizer)
+    chats = ChatEncoder(tokenizer, {})
+    a, b, wide = picture(1), picture(4), picture(2, (60, 40))
+    prompts = []
+    for files in ([a], [b], [wide], [b, a], [a, a], []):
+        chat = place_images([{"role": "user", "content": "Count?"}], files)
+        [ids] = chats.encode([chats.render(chat, add_generation_prompt=True)])
+        prompts.append(encoder.expand(ids, files))
+    assert torch.equal(tokens_of(prompts[0]), tokens_of(prompts[1]))
+    return prompts
+
+
+def load_model(path: str) -> Any:
+    return loading.load_model(path, dtype=torch.float32, device=torch.device("cpu"))
+
+
+def gaps(engine: Engine, model: Any, prompts: Sequence[Tensor | Prompt]) -> list[float]:
+    """The largest difference between the engine's log-probs and the scorer's, for each prompt."""
+    scorer = TokenScorer(model)
+    largest = []
+    for prompt, group in zip(
+        prompts, engine.generate(prompts, 3, SamplingParams(max_new_tokens=12)), strict=True
+    ):
+        rows = []
+        for done in group:
+            tokens = torch.cat([tokens_of(prompt), done.tokens])[None]
+            mask = torch.arange(tokens.shape[1])[None] >= len(prompt)
+            with torch.no_grad():
+                scores, _ = scorer.score(tokens, mask, [images_of(prompt)])
+            rows.append((scores[mask] - done.log_probs).abs().max().item())
+        largest.append(max(rows))
+    return largest
+
+
+def test_log_probs_are_the_trainers_before_and_after_a_sync(
+    engine: Engine, path: str, prompts: list[Tensor | Prompt]
+) -> None:
+    old, new = load_model(path), load_model(path)
+    before = gaps(engine, old, prompts)
+    with torch.no_grad():
+        for _, parameter in vision_parameters(new):
+            parameter.mul_(1.3)
+    engine.update_weights(named_weights(new), 1)
+    after, stale = gaps(engine, new, prompts), gaps(engine, old, prompts[:-1])
+    print(f"before {max(before):.1e}, after {max(after):.1e}, old weights {min(stale):.2f}")
+    assert max(before + after) < ROUNDING
+    assert min(stale) > 0.01

@@ -1,4 +1,4 @@
-"""Output of a run: terminal, metrics, samples, curves and the report."""
+"""Output of a run: terminal, metrics, samples, alarms and summary; ``extras/report`` reads it."""
 
 from __future__ import annotations
 

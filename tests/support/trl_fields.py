@@ -36,6 +36,17 @@ SFT = """
     pad_token
 """
 
+SELF = """
+    model_init_kwargs trust_remote_code disable_dropout remove_unused_columns max_prompt_length num_generations
+    num_generations_eval max_completion_length ds3_gather_for_generation shuffle_dataset generation_batch_size
+    steps_per_generation temperature top_p top_k min_p generation_kwargs chat_template_kwargs repetition_penalty
+    cache_implementation use_vllm use_teacher_server vllm_mode vllm_model_impl vllm_enable_sleep_mode
+    vllm_server_base_url vllm_server_host vllm_server_port vllm_group_port vllm_server_timeout
+    vllm_tensor_parallel_size vllm_gpu_memory_utilization vllm_max_model_length num_iterations distillation_alpha
+    distillation_mode distillation_topk distillation_is_clip distillation_add_tail teacher_model_kind
+    teacher_update_rate teacher_sync_steps
+"""
+
 CONFIGS = {
     "trl": ("GRPOConfig", """
     model_init_kwargs trust_remote_code router_aux_loss_coef disable_dropout cast_lm_head_to_fp32 num_generations
@@ -69,6 +80,16 @@ CONFIGS = {
     vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port vllm_gpu_memory_utilization
     vllm_max_model_length vllm_tensor_parallel_size beta max_tool_calling_iterations log_completions
     num_completions_to_print log_unique_prompts
+    """),
+    "trl_sdft": ("SDFTConfig", SELF + """
+    generate_from_teacher teacher_prompt_template num_loss_tokens_to_skip
+    """),
+    "trl_sdpo": ("SDPOConfig", SELF + """
+    loss_type mask_truncated_completions dont_reprompt_on_self_success beta epsilon epsilon_high
+    importance_sampling_level reward_weights scale_rewards distillation_weight max_reprompt_len
+    use_successful_as_teacher success_reward_threshold reprompt_template solution_template feedback_template
+    include_environment_feedback environment_feedback_only_without_solution remove_thinking_from_demonstration
+    diagnostics_warning_interval diagnostics_flat_tolerance
     """),
     "trl_sft": ("SFTConfig", SFT),
     "trl_gkd": ("GKDConfig", SFT + """

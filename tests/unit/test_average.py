@@ -167,8 +167,8 @@ OWN = ("algo=distill", "teacher.model=policy")
             r"policy\.teacher_divergence=jsd needs policy\.teacher_top_k with teacher\.weights=ema",
         ),
         (
-            (*OWN, "teacher.weights=ema", "teacher.dtype=bfloat16"),
-            r"teacher\.dtype=bfloat16 must be left out with teacher\.model=policy and teacher\.wei",
+            (*OWN, "teacher.weights=ema", "teacher.num_devices=2"),
+            r"teacher\.num_devices=2 must be left out with teacher\.model=policy and teacher\.wei",
         ),
         (
             ("algo=distill", "teacher.model=starter", "teacher.weights=ema"),

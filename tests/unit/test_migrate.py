@@ -56,6 +56,7 @@ def composed(printed: str) -> GRPOConfig:
         "train_model.lora.enabled": "true",
         "algo": "distill",
         "teacher.model": "t",
+        "teacher.prompt": "feedback",
     }
     overrides = [
         f"{key}={by_hand[key]}" if value == SET_ME and key in by_hand else f"{key}={value}"
@@ -845,6 +846,26 @@ def test_prompts_of_open_r1_keep_their_system_message_and_column(tmp_path: Path)
     assert (env.system_prompt, env.columns.prompt) == (message, "problem")
 
 
+def test_named_distillations_of_prime_rl_are_read(tmp_path: Path) -> None:
+    text = "[orchestrator.algo]\ntype = 'opd'\nteacher = {name = 't', base_url = 'http://x:1/v1'}\n"
+    made = translated(tmp_path, "opd.toml", f"{text}[orchestrator]\ngroup_size = 4\n")
+    wanted = {"algo": "distill", "teacher.model": "t", "teacher.address": ["http://x:1/v1"]}
+    assert {key: made.overrides.get(key) for key in wanted} == wanted
+    made = translated(tmp_path, "opsd.toml", "[orchestrator.algo]\ntype = 'opsd'\ndemo_key = 'd'\n")
+    wanted = {"algo": "distill", "teacher.model": "policy", "teacher.prompt": "solution"}
+    assert {key: made.overrides.get(key) for key in wanted} == wanted
+    assert made.overrides["env.columns.completion"] == "d"
+    composed(report(made, 100))
+
+
+def test_a_reference_that_trl_mixes_is_a_moving_average(tmp_path: Path) -> None:
+    text = "{model_name_or_path: m, num_generations: 8, beta: 0.1, sync_ref_model: true, ref_model_sync_steps: 4}"
+    made = translated(tmp_path, "mixed.yaml", text)
+    assert made.overrides["ref_model.decay"] == 0.4
+    assert made.overrides["ref_model.refresh_every"] == 4
+    composed(report(made, 100))
+
+
 def test_engine_settings_of_prime_rl_are_kept(tmp_path: Path) -> None:
     text = (
         "[orchestrator]\ngroup_size = 4\n[deployment]\nnum_infer_gpus = 4\n[inference.vllm]\ntensor_parallel_size = 2\n"
@@ -1061,7 +1082,7 @@ REFUSED = {
                        "critic.path=m it is PPO with a critic"),
     "areal_infer.yaml": ("{gconfig: {n_samples: 1}, rollout: {backend: 'vllm:d1'}}", "it is inference alone"),
     "areal_teacher.yaml": ("{gconfig: {n_samples: 4}, actor: {path: m}, teacher: {path: t}}", "it is distillation"),
-    "prime_opd.toml": ("[orchestrator.algo]\ntype = 'opd'\n", "orchestrator.algo.type=opd it is a run of another"),
+    "prime_echo.toml": ("[orchestrator.algo]\ntype = 'echo'\n", "orchestrator.algo.type=echo it is a run of another"),
     "prime_rae.toml": ("[orchestrator.algo]\ntype = 'rae'\n", "orchestrator.algo.type=rae it is a run of another"),
     "prime_mixed.toml": ("[[orchestrator.train.source]]\nname = 'a'\n[orchestrator.train.source.algo]\ntype = 'opd'\n",
                          "orchestrator.train.source[0].algo.type=opd it is"),
@@ -1149,6 +1170,34 @@ DISTILLED = {"algo": "distill", "model.name": "m", "teacher.model": "t", "env.re
             },
         ),
         (
+            "sdpo.py",
+            "def score(completions): ...\n"
+            "SDPOTrainer('m', score, SDPOConfig(distillation_weight=0.75, num_generations=4))",
+            {
+                "algo": None, "teacher.model": "policy", "teacher.weights": "ema", "teacher.decay": 0.95,
+                "teacher.prompt": "best_response", "policy.teacher_coef": 0.75, "policy.reward_coef": 0.25,
+                "policy.teacher_divergence": None, "env.repeats": 4, "env.reward": "sdpo.py:score",
+            },
+        ),
+        (
+            "sdpo.yaml",
+            "{model_name_or_path: m, include_environment_feedback: true, distillation_mode: topk_logits,\n"
+            "distillation_topk: 20, distillation_alpha: 0.3, teacher_model_kind: live}",
+            {
+                "teacher.weights": None, "teacher.decay": None, "teacher.prompt": "feedback",
+                "policy.teacher_divergence": "jsd", "policy.teacher_beta": 0.3, "policy.teacher_top_k": 20,
+                "policy.teacher_coef": 1.0, "policy.reward_coef": 0.0,
+            },
+        ),
+        (
+            "sdft.py",
+            "SDFTTrainer('m', SDFTConfig(teacher_model_kind='ema', teacher_update_rate=0.01))",
+            {
+                "algo": "distill", "teacher.model": "policy", "teacher.weights": "ema", "teacher.decay": None,
+                "teacher.prompt": SET_ME, "policy.teacher_divergence": "jsd", "policy.teacher_top_k": 100,
+            },
+        ),
+        (
             "async.py",
             "def score(completions): ...\nAsyncGRPOTrainer('m', score, AsyncGRPOConfig(max_staleness=3,\n"
             "    token_budget=99, weight_sync_steps=2, epsilon_high=0.28, max_steps=10,\n"
@@ -1192,11 +1241,13 @@ def test_every_field_of_a_config_of_trl_has_a_row_or_a_reason(name: str) -> None
 @pytest.mark.parametrize("name", TRL)
 def test_the_fields_are_those_of_the_installed_trl(name: str) -> None:
     import trl
-    from trl.experimental import async_grpo, gkd
+    from trl.experimental import async_grpo, gkd, sdft, sdpo
 
     named, own = trl_fields.CONFIGS[name]
     config = next(
-        getattr(module, named) for module in (trl, async_grpo, gkd) if hasattr(module, named)
+        getattr(module, named)
+        for module in (trl, async_grpo, gkd, sdft, sdpo)
+        if hasattr(module, named)
     )
     classes = (config, trl.ModelConfig, trl.ScriptArguments)
     fields = {item.name for one in classes for item in dataclasses.fields(one)}

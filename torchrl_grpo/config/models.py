@@ -220,7 +220,7 @@ class TeacherConfig(DevicesConfig):
     """URLs of servers of that model, such as [http://localhost:8000], which score in place of a
     copy of this run's. VLLM_API_KEY may hold their key."""
     dtype: str = choice(checks.Dtype, "float32")
-    """Type of the weights; those of servers have their own."""
+    """Type of the weights; those of servers, and of the policy itself, have their own."""
     prompt: str | None = None
     """Prompt that it reads in place of the policy's, by a function as file.py:function that returns
     messages, or one that shows the reference solution (solution), a correct response of the group

@@ -1067,7 +1067,6 @@ RULES = (
             "ref_model.num_devices",
             "ref_model.devices",
             "ref_model.sharded",
-            "ref_model.dtype",
         )
     ),
     *(
@@ -1093,7 +1092,7 @@ RULES = (
             f"leave {key} out, or use teacher.weights=frozen",
             "learner_teaches",
         )
-        for key in ("teacher.num_devices", "teacher.devices", "teacher.address", "teacher.dtype")
+        for key in ("teacher.num_devices", "teacher.devices", "teacher.address")
     ),
     Rule(
         "teacher.model",

@@ -53,6 +53,8 @@ DETERMINES: dict[str, tuple[str, ...]] = {
     "reward_clip": ("policy.reward_clip",), "squared_log_ratio": ("policy.kl_to_behaviour_coef",),
     "behaviour_cap": ("policy.behaviour_cap",), "rows": ("env.num_envs",), "synchronous": (),
     "test_dataset": ("evaluation.datasets",),
+    "teacher_weight": ("policy.reward_coef",), "teacher_rate": ("teacher.decay",),
+    "reference_rate": ("ref_model.decay",),
     "divergence": ("policy.teacher_divergence",), **dict.fromkeys(("teacher", "teacher_revision"), ("teacher.model",)),
 }  # fmt: skip
 """Our keys that a quantity determines, to be set by hand if the file does not give it."""

@@ -94,6 +94,8 @@ _TRAINERS = {
     "AsyncGRPO": ("model", "reward_funcs", "args", "train_dataset"),
     "GKD": ("model", "teacher_model", "args", "data_collator", "train_dataset"),
     "Distillation": ("model", "teacher_model", "args", "train_dataset"),
+    "SDFT": ("model", "args", "train_dataset"),
+    "SDPO": ("model", "reward_funcs", "args", "train_dataset"),
     "SFT": ("model", "args", "data_collator", "train_dataset"),
 }
 """Supported trainers, with their first arguments in order."""
@@ -102,7 +104,7 @@ _NAMED = ("peft_config", "tools", "environment_factory", "rollout_func", "format
 _OTHER_TRAINERS = (
     "DPO", "Reward", (
         "KTO"
-    ), "PPO", "RLOO", "GOLD", "SDFT", "SDPO", "IWOPD", "AsyncDistillation", "ServerDistillation",
+    ), "PPO", "RLOO", "GOLD", "IWOPD", "AsyncDistillation", "ServerDistillation",
 )  # fmt: skip
 
 

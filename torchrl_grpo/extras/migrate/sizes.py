@@ -387,8 +387,16 @@ def _reward(
         )
 
 
+_ROLES = {"teacher": "teacher", "reference": "ref_model"}
+
+
 def _teacher(quantities: Quantities, ours: dict[str, Any]) -> None:
-    """Set the teacher's name, and the divergence for a beta."""
+    """Set the teacher's name, weights and share, and the divergence for a beta."""
+    if (weight := quantities.get("teacher_weight")) is not None:
+        ours |= {"policy.teacher_coef": weight, "policy.reward_coef": round(1 - weight, 12)}
+    for role in ("teacher", "reference"):
+        if (rate := quantities.get(f"{role}_rate")) is not None:
+            ours[f"{_ROLES[role]}.decay"] = round(1 - rate, 12)
     if quantities.get("teacher"):
         revision = quantities.get("teacher_revision")
         ours[("teacher.model")] = (

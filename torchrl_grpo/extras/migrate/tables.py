@@ -12,7 +12,7 @@ from typing import Any, get_args
 from torchrl_grpo.checks import Rejection
 from torchrl_grpo.peers import read_file
 
-TRL = ("trl_async", "trl_gkd", "trl_distill", "trl_sft", "trl")
+TRL = ("trl_async", "trl_gkd", "trl_distill", "trl_sdft", "trl_sdpo", "trl_sft", "trl")
 """The tables of TRL, whose trainers share many keys; the last one matches any script that no other
 table matches.
 """
@@ -236,7 +236,12 @@ BASE: dict[str, Any] = {
     "ref_model.num_devices": None,
     "ref_model.dtype": "bfloat16",
     "ref_model.refresh_every": None,
+    "ref_model.decay": 0.0,
     "teacher.model": None,
+    "teacher.address": [],
+    "teacher.weights": "live",
+    "teacher.decay": 0.99,
+    "teacher.prompt": None,
     "teacher.dtype": "float32",
     "policy.loss._target_": "torchrl_grpo.objectives.GRPOLoss",
     "+policy.loss.tau_positive": None,
@@ -287,6 +292,7 @@ BASE: dict[str, Any] = {
     "policy.teacher_coef": 0.0,
     "policy.teacher_divergence": "sampled",
     "policy.teacher_beta": 0.5,
+    "policy.teacher_top_k": None,
     "train.total_dialog_turns": 64_000,
     "train.total_epochs": None,
     "train.dialog_turns_per_batch": None,

@@ -96,7 +96,13 @@ def translate(settings: Settings, source: str, devices: int | None = None) -> Tr
     )
     if ours.get("model.name") is None:
         unset("model.name", "the model is not in the file")
-    if "divergence" in quantities and not quantities.get("teacher"):
+    if ours.get("teacher.model") == "policy" and not ours.get("teacher.prompt"):
+        unset("teacher.prompt", "the function that shows the teacher what the policy does not see")
+    elif (
+        ("divergence" in quantities or ours.get("algo") == "distill")
+        and not ours.get("teacher.model")
+        and not quantities.get("teacher")
+    ):
         unset("teacher.model", "the teacher is not in the file")
     if ours.get("algo") == "sft" and not {"env.columns.completion", "env.columns.messages"} & set(
         ours
@@ -291,8 +297,12 @@ def _tidy(ours: dict[str, Any]) -> None:
         ours["env.datasets"] = [
             {**entry, "columns": {"prompt": prompt}} for entry in ours["env.datasets"]
         ]
-    if ours.get("algo") != "sft":
+    if ours.get("algo") != "sft" and not ours.get("teacher.prompt"):
         ours.pop("env.columns.completion", None)
+    if ours.get("teacher.weights") != "ema":
+        ours.pop("teacher.decay", None)
+    if not (ours.get("ref_model.refresh_every") and ours.get("policy.kl_coef", 1)):
+        ours.pop("ref_model.decay", None)
     if ours.get("env.columns.messages"):
         ours.pop("env.columns.completion", None)
         ours.pop("env.columns.prompt", None)

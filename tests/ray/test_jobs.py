@@ -54,6 +54,7 @@ def test_a_job_on_one_node_trains_and_a_restarted_one_has_nothing_to_do(folder: 
 @pytest.mark.slow
 @pytest.mark.root
 @pytest.mark.skipif(bool(hosts.why_not()), reason=hosts.why_not() or "there can be hosts")
+@pytest.mark.nightly
 def test_a_job_on_two_nodes_trains_over_ray_symmetric_run(folder: Path) -> None:
     job = environment(folder, 2, 0) | {"RAY_raylet_start_wait_time_s": "120"}
     command = folder / "command.sh"

@@ -18,6 +18,7 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from tests.support import forks
 from tests.support.models import make_tiny_model, response_log_probs
 from torchrl_grpo import keys
 from torchrl_grpo.generation.base import Completion, SamplingParams
@@ -96,9 +97,9 @@ def address(folder: Path, tokenizer: PreTrainedTokenizerFast) -> Iterator[str]:
         "vllm",
     ]
     log = (folder / "log").open("w+")
-    server = subprocess.Popen(
+    server = forks.Popen(
         list(map(str, command)), stdout=log, stderr=subprocess.STDOUT, cwd=folder,
-        env=os.environ | {"VLLM_SERVER_DEV_MODE": "1"},
+        env=os.environ | {"VLLM_SERVER_DEV_MODE": "1", forks.WITH_VLLM: "1"},
     )  # fmt: skip
     try:
         deadline = time.monotonic() + START_S

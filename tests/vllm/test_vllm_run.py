@@ -58,7 +58,8 @@ def test_a_run_on_the_real_vllm_and_its_lora_export_loads_there(tmp_path: Path) 
     assert largest < 1e-3
 
 
-@pytest.mark.parametrize("wrong", ["", pytest.param("hang", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("wrong", ["", "hang"])
 def test_a_run_takes_a_fast_way_or_loses_nothing_by_it(
     wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -69,6 +69,7 @@ def test_it_serves_many_callers_while_its_weights_change(
         check(engine, pool, ROUNDING)
 
 
+@pytest.mark.nightly
 def test_the_engine_of_one_process_samples_and_takes_weights_too(scheduled_ahead: None) -> None:
     with VLLMEngine(str(starter_path()), **SETTINGS) as engine:
         assert engine._rpc("schedules_asynchronously") == [True]

@@ -85,6 +85,22 @@ def test_help_and_mistakes_are_answered_without_torch(arguments: list[str], tmp_
 
 
 @pytest.mark.slow
+def test_the_help_of_the_other_commands_needs_no_torch() -> None:
+    code = (
+        "import runpy, sys\n"
+        "for name in ('export', 'samples', 'sweep', 'view', 'migrate', 'plan'):\n"
+        "    sys.argv = [name, '--help']\n"
+        "    try: runpy.run_module(f'torchrl_grpo.{name}', run_name='__main__')\n"
+        "    except SystemExit as end: assert end.code == 0\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    environment = {
+        name: value for name, value in os.environ.items() if name != "TORCHRL_GRPO_QUICK_IMPORTS"
+    }
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300, cwd=ROOT, env=environment)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mistake", ["env.columns.answer=anser", "env.reward=mine.py:scor", "env.max_turns=3"]
 )

@@ -15,11 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from transformers.utils import logging as transformers_logging
-
 from torchrl_grpo.errors import RunLostError
-from torchrl_grpo.extras.export.export import export
-from torchrl_grpo.extras.export.hub import create_repository, upload
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -46,6 +42,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="upload the folder to this model of the Hugging Face hub",
     )
     options = parser.parse_args(arguments)
+    # Here, so that a mistake or --help needs no torch.
+    from transformers.utils import logging as transformers_logging
+
+    from torchrl_grpo.extras.export.export import export
+    from torchrl_grpo.extras.export.hub import create_repository, upload
+
     transformers_logging.disable_progress_bar()
     try:
         if options.push is not None:

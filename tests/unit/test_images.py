@@ -44,6 +44,8 @@ from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.reporting.metrics import read_jsonl
 from torchrl_grpo.tasks.base import Dialog, Problem, Score, Task
 from torchrl_grpo.tasks.dataset import DatasetTask
+from torchrl_grpo.tasks.seeds import SeedsTask
+from torchrl_grpo.tasks.with_environment import Kind, WithEnvironment
 from torchrl_grpo.tasks.with_rewards import make_rewards
 from torchrl_grpo.weights import load_weights, named_weights
 
@@ -487,19 +489,59 @@ class TwoTurns(Task):
         return Score(1.0, True)
 
 
-def test_later_turns_read_the_images_of_the_prompt(kit: Kit) -> None:
+class Gallery:
+    """A game that shows a picture at first, and two more after each turn."""
+
+    def reset(self, seed: int) -> list[dict[str, Any]]:
+        self.seed, self.turns = seed, 0
+        image = {"type": "image", "image": picture(seed % 7).open()}
+        return [{"type": "text", "text": "Look:"}, image]
+
+    def step(self, response: str) -> tuple[list[dict[str, Any]], float, bool]:
+        self.turns += 1
+        images = [{"type": "image", "image": picture(i).data} for i in (self.turns, 5)]
+        return [*images, {"type": "text", "text": "And now?"}], 0.5, self.turns == 3
+
+
+def check_dialogs(kit: Kit, env: LLMEnv, images: int) -> None:
+    """Play an environment; the scorer must give the engine's log-probs, and spans their tokens."""
     model = kit.model()
-    env = LLMEnv(
-        TwoTurns(), kit.tokenizer, num_envs=4, repeats=2, max_turns=2, image_encoder=kit.encoder
-    )
     params = SamplingParams(max_new_tokens=3, stop_token_ids=tuple(range(5, 261)))
     batch = RolloutCollector(env, GenerationPolicy(TransformersEngine(model), params)).rollout()
     check_env_specs(env, break_when_any_done="both")
     scored = TokenScorer(model)(batch.clone())
     for row, again in zip(batch.unbind(0), scored.unbind(0), strict=True):
-        tokens, mask = row[keys.FULL], row[keys.ASSISTANT_MASK]
+        assert bool(row[keys.REWARD_VALID]), row.get(keys.REWARD_ERROR, None)
+        tokens, mask, spans = row[keys.FULL], row[keys.ASSISTANT_MASK], row[keys.IMAGES]
         assert mask.sum() >= 2 and (~mask)[int(mask.nonzero()[0]) :].sum() > 5
-        [span] = row[keys.IMAGES]
-        assert torch.equal(tokens[span.offset : span.end], span.image.tokens)
+        assert len(spans) == images
+        for span in spans:
+            assert torch.equal(tokens[span.offset : span.end], span.image.tokens)
         scores = again[keys.CUR_LOG_PROBS][: len(tokens)][mask]
         torch.testing.assert_close(row[keys.LOG_PROBS][mask], scores, atol=2e-5, rtol=0)
+
+
+def test_later_turns_read_the_images_of_the_prompt(kit: Kit) -> None:
+    env = LLMEnv(
+        TwoTurns(), kit.tokenizer, num_envs=4, repeats=2, max_turns=2, image_encoder=kit.encoder
+    )
+    check_dialogs(kit, env, images=1)
+
+
+def test_an_environment_shows_images_in_every_turn(kit: Kit) -> None:
+    task = WithEnvironment(SeedsTask(4), {"": Kind(Gallery)})
+    env = LLMEnv(task, kit.tokenizer, num_envs=4, repeats=2, max_turns=4, image_encoder=kit.encoder)
+    check_dialogs(kit, env, images=5)
+
+
+@pytest.mark.parametrize("part", [{"type": "image"}, {"type": "text", "image": "a.png"}])
+def test_a_part_without_text_or_image_is_refused(part: dict[str, Any]) -> None:
+    class Broken(Gallery):
+        def reset(self, seed: int) -> list[dict[str, Any]]:
+            return [part]
+
+    task = WithEnvironment(SeedsTask(4), {"": Kind(Broken)})
+    problem = task.problems("train")[0]
+    opening = Dialog(problem, [], task.messages(problem), last=False, episode="a")
+    [turn] = task.advance([opening])
+    assert isinstance(turn, ValueError) and "reset of the environment Broken" in str(turn)

@@ -991,8 +991,9 @@ def test_an_advantage_of_verl_that_is_not_ours_is_said(tmp_path: Path) -> None:
         assert lacks.endswith("; our own default is used")
 
 
-def test_images_of_verl_are_said_to_be_left_out(tmp_path: Path) -> None:
-    assert "data.image_key" in verl(tmp_path, "data.image_key=images").lacks
+def test_the_column_of_images_is_that_of_verl(tmp_path: Path) -> None:
+    translation = verl(tmp_path, "data.image_key=pictures")
+    assert translation.overrides["env.columns.images"] == "pictures"
 
 
 def test_settings_in_a_variable_of_a_shell_are_read() -> None:

@@ -37,6 +37,7 @@ from torchrl_grpo.host.accelerators import accelerators_in_use
 from torchrl_grpo.host.memory import in_words
 from torchrl_grpo.host.text import size
 from torchrl_grpo.images.encoder import ImageEncoder
+from torchrl_grpo.images.families import family_of
 from torchrl_grpo.learner.resume import Resume, check_length, refusing
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.memory import Shape
@@ -162,7 +163,7 @@ def prepare(
         params = _make_params(config, tokenizer, stop_token_ids)
         max_prompt_tokens, max_dialog_tokens = _max_prompt_tokens(config, model_config)
         request = engine_request(config, plan, model_config, max_dialog_tokens)
-        request = replace(request, has_images=_has_images(config, task))
+        request = replace(request, has_images=_has_images(config, task, model_config))
         if request.has_images:
             _check_images(config, task, len(plan.train))
         engine_class(config.inference_model.backend).check(request)
@@ -224,8 +225,12 @@ def prepare(
         )
 
 
-def _has_images(config: GRPOConfig, task: Task) -> bool:
-    """Return whether problems have images: a column says so, or the task draws them."""
+def _has_images(config: GRPOConfig, task: Task, model_config: PretrainedConfig) -> bool:
+    """Return whether prompts may have images: a column says so, the task draws them, or a
+    vision-language model plays environments.
+    """
+    if config.env.environment is not None and family_of(model_config) is not None:
+        return True
     data = [config.env, *(config.env.datasets or ())]
     named = any(entry.columns.images is not None for entry in data)
     return named or bool(task.problems("train")[0].images)
@@ -244,7 +249,7 @@ def _check_images(config: GRPOConfig, task: Task, ranks: int) -> None:
         (config.policy.demonstrations, "policy.demonstrations=true", "false"),
         (config.policy.sft_coef, f"policy.sft_coef={config.policy.sft_coef}", "0"),
         (config.needs_teacher, "teacher.model or teachers", "null"),
-        (task.is_stateful, "env.environment, env.agent or env.tools=[python]", "null"),
+        (config.env.agent, f"env.agent={config.env.agent}", "null"),
         (config.env.transforms, f"env.transforms={config.env.transforms}", "[]"),
         (ranks > 1, f"train_model.num_devices={ranks}", "1"),
         (config.train_model.cpu_offload, "train_model.cpu_offload=true", "false"),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from torchrl_grpo.images import Prompt, text_of
+from torchrl_grpo.images import Prompt, Spans, images_of, text_of
 from torchrl_grpo.tasks.base import Dialog, Message, Problem, Score, TurnLimits
 from torchrl_grpo.tasks.drawing import Drawn
 
@@ -45,6 +45,7 @@ class SampleState:
         later: all later messages.
         tokens: all tokens up to the policy's latest turn; None before its first turn.
         turn_tokens: tokens of that turn.
+        images: the images among all tokens.
     """
 
     number: int
@@ -52,6 +53,7 @@ class SampleState:
     later: Sequence[Message] = ()
     tokens: Tensor | None = None
     turn_tokens: Sequence[int] = ()
+    images: Spans = ()
 
     @property
     def messages(self) -> list[Message]:
@@ -120,7 +122,11 @@ class DialogState:
         self.current = SampleState(LOST, self.current.chat)
 
     def continue_with(
-        self, number: int, messages: Sequence[Message], tokens: Tensor, limits: TurnLimits
+        self,
+        number: int,
+        messages: Sequence[Message],
+        prompt: Tensor | Prompt,
+        limits: TurnLimits,
     ) -> None:
         """Append the task's reply to a sample, or begin a sample with it. The first prompt of a
         stateful task is such a reply too.
@@ -128,16 +134,17 @@ class DialogState:
         Args:
             number: number of the sample.
             messages: the reply; a whole chat if it begins the sample.
-            tokens: all tokens of the sample, including the reply.
+            prompt: all tokens of the sample, including the reply.
             limits: limits of the next turn.
         """
         self._before = sample = self.samples.pop(number, None)
         if sample is None:
-            self.current = SampleState(number, messages)
+            self.current = SampleState(number, messages, images=images_of(prompt))
         else:
-            self.current = replace(sample, later=[*sample.later, *messages])
+            later = [*sample.later, *messages]
+            self.current = replace(sample, later=later, images=images_of(prompt))
         self.limits = limits
-        self.prompt_tokens = tokens.numel()
+        self.prompt_tokens = len(prompt)
 
     def score(self, score: Score, *, truncated: bool) -> None:
         """End the dialog with a score."""

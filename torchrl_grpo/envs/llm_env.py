@@ -27,7 +27,15 @@ from torchrl_grpo.checks import check_multiple
 from torchrl_grpo.envs.dialog_state import DialogState, Outcome, SampleState
 from torchrl_grpo.envs.prompts import Prompts
 from torchrl_grpo.envs.specs import transition_specs
-from torchrl_grpo.images import Prompt, Spans, images_of, text_of, tokens_of
+from torchrl_grpo.images import (
+    Prompt,
+    Spans,
+    images_in,
+    images_of,
+    text_of,
+    text_tokens,
+    tokens_of,
+)
 from torchrl_grpo.images.encoder import ImageEncoder
 from torchrl_grpo.reward_pool import Failure, RewardPool, advance
 from torchrl_grpo.tasks.base import Dialog, Message, Split, Task, Turn, TurnLimits, attempt
@@ -287,6 +295,7 @@ class LLMEnv(EnvBase):
         """Return a row's first prompt, [T] int64 if it has no images."""
         if row.prompt is None:
             row.prompt = self.prompts.of_problem(row.drawn.index, row.problem)
+            row.current = replace(row.current, images=images_of(row.prompt))
         return row.prompt
 
     def _open(self, rows: Sequence[DialogState]) -> None:
@@ -329,13 +338,12 @@ class LLMEnv(EnvBase):
         try:
             if turn.messages is None:
                 raise ValueError("the dialog was over before its first prompt.")
-            prompt = tokens_of(self._first_prompt(turn))
+            prompt = self._first_prompt(turn)
             most = self.max_dialog_tokens
-            if not prompt.numel() or (most is not None and prompt.numel() > most):
+            if not len(prompt) or (most is not None and len(prompt) > most):
                 room = "" if most is None else f" to {most}"
                 raise ValueError(
-                    f"the first prompt of a dialog must have 1{room} tokens, but has "
-                    f"{prompt.numel()}."
+                    f"the first prompt of a dialog must have 1{room} tokens, but has {len(prompt)}."
                 )
         except (ValueError, RecursionError) as error:
             return Failure.of(error)
@@ -458,7 +466,7 @@ class LLMEnv(EnvBase):
         return TensorDict(
             {
                 **_prompt_columns(tokens),
-                **self._image_columns([images_of(self._prompt_of(row)) for row in self._rows]),
+                **self._image_columns([row.current.images for row in self._rows]),
                 "text": TensorDict({"response": NonTensorStack(*responses)}, self.batch_size),
                 **self._outcome_columns([row.outcome for row in self._rows], _OUTCOME),
             },
@@ -544,41 +552,53 @@ class LLMEnv(EnvBase):
             state.score(turn.score, truncated=ended_by_limit)
             return None
         try:
-            tokens = self._with_reply(state, turn)
+            prompt = self._with_reply(state, turn)
         except (ValueError, RecursionError) as error:
             if not self.task.is_stateful:
                 raise
             # The template may be unable to render an agent's messages.
             self._invalidate(state, Failure.of(error))
             return None
-        if tokens is None:
+        if prompt is None:
             state.end(truncated=True)
-        else:
-            state.continue_with(turn.sample, turn.messages or (), tokens, turn.limits)
-        return tokens
+            return None
+        state.continue_with(turn.sample, turn.messages or (), prompt, turn.limits)
+        return tokens_of(prompt)
 
-    def _with_reply(self, state: DialogState, turn: Turn) -> Tensor | None:
+    def _with_reply(self, state: DialogState, turn: Turn) -> Tensor | Prompt | None:
         """Return all tokens of the sample that a reply continues or begins; None if it has no room
         for them.
         """
         sample = state.samples.get(turn.sample)
         if sample is None or sample.tokens is None:
-            return self._if_fits(tokens_of(self._first_prompt(turn)))
-        return self._append_reply(sample.tokens, turn.messages or (), sample.turn_tokens)
+            return self._if_fits(self._first_prompt(turn))
+        return self._append_reply(
+            sample.tokens, turn.messages or (), sample.turn_tokens, sample.images
+        )
 
     def _append_reply(
-        self, tokens: Tensor, messages: Sequence[Message], turn_tokens: Sequence[int]
-    ) -> Tensor | None:
+        self,
+        tokens: Tensor,
+        messages: Sequence[Message],
+        turn_tokens: Sequence[int],
+        images: Spans = (),
+    ) -> Tensor | Prompt | None:
         """Return all tokens with messages after the latest turn; None if there is no room."""
+        reply: Tensor | Prompt
         if messages and not messages[0]["role"]:
             reply = self._text_tokens(messages, add_special_tokens=False)
         else:
             reply = self._template.tokens(messages, turn_tokens)
-        return self._if_fits(torch.cat([tokens, reply]))
+            if images_in(messages):
+                reply = self.prompts.with_images(reply.tolist(), messages)
+        new = (replace(span, offset=len(tokens) + span.offset) for span in images_of(reply))
+        spans = (*images, *new)
+        whole = torch.cat([tokens, tokens_of(reply)])
+        return self._if_fits(Prompt(whole, spans) if spans else whole)
 
-    def _if_fits(self, tokens: Tensor) -> Tensor | None:
+    def _if_fits(self, prompt: Tensor | Prompt) -> Tensor | Prompt | None:
         most = self.max_dialog_tokens
-        return tokens if most is None or tokens.numel() <= most else None
+        return prompt if most is None or len(prompt) <= most else None
 
     @property
     def dialogs(self) -> list[Dialog]:
@@ -629,7 +649,8 @@ class LLMEnv(EnvBase):
         dialog, state = self.latest[row], self._rows[row]
         if dialog.last or dialog.finish_reason == "length":
             return None
-        longer = self._append_reply(tokens, messages, dialog.tokens)
+        prompt = self._append_reply(tokens, messages, dialog.tokens)
+        longer = None if prompt is None else text_tokens(prompt)
         if longer is not None:
             chat = state.current.chat
             later = [*dialog.messages[len(chat) :], *messages]

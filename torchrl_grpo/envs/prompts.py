@@ -87,9 +87,9 @@ class Prompts:
     def _make(self, problem: Problem) -> Tensor | Prompt:
         """Return the prompt of a problem, [T] int64 if it has no images."""
         [ids] = self._chats.encode([self._render(problem)])
-        return self._with_images(ids, self.task.messages(problem))
+        return self.with_images(ids, self.task.messages(problem))
 
-    def _with_images(self, ids: list[int], chat: Sequence[Message]) -> Tensor | Prompt:
+    def with_images(self, ids: list[int], chat: Sequence[Message]) -> Tensor | Prompt:
         """Return the tokens of a chat with those of its images."""
         files = images_in(chat)
         if self._image_encoder is None:
@@ -124,7 +124,7 @@ class Prompts:
             ValueError: the chat template rejects the chat.
         """
         text = self._chats.render(messages, tools=list(tools) or None, add_generation_prompt=True)
-        return self._with_images(self._chats.encode([text])[0], messages)
+        return self.with_images(self._chats.encode([text])[0], messages)
 
     def __len__(self) -> int:
         """Return the number of problems that can be drawn."""

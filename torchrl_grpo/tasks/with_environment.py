@@ -30,6 +30,7 @@ from typing import Any
 from torchrl_grpo.checks import check_reward
 from torchrl_grpo.errors import InvalidRewardError
 from torchrl_grpo.host.event_loop import wait_for_result
+from torchrl_grpo.images import ImageFile
 from torchrl_grpo.tasks.base import Dialog, Message, Problem, Score, Task, Turn, WrappedTask
 from torchrl_grpo.tasks.instances import Instance
 from torchrl_grpo.tasks.with_rewards import Rewards
@@ -340,7 +341,8 @@ class WithEnvironment(WrappedTask):
                 "is over, but it returned None: return text, or done=True."
             )
         instance.rewards.append(reward)
-        messages = None if done else [{"role": "user", "content": str(observation)}]
+        content = _content(observation, f"step of the environment {kind.name}")
+        messages = None if done else [{"role": "user", "content": content}]
         return Turn(messages, None, {}, reward)
 
     def _call(
@@ -386,15 +388,20 @@ class WithEnvironment(WrappedTask):
 
 def _prompt(messages: Sequence[Message], observation: Any, name: str) -> list[Message]:
     """Return a problem's chat with the first observation at the end of the user's message."""
-    if not isinstance(observation, str | None):
+    if not (isinstance(observation, str | None) or _are_parts(observation)):
         raise TypeError(
-            f"reset of the environment {name} must return text or None, but it returned "
-            f"{observation!r:.80}."
+            f"reset of the environment {name} must return text, a list of parts, or None, but it "
+            f"returned {observation!r:.80}."
         )
+    observed = _content(observation or "", f"reset of the environment {name}")
     *before, last = messages
     if last["role"] != "user":
-        return [*messages, {"role": "user", "content": observation or ""}]
-    content = f"{last['content']}{observation or ''}"
+        return [*messages, {"role": "user", "content": observed}]
+    content = last["content"]
+    if isinstance(content, str) and isinstance(observed, str):
+        content += observed
+    elif observed:
+        content = [*_parts(content), *_parts(observed)]
     if not content:
         raise ValueError(
             f"reset of the environment {name} must return the first prompt if there is no data "
@@ -402,3 +409,44 @@ def _prompt(messages: Sequence[Message], observation: Any, name: str) -> list[Me
             "env.prompt_template."
         )
     return [*before, {**last, "content": content}]
+
+
+def _parts(content: Any) -> list[dict[str, Any]]:
+    """Return the content of a message as a list of parts."""
+    if isinstance(content, list):
+        return content
+    return [{"type": "text", "text": content}] if content else []
+
+
+def _are_parts(observation: Any) -> bool:
+    """Return whether an observation is a list of texts and images."""
+    return isinstance(observation, list) and all(
+        isinstance(part, dict) and part.get("type") in ("text", "image") for part in observation
+    )
+
+
+def _content(observation: Any, what: str) -> str | list[dict[str, Any]]:
+    """Return an observation as the content of a message: text, or a list of its texts and images.
+
+    Raises:
+        ValueError: a part has neither a text nor an image (a PIL image or the bytes of a file).
+    """
+    if not _are_parts(observation):
+        return str(observation)
+    parts: list[dict[str, Any]] = []
+    for part in observation:
+        image = part.get("image")
+        if isinstance(image, bytes):
+            image = ImageFile(image)
+        elif hasattr(image, "save"):
+            image = ImageFile.of(image)
+        if isinstance(image, ImageFile):
+            parts.append({"type": "image", "image": image})
+        elif isinstance(part.get("text"), str):
+            parts.append({"type": "text", "text": part["text"]})
+        else:
+            raise ValueError(
+                f'{what} must return parts such as {{"type": "text", "text": ...}} or {{"type": '
+                f'"image", "image": a PIL image}}, but it returned {part!r:.80}: fix this part.'
+            )
+    return parts

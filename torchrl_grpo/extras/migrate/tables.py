@@ -200,6 +200,7 @@ BASE: dict[str, Any] = {
     "env.test_fraction": None,
     "env.max_samples": None,
     "env.columns.prompt": None,
+    "env.columns.images": None,
     "env.columns.completion": None,
     "env.columns.messages": None,
     "env.system_prompt": None,

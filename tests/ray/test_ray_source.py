@@ -831,6 +831,9 @@ class SlowStep:
     def progress(self) -> dict[str, Any]:
         return {}
 
+    def averages_by_name(self) -> dict[str, Tensor]:
+        return {}
+
     def train_batch(self, batch: Any) -> dict[str, float]:
         time.sleep(60)
         return {}

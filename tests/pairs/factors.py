@@ -24,6 +24,7 @@ _ALGORITHMS = [
     "distill",
     "sft",
 ]
+_LOSS = "policy.loss._target_=torchrl_grpo.objectives."
 _TEACHER = ("policy.teacher_coef=0.1", "teacher.model=DATA/teacher")
 
 # Options by factor and name; the first one of a factor is the default. DATA is the folder of data.
@@ -161,6 +162,35 @@ FACTORS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "leave_one_out": ("policy.advantage_mean=leave_one_out", "policy.advantage_std=none"),
         "batch": ("policy.advantage_mean=batch", "policy.advantage_std=batch"),
+        "length_weighted": ("policy.advantage_mean=length_weighted", "policy.advantage_std=none"),
+        "second_best": ("policy.advantage_mean=second_best", "policy.advantage_std=group"),
+        "nonzero": ("policy.advantage_mean=group", "policy.advantage_std=nonzero"),
+    },
+    "loss": {
+        "preset": (),
+        "gmpo": (f"{_LOSS}GMPOLoss",),
+        "vespo": (f"{_LOSS}VESPOLoss",),
+        "clip_cov": (
+            f"{_LOSS}ClipCovLoss",
+            "+policy.loss.covariance_share=0.2",
+            "+policy.loss.covariance_low=0.01",
+        ),
+        "kl_cov": (f"{_LOSS}KLCovLoss", "+policy.loss.covariance_share=0.2"),
+    },
+    "mismatch": {
+        "none": (),
+        "sequences": ("policy.rejection={geometric: 1.5, off_policy: 0.5}",),
+        "tokens": ("policy.rejection={token_ratio: 2, dppo_tv: 0.2}",),
+        "top_entropy": ("policy.top_entropy_quantile=0.5", "policy.proximal=recomputed"),
+        "centered": (
+            "policy.score_centering=true",
+            "policy.proximal=recomputed",
+            "inference_model.top_k=20",
+        ),
+    },
+    "entropy": {
+        "fixed": (),
+        "target": ("policy.entropy_coef=0.01", "policy.entropy_target=1.0"),
     },
     "terms": {"off": (), "on": ("policy.entropy_coef=0.01", "policy.kl_to_behaviour_coef=0.02")},
     "check": {
@@ -189,8 +219,13 @@ _EXCLUDED = """
 algo:sft  dialog:!single credit:per_turn dynamic:on draw:!uniform sft:on
           teacher:sampled,prompted,several,own overlong:on proximal:!preset advantage:!preset
           temperature:0.8 shaping:on terms:on reference:reward data:!file,two reward:gdpo
+          loss:!preset mismatch:!none
+algo:sapo  loss:!preset
+mismatch:top_entropy,centered  proximal:interpolated
+mismatch:centered  proximal:recomputed steps:epochs,two engine:server sft:on teacher:reverse,top_k
 algo:distill  teacher:none dynamic:on reward:gdpo
-algo:reinforce_pp  reward:gdpo advantage:leave_one_out credit:per_turn dialog:agent,compact
+algo:reinforce_pp  reward:gdpo advantage:leave_one_out,length_weighted,second_best,nonzero
+          credit:per_turn dialog:agent,compact
 algo:rloo  reward:gdpo credit:per_turn
 dialog:agent,compact  credit:per_turn advantage:token sft:on check:exact
 dialog:game  data:!arithmetic sft:on check:exact draw:curriculum
@@ -199,9 +234,9 @@ dialog:tools,retry  check:exact
 teacher:prompted  dialog:game,rows,agent,compact
 teacher:several  data:!two dialog:game,rows
 sft:on  dynamic:on teacher:reverse,top_k data:!file,two
-credit:per_turn  advantage:token,leave_one_out dynamic:on reward:gdpo
+credit:per_turn  advantage:token,leave_one_out,length_weighted,second_best,nonzero dynamic:on reward:gdpo
 dynamic:on  teacher:!none reward:gdpo
-reward:gdpo  overlong:on shaping:on reference:reward advantage:token,batch
+reward:gdpo  overlong:on shaping:on reference:reward advantage:token,batch,length_weighted,second_best
 lora:on  train:split check:exact reference:refresh
 check:exact  train:two,split,copies engine:!float32
 engine:server  samplers:two stop:on

@@ -123,6 +123,11 @@ def _of_step(
             yield f"the ratio on policy is {row['train/ratio_mean']}"
         if abs(row["train/kl_k3_to_inference"]) > (1e-6 if full else 1e-2):
             yield f"the KL to the engine on policy is {row['train/kl_k3_to_inference']}"
+        if full and row.get("train/rejected_tokens"):
+            yield f"{row['train/rejected_tokens']} of the tokens were rejected on policy"
+    first = row["step"] == 1 and config.optim_steps_per_batch == 1
+    if first and row.get("train/entropy_coef"):
+        yield f"the first entropy_coef is {row['train/entropy_coef']}, with no entropy yet"
 
 
 def _of_tests(row: Row, samples: Sequence[Row], config: GRPOConfig) -> Iterator[str]:
@@ -157,7 +162,8 @@ def _of_rewards(row: Row, train: Sequence[Row]) -> Iterator[str]:
 def _of_advantages(by_group: Mapping[int, Sequence[Row]], config: GRPOConfig) -> Iterator[str]:
     policy = config.policy
     sampled_teacher = policy.teacher_coef > 0 and policy.teacher_divergence == "sampled"
-    over_batch = policy.advantage_whiten or "batch" in (policy.advantage_mean, policy.advantage_std)
+    statistics = (policy.advantage_mean, policy.advantage_std)
+    over_batch = policy.advantage_whiten or "batch" in statistics or "nonzero" in statistics
     if (
         config.advantage_level != "sequence"
         or config.shapes_reward
@@ -172,7 +178,9 @@ def _of_advantages(by_group: Mapping[int, Sequence[Row]], config: GRPOConfig) ->
         expected = [
             a
             for group in by_group.values()
-            for a in _normalized([_reward(row) for row in group], config)
+            for a in _normalized(
+                [_reward(row) for row in group], config, [row["length"] for row in group]
+            )
         ]
     coef = policy.reward_coef if config.needs_teacher else 1.0
     wrong = [(coef * a, row["advantage"]) for a, row in zip(expected, rows, strict=True)]
@@ -185,7 +193,9 @@ def _reward(row: Row) -> float | None:
     return row["reward"] if row["valid"] else None
 
 
-def _normalized(values: Sequence[float | None], config: GRPOConfig) -> list[float]:
+def _normalized(
+    values: Sequence[float | None], config: GRPOConfig, lengths: Sequence[int] = ()
+) -> list[float]:
     """The advantages of one group by hand; None takes no part and gets 0."""
     known = [value for value in values if value is not None]
     if config.policy.advantage_mean == "none":
@@ -193,6 +203,13 @@ def _normalized(values: Sequence[float | None], config: GRPOConfig) -> list[floa
     if len(known) < 2 or max(known) - min(known) < 1e-9:
         return [0.0] * len(values)
     scale = stdev(known) + _EPS if config.policy.advantage_std == "group" else 1.0
+    if config.policy.advantage_mean == "second_best":
+        best, second = sorted(known, reverse=True)[:2]
+        return [(best - second) / scale if value == best else 0.0 for value in values]
+    if config.policy.advantage_mean == "length_weighted":
+        pairs = [pair for pair in zip(values, lengths, strict=True) if pair[0] is not None]
+        mean = sum(value * length for value, length in pairs) / sum(length for _, length in pairs)
+        return [0.0 if value is None else (value - mean) / scale for value in values]
     more = len(known) / (len(known) - 1) if config.policy.advantage_mean == "leave_one_out" else 1.0
     return [0.0 if value is None else more * (value - fmean(known)) / scale for value in values]
 

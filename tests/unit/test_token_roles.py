@@ -203,6 +203,8 @@ def test_micro_batches_add_up_whatever_the_rule(kind: Any) -> None:
         total(loss(part)).backward()
     torch.testing.assert_close(loss.actor_network.logits.grad, whole.actor_network.logits.grad)
     roles = loss.token_roles(batch, batch["masks", "all_assistant_mask"])
+    low = ~F.top_entropy_tokens(batch[keys.PROX_ENTROPY], batch["masks", "all_assistant_mask"], 0.5)
+    assert not roles[low].any()
     assert (roles == 0).any() and (roles == 1).any() and (roles == 2).any() == (kind is KLCovLoss)
 
 
@@ -275,6 +277,21 @@ def test_a_trainer_applies_the_coefficient_and_resumes_with_it(tmp_path: Path) -
     assert one == two and one["train/entropy_coef"] == pytest.approx(1.0)
     # The bonus is a mean over sequences, the metric one over tokens.
     assert one["train/loss_entropy"] == pytest.approx(-one["train/entropy"], rel=0.01)
+
+
+def test_a_batch_whose_steps_differ_in_the_bonus_reports_its_mean() -> None:
+    """It applies in the second of two steps."""
+    control = EntropyControl(0.0, target=100.0, delta=0.5)
+    trainer = make_trainer(entropy_control=control, optim_batch_size=4)
+    first = trainer.train_batch(make_sequences())
+    assert first["train/entropy_coef"] == pytest.approx(0.25)
+    parts = sum(value for name, value in first.items() if name.startswith("train/loss_"))
+    assert parts == pytest.approx(first["train/loss"], rel=1e-4)
+    assert first["train/loss_entropy"] < -0.1
+    control.entropy, control.target = 0.0, 0.1
+    second = trainer.train_batch(make_sequences())  # now in the first one alone
+    assert second["train/entropy_coef"] == pytest.approx(0.5)
+    assert second["train/loss_entropy"] < 0
 
 
 def test_a_checkpoint_without_a_coefficient_begins_with_its_own(tmp_path: Path) -> None:

@@ -274,6 +274,7 @@ class GRPOTrainer:
         metrics |= {f"train/{name}": value for name, value in zip(totals, values, strict=True)}
         if self.entropy_control is not None:
             metrics["train/entropy_coef"] = self.loss.entropy_coeff
+            metrics.setdefault("train/loss_entropy", 0.0)  # in the steps without the bonus
             self.entropy_control.update(metrics["train/entropy"])
         return metrics | {"train/micro_batches": float(len(passes))}
 

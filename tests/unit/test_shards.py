@@ -62,6 +62,9 @@ class Parts:
     def progress(self) -> dict[str, Any]:
         return {"version": self.version}
 
+    def averages_by_name(self) -> dict[str, torch.Tensor]:
+        return {}
+
     def save(self, checkpointer: Checkpointer, version: int, source: Any = None) -> None:
         self.version = version
         with torch.no_grad():

@@ -16,6 +16,7 @@ import pytest
 from tests.support.browsers import MISSING, chromium
 from tests.support.hostile import HOSTILE, SHOWN
 from tests.support.view_runs import append, group, make_large, make_run, metrics, served
+from torchrl_grpo.extras.report.report import write_report
 
 if MISSING is None:
     from playwright.sync_api import expect
@@ -574,6 +575,19 @@ def test_axe_finds_nothing(browser: Browser, address: str, view: str, scheme: An
         show(page, address, view)
         background = page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert background == {"light": "rgb(246, 247, 249)", "dark": "rgb(18, 21, 26)"}[scheme]
+        page.evaluate("document.querySelectorAll('details').forEach(one => { one.open = true })")
+        results = Axe().run(page)
+        assert results.violations_count == 0, results.generate_report()
+
+
+def test_axe_finds_nothing_in_a_report_on_a_phone(browser: Browser, tmp_path: Path) -> None:
+    from axe_playwright_python.sync_playwright import Axe
+
+    run = make_run(tmp_path / "run")
+    append(run, "samples.jsonl", group(3, "4+4=", ["word " * 200, "1\n" * 30], group=9))
+    report = write_report(run)
+    with browser.new_page(viewport={"width": 390, "height": 844}) as page:
+        page.goto(report.as_uri())
         page.evaluate("document.querySelectorAll('details').forEach(one => { one.open = true })")
         results = Axe().run(page)
         assert results.violations_count == 0, results.generate_report()

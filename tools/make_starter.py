@@ -29,7 +29,7 @@ from __future__ import annotations
 import argparse
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -37,7 +37,13 @@ import torch
 from tokenizers import pre_tokenizers
 from torch import Tensor
 from torchrl import torchrl_logger
-from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2Tokenizer,
+)
 
 from torchrl_grpo.starter import starter_path
 from torchrl_grpo.tasks.arithmetic import ArithmeticTask
@@ -60,24 +66,27 @@ PEAK_LR = 3e-3
 WARMUP_STEPS = 50
 
 
-def build_tokenizer() -> Qwen2Tokenizer:
-    """Return a tokenizer of 256 bytes and 5 special tokens, so that every text can be encoded
-    (Unicode in normal form C).
+def build_tokenizer(
+    image_tokens: Sequence[str] = (), chat_template: str = CHAT_TEMPLATE
+) -> Qwen2Tokenizer:
+    """Return a tokenizer of 256 bytes, 5 special tokens, so that every text can be encoded (Unicode
+    in normal form C), and further special tokens for images.
 
     It is a ``Qwen2Tokenizer`` because ``AutoTokenizer`` loads any tokenizer of a Qwen2 model as
     one. Its unknown token, which no text produces, is the pad token; otherwise it would be one more
     token in the vocabulary.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    special = [*SPECIAL_TOKENS, *image_tokens]
     return Qwen2Tokenizer(
-        vocab={token: i for i, token in enumerate([*SPECIAL_TOKENS, *alphabet])},
+        vocab={token: i for i, token in enumerate([*special, *alphabet])},
         merges=[],
         unk_token="<|pad|>",
         pad_token="<|pad|>",
         eos_token="<|end|>",
-        extra_special_tokens=SPECIAL_TOKENS[2:],
+        extra_special_tokens=special[2:],
         model_max_length=CONTEXT,
-        chat_template=CHAT_TEMPLATE,
+        chat_template=chat_template,
     )
 
 
@@ -126,13 +135,8 @@ def demonstration(problem: Problem, rng: random.Random) -> str:
 
 def make_batch(
     task: ArithmeticTask, tokenizer: Qwen2Tokenizer, rng: random.Random
-) -> tuple[Tensor, Tensor]:
-    """Draw a batch of demonstrations.
-
-    Returns:
-        tokens [B, T] int64, padded on the right, and labels [B, T] int64, -100 outside the
-        responses.
-    """
+) -> dict[str, Tensor]:
+    """Draw a batch of demonstrations; see ``padded``."""
     tokens, labels = [], []
     for problem in rng.choices(task.problems("train"), k=BATCH_SIZE):
         prompt = tokenizer.apply_chat_template(
@@ -147,36 +151,39 @@ def make_batch(
 
 def padded(
     tokens: list[Tensor], labels: list[Tensor], tokenizer: Qwen2Tokenizer
-) -> tuple[Tensor, Tensor]:
-    """Return rows of [T] int64 as two [B, T] tensors, padded on the right."""
-    return (
-        torch.nn.utils.rnn.pad_sequence(
-            tokens, batch_first=True, padding_value=tokenizer.pad_token_id
-        ),
-        torch.nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=-100),
-    )
+) -> dict[str, Tensor]:
+    """Return tokens and labels of [T] int64 as a model's inputs, [B, T], padded on the right. Labels
+    are -100 outside the responses.
+    """
+    pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
+    return {
+        "input_ids": pad(tokens, padding_value=tokenizer.pad_token_id),
+        "labels": pad(labels, padding_value=-100),
+    }
 
 
 def train(
-    model: Qwen2ForCausalLM,
-    draw: Callable[[random.Random], tuple[Tensor, Tensor]],
+    model: PreTrainedModel,
+    draw: Callable[[random.Random], dict[str, Tensor]],
     steps: int,
     seed: int,
+    peak_lr: float = PEAK_LR,
 ) -> None:
-    """Train on batches from ``draw``, supervised, with a cosine schedule after warm-up."""
+    """Train on batches of inputs from ``draw``, supervised, with a cosine schedule after
+    warm-up.
+    """
     rng = random.Random(seed)
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=PEAK_LR, betas=(0.9, 0.98), weight_decay=0.01
+        model.parameters(), lr=peak_lr, betas=(0.9, 0.98), weight_decay=0.01
     )
     model.train()
     for step in range(steps):
         progress = step / steps
-        lr = PEAK_LR * min((step + 1) / WARMUP_STEPS, 0.5 * (1 + math.cos(math.pi * progress)))
+        lr = peak_lr * min((step + 1) / WARMUP_STEPS, 0.5 * (1 + math.cos(math.pi * progress)))
         for group in optimizer.param_groups:
             group["lr"] = lr
-        tokens, labels = draw(rng)
         # Padding is on the right, so a causal model needs no mask for it.
-        loss = model(input_ids=tokens, labels=labels).loss
+        loss = model(**draw(rng)).loss
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -63,9 +63,8 @@ def demonstration(problem: Problem, calls: bool, rng: random.Random) -> tuple[st
 
 def make_batch(
     task: ArithmeticTask, tokenizer: Qwen2Tokenizer, rng: random.Random
-) -> tuple[Tensor, Tensor]:
-    """Draw a batch of calls or of guesses: tokens [B, T] int64, and labels [B, T] int64, -100
-    outside the responses.
+) -> dict[str, Tensor]:
+    """Draw a batch of calls or of guesses; see ``padded``.
 
     The loss is a mean over tokens, so the model learns to begin a call in about one case of six.
     """

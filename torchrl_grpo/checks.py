@@ -15,7 +15,9 @@ from typing import Any, Literal, get_args
 
 from torchrl_grpo.errors import InvalidRewardError
 
-GENERATED = ("arithmetic", "countdown")
+STARTERS = {"starter": "model", "vision_starter": "vision_model"}
+"""Included models: names for ``model.name``, and their folders in ``torchrl_grpo/starter``."""
+GENERATED = ("arithmetic", "countdown", "shapes")
 """Built-in generated data sets."""
 PRESETS = ("gsm8k", "math", "ifeval")
 """Built-in data sets from files or the hub; any other name is a file, a folder or a data set on the

@@ -44,7 +44,13 @@ MODULES = [
 # Which files may import a package, and whether only inside a function.
 RESTRICTED = {
     "vllm": (
-        ("generation/vllm.py", "generation/vllm_async.py", "weights/nccl.py", "weights/worker.py"),
+        (
+            "generation/vllm.py",
+            "generation/vllm_async.py",
+            "generation/vllm_images.py",
+            "weights/nccl.py",
+            "weights/worker.py",
+        ),
         True,
     ),
     "ray": (("runtime/",), False),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +12,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from tests.support.configs import compose_config
 from tests.support.vision import make_idefics3, picture
+from torchrl_grpo.assembly.run import build
 from torchrl_grpo.chat.template import ChatEncoder
 from torchrl_grpo.generation.base import Engine, SamplingParams
 from torchrl_grpo.generation.vllm import VLLMEngine
@@ -90,3 +94,25 @@ def test_log_probs_are_the_trainers_before_and_after_a_sync(
     print(f"before {max(before):.1e}, after {max(after):.1e}, old weights {min(stale):.2f}")
     assert max(before + after) < ROUNDING
     assert min(stale) > 0.01
+
+
+def test_a_run_on_vllm_trains_the_image_encoder(tmp_path: Path) -> None:
+    overrides = (
+        "inference_model.backend=vllm",
+        "inference_model.check_sync=true",
+        "train_model.train_vision=true",
+        "env.num_envs=16",
+        "env.repeats=4",
+        "train.total_dialog_turns=32",
+        "evaluation.num_prompts=8",
+        "logging.tensorboard=false",
+    )
+    run = build(compose_config(*overrides, name="grpo_shapes"), tmp_path)
+    try:
+        run.fit()
+    finally:
+        run.close()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 3
+    assert max(row["sync/mismatch_max"] for row in rows) < 1e-3
+    assert rows[-1]["train/ratio_mean"] == pytest.approx(1.0, abs=1e-3)

@@ -39,6 +39,7 @@ PYTHON = "python"
 BUILTINS = {
     "arithmetic": "torchrl_grpo.tasks.arithmetic:ArithmeticTask",
     "countdown": "torchrl_grpo.tasks.countdown:CountdownTask",
+    "shapes": "torchrl_grpo.tasks.shapes:ShapesTask",
     "gsm8k": "torchrl_grpo.tasks.gsm8k:GSM8KTask",
     "math": "torchrl_grpo.tasks.math:MathTask",
     "ifeval": "torchrl_grpo.tasks.ifeval:IFEvalTask",

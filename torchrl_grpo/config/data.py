@@ -36,7 +36,7 @@ class DataConfig:
     """A data set: where its rows come from, and how a row becomes a prompt."""
 
     dataset: str | None = None
-    """arithmetic or countdown (generated), gsm8k, math, ifeval, reasoning_gym:NAME (such as
+    """arithmetic, countdown or shapes (generated), gsm8k, math, ifeval, reasoning_gym:NAME (such as
     reasoning_gym:chain_sum), a file (jsonl, json, csv, parquet), a folder of such files, or a name
     on the Hugging Face hub. In csv files every value is text."""
     dataset_options: Any = None
@@ -47,6 +47,7 @@ class DataConfig:
     difficulty: int = limited(2, ge=1, le=10)
     """arithmetic: 1 to 10; up to 5 it is the number of digits, see
     torchrl_grpo/tasks/arithmetic.py. countdown: how many numbers a problem has, 2 to 6.
+    shapes: 1 to 3, a third of the largest count.
     """
     dataset_config: str | None = None
     """On the hub: the data set's configuration."""

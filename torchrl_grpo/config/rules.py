@@ -1138,7 +1138,7 @@ RULES = (
         "leave model.revision out",
         lambda c: (
             c.model.revision is not None
-            and (c.model.name == "starter" or Path(c.model.name).exists())
+            and (c.model.name in checks.STARTERS or Path(c.model.name).exists())
         ),
     ),
     Rule(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,11 +16,8 @@ from torch import Tensor
 from torchrl_grpo.images import EncodedImage, Prompt, images_of, tokens_of
 from torchrl_grpo.images.families import FAMILIES
 
-if TYPE_CHECKING:
-    from vllm.inputs import TokensPrompt
 
-
-def images_alone(prompt: Tensor | Prompt, renderer: Any, config: Any) -> list[TokensPrompt]:
+def images_alone(prompt: Tensor | Prompt, renderer: Any, config: Any) -> list[Any]:
     """Return a prompt for each image, which has nothing else, for vLLM's renderer.
 
     Args:

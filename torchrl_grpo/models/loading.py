@@ -30,7 +30,7 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from torchrl_grpo.chat.template import render_chat
-from torchrl_grpo.checks import check_argument
+from torchrl_grpo.checks import STARTERS, check_argument
 from torchrl_grpo.images.encoder import ImageEncoder
 from torchrl_grpo.images.families import FAMILIES, family_of, vision_parameters
 from torchrl_grpo.models.memory import Shape, shape_of_config
@@ -64,7 +64,7 @@ def resolve_name(name: str) -> str:
     hub_name, _, revision = name.partition("@")
     if revision and not Path(name).exists():
         return snapshot_download(hub_name, revision=revision, ignore_patterns=_PICKLES)
-    return str(starter_path()) if name == STARTER else name
+    return str(starter_path(name)) if name in STARTERS else name
 
 
 def _unreachable(name: str, what: str, error: Exception) -> ValueError:

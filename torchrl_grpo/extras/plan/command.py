@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from torchrl_grpo.assembly.memory import step_setup
+from torchrl_grpo.checks import STARTERS
 from torchrl_grpo.config import ConfigError, GRPOConfig, compose, orderly_exit, staleness_bound
 from torchrl_grpo.extras.plan.hardware import GPUS, Workload, model_shape
 from torchrl_grpo.extras.plan.splits import Row, Settings, best_splits, simulate
@@ -114,7 +115,7 @@ def settings_of(config: GRPOConfig, options: argparse.Namespace) -> Settings:
     """Return the settings of a run that determine its speed."""
     env, engine, train = config.env, config.inference_model, config.train
     name = config.model.name
-    folder = starter_path() if name == "starter" else Path(name)
+    folder = starter_path(name) if name in STARTERS else Path(name)
     longest = config.max_response_tokens
     response = options.response_tokens or longest / 2
     if response > longest:

@@ -463,6 +463,35 @@ def test_a_model_that_reads_text_alone_is_refused(kit: Kit, tmp_path: Path) -> N
 
 
 @ONE_FAMILY
+def test_the_pixels_that_are_kept_have_a_bound(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = deepcopy(kit.encoder)
+    size = encoder.encode(picture(20)).nbytes
+    monkeypatch.setattr("torchrl_grpo.images.encoder._MOST_BYTES", 3 * size)
+    first = [encoder.encode(picture(i)) for i in range(6)]
+    again = [encoder.encode(picture(i)) for i in range(6)]
+    assert [a is b for a, b in zip(first, again, strict=True)] == [False] * 6
+    assert again == first and encoder.encode(picture(5)) is again[5]
+
+
+@ONE_FAMILY
+def test_images_of_a_further_test_set_are_encoded(kit: Kit, tmp_path: Path) -> None:
+    tests = "test_fraction: 0.5, reward: gsm8k, columns: {images: picture}"
+    config = compose_config(
+        *SMALL[:-2],
+        f"model.name={kit.path}",
+        "inference_model.max_new_tokens=6",
+        "evaluation.num_prompts=4",
+        f"evaluation.datasets=[{{dataset: {write_data(tmp_path, 20)}, {tests}}}]",
+    )
+    env = prepare(config).greedy_env
+    assert env is not None
+    sums, question = (env.prompts.usable[i] for i in (0, -1))  # further test sets come last
+    problems = env.prompts.problems
+    assert isinstance(env.prompts.of_problem(question, problems[question]), Prompt)
+    assert isinstance(env.prompts.of_problem(sums, problems[sums]), Tensor)
+
+
+@ONE_FAMILY
 def test_a_template_that_writes_parts_alone_gets_parts(kit: Kit) -> None:
     tokenizer = deepcopy(kit.tokenizer)
     tokenizer.chat_template = (

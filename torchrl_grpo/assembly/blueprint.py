@@ -231,7 +231,7 @@ def _has_images(config: GRPOConfig, task: Task, model_config: PretrainedConfig) 
     """
     if config.env.environment is not None and family_of(model_config) is not None:
         return True
-    data = [config.env, *(config.env.datasets or ())]
+    data = [config.env, *(config.env.datasets or ()), *(config.evaluation.datasets or ())]
     named = any(entry.columns.images is not None for entry in data)
     return named or bool(task.problems("train")[0].images)
 

@@ -51,6 +51,7 @@ class Prompts:
         self.problems: Sequence[Problem] = task.problems(split)
         self._image_encoder = image_encoder
         self._tokens: dict[int, Tensor] = {}
+        self._latest: tuple[int, Tensor | Prompt] | None = None  # that of a group in progress
         self._warned = split != "train"  # warn about the training split only
         self.usable = self._select(max_prompt_tokens)
         self.num_dropped = len(self.problems) - len(self.usable)
@@ -131,14 +132,19 @@ class Prompts:
         return len(self.usable)
 
     def of_problem(self, index: int, problem: Problem) -> Tensor | Prompt:
-        """Return the prompt of the problem with this index, [T] int64 if it has no images. Those
-        without are kept.
+        """Return the prompt of the problem with this index, [T] int64 if it has no images, from a
+        cache if possible. Of the prompts with images, the latest alone is kept.
         """
         if index in self._tokens:
             return self._tokens[index]
+        latest = self._latest
+        if latest is not None and latest[0] == index:
+            return latest[1]
         prompt = self._make(problem)
         if isinstance(prompt, Tensor):
             self._tokens[index] = prompt
+        else:
+            self._latest = index, prompt
         return prompt
 
     def first(self, count: int) -> list[Tensor | Prompt]:

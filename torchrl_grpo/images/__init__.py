@@ -100,6 +100,11 @@ class EncodedImage:
     is_embed: Tensor
     inputs: Mapping[str, Tensor]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the inputs."""
+        return sum(value.nbytes for value in self.inputs.values())
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, EncodedImage) and self.hash == other.hash
 

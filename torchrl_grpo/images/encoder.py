@@ -15,7 +15,8 @@ from torchrl_grpo.compat.transformers import load_image_processor
 from torchrl_grpo.images import EncodedImage, ImageFile, ImageSpan, Prompt
 from torchrl_grpo.images.families import FAMILIES
 
-_MOST_CACHED = 1024
+_MOST_BYTES = 1 << 30
+"""Most pixels that are kept: a photograph takes about 25 MB in Qwen's models."""
 _OF_TEXT = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
 """What a processor returns for the text."""
 
@@ -49,10 +50,11 @@ class ImageEncoder:
             )
         self._settings = repr(sorted(processor.image_processor.to_dict().items(), key=str))
         self._cache: OrderedDict[str, EncodedImage] = OrderedDict()
+        self._bytes = 0
         self._lengths: dict[tuple[int, int], int] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_cache": OrderedDict()}
+        return {**self.__dict__, "_cache": OrderedDict(), "_bytes": 0}
 
     @classmethod
     def load(
@@ -94,8 +96,10 @@ class ImageEncoder:
         digest = hashlib.sha256((file.hash + self._settings).encode()).hexdigest()
         encoded = EncodedImage(file, digest, tokens, tokens == self._feature_id, inputs)
         self._cache[file.hash] = encoded
-        if len(self._cache) > _MOST_CACHED:
-            self._cache.popitem(last=False)
+        self._bytes += encoded.nbytes
+        while self._bytes > _MOST_BYTES and len(self._cache) > 1:
+            _, oldest = self._cache.popitem(last=False)
+            self._bytes -= oldest.nbytes
         return encoded
 
     def expand(self, ids: Sequence[int], files: Sequence[ImageFile]) -> Tensor | Prompt:

@@ -1,32 +1,37 @@
-"""Measure how much engine and trainer disagree, and which correction learns best.
+"""Measure how much engine and trainer disagree, and which correction still learns.
 
     python benchmarks/bench_mismatch.py
-    python benchmarks/bench_mismatch.py --only learning --engines float8 --override train.total_dialog_turns=1280
+    python benchmarks/bench_mismatch.py --only learning --engines "4 bits" --seeds 0 --override optimizer.lr=1e-4
+    python benchmarks/bench_mismatch.py --plot-only
 
 ``precision``: the share of sampled tokens with probabilities that differ by more than a tenth between the trainer and
 an engine in bfloat16, with the LM head's product in 16 bits or in float32 on either side. The models are the starter,
 and a random one of 30M parameters with logits as spread as a trained model's.
 
-``learning``: the default job with each of ``CORRECTIONS`` and with engines that differ more and more from the trainer
-in float32: in bfloat16, with matrices rounded to 8 bits (``float8_e4m3fn``, a scale for each), to 4 bits (a scale for
-each row), and to powers of the square root of 2, which nobody would sample with. The accuracies are those of the
-trained weights, unrounded, as ``from_pretrained`` loads them, and of the rounded ones that sampled. Each run is a
-separate process; the JSON is updated after each one, so that ``--resume`` continues.
+``learning``: short runs of the arithmetic task with each of ``JOBS``, ``ENGINES`` and ``CORRECTIONS``. An engine is
+wrong in one controlled way, and returns the log-probs that it sampled with; ``top_p 0.8, raw`` returns those from
+before the truncation, as servers do by default. The accuracy is that of the trained weights in float32 with greedy
+responses, whatever samples in training. All runs are made in this process; the JSON is updated after each one, so that
+``--resume`` continues. At the end the figure of ``docs/corrections.md`` is drawn and its table is printed.
 
-Nothing is timed, so other work on the machine does no harm.
+Nothing but the processor time of the runs is timed, so other work on the machine does no harm.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import gc
+import io
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -36,6 +41,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import torch
 from hydra import compose, initialize_config_dir
 from machine import surroundings
+from matplotlib.figure import Figure
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -47,164 +53,310 @@ from transformers import (
 
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.config import GRPOConfig, from_hydra, register
-from torchrl_grpo.generation import SamplingParams, TransformersEngine
+from torchrl_grpo.generation import Completion, SamplingParams, TransformersEngine
 from torchrl_grpo.generation import transformers as transformers_engine
+from torchrl_grpo.generation.base import OnFinished, greedy
 from torchrl_grpo.generation.fused_decoder import FusedDecoder
+from torchrl_grpo.generation.sampling import sample
+from torchrl_grpo.images import Prompt
+from torchrl_grpo.loop import Observer, fit
 from torchrl_grpo.models import scoring
 from torchrl_grpo.models.head import chunked_log_probs
 from torchrl_grpo.models.scoring import TokenScorer, autocast
-from torchrl_grpo.reporting.metrics import read_jsonl
 from torchrl_grpo.starter import starter_path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "transformers", "torchrl")
+INK, GREY, GRID, BLUE = "#333a45", "#8a929e", "#dfe3e8", "#0062b0"
 FAR = 0.1
 """Ratios that differ more from 1 are counted, as in TRL's issue 6789."""
+RECOMPUTED = {"policy.proximal": "recomputed"}
 CORRECTIONS: dict[str, dict[str, str]] = {
-    "ratio to the engine": {"proximal": "behaviour", "behaviour_weight": "none"},
-    "sequence mask, 3": {
-        "behaviour_weight": "mask",
-        "behaviour_level": "sequence",
-        "behaviour_cap": "3",
+    "none": RECOMPUTED,
+    "ratio to the engine": {},
+    "ratio, dual_clip 3": {"policy.dual_clip": "3"},
+    "ratio, token_ratio 2": {"policy.rejection": "{token_ratio:2}"},
+    "token truncation, 2": RECOMPUTED
+    | {"policy.behaviour_weight": "truncate", "policy.behaviour_cap": "2"},
+    "sequence mask, 3": RECOMPUTED
+    | {
+        "policy.behaviour_weight": "mask",
+        "policy.behaviour_level": "sequence",
+        "policy.behaviour_cap": "3",
     },
-    "token truncation, 2": {
-        "behaviour_weight": "truncate",
-        "behaviour_level": "token",
-        "behaviour_cap": "2",
+    "decoupled_ppo": {"algo": "decoupled_ppo"},
+    "icepop": {"algo": "icepop"},
+    "geo_mask": {"algo": "geo_mask"},
+    "sequence_k3 0.01": RECOMPUTED | {"policy.rejection": "{sequence_k3:0.01}"},
+    "off_policy 0.1": RECOMPUTED | {"policy.rejection": "{off_policy:0.1}"},
+    "dppo_tv": {"algo": "dppo_tv"},
+    "truncation, dppo_tv": RECOMPUTED
+    | {
+        "policy.behaviour_weight": "truncate",
+        "policy.behaviour_cap": "2",
+        "policy.rejection": "{dppo_tv:0.2}",
     },
-    "none": {"behaviour_weight": "none"},
+    "kept tokens": {"inference_model.top_k": "20", "inference_model.top_p": "0.8"},
 }
-"""Overrides of ``policy``, with ``proximal=recomputed``."""
-ENGINES = ("float32", "bfloat16", "float8", "4 bits", "roots of two")
+"""Overrides by name, on top of ``SHORT``. The last one truncates, and the trainer knows."""
+SHORT = {
+    "env.num_envs": "64",
+    "train.total_steps": "60",
+    "evaluation.frequency": "20",
+    "evaluation.num_prompts": "200",
+    "evaluation.k": "0",
+    "logging.tensorboard": "false",
+    "policy.aggregation": "token_mean",
+    "policy.advantage_std": "group",
+    "policy.kl_coef": "0",
+}
+JOBS: dict[str, dict[str, str]] = {
+    "lr 5e-5": {},
+    "lr 2e-4": {"optimizer.lr": "2e-4"},
+}
 
 
-def in_8_bits(weight: Tensor) -> Tensor:
-    """Return a matrix rounded to ``float8_e4m3fn`` with one scale."""
-    scale = torch.finfo(torch.float8_e4m3fn).max / weight.abs().max()
-    return (weight * scale).to(torch.float8_e4m3fn).to(weight.dtype) / scale
+@dataclass(frozen=True)
+class Fault:
+    """Difference between an engine and the trainer.
+
+    Attributes:
+        bits: of the weights of each matrix, in equal levels with a scale for each row; 16 is
+            bfloat16, and 32 changes nothing.
+        delay: number of weight updates that it is behind.
+        noise: standard deviation of normal noise on the logits of each token.
+        top_p: truncation of the distribution, unknown to the trainer.
+        raw: whether it returns the log-probs from before the truncation.
+    """
+
+    bits: int = 32
+    delay: int = 0
+    noise: float = 0.0
+    top_p: float = 1.0
+    raw: bool = False
+
+    def rounded(self, weight: Tensor) -> Tensor:
+        """Return a weight as the engine has it; biases and norms stay."""
+        if self.bits == 32 or weight.dim() < 2:
+            return weight
+        if self.bits == 16:
+            return weight.bfloat16().to(weight.dtype)
+        scale = weight.abs().amax(-1, keepdim=True).clamp(min=1e-30) / (2 ** (self.bits - 1) - 1)
+        return (weight / scale).round() * scale
 
 
-def in_4_bits(weight: Tensor) -> Tensor:
-    """Return a matrix rounded to 15 levels, with a scale for each row."""
-    scale = weight.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 7
-    return (weight / scale).round() * scale
+ENGINES: dict[str, Fault] = {
+    "float32": Fault(),
+    "bfloat16": Fault(bits=16),
+    "8 bits": Fault(bits=8),
+    "4 bits": Fault(bits=4),
+    "3 bits": Fault(bits=3),
+    "noise of 1": Fault(noise=1.0),
+    "8 steps old": Fault(delay=8),
+    "top_p 0.8": Fault(top_p=0.8),
+    "top_p 0.8, raw": Fault(top_p=0.8, raw=True),
+}
 
 
-def in_roots_of_two(weight: Tensor) -> Tensor:
-    """Return a matrix rounded to the nearest power of the square root of 2."""
-    return weight.sign() * (weight.abs().clamp(min=1e-30).log2() * 2).round().div(2).exp2()
+class FaultyEngine(TransformersEngine):
+    """Samples with a ``Fault``, and gives greedy responses without it."""
 
+    fault = Fault()
 
-ROUNDED = {"float8": in_8_bits, "4 bits": in_4_bits, "roots of two": in_roots_of_two}
-
-
-class RoundedEngine(TransformersEngine):
-    """Samples with rounded matrices."""
-
-    rounding = staticmethod(in_8_bits)
+    def __init__(self, model: PreTrainedModel, **options: Any) -> None:
+        super().__init__(model, **options)
+        self.faultless = TransformersEngine(self.model)
+        self.noise = torch.Generator()
+        self.latest: deque[list[tuple[str, Tensor]]] = deque(maxlen=self.fault.delay + 1)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        matrices = (
-            (name, self.rounding(weight) if weight.dim() > 1 else weight)
-            for name, weight in weights
-        )
-        super().update_weights(matrices, version)
+        copies = [(name, weight.detach().clone()) for name, weight in weights]
+        self.faultless.update_weights(copies, version)
+        self.latest.append(copies)
+        rounded = ((name, self.fault.rounded(weight)) for name, weight in self.latest[0])
+        super().update_weights(rounded, version)
+
+    def generate(
+        self,
+        prompts: Sequence[Tensor | Prompt],
+        n: int,
+        params: SamplingParams,
+        on_finished: OnFinished | None = None,
+    ) -> list[list[Completion]]:
+        if greedy(params):
+            return self.faultless.generate(prompts, n, params, on_finished)
+        truncated = replace(params, top_p=min(params.top_p, self.fault.top_p))
+        with mock.patch.object(transformers_engine, "sample", self.draw):
+            return super().generate(prompts, n, truncated, on_finished)
+
+    def draw(self, logits: Tensor, params: SamplingParams, uniform: Tensor) -> tuple[Tensor, ...]:
+        if self.fault.noise:
+            logits = logits + self.fault.noise * torch.randn(logits.shape, generator=self.noise)
+        tokens, log_probs, *others = sample(logits, params, uniform)
+        if self.fault.raw:
+            log_probs = logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+        return tokens, log_probs, *others
 
 
-def train(engine: str, correction: str, seed: int, overrides: list[str]) -> dict[str, float]:
-    """Return the figures of one run, made in this process."""
+class Rows(Observer):
+    """Observer that keeps the metrics of each step."""
+
+    def __init__(self) -> None:
+        self.steps: dict[int, dict[str, float]] = {}
+
+    def began(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.steps[step] = dict(metrics)
+
+    stepped = began
+
+
+def config_of(*settings: Mapping[str, str], overrides: Sequence[str] = ()) -> GRPOConfig:
+    """Return the config of the arithmetic task; later settings replace earlier ones."""
+    values = {key: value for setting in settings for key, value in setting.items()}
     register()
-    dtype = "bfloat16" if engine == "bfloat16" else "float32"
     with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "config")):
-        own = [f"inference_model.dtype={dtype}", f"seed={seed}", "logging.tensorboard=false"]
-        own += [
-            f"policy.{key}={value}"
-            for key, value in ({"proximal": "recomputed"} | CORRECTIONS[correction]).items()
-        ]
-        config = from_hydra(compose("grpo_arithmetic", overrides=[*own, *overrides]))
-    engine_class: Any = TransformersEngine
-    if engine in ROUNDED:
-        engine_class = type("Engine", (RoundedEngine,), {"rounding": staticmethod(ROUNDED[engine])})
-    with tempfile.TemporaryDirectory() as folder:
-        with mock.patch.object(transformers_engine, "TransformersEngine", engine_class):
-            rows = rows_of(config, Path(folder))
-        plain = replace(
-            config,
-            model=replace(config.model, name=f"{folder}/checkpoints/model"),
-            inference_model=replace(config.inference_model, dtype="float32"),
-            train=replace(config.train, total_dialog_turns=0),
-        )
-        [tested] = rows_of(plain, Path(folder) / "plain")
-    accuracy = [row["eval/pass@1"] for row in rows if row.get("eval/pass@1") is not None]
-    steps = [row for row in rows if row.get("train/kl_k3_to_inference") is not None]
+        own = [f"{key}={value}" for key, value in values.items()]
+        return from_hydra(compose("grpo_arithmetic", overrides=[*own, *overrides]))
+
+
+def train(
+    job: str, engine: str, correction: str, seed: int, overrides: Sequence[str]
+) -> dict[str, Any]:
+    """Return the figures of one run."""
+    started = time.process_time()
+    config = config_of(
+        SHORT, JOBS[job], CORRECTIONS[correction], {"seed": str(seed)}, overrides=overrides
+    )
+    engine_class = type("Engine", (FaultyEngine,), {"fault": ENGINES[engine]})
+    rows = Rows()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.redirect_stdout(io.StringIO()),
+        mock.patch.object(transformers_engine, "TransformersEngine", engine_class),
+    ):
+        run = build(config, folder)
+        try:
+            # With some engines the first step's KL is more than the loop allows on policy.
+            fit(run.learner, run.source, replace(run.schedule, on_policy=False), [rows])
+        finally:
+            run.close()
+    gc.collect()
+    steps = [row for step, row in rows.steps.items() if step]
+    kl = [row["train/kl_k3_to_inference"] for row in steps]
+    mean = {
+        name: statistics.fmean(row.get(f"train/{name}", 0.0) for row in steps)
+        for name in ("behaviour_capped", "rejected_tokens", "clip_fraction")
+    }
     return {
-        "accuracy_of_trained": tested["eval/pass@1"],
-        "accuracy_after": accuracy[-1],
-        "accuracy_mean": statistics.fmean(accuracy),
+        "accuracy": {
+            step: row["eval/pass@1"] for step, row in rows.steps.items() if "eval/pass@1" in row
+        },
+        "kl_at_first": statistics.fmean(kl[:3]),
+        "kl_median": statistics.median(kl),
+        "kl_at_last": statistics.fmean(kl[-3:]),
         "reward_after": statistics.fmean(row["rollout/reward_mean"] for row in steps[-10:]),
-        "kl_to_engine": statistics.fmean(row["train/kl_k3_to_inference"] for row in steps),
-        "capped": statistics.fmean(row.get("train/behaviour_capped") or 0.0 for row in steps),
-        "clipped": statistics.fmean(
-            row["train/clip_fraction_low"] + row["train/clip_fraction_high"] for row in steps
-        ),
+        "entropy_after": statistics.fmean(row["train/entropy"] for row in steps[-10:]),
+        **mean,
+        "cpu_s": round(time.process_time() - started, 1),
     }
 
 
-def rows_of(config: GRPOConfig, folder: Path) -> list[dict[str, Any]]:
-    """Return the metrics of a whole run."""
-    run = build(config, folder)
-    try:
-        run.fit()
-    finally:
-        run.close()
-    return read_jsonl(folder / "metrics.jsonl")
-
-
 def learning(args: argparse.Namespace, result: dict[str, Any], write: Callable[[], None]) -> None:
-    """Run the cases that the result lacks, each in a separate process."""
-    results = result.setdefault("learning", {})
-    for seed in args.seeds:
-        for engine in args.engines:
-            for correction in args.corrections:
-                name = f"{engine}/{correction}/{seed}"
-                if name in results:
-                    continue
-                command = [*args.prefix, sys.executable, __file__, "--one", name]
-                command += [f"--override={override}" for override in args.override]
-                process = subprocess.run(command, capture_output=True, text=True, check=False)
-                if process.returncode:
-                    sys.stderr.write(
-                        f"{name} ended with {process.returncode}:\n{(process.stdout + process.stderr)[-2000:]}\n"
-                    )
-                    continue
-                results[name] = json.loads(process.stdout.splitlines()[-1])
-                sys.stderr.write(f"{name}: {results[name]}\n")
-                write()
+    """Run the cases that the result lacks."""
+    runs = result.setdefault("learning", {})
+    names = [
+        "/".join((job, engine, correction, str(seed)))
+        for seed in args.seeds
+        for job in args.jobs
+        for engine in args.engines
+        for correction in args.corrections
+    ]
+    for name in names:
+        if name not in runs:
+            job, engine, correction, seed = name.split("/")
+            runs[name] = train(job, engine, correction, int(seed), args.override)
+            sys.stderr.write(f"{name}: {runs[name]}\n")
+            write()
 
 
-def table(results: dict[str, dict[str, float]]) -> str:
+def seeds_of(runs: dict[str, Any], job: str, engine: str, correction: str) -> list[dict[str, Any]]:
+    """Return the runs of one cell of the table."""
+    return [run for name, run in runs.items() if name.startswith(f"{job}/{engine}/{correction}/")]
+
+
+def after(run: dict[str, Any]) -> float:
+    """Return the accuracy of the trained weights at the end."""
+    return list(run["accuracy"].values())[-1]
+
+
+def table(runs: dict[str, Any]) -> str:
     """Return the comparison as a Markdown table."""
     lines = [
-        "| engine | correction | test accuracy: mean (range) | of the rounded weights | KL to the engine | bounded |",
-        "|---|---|---|---|---|---|",
+        "| job | engine | correction | test accuracy of each seed | KL at first | later | left out | bounded |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    for engine in ENGINES:
-        for correction in CORRECTIONS:
-            runs = [
-                one for name, one in results.items() if name.startswith(f"{engine}/{correction}/")
-            ]
-            if runs:
-                after = [one.get("accuracy_of_trained", one["accuracy_after"]) for one in runs]
-                mean = {name: statistics.fmean(one[name] for one in runs) for name in runs[0]}
-                bounded = f"{mean['capped'] + mean['clipped']:.2%}"
-                cells = [
-                    engine,
-                    correction,
-                    f"{statistics.fmean(after):.1%} ({min(after):.1%} to {max(after):.1%})",
-                ]
-                cells += [f"{mean['accuracy_after']:.1%}", f"{mean['kl_to_engine']:.1e}", bounded]
-                lines.append(f"| {' | '.join(cells)} |")
+    for job in JOBS:
+        for engine in ENGINES:
+            for correction in CORRECTIONS:
+                cell = seeds_of(runs, job, engine, correction)
+                if cell:
+                    mean = {
+                        name: statistics.fmean(run[name] for run in cell)
+                        for name in cell[0]
+                        if name != "accuracy"
+                    }
+                    bounded = mean["behaviour_capped"] + mean["clip_fraction"]
+                    cells = [
+                        job,
+                        engine,
+                        correction,
+                        ", ".join(f"{after(run):.1%}" for run in cell),
+                        f"{mean['kl_at_first']:.1e}",
+                        f"{mean['kl_median']:.1e}",
+                        f"{mean['rejected_tokens']:.1%}",
+                        f"{bounded:.2%}",
+                    ]
+                    lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def draw(runs: dict[str, Any], path: Path) -> None:
+    """Write the figure: a panel for each engine with several corrections, a dot for each seed."""
+    cells: dict[tuple[str, ...], list[float]] = {}
+    for name, run in runs.items():
+        cells.setdefault(tuple(name.split("/")[:3]), []).append(100 * after(run))
+    counts = Counter((job, engine) for job, engine, _ in cells)
+    panels = [(job, engine) for job in JOBS for engine in ENGINES if counts[job, engine] > 3]
+    shown = {correction for *panel, correction in cells if tuple(panel) in panels}
+    corrections = [name for name in CORRECTIONS if name in shown][::-1]
+    size = (2.2 + 3.2 * len(panels), 1.5 + 0.28 * len(corrections))
+    figure = Figure(figsize=size, layout="constrained", facecolor="white")
+    columns = figure.subplots(1, max(1, len(panels)), sharey=True, squeeze=False)[0]
+    for axes, (job, engine) in zip(columns, panels, strict=False):
+        for row, correction in enumerate(corrections):
+            dots = cells.get((job, engine, correction), [])
+            axes.plot(dots, [row] * len(dots), "o", color=BLUE, markersize=7, alpha=0.7)
+        plain = cells.get((job, "float32", "none"))
+        if plain:
+            axes.axvspan(min(plain), max(plain), color=GREY, alpha=0.3, linewidth=0)
+        axes.set_title(f"{engine}, {job}", loc="left", fontsize=11, fontweight="bold", color=INK)
+        axes.set_yticks(range(len(corrections)), corrections)
+        axes.set_xlim(-3, 103)
+        axes.set_axisbelow(True)
+        axes.grid(True, color=GRID, linewidth=0.7)
+        axes.tick_params(colors=INK, labelsize=9, length=0)
+        for spine in axes.spines.values():
+            spine.set_visible(False)
+    figure.supxlabel("test accuracy after 60 steps (%)", fontsize=10, color=INK)
+    figure.suptitle(
+        "A dot for each seed. Grey: range of an engine without fault.",
+        fontsize=10,
+        color=INK,
+        x=0.01,
+        ha="left",
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=140)
 
 
 def make_model(name: str) -> PreTrainedModel:
@@ -334,6 +486,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", choices=("precision", "learning"))
+    parser.add_argument("--jobs", nargs="+", default=list(JOBS), choices=JOBS)
     parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
     parser.add_argument("--corrections", nargs="+", default=list(CORRECTIONS), choices=CORRECTIONS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
@@ -341,33 +494,30 @@ def main() -> None:
         "--override", action="append", default=[], help="of the config; may be repeated"
     )
     parser.add_argument(
-        "--prefix", nargs="+", default=[], help="a command to run each process with, such as nice"
-    )
-    parser.add_argument(
         "--resume", action="store_true", help="make only the runs that the output lacks"
     )
-    parser.add_argument("--output", type=Path, default=Path("mismatch.json"))
-    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--plot-only", action="store_true", help="draw and print what the JSON has")
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/mismatch.json")
+    parser.add_argument("--figure", type=Path, default=ROOT / "docs/images/corrections.png")
     args = parser.parse_args()
-    if args.one:
-        engine, correction, seed = args.one.split("/")
-        print(json.dumps(train(engine, correction, int(seed), args.override)))
-        return
-    result: dict[str, Any] = (
-        json.loads(args.output.read_text()) if args.resume and args.output.exists() else {}
-    )
-    result |= surroundings(PACKAGES)
+    result: dict[str, Any] = {}
+    if (args.resume or args.plot_only) and args.output.exists():
+        result = json.loads(args.output.read_text())
+    if not args.plot_only:
+        result |= surroundings(PACKAGES) | {"override": args.override}
 
     def write() -> None:
         args.output.write_text(json.dumps(result, indent=1) + "\n")
 
-    if args.only != "learning":
+    if args.only != "learning" and not args.plot_only:
         result["precision"] = [row for name in ("starter", "30M") for row in precision(name)]
         for row in result["precision"]:
             print(row)
         write()
     if args.only != "precision":
-        learning(args, result, write)
+        if not args.plot_only:
+            learning(args, result, write)
+        draw(result["learning"], args.figure)
         print(table(result["learning"]))
 
 

@@ -178,8 +178,8 @@ def text_tokens(prompt: Tensor | Prompt) -> Tensor:
     """
     if isinstance(prompt, Prompt):
         raise ValueError(
-            "a prompt for a model that reads text alone must have no images: use a vision-language "
-            "model with inference_model.backend=transformers."
+            "a prompt for an engine or a model that reads text alone must have no images: use a "
+            "vision-language model with inference_model.backend=transformers."
         )
     return prompt
 

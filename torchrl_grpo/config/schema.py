@@ -365,7 +365,7 @@ class GRPOConfig:
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     teachers: list[TeacherEntry] | None = None
     """Several teachers instead of teacher.model: [{model: NAME, datasets: [math]}, ...], each for the
-    data sets of env.datasets that it names. They are processes of their own, which share
+    data sets of env.datasets that it names. They are workers of their own, which share
     teacher.num_devices."""
     env: EnvConfig = field(default_factory=EnvConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)

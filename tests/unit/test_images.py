@@ -228,6 +228,23 @@ def test_features_are_computed_once_until_the_weights_change(
     assert len(computed) == 4
 
 
+def test_features_follow_an_optimizer_that_counts_no_change(kit: Kit) -> None:
+    """A fused optimizer writes new weights without a new version of the tensor."""
+    model = kit.model()
+    scorer = TokenScorer(model)
+    tokens, mask, images = rows_of(kit)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
+    with torch.no_grad():
+        scorer.score(tokens, mask, images)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    with torch.no_grad():
+        scores, _ = scorer.score(tokens, mask, images)
+        expected, _ = TokenScorer(model).score(tokens, mask, images)
+    torch.testing.assert_close(scores, expected)
+
+
 def test_sampling_the_placeholder_itself_is_harmless(kit: Kit) -> None:
     model = kit.model()
     placeholder = kit.tokenizer.convert_tokens_to_ids(kit.encoder.placeholder)

@@ -68,10 +68,11 @@ class ImageFeatures:
 
     def _forget_if_changed(self) -> None:
         """Forget all features if the weights have changed. A weight sync writes the same values
-        into an encoder that is not trained.
+        into an encoder that is not trained, and a fused optimizer writes without a new version.
         """
         versions = [version_of(parameter) for parameter in self._parameters]
-        if versions == self._versions:
+        is_frozen = not any(parameter.requires_grad for parameter in self._parameters)
+        if is_frozen and versions == self._versions:
             return
         sums = [parameter.detach().double().sum() for parameter in self._parameters]
         fingerprint = torch.stack(sums).tolist()

@@ -327,6 +327,43 @@ def test_the_loss_is_the_clipped_divergence_of_plain_logits(
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+def test_the_loss_is_that_of_trls_self_distillation(alpha: float) -> None:
+    """The policy teaches itself: value and gradient of TRL's SDPO and SDFT over the vocabulary."""
+    trl = pytest.importorskip("trl.experimental.sdpo.loss_utils")
+    model = make_tiny_model().double()
+    vocabulary = model.config.vocab_size
+    states = TeacherStates(TokenScorer(model), top_k=vocabulary)
+    batch = TeacherScoring(states, 2 * vocabulary)(prompted())
+    batch.set(keys.ADVANTAGE, torch.zeros(3, 1))
+    scorer = TokenScorer(model)
+    scorer.distill_from(Teacher(alpha))
+    padded = pad_batch(
+        batch,
+        {key: 0 for key in (keys.FULL, keys.ASSISTANT_MASK, keys.LOG_PROBS, keys.TEACHER_STATES)},
+        [keys.ADVANTAGE, keys.TEACHER_VALID],
+    )
+    out = GRPOLoss(scorer, teacher_coeff=1.0)(padded)
+    out["loss_teacher"].backward()
+    found = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    rows = []
+    for row in batch.unbind(0):
+        if row[keys.TEACHER_VALID]:
+            start, mask = len(row[keys.FULL]) - len(row[keys.RESPONSE]), row[keys.ASSISTANT_MASK]
+            logits = model(row[keys.FULL][None]).logits[0, start - 1 : -1][mask[start:]]
+            tokens = trl.compute_full_logit_self_distillation_loss(
+                logits[None], logits_of_view(model, row)[None], distillation_alpha=alpha
+            )
+            rows.append(tokens.mean())
+    expected = torch.stack(rows).sum() / len(batch)
+    expected.backward()
+    torch.testing.assert_close(out["loss_teacher"], expected, rtol=1e-6, atol=1e-7)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-5, atol=1e-7)
+
+
 def test_kl_metrics_leave_out_tokens_without_a_teacher() -> None:
     logits, rows = make_batch(0)
     for number, row in enumerate(rows):

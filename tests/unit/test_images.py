@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
@@ -413,6 +414,10 @@ def test_the_hash_of_the_split_includes_the_images(tmp_path: Path) -> None:
         ({"picture": "missing.png"}, r"data\.jsonl:1 .*'picture'.*missing\.png"),
         ({"picture": "data.jsonl"}, r"data\.jsonl:1 .*'picture'"),
         ({"picture": 7}, r"data\.jsonl:1 .*'picture'.*7"),
+        (
+            {"question": [{"role": "user", "content": [{"text": "?"}]}], "picture": "0.png"},
+            r"data\.jsonl:1 .*'question'",
+        ),
         ({"question": "<image> <image>", "picture": "0.png"}, r"data\.jsonl:1 .*1 images and 2"),
     ],
 )
@@ -423,6 +428,13 @@ def test_a_row_with_wrong_images_is_refused(
     path.write_text(json.dumps({"question": "?", "answer": "1", **row}))
     with pytest.raises(ValueError, match=message):
         DatasetTask(str(path), images_column="picture").problems("train")
+
+
+def test_a_format_that_starts_a_program_is_refused() -> None:
+    file = io.BytesIO()
+    picture(1).open().save(file, "EPS")
+    with pytest.raises(ValueError, match="PNG"):
+        assert ImageFile(file.getvalue()).size
 
 
 def test_reward_functions_get_the_images_in_each_form() -> None:

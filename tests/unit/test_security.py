@@ -303,6 +303,7 @@ def refusal(options: dict[str, Any], *overrides: str) -> str:
         ("env.task", {"_target_": None, "policy": {"_target_": "evil.Task"}}),
         ("env.tools", ["{folder}/evil.py:tool"]),
         ("env.transforms", [{"_target_": "evil.Transform"}]),
+        ("teacher.prompt", "evil:prompt"),
         ("model.trust_remote_code", True),
         ("model.attn_implementation", "somebody/kernel"),
         ("train_model.model_kwargs", {"use_kernels": True}),
@@ -488,6 +489,10 @@ def test_code_that_the_command_line_names_is_used() -> None:
     assert (config.env.reward, config.env.tools) == ("mine.py:score", ["python"])
 
 
+def test_what_the_optimizer_trains_stays_the_same() -> None:
+    assert refusal({}, "train_model.train_vision=true").startswith("train_model.train_vision=true")
+
+
 @pytest.mark.slow
 def test_a_literal_dollar_on_the_command_line_is_taken_on_resume() -> None:
     saved = with_options(plain(compose_config()), {"inference_model.stop": ["${dollars}"]})
@@ -564,7 +569,8 @@ def test_an_export_runs_no_code_of_the_base_model_by_itself(
 TEXT = {
     "model.name", "model.revision", "teacher.model", "env.dataset", "env.dataset_path", "env.dataset_config",
     "env.revision", "env.train_split", "env.test_split", "env.columns.prompt", "env.columns.answer",
-    "env.columns.completion", "env.columns.messages", "env.prompt_template", "env.system_prompt", "env.retry_prompt",
+    "env.columns.images", "env.columns.completion", "env.columns.messages",
+    "env.prompt_template", "env.system_prompt", "env.retry_prompt",
     "env.chat_template_kwargs", "inference_model.stop", "train_model.lora.target_modules", "train.keep_checkpoints",
     "train_model.num_devices", "inference_model.num_devices", "ref_model.num_devices", "teacher.num_devices",
     "policy.clip_epsilon", "policy.rejection",

@@ -31,6 +31,7 @@ _FIXED_OPTIONS = (
     "model.chat_template",
     "train_model.dtype",
     "train_model.lora",
+    "train_model.train_vision",
     "train_model.model_kwargs",
     "ref_model.decay",
     "teacher.weights",

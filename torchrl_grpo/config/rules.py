@@ -1142,6 +1142,12 @@ RULES = (
         ),
     ),
     Rule(
+        "train_model.train_vision",
+        "must be false with {train_model.lora.enabled=}, which adapts the language model alone",
+        "use train_model.lora.enabled=false, or leave train_model.train_vision out",
+        "train_model.lora.enabled",
+    ),
+    Rule(
         "train_model.lora.target_modules",
         "must leave out lm_head, because its logits are never materialized",
         "use [all-linear], for example, which is everything but the head",

@@ -18,6 +18,8 @@ if TYPE_CHECKING:  # data is read without torch
 
 _ORIENTATION = 0x0112
 """Exif tag of how a camera was held; above 4, width and height are exchanged."""
+_FORMATS = ("BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
+"""Pillow's names of the formats that are read. Others may start programs, such as Ghostscript."""
 PLACEHOLDER = "<image>"
 """Place of an image in a text for people, and in the text of data."""
 
@@ -68,12 +70,12 @@ class ImageFile:
         from PIL import Image
 
         try:
-            with Image.open(io.BytesIO(self.data)) as image:
+            with Image.open(io.BytesIO(self.data), formats=_FORMATS) as image:
                 return read(image)
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
             raise ValueError(
-                f"an image must be a file that Pillow opens, but {self.data[:8]!r}... is not "
-                f"({error}): save it as PNG or JPEG."
+                f"an image must be a file of the format {', '.join(_FORMATS)}, but "
+                f"{self.data[:8]!r}... is not ({error}): save it as PNG or JPEG."
             ) from error
 
     @cached_property

@@ -147,7 +147,10 @@ def _are_parts(content: Any) -> bool:
     """Return whether a content is a list of texts and images."""
     return isinstance(content, list) and all(
         isinstance(part, dict)
-        and (part.get("type") == "image" or isinstance(part.get("text"), str))
+        and (
+            part.get("type") == "image"
+            or (part.get("type") == "text" and isinstance(part.get("text"), str))
+        )
         for part in content
     )
 

@@ -389,6 +389,15 @@ def test_strangers_that_only_connect_leave_files_for_others():
         assert ask() == 200
 
 
+def test_a_question_for_the_head_alone_is_no_error_of_the_server(caplog):
+    place = urlsplit(Server(lambda key: None).url)
+    with socket.create_connection((place.hostname, place.port), timeout=20) as connection:
+        connection.sendall(b"HEAD / HTTP/1.1\r\nHost: a\r\n\r\n")
+        while connection.recv(2**16):
+            pass
+    assert not caplog.records
+
+
 def test_the_server_refuses_strangers_and_what_is_no_http():
     seen: list[tuple[int, str]] = []
 

@@ -124,7 +124,8 @@ class Server:
             del self._strangers[oldest]
             oldest.transport.abort()
         client = _Client(reader, writer)
-        with suppress(ConnectionError, TimeoutError):
+        # h11 refuses the body of an answer to HEAD.
+        with suppress(ConnectionError, TimeoutError, h11.LocalProtocolError):
             while client.may_continue():
                 try:
                     request, body = await client.receive()

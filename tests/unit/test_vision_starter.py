@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from torchrl_grpo.chat.template import ChatEncoder
@@ -19,6 +20,7 @@ from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.transformers import TransformersEngine
 from torchrl_grpo.images import Prompt
 from torchrl_grpo.images.encoder import ImageEncoder
+from torchrl_grpo.learner.checkpoint import Checkpointer
 from torchrl_grpo.models import loading
 from torchrl_grpo.starter import starter_path
 from torchrl_grpo.tasks.base import Problem
@@ -91,6 +93,23 @@ def test_shipped_folder_is_at_most_1_mb() -> None:
     files = [path for path in starter_path(NAME).rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) <= 2**20
     assert "README.md" in {path.name for path in files}
+
+
+def test_the_example_of_an_exported_models_card_runs(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env = {"dataset": "shapes", "task": {}, "system_prompt": "Count."}
+    config = {"env": env, "model": {"name": NAME}}
+    Checkpointer(tmp_path, config).export(model, TOKENIZER, 1)
+    monkeypatch.chdir(tmp_path / "model")
+    [problem, *_] = ShapesTask().problems("test")
+    Path("picture.png").write_bytes(problem.images[0].data)
+    card = ModelCard.load("README.md")
+    assert card.data.pipeline_tag == "image-text-to-text"
+    code = card.text.partition("```python\n")[2].partition("```")[0]
+    shown: list[str] = []
+    exec(code.replace("512", "4"), {"print": shown.append})
+    assert len(shown) == 1
 
 
 def test_auto_classes_load_it_and_see_what_the_encoder_sees(

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from torchrl_grpo import keys
 from torchrl_grpo.functional import masked_mean
-from torchrl_grpo.images import Prompt, prompt_text
+from torchrl_grpo.images import PLACEHOLDER, Prompt, Spans, prompt_text
 from torchrl_grpo.models.packing import has, images_of_row, last_rows, pad, trajectories_of
 from torchrl_grpo.transforms.parts import reward_parts
 
@@ -198,10 +198,8 @@ def sample_rows(
                 entry |= {"version": sampled_by, "staleness": version - sampled_by}
         if tokenizer is not None:
             prompt = row[keys.FULL][: len(row[keys.FULL]) - len(row[keys.RESPONSE])]
-            spans = images_of_row(row)
-            own = tuple(span for span in spans if span.end <= len(prompt))
-            entry["prompt"] = prompt_text(Prompt(prompt, own), tokenizer.decode)
-            if spans:
+            entry["prompt"] = prompt_text(Prompt(prompt, _own_images(row)), tokenizer.decode)
+            if spans := images_of_row(row):
                 entry["images"] = [span.image.file.hash for span in spans]
             entry["tokens"] = _tokens(row, tokenizer, scores(position))
         out.append(entry)
@@ -238,7 +236,10 @@ def _sample(row: TensorDictBase, split: str, end: TensorDictBase) -> dict[str, A
         "valid": keys.REWARD_VALID,
         "advantage": keys.ADVANTAGE,
     }
-    entry = {"split": split, "query": row[keys.QUERY], "response": row[keys.RESPONSE_TEXT]}
+    query = row[keys.QUERY]
+    if PLACEHOLDER not in query:
+        query = PLACEHOLDER * len(_own_images(row)) + query
+    entry = {"split": split, "query": query, "response": row[keys.RESPONSE_TEXT]}
     values = {name: row.get(key, None) for name, key in names.items()} | {
         "reward": end.get(keys.REWARD, None)
     }
@@ -258,6 +259,12 @@ def _sample(row: TensorDictBase, split: str, end: TensorDictBase) -> dict[str, A
         "length": length,
         "finish_reason": "length" if row[keys.TRUNCATED].item() else "stop",
     }
+
+
+def _own_images(row: TensorDictBase) -> Spans:
+    """Return the images of a sequence's prompt."""
+    end = len(row[keys.FULL]) - len(row[keys.RESPONSE])
+    return tuple(span for span in images_of_row(row) if span.end <= end)
 
 
 def _turn_rewards(row: TensorDictBase) -> list[float]:

@@ -75,7 +75,8 @@ class ImageFile:
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
             raise ValueError(
                 f"an image must be a file of the format {', '.join(_FORMATS)}, but "
-                f"{self.data[:8]!r}... is not ({error}): save it as PNG or JPEG."
+                f"{self.data[:8]!r}... is not ({str(error).partition(' <')[0]}): save it as PNG or "
+                "JPEG."
             ) from error
 
     @cached_property

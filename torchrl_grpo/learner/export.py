@@ -53,9 +53,9 @@ CARD = """\
 ```python
 from transformers import pipeline
 
-generate = pipeline("text-generation", model="{name}")
+generate = pipeline("{task}", model="{name}")
 messages = {messages}
-print(generate(messages, max_new_tokens=512)[0]["generated_text"][-1]["content"])
+print(generate({argument}, max_new_tokens=512)[0]["generated_text"][-1]["content"])
 ```
 
 <details>
@@ -84,8 +84,8 @@ def export_model(
 
     The weights are gathered and written file by file.
 
-    ``AutoModelForCausalLM.from_pretrained`` and vLLM load the folder without conversion. All ranks
-    of a sharded model must call this; rank 0 writes.
+    ``AutoModelForCausalLM.from_pretrained`` (with images ``AutoModelForImageTextToText``) and vLLM
+    load the folder without conversion. All ranks of a sharded model must call this; rank 0 writes.
 
     Args:
         model: the trained model; its adapters are merged.
@@ -207,6 +207,7 @@ def model_card(
     metrics: Mapping[str, float],
     *,
     adapters: bool = False,
+    reads_images: bool = False,
     name: str = ".",
 ) -> str:
     """Return the card of a model, whose header the Hugging Face hub reads: its origin, data, config,
@@ -217,6 +218,7 @@ def model_card(
         step: number of steps that trained the model.
         metrics: metrics of the model's evaluation; they may be missing.
         adapters: whether only LoRA's adapters are written.
+        reads_images: whether it is a vision-language model.
         name: folder, or name on the hub, of the model in the example.
     """
     env, policy, base = config["env"], config.get("policy", {}), config["model"]["name"]
@@ -225,9 +227,10 @@ def model_card(
     data = task or env["dataset"] or ", ".join(entries) or str(env["environment"])
     method = "SFT" if policy.get("demonstrations") else "GRPO"
     scores = {key: value for key, value in metrics.items() if key.startswith("eval/pass@")}
+    kind = "image-text-to-text" if reads_images else "text-generation"
     results = [
         EvalResult(
-            task_type="text-generation",
+            task_type=kind,
             dataset_type=data,
             dataset_name=data,
             metric_type="pass@k",
@@ -241,7 +244,7 @@ def model_card(
     header = ModelCardData(
         base_model=base.partition("@")[0] if _is_on_hub(base) else None,
         library_name="peft" if adapters else "transformers",
-        pipeline_tag="text-generation",
+        pipeline_tag=kind,
         datasets=[*filter(_is_on_hub, datasets)] or None,
         tags=[method.lower(), "torchrl"],
         model_name=f"{base}, {method}",
@@ -251,7 +254,10 @@ def model_card(
     rows |= {key.removeprefix("eval/"): accuracy(metrics, key) for key in scores} or {
         "pass@1": "not measured"
     }
-    prompt = {"role": "user", "content": "What is 17 + 25?"}
+    question: Any = "What is 17 + 25?"
+    if reads_images:
+        question = [{"type": "image", "url": "picture.png"}, {"type": "text", "text": "How many?"}]
+    prompt = {"role": "user", "content": question}
     system = env.get("system_prompt")
     messages = [*([{"role": "system", "content": system}] if system else []), prompt]
     table = "".join(f"| {key} | {value} |\n" for key, value in rows.items())
@@ -260,7 +266,9 @@ def model_card(
         method=method,
         table=table,
         name=name,
+        task=kind,
         messages=json.dumps(messages),
+        argument="text=messages" if reads_images else "messages",
         config=json.dumps(config, indent=2),
     )
 

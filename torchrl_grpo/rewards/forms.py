@@ -193,10 +193,13 @@ class RewardFunction:
         missing = sorted(self._needed - set(self.options) - known)
         if missing:
             verb = "is" if len(missing) == 1 else "are"
+            fix = f"set it as an option, {{fn: ..., {missing[0]}: ...}}"
+            if missing[0] in _IMAGES:
+                fix = "name the column of the images as env.columns.images"
             raise ValueError(
                 f"reward {self.name} needs {' and '.join(missing)}, which {verb} neither a column "
                 f"nor a built-in argument: use some of these names: {', '.join(sorted(known))}; or "
-                f"set it as an option, {{fn: ..., {missing[0]}: ...}}."
+                f"{fix}."
             )
 
     def call(self, facts: Arguments, columns: Arguments) -> Any:

@@ -11,6 +11,7 @@ from torchrl_grpo.config.resumed import from_saved
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.host.checkpoint_files import newest, read_manifest
 from torchrl_grpo.host.folders import check_own_files
+from torchrl_grpo.images.families import family_of
 from torchrl_grpo.learner.checkpoint import read_checkpoint
 from torchrl_grpo.learner.export import export_model, model_card
 from torchrl_grpo.learner.parts import read_parts
@@ -68,6 +69,13 @@ def export(
         model,
         tokenizer,
         target,
-        model_card(state["config"], state["step"], metrics, adapters=adapters, name=hub_name),
+        model_card(
+            state["config"],
+            state["step"],
+            metrics,
+            adapters=adapters,
+            reads_images=family_of(loading.base_model_of(model).config) is not None,
+            name=hub_name,
+        ),
         adapters=adapters,
     )

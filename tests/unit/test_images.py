@@ -474,7 +474,7 @@ def test_lora_adapts_the_language_model_alone(kit: Kit) -> None:
             "inference_model.backend=server inference_model.address=[http://localhost:1]",
             "inference_model.backend=server",
         ),
-        ("algo=sft", "policy.demonstrations"),
+        ("algo=sft", "policy.demonstrations=true (algo=sft)"),
         ("train_model.cpu_offload=true", "train_model.cpu_offload"),
         ("teacher.model={path}", "teacher.model"),
     ],

@@ -41,6 +41,7 @@ from torchrl_grpo.collectors.sampler import GroupReport, RolloutReport
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import Completion, Engine, OnFinished, SamplingParams
 from torchrl_grpo.generation.policy import GenerationPolicy
+from torchrl_grpo.images import Prompt
 from torchrl_grpo.runtime.staleness import GroupBuffer
 from torchrl_grpo.runtime.tasks import TaskQueue
 from torchrl_grpo.starter import starter_path
@@ -201,7 +202,7 @@ class SleepingEngine(Engine):
 
     def generate(
         self,
-        prompts: Sequence[Tensor],
+        prompts: Sequence[Tensor | Prompt],
         n: int,
         params: SamplingParams,
         on_finished: OnFinished | None = None,

@@ -27,6 +27,7 @@ from torchrl_grpo.collectors import RolloutCollector
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation import GenerationPolicy, SamplingParams
 from torchrl_grpo.generation.vllm import VLLMEngine
+from torchrl_grpo.images import tokens_of
 from torchrl_grpo.starter import starter_path
 from torchrl_grpo.tasks.arithmetic import ArithmeticTask
 
@@ -61,7 +62,7 @@ def main() -> None:
     def raw() -> None:
         from vllm import TokensPrompt
 
-        requests = [TokensPrompt(prompt_token_ids=prompt.tolist()) for prompt in prompts]
+        requests = [TokensPrompt(prompt_token_ids=tokens_of(prompt).tolist()) for prompt in prompts]
         sampling = [
             engine._sampling_params(len(prompt), args.responses, params) for prompt in prompts
         ]

@@ -39,6 +39,7 @@ from transformers import (
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
 from torchrl_grpo.chat.template import ChatEncoder
+from torchrl_grpo.images import Prompt
 from torchrl_grpo.images.encoder import ImageEncoder
 from torchrl_grpo.starter import starter_path
 from torchrl_grpo.tasks.base import Problem
@@ -144,6 +145,7 @@ def make_batch(
     for problem in rng.choices(problems, k=BATCH_SIZE):
         chat = chats.render(task.messages(problem), add_generation_prompt=True)
         prompt = encoder.expand(chats.encode([chat])[0], problem.images)
+        assert isinstance(prompt, Prompt)
         text = tokenizer(demonstration(problem, rng)).input_ids
         response = torch.tensor([*text, tokenizer.eos_token_id])
         tokens.append(torch.cat([prompt.tokens, response]))

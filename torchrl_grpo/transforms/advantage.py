@@ -287,22 +287,20 @@ class GroupAdvantage(Transform):
         self.queue.share_memory_()
         return self
 
-    def advantage(
-        self, reward: Tensor, group: Tensor, valid: Tensor, length: Tensor | None = None
-    ) -> Tensor:
-        """Turn the rewards of whole groups into advantages. Subclasses override this.
+    def advantage(self, reward: Tensor, group: Tensor, valid: Tensor) -> Tensor:
+        """Turn the rewards of whole groups into advantages. Subclasses override this. It is not
+        called with ``mean="length_weighted"``.
 
         Args:
             reward: [N] floating, of each sequence; at level token the estimate of each sampled
                 token.
             group: [N] int64, equal within a group.
             valid: [N] bool; where it is False the result must be 0.
-            length: [N] int64, sampled tokens; given with ``mean="length_weighted"`` alone.
 
         Returns:
             [N] float32.
         """
-        return group_advantage(reward, group, valid, mean=self.mean, std=self.std, length=length)
+        return group_advantage(reward, group, valid, mean=self.mean, std=self.std)
 
     # On its own, and when a replay buffer is sampled
 
@@ -418,7 +416,10 @@ class GroupAdvantage(Transform):
         if self.mean == "length_weighted":
             tokens = pad(flat, keys.ASSISTANT_MASK, False).sum(1)
             length = torch.zeros_like(group).index_add_(0, member, tokens)
-            return self.advantage(self._returns(flat, member), group, valid, length)
+            returns = self._returns(flat, member)
+            return group_advantage(
+                returns, group, valid, mean=self.mean, std=self.std, length=length
+            )
         if self.part_weights is None:
             return self.advantage(self._returns(flat, member), group, valid)
         last = last_rows(member).tolist()

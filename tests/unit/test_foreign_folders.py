@@ -117,6 +117,14 @@ def test_a_service_is_not_told_the_text_of_a_file_elsewhere(tmp_path: Path) -> N
     assert recorded_run([tmp_path / "none", tmp_path / "run"], "wandb") == "abc"
 
 
+def test_thumbnails_are_not_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/images").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="images is a link that leads out"):
+        check_own_files(tmp_path / "run")
+
+
 def test_links_within_a_folder_and_of_others_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "wandb").mkdir()
     (tmp_path / "wandb/latest-run").symlink_to("run-1")

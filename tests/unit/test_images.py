@@ -364,6 +364,10 @@ def test_a_run_trains_on_images(kit: Kit, tmp_path: Path, trains: bool) -> None:
     assert bool(moved & of_vision) == trains
     samples = read_jsonl(tmp_path / "run" / "samples.jsonl")
     assert {sample["query"] for sample in samples} == {"<image>How many?"}
+    for sample in samples:
+        [name] = sample["images"]
+        file = ImageFile((tmp_path / f"run/images/{name[:16]}.png").read_bytes())
+        assert file.size == (32, 32)
 
 
 def test_images_of_a_data_set_come_in_every_form(tmp_path: Path) -> None:

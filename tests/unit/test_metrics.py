@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from torchrl_grpo.images import ImageFile
 from torchrl_grpo.reporting.metrics import MetricsLogger, read_jsonl
 from torchrl_grpo.reporting.trackers import Tracker
 
@@ -55,6 +60,44 @@ def test_samples_keep_every_character_and_lists(tmp_path: Path) -> None:
     rows = read_jsonl(tmp_path / "samples.jsonl")
     assert rows[0] == {"step": 3} | row | {"reward": None, "tokens": [1, 2]}
     assert len(rows) == 2
+
+
+def test_samples_name_images_whose_thumbnails_are_written_once(tmp_path: Path) -> None:
+    files = [ImageFile.of(Image.new("RGB", size, "red")) for size in ((400, 200), (32, 24))]
+    row = {"split": "train", "query": "<image><image>?", "response": "1", "images": files}
+    with make_logger(tmp_path) as logger:
+        logger.log_samples(1, [row, row, {"split": "train", "query": "?", "response": "1"}])
+    samples = read_jsonl(tmp_path / "samples.jsonl")
+    hashes = [file.hash for file in files]
+    assert [sample.get("images") for sample in samples] == [hashes, hashes, None]
+    paths = [tmp_path / f"images/{one[:16]}.png" for one in hashes]
+    assert sorted(paths) == sorted((tmp_path / "images").iterdir())
+    assert [Image.open(path).size for path in paths] == [(128, 64), (32, 24)]
+    assert Image.open(paths[0]).getpixel((0, 0)) == (255, 0, 0)
+    # A resumed run keeps what is there and writes what is missing.
+    paths[0].write_bytes(b"kept")
+    paths[1].unlink()
+    with make_logger(tmp_path) as logger:
+        logger.log_samples(2, [row])
+    assert paths[0].read_bytes() == b"kept" and Image.open(paths[1]).size == (32, 24)
+
+
+def test_a_thumbnail_has_no_color_profile() -> None:
+    file = io.BytesIO()
+    profile = np.random.default_rng(0).bytes(200_000)
+    Image.new("RGB", (8, 8)).save(file, "PNG", icc_profile=profile)
+    assert len(ImageFile(file.getvalue()).thumbnail()) < 1000
+
+
+def test_a_full_disk_leaves_thumbnails_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    file = ImageFile.of(Image.new("RGB", (8, 8)))
+    with make_logger(tmp_path) as logger:
+        monkeypatch.setattr(Path, "write_bytes", fail)
+        logger.log_samples(1, [{"split": "train", "query": "?", "response": "", "images": [file]}])
+    assert read_jsonl(tmp_path / "samples.jsonl")[0]["images"] == [file.hash]
 
 
 def test_resumed_run_leaves_the_same_files_as_an_uninterrupted_one(tmp_path: Path) -> None:

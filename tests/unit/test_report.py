@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import math
@@ -10,6 +11,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from tests.support.hostile import HOSTILE, SHOWN
 from torchrl_grpo.extras.report.curves import panel_figure, panel_svg
@@ -24,11 +26,12 @@ from torchrl_grpo.extras.report.panels import (
     thin,
 )
 from torchrl_grpo.extras.report.report import write_report
+from torchrl_grpo.images import ImageFile
 from torchrl_grpo.reporting.console import Console
 from torchrl_grpo.reporting.metrics import MetricsLogger
 from torchrl_grpo.reporting.summary import STAGES, merge_steps, objective, stage_seconds, summarize
 
-VOID = {"meta", "br"}
+VOID = {"meta", "br", "img"}
 
 
 class Page(HTMLParser):
@@ -296,6 +299,22 @@ def test_page_loads_nothing_and_runs_nothing(tmp_path: Path) -> None:
     html = re.sub(r'xmlns(:\w+)?="[^"]*"', "", path.read_text(encoding="utf-8"))
     assert set(re.findall(r'href="([^"]{1})', html)) <= {"#"}
     assert set(re.findall(r"url\((.)", html)) <= {"#"}
+
+
+def test_pictures_stand_beside_their_prompts(tmp_path: Path) -> None:
+    files = [ImageFile.of(Image.new("RGB", (8, 8), color)) for color in ("red", "blue", "lime")]
+    row = {"query": "?", "response": "1", "reward": 1.0, "correct": True}
+    with MetricsLogger(tmp_path, tensorboard=False, config={}) as logger:
+        for split, images in (("test", files[:1]), ("train", files[1:])):
+            logger.log_samples(1, [row | {"split": split, "images": images, "group": 1}] * 2)
+    (tmp_path / f"images/{files[2].hash[:16]}.png").unlink()  # as in a run without thumbnails
+    html = write_report(tmp_path).read_text(encoding="utf-8")
+    Page(html)
+    images = re.findall(r'<img src="data:image/png;base64,([^"]*)" alt="([^"]*)">', html)
+    assert len(images) == html.count("<img") == 2
+    assert [alt for _, alt in images] == ["image 1 of 1", "image 1 of 2"]
+    colors = [Image.open(io.BytesIO(base64.b64decode(data))).getpixel((0, 0)) for data, _ in images]
+    assert colors == [(255, 0, 0), (0, 0, 255)]
 
 
 @pytest.mark.slow

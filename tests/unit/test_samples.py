@@ -100,6 +100,18 @@ def test_a_sample_is_shown_with_what_it_earned(folder: Path) -> None:
     assert heads(printed(folder, "--text", "no")) == ["step 0 | test | words | reward invalid"]
 
 
+def test_files_of_pictures_are_named(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    path = tmp_path / "images" / f"{16 * 'a'}.png"
+    path.write_bytes(b"a picture")
+    images = [64 * "a", 64 * "b", "../" + 61 * "c"]  # the others have no thumbnail
+    rows = [sample(step, "<image>?", "1", 1.0, images=images) for step in (0, 9)]
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for arguments in ((), ("--compare",)):
+        text = printed(tmp_path, *arguments, "--limit", "1", width=300)
+        assert [line.strip() for line in text.splitlines() if "images" in line] == [str(path)]
+
+
 def test_before_stands_against_after(folder: Path) -> None:
     by_change = ("--compare", "--split", "test", "--sort", "change")
     text = printed(folder, *by_change, "--reverse")

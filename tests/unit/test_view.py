@@ -332,6 +332,41 @@ def test_a_response_has_its_tokens_and_its_group(address: str) -> None:
     assert api(address, "response?row=0")["tokens"] is None
 
 
+def test_thumbnails_are_those_of_the_run_alone(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / name) for name in ("one", "two")]
+    (tmp_path / "secret").write_bytes(b"secret")
+    for run in runs:
+        (run / "images").mkdir()
+        (run / "images" / f"{16 * 'e'}.png").symlink_to(tmp_path / "secret")
+    (runs[0] / "images" / f"{16 * 'a'}.png").write_bytes(b"a picture")
+    (runs[0] / "secret.png").write_bytes(b"secret")
+    rows = group(4, "<image>?", ["1", "2"], images=[64 * "a"])
+    append(runs[0], "samples.jsonl", rows)
+    with served(*runs) as address:
+        [found, *_] = api(address, "groups")["groups"]
+        assert [row["images"] for row in found] == [[64 * "a"]] * 2
+        assert api(address, "response?row=7")["images"] == [64 * "a"]
+        status, text, headers = ask(address, f"image/0/{64 * 'a'}")
+        assert (status, text, headers["content-type"]) == (200, "a picture", "image/png")
+        assert "img-src 'self' data:;" in headers["content-security-policy"]
+        for path in (
+            f"image/1/{64 * 'a'}",  # of the other run
+            f"image/0/{64 * 'b'}",  # no such thumbnail
+            f"image/0/{64 * 'e'}",  # a link out of the folder
+            f"image/0/{16 * 'a'}",
+            f"image/0/{64 * 'A'}",
+            f"image/0/{64 * 'a'}%0a",
+            "image/0/..%2fsecret.png",
+            "image/0/../secret.png",
+            "image/0/" + 22 * "../",
+            f"image/2/{64 * 'a'}",
+            f"image/-1/{64 * 'a'}",
+            f"image/{5000 * '1'}/{64 * 'a'}",
+        ):
+            status, text, _ = ask(address, path)
+            assert status == 404 and "secret" not in text, path
+
+
 def test_config_and_timeline_of_each_run(address: str) -> None:
     one, two = api(address, "config")
     assert {key for key in one if one[key] != two[key]} == {"optimizer.lr"}

@@ -308,6 +308,8 @@ NOT_SHOWN = {
         '{"step": 4, "split": "train", "parts": {"right": NaN}}',
         '{"step": 4, "split": "train", "parts": "all"}',
         '{"step": 4, "split": "train", "group": [1]}',
+        '{"step": 4, "split": "train", "images": "all"}',
+        '{"step": 4, "split": "train", "images": [1]}',
         '{"step": 4, "split": {"a": 1}}',
         '{"step": 4, "split": "train", "query": ' + 900 * "[" + 900 * "]" + "}",
         '{"step": 4, "split": "train", "length": ' + 100_000 * "[" + 100_000 * "]" + "}",

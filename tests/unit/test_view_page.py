@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from PIL import Image
 
 from tests.support.browsers import MISSING, chromium
 from tests.support.hostile import HOSTILE, SHOWN
@@ -561,6 +562,28 @@ def test_what_all_responses_have_in_common_is_no_row(browser: Browser, tmp_path:
         assert abouts[0].startswith("right: 0 · advantage: -1 · tokens: 6 · finished: end of text")
         assert abouts[1].startswith("all responses · finished: end of text")
         assert page.locator("section").first.get_by_role("row").count() == 3
+
+
+def test_pictures_stand_above_the_prompt(browser: Browser, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    (run / "images").mkdir()
+    hashes = [64 * letter for letter in "abc"]
+    for one, size in zip(hashes, [(128, 64), (32, 32), (8, 8)], strict=True):
+        Image.new("RGB", size, "red").save(run / f"images/{one[:16]}.png")
+    rows = group(9, "<image><image>?", ["1", "2"], images=[*hashes[:2], 64 * "d"])
+    rows[1]["images"] = hashes  # of a later turn is the third
+    append(run, "samples.jsonl", rows)
+    with served(run) as address, browser.new_page() as page:
+        for view, widths in (("groups", [128, 32]), ("tokens?row=8", [128, 32, 8])):
+            show(page, address, view)
+            images = page.locator(".pictures img")
+            expect(images).to_have_count(len(widths))
+            for image, width in zip(images.all(), widths, strict=True):
+                expect(image).to_have_js_property("naturalWidth", width)
+            alts = [image.get_attribute("alt") for image in images.all()]
+            assert alts == [f"image {at + 1} of {len(widths)}" for at in range(len(widths))]
+        show(page, address, "tokens?row=7")  # without the thumbnail that is missing
+        expect(page.locator(".pictures img")).to_have_count(2)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

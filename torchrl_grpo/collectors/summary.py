@@ -161,7 +161,7 @@ def sample_rows(
     scores: Callable[[int], dict[str, Tensor]] = lambda row: {},
     sampled: bool = True,
 ) -> list[dict[str, Any]]:
-    """Return the sequences of a batch as rows of ``samples.jsonl``.
+    """Return the sequences of a batch as rows of ``samples.jsonl``, with images as files.
 
     Args:
         batch: a collector's flat batch.
@@ -200,7 +200,7 @@ def sample_rows(
             prompt = row[keys.FULL][: len(row[keys.FULL]) - len(row[keys.RESPONSE])]
             entry["prompt"] = prompt_text(Prompt(prompt, _own_images(row)), tokenizer.decode)
             if spans := images_of_row(row):
-                entry["images"] = [span.image.file.hash for span in spans]
+                entry["images"] = [span.image.file for span in spans]
             entry["tokens"] = _tokens(row, tokenizer, scores(position))
         out.append(entry)
     return out

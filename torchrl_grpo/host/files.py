@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -15,6 +16,8 @@ METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 TIMELINE_FILE = "timeline.jsonl"
 ENVIRONMENT_FILE = "environment.json"
+_MOST_THUMBNAIL_BYTES = 1 << 17
+"""More than a PNG file of 128 x 128 pixels has."""
 _LONGEST_YAML = 300_000
 """Maximum length, which PyYAML reads in a few seconds. A run's config has a few thousand
 characters.
@@ -53,6 +56,7 @@ def is_row(row: Mapping[str, Any]) -> bool:
     """Return whether the values to show, search or plot have the types that a run writes."""
     parts = row.get("parts") or {}
     turns = row.get("turn_rewards") or []
+    images = row.get("images") or []
     metrics = [value for name, value in row.items() if "/" in name]
     return (
         is_step(row.get("step"))
@@ -61,6 +65,8 @@ def is_row(row: Mapping[str, Any]) -> bool:
         and isinstance(parts, dict)
         and isinstance(turns, list)
         and all(map(is_number, turns))
+        and isinstance(images, list)
+        and all(isinstance(image, str) for image in images)
         and all(
             value is None or is_number(value)
             for value in (*metrics, *map(row.get, _NUMBERS), *parts.values())
@@ -105,6 +111,21 @@ def read_inside(folder: Path, name: str) -> str:
         return ""
     with file:
         return file.read().decode(errors="replace")
+
+
+def thumbnail_name(image: str) -> str:
+    """Return the path, in a run's folder, of the thumbnail of the image with this hash."""
+    return f"images/{image[:16]}.png"
+
+
+def read_thumbnail(folder: Path, image: str) -> bytes:
+    """Return the thumbnail of the image with this hash, a PNG file; empty without one."""
+    is_hash = re.fullmatch("[0-9a-f]{64}", image)
+    file = open_inside(folder, thumbnail_name(image)) if is_hash else None
+    if file is None:
+        return b""
+    with file:
+        return file.read(_MOST_THUMBNAIL_BYTES)
 
 
 def is_full(error: BaseException) -> bool:

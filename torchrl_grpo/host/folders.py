@@ -23,6 +23,8 @@ _OWN_FILES = (
     *(
         "checkpoints",
         "checkpoints/*",
+        "images",
+        "images/*",
         "tensorboard",
         "wandb",
         "trackio",

@@ -55,6 +55,13 @@ class ImageFile:
 
         return self._read(lambda image: ImageOps.exif_transpose(image).convert("RGB"))
 
+    def thumbnail(self) -> bytes:
+        """Return the image as a PNG file of at most 128 x 128 pixels."""
+        image = self.open()
+        image.thumbnail((128, 128))
+        image.info.clear()  # a color profile may be larger than the pixels
+        return ImageFile.of(image).data
+
     @cached_property
     def size(self) -> tuple[int, int]:
         """Width and height in pixels, from the head of the file.

@@ -32,8 +32,10 @@ from torchrl_grpo.host.files import (
     is_full,
     parse_row,
     read_jsonl,
+    thumbnail_name,
     whole_lines,
 )
+from torchrl_grpo.images import ImageFile
 from torchrl_grpo.reporting.trackers import check_logging, start_trackers
 
 __all__ = ["MetricsLogger", "read_jsonl"]
@@ -131,19 +133,21 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
         self._call_trackers("log", step, values)
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write one line per sample.
+        """Write one line per sample, and a thumbnail of each new image.
 
         Args:
             step: as in ``log``.
             rows: rows with ``split`` ("train" or "test", the same in all), ``query``, ``response``,
-                ``reward``, ``correct`` and other keys. The report shows test rows with the same
-                ``problem`` (or ``query``) at several steps side by side.
+                ``reward``, ``correct`` and other keys; ``images`` are of the type ``ImageFile``,
+                and their hashes are written. The report shows test rows with the same ``problem``
+                (or ``query``) at several steps side by side.
 
         Raises:
             RuntimeError: the logger is closed.
         """
         for row in rows:
-            self._append(SAMPLES_FILE, {"step": step, **row})
+            images = {"images": [*map(self._save, row["images"])]} if "images" in row else {}
+            self._append(SAMPLES_FILE, {"step": step, **row, **images})
         if rows:
             self._call_trackers("log_samples", step, rows)
 
@@ -177,6 +181,20 @@ class MetricsLogger(AbstractContextManager["MetricsLogger"]):
             for file in self._files.values():
                 stack.callback(file.close)
             self._files = {}
+
+    def _save(self, image: ImageFile) -> str:
+        """Write the thumbnail of an image, if there is none; return the image's hash."""
+        path = self.directory / thumbnail_name(image.hash)
+        if not path.exists():
+            staging = path.with_suffix(".tmp")
+            try:
+                path.parent.mkdir(exist_ok=True)
+                staging.write_bytes(image.thumbnail())
+                staging.replace(path)
+            except OSError as error:
+                if not is_full(error):
+                    raise
+        return image.hash
 
     def _call_trackers(self, method: str, *arguments: Any) -> None:
         """Call a method of all trackers. A tracker that fails is dropped, because it must not end a

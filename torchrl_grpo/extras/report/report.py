@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,13 @@ from torchrl_grpo.extras.report.records import (
     run_title,
     valid_reward,
 )
-from torchrl_grpo.host.files import ENVIRONMENT_FILE, METRICS_FILE, SAMPLES_FILE, read_jsonl
+from torchrl_grpo.host.files import (
+    ENVIRONMENT_FILE,
+    METRICS_FILE,
+    SAMPLES_FILE,
+    read_jsonl,
+    read_thumbnail,
+)
 from torchrl_grpo.host.folders import check_own_files
 from torchrl_grpo.host.text import (
     clip,
@@ -73,6 +81,7 @@ def write_report(directory: str | os.PathLike[str]) -> Path:
         times=_times(records),
         tested=_tested(samples),
         trained=_trained(samples),
+        pictures=partial(_pictures, directory),
         environment=environment,
         config=config,
     )
@@ -137,6 +146,17 @@ def _trained(samples: Sequence[Row]) -> list[Row]:
         ordered = sorted(group, key=lambda row: valid_reward(row) or 0.0, reverse=True)
         shown += ordered[:_HALF_GROUP] + ordered[_HALF_GROUP:][-_HALF_GROUP:]
     return shown[:_MAX_SAMPLES]
+
+
+def _pictures(directory: Path, row: Row) -> list[tuple[str, str]]:
+    """Return a row's thumbnails as data URIs, each with its alternative text."""
+    images = row.get("images") or []
+    files = [read_thumbnail(directory, image) for image in images]
+    return [
+        (f"data:image/png;base64,{b64encode(file).decode()}", f"image {number} of {len(images)}")
+        for number, file in enumerate(files, start=1)
+        if file
+    ]
 
 
 def _spread(rows: Sequence[Row]) -> float:

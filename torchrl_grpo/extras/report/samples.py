@@ -25,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from torchrl_grpo.extras.report.records import passes, problem_of, valid_reward
-from torchrl_grpo.host.files import SAMPLES_FILE, read_jsonl
+from torchrl_grpo.host.files import SAMPLES_FILE, read_jsonl, read_thumbnail, thumbnail_name
 from torchrl_grpo.host.text import number, percent, printable_lines, reward_text
 
 Row = Mapping[str, Any]
@@ -57,16 +57,18 @@ def main(
             "--sort=change needs two samples of a problem: add --compare, or sort by reward."
         )
     rows = read_jsonl(path)
+    prompt = partial(_prompt, path.parent)
     matches = [row for row in rows if _belongs(row, options)]
     console = Console(file=file, width=width, highlight=False)
     if options.compare:
         pairs = [pair for pair in compare(matches) if _passes(pair[1], options)]
-        _show_pairs(_first(pairs, options, partial(_pair_key, last=not options.reverse)), console)
+        shown = _first(pairs, options, partial(_pair_key, last=not options.reverse))
+        _show_pairs(shown, prompt, console)
         _line(_summary(pairs), console)
     else:
         matches = [row for row in matches if _passes(row, options)]
         for row in _first(matches, options, _key):
-            _show(row, console)
+            _show(row, prompt(row), console)
         num_shown = min(options.limit, len(matches))
         counts = f"{num_shown:,} of {len(matches):,} matching samples, {len(rows):,} in total"
         _line(counts, console)
@@ -178,13 +180,18 @@ def _first(
     return ordered[: options.limit]
 
 
-def _show(row: Row, console: Console) -> None:
+def _prompt(folder: Path, row: Row) -> str:
+    """Return the query of a sample and, below it, the paths of its images' thumbnails."""
+    images = [image for image in row.get("images") or [] if read_thumbnail(folder, image)]
+    return "\n".join([str(row.get("query")), *(str(folder / thumbnail_name(i)) for i in images)])
+
+
+def _show(row: Row, prompt: str, console: Console) -> None:
     group = f"group {row['group']}" if "group" in row else None
     where = [f"step {row.get('step')}", row.get("split"), row.get("dataset"), group]
     console.print(_outcome(row, console, " | ".join(str(item) for item in where if item)))
-    for name in ("query", "response"):
-        text = _text(str(row.get(name)), console, "dim" if name == "query" else "")
-        console.print(Padding(text, (0, 0, 1, 2)))
+    for text, style in ((prompt, "dim"), (str(row.get("response")), "")):
+        console.print(Padding(_text(text, console, style), (0, 0, 1, 2)))
 
 
 def _outcome(row: Row, console: Console, before: str) -> Text:
@@ -198,10 +205,10 @@ def _outcome(row: Row, console: Console, before: str) -> Text:
     return _text(description, console, "bold green" if row.get("correct") else "bold red")
 
 
-def _show_pairs(pairs: Sequence[Pair], console: Console) -> None:
+def _show_pairs(pairs: Sequence[Pair], prompt: Callable[[Row], str], console: Console) -> None:
     for before, after in pairs:
         table = Table(box=box.SIMPLE_HEAD, expand=True, title_justify="left", title_style="")
-        table.title = _text(str(after.get("query")), console, "dim")
+        table.title = _text(prompt(after), console, "dim")
         for row in (before, after):
             table.add_column(
                 _outcome(row, console, f"step {row['step']}"), ratio=1, overflow="fold"

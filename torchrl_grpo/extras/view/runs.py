@@ -69,6 +69,7 @@ _FACTS = (
     "finish_reason",
     "version",
     "staleness",
+    "images",
 )
 
 

@@ -25,6 +25,7 @@ from torchrl_grpo.extras.report.panels import ACTIVITY_COLORS, COLORS, SMOOTHING
 from torchrl_grpo.extras.report.records import run_names
 from torchrl_grpo.extras.view.index import Criteria
 from torchrl_grpo.extras.view.runs import MOST_POINTS, RunView, curves
+from torchrl_grpo.host.files import read_thumbnail
 
 Number = TypeVar("Number", int, float)
 
@@ -37,8 +38,8 @@ _STYLE = Path(__file__).parents[1] / "report" / "style.css"  # the report's
 _HEADERS = [
     (
         b"content-security-policy",
-        b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
-        b"form-action 'none'; frame-ancestors 'none'",
+        b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+        b"img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     ),
     (b"cross-origin-resource-policy", b"same-origin"),
     (b"referrer-policy", b"no-referrer"),
@@ -221,8 +222,17 @@ def make_app(folders: Sequence[Path], token: str) -> ASGIApp:
             files[name], media_type="text/css" if name.endswith(".css") else "text/javascript"
         )
 
+    def image(request: Request) -> Response:
+        folder = by_number.get(request.path_params["run"])
+        file = b"" if folder is None else read_thumbnail(folder, request.path_params["image"])
+        if not file:
+            return PlainTextResponse("Not found", 404)
+        return Response(file, media_type="image/png")
+
+    by_number = {str(number): folder for number, folder in enumerate(folders)}
     routes = [
         Route("/", shell),
+        Route("/image/{run}/{image}", image),
         Route("/static/{name}", static),
         *(
             Route(f"/api/{part.__name__}", _answer(part))

@@ -121,6 +121,15 @@ export function choice(name, options, chosen, anew = {}) {
   return chooser;
 }
 
+// Thumbnails of images; those that do not exist are left out.
+export function pictures(images, run) {
+  if (!images?.length) return null;
+  return el("div", { class: "pictures" }, images.map((image, at) => el("img", {
+    src: `image/${run || 0}/${encodeURIComponent(image)}`, alt: `image ${at + 1} of ${images.length}`,
+    error: (event) => event.target.remove(),
+  })));
+}
+
 // Which of several runs a view is about; nothing where there is one.
 export function runChoice(runs, params) {
   if (runs.length < 2) return null;

@@ -1,6 +1,6 @@
 // The groups: a prompt and its responses side by side, the newest first, filtered by what the address says.
 
-import { change, choice, el, ending, field, get, link, number, runChoice, scroll } from "./dom.js";
+import { change, choice, el, ending, field, get, link, number, pictures, runChoice, scroll } from "./dom.js";
 
 const PAGE = 10;
 const FACTS = {
@@ -112,6 +112,7 @@ function section(rows, asked) {
   return el("section", {},
     el("h3", {}, about),
     common.length ? el("p", { class: "dim" }, shared.join(" · ")) : null,
+    pictures(first.images?.filter((image) => rows.every((row) => row.images?.includes(image))), asked.run),
     el("div", { class: "prompt", role: "group", "aria-label": "Prompt" }, first.query),
     scroll(`Responses, ${about}`, el("table", { class: "group" },
       el("thead", {}, el("tr", {}, el("td", {}, el("span", { class: "hidden" }, "what")), head)),

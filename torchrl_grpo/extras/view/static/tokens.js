@@ -1,6 +1,6 @@
 // A response as a strip of tokens, colored by one of the numbers that are known of them.
 
-import { address, choice, el, ending, field, get, link, number, percent, walk } from "./dom.js";
+import { address, choice, el, ending, field, get, link, number, percent, pictures, walk } from "./dom.js";
 
 // `cuts` part the values into classes: q0 to q5 from nothing to much, d0 to d6 from low to high around d3.
 const COLORINGS = {
@@ -49,6 +49,7 @@ function heading(found, asked) {
       el("a", { href: link("groups", { run: asked.run, split: found.split, from: found.step, to: found.step }) },
         `Groups of step ${number(found.step)}`)),
     el("p", {}, facts.join(" · ")),
+    pictures(found.images, asked.run),
     el("div", { class: "prompt", tabindex: 0, role: "group", "aria-label": "Prompt" }, found.query),
   ];
 }

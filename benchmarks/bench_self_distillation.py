@@ -86,7 +86,8 @@ def make_data(out: Path) -> None:
     pairs = zip(rows, others, strict=True)
     write_rows(out / "sums.jsonl", [{**row, "other": other} for row, other in pairs])
     questions = {row["question"] for row in rows}
-    draw, copies = random.Random(7), []
+    draw = random.Random(7)
+    copies: list[dict[str, str]] = []
     while len(copies) < 6000:
         a, b = draw.randint(100, 999), draw.randint(100, 999)
         solution = f"{', '.join(worked(a, b))} #### {a + b}"

@@ -141,7 +141,11 @@ def save_weight(checkpointer: Checkpointer, step: int, weight: Tensor) -> Path:
     model.weight = nn.Parameter(weight)
     optimizer = torch.optim.AdamW(model.parameters())
     trainer: Any = SimpleNamespace(
-        model=model, optimizer=optimizer, version=step, progress=lambda: {"version": step}
+        model=model,
+        optimizer=optimizer,
+        version=step,
+        averages_by_name={},
+        progress=lambda: {"version": step},
     )
     return CheckpointWriter().start(checkpointer, trainer, {})
 

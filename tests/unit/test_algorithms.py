@@ -27,9 +27,11 @@ from torchrl_grpo.config import ConfigError, check_command_line
 from torchrl_grpo.models.scoring import WrapperScorer
 from torchrl_grpo.objectives import (
     CISPOLoss,
+    ClipCovLoss,
     DemonstrationLoss,
     GMPOLoss,
     GRPOLoss,
+    KLCovLoss,
     SAPOLoss,
     VESPOLoss,
 )
@@ -658,6 +660,12 @@ PRESETS: dict[str, dict[str, Any]] = {
         "loss": CISPOLoss,
         "clip": (0.0, 0.0),
     },
+    "clip_cov": {
+        "advantage": ("group", "group"),
+        "loss": ClipCovLoss,
+        "aggregation": "token_mean",
+    },
+    "kl_cov": {"advantage": ("group", "group"), "loss": KLCovLoss, "aggregation": "token_mean"},
     "gmpo": {"advantage": ("group", "group"), "loss": GMPOLoss, "clip": (0.4, 0.4)},
     "vespo": {"advantage": ("group", "group"), "loss": VESPOLoss, "aggregation": "token_mean"},
     "luspo": {
@@ -1186,8 +1194,9 @@ def test_by_default_tokens_are_weighed_by_their_ratio_to_the_engine(
 
 def test_specifications_are_there_for_every_preset() -> None:
     """Those of sft and distill, which have no group, are in test_sft.py and test_teacher.py, those of whole sequences
-    in test_sequence_losses.py."""
-    assert set(SPECIFICATIONS) == set(PRESETS) - {"sft", "distill", "gmpo", "vespo"}
+    in test_sequence_losses.py, those that choose tokens of a batch in test_token_roles.py."""
+    elsewhere = {"sft", "distill", "gmpo", "vespo", "clip_cov", "kl_cov"}
+    assert set(SPECIFICATIONS) == set(PRESETS) - elsewhere
 
 
 def test_a_sequence_without_a_valid_reward_has_no_effect_in_the_loss() -> None:

@@ -23,7 +23,11 @@ from torchrl_grpo.runtime.cluster import MIN_RAY
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 STARTER_LIMIT = 3 * 2**20
 NOT_FROM_A_PLAIN_INDEX = {"torch", "torchvision", "torchaudio", "torchcodec"}
-DISTRIBUTIONS = {"hydra": "hydra-core", "yaml": "pyyaml"}  # where the import has another name
+DISTRIBUTIONS = {
+    "hydra": "hydra-core",
+    "PIL": "pillow",
+    "yaml": "pyyaml",
+}  # where the import has another name
 
 
 def requirements(file: str) -> dict[str, Requirement]:

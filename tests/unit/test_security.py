@@ -29,7 +29,8 @@ from torchrl_grpo.assembly.tasks import make_task
 from torchrl_grpo.config import ConfigError, GRPOConfig, check_command_line, from_hydra, plain
 from torchrl_grpo.config.schema import ADVANTAGES, FIELDS, LOSSES
 from torchrl_grpo.config.security import FROM_COMMAND_LINE, OWN_REWARDS
-from torchrl_grpo.extras.export import command as export
+from torchrl_grpo.extras.export.command import main
+from torchrl_grpo.extras.export.export import export
 from torchrl_grpo.models import loading
 from torchrl_grpo.rewards import BUILTINS
 from torchrl_grpo.starter import starter_path
@@ -254,7 +255,7 @@ def test_a_pickle_in_a_checkpoint_is_refused_and_not_unpickled(
     config = replace(config, train=replace(config.train, resume=str(hostile)))
     with pytest.raises(SystemExit), pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
-        export.main([str(hostile)])
+        main([str(hostile)])
     with pytest.raises(ValueError, match="must be a whole checkpoint"):
         run(tmp_path / "run", f"train.resume={hostile}", steps(2))
 
@@ -417,7 +418,7 @@ def test_a_checkpoint_without_a_config_is_refused(
     assert run_here(SYNC, *SCRIPT, f"train.resume={hostile}", f"hydra.run.dir={tmp_path}/run") == 2
     assert "error: train.resume=" in capfd.readouterr().err
     with pytest.raises(ConfigError, match="whole checkpoint"):
-        export.export(str(hostile), tmp_path / "out")
+        export(str(hostile), tmp_path / "out")
 
 
 @pytest.mark.slow
@@ -533,7 +534,7 @@ def test_an_export_uses_no_code_or_file_that_a_checkpoint_names(
 ) -> None:
     config = with_options(plain(compose_config()), options)
     with pytest.raises(ConfigError, match=next(iter(options))) as error:
-        export.export(str(resealed(finished, tmp_path, config)), tmp_path / "out")
+        export(str(resealed(finished, tmp_path, config)), tmp_path / "out")
     assert os.environ["HOME"] not in str(error.value).replace(str(tmp_path), "")
     assert not (tmp_path / "out").exists()
 
@@ -544,7 +545,7 @@ def test_the_config_beside_the_state_is_not_used(finished: Path, tmp_path: Path)
     other = config | {"model": config["model"] | {"name": "/nowhere"}}
     hostile = changed(finished, tmp_path / "checkpoint_000001", config=other)
     reseal(hostile, config=config)
-    assert (export.export(str(hostile), tmp_path / "out") / "config.json").is_file()
+    assert (export(str(hostile), tmp_path / "out") / "config.json").is_file()
 
 
 @pytest.mark.slow
@@ -563,7 +564,7 @@ def test_an_export_runs_no_code_of_the_base_model_by_itself(
     config["model"] |= {"name": str(folder), "trust_remote_code": True}
     hostile = changed(finished, tmp_path / "checkpoint_000001", config=config)
     with pytest.raises(ValueError, match=r"could not be loaded"):
-        export.export(str(hostile), tmp_path / "out")
+        export(str(hostile), tmp_path / "out")
 
 
 TEXT = {

@@ -263,8 +263,11 @@ def _sample(row: TensorDictBase, split: str, end: TensorDictBase) -> dict[str, A
 
 def _own_images(row: TensorDictBase) -> Spans:
     """Return the images of a sequence's prompt."""
+    spans = images_of_row(row)
+    if not spans:
+        return ()
     end = len(row[keys.FULL]) - len(row[keys.RESPONSE])
-    return tuple(span for span in images_of_row(row) if span.end <= end)
+    return tuple(span for span in spans if span.end <= end)
 
 
 def _turn_rewards(row: TensorDictBase) -> list[float]:

@@ -144,7 +144,7 @@ def save_weight(checkpointer: Checkpointer, step: int, weight: Tensor) -> Path:
         model=model,
         optimizer=optimizer,
         version=step,
-        averages_by_name={},
+        averages_by_name=dict,
         progress=lambda: {"version": step},
     )
     return CheckpointWriter().start(checkpointer, trainer, {})

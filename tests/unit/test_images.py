@@ -480,6 +480,11 @@ def test_lora_adapts_the_language_model_alone(kit: Kit) -> None:
         ),
         ("algo=sft", "policy.demonstrations=true (algo=sft)"),
         ("train_model.cpu_offload=true", "train_model.cpu_offload"),
+        ("train_model.num_devices=2 train_model.train_vision=true", "train_model.train_vision"),
+        (
+            "train_model.num_devices=2 train_model.tensor_parallel_size=2",
+            "train_model.tensor_parallel_size",
+        ),
         ("teacher.model={path}", "teacher.model"),
     ],
 )

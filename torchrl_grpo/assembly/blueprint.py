@@ -242,7 +242,8 @@ def _check_images(config: GRPOConfig, task: Task, ranks: int) -> None:
     Raises:
         ConfigError: the config asks for such a thing.
     """
-    backend = config.inference_model.backend
+    backend, train = config.inference_model.backend, config.train_model
+    tensor = train.tensor_parallel_size
     others = " or ".join(engines_with("images"))
     unsupported = (
         (not ENGINES[backend].images, f"inference_model.backend={backend}", f"{others}"),
@@ -251,8 +252,9 @@ def _check_images(config: GRPOConfig, task: Task, ranks: int) -> None:
         (config.needs_teacher, "teacher.model or teachers", "null"),
         (config.env.agent, f"env.agent={config.env.agent}", "null"),
         (config.env.transforms, f"env.transforms={config.env.transforms}", "[]"),
-        (ranks > 1, f"train_model.num_devices={ranks}", "1"),
-        (config.train_model.cpu_offload, "train_model.cpu_offload=true", "false"),
+        (ranks > 1 and train.train_vision, "train_model.train_vision=true", "false"),
+        (tensor > 1, f"train_model.tensor_parallel_size={tensor}", "1"),
+        (train.cpu_offload, "train_model.cpu_offload=true", "false"),
     )
     for is_set, setting, fix in unsupported:
         if is_set:

@@ -139,7 +139,7 @@ def make_trainer(
     # Before sharding, because its constructor runs the model as a check.
     scorer = TokenScorer(model, temperature=config.inference_model.temperature)
     for prompt in blueprint.train_env.prompts.first(1):
-        if isinstance(prompt, Prompt):
+        if isinstance(prompt, Prompt) and scorer.base.device.type != "meta":
             check_images(scorer, prompt)
     if mesh is not None:
         shard_model(model, mesh, param_dtype=_autocast_dtype(config), cpu_offload=train.cpu_offload)

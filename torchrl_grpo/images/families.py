@@ -50,9 +50,13 @@ def language_model_of(base: Any) -> Any:
 
 
 def vision_parameters(base: Any) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters of a vision-language model's image encoder and projector, by name."""
+    """Yield the parameters of a vision-language model's image encoder and projector, by name; none
+    for other models.
+    """
+    if family_of(base.config) is None:
+        return
     own = set(map(id, language_model_of(base).parameters()))
     own |= set(map(id, base.get_output_embeddings().parameters()))
-    return (
-        (name, parameter) for name, parameter in base.named_parameters() if id(parameter) not in own
-    )
+    for name, parameter in base.named_parameters():
+        if id(parameter) not in own:
+            yield name, parameter

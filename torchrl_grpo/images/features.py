@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchrl_grpo.compat.torch import version_of
 from torchrl_grpo.images import EncodedImage, Spans
@@ -29,11 +30,15 @@ class ImageFeatures:
 
     def __init__(self, base: Any) -> None:
         self._base = base
-        self._parameters = [parameter for _, parameter in vision_parameters(base)]
         self._kept: OrderedDict[tuple[str, torch.dtype], tuple[Tensor, ...]] = OrderedDict()
         self._bytes = 0
         self._versions: list[int] = []
         self._fingerprint: list[float] = []
+
+    @cached_property
+    def _parameters(self) -> list[nn.Parameter]:
+        # When images come, because sharding may put others in the place of those without memory.
+        return [parameter for _, parameter in vision_parameters(self._base)]
 
     def __call__(self, images: Sequence[EncodedImage]) -> tuple[Tensor, ...]:
         """Return the features of images, one after another: [M, D], followed by those for the first

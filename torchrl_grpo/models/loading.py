@@ -440,7 +440,8 @@ def shape_of(model: Any) -> Shape:
         linears.discard(base.get_output_embeddings())
         adapted = sum(sum(module.weight.shape) for module in linears)
     active = count - (shape.parameters - shape.active)
-    return replace(shape, parameters=count, active=active, adapted=adapted)
+    whole = sum(parameter.numel() for _, parameter in vision_parameters(base))
+    return replace(shape, parameters=count, active=active, adapted=adapted, whole=whole)
 
 
 def config_shape(
@@ -520,9 +521,8 @@ def _vision_modules(model: PreTrainedModel) -> list[str] | None:
 
 def freeze_vision(model: PreTrainedModel) -> None:
     """Exclude the image encoder and projector of a vision-language model from training."""
-    if family_of(model.config) is not None:
-        for _, parameter in vision_parameters(model):
-            parameter.requires_grad_(False)
+    for _, parameter in vision_parameters(model):
+        parameter.requires_grad_(False)
 
 
 def enable_gradient_checkpointing(model: Any) -> int:

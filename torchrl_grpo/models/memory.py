@@ -37,6 +37,7 @@ class Shape:
         head: number of parameters of the LM head.
         tied: whether the embedding is the head.
         adapted: number of parameters of adapters of rank 1.
+        whole: number of parameters of an image encoder, which every rank holds whole.
     """
 
     parameters: float
@@ -49,6 +50,7 @@ class Shape:
     head: int
     tied: bool
     adapted: int
+    whole: int = 0
 
 
 def shape_of_config(config: Any) -> Shape:
@@ -205,7 +207,8 @@ def step_memory(shape: Shape, setup: StepSetup) -> StepMemory:
     number, master = setup.number, setup.master
     adapters = shape.adapted * setup.adapters * _ADAPTER_NUMBER
     shards = setup.ranks // setup.replicas
-    weights = int(shape.parameters * master + adapters) // shards
+    weights = int((shape.parameters - shape.whole) * master + adapters) // shards
+    weights += shape.whole * master
     trained = int(adapters or shape.parameters * master) // shards
     moments = (
         2 * trained // (_ADAPTER_NUMBER if adapters else master)

@@ -5,6 +5,9 @@ Optionally, groups of ranks also compute each layer together (tensor parallelism
 the model's config, or several groups hold a sharded copy each (HSDP). In that case layers are
 gathered within a group, and gradients are summed over all groups.
 
+A frozen image encoder and its projector stay whole on each rank, so that a rank computes the
+features of its own images, if any, without the others.
+
 Each rank calls ``init_mesh`` once, loads the whole model on its ``loading_device`` (which takes
 memory only on rank 0, if possible), and passes both to ``shard_model``. Afterwards the parameters
 are DTensors. Layers are gathered when they run. Parameters outside of layers (embedding, last norm,
@@ -44,6 +47,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from torchrl_grpo.checks import check_heads
 from torchrl_grpo.compat.torch import pin_exact_sizes
+from torchrl_grpo.images.families import vision_parameters
 from torchrl_grpo.models.loading import base_model_of
 
 WEIGHTS = "weights/"
@@ -192,7 +196,13 @@ def shard_model(
     if cpu_offload and mesh.device_type != "cpu":
         offload = CPUOffloadPolicy()
         pin_exact_sizes()
-    layers = [module for module in base.modules() if isinstance(module, GradientCheckpointingLayer)]
+    whole = {parameter for _, parameter in vision_parameters(base) if not parameter.requires_grad}
+    layers = [
+        module
+        for module in base.modules()
+        if isinstance(module, GradientCheckpointingLayer)
+        and not whole.issuperset(module.parameters())
+    ]
     # Aliases of the CPU's memory, because fully_shard moves the Parameters themselves to the
     # device.
     filled = mesh["tensor"].size() == 1
@@ -202,18 +212,27 @@ def shard_model(
         else {}
     )
     over = mesh["replicate", "shard"] if _replicates(mesh) else mesh["shard"]
+    known = type(base)
     for module in [*layers, base]:
-        sharded = fully_shard(module, mesh=over, mp_policy=mixed, offload_policy=offload)
+        sharded = fully_shard(
+            module, mesh=over, mp_policy=mixed, offload_policy=offload, ignored_params=whole
+        )
         sharded.set_gradient_divide_factor(
             1.0
         )  # sum, because the loss is normalized over the batch of all ranks
         sharded.set_force_sum_reduction_for_comms(
             True
         )  # the factor alone would need an operation that gloo lacks
+    device = torch.device("cpu" if cpu_offload else mesh.device_type)
+    # Transformers finds the names of a checkpoint's weights by these, which fully_shard changes.
+    type(base).__name__, type(base).__module__ = known.__name__, known.__module__
+    for parameter in whole:
+        if not parameter.is_meta:
+            parameter.data = parameter.data.to(device)
     base.call_gathered = lambda function, *args: function(*args)
     register_fsdp_forward_method(base, "call_gathered")
     if filled:
-        _fill(model, tensors, torch.device("cpu" if cpu_offload else mesh.device_type), mesh)
+        _fill(model, tensors, device, mesh)
     checked = [
         getattr(base, "unpacked_because", None)
     ]  # from rank 0's TokenScorer, because those on the meta device could not check anything
@@ -306,17 +325,26 @@ def call_gathered(base: nn.Module, function: Callable[..., Any], *args: Any) -> 
 
 def mesh_of(model: nn.Module) -> DeviceMesh | None:
     """Return the ranks that hold a sharded model and get different data; None if not sharded."""
-    parameter = next(model.parameters())
-    if not isinstance(parameter, DTensor):
+    mesh = _mesh(model)
+    if mesh is None:
         return None
-    mesh = parameter.device_mesh
     return _all_ranks(mesh.device_type) if _replicates(mesh) else mesh["shard"]
 
 
 def num_replicas(model: nn.Module) -> int:
     """Return the number of sharded copies of a model that its ranks hold."""
-    mesh = getattr(next(model.parameters()), "device_mesh", None)
+    mesh = _mesh(model)
     return mesh["replicate"].size() if mesh is not None and _replicates(mesh) else 1
+
+
+def _mesh(model: nn.Module) -> DeviceMesh | None:
+    """Return the mesh of a model's first sharded parameter, before which an image encoder's come;
+    None if not sharded.
+    """
+    if not isinstance(base_model_of(model), FSDPModule):
+        return None
+    sharded = (p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
+    return next(sharded, None)
 
 
 def _replicates(mesh: DeviceMesh) -> bool:

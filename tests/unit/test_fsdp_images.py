@@ -1,0 +1,170 @@
+"""Two ranks that train on images against one process, where one rank has no image at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
+from torch import multiprocessing
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForImageTextToText, PreTrainedTokenizerBase
+
+from tests.support.vision import MAKERS, picture
+from torchrl_grpo import keys
+from torchrl_grpo.chat.template import ChatEncoder
+from torchrl_grpo.images import Prompt, place_images
+from torchrl_grpo.images.families import vision_parameters
+from torchrl_grpo.learner import GRPOTrainer
+from torchrl_grpo.learner.checkpoint import Checkpointer, read_checkpoint
+from torchrl_grpo.learner.export import export_model
+from torchrl_grpo.learner.writer import CheckpointWriter
+from torchrl_grpo.models import loading
+from torchrl_grpo.models.scoring import TokenScorer
+from torchrl_grpo.models.sharding import init_mesh, loading_device, shard_model
+from torchrl_grpo.objectives import GRPOLoss
+
+CPU = torch.device("cpu")
+FAMILIES = ("idefics3", "qwen2_5_vl")
+
+pytestmark = pytest.mark.slow  # processes take seconds to start
+
+
+def make_trainer(path: Path, mesh: DeviceMesh | None, calls: list[int]) -> GRPOTrainer:
+    device = CPU if mesh is None else loading_device(mesh)
+    model: Any = loading.load_model(str(path), dtype=torch.float32, device=device)
+    loading.freeze_vision(model)
+    scorer = TokenScorer(model)
+    if mesh is not None:
+        shard_model(model, mesh)
+    encode = model.model.get_image_features
+    model.model.get_image_features = lambda *a, **k: calls.append(1) or encode(*a, **k)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.01)
+    loss = GRPOLoss(scorer, kl_to_ref_coeff=0.1)
+    return GRPOTrainer(loss, model, optimizer, optim_batch_size=4, micro_batch_tokens=30)
+
+
+def make_batch(path: Path) -> TensorDictBase:
+    """Four sequences, of which the first one has an image."""
+    tokenizer = loading.load_tokenizer(str(path))
+    encoder = loading.load_image_encoder(str(path), loading.load_config(str(path)), tokenizer)
+    chats, generator, rows = ChatEncoder(tokenizer, {}), torch.Generator().manual_seed(0), []
+    for number in range(4):
+        files = [] if number else [picture(1)]
+        chat = place_images([{"role": "user", "content": "How many?"}], files)
+        [ids] = chats.encode([chats.render(chat, add_generation_prompt=True)])
+        prompt = encoder.expand(ids, files)
+        images = prompt.images if isinstance(prompt, Prompt) else ()
+        start = prompt.tokens if isinstance(prompt, Prompt) else torch.as_tensor(prompt)
+        tokens = torch.cat([start, torch.randint(5, 261, (5 + number,), generator=generator)])
+        mask = torch.arange(len(tokens)) >= len(start)
+        log_probs = (torch.rand(2, len(tokens), generator=generator) - 6) * mask
+        row = {
+            keys.FULL: tokens,
+            keys.ATTENTION_MASK: torch.ones_like(mask),
+            keys.ASSISTANT_MASK: mask,
+            keys.LOG_PROBS: log_probs[0],
+            keys.REF_LOG_PROBS: log_probs[1],
+            keys.ADVANTAGE: torch.tensor([(-1.0) ** number]),
+            keys.REWARD_VALID: torch.tensor([True]),
+            keys.IMAGES: NonTensorData(images),
+        }
+        rows.append(TensorDict(row))
+    return lazy_stack(rows)
+
+
+def trained(path: Path, mesh: DeviceMesh | None, folder: Path) -> dict[str, Any]:
+    """Two steps, a checkpoint, a third step, the same step from the checkpoint, and an export."""
+    batch, calls = make_batch(path), list[int]()
+    trainer = make_trainer(path, mesh, calls)
+    start = weights(trainer)
+    metrics = [trainer.train_batch(batch) for _ in range(2)]
+    checkpointer, writer = Checkpointer(folder, {}), CheckpointWriter()
+    writer.start(checkpointer, trainer, {})
+    writer.finish()
+    metrics.append(trainer.train_batch(batch))
+    if mesh is not None:
+        dist.barrier()
+    again, saved = make_trainer(path, mesh, []), checkpointer.path(2)
+    again.load_state_dict(read_checkpoint(saved)["trainer"], saved)
+    resumed = [again.train_batch(batch)]
+    export_model(trainer.model, loading.load_tokenizer(str(path)), folder / "model", "")
+    encoder = [parameter for _, parameter in vision_parameters(trainer.model)]
+    return {
+        "start": start,
+        "metrics": metrics,
+        "weights": weights(trainer),
+        "resumed": resumed,
+        "resumed_weights": weights(again),
+        "encoded": len(calls),
+        "whole": not any(isinstance(parameter, DTensor) for parameter in encoder),
+        "sharded": sum(isinstance(p, DTensor) for p in trainer.model.parameters()),
+        "of_encoder": len(encoder),
+        "parameters": len(list(trainer.model.parameters())),
+    }
+
+
+def weights(trainer: GRPOTrainer) -> list[tuple[str, torch.Tensor]]:
+    return [(name, weight.clone()) for name, weight in trainer.weights()]
+
+
+def run_rank(rank: int, folder: str) -> None:
+    """What each process does: it shards the model, and then holds a copy of it."""
+    torch.set_num_threads(1)
+    path = Path(folder)
+    for replicas in (1, 2):
+        store = dist.FileStore(f"{folder}/meet_{replicas}", 2)
+        mesh = init_mesh(rank, 2, store, device=CPU, timeout_s=600, replicas=replicas)
+        for family in FAMILIES:
+            out = trained(path / family, mesh, path / f"{family}_{replicas}")
+            torch.save(out, path / f"{family}_{replicas}_{rank}.pt")
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> Path:
+    folder = tmp_path_factory.mktemp("ranks")
+    for family in FAMILIES:
+        MAKERS[family](folder / family, tokenizer)
+    multiprocessing.set_forkserver_preload(["torchrl_grpo.runtime", __name__])
+    multiprocessing.start_processes(run_rank, (str(folder),), 2, start_method="forkserver")
+    return folder
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_two_ranks_train_on_images_as_one_process_does(
+    family: str, replicas: int, folder: Path
+) -> None:
+    expected = trained(folder / family, None, folder / f"{family}_single_{replicas}")
+    ranks = [torch.load(folder / f"{family}_{replicas}_{rank}.pt") for rank in range(2)]
+    assert sorted(rank["encoded"] for rank in ranks) == [0, 1]  # one rank has no image
+    names = [name for name, _ in expected["weights"]]
+    assert len(set(names)) == len(names)
+    for rank in ranks:
+        assert rank["whole"]
+        assert rank["sharded"] == rank["parameters"] - rank["of_encoder"] > 0
+        for key in ("start", "weights"):
+            assert [name for name, _ in rank[key]] == names
+            for (name, got), (_, weight) in zip(rank[key], expected[key], strict=True):
+                torch.testing.assert_close(got, weight, atol=2e-5, rtol=0, msg=name)
+        for got, metrics in zip(rank["metrics"], expected["metrics"], strict=True):
+            for key in ("train/loss", "train/grad_norm", "train/kl_k3_to_ref"):
+                assert got[key] == pytest.approx(metrics[key], rel=1e-5, abs=1e-6), key
+        assert rank["metrics"] == ranks[0]["metrics"]
+        assert rank["resumed"] == rank["metrics"][2:]
+        for (name, got), (_, weight) in zip(rank["resumed_weights"], rank["weights"], strict=True):
+            assert torch.equal(got, weight), name
+    start = dict(expected["start"])
+    assert max((weight - start[name]).abs().max() for name, weight in expected["weights"]) > 1e-3
+    exported = AutoModelForImageTextToText.from_pretrained(folder / f"{family}_{replicas}/model")
+    of_export = dict(exported.named_parameters())
+    checkpoint = make_trainer(folder / f"{family}_{replicas}/model", None, [])
+    assert len(of_export) == ranks[0]["parameters"]
+    for (name, got), (_, weight) in zip(weights(checkpoint), ranks[0]["weights"], strict=True):
+        assert torch.equal(got, weight), name

@@ -17,7 +17,7 @@ PREFIXES = ("OMP_", "GOMP_", "KMP_", "MKL_", "MALLOC_", "GLIBC_TUNABLES", "LD_PR
 
 def surroundings(packages: Sequence[str]) -> dict[str, Any]:
     """Return the machine, the versions of the packages that are installed, and what a process
-    inherits; Linux alone.
+    inherits; Linux only.
     """
     versions = {package: version(package) for package in packages if find_spec(package)}
     cpu = (

@@ -272,7 +272,7 @@ def check_score_centering(
 def check_top_entropy(
     quantile: float, proximal: str, name: str = "top_entropy_quantile", of: str = "proximal"
 ) -> None:
-    """Refuse a share of tokens that is none, or whose entropies nobody computes."""
+    """Refuse a share of tokens outside (0, 1], or one without a pass that computes entropies."""
     if not 0 < quantile <= 1:
         raise ValueError(f"{name}={quantile} must be in (0, 1]: use 0.2.")
     if quantile < 1 and proximal != "recomputed":

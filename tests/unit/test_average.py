@@ -80,6 +80,20 @@ def test_weights_come_back_after_an_error(monkeypatch: pytest.MonkeyPatch) -> No
         assert torch.equal(scorer.average[name], average[name])
 
 
+def test_passes_in_one_context_score_alike_and_change_places_once() -> None:
+    model = make_tiny_model()
+    scorer = AverageScorer(model, decay=0.5)
+    weights = change(model, 1)
+    wanted, _ = scorer.score(TOKENS, MASK)
+    with scorer.for_passes():
+        averages = {name: value.clone() for name, value in trained(model).items()}
+        for _ in range(2):
+            assert torch.equal(scorer.score(TOKENS, MASK)[0], wanted)
+            assert all(torch.equal(p, averages[name]) for name, p in trained(model).items())
+    assert not all(torch.equal(weights[name], value) for name, value in averages.items())
+    assert all(torch.equal(p, weights[name]) for name, p in trained(model).items())
+
+
 PROMPTS = """
 def hint(messages, answer):
     return [{"role": "user", "content": f"{answer} {messages[-1]['content']}"}]

@@ -354,7 +354,7 @@ def _check_teachers(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> S
     """Return the shape of the largest teacher, after checking all of them; None without one.
 
     Raises:
-        ValueError: see ``check_teacher``, or a teacher names a data set that there is not.
+        ValueError: see ``check_teacher``, or a teacher names an unknown data set.
     """
     names = dataset_names(config.env.datasets or (), "env.datasets")
     for index, entry in enumerate(config.teachers or ()):

@@ -99,7 +99,7 @@ class TeacherPrompts:
         self._names = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
         needed = {p.name for p in parameters if p.default is p.empty} & self._names
         problem = env.prompts.problems[env.prompts.usable[0]]
-        arguments = self._arguments(problem, {"response": "", "feedback": "", "peers": []})
+        arguments = {**self._arguments(problem), "response": "", "feedback": "", "peers": []}
         if missing := sorted(needed - arguments.keys()):
             raise ValueError(
                 f"teacher.prompt={name} needs {' and '.join(missing)}, which must be a column or a "
@@ -125,7 +125,8 @@ class TeacherPrompts:
         valid = [bool(row.get(keys.REWARD_VALID)) for row in rows]
         for index, row in enumerate(rows):
             feedback = row.get(keys.FEEDBACK, None)
-            others = {
+            arguments = {
+                **self._arguments(drawn.problem),
                 "response": outcomes[index]["response"],
                 "feedback": "" if feedback is None else str(row[keys.FEEDBACK]),
                 "peers": [
@@ -134,12 +135,13 @@ class TeacherPrompts:
                     if valid[other] and other != index
                 ],
             }
-            prompt = self._tokens(drawn.problem, self._arguments(drawn.problem, others))
+            prompt = self._tokens(drawn.problem, arguments)
             if len(prompt) + len(row.get(keys.RESPONSE)) > self.longest:
                 prompt = prompt[:0]
             row.set(keys.TEACHER_PROMPT, prompt)
 
-    def _arguments(self, problem: Problem, others: Mapping[str, Any]) -> dict[str, Any]:
+    def _arguments(self, problem: Problem) -> dict[str, Any]:
+        """Return the arguments that the problem gives, new ones, as a function may change them."""
         task = self.env.task
         completion = None
         with suppress(ValueError):
@@ -151,11 +153,10 @@ class TeacherPrompts:
             "messages": task.messages(problem),
             "answer": problem.answer,
             "completion": completion,
-            **others,
         }
 
     def _tokens(self, problem: Problem, arguments: Mapping[str, Any]) -> Tensor:
-        """Return the prompt, [Tq] int64; empty if there is none."""
+        """Return the teacher's prompt, [Tq] int64; empty if the function returns None."""
         taken = {
             name: value
             for name, value in arguments.items()

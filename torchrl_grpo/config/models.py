@@ -209,7 +209,7 @@ class TeacherConfig(DevicesConfig):
 
     model: str | None = None
     """A folder, or a name on the Hugging Face hub, with @ before a revision; its tokens must be
-    those of model.name. policy is the trained model itself. null is none."""
+    those of model.name. policy is the trained model itself. null for no teacher."""
     weights: str = choice(checks.TeacherWeights, "live")
     """teacher.model=policy: its weights at the start of each step (live), those of model.name
     (frozen), or their exponential moving average (ema). With live and ema the training ranks

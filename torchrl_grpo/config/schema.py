@@ -465,7 +465,7 @@ class GRPOConfig:
         return self.policy.teacher_coef > 0
 
     def of_teacher(self, index: int) -> GRPOConfig:
-        """Return the config as the teacher with this index needs it: with it alone."""
+        """Return the config for the teacher with this index, as if it were the only one."""
         if not self.teachers:
             return self
         entry = vars(self.teachers[index])

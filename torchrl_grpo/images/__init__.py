@@ -69,8 +69,9 @@ class ImageFile:
         Raises:
             ValueError: the file is not an image.
         """
-        turned = self._read(lambda image: image.getexif().get(_ORIENTATION, 1) > 4)
-        width, height = self._read(lambda image: image.size)
+        (width, height), turned = self._read(
+            lambda image: (image.size, image.getexif().get(_ORIENTATION, 1) > 4)
+        )
         return (height, width) if turned else (width, height)
 
     def _read(self, read: Callable[[Any], Any]) -> Any:
@@ -188,7 +189,7 @@ def text_tokens(prompt: Tensor | Prompt) -> Tensor:
     """
     if isinstance(prompt, Prompt):
         raise ValueError(
-            "a prompt for an engine or a model that reads text alone must have no images: use a "
+            "a prompt for an engine or a model that reads only text must have no images: use a "
             "vision-language model with inference_model.backend=transformers."
         )
     return prompt
@@ -255,7 +256,7 @@ def _parts(content: Any) -> list[dict[str, Any]]:
     for number, text in enumerate(content.split(PLACEHOLDER)):
         parts += [{"type": "image", "image": None}] * bool(number)
         parts += [{"type": "text", "text": text}] * bool(text)
-    return [dict(part) for part in parts]
+    return parts
 
 
 def text_of(content: Any) -> str:

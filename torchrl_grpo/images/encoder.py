@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,12 +13,17 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from torchrl_grpo.compat.transformers import load_image_processor
 from torchrl_grpo.images import EncodedImage, ImageFile, ImageSpan, Prompt
+from torchrl_grpo.images.cache import ByteCache
 from torchrl_grpo.images.families import FAMILIES
 
 _MOST_BYTES = 1 << 30
 """Most pixels that are kept: a photograph takes about 25 MB in Qwen's models."""
 _OF_TEXT = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
 """What a processor returns for the text."""
+
+
+def _new_cache() -> ByteCache[EncodedImage]:
+    return ByteCache(_MOST_BYTES, lambda image: image.nbytes)
 
 
 class ImageEncoder:
@@ -45,16 +50,15 @@ class ImageEncoder:
         if self._placeholder_id in (None, tokenizer.unk_token_id):
             raise ValueError(
                 f"model.name must have a tokenizer with the token {self.placeholder}, which a "
-                f"model of the type {config.model_type} reads images with, but it has none: use "
+                f"model of the type {config.model_type} reads images with, but it does not: use "
                 "the tokenizer that the model was trained with."
             )
         self._settings = repr(sorted(processor.image_processor.to_dict().items(), key=str))
-        self._cache: OrderedDict[str, EncodedImage] = OrderedDict()
-        self._bytes = 0
+        self._cache = _new_cache()
         self._lengths: dict[tuple[int, int], int] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_cache": OrderedDict(), "_bytes": 0}
+        return {**self.__dict__, "_cache": _new_cache()}
 
     @classmethod
     def load(
@@ -73,9 +77,9 @@ class ImageEncoder:
         Raises:
             ValueError: the file is not an image, or the processor refuses it.
         """
-        if file.hash in self._cache:
-            self._cache.move_to_end(file.hash)
-            return self._cache[file.hash]
+        return self._cache.get(file.hash, partial(self._prepare, file))
+
+    def _prepare(self, file: ImageFile) -> EncodedImage:
         image = file.open()
         try:
             out = dict(
@@ -94,13 +98,7 @@ class ImageEncoder:
         [tokens] = out["input_ids"]
         inputs = {name: value for name, value in out.items() if name not in _OF_TEXT}
         digest = hashlib.sha256((file.hash + self._settings).encode()).hexdigest()
-        encoded = EncodedImage(file, digest, tokens, tokens == self._feature_id, inputs)
-        self._cache[file.hash] = encoded
-        self._bytes += encoded.nbytes
-        while self._bytes > _MOST_BYTES and len(self._cache) > 1:
-            _, oldest = self._cache.popitem(last=False)
-            self._bytes -= oldest.nbytes
-        return encoded
+        return EncodedImage(file, digest, tokens, tokens == self._feature_id, inputs)
 
     def expand(self, ids: Sequence[int], files: Sequence[ImageFile]) -> Tensor | Prompt:
         """Return a prompt with the tokens of its images in place of their placeholders.

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from torchrl_grpo.compat.torch import version_of
 from torchrl_grpo.images import EncodedImage, Spans
+from torchrl_grpo.images.cache import ByteCache
 from torchrl_grpo.images.families import family_of, vision_parameters
 
 _MOST_BYTES = 1 << 30
@@ -30,8 +30,9 @@ class ImageFeatures:
 
     def __init__(self, base: Any) -> None:
         self._base = base
-        self._kept: OrderedDict[tuple[str, torch.dtype], tuple[Tensor, ...]] = OrderedDict()
-        self._bytes = 0
+        self._kept = ByteCache[tuple[Tensor, ...]](
+            _MOST_BYTES, lambda parts: sum(part.nbytes for part in parts)
+        )
         self._versions: list[int] = []
         self._fingerprint: list[float] = []
 
@@ -60,16 +61,12 @@ class ImageFeatures:
         device = self._base.get_input_embeddings().weight.device
         autocast = torch.is_autocast_enabled(device.type)
         dtype = torch.get_autocast_dtype(device.type) if autocast else self._base.dtype
-        key = image.hash, dtype
-        if key not in self._kept:
-            with torch.inference_mode(False), torch.no_grad():
-                self._kept[key] = tuple(part.cpu() for part in self._compute(image))
-            self._bytes += sum(part.nbytes for part in self._kept[key])
-        self._kept.move_to_end(key)
-        while self._bytes > _MOST_BYTES and len(self._kept) > 1:
-            _, parts = self._kept.popitem(last=False)
-            self._bytes -= sum(part.nbytes for part in parts)
-        return tuple(part.to(device) for part in self._kept[key])
+        parts = self._kept.get((image.hash, dtype), partial(self._compute_to_keep, image))
+        return tuple(part.to(device) for part in parts)
+
+    def _compute_to_keep(self, image: EncodedImage) -> tuple[Tensor, ...]:
+        with torch.inference_mode(False), torch.no_grad():
+            return tuple(part.cpu() for part in self._compute(image))
 
     def _forget_if_changed(self) -> None:
         """Forget all features if the weights have changed. A weight sync writes the same values
@@ -83,7 +80,6 @@ class ImageFeatures:
         fingerprint = torch.stack(sums).tolist()
         if fingerprint != self._fingerprint:
             self._kept.clear()
-            self._bytes = 0
         self._versions, self._fingerprint = versions, fingerprint
 
 

@@ -92,7 +92,7 @@ class GRPOTrainer:
             skipped and counted, and does not stop the run.
         entropy_control: sets the loss's coefficient of the entropy bonus before each optimizer
             step; None leaves it alone.
-        averages: averages of the weights, by role, which are updated after each batch; None has none.
+        averages: averages of the weights, by role, which are updated after each batch; none by default.
     """
 
     def __init__(

@@ -216,6 +216,10 @@ class TokenScorer(TensorDictModuleBase):
             layout = padded(tokens_BT, mask_BT, images, grid)
         return layout.with_unique_tokens() if tied_embedding(self.base) is not None else layout
 
+    def for_passes(self) -> AbstractContextManager[None]:
+        """Return a context for several passes, which shares what each would do by itself."""
+        return nullcontext()
+
     def score_layout(
         self,
         layout: Layout,
@@ -580,7 +584,7 @@ class AverageScorer(TokenScorer):
     """Scores with an exponential moving average of the trained weights, which is held beside them.
 
     Of a sharded model each rank holds its part, and with LoRA the average is of the adapters. The
-    weights and the average change places during a pass.
+    weights and the average change places during the passes.
 
     Args:
         model: as for ``TokenScorer``, with trained weights in float32.
@@ -602,6 +606,7 @@ class AverageScorer(TokenScorer):
         self.every = every
         self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.average = {name: p.detach().clone() for name, p in self._trained.items()}
+        self._is_swapped = False
 
     @torch.no_grad()
     def update(self, version: int) -> None:
@@ -616,8 +621,11 @@ class AverageScorer(TokenScorer):
             yield local_part(self.average[name]), local_part(weight.detach())
 
     @contextmanager
-    def _applied(self) -> Iterator[None]:
-        """Context in which average and weights have changed places."""
+    def for_passes(self) -> Iterator[None]:
+        """Context in which average and weights have changed places, once for all passes in it."""
+        if self._is_swapped:
+            yield
+            return
         self._swap()
         try:
             yield
@@ -634,6 +642,7 @@ class AverageScorer(TokenScorer):
             copy = mine.clone()
             mine.copy_(weight)
             weight.copy_(copy)
+        self._is_swapped = not self._is_swapped
 
     def score_layout(
         self,
@@ -643,12 +652,12 @@ class AverageScorer(TokenScorer):
         sample: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """Score with the average; see ``TokenScorer.score_layout``."""
-        with self._applied():
+        with self.for_passes():
             return super().score_layout(layout, states, kept, sample)
 
     def teacher_states(self, layout: Layout, top_k: int | None = None) -> Tensor:
         """Return the average's states; see ``TokenScorer.teacher_states``."""
-        with self._applied():
+        with self.for_passes():
             return super().teacher_states(layout, top_k)
 
 

@@ -239,7 +239,7 @@ class KLCovLoss(_CovarianceLoss):
     the change of the tokens with the largest covariance of log-prob and advantage.
 
     Before the first optimizer step on a batch the penalty is 0 and has no gradient: it acts with
-    several steps per batch, and with stale samples. The clip bounds are read by the metrics alone.
+    several steps per batch, and with stale samples. Only the metrics read the clip bounds.
 
     Args:
         actor_network: as in ``GRPOLoss``, like all other arguments.

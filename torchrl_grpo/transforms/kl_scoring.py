@@ -155,15 +155,16 @@ class KLScoring(Transform):
             for index, width, of_rows, of_images in zip(parts, widths, own, spans, strict=True)
         ]
         passes = []
-        for index, of_rows, layout in zip(parts, own, layouts, strict=True):
-            try:
-                of_pass = None if kept is None else kept[index if len(index) else slice(1)]
-                with autocast(device, self.autocast_dtype):
-                    scores = self._pass(layout, of_pass)
-            except torch.OutOfMemoryError as error:
-                computed = pass_tokens(lengths[index].tolist(), of_rows)
-                raise self._memory_short(error, computed, mask[index]) from error
-            passes.append(scores)
+        with self.scorer.for_passes():
+            for index, of_rows, layout in zip(parts, own, layouts, strict=True):
+                try:
+                    of_pass = None if kept is None else kept[index if len(index) else slice(1)]
+                    with autocast(device, self.autocast_dtype):
+                        scores = self._pass(layout, of_pass)
+                except torch.OutOfMemoryError as error:
+                    computed = pass_tokens(lengths[index].tolist(), of_rows)
+                    raise self._memory_short(error, computed, mask[index]) from error
+                passes.append(scores)
         shape = (*tokens.shape, *passes[0].shape[2:])
         out = torch.zeros(shape, dtype=passes[0].dtype, device="cpu")
         for index, width, scores in zip(parts, widths, passes, strict=True):

@@ -97,7 +97,7 @@ class TeacherScoring(Transform):
         return tensordict
 
     def _is_open(self, row: TensorDictBase) -> bool:
-        """Return whether to write the scores of a row: nobody has, or it is of the own data sets."""
+        """Return whether a row still lacks scores, or belongs to this teacher's data sets."""
         valid = row.get(keys.TEACHER_VALID, None)
         own = self.datasets is not None and row[keys.DATASET] in self.datasets
         return valid is None or (own and not bool(valid))

@@ -35,8 +35,8 @@ FAMILIES = {
 
 
 def family_of(config: Any) -> Family | None:
-    """Return the family of a model's config; None for a model without images."""
-    return FAMILIES.get(config.model_type)
+    """Return the family of a model's config; None for a model without images, or without a config."""
+    return FAMILIES.get(getattr(config, "model_type", ""))
 
 
 def language_model_of(base: Any) -> Any:
@@ -53,7 +53,7 @@ def vision_parameters(base: Any) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters of a vision-language model's image encoder and projector, by name; none
     for other models.
     """
-    if family_of(base.config) is None:
+    if family_of(getattr(base, "config", None)) is None:
         return
     own = set(map(id, language_model_of(base).parameters()))
     own |= set(map(id, base.get_output_embeddings().parameters()))

@@ -73,6 +73,7 @@ def _tests(name: str, limit_s: float, *arguments: str) -> Stage:
 STAGES = (
     _script("gate", 60),
     _tests("tests", 150, "tests/gpu/test_gpu.py"),
+    _tests("options", 150, "tests/gpu/test_options.py"),
     _tests("one_gpu", 100, "tests/gpu/test_one_gpu.py", "tests/unit/test_sharding_memory.py"),
     _tests("first_user", 120, "tests/gpu/test_first_user.py", "-k", "without_vllm or adapters"),
     _script("training_step", 300),

@@ -82,9 +82,9 @@ def test_token_ids_of_a_teacher_reach_a_sharded_model_exactly(
     passed = list[Tensor]()
     score = TokenScorer._score
 
-    def watched(self: TokenScorer, layout: Any, numel: Any, states: Tensor) -> Any:
+    def watched(self: TokenScorer, layout: Any, numel: int, states: Tensor, *rest: Any) -> Any:
         passed.append(states)
-        return score(self, layout, numel, states)
+        return score(self, layout, numel, states, *rest)
 
     monkeypatch.setattr(TokenScorer, "_score", watched)
     ids = torch.tensor([4321.0, 4322.0, 4323.0, 257.0]).expand(2, 7, 4)

@@ -28,14 +28,14 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from torchrl_grpo import keys
-from torchrl_grpo.agents import WithAgent
-from torchrl_grpo.agents.programs import Function
 from torchrl_grpo.collectors import RolloutCollector
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.generation.transformers import TransformersEngine
 from torchrl_grpo.host.processes import descendants
+from torchrl_grpo.integrations.agents import WithAgent
+from torchrl_grpo.integrations.agents.programs import Function
 from torchrl_grpo.learner.step import GRPOTrainer
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.objectives import GRPOLoss

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torchrl_grpo.agents import WithAgent
-from torchrl_grpo.agents.programs import Function, Program
+from torchrl_grpo.integrations.agents import WithAgent
+from torchrl_grpo.integrations.agents.programs import Function, Program
 from torchrl_grpo.tasks.arithmetic import ArithmeticTask
 from torchrl_grpo.tasks.base import Dialog, Problem, Score, Task, Turn
 from torchrl_grpo.tasks.with_rewards import WithRewards, make_rewards

@@ -20,8 +20,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.support.agents import agent_task
 from tests.support.models import response_log_probs
 from torchrl_grpo import keys
-from torchrl_grpo.agents import WithAgent
-from torchrl_grpo.agents.programs import Function
 from torchrl_grpo.collectors import RolloutCollector, Sampler
 from torchrl_grpo.collectors.evaluation import Evaluator
 from torchrl_grpo.collectors.sampler import RolloutTask
@@ -31,6 +29,8 @@ from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.generation.stops import StopStrings
 from torchrl_grpo.generation.transformers import TransformersEngine
+from torchrl_grpo.integrations.agents import WithAgent
+from torchrl_grpo.integrations.agents.programs import Function
 from torchrl_grpo.learner.step import GRPOTrainer
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.objectives import GRPOLoss

@@ -19,12 +19,18 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.support.agents import PROBLEM, agent_task, own_score, played
-from torchrl_grpo.agents import load_program
-from torchrl_grpo.agents.programs import Command, Function, printed_reward
-from torchrl_grpo.agents.protocol import ANTHROPIC, CHAT, TEXT, BadRequest, parse_request
-from torchrl_grpo.agents.server import MAX_BODY_BYTES, Receiver, Server
-from torchrl_grpo.agents.task import _Episode
 from torchrl_grpo.errors import InvalidRewardError
+from torchrl_grpo.integrations.agents import load_program
+from torchrl_grpo.integrations.agents.programs import Command, Function, printed_reward
+from torchrl_grpo.integrations.agents.protocol import (
+    ANTHROPIC,
+    CHAT,
+    TEXT,
+    BadRequest,
+    parse_request,
+)
+from torchrl_grpo.integrations.agents.server import MAX_BODY_BYTES, Receiver, Server
+from torchrl_grpo.integrations.agents.task import _Episode
 from torchrl_grpo.tasks.base import Dialog, Score, Turn, TurnLimits
 
 openai = pytest.importorskip("openai")
@@ -708,7 +714,7 @@ def test_a_command_has_the_exit_status_that_it_would_have_alone(tmp_path, code, 
         ("no_such_file.py:play", "env.agent=no_such_file.py:play must name a file that exists"),
         ("no_such_command_anywhere", "there is no command 'no_such_command_anywhere'"),
         (
-            "torchrl_grpo.agents.programs:load_program",
+            "torchrl_grpo.integrations.agents.programs:load_program",
             "must be asynchronous, but it is not: write async def play",
         ),
     ],

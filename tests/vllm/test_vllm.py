@@ -27,13 +27,13 @@ from tests.support.prompts import LONG_PROMPTS
 from tests.support.stops import assert_stop_strings_end_responses
 from tests.support.weights import mismatch
 from torchrl_grpo import keys
-from torchrl_grpo.agents import WithAgent
-from torchrl_grpo.agents.programs import Function
 from torchrl_grpo.collectors import RolloutCollector
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.generation.vllm import VLLMEngine, engine_arguments
+from torchrl_grpo.integrations.agents import WithAgent
+from torchrl_grpo.integrations.agents.programs import Function
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.starter import starter_path
 from torchrl_grpo.tasks.conversations import WithRetry, WithTools

@@ -10,11 +10,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 from torchrl_grpo import checks
-from torchrl_grpo.agents import WithAgent, load_program
 from torchrl_grpo.assembly.components import make_component
 from torchrl_grpo.config.data import DataConfig, DatasetConfig
 from torchrl_grpo.config.schema import EnvConfig, GRPOConfig
 from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.host.extras import load_extra
 from torchrl_grpo.host.startup import say
 from torchrl_grpo.rewards.functions import load_class, load_function
 from torchrl_grpo.tasks.base import Problem, Split, Task, WrappedTask
@@ -106,7 +106,7 @@ def make_task(
     if env.retry_prompt is not None:
         task = WithRetry(task, env.retry_prompt)
     if env.agent is not None:
-        task = WithAgent(task, load_program(env.agent), _tool_parser(env))
+        task = load_extra("agent")(task, env.agent, _tool_parser(env))
     is_played = env.environment is not None or env.agent is not None
     _check_parts(
         env, data.tasks if isinstance(data, MixedTask) and not is_played else {task.name: task}
@@ -138,22 +138,19 @@ def _check_parts(env: EnvConfig, tasks: Mapping[str, Task]) -> None:
 
 def _make_verifiers(env: EnvConfig, tests: Sequence[DatasetConfig]) -> Task:
     """Make the task of an environment of verifiers, which plays the dialogs."""
-    from torchrl_grpo.integrations.verifiers import Verifiers, VerifiersTask, make_config
-
     if tests:
         raise ValueError(
             f"evaluation.datasets must be left out with env.task={env.task}, which is tested on "
             "its own tasks: leave it out, and evaluate on other data in another run "
             "(train.total_dialog_turns=0)."
         )
-    config = make_config(
-        env.task.removeprefix(checks.VERIFIERS), env.dataset_options or {}, env.max_turns
+    name = env.task.removeprefix(checks.VERIFIERS)
+    options = env.dataset_options or {}
+    task: Task = load_extra("verifiers")(
+        name, options, env.max_turns, env.max_samples, _tool_parser(env)
     )
-    task = VerifiersTask(config, env.max_samples)
-    task.problems("train")
-    with_agent = WithAgent(task, Verifiers(config), _tool_parser(env))
-    _check_parts(env, {task.name: with_agent})
-    return with_agent
+    _check_parts(env, {task.name: task})
+    return task
 
 
 def _tool_parser(env: EnvConfig) -> Parser:
@@ -233,7 +230,6 @@ def dataset_names(
 
 def _with_environment(task: Task, env: EnvConfig, tools: Sequence[Callable[..., Any]]) -> Task:
     """Wrap the task in the environments that the config names."""
-    from torchrl_grpo.integrations.openenv import OpenEnvKind
     from torchrl_grpo.tasks.with_environment import Kind, WithEnvironment
 
     specs = {"": env.environment} if isinstance(env.environment, str) else env.environment
@@ -241,7 +237,7 @@ def _with_environment(task: Task, env: EnvConfig, tools: Sequence[Callable[..., 
 
     def kind(spec: str) -> Kind:
         if spec.startswith(checks.OPENENV):
-            return OpenEnvKind(spec.removeprefix(checks.OPENENV), tools, parser)
+            return load_extra("openenv")(spec.removeprefix(checks.OPENENV), tools, parser)
         return Kind(load_class(spec, "env.environment"), tools, parser)
 
     kinds = {name: kind(spec) for name, spec in specs.items()}
@@ -356,9 +352,7 @@ def _make_dataset(
     if name in checks.GENERATED:
         task: Task = _builtin(name)(data.difficulty)
     elif name.startswith(checks.REASONING_GYM):
-        from torchrl_grpo.integrations.reasoning_gym import ReasoningGymTask
-
-        task = ReasoningGymTask(
+        task = load_extra("reasoning_gym")(
             name.removeprefix(checks.REASONING_GYM),
             options=data.dataset_options,
             max_samples=data.max_samples,

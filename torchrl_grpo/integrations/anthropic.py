@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torchrl_grpo.agents.protocol import Answer
+    from torchrl_grpo.integrations.agents.protocol import Answer
 
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 _THOUGHTS = ("thinking", "redacted_thinking")

@@ -18,12 +18,13 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from torchrl_grpo.agents.programs import Program
-from torchrl_grpo.agents.protocol import MODEL
 from torchrl_grpo.errors import InvalidRewardError
 from torchrl_grpo.integrations import verifiers_harness
+from torchrl_grpo.integrations.agents import Program, WithAgent
+from torchrl_grpo.integrations.agents.protocol import MODEL
 from torchrl_grpo.tasks.base import Message, Problem, Split, Task
 from torchrl_grpo.tasks.generated import split_by_hash
+from torchrl_grpo.tools.toolbox import Parser
 
 _TRAIN_SAMPLES = 1000
 _TRAIN_PER_TEST = 4
@@ -230,6 +231,27 @@ def _reward(episode: Any, agent: str, complete: bool) -> float:
             "none",
         )
     return float(traces[0].reward)
+
+
+def make_task(
+    name: str, options: Mapping[str, Any], max_turns: int, max_samples: int | None, parser: Parser
+) -> WithAgent:
+    """Return the task that an environment plays, after reading its problems.
+
+    Args:
+        name: name of the environment.
+        options: ``env.dataset_options``.
+        max_turns: turns of the policy.
+        max_samples: maximum number of problems.
+        parser: finds tool calls in the policy's text.
+
+    Raises:
+        ValueError: see ``make_config``.
+    """
+    config = make_config(name, options, max_turns)
+    task = VerifiersTask(config, max_samples)
+    task.problems("train")
+    return WithAgent(task, Verifiers(config), parser)
 
 
 def make_config(name: str, options: Mapping[str, Any], max_turns: int) -> Any:

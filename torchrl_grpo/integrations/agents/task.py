@@ -17,10 +17,10 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from torchrl_grpo.agents.programs import Program
-from torchrl_grpo.agents.protocol import TEXT, Answer, BadRequest, Request
-from torchrl_grpo.agents.server import PendingRequest, Server
 from torchrl_grpo.errors import InvalidRewardError
+from torchrl_grpo.integrations.agents.programs import Program, load_program
+from torchrl_grpo.integrations.agents.protocol import TEXT, Answer, BadRequest, Request
+from torchrl_grpo.integrations.agents.server import PendingRequest, Server
 from torchrl_grpo.tasks.base import (
     Dialog,
     Message,
@@ -211,7 +211,7 @@ def _new_messages(chat: list[Message], sample: _Sample, request: Request) -> lis
 
 
 class WithAgent(WrappedTask):
-    """A task's problems, each played by an agent; see ``torchrl_grpo.agents.programs``.
+    """A task's problems, each played by an agent; see ``torchrl_grpo.integrations.agents.programs``.
 
     If the agent returns a reward, it is the score, with the part ``agent``, and counts as correct
     if it is at least 1; otherwise the other task scores the dialog. Up to 64 agents play at a time
@@ -387,3 +387,8 @@ class WithAgent(WrappedTask):
         if state is not None:
             del self._keys[state.key]
             state.close()
+
+
+def with_agent(task: Task, spec: str, parser: Parser) -> WithAgent:
+    """Wrap a task in the agent that ``env.agent`` names; see ``load_program``."""
+    return WithAgent(task, load_program(spec), parser)

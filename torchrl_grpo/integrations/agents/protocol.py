@@ -11,11 +11,11 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from itertools import accumulate
 from typing import Any, TypeVar
 
 from torchrl_grpo.host.text import replace_lone_surrogates
+from torchrl_grpo.integrations import anthropic
 from torchrl_grpo.tasks.base import Dialog, Message, TurnLimits
 from torchrl_grpo.tools.toolbox import Parser, ToolCall
 
@@ -44,11 +44,6 @@ _FIXED = {
     "function_call": (None, "use tools"),
 }
 """Fields with a single supported value, and the fix for other values."""
-
-
-def _anthropic() -> Any:
-    """Return the integration with Anthropic's API, imported only for agents that use it."""
-    return import_module("torchrl_grpo.integrations.anthropic")
 
 
 class BadRequest(Exception):
@@ -118,7 +113,7 @@ def parse_request(path: str, body: bytes) -> Request:
         raise BadRequest(f"the body must be an object, but it is {text[:60]!r}: send an object.")
     message_names: Sequence[str] = ()
     if path == ANTHROPIC:
-        fields, message_names = _anthropic().as_openai(fields)
+        fields, message_names = anthropic.as_openai(fields)
     for name, (supported, fix) in _FIXED.items():
         value = fields.get(name)
         if name == "response_format" and isinstance(value, dict):
@@ -438,7 +433,7 @@ class Answer:
     def body(self) -> dict[str, Any]:
         """Return the answer as one object."""
         if self.request.path == ANTHROPIC:
-            return _anthropic().body(self)
+            return anthropic.body(self)
         choice: dict[str, Any] = {
             "index": 0,
             "finish_reason": self.finish_reason,
@@ -457,7 +452,7 @@ class Answer:
     def events(self) -> Iterator[dict[str, Any]]:
         """Yield the answer as a few stream events; all of it is known at once."""
         if self.request.path == ANTHROPIC:
-            yield from _anthropic().events(self)
+            yield from anthropic.events(self)
             return
         choice = self.body()["choices"][0]
         head = self._head(".chunk")

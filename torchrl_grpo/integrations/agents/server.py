@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import h11
 
-from torchrl_grpo.agents.protocol import (
+from torchrl_grpo.integrations.agents.protocol import (
     ANTHROPIC,
     PATHS,
     Answer,

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset, Image
+from datasets import Dataset, Features, Image, LargeList, List, Value
 from torch import Tensor
 from torchrl.envs.utils import check_env_specs
 from transformers import AutoModelForImageTextToText, PreTrainedTokenizerBase
@@ -412,6 +412,62 @@ def test_the_hash_of_the_split_includes_the_images(tmp_path: Path) -> None:
     train, test = task.problems("train"), task.problems("test")
     assert len(train) + len(test) == 40 and min(len(train), len(test)) > 4
     assert len({problem.query for problem in train}) == 1
+
+
+def on_hub(monkeypatch: pytest.MonkeyPatch, data: Dataset) -> DatasetTask:
+    """A data set of the hub with these rows."""
+    monkeypatch.setattr("datasets.load_dataset", lambda *args, **options: data)
+    return DatasetTask("org/pictures", images_column="image")
+
+
+@pytest.mark.parametrize("form", ["path", "list", "image", "images", "large_list", "escape"])
+def test_the_hubs_data_reads_no_files_of_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    (tmp_path / "a.png").write_bytes(picture(1).data)
+    (tmp_path / "org" / "pictures").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "org")
+    path = str(tmp_path / "a.png")
+    file = {"bytes": None, "path": path}
+    value, feature = {
+        "path": (path, Value("string")),
+        "list": ([path], List(Value("string"))),
+        "image": (file, Image()),
+        "images": ([file], List(Image())),
+        "large_list": ([file], LargeList(Image())),
+        "escape": ("../../../a.png", Value("string")),
+    }[form]
+    features = Features({"question": Value("string"), "image": feature})
+    data = Dataset.from_dict({"question": ["?"], "image": [value]}, features)
+    with pytest.raises(ValueError, match=r"pictures train\[0\].*env\.columns\.images.*a\.png"):
+        on_hub(monkeypatch, data).problems("train")
+
+
+def test_the_hubs_data_has_the_files_that_datasets_has_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("datasets.config.EXTRACTED_DATASETS_PATH", str(tmp_path / "extracted"))
+    folders = ("hub/datasets--org--pictures/snapshots/0", "extracted/0", "hub/datasets--a--b")
+    rows = []
+    for number, name in enumerate(folders):
+        (tmp_path / name).mkdir(parents=True)
+        path = tmp_path / name / "a.png"
+        path.write_bytes(picture(number).data)
+        rows.append({"bytes": None, "path": str(path)})
+    data = Dataset.from_dict({"question": ["?"] * 3, "image": rows})
+    data = data.cast_column("image", Image())
+    problems = on_hub(monkeypatch, data.take(2)).problems("train")
+    assert [problem.images for problem in problems] == [(picture(0),), (picture(1),)]
+    with pytest.raises(ValueError, match=r"train\[2\].*env\.columns\.images"):
+        on_hub(monkeypatch, data).problems("train")
+
+
+def test_a_part_of_text_is_no_place_of_an_image(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "One?", "image": "x"}, {"type": "image", "image": "/etc/x"}]
+    chat = [{"role": "user", "content": parts}]
+    [message] = place_images(chat, [picture(1)])
+    assert [part.get("image") for part in message["content"]] == ["x", picture(1)]
 
 
 @pytest.mark.parametrize(

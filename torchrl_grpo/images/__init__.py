@@ -229,7 +229,8 @@ def place_images(
     [{'type': 'image', 'image': ImageFile()}, {'type': 'text', 'text': 'How many?'}]
     """
     messages = [{**message, "content": _parts(message["content"])} for message in chat]
-    places = [part for message in messages for part in message["content"] if "image" in part]
+    contents = [message["content"] for message in messages]
+    places = [part for content in contents for part in content if part["type"] == "image"]
     if not places:
         places = [{"type": "image"} for _ in files]
         first = next((m for m in messages if m["role"] == "user"), messages[0])

@@ -162,6 +162,8 @@ class DatasetTask(Task):
         self.prompt_template = prompt_template
         self.system_prompt = system_prompt
         self.field = field
+        self._images: Files | Hub
+        """Source of the images that rows have only the path of."""
         self._problems: dict[Split, Rows] = {}
         self._read: dict[str, tuple[Table, list[bytes]]] = {}
 
@@ -235,17 +237,11 @@ class DatasetTask(Task):
         images: list[ImageFile] = []
         if self.images_column is not None:
             value = row[self.images_column]
-            images = checked_images(value, self.images_column, self._folder)
+            images = checked_images(value, self.images_column, self._images)
             is_list = isinstance(value, list)
             row = {**row, self.images_column: images if is_list else next(iter(images), None)}
         answer = self.read_answer(row, answers) if answers else None
         return Problem(query, answer, extra=row, images=tuple(images))
-
-    @property
-    def _folder(self) -> Path:
-        """Folder that the paths of images are relative to."""
-        path = Path(self.dataset).expanduser().absolute()
-        return path.parent if path.is_file() else path
 
     def demonstration(self, problem: Problem) -> list[Message]:
         column = self.completion_column
@@ -383,7 +379,7 @@ class DatasetTask(Task):
         """Return the checked rows of a split, and a hash of the prompt of each."""
         if name in self._read:
             return self._read[name]
-        source = self._source()
+        source = self._images = self._source()
         try:
             table = source.read(name, self.max_samples)
         except UnknownSplitError as error:

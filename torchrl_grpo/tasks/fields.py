@@ -7,12 +7,11 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from torchrl_grpo.images import ImageFile
 from torchrl_grpo.tasks.base import Message
-from torchrl_grpo.tasks.sources import Row
+from torchrl_grpo.tasks.sources import Files, Hub, Row
 
 _FIELD = re.compile(r"\{\{([^\W\d]\w*)\}\}|\{([^{}]+)\}")
 
@@ -179,41 +178,51 @@ def checked_tools(value: Any, column: str) -> list[dict[str, Any]]:
     return tools or []
 
 
-def checked_images(value: Any, column: str, folder: Path) -> list[ImageFile]:
+def checked_images(value: Any, column: str, source: Files | Hub) -> list[ImageFile]:
     """Return the images in a column: a path, the bytes of a file, the bytes or the path of a data
     set's image, a PIL image, or a list of these. None has no image.
 
     Args:
         value: the value of the column.
         column: name of the column.
-        folder: folder that paths are relative to.
+        source: source of the rows, which says what paths may be read.
 
     Raises:
-        ValueError: it has something else, or a file is not an image.
+        ValueError: it has something else, a path that may not be read, or a file that is not an
+            image.
     """
     files = []
     for entry in value if isinstance(value, list | tuple) else [value]:
-        source = entry
+        image = entry
         if isinstance(entry, dict):
-            source = entry.get("bytes") or entry.get("path")
-        if hasattr(source, "save"):
-            source = ImageFile.of(source).data
-        if isinstance(source, str):
+            image = entry.get("bytes") or entry.get("path")
+        if hasattr(image, "save"):
+            image = ImageFile.of(image).data
+        if isinstance(image, str):
+            path = source.file(image)
+            if path is None:
+                raise ValueError(
+                    f"must have images, not paths of files, in the column {column!r} "
+                    f"(env.columns.images), because it is not from this machine, but it has "
+                    f"{image!r:.200}: download the data set with its files (hf download "
+                    "--repo-type dataset) and use the folder as env.dataset."
+                )
             try:
-                source = (folder / source).read_bytes()
+                image = path.read_bytes()
             except OSError as error:
                 raise ValueError(
-                    f"must have the path of an image in the column {column!r}, relative to "
-                    f"{folder}, but it has {source!r:.200} ({error.strerror}): fix the path."
+                    f"must have the path of an image in the column {column!r}, relative to the "
+                    f"data's file or folder, but {str(path)!r:.200} cannot be read "
+                    f"({error.strerror}): fix the path."
                 ) from error
-        if source is None and entry is None:
+        if image is None and entry is None:
             continue
-        if not isinstance(source, bytes):
+        if not isinstance(image, bytes):
             raise ValueError(
                 f"must have images in the column {column!r}, as paths, bytes of files, or a data "
                 f"set's images, but it has {entry!r:.80}: fix the row, or remove it."
             )
-        file = ImageFile(source)
+        file = ImageFile(image)
         try:
             assert file.size
         except ValueError as error:

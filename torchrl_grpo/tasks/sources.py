@@ -15,7 +15,7 @@ import re
 from bisect import bisect_right
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -60,13 +60,13 @@ class Table:
 
     def with_files(self, column: str) -> Table:
         """Return the table with the files of a column's images, which are not decoded."""
-        from datasets import Image, List
+        from datasets import Image
 
         feature = self.data.features[column]
         if isinstance(feature, Image):
             feature = Image(decode=False)
-        elif isinstance(feature, List) and isinstance(feature.feature, Image):
-            feature = List(Image(decode=False))
+        elif isinstance(getattr(feature, "feature", None), Image):
+            feature = replace(feature, feature=Image(decode=False))
         else:
             return self
         return Table(self.data.cast_column(column, feature), self.parts, self.encoded)
@@ -198,6 +198,18 @@ class Hub:
             ) from error
         return Table(data, [(0, f"{self.name} {split}", ())]).first(most)
 
+    def file(self, path: str) -> Path | None:
+        """Return the path of a file that ``datasets`` downloaded with the rows; None for others,
+        because whoever wrote the rows may name any file of this machine.
+        """
+        from datasets import config
+        from huggingface_hub import constants
+
+        name = f"datasets--{self.name.replace('/', '--')}"
+        folders = (Path(constants.HF_HUB_CACHE) / name, Path(config.EXTRACTED_DATASETS_PATH))
+        real = Path(path).resolve()
+        return real if any(real.is_relative_to(one.resolve()) for one in folders) else None
+
 
 class Files:
     """A file, which is one split, or a folder of them.
@@ -250,6 +262,11 @@ class Files:
             parts.append((len(rows), str(path), [line for line, _ in numbered_rows]))
             rows += [row for _, row in numbered_rows]
         return _table(rows, parts)
+
+    def file(self, path: str) -> Path:
+        """Return the path of a file that a row names, relative to the data's file or folder."""
+        folder = self.path.parent if self.path.is_file() else self.path
+        return folder.absolute() / path
 
     def _paths_by_split(self) -> dict[str, list[Path]]:
         if self.path.is_file():

@@ -32,6 +32,7 @@ from torchrl_grpo.assembly.observers import Recorder, Saver
 from torchrl_grpo.collectors import RolloutCollector, Sampler
 from torchrl_grpo.collectors.evaluation import Evaluator
 from torchrl_grpo.envs import LLMEnv
+from torchrl_grpo.extras.report.alarms import Alarms
 from torchrl_grpo.generation.base import Completion, Engine, SamplingParams
 from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.generation.transformers import TransformersEngine
@@ -39,9 +40,9 @@ from torchrl_grpo.learner.checkpoint import Checkpointer
 from torchrl_grpo.learner.learner import Learner
 from torchrl_grpo.loop import Schedule, fit
 from torchrl_grpo.models.scoring import TokenScorer
-from torchrl_grpo.reporting.alarms import Alarms
 from torchrl_grpo.reporting.console import Console
 from torchrl_grpo.reporting.metrics import MetricsLogger, read_jsonl
+from torchrl_grpo.reporting.signal import Signal
 from torchrl_grpo.runtime import cluster
 from torchrl_grpo.runtime.staleness import GroupBuffer
 from torchrl_grpo.tasks import ArithmeticTask
@@ -767,7 +768,13 @@ def test_a_run_whose_engines_stay_dead_is_saved_and_says_why(
         pytest.raises(WorkersLostError, match=r"sampler 0 .*dead for \d+ s, .* 2 s"),
     ):
         recorder = Recorder(
-            learner, logger, console, Alarms(), schedule=Schedule(100), sequences_per_batch=8
+            learner,
+            logger,
+            console,
+            Alarms(),
+            Signal(),
+            schedule=Schedule(100),
+            sequences_per_batch=8,
         )
         saver = Saver(learner, source, Checkpointer(tmp_path, {}), lambda: None, Schedule(100))
         fit(learner, source, Schedule(100), [recorder, saver])

@@ -13,11 +13,12 @@ import pytest
 from tests.support.configs import ROOT
 from tests.support.runs import run, steps
 from torchrl_grpo.errors import NoSignalError
+from torchrl_grpo.extras.report.alarms import Alarm, Alarms, alarms_of
 from torchrl_grpo.extras.report.report import write_report
 from torchrl_grpo.host.files import read_jsonl
-from torchrl_grpo.reporting.alarms import Alarm, Alarms, alarms_of
 from torchrl_grpo.reporting.console import Console
 from torchrl_grpo.reporting.metrics import MetricsLogger
+from torchrl_grpo.reporting.signal import Signal
 
 HEALTHY = {
     "rollout/sequences": 64.0,
@@ -284,13 +285,13 @@ def test_a_run_whose_rewards_are_never_valid_ends_with_an_error(
 
 def test_one_valid_reward_keeps_a_run_from_counting_as_one_without() -> None:
     invalid = {"rollout/invalid": 64.0}
-    alarms = Alarms()
+    signal = Signal()
     for row in rows(4, invalid, start=1):
-        alarms.take(row)
-    assert alarms.steps_without_reward == 4
+        signal.take(row)
+    assert signal.steps_without_reward == 4
     for row in [*rows(1, {"rollout/invalid": 63.0}, start=1), *rows(9, invalid, start=1)]:
-        alarms.take(row)
-        assert alarms.steps_without_reward == 0
+        signal.take(row)
+        assert signal.steps_without_reward == 0
 
 
 @pytest.mark.slow

@@ -17,9 +17,9 @@ from torchrl_grpo.assembly.run import build
 from torchrl_grpo.config import ConfigError, GRPOConfig, check_command_line, plain
 from torchrl_grpo.config.resumed import on_saved_config
 from torchrl_grpo.config.schema import LENGTHS
+from torchrl_grpo.extras.report.summary import summarize
 from torchrl_grpo.learner.resume import find_resume
 from torchrl_grpo.reporting.metrics import read_jsonl
-from torchrl_grpo.reporting.summary import summarize
 
 SMALL = (
     "env.num_envs=16", "env.repeats=4", "env.reward=number", "inference_model.max_new_tokens=4",

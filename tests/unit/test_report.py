@@ -26,10 +26,16 @@ from torchrl_grpo.extras.report.panels import (
     thin,
 )
 from torchrl_grpo.extras.report.report import write_report
+from torchrl_grpo.extras.report.summary import (
+    STAGES,
+    merge_steps,
+    objective,
+    stage_seconds,
+    summarize,
+)
 from torchrl_grpo.images import ImageFile
 from torchrl_grpo.reporting.console import Console
 from torchrl_grpo.reporting.metrics import MetricsLogger
-from torchrl_grpo.reporting.summary import STAGES, merge_steps, objective, stage_seconds, summarize
 
 VOID = {"meta", "br", "img"}
 

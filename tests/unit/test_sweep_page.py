@@ -13,9 +13,9 @@ import pytest
 import yaml
 
 from tests.support.hostile import HOSTILE, SHOWN
+from torchrl_grpo.extras.report.summary import objective, summarize
 from torchrl_grpo.extras.report.sweep import main
 from torchrl_grpo.extras.report.sweep_report import influence, read_jobs, varying_keys, write_sweep
-from torchrl_grpo.reporting.summary import objective, summarize
 
 
 def log_job(

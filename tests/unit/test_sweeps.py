@@ -15,7 +15,7 @@ import yaml
 
 from tests.support.configs import ROOT, last_of_each
 from torchrl_grpo.config import ConfigError, check_command_line
-from torchrl_grpo.reporting.summary import objective, summarize
+from torchrl_grpo.extras.report.summary import objective, summarize
 
 SYNC = ROOT / "sota" / "grpo" / "grpo.py"
 SHORT = (

@@ -24,9 +24,9 @@ from torchrl_grpo.host.interrupts import shielded
 from torchrl_grpo.learner.checkpoint import Checkpointer
 from torchrl_grpo.learner.learner import Learner
 from torchrl_grpo.loop import Observer, Schedule
-from torchrl_grpo.reporting.alarms import Alarms
 from torchrl_grpo.reporting.console import Console, one_of_each
 from torchrl_grpo.reporting.metrics import MetricsLogger
+from torchrl_grpo.reporting.signal import Signal
 from torchrl_grpo.runtime.learner import RayLearner
 from torchrl_grpo.runtime.rollouts import Rollouts
 
@@ -40,7 +40,8 @@ class Recorder(Observer):
         learner: returns the samples of the latest batch.
         logger: writes metrics and samples.
         console: shows them.
-        alarms: checks the metrics.
+        alarms: checks the metrics (``extras.report.alarms.Alarms``).
+        signal: counts the steps without a learning signal.
 
     Keyword Args:
         schedule: schedule of the run.
@@ -54,7 +55,8 @@ class Recorder(Observer):
         learner: Learner | RayLearner,
         logger: MetricsLogger,
         console: Console,
-        alarms: Alarms,
+        alarms: Any,
+        signal: Signal,
         *,
         schedule: Schedule,
         sequences_per_batch: int,
@@ -65,16 +67,17 @@ class Recorder(Observer):
         self._logger = logger
         self._console = console
         self._alarms = alarms
+        self._signal = signal
         self._num_batches = schedule.num_batches
         self._sequences = sequences_per_batch
         self._sample_frequency = sample_frequency
         self._sample_rows = sample_rows
         self._has_progress_bar = False
         self._unlogged: Mapping[str, float] | None = None  # metrics of a trained step
-        for row in read_jsonl(
-            logger.directory / METRICS_FILE
-        ):  # if the run resumes in its own folder
+        # Empty unless the run resumes in its own folder.
+        for row in read_jsonl(logger.directory / METRICS_FILE):
             alarms.take(row)
+            signal.take(row)
 
     def stage(self, kind: str, step: int, what: str) -> None:
         if kind in ("evaluate", "wait") and not self._has_progress_bar:
@@ -117,6 +120,7 @@ class Recorder(Observer):
 
     def _record(self, step: int, metrics: Mapping[str, float]) -> None:
         self._logger.log(step, metrics)
+        self._signal.take(metrics)
         for alarm in self._alarms.take({"step": step, **metrics}):
             self._console.alarm(step, alarm.name, alarm.text)
         self._unlogged = None
@@ -124,7 +128,7 @@ class Recorder(Observer):
             rows = self._learner.samples(self._sample_rows)
             self._logger.log_samples(step, rows)
             errors = filter(None, (row.get("error") for row in rows))
-            self._alarms.reward_error = self._alarms.reward_error or next(errors, "")
+            self._signal.reward_error = self._signal.reward_error or next(errors, "")
             self._console.samples(step, one_of_each(rows)[:_NUM_SHOWN])
 
 
@@ -132,7 +136,7 @@ class Limits(Observer):
     """Ends a run that learns nothing, after it was saved.
 
     Args:
-        alarms: alarms that have checked the metrics.
+        signal: counts the steps that were recorded.
 
     Keyword Args:
         schedule: schedule of the run.
@@ -141,14 +145,14 @@ class Limits(Observer):
     """
 
     def __init__(
-        self, alarms: Alarms, *, schedule: Schedule, max_steps_without_signal: int | None
+        self, signal: Signal, *, schedule: Schedule, max_steps_without_signal: int | None
     ) -> None:
-        self._alarms = alarms
+        self._signal = signal
         self._schedule = schedule
         self._limit = max_steps_without_signal
 
     def checked(self, step: int) -> None:
-        steps = self._alarms.steps_without_signal
+        steps = self._signal.steps_without_signal
         if self._limit is not None and steps >= self._limit and self._schedule.left(step):
             raise NoSignalError(
                 f"{steps} steps in a row had no learning signal: all rewards of each group are "
@@ -158,12 +162,12 @@ class Limits(Observer):
 
     def ended(self, step: int) -> None:
         """Raise an error if no reward of the run was valid."""
-        steps = self._alarms.steps_without_reward
+        steps = self._signal.steps_without_reward
         if steps:
             raise NoSignalError(
                 f"env.reward must return valid rewards, but all were invalid in the {steps} steps "
                 "of the run. Call the reward function by hand with a row of samples.jsonl. The "
-                f"first error: {self._alarms.reward_error or 'in the log above'}"
+                f"first error: {self._signal.reward_error or 'in the log above'}"
             )
 
 

@@ -41,10 +41,9 @@ from torchrl_grpo.learner.checkpoint import Checkpointer, Writes
 from torchrl_grpo.learner.learner import Learner
 from torchrl_grpo.learner.resume import find_resume
 from torchrl_grpo.loop import Observer, Schedule, fit
-from torchrl_grpo.reporting.alarms import Alarms
 from torchrl_grpo.reporting.console import Console
 from torchrl_grpo.reporting.metrics import MetricsLogger
-from torchrl_grpo.reporting.summary import summarize
+from torchrl_grpo.reporting.signal import Signal
 from torchrl_grpo.runtime.learner import RayLearner
 from torchrl_grpo.runtime.rollouts import Rollouts
 from torchrl_grpo.tasks.base import Task
@@ -77,7 +76,7 @@ class Run:
             raise
         finally:
             report = self._report()
-        summary = summarize(self.directory)
+        summary: dict[str, Any] = load_extra("summary")(self.directory)
         paths = {"report": report}
         for name in ("curves.png", "metrics.jsonl", "samples.jsonl"):
             paths[name.partition(".")[0]] = self.directory / name
@@ -132,13 +131,14 @@ class Run:
 
     def _observers(self, checkpointer: Checkpointer, export: Callable[[], Any]) -> list[Observer]:
         """Return the observers in order: a step is recorded, then saved, then may end the run."""
-        config, schedule, alarms = self.blueprint.config, self.schedule, Alarms()
+        config, schedule, signal = self.blueprint.config, self.schedule, Signal()
         return [
             Recorder(
                 self.learner,
                 self.logger,
                 self.console,
-                alarms,
+                load_extra("alarms")(),
+                signal,
                 schedule=schedule,
                 sequences_per_batch=config.dialog_turns_per_batch,
                 sample_frequency=config.logging.sample_frequency,
@@ -147,7 +147,7 @@ class Run:
             Timeline(self.source, self.logger),
             Saver(self.learner, self.source, checkpointer, export, schedule),
             Limits(
-                alarms,
+                signal,
                 schedule=schedule,
                 max_steps_without_signal=config.train.max_steps_without_signal,
             ),

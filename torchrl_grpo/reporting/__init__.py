@@ -1,4 +1,4 @@
-"""Output of a run: terminal, metrics, samples, alarms and summary; ``extras/report`` reads it."""
+"""Output of a run: terminal, metrics and samples; ``extras/report`` reads it."""
 
 from __future__ import annotations
 

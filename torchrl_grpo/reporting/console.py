@@ -254,7 +254,7 @@ class Console(AbstractContextManager["Console"]):
         """Close the bar and print results and the paths of the files.
 
         Args:
-            summary: result of ``report.summarize``.
+            summary: result of ``extras.report.summarize``.
             paths: files and folders by name.
         """
         self.close()

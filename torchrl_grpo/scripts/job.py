@@ -140,7 +140,7 @@ def train(cfg: DictConfig, *, asynchronous: bool) -> float | None:
     """Run the job that a config describes.
 
     Returns:
-        the objective that a sweep maximizes (``reporting.summary.objective``); None for a dry run.
+        the objective that a sweep maximizes (``extras.report.summary.objective``); None for a dry run.
     """
     hydra_config = HydraConfig.get()
     if hydra_config.mode == RunMode.MULTIRUN:
@@ -204,7 +204,6 @@ def _train(cfg: DictConfig, hydra_config: HydraConf, asynchronous: bool) -> floa
     # The imports take seconds; --help and mistakes are handled before.
     with starting(config):
         from torchrl_grpo.assembly.run import build
-        from torchrl_grpo.reporting.summary import objective
 
     if config.dry_run:
         examine = load_extra("dry_run")
@@ -216,7 +215,8 @@ def _train(cfg: DictConfig, hydra_config: HydraConf, asynchronous: bool) -> floa
         closing(build(config, directory, asynchronous=asynchronous, task=task)) as run,
     ):
         summary = run.fit()
-    return objective(summary)
+    objective: float | None = load_extra("objective")(summary)
+    return objective
 
 
 @contextmanager

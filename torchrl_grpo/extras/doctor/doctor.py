@@ -27,6 +27,7 @@ from torchrl_grpo.assembly.run import Run, build
 from torchrl_grpo.assembly.tasks import read_task
 from torchrl_grpo.config import GRPOConfig
 from torchrl_grpo.extras.doctor.forecast import Forecast, Measured, forecast, memory_now
+from torchrl_grpo.extras.report.alarms import Alarms
 from torchrl_grpo.host import startup
 from torchrl_grpo.host.accelerators import accelerators_in_use
 from torchrl_grpo.host.checkpoint_files import AUTO, newest, read_manifest
@@ -36,7 +37,6 @@ from torchrl_grpo.host.text import accuracy, number, percent, printable, size
 from torchrl_grpo.learner.checkpoint import room_at
 from torchrl_grpo.loop import check_mismatch
 from torchrl_grpo.models import loading
-from torchrl_grpo.reporting.alarms import Alarms
 from torchrl_grpo.reporting.console import Console, one_of_each
 
 OK, WARNING, FAILS, SKIPPED = "ok", "warning", "FAILED", "skipped"

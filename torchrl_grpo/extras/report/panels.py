@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
+from torchrl_grpo.extras.report.summary import STAGES, stage_seconds
 from torchrl_grpo.host.text import NOISE, decoding
-from torchrl_grpo.reporting.summary import STAGES, stage_seconds
 
 Record = Mapping[str, Any]
 

@@ -24,6 +24,7 @@ from torchrl_grpo.extras.report.records import (
     run_title,
     valid_reward,
 )
+from torchrl_grpo.extras.report.summary import STAGES, merge_steps, stage_seconds, summary_of
 from torchrl_grpo.host.files import (
     ENVIRONMENT_FILE,
     METRICS_FILE,
@@ -41,7 +42,6 @@ from torchrl_grpo.host.text import (
     printable_lines,
     reward_text,
 )
-from torchrl_grpo.reporting.summary import STAGES, merge_steps, stage_seconds, summary_of
 
 _MAX_SAMPLES = 12
 _HALF_GROUP = 2

@@ -20,9 +20,9 @@ from torchrl_grpo.extras.report.curves import comparison_svg
 from torchrl_grpo.extras.report.panels import COLORS, LOSS, PANELS, Panel, series
 from torchrl_grpo.extras.report.records import OVERRIDES, overrides_of, short_value
 from torchrl_grpo.extras.report.report import page_template, title_of
+from torchrl_grpo.extras.report.summary import merge_steps, objective, summarize
 from torchrl_grpo.host.files import METRICS_FILE, read_jsonl
 from torchrl_grpo.host.folders import check_own_files
-from torchrl_grpo.reporting.summary import merge_steps, objective, summarize
 
 _ACCURACY_PANEL = Panel("Test accuracy, greedy", ("eval/pass@1",), percent=True)
 _OTHER_PANELS = (

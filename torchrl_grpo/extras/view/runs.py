@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from torchrl_grpo.extras.report.alarms import Alarm, Alarms
 from torchrl_grpo.extras.report.panels import (
     LOSS,
     PANELS,
@@ -33,6 +34,7 @@ from torchrl_grpo.extras.report.panels import (
     times,
 )
 from torchrl_grpo.extras.report.records import run_title
+from torchrl_grpo.extras.report.summary import stage_seconds
 from torchrl_grpo.extras.view.files import (
     Tail,
     changed_at,
@@ -51,8 +53,6 @@ from torchrl_grpo.host.files import (
 )
 from torchrl_grpo.host.text import clip, printable_lines, reward_text
 from torchrl_grpo.host.trees import dotted
-from torchrl_grpo.reporting.alarms import Alarm, Alarms
-from torchrl_grpo.reporting.summary import stage_seconds
 
 _FRESH_S = 0.5
 """Seconds during which files are not checked again after they were read."""

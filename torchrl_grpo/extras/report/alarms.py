@@ -6,7 +6,6 @@ heavy. docs/troubleshooting.md has a row for each name.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from torchrl_grpo.host.text import invalid_cause
+from torchrl_grpo.reporting.signal import Signal, finite, no_signal
 
 Row = Mapping[str, Any]
 NamedTexts = Iterator[tuple[str, str]]
@@ -56,10 +56,6 @@ class Alarms:
 
     Attributes:
         raised: all alarms, in order.
-        steps_without_signal: number of consecutive steps, up to the latest, in which the rewards of
-            every group were equal or invalid.
-        steps_without_reward: number of steps of the run if all rewards so far were invalid, else 0.
-        reward_error: the first error of a reward among the samples; empty without one.
 
     Examples:
         >>> alarms = Alarms()
@@ -71,10 +67,7 @@ class Alarms:
 
     def __init__(self) -> None:
         self.raised: list[Alarm] = []
-        self.reward_error = ""
-        self.steps_without_signal = 0
-        self.steps_without_reward = 0
-        self._steps = 0
+        self._signal = Signal()
         self._last: deque[Row] = deque(maxlen=_MANY)
         self._first: list[Row] = []
         self._latest: dict[str, Alarm] = {}
@@ -86,11 +79,7 @@ class Alarms:
         self._last.append(row)
         if len(self._first) < _FEW:
             self._first.append(row)
-        self._steps += 1
-        self.steps_without_signal = self.steps_without_signal + 1 if _no_signal(row) else 0
-        was_without_reward = self.steps_without_reward == self._steps - 1
-        all_invalid = row.get("rollout/invalid") == row["rollout/sequences"]
-        self.steps_without_reward = self._steps if was_without_reward and all_invalid else 0
+        self._signal.take(row)
         last = list(self._last)
         rules = _OF_DEMONSTRATIONS if _is_demonstrations(row) else _RULES
         return self._raise(alarm for rule in rules for alarm in rule(last, self._first))
@@ -99,9 +88,10 @@ class Alarms:
         """Return the alarms at the end of a run that had no signal at all, if it had fewer steps
         than the rules require.
         """
-        if not self._steps or self.steps_without_signal < self._steps or self._steps >= _FEW:
+        steps = self._signal.steps
+        if not steps or self._signal.steps_without_signal < steps or steps >= _FEW:
             return []
-        return self._raise(_without_signal(list(self._last), self._steps))
+        return self._raise(_without_signal(list(self._last), steps))
 
     def _raise(self, alarms: Iterable[tuple[str, str]]) -> list[Alarm]:
         step = int(self._last[-1]["step"])
@@ -132,25 +122,9 @@ def _is_demonstrations(row: Row) -> bool:
     return "train/loss" in row and "rollout/reward_mean" not in row
 
 
-def _no_signal(row: Row) -> bool:
-    """Return whether there was nothing to learn: no advantages, and neither a teacher nor
-    demonstrations in the loss.
-    """
-    return _value(row, "rollout/zero_variance_groups") == 1 and not {
-        "train/loss_teacher",
-        "train/loss_sft",
-    } & {*row}
-
-
-def _value(row: Row, name: str) -> float | None:
-    """Return a number of a row; None if it is not finite, as in the file."""
-    value = row.get(name)
-    return None if value is None or not math.isfinite(value) else float(value)
-
-
 def _mean(rows: Sequence[Row], name: str, steps: int) -> float | None:
     """Return the mean of a metric over the latest steps; None if a step lacks it."""
-    values = [value for row in rows[-steps:] if (value := _value(row, name)) is not None]
+    values = [value for row in rows[-steps:] if (value := finite(row, name)) is not None]
     return fmean(values) if len(values) == steps else None
 
 
@@ -161,13 +135,13 @@ def _share(value: float) -> str:
 def _invalid_shares(rows: Sequence[Row], steps: int) -> list[float]:
     """Return the share of invalid rewards in each of the latest steps."""
     return [
-        (_value(row, "rollout/invalid") or 0.0) / (_value(row, "rollout/sequences") or 1.0)
+        (finite(row, "rollout/invalid") or 0.0) / (finite(row, "rollout/sequences") or 1.0)
         for row in rows[-steps:]
     ]
 
 
 def _signal(rows: Sequence[Row], first: Sequence[Row]) -> NamedTexts:
-    if len(rows) >= _FEW and all(_no_signal(row) for row in rows[-_FEW:]):
+    if len(rows) >= _FEW and all(no_signal(row) for row in rows[-_FEW:]):
         yield from _without_signal(rows, _FEW)
         return
     equal, accuracy = (
@@ -195,9 +169,9 @@ def _without_signal(rows: Sequence[Row], steps: int) -> NamedTexts:
     penalties = [name for name in _PENALTIES if name in last]
     learned = f"all that trains is {' and '.join(penalties)}" if penalties else "nothing is learned"
     if all(
-        _value(row, "rollout/reward_mean") == 0 == _value(row, "rollout/reward_std") for row in rows
+        finite(row, "rollout/reward_mean") == 0 == finite(row, "rollout/reward_std") for row in rows
     ):
-        truncated = _value(last, "rollout/truncated") or 0.0
+        truncated = finite(last, "rollout/truncated") or 0.0
         hint = (
             ""
             if truncated < _TRUNCATED
@@ -209,7 +183,7 @@ def _without_signal(rows: Sequence[Row], steps: int) -> NamedTexts:
             "torchrl_grpo.samples DIR), and check that the prompt has the model's training format "
             f"and asks for the format that the reward expects{hint}",
         )
-    elif (_value(last, "rollout/accuracy") or 0.0) >= _SOLVED:
+    elif (finite(last, "rollout/accuracy") or 0.0) >= _SOLVED:
         yield (
             "no_signal",
             f"all rewards of each group were equal over {when}, because the problems are solved: "
@@ -253,7 +227,7 @@ def _parts(rows: Sequence[Row], first: Sequence[Row]) -> NamedTexts:
         if not (metric.startswith("reward/") and metric.endswith("/none")):
             continue
         name = metric.removeprefix("reward/").removesuffix("/none")
-        never = all(_value(row, metric) == 1 for row in rows)
+        never = all(finite(row, metric) == 1 for row in rows)
         values = [row.get(f"reward/{name}/{kind}", 0.0) for row in rows for kind in ("mean", "std")]
         if never or all(value == 0 for value in values):
             what = "applied to no response" if never else "was 0 for every response"
@@ -418,7 +392,7 @@ def _repeated(rows: Sequence[Row], first: Sequence[Row]) -> NamedTexts:
 
 
 def _staleness(rows: Sequence[Row], first: Sequence[Row]) -> NamedTexts:
-    ages = [[_value(row, f"staleness/{name}") or 0.0 for name in ("mean", "max")] for row in rows]
+    ages = [[finite(row, f"staleness/{name}") or 0.0 for name in ("mean", "max")] for row in rows]
     oldest = max(most for _, most in ages)
     if len(ages) == _MANY and oldest >= 2 and all(mean >= 0.95 * oldest for mean, _ in ages):
         yield (
@@ -432,7 +406,7 @@ def _staleness(rows: Sequence[Row], first: Sequence[Row]) -> NamedTexts:
 def _restarts(rows: Sequence[Row], first: Sequence[Row]) -> NamedTexts:
     kinds = {"rollout": "sampler", "reference": "reference model", "reward": "reward worker"}
     for kind, name in kinds.items():
-        counts = [_value(row, f"workers/restarts_{kind}") or 0.0 for row in rows]
+        counts = [finite(row, f"workers/restarts_{kind}") or 0.0 for row in rows]
         counts = counts if len(counts) == _MANY else [0.0, *counts]
         if sum(later > earlier for earlier, later in pairwise(counts)) >= _RESTARTS:
             yield (

@@ -1,4 +1,4 @@
-"""Make the tables of ``docs/migrate.md`` from those of ``torchrl_grpo/peers``.
+"""Make the tables of ``docs/migrate.md`` from those of ``torchrl_grpo/extras/peers``.
 
 python tools/make_migrate_docs.py
 """
@@ -14,7 +14,7 @@ from torchrl_grpo.extras.migrate.tables import TRL, Row, Table, read_table
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "migrate.md"
 MARK = (
     "<!-- tables: made by tools/make_migrate_docs.py from "
-    "torchrl_grpo/peers/*.toml, change them there -->\n"
+    "torchrl_grpo/extras/peers/*.toml, change them there -->\n"
 )
 ORDER = (*reversed(TRL), "verl", "areal", "prime_rl", "torchrl")
 QUANTITIES = {

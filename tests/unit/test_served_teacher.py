@@ -20,10 +20,10 @@ from torchrl_grpo.generation.base import EngineDeadError
 from torchrl_grpo.host import http_client
 from torchrl_grpo.integrations import server_answers as answers
 from torchrl_grpo.integrations import servers
+from torchrl_grpo.integrations.served_teacher import ServedTeacher
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.starter import starter_path
 from torchrl_grpo.transforms.kl_scoring import KLScoring
-from torchrl_grpo.transforms.served_teacher import ServedTeacher
 from torchrl_grpo.transforms.teacher import TeacherStates
 
 pytest.importorskip("httpx")

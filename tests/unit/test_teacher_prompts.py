@@ -20,6 +20,7 @@ from torchrl_grpo.assembly.run import build
 from torchrl_grpo.collectors.teacher_prompts import TeacherPrompts
 from torchrl_grpo.config import ConfigError
 from torchrl_grpo.envs import LLMEnv
+from torchrl_grpo.integrations.served_teacher import ServedTeacher
 from torchrl_grpo.models.divergence import Teacher
 from torchrl_grpo.models.packing import pad_batch
 from torchrl_grpo.models.scoring import TokenScorer
@@ -32,7 +33,6 @@ from torchrl_grpo.tasks.dataset import DatasetTask
 from torchrl_grpo.tasks.drawing import Drawn
 from torchrl_grpo.tasks.with_rewards import WithRewards, make_rewards
 from torchrl_grpo.transforms.kl_scoring import KLScoring
-from torchrl_grpo.transforms.served_teacher import ServedTeacher
 from torchrl_grpo.transforms.teacher import TeacherAdvantage, TeacherScoring, TeacherStates
 
 FUNCTIONS = """

@@ -34,6 +34,7 @@ from torchrl_grpo.generation.base import EngineRequest, SamplingParams, engine_c
 from torchrl_grpo.generation.engines import ENGINES, engines_with
 from torchrl_grpo.generation.stops import StopStrings
 from torchrl_grpo.host.accelerators import accelerators_in_use
+from torchrl_grpo.host.extras import load_extra
 from torchrl_grpo.host.memory import in_words
 from torchrl_grpo.host.text import size
 from torchrl_grpo.images.encoder import ImageEncoder
@@ -51,7 +52,6 @@ from torchrl_grpo.runtime.placement import (
     plan_devices,
 )
 from torchrl_grpo.tasks.base import Task
-from torchrl_grpo.transforms.served_teacher import ServedTeacher
 from torchrl_grpo.weights import Transfer
 
 _BETWEEN_TURNS = 1024
@@ -407,7 +407,7 @@ def _check_served_teacher(config: GRPOConfig, longest: int) -> None:
                 teacher.teacher_source or "", trust_remote_code=config.model.trust_remote_code
             )
             vocabulary = teacher_config.get_text_config().vocab_size
-            ServedTeacher.check(
+            load_extra("check_served_teacher")(
                 address, vocabulary=vocabulary, longest=longest, top_k=config.policy.teacher_top_k
             )
 

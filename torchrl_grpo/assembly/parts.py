@@ -32,6 +32,7 @@ from torchrl_grpo.config.models import OWN_MODEL
 from torchrl_grpo.config.schema import PolicyConfig
 from torchrl_grpo.generation.base import Engine, engine_class
 from torchrl_grpo.generation.policy import GenerationPolicy
+from torchrl_grpo.host.extras import load_extra
 from torchrl_grpo.host.memory import memory_short
 from torchrl_grpo.host.startup import say
 from torchrl_grpo.images import Prompt
@@ -55,7 +56,6 @@ from torchrl_grpo.runtime.placement import own_device
 from torchrl_grpo.runtime.reference import Reference
 from torchrl_grpo.tasks.drawing import Drawn
 from torchrl_grpo.transforms.kl_scoring import KLScoring
-from torchrl_grpo.transforms.served_teacher import ServedTeacher
 from torchrl_grpo.transforms.teacher import TeacherScoring, TeacherStates
 from torchrl_grpo.weights import Transfer, make_sender
 
@@ -342,7 +342,7 @@ def make_teacher(
     if config.teacher.address:
         vocabulary = blueprint.model_config.get_text_config().vocab_size
         address, top_k = config.teacher.address[number // different], config.policy.teacher_top_k
-        served = ServedTeacher(address, top_k=top_k, vocabulary=vocabulary)
+        served = load_extra("served_teacher")(address, top_k=top_k, vocabulary=vocabulary)
         return Reference(_teacher_scoring(config, served, datasets=datasets))
     scorer = _load_scorer(config, "teacher", device or own_device())
     return Reference(_local_teacher(config, scorer, datasets), makes_room=blueprint.sleeps)
@@ -363,7 +363,7 @@ def _local_teacher(
 
 def _teacher_scoring(
     config: GRPOConfig,
-    scoring: KLScoring | ServedTeacher,
+    scoring: Transform,
     hidden: int = 0,
     datasets: Sequence[str] | None = None,
 ) -> Transform:

@@ -29,7 +29,6 @@ from omegaconf.errors import (
     ValidationError,
 )
 
-from torchrl_grpo import peers
 from torchrl_grpo.compat.hydra import options_parser
 from torchrl_grpo.config.data import ColumnsConfig, DatasetConfig
 from torchrl_grpo.config.fields import written
@@ -51,6 +50,7 @@ from torchrl_grpo.config.schema import (
 from torchrl_grpo.config.security import check_not_secret
 from torchrl_grpo.errors import STALLED_STATUS, ConfigError, RunLostError
 from torchrl_grpo.host import interrupts
+from torchrl_grpo.host.extras import load_extra
 from torchrl_grpo.host.files import is_full
 from torchrl_grpo.host.startup import end, quick_imports, say
 from torchrl_grpo.host.text import printable_lines
@@ -429,7 +429,7 @@ def _unknown(name: str, text: str) -> str:
     initials = "".join(word[:1] for word in last.split("_"))  # learning_rate is lr
     spellings = (last, initials if "_" in last else last)
     same_leaf = [leaf for leaf in FIELDS if leaf.rpartition(".")[2] in spellings]
-    ours, reason = peers.same_as(name)
+    ours, reason = load_extra("same_as")(name)
     closest = difflib.get_close_matches(name, same_leaf, 1, 0.0)
     suggestions = [*dict.fromkeys([*filter(None, [ours]), *closest])]
     if suggestions:

@@ -19,7 +19,6 @@ from torchrl_grpo.models.prefix import Layout
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.transforms.kl_scoring import KLScoring
 from torchrl_grpo.transforms.ragged import flatten, set_tokens
-from torchrl_grpo.transforms.served_teacher import ServedTeacher
 
 
 class TeacherStates(KLScoring):
@@ -61,7 +60,7 @@ class TeacherScoring(Transform):
 
     def __init__(
         self,
-        scoring: KLScoring | ServedTeacher,
+        scoring: Transform,
         width: int = 0,
         datasets: Collection[str] | None = None,
     ) -> None:

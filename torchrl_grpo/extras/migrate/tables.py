@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any, get_args
 
 from torchrl_grpo.checks import Rejection
-from torchrl_grpo.peers import read_file
+from torchrl_grpo.extras.peers import read_file
 
 TRL = ("trl_async", "trl_gkd", "trl_distill", "trl_sdft", "trl_sdpo", "trl_sft", "trl")
 """The tables of TRL, whose trainers share many keys; the last one matches any script that no other

@@ -153,6 +153,13 @@ def test_torchrls_arguments_are_refused_with_ours(arguments: dict[str, Any], use
             make(Table(torch.zeros(1, 1, 2)), **arguments)
 
 
+def test_the_clip_range_is_on_the_models_device():
+    model = make_tiny_model().to("meta")
+    for make in (GRPOLoss, CISPOLoss):
+        loss = make(TokenScorer(model))
+        assert {buffer.device.type for buffer in loss.buffers(recurse=False)} == {"meta"}
+
+
 def test_torchrls_defaults_that_change_nothing_are_taken():
     same = {
         "kl_mask_threshold": None,

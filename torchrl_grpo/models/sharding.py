@@ -383,8 +383,13 @@ def clip_grad_norm(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
 
 
 def compute_device(model: nn.Module) -> torch.device:
-    """Return the device on which a model computes, also if its parameters are offloaded."""
-    parameter, mesh = next(model.parameters()), mesh_of(model)
+    """Return the device on which a model computes, also if its parameters are offloaded; the CPU if
+    it has none.
+    """
+    parameter = next(model.parameters(), None)
+    if parameter is None:
+        return torch.device("cpu")
+    mesh = mesh_of(model)
     if mesh is None or mesh.device_type == parameter.device.type:
         return parameter.device
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())

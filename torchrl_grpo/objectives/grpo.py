@@ -33,6 +33,7 @@ from torchrl_grpo.checks import (
 from torchrl_grpo.compat.torchrl import CHOICES, check_choice, refuse_arguments
 from torchrl_grpo.models.packing import entry, has, pad, trajectories_of
 from torchrl_grpo.models.scoring import TokenScorer, WrapperScorer
+from torchrl_grpo.models.sharding import compute_device
 from torchrl_grpo.objectives.output import LARGEST_RATIO, TORCHRL_METRICS, GRPOLossOutput
 
 _METRICS = (
@@ -137,7 +138,7 @@ class GRPOLoss(LossModule):
         sft_coeff: weight of minus the log-likelihood of the demonstrations in the batch, the mean
             over their masked tokens (``DemonstrationLoss`` with ``aggregation="token_mean"``); 0
             needs none.
-        device: of the loss's own buffers, the CPU if None; the model stays where it is.
+        device: of the loss's own buffers; by default, the device on which the model computes.
 
     Input keys (``set_keys`` renames them): ``action`` [B, T] int64, the tokens (a ``TokenScorer``
     reads them), ``advantage`` [B, 1] (or TorchRL's [B, 1, 1]) or [B, T],
@@ -237,7 +238,7 @@ class GRPOLoss(LossModule):
         super().__init__()
         low, high = check_clip_epsilon(clip_epsilon)
         self.actor_network = _scorer(actor_network)
-        device = torch.device("cpu" if device is None else device)
+        device = compute_device(self.actor_network) if device is None else torch.device(device)
         self.register_buffer("clip_epsilon_low", torch.tensor(float(low), device=device))
         self.register_buffer("clip_epsilon_high", torch.tensor(float(high), device=device))
         self.ratio_level = ratio_level

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from PIL import Image, ImageDraw
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
 from torchrl_grpo.images import ImageFile
@@ -224,6 +225,20 @@ def make_qwen2_5_vl(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
         tie_word_embeddings=False,
     )
     spread(Qwen2_5_VLForConditionalGeneration(config)).save_pretrained(folder)
+    return folder
+
+
+def retie(folder: Path, top: bool, text: bool, *, has_head: bool) -> Path:
+    """Set the model's own and its language model's ``tie_word_embeddings``; without a head of its
+    own, the model reads its embeddings.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    config["tie_word_embeddings"] = top
+    config["text_config"]["tie_word_embeddings"] = text
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = load_file(folder / "model.safetensors")
+    kept = {name: w for name, w in weights.items() if has_head or "lm_head" not in name}
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
     return folder
 
 

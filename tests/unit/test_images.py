@@ -6,6 +6,7 @@ import io
 import json
 import math
 import re
+import shutil
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -20,7 +21,7 @@ from transformers import AutoModelForImageTextToText, PreTrainedTokenizerBase
 
 from tests.support.configs import compose_config, last_of_each
 from tests.support.runs import SMALL
-from tests.support.vision import MAKERS, picture
+from tests.support.vision import MAKERS, picture, retie
 from torchrl_grpo import keys
 from torchrl_grpo.assembly.blueprint import prepare
 from torchrl_grpo.assembly.run import build
@@ -40,6 +41,7 @@ from torchrl_grpo.images.features import (
     has_grid,
     with_features,
 )
+from torchrl_grpo.learner.export import export_model
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.reporting.metrics import read_jsonl
@@ -517,6 +519,40 @@ def test_reward_functions_get_the_images_in_each_form() -> None:
     with pytest.raises(ValueError, match=r"env\.columns\.images"):
         make_rewards({"fn": own, "name": "own"}).check((), True)
     make_rewards({"fn": own, "name": "own"}).check((), True, has_images=True)
+
+
+def retied(kit: Kit, folder: Path, top: bool, text: bool, *, has_head: bool) -> str:
+    copy = shutil.copytree(kit.path, folder / "model")
+    return str(retie(copy, top, text, has_head=has_head))
+
+
+def test_a_head_is_tied_where_the_whole_models_config_says_so(kit: Kit, tmp_path: Path) -> None:
+    path = retied(kit, tmp_path, True, False, has_head=False)
+    model = loading.load_model(path, dtype=torch.float32, device=CPU)
+    export_model(model, kit.tokenizer, tmp_path / "export", "")
+    config = loading.load_config(str(tmp_path / "export"))
+    assert config.tie_word_embeddings and config.get_text_config().tie_word_embeddings  # for vLLM
+    prompt = kit.prompt("Count?", [picture(1)])
+    scores = [
+        kit.logits(one, prompt.tokens, prompt.images).log_softmax(-1)
+        for one in (
+            model,
+            AutoModelForImageTextToText.from_pretrained(path),
+            AutoModelForImageTextToText.from_pretrained(tmp_path / "export"),
+        )
+    ]
+    assert torch.equal(scores[0], scores[1]) and torch.equal(scores[0], scores[2])
+
+
+@pytest.mark.parametrize(
+    ("top", "has_head", "fix"), [(True, True, "=false"), (False, False, "lm_head")]
+)
+def test_a_head_that_is_not_what_the_config_says_is_refused(
+    kit: Kit, tmp_path: Path, top: bool, has_head: bool, fix: str
+) -> None:
+    path = retied(kit, tmp_path, top, top, has_head=has_head)
+    with pytest.raises(ValueError, match=rf"model\.name=.*{fix}"):
+        loading.load_model(path, dtype=torch.float32, device=CPU)
 
 
 def test_lora_adapts_the_language_model_alone(kit: Kit) -> None:

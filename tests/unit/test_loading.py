@@ -281,6 +281,21 @@ def test_a_tied_head_may_be_missing_and_other_parts_may_be_there(tmp_path: Path)
     assert load(tmp_path).lm_head.weight.isfinite().all()
 
 
+def test_a_head_of_its_own_in_a_model_with_a_tied_head_is_refused(tmp_path: Path) -> None:
+    """Transformers would train it, and vLLM would never receive it."""
+    make_tiny_model().save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    head = weights["model.embed_tokens.weight"].clone()
+    save_file({**weights, "lm_head.weight": head}, file, {"format": "pt"})
+    load(tmp_path)
+    save_file({**weights, "lm_head.weight": head + 1}, file, {"format": "pt"})
+    with pytest.raises(
+        ValueError, match=r"model\.name=.*\(lm_head\.weight\).*tie_word_embeddings=false"
+    ):
+        load(tmp_path)
+
+
 def test_mistral_s_own_tokenizer_format_is_left_aside(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tests.support.configs import compose_config
-from tests.support.vision import make_idefics3, picture
+from tests.support.vision import make_idefics3, picture, retie
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.chat.template import ChatEncoder
 from torchrl_grpo.generation.base import Engine, SamplingParams
@@ -94,6 +94,18 @@ def test_log_probs_are_the_trainers_before_and_after_a_sync(
     print(f"before {max(before):.1e}, after {max(after):.1e}, old weights {min(stale):.2f}")
     assert max(before + after) < ROUNDING
     assert min(stale) > 0.01
+
+
+@pytest.mark.parametrize(("top", "text"), [(True, False), (False, True)])
+def test_a_head_is_tied_as_in_the_trainer(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, top: bool, text: bool
+) -> None:
+    path = str(retie(make_idefics3(tmp_path, tokenizer), top, text, has_head=not top))
+    engine = VLLMEngine(path, max_model_len=160, enforce_eager=True, kv_cache_gib=0.1)
+    try:
+        assert max(gaps(engine, load_model(path), [torch.arange(5, 40)])) < ROUNDING
+    finally:
+        engine.close()
 
 
 def test_a_run_on_vllm_trains_the_image_encoder(tmp_path: Path) -> None:

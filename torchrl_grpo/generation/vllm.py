@@ -372,20 +372,21 @@ def engine_arguments(model_path: str, settings: VLLMSettings) -> tuple[Any, dict
     trust_remote_code = arguments.get("trust_remote_code", False)
     config = get_config(model_path, trust_remote_code=trust_remote_code)
     reads_images = family_of(config) is not None
+    overrides: dict[str, Any] = {}
     if not reads_images:
         config = config.get_text_config()
     else:
         # The cache would leave out images that an earlier request brought, and so rely on requests
         # that arrive in the order in which they were rendered.
         arguments["mm_processor_cache_gb"] = 0
+        # Where some of vLLM's models read it, unlike transformers.
+        overrides["text_config"] = {"tie_word_embeddings": config.tie_word_embeddings}
     on_cpu = current_platform.is_cpu()
     check_vllm_model(config.get_text_config(), settings, on_cpu=on_cpu)
     if not on_cpu and arguments["dtype"] != "float32":
         # Like the trainer's head; on a CPU it would be too slow.
-        engine_kwargs["hf_overrides"] = {
-            "head_dtype": "float32",
-            **engine_kwargs.get("hf_overrides", {}),
-        }
+        overrides["head_dtype"] = "float32"
+    engine_kwargs["hf_overrides"] = {**overrides, **engine_kwargs.get("hf_overrides", {})}
     workers = arguments.get("tensor_parallel_size", 1) * engine_kwargs.get(
         "pipeline_parallel_size", 1
     )

@@ -369,6 +369,9 @@ def load_model(
     except (OSError, ValueError, SafetensorError) as error:
         raise _unreachable(name, "weights", error) from error
     model = model.to(device).eval()
+    if family_of(config) is not None:
+        # transformers reads the first, and some other programs that load an export the second.
+        model.config.text_config.tie_word_embeddings = model.config.tie_word_embeddings
     parameters = dict(model.named_parameters())
     # A sum needs no memory, and is not finite if a weight is not.
     sums = torch.stack(
@@ -380,6 +383,7 @@ def load_model(
         "not finite": {
             key for key, ok in zip(parameters, sums.isfinite().tolist(), strict=True) if not ok
         },
+        "not those that tie_word_embeddings=true names": (untied := _untied(model)),
     }
     problems = [
         f"{len(keys)} are {what} ({', '.join(sorted(keys)[:3])})"
@@ -389,9 +393,18 @@ def load_model(
     if problems:
         raise ValueError(
             f"model.name={name} must have the {len(parameters)} weights of {type(model).__name__}, "
-            f"but {'; '.join(problems)}: download or save the model again."
+            f"but {'; '.join(problems)}: "
+            f"{'set tie_word_embeddings=false in its config.json' if untied else 'download'}, or "
+            "save the model again."
         )
     return model
+
+
+def _untied(model: PreTrainedModel) -> set[str]:
+    """Return the weights that the config ties to others, but that have values of their own."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    tied = model.get_expanded_tied_weights_keys(all_submodels=True)
+    return {a for a, b in tied.items() if parameters.get(a) is not parameters.get(b)}
 
 
 @dataclass(frozen=True)

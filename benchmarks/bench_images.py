@@ -50,7 +50,8 @@ from transformers import Idefics3Config, Idefics3ForConditionalGeneration
 
 from torchrl_grpo import keys
 from torchrl_grpo.images import EncodedImage, ImageFile, ImageSpan
-from torchrl_grpo.models.loading import freeze_vision
+from torchrl_grpo.models.loading import freeze_vision, shape_of
+from torchrl_grpo.models.memory import step_memory
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.objectives import GRPOLoss
 
@@ -123,6 +124,10 @@ def plain_log_probs(model: Any, batch: dict[str, Tensor]) -> Tensor:
     return -losses.view(len(tokens), -1)
 
 
+planned: dict[str, float] = {}
+"""The memory plan's prediction for our latest step, beyond the weights, without optimizer."""
+
+
 def use_ours(model: Any, batch: dict[str, Tensor], again: bool = False) -> Step:
     """Return ``GRPOTrainer.train_step`` without an optimizer step."""
     scorer = TokenScorer(model)
@@ -146,7 +151,10 @@ def use_ours(model: Any, batch: dict[str, Tensor], again: bool = False) -> Step:
             image = EncodedImage(ImageFile(b""), f"{turn} {group}", tokens, is_embed, inputs)
             for row in range(group * REPEATS, (group + 1) * REPEATS):
                 data.tensordicts[row].set(keys.IMAGES, NonTensorData((ImageSpan(1, image),)))
-        return trainer.train_step(data)["loss"]
+        loss = trainer.train_step(data)["loss"]
+        memory = step_memory(shape_of(model), trainer.setup())
+        planned["mib"] = (memory.peak - memory.resting) / 2**20
+        return loss
 
     return step
 
@@ -221,11 +229,11 @@ def work(side: str, train_vision: bool, folder: str, pipe: Connection) -> None:
     model.zero_grad()
     peak_mib(True)
     while pipe.recv():
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         step()
         model.zero_grad()
-        pipe.send(time.perf_counter() - start)
-    pipe.send(max(peak, peak_mib()) - before)
+        pipe.send((time.perf_counter() - start, time.process_time() - cpu))
+    pipe.send((max(peak, peak_mib()) - before, planned.get("mib")))
 
 
 def compare(side: str, folder: str) -> float:
@@ -260,19 +268,26 @@ def measure(train_vision: bool, repeats: int) -> dict[str, Any]:
             if not difference <= TOLERANCE:
                 raise RuntimeError(f"the gradient of {side} differs by {difference:.1e}.")
         seconds: dict[str, list[float]] = {side: [] for side in pipes}
+        cpu_seconds: dict[str, list[float]] = {side: [] for side in pipes}
         order = itertools.cycle(pipes)
         for turn in range(repeats + 1):
             for side in [next(order) for _ in pipes]:
                 pipes[side].send(True)
-                took = pipes[side].recv()
+                took, cpu = pipes[side].recv()
                 if turn:  # the first round is a warm-up
                     seconds[side].append(took)
+                    cpu_seconds[side].append(cpu)
             next(order)
         for pipe in pipes.values():
             pipe.send(False)
-        result["peak_growth_mib"] = {side: pipe.recv() for side, pipe in pipes.items()}
-    medians = {side: statistics.median(times) for side, times in seconds.items()}
-    return result | {"median_s": medians, "seconds": seconds}
+        memory = {side: pipe.recv() for side, pipe in pipes.items()}
+    result["peak_growth_mib"] = {side: mib for side, (mib, _) in memory.items()}
+    result["planned_growth_mib"] = memory["ours"][1]
+    for name, times in (("s", seconds), ("cpu_s", cpu_seconds)):
+        medians = {side: statistics.median(values) for side, values in times.items()}
+        result[f"median_{name}"] = medians
+        result[f"{name}_over_ours"] = {side: t / medians["ours"] for side, t in medians.items()}
+    return result | {"seconds": seconds, "cpu_seconds": cpu_seconds}
 
 
 def main() -> None:

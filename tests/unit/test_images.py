@@ -598,7 +598,7 @@ def test_a_model_that_reads_text_alone_is_refused(kit: Kit, tmp_path: Path) -> N
 @ONE_FAMILY
 def test_the_pixels_that_are_kept_have_a_bound(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
     size = kit.encoder.encode(picture(20)).nbytes
-    monkeypatch.setattr("torchrl_grpo.images.encoder._MOST_BYTES", 3 * size)
+    monkeypatch.setattr("torchrl_grpo.images.encoder.MOST_BYTES", 3 * size)
     encoder = deepcopy(kit.encoder)  # with a new cache
     first = [encoder.encode(picture(i)) for i in range(6)]
     again = [encoder.encode(picture(i)) for i in range(6)]

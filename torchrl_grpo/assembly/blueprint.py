@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from tensordict.nn import TensorDictModule
+from torch import Tensor
 from torchrl import torchrl_logger
 from torchrl.envs import Transform, TransformedEnv
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -21,7 +22,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from torchrl_grpo import keys
 from torchrl_grpo.assembly.algorithm import batch_transforms, make_loss
 from torchrl_grpo.assembly.components import make_component, make_files_absolute
-from torchrl_grpo.assembly.memory import RunMemory, run_memory
+from torchrl_grpo.assembly.memory import Images, RunMemory, run_memory
 from torchrl_grpo.assembly.tasks import check_tests, dataset_names, read_task
 from torchrl_grpo.checks import check_heads, check_multiple, check_optimizer
 from torchrl_grpo.collectors.demonstrations import Demonstrations
@@ -37,6 +38,7 @@ from torchrl_grpo.host.accelerators import accelerators_in_use
 from torchrl_grpo.host.extras import load_extra
 from torchrl_grpo.host.memory import in_words
 from torchrl_grpo.host.text import size
+from torchrl_grpo.images import Prompt, images_of
 from torchrl_grpo.images.encoder import ImageEncoder
 from torchrl_grpo.images.families import family_of
 from torchrl_grpo.learner.resume import Resume, check_length, refusing
@@ -103,15 +105,26 @@ class Blueprint:
     @property
     def memory(self) -> RunMemory:
         """The memory of each role on one of its devices, with responses of maximum length."""
+        prompts = self.train_env.prompts.first(_NUM_PROMPTS)
         return run_memory(
             self.config,
             self.shape,
-            prompt=max(map(len, self.train_env.prompts.first(_NUM_PROMPTS))),
+            prompt=max(map(len, prompts)),
             response=self.config.max_response_tokens,
             ranks=len(self.plan.train),
             samplers=len(self.plan.inference),
             on_cpu=self.plan.train[0].type == "cpu",
             teacher=self.teacher_shape,
+            images=None if self.image_encoder is None else self._images(prompts),
+        )
+
+    def _images(self, prompts: Sequence[Tensor | Prompt]) -> Images:
+        """Return the images of a run, according to some of its prompts."""
+        each = [[span.image for span in images_of(prompt)] for prompt in prompts]
+        return Images(
+            tokens=max(sum(image.num_features for image in images) for images in each),
+            pixels=sum(image.nbytes for images in each for image in images) / len(each),
+            problems=self.train_env.num_problems,
         )
 
 

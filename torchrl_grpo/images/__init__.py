@@ -112,6 +112,11 @@ class EncodedImage:
     inputs: Mapping[str, Tensor]
 
     @property
+    def num_features(self) -> int:
+        """Tokens that features take the place of."""
+        return int(self.is_embed.sum())
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the inputs."""
         return sum(value.nbytes for value in self.inputs.values())

@@ -8,6 +8,10 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
+MOST_BYTES = 1 << 30
+"""Most bytes of pixels that a process keeps, and of features that a model keeps, in the memory of
+the host. A photograph takes about 25 MB of pixels in Qwen's models."""
+
 
 class ByteCache(Generic[T]):
     """Values that are kept until they take more than a number of bytes; the least recently used

@@ -13,17 +13,15 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from torchrl_grpo.compat.transformers import load_image_processor
 from torchrl_grpo.images import EncodedImage, ImageFile, ImageSpan, Prompt
-from torchrl_grpo.images.cache import ByteCache
+from torchrl_grpo.images.cache import MOST_BYTES, ByteCache
 from torchrl_grpo.images.families import FAMILIES
 
-_MOST_BYTES = 1 << 30
-"""Most pixels that are kept: a photograph takes about 25 MB in Qwen's models."""
 _OF_TEXT = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
 """What a processor returns for the text."""
 
 
 def _new_cache() -> ByteCache[EncodedImage]:
-    return ByteCache(_MOST_BYTES, lambda image: image.nbytes)
+    return ByteCache(MOST_BYTES, lambda image: image.nbytes)
 
 
 class ImageEncoder:

@@ -11,11 +11,8 @@ from torch import Tensor, nn
 
 from torchrl_grpo.compat.torch import version_of
 from torchrl_grpo.images import EncodedImage, Spans
-from torchrl_grpo.images.cache import ByteCache
+from torchrl_grpo.images.cache import MOST_BYTES, ByteCache
 from torchrl_grpo.images.families import family_of, vision_parameters
-
-_MOST_BYTES = 1 << 30
-"""Most features that are kept, in the memory of the host."""
 
 
 class ImageFeatures:
@@ -31,7 +28,7 @@ class ImageFeatures:
     def __init__(self, base: Any) -> None:
         self._base = base
         self._kept = ByteCache[tuple[Tensor, ...]](
-            _MOST_BYTES, lambda parts: sum(part.nbytes for part in parts)
+            MOST_BYTES, lambda parts: sum(part.nbytes for part in parts)
         )
         self._versions: list[int] = []
         self._fingerprint: list[float] = []

@@ -24,6 +24,7 @@ from torchrl_grpo.errors import MemoryShortError, NonFiniteError, NoSignalError
 from torchrl_grpo.functional import effective_sample_size
 from torchrl_grpo.host.memory import memory_short
 from torchrl_grpo.images import Spans
+from torchrl_grpo.images.families import vision_parameters
 from torchrl_grpo.learner.diagnosis import queries_of, where_not_finite, why_no_token
 from torchrl_grpo.learner.measures import PassScores, StepMeasures
 from torchrl_grpo.learner.optimizer import EntropyControl, has_small_states
@@ -137,7 +138,7 @@ class GRPOTrainer:
         self.optim_steps = 0
         self.skipped_steps = 0
         self._nonfinite_in_a_row = 0
-        self._pass_sizes: list[tuple[int, int]] = []
+        self._pass_sizes: list[tuple[int, int, int]] = []
         self._nonfinite_reason = ""
         self._measures = StepMeasures(self.parameters, self._sum_over_ranks)
         self._measured: dict[str, Tensor] = {}
@@ -198,7 +199,8 @@ class GRPOTrainer:
 
     def setup(self) -> StepSetup:
         """Describe the current or latest step, as far as its memory depends on it."""
-        tokens, sequences = max(self._pass_sizes, default=(self.micro_batch_tokens, 1))
+        first = (self.micro_batch_tokens, 1, 0)
+        tokens, sequences, features = max(self._pass_sizes, default=first)
         adapters = getattr(self.model, "peft_config", None)
         base = base_model_of(self.model)
         master = next(base.parameters()).element_size()
@@ -215,6 +217,8 @@ class GRPOTrainer:
             replicas=num_replicas(self.model),
             offloads=self.parameters[0].device.type != self.device.type,
             averages=len(self.averages),
+            images=features / tokens,
+            trains_vision=any(p.requires_grad for _, p in vision_parameters(base)),
         )
 
     def _memory_short(self, error: BaseException) -> MemoryShortError:
@@ -255,7 +259,9 @@ class GRPOTrainer:
             self.loss.entropy_coeff = self.entropy_control.applied
         data = self._prepare(batch)
         passes = self._make_passes(data)
-        self._pass_sizes = [(micro_pass.tokens, len(micro_pass.rows)) for micro_pass in passes]
+        self._pass_sizes = [
+            (micro_pass.tokens, len(micro_pass.rows), micro_pass.features) for micro_pass in passes
+        ]
         self.scores.begin_step(len(batch))
         totals = self._accumulate_gradients(passes)
         computed = totals.pop("computed")
@@ -579,6 +585,13 @@ class _Pass:
     rows: Tensor
     tokens: int
     data: TensorDict
+
+    @property
+    def features(self) -> int:
+        """Tokens of the distinct images."""
+        layout = getattr(self.data.get(keys.LAYOUT, None), "data", None)
+        images = getattr(layout, "images", None)
+        return 0 if images is None else images.num_features
 
 
 def _images(data: TensorDict) -> list[Spans] | None:

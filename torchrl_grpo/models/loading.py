@@ -33,7 +33,7 @@ from torchrl_grpo.chat.template import render_chat
 from torchrl_grpo.checks import STARTERS, check_argument
 from torchrl_grpo.images.encoder import ImageEncoder
 from torchrl_grpo.images.families import FAMILIES, family_of, vision_parameters
-from torchrl_grpo.models.memory import Shape, shape_of_config
+from torchrl_grpo.models.memory import Shape, shape_of_config, vision_shape
 from torchrl_grpo.starter import starter_path
 
 STARTER = "starter"
@@ -451,10 +451,34 @@ def shape_of(model: Any) -> Shape:
     else:
         linears = {module for module in base.modules() if isinstance(module, nn.Linear)}
         linears.discard(base.get_output_embeddings())
+        others = {parameter for _, parameter in vision_parameters(base)}
+        linears = {module for module in linears if module.weight not in others}
         adapted = sum(sum(module.weight.shape) for module in linears)
+    vision = _vision_shape(base)
+    count -= 0 if vision is None else int(vision.parameters)
     active = count - (shape.parameters - shape.active)
-    whole = sum(parameter.numel() for _, parameter in vision_parameters(base))
-    return replace(shape, parameters=count, active=active, adapted=adapted, whole=whole)
+    shape = replace(shape, parameters=count, active=active, adapted=adapted)
+    return shape.with_vision(vision, *_patches(base.config))
+
+
+def _vision_shape(base: Any) -> Shape | None:
+    """Return the shape of a model's image encoder and projector; None without them."""
+    count = sum(parameter.numel() for _, parameter in vision_parameters(base))
+    if not count:
+        return None
+    config = base.config.vision_config
+    layers = getattr(config, "depth", None) or config.num_hidden_layers
+    is_gated = config.hidden_act == "silu"
+    return vision_shape(
+        count, layers, config.hidden_size, config.intermediate_size, is_gated=is_gated
+    )
+
+
+def _patches(config: Any) -> tuple[int, int]:
+    """Return the number of patches in a token of an image, and of levels of deep features."""
+    vision = getattr(config, "vision_config", None)
+    side = getattr(config, "scale_factor", getattr(vision, "spatial_merge_size", 1))
+    return int(side) ** 2, len(getattr(vision, "deepstack_visual_indexes", ()))
 
 
 def config_shape(

@@ -24,7 +24,7 @@ _LORA_RANK = 16
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a decoder, in counts of numbers.
+    """Sizes of a decoder or of an image encoder, in counts of numbers.
 
     Attributes:
         parameters: number of all parameters; tied ones count once.
@@ -37,7 +37,10 @@ class Shape:
         head: number of parameters of the LM head.
         tied: whether the embedding is the head.
         adapted: number of parameters of adapters of rank 1.
-        whole: number of parameters of an image encoder, which every rank holds whole.
+        vision: shape of the image encoder, whose parameters include its projector's and are part of
+            ``parameters``; None for a model of text alone.
+        patches: number of the encoder's patches in a token of an image.
+        features: size of an image token's features.
     """
 
     parameters: float
@@ -50,7 +53,43 @@ class Shape:
     head: int
     tied: bool
     adapted: int
-    whole: int = 0
+    vision: Shape | None = None
+    patches: int = 1
+    features: int = 0
+
+    def with_vision(self, vision: Shape | None, patches: int = 4, levels: int = 0) -> Shape:
+        """Return the shape of this decoder with an image encoder.
+
+        Args:
+            vision: shape of the encoder.
+            patches: number of patches in a token of an image.
+            levels: number of layers whose features are added to the decoder's first layers.
+        """
+        if vision is None:
+            return self
+        return replace(
+            self,
+            parameters=self.parameters + vision.parameters,
+            vision=vision,
+            patches=patches,
+            features=self.hidden * (1 + levels),
+        )
+
+
+def vision_shape(
+    parameters: float, layers: int, hidden: int, inner: int, *, is_gated: bool = False
+) -> Shape:
+    """Return the shape of an image encoder.
+
+    Args:
+        parameters: number of parameters, with the projector's.
+        layers: number of layers.
+        hidden: hidden size.
+        inner: size between the two or three projections of a layer.
+        is_gated: whether there are three.
+    """
+    half = inner if is_gated else inner // 2
+    return Shape(parameters, parameters, layers, hidden, hidden, hidden, half, 0, False, 0)
 
 
 def shape_of_config(config: Any) -> Shape:
@@ -123,6 +162,9 @@ class StepSetup:
         replicas: number of copies of the model, each sharded over an equal part of the ranks.
         offloads: whether weights, gradients and moments are kept on the CPU.
         averages: number of averages of the trained weights, which count as moments.
+        images: share of the tokens that are features of images.
+        trains_vision: whether the image encoder is trained. Otherwise each rank holds it whole,
+            without gradients and moments, and computes an image at a time.
     """
 
     tokens: int
@@ -137,6 +179,8 @@ class StepSetup:
     replicas: int = 1
     offloads: bool = False
     averages: int = 0
+    images: float = 0.0
+    trains_vision: bool = False
 
     def of_batch(self, tokens: float, longest: float) -> StepSetup:
         """Return the setup of steps with this many tokens, in passes of the same size as this
@@ -207,9 +251,10 @@ def step_memory(shape: Shape, setup: StepSetup) -> StepMemory:
     number, master = setup.number, setup.master
     adapters = shape.adapted * setup.adapters * _ADAPTER_NUMBER
     shards = setup.ranks // setup.replicas
-    weights = int((shape.parameters - shape.whole) * master + adapters) // shards
-    weights += shape.whole * master
-    trained = int(adapters or shape.parameters * master) // shards
+    frozen = frozen_parameters(shape, setup)
+    parameters = shape.parameters - frozen
+    weights = int(parameters * master + adapters) // shards + int(frozen * master)
+    trained = int(adapters or parameters * master) // shards
     moments = (
         2 * trained // (_ADAPTER_NUMBER if adapters else master)
         if setup.small_states
@@ -221,20 +266,23 @@ def step_memory(shape: Shape, setup: StepSetup) -> StepMemory:
     copies, outside = 0, shape.head * (1 if shape.tied else 2)
     sharded = setup.ranks > 1 or setup.offloads
     if sharded:  # gathered: weights outside of layers during the whole pass, and one layer
-        copies = int((outside + (shape.parameters - outside) / shape.layers) * number)
+        copies = int((outside + (parameters - outside) / shape.layers) * number)
     elif number < master and not setup.checkpoints:  # for the backward pass
-        copies = weights * number // master
+        copies = int(weights - frozen * master) * number // master
 
     layer = setup.tokens * _layer_bytes(shape, setup)
-    inputs = shape.layers * setup.tokens * shape.hidden * master
-    kept = inputs + layer if setup.checkpoints else shape.layers * layer
+    kept = _kept_bytes(shape, setup, setup.tokens)
+    vision = 0
+    if shape.vision is not None and setup.trains_vision:
+        patches = math.ceil(setup.tokens * setup.images) * shape.patches
+        vision = _kept_bytes(shape.vision, setup, patches)
     # When the backward pass begins, there are gradients of two tensors as wide as a layer's gates
     # and of its input and output, or logits. In 16 bits they are in float32 too, or next to copies
     # in float32.
-    activations = kept + setup.tokens * 4 * 2 * (shape.inner + shape.hidden)
-    # It begins with all activations and the head's gradient. It ends with one layer's activations
-    # and all gradients, or with those and the embedding's (and the head's, kept until then if they
-    # are tied). Gradients of earlier passes are there all the time.
+    activations = kept + vision + setup.tokens * 4 * 2 * (shape.inner + shape.hidden)
+    # It begins with all activations and the head's gradient. It ends with one layer's activations,
+    # or the image encoder's, and all gradients, or with those and the embedding's (and the head's,
+    # kept until then if they are tied). Gradients of earlier passes are there all the time.
     of_head, several = 0 if setup.adapters else shape.head * master, setup.passes > 1
     first = activations + of_head + several * trained
     dense = shape.tied and sharded  # otherwise it is added to rows of the head's (``models.head``)
@@ -257,6 +305,14 @@ def weight_bytes(shape: Shape, number: int, devices: int = 1) -> int:
     return int(shape.parameters * number / devices)
 
 
+def shard_bytes(shape: Shape, number: int, ranks: int) -> int:
+    """Return the bytes of a model that is not trained on each of the ranks that share it, which
+    hold an image encoder whole.
+    """
+    whole = 0 if shape.vision is None else shape.vision.parameters
+    return int(((shape.parameters - whole) / ranks + whole) * number)
+
+
 def token_cache_bytes(shape: Shape, number: int) -> int:
     """Return the bytes of one token in an engine's KV cache."""
     return 2 * shape.layers * shape.kv_width * number
@@ -274,19 +330,22 @@ class ModelMemory:
     Attributes:
         weights: weights of the model.
         cache: keys and values of the groups that an engine samples at once.
+        features: features of images that vLLM keeps.
     """
 
     weights: int
     cache: int = 0
+    features: int = 0
 
     @property
     def peak(self) -> int:
         """Maximum memory at a time."""
-        return self.weights + self.cache
+        return self.weights + self.cache + self.features
 
     def parts(self) -> dict[str, int]:
         """Return the memory by purpose, as named in messages and tables."""
-        return {"weights": self.weights} | ({"KV cache": self.cache} if self.cache else {})
+        caches = {"KV cache": self.cache, "features of images": self.features}
+        return {"weights": self.weights} | {name: size for name, size in caches.items() if size}
 
 
 def forward_memory(shape: Shape, tokens: int, number: int) -> int:
@@ -320,20 +379,44 @@ def savings(shape: Shape, setup: StepSetup) -> dict[str, int]:
     if setup.number == 4:
         knobs["train.mixed_precision=bf16"] = replace(setup, number=2)
     if not setup.adapters:
-        knobs["train_model.lora.enabled=true"] = replace(setup, adapters=_LORA_RANK)
+        knobs["train_model.lora.enabled=true"] = replace(
+            setup, adapters=_LORA_RANK, trains_vision=False
+        )
     share = replace(
         setup,
         tokens=half if single and setup.sequences > 1 else setup.tokens,
         ranks=2 * setup.ranks,
     )
-    knobs[f"train_model.num_devices={share.ranks}"] = share
+    if setup.trains_vision:  # on one device
+        knobs["train_model.train_vision=false"] = replace(setup, trains_vision=False)
+    else:
+        knobs[f"train_model.num_devices={share.ranks}"] = share
     if setup.replicas > 1:
         knobs["train_model.replicas=1"] = replace(setup, replicas=1)
     if not (setup.small_states or setup.offloads):  # these exclude each other
         knobs["optimizer.name=adamw_8bit"] = replace(setup, small_states=True)
-        knobs["train_model.cpu_offload=true"] = replace(setup, offloads=True)
+        if not setup.images:
+            knobs["train_model.cpu_offload=true"] = replace(setup, offloads=True)
     now = step_memory(shape, setup).peak
     return {name: now - step_memory(shape, other).peak for name, other in knobs.items()}
+
+
+def feature_bytes(shape: Shape, number: int, tokens: float) -> int:
+    """Return the bytes of the features of images with a number of tokens."""
+    return int(tokens * shape.features * number)
+
+
+def frozen_parameters(shape: Shape, setup: StepSetup) -> float:
+    """Return the number of parameters of an image encoder that is not trained."""
+    return 0 if shape.vision is None or setup.trains_vision else shape.vision.parameters
+
+
+def _kept_bytes(shape: Shape, setup: StepSetup, tokens: int) -> int:
+    """Return the bytes that the layers keep for the backward pass."""
+    layer = tokens * _layer_bytes(shape, setup)
+    if setup.checkpoints:
+        return shape.layers * tokens * shape.hidden * setup.master + layer
+    return shape.layers * layer
 
 
 def _layer_bytes(shape: Shape, setup: StepSetup) -> int:

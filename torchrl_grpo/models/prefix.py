@@ -123,6 +123,11 @@ class ImageLayout:
     places: Tensor
     features: GatherIndex
 
+    @property
+    def num_features(self) -> int:
+        """Tokens of the distinct images."""
+        return sum(image.num_features for image in self.images)
+
     def to(self, device: torch.device) -> ImageLayout:
         """Return the layout on a device; the images stay where they are."""
         return ImageLayout(self.images, send(self.places, device), self.features.to(device))
@@ -284,7 +289,7 @@ def _image_layout(spans: Sequence[tuple[int, ImageSpan]]) -> ImageLayout | None:
     if not spans:
         return None
     images = tuple(dict.fromkeys(span.image for _, span in spans))
-    counts = [int(image.is_embed.sum()) for image in images]
+    counts = [image.num_features for image in images]
     ends = torch.tensor(counts, device="cpu").cumsum(0).tolist()
     index = {
         image: torch.arange(end - count, end, device="cpu")

@@ -182,15 +182,24 @@ def memory_rows(blueprint: Blueprint) -> list[dict[str, Any]]:
     }
     away |= {"reference", "teacher"} if config.only_evaluates else set()
     away |= {"train"} if config.evaluates_served else set()
-    return [
+    memory = blueprint.memory
+    rows = [
         {
             "resource": f"memory of {role}",
-            "estimate": size(memory.peak),
-            "details": f"computed, per device: {in_words(memory.parts())}",
+            "estimate": size(of_role.peak),
+            "details": f"computed, per device: {in_words(of_role.parts())}",
         }
-        for role, memory in blueprint.memory.roles().items()
+        for role, of_role in memory.roles().items()
         if role not in away
     ]
+    if memory.images:
+        row = {
+            "resource": "memory of images",
+            "estimate": size(sum(memory.images.values())),
+            "details": f"computed, on the hosts: up to {in_words(memory.images)}",
+        }
+        rows.append(row)
+    return rows
 
 
 def _versions(config: GRPOConfig, check: Check) -> None:

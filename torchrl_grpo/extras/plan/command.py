@@ -20,7 +20,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from torchrl_grpo.assembly.memory import step_setup
+from torchrl_grpo.assembly.memory import encoder_cache_bytes, step_setup
 from torchrl_grpo.checks import STARTERS
 from torchrl_grpo.config import ConfigError, GRPOConfig, compose, orderly_exit, staleness_bound
 from torchrl_grpo.extras.plan.hardware import GPUS, Workload, model_shape
@@ -93,6 +93,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         ),
     )
     parser.add_argument(
+        "--image-tokens",
+        type=_positive,
+        default=0.0,
+        metavar="X",
+        help="of which tokens of images, on average (0)",
+    )
+    parser.add_argument(
         "--reward-s", type=float, default=0.0, metavar="X", help="seconds of a task's rewards (0)"
     )
     parser.add_argument(
@@ -123,11 +130,19 @@ def settings_of(config: GRPOConfig, options: argparse.Namespace) -> Settings:
             f"--response-tokens={response:g} must not exceed the {longest} of "
             f"inference_model.max_new_tokens: use {longest} or less."
         )
+    prompt = options.prompt_tokens or (env.max_prompt_tokens or 2 * _PROMPT) / 2
+    if options.image_tokens > prompt:
+        raise ConfigError(
+            f"--image-tokens={options.image_tokens:g} must not exceed the {prompt:g} tokens of a "
+            "prompt, which include them: pass more as --prompt-tokens."
+        )
+    shape = model_shape(name, folder, options.params)
     work = Workload(
-        shape=model_shape(name, folder, options.params),
+        shape=shape,
         group_size=env.repeats,
-        prompt=options.prompt_tokens or (env.max_prompt_tokens or 2 * _PROMPT) / 2,
+        prompt=prompt,
         response=response,
+        images=options.image_tokens,
         longest=longest,
         groups=config.groups_per_batch,
         passes=train.epochs,
@@ -141,6 +156,7 @@ def settings_of(config: GRPOConfig, options: argparse.Namespace) -> Settings:
         shards_reference=config.ref_model.sharded or "reference" in config.averages,
         broadcast=engine.weight_transfer in ("broadcast", "cuda_ipc"),
         reward_s=options.reward_s,
+        encoder_cache=encoder_cache_bytes(config, shape, options.image_tokens),
     )
     return Settings(
         gpu=GPUS[options.gpu],

@@ -22,11 +22,14 @@ from torchrl_grpo.models.memory import (
     Shape,
     StepMemory,
     StepSetup,
+    frozen_parameters,
     group_cache_bytes,
     host_memory,
     shape_of_config,
+    shard_bytes,
     step_memory,
     token_cache_bytes,
+    vision_shape,
     weight_bytes,
 )
 
@@ -134,9 +137,28 @@ _CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "llama-3.2-3b": _config(28, 3072, 24, 8, 8192, 128256, **_TIED),
     "mistral-7b": _config(32, 4096, 32, 8, 14336, 32000),
 }
-SHAPES: Mapping[str, Shape] = {
-    name: shape_of_config(SimpleNamespace(**config)) for name, config in _CONFIGS.items()
+_QWEN2_5_VL = (32, 1280, 3420)
+_QWEN3_VL = (24, 1024, 4096)
+_VISION: Mapping[str, tuple[str, int, tuple[int, int, int]]] = {
+    "qwen2.5-vl-3b": ("qwen2.5-3b", 668_684_288, _QWEN2_5_VL),
+    "qwen2.5-vl-7b": ("qwen2.5-7b", 676_550_144, _QWEN2_5_VL),
+    "qwen3-vl-2b": ("qwen3-1.7b", 406_957_056, _QWEN3_VL),
+    "qwen3-vl-4b": ("qwen3-4b", 415_347_712, _QWEN3_VL),
+    "qwen3-vl-8b": ("qwen3-8b", 576_388_336, (27, 1152, 4304)),
 }
+"""Decoder of a vision-language model, number of parameters of its image encoder and projector, and
+the encoder's layers, hidden size and inner size."""
+
+
+def _with_vision(name: str) -> Shape:
+    decoder, parameters, sizes = _VISION[name]
+    is_old = decoder.startswith("qwen2.5")
+    vision = vision_shape(parameters, *sizes, is_gated=is_old)
+    return _DECODERS[decoder].with_vision(vision, levels=0 if is_old else 3)
+
+
+_DECODERS = {name: shape_of_config(SimpleNamespace(**config)) for name, config in _CONFIGS.items()}
+SHAPES: Mapping[str, Shape] = _DECODERS | {name: _with_vision(name) for name in _VISION}
 """Shapes from the models' own config.json on the Hugging Face hub, by the start of their names."""
 
 
@@ -157,10 +179,13 @@ def model_shape(name: str, folder: Path, parameters: float | None = None) -> Sha
         near = min(dense, key=lambda shape: abs(math.log(shape.parameters / parameters)))
         return replace(near, parameters=parameters, active=parameters)
     if (folder / "config.json").is_file():
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if "vision_config" in config:
+            from torchrl_grpo.models import loading  # slow to import
+
+            return loading.config_shape(loading.load_config(str(folder)))
         try:
-            return shape_of_config(
-                SimpleNamespace(**json.loads((folder / "config.json").read_text(encoding="utf-8")))
-            )
+            return shape_of_config(SimpleNamespace(**config))
         except AttributeError as error:
             raise ConfigError(
                 f"model.name={name} must be a decoder whose config.json has {error.name}: pass its "
@@ -204,6 +229,8 @@ class Workload:
         broadcast: whether weights go from accelerator to accelerator, not through Ray's object
             store.
         reward_s: seconds for the rewards of a task.
+        images: mean tokens of a prompt that are features of images.
+        encoder_cache: bytes of the features of images that an engine keeps.
     """
 
     shape: Shape
@@ -223,6 +250,8 @@ class Workload:
     shards_reference: bool
     broadcast: bool
     reward_s: float
+    images: float = 0.0
+    encoder_cache: int = 0
 
     @property
     def group_tokens(self) -> float:
@@ -235,6 +264,12 @@ class Workload:
         attention = shape.layers * shape.hidden * (self.prompt + self.response / 2)
         return passes * 2 * (shape.active + attention)
 
+    @property
+    def encoder_operations(self) -> float:
+        """Return the operations of encoding the images of a prompt."""
+        vision = self.shape.vision
+        return 0.0 if vision is None else 2 * vision.active * self.images * self.shape.patches
+
     def train_s(self, gpu: Gpu, ranks: int) -> float:
         """Return the seconds of training one batch on a number of devices."""
         backward = 1 if self.lora else 2  # adapters alone: no gradients of other weights
@@ -243,8 +278,13 @@ class Workload:
         sequences = self.groups * self.group_size
         share = max(1 / ranks, 1 / sequences)  # a sequence is not divided
         tokens = self.groups * self.group_tokens * share
-        compute = tokens * self.operations(passes) / (gpu.rate(self.step.number) * COMPUTE_SHARE)
-        weights = self.shape.parameters * self.step.number
+        # Features of an encoder that is not trained are computed once.
+        encodings = passes if self.step.trains_vision else 1
+        operations = tokens * self.operations(passes)
+        operations += self.groups * share * encodings * self.encoder_operations
+        compute = operations / (gpu.rate(self.step.number) * COMPUTE_SHARE)
+        sharded = self.shape.parameters - frozen_parameters(self.shape, self.step)
+        weights = sharded * self.step.number
         micro_batches = max(self.optim_steps, math.ceil(tokens * self.passes / self.step.tokens))
         link = gpu.nvlink if ranks <= PER_MACHINE else gpu.network
         gathers = (2 + (not self.lora)) * micro_batches * weights * (1 - 1 / ranks) / link
@@ -269,7 +309,9 @@ class Workload:
     @property
     def trained(self) -> float:
         """Return the number of parameters with gradients and optimizer state."""
-        return self.shape.adapted * self.step.adapters if self.lora else self.shape.parameters
+        if self.lora:
+            return self.shape.adapted * self.step.adapters
+        return self.shape.parameters - frozen_parameters(self.shape, self.step)
 
     def score_s(self, gpu: Gpu, groups: int) -> float:
         """Return the seconds of scoring groups on one device; 0 without a reference model on its
@@ -277,8 +319,8 @@ class Workload:
         """
         if not self.scores or self.learner_scores:
             return 0.0
-        operations = groups * self.group_tokens * self.operations(1)
-        return operations / (gpu.rate(self.reference_number) * COMPUTE_SHARE)
+        operations = self.group_tokens * self.operations(1) + self.encoder_operations
+        return groups * operations / (gpu.rate(self.reference_number) * COMPUTE_SHARE)
 
     def step_s(self, gpu: Gpu, groups: int, size: int) -> float:
         """Return the seconds of one token of all rows of a number of groups, in an engine of
@@ -290,6 +332,7 @@ class Workload:
         cached_tokens = groups * self.prompt + rows * self.response / 2
         num_bytes = self.weight_bytes + cached_tokens * self.kv_bytes
         operations = (rows + groups * self.prompt / self.longest_of_group) * self.operations(1)
+        operations += groups / self.longest_of_group * self.encoder_operations
         compute_s = operations / (gpu.rate(self.engine_number) * COMPUTE_SHARE)
         seconds = max(num_bytes / (gpu.bandwidth * BANDWIDTH_SHARE), compute_s)
         return seconds / size + ENGINES[self.backend].step_overhead_s
@@ -307,19 +350,25 @@ class Workload:
         return weight_bytes(self.shape, self.engine_number)
 
     @property
+    def engine_bytes(self) -> int:
+        """Return the bytes of an engine without its KV cache."""
+        return self.weight_bytes + self.encoder_cache
+
+    @property
     def kv_bytes(self) -> int:
         """Return the bytes of one token in the KV cache."""
         return token_cache_bytes(self.shape, self.engine_number)
 
     def sync_s(self, gpu: Gpu) -> float:
         """Return the seconds of a publish, which are also those of an update."""
-        num_bytes = self.trained * self.engine_number
+        num_bytes = (self.trained if self.lora else self.shape.parameters) * self.engine_number
         return num_bytes / (min(gpu.network, gpu.pcie) if self.broadcast else STORE_RATE)
 
     def train_memory(self, ranks: int) -> StepMemory:
         """Return the memory of a training step on each of a number of devices."""
         tokens = self.groups * self.group_tokens * self.passes / self.optim_steps
         setup = replace(self.step, ranks=ranks).of_batch(tokens, self.prompt + self.response)
+        setup = replace(setup, images=self.images / self.group_tokens)
         return step_memory(self.shape, setup)
 
     def host_memory(self, ranks: int) -> tuple[int, int]:
@@ -335,9 +384,7 @@ class Workload:
         in_learner = self.shards_reference and (self.step.offloads or self.step.averages)
         if not self.scores or self.lora or in_learner:
             return 0
-        return weight_bytes(
-            self.shape, self.reference_number, ranks if self.shards_reference else 1
-        )
+        return shard_bytes(self.shape, self.reference_number, ranks if self.shards_reference else 1)
 
     def group_memory(self) -> float:
         """Return the bytes of the KV cache of a group whose responses all have maximum length."""

@@ -83,13 +83,13 @@ class Settings:
         groups = max(1, self.places(split))
         reference = self.work.reference_memory(split.train)
         train = self.work.train_memory(split.train).peak + (0 if split.reference else reference)
-        engine = (self.work.weight_bytes + groups * self.work.group_memory()) / self.engine_size
+        engine = (self.work.engine_bytes + groups * self.work.group_memory()) / self.engine_size
         return train, reference, engine
 
     def places(self, split: Split) -> int:
         """Return the number of a sampler's groups that fit into its memory."""
         samplers = split.inference // self.engine_size
-        room = self.engine_size * self.room - self.work.weight_bytes
+        room = self.engine_size * self.room - self.work.engine_bytes
         requested = self.num_envs(split) // self.work.group_size // samplers
         return min(requested, int(max(0.0, room) // self.work.group_memory()))
 
@@ -106,7 +106,7 @@ class Settings:
         steps.
         """
         train = self.work.train_memory(devices)
-        engine = (self.work.weight_bytes + self.work.group_memory()) / self.engine_size
+        engine = (self.work.engine_bytes + self.work.group_memory()) / self.engine_size
         return self.work.reference_memory(devices) + max(train.peak, train.resting + engine)
 
     def in_turns(self, devices: int) -> Result | None:
@@ -209,7 +209,9 @@ def candidates(settings: Settings, devices: int) -> Iterator[Split]:
     score, train = work.groups * work.score_s(settings.gpu, 1), work.train_s(settings.gpu, 1)
     for samplers in (n for n in range(1, devices) if work.groups % n == 0):
         remaining = devices - samplers * settings.engine_size
-        sequences = work.groups * work.group_size  # more ranks would have nothing to do
+        most = work.groups * work.group_size  # more ranks would have nothing to do
+        if work.shape.vision is not None and work.step.trains_vision:
+            most = 1
         for total in (
             {remaining, *(2**power for power in range(12) if 2**power < remaining)}
             if remaining > 0
@@ -226,7 +228,7 @@ def candidates(settings: Settings, devices: int) -> Iterator[Split]:
                 }
             for reference in shares:
                 split = Split(
-                    min(sequences, total - reference), reference, samplers * settings.engine_size
+                    min(most, total - reference), reference, samplers * settings.engine_size
                 )
                 if settings.fits(split):
                     yield split

@@ -24,26 +24,42 @@ from torchrl_grpo.learner.checkpoint import Checkpointer, read_checkpoint
 from torchrl_grpo.learner.export import export_model
 from torchrl_grpo.learner.writer import CheckpointWriter
 from torchrl_grpo.models import loading
-from torchrl_grpo.models.scoring import TokenScorer
+from torchrl_grpo.models.scoring import AdapterOffScorer, TokenScorer
 from torchrl_grpo.models.sharding import init_mesh, loading_device, shard_model
 from torchrl_grpo.objectives import GRPOLoss
+from torchrl_grpo.transforms.kl_scoring import KLScoring
 
 CPU = torch.device("cpu")
-CASES = (("idefics3", 1), ("idefics3", 2), ("qwen2_5_vl", 1))
-"""Families, and the number of copies of the model that the two ranks hold."""
+CASES = (
+    ("idefics3", 1, 0),
+    ("idefics3", 2, 0),
+    ("qwen2_5_vl", 1, 0),
+    ("idefics3", 1, 3),
+    ("qwen2_5_vl", 1, 3),
+)
+"""Families, the number of copies of the model that the two ranks hold, and the rank of adapters."""
 
 pytestmark = pytest.mark.slow  # processes take seconds to start
 
 
-def make_trainer(path: Path, mesh: DeviceMesh | None, calls: list[int]) -> GRPOTrainer:
+def make_trainer(
+    path: Path, mesh: DeviceMesh | None, calls: list[int], adapters: int = 0
+) -> GRPOTrainer:
     device = CPU if mesh is None else loading_device(mesh)
     model: Any = loading.load_model(str(path), dtype=torch.float32, device=device)
     loading.freeze_vision(model)
+    if adapters:
+        torch.manual_seed(1)
+        model = loading.add_lora(model, r=adapters, alpha=8)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.05)
     scorer = TokenScorer(model)
     if mesh is not None:
         shard_model(model, mesh)
-    encode = model.model.get_image_features
-    model.model.get_image_features = lambda *a, **k: calls.append(1) or encode(*a, **k)
+    body = loading.base_model_of(model).model
+    encode = body.get_image_features
+    body.get_image_features = lambda *a, **k: calls.append(1) or encode(*a, **k)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.01)
     loss = GRPOLoss(scorer, kl_to_ref_coeff=0.1)
@@ -79,10 +95,14 @@ def make_batch(path: Path) -> TensorDictBase:
     return lazy_stack(rows)
 
 
-def trained(path: Path, mesh: DeviceMesh | None, folder: Path) -> dict[str, Any]:
+def trained(path: Path, mesh: DeviceMesh | None, folder: Path, adapters: int = 0) -> dict[str, Any]:
     """Two steps, a checkpoint, a third step, the same step from the checkpoint, and an export."""
     batch, calls = make_batch(path), list[int]()
-    trainer = make_trainer(path, mesh, calls)
+    trainer = make_trainer(path, mesh, calls, adapters)
+    if adapters:  # the reference model is the policy without them
+        scoring = KLScoring(AdapterOffScorer(trainer.model), max_tokens=30)
+        batch = scoring(batch.exclude(keys.REF_LOG_PROBS))
+    calls.clear()
     start = weights(trainer)
     metrics = [trainer.train_batch(batch) for _ in range(2)]
     checkpointer, writer = Checkpointer(folder, {}), CheckpointWriter()
@@ -91,12 +111,16 @@ def trained(path: Path, mesh: DeviceMesh | None, folder: Path) -> dict[str, Any]
     metrics.append(trainer.train_batch(batch))
     if mesh is not None:
         dist.barrier()
-    again, saved = make_trainer(path, mesh, []), checkpointer.path(2)
+    again, saved = make_trainer(path, mesh, [], adapters), checkpointer.path(2)
     again.load_state_dict(read_checkpoint(saved)["trainer"], saved)
     resumed = [again.train_batch(batch)]
     export_model(trainer.model, loading.load_tokenizer(str(path)), folder / "model", "")
-    encoder = [parameter for _, parameter in vision_parameters(trainer.model)]
+    base = loading.base_model_of(trainer.model)
+    encoder = [parameter for _, parameter in vision_parameters(base)]
+    named = trainer.model.named_parameters()
     return {
+        "reference": torch.cat([row.get(keys.REF_LOG_PROBS) for row in batch.unbind(0)]),
+        "trained": [name for name, parameter in named if parameter.requires_grad],
         "start": start,
         "metrics": metrics,
         "weights": weights(trainer),
@@ -118,35 +142,41 @@ def run_rank(rank: int, folder: str) -> None:
     """What each process does."""
     torch.set_num_threads(1)
     path = Path(folder)
-    for family, replicas in CASES:
-        store = dist.FileStore(f"{folder}/meet_{family}_{replicas}", 2)
+    for family, replicas, adapters in CASES:
+        case = f"{family}_{replicas}_{adapters}"
+        store = dist.FileStore(f"{folder}/meet_{case}", 2)
         mesh = init_mesh(rank, 2, store, device=CPU, timeout_s=600, replicas=replicas)
-        out = trained(path / family, mesh, path / f"{family}_{replicas}")
-        torch.save(out, path / f"{family}_{replicas}_{rank}.pt")
+        out = trained(path / family, mesh, path / case, adapters)
+        torch.save(out, path / f"{case}_{rank}.pt")
         dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerBase) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
-    for family in {family for family, _ in CASES}:
+    for family in {family for family, *_ in CASES}:
         MAKERS[family](folder / family, tokenizer)
     multiprocessing.set_forkserver_preload(["torchrl_grpo.runtime", __name__])
     multiprocessing.start_processes(run_rank, (str(folder),), 2, start_method="forkserver")
     return folder
 
 
-@pytest.mark.parametrize(("family", "replicas"), CASES)
+@pytest.mark.parametrize(("family", "replicas", "adapters"), CASES)
 def test_two_ranks_train_on_images_as_one_process_does(
-    family: str, replicas: int, folder: Path
+    family: str, replicas: int, adapters: int, folder: Path
 ) -> None:
-    expected = trained(folder / family, None, folder / f"{family}_single_{replicas}")
-    ranks = [torch.load(folder / f"{family}_{replicas}_{rank}.pt") for rank in range(2)]
+    case = f"{family}_{replicas}_{adapters}"
+    expected = trained(folder / family, None, folder / f"{case}_single", adapters)
+    ranks = [torch.load(folder / f"{case}_{rank}.pt") for rank in range(2)]
     assert sorted(rank["encoded"] for rank in ranks) == [0, 1]  # one rank has no image
+    if adapters:  # two layers of the language model, with seven linear layers each
+        assert len(expected["trained"]) == 2 * 7 * 2
     names = [name for name, _ in expected["weights"]]
     assert len(set(names)) == len(names)
     for rank in ranks:
         assert rank["whole"]
+        assert rank["trained"] == expected["trained"]
+        torch.testing.assert_close(rank["reference"], expected["reference"], atol=1e-5, rtol=0)
         assert rank["sharded"] == rank["parameters"] - rank["of_encoder"] > 0
         for key in ("start", "weights"):
             assert [name for name, _ in rank[key]] == names
@@ -162,9 +192,9 @@ def test_two_ranks_train_on_images_as_one_process_does(
             assert torch.equal(got, weight), name
     start = dict(expected["start"])
     assert max((weight - start[name]).abs().max() for name, weight in expected["weights"]) > 1e-3
-    exported = AutoModelForImageTextToText.from_pretrained(folder / f"{family}_{replicas}/model")
+    exported = AutoModelForImageTextToText.from_pretrained(folder / case / "model")
     of_export = dict(exported.named_parameters())
-    checkpoint = make_trainer(folder / f"{family}_{replicas}/model", None, [])
-    assert len(of_export) == ranks[0]["parameters"]
+    checkpoint = make_trainer(folder / case / "model", None, [])
+    assert len(of_export) == ranks[0]["parameters"] - len(expected["trained"]) * bool(adapters)
     for (name, got), (_, weight) in zip(weights(checkpoint), ranks[0]["weights"], strict=True):
         assert torch.equal(got, weight), name

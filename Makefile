@@ -131,7 +131,7 @@ $(VENV)/.stamp-core: requirements.txt constraints.txt | $(VENV)/.stamp-venv
 	$(PIP) -r requirements.txt
 	touch $@
 
-# Installed again when pyproject.toml may have other entry points.
+# Installed again when pyproject.toml may have other scripts.
 $(VENV)/.stamp-package: pyproject.toml $(VENV)/.stamp-core
 	$(PIP) --no-deps --no-build-isolation -e .
 	touch $@

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -127,6 +128,7 @@ def _local(tensor: Any) -> Tensor:
 def test_the_peak_of_a_step_is_close_to_the_plan(name: Any, record_property: Any) -> None:
     shape = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8}
     heads = {"num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 32_000}
+    gc.collect()  # an earlier test's model would be freed only after it was counted
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     model = make_tiny_model(**shape, **heads, initializer_range=0.02).to("cuda")

@@ -1,24 +1,33 @@
-"""Extras that a run calls: the core finds them by name and imports none."""
+"""Extras and integrations that a run calls: the core finds them by name and imports none."""
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable
-from importlib.metadata import entry_points
 from typing import Any
 
-from torchrl_grpo.errors import ConfigError
+EXTRAS = {
+    "agent": "torchrl_grpo.integrations.agents:with_agent",  # env.agent
+    "alarms": "torchrl_grpo.extras.report.alarms:Alarms",  # of each step
+    "check_served_teacher": "torchrl_grpo.integrations.served_teacher:ServedTeacher.check",
+    "check_service": "torchrl_grpo.extras.trackers.services:check_service",  # logging.wandb.mode=online, for example
+    "dashboard": "torchrl_grpo.extras.view.start:page_beside",  # logging.page=true
+    "dry_run": "torchrl_grpo.extras.doctor.doctor:examine",  # dry_run=true
+    "objective": "torchrl_grpo.extras.report.summary:objective",  # of a sweep
+    "openenv": "torchrl_grpo.integrations.openenv:OpenEnvKind",  # env.environment=openenv:...
+    "reasoning_gym": "torchrl_grpo.integrations.reasoning_gym:ReasoningGymTask",
+    "report": "torchrl_grpo.extras.report.report:write_report",  # at the end of a run
+    "same_as": "torchrl_grpo.extras.peers:same_as",  # in the error for an unknown key
+    "served_teacher": "torchrl_grpo.integrations.served_teacher:ServedTeacher",  # teacher.address
+    "start_service": "torchrl_grpo.extras.trackers.services:start_service",
+    "summary": "torchrl_grpo.extras.report.summary:summarize",  # at the end of a run
+    "sweep_report": "torchrl_grpo.extras.report.sweep_report:write_sweep",  # at the end of a multirun
+    "verifiers": "torchrl_grpo.integrations.verifiers:make_task",  # env.task=verifiers:...
+}
+"""Functions and classes that a run calls, by the name that the core knows."""
 
 
 def load_extra(name: str) -> Callable[..., Any]:
-    """Return the function that ``pyproject.toml`` registers as an extra's entry point.
-
-    Raises:
-        ConfigError: the installation does not list it.
-    """
-    for extra in entry_points(group="torchrl_grpo.extras", name=name):
-        function: Callable[..., Any] = extra.load()
-        return function
-    raise ConfigError(
-        f"the installed torchrl_grpo must list its entry point {name}, but it is from another "
-        "version: pip install -e . (or make install)."
-    )
+    """Import a function or class of ``EXTRAS``."""
+    function: Callable[..., Any] = pkgutil.resolve_name(EXTRAS[name])
+    return function

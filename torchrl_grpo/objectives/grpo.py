@@ -238,7 +238,7 @@ class GRPOLoss(LossModule):
         super().__init__()
         low, high = check_clip_epsilon(clip_epsilon)
         self.actor_network = _scorer(actor_network)
-        device = compute_device(self.actor_network) if device is None else torch.device(device)
+        device = _device(self.actor_network) if device is None else torch.device(device)
         self.register_buffer("clip_epsilon_low", torch.tensor(float(low), device=device))
         self.register_buffer("clip_epsilon_high", torch.tensor(float(high), device=device))
         self.ratio_level = ratio_level
@@ -719,6 +719,10 @@ class _Tokens:
         k1 = F.kl_k1(self.log_prob.detach(), log_prob)
         k3 = F.kl_k3(self.log_prob.detach(), log_prob)
         return self.means(**{f"kl_k1_to_{policy}": k1, f"kl_k3_to_{policy}": k3})
+
+
+def _device(scorer: TensorDictModuleBase) -> torch.device:
+    return compute_device(scorer.model if isinstance(scorer, TokenScorer) else scorer)
 
 
 def _scorer(actor_network: nn.Module) -> TensorDictModuleBase:

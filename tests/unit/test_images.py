@@ -595,6 +595,80 @@ def test_a_model_that_reads_text_alone_is_refused(kit: Kit, tmp_path: Path) -> N
         prepare(compose_config(*SMALL, *last_of_each(arguments)))
 
 
+OWN_TASK = """
+from tests.support.vision import picture
+from torchrl_grpo.tasks.base import Problem, Score, Task
+
+class Mixed(Task):
+    name = "mixed"
+    def __init__(self, pictures):
+        self.pictures = pictures
+
+    @property
+    def multi_turn(self):
+        return "replies" in self.pictures
+
+    def problems(self, split):
+        files = [() if i < 5 or split not in self.pictures else (picture(i),) for i in range(8)]
+        return [Problem(f"{split} {i}?", str(i), images=own) for i, own in enumerate(files)]
+
+    def score(self, problem, responses):
+        return Score(float(len(responses[-1]) > 3), True)
+"""
+
+
+def own_task_arguments(kit: Kit, folder: Path, splits: str) -> tuple[str, ...]:
+    (folder / "mixed.py").write_text(OWN_TASK)
+    return (
+        f"model.name={kit.path}",
+        "env.dataset=null",
+        f"env.task._target_={folder / 'mixed.py'}:Mixed",
+        f"+env.task.pictures={splits}",
+        "inference_model.max_new_tokens=6",
+        "train.total_dialog_turns=32",
+    )
+
+
+@ONE_FAMILY
+def test_images_of_later_problems_of_a_task_are_read(kit: Kit, tmp_path: Path) -> None:
+    arguments = own_task_arguments(kit, tmp_path, "[train]")
+    checked = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "torchrl_grpo.assembly.parts.check_images",
+            lambda scorer, prompt: checked.append(len(prompt.images)),
+        )
+        made = build(compose_config(*SMALL, *arguments), tmp_path / "run")
+    try:
+        made.fit()
+    finally:
+        made.close()
+    assert checked == [1]
+    samples = read_jsonl(tmp_path / "run" / "samples.jsonl")
+    assert {sample["query"].startswith("<image>") for sample in samples} == {True, False}
+
+
+@ONE_FAMILY
+@pytest.mark.parametrize("pictures", ["[replies]", "[test]", "[]"])
+def test_replies_and_test_problems_may_have_the_only_images(
+    kit: Kit, tmp_path: Path, pictures: str
+) -> None:
+    arguments = own_task_arguments(kit, tmp_path, pictures)
+    config = compose_config(*last_of_each([*SMALL, *arguments, "evaluation.num_prompts=4"]))
+    assert prepare(config).train_env.has_images == (pictures != "[]")
+
+
+@ONE_FAMILY
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_a_text_model_is_refused_for_images_of_later_problems(
+    kit: Kit, tmp_path: Path, split: str
+) -> None:
+    arguments = (*own_task_arguments(kit, tmp_path, f"[{split}]"), "model.name=starter")
+    config = compose_config(*last_of_each([*SMALL, *arguments, "evaluation.num_prompts=4"]))
+    with pytest.raises(ConfigError, match=r"model\.name=starter.*images"):
+        prepare(config)
+
+
 @ONE_FAMILY
 def test_the_pixels_that_are_kept_have_a_bound(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
     size = kit.encoder.encode(picture(20)).nbytes

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from torchrl_grpo.assembly.algorithm import batch_transforms, make_loss
 from torchrl_grpo.assembly.components import make_component, make_files_absolute
 from torchrl_grpo.assembly.memory import Images, RunMemory, run_memory
 from torchrl_grpo.assembly.tasks import check_tests, dataset_names, read_task
-from torchrl_grpo.checks import check_heads, check_multiple, check_optimizer
+from torchrl_grpo.checks import GENERATED, check_heads, check_multiple, check_optimizer
 from torchrl_grpo.collectors.demonstrations import Demonstrations
 from torchrl_grpo.collectors.teacher_prompts import TeacherPrompts
 from torchrl_grpo.config import GRPOConfig
@@ -38,7 +39,7 @@ from torchrl_grpo.host.accelerators import accelerators_in_use
 from torchrl_grpo.host.extras import load_extra
 from torchrl_grpo.host.memory import in_words
 from torchrl_grpo.host.text import size
-from torchrl_grpo.images import Prompt, images_of
+from torchrl_grpo.images import Prompt, images_in, images_of
 from torchrl_grpo.images.encoder import ImageEncoder
 from torchrl_grpo.images.families import family_of
 from torchrl_grpo.learner.resume import Resume, check_length, refusing
@@ -53,7 +54,7 @@ from torchrl_grpo.runtime.placement import (
     num_unused,
     plan_devices,
 )
-from torchrl_grpo.tasks.base import Task
+from torchrl_grpo.tasks.base import Split, Task
 from torchrl_grpo.weights import Transfer
 
 _BETWEEN_TURNS = 1024
@@ -239,14 +240,21 @@ def prepare(
 
 
 def _has_images(config: GRPOConfig, task: Task, model_config: PretrainedConfig) -> bool:
-    """Return whether prompts may have images: a column says so, the task draws them, or a
-    vision-language model plays environments.
+    """Return whether prompts may have images: a column says so, a problem of a task has some, or a
+    vision-language model plays an environment or a task of the user's whose replies may show some.
     """
-    if config.env.environment is not None and family_of(model_config) is not None:
+    own = config.env.own_task is not None
+    replies = config.env.environment is not None or (own and task.multi_turn)
+    if replies and family_of(model_config) is not None:
         return True
     data = [config.env, *(config.env.datasets or ()), *(config.evaluation.datasets or ())]
-    named = any(entry.columns.images is not None for entry in data)
-    return named or bool(task.problems("train")[0].images)
+    if any(entry.columns.images is not None for entry in data):
+        return True
+    if not own and not any(entry.dataset in GENERATED for entry in data):
+        return False  # rows without a column of images
+    splits: tuple[Split, ...] = ("train", "test") if config.evaluation.num_prompts else ("train",)
+    problems = chain.from_iterable(map(task.problems, splits))
+    return any(images_in(task.messages(problem)) for problem in problems)
 
 
 def _check_images(config: GRPOConfig, task: Task, ranks: int) -> None:

@@ -35,7 +35,6 @@ from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.host.extras import load_extra
 from torchrl_grpo.host.memory import memory_short
 from torchrl_grpo.host.startup import say
-from torchrl_grpo.images import Prompt
 from torchrl_grpo.learner.learner import Learner
 from torchrl_grpo.learner.optimizer import EntropyControl, learning_rate_factor, make_optimizer
 from torchrl_grpo.learner.resume import restore
@@ -138,9 +137,9 @@ def make_trainer(
         loading.enable_gradient_checkpointing(model)
     # Before sharding, because its constructor runs the model as a check.
     scorer = TokenScorer(model, temperature=config.inference_model.temperature)
-    for prompt in blueprint.train_env.prompts.first(1):
-        if isinstance(prompt, Prompt) and scorer.base.device.type != "meta":
-            check_images(scorer, prompt)
+    prompt = blueprint.train_env.prompts.first_with_images()
+    if prompt is not None and scorer.base.device.type != "meta":
+        check_images(scorer, prompt)
     if mesh is not None:
         shard_model(model, mesh, param_dtype=_autocast_dtype(config), cpu_offload=train.cpu_offload)
     if config.teacher_in_loss:

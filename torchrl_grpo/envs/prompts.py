@@ -147,6 +147,13 @@ class Prompts:
             self._latest = index, prompt
         return prompt
 
+    def first_with_images(self) -> Prompt | None:
+        """Return the prompt of the first problem with images; None without one."""
+        indices = self.usable if self._image_encoder is not None else []
+        problems = ((index, self.problems[index]) for index in indices)
+        prompts = (self.of_problem(*entry) for entry in problems if entry[1].images)
+        return next((prompt for prompt in prompts if isinstance(prompt, Prompt)), None)
+
     def first(self, count: int) -> list[Tensor | Prompt]:
         """Return the prompts of the split's first ``count`` problems, without affecting the
         drawing.

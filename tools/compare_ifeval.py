@@ -24,8 +24,8 @@ from nltk.tokenize.punkt import PunktParameters, PunktSentenceTokenizer
 from torchrl import torchrl_logger
 from torchrl.envs.llm.reward.ifeval import _instructions_main, _instructions_util
 
-from torchrl_grpo.rewards.ifeval import follows
-from torchrl_grpo.rewards.ifeval_checks import ABBREVIATIONS, CHECKS
+from torchrl_grpo.integrations.graders.ifeval import follows
+from torchrl_grpo.integrations.graders.ifeval_checks import ABBREVIATIONS, CHECKS
 
 Case = tuple[str, dict[str, Any], str]  # instruction, its arguments, response
 

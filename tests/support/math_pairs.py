@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torchrl_grpo.rewards.math import math
+from torchrl_grpo.integrations.graders.math import math
 from torchrl_grpo.tasks.base import Dialog, Problem, Score, Split, Task
 
 # Response, reference, verdict.

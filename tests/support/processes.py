@@ -15,7 +15,7 @@ from tests.support import forks
 
 def worker_processes() -> list[psutil.Process]:
     """Our child processes, without those that Python, wandb, `math` and `forks` (of other tests) keep until we exit."""
-    others = f"resource_tracker|forkserver|wandb|rewards.math|^{forks.SERVER}$"
+    others = f"resource_tracker|forkserver|wandb|graders.math|^{forks.SERVER}$"
     lines = [(one, command_line(one)) for one in psutil.Process().children(recursive=True)]
     return [one for one, line in lines if line and not re.search(others, line)]
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from torchrl_grpo.sandbox import Limits, judging
+from torchrl_grpo.integrations.graders.code import judging
+from torchrl_grpo.sandbox import Limits
 
 
 def run_python(program: str, stdin: str = "", limits: Limits | None = None) -> SimpleNamespace:

@@ -19,8 +19,8 @@ from tests.support.configs import ROOT, compose_config
 from tests.support.sandboxes import run_python
 from tests.support.scripts import SMALL
 from torchrl_grpo.assembly.tasks import make_task
-from torchrl_grpo.rewards import code as rewards
-from torchrl_grpo.rewards.code import program_in
+from torchrl_grpo.integrations.graders import code as rewards
+from torchrl_grpo.integrations.graders.code import program_in
 from torchrl_grpo.sandbox import Limits, isolation, runner
 from torchrl_grpo.tasks.base import Dialog
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from torchrl_grpo.errors import InvalidRewardError
+from torchrl_grpo.integrations.graders import code as rewards
 from torchrl_grpo.reward_pool import Failure
-from torchrl_grpo.rewards import code as rewards
 from torchrl_grpo.sandbox import isolation
 
 code = partial(rewards.code, sandbox="auto")

@@ -15,7 +15,7 @@ from typing import ClassVar
 import pytest
 
 from torchrl_grpo.host.event_loop import wait_for_result
-from torchrl_grpo.host.http_client import HttpClient, NoAnswerError
+from torchrl_grpo.integrations.http_client import HttpClient, NoAnswerError
 
 pytest.importorskip("httpx")
 openssl = shutil.which("openssl")

@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
-from torchrl_grpo.rewards.judge import TEMPLATE
+from torchrl_grpo.integrations.graders.judge import TEMPLATE
 from torchrl_grpo.tasks.base import Dialog, Problem
 from torchrl_grpo.tasks.with_rewards import Rewards, make_rewards
 

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchrl_grpo.integrations.graders.ifeval_checks import CHECKS
 from torchrl_grpo.rewards import BUILTINS
-from torchrl_grpo.rewards.ifeval_checks import CHECKS
 
 pytest.importorskip("math_verify")
 pytest.importorskip("langdetect")

@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("langdetect")
 
 from tests.support.published import published
-from torchrl_grpo.rewards.ifeval import METRICS, follows, ifeval, loose_variants
-from torchrl_grpo.rewards.ifeval_checks import (
+from torchrl_grpo.integrations.graders.ifeval import METRICS, follows, ifeval, loose_variants
+from torchrl_grpo.integrations.graders.ifeval_checks import (
     CHECKS,
     count_capital_words,
     count_sentences,
@@ -237,7 +237,7 @@ def test_an_unknown_metric_is_an_error() -> None:
 
 
 def test_without_langdetect_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torchrl_grpo.rewards.ifeval_checks import language_detector
+    from torchrl_grpo.integrations.graders.ifeval_checks import language_detector
 
     language_detector.cache_clear()
     monkeypatch.setitem(sys.modules, "langdetect.detector_factory", None)

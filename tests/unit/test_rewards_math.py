@@ -17,9 +17,9 @@ pytest.importorskip("math_verify")
 
 from tests.support.math_pairs import PAIRS, MathTask, dialogs, verdicts
 from torchrl_grpo.errors import InvalidRewardError
+from torchrl_grpo.integrations.graders import math as math_reward
+from torchrl_grpo.integrations.graders.math import MAX_MEMORY_BYTES, math
 from torchrl_grpo.reward_pool import Failure, RewardPool
-from torchrl_grpo.rewards import math as math_reward
-from torchrl_grpo.rewards.math import MAX_MEMORY_BYTES, math
 
 HOSTILE = [
     r"\boxed{10^{10^{10}}}",

@@ -17,9 +17,8 @@ from torchrl_grpo.assembly.blueprint import plan_rows, prepare
 from torchrl_grpo.assembly.parts import make_teacher
 from torchrl_grpo.config import ConfigError
 from torchrl_grpo.generation.base import EngineDeadError
-from torchrl_grpo.host import http_client
+from torchrl_grpo.integrations import http_client, servers
 from torchrl_grpo.integrations import server_answers as answers
-from torchrl_grpo.integrations import servers
 from torchrl_grpo.integrations.served_teacher import ServedTeacher
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.starter import starter_path

@@ -23,10 +23,10 @@ from tests.support.models import make_tiny_model, response_log_probs
 from torchrl_grpo import keys
 from torchrl_grpo.generation.base import Completion, SamplingParams
 from torchrl_grpo.generation.stops import StopStrings
+from torchrl_grpo.integrations.graders.judge import TEMPLATE
 from torchrl_grpo.integrations.served_teacher import ServedTeacher
 from torchrl_grpo.integrations.server_engine import ServerEngine
 from torchrl_grpo.models.scoring import TokenScorer
-from torchrl_grpo.rewards.judge import TEMPLATE
 from torchrl_grpo.tasks.base import Dialog, Problem
 from torchrl_grpo.tasks.with_rewards import make_rewards
 from torchrl_grpo.transforms.kl_scoring import KLScoring

@@ -12,8 +12,13 @@ from typing import Any, Literal, TypeVar
 
 from torchrl_grpo.generation.base import Completion, EngineDeadError
 from torchrl_grpo.host.event_loop import wait_for_result
-from torchrl_grpo.host.http_client import BadAnswerError, HttpClient, NoAnswerError, may_pass
 from torchrl_grpo.integrations import server_answers as answers
+from torchrl_grpo.integrations.http_client import (
+    BadAnswerError,
+    HttpClient,
+    NoAnswerError,
+    may_pass,
+)
 from torchrl_grpo.integrations.server_answers import TOLERANCE, SampleRequest, entry
 
 KEY_VARIABLE = "VLLM_API_KEY"

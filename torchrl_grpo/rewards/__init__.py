@@ -23,7 +23,11 @@ __all__ = ["ANSWER_MARKER", "BUILTINS", "canonical_number", "marked_number"]
 BUILTINS = {
     **{
         name: f"torchrl_grpo.rewards.{name}:{name}"
-        for name in ("code", "countdown", "gsm8k", "ifeval", "judge", "math", "reward_model")
+        for name in ("countdown", "gsm8k", "reward_model")
+    },
+    **{
+        name: f"torchrl_grpo.integrations.graders.{name}:{name}"
+        for name in ("code", "ifeval", "judge", "math")
     },
     **{
         name: f"torchrl_grpo.rewards.heuristics:{name}"

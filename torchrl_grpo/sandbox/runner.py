@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -30,7 +30,7 @@ Isolation = Literal["namespaces", "limits"]
 _HERE = Path(__file__).parent
 _CHUNK = 2**16
 _PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
-_START_S = 120.0
+START_S = 120.0
 """Timeout for creating a sandbox, on a busy machine."""
 _ROOT = """\
 set -e
@@ -96,7 +96,7 @@ def _missing_namespaces() -> str:
         with start_program(
             "print(6 * int(input()), flush=True)", Limits(), "namespaces"
         ) as process:
-            answer = process.ask(7, _START_S)
+            answer = process.ask(7, START_S)
     except (OSError, EndedError, TimeoutError) as error:
         return str(error)
     return "" if answer == 42 else f"a program printed {answer!r:.80}"
@@ -236,7 +236,7 @@ def start_program(
             try:
                 answering = Process(process, limits)
                 try:
-                    answering.line(_START_S)
+                    answering.line(START_S)
                 except (EndedError, TimeoutError) as error:
                     errors.seek(0)
                     reason = errors.read(2000).decode(errors="replace").strip() or error
@@ -300,27 +300,3 @@ def _places(python: str) -> list[str]:
     places = {"/usr", sys.base_prefix, str(Path(python).parent.parent)}
     places |= {lib for lib in ("/lib", "/lib64") if os.path.isdir(lib) and not os.path.islink(lib)}
     return sorted(place for place in places if not places & set(map(str, Path(place).parents)))
-
-
-@contextmanager
-def judging(limits: Limits, **program: Any) -> Iterator[Callable[[Any], dict[str, Any]]]:
-    """Start a sandbox in which a program runs on one test after another.
-
-    Yields a function that runs a test and returns its outcome; see ``Program.test`` in
-    ``torchrl_grpo/sandbox/judge.py``.
-
-    Args:
-        limits: limits of each test.
-        program: see ``Program`` there.
-
-    Raises:
-        OSError: the sandbox cannot be created, or died.
-    """
-    longest = _START_S + 20 * limits.seconds
-    source = (_HERE / "judge.py").read_text(encoding="utf-8")
-    with start_program(source, limits, isolation()) as process:
-        try:
-            process.ask(program | {"seconds": limits.seconds, "output": limits.output}, longest)
-            yield lambda test: process.ask(test, longest)
-        except (EndedError, TimeoutError) as error:
-            raise OSError(f"the sandbox of a program died: {error}") from error

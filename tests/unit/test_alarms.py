@@ -14,6 +14,7 @@ from tests.support.configs import ROOT
 from tests.support.runs import run, steps
 from torchrl_grpo.errors import NoSignalError
 from torchrl_grpo.extras.report.alarms import Alarm, Alarms, alarms_of
+from torchrl_grpo.extras.report.ending import print_summary
 from torchrl_grpo.extras.report.report import write_report
 from torchrl_grpo.host.files import read_jsonl
 from torchrl_grpo.reporting.console import Console
@@ -219,8 +220,8 @@ def test_console_and_report_show_alarms_and_that_there_are_none(tmp_path: Path) 
     file = io.StringIO()
     with Console(file=file) as console:
         console.alarm(5, "kl", "look \x1b[2J")
-        console.finish(
-            {"steps": 30, "alarms": [Alarm("kl", "a", 3, 9), Alarm("ess", "b", 5, 30)]}, {}
+        print_summary(
+            console, {"steps": 30, "alarms": [Alarm("kl", "a", 3, 9), Alarm("ess", "b", 5, 30)]}, {}
         )
     lines = file.getvalue().splitlines()
     assert lines[0] == "alarm kl at step 5: look \\x1b[2J"

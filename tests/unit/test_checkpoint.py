@@ -42,6 +42,7 @@ from torchrl_grpo.assembly.run import build
 from torchrl_grpo.config import ConfigError, plain
 from torchrl_grpo.config.resumed import on_saved_config
 from torchrl_grpo.errors import DiskFullError, NonFiniteError
+from torchrl_grpo.extras.export.card import model_card
 from torchrl_grpo.host.checkpoint_files import (
     check_whole,
     checkpoints_in,
@@ -51,7 +52,7 @@ from torchrl_grpo.host.checkpoint_files import (
     write_manifest,
 )
 from torchrl_grpo.learner.checkpoint import Checkpointer, Writes, read_checkpoint
-from torchrl_grpo.learner.export import export_model, model_card
+from torchrl_grpo.learner.export import export_model
 from torchrl_grpo.learner.resume import Resume, find_resume
 from torchrl_grpo.reporting.metrics import MetricsLogger, read_jsonl
 from torchrl_grpo.weights import named_weights

@@ -10,6 +10,7 @@ import pytest
 from torchrl import torchrl_logger
 
 from tests.support.hostile import HOSTILE, SHOWN
+from torchrl_grpo.extras.report.ending import print_summary
 from torchrl_grpo.host import startup
 from torchrl_grpo.reporting.console import Console, clip, duration, printable
 
@@ -83,7 +84,7 @@ def test_a_step_of_distillation_shows_how_far_the_teacher_is() -> None:
 def test_an_evaluation_alone_ends_with_its_accuracy() -> None:
     file = io.StringIO()
     alone = {"accuracy_before": 0.3, "before_text": "30.0%", "after_step": None, "after_text": None}
-    Console(file=file).finish(alone | {"steps": 0, "wall_s": 75.0}, {})
+    print_summary(Console(file=file), alone | {"steps": 0, "wall_s": 75.0}, {})
     assert file.getvalue().splitlines() == ["", "test accuracy (greedy) 30.0%", "1:15 wall time"]
 
 
@@ -156,7 +157,7 @@ def test_pipe_gets_no_control_characters() -> None:
         console.samples(
             3, [{"query": "q", "response": "r", "reward": 0.0, "correct": False, "valid": False}]
         )
-        console.finish(TESTED, {"report": "report.html"})
+        print_summary(console, TESTED, {"report": "report.html"})
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f\u202e]", file.getvalue())
     assert ["q", "r", "invalid"] in [line.split() for line in file.getvalue().splitlines()]
     assert "a\\x1b[31mb" in file.getvalue() and "\\r\\x07\\u202e" in file.getvalue()
@@ -176,7 +177,7 @@ def test_markup_in_model_text_and_paths_is_shown_as_it_is() -> None:
                 }
             ],
         )
-        console.finish({}, {"report": "out[bold]/report.html"})
+        print_summary(console, {}, {"report": "out[bold]/report.html"})
     assert "[red]x[/red]" in file.getvalue() and "[/bold] :smile:" in file.getvalue()
     assert "out[bold]/report.html" in file.getvalue()
 
@@ -272,7 +273,7 @@ def test_finish_prints_before_and_after_and_every_path_in_one_piece() -> None:
     summary = TESTED | {"steps": 200, "sequences": 12800, "wall_s": 147.3}
     path = "outputs/" + "x" * 100 + "/report.html"
     summary |= {"restarts": 2, "groups_resampled": 5, "tokens": 0, "trained_tokens_per_s": 1234.4}
-    Console(file=file).finish(summary, {"report": path, "model": "m"})
+    print_summary(Console(file=file), summary, {"report": path, "model": "m"})
     assert file.getvalue().splitlines() == [
         "",
         "test accuracy (greedy) 33.8% -> 98.3% (+64.5 points)",
@@ -285,7 +286,7 @@ def test_finish_prints_before_and_after_and_every_path_in_one_piece() -> None:
 
 def test_finish_counts_from_where_a_run_in_a_new_folder_went_on() -> None:
     file = io.StringIO()
-    Console(file=file).finish({"steps": 90, "first_step": 81, "sequences": 1280}, {})
+    print_summary(Console(file=file), {"steps": 90, "first_step": 81, "sequences": 1280}, {})
     assert file.getvalue().splitlines()[-1] == "steps 81 to 90, 1,280 sequences"
 
 

@@ -23,8 +23,9 @@ import torchrl_grpo.learner.export
 from tests.support.hub import TOKEN, Hub, serving_hub
 from tests.support.runs import LORA, at, run, steps
 from torchrl_grpo.errors import DiskFullError
+from torchrl_grpo.extras.export.card import model_card
 from torchrl_grpo.extras.export.command import main
-from torchrl_grpo.learner.export import export_model, model_card
+from torchrl_grpo.learner.export import export_model
 from torchrl_grpo.starter import starter_path
 
 TESTED = ("evaluation.num_prompts=4", "evaluation.k=0")

@@ -15,6 +15,7 @@ from PIL import Image
 
 from tests.support.hostile import HOSTILE, SHOWN
 from torchrl_grpo.extras.report.curves import panel_figure, panel_svg
+from torchrl_grpo.extras.report.ending import print_summary
 from torchrl_grpo.extras.report.panels import (
     PANELS,
     Panel,
@@ -187,7 +188,7 @@ def test_an_accuracy_stands_beside_its_invalid_rewards(
     summary = summarize(tmp_path)
     assert objective(summary) == outcome
     file = io.StringIO()
-    Console(file=file).finish(summary, {})
+    print_summary(Console(file=file), summary, {})
     assert (
         file.getvalue()
         .splitlines()[1]
@@ -214,7 +215,7 @@ def test_a_reward_that_never_reaches_1_is_named_where_the_accuracy_is(tmp_path: 
     )
     assert line in parse(write_report(tmp_path)).text()
     file = io.StringIO()
-    Console(file=file).finish(summary, {})
+    print_summary(Console(file=file), summary, {})
     assert file.getvalue().splitlines()[1:3] == [
         "test accuracy (greedy) 0.0% (mean reward 0.2) -> 0.0% (mean reward 0.2) (+0.0 points)",
         line,

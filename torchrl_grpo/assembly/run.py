@@ -76,11 +76,12 @@ class Run:
             raise
         finally:
             report = self._report()
-        summary: dict[str, Any] = load_extra("summary")(self.directory)
         paths = {"report": report}
         for name in ("curves.png", "metrics.jsonl", "samples.jsonl"):
             paths[name.partition(".")[0]] = self.directory / name
-        self.console.finish(summary, paths | outputs)
+        summary: dict[str, Any] = load_extra("summary")(
+            self.console, self.directory, paths | outputs
+        )
         return summary
 
     def _train(self, checkpointer: Checkpointer) -> dict[str, Path]:

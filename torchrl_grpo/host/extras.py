@@ -13,6 +13,7 @@ EXTRAS = {
     "check_service": "torchrl_grpo.extras.trackers.services:check_service",  # logging.wandb.mode=online, for example
     "dashboard": "torchrl_grpo.extras.view.start:page_beside",  # logging.page=true
     "dry_run": "torchrl_grpo.extras.doctor.doctor:examine",  # dry_run=true
+    "model_card": "torchrl_grpo.extras.export.card:model_card",  # of an exported model
     "objective": "torchrl_grpo.extras.report.summary:objective",  # of a sweep
     "openenv": "torchrl_grpo.integrations.openenv:OpenEnvKind",  # env.environment=openenv:...
     "reasoning_gym": "torchrl_grpo.integrations.reasoning_gym:ReasoningGymTask",
@@ -20,7 +21,7 @@ EXTRAS = {
     "same_as": "torchrl_grpo.extras.peers:same_as",  # in the error for an unknown key
     "served_teacher": "torchrl_grpo.integrations.served_teacher:ServedTeacher",  # teacher.address
     "start_service": "torchrl_grpo.extras.trackers.services:start_service",
-    "summary": "torchrl_grpo.extras.report.summary:summarize",  # at the end of a run
+    "summary": "torchrl_grpo.extras.report.ending:print_end",  # at the end of a run
     "sweep_report": "torchrl_grpo.extras.report.sweep_report:write_sweep",  # at the end of a multirun
     "verifiers": "torchrl_grpo.integrations.verifiers:make_task",  # env.task=verifiers:...
 }

@@ -26,11 +26,12 @@ from torchrl_grpo.host.checkpoint_files import (
     remove,
     step_of,
 )
+from torchrl_grpo.host.extras import load_extra
 from torchrl_grpo.host.files import is_full
 from torchrl_grpo.host.folders import numbered
 from torchrl_grpo.host.text import size
 from torchrl_grpo.images.families import family_of
-from torchrl_grpo.learner.export import ACCURACY, INVALID, export_model, model_card
+from torchrl_grpo.learner.export import ACCURACY, INVALID, export_model
 from torchrl_grpo.learner.parts import tensors_in
 from torchrl_grpo.models.loading import base_model_of
 
@@ -194,7 +195,7 @@ class Checkpointer:
         target = self.directory / ("model" if ended else f"model_{step:06d}")
         adapters = hasattr(model, "peft_config") and not ended
         reads_images = family_of(base_model_of(model).config) is not None
-        card = model_card(
+        card: str = load_extra("model_card")(
             self.config, step, self.metrics, adapters=adapters, reads_images=reads_images
         )
         return export_model(model, tokenizer, target, card, adapters=adapters)

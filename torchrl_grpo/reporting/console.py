@@ -36,7 +36,6 @@ from torchrl_grpo.host.text import (
     duration,
     number,
     percent,
-    points,
     printable,
     printable_lines,
     reward_text,
@@ -55,8 +54,8 @@ class Console(AbstractContextManager["Console"]):
     """Prints the progress of a run.
 
     Lifecycle: ``table`` (and ``resume``), then ``start``, then ``step``, ``samples`` and
-    ``evaluation`` in any order, then ``finish``; and ``close`` at the end, even after a failure: it
-    removes the bar, so that a traceback stays readable.
+    ``evaluation`` in any order; and ``close`` at the end, even after a failure: it removes the bar,
+    so that a traceback stays readable.
 
     Args:
         every: number of steps per printed line if there is no terminal.
@@ -115,21 +114,19 @@ class Console(AbstractContextManager["Console"]):
         """
         self._num_tests = test
         first = "before its environment or agent speaks" if is_stateful else "as the model sees it"
-        self._line(
-            f"{train:,} training problems, {test:,} test problems; the first prompt {first}:"
-        )
-        self._line(clip(prompt, 4 * _MAX_SAMPLE_LENGTH), "dim")
+        self.line(f"{train:,} training problems, {test:,} test problems; the first prompt {first}:")
+        self.line(clip(prompt, 4 * _MAX_SAMPLE_LENGTH), "dim")
 
     def resume(self, step: int, path: str | os.PathLike[str], *, finished: bool = False) -> None:
         """Print the step and the checkpoint that a run resumes from, and whether there is nothing
         left to train.
         """
         note = ", the last step: raise train.total_dialog_turns to train longer" if finished else ""
-        self._line(f"Resuming after step {step:,} from {os.fspath(path)}{note}")
+        self.line(f"Resuming after step {step:,} from {os.fspath(path)}{note}")
 
     def page(self, address: str) -> None:
         """Print the address of the run dashboard."""
-        self._line(f"Run dashboard: {address}", "bold")
+        self.line(f"Run dashboard: {address}", "bold")
 
     def start(self, sequences_done: int, sequences_total: int, *, evaluates: bool = True) -> None:
         """Open the progress bar.
@@ -193,7 +190,7 @@ class Console(AbstractContextManager["Console"]):
             self._silent = False
             elapsed = duration(time.monotonic() - self._started_at)
             numbers = _join(metrics, first | _FURTHER, ", ")
-            self._line(
+            self.line(
                 f"step {step}: {sequences_done:,}/{sequences_total:,} sequences, {numbers}, "
                 f"{elapsed} elapsed"
             )
@@ -233,7 +230,7 @@ class Console(AbstractContextManager["Console"]):
         """Print one line for an alarm that a step raised; ``docs/troubleshooting.md`` lists the
         names.
         """
-        self._line(f"alarm {name} at step {step}: {text}", style="bold yellow")
+        self.line(f"alarm {name} at step {step}: {text}", style="bold yellow")
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the ``eval/*`` metrics of the test split in one line; step 0 is before training."""
@@ -246,71 +243,7 @@ class Console(AbstractContextManager["Console"]):
             parts.append(f"{number(length)} tokens")
         if (truncated := metrics.get("eval/truncated")) is not None:
             parts.append(f"{percent(truncated)} truncated")
-        self._line(f"test after step {step}: {', '.join(parts)}", style="bold cyan")
-
-    def finish(
-        self, summary: Mapping[str, Any], paths: Mapping[str, str | os.PathLike[str]]
-    ) -> None:
-        """Close the bar and print results and the paths of the files.
-
-        Args:
-            summary: result of ``extras.report.summarize``.
-            paths: files and folders by name.
-        """
-        self.close()
-        before = summary.get("accuracy_before")
-        after = summary.get("accuracy_after")
-        self._line("")
-        if summary.get("after_step") is not None:
-            change = f"{summary['before_text']} -> {summary['after_text']}"
-            better = False
-            if before is not None and after is not None:
-                change += f" ({points(before, after)})"
-                better = after > before
-            self._line(f"test accuracy (greedy) {change}", style="bold green" if better else "bold")
-        elif summary.get("before_text") is not None and not summary["steps"]:
-            self._line(f"test accuracy (greedy) {summary['before_text']}", style="bold")
-        for line in summary.get("never_correct", ()):
-            self._line(line, style="yellow")
-        parts = [
-            f"{summary[key]:,} {key}"
-            for key in ("steps", "sequences", "tokens")
-            if summary.get(key)
-        ]
-        if (first := summary.get("first_step", 1)) > 1:
-            parts[0] = f"steps {first:,} to {summary['steps']:,}"
-        if wall_s := summary.get("wall_s"):
-            parts.append(f"{duration(wall_s)} wall time")
-        if speed := summary.get("trained_tokens_per_s"):
-            parts.append(f"{speed:,.0f} trained tokens/s excluding evaluation")
-        if parts:
-            self._line(", ".join(parts))
-        if restarts := summary.get("restarts"):
-            self._line(
-                f"{restarts:,} actor restarts, {summary['groups_resampled']:,} groups resampled"
-            )
-        if invalid := summary.get("invalid"):
-            causes = ", ".join(f"{count:,} {cause}" for cause, count in invalid.items())
-            self._line(f"{sum(invalid.values()):,} invalid rewards: {causes}", style="yellow")
-        for alarm in summary.get("alarms", ()):
-            is_active = alarm.last == summary.get("steps")
-            when = f"steps {alarm.first} to {alarm.last}"
-            if is_active:
-                when = f"from step {alarm.first} to the end"
-            style = "bold yellow" if is_active else "yellow"
-            self._line(f"alarm {alarm.name}, {when}: {alarm.text}", style=style)
-        width = max((len(name) for name in paths), default=0)
-        for name, path in paths.items():
-            self._line(f"  {name:<{width}}  {os.fspath(path)}")
-
-    def verdict(self, failed: Sequence[str]) -> None:
-        """Print one line for each failed check of a dry run, then the verdict."""
-        for text in failed:
-            self._line(f"FAILED  {text}", style="bold red")
-        self._line(
-            f"{len(failed)} failed: this run would not work." if failed else "No check failed.",
-            style="bold red" if failed else "bold green",
-        )
+        self.line(f"test after step {step}: {', '.join(parts)}", style="bold cyan")
 
     def close(self) -> None:
         """Remove the bar. Can be called more than once."""
@@ -324,7 +257,8 @@ class Console(AbstractContextManager["Console"]):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _line(self, text: str, style: str = "") -> None:
+    def line(self, text: str, style: str = "") -> None:
+        """Print text in one piece, so that a path can be copied."""
         self._rich.print(self._text(text, style), soft_wrap=True)
 
     def _text(self, text: str, style: str = "") -> Text:

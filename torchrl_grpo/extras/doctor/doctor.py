@@ -156,7 +156,12 @@ def examine(
     if expected is not None:
         console.table("Forecast for the whole run", [*expected.rows(), *computed])
     failed = [f"{check.name}: {check.details}" for check in checks.done if check.result == FAILS]
-    console.verdict(failed)
+    for text in failed:
+        console.line(f"FAILED  {text}", style="bold red")
+    console.line(
+        f"{len(failed)} failed: this run would not work." if failed else "No check failed.",
+        style="bold red" if failed else "bold green",
+    )
     return not failed
 
 

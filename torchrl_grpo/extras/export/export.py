@@ -9,11 +9,12 @@ import torch
 from torchrl_grpo.assembly.parts import make_model
 from torchrl_grpo.config.resumed import from_saved
 from torchrl_grpo.errors import ConfigError
+from torchrl_grpo.extras.export.card import model_card
 from torchrl_grpo.host.checkpoint_files import newest, read_manifest
 from torchrl_grpo.host.folders import check_own_files
 from torchrl_grpo.images.families import family_of
 from torchrl_grpo.learner.checkpoint import read_checkpoint
-from torchrl_grpo.learner.export import export_model, model_card
+from torchrl_grpo.learner.export import export_model
 from torchrl_grpo.learner.parts import read_parts
 from torchrl_grpo.learner.resume import refusing
 from torchrl_grpo.models import loading

@@ -1,4 +1,4 @@
-"""What a first user with GPUs does, in order, with a table at the end. None of it has been run on one yet.
+"""What a first user with GPUs does, in order, with a table at the end. Those without vLLM and Ray have run on an H200.
 
     python -m pytest tests/gpu -n 0 -s
 

@@ -1,4 +1,4 @@
-"""A sharded model, its checkpoint, its memory and 8-bit moments on one CUDA device. Not run on one yet.
+"""A sharded model, its checkpoint, its memory and 8-bit moments on one CUDA device.
 
 ``GPU_CHECK_DEVICE=cpu`` runs on a CPU what needs no CUDA device.
 """

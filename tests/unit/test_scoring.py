@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from tests.support.models import make_tiny_model
 from torchrl_grpo.keys import ASSISTANT_MASK, CUR_LOG_PROBS, ENTROPY, FULL, LAYOUT
 from torchrl_grpo.models import loading
-from torchrl_grpo.models.head import chunked_log_probs
+from torchrl_grpo.models.head import chunk_width, chunked_log_probs, chunks_of
 from torchrl_grpo.models.prefix import Layout
 from torchrl_grpo.models.scoring import AdapterOffScorer, TokenScorer
 
@@ -284,3 +284,13 @@ def test_in_16_bits_no_rounding_of_the_head_reaches_the_targets_logit():
         assert all(x.grad is not None for x in inputs)
     for x, y in zip(wide, own, strict=True):
         assert ((y.grad.double() - x.grad).norm() / x.grad.norm()).item() < 0.05
+
+
+@pytest.mark.parametrize("rows", [1, 700, 9873, 40_000])
+def test_large_chunks_of_the_vocabulary_begin_at_aligned_addresses(rows: int) -> None:
+    hidden = torch.empty(rows, 4, device="meta")
+    width = chunk_width(hidden, 151_936)
+    assert width % 8 == 0 or width < 1024
+    assert rows * (width - 64) <= 2**25 or width == 1
+    chunks = [part for part, _, _ in chunks_of(torch.empty(151_936, 1), None, width)]
+    assert [part.start for part in chunks] == list(range(0, 151_936, width))

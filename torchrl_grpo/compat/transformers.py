@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from inspect import signature
 from typing import Any
 
@@ -38,10 +39,11 @@ def load_image_processor(
         parts |= {"image_processor": images, "tokenizer": tokenizer}
         processor.__init__(**parts, **settings)
     except (OSError, ValueError, ImportError) as error:
+        reason, *_ = re.split(r"\. |\n", str(error).strip())
         raise ValueError(
             f"model.name={path} must have an image processor that can be loaded "
-            f"(preprocessor_config.json), but {str(error).strip().splitlines()[0]} Save it beside "
-            "the model, or install what it needs."
+            f"(preprocessor_config.json), but: {reason.rstrip('.')}. Save it beside the model, or "
+            "install what it needs."
         ) from error
     del processor.check_argument_for_proper_class
     return processor

@@ -30,6 +30,8 @@ MAX_CHUNK_ELEMENTS = {"cpu": 2**21, "other": 2**25}
 """Logits held at once: in float32 8 MiB, which fits a CPU's caches, and 128 MiB to keep an
 accelerator busy.
 """
+ALIGNED = 64
+"""Tokens."""
 
 
 def _most_elements(hidden_ND: Tensor, most: int | None) -> int:
@@ -40,7 +42,10 @@ def _most_elements(hidden_ND: Tensor, most: int | None) -> int:
 def chunk_width(
     hidden_ND: Tensor, vocabulary: int, max_elements: int | None = None, arrays: int = 1
 ) -> int:
-    """Return the tokens in a chunk of the vocabulary; the chunks are of equal size.
+    """Return the tokens in a chunk of the vocabulary; the chunks are of about equal size.
+
+    Large chunks are multiples of ``ALIGNED`` tokens: where the rows of a matrix do not begin at
+    multiples of 16 bytes, cuBLAS falls back to kernels that are several times slower.
 
     Args:
         hidden_ND: [N, D].
@@ -50,7 +55,8 @@ def chunk_width(
     """
     limit = _most_elements(hidden_ND, max_elements) // arrays
     chunks = -(-vocabulary // max(1, limit // max(1, len(hidden_ND))))
-    return -(-vocabulary // chunks)
+    width = -(-vocabulary // chunks)
+    return -(-width // ALIGNED) * ALIGNED if width >= 16 * ALIGNED else width
 
 
 def chunks_of(

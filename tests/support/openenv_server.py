@@ -12,12 +12,17 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 from fastmcp import FastMCP
+from fastmcp.utilities.types import Audio, Image
 from openenv.core.env_server.http_server import create_fastapi_app
 from openenv.core.env_server.interfaces import Environment
 from openenv.core.env_server.mcp_environment import MCPEnvironment
 from openenv.core.env_server.mcp_types import CallToolAction, CallToolObservation
 from openenv.core.env_server.types import Action, Observation, State
 from pydantic import Field
+
+from tests.support.pictures import picture
+
+PICTURE = picture(3).data
 
 
 class GuessAction(Action):
@@ -74,6 +79,11 @@ class Tools(MCPEnvironment):
         def guess(number: int) -> str:
             """Guess the number."""
             return self.game.play(number)
+
+        @server.tool()
+        def show(kind: str) -> Any:
+            """Show a picture, or a sound."""
+            return ["look", (Image if kind == "png" else Audio)(data=PICTURE, format=kind)]
 
         super().__init__(server)
 

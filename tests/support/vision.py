@@ -7,11 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image, ImageDraw
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
-
-from torchrl_grpo.images import ImageFile
 
 TEXT = {
     "vocab_size": 320,
@@ -31,8 +28,9 @@ QWEN_TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_p
 
 
 def template(image: str) -> str:
-    """A chat template that writes texts, and parts of texts and images."""
+    """A chat template that writes tools, texts, and parts of texts and images."""
     return (
+        "{% if tools %}{{ tools | tojson }}{% endif %}"
         "{% for m in messages %}<|{{ m['role'] }}|>"
         "{% if m['content'] is string %}{{ m['content'] }}"
         "{% else %}{% for part in m['content'] %}"
@@ -40,17 +38,6 @@ def template(image: str) -> str:
         "{% endfor %}{% endif %}<|end|>{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
-
-
-def picture(number: int, size: tuple[int, int] = (32, 32)) -> ImageFile:
-    """A picture that differs from those with other numbers."""
-    image = Image.new("RGB", size, (255, 255, 255))
-    draw = ImageDraw.Draw(image)
-    for i in range(number + 1):
-        x = (11 * i + 5 * number) % (size[0] - 8)
-        y = (17 * i + 3 * number) % (size[1] - 8)
-        draw.rectangle((x, y, x + 6, y + 6), fill=(40 * i % 256, 90 * number % 256, 60))
-    return ImageFile.of(image)
 
 
 def spread(model: Any) -> Any:

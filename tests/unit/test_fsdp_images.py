@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForImageTextToText, PreTrainedTokenizerBase
 
-from tests.support.vision import MAKERS, picture
+from tests.support.pictures import picture
+from tests.support.vision import MAKERS
 from torchrl_grpo import keys
 from torchrl_grpo.chat.template import ChatEncoder
 from torchrl_grpo.images import Prompt, place_images

@@ -20,8 +20,9 @@ from torchrl.envs.utils import check_env_specs
 from transformers import AutoModelForImageTextToText, PreTrainedTokenizerBase
 
 from tests.support.configs import compose_config, last_of_each
+from tests.support.pictures import picture
 from tests.support.runs import SMALL
-from tests.support.vision import MAKERS, picture, retie
+from tests.support.vision import MAKERS, retie
 from torchrl_grpo import keys
 from torchrl_grpo.assembly.blueprint import prepare
 from torchrl_grpo.assembly.run import build
@@ -47,8 +48,6 @@ from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.reporting.metrics import read_jsonl
 from torchrl_grpo.tasks.base import Dialog, Problem, Score, Task
 from torchrl_grpo.tasks.dataset import DatasetTask
-from torchrl_grpo.tasks.seeds import SeedsTask
-from torchrl_grpo.tasks.with_environment import Kind, WithEnvironment
 from torchrl_grpo.tasks.with_rewards import make_rewards
 from torchrl_grpo.weights import load_weights, named_weights
 
@@ -596,7 +595,7 @@ def test_a_model_that_reads_text_alone_is_refused(kit: Kit, tmp_path: Path) -> N
 
 
 OWN_TASK = """
-from tests.support.vision import picture
+from tests.support.pictures import picture
 from torchrl_grpo.tasks.base import Problem, Score, Task
 
 class Mixed(Task):
@@ -725,20 +724,6 @@ class TwoTurns(Task):
         return Score(1.0, True)
 
 
-class Gallery:
-    """A game that shows a picture at first, and two more after each turn."""
-
-    def reset(self, seed: int) -> list[dict[str, Any]]:
-        self.seed, self.turns = seed, 0
-        image = {"type": "image", "image": picture(seed % 7).open()}
-        return [{"type": "text", "text": "Look:"}, image]
-
-    def step(self, response: str) -> tuple[list[dict[str, Any]], float, bool]:
-        self.turns += 1
-        images = [{"type": "image", "image": picture(i).data} for i in (self.turns, 5)]
-        return [*images, {"type": "text", "text": "And now?"}], 0.5, self.turns == 3
-
-
 def check_dialogs(kit: Kit, env: LLMEnv, images: int) -> None:
     """Play an environment; the scorer must give the engine's log-probs, and spans their tokens."""
     model = kit.model()
@@ -762,22 +747,3 @@ def test_later_turns_read_the_images_of_the_prompt(kit: Kit) -> None:
         TwoTurns(), kit.tokenizer, num_envs=4, repeats=2, max_turns=2, image_encoder=kit.encoder
     )
     check_dialogs(kit, env, images=1)
-
-
-def test_an_environment_shows_images_in_every_turn(kit: Kit) -> None:
-    task = WithEnvironment(SeedsTask(4), {"": Kind(Gallery)})
-    env = LLMEnv(task, kit.tokenizer, num_envs=4, repeats=2, max_turns=4, image_encoder=kit.encoder)
-    check_dialogs(kit, env, images=5)
-
-
-@pytest.mark.parametrize("part", [{"type": "image"}, {"type": "text", "image": "a.png"}])
-def test_a_part_without_text_or_image_is_refused(part: dict[str, Any]) -> None:
-    class Broken(Gallery):
-        def reset(self, seed: int) -> list[dict[str, Any]]:
-            return [part]
-
-    task = WithEnvironment(SeedsTask(4), {"": Kind(Broken)})
-    problem = task.problems("train")[0]
-    opening = Dialog(problem, [], task.messages(problem), last=False, episode="a")
-    [turn] = task.advance([opening])
-    assert isinstance(turn, ValueError) and "reset of the environment Broken" in str(turn)

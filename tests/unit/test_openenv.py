@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.configs import ROOT
+from tests.support.pictures import picture
 from torchrl_grpo.assembly.tasks import make_task
 from torchrl_grpo.config.schema import EnvConfig
 from torchrl_grpo.tasks.base import Dialog, Score, Turn
@@ -29,7 +30,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
     command = [sys.executable, str(ROOT / "tests/support/openenv_server.py")]
-    env = os.environ | {"PYTHONPATH": str(PACKAGES)}
+    env = os.environ | {"PYTHONPATH": f"{ROOT}:{PACKAGES}"}
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         yield f"http://127.0.0.1:{process.stdout.readline().strip()}"
@@ -99,13 +100,23 @@ def test_an_action_is_a_tool_and_its_rewards_add_up(server: str) -> None:
 def test_an_mcp_tool_is_a_tool_with_the_reward_of_its_step(server: str) -> None:
     play = Play(f"{server}/tools", prompt="Guess.")
     assert said(play.opened) == ["Guess."]
-    [tool] = play.opened.tools
+    tool, _ = play.opened.tools
     assert tool["function"]["name"] == "guess" and tool["function"]["parameters"]["required"] == [
         "number"
     ]
     first = play.turn(call("guess", number=6))
     assert (said(first), first.reward) == (["lower"], -0.25)
     assert play.turn("I give up.").score == Score(-0.25, False)
+    play.task.close("e")
+
+
+def test_an_mcp_tool_shows_images(server: str) -> None:
+    play = Play(f"{server}/tools", prompt="Guess.")
+    [message] = play.turn(call("show", kind="png")).messages
+    image = {"type": "image", "image": picture(3)}
+    assert message["content"] == [{"type": "text", "text": "look"}, image]
+    [message] = play.turn(call("show", kind="wav")).messages
+    assert message["content"].startswith("error: ") and "'audio'" in message["content"]
     play.task.close("e")
 
 

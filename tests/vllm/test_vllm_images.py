@@ -13,10 +13,15 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tests.support.configs import compose_config
-from tests.support.vision import make_idefics3, picture, retie
+from tests.support.pictures import picture, task_of
+from tests.support.vision import make_idefics3, retie
+from torchrl_grpo import keys
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.chat.template import ChatEncoder
+from torchrl_grpo.collectors.rollout import RolloutCollector
+from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import Engine, SamplingParams
+from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.generation.vllm import VLLMEngine
 from torchrl_grpo.generation.vllm_async import AsyncVLLMEngine
 from torchrl_grpo.images import Prompt, images_of, place_images, tokens_of
@@ -36,7 +41,7 @@ def path(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenize
 @pytest.fixture(scope="module", params=[VLLMEngine, AsyncVLLMEngine], ids=["sync", "async"])
 def engine(request: pytest.FixtureRequest, path: str) -> Iterator[Engine]:
     more = {"in_flight": "keep"} if request.param is AsyncVLLMEngine else {}
-    engine = request.param(path, max_model_len=160, enforce_eager=True, kv_cache_gib=0.1, **more)
+    engine = request.param(path, max_model_len=640, enforce_eager=True, kv_cache_gib=0.1, **more)
     yield engine
     engine.close()
 
@@ -106,6 +111,28 @@ def test_a_head_is_tied_as_in_the_trainer(
         assert max(gaps(engine, load_model(path), [torch.arange(5, 40)])) < ROUNDING
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("name", ["tools", "game"])
+def test_later_turns_read_images(engine: Engine, path: str, name: str) -> None:
+    model = load_model(path)
+    engine.update_weights(named_weights(model), engine.policy_version + 1)
+    tokenizer = loading.load_tokenizer(path)
+    encoder = loading.load_image_encoder(path, loading.load_config(path), tokenizer)
+    task, images = task_of(name)
+    env = LLMEnv(task, tokenizer, num_envs=4, repeats=2, max_turns=4, image_encoder=encoder)
+    params = SamplingParams(max_new_tokens=3, stop_token_ids=tuple(range(320)))
+    batch = RolloutCollector(env, GenerationPolicy(engine, params)).rollout()
+    with torch.no_grad():
+        scored = TokenScorer(model)(batch.clone())
+    largest = []
+    for row, again in zip(batch.unbind(0), scored.unbind(0), strict=True):
+        assert bool(row[keys.REWARD_VALID]) and len(row[keys.IMAGES]) == images
+        mask = row[keys.ASSISTANT_MASK]
+        scores = again[keys.CUR_LOG_PROBS][: len(mask)][mask]
+        largest.append((row[keys.LOG_PROBS][mask] - scores).abs().max().item())
+    print(f"{name}: largest difference between engine and scorer: {max(largest):.1e}")
+    assert max(largest) < ROUNDING
 
 
 def test_a_run_on_vllm_trains_the_image_encoder(tmp_path: Path) -> None:

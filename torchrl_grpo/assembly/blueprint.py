@@ -177,9 +177,7 @@ def prepare(
         params = _make_params(config, tokenizer, stop_token_ids)
         max_prompt_tokens, max_dialog_tokens = _max_prompt_tokens(config, model_config)
         request = engine_request(config, plan, model_config, max_dialog_tokens)
-        request = replace(request, has_images=_has_images(config, task, model_config))
-        if request.has_images:
-            _check_images(config, task, len(plan.train))
+        request = replace(request, has_images=_may_have_images(config, task, model_config, plan))
         engine_class(config.inference_model.backend).check(request)
         longest = config.inference_model.max_model_len or _context(model_config)
         if not config.only_evaluates:
@@ -257,12 +255,25 @@ def _has_images(config: GRPOConfig, task: Task, model_config: PretrainedConfig) 
     return any(images_in(task.messages(problem)) for problem in problems)
 
 
-def _check_images(config: GRPOConfig, task: Task, ranks: int) -> None:
-    """Refuse what does not work with images in prompts.
+def _may_have_images(
+    config: GRPOConfig, task: Task, model_config: PretrainedConfig, plan: DevicePlan
+) -> bool:
+    """Return whether to prepare for images in prompts: in some there are, or tools may show them.
 
     Raises:
-        ConfigError: the config asks for such a thing.
+        ConfigError: there are images, but the config has something that does not work with them.
     """
+    refusal = _images_refusal(config, len(plan.train))
+    if _has_images(config, task, model_config):
+        if refusal:
+            raise ConfigError(refusal)
+        return True
+    # Most tools return text. An image that cannot be read is an error for the policy.
+    return bool(config.env.tools) and family_of(model_config) is not None and not refusal
+
+
+def _images_refusal(config: GRPOConfig, ranks: int) -> str:
+    """Return why a config does not work with images in prompts; empty if it does."""
     backend, train = config.inference_model.backend, config.train_model
     tensor = train.tensor_parallel_size
     others = " or ".join(engines_with("images"))
@@ -279,10 +290,11 @@ def _check_images(config: GRPOConfig, task: Task, ranks: int) -> None:
     )
     for is_set, setting, fix in unsupported:
         if is_set:
-            raise ConfigError(
+            return (
                 f"{setting} must be {fix} with problems that have images (env.columns.images), "
                 "which it does not support: change it, or leave the images out."
             )
+    return ""
 
 
 def _check_algorithm(config: GRPOConfig) -> None:

@@ -44,6 +44,7 @@ from torchrl_grpo.tools import tool_message
 
 _THOUGHT = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
 _PREFILL_TOKENS = 32
+_UNREADABLE = "error: the result has an image, which cannot be read here"
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 _OUTCOME = ("reward", "done", "terminated", "truncated", "correct", "valid")
 
@@ -554,6 +555,9 @@ class LLMEnv(EnvBase):
         try:
             prompt = self._with_reply(state, turn)
         except (ValueError, RecursionError) as error:
+            without_images = self._refuse_images(turn, error)
+            if without_images is not None:
+                return self._take_turn(state, dialog, without_images)
             if not self.task.is_stateful:
                 raise
             # The template may be unable to render an agent's messages.
@@ -564,6 +568,26 @@ class LLMEnv(EnvBase):
             return None
         state.continue_with(turn.sample, turn.messages or (), prompt, turn.limits)
         return tokens_of(prompt)
+
+    def _refuse_images(self, turn: Turn, error: Exception) -> Turn | None:
+        """Return a reply whose tools fail, in place of their images, which the model cannot read;
+        None if there are none.
+        """
+        refused = [m for m in turn.messages or () if m["role"] == "tool" and images_in([m])]
+        if not refused or turn.tools is not None:
+            return None
+        failure = Failure.of(error)
+        if self._is_new(failure):
+            torchrl_logger.error(
+                f"LLMEnv: a tool of task {self.task.name!r} returned an image that the model "
+                "cannot read; the policy gets an error in its place. Further errors of this kind "
+                f"are not logged.\n{failure.text}"
+            )
+        messages = [
+            {**message, "content": _UNREADABLE} if message in refused else message
+            for message in turn.messages or ()
+        ]
+        return replace(turn, messages=messages, counts={"tools/errors": len(refused)}, reward=None)
 
     def _with_reply(self, state: DialogState, turn: Turn) -> Tensor | Prompt | None:
         """Return all tokens of the sample that a reply continues or begins; None if it has no room

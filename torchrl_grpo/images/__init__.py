@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -251,6 +252,58 @@ def place_images(
         {**message, "content": old["content"]} if not images_in([message]) else message
         for message, old in zip(messages, chat, strict=True)
     ]
+
+
+def shown(value: Any, what: str) -> str | list[dict[str, Any]] | None:
+    """Return what a tool, an environment or a task shows as the content of a message; None if it
+    is neither an image nor a list of texts and images.
+
+    An image is a PIL image, the bytes of a file, or an ``ImageFile``. A list has parts ``{"type":
+    "text", "text": ...}`` and ``{"type": "image", "image": ...}``; one without images becomes a
+    text.
+
+    Args:
+        value: the value.
+        what: who returned it, for messages.
+
+    Raises:
+        ValueError: a part beside images is neither a text nor an image.
+
+    >>> shown([{"type": "text", "text": "You "}, {"type": "text", "text": "win."}], "a tool")
+    'You win.'
+    """
+    if not isinstance(value, list):
+        file = _file(value)
+        return None if file is None else [{"type": "image", "image": file}]
+    kinds = [part.get("type") if isinstance(part, dict) else None for part in value]
+    if "image" not in kinds and set(kinds) != {"text"}:
+        return None
+    parts: list[dict[str, Any]] = []
+    for part, kind in zip(value, kinds, strict=True):
+        file = _file(part.get("image")) if kind == "image" else None
+        if file is not None:
+            parts.append({"type": "image", "image": file})
+        elif kind == "text" and isinstance(part.get("text"), str):
+            parts.append({"type": "text", "text": part["text"]})
+        else:
+            raise ValueError(
+                f'{what} must have parts such as {{"type": "text", "text": ...}} or {{"type": '
+                f'"image", "image": a PIL image}}, but it has {part!r:.80}: fix this part.'
+            )
+    return parts if "image" in kinds else text_of(parts)
+
+
+def _file(value: Any) -> ImageFile | None:
+    """Return an image as a file; None if it is something else."""
+    if isinstance(value, bytes):
+        with suppress(ValueError):
+            file = ImageFile(value)
+            return file if file.size else None
+    elif isinstance(value, ImageFile):
+        return value
+    elif callable(getattr(value, "save", None)) and callable(getattr(value, "convert", None)):
+        return ImageFile.of(value)
+    return None
 
 
 def _parts(content: Any) -> list[dict[str, Any]]:

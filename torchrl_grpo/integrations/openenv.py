@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import urllib.request
+from base64 import b64decode
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
@@ -87,10 +88,10 @@ class Session:
             raise
         return body
 
-    def reset(self, **columns: Any) -> str:
-        return _text(self.ask("reset", columns))
+    def reset(self, **columns: Any) -> str | list[dict[str, Any]]:
+        return _shown(self.ask("reset", columns))
 
-    def call(self, tool: str, **arguments: Any) -> str:
+    def call(self, tool: str, **arguments: Any) -> str | list[dict[str, Any]]:
         """Take a step, an MCP tool call or an action; return the observation."""
         if self.done:
             return "the episode is over"
@@ -101,7 +102,7 @@ class Session:
             self.reward = (self.reward or 0.0) + reward
             self.total += reward
         self.done = bool(outcome.get("done"))
-        return _text(outcome)
+        return _shown(outcome)
 
     def get_reward(self) -> float:
         return self.total
@@ -110,8 +111,13 @@ class Session:
         self._open.close()
 
 
-def _text(outcome: Mapping[str, Any]) -> str:
-    """Return the observation as text: an MCP tool's result, its only text, or all of it as JSON."""
+def _shown(outcome: Mapping[str, Any]) -> str | list[dict[str, Any]]:
+    """Return the observation: an MCP tool's result with its images, or as text its only text, or
+    all of it as JSON.
+
+    Raises:
+        ValueError: an MCP tool's result is neither texts nor images.
+    """
     observation = {
         name: value
         for name, value in (outcome.get("observation") or {}).items()
@@ -122,11 +128,24 @@ def _text(outcome: Mapping[str, Any]) -> str:
         if "error" in observation:
             return f"error: {observation['error'].get('message')}"
         result = observation.get("result")
-        result = result.get("data", result) if isinstance(result, dict) else result
+        if isinstance(result, dict):
+            blocks = result.get("content") or []
+            if any(block["type"] != "text" for block in blocks):
+                return list(map(_part, blocks))
+            result = result.get("data", result)
         return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
     if len(observation) == 1 and isinstance(only := next(iter(observation.values())), str):
         return only
     return json.dumps(observation, ensure_ascii=False) if observation else ""
+
+
+def _part(block: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a block of an MCP tool's result as a part of a message."""
+    if block["type"] == "text":
+        return {"type": "text", "text": block["text"]}
+    if block["type"] != "image":
+        raise ValueError(f"a result must have texts and images, but it has {block['type']!r:.60}.")
+    return {"type": "image", "image": b64decode(block["data"], validate=True)}
 
 
 class OpenEnvKind(Kind):

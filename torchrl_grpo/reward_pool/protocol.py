@@ -11,6 +11,7 @@ import os
 import pickle
 import sys
 import traceback
+from base64 import b64decode, b64encode
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -22,10 +23,12 @@ from torchrl_grpo.host import interrupts
 from torchrl_grpo.host.children import serve_connection
 from torchrl_grpo.host.processes import continue_in_guarded_child, enable_stack_dump
 from torchrl_grpo.host.text import clip, printable
-from torchrl_grpo.tasks.base import Dialog, Score, Task, Turn, TurnLimits, attempt
+from torchrl_grpo.images import ImageFile, shown
+from torchrl_grpo.tasks.base import Dialog, Message, Score, Task, Turn, TurnLimits, attempt
 
-MAX_ANSWER_BYTES = 2**26
-_MAX_TURN_BYTES = MAX_ANSWER_BYTES // 128
+MAX_ANSWER_BYTES = 2**28
+MAX_TURN_BYTES = MAX_ANSWER_BYTES // 64
+"""Maximum size of a turn as JSON, images included."""
 _MAX_ERROR_CHARACTERS = 4000
 _MAX_LINE_CHARACTERS = 200
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -98,6 +101,9 @@ def _checked(turn: Turn | Exception, task: Task) -> Turn | Failure:
         if turn.reward is not None:
             reward = check_reward(turn.reward, f"the reward of a turn of {task.name!r}")
             turn = replace(turn, reward=reward)
+        if turn.messages is not None:
+            what = f"a message of {task.name!r}"
+            turn = replace(turn, messages=[_with_files(entry, what) for entry in turn.messages])
         if turn.score is None:
             return turn
         parts: dict[str, float | None] = {}
@@ -112,14 +118,20 @@ def _checked(turn: Turn | Exception, task: Task) -> Turn | Failure:
         return Failure.of(error)
 
 
+def _with_files(message: Message, what: str) -> Message:
+    """Return a message with each image as a file."""
+    content = shown(message.get("content"), what)
+    return message if content is None else {**message, "content": content}
+
+
 def encode(turns: Sequence[Turn | Failure], number: int) -> bytes:
     """Return the answer to a request, as JSON."""
-    return json.dumps([number, [_to_json(turn) for turn in turns]]).encode()
+    return f"[{number}, [{', '.join(map(_to_json, turns))}]]".encode()
 
 
-def _to_json(turn: Turn | Failure) -> dict[str, Any]:
+def _to_json(turn: Turn | Failure) -> str:
     if isinstance(turn, Failure):
-        return vars(turn)
+        return json.dumps(vars(turn))
     fields = vars(turn) | {
         "messages": None if turn.messages is None else list(turn.messages),
         "score": turn.score and vars(turn.score) | {"parts": dict(turn.score.parts)},
@@ -128,13 +140,22 @@ def _to_json(turn: Turn | Failure) -> dict[str, Any]:
         "limits": vars(turn.limits),
     }
     try:
-        if len(json.dumps(fields)) > _MAX_TURN_BYTES:
+        text = json.dumps(fields, default=_image_to_json)
+        if len(text) > MAX_TURN_BYTES:
             raise ValueError(
-                f"a turn must be under {_MAX_TURN_BYTES:,} bytes: return shorter messages."
+                f"a turn must be under {MAX_TURN_BYTES:,} bytes, but it has {len(text):,}: return "
+                "shorter messages, or smaller images, such as JPEG files."
             )
-        return fields
+        return text
     except (TypeError, ValueError, RecursionError) as error:
-        return vars(Failure.of(error))
+        return json.dumps(vars(Failure.of(error)))
+
+
+def _image_to_json(value: Any) -> str:
+    """Return an image of a message as text."""
+    if isinstance(value, ImageFile):
+        return b64encode(value.data).decode()
+    raise TypeError(f"a message must have texts and images, but it has {value!r:.80}.")
 
 
 def decode(answer: bytes, number: int, count: int) -> list[Turn | Failure]:
@@ -172,7 +193,7 @@ def _from_json(fields: dict[str, Any]) -> Turn | Failure:
         score = Score(float(score["reward"]), bool(score["correct"]), parts, str(score["feedback"]))
     max_tokens = limits["max_tokens"]
     return Turn(
-        messages=_objects(fields["messages"]),
+        messages=_messages(fields["messages"]),
         score=score,
         counts={name: float(count) for name, count in fields["counts"].items()},
         reward=_number(fields["reward"]),
@@ -185,6 +206,17 @@ def _from_json(fields: dict[str, Any]) -> Turn | Failure:
         ),
         undelivered=bool(fields["undelivered"]),
     )
+
+
+def _messages(values: Any) -> list[Message] | None:
+    """Return messages with their images."""
+    messages = _objects(values)
+    for message in messages or ():
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            if part.get("type") == "image":
+                part["image"] = ImageFile(b64decode(part["image"], validate=True))
+    return messages
 
 
 def _objects(values: Any) -> list[dict[str, Any]] | None:

@@ -6,7 +6,8 @@ response)``, is a text game in Gymnasium's terms. It is constructed without argu
 method may be an ``async def``:
 
 - ``reset(self, **columns)`` gets the columns of the problem that its arguments name. It returns the
-  first observation, which is appended to the user message, or None.
+  first observation, which is appended to the user message, or None. An observation is a text, an
+  image, or a list of both (``torchrl_grpo.images.shown``).
 - ``step(self, response)`` makes the class a text game. It returns (observation, reward, done), and
   is also called for a response that a token limit cut off; ``step(self, response, truncated)`` gets
   that as an argument.
@@ -30,7 +31,7 @@ from typing import Any
 from torchrl_grpo.checks import check_reward
 from torchrl_grpo.errors import InvalidRewardError
 from torchrl_grpo.host.event_loop import wait_for_result
-from torchrl_grpo.images import ImageFile
+from torchrl_grpo.images import shown
 from torchrl_grpo.tasks.base import Dialog, Message, Problem, Score, Task, Turn, WrappedTask
 from torchrl_grpo.tasks.instances import Instance
 from torchrl_grpo.tasks.with_rewards import Rewards
@@ -388,12 +389,13 @@ class WithEnvironment(WrappedTask):
 
 def _prompt(messages: Sequence[Message], observation: Any, name: str) -> list[Message]:
     """Return a problem's chat with the first observation at the end of the user's message."""
-    if not (isinstance(observation, str | None) or _are_parts(observation)):
+    observed = shown(observation, f"reset of the environment {name}")
+    if observed is None and not isinstance(observation, str | None):
         raise TypeError(
-            f"reset of the environment {name} must return text, a list of parts, or None, but it "
-            f"returned {observation!r:.80}."
+            f"reset of the environment {name} must return text, an image, a list of parts, or "
+            f"None, but it returned {observation!r:.80}."
         )
-    observed = _content(observation or "", f"reset of the environment {name}")
+    observed = observation or "" if observed is None else observed
     *before, last = messages
     if last["role"] != "user":
         return [*messages, {"role": "user", "content": observed}]
@@ -418,35 +420,11 @@ def _parts(content: Any) -> list[dict[str, Any]]:
     return [{"type": "text", "text": content}] if content else []
 
 
-def _are_parts(observation: Any) -> bool:
-    """Return whether an observation is a list of texts and images."""
-    return isinstance(observation, list) and all(
-        isinstance(part, dict) and part.get("type") in ("text", "image") for part in observation
-    )
-
-
 def _content(observation: Any, what: str) -> str | list[dict[str, Any]]:
     """Return an observation as the content of a message: text, or a list of its texts and images.
 
     Raises:
-        ValueError: a part has neither a text nor an image (a PIL image or the bytes of a file).
+        ValueError: a part beside images is neither a text nor an image.
     """
-    if not _are_parts(observation):
-        return str(observation)
-    parts: list[dict[str, Any]] = []
-    for part in observation:
-        image = part.get("image")
-        if isinstance(image, bytes):
-            image = ImageFile(image)
-        elif hasattr(image, "save"):
-            image = ImageFile.of(image)
-        if isinstance(image, ImageFile):
-            parts.append({"type": "image", "image": image})
-        elif isinstance(part.get("text"), str):
-            parts.append({"type": "text", "text": part["text"]})
-        else:
-            raise ValueError(
-                f'{what} must return parts such as {{"type": "text", "text": ...}} or {{"type": '
-                f'"image", "image": a PIL image}}, but it returned {part!r:.80}: fix this part.'
-            )
-    return parts
+    content = shown(observation, what)
+    return str(observation) if content is None else content

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchrl_grpo.host.event_loop import wait_for_result
+from torchrl_grpo.images import shown
 
 _MAX_RESULT_CHARACTERS = 8192
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.S)
@@ -93,7 +94,7 @@ def _read(text: str, name: str | None = None) -> list[ToolCall]:
     return calls
 
 
-def tool_message(name: str, content: str, number: int = 0) -> dict[str, Any]:
+def tool_message(name: str, content: str | list[dict[str, Any]], number: int = 0) -> dict[str, Any]:
     """Return a tool's result as a message; its id has the form that Mistral's templates require."""
     return {"role": "tool", "name": name, "content": content, "tool_call_id": f"call{number:05d}"}
 
@@ -140,20 +141,26 @@ class Toolbox:
         other.functions = dict(functions)
         return other
 
-    def run(self, call: ToolCall) -> tuple[str, bool]:
-        """Return the message to the policy, and whether the call succeeded."""
+    def run(self, call: ToolCall) -> tuple[str | list[dict[str, Any]], bool]:
+        """Return the content of the message to the policy, and whether the call succeeded."""
         problem = call.error or self._problem(call)
         if problem:
             return f"error: {problem}", False
         try:
             result = wait_for_result(self.functions[call.name](**call.arguments))
-            if not isinstance(result, str):
+            content = shown(result, f"the result of {call.name}")
+            if isinstance(content, list):
+                texts = (part for part in content if part["type"] == "text")
+                for part in texts:
+                    part["text"] = _cut(part["text"])
+                return content, True
+            if content is not None:
+                result = content
+            elif not isinstance(result, str):
                 result = json.dumps(result, ensure_ascii=False, default=str)
         except (Exception, SystemExit) as error:
             return f"error: {type(error).__name__}: {error}"[:_MAX_RESULT_CHARACTERS], False
-        if len(result) > _MAX_RESULT_CHARACTERS:
-            result = f"{result[:_MAX_RESULT_CHARACTERS]} ... (cut)"
-        return result, True
+        return _cut(result), True
 
     def _problem(self, call: ToolCall) -> str:
         if call.name not in self.functions:
@@ -172,6 +179,13 @@ class Toolbox:
             if not _fits(value, known[name]):
                 return f"the argument {name} of {call.name} must be {_expected_type(known[name])}"
         return ""
+
+
+def _cut(result: str) -> str:
+    """Return a result without what is too long."""
+    if len(result) <= _MAX_RESULT_CHARACTERS:
+        return result
+    return f"{result[:_MAX_RESULT_CHARACTERS]} ... (cut)"
 
 
 def _fits(value: Any, schema: Mapping[str, Any]) -> bool:

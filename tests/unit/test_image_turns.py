@@ -1,0 +1,245 @@
+"""Images that tools and environments show between the policy's turns."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torchrl.envs.utils import check_env_specs
+from transformers import PreTrainedTokenizerBase
+
+from tests.support.configs import ROOT, compose_config
+from tests.support.pictures import Count, Gallery, Screen, draw, picture, task_of
+from tests.support.runs import SMALL
+from tests.support.vision import MAKERS, template
+from torchrl_grpo import keys
+from torchrl_grpo.assembly.run import build
+from torchrl_grpo.collectors.rollout import RolloutCollector
+from torchrl_grpo.envs import LLMEnv
+from torchrl_grpo.generation.base import SamplingParams
+from torchrl_grpo.generation.policy import GenerationPolicy
+from torchrl_grpo.generation.transformers import TransformersEngine
+from torchrl_grpo.images.encoder import ImageEncoder
+from torchrl_grpo.models import loading
+from torchrl_grpo.models.scoring import TokenScorer
+from torchrl_grpo.reporting.metrics import read_jsonl
+from torchrl_grpo.reward_pool import Failure, RewardPool
+from torchrl_grpo.tasks.base import Dialog, Message, Task
+from torchrl_grpo.tasks.seeds import SeedsTask
+from torchrl_grpo.tasks.with_environment import Kind, WithEnvironment
+from torchrl_grpo.tools import Toolbox, ToolCall
+
+PARAMS = SamplingParams(max_new_tokens=3, stop_token_ids=tuple(range(320)))
+ROUNDING = 2e-5
+
+
+class Kit:
+    """A model with its tokenizer and image encoder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+        self.tokenizer = loading.load_tokenizer(self.path)
+        config = loading.load_config(self.path)
+        encoder = loading.load_image_encoder(self.path, config, self.tokenizer)
+        assert encoder is not None
+        self.encoder: ImageEncoder = encoder
+
+    def model(self) -> Any:
+        return loading.load_model(self.path, dtype=torch.float32, device=torch.device("cpu"))
+
+    def env(self, task: Task, **options: Any) -> LLMEnv:
+        settings = {"image_encoder": self.encoder, "max_turns": 4, **options}
+        return LLMEnv(task, self.tokenizer, num_envs=4, repeats=2, **settings)
+
+
+@pytest.fixture(scope="module", params=["idefics3", "qwen2_5_vl"])
+def kit(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Kit:
+    return Kit(MAKERS[request.param](tmp_path_factory.mktemp(request.param), tokenizer))
+
+
+ONE_FAMILY = pytest.mark.parametrize("kit", ["qwen2_5_vl"], indirect=True)
+
+
+def check_dialogs(kit: Kit, env: LLMEnv, images: int) -> None:
+    """Play an environment; the scorer must give the engine's log-probs, and spans their tokens."""
+    model = kit.model()
+    batch = RolloutCollector(env, GenerationPolicy(TransformersEngine(model), PARAMS)).rollout()
+    check_env_specs(env, break_when_any_done="both")
+    scored = TokenScorer(model)(batch.clone())
+    gap = 0.0
+    for row, again in zip(batch.unbind(0), scored.unbind(0), strict=True):
+        assert bool(row[keys.REWARD_VALID]), row.get(keys.REWARD_ERROR, None)
+        tokens, mask, spans = row[keys.FULL], row[keys.ASSISTANT_MASK], row[keys.IMAGES]
+        assert mask.sum() >= 2 and len(spans) == images
+        for span in spans:
+            assert torch.equal(tokens[span.offset : span.end], span.image.tokens)
+        scores = again[keys.CUR_LOG_PROBS][: len(tokens)][mask]
+        gap = max(gap, (row[keys.LOG_PROBS][mask] - scores).abs().max().item())
+    print(f"largest difference between engine and scorer: {gap:.1e}")
+    assert gap < ROUNDING
+
+
+@pytest.mark.parametrize("name", ["tools", "methods", "game", "screen"])
+def test_later_turns_read_images(kit: Kit, name: str) -> None:
+    task, images = task_of(name)
+    check_dialogs(kit, kit.env(task), images)
+
+
+@ONE_FAMILY
+@pytest.mark.parametrize("name", ["tools", "methods", "game", "screen"])
+def test_reward_workers_send_images(kit: Kit, name: str) -> None:
+    task, images = task_of(name)
+    with RewardPool(task, 1, timeout_s=60) as pool:
+        check_dialogs(kit, kit.env(task, reward_pool=pool), images)
+
+
+@ONE_FAMILY
+def test_a_turn_without_room_drops_its_images(kit: Kit) -> None:
+    check_dialogs(kit, kit.env(task_of("game")[0], max_dialog_tokens=100), 3)
+
+
+def replies(kit: Kit, env: LLMEnv) -> list[list[Message]]:
+    """Return the tools' messages of each dialog."""
+    engine = TransformersEngine(kit.model())
+    batch = RolloutCollector(env, GenerationPolicy(engine, PARAMS)).rollout()
+    assert batch[keys.REWARD_VALID].all() and not any(batch[keys.IMAGES])
+    return [[m for m in dialog.messages if m["role"] == "tool"] for dialog in env.dialogs]
+
+
+@ONE_FAMILY
+@pytest.mark.parametrize("name", ["tools", "methods"])
+def test_an_image_that_the_template_drops_is_an_error_for_the_policy(
+    kit: Kit, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = "part['type'] == 'image'"
+    chat_template = template("<|image_pad|>").replace(image, f"{image} and m['role'] != 'tool'")
+    monkeypatch.setattr(kit.tokenizer, "chat_template", chat_template)
+    env = kit.env(task_of(name)[0])
+    for messages in replies(kit, env):
+        assert len(messages) == 6
+        for message in messages:
+            assert message["content"].startswith("error: the result has an image")
+    counts = env.take_counts()
+    assert counts["tools/errors"] == 24
+
+
+@ONE_FAMILY
+def test_an_image_for_a_model_without_images_is_an_error_for_the_policy(kit: Kit) -> None:
+    env = kit.env(task_of("tools")[0], image_encoder=None)
+    engine = TransformersEngine(kit.model())
+    RolloutCollector(env, GenerationPolicy(engine, PARAMS)).rollout()
+    messages = [m for dialog in env.dialogs for m in dialog.messages if m["role"] == "tool"]
+    assert messages and all(
+        m["content"].startswith("error: the result has an image") for m in messages
+    )
+
+
+def test_a_tool_returns_images_in_every_form() -> None:
+    image, file = draw(1), picture(1)
+    see = {"type": "text", "text": "x" * 9000}
+    values: dict[str, Any] = {
+        "pil": image,
+        "bytes": file.data,
+        "parts": [see, {"type": "image", "image": image}],
+        "texts": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+        "no image": b"abc",
+        "list": [],
+        "data": [{"type": "video", "url": "v"}],
+        "broken": [see, {"type": "image", "image": b"abc"}],
+        "cut": [{"type": "image", "image": file.data[:10]}],
+    }
+
+    def show(name: str) -> Any:
+        """Show. Args: name: what."""
+        return values[name]
+
+    box = Toolbox([show])
+    results = {name: box.run(ToolCall("show", {"name": name})) for name in values}
+    parts = [{"type": "image", "image": file}]
+    assert results["pil"] == results["bytes"] == (parts, True)
+    content, is_well = results["parts"]
+    assert is_well and content[1] == parts[0] and len(content[0]["text"]) < 8300
+    assert results["texts"] == ("ab", True)
+    assert results["no image"] == ("\"b'abc'\"", True)
+    assert results["list"] == ("[]", True)
+    assert results["data"] == (json.dumps(values["data"]), True)
+    for name in ("broken", "cut"):
+        content, is_well = results[name]
+        assert not is_well and "the result of show" in content
+
+
+def test_a_turn_with_too_large_images_is_refused() -> None:
+    noise = Image.effect_noise((2100, 2100), 100)
+
+    class Large(Screen):
+        def reset(self, seed: int) -> Image.Image:
+            return noise
+
+    task = WithEnvironment(SeedsTask(4), {"": Kind(Large)})
+    problem = task.problems("train")[0]
+    opening = Dialog(problem, [], task.messages(problem), last=False, episode="a")
+    with RewardPool(task, 1, timeout_s=60) as pool:
+        turn = pool.submit(opening).result()
+    assert isinstance(turn, Failure) and "JPEG" in turn.text
+
+
+@ONE_FAMILY
+def test_messages_of_a_task_show_images_in_every_form(kit: Kit) -> None:
+    class Replies(Count):
+        def reply(self, dialog: Dialog) -> list[Message] | None:
+            if len(dialog.responses) > 1:
+                return None
+            content = [{"type": "image", "image": draw(2)}, {"type": "text", "text": "?"}]
+            return [{"role": "user", "content": content}]
+
+    check_dialogs(kit, kit.env(Replies()), 1)
+
+
+@pytest.mark.parametrize("part", [{"type": "image"}, {"type": "image", "image": "a.png"}])
+def test_a_part_without_text_or_image_is_refused(part: dict[str, Any]) -> None:
+    class Broken(Gallery):
+        def reset(self, seed: int) -> list[dict[str, Any]]:
+            return [part]
+
+    task = WithEnvironment(SeedsTask(4), {"": Kind(Broken)})
+    problem = task.problems("train")[0]
+    opening = Dialog(problem, [], task.messages(problem), last=False, episode="a")
+    [turn] = task.advance([opening])
+    assert isinstance(turn, ValueError) and "reset of the environment Broken" in str(turn)
+
+
+@ONE_FAMILY
+def test_a_run_trains_on_the_environment_of_the_docs(kit: Kit, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
+    [code] = re.findall(r"```python\n(from PIL import Image.*?)```", page, re.S)
+    (tmp_path / "game.py").write_text(code)
+    arguments = (
+        f"model.name={kit.path}",
+        "env.dataset=null",
+        f"env.environment={tmp_path / 'game.py'}:Walk",
+        "env.max_turns=3",
+        "inference_model.max_new_tokens=6",
+        "train.total_dialog_turns=32",
+    )
+    run = build(compose_config(*SMALL, *arguments), tmp_path / "run")
+    try:
+        run.fit()
+    finally:
+        run.close()
+    rows = [r for r in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "train/loss" in r]
+    assert rows and all(math.isfinite(row["train/loss"]) for row in rows)
+    assert max(row["train/kl_k3_to_inference"] for row in rows) < 1e-8
+    samples = read_jsonl(tmp_path / "run" / "samples.jsonl")
+    assert all(sample["valid"] for sample in samples)
+    assert {sample["query"] for sample in samples} == {"Walk to green: l or r?<image>"}
+    assert all("[user] <image>" in s["response"] for s in samples if s["finish_reason"] == "stop")

@@ -18,6 +18,7 @@ EXTRAS = {
     "openenv": "torchrl_grpo.integrations.openenv:OpenEnvKind",  # env.environment=openenv:...
     "reasoning_gym": "torchrl_grpo.integrations.reasoning_gym:ReasoningGymTask",
     "report": "torchrl_grpo.extras.report.report:write_report",  # at the end of a run
+    "reward_form": "torchrl_grpo.integrations.reward_forms:reward_form",  # of TRL and verl
     "same_as": "torchrl_grpo.extras.peers:same_as",  # in the error for an unknown key
     "served_teacher": "torchrl_grpo.integrations.served_teacher:ServedTeacher",  # teacher.address
     "start_service": "torchrl_grpo.extras.trackers.services:start_service",

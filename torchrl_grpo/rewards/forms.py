@@ -1,17 +1,8 @@
-"""Reward functions: the arguments of each form, and the interpretation of the result.
+"""Reward functions: their arguments, and the interpretation of the result.
 
-========  ==========================  ===================================================
-form      recognized by               arguments
-========  ==========================  ===================================================
-own                                   ``FACTS`` and the columns by name; columns alone to
-                                      ``**kwargs``
-TRL's     ``completions``,            lists of one: ``prompts``, ``completions``,
-          ``completion_ids``,         ``completion_ids`` and the columns;
-          ``prompts``, or             ``trainer_state=None``, and ``log_extra`` and
-          ``environments``            ``log_metric``, which do nothing
-verl's    ``solution_str``            ``data_source``, ``solution_str``,
-                                      ``ground_truth``, ``extra_info``; columns by name
-========  ==========================  ===================================================
+A function gets ``FACTS`` and the columns of its row by name, and the columns alone as ``**kwargs``.
+One with the parameters of another library's reward functions is called in their form
+(``integrations/reward_forms.py``).
 """
 
 from __future__ import annotations
@@ -19,21 +10,30 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from numbers import Real
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 from torchrl_grpo.checks import check_reward
+from torchrl_grpo.host.extras import load_extra
 from torchrl_grpo.rewards.spec import RewardEntry
 
 FACTS = ("response", "prompt", "messages", "answer", "finish_reason", "tokens", "prefill")
 """Arguments that exist for each response besides the columns of its row."""
 
-Form = Literal["own", "trl", "verl"]
 Arguments = dict[str, Any]
 
 
-def _ignore(*args: Any, **kwargs: Any) -> None:
-    """No-op for TRL's logging arguments; parts of a reward are logged anyway."""
+@dataclass(frozen=True)
+class Form:
+    """How reward functions are called.
+
+    Attributes:
+        arguments: returns the arguments by name, and those for ``**kwargs``, from facts and columns.
+        result: returns a number or parts by name, from the name of a reward and what it returned.
+    """
+
+    arguments: Callable[[Arguments, Arguments], tuple[Arguments, Arguments]]
+    result: Callable[[str, Any], Any]
 
 
 def _own(facts: Arguments, columns: Arguments) -> tuple[Arguments, Arguments]:
@@ -41,48 +41,26 @@ def _own(facts: Arguments, columns: Arguments) -> tuple[Arguments, Arguments]:
     return columns | {name: facts[name] for name in names}, columns
 
 
-def _trl(facts: Arguments, columns: Arguments) -> tuple[Arguments, Arguments]:
-    chat = isinstance(columns.get(facts["prompt_column"]), list)
-    lists: Arguments = {"answer": [facts["answer"]]}
-    lists |= {name: [value] for name, value in columns.items() if name != "prompt"}
-    lists |= {
-        "prompts": [facts["prompt_messages"] if chat else facts["prompt"]],
-        "completions": [facts["completion_messages"] if chat else facts["response"]],
-        "completion_ids": [facts["tokens"]],
-        "trainer_state": None,
-        "log_extra": _ignore,
-        "log_metric": _ignore,
-    }
-    lists |= {name: facts[name] for name in facts.keys() & _ENVIRONMENTS}
-    lists |= {name: [facts[name]] for name in facts.keys() & _IMAGES}
-    return lists, lists
+def _unchanged(name: str, result: Any) -> Any:
+    return result
 
 
-def _verl(facts: Arguments, columns: Arguments) -> tuple[Arguments, Arguments]:
-    model, extra = columns.get("reward_model"), columns.get("extra_info")
-    truth = columns.get("ground_truth", facts["answer"])
-    return columns | {
-        "data_source": columns.get("data_source", facts["dataset"]),
-        **dict.fromkeys(_VERL_RESPONSE_NAMES, facts["response"]),
-        "ground_truth": model.get("ground_truth", truth) if isinstance(model, Mapping) else truth,
-        "extra_info": columns if extra is None else extra,
-    }, {}  # fmt: skip
-
-
-# Each returns the arguments by name, and those for ``**kwargs``, from facts and columns.
-_FORMS: dict[Form, Callable[[Arguments, Arguments], tuple[Arguments, Arguments]]] = {
-    "own": _own,
-    "trl": _trl,
-    "verl": _verl,
+_OWN = Form(_own, _unchanged)
+FOREIGN_NAMES = {
+    "completions",
+    "completion_ids",
+    "prompts",
+    "solution_str",
+    "model_output",
+    "predict_str",
 }
+"""Parameters of other libraries' functions."""
 _OWN_NAMES = set(FACTS) - {"answer"}
-_TRL_NAMES = {"completions", "completion_ids", "prompts"}
-_ENVIRONMENTS = {"environments"}
+ENVIRONMENTS = {"environments"}
 """Argument if environments play the dialogs: a list of the response's environment."""
-_IMAGES = {"images"}
+IMAGES = {"images"}
 """Argument if problems have images: a list of PIL images."""
-_OF_SOME = _ENVIRONMENTS | _IMAGES
-_VERL_RESPONSE_NAMES = ("solution_str", "model_output", "predict_str")
+_OF_SOME = ENVIRONMENTS | IMAGES
 _ABSENT = object()
 _NOTHING: Arguments = dict.fromkeys(
     (*FACTS, "prompt_column", "prompt_messages", "completion_messages", "dataset")
@@ -98,7 +76,7 @@ class RewardFunction:
 
     Attributes:
         name: name of the function in logs.
-        form: form of its arguments.
+        form: form of its arguments and results.
         asynchronous: whether it is an ``async def``.
 
     Raises:
@@ -128,12 +106,6 @@ class RewardFunction:
         self._names = set(by_name)
         self._needed = {key for key, p in by_name.items() if p.default is p.empty}
         self._takes_rest = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        is_trl = _TRL_NAMES & set(by_name) or (
-            _ENVIRONMENTS & set(by_name) and not _OWN_NAMES & set(by_name)
-        )
-        self.form: Form = (
-            ("trl") if is_trl else "verl" if by_name.keys() & set(_VERL_RESPONSE_NAMES) else "own"
-        )
         unknown = sorted(set(self.options) - self._names)
         if unknown and not self._takes_rest:
             keys = sorted({"name", "weight"} | self._names)
@@ -148,11 +120,11 @@ class RewardFunction:
                 f"reward {self.name} must accept its arguments by name: remove the '/' from its "
                 "parameters."
             )
-        if self.form == "verl" and self._expected:
-            raise ValueError(
-                f"weight of reward {self.name} must be a number, because in verl's form only "
-                "`score` is the reward: use 1."
-            )
+        self.form = _OWN
+        if self._names & FOREIGN_NAMES or (
+            self._names & ENVIRONMENTS and not self._names & _OWN_NAMES
+        ):
+            self.form = load_extra("reward_form")(self.name, self._names, bool(self._expected))
 
     @property
     def asynchronous(self) -> bool:
@@ -179,9 +151,9 @@ class RewardFunction:
             ValueError: some are neither.
         """
         facts = _NOTHING if has_answer else _NOTHING | {"answer": _ABSENT}
-        facts = facts | (dict.fromkeys(_ENVIRONMENTS) if has_environment else {})
-        facts = facts | (dict.fromkeys(_IMAGES) if has_images else {})
-        arguments = _FORMS[self.form](facts, dict.fromkeys(columns))[0]
+        facts = facts | (dict.fromkeys(ENVIRONMENTS) if has_environment else {})
+        facts = facts | (dict.fromkeys(IMAGES) if has_images else {})
+        arguments = self.form.arguments(facts, dict.fromkeys(columns))[0]
         known = {name for name, value in arguments.items() if value not in (_ABSENT, [_ABSENT])}
         if not self._takes_rest and not (self._names - set(self.options)) & known:
             raise ValueError(
@@ -194,7 +166,7 @@ class RewardFunction:
         if missing:
             verb = "is" if len(missing) == 1 else "are"
             fix = f"set it as an option, {{fn: ..., {missing[0]}: ...}}"
-            if missing[0] in _IMAGES:
+            if missing[0] in IMAGES:
                 fix = "name the column of the images as env.columns.images"
             raise ValueError(
                 f"reward {self.name} needs {' and '.join(missing)}, which {verb} neither a column "
@@ -210,7 +182,7 @@ class RewardFunction:
                 ``dataset``.
             columns: columns of the row.
         """
-        by_name, rest = _FORMS[self.form](facts, columns)
+        by_name, rest = self.form.arguments(facts, columns)
         arguments = rest if self._takes_rest else {}
         arguments = arguments | {name: by_name[name] for name in by_name.keys() & self._names}
         return self.function(**arguments | self.options)
@@ -227,29 +199,9 @@ class RewardFunction:
         Raises:
             ValueError: the result is not a reward.
         """
-        if self.form == "trl":
-            try:
-                (result,) = result
-            except (TypeError, ValueError) as error:
-                raise ValueError(
-                    f"reward {self.name} must return a list with one reward for each completion, "
-                    f"but for one completion it returned {type(result).__name__} ({error}): return "
-                    "[reward]."
-                ) from error
-        elif self.form == "verl" and isinstance(result, tuple | list) and result:
-            result = result[0]  # verl also takes the first of several
+        result = self.form.result(self.name, result)
         if not isinstance(result, Mapping):
             result = {"": result}
-        elif self.form == "verl":
-            if "score" not in result:
-                raise ValueError(
-                    f"reward {self.name} must return a score, but its dict has {sorted(result)}: "
-                    "add `score`."
-                )
-            score = result["score"]
-            numbers = {key: value for key, value in result.items() if isinstance(value, Real)}
-            numbers.pop("score", None)
-            result = {"": score} | numbers
         if not self._expected <= set(result):
             raise ValueError(
                 f"reward {self.name} must return the parts that have a weight, "

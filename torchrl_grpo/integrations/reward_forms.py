@@ -1,0 +1,108 @@
+"""Reward functions of other libraries: their arguments and results.
+
+========  ==========================  ===================================================
+form      recognized by               arguments
+========  ==========================  ===================================================
+TRL's     ``completions``,            lists of one: ``prompts``, ``completions``,
+          ``completion_ids``,         ``completion_ids`` and the columns;
+          ``prompts``, or             ``trainer_state=None``, and ``log_extra`` and
+          ``environments``            ``log_metric``, which do nothing
+verl's    ``solution_str``            ``data_source``, ``solution_str``,
+                                      ``ground_truth``, ``extra_info``; columns by name
+========  ==========================  ===================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from numbers import Real
+from typing import Any
+
+from torchrl_grpo.rewards.forms import ENVIRONMENTS, FOREIGN_NAMES, IMAGES, Arguments, Form
+
+_RESPONSE_NAMES = ("solution_str", "model_output", "predict_str")
+"""Names of the response in verl's functions."""
+
+
+def reward_form(name: str, parameters: Collection[str], has_part_weights: bool) -> Form:
+    """Return the form of a function with some parameters of other libraries' functions.
+
+    Args:
+        name: name of the reward.
+        parameters: names of all its parameters.
+        has_part_weights: whether its parts have weights of their own.
+
+    Raises:
+        ValueError: they do, and the function is verl's.
+    """
+    names = FOREIGN_NAMES & set(parameters)
+    if not names or names - set(_RESPONSE_NAMES):
+        return _TRL
+    if has_part_weights:
+        raise ValueError(
+            f"weight of reward {name} must be a number, because in verl's form only "
+            "`score` is the reward: use 1."
+        )
+    return _VERL
+
+
+def _ignore(*args: Any, **kwargs: Any) -> None:
+    """No-op for TRL's logging arguments; parts of a reward are logged anyway."""
+
+
+def _trl(facts: Arguments, columns: Arguments) -> tuple[Arguments, Arguments]:
+    chat = isinstance(columns.get(facts["prompt_column"]), list)
+    lists: Arguments = {"answer": [facts["answer"]]}
+    lists |= {name: [value] for name, value in columns.items() if name != "prompt"}
+    lists |= {
+        "prompts": [facts["prompt_messages"] if chat else facts["prompt"]],
+        "completions": [facts["completion_messages"] if chat else facts["response"]],
+        "completion_ids": [facts["tokens"]],
+        "trainer_state": None,
+        "log_extra": _ignore,
+        "log_metric": _ignore,
+    }
+    lists |= {name: facts[name] for name in facts.keys() & ENVIRONMENTS}
+    lists |= {name: [facts[name]] for name in facts.keys() & IMAGES}
+    return lists, lists
+
+
+def _verl(facts: Arguments, columns: Arguments) -> tuple[Arguments, Arguments]:
+    model, extra = columns.get("reward_model"), columns.get("extra_info")
+    truth = columns.get("ground_truth", facts["answer"])
+    return columns | {
+        "data_source": columns.get("data_source", facts["dataset"]),
+        **dict.fromkeys(_RESPONSE_NAMES, facts["response"]),
+        "ground_truth": model.get("ground_truth", truth) if isinstance(model, Mapping) else truth,
+        "extra_info": columns if extra is None else extra,
+    }, {}  # fmt: skip
+
+
+def _trl_result(name: str, result: Any) -> Any:
+    try:
+        (reward,) = result
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"reward {name} must return a list with one reward for each completion, "
+            f"but for one completion it returned {type(result).__name__} ({error}): return "
+            "[reward]."
+        ) from error
+    return reward
+
+
+def _verl_result(name: str, result: Any) -> Any:
+    if isinstance(result, tuple | list) and result:
+        result = result[0]  # verl also takes the first of several
+    if not isinstance(result, Mapping):
+        return result
+    if "score" not in result:
+        raise ValueError(
+            f"reward {name} must return a score, but its dict has {sorted(result)}: add `score`."
+        )
+    numbers = {key: value for key, value in result.items() if isinstance(value, Real)}
+    numbers.pop("score", None)
+    return {"": result["score"]} | numbers
+
+
+_TRL = Form(_trl, _trl_result)
+_VERL = Form(_verl, _verl_result)

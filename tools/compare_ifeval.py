@@ -7,7 +7,7 @@ instruction at a time.
 TorchRL counts sentences and words in capitals with nltk's punkt model, which must be downloaded;
 without it these two checks raise. So each case runs twice: with TorchRL as installed, and with an
 nltk that has this package's list of abbreviations. TorchRL judges each case three times, to find
-verdicts that change from call to call. The output is a table for docs/rewards.md.
+verdicts that change from call to call. The output is a table for benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ EXPLAINED = {
     "keywords:forbidden_words": REGEX,
     "keywords:letter_frequency": "TorchRL draws a random letter for `#` and `!`; the paper's code counts these",
     "language:response_language": UNSEEDED,
-    "length_constraints:number_sentences": f"{NO_PUNKT}; with it, see Sentences",
+    "length_constraints:number_sentences": f"{NO_PUNKT}; with it, see Sentences in docs/rewards.md",
 }
 
 

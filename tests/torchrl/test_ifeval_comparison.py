@@ -1,4 +1,4 @@
-"""Our IFEval checks against TorchRL's, on made-up responses: each difference is one that docs/rewards.md explains."""
+"""Our IFEval checks against TorchRL's, on made-up responses: each difference is one that benchmarks/README.md explains."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_500_responses_differ_from_torchrl_only_where_it_is_explained(tool: Modu
 
 
 def test_every_explained_difference_is_in_the_docs(tool: ModuleType) -> None:
-    page = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8")
+    page = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
     assert [
         name
         for name, reason in tool.EXPLAINED.items()

@@ -1,4 +1,6 @@
-"""Fixtures: a tiny random Qwen2 model and a byte-level tokenizer, made here, so that nothing is downloaded."""
+"""Shared fixtures: a tiny random Qwen2 model and a byte-level tokenizer, built here so that no test
+downloads anything.
+"""
 
 from __future__ import annotations
 
@@ -16,29 +18,27 @@ from typing import TYPE_CHECKING
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1"
-)  # the suite runs in as many processes as there are cores
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # pytest-xdist already runs one process per core
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = (
-    "0"  # else torch compiles and runs programs to see which vectors there are
+    "0"  # otherwise torch compiles and runs programs to detect the CPU's vector extensions
 )
 os.environ.setdefault(
     "TORCHRL_GRPO_QUICK_IMPORTS", "1"
-)  # actors on Ray import what those of a script do
+)  # Ray actors must be able to import the modules next to a script
 
 import pytest
 from hypothesis import settings
 
 from tests.support.guarded import go_on_guarded
 
-if TYPE_CHECKING:  # what starts the workers imports this file too, and needs neither
+if TYPE_CHECKING:  # the xdist controller imports this file too and needs neither
     from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 if sys.platform == "linux" and "PYTEST_XDIST_WORKER" not in os.environ:
     go_on_guarded()
 
-# The same examples in each run; those of `make test-nightly` are new ones each time.
+# Examples are the same in every run; `make test-nightly` draws new ones each time.
 settings.register_profile("few", max_examples=40, deadline=None, derandomize=True)
 settings.register_profile("many", max_examples=400, deadline=None)
 settings.load_profile("few")
@@ -53,7 +53,7 @@ CHAT_TEMPLATE = (
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of 256 bytes and 5 special tokens: every text round-trips."""
+    """Return a tokenizer of 256 bytes and 5 special tokens, which round-trips every text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -72,13 +72,13 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture
 def tiny_model() -> Qwen2ForCausalLM:
-    """A fresh tiny random model, float32, eval mode."""
+    """Return a fresh tiny random model in float32 and eval mode."""
     from tests.support.models import make_tiny_model
 
     return make_tiny_model()
 
 
-# In parallel the suite ends sooner when what takes long starts first: these, then all files with a test that is slow.
+# A parallel run ends sooner when long tests start first: these, then all files with a slow test.
 LONG = (
     "ray/test_async_s",
     "ray/test_ray_source",
@@ -92,11 +92,12 @@ LONG = (
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
-    """Imports in about half of the usual time where tests are collected, as ``torchrl_grpo.host.startup`` does.
+    """Halve the import time of collection, the way ``torchrl_grpo.host.startup`` does.
 
-    TorchRL imports vLLM for a wrapper of its own. And imports make a million objects, which are hardly any garbage.
+    TorchRL imports vLLM for a wrapper of its own, and imports create a million objects, hardly any
+    of which are garbage.
     """
-    if session.config.getoption("numprocesses", None):  # what starts the workers
+    if session.config.getoption("numprocesses", None):  # the xdist controller
         return (yield)
     gc.disable()
     sys.modules["vllm"] = None  # type: ignore[assignment]
@@ -114,7 +115,7 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks each test with what the name of its folder says that it needs, and sorts the files."""
+    """Mark each test with the requirements that its folder's name implies, and sort the files."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
 
     def place(item: pytest.Item) -> tuple[int, bool]:
@@ -134,7 +135,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Lets Ray and vLLM start processes that have imported all, see ``tests.support.forks``."""
+    """Let Ray and vLLM start processes that already have the imports, see ``tests.support.forks``."""
     if sys.platform == "linux" and {"vllm", "ray"} & {mark.name for mark in item.iter_markers()}:
         from tests.support import forks
 
@@ -143,7 +144,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_curves() -> Iterator[None]:
-    """Runs write their report without its curves, whose drawing takes half the time of a run of a few steps."""
+    """Write reports without curves: drawing them takes half the time of a run of a few steps."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torchrl_grpo.extras.report.report.save_png", lambda *_: None)
         patch.setattr("torchrl_grpo.extras.report.report.panel_svg", lambda *_: "")
@@ -152,7 +153,7 @@ def no_curves() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def same_prompts() -> None:
-    """Runs of the embedded task select its prompts once."""
+    """Let all runs of the embedded task share one selection of prompts."""
     from tests.support import known_prompts
 
     known_prompts.keep()
@@ -160,7 +161,7 @@ def same_prompts() -> None:
 
 @pytest.fixture
 def curves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this test they are drawn."""
+    """Draw the curves of reports in this test."""
     from torchrl_grpo.extras.report.curves import panel_svg, save_png
 
     monkeypatch.setattr("torchrl_grpo.extras.report.report.save_png", save_png)
@@ -169,7 +170,9 @@ def curves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
-    """Runs a script as ``run`` does, but in this process, where all is imported; gives its exit status."""
+    """Return a function that runs a script in this process, like ``run``, and returns its exit
+    status.
+    """
     from tests.support.configs import last_of_each
 
     handlers, level = logging.root.handlers[:], logging.root.level
@@ -185,6 +188,6 @@ def run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
 
     yield run_here
     logging.root.handlers[:] = (
-        handlers  # Hydra's are bound to a stream that is closed after this test
+        handlers  # Hydra's handlers are bound to a stream that is closed after this test
     )
     logging.root.setLevel(level)

@@ -1,4 +1,6 @@
-"""vLLM's engines as they are on CUDA, with its default scheduling and model runner. None of it has run on one yet."""
+"""vLLM's engines on CUDA, with vLLM's default scheduling and model runner. Never run on a GPU so
+far.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,6 @@ def test_a_version_travels_to_the_engines_process_by_ipc(engine: AsyncVLLMEngine
 )
 @pytest.mark.parametrize("eager", [True, False])
 def test_the_engine_of_one_process_samples_and_takes_weights(devices: int, eager: bool) -> None:
-    """Alone and with the layers divided over two devices; with CUDA graphs and without."""
     settings = SETTINGS | {"tensor_parallel_size": devices, "enforce_eager": eager}
     with VLLMEngine(str(starter_path()), **settings) as engine:
         assert_stop_strings_end_responses(engine, PROMPTS[:2], repeats=False)

@@ -1,9 +1,10 @@
-"""What a first user with GPUs does, in order, with a table at the end. Those without vLLM and Ray have run on an H200.
+"""The steps of a first user with GPUs, in order, with a table at the end. Those without vLLM and
+Ray have run on an H200.
 
     python -m pytest tests/gpu -n 0 -s
 
-The model has the shape of Qwen2.5-0.5B and random weights, and the data the form of GSM8K, so nothing is downloaded.
-``GPU_CHECK_DEVICE=cpu`` is a rehearsal on a CPU, with a small model.
+The model has the shape of Qwen2.5-0.5B and random weights, and the data has the format of GSM8K, so
+nothing is downloaded. ``GPU_CHECK_DEVICE=cpu`` rehearses it on a CPU, with a small model.
 """
 
 from __future__ import annotations
@@ -139,13 +140,17 @@ def test_the_default_job_sleeps_and_wakes_vllm(run: Callable[..., Any]) -> None:
     free, _ = torch.cuda.mem_get_info()
     run("default job, vLLM", *CHECKED)
     torch.cuda.empty_cache()
-    assert torch.cuda.mem_get_info()[0] > 0.95 * free  # its process has given everything back
+    assert (
+        torch.cuda.mem_get_info()[0] > 0.95 * free
+    )  # the child process has released all of its memory
 
 
 @needs_vllm
 @pytest.mark.skipif(GPUS != 1, reason="needs one CUDA device: CUDA_VISIBLE_DEVICES=0")
 def test_three_steps_near_the_limit_fit_in_turns(run: Callable[..., Any]) -> None:
-    """In 16 GiB: 8 for the engine, 5.5 for weights and Adam's moments, and 12 for a step, by the memory plan."""
+    """Limit the GPU to 16 GiB. The memory plan expects 8 for the engine, 5.5 for weights and Adam's
+    moments, 12 for a step.
+    """
     free, total = torch.cuda.mem_get_info()
     ballast = torch.empty(free - 16 * 2**30, dtype=torch.uint8, device="cuda")
     share = f"inference_model.gpu_memory_utilization={8 * 2**30 / total:.4f}"

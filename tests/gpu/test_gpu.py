@@ -1,4 +1,4 @@
-"""What needs a CUDA device. All but vLLM's tests have run on an H200."""
+"""Tests that need a CUDA device. All but those of vLLM have run on an H200."""
 
 from __future__ import annotations
 
@@ -73,7 +73,9 @@ def test_packed_sequences_on_cuda_score_like_padded_ones(
 def test_packed_gradients_in_16_bits_are_as_close_as_padded_ones(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To those in float32; two of the models have windows that are shorter than the sequences."""
+    """The reference gradients are in float32. Two of the models have attention windows shorter than
+    the sequences.
+    """
     window = {} if name == "qwen2" else {"sliding_window": 12}
     tokens = torch.randint(5, 128, (6, 40), generator=torch.Generator().manual_seed(0))
     tokens[1:3, :10], tokens[4:6, :7] = tokens[0, :10], tokens[3, :7]
@@ -102,7 +104,7 @@ def test_a_step_on_cuda_waits_for_it_twice() -> None:
         make_trainer(make_tiny_model().cuda(), micro_batch_tokens=30),
         make_batch(repeats=4),
     )
-    trainer.train_step(batch)  # kernels are loaded
+    trainer.train_step(batch)  # load the kernels
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as caught:
@@ -180,7 +182,9 @@ def test_with_cpu_offload_the_weights_rest_on_the_cpu(sums_on_device: bool) -> N
             vars(trainer)["_sums_on_device"] = False
         got = trainer.train_batch(make_batch())
         assert got["train/micro_batches"] > 1
-        assert trainer._sums_on_device is sums_on_device  # a card has room for the tiny model's
+        assert (
+            trainer._sums_on_device is sums_on_device
+        )  # a whole card has room for a tiny model's step
         assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
         assert all(parameter.to_local().is_pinned() for parameter in model.parameters())
         assert compute_device(model).type == "cuda"
@@ -192,7 +196,7 @@ def test_with_cpu_offload_the_weights_rest_on_the_cpu(sums_on_device: bool) -> N
 
 
 def test_each_stream_that_reads_a_part_waits_for_its_copy() -> None:
-    """Two streams read in turn, as in vLLM's sender, and the first one is late."""
+    """Two streams take turns reading, as in vLLM's sender, and the first one is late."""
     expected = {f"layer.{i}": torch.full((2**20,), i + 1.0) for i in range(8)}
     source = iter(
         _Kept([(flat.pin_memory(), part) for flat, part in in_parts(expected.items(), None)])
@@ -218,7 +222,7 @@ def test_a_weight_on_its_way_to_the_host_is_converted_by_the_gpu() -> None:
 
 
 def received(infos: Sequence[dict[str, Any]], path: Path) -> None:
-    """In a process of its own: reads the weights as the engine of vLLM's weight transfer does."""
+    """Read the weights in a process of its own, like the engine of vLLM's weight transfer."""
     got = {}
     for info in map(opened, infos):
         [arguments] = info["ipc_handles"].values()

@@ -1,6 +1,6 @@
 """A sharded model, its checkpoint, its memory and 8-bit moments on one CUDA device.
 
-``GPU_CHECK_DEVICE=cpu`` runs on a CPU what needs no CUDA device.
+``GPU_CHECK_DEVICE=cpu`` runs the tests that don't need CUDA on a CPU.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def make_sharded(mesh: DeviceMesh, dtype: torch.dtype | None = None, **shape: An
 def test_a_sharded_model_in_16_bits_scores_like_one_that_is_not(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of its layers get one layout, on the device."""
+    """All layers of the sharded model must have one layout on the device."""
     layouts = set[int]()
     attention = prefix.attention
 
@@ -128,7 +128,7 @@ def _local(tensor: Any) -> Tensor:
 def test_the_peak_of_a_step_is_close_to_the_plan(name: Any, record_property: Any) -> None:
     shape = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8}
     heads = {"num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 32_000}
-    gc.collect()  # an earlier test's model would be freed only after it was counted
+    gc.collect()  # free the model of an earlier test now, so that it isn't counted
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     model = make_tiny_model(**shape, **heads, initializer_range=0.02).to("cuda")

@@ -1,4 +1,4 @@
-"""Two steps with each kind of option on one CUDA device, all roles on it, without vLLM or Ray.
+"""Two steps with each kind of option on one CUDA device that hosts all roles, without vLLM or Ray.
 
 ``GPU_CHECK_DEVICE=cpu`` runs them on a CPU.
 """

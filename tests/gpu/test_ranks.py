@@ -1,4 +1,4 @@
-"""Training ranks on GPUs of their own, against one process. None of it has run on one yet."""
+"""Training ranks on GPUs of their own, compared with one process. Never run on GPUs so far."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason="needs
 
 
 def two_steps(trainer: GRPOTrainer) -> dict[str, Any]:
-    """Scores a batch with the policy of before its steps, and takes two on it."""
+    """Score a batch with the initial policy, then train on it for two steps."""
     trainer.loss.proximal = "recomputed"
     batch = make_batch(LENGTHS, spread=0.3, repeats=3)
     scored = KLScoring(trainer.loss.actor_network, max_tokens=30, out_key=keys.PROX_LOG_PROBS)(

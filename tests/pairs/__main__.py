@@ -1,11 +1,13 @@
-"""Two steps of the starter model for each row of a covering array of options, and a look at all that they wrote.
+"""Run two steps of the starter model for each row of a covering array of options, and check all
+files of each run.
 
     python -m tests.pairs                    # all runs (about 100), each in a process of its own
-    python -m tests.pairs --first 20         # those with the most pairs
-    python -m tests.pairs --local            # those that need no Ray, which are the quick ones
-    python -m tests.pairs --only 7 12        # some, by number
+    python -m tests.pairs --first 20         # the runs that cover the most pairs
+    python -m tests.pairs --local            # the runs without Ray, which are the fast ones
+    python -m tests.pairs --only 7 12        # some runs, by number
 
-It is no part of the suite: it takes longer than all of it. Exit status 1 says that a run went wrong.
+This is not part of the test suite, because it takes longer than all of it. Exit status 1 means that
+a run failed.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ COMMON = (
 
 
 def write_data(folder: Path) -> None:
-    """Three files of sums and a teacher whose weights are not quite the starter's."""
+    """Write three files of sums, and a teacher whose weights differ slightly from the starter's."""
     rng = random.Random(0)
     for name, count in (("one", 40), ("two", 40), ("test", 8)):
         pairs = [(rng.randint(10, 99), rng.randint(10, 99)) for _ in range(count)]
@@ -67,13 +69,17 @@ def write_data(folder: Path) -> None:
 
 
 def _goes_on_exactly(options: Options) -> bool:
-    """Whether a resumed run is to be the uninterrupted one: not where time or a server has a say in it."""
+    """Return whether the resumed run must equal the uninterrupted one: not if it depends on time or
+    on a server.
+    """
     with_time = options["samplers"] == "two" and options["dynamic"] == "on"
     return options["script"] != "bound_1" and options["engine"] != "server" and not with_time
 
 
 def play(options: Options, folder: Path, data: Path) -> list[str]:
-    """Play a run, and once more from its first checkpoint where it is to be resumed; return what is wrong."""
+    """Run the options, resume from the first checkpoint where the options ask for it, and return
+    all problems found.
+    """
     server = None
     if options["engine"] == "server":
         from tests.support.sglang_stub import SGLangStub

@@ -1,4 +1,6 @@
-"""The options of the runs, what excludes what by the documentation, and a covering array of their pairs."""
+"""The options of the runs, the combinations that the documentation excludes, and a covering array
+of all pairs.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ _ALGORITHMS = [
 _LOSS = "policy.loss._target_=torchrl_grpo.objectives."
 _TEACHER = ("policy.teacher_coef=0.1", "teacher.model=DATA/teacher")
 
-# Options by factor and name; the first one of a factor is the default. DATA is the folder of data.
+# Options by factor and name; each factor's first option is its default. DATA stands for the data
+# folder.
 FACTORS: dict[str, dict[str, tuple[str, ...]]] = {
     "script": {
         "sync": (),
@@ -274,7 +277,7 @@ def pairs_of(options: Options) -> set[frozenset[tuple[str, str]]]:
 
 
 def all_pairs() -> set[frozenset[tuple[str, str]]]:
-    """Every pair that the documentation allows."""
+    """Return every pair of options that the documentation allows."""
     names = [(factor, name) for factor, options in FACTORS.items() for name in options]
     return {
         frozenset(pair) for pair in combinations(names, 2) if pair[0][0] != pair[1][0]
@@ -282,7 +285,7 @@ def all_pairs() -> set[frozenset[tuple[str, str]]]:
 
 
 def covering_array(seed: int, tries: int = 30) -> list[Options]:
-    """Options of runs in which every pair occurs; the first runs have the most new ones."""
+    """Return runs in which every pair of options occurs; the first runs cover the most new pairs."""
     rng, missing, runs = random.Random(seed), all_pairs(), []
     while missing:
         made = [run for _ in range(tries) if (run := _run(rng, missing)) is not None]
@@ -295,7 +298,9 @@ def covering_array(seed: int, tries: int = 30) -> list[Options]:
 
 
 def _run(rng: random.Random, missing: set[frozenset[tuple[str, str]]]) -> Options | None:
-    """Options with a pair that is missing, and as many others as a greedy choice finds; None where they have no way."""
+    """Return a run that contains a missing pair and greedily covers others, or None if that is
+    impossible.
+    """
     run = dict(rng.choice(sorted(map(sorted, missing))))
     factors = [factor for factor in FACTORS if factor not in run]
     for factor in rng.sample(factors, len(factors)):
@@ -313,7 +318,7 @@ def _run(rng: random.Random, missing: set[frozenset[tuple[str, str]]]) -> Option
 
 
 def is_local(options: Options) -> bool:
-    """Whether a run needs no Ray."""
+    """Return whether a run works without Ray."""
     return all(options[factor] == next(iter(FACTORS[factor])) for factor in _OF_PROCESSES) or (
         options["train"] == "offload"
         and options["script"] == "sync"
@@ -322,7 +327,7 @@ def is_local(options: Options) -> bool:
 
 
 def overrides_of(options: Options, data: str, server: str) -> list[str]:
-    """The command line of a run."""
+    """Return the command-line overrides of a run."""
     values = {factor: list(FACTORS[factor][name]) for factor, name in options.items()}
     reward, *combination = values.pop("reward")
     algo, preset_in_reward = options["algo"], options["algo"] in ("rloo", "reinforce_pp")

@@ -1,4 +1,4 @@
-"""Rewards, tools, a game and agents of the runs: plain functions, as a user writes them."""
+"""Rewards, tools, a game and agents for the runs: plain functions, as a user writes them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ def length(response: str) -> float:
 
 
 def maybe(response: str) -> float | None:
-    """It applies to half of the responses."""
+    """Score half of the responses and return None for the others."""
     return None if len(response) % 2 else 0.5 * ("," in response)
 
 
 def hint(messages: list[dict], answer: str, peers: list[dict]) -> list[dict] | None:
-    """The answer before the question, unless nobody else has a valid reward."""
+    """Put the answer in front of the question, unless no other response of the group has a valid
+    reward.
+    """
     text = f"{answer} {messages[-1]['content']}"
     return [*messages[:-1], {**messages[-1], "content": text}] if peers else None
 
@@ -39,7 +41,7 @@ async def slow(response: str, answer: Any = None) -> float:
 
 
 def failing(response: str, prompt: str, answer: Any = None) -> float:
-    """It fails on one response of ten, and is not a number for another one."""
+    """Raise for one response in ten and return NaN for another one."""
     digest = int(hashlib.md5(f"{prompt}|{response}".encode()).hexdigest(), 16) % 10
     if digest == 0:
         raise RuntimeError("one of ten fails")
@@ -68,7 +70,7 @@ def calculate(expression: str) -> str:
 
 
 def parse(text: str) -> list[ToolCall]:
-    """Takes an odd result for a call."""
+    """Accept an odd result as a call."""
     match = re.search(r"#### (\d{1,6})", text)
     return (
         [ToolCall("calculate", {"expression": f"{match[1]}+0"})]
@@ -78,7 +80,7 @@ def parse(text: str) -> list[ToolCall]:
 
 
 class Game:
-    """Sums of its own; each wrong answer costs more."""
+    """A game of sums in which each wrong answer costs more than the one before."""
 
     def reset(self, seed: int) -> str:
         rng = random.Random(seed)
@@ -92,7 +94,7 @@ class Game:
 
 
 class Rows:
-    """A game on the rows of a data set."""
+    """A game that is played on the rows of a data set."""
 
     def reset(self, answer: str) -> None:
         self.answer = answer
@@ -113,7 +115,7 @@ async def play(client: Any, problem: dict[str, Any]) -> float:
 
 
 async def compact(client: Any, problem: dict[str, Any]) -> float:
-    """Two samples: the second request drops the first answer."""
+    """Produce two samples: the second request drops the first answer."""
     for reward in (1.0, 0.5):
         answer = await client.chat.completions.create(model="p", messages=problem["messages"])
         if right(answer.choices[0].message.content, problem["answer"]):

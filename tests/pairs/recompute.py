@@ -1,4 +1,6 @@
-"""What the files of a run say of it, computed again: counts, rewards, advantages, staleness, losses, and resuming."""
+"""Recompute the numbers in a run's files: counts, rewards, advantages, staleness, losses, and
+resuming.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ _OF_TIME = (
 def problems_of(
     folder: Path, config: GRPOConfig, steps: int, first: int, bound: int
 ) -> Iterator[str]:
-    """Yield what is wrong in the files of a run that went from step ``first`` to ``steps``."""
+    """Yield the errors in the files of a run that went from step ``first`` to ``steps``."""
     rows, samples = read_jsonl(folder / "metrics.jsonl"), read_jsonl(folder / "samples.jsonl")
     numbers = [row["step"] for row in rows]
     if numbers != list(range(first, steps + 1)):
@@ -55,7 +57,7 @@ def problems_of(
 
 
 def problems_of_resumed(whole: Path, resumed: Path, first: int) -> Iterator[str]:
-    """Yield what a run that went on from a checkpoint has otherwise than the one that was not interrupted."""
+    """Yield the differences between a resumed run and the uninterrupted one."""
     expected, got = (
         {row["step"]: row for row in read_jsonl(one / "metrics.jsonl")} for one in (whole, resumed)
     )
@@ -66,7 +68,7 @@ def problems_of_resumed(whole: Path, resumed: Path, first: int) -> Iterator[str]
     states = [state_of(checkpoints_in(folder / "checkpoints")[0]) for folder in (whole, resumed)]
     if (
         len(states[0]["source"]["engines"]) > 1
-    ):  # which of several samplers played last is a matter of time
+    ):  # which of several samplers finishes last depends on timing
         for state in states:
             del state["source"]["engines"]
     if places := differences(*states):
@@ -196,7 +198,7 @@ def _reward(row: Row) -> float | None:
 def _normalized(
     values: Sequence[float | None], config: GRPOConfig, lengths: Sequence[int] = ()
 ) -> list[float]:
-    """The advantages of one group by hand; None takes no part and gets 0."""
+    """Return the normalized advantages of one group; a None is left out and gets 0."""
     known = [value for value in values if value is not None]
     if config.policy.advantage_mean == "none":
         return [value or 0.0 for value in values]

@@ -1,4 +1,6 @@
-"""The asynchronous run as a whole: its losses against the synchronous one, its files, and what it leaves behind."""
+"""The asynchronous run as a whole: its losses compared with a synchronous run, its files, and a
+clean exit.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def run(folder: Path, *overrides: str, asynchronous: bool) -> list[dict[str, Any
 
 
 def test_with_bound_0_the_losses_are_bitwise_the_synchronous_ones(tmp_path: Path) -> None:
-    """With all that scores a group or goes with it: a reference model, a teacher, demonstrations."""
+    """The runs have everything that scores a group or travels with it: reference model, teacher,
+    demonstrations.
+    """
     sums = [(a, b) for a in range(10, 26) for b in range(26, 30)]
     rows = [
         json.dumps({"question": f"{a}+{b}=?", "solution": f"#### {a + b}", "answer": a + b})
@@ -78,7 +82,7 @@ def test_with_bound_0_the_losses_are_bitwise_the_synchronous_ones(tmp_path: Path
 
 @pytest.mark.nightly
 def test_with_two_samplers_a_seed_reproduces_a_run(tmp_path: Path) -> None:
-    """Tasks go to whichever sampler is free."""
+    """Tasks go to whichever sampler is idle."""
     steps = (
         "train.total_dialog_turns=96",
         "evaluation.num_prompts=0",
@@ -122,7 +126,7 @@ def test_several_ranks_replicas_and_references_train_on_fresh_enough_data(
         assert row["workers/generate_s"] > 0
         assert (
             row["workers/reference_s" if script == ASYNC else "time/reference_s"] > 0
-        )  # LoRA: the learner scores
+        )  # with LoRA, the learner scores the reference
     assert sum(rows[6][f"workers/responses_rollout_{index}"] for index in range(2)) == 96
     if script == ASYNC:
         assert (
@@ -136,7 +140,7 @@ def test_several_ranks_replicas_and_references_train_on_fresh_enough_data(
 def test_all_ranks_and_all_samplers_take_turns_on_the_same_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As with ``train_model.num_devices=all inference_model.num_devices=all`` on two GPUs."""
+    """On two GPUs this is ``train_model.num_devices=all inference_model.num_devices=all``."""
     plan = DevicePlan((CPU, CPU), ((CPU,), (CPU,)), (CPU,), colocated=True)
     monkeypatch.setattr(blueprint_module, "plan_devices", lambda *_, **__: plan)
     settings = (
@@ -151,9 +155,11 @@ def test_all_ranks_and_all_samplers_take_turns_on_the_same_devices(
     assert {row["staleness/max"] for row in rows[1:]} == {0}
     assert rows[3]["rollout/sequences"] == 32 and rows[3]["train/grad_norm"] > 0
     played = [rows[3][f"workers/responses_rollout_{index}"] for index in range(2)]
-    assert min(played) >= 16 and sum(played) == 96  # half of each batch, unless one is still busy
+    assert (
+        min(played) >= 16 and sum(played) == 96
+    )  # half of each batch, unless one worker is still busy
     tasks = [span for span in read_jsonl(tmp_path / "timeline.jsonl") if span["kind"] == "sample"]
-    assert len(tasks) == 6  # each in one go
+    assert len(tasks) == 6  # each unit is played in one piece
 
 
 def test_a_killed_learner_ends_the_script_and_leaves_no_process(tmp_path: Path) -> None:
@@ -184,7 +190,9 @@ def test_a_killed_learner_ends_the_script_and_leaves_no_process(tmp_path: Path) 
 
 @pytest.mark.nightly
 def test_a_killed_ray_ends_the_script_with_a_word(tmp_path: Path) -> None:
-    """It was Ray's own text after 13 s and 61 s, with no line to go on with."""
+    """Without the watch, the script ended with Ray's own text after 13 to 61 s, and without a
+    command to resume.
+    """
     with Script(
         ASYNC, tmp_path, "policy.kl_coef=0", "train.total_dialog_turns=1000000", "evaluation.num_prompts=0",
         "train.checkpoint_frequency=1",
@@ -208,7 +216,9 @@ def test_a_killed_ray_ends_the_script_with_a_word(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_dynamic_sampling_replaces_groups_without_signal(tmp_path: Path) -> None:
-    """Each batch of 4 groups is made of more that were played, and those without signal are in it only as a filling."""
+    """Each batch of 4 groups is filled from more groups; those without signal only pad a batch that
+    would be too small.
+    """
     rows = run(
         tmp_path, "algo=dapo", "train.total_dialog_turns=64", "evaluation.num_prompts=0",
         "policy.max_sampling_rounds=4", "policy.overlong_buffer=null", "train_model.lora.enabled=true",
@@ -216,7 +226,7 @@ def test_dynamic_sampling_replaces_groups_without_signal(tmp_path: Path) -> None
     )  # fmt: skip
     assert (
         max(row["sync/mismatch_max"] for row in rows) < 1e-4
-    )  # of the adapters, which are all that was sent
+    )  # of the adapters, the only weights that are sent
     assert rows[-1]["train/grad_norm"] > 0
     assert [row["rollout/sequences"] for row in rows[1:]] == [16] * 4
     counts = {
@@ -262,12 +272,12 @@ def test_ctrl_c_ends_the_run_with_a_checkpoint_and_no_process_left(tmp_path: Pat
         running.wait(lambda: len(rows_of(tmp_path)) >= 3)
         os.killpg(
             running.process.pid, signal.SIGINT
-        )  # as a terminal does: Ray's processes get it too
+        )  # as a terminal does: Ray's processes receive the signal too
         running.wait(timeout_s=300)
     assert running.process.returncode == 130, running.printed()
     assert len(running.family) >= 4 and running.left() == []  # Ray's own processes and the actors
     [newest, *_] = checkpoints_in(tmp_path / "checkpoints")
-    assert step_of(newest) == rows_of(tmp_path)[-1]["step"]  # the last step's row was lost
+    assert step_of(newest) == rows_of(tmp_path)[-1]["step"]  # the row of the last step was lost
     assert (tmp_path / "report.html").exists()
     assert "Traceback" not in running.printed()
 

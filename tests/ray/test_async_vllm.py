@@ -1,4 +1,4 @@
-"""The asynchronous run with vLLM's engines: one of two processes, and two that are killed."""
+"""The asynchronous run with vLLM's engines: one with two processes, and two that are killed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_replica_of_two_processes_has_the_trainers_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(forks.WITH_VLLM, "1")
-    # By itself vLLM wants a NUMA node for each process.
+    # By default vLLM expects a NUMA node for each process.
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     with Script(
         ASYNC, tmp_path, "inference_model.backend=vllm", "inference_model.num_devices=2", "policy.kl_coef=0",
@@ -43,7 +43,9 @@ def test_a_replica_of_two_processes_has_the_trainers_weights(
 def test_a_killed_vllm_sampler_comes_back_and_loses_no_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It loses its actor, and then the engine's own process; weights keep coming while sequences are sampled."""
+    """Kill the actor first, then the engine's own process; weights keep arriving while sequences
+    are sampled.
+    """
     monkeypatch.setenv(forks.WITH_VLLM, "1")
     steps = 8
     config = compose_config(

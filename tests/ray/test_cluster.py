@@ -1,4 +1,4 @@
-"""Ray for a run: a real cluster that leaves nothing behind."""
+"""A real Ray cluster for a run, which must be gone without a trace afterwards."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ ray = pytest.importorskip("ray")
 
 
 def ended() -> None:
-    """A handler that Ray must leave in its place."""
+    """A signal handler that Ray must leave in place."""
 
 
 def test_a_cluster_has_a_place_for_each_process_and_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setenv("RAY_ADDRESS", "192.0.2.1:6379")  # a cluster that nobody asked for
+    monkeypatch.setenv("RAY_ADDRESS", "192.0.2.1:6379")  # a cluster that was already there
     monkeypatch.delenv(forks.ADDRESS, raising=False)
     before, previous = set(below()), signal.signal(signal.SIGTERM, lambda *_: ended())
     handler = signal.getsignal(signal.SIGTERM)
@@ -89,7 +89,9 @@ def test_two_runs_have_a_cluster_each_also_where_ray_starts_slowly(
 
     def slow_once(**options: Any) -> Any:
         tries.append(options)
-        if len(tries) == 1:  # what Ray says where a busy machine takes longer than its 30 s
+        if (
+            len(tries) == 1
+        ):  # Ray's own message when a busy machine takes longer than its limit of 30 s
             raise Exception("The current node timed out during startup. This could happen because")
         return init(**options)
 
@@ -135,15 +137,16 @@ finally:
 
 @dataclass
 class Host:
-    """A process that has a cluster of 2 CPUs and 6 pretended GPUs."""
+    """A process with a cluster of 2 CPUs and 6 simulated GPUs."""
 
     process: subprocess.Popen[str]
     address: str
 
     def join(self, *command: str) -> str:
-        """What a process prints that joins the cluster, of which it must give back everything.
+        """Return the output of a process that joins the cluster, all of whose resources it must
+        return.
 
-        Nobody tells it that the cluster asks for a token, which is in ``~/.ray``.
+        The cluster's token is only in ``~/.ray``; the process isn't told about it.
         """
         environment = os.environ | {"PYTHONPATH": str(ROOT), "RAY_ADDRESS": self.address}
         environment.pop("RAY_AUTH_MODE", None)
@@ -161,7 +164,7 @@ class Host:
 
 @pytest.fixture(scope="module")
 def host() -> Iterator[Host]:
-    process = forks.Popen(  # the cluster's workers have its environment too
+    process = forks.Popen(  # the cluster's workers get this environment too
         [sys.executable, "-c", HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )  # fmt: skip
@@ -232,7 +235,9 @@ with orderly_exit():
 
 
 def test_a_run_that_is_told_to_end_leaves_no_process_and_folder() -> None:
-    """By a signal to the script alone. Ctrl-C, which all processes get: ``test_async_script``."""
+    """The signal goes to the script alone. ``test_async_script`` tests Ctrl-C, which all processes
+    receive.
+    """
     folder = Path(tempfile.mkdtemp(prefix="g", dir="/tmp"))  # Ray's sockets need a short path
     driver = forks.Popen(
         [sys.executable, "-c", DRIVER],
@@ -245,7 +250,7 @@ def test_a_run_that_is_told_to_end_leaves_no_process_and_folder() -> None:
         assert driver.stdout and "ready" in driver.stdout.readline()
         pids = below(driver.pid)
         assert [path.name[:4] for path in folder.glob("ray*")] == ["ray-"]
-        # Two workers, each with a process of its own, and Ray's, of which there are fewer on Python 3.13.
+        # Two workers with a process each, and Ray's own processes, of which Python 3.13 has fewer.
         lines = [command_line(one) for one in psutil.Process(driver.pid).children(recursive=True)]
         assert len([line for line in lines if line not in ("", forks.SERVER)]) >= 6
         driver.terminate()
@@ -271,7 +276,7 @@ with orderly_exit():
 
 
 def test_a_killed_store_of_ray_ends_a_watched_script_with_a_word() -> None:
-    """The run itself, and the raylet: test_async_script.py."""
+    """test_async_script.py kills the run itself and the raylet."""
     with forks.Popen(
         [sys.executable, "-c", WATCHED], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT)},

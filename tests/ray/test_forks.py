@@ -1,4 +1,4 @@
-"""Processes that are forks of one that has imported are what new interpreters are."""
+"""A fork of a process that has everything imported behaves like a new interpreter."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_it_begins_with_all_imported_and_its_server_ends_with_it() -> None:
             assert process.stdout is not None and process.stdout.readline() == "True\n"
             [server] = psutil.Process(process.pid).children()
             deadline = time.monotonic() + 60
-            while server.name() != forks.SERVER:  # it says its name as it begins
+            while server.name() != forks.SERVER:  # it prints its name when it starts
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
             process.send_signal(signal.SIGINT)

@@ -1,4 +1,6 @@
-"""A run over two hosts, one of which is lost: namespaces of this machine, which need root (``benchmarks/hosts.py``)."""
+"""A run over two hosts, one of which dies. The hosts are network namespaces, which need root
+(``benchmarks/hosts.py``).
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ def test_a_run_goes_on_without_a_host_and_loses_no_group(tmp_path: Path) -> None
     assert got["status"] == 0, got
     assert (
         sum(map(len, got["where"].values())) == 4
-    )  # learner, reference, two samplers, none of them on the head
+    )  # learner, reference and two samplers, none of them on the head node
     assert got["steps"] == 17
     assert got["restarts"] >= 1
     assert (got["groups_missing"], got["groups_twice"]) == (0, 0)

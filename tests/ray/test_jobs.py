@@ -1,4 +1,4 @@
-"""Jobs of Ray, and the scripts for Slurm, run without Slurm: ``srun`` is a stand-in, all else is real."""
+"""Ray jobs, and the Slurm scripts without Slurm: only ``srun`` is a stand-in."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """One that all hosts see: each has a /tmp of its own."""
+    """Return a folder that all hosts share, because each has a /tmp of its own."""
     path = Path(tempfile.mkdtemp(prefix="slurm-", dir="/var/tmp"))
     yield path
     shutil.rmtree(path)
@@ -80,7 +80,7 @@ def test_a_job_on_two_nodes_trains_over_ray_symmetric_run(folder: Path) -> None:
 
 @contextmanager
 def cluster(folder: Path, env: dict[str, str]) -> Iterator[tuple[str, int]]:
-    """The address for jobs, and the process, of a cluster with ports and a folder of its own."""
+    """Yield the job address and the process of a cluster with its own ports and folder."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(4)]
     ports = [one.getsockname()[1] for one in sockets]
     for one in sockets:
@@ -125,7 +125,7 @@ def test_a_job_of_ray_trains_on_a_cluster_that_runs_and_leaves_nothing(folder: P
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # it listens on loopback alone
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # it only listens on loopback
         "RAY_raylet_start_wait_time_s": "120",
     }
     script = f"python sota/grpo/grpo-async.py --config-name grpo_arithmetic hydra.run.dir={folder}/run ray.address=auto"

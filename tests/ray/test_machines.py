@@ -1,4 +1,6 @@
-"""A Ray cluster of several nodes, which are all on this machine: where ranks are placed, and who is asked what."""
+"""A Ray cluster of several nodes, all simulated on this machine: placement of ranks, and which node
+is queried.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,7 @@ def test_pairs_of_ranks_share_a_machine_and_all_machines_are_asked(tmp_path: Pat
     assert got["refused"].endswith(
         "has more than 3: use 3, or leave it out to shard over all devices."
     )
-    for pid in got["pids"]:  # of both machines, each of which is another than the driver's
+    for pid in got["pids"]:  # both machines are different from the driver's
         assert got["stacks"].count(f"\nprocess {pid}, ray::Rank") == 2
     assert got["stacks"].count("\non ") == 2
     assert (

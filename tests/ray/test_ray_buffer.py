@@ -1,4 +1,4 @@
-"""KLScoring and GroupAdvantage together in TorchRL's replay buffers as actors of Ray."""
+"""KLScoring and GroupAdvantage together in TorchRL's replay buffers as Ray actors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchrl_grpo.transforms import KLScoring
 
 @pytest.fixture(scope="module")
 def ray_buffers() -> Iterator[dict[str, ReplayBuffer]]:
-    """The actors start side by side."""
+    """Start the buffers' actors in parallel."""
     ray = pytest.importorskip("ray")
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     options = {"remote_config": {"num_cpus": 0}}
@@ -33,7 +33,7 @@ def test_a_ray_buffer_holds_and_samples_what_a_plain_one_does(
 
 
 def test_a_ray_buffer_takes_kl_scoring_later(ray_buffers: dict[str, ReplayBuffer]) -> None:
-    """The transform and its model travel to the buffer's process."""
+    """The transform and its model are sent to the buffer's process."""
     buffer = ray_buffers["advantage"]
     buffer.empty()
     buffer.append_transform(KLScoring(TokenScorer(make_tiny_model())))

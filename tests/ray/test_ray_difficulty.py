@@ -1,4 +1,4 @@
-"""``env.difficulty_filter`` where samplers in other processes play what the driver draws."""
+"""``env.difficulty_filter`` where samplers in other processes play the tasks that the driver draws."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytest.importorskip("ray")
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_later_epochs_leave_out_what_samplers_never_solved(tmp_path: Path) -> None:
-    """Of six problems three are never right, whatever is answered."""
+    """Three of the six problems are never solved, whatever the response is."""
     rows = [json.dumps({"question": f"{n}+{n}=", "answer": str(2 * n)}) for n in range(1, 7)]
     (tmp_path / "data.jsonl").write_text("\n".join(rows) + "\n")
     reward = "def even(response, answer):\n    return {'reward': len(response), 'correct': int(answer) % 4 == 0}\n"

@@ -1,4 +1,4 @@
-"""A dry run whose parts are processes on Ray."""
+"""A dry run whose roles are Ray actors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TorchRL's ``RayLLMCollector`` with an environment and a policy of ours."""
+"""TorchRL's ``RayLLMCollector`` with our environment and policy."""
 
 from __future__ import annotations
 
@@ -43,11 +43,13 @@ def test_a_policy_travels_to_the_actor_and_takes_weights_there(tokenizer: Any) -
         assert collector.policy_version == 1
         for key in ("policy_version", ("next", "policy_version")):
             assert batch[key].unique().tolist() == [1]
-        for row in batch.reshape(-1).unbind(0):  # a model of zeros is uniform
+        for row in batch.reshape(-1).unbind(
+            0
+        ):  # a model whose weights are all zero samples uniformly
             log_probs = row["log_probs", "full"][-len(row["tokens", "response"]) :]
             assert log_probs.tolist() == pytest.approx([-5.564520] * len(log_probs), abs=1e-5)
     finally:
         collector.shutdown()
-        del collector  # its finalizer calls Ray, which would start anew after the shutdown
+        del collector  # its finalizer calls Ray, which would start a new cluster after the shutdown
         gc.collect()
         ray.shutdown()

@@ -1,4 +1,4 @@
-"""Going on from a checkpoint on Ray: with other numbers of ranks, and after a stop of an asynchronous run."""
+"""Resuming on Ray: with a different number of ranks, and after an asynchronous run was stopped."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def lora_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_moves_from_one_process_to_several_ranks_and_back(
     lora_run: Path, tmp_path: Path
 ) -> None:
-    """As many ranks go on to the last bit; another number of them adds in another order."""
+    """The same number of ranks resumes bit by bit; another number adds in a different order."""
     two = ("train_model.num_devices=2", "train.checkpoint_frequency=1")
     expected = numbers(read_jsonl(lora_run / "metrics.jsonl"), 4)
     ranks = run(tmp_path / "ranks", *LORA, *two, steps(6), f"train.resume={at(lora_run, 3)}")
@@ -83,14 +83,16 @@ def test_a_sharded_reference_model_scores_as_a_whole_one(tmp_path: Path) -> None
     assert numbers(rows, 1) == [pytest.approx(row, rel=1e-4, abs=1e-6) for row in expected]
     assert (
         rows[3]["train/kl_k3_to_ref"] == 0 < rows[2]["train/kl_k3_to_ref"]
-    )  # of a model that was refreshed
+    )  # of a reference that was refreshed
     resumed = run(tmp_path / "resumed", *job, f"train.resume={at(tmp_path / 'two ranks', 2)}")
     assert numbers(resumed, 3) == numbers(rows, 3)
 
 
 @pytest.mark.nightly
 def test_bfloat16_with_8_bit_moments_resumes_exactly_on_two_ranks(tmp_path: Path) -> None:
-    """Of a model whose weights have few shapes: each rank compiles an update for each."""
+    """The model's weights have few distinct shapes, because each rank compiles one update per
+    shape.
+    """
     pytest.importorskip("torchao")
     tokenizer = AutoTokenizer.from_pretrained(starter_path())
     sizes = {
@@ -121,7 +123,7 @@ def test_bfloat16_with_8_bit_moments_resumes_exactly_on_two_ranks(tmp_path: Path
 def train(
     folder: Path, stop_at: int | None, *overrides: str, asynchronous: bool = True
 ) -> list[int]:
-    """The groups that a run trains, in exact mode, until it is stopped or complete."""
+    """Return the groups that a run trains, in exact mode, until it is stopped or complete."""
     trained: list[int] = []
     fixed = ["policy.kl_coef=0", "inference_model.exact=true"]
     fixed += ["train.max_staleness=2"] if asynchronous else []
@@ -137,7 +139,7 @@ def train(
             stop_at is not None
             and made.source.state_dict()["drawing"]["next_group"] < 4 * made.learner.version + 12
         ):
-            time.sleep(0.05)  # until as many are drawn ahead as the bound allows
+            time.sleep(0.05)  # until as many groups are drawn ahead as the staleness bound allows
         held = ray.get(list(groups)) if asynchronous else groups
         trained.extend(group[0]["group_id"].item() for group in held)
         return real(*groups)
@@ -156,7 +158,7 @@ def train(
 def stopped_and_resumed(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[Path, list[int], list[int]]:
-    """The folder of both runs, and the groups that each of them trained."""
+    """Return the folder of both runs, and the groups that each of them trained."""
     folder = tmp_path_factory.mktemp("asynchronous")
     first = train(folder / "first", 4)
     return folder, first, train(folder / "rest", None, f"train.resume={folder / 'first'}")
@@ -190,7 +192,7 @@ def test_what_was_drawn_ahead_is_played_by_whoever_goes_on(
     stopped_and_resumed: tuple[Path, list[int], list[int]],
     tmp_path: Path,
 ) -> None:
-    """By one process in turn, and by another number of samplers."""
+    """The run is resumed in one process, and with another number of samplers."""
     folder, first, _ = stopped_and_resumed
     ahead = [group for group, _ in state_in(at(folder / "first", 4))["source"]["ahead"]]
     assert len(ahead) >= 4 and set(ahead).isdisjoint(first)
@@ -207,7 +209,7 @@ def test_what_was_drawn_ahead_is_played_by_whoever_goes_on(
 def test_on_policy_an_exact_asynchronous_run_has_no_kl_to_its_engine(
     stopped_and_resumed: tuple[Path, list[int], list[int]],
 ) -> None:
-    """With stale samples it is that of the weights that changed since."""
+    """With stale samples the KL is that of the weight updates in between."""
     folder, _, _ = stopped_and_resumed
     rows = [
         row for name in ("first", "rest") for row in read_jsonl(folder / name / "metrics.jsonl")

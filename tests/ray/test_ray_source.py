@@ -1,4 +1,6 @@
-"""Rollouts and RayLearner on a real Ray cluster, with an engine whose tokens say which weights sampled them."""
+"""Rollouts and RayLearner on a real Ray cluster, with an engine whose tokens tell which weights
+sampled them.
+"""
 
 from __future__ import annotations
 
@@ -67,11 +69,13 @@ from torchrl_grpo.runtime.workers import ActorLostError, RayWorker
 from torchrl_grpo.weights import ObjectSender, WeightHandle
 from torchrl_grpo.weights.meeting import open_store
 
-REPEATS, TASK, BATCH = 2, 2, 4  # rows in a group, groups in a task, groups in a batch
+REPEATS, TASK, BATCH = 2, 2, 4  # rows per group, groups per task, groups per batch
 
 
 class CountingEngine(Engine):
-    """Answers with its version as the token, after a pause; its state is how many calls there were."""
+    """Return the weight version as the token, after a pause; the engine's state is its number of
+    calls.
+    """
 
     def __init__(self, pause_s: float) -> None:
         self.pause_s = pause_s
@@ -101,7 +105,7 @@ class CountingEngine(Engine):
 
 
 class Doubling:
-    """Stands for KLScoring: twice the behaviour log-probs."""
+    """Stand-in for KLScoring: twice the behavior log-probs."""
 
     def __call__(self, batch: TensorDictBase) -> TensorDictBase:
         for row in batch.unbind(0):
@@ -211,14 +215,14 @@ def source_of(
 
 
 class Deadly(Doubling):
-    """Stands for KLScoring; it ends its process."""
+    """Stand-in for KLScoring that kills its process."""
 
     def __call__(self, batch: TensorDictBase) -> TensorDictBase:
         os._exit(1)
 
 
 class SlowEngine(CountingEngine):
-    """Takes its time to read its first weights."""
+    """Take long to read the first weights."""
 
     def load(self, handle: WeightHandle, version: int) -> None:
         time.sleep(0 if version else 1.0)
@@ -226,14 +230,14 @@ class SlowEngine(CountingEngine):
 
 
 class DeadlyEngine(CountingEngine):
-    """Ends its process when it is given weights."""
+    """Kill the process when weights arrive."""
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         os._exit(1)
 
 
 class UpdatedInFlight(CountingEngine):
-    """Samples until it is given version 4, for 60 s at most; an earlier state takes long to restore."""
+    """Sample until version 4 arrives, for at most 60 s; an earlier state takes long to restore."""
 
     def generate(
         self, prompts: Sequence[Tensor], n: int, params: SamplingParams
@@ -253,7 +257,7 @@ def no_memory(*_: Any, **__: Any) -> None:
 
 
 class FullEngine(CountingEngine):
-    """Samples with a real engine whose device is full."""
+    """Sample with a real engine whose device is full."""
 
     def generate(
         self, prompts: Sequence[Tensor], n: int, params: SamplingParams
@@ -270,14 +274,14 @@ def make_full_scoring() -> KLScoring:
 
 
 def hang_once(marker: Path) -> None:
-    """Hangs where the file is there, and takes it away: of two that come at the same time one hangs."""
+    """Hang if the file exists, and delete it, so that only one of two concurrent callers hangs."""
     with suppress(FileNotFoundError):
         marker.unlink()
         time.sleep(1000)
 
 
 class HangingEngine(CountingEngine):
-    """Hangs where a file in a folder says so."""
+    """Hang if a file in a folder exists."""
 
     def __init__(self, folder: Path, pause_s: float) -> None:
         super().__init__(pause_s)
@@ -295,7 +299,7 @@ class HangingEngine(CountingEngine):
 
 
 class HangingScoring(Doubling):
-    """Hangs where a file in a folder says so."""
+    """Hang if a file in a folder exists."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -306,7 +310,7 @@ class HangingScoring(Doubling):
 
 
 class SlowToLoad(Doubling):
-    """Writes a file when it is made, after a while."""
+    """Take long to load, then write a file."""
 
     def __init__(self, file: Path) -> None:
         time.sleep(1.0)
@@ -314,7 +318,7 @@ class SlowToLoad(Doubling):
 
 
 class SecondEngine(CountingEngine):
-    """Is made only where that file is there."""
+    """Load only once that file exists."""
 
     def __init__(self, file: Path, pause_s: float) -> None:
         super().__init__(pause_s)
@@ -335,7 +339,7 @@ def sequences(refs: list[Any]) -> TensorDictBase:
 
 
 def group_ids(refs: list[Any]) -> list[int]:
-    """The id of each group of a batch."""
+    """Return the id of each group in a batch."""
     numbers: list[int] = sequences(refs).get(keys.GROUP_ID).reshape(-1).tolist()
     return numbers[::REPEATS]
 
@@ -366,7 +370,7 @@ def test_the_staleness_bound_holds_under_a_slow_trainer(
         batch = source.next_batch()
         assert {type(ref).__name__ for ref in batch} == {
             "ObjectRef"
-        }  # the driver holds numbers and references
+        }  # the driver holds numbers and references only
         data = sequences(batch)
         versions = data.get(keys.POLICY_VERSION).reshape(-1)
         assert version - int(versions.min()) <= bound
@@ -375,7 +379,7 @@ def test_the_staleness_bound_holds_under_a_slow_trainer(
         assert metrics["staleness/mean"] == pytest.approx(version - versions.float().mean().item())
         assert metrics["buffer/waiting_max"] <= (bound + 1) * BATCH
         assert metrics["buffer/waiting"] + metrics["buffer/pending"] <= bound * BATCH
-        # What a sequence says of the weights that sampled it is what its tokens show, and it was scored.
+        # A sequence's version must be the one that its tokens show, and it must have been scored.
         assert torch.equal(
             torch.cat([row.get(keys.RESPONSE) for row in data.unbind(0)]), 5 + versions
         )
@@ -386,7 +390,9 @@ def test_the_staleness_bound_holds_under_a_slow_trainer(
             g for g in groups for _ in range(REPEATS)
         ]
         trained += groups
-        ahead = min(bound, steps - version - 1) * BATCH  # sampling runs ahead as far as it may
+        ahead = (
+            min(bound, steps - version - 1) * BATCH
+        )  # sampling runs ahead as far as the bound allows
         until(lambda ahead=ahead: source.tasks.buffer.waiting == ahead)
         source.publish(weights_of(version + 1), version + 1)
     assert sorted(trained) == list(range(steps * BATCH))
@@ -421,14 +427,14 @@ def test_weights_stay_while_a_sampler_reads_them_and_are_then_freed(
     until(lambda: source.samplers[0].updating == 0)
     for version in (1, 2):
         source.publish(weights_of(version), version)
-    assert released == [1]  # nobody will read it
+    assert released == [1]  # never read
     [[(_, token, _)]] = source.probes()
     assert token.item() == 5 + 2
     assert released == [1, 0]
 
 
 class Refusing(CountingEngine):
-    """Refuses weights that say so."""
+    """Refuse the weights of one version."""
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         given = dict(weights)
@@ -466,13 +472,13 @@ def test_weights_that_are_refused_are_sent_again_and_none_is_lost(
         source.publish((weights_of if version == 2 else refused_weights)(version), version)
         batch = source.next_batch()
         assert sequences(batch).get(keys.RESPONSE).unique().tolist() == [5 + version]
-    # The second of the two samplers asks for itself only where it was given the weights before the first one refused.
+    # The second worker only pulls weights by itself if it got them before the first one refused.
     assert set(resent) == {(0, "no such link"), (1, "no such link")} and len(resent) == 2
     assert source.pids() == pids
 
 
 class Unequal(CountingEngine):
-    """One of two takes its time to read weights; each writes down which it read."""
+    """Record which versions are read; one of the two workers reads slowly."""
 
     folder: Path
 
@@ -497,7 +503,7 @@ def unequal(folder: Path, pause_s: float) -> Unequal:
 def test_samplers_that_take_weights_together_all_take_the_same_versions(
     source_of: Callable[..., Rollouts], tmp_path: Path
 ) -> None:
-    """Also where more versions are published meanwhile than the slow one can read."""
+    """More versions are published meanwhile than the slow worker can read."""
     engine = partial(unequal, tmp_path)
     source = source_of(
         samplers=2, total_groups=BATCH, engine=engine, together=True, in_flight="keep"
@@ -511,7 +517,7 @@ def test_samplers_that_take_weights_together_all_take_the_same_versions(
 
 
 class Sleeper(CountingEngine):
-    """Writes down when it is awake: a line for each start, sleep and update."""
+    """Record when the engine is awake: a line for each start, sleep and update."""
 
     folder = Path()
 
@@ -539,7 +545,7 @@ def sleeper(folder: Path, pause_s: float) -> Sleeper:
 def test_engines_sleep_in_the_learners_turn_and_none_starts_then(
     source_of: Callable[..., Rollouts], tmp_path: Path
 ) -> None:
-    """Also those that were killed: before the turn, and in it."""
+    """Engines are killed before the learner's turn and during it."""
     steps, calls = 4, tmp_path / "calls.txt"
     source = source_of(
         samplers=3, total_groups=steps * BATCH, max_staleness=0, pause_s=0.1, turns=True,
@@ -558,13 +564,13 @@ def test_engines_sleep_in_the_learners_turn_and_none_starts_then(
         assert {what for pid, what in states.items() if psutil.pid_exists(pid)} == {"sleep"}
         if version == 2:
             os.kill(source.pids()["sampler 1"], signal.SIGKILL)
-            source._driver.run(source._end_turn())  # a call finds that it is gone
+            source._driver.run(source._end_turn())  # a call notices that it is dead
         before = calls.read_text()
         time.sleep(0.5)  # the learner trains
         assert calls.read_text() == before
         lost = [sampler.actor is None for sampler in source.samplers]
         assert lost[1:] == [version == 2, False]
-        assert version == 1 or not lost[0]  # in 1 it may have started before the turn began
+        assert version == 1 or not lost[0]  # worker 1 may have started before the turn began
         source.publish(weights_of(version + 1), version + 1)
     until(lambda: all(map(source._is_current, source.samplers)))
     assert calls.read_text().count("start") == 5
@@ -588,13 +594,13 @@ def test_killed_actors_are_replaced_and_every_group_is_trained_once(
         data = sequences(batch)
         versions = data.get(keys.POLICY_VERSION).reshape(-1)
         assert version - int(versions.min()) <= 1
-        # Whoever sampled it had the weights of the version that it names.
+        # A sequence's worker had the weights of the version that the sequence states.
         assert torch.equal(
             torch.cat([row.get(keys.RESPONSE) for row in data.unbind(0)]), 5 + versions
         )
         assert all(row.get(keys.REF_LOG_PROBS, None) is not None for row in data.unbind(0))
         trained += group_ids(batch)
-        if version == steps - 2:  # the last step is played with everyone back at work
+        if version == steps - 2:  # all workers are back for the last step
             deadline = time.monotonic() + 300
             while len(source.pids()) < 3 and time.monotonic() < deadline:
                 time.sleep(0.1)
@@ -621,7 +627,7 @@ def test_killed_actors_are_replaced_and_every_group_is_trained_once(
     assert pids["sampler 0"] != first_pids["sampler 0"]
     for [
         (prompt, token, log_prob)
-    ] in source.probes():  # of each replica: the new one has the current weights too
+    ] in source.probes():  # of each replica: the restarted one has the current weights too
         assert (prompt.item(), token.item(), log_prob.item()) == (7, 5 + steps, -float(steps))
     source.close()
     deadline = time.monotonic() + 300
@@ -633,7 +639,9 @@ def test_killed_actors_are_replaced_and_every_group_is_trained_once(
 def test_weights_arrive_while_the_only_unit_of_a_replica_is_played(
     source_of: Callable[..., Rollouts], tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    """Also where a replica plays one unit at a time; what its engine goes on from is restored before."""
+    """A replica plays one unit at a time, and the engine's random state must be restored before the
+    weights arrive.
+    """
     env = LLMEnv(ArithmeticTask(2), tokenizer, num_envs=TASK * REPEATS, repeats=REPEATS)
     state = {"drawing": env.state_dict(), "ahead": [], "engines": [{"policy_version": 0}]}
     source = source_of(
@@ -653,7 +661,9 @@ def test_weights_arrive_while_the_only_unit_of_a_replica_is_played(
 def test_actors_that_hang_are_replaced_and_every_group_is_trained_once(
     source_of: Callable[..., Rollouts], tmp_path: Path
 ) -> None:
-    """One replica hangs while it samples, the other one while it takes weights, the reference while it scores."""
+    """One replica hangs while sampling, the other while receiving weights, and the reference while
+    scoring.
+    """
     steps, (update, score, generate) = (
         20,
         [tmp_path / name for name in ("update", "score", "generate")],
@@ -664,7 +674,7 @@ def test_actors_that_hang_are_replaced_and_every_group_is_trained_once(
     )  # fmt: skip
     first_pids = source.pids()
     for worker in (*source.samplers, *source.references):
-        worker.timeout_s = 5.0  # of all that they are asked from here on, but for a new start
+        worker.timeout_s = 5.0  # of everything from here on, except for a restart
     for marker in (update, score):
         marker.touch()
     source.publish(weights_of(0), 0)
@@ -673,7 +683,7 @@ def test_actors_that_hang_are_replaced_and_every_group_is_trained_once(
     until(lambda: not update.exists() and not generate.exists())
     until(lambda: sum(worker.restarts for worker in (*source.samplers, *source.references)) == 3)
     for worker in (*source.samplers, *source.references):
-        worker.timeout_s = 600.0  # nobody hangs any more, however slow the machine is
+        worker.timeout_s = 600.0  # nothing hangs from here on, however slow the machine is
     trained: list[int] = []
     for version in range(steps):
         trained += group_ids(source.next_batch())
@@ -706,12 +716,12 @@ def test_a_replica_that_is_not_there_is_not_probed(
     assert len(source.probes()) == 2
     broken.touch()
     os.kill(source.pids()["sampler 0"], signal.SIGKILL)
-    assert len(source.probes()) == 1  # asked, and lost
-    assert len(source.pids()) == 1 == len(source.probes())  # not asked
+    assert len(source.probes()) == 1  # called, and lost
+    assert len(source.pids()) == 1 == len(source.probes())  # not called
 
 
 def test_the_driver_does_not_grow_with_the_run(source_of: Callable[..., Rollouts]) -> None:
-    """All that a group leaves behind here are its numbers, and those of trained groups are dropped."""
+    """The driver keeps only numbers per group, and drops those of trained groups."""
     steps, settled = 150, 50
     source = source_of(total_groups=steps * BATCH, pause_s=0.0)
     memory = []
@@ -725,7 +735,9 @@ def test_the_driver_does_not_grow_with_the_run(source_of: Callable[..., Rollouts
 
 
 class CountingLearner:
-    """A learner in this process whose weights are its version; the engine's actor dies inside its second step."""
+    """A learner in this process whose weights are its version; the engine's actor dies during its
+    second step.
+    """
 
     def __init__(self, source: Rollouts, before_step: dict[int, Callable[[], None]]) -> None:
         self.source, self.before_step = source, before_step
@@ -748,7 +760,7 @@ class CountingLearner:
         return path
 
     def finish_save(self) -> None:
-        """Nothing is written while the run goes on."""
+        """Nothing is written in the background."""
 
 
 def test_a_run_whose_engines_stay_dead_is_saved_and_says_why(
@@ -782,7 +794,8 @@ def test_a_run_whose_engines_stay_dead_is_saved_and_says_why(
     step = len([row for row in read_jsonl(tmp_path / "metrics.jsonl") if "train/loss" in row])
     state = torch.load(checkpoint, weights_only=True)
     assert state["step"] == step >= 3
-    # What was sampled and not trained is in the state, so that a resumed run draws it again: nothing is lost.
+    # The state contains what was sampled and not trained, so that a resumed run draws it again and
+    # loses nothing.
     waiting = [group for group, _ in state["source"]["ahead"]]
     assert len(waiting) == state["source"]["drawing"]["next_group"] - step * BATCH
 
@@ -793,7 +806,7 @@ def test_a_restored_source_plays_what_was_not_trained_and_nothing_twice(
     source = source_of(total_groups=4 * BATCH, max_staleness=2)
     source.publish(weights_of(0), 0)
     first = source.next_batch()
-    time.sleep(0.5)  # more is sampled meanwhile
+    time.sleep(0.5)  # sampling continues meanwhile
     state = source.state_dict()
     source.close()
     restored = source_of(total_groups=4 * BATCH, max_staleness=2, state=state)
@@ -810,7 +823,7 @@ def test_what_an_actor_refuses_is_raised_as_it_was(
     broken = tmp_path / "broken"
     broken.touch()
     factory: Any = partial(make_sampler, None, 0.0, broken, CountingEngine, False)  # type: ignore[arg-type]
-    tasks: Any = SimpleNamespace(buffer=GroupBuffer(1, 0))  # the factory is what fails
+    tasks: Any = SimpleNamespace(buffer=GroupBuffer(1, 0))  # the factory itself fails
     source = Rollouts(
         tasks, ThreadDriver(), samplers=[on_ray("sampler 0", partial(make_seeded, factory, 0))]
     )
@@ -823,7 +836,7 @@ def test_what_an_actor_refuses_is_raised_as_it_was(
 
 
 class SlowStep:
-    """Stands for GRPOTrainer in a rank."""
+    """Stand-in for GRPOTrainer in a rank."""
 
     def __init__(self) -> None:
         self.version = self.optim_steps = 0
@@ -889,7 +902,7 @@ def test_a_dead_training_rank_ends_the_run_with_the_last_checkpoint_named(
         LearnerLostError, match=r"training rank died .* train\.resume=.*checkpoint_000000"
     ):
         learner.train_groups(ray.put(lazy_stack([TensorDict({})])))
-    assert not learner.resumable  # inside a step: not a state that could be saved
+    assert not learner.resumable  # inside a step there is no state that could be saved
     learner.close()
 
 
@@ -956,7 +969,7 @@ def test_a_question_is_answered_where_the_thread_starts_late(
 
 
 class Answer:
-    """Stands for a reference of Ray's that is never answered."""
+    """Stand-in for a Ray reference that never resolves."""
 
     def options(self, **_: Any) -> Answer:
         return self
@@ -969,7 +982,7 @@ class Answer:
 
 
 def test_time_with_nothing_to_do_does_not_count_as_dead() -> None:
-    """Else a second loss after a long pause would count the pause as dead time."""
+    """Otherwise a second loss after a long pause would count the pause as downtime."""
 
     async def lose_it(worker: RayWorker, asked: bool) -> None:
         worker.actor, worker.ready = SimpleNamespace(call=Answer()), True

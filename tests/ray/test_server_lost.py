@@ -1,4 +1,6 @@
-"""Servers that die, come back with their first weights, are updated by others, lie and are slow while a run goes on."""
+"""Servers that die, restart with their first weights, are updated by others, lie or are slow during
+a run.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ def test_each_group_is_trained_once_whatever_becomes_of_the_servers(tmp_path: Pa
 
 
 def _check_log_probs(sampled: Sequence[Any], given: Mapping[int, Mapping[str, Any]]) -> None:
-    """Each response has the log-probs of the weights whose version it states, most of which are not the first."""
+    """Check each response against the weights of its stated version, most of which are not the
+    first.
+    """
     stated = [int(one["policy_version"]) for one in sampled]
     assert len(set(stated)) >= 4
     for version in set(stated):

@@ -29,7 +29,9 @@ pytest.importorskip("ray")
 
 
 class Growing:
-    """Stands for a trainer: each time that its weights are taken they double, and so version v is 2 ** (v + 1)."""
+    """Stand-in for a trainer whose weights double each time they are read, so that version v is 2
+    ** (v + 1).
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.version, self.optim_steps = model, 0, 0
@@ -47,7 +49,7 @@ def expected(version: int) -> dict[str, Tensor]:
 
 
 class Shown(Sampler):
-    """Shows its engine's weights."""
+    """Expose the engine's weights."""
 
     def weights(self) -> dict[str, Tensor]:
         engine: Any = self.engine

@@ -1,4 +1,4 @@
-"""Plays agents without an engine: a function stands for the policy."""
+"""Play agents without an engine: a function stands in for the policy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROBLEM = Problem("1+1=?", "2", {"level": 3})
 
 
 def agent_task(program: Any, reward: str | None = None) -> WithAgent:
-    """The arithmetic task, played by a function or a program."""
+    """Return the arithmetic task, played by a function or a program."""
     task = (
         ArithmeticTask() if reward is None else WithRewards(ArithmeticTask(), make_rewards(reward))
     )
@@ -24,7 +24,7 @@ def agent_task(program: Any, reward: str | None = None) -> WithAgent:
 
 
 def own_score(reward: float) -> Score:
-    """The score of an agent that says this reward."""
+    """Return the score of an agent that reports this reward."""
     return Score(reward, reward >= 1, {"agent": reward})
 
 
@@ -37,15 +37,15 @@ def played(
     timeout_s: float = 20,
     episode: str = "0",
 ) -> tuple[list[Turn], Turn | Exception]:
-    """The turns that an agent asked for, and its end.
+    """Return the turns that an agent requested, and how it ended.
 
     Args:
-        task: plays the problem.
-        say: the policy: its response to what is asked, or the dialog's new entries.
-        problem: that is played.
-        turns: most of them.
-        timeout_s: of each.
-        episode: its key.
+        task: task that plays the problem.
+        say: policy, which returns its response to a request, or the dialog's new entries.
+        problem: problem that is played.
+        turns: maximum number of turns.
+        timeout_s: time limit of each turn.
+        episode: key of the episode.
     """
     dialog, asked = Dialog(problem, [], last=False, episode=episode), list[Turn]()
     while True:

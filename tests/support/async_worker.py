@@ -1,7 +1,8 @@
-"""A worker of vLLM on a CPU that can be scheduled asynchronously; its process imports this as its extension.
+"""A vLLM worker on a CPU that can be scheduled asynchronously; its process imports this file as its
+extension.
 
-The model runner asks for CUDA's streams and events then. On a CPU a model has run when its call ends, so streams have
-nothing to order and events nothing to wait for.
+The model runner then uses CUDA's streams and events. A CPU has finished the model's computation
+when the call returns, so streams have nothing to order and events nothing to wait for.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ torch.cuda.stream = nullcontext  # type: ignore[assignment]
 
 
 class AsyncWorker(WeightSyncExtension):
-    """Our extension, which can also say how its worker is scheduled."""
+    """Our extension, which can also report how its worker is scheduled."""
 
     def schedules_asynchronously(self) -> bool:
         worker: Any = self

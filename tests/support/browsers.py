@@ -1,4 +1,4 @@
-"""Debian's Chromium, without a window."""
+"""Debian's Chromium, headless."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ QUIET = ("background-networking", "component-update", "quic", "sync", "gpu", "ex
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
-    """A browser that asks nothing of any other machine."""
+    """Yield a browser that contacts no other machine."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:

@@ -1,4 +1,4 @@
-"""Groups that come in pieces, and what a replay buffer must make of them."""
+"""Groups that arrive in pieces, and the expected contents of a replay buffer."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from torchrl_grpo import keys
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.transforms import GroupAdvantage, KLScoring
 
-# Group 2 has no signal; the members of the groups come in different pieces. Lengths tell the sequences apart.
+# Group 2 has no signal; members of a group come in different pieces. Their lengths identify the
+# sequences.
 REWARDS, GROUPS = [1.0, 7.0, 3.0, 9.0, 5.0, 5.0, 8.0, 2.0], [0, 1, 0, 3, 2, 2, 1, 3]
 PIECES = (slice(0, 2), slice(2, 6), slice(6, 8))
 ADVANTAGES = [-1.0, -0.5, 1.0, 3.5, 0.0, 0.0, 0.5, -3.5]
 
 
 def make_rows() -> list[TensorDictBase]:
-    """Ragged sequences with two tokens of prompt."""
+    """Return ragged sequences with two prompt tokens."""
     generator = torch.Generator().manual_seed(0)
     rows = []
     for index, (reward, group) in enumerate(zip(REWARDS, GROUPS, strict=True)):
@@ -40,9 +41,9 @@ def make_rows() -> list[TensorDictBase]:
 
 
 def make_transform(kind: str) -> Transform:
-    """What the buffer's process makes for itself."""
+    """Return the transform that the buffer's process builds."""
     advantage, scoring = GroupAdvantage(2, std="none"), KLScoring(TokenScorer(make_tiny_model()))
-    # On writing, a Compose runs from its last transform to its first.
+    # On writing, a Compose applies its transforms from last to first.
     orders = {"advantage": advantage, "scored first": Compose(advantage, scoring)}
     return (orders | {"scored last": Compose(scoring, advantage)})[kind]
 
@@ -70,7 +71,7 @@ def assert_equal(row: TensorDictBase, expected: TensorDictBase) -> None:
 
 
 def expected_rows(scored: bool) -> dict[int, TensorDictBase]:
-    """What a buffer must hold, without one."""
+    """Return the rows that a buffer must contain, except for one group."""
     batch = lazy_stack(make_rows())
     if scored:
         batch = KLScoring(TokenScorer(make_tiny_model()))(batch)
@@ -80,7 +81,9 @@ def expected_rows(scored: bool) -> dict[int, TensorDictBase]:
 
 
 def fill_and_sample(buffer: ReplayBuffer, scored: bool) -> None:
-    """Groups come in pieces: a group is written when its last member is there, and only then."""
+    """Extend a buffer piece by piece: a group is written when its last member arrives, and not
+    before.
+    """
     rows, sizes = make_rows(), []
     for piece in PIECES:
         buffer.extend(lazy_stack(rows[piece]))

@@ -1,5 +1,6 @@
-"""Chat templates of several model families, written here from their documentation, each with a small tokenizer of the
-family's kind that is trained here and has the family's control tokens."""
+"""Chat templates of several model families, written from their documentation, each with a small
+tokenizer of the family's kind that is trained here and has the family's control tokens.
+"""
 
 from __future__ import annotations
 
@@ -109,17 +110,18 @@ PLAIN = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
 
 @dataclass(frozen=True)
 class Family:
-    """A family's template and tokens.
+    """Chat template and tokens of a model family.
 
     Attributes:
-        template: of its chats.
-        kind: of its tokenizer: ``bytes`` (byte-level BPE), ``pieces`` (SentencePiece's BPE, with a space in front of a
+        template: chat template.
+        kind: type of the tokenizer: ``bytes`` (byte-level BPE), ``pieces`` (SentencePiece's BPE,
+            with a space in front of a
             text), ``spaces`` (the same without that space) or ``unigram``.
-        special: its control tokens; the first one ends a sequence, the last one begins it where there is one.
-        added: others that the tokenizer was given, with no mark as special.
-        roles: of ``added``, those that its template writes around messages.
+        special: control tokens; the first one ends a sequence, the last one begins it if ``bos``.
+        added: added tokens that are not marked as special.
+        roles: tokens in ``added`` that the template writes around messages.
         bos: whether a sequence begins with the last of ``special``.
-        strips: whether control tokens take the spaces after them, as Phi's do.
+        strips: whether control tokens absorb the spaces after them, as Phi's do.
     """
 
     template: str
@@ -183,7 +185,7 @@ CHATS = {
 
 @cache
 def make_chat_tokenizer(name: str) -> PreTrainedTokenizerFast:
-    """A tokenizer of a few hundred tokens with the family's control tokens and template."""
+    """Return a tokenizer of a few hundred tokens with the family's control tokens and template."""
     family = CHATS[name]
     backend = _backend(family)
     backend.add_special_tokens(
@@ -249,7 +251,7 @@ def _backend(family: Family) -> Tokenizer:
         return backend
     state = json.loads(
         backend.to_str()
-    )  # the trainer made "<0x00>" an added token, which a text could spell
+    )  # the tokenizer's trainer made "<0x00>" an added token, which text could spell
     state["added_tokens"] = [
         token for token in state["added_tokens"] if not token["content"].startswith("<0x")
     ]

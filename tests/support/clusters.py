@@ -1,4 +1,4 @@
-"""What the workers on a Ray cluster say about themselves."""
+"""Facts that workers on a Ray cluster report about themselves."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import ray
 
 
 def facts(placement: dict[str, list[dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
-    """What a worker says in each process's place."""
+    """Return a report from a worker in place of each process."""
 
-    class Worker:  # of a function, so that it is sent whole: the actors need not import torch
+    class Worker:  # nested, so that it is pickled by value: actors need not import torch
         def facts(self) -> dict[str, Any]:
             child = subprocess.Popen(["sleep", "600"])
             context = ray.get_runtime_context()

@@ -1,4 +1,4 @@
-"""Configs as a command line gives them."""
+"""Configs, composed like those of a command line."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ register()
 
 
 def last_of_each(words: Sequence[str]) -> list[str]:
-    """A command line without the overrides that a later one of the same key replaces."""
+    """Return a command line without overrides that a later one of the same key replaces."""
     names = [word.partition("=")[0] if "=" in word else None for word in words]
     return [
         word
@@ -36,7 +36,7 @@ def last_of_each(words: Sequence[str]) -> list[str]:
 
 
 def composed(name: str, overrides: tuple[str, ...]) -> DictConfig:
-    """Return what Hydra composes from a command line.
+    """Return the config that Hydra composes from a command line.
 
     Hydra applies overrides of values after it has composed the files, which takes most of the time
     and is done once for each choice of files.

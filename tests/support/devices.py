@@ -1,4 +1,4 @@
-"""Devices that need not be there, and plans of them."""
+"""Plans with simulated devices."""
 
 from __future__ import annotations
 

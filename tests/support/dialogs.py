@@ -1,4 +1,6 @@
-"""Whole dialogs, of several responses each, beside one forward pass of the model that sampled them."""
+"""Whole dialogs of several responses, compared with one forward pass of the model that sampled
+them.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from torchrl_grpo.models.scoring import TokenScorer
 
 
 def tokens_between_turns(batch: TensorDictBase) -> list[int]:
-    """Of each dialog: how many tokens after the prompt the policy did not sample."""
+    """Return the number of tokens after the prompt that the policy did not sample, for each dialog."""
     return [
         int((~row[keys.ASSISTANT_MASK][row[keys.PROMPT].numel() :]).sum())
         for row in batch.unbind(0)
@@ -19,8 +21,11 @@ def tokens_between_turns(batch: TensorDictBase) -> list[int]:
 
 
 def log_prob_gap(batch: TensorDictBase, model: nn.Module) -> float:
-    """The largest distance, over all sampled tokens, from one plain forward pass to the engine's log-probs and to the
-    scorer's. Tokens that were not sampled must have none."""
+    """Return the largest distance of the engine's and the scorer's log-probs from one plain forward
+    pass.
+
+    Tokens that were not sampled must have none.
+    """
     gaps = []
     with torch.no_grad():
         scored = TokenScorer(model)(batch.clone())

@@ -1,4 +1,4 @@
-"""What the pages list, and the code in them."""
+"""The metrics that the docs list, and the code blocks in them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.configs import ROOT
 
 
 def undocumented(rows: Iterable[Mapping[str, Any]]) -> set[str]:
-    """The metrics in rows of ``metrics.jsonl`` that ``docs/metrics.md`` has not.
+    """Return metrics in rows of ``metrics.jsonl`` that are missing in ``docs/metrics.md``.
 
     There ``{k}``, one letter, is a number, and ``{name}`` any text.
     """
@@ -35,7 +35,9 @@ TUTORIALS = [page for page in PAGES if page.startswith("tutorials/")]
 
 
 class Block(NamedTuple):
-    """A fenced block; the title is the name of the file that it shows, or says which GPUs its command needs."""
+    """A fenced block. Its title is the name of the file that it shows, or says which GPUs its
+    command needs.
+    """
 
     language: str
     title: str
@@ -51,7 +53,7 @@ def blocks(page: str) -> list[Block]:
 
 
 def commands(block: Block) -> Iterator[tuple[dict[str, str], list[str]]]:
-    """The variables and the words of each command of a block in bash."""
+    """Return the variables and the words of each command in a bash block."""
     text = block.text.replace("\\\n", " ")
     for line in re.findall(r"(?:'[^']*'|\"[^\"]*\"|#[^\n]*|[^\n'\"#])+", text):
         for part in re.split(r" && ", line):
@@ -70,7 +72,7 @@ _PLACEHOLDERS = (
     (
         r'\$\(\w+\)|"\$@"|"\$\{overrides\[@\]\}"',
         "",
-    ),  # what a user adds, and defaults of a Slurm script
+    ),  # placeholders of the user's additions, and defaults of a Slurm script
     (r"\$half\b", "4"),
     (r"\$\w+", "x"),
     (r"\balgo=NAME\b", "algo=dapo"),
@@ -79,7 +81,9 @@ _PLACEHOLDERS = (
 
 
 def script_lines() -> list[tuple[str, str, list[str]]]:
-    """File, script and arguments of each command line of ``grpo.py`` and ``grpo-async.py`` that the project shows."""
+    """Return file, script and arguments of each command line of ``grpo.py`` and ``grpo-async.py``
+    in the docs.
+    """
     files = [ROOT / name for name in ("README.md", "Makefile", "Dockerfile", "Dockerfile.cpu")]
     for folder in ("docs", "examples", "sota", "config", "tools"):
         files += sorted(path for path in (ROOT / folder).rglob("*") if path.suffix in _TEXTS)
@@ -91,7 +95,7 @@ def script_lines() -> list[tuple[str, str, list[str]]]:
         text = re.sub(r"\\+\n[#\s]*", " ", text).replace("{sys.executable}", "python")
         found = re.findall(r"(?:python|\$\(PY\)) sota/grpo/(grpo(?:-async)?)\.py([^`\n]*)", text)
         found += re.findall(r"^(grpo(?:-async)?)((?: [-a-z_'\"].*)?)$", text, re.MULTILINE)
-        if file.name == "README.md":  # a row of its tables is what a reader adds to a command line
+        if file.name == "README.md":  # a row of its tables is added to a command line
             rows = re.findall(r"^\|[^|]*\| `([^`|]*)`", text, re.MULTILINE)
             found += [("grpo", row) for row in rows if re.match(r"--|'?[a-z_.]+=", row)]
         for script, rest in found:

@@ -1,4 +1,6 @@
-"""Tasks that want their own query back, and tools that misbehave. Free of torch, because reward workers import it."""
+"""Tasks that want their own query back, and tools that misbehave. Free of torch, because reward
+workers import it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from torchrl_grpo.tasks.base import Problem, Score, Task
 
 
 class EchoTask(Task):
-    """One turn: the response must be the query. Queries have 1 to 3 letters."""
+    """A task of one turn, in which the response must be the query. Queries have 1 to 3 letters."""
 
     name = "echo"
 

@@ -16,7 +16,9 @@ END = 1
 
 
 class ScriptedEngine(Engine):
-    """Gives the tokens that a rule says, with log-probs -1, -2, ...; keeps what it was asked."""
+    """An engine that returns the tokens of a rule with log-probs -1, -2, ... and records its
+    requests.
+    """
 
     def __init__(self, rule: Callable[[Tensor, int], tuple[list[int], str]]) -> None:
         self.rule = rule
@@ -57,7 +59,7 @@ class ScriptedEngine(Engine):
 def respond(
     env: LLMEnv, data: TensorDict, responses: list[list[int]], cut: list[bool] | None = None
 ) -> TensorDict:
-    """Steps ``env`` with these response tokens."""
+    """Step ``env`` with these response tokens."""
     rows = [
         TensorDict(
             {"prompt": row.get("prompt"), "response": torch.tensor(response, dtype=torch.int64)}

@@ -1,4 +1,5 @@
-"""A tiny random model of each family, and how far the log-probs of our parts are from its own logits.
+"""A tiny random model of each family, and the distance of our log-probs from the model's own
+logits.
 
 Heads have 32 dimensions, the smallest that vLLM runs on a CPU.
 """
@@ -86,7 +87,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "lfm2": GROUPED | {"layer_types": ["conv", "full_attention"]},
     "jamba": GROUPED | {"num_experts": 1, "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
     "llama4_text": HEADS | {"num_local_experts": 4, "intermediate_size_mlp": 96, "attention_chunk_size": 64},
-    # These are refused.
+    # These models are refused.
     "gemma2": HEADS,
     "cohere": GROUPED,
     "cohere2": GROUPED,
@@ -104,7 +105,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def make_family(name: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """A random model in float32 and eval mode; biases and norms are random too."""
+    """Return a random model in float32 and eval mode; biases and norms are random too."""
     torch.manual_seed(seed)
     model = (
         AutoModelForCausalLM.from_config(CONFIG_MAPPING[name](**(IDS | FAMILIES[name] | overrides)))
@@ -123,7 +124,7 @@ Sequences = list[tuple[Tensor, int, Tensor]]
 
 
 def sampled(engine: Engine) -> Sequences:
-    """Responses to prompts of several lengths."""
+    """Return responses to prompts of several lengths."""
     generator = torch.Generator().manual_seed(1)
     prompts = [
         torch.randint(3, VOCABULARY, (length,), generator=generator) for length in (5, 40, 3)
@@ -139,7 +140,7 @@ def sampled(engine: Engine) -> Sequences:
 
 @torch.no_grad()
 def own_log_probs(model: nn.Module, sequences: Sequences) -> list[Tensor]:
-    """Log-probs of the responses from the model's own logits, one sequence at a time."""
+    """Return log-probs of the responses from the model's own logits, one sequence at a time."""
     every = [
         model(input_ids=tokens[None], use_cache=False).logits[0].float().log_softmax(-1)
         for tokens, *_ in sequences
@@ -151,7 +152,7 @@ def own_log_probs(model: nn.Module, sequences: Sequences) -> list[Tensor]:
 
 
 def scored(model: nn.Module, sequences: Sequences) -> list[Tensor]:
-    """Log-probs of the responses by ``TokenScorer``, all sequences padded to one width, with gradients."""
+    """Return log-probs by ``TokenScorer``, with gradients; all sequences are padded to one width."""
     tokens = nn.utils.rnn.pad_sequence(
         [full for full, *_ in sequences], batch_first=True, padding_value=5
     )
@@ -166,18 +167,18 @@ def scored(model: nn.Module, sequences: Sequences) -> list[Tensor]:
 
 
 def distance(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The largest absolute difference."""
+    """Return the largest absolute difference."""
     return max((a - b).abs().max().item() for a, b in zip(got, expected, strict=True))
 
 
 def engine_distance(engine: Engine, model: nn.Module) -> float:
-    """How far the log-probs of what an engine samples are from a model's own logits."""
+    """Return the distance of the engine's log-probs from the model's own logits."""
     sequences = sampled(engine)
     return distance([log_probs for *_, log_probs in sequences], own_log_probs(model, sequences))
 
 
 def make_adapters(model: PreTrainedModel) -> nn.Module:
-    """A LoRA model whose adapters change its log-probs."""
+    """Return a LoRA model whose adapters change its log-probs."""
     adapted = add_lora(model, r=2, alpha=2)
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
@@ -198,9 +199,9 @@ def in_scorer(name: str) -> float:
 
 
 def with_adapters(name: str) -> float:
-    """Engine, after an update with the merged weights, and scorer."""
+    """Return the distances of engine (updated with merged weights) and scorer."""
     model = make_adapters(make_family(name))
-    TokenScorer(model)  # is what refuses a model first
+    TokenScorer(model)  # is the part that refuses a model
     engine = TransformersEngine(make_family(name), copy=False)
     engine.update_weights(named_weights(model), version=1)
     sequences = sampled(engine)
@@ -211,7 +212,7 @@ def with_adapters(name: str) -> float:
 
 
 def with_checkpointing(name: str) -> float:
-    """The scorer, where layers are computed again in the backward pass."""
+    """Return the distance of the scorer if layers are recomputed in the backward pass."""
     model, sequences = make_family(name), random_sequences()
     expected = own_log_probs(model, sequences)
     enable_gradient_checkpointing(model)
@@ -228,7 +229,9 @@ def random_sequences() -> Sequences:
 
 
 def in_vllm(name: str) -> float:
-    """vLLM's engine, after an update with other weights and one with the merged weights of a LoRA model."""
+    """Return the distance of vLLM's engine after an update with other weights, and after one with
+    merged LoRA weights.
+    """
     from torchrl_grpo.generation.vllm import VLLMEngine
 
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Engines that tell each response as soon as it is finished."""
+"""Check engines that report each response as soon as it is finished."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from torchrl_grpo.generation.base import Completion, Engine, SamplingParams
 def assert_each_response_is_told_when_it_ends(
     engine: Engine, prompts: Sequence[Tensor], stop: tuple[int, ...], in_order: bool = True
 ) -> None:
-    """Every completion is told once, as it is returned; ``in_order`` of their ends, and so not all at the end."""
+    """Check that each completion is reported once and equals the returned one; ``in_order`` of
+    their ends, not all at the end.
+    """
     params = SamplingParams(max_new_tokens=48, stop_token_ids=stop)
     told: list[tuple[int, int, Completion]] = []
     groups = engine.generate(prompts, 8, params, on_finished=lambda *what: told.append(what))

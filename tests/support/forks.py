@@ -1,12 +1,14 @@
-"""Processes that have imported all: forks of a server, where new interpreters would import for seconds (Linux only).
+"""Start Python processes as forks of a server that has everything imported, which saves seconds
+(Linux only).
 
-A process that starts others has a server below it, which has no threads and has imported what takes long. The server
-forks itself for a command line of Python's, with the environment and the files that the new process is to have. Its
-parent is whoever asked for it, as usual; only workers of a Ray are below the server of the process that started Ray.
-Each of these processes has a server of its own, so what it starts is forked too.
+A process that starts others has a server as its child, which has no threads and has done the slow
+imports. The server forks itself for a Python command line, with the environment and the files of
+the new process. The parent of the fork is the process that requested it, as usual; only Ray workers
+are children of the server of the process that started Ray. Each of these processes has a server of
+its own, so its children are forks too.
 
-A process that ``subprocess`` starts, and all below it, are new interpreters: how a process starts and what it imports
-is tested with these.
+A process that ``subprocess`` starts, and all of its descendants, are new interpreters. Tests of
+startup and imports use these.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ ADDRESS = "TORCHRL_GRPO_TEST_FORKS"
 WITH_VLLM = "TORCHRL_GRPO_TEST_WITH_VLLM"
 """Environment variable: what is started, and workers of a Ray, have imported vLLM too."""
 _MOST_BYTES, _MOST_FILES, _LONGEST_START_S = 2**20, 64, 120
-_OUT_OF_THE_WAY = 512  # no file is asked for under this number, or a higher one
+_OUT_OF_THE_WAY = 512  # requests never use this file descriptor or a higher one
 _FIRST = "TORCHRL_GRPO_TEST_FIRST"
 """The environment variable that comes first. It stays in its place, before which Ray looks for the command line."""
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36
@@ -55,7 +57,9 @@ _one_at_a_time = threading.Lock()
 
 
 def start() -> None:
-    """Start the server of this process, if it has none, from the main thread, with which the server ends."""
+    """Start this process's server if it has none. The main thread must do it, because the server
+    ends with its thread.
+    """
     if _own is not None:
         return
     address = _new_address()
@@ -74,9 +78,10 @@ _import_and_serve({address!r}, {os.getpid()})
 
 
 class Popen(subprocess.Popen[str]):
-    """``subprocess.Popen`` for a command line that begins with ``sys.executable``, without the time for imports.
+    """Like ``subprocess.Popen`` for a command line that begins with ``sys.executable``, without the
+    time for imports.
 
-    Where there is no Linux it is a new interpreter all the same.
+    It starts a new interpreter where there is no Linux.
     """
 
     def _execute_on_linux(self, args: Sequence[Any], executable: Any, preexec_fn: Any, close_fds: bool, pass_fds: Any,
@@ -108,7 +113,9 @@ def _fork(
     session: bool,
     vllm: bool,
 ) -> int:
-    """Return the process id of a new child of ours that runs a command line of Python's, with files by its numbers."""
+    """Return the process id of a new child that runs a Python command line, with files by
+    descriptor.
+    """
     assert _own is not None
     request = {
         "arguments": list(arguments),
@@ -123,7 +130,7 @@ def _fork(
     with _one_at_a_time, _connected(_own[1]) as connection:
         prctl(
             _PR_SET_CHILD_SUBREAPER, 1
-        )  # who loses its parent below us, as the child does, becomes ours
+        )  # orphans below us, such as this child, become our children
         try:
             socket.send_fds(connection, [json.dumps(request).encode()], list(files.values()))
             pid = int(connection.recv(32))
@@ -158,16 +165,16 @@ def _use(address: str) -> None:
 
 
 def use_in_ray() -> None:
-    """Let a Ray that this process starts have workers that are forks; ``cluster.start`` does so by itself.
+    """Let Ray clusters of this process have forks as workers; ``cluster.start`` does so by itself.
 
-    A Ray without a server of forks, as where there is no Linux, starts new interpreters.
+    Without a server of forks, as on other systems than Linux, Ray starts new interpreters.
     """
     constants: Any = import_module("ray._private.ray_constants")
     constants.SETUP_WORKER_FILENAME = os.path.join(os.path.dirname(__file__), "ray_worker.py")
 
 
 def _patch() -> None:
-    """Let ``multiprocessing`` and Ray start their processes so, in this process and in all that are forked."""
+    """Make ``multiprocessing`` and Ray start processes this way, here and in all forks."""
     real, start_here = multiprocessing.util.spawnv_passfds, cluster._start_here
 
     def spawnv_passfds(path: Any, args: Any, passfds: Any) -> int:
@@ -185,7 +192,7 @@ def _patch() -> None:
     cluster._start_here = start_with_forks
 
 
-# The server. It does not import Ray, which reads the environment of its process when it is imported.
+# The server. It does not import Ray, which reads its process's environment at import.
 
 _set_by_imports: dict[str, str] = {}
 """Environment variables."""
@@ -207,7 +214,7 @@ def _import_and_serve(address: str, parent: int) -> None:
 
     _patch()
     known_prompts.keep()
-    prepare(compose_config(), [])  # selects the prompts
+    prepare(compose_config(), [])  # select the prompts
     gc.freeze()
     _serve(address, parent)
 
@@ -215,7 +222,7 @@ def _import_and_serve(address: str, parent: int) -> None:
 def _serve(address: str, parent: int) -> None:
     try:
         die_with_parent(parent)
-    except SystemExit:  # a script that was over at once; its standard error is not ours
+    except SystemExit:  # the script has already ended; its standard error is not ours
         os._exit(0)
     _be_named(SERVER)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -276,7 +283,7 @@ def _answer(
 
 
 def _be_new(request: dict[str, Any], files: list[int]) -> None:
-    """Be a new interpreter with its own server; never returns."""
+    """Become a new interpreter with a server of its own; never returns."""
     _be_named("python")
     for number in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
@@ -333,7 +340,7 @@ def _be_new(request: dict[str, Any], files: list[int]) -> None:
 
 
 def _take_environment() -> None:
-    """Do what libraries do when they are imported and see the environment."""
+    """Apply the environment variables that libraries read when they are imported."""
     import torch
 
     startup._started_at = time.monotonic()

@@ -1,4 +1,6 @@
-"""Environments that count, hang, die and say what became of them. Free of torch, because reward workers import it."""
+"""Environments that count, hang, die and report what happened to them. Free of torch, because
+reward workers import it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ def note(what: str) -> None:
 
 
 class Game:
-    """Does what a response says: ``hang``, ``exit``, ``boom``, ``stop``; or a number, the reward of the step."""
+    """Obey the response: ``hang``, ``exit``, ``boom``, ``stop``; or a number, the reward of the
+    step.
+    """
 
     def __init__(self) -> None:
         self.thread: int | None = threading.get_ident()
@@ -48,11 +52,11 @@ class Game:
 
 
 class AsyncGame(Game):
-    """The same, awaited."""
+    """The same game with coroutines."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.thread = None  # coroutines run in one loop
+        self.thread = None  # all coroutines run in one loop
 
     async def reset(self, seed: int) -> str:  # type: ignore[override]
         await asyncio.sleep(0)
@@ -68,7 +72,7 @@ class AsyncGame(Game):
 
 
 class StartsWithOthers(Game):
-    """Is made once eight are being made, and does not start at all for every second seed."""
+    """Start once eight are starting, and never for every second seed."""
 
     _others = threading.Barrier(8)
 

@@ -1,4 +1,4 @@
-"""A Hugging Face hub that takes models: the requests that huggingface_hub makes for a push."""
+"""A Hugging Face hub that accepts models, with the routes that huggingface_hub requests for a push."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Hub:
 
 @contextmanager
 def serving_hub() -> Iterator[Hub]:
-    """A hub on a port of its own, which takes requests with ``TOKEN``."""
+    """Serve a hub on its own port, which accepts requests with ``TOKEN``."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"

@@ -1,4 +1,4 @@
-"""A task that keeps what was said in each dialog. Free of torch, because reward workers import it."""
+"""A task that keeps a log of each dialog. Free of torch, because reward workers import it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from torchrl_grpo.tasks.base import Dialog, Message, Problem, Score, Task, Turn
 
 
 class KeepingTask(Task):
-    """Does what a response says: ``exit``, ``hang``, ``boom``, ``stop``; or a number, the reward of the turn.
+    """Obey the response: ``exit``, ``hang``, ``boom``, ``stop``; or a number, the reward of the
+    turn.
 
-    The reward of a dialog is the sum of its turns'. ``path`` gets a line for each opening and each close.
+    The reward of a dialog is the sum of its turns'. ``path`` gets a line for each opening and each
+    close.
 
     Args:
-        path: a file.
-        queries: problems; ``bad`` does not open.
+        path: log file.
+        queries: problems; ``bad`` fails to open.
     """
 
     name = "keeping"

@@ -1,4 +1,6 @@
-"""The embedded task's prompts are selected once in a process: each run would render and tokenize all 4,096 again."""
+"""Cache the prompts of the embedded task, so that not every run renders and tokenizes all 4,096
+again.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ _known: dict[tuple[Any, ...], list[int]] = {}
 
 
 def keep() -> None:
-    """From here on, in this process and in those that are forked of it."""
+    """Cache them in this process and in all of its forks."""
     Prompts._select = _known_or_selected  # type: ignore[method-assign]
 
 

@@ -16,7 +16,9 @@ SETTINGS = {
 
 
 class Table(TensorDictModuleBase):
-    """An actor whose current log-probs come from a table of logits [B, T, V], which takes the gradients."""
+    """An actor whose current log-probs come from a table of logits [B, T, V], which receives the
+    gradients.
+    """
 
     in_keys = [("tokens", "full")]  # noqa: RUF012
     out_keys = [("cur_log_probs", "full"), ("entropy", "full")]  # noqa: RUF012

@@ -146,7 +146,7 @@ def verdicts(_: object = None) -> list[bool | None]:
 
 
 class MathTask(Task):
-    """Scores as the reward does; a reference that it cannot read is worth -1."""
+    """Scores like the reward; an unreadable reference is worth -1."""
 
     name = "pairs"
 

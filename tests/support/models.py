@@ -9,7 +9,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 
 def make_tiny_model(seed: int = 0, **overrides: object) -> Qwen2ForCausalLM:
-    """A random Qwen2 model whose weights are large enough for its distributions to be far from uniform."""
+    """Return a random Qwen2 model whose weights are large enough for distributions far from
+    uniform.
+    """
     torch.manual_seed(seed)
     settings: dict = {
         "vocab_size": 261,
@@ -29,7 +31,7 @@ def make_tiny_model(seed: int = 0, **overrides: object) -> Qwen2ForCausalLM:
 
 
 def make_llama(seed: int) -> LlamaForCausalLM:
-    """A random Llama model with a head of its own."""
+    """Return a random Llama model whose LM head is not tied."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=261,
@@ -57,7 +59,7 @@ def make_lora(base: nn.Module | None = None, **overrides: object) -> nn.Module:
 
 
 def response_log_probs(model: nn.Module, temperature: float = 1.0):
-    """A ``score_fn`` from plain Hugging Face logits."""
+    """Return a ``score_fn`` that uses plain Hugging Face logits."""
 
     @torch.no_grad()
     def score(sequences: list[Tensor], prompt_lengths: list[int]) -> list[Tensor]:

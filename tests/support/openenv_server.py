@@ -1,6 +1,8 @@
-"""A server of OpenEnv with a guessing game, by an action under /actions and by an MCP tool under /tools.
+"""An OpenEnv server of a guessing game, by an action under /actions and by an MCP tool under
+/tools.
 
-A guess of 500 makes the environment fail, one of 9 ends the server. The first line printed is the port.
+A guess of 500 makes the environment fail, and 9 ends the server. The first line that it prints is
+its port.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Configs of other libraries, written anew with the keys and values of published ones,
-which docs/migrate.md names."""
+"""Configs of other libraries, written with the keys and values of published ones that
+docs/migrate.md names.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""Accelerators that are not there: tensors that say they are on ``meta:N``, with their values on the CPU.
+"""Simulated accelerators: tensors that report ``meta:N`` as their device and keep their values on
+the CPU.
 
-``torch``'s ``FakeTensorMode`` has no values, and what is packed, sampled or skipped here depends on them. This mode has
-both: each operation runs on the CPU, and raises where a GPU would, because its tensors are on different devices. It
-notes where the CPU would wait for a GPU: where it reads values, or sends some and does not say that it may go on.
+``torch``'s ``FakeTensorMode`` has no values, on which packing, sampling and skipping depend. This
+mode has both: each operation runs on the CPU, and raises if its tensors are on different devices,
+as on a GPU. It records where the CPU would wait for a GPU: where it reads values, or sends some
+with a blocking copy.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ _CPU = torch.device("cpu")
 
 
 class OnDevice(torch.Tensor):
-    """A tensor on the CPU that says it is elsewhere."""
+    """A tensor on the CPU that reports another device."""
 
     held: torch.Tensor
 
@@ -62,7 +64,7 @@ def _indexed(device: Any) -> torch.device:
 
 
 def waits(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether the CPU would wait for a device until it has the result of an operation."""
+    """Return whether the CPU would wait for a device until the operation's result is there."""
     flat = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, torch.Tensor)]
     there = [value for value in flat if value.device != _CPU]
     packet = func.overloadpacket
@@ -86,7 +88,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     packet = func.overloadpacket
     if packet in _INDICES_MAY_BE_ON_THE_CPU:
         flat = [value for value in flat if value.device == flat[0].device or value.device != _CPU]
-    # A number on the CPU goes with every device.
+    # A scalar on the CPU may be combined with any device.
     devices = {value.device for value in flat if value.device != _CPU or value.dim() > 0}
     if len(devices) > 1 and packet not in _COPIES:
         raise RuntimeError(
@@ -115,14 +117,14 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 class PretendedCuda(TorchDispatchMode):
-    """While it is entered, ``meta:N`` are devices that tensors can be on.
+    """Context in which tensors can be on the devices ``meta:N``.
 
-    ``waited`` has the operations for which the CPU waited for one of them, in their order.
+    ``waited`` lists the operations for which the CPU waited for one of them, in order.
     """
 
     def __enter__(self) -> Any:
         self.waited: list[str] = []
-        # Autocast does not know the type.
+        # Autocast does not support this device type.
         self._patches, enabled, autocast = MonkeyPatch(), torch.is_autocast_enabled, torch.autocast
         self._patches.setattr(
             torch, "is_autocast_enabled", lambda kind=None: kind != "meta" and enabled(kind)

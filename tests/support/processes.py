@@ -1,4 +1,4 @@
-"""Which processes there are."""
+"""Queries about running processes."""
 
 from __future__ import annotations
 
@@ -14,21 +14,25 @@ from tests.support import forks
 
 
 def worker_processes() -> list[psutil.Process]:
-    """Our child processes, without those that Python, wandb, `math` and `forks` (of other tests) keep until we exit."""
+    """Return our child processes, except those that Python, wandb, `math` and `forks` (of other
+    tests) keep until we exit.
+    """
     others = f"resource_tracker|forkserver|wandb|graders.math|^{forks.SERVER}$"
     lines = [(one, command_line(one)) for one in psutil.Process().children(recursive=True)]
     return [one for one, line in lines if line and not re.search(others, line)]
 
 
 def command_line(process: psutil.Process) -> str:
-    """The command line of a process, its name if it is a server of ``forks``, and nothing once it has ended."""
+    """Return a process's command line, its name if it is a server of ``forks``, or nothing once it
+    has ended.
+    """
     with suppress(psutil.Error):
         return forks.SERVER if process.name() == forks.SERVER else " ".join(process.cmdline())
     return ""
 
 
 def socket_files() -> list[str]:
-    """The files of sockets that we and our child processes have open."""
+    """Return the socket files that this process and its children have open."""
     processes = [psutil.Process(), *worker_processes()]
     names = [
         connection.laddr for process in processes for connection in process.net_connections("unix")
@@ -37,7 +41,9 @@ def socket_files() -> list[str]:
 
 
 def shared_memory() -> tuple[list[str], list[str]]:
-    """The shared memory that we and our child processes use: what has a file in /dev/shm, and what has none now."""
+    """Return the shared memory of this process and its children: segments with a file in /dev/shm,
+    and unlinked ones.
+    """
     lines = []
     for process in [psutil.Process(), *worker_processes()]:
         lines += Path(f"/proc/{process.pid}/maps").read_text().splitlines()
@@ -48,12 +54,12 @@ def shared_memory() -> tuple[list[str], list[str]]:
 
 
 def below(pid: int | None = None) -> list[int]:
-    """The processes that a process, or this one, has started, and those that they have."""
+    """Return the descendants of a process, of this one by default."""
     return [child.pid for child in psutil.Process(pid).children(recursive=True)]
 
 
 def alive(pids: Iterable[int]) -> list[str]:
-    """Command lines of those processes that do not end soon."""
+    """Return command lines of those processes that do not end soon."""
     processes = []
     for pid in pids:
         with suppress(psutil.NoSuchProcess):
@@ -67,7 +73,7 @@ def alive(pids: Iterable[int]) -> list[str]:
 
 
 def listening(pids: Iterable[int]) -> set[str]:
-    """The addresses on which processes listen."""
+    """Return the addresses on which processes listen."""
     there = set()
     for pid in pids:
         with suppress(psutil.NoSuchProcess):

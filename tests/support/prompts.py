@@ -1,4 +1,4 @@
-"""Prompts longer than several KV blocks, so that the prefix cache is hit whenever it is not dropped."""
+"""Prompts longer than several KV blocks, so that the prefix cache is hit unless it was dropped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Data sets as they were published. The project does not have them: a test that reads them is skipped without them."""
+"""Published data sets. The project does not ship them: tests that read them are skipped without
+them.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from pathlib import Path
 
 
 def published(name: str) -> Path:
-    """Where a data set would lie: ``shared/data/`` in the checkout, or beside it."""
+    """Return the path of a data set: ``shared/data/`` in the checkout, or beside it."""
     root = Path(__file__).resolve().parents[2]
     inside, beside = (folder / "shared" / "data" / name for folder in (root, root.parent))
     return inside if inside.exists() else beside

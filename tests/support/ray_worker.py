@@ -1,6 +1,7 @@
-"""What a Ray of the tests starts for a worker: asks a server of ``forks`` for a process; without one it is Ray's own.
+"""The program that Ray starts for a worker in tests: it requests a process from a server of
+``forks``, and falls back to Ray's own worker without one.
 
-Nothing is imported here that takes long.
+It must not import anything slow.
 """
 
 import json
@@ -29,7 +30,7 @@ def main() -> None:
         "adopted": False,
         "vllm": "TORCHRL_GRPO_TEST_WITH_VLLM" in environment,
     }
-    request["group"] = os.getpgrp() == os.getpid()  # Ray ends it with the worker
+    request["group"] = os.getpgrp() == os.getpid()  # Ray ends it together with the worker
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         address, deadline, there = (
             os.environ.get("TORCHRL_GRPO_TEST_FORKS"),
@@ -44,7 +45,7 @@ def main() -> None:
             usual = os.path.join(ray, "_private", "workers", "setup_worker.py")
             os.execv(sys.executable, [sys.executable, usual, *sys.argv[1:]])
         socket.send_fds(connection, [json.dumps(request).encode()], [0, 1, 2])
-        connection.recv(1)  # it is closed once the worker is there
+        connection.recv(1)  # closed once the worker exists
 
 
 main()

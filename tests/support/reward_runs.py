@@ -20,7 +20,9 @@ from torchrl_grpo.reward_pool import RESTARTS, TIMED_OUT
 def run(
     folder: Path, *overrides: str, kill: Callable[[Any], list[int]] | None, asynchronous: bool
 ) -> list[Any]:
-    """The metrics of 4 steps; before the third, the processes that ``kill`` finds are killed."""
+    """Return the metrics of 4 steps; before the third, the processes that ``kill`` finds are
+    killed.
+    """
     settings = ("env.num_envs=16", "env.repeats=4", "optimizer.lr=1e-3", "evaluation.num_prompts=0")
     config = compose_config(
         *settings, "train.total_dialog_turns=64", "logging.tensorboard=false", *overrides
@@ -69,5 +71,5 @@ def assert_killed_reward_workers_change_no_number(tmp_path: Path, asynchronous: 
         assert [row.get(name) for row in got] == [row.get(name) for row in expected], name
     assert len({row["train/loss"] for row in got[1:]}) == 4
     assert [row[RESTARTS] for row in got[1:3]] == [0, 0]
-    assert 1 <= got[4][RESTARTS] <= 2  # who has nothing to score is not missed
+    assert 1 <= got[4][RESTARTS] <= 2  # a worker without anything to score is not missed
     assert got[4][TIMED_OUT] == 0

@@ -1,4 +1,6 @@
-"""A task whose scorer does what the response says. Reward workers import this module, so it stays free of torch."""
+"""A task whose scorer obeys the response. Reward workers import this module, so it stays free of
+torch.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from torchrl_grpo.tasks.base import Problem, Score, Split, Task
 
 
 class Payload:
-    """Makes a folder when it is unpickled."""
+    """Creates a folder when it is unpickled."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -31,20 +33,20 @@ class Payload:
 
 
 class WithCause(Exception):
-    """Says why in a way of its own."""
+    """An error with a cause."""
 
     def __init__(self, cause: Any) -> None:
         self.cause = cause
 
 
 def sockets() -> list[int]:
-    """The open sockets of this process."""
+    """Return the open sockets of this process."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         try:
             if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 found.append(int(name))
-        except OSError:  # that of the listing
+        except OSError:  # the one that lists the folder
             pass
     return found
 
@@ -54,7 +56,9 @@ def framed(data: bytes) -> bytes:
 
 
 class ObedientTask(Task):
-    """``hang``, ``exit``, ``kill``, ``boom``, ``pid``, ``modules`` and others, or a number, which is the reward."""
+    """Obeys ``hang``, ``exit``, ``kill``, ``boom``, ``pid``, ``modules`` and others, or a number,
+    which is the reward.
+    """
 
     name = "obedient"
 
@@ -85,7 +89,7 @@ class ObedientTask(Task):
             raise KeyError("boom")
         elif order == "interrupt":
             raise KeyboardInterrupt
-        elif order == "cause":  # no word of ours
+        elif order == "cause":  # not a protocol message
             raise WithCause(" ".join(paths))
         elif order == "invalid":
             raise InvalidRewardError("no", " ".join(paths))
@@ -97,7 +101,7 @@ class ObedientTask(Task):
             return Score(1.0, True, {"part": threading.Lock()})  # type: ignore[dict-item]
         elif (
             order == "forks"
-        ):  # a fork bomb of another user, who may have 150 processes; for a while, whatever comes
+        ):  # a fork bomb of another user, with a limit of 150 processes, which goes on for a while whatever happens
             os.setuid(65534)
             resource.setrlimit(resource.RLIMIT_NPROC, (150, 150))
             Path(paths[0]).touch()
@@ -128,7 +132,7 @@ class ObedientTask(Task):
             }[paths[0]]
             for number in sockets():
                 os.write(number, sent)
-        elif order == "meet":  # ends when somebody has made the second file
+        elif order == "meet":  # ends when the second file appears
             Path(paths[0]).touch()
             while not Path(paths[1]).exists():
                 time.sleep(0.01)

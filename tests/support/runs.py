@@ -1,4 +1,4 @@
-"""Whole runs in this process or on Ray, and comparing two of them."""
+"""Whole runs in this process or on Ray, and comparisons of two of them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ NUMBERS = (
 
 
 def run(folder: Path, *overrides: str) -> list[dict[str, Any]]:
-    """A whole run in this process or on Ray; returns its metrics, one row a step."""
+    """Run a config in this process or on Ray; return its metrics, one row per step."""
     made = build(compose_config(*SMALL, *overrides), folder)
     try:
         made.fit()
@@ -68,7 +68,9 @@ def numbers(rows: list[dict[str, Any]], first: int) -> list[tuple[Any, ...]]:
 
 
 def differences(one: Any, other: Any, where: str = "") -> list[str]:
-    """Where two nests of dicts, lists and tensors are not equal to the last bit."""
+    """Yield the differences between two nested structures of dicts, lists and tensors, to the last
+    bit.
+    """
     if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
         return [
             place for key in one for place in differences(one[key], other[key], f"{where}/{key}")
@@ -87,17 +89,17 @@ def differences(one: Any, other: Any, where: str = "") -> list[str]:
 
 def state_of(path: Path) -> dict[str, Any]:
     state = whole_state_of(path)
-    del state["config"]  # it names what was resumed
+    del state["config"]  # names the checkpoint that was resumed
     return state
 
 
 def state_in(path: Path) -> dict[str, Any]:
-    """The state in a checkpoint, without its tensors."""
+    """Return the state in a checkpoint, without its tensors."""
     return torch.load(path / STATE, weights_only=True)
 
 
 def whole_state_of(path: Path) -> dict[str, Any]:
-    """The state in a checkpoint with the tensors of all ranks."""
+    """Return the state in a checkpoint with the tensors of all ranks."""
     state = state_in(path)
     trainer = state["trainer"]
     trainer["model"] = {}
@@ -121,7 +123,7 @@ def whole_state_of(path: Path) -> dict[str, Any]:
 def changed(
     path: Path, into: Path, tensors: Mapping[str, Tensor] | None = None, **entries: Any
 ) -> Path:
-    """A copy of a checkpoint with other tensors or entries of its state, whole again."""
+    """Copy a checkpoint with other tensors or state entries and a valid manifest."""
     shutil.copytree(path, into, dirs_exist_ok=True)
     state = state_in(path) | entries
     torch.save(state, into / STATE)
@@ -151,7 +153,7 @@ def save_weight(checkpointer: Checkpointer, step: int, weight: Tensor) -> Path:
 
 
 def reseal(path: Path, **entries: Any) -> Path:
-    """Write the manifest of a checkpoint anew, for the files that it has now."""
+    """Rewrite the manifest of a checkpoint for its current files."""
     manifest = {name: value for name, value in read_manifest(path).items() if name != "files"}
     files = sizes_and_sha256([file for file in path.iterdir() if file.name != MANIFEST])
     write_manifest(path, manifest | entries, files)

@@ -1,4 +1,4 @@
-"""Runs one program in the sandbox."""
+"""Run one program in the sandbox."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scripts in processes of their own, and small runs of them."""
+"""The scripts in processes of their own, with small runs."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 
 class Script:
-    """A script in a process of its own, and all the processes that were seen below it.
+    """A script in a process of its own, with all processes that were seen below it.
 
     Args:
-        script: its path.
-        folder: where it runs.
-        *arguments: of its command line.
+        script: path of the script.
+        folder: working directory.
+        *arguments: arguments of the command line.
     """
 
     def __init__(self, script: Path, folder: Path, *arguments: str) -> None:
         self.folder, self.family = folder, set[psutil.Process]()
         self._output = (folder / "printed.txt").open("w")
-        # A process that was started in the background ignores Ctrl-C, and so would this one, if it is no fork.
+        # A background process ignores Ctrl-C, and so would this one unless it is a fork.
         default: Any = (
             None
             if sys.platform == "linux"
@@ -77,16 +77,16 @@ class Script:
         self._output.close()
 
     def wait(self, until: Callable[[], object] = lambda: False, timeout_s: float = 600) -> None:
-        """Waits until something holds, or the script ends."""
+        """Wait until a condition holds or the script ends."""
         deadline = time.monotonic() + timeout_s
         while not until() and self.process.poll() is None and time.monotonic() < deadline:
             with suppress(psutil.NoSuchProcess):
                 self.family |= set(psutil.Process(self.process.pid).children(recursive=True))
-            time.sleep(0.5)  # to look at all processes takes a while
+            time.sleep(0.5)  # listing all processes takes a while
 
     def printed(self) -> str:
         return (self.folder / "printed.txt").read_text()
 
     def left(self) -> list[psutil.Process]:
-        """The processes that have not ended a while after the script."""
+        """Return the processes that have not ended a while after the script."""
         return psutil.wait_procs(self.family, timeout=120)[1]

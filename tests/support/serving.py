@@ -1,4 +1,6 @@
-"""An asynchronous vLLM engine on any device: many callers, and weights that change while it samples."""
+"""An asynchronous vLLM engine on any device: many callers, and weights that change while it
+samples.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ SHORT = SamplingParams(max_new_tokens=12)
 
 
 def make_model(seed: int) -> nn.Module:
-    """The starter model, moved far enough that other weights are told by their log-probs."""
+    """Return the starter model with noise that is large enough to tell its log-probs apart."""
     model = AutoModelForCausalLM.from_pretrained(starter_path()).float().eval()
     torch.manual_seed(seed)
     with torch.no_grad():
@@ -39,7 +41,7 @@ def make_model(seed: int) -> nn.Module:
 
 
 def errors(model: nn.Module, prompt: Tensor, done: Completion) -> Tensor:
-    """[T] how far the log-probs of a completion are from those of a model."""
+    """Return the differences [T] of a completion's log-probs from those of a model."""
     full = torch.cat([prompt, done.tokens])
     return (done.log_probs - response_log_probs(model)([full], [len(prompt)])[0].detach()).abs()
 
@@ -54,7 +56,7 @@ def until(condition: Callable[[], object], timeout: float = 300.0, every_s: floa
 def start(
     engine: AsyncVLLMEngine, pool: ThreadPoolExecutor, params: SamplingParams
 ) -> list[Future]:
-    """Four calls from four threads, of which each has sampled some tokens when this returns."""
+    """Start calls from four threads and return once each has sampled some tokens."""
     calls = [pool.submit(engine.generate, [prompt], 4, params) for prompt in PROMPTS]
     states = engine._llm.output_processor.request_states
     assert until(
@@ -69,7 +71,7 @@ def start(
 def calls_from_four_threads_have_the_trainers_log_probs(
     engine: AsyncVLLMEngine, pool: ThreadPoolExecutor, rounding: float
 ) -> None:
-    """Log-probs, versions, greedy tokens and what does not fit."""
+    """Check log-probs, versions, greedy tokens, and prompts that do not fit."""
     model = make_model(1)
     engine.update_weights(named_weights(model), 1)
     assert engine.policy_version == 1
@@ -90,7 +92,7 @@ def calls_from_four_threads_have_the_trainers_log_probs(
 def wait_lets_running_calls_end_and_holds_new_ones_back(
     engine: AsyncVLLMEngine, pool: ThreadPoolExecutor, rounding: float
 ) -> None:
-    """Every response is of one version."""
+    """Check that every response is of one version."""
     engine._in_flight, before = "wait", engine.restarted_requests
     old, new = make_model(2), make_model(3)
     engine.update_weights(named_weights(old), 2)
@@ -115,7 +117,7 @@ def wait_lets_running_calls_end_and_holds_new_ones_back(
 def keep_goes_on_with_new_weights_and_each_token_has_its_version(
     engine: AsyncVLLMEngine, pool: ThreadPoolExecutor, rounding: float
 ) -> None:
-    """Each token is scored by the weights that it is labeled with."""
+    """Check each token's log-prob under the weights of its version."""
     engine._in_flight = "keep"
     models = {version: make_model(version) for version in (4, 5, 6)}
     engine.update_weights(named_weights(models[4]), 4)
@@ -132,7 +134,8 @@ def keep_goes_on_with_new_weights_and_each_token_has_its_version(
                 torch.stack([errors(models[version], prompt, done) for version in (4, 5, 6)])
             )
     of, which = torch.cat(gaps, 1), torch.cat(versions)
-    # Keys and values were computed anew: every token's score is that of one set of weights, and of no other.
+    # Keys and values were recomputed, so every token's log-prob is that of one set of weights and
+    # of no other.
     assert of.gather(0, which[None] - 4).max() < rounding
     assert {4, 6} <= set(which.tolist())
     for version in which.unique().tolist():
@@ -140,13 +143,13 @@ def keep_goes_on_with_new_weights_and_each_token_has_its_version(
         assert of[others][:, which == version].amax(1).min() > 0.1
     assert (
         mismatch(engine, response_log_probs(models[6]), PROMPTS, SHORT)[1] < rounding
-    )  # no prefix of old weights
+    )  # no prefix computed with old weights
 
 
 def abort_starts_running_requests_again_and_counts_them(
     engine: AsyncVLLMEngine, pool: ThreadPoolExecutor, rounding: float
 ) -> None:
-    """Every response is of the new version."""
+    """Check that every response is of the new version."""
     engine._in_flight = "abort"
     old, new = make_model(7), make_model(8)
     engine.update_weights(named_weights(old), 7)
@@ -163,7 +166,7 @@ def abort_starts_running_requests_again_and_counts_them(
 def stop_strings_and_each_response_are_told(
     engine: AsyncVLLMEngine, pool: ThreadPoolExecutor, rounding: float
 ) -> None:
-    """Of whatever weights it has."""
+    """Check stop strings and reports of finished responses, with any weights."""
     engine._in_flight = "wait"
     assert_stop_strings_end_responses(engine, PROMPTS[:2], repeats=False)
     assert_each_response_is_told_when_it_ends(engine, PROMPTS, tuple(range(2, 30)), in_order=False)

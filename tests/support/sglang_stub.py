@@ -1,4 +1,6 @@
-"""A stand-in for SGLang's server, which has no CPU build: its documented routes, and a ``transformers`` engine."""
+"""A stand-in for SGLang's server, which has no CPU build: its documented routes, and a
+``transformers`` engine.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,7 @@ class SGLangStub:
         self.start(port)
 
     def start(self, port: int) -> None:
-        """Listen, with the first weights if they were changed."""
+        """Listen; the weights are the first ones again if they were changed."""
         stub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -103,7 +105,7 @@ class SGLangStub:
         return f"http://127.0.0.1:{self.port}"
 
     def stop(self) -> None:
-        """End as a killed process does: nobody listens any more."""
+        """Stop listening at once, like a killed process."""
         self._server.shutdown()
         self._server.server_close()
         for connection in self._connections:
@@ -111,7 +113,7 @@ class SGLangStub:
                 connection.shutdown(socket.SHUT_RDWR)
 
     def restart(self) -> None:
-        """Come back at the same port, with the weights of the first start."""
+        """Restart on the same port with the first weights."""
         self.engine.model.load_state_dict(
             AutoModelForCausalLM.from_pretrained(self.path).state_dict()
         )

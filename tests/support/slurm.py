@@ -19,12 +19,13 @@ exec "$@"
 
 
 def environment(folder: Path, nodes: int, gpus: int) -> dict[str, str]:
-    """The variables of a job; ``folder/command.sh`` will be what its ``srun`` starts on each node.
+    """Return the variables of a job; its ``srun`` will write ``folder/command.sh``, to be started
+    on each node.
 
     Args:
-        folder: that all nodes see.
-        nodes: of the job.
-        gpus: of each node.
+        folder: folder that all nodes share.
+        nodes: number of nodes.
+        gpus: number of GPUs per node.
     """
     (folder / "srun").write_text(SRUN)
     (folder / "srun").chmod(0o755)

@@ -1,4 +1,4 @@
-"""Stop strings by their definition, and a tokenizer whose tokens are of one to three bytes."""
+"""Stop strings by their definition, and a tokenizer whose tokens have one to three bytes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ SPECIAL = ["<|pad|>", "<|end|>", "<|x|>", "<|y|>", "<|z|>"]
 
 
 def make_merged_tokenizer() -> tuple[PreTrainedTokenizerFast, list[bytes]]:
-    """A byte-level tokenizer of 261 tokens, and what each stands for: ASCII, halves of é, and merged letters."""
+    """Return a byte-level tokenizer of 261 tokens, and the text of each: ASCII, halves of é, and
+    merged letters.
+    """
     singles = [*"".join(map(chr, range(33, 127))), "Ġ", "Ċ", "Ã", "©"]
     pairs = [(first, second) for first in LETTERS for second in LETTERS]
     triples = [("ab", letter) for letter in LETTERS] + [("cd", "e"), ("cd", "f")]
@@ -41,7 +43,7 @@ def make_merged_tokenizer() -> tuple[PreTrainedTokenizerFast, list[bytes]]:
 
 
 def first_end(tokens: Sequence[int], pieces: Sequence[bytes], strings: Sequence[str]) -> int | None:
-    """How many tokens there are when the first string is complete."""
+    """Return the number of tokens at which the first stop string is complete."""
     for length in range(1, len(tokens) + 1):
         text = b"".join(pieces[token] for token in tokens[:length])
         if any(string.encode() in text for string in strings):
@@ -52,14 +54,17 @@ def first_end(tokens: Sequence[int], pieces: Sequence[bytes], strings: Sequence[
 def assert_stop_strings_end_responses(
     engine: Engine, prompts: Sequence[Tensor], repeats: bool = True
 ) -> None:
-    """With a string that spans two tokens, one within a token, and one that is never written; ``repeats`` where the
-    engine draws the same tokens again from the same seed, so that there are all kinds of ends."""
+    """Check a string that spans two tokens, one within a token, and one that never occurs.
+
+    ``repeats`` says that the engine draws the same tokens again from the same seed, so that all
+    kinds of ends occur.
+    """
     tokenizer, pieces = make_merged_tokenizer()
     engine.seed(0)
     params = SamplingParams(24, temperature=2.0)
     free = engine.generate(prompts, 8, params)
     rows = [done.tokens.tolist() for group in free for done in group]
-    # The string's halves are in the two tokens; that within a token has more after it.
+    # The string spans the two tokens; the one within a token has more text after it.
     a, b = next((a, b) for row in rows for a, b in pairwise(row) if a > 4 < b and a < 99 > b)
     longer = next(token for row in rows for token in row if len(pieces[token]) > 1 and token > 4)
     for strings, many in (
@@ -85,7 +90,7 @@ def assert_stop_strings_end_responses(
         assert len(told) == len(rows)
         if repeats:
             assert (ended > len(rows) // 2 and beyond > 0) if many else ended > 0
-    # What is sampled until then is what is sampled without them.
+    # The tokens up to the stop string are those of a run without it.
     greedy = SamplingParams(24, temperature=0)
     [[whole]] = engine.generate(prompts[:1], 1, greedy)
     string = next(

@@ -1,4 +1,4 @@
-"""One step in the manner of TorchRL's ``grpo-sync.py``, in which each part is TorchRL's or ours."""
+"""One step in the style of TorchRL's ``grpo-sync.py``, in which each part is TorchRL's or ours."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def table() -> str:
 
 
 class EvenReward(Transform):
-    """The share of even tokens in each response; it ends the dialog."""
+    """Reward the share of even tokens in each response, and end the dialog."""
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         responses = tensordict.get(("tokens", "response"), as_list=True)
@@ -88,7 +88,7 @@ class EvenReward(Transform):
 
 
 class Questions:
-    """A data loader of TorchRL's ``DatasetChatEnv``."""
+    """A data loader for TorchRL's ``DatasetChatEnv``."""
 
     batch_size = 1
 
@@ -98,10 +98,10 @@ class Questions:
 
 
 def train_step(ours: set[str]) -> float:
-    """Sample, score and train one batch with these parts of ours and all others of TorchRL.
+    """Sample, score and train one batch with these parts of ours and TorchRL's others.
 
     Returns:
-        the largest gradient of a parameter.
+        The largest gradient of a parameter.
     """
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(starter_path())
@@ -155,7 +155,7 @@ def train_step(ours: set[str]) -> float:
         loss = (GRPOLoss if "loss" in ours else TorchRLGRPOLoss)(
             actor(model), kl_to_ref_coeff=0.1, masking_strategy="sft", device=torch.device("cpu")
         )
-        if "policy" not in ours:  # TransformersWrapper writes log-probs of the response alone
+        if "policy" not in ours:  # TransformersWrapper only writes log-probs of the response
             sampled = RetrieveLogProb(
                 actor(model), log_probs_full_key=("log_probs", "full"), assistant_only=False
             )

@@ -13,7 +13,7 @@ from torchrl_grpo.tasks.drawing import Drawing
 
 
 def make_drawing(size: int = 100) -> Drawing:
-    """Draws the problems of an ``EchoTask``."""
+    """Return a drawing of an ``EchoTask``'s problems."""
     task = EchoTask(size)
     problems = task.problems("train")
     return Drawing(task, problems, range(len(problems)))
@@ -28,7 +28,7 @@ def make_queue(
     most_played: int | None = None,
     total: int = 1000,
 ) -> TaskQueue:
-    """A queue of its own drawing; a task has as many groups as a batch, unless it is said."""
+    """Return a queue with its own drawing; by default a task has as many groups as a batch."""
     buffer = GroupBuffer(batch, max_staleness, version)
     return TaskQueue(
         make_drawing(),
@@ -41,12 +41,12 @@ def make_queue(
 
 
 def plays_nothing(groups: int) -> RolloutCollector:
-    """Stands for what makes the collectors of a sampler that is given no task."""
+    """Stand in for the collectors of a sampler that gets no task."""
     raise AssertionError(f"a task of {groups} groups was to be played")
 
 
 def next_task(queue: TaskQueue) -> Progress:
-    """The task that there must be."""
+    """Return the next task, which must exist."""
     progress = queue.next_unplayed()
     assert progress is not None
     return progress
@@ -58,16 +58,16 @@ def play(
     varied: Callable[[int], bool] = lambda group: True,
     outcomes: Callable[[int], tuple[bool, ...]] = lambda index: (),
 ) -> int:
-    """Reports a task as played by the published weights, and lets what is kept wait; a group's data is its id.
+    """Report a task as played by the published weights; a group's data is its id.
 
     Args:
-        queue: that gave the task.
-        progress: of the task.
+        queue: queue of the task.
+        progress: progress of the task.
         varied: whether the rewards of a group differ.
-        outcomes: of a problem, by its index.
+        outcomes: outcomes of a problem, by its index.
 
     Returns:
-        what ``TaskQueue.played`` says.
+        The result of ``TaskQueue.played``.
     """
     version = queue.buffer.version
     reports = [
@@ -87,9 +87,9 @@ def next_batch(
     varied: Callable[[int], bool] = lambda group: True,
     outcomes: Callable[[int], tuple[bool, ...]] = lambda index: (),
 ) -> tuple[list[int], dict[str, float]]:
-    """Plays one task after the other until there is a batch, and publishes its weights; the groups and the metrics."""
+    """Play tasks until there is a batch and publish its weights; return the groups and the metrics."""
     taken = None
-    for _ in range(1000):  # a queue that draws without an end fails, and does not hang
+    for _ in range(1000):  # fail instead of hanging if the queue draws without end
         if (taken := queue.take()) is not None:
             break
         play(queue, next_task(queue), varied, outcomes)

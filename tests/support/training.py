@@ -22,10 +22,11 @@ def make_batch(
     spread: float = 0.1,
     repeats: int = 1,
 ) -> TensorDictBase:
-    """Sequences whose behaviour and reference log-probs are near those of ``make_tiny_model()``.
+    """Return sequences whose behavior and reference log-probs are near those of
+    ``make_tiny_model()``.
 
-    So many after one another (``repeats``) have the same prompt, of three tokens. Torch's random state is afterwards
-    that of ``make_tiny_model()``.
+    ``repeats`` consecutive sequences share a prompt of three tokens. Torch's random state is
+    afterwards that of ``make_tiny_model()``.
     """
     batch, state = _scored_batch(lengths, spread, repeats)
     torch.set_rng_state(state)

@@ -1,4 +1,4 @@
-"""Trajectories of several steps, as TorchRL's collectors give them."""
+"""Trajectories of several steps, in the layout of TorchRL's collectors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tensordict import NestedKey, TensorDict
 def make_trajectory(
     group: int, rewards: Sequence[float], group_key: NestedKey = "group_id"
 ) -> TensorDict:
-    """[T] steps of which the last is done."""
+    """Return [T] steps, the last of which is done."""
     steps = len(rewards)
     out = TensorDict({}, [steps])
     out[group_key] = torch.full((steps, 1), group)

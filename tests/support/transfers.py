@@ -1,4 +1,4 @@
-"""A fast way for weights that needs no GPU: vLLM's weight transfer with an engine that reads them from a file."""
+"""A weight transfer that needs no GPU: vLLM's, with an engine that reads the weights from a file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ ENGINE = "from_file"
 
 @dataclass
 class FileInfo(import_module("vllm.distributed.weight_transfer.base").WeightTransferUpdateInfo):  # type: ignore[misc]
-    """A part of the weights, and what goes wrong with it: ``raise``, ``hang``, ``corrupt``, ``nothing`` or ````."""
+    """A part of the weights, and its fault: ``raise``, ``hang``, ``corrupt``, ``nothing`` or an
+    empty string.
+    """
 
     path: str
     wrong: str
@@ -45,13 +47,13 @@ class FileInfo(import_module("vllm.distributed.weight_transfer.base").WeightTran
 
 
 class FileEngine(ObjectStoreEngine):
-    """Loads what lies in a file."""
+    """Loads the contents of a file."""
 
     update_info_cls = FileInfo
 
 
 class Extension(WeightSyncExtension):
-    """What vLLM adds to its workers, and that engine."""
+    """vLLM's worker extension with that engine."""
 
     factory = import_module("vllm.distributed.weight_transfer.factory").WeightTransferEngineFactory
     with suppress(ValueError):
@@ -60,12 +62,12 @@ class Extension(WeightSyncExtension):
 
 @dataclass(frozen=True)
 class FileWeights(TransferHandle):
-    """Weights in files, two parts of them.
+    """Weights in files, split into two parts.
 
     Attributes:
-        folder: of the files.
-        read: gives the weights.
-        wrong: see ``FileInfo``; it happens to the second part.
+        folder: folder of the files.
+        read: function that returns the weights.
+        wrong: fault of the second part, see ``FileInfo``.
     """
 
     backend = ENGINE

@@ -1,4 +1,6 @@
-"""The fields of the config classes of TRL 1.16, and of transformers' TrainingArguments, which all of them have."""
+"""The fields of TRL 1.16's config classes, and of transformers' TrainingArguments, which they all
+inherit.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders of runs as a run writes them, small and made by hand, and the page's server on them."""
+"""Small handmade run folders in the format of a run, and the page's server on them."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def append(folder: Path, name: str, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def metrics(step: int, reward: float = 0.5) -> dict[str, Any]:
-    """The row of a step."""
+    """Return the metrics row of a step."""
     times = {"time/step_s": 0.5, "time/train_s": 0.3, "time/generate_s": 0.1}
     rollout = {"rollout/sequences": 4, "rollout/reward_mean": reward, "rollout/accuracy": reward}
     return {"step": step, **rollout, "train/entropy": 1.0 / step, **times}
 
 
 def tokens(text: str) -> dict[str, list[Any]]:
-    """A token for each character, of which the policy did not sample those in brackets."""
+    """Return a token for each character; the policy did not sample those in brackets."""
     given, inside = [], False
     for letter in text:
         inside = inside or letter == "["
@@ -52,7 +52,7 @@ def tokens(text: str) -> dict[str, list[Any]]:
 
 
 def group(step: int, query: str, responses: Sequence[str], **others: Any) -> list[dict[str, Any]]:
-    """The rows of a group, whose rewards are 0, 1, 0, 1, ..."""
+    """Return the rows of a group, whose rewards are 0, 1, 0, 1, ..."""
     return [
         {
             "step": step,
@@ -80,7 +80,7 @@ def group(step: int, query: str, responses: Sequence[str], **others: Any) -> lis
 
 
 def make_run(folder: Path, steps: int = 3, rate: str = "1e-4") -> Path:
-    """A run that goes on: a group a step, and one test problem."""
+    """Write a run that is still live: one group per step, and one test problem."""
     (folder / ".hydra").mkdir(parents=True)
     (folder / ".hydra" / "config.yaml").write_text(CONFIG.replace("LR", rate))
     (folder / ".hydra" / "hydra.yaml").write_text(HYDRA)
@@ -121,7 +121,7 @@ def make_run(folder: Path, steps: int = 3, rate: str = "1e-4") -> Path:
 
 
 def make_large(folder: Path, groups: int, steps: int = 1000) -> Path:
-    """A run of so many groups of 8, with 32 tokens a response."""
+    """Write a run of this many groups of 8, with 32 tokens per response."""
     run = make_run(folder)
     rows = group(4, "QUERY", 8 * ["a response that is 32 characters"], group=-1)
     text = "".join(json.dumps(row) + "\n" for row in rows).replace('"step": 4', '"step": STEP')
@@ -137,7 +137,7 @@ def make_large(folder: Path, groups: int, steps: int = 1000) -> Path:
 
 @contextmanager
 def served(*folders: Path) -> Iterator[str]:
-    """The address of the page on these runs, as the command serves it."""
+    """Yield the address of the page on these runs, served like the command does."""
     command = [sys.executable, "-m", "torchrl_grpo.view", *map(str, folders)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
@@ -153,7 +153,7 @@ def served(*folders: Path) -> Iterator[str]:
 
 
 def flood_stderr(fd: int, folder: str, parent: int) -> None:
-    """Write 4 MB to stderr, in place of the dashboard's server."""
+    """Write 4 MB to stderr in place of the dashboard's server."""
     for _ in range(40_000):
         print("x" * 99, file=sys.stderr)
     print("the end", file=sys.stderr)

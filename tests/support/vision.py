@@ -1,4 +1,4 @@
-"""Tiny random vision-language models with their processors, made here."""
+"""Tiny random vision-language models with their processors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def template(image: str) -> str:
 
 
 def spread(model: Any) -> Any:
-    """Give a tiny model weights with which its images matter."""
+    """Scale the weights of a tiny model so that its images matter."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""What has weights to send, and whether an engine got them."""
+"""A source of weights, and a check that an engine received them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ScoreFn = Callable[[list[Tensor], list[int]], Sequence[Tensor]]
 
 
 class Trained:
-    """Stands for a trainer: a model."""
+    """Stand-in for a trainer with this model."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -31,7 +31,9 @@ class Trained:
 def mismatch(
     engine: Engine, score_fn: ScoreFn, prompts: Sequence[Tensor], params: SamplingParams
 ) -> Any:
-    """Mean and largest difference between an engine's log-probs and those of ``score_fn`` (``response_log_probs``)."""
+    """Return mean and largest difference between an engine's log-probs and those of ``score_fn``
+    (``response_log_probs``).
+    """
     probe = sample_probe(engine, prompts, params)
     full = [prompt.new_tensor([*prompt, *tokens]) for prompt, tokens, _ in probe]
     return log_prob_mismatch(probe, score_fn(full, [len(prompt) for prompt, _, _ in probe]))

@@ -115,8 +115,8 @@ class Family:
     Attributes:
         template: chat template.
         kind: type of the tokenizer: ``bytes`` (byte-level BPE), ``pieces`` (SentencePiece's BPE,
-            with a space in front of a
-            text), ``spaces`` (the same without that space) or ``unigram``.
+            with a space in front of a text), ``spaces`` (the same without that space) or
+            ``unigram``.
         special: control tokens; the first one ends a sequence, the last one begins it if ``bos``.
         added: added tokens that are not marked as special.
         roles: tokens in ``added`` that the template writes around messages.

@@ -1,6 +1,7 @@
-"""``torch.set_default_device("cuda:0")``, as TorchRL's scripts have it, puts nothing of a batch elsewhere.
+"""With ``torch.set_default_device("cuda:0")``, as in TorchRL's scripts, a batch stays on its own
+device.
 
-The default device is ``meta`` here: what lands on it cannot be read, so that each mistake is an error.
+The default device is ``meta`` here, whose tensors cannot be read, so that each mistake is an error.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ G = 2
 
 
 def make_batch() -> TensorDictBase:
-    """Two groups of two ragged sequences; the last two rows are one trajectory."""
+    """Return two groups of two ragged sequences; the last two rows are one trajectory."""
     generator = torch.Generator().manual_seed(0)
     rows = []
     for number, (prompt, length) in enumerate(((3, 6), (3, 8), (2, 7), (2, 5), (2, 6))):

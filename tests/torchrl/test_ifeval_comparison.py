@@ -25,7 +25,7 @@ def tool() -> Iterator[ModuleType]:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-    level = module.torchrl_logger.level  # TorchRL's own logger, which other tests listen to
+    level = module.torchrl_logger.level  # TorchRL's own logger, which other tests capture
     module.torchrl_logger.setLevel("CRITICAL")
     yield module
     module.torchrl_logger.setLevel(level)

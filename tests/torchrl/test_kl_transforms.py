@@ -1,4 +1,6 @@
-"""TorchRL's KL transforms on our batches and in our environment, beside ours: the same numbers, or what they refuse."""
+"""TorchRL's KL transforms on our batches and in our environment: the same numbers as ours, or a
+documented refusal.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ def policy() -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def reference(policy: PreTrainedModel) -> PreTrainedModel:
-    """The policy with noise."""
+    """Return the policy with noise."""
     model = copy.deepcopy(policy)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -55,7 +57,7 @@ def reference(policy: PreTrainedModel) -> PreTrainedModel:
 
 
 def collect(policy: PreTrainedModel, *transforms: Transform) -> TensorDictBase:
-    """One batch of 2 groups of 4, the same draws each time; the transforms are in the environment."""
+    """Return one batch of 2 groups of 4 with fixed draws; the transforms are in the environment."""
     env: Any = LLMEnv(ArithmeticTask(), tokenizer, num_envs=2 * G, repeats=G)
     for transform in transforms:
         env = TransformedEnv(env, transform)
@@ -69,7 +71,7 @@ def collect(policy: PreTrainedModel, *transforms: Transform) -> TensorDictBase:
 
 @pytest.fixture(scope="module")
 def scored(policy: PreTrainedModel, reference: PreTrainedModel) -> TensorDictBase:
-    """A batch with the reference log-probs that ``KLScoring`` writes."""
+    """Return a batch with the reference log-probs that ``KLScoring`` writes."""
     batch = KLScoring(TokenScorer(reference))(collect(policy))
     assert len({row[keys.FULL].numel() for row in batch.unbind(0)}) > 1
     return batch
@@ -104,7 +106,7 @@ def without_reference(batch: TensorDictBase) -> TensorDictBase:
 
 
 def of_sampled(batch: TensorDictBase, masks: TensorDictBase, key: Any) -> Tensor:
-    """The numbers of the sampled tokens of all sequences, one after another."""
+    """Return the values at the sampled tokens of all sequences, concatenated."""
     rows = zip(batch["next"].get(key, as_list=True), masks.unbind(0), strict=True)
     return torch.cat([values[row[keys.ASSISTANT_MASK]] for values, row in rows])
 
@@ -131,7 +133,9 @@ def test_retrieve_log_prob_gives_the_log_probs_of_kl_scoring(
 def test_torchrls_wrapper_that_packs_scores_other_tokens(
     scored: TensorDictBase, reference: PreTrainedModel
 ) -> None:
-    """So ``pad_model_input`` must stay True, its default: nothing says that the numbers are others."""
+    """So ``pad_model_input`` must stay True, its default: nothing reports that the numbers are
+    wrong.
+    """
     theirs = retrieve_log_prob(reference, pad_model_input=False)(without_reference(scored))
     assert (
         of_sampled(theirs, scored, REFERENCE) - of_sampled(scored, scored, REFERENCE)
@@ -168,7 +172,9 @@ def test_retrieve_kl_is_the_difference_to_the_reference(
 
 
 def test_kl_computation_with_a_reward_a_token_is_reward_shaping(scored: TensorDictBase) -> None:
-    """It wants both log-probs under "next" and a reward for each token, [T, 1]; here all of it is on the last one."""
+    """It needs both log-probs under "next" and a reward for each token, [T, 1]; here only the last
+    one is not 0.
+    """
     shaped = RewardShaping(kl_coef=0.5)(scored.clone())
     rows = []
     for row in shaped.unbind(0):

@@ -1,4 +1,6 @@
-"""What TorchRL's tests of ``LLMCollector`` and its LLM environments test, for ``RolloutCollector`` and ``LLMEnv``."""
+"""TorchRL's tests of ``LLMCollector`` and its LLM environments, for ``RolloutCollector`` and
+``LLMEnv``.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ def test_postproc_makes_what_is_yielded_and_written(tokenizer):
 
 
 def test_a_dialog_counts_once_and_torchrl_counts_its_turns(tokenizer):
-    """Every dialog has two turns: 8 trajectories are two batches of 4, and for TorchRL 16 turns."""
+    """Every dialog has two turns: 8 trajectories are two batches of 4 for us, and 16 turns for
+    TorchRL.
+    """
     collector = RolloutCollector(
         make_env(tokenizer, TwoTurnTask()), make_policy(), total_dialog_turns=8
     )
@@ -82,7 +86,7 @@ def test_torchrls_collector_plays_our_environment_and_policy(tokenizer):
     ours = list(RolloutCollector(make_env(tokenizer), make_policy(), **settings))
     for one, other in zip(theirs, ours, strict=True):
         assert one.shape == (4, 1) and other.shape == (4,)
-        # TorchRL's collector resets the environment once more, so that its groups have other numbers.
+        # TorchRL's collector resets the environment once more, so its groups have other numbers.
         assert [len(batch["group_id"].unique()) for batch in (one, other)] == [2, 2]
         assert (
             one["next", "reward"].flatten().tolist() == other["next", "reward"].flatten().tolist()
@@ -140,7 +144,7 @@ def test_start_needs_a_buffer(tokenizer):
 
 
 def test_torchrls_attributes_and_constructors_are_there(tokenizer):
-    """What TorchRL's trainers, loggers and hooks read from its own collectors."""
+    """TorchRL's trainers, loggers and hooks read these from its own collectors."""
     arguments: dict[str, Any] = {
         "policy_factory": make_policy,
         "dialog_turns_per_batch": 4,

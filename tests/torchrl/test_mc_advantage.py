@@ -1,4 +1,6 @@
-"""What TorchRL's tests of ``MCAdvantage`` test, for ``GroupAdvantage``; docs/torchrl.md says what differs and why."""
+"""TorchRL's tests of ``MCAdvantage``, for ``GroupAdvantage``; docs/torchrl.md explains the
+differences.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def normalized(returns: torch.Tensor) -> torch.Tensor:
 
 
 def test_ragged_rewards_of_each_token_make_one_advantage_a_step():
-    """Steps with several rewards each, of different numbers; groups by text."""
+    """Each step has several rewards, not the same number in all steps; groups are identified by
+    text.
+    """
     buffer = ReplayBuffer(
         storage=LazyStackStorage(10), transform=GroupAdvantage(2, group_key="query")
     )
@@ -203,7 +207,9 @@ def test_a_buffer_gets_the_groups_within_bounds_alone():
 
 
 def test_lazy_and_plain_trajectories_complete_one_group():
-    """The rows stay as they came, in a lazy stack; ``MCAdvantage`` copies them into a plain TensorDict."""
+    """The rows keep their type in a lazy stack; ``MCAdvantage`` copies them into a plain
+    TensorDict.
+    """
     transform = GroupAdvantage(2)
     assert transform.inv(make_trajectory(0, [1.0])) is None
     assert transform.inv(lazy_stack(list(make_trajectory(1, [0.0]).unbind(0)))) is None

@@ -1,4 +1,4 @@
-"""Each part of TorchRL's GRPO script is replaced by ours, and each of ours by TorchRL's."""
+"""Replace each part of TorchRL's GRPO script by ours, and each of ours by TorchRL's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SETS = {
 
 @pytest.mark.parametrize("ours", sorted(SETS, key=sorted), ids=lambda ours: "-".join(sorted(ours)))
 def test_a_step_with_some_parts_of_ours_has_a_gradient(ours: frozenset[str]) -> None:
-    """The swaps of the table; without parts of ours it is TorchRL's own script."""
+    """The swaps are those of the docs' table; without parts of ours it is TorchRL's own script."""
     gradient = train_step(set(ours))
     assert math.isfinite(gradient) and gradient > 1e-4
 

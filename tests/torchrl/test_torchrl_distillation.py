@@ -1,4 +1,6 @@
-"""TorchRL's distillation loss and ours take each other's batches, and agree where they compute the same."""
+"""TorchRL's distillation loss and ours accept each other's batches, and agree where they compute
+the same thing.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from torchrl_grpo.transforms.kl_scoring import KLScoring
 
 
 def test_torchrls_loss_of_a_batch_that_ours_scored_equals_our_k3() -> None:
-    """Value and gradient; TorchRL's is the k3 of our loss, to a reference that is the teacher, with no advantage."""
+    """TorchRL's value and gradient are those of our loss's k3 with the teacher as reference and no
+    advantage.
+    """
     rows = []
     for number in range(3):
         tokens = torch.randint(5, 261, (9,), generator=torch.Generator().manual_seed(number))

@@ -1,4 +1,4 @@
-"""What TorchRL's tests of its GRPO loss test, for ours; docs/torchrl.md says what differs and why."""
+"""TorchRL's tests of its GRPO loss, for ours; docs/torchrl.md explains the differences."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def actor() -> TransformersWrapper:
 
 @pytest.fixture
 def batch() -> TensorDict:
-    """One dialog in TorchRL's history mode, with an advantage for each token, [1, T, 1]."""
+    """Return one dialog in TorchRL's history mode, with an advantage for each token, [1, T, 1]."""
     with set_list_to_stack(True):
         tokenizer = AutoTokenizer.from_pretrained(starter_path())
         prompt = History(
@@ -79,7 +79,7 @@ def test_history_mode_gives_outputs_that_are_attributes(actor, batch, make, clip
 
 
 def test_log_probs_and_reference_that_are_missing_are_named(actor, batch):
-    """The log-probs of the response alone are enough for us, TorchRL's loss wants those of all tokens."""
+    """Ours only needs log-probs of the response; TorchRL's loss needs those of all tokens."""
     out = GRPOLoss(actor, kl_to_ref_coeff=None, kl_to_inference_coeff=None)(batch)
     assert out.loss_objective.isfinite()
     with pytest.raises(KeyError, match=r"no entry next\.ref_log_probs\.full"):
@@ -101,7 +101,7 @@ def test_torchrls_metrics_are_entries_and_attributes():
 
 
 def test_setting_an_attribute_sets_the_entry():
-    """TorchRL's output does too: ``out.loss_objective = out.loss_objective / 8``."""
+    """TorchRL's output supports ``out.loss_objective = out.loss_objective / 8`` too."""
     out = GRPOLossOutput({"loss_objective": torch.tensor(4.0)})
     out.loss_objective = out.loss_objective / 8
     out.loss_entropy = torch.tensor(1.0)
@@ -115,7 +115,7 @@ def test_setting_an_attribute_sets_the_entry():
 
 
 def test_torchrls_mean_of_the_output_is_the_loss():
-    """``loss.mean(reduce=True)``, as its ``grpo-sync.py`` writes it."""
+    """TorchRL's ``grpo-sync.py`` calls ``loss.mean(reduce=True)``."""
     logits, rows = make_batch(0)
     loss = GRPOLoss(Table(logits), kl_to_ref_coeff=0.1, entropy_coeff=0.01)
     out = loss(lazy_stack(rows))
@@ -199,7 +199,9 @@ def test_another_kl_estimator_is_a_method_for_both_terms():
 
 
 def test_sampled_log_probs_with_a_gradient_are_data():
-    """TorchRL's ``RetrieveLogProb`` writes such ones: the gradient of the ratio would be 0."""
+    """TorchRL's ``RetrieveLogProb`` writes log-probs that require a gradient, with which the
+    ratio's would be 0.
+    """
     logits, rows = make_batch(0)
     loss = GRPOLoss(Table(logits))
     expected = torch.autograd.grad(total(loss(lazy_stack(rows))), loss.parameters())
@@ -220,7 +222,7 @@ def test_in_keys_can_be_set_until_keys_are_renamed():
 
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_the_tokens_may_have_another_key(wrapped: bool):
-    """``set_keys(action=...)``, TorchRL's name for them."""
+    """TorchRL calls it with ``set_keys(action=...)``."""
     model = make_tiny_model()
     tokens, mask = torch.arange(5, 13).expand(2, 8), (torch.arange(8) > 3).expand(2, 8)
     entries = {

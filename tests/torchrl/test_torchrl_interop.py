@@ -1,4 +1,6 @@
-"""Both ways with the real TorchRL: its loss and advantage on our data, our loss on its data, and the LossModule API."""
+"""Both directions with the real TorchRL: its loss and advantage on our data, our loss on its data,
+and the LossModule API.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,7 @@ def starter() -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def trained(starter: PreTrainedModel) -> PreTrainedModel:
-    """The starter a few steps on: its ratios to the starter are not 1, and some are clipped."""
+    """Return the starter a few steps on: its ratios to the starter are not 1, and some are clipped."""
     model = copy.deepcopy(starter)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -64,7 +66,7 @@ def trained(starter: PreTrainedModel) -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def our_batch(starter: PreTrainedModel, starter_tokenizer: Any) -> TensorDictBase:
-    """What our collector yields: 4 groups of 4 ragged sequences."""
+    """Return a batch of our collector: 4 groups of 4 ragged sequences."""
     params = SamplingParams(max_new_tokens=24, stop_token_ids=(starter_tokenizer.eos_token_id,))
     env = LLMEnv(ArithmeticTask(), starter_tokenizer, num_envs=4 * G, repeats=G)
     collector = RolloutCollector(env, GenerationPolicy(TransformersEngine(starter), params))
@@ -76,7 +78,7 @@ def our_batch(starter: PreTrainedModel, starter_tokenizer: Any) -> TensorDictBas
 
 
 def wrap(model: PreTrainedModel, tokenizer: Any, **settings: Any) -> TransformersWrapper:
-    """TorchRL's actor: it scores whole sequences of tokens."""
+    """Return TorchRL's actor, which scores whole sequences of tokens."""
     settings = {"generate": False, "input_mode": "tokens", "pad_model_input": True} | settings
     return TransformersWrapper(model, tokenizer=tokenizer, **settings)
 
@@ -86,12 +88,12 @@ def with_advantage(batch: TensorDictBase) -> TensorDictBase:
 
 
 def for_torchrl(batch: TensorDictBase) -> TensorDictBase:
-    """TorchRL's loss wants an advantage with a time axis, [B, 1, 1]; all other entries stay."""
+    """Return the batch with an advantage [B, 1, 1], because TorchRL's loss wants a time axis."""
     return GroupAdvantage(G, token_dim=True)(batch.exclude("advantage"))
 
 
 def total(out: TensorDictBase) -> Tensor:
-    """The sum of the ``loss_*`` entries of either loss."""
+    """Return the sum of the ``loss_*`` entries of either loss."""
     names = [name for name in list(out.keys()) if name.startswith("loss_")]
     return sum(
         (out.get(name).sum() for name in names if out.get(name) is not None), torch.zeros(())
@@ -104,7 +106,9 @@ def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
 
 
 def by_hand(model: PreTrainedModel, batch: TensorDictBase, clip: float = 0.2) -> Tensor:
-    """Mean over sequences of the mean over tokens of the clipped surrogate, one unpadded forward a sequence."""
+    """Return the mean over sequences of the mean over tokens of the clipped surrogate, by one
+    unpadded forward per sequence.
+    """
     values = []
     for row in batch.unbind(0):
         tokens, start = row[keys.FULL], row[keys.PROMPT].numel()
@@ -124,7 +128,9 @@ def by_hand(model: PreTrainedModel, batch: TensorDictBase, clip: float = 0.2) ->
 def test_torchrls_mc_advantage_on_our_batch_equals_group_advantage(
     our_batch: TensorDictBase, prompt_key: str
 ) -> None:
-    """It divides by max(std, 1e-6) and we by std + 1e-6: relative difference 1e-6 / std."""
+    """TorchRL divides by max(std, 1e-6) and we by std + 1e-6: the relative difference is 1e-6 /
+    std.
+    """
     buffer = ReplayBuffer(
         storage=LazyStackStorage(4 * G), transform=MCAdvantage(G, prompt_key=prompt_key)
     )
@@ -142,7 +148,9 @@ def test_torchrls_mc_advantage_on_our_batch_equals_group_advantage(
 def test_torchrls_loss_on_our_batch_equals_ours_and_the_hand_computation(
     our_batch: TensorDictBase, trained: PreTrainedModel, starter_tokenizer: Any, masking: str
 ) -> None:
-    """The definitions coincide for aggregation="prompt_mean", no entropy bonus and responses that are not empty."""
+    """The definitions coincide for aggregation="prompt_mean", no entropy bonus and responses that
+    are not empty.
+    """
     batch = with_advantage(our_batch)
     actor = wrap(trained, starter_tokenizer)
     theirs = TorchRLGRPOLoss(
@@ -174,12 +182,13 @@ def test_where_torchrls_values_differ_from_ours_and_by_what_factor(
     mask = pad(batch, keys.ASSISTANT_MASK, False)
     share = mask.sum() / mask.numel()
     assert share < 0.7
-    # Their KL is a mean over prompt and padding too, so that more padding makes it smaller.
+    # Their KL is a mean over prompt and padding too, so more padding makes it smaller.
     torch.testing.assert_close(theirs.kl_to_ref, ours["kl_k3_to_ref"] * share, rtol=1e-3, atol=1e-6)
     torch.testing.assert_close(
         theirs.kl_to_inference, ours["kl_k3_to_inference"] * share, rtol=1e-3, atol=1e-6
     )
-    # Their default aggregation weighs all tokens alike, ours all sequences: our metric "objective" is a token mean.
+    # Their default aggregation weighs all tokens equally, ours all sequences. Our metric
+    # "objective" is a token mean.
     torch.testing.assert_close(
         theirs.loss_objective.squeeze(), -ours["objective"], rtol=1e-3, atol=1e-6
     )
@@ -193,7 +202,9 @@ def test_where_torchrls_values_differ_from_ours_and_by_what_factor(
 
 
 class EvenReward(Transform):
-    """A task for ``ChatEnv``: the share of even token ids in the response; one turn a dialog."""
+    """A task for ``ChatEnv``: reward the share of even token ids in the response, with one turn per
+    dialog.
+    """
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         responses = tensordict.get(("tokens", "response"), as_list=True)
@@ -219,9 +230,10 @@ class Queries:
 
 
 def collect(model: PreTrainedModel, tokenizer: Any, **settings: Any) -> TensorDictBase:
-    """One batch of ``LLMCollector`` with advantages by ``MCAdvantage``: 2 groups of 4.
+    """Return one batch of ``LLMCollector`` with advantages by ``MCAdvantage``: 2 groups of 4.
 
-    In text mode, because TorchRL 0.14's ``ChatEnv`` in tokens mode cannot stack sequences of different lengths.
+    Text mode, because TorchRL 0.14's ``ChatEnv`` in tokens mode cannot stack sequences of different
+    lengths.
     """
     torch.manual_seed(0)
     with set_list_to_stack(True):
@@ -248,7 +260,9 @@ def collect(model: PreTrainedModel, tokenizer: Any, **settings: Any) -> TensorDi
 
 
 def with_log_probs(batch: TensorDictBase, model: PreTrainedModel, tokenizer: Any) -> TensorDictBase:
-    """Adds ``("log_probs", "full")`` as TorchRL does it, by a second pass: its sampler gives the response's alone."""
+    """Add ``("log_probs", "full")`` like TorchRL, by a second pass, because its engine only returns
+    the response's.
+    """
     scored = wrap(model, tokenizer, inplace=False)(
         batch.select(("tokens", "full"), ("masks", "all_attention_mask"))
     )
@@ -285,8 +299,10 @@ def test_our_loss_equals_torchrls_on_its_actor_and_batch(
 def test_our_loss_trains_on_torchrls_samples_without_a_second_pass(
     their_batch: TensorDictBase, starter: PreTrainedModel, starter_tokenizer: Any
 ) -> None:
-    """TorchRL's sampler gives the first response token the log-prob 0. It is unknown, so it leaves the loss: without
-    an update all other ratios are 1, the loss is minus the mean advantage of the sequences, and the KL is 0."""
+    """TorchRL's engine gives the first response token the log-prob 0. It is unknown, so the token
+    is excluded from the loss. Without an update all other ratios are 1, the loss is minus the mean
+    advantage of the sequences, and the KL is 0.
+    """
     model = copy.deepcopy(starter)
     loss = GRPOLoss(TransformersWrapper(model, tokenizer=starter_tokenizer, input_mode="tokens"))
     assert isinstance(loss.actor_network, WrapperScorer)
@@ -318,7 +334,9 @@ def test_what_torchrls_loss_refuses_and_ours_takes(
     starter: PreTrainedModel,
     starter_tokenizer: Any,
 ) -> None:
-    """An advantage [B, 1], and the log-probs of the response alone, which is what its own sampler writes."""
+    """That is an advantage [B, 1], and log-probs of the response only, which is what TorchRL's own
+    engine writes.
+    """
     actor = wrap(starter, starter_tokenizer)
     batch = with_advantage(our_batch)
     with pytest.raises(ValueError, match=r"advantage and log_weight .*dimensions"):
@@ -338,7 +356,9 @@ def test_padding_on_both_sides_changes_nothing(
     trained: PreTrainedModel,
     starter_tokenizer: Any,
 ) -> None:
-    """With pad_output=True TorchRL pads prompts on the left and responses on the right; the draws are the same."""
+    """With pad_output=True TorchRL pads prompts on the left and responses on the right; the draws
+    are the same.
+    """
     padded = collect(starter, starter_tokenizer, pad_output=True)
     attention = padded["masks", "all_attention_mask"]
     assert not attention[:, 0].all() and not attention[:, -1].all()
@@ -351,7 +371,7 @@ def test_padding_on_both_sides_changes_nothing(
 
 
 def test_an_unknown_log_prob_leaves_the_loss() -> None:
-    """TorchRL marks tokens that nobody scored with NaN."""
+    """TorchRL marks tokens that were not scored with NaN."""
     row = TensorDict({"tokens": {"prompt": torch.tensor([5]), "full": torch.tensor([5, 6, 7, 8])}})
     row["log_probs", "full"] = torch.tensor([torch.nan, -1.0, torch.nan, -2.0])
     out = sequences_of(lazy_stack([row]))
@@ -399,7 +419,9 @@ def test_keys_can_be_renamed_to_nested_ones_and_show_in_in_keys(
 def test_kl_scoring_scores_what_torchrls_wrapper_sampled(
     their_batch: TensorDictBase, starter: PreTrainedModel
 ) -> None:
-    """Its batches have no mask; the first sampled token has no log-prob there (see ``sequences_of``)."""
+    """TorchRL's batches have no mask, and the first sampled token has no log-prob there (see
+    ``sequences_of``).
+    """
     scored = KLScoring(TokenScorer(starter))(their_batch.clone())
     for row in scored.unbind(0):
         sampled = row["log_probs", "response"][1:]
@@ -510,7 +532,7 @@ def assert_compiled_equals_eager(loss: GRPOLoss, batch: TensorDictBase, **settin
 def test_compiled_with_a_model_the_loss_has_the_same_value_and_gradient(
     padded_batch: TensorDict,
 ) -> None:
-    """The whole graph, without code generation, which takes long for a transformer."""
+    """The whole graph is compiled, without code generation, which is slow for a transformer."""
     model = make_tiny_model(
         num_hidden_layers=1, hidden_size=8, num_attention_heads=1, num_key_value_heads=1
     )
@@ -532,7 +554,7 @@ def test_the_compiled_loss_has_the_same_value_and_gradient() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("part", "most_lines"), [(slice(-1), 40), (slice(-1, None), 60)])
 def test_the_loops_of_the_tutorial_are_short_and_learn(part: slice, most_lines: int) -> None:
-    """In a process of its own, as a user runs it; the reward rises by at least 0.15 in 20 steps."""
+    """A separate process runs it, as a user would; the reward rises by at least 0.15 in 20 steps."""
     source = "".join(block.text for block in blocks("tutorials/loop")[part])
     assert len(source.splitlines()) <= most_lines
     source += "\nprint('REWARDS', *rewards)\n"
@@ -552,8 +574,10 @@ def test_the_loops_of_the_tutorial_are_short_and_learn(part: slice, most_lines: 
 
 @pytest.mark.slow
 def test_the_maths_of_the_loss_compile_in_one_graph() -> None:
-    """Compilation of a transformer and of the layout is left to others: the scores are in the batch."""
-    torch._dynamo.reset()  # tests before it have compiled the same code
+    """The batch already has the scores, because compiling the transformer and the layout is tested
+    elsewhere.
+    """
+    torch._dynamo.reset()  # earlier tests have compiled the same code
     logits, rows = make_batch(0, lengths=(6, 6, 6))
     loss = GRPOLoss(
         Table(logits),

@@ -29,7 +29,7 @@ STEPS = 3
 
 
 class Length(EchoTask):
-    """The reward is the length of the response."""
+    """A task whose reward is the length of the response."""
 
     def score(self, problem, responses):
         return Score(float(len(responses[-1])), False)
@@ -51,7 +51,7 @@ def make_collector(tokenizer: Any, model: Any, **arguments: Any) -> RolloutColle
 
 
 class Logger:
-    """Keeps the losses that a trainer logs."""
+    """Record the losses that a trainer logs."""
 
     exp_name = "test"
 
@@ -68,7 +68,7 @@ class Logger:
 
 
 def reference_losses(tokenizer: Any, model: Any) -> tuple[list[float], Any]:
-    """A loop by hand."""
+    """Return the losses of a handwritten loop."""
     collector = make_collector(tokenizer, model, postproc=GroupAdvantage(2))
     loss, losses = GRPOLoss(TokenScorer(model)), []
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -124,7 +124,7 @@ def test_torchrls_trainer_trains_like_a_loop_by_hand(tokenizer, tiny_model, gett
 
 
 class Sender:
-    """What TorchRL's senders are to its trainer."""
+    """A sender of weights as TorchRL's trainer expects it."""
 
     def __init__(self, collector: BaseCollector, model: Any) -> None:
         self.collector, self.model, self.sent = collector, model, threading.Event()
@@ -226,7 +226,7 @@ def test_a_trainers_checkpoint_goes_on_as_an_uninterrupted_run(tokenizer, tiny_m
     whole.train()
     first, collector, _ = make(copy.deepcopy(tiny_model))
     first.total_frames = 4
-    collector.shutdown = lambda: None  # else its engine's random state is gone
+    collector.shutdown = lambda: None  # otherwise the engine's random state is gone
     first.train()
     state = copy.deepcopy(first.state_dict())
     second, collector, resumed = make(copy.deepcopy(tiny_model))

@@ -1,4 +1,6 @@
-"""TorchRL's own transforms of chats behind ``LLMEnv``: every token and mask, and what ends or scores a dialog."""
+"""TorchRL's own chat transforms with ``LLMEnv``: every token and mask, and the transforms that end
+or score a dialog.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ def thinking(**settings: Any) -> AddThinkingPrompt:
 
 
 class Problems(EchoTask):
-    """All problems are given; the answer is what the response must be."""
+    """Problems whose answer is the required response."""
 
     has_parts = True
 
@@ -81,7 +83,7 @@ def ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 def play(
     env: TransformedEnv, tokenizer: PreTrainedTokenizerBase, turns: Callable[[int, str], str]
 ) -> tuple[TensorDictBase, ScriptedEngine]:
-    """A rollout whose responses are what ``turns`` says of the copy and the prompt as text."""
+    """Play a rollout; ``turns`` maps a copy and its prompt as text to the response."""
 
     def rule(prompt: torch.Tensor, copy_number: int) -> tuple[list[int], str]:
         said = turns(copy_number, tokenizer.decode(prompt.tolist()))
@@ -94,7 +96,7 @@ def play(
 def check_tokens(
     tokenizer: PreTrainedTokenizerBase, row: TensorDictBase, *parts_of_it: tuple[str, bool]
 ) -> None:
-    """The sequence is these texts; True marks those that the policy sampled."""
+    """Check that the sequence consists of these texts; True marks those that the policy sampled."""
     expected = [(token, sampled) for text, sampled in parts_of_it for token in ids(tokenizer, text)]
     assert row[keys.FULL].tolist() == [token for token, _ in expected]
     assert row[keys.ASSISTANT_MASK].tolist() == [sampled for _, sampled in expected]
@@ -161,7 +163,13 @@ def test_a_transform_that_is_appended_later_works_too(tokenizer: Any) -> None:
 
 def test_tokens_that_no_tokenizer_would_give_stay_as_sampled(tokenizer: Any) -> None:
     env = make_env(tokenizer, simple())
-    sampled = [0, 0, *ids(tokenizer, CALL), 0, END]  # special tokens, which text does not keep
+    sampled = [
+        0,
+        0,
+        *ids(tokenizer, CALL),
+        0,
+        END,
+    ]  # special tokens, which the text does not contain
     data = respond(env, env.reset(), [sampled, [END]])
     [prompt] = [prompt.tolist() for prompt in env.prompts.first(1)]
     expected = [*prompt, *sampled, *ids(tokenizer, f"<|tool|>{RESULT}<|end|><|assistant|>")]
@@ -176,7 +184,7 @@ def test_a_finished_row_runs_no_tool_and_keeps_its_outcome(tokenizer: Any) -> No
         tokenizer, SimpleToolTransform({"add": lambda a, b: runs.append(a)}), StepCounter()
     )
     batch, _ = play(env, tokenizer, lambda copy, prompt: "b" if copy else CALL)
-    assert len(runs) == 3  # twice for the row that goes on, and once more in its last turn
+    assert len(runs) == 3  # twice for the row that continues, and once more in its last turn
     assert batch[keys.REWARD].flatten().tolist() == [0.25, 0.25]
     assert batch[keys.TRUNCATED].flatten().tolist() == [True, False]
     assert batch["next", "step_count"].flatten().tolist() == [3, 1]
@@ -195,7 +203,7 @@ def test_a_thinking_prompt_gives_a_further_try_and_keeps_the_reward(tokenizer: A
 
 
 class TurnRewards(Problems):
-    """Each turn has a reward of its own, as part of the score."""
+    """Give each turn a reward of its own, as part of the score."""
 
     def advance(
         self, dialogs: Sequence[Dialog], timeout_s: float | None = None
@@ -368,7 +376,7 @@ def test_the_config_gives_each_environment_transforms_of_its_own() -> None:
 
 @pytest.mark.slow
 def test_the_state_of_a_configs_transforms_is_resumed_with_the_engines() -> None:
-    """``VecNormV2`` scales a reward by all that it has seen."""
+    """``VecNormV2`` scales a reward by the statistics of all rewards before it."""
     nodes = "env.transforms=[{_target_: torchrl.envs.VecNormV2, in_keys: [reward]}]"
     blueprint = prepare(compose_config(*SMALL, nodes))
     draw = blueprint.train_env.drawing.draw

@@ -1,4 +1,4 @@
-"""TorchRL's wrappers, environments and collectors with ours: who plays whom."""
+"""TorchRL's wrappers, environments and collectors combined with ours."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_specs_of_chat_transforms_are_those_of_the_data(tokenizer):
 
 
 def test_a_batch_of_a_wrapper_is_scored_and_trained(tokenizer, tiny_model):
-    """KLScoring and TokenScorer read its tokens after the prompt, whose log-probs it has."""
+    """KLScoring and TokenScorer read its response tokens, which have log-probs."""
     wrapper = make_wrapper(tiny_model, tokenizer)
     collector = LLMCollector(
         make_env(tokenizer), policy=wrapper, dialog_turns_per_batch=4, flatten_data=True
@@ -174,7 +174,7 @@ def test_a_pool_of_environments_has_groups_if_its_seeds_are_equal(tokenizer, see
 
 @pytest.mark.parametrize("name", ["advantage", "shaping", "scoring"])
 def test_a_transform_that_is_appended_inverted_writes_what_is_extended(tokenizer, tiny_model, name):
-    """``append_transform(..., invert=True)`` is how TorchRL's script adds its KL transform."""
+    """TorchRL's script adds its KL transform by ``append_transform(..., invert=True)``."""
     make, key = {
         "advantage": (lambda: GroupAdvantage(2), "advantage"),
         "shaping": (lambda: RewardShaping(scale=2.0), ("next", "shaped_reward")),

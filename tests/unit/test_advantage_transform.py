@@ -29,7 +29,7 @@ from torchrl_grpo.transforms.whitening import AdvantageWhitening
 def batch_of(
     rewards: list[float], groups: list[int], valid: list[bool] | None = None
 ) -> TensorDict:
-    """A ragged batch: sequence i has i + 1 tokens."""
+    """Return a ragged batch in which sequence i has i + 1 tokens."""
     rows = []
     for i, (reward, group) in enumerate(zip(rewards, groups, strict=True)):
         row = TensorDict(
@@ -176,7 +176,7 @@ def test_a_buffer_gets_whole_groups_only(storage):
     assert stored["group_id"] == [0, 0, 2, 2, 0, 0, 1, 1]
     assert stored["advantage"] == [-1, 1, 1, -1, 4.5, -4.5, 0, 0]
     assert counts(transform) == (4, 1, 0)
-    # A sample of single members keeps what was computed over the whole group.
+    # A sample of single members keeps the result of the whole group.
     sample = buffer.sample(5)
     expected = dict(zip(stored["next", "reward"], stored["advantage"], strict=True))
     for reward, advantage in zip(
@@ -269,7 +269,7 @@ def test_the_advantage_is_written_when_the_last_row_of_a_group_is_done(tokenizer
     data = env.reset()
     assert data["advantage"].tolist() == [[0.0]] * 4
     stop, more = [*encode("stop"), END], [*encode("x"), END]
-    # Group 0 ends at once, without signal; group 1 has a row that goes on.
+    # Group 0 ends at once, without signal; group 1 has a row that continues.
     first = respond(env, data, [stop, stop, stop, more])
     assert first["next", "advantage"].tolist() == [[0.0]] * 4
     assert counts(transform) == (1, 1, 0)
@@ -318,7 +318,9 @@ def token_row(
 
 
 def random_token_rows(seed: int, *, values: bool = False, invalid: bool = True) -> list[TensorDict]:
-    """3 groups of 4 ragged dialogs; one is not valid, one has no sampled token; junk where nothing was sampled."""
+    """Return 3 groups of 4 ragged dialogs: one is invalid, one has no sampled token, and unsampled
+    positions hold junk.
+    """
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for i in range(12):
@@ -339,7 +341,9 @@ def random_token_rows(seed: int, *, values: bool = False, invalid: bool = True) 
 
 
 def gae_by_loop(row: TensorDict, gamma: float, lmbda: float) -> dict[int, float]:
-    """The estimate of each sampled token of one sequence, by position, from the definition with a sum over the rest."""
+    """Return the estimate at each sampled token of one sequence, from the definition as a sum over
+    the later tokens.
+    """
     places = row[keys.ASSISTANT_MASK].nonzero().reshape(-1).tolist()
     reward = row[keys.TOKEN_REWARD].tolist()
     value = row[keys.STATE_VALUE].tolist() if keys.STATE_VALUE in row else [0.0] * len(reward)
@@ -366,7 +370,7 @@ def token_advantages_by_loop(
     gamma: float = 1.0,
     lmbda: float = 1.0,
 ) -> list[list[float]]:
-    """The advantage of every token, sequence by sequence and token by token."""
+    """Return the advantage of every token, sequence by sequence and token by token."""
     estimates = [
         gae_by_loop(row, gamma, lmbda) if row[keys.REWARD_VALID].item() else {} for row in rows
     ]
@@ -456,11 +460,13 @@ def test_estimates_by_hand_skip_what_was_not_sampled():
 
 
 def test_reinforce_pp_by_hand():
-    """Two answers to one prompt, one of 1 token with reward 1, one of 2 tokens with reward 0; kl_coef 0.5, k1.
+    """Two responses to one prompt, one of 1 token with reward 1, one of 2 tokens with reward 0;
+    kl_coef 0.5, k1.
 
-    log sample - log ref: 0 for the first; 1 and -1 for the second. Token rewards: (1), and -0.5 * (1, -1).
-    Summed from each token to the end: (1), and (-0.5 + 0.5, 0.5) = (0, 0.5). Over the three tokens of the batch the
-    mean is 0.5 and the variance (0.25 + 0.25 + 0) / 2 = 0.25, so the std is 0.5 and the advantages are 1, -1, 0.
+    log sample - log ref: 0 for the first; 1 and -1 for the second. Token rewards: (1), and -0.5 *
+    (1, -1). Summed from each token to the end: (1), and (-0.5 + 0.5, 0.5) = (0, 0.5). Over the
+    three tokens of the batch the mean is 0.5 and the variance (0.25 + 0.25 + 0) / 2 = 0.25, so the
+    std is 0.5 and the advantages are 1, -1, 0.
     """
     rows = []
     for reward, sample, ref in ((1.0, [0, -2], [0, -2]), (0.0, [0, -1, -3], [0, -2, -2])):
@@ -480,7 +486,9 @@ def test_reinforce_pp_by_hand():
 
 @pytest.mark.parametrize("seed", range(4))
 def test_reinforce_pp_is_reward_less_kl_to_come_over_the_batch(seed):
-    """arXiv 2501.03262: A_t = reward - beta * sum of the KL from t on, then less mean over std of all tokens."""
+    """arXiv 2501.03262: A_t = reward - beta * sum of the KL from t on, standardized over all
+    tokens.
+    """
     generator = torch.Generator().manual_seed(seed)
     rows = random_token_rows(seed)
     expected: list[dict[int, float]] = []
@@ -639,7 +647,7 @@ def test_bad_arguments_say_what_to_use(arguments, message):
 
 
 class Doubled(GroupAdvantage):
-    """An advantage of one's own."""
+    """A custom advantage."""
 
     def advantage(self, reward, group, valid):
         return 2 * super().advantage(reward, group, valid)
@@ -661,7 +669,7 @@ def test_an_advantage_of_ones_own_is_made_once_wherever_the_transform_is() -> No
 
 @pytest.mark.parametrize("level", ["sequence", "token"])
 def test_a_second_normalization_equals_a_plain_loop_over_tokens(level: str) -> None:
-    """Over the sampled tokens of valid sequences alone; a sequence's advantage counts once a token."""
+    """Only sampled tokens of valid sequences count; a sequence's advantage counts once per token."""
     generator = torch.Generator().manual_seed(0)
     rows, values = [], []
     for number, length in enumerate((4, 7, 3, 5)):
@@ -698,7 +706,9 @@ def test_equal_advantages_are_exactly_zero_after_a_second_normalization() -> Non
 def turn_row(
     turns: list[float], group: int, valid: bool = True, *, rewards: bool = True
 ) -> TensorDict:
-    """A dialog of turns of 1 to 3 tokens, one or two tokens between them; a reward is on the last token of its turn."""
+    """Return a dialog of turns of 1 to 3 tokens, separated by one or two tokens, with a reward on
+    each turn's last token.
+    """
     mask, at = [0], [0.0]
     for number, reward in enumerate(turns):
         length = 1 + (number + group) % 3
@@ -714,7 +724,7 @@ def turn_row(
 
 
 def turns_of(row: TensorDict) -> list[list[int]]:
-    """The positions of each turn's tokens."""
+    """Return the positions of each turn's tokens."""
     found: list[list[int]] = []
     before = False
     for place, sampled in enumerate(row[keys.ASSISTANT_MASK].tolist()):
@@ -729,7 +739,7 @@ def turns_of(row: TensorDict) -> list[list[int]]:
 def turn_advantages_by_loop(
     rows: list[TensorDict], gamma: float, mean: str, std: str
 ) -> list[list[float]]:
-    """The advantage of every token, from the definition, dialog by dialog and turn by turn."""
+    """Return the advantage of every token, from the definition, dialog by dialog and turn by turn."""
     returns: list[list[float]] = []
     for row in rows:
         own = [
@@ -764,7 +774,9 @@ def turn_advantages_by_loop(
 
 
 def random_turn_rows(seed: int) -> list[TensorDict]:
-    """3 groups of 4 dialogs of 1 to 4 turns; one dialog is not valid, and group 1 has two turns in all of them."""
+    """Return 3 groups of 4 dialogs of 1 to 4 turns; one dialog is invalid, and group 1 has two
+    turns in all of them.
+    """
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for i in range(12):
@@ -787,7 +799,9 @@ def test_turn_advantages_are_what_a_plain_loop_computes(seed, mean, std, gamma):
 
 
 def test_turn_advantages_by_hand():
-    """Returns 1, 2 and 3, 0 of the turns that both have, and 5 of a third, which is compared with the second ones."""
+    """The returns are 1, 2, 3 and 0 for the turns that both dialogs have, and 5 for a third,
+    compared with the second ones.
+    """
     rows = [turn_row([-1.0, 2.0], 0), turn_row([3.0, -5.0, 5.0], 0)]
     out = GroupAdvantage(2, level="turn", std="none")(lazy_stack(rows))
     first, second = (
@@ -807,7 +821,7 @@ def test_dialogs_of_one_turn_have_the_advantage_of_their_reward():
 
 
 def test_returns_that_differ_in_the_rounding_of_their_sums_are_equal():
-    """Both have 0.7 from the first turn on and 1 from the last; in between they differ."""
+    """Both returns are 0.7 from the first turn on and 1 from the last; they differ in between."""
     rows = [turn_row([-0.1, -0.1, -0.1, 1.0], 0), turn_row([-0.3, 0.0, 0.0, 1.0], 0)]
     out = token_lists(GroupAdvantage(2, level="turn")(lazy_stack(rows)))
     turns = [

@@ -1,4 +1,6 @@
-"""Agents' dialogs as training data: the tokens, masks and log-probs of the run, whatever the agent does."""
+"""Agents' dialogs as training data: tokens, masks and log-probs are those of the engine, whatever
+the agent does.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,7 @@ def collector(
 
 
 def check_log_probs(starter: Any, batch: TensorDictBase) -> None:
-    """The recorded log-probs are those of one forward pass over each sample."""
+    """Check that the recorded log-probs are those of one forward pass over each sample."""
     score = response_log_probs(starter[0])
     for row in batch.unbind(0):
         full, mask = row[keys.FULL], row[keys.ASSISTANT_MASK]
@@ -108,7 +110,8 @@ def test_a_compacting_agent_s_log_probs_are_those_of_a_forward_pass(starter):
     check_log_probs(starter, batch)
     sampled = [row[keys.FULL][row[keys.ASSISTANT_MASK]] for row in batch.unbind(0)]
     texts = starter[1].batch_decode(sampled, skip_special_tokens=True)
-    # The samples of a trajectory come as they end: first the compacted one, then the one that the agent went back to.
+    # The samples of a trajectory are in the order of their ends: the compacted one, then the one
+    # that the agent returned to.
     assert [int(row[keys.DONE]) for row in batch.unbind(0)] == [0, 1] * 8
     assert sorted("".join(texts)) == sorted(
         "".join(said) + "#" * sum(text.endswith("#") for text in texts[::2])
@@ -151,7 +154,7 @@ def retrying(task: ArithmeticTask):
 
 
 class Number:
-    """A game of finding a number, as an environment."""
+    """A game of guessing a number, as an environment."""
 
     def reset(self, seed):
         self.number = seed % 40 + 27
@@ -169,7 +172,7 @@ class Number:
 
 
 async def guessing(client, problem):
-    """The same game as an agent."""
+    """Play the same game as an agent."""
     game, total = Number(), 0.0
     chat = [{"role": "user", "content": game.reset(problem["seed"])}]
     for _ in range(3):
@@ -223,7 +226,7 @@ def test_what_an_agent_does_wrong_costs_its_dialog_and_no_other(starter):
     async def play(client, problem):
         number = next(started)
         if number == 0:
-            return 1.0  # never asks
+            return 1.0  # never sends a request
         await client.chat.completions.create(model="policy", messages=problem["messages"])
         if number == 1:
             raise OSError("no such file")
@@ -301,16 +304,14 @@ def test_an_agent_that_kills_its_worker_costs_that_worker_s_dialogs(starter, tmp
         assert all("process" in error for error in errors)
         assert sum(float(row[keys.REWARD]) for row in rows) == 8
         assert played.take_counts()["workers/restarts_reward"] == 1
-        assert played.rollout()[
-            keys.REWARD_VALID
-        ].all()  # by a worker that was started in its place
+        assert played.rollout()[keys.REWARD_VALID].all()  # by a worker that replaced the dead one
 
 
 class Leaving:
-    """Clients that close their connection: at once, or while the policy samples their turn.
+    """Clients that disconnect, at once or while the policy samples their turn.
 
     Args:
-        collector: of the policy.
+        collector: collector of the policy.
         when: ``"queued"`` or ``"sampling"``.
     """
 
@@ -333,7 +334,7 @@ class Leaving:
         return self._generate(*args, **kwargs)
 
     async def ask(self, client: Any, messages: list[Any]) -> None:
-        """Send a request, and be gone before its answer."""
+        """Send a request and disconnect before the response."""
         with self._lock:
             self._leaving += self._sampling
             before = self._round
@@ -404,7 +405,7 @@ def test_an_agent_that_got_no_answer_is_invalid(starter, when):
 
 
 def test_answers_that_nobody_takes_count_as_turns(starter):
-    """An agent that gives up each of its requests ends."""
+    """An agent that abandons each of its requests still ends."""
 
     async def play(client, problem):
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""Agents that know only an OpenAI client: what is asked of the policy, and what the agent is told."""
+"""Agents that only use an OpenAI client: the requests to the policy, and the replies to the agent."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def chat(*texts: str) -> list[dict[str, Any]]:
 
 
 def history(arguments: Any) -> dict[str, Any]:
-    """A message of an assistant that called a tool."""
+    """Return an assistant's message that calls a tool."""
     call = {"id": "x", "type": "function", "function": {"name": "add", "arguments": arguments}}
     return {"role": "assistant", "content": None, "tool_calls": [call]}
 
@@ -306,7 +306,7 @@ def test_what_cannot_be_honored_is_an_error_with_a_fix(wrong, said):
         return 1
 
     asked, end = played(agent_task(play), lambda turn: "yes")
-    assert len(asked) == 1  # an agent goes on after a bad request
+    assert len(asked) == 1  # an agent continues after a bad request
     assert end.score == own_score(1.0)
 
 
@@ -481,7 +481,7 @@ def test_an_agent_that_asks_too_often_is_refused_and_truncated():
         return said / 4
 
     _, end = played(agent_task(play), lambda turn: "yes", turns=2)
-    assert end == Turn([], own_score(0.5))  # messages: it would have gone on
+    assert end == Turn([], own_score(0.5))  # messages: it would have continued
 
 
 def test_a_chat_without_room_is_refused_and_scored_by_the_task():
@@ -586,7 +586,7 @@ def test_an_agent_that_is_given_up_ends_and_its_key_with_it():
     task = agent_task(play)
     task.advance([Dialog(PROBLEM, [], last=False, episode="0")], 20)
     task.close("0")
-    task.close("0")  # closing twice is nothing
+    task.close("0")  # closing twice does nothing
     deadline = time.monotonic() + 5
     while not ended and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -616,7 +616,7 @@ def command(tmp_path: Path, code: str) -> Command:
 def test_a_command_gets_the_endpoint_and_prints_its_reward(tmp_path, monkeypatch):
     monkeypatch.setenv(
         "http_proxy", "http://127.0.0.1:1"
-    )  # as on a cluster, whose own hosts need none
+    )  # as on a cluster, whose own hosts need no proxy
     monkeypatch.setenv("no_proxy", "a.example")
     code = "assert urllib.request.proxy_bypass('a.example'); print(0.5 * (ask(problem['prompt']) == problem['answer']))"
     program = command(tmp_path, code)
@@ -681,7 +681,7 @@ def test_a_command_is_killed_with_all_that_it_started(tmp_path, ending):
     def asleep() -> list[int]:
         pids = []
         for path in Path("/proc").glob("[0-9]*/cmdline"):
-            with suppress(OSError):  # it has ended meanwhile
+            with suppress(OSError):  # it has ended in the meantime
                 pids += [int(path.parent.name)] * (mark.encode() in path.read_bytes().split(b"\0"))
         return pids
 
@@ -747,7 +747,7 @@ def test_scorers_that_wait_are_asked_for_all_agents_at_a_time() -> None:
     said = [replace(one, responses=[str(number)]) for number, one in enumerate(opening)]
     start = time.monotonic()
     late, *others = task.advance(said, 3)
-    assert time.monotonic() - start < 20  # one after the other would be 8 limits
+    assert time.monotonic() - start < 20  # sequentially it would be 8 limits
     assert isinstance(late, InvalidRewardError) and late.cause == "timeout"
     assert [turn.score for turn in others] == [Score(1.0, True, {"slow": 1.0})] * 7
     for one in opening:
@@ -755,7 +755,7 @@ def test_scorers_that_wait_are_asked_for_all_agents_at_a_time() -> None:
 
 
 def test_a_completion_goes_on_after_the_stop_string_that_its_tokens_have() -> None:
-    """An agent that writes the stop string again, as it has to, does not put it before the policy twice."""
+    """An agent that repeats the stop string, as it must, does not show it to the policy twice."""
 
     async def play(client, problem):
         text = "Q: "

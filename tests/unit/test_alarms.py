@@ -1,4 +1,6 @@
-"""Alarms: each is raised by rows that have its sign, once, and by no healthy row; and what the user sees of them."""
+"""Alarms: each is raised once by rows with its symptom, and by no healthy row; and the text that
+the user sees.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ EQUAL = {"rollout/zero_variance_groups": 1.0, "rollout/reward_std": 0.0}
 
 
 def rows(count: int, bad: dict[str, Any], start: int = 6) -> list[dict[str, Any]]:
-    """Healthy rows, from step ``start`` on with other values; one may be a function of the step."""
+    """Return healthy rows with overrides from step ``start`` on; an override may be a function of
+    the step.
+    """
     made = []
     for step in range(1, count + 1):
         changed = {name: value(step) if callable(value) else value for name, value in bad.items()}
@@ -244,7 +248,7 @@ def test_an_alarm_names_the_penalties_that_train_without_rewards(mean: float) ->
 def test_a_run_without_rewards_says_so_and_ends_if_asked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It looked like any other run: reward 0, and exit status 0."""
+    """Without this it looked like any other run: reward 0, and exit status 0."""
     (tmp_path / "nothing.py").write_text("def score(response):\n    return 0.0\n")
     reward = f"env.reward={tmp_path}/nothing.py:score"
     run(tmp_path / "all", reward, steps(6))
@@ -314,4 +318,4 @@ def test_a_short_run_that_goes_wrong_raises_its_alarm(
 @pytest.mark.slow
 def test_responses_that_a_group_has_twice_are_counted(tmp_path: Path) -> None:
     [*_, row] = run(tmp_path, steps(1), "inference_model.temperature=0.01")
-    assert row["rollout/repeated"] == 1  # those of each group are all equal
+    assert row["rollout/repeated"] == 1  # the rewards of each group are all equal

@@ -243,7 +243,9 @@ CASES: dict[str, tuple[type[GRPOLoss], dict[str, Any], Token, dict[str, Any]]] =
 
 
 def rich_batch(seed: int, token_level: bool = False) -> tuple[Tensor, list[TensorDict]]:
-    """A random ragged batch with all entries that an option may read; advantages per sequence or per token."""
+    """Return a random ragged batch with all entries that an option may read, and advantages per
+    sequence or per token.
+    """
     logits, rows = make_batch(seed)
     generator = torch.Generator().manual_seed(100 + seed)
     for i, row in enumerate(rows):
@@ -277,12 +279,14 @@ def test_value_and_gradient_equal_a_plain_loop(name: str, seed: int, level: str)
 
 @pytest.mark.parametrize("seed", range(3))
 def test_turn_credit_in_value_and_gradient_equals_a_plain_loop(seed: int) -> None:
-    """Two groups of two dialogs, whose turns are the runs of sampled tokens, with a reward on the last of each."""
+    """Two groups of two dialogs; turns are the runs of sampled tokens, with a reward on the last
+    token of each.
+    """
     logits, rows = rich_batch(seed)
     generator = torch.Generator().manual_seed(seed)
     returns: list[
         dict[int, tuple[int, float]]
-    ] = []  # of each sampled token: its turn, and what follows from it on
+    ] = []  # of each sampled token: its turn, and the turns after it
     for i, row in enumerate(rows):
         mask = [*row["masks", "all_assistant_mask"].tolist(), False]
         ends = [t for t in range(len(mask) - 1) if mask[t] and not mask[t + 1]]
@@ -329,7 +333,9 @@ PER_TOKEN = (
 
 
 def padded(rows: list[TensorDict], extra: int = 0) -> TensorDict:
-    """The rows as one padded batch, wider than the longest of them by ``extra``; what fills it is not zero."""
+    """Return the rows as one padded batch, wider than the longest by ``extra``, with nonzero
+    padding.
+    """
     ragged = lazy_stack(rows)
     data = TensorDict({}, [len(rows)])
     for key in PER_TOKEN:
@@ -351,7 +357,9 @@ def padded(rows: list[TensorDict], extra: int = 0) -> TensorDict:
 def test_padding_order_and_micro_batches_change_nothing(
     name: str, level: str, split: list[int]
 ) -> None:
-    """The gradient of a ragged batch equals that of its parts: shuffled, padded further, and accumulated."""
+    """The gradient of a ragged batch equals that of its parts: shuffled, padded further, and
+    accumulated.
+    """
     kind, settings, _, _ = CASES[name]
     logits, rows = rich_batch(5, level == "token_advantage")
     logits = torch.cat([logits, torch.zeros(4, 3, 5, dtype=torch.float64)], 1)
@@ -375,7 +383,9 @@ def test_padding_order_and_micro_batches_change_nothing(
 
 
 def one_row(ratios: list[float], advantage: float) -> TensorDict:
-    """A sequence whose current policy is uniform over 2 tokens, so that cur = 1/2 and sample = 1 / (2 ratio)."""
+    """Return a sequence whose current policy is uniform over 2 tokens, so that cur = 1/2 and sample
+    = 1 / (2 ratio).
+    """
     log_probs = [0.0, *(math.log(0.5 / ratio) for ratio in ratios)]
     return TensorDict(
         {
@@ -425,11 +435,13 @@ def one_row(ratios: list[float], advantage: float) -> TensorDict:
     ],
 )
 def test_objective_by_hand(name: str, ratios: list[float], advantage: float, value: float) -> None:
-    """One sequence of two tokens; the arithmetic stands beside each case. The reference is the current policy."""
+    """One sequence of two tokens, with the arithmetic beside each case. The reference is the
+    current policy.
+    """
     kind, settings, _, _ = CASES[name]
     row = one_row(ratios, advantage)
     row["next", "ref_log_probs", "full"] = torch.full((3,), math.log(0.5), dtype=torch.float64)
-    # where it is read, the proximal policy has cur / prox = 1 and 1.2
+    # where it is used, the proximal policy has cur / prox = 1 and 1.2
     row["prox_log_probs", "full"] = torch.tensor(
         [0.0, math.log(0.5), math.log(0.5 / 1.2)], dtype=torch.float64
     )
@@ -756,7 +768,9 @@ def test_one_optimizer_step_a_batch_needs_no_forward_pass_for_proximal(tmp_path:
 
 @pytest.mark.slow
 def test_the_reference_model_is_refreshed_every_n_steps(tmp_path: Path) -> None:
-    """At first it has the weights of the start; from step 2 on, before the engine has them, those of step 2."""
+    """The reference starts with the initial weights; from step 2 on it has those of step 2, before
+    the engine does.
+    """
     overrides = ["ref_model.refresh_every=2", "train.total_dialog_turns=48", "policy.kl_coef=0.01"]
     run = build(compose_config(*SMALL, *overrides), tmp_path)
     reference, trained = (
@@ -897,7 +911,9 @@ def test_a_bad_name_is_refused_before_anything_loads(override: str, message: str
 
 
 def one_token(reference: bool = True) -> TensorDict:
-    """A sequence of one sampled token: cur 1/2, sample 1/4, ref 1/8, prox 1/3, one version old."""
+    """Return a sequence of one sampled token: cur 1/2, sample 1/4, ref 1/8, prox 1/3, one version
+    old.
+    """
     row = one_row([2.0], 1.0)
     row["prox_log_probs", "full"] = torch.tensor([0.0, math.log(1 / 3)], dtype=torch.float64)
     if reference:
@@ -909,7 +925,7 @@ def one_token(reference: bool = True) -> TensorDict:
 
 @pytest.mark.parametrize("normalized", [False, True])
 def test_metrics_of_a_single_token_by_hand(normalized: bool) -> None:
-    """A batch of one token counts once: k1 = ln(cur / other), k3 = other / cur - 1 + ln(cur / other)."""
+    """k1 = ln(cur / other), k3 = other / cur - 1 + ln(cur / other), each counted once."""
     batch = lazy_stack([one_token()])
     loss = GRPOLoss(Table(torch.zeros(1, 2, 2, dtype=torch.float64)))
     if normalized:
@@ -998,7 +1014,7 @@ def mean_and_std(values: list[float]) -> tuple[float, float]:
 
 
 def standardized(rewards: list[list[float]], scale: bool = True) -> list[list[list[float]]]:
-    """For each group and sequence, (r - mean) / (std + 1e-6) of its group, as a list of one number."""
+    """Return (r - mean) / (std + 1e-6) of its group for each sequence, as a list of one number."""
     out = []
     for group in rewards:
         mean, std = mean_and_std(group)
@@ -1035,7 +1051,7 @@ def moved_further(most: float) -> Callable[..., list[bool]]:
     return reject  # fmt: skip
 
 
-# What the papers say, in plain Python: the advantages, and the settings of the loop that goes over the tokens.
+# The papers in plain Python: the advantages, and the settings of the loop over the tokens.
 SPECIFICATIONS: dict[str, tuple[str, Token, dict[str, Any]]] = {
     "grpo": ("standardized", clip(0.2, 0.2), {"kl": "k3", "kl_coeff": 0.01}),
     "dr_grpo": ("centered", clip(0.2, 0.2), {"aggregation": "constant", "length": 32}),
@@ -1072,7 +1088,9 @@ SPECIFICATIONS: dict[str, tuple[str, Token, dict[str, Any]]] = {
 
 
 def advantages_by_loop(kind: str, rows: list[TensorDict]) -> list[list[float]]:
-    """For each row one number, or one for each token. Rows 0 to 3 are the first group, 4 to 7 the second."""
+    """Return one number or one per token for each row. Rows 0 to 3 are the first group, 4 to 7 the
+    second.
+    """
     rewards = [row["next", "reward"].item() for row in rows]
     sampled = [row["masks", "all_assistant_mask"].nonzero().flatten().tolist() for row in rows]
     gaps = [
@@ -1125,7 +1143,9 @@ def advantages_by_loop(kind: str, rows: list[TensorDict]) -> list[list[float]]:
 @pytest.mark.parametrize("name", SPECIFICATIONS)
 @pytest.mark.parametrize("seed", range(3))
 def test_the_gradient_of_each_preset_equals_its_formula_by_loop(name: str, seed: int) -> None:
-    """What the yaml composes, from the rewards of two groups to value and gradient, against plain Python."""
+    """From the rewards of two groups to value and gradient, the composed yaml must equal plain
+    Python.
+    """
     kind, objective, loop = SPECIFICATIONS[name]
     logits, rows = rich_batch(seed)
     more_logits, more = make_batch(seed + 50, (34, 5, 8, 12))
@@ -1136,7 +1156,7 @@ def test_the_gradient_of_each_preset_equals_its_formula_by_loop(name: str, seed:
         row["prox_log_probs", "full"] = row["log_probs", "full"] + 0.1
         row["staleness"], row["next", "truncated"] = torch.tensor([0]), torch.tensor([False])
     more[0]["masks", "all_assistant_mask"][1:] = (
-        True  # 33 tokens, all of them sampled: longer than is allowed
+        True  # 33 tokens, all of them sampled: longer than the limit
     )
     rows += more
     for i, row in enumerate(rows):
@@ -1174,7 +1194,7 @@ def test_the_gradient_of_each_preset_equals_its_formula_by_loop(name: str, seed:
 def test_by_default_tokens_are_weighed_by_their_ratio_to_the_engine(
     backend: str, steps: int
 ) -> None:
-    """The log-probs of the batch are the engine's: importance sampling from it, bounded by the clip."""
+    """The batch has the engine's log-probs: importance sampling from it, bounded by the clip."""
     logits, rows = make_batch(5)
     for row in rows:
         row["staleness"], row["prox_log_probs"] = (
@@ -1193,14 +1213,16 @@ def test_by_default_tokens_are_weighed_by_their_ratio_to_the_engine(
 
 
 def test_specifications_are_there_for_every_preset() -> None:
-    """Those of sft and distill, which have no group, are in test_sft.py and test_teacher.py, those of whole sequences
-    in test_sequence_losses.py, those that choose tokens of a batch in test_token_roles.py."""
+    """Specifications of sft and distill, which have no group, are in test_sft.py and
+    test_teacher.py, those of whole sequences in test_sequence_losses.py, and those that select
+    tokens of a batch in test_token_roles.py.
+    """
     elsewhere = {"sft", "distill", "gmpo", "vespo", "clip_cov", "kl_cov"}
     assert set(SPECIFICATIONS) == set(PRESETS) - elsewhere
 
 
 def test_a_sequence_without_a_valid_reward_has_no_effect_in_the_loss() -> None:
-    """Neither its objective nor its KL and entropy, nor in what the others are divided by."""
+    """Neither its objective, KL and entropy nor its share of the denominator."""
     logits, rows = rich_batch(1)
     settings: dict[str, Any] = {"kl_to_ref_coeff": 0.3, "entropy_coeff": 0.1}
     for i, row in enumerate(rows):
@@ -1239,7 +1261,7 @@ def test_cispos_clip_fractions_count_the_weights_at_a_bound() -> None:
     )
     low, high = loss.clipped(
         torch.tensor([0.5, 0.25, 5.0, 8.0]), torch.zeros(1)
-    )  # at a bound: free
+    )  # at a bound the choice is free
     assert (low.tolist(), high.tolist()) == (
         [False, True, False, False],
         [False, False, False, True],

@@ -1,4 +1,4 @@
-"""Agents that know only Anthropic's client: the same tokens, told in other words."""
+"""Agents that only use Anthropic's client: the same tokens as with OpenAI's, in another protocol."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tests.support.agents import PROBLEM, agent_task, own_score, played
 from torchrl_grpo.tasks.base import Dialog, Turn, TurnLimits
 
-needed = ("anthropic", "openai")  # not importorskip: each process of pytest collects this file
+needed = ("anthropic", "openai")  # not importorskip: each pytest process collects this file
 pytestmark = pytest.mark.skipif(
     None in map(find_spec, needed), reason="needs anthropic and openai (make test)"
 )
@@ -39,7 +39,7 @@ def test_a_message_is_a_turn_of_the_policy():
     async def play(client, problem):
         old = Request(
             f"{client.base_url}models", headers={"x-api-key": client.api_key}
-        )  # of older clients
+        )  # field of older clients
         with urlopen(old, timeout=20) as models:
             assert models.status == 200
         async with of(client) as claude:

@@ -1,4 +1,6 @@
-"""A moving average of the trained weights: its arithmetic, what it scores, and a policy that teaches itself."""
+"""A moving average of the trained weights: its arithmetic, its roles as a scorer, and
+self-distillation.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +108,9 @@ def hint(messages, answer):
 def test_a_policy_that_teaches_itself_scores_with_its_own_weights(
     weights: str, lora: bool, tmp_path: Path
 ) -> None:
-    """Those at the start of the step, of the run, or their average: log-probs of plain logits after the hint."""
+    """The weights may be those at the start of the step or of the run, or their average; log-probs
+    are of plain logits after the hint.
+    """
     (tmp_path / "prompts.py").write_text(PROMPTS)
     config = compose_config(
         *SMALL,

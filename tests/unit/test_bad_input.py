@@ -1,6 +1,6 @@
-"""Bad input, all of it: every key of the schema with values that it cannot have, and keys that contradict each other.
+"""Bad input: every key of the schema with invalid values, and keys that contradict each other.
 
-Each is answered from the config alone, before anything loads: one ``ConfigError`` that names the key and a way out.
+The config alone decides, before anything loads: one ``ConfigError`` names the key and a fix.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NUMBERS = {int, float}
 
 
 def kinds(name: str) -> set[Any]:
-    """The types that a key may have."""
+    """Return the types that a key accepts."""
     node: Any = GRPOConfig
     for part in name.split("."):
         node = typing.get_type_hints(node)[part]
@@ -38,7 +38,7 @@ def kinds(name: str) -> set[Any]:
 
 
 def bad_values(name: str) -> Iterator[tuple[str, Any]]:
-    """What a key cannot have, with the kind of mistake."""
+    """Return invalid values of a key, with the kind of mistake."""
     item, kind = FIELDS[name], kinds(name)
     limits = item.metadata.get("limits", {})
     if not kind & {Any, dict}:
@@ -63,7 +63,7 @@ def bad_values(name: str) -> Iterator[tuple[str, Any]]:
 
 
 def tree(*settings: tuple[str, Any]) -> Any:
-    """The arithmetic task with some keys set."""
+    """Return a config of the arithmetic task with some keys set."""
     made = OmegaConf.create({"env": {"dataset": "arithmetic"}})
     for name, value in settings:
         OmegaConf.update(made, name, value, force_add=True)
@@ -134,11 +134,11 @@ def test_every_misspelt_key_is_named_with_the_one_that_is_meant() -> None:
     assert [
         name for name in MISSPELT if "names a config key that does not exist: " not in said[name]
     ] == []
-    # The few that are left have no other key with letters like theirs.
+    # The few others have no other key with letters like theirs.
     assert sum("did you mean " in text for text in said.values()) / len(said) > 0.97
 
 
-# Keys that contradict each other, and what is said.
+# Keys that contradict each other, and the message.
 PAIRS = {
     "policy.gae_lambda=0.9": "policy.gae_lambda=0.9 must be left out with policy.advantage_level=sequence",
     "policy.behaviour_cap=3.0": "policy.behaviour_cap=3.0 must be left out with policy.behaviour_weight=none",
@@ -210,7 +210,8 @@ def test_keys_that_contradict_each_other_are_refused(keys: str) -> None:
     assert PAIRS[keys] in said_to(*[(name, yaml.safe_load(value)) for name, value in settings])
 
 
-# What hung for more than 75 s or ended in a traceback. It is said by the config alone, or by the command line's check.
+# These once hung for more than 75 s or ended in a traceback. The config or the check of the command
+# line refuses them.
 LARGE = {
     "env.num_envs": 10_000_000,
     "evaluation.k": 1_000_000_000,

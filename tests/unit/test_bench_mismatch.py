@@ -1,4 +1,4 @@
-"""The laboratory of engines that are wrong in a controlled way (``benchmarks/bench_mismatch.py``)."""
+"""Engines with controlled errors (``benchmarks/bench_mismatch.py``)."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_each_engine_is_wrong_as_it_says_and_evaluations_are_not(
     names = [f"lr 2e-4/{engine}/token truncation, 2/0" for engine in engines]
     assert list(runs) == names
     kl = [runs[name]["kl_median"] for name in names]
-    assert max(kl[0], kl[4]) < 1e-6  # nobody sees a truncation whose log-probs are raw
+    assert max(kl[0], kl[4]) < 1e-6  # a truncation with raw log-probs cannot be detected
     assert min(kl[1:4]) > 1e-5
     assert len({runs[name]["accuracy"]["0"] for name in names}) == 1
     assert figure.read_bytes().startswith(b"\x89PNG")

@@ -1,4 +1,6 @@
-"""From the config to a run: what fails before weights are loaded, what is wired to what, and that no key is dead."""
+"""From the config to a run: errors before weights are loaded, the wiring of the parts, and no dead
+keys.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ SMALL = (
 
 @pytest.fixture
 def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes loading weights an error of its own: what a user got wrong must be found before."""
+    """Raise if weights are loaded: the user's mistakes must be found earlier."""
 
     def load_model(*_: object, **__: object) -> None:
         raise AssertionError("weights were loaded before the input was checked")
@@ -286,7 +288,8 @@ def test_a_run_trains_evaluates_checkpoints_exports_and_reports(tmp_path: Path) 
     assert summary["sequences"] == 32
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert undocumented(rows) == set()
-    # One meaning of throughput: in each step, also in the last one, which is evaluated, and in the summary.
+    # All reports must define throughput the same way: each step, the last one (which is evaluated),
+    # and the summary.
     tokens, seconds = (
         [row[name] for row in rows[1:]] for name in ("rollout/tokens", "time/step_s")
     )
@@ -301,7 +304,7 @@ def test_a_run_trains_evaluates_checkpoints_exports_and_reports(tmp_path: Path) 
     assert rows[1]["staleness/max"] == 0
     assert rows[1]["train/ratio_mean"] == pytest.approx(
         1.0, abs=1e-4
-    )  # on-policy, and the engine has the weights
+    )  # the step is on-policy, and the engine has the weights
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["checkpoint_000001", "checkpoint_000002", "model"]
     state = whole_state_of(tmp_path / "checkpoints" / "checkpoint_000002")
@@ -404,7 +407,7 @@ def test_a_run_that_is_stopped_inside_a_step_saves_no_half_step(
 
 @pytest.mark.slow
 def test_an_engine_with_another_distribution_ends_the_first_step(tmp_path: Path) -> None:
-    """It would train on samples of a policy that is not its own, and end well."""
+    """Otherwise it would train on samples of another policy, and end without an error."""
     run = build(compose_config(*SMALL, "evaluation.num_prompts=0"), tmp_path)
     engine = run.source.samplers[0].part.engine
     update = engine.update_weights
@@ -489,7 +492,7 @@ def test_lora_scores_the_reference_with_its_adapters_off(tmp_path: Path) -> None
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, str]]]:
-    """Which fields of which config class were read."""
+    """Record which fields of which config class are read."""
     read: set[tuple[str, str]] = set()
 
     def recording(node: Any, name: str) -> Any:
@@ -513,7 +516,7 @@ def _nodes(node: Any) -> Iterator[Any]:
 def test_every_config_key_is_read_by_something_that_uses_it(
     tmp_path: Path, recorded: set[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A key that nothing reads is a promise that nothing keeps. Validation and saving read all keys: they do not count.
+    """A key that nothing reads is a bug. Validation and saving read all keys, so they don't count.
 
     The vLLM engine is not started for this: a stand-in takes its arguments.
     """
@@ -544,7 +547,7 @@ def test_every_config_key_is_read_by_something_that_uses_it(
         (type(node).__name__, item.name)
         for node in _nodes(GRPOConfig())
         for item in dataclasses.fields(node)
-        if item.name != "max_steps"  # it is read when the config is made
+        if item.name != "max_steps"  # read when the config is created
     }
     recorded.clear()
     folder = write_jsonl(tmp_path / "data", GOOD)
@@ -588,7 +591,7 @@ def test_a_small_model_is_computed_on_one_thread_until_the_run_is_closed(
     try:
         run = build(compose_config(*SMALL, "evaluation.num_prompts=0"), tmp_path)
         assert torch.get_num_threads() == expected
-        run.logger.log(0, {})  # what a run runs on is written again when it begins to log
+        run.logger.log(0, {})  # the machine's description is rewritten when logging starts
         assert json.loads((tmp_path / "environment.json").read_text())["threads"] == expected
         run.close()
         assert torch.get_num_threads() == 2

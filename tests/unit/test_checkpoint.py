@@ -1,4 +1,4 @@
-"""Checkpoints on disk: whole or named as damaged, never of weights that are of no use."""
+"""Checkpoints on disk: complete or reported as damaged, and never of useless weights."""
 
 from __future__ import annotations
 
@@ -104,7 +104,9 @@ def _flip(file: Path, place: int, bits: int) -> None:
 def test_each_flipped_bit_of_a_manifest_is_found_before_the_rest_is_read(
     saved: Path, tmp_path: Path
 ) -> None:
-    """The config of a run that goes on comes from there: a digit of a learning rate is a whole manifest too."""
+    """The config of a resumed run comes from there, and a manifest with one other digit in a
+    learning rate still parses.
+    """
     path, draw = Path(shutil.copytree(at(saved, 2), at(tmp_path, 2))), random.Random(0)
     file, manifest = path / "manifest.json", read_manifest(path)
     whole, accepted = file.read_bytes(), 0
@@ -224,7 +226,7 @@ def test_a_pickle_is_refused_unread_and_without_advice_to_trust_it(
 def test_a_file_of_an_older_version_is_refused_with_its_conversion(
     resume: str, tmp_path: Path
 ) -> None:
-    """A run must not start afresh beside it."""
+    """A run must not restart from scratch next to it."""
     old = tmp_path / "checkpoints" / "checkpoint_000002.pt"
     old.parent.mkdir()
     torch.save({"step": 2}, old)
@@ -272,7 +274,9 @@ def test_weights_that_a_step_made_useless_are_never_saved(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_weights_that_overflow_only_in_mixed_precision_are_never_saved(tmp_path: Path) -> None:
-    """In float32 they gave finite log-probs, while every training step was skipped for NaN."""
+    """In float32 these weights gave finite log-probs, while every training step was skipped because
+    of NaN.
+    """
     with pytest.raises(
         NonFiniteError,
         match=r"step 3.* lower optimizer\.lr than 1\.",
@@ -308,7 +312,7 @@ def test_the_newest_and_the_best_checkpoints_are_kept(
 
 
 def test_an_evaluation_with_mostly_invalid_rewards_is_not_the_best(tmp_path: Path) -> None:
-    """Of 400 problems one had a valid reward, for a correct response: pass@1 was 100%."""
+    """One of 400 problems had a valid reward, for a correct response, so pass@1 was 100%."""
     made = checkpointer(tmp_path, "last:1,best:1")
     for step, (accuracy, invalid) in enumerate(
         [(0.7, 0.5), (1.0, 399 / 400), (math.nan, 1.0), (0.9, 0.51)], start=1
@@ -324,7 +328,7 @@ def test_a_model_card_has_no_accuracy_that_no_valid_reward_stands_behind() -> No
 
 
 def test_checkpoints_that_were_set_aside_stay_when_others_are(tmp_path: Path) -> None:
-    """The second time overwrote those of the first."""
+    """The second move once overwrote the checkpoints of the first."""
     made = checkpointer(tmp_path)
     for content in (1, 2, 3):
         made.begin(1)
@@ -380,7 +384,7 @@ def test_what_keep_checkpoints_cannot_be_is_refused(value: str) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 14 MB, where root may mount one."""
+    """Mount a disk of 14 MB, where root may."""
     folder = tmp_path / "disk"
     folder.mkdir()
     if subprocess.run(
@@ -395,7 +399,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_leaves_the_run_alive_and_the_one_before_valid(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is full after the second step and has room again before the fourth: 4 checkpoints take 5 MB each."""
+    """The disk is full after the second step and has room again before the fourth; 4 checkpoints
+    take 5 MB each.
+    """
     said: list[str] = []
     monkeypatch.setattr(torchrl_logger, "warning", said.append)
     filler = small_disk / "filler"
@@ -473,7 +479,7 @@ def test_lines_that_are_dropped_from_a_full_disk_stay_whole(small_disk: Path) ->
 def test_a_model_that_finds_no_room_is_one_line(
     beside_weights: int, small_disk: Path, tiny_model: Any, tokenizer: Any
 ) -> None:
-    """There is room for the weights, and not for what is written beside them."""
+    """There is room for the weights, but not for the files that go with them."""
     weights = sum(weight.nbytes for _, weight in named_weights(tiny_model))
     (small_disk / "filler").write_bytes(
         bytes(shutil.disk_usage(small_disk).free - weights - beside_weights)
@@ -486,7 +492,7 @@ def test_a_model_that_finds_no_room_is_one_line(
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="it forks")
 def test_20_kills_in_a_save_leave_only_whole_checkpoints(tmp_path: Path) -> None:
-    """Each child saves until it is killed; what it leaves is read by the next one's start."""
+    """Each child saves until it is killed, and the next one reads its checkpoints at startup."""
     draw = random.Random(0)
     newest, parts = [0], 0
     for _ in range(20):

@@ -221,10 +221,10 @@ def test_the_ranks_of_a_machine_follow_each_other() -> None:
 @pytest.mark.parametrize(
     ("memory", "shared", "store", "warned"),
     [
-        (1000, 900, 500, False),  # a half of the memory, where Ray takes 30%
+        (1000, 900, 500, False),  # half of the memory, where Ray takes 30%
         (1000, 400, 380, False),
         (1000, 100, 95, False),
-        (100, 0.064, 10, True),  # a container without --ipc host: Ray's least, in files
+        (100, 0.064, 10, True),  # a container without --ipc host: Ray's minimum, in files
     ],
 )
 def test_the_object_store_takes_what_the_memory_and_dev_shm_allow(

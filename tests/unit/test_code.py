@@ -216,9 +216,7 @@ except OSError:
 def test_what_a_program_may_use_is_limited(tmp_path: Path) -> None:
     before = {one.pid for one in psutil.process_iter()}
     start = time.monotonic()
-    limits = Limits(
-        seconds=1.0, processes=31
-    )  # which tells its processes from those of other tests
+    limits = Limits(seconds=1.0, processes=31)  # tells its processes from those of other tests
     assert run_python("import time\ntime.sleep(100)", limits=limits).status is None
     assert run_python("while True: print('x' * 1000)", limits=limits).status is None
     assert "MemoryError" in run_python("x = [0] * 10**9", limits=limits).errors
@@ -318,7 +316,7 @@ print(sum(MAKE() or 0 for _ in range(8)))
 
 @apart
 def test_a_program_cannot_end_its_judge() -> None:
-    """Else it could have its sample left out instead of being wrong."""
+    """Otherwise a program could have its sample excluded instead of being judged wrong."""
     signals = "import os\nfor number in range(1, 65):\n    try: os.kill(1, number)\n    except OSError: pass\n"
     assert code(f"{signals}print(sum(map(int, input().split())))", LINES) == 1.0
     assert code(f"{signals}{ADD}", CALL) == 1.0
@@ -337,7 +335,7 @@ def test_a_program_has_no_memory_beside_its_address_space(make: str) -> None:
 @apart
 @pytest.mark.skipif(os.geteuid() != 0, reason="the other tests are those of an ordinary user")
 def test_an_ordinary_user_has_namespaces_too() -> None:
-    """Who makes them in a user namespace, which root does not."""
+    """Namespaces of an ordinary user are made inside a user namespace, which root does not need."""
     said = (
         "import tests.support.sandboxes as s\nfrom torchrl_grpo.sandbox import isolation\n"
         "print(isolation())\n"

@@ -1,4 +1,6 @@
-"""``env.reward=code`` and the published graders: what they take is right, what could not be judged is invalid."""
+"""``env.reward=code`` and published graders: it agrees with them, and a response that could not be
+judged is invalid.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ def lines(given: str, expected: str) -> dict[str, list[str]]:
 
 
 def live(given: str, expected: str) -> list[dict[str, str]]:
-    """A test of LiveCodeBench."""
+    """Return a test in LiveCodeBench's format."""
     return [{"input": given, "output": expected, "testtype": "stdin"}]
 
 
@@ -171,12 +173,12 @@ INVALID = {
         BUSY,
         DOUBLE,
         {"seconds": 0.2},
-    ),  # it is ready most of the time, and does not get on
+    ),  # runnable most of the time, and makes no progress
     "crash": (
         "import os\nos.kill(os.getpid(), 9)",
         DOUBLE,
         {},
-    ),  # as the kernel does that runs out of memory
+    ),  # like the kernel when it is out of memory
 }
 
 
@@ -194,7 +196,7 @@ def test_a_program_may_do_without_a_package() -> None:
 
 @pytest.mark.slow
 def test_each_test_has_its_own_time_until_two_have_used_it_up() -> None:
-    """Calls after one that hangs are made, by a program that is loaded anew."""
+    """After a call that hangs, the program is loaded anew for the next calls."""
     calls = {
         "inputs": [[i, 1] for i in range(6)],
         "outputs": [i + 1 for i in range(6)],
@@ -207,7 +209,7 @@ def test_each_test_has_its_own_time_until_two_have_used_it_up() -> None:
 
 @pytest.mark.slow
 def test_a_load_of_the_machine_is_not_the_program_s_fault() -> None:
-    """All of them together take longer than the time of one test."""
+    """All calls together take longer than the time limit of one test."""
     with ThreadPoolExecutor(8) as threads:
         values = list(
             threads.map(lambda _: code("print(int(input()) * 2)", MANY, seconds=0.5), range(8))
@@ -217,7 +219,9 @@ def test_a_load_of_the_machine_is_not_the_program_s_fault() -> None:
 
 @pytest.mark.skipif(isolation() != "namespaces", reason="only there all processes are known")
 def test_what_a_test_leaves_behind_does_not_outlive_it() -> None:
-    """Processes that go on, and hold the pipes, neither delay a verdict nor take the next test's room."""
+    """Processes that stay and hold the pipes neither delay a verdict nor take memory from the next
+    test.
+    """
     forks = "import os, time\nx = input()\ntry:\n    while os.fork(): pass\n    time.sleep(1000)\n"
     forks += "except OSError: print(x)\n"
     assert code(forks, {"inputs": ["1", "2", "3"], "outputs": ["1", "2", "3"]}) == 1.0

@@ -33,7 +33,7 @@ KEYS = {
 
 
 def copies_of(engine_rule=None) -> ScriptedEngine:
-    """An engine whose k-th copy answers with k + 1 tokens and the end token."""
+    """Return an engine whose k-th copy answers with k + 1 tokens and the end token."""
     return ScriptedEngine(
         engine_rule or (lambda prompt, copy: ([10 + copy] * (copy + 1) + [END], "stop"))
     )
@@ -222,7 +222,7 @@ def test_turns_become_one_sequence(tokenizer):
     collector = make_collector(tokenizer, TwoTurnTask(), engine)
     batch = collector.rollout()
 
-    # The second turn is asked for rows 1 and 3 alone.
+    # The second turn is only sampled for rows 1 and 3.
     assert [(len(prompts), n) for prompts, n in engine.calls] == [(2, 2), (2, 1)]
     assert collector.last.turns == 6 and collector.last.tokens == 2 * (5 + 2 + 3)
     assert response_lengths(batch).tolist() == [5, 2 + 3] * 2, "the policy's tokens alone"
@@ -239,7 +239,7 @@ def test_turns_become_one_sequence(tokenizer):
     first, second = (
         0,
         4,
-    )  # four answers were asked for in the first turn, and the version rose with each
+    )  # the first turn had four requests, each of which raised the version
     versions = [*[-1] * len(prompt), first, first, *[-1] * len(again), second, second, second]
     assert went_on["policy_versions", "full"].tolist() == versions
     assert [
@@ -361,7 +361,9 @@ def test_group_advantage_in_the_environment_reaches_the_batch(tokenizer, task):
 
 
 class TurnRewardEnv(LLMEnv):
-    """An environment whose steps all have a reward: the number of letters of the turn, not valid for ``bad``."""
+    """An environment whose steps all have a reward: the number of letters of the turn, invalid for
+    ``bad``.
+    """
 
     def _step(self, tensordict):
         active = self.stepping.tolist()
@@ -377,7 +379,9 @@ class TurnRewardEnv(LLMEnv):
 
 
 def play_turns(tokenizer, first: list[str]) -> TensorDict:
-    """Two dialogs of the same problem with these first answers; a second turn answers ``xy``."""
+    """Play two dialogs of the same problem with these first responses; a second turn answers
+    ``xy``.
+    """
 
     def encode(text):
         return tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -422,7 +426,7 @@ def test_dialogs_of_one_turn_have_no_turn_rewards(tokenizer):
 
 
 class AlwaysAgain(TwoTurnTask):
-    """Two turns, whatever the response."""
+    """Always asks for a second turn."""
 
     def next_turn(self, problem, responses):
         return "again?" if len(responses) == 1 else None
@@ -450,7 +454,7 @@ def test_log_probs_of_two_turns_are_those_of_one_forward_over_the_dialog(tokeniz
         reference = torch.cat([torch.zeros(1, dtype=torch.float64), reference]) * sampled
         torch.testing.assert_close(row["log_probs", "full"].double(), reference, atol=2e-5, rtol=0)
         assert row["masks", "all_attention_mask"].all() and sampled.sum() > 1
-        # A turn of sampled tokens begins wherever the mask goes up.
+        # A turn of sampled tokens begins wherever the mask goes from False to True.
         turns.append(int((sampled[1:] & ~sampled[:-1]).sum()))
         assert row["next", "truncated"].item() != row["next", "terminated"].item()
     assert set(turns) == {1, 2}  # some first turns were cut off by the token limit

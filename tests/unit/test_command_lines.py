@@ -34,7 +34,7 @@ OPTIONS = (
 
 
 def split(words: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """The options that Hydra finds, and the overrides."""
+    """Return the options that Hydra parses, and the overrides."""
     options, overrides = split_command_line(words)
     given = vars(get_args_parser().parse_args([*overrides, *options]))
     assert given.pop("overrides") == overrides
@@ -42,7 +42,7 @@ def split(words: list[str]) -> tuple[dict[str, Any], list[str]]:
 
 
 def places(overrides: list[str], option: tuple[str, ...]) -> Iterator[list[str]]:
-    """The option before, between and after the overrides."""
+    """Yield the option before, between and after the overrides."""
     for place in sorted({0, (len(overrides) + 1) // 2, len(overrides)}):
         yield [*overrides[:place], *option, *overrides[place:]]
 
@@ -90,7 +90,7 @@ def test_help_names_keys_that_exist() -> None:
 def in_this_process(
     monkeypatch: pytest.MonkeyPatch, task: Callable[[], object], *words: str
 ) -> int:
-    """The exit status of a command line, as the scripts answer it."""
+    """Return the exit status of a command line, as the scripts report it."""
     monkeypatch.setattr(sys, "argv", ["grpo.py", *words])
     try:
         command(task)
@@ -141,7 +141,7 @@ def test_a_run_records_no_override_that_nobody_gave(
 
     @hydra.main(version_base="1.3", config_path=CONFIG_FILES, config_name="grpo_gsm8k")
     def record(cfg: DictConfig) -> None:
-        """Nothing: Hydra writes the files."""
+        """An empty function, because Hydra writes the files."""
 
     assert in_this_process(monkeypatch, record, "seed=3", "hydra.run.dir=run") == 0
     recorded = yaml.safe_load((tmp_path / "run" / ".hydra" / "hydra.yaml").read_text())["hydra"][
@@ -175,7 +175,7 @@ def test_a_run_records_no_override_that_nobody_gave(
 def test_the_scripts_answer_options_after_overrides(
     script: str, words: str, expected: str, tmp_path: Path
 ) -> None:
-    """In processes of their own, from the folder of the scripts, as in other projects' READMEs."""
+    """The processes run in the folder of the scripts, as in other projects' READMEs."""
     done = subprocess.run(
         [sys.executable, script, *words.split(), f"hydra.run.dir={tmp_path}"],
         cwd=ROOT / "sota" / "grpo", env=os.environ | {"VLLM_USE_V1": "0"}, capture_output=True, text=True, timeout=120,

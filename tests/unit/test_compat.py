@@ -1,4 +1,4 @@
-"""Private names of libraries: each does what this package needs of it."""
+"""Private names of libraries: each behaves as this package needs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TREES = {
     for path in PACKAGE.rglob("*.py")
 }
 
-# Private names that the package uses, and where the installed libraries have them.
+# Private names that the package uses, and their place in the installed libraries.
 NAMES = [
     "threading:_shutdown",
     "atexit:_run_exitfuncs",
@@ -80,9 +80,9 @@ NAMES = [
     "vllm.v1.executor.abstract:Executor._init_executor",
 ]
 
-# Outside compat/: what a library documents, and what its classes leave to their subclasses.
+# Outside compat/: documented names, and names that classes leave to their subclasses.
 DOCUMENTED = {"_asdict", "_exit", "_replace"}
-OF_PYTHON = {"_run_exitfuncs", "_shutdown"}  # the sandbox's judge ends as Python does
+OF_PYTHON = {"_run_exitfuncs", "_shutdown"}  # the sandbox's judge exits like Python
 FOR_SUBCLASSES = {
     "_AcceptedKeys",  # torchrl's LossModule
     "_get_stat", "_queue_append", "_queue_delete", "_queue_list", "_state_lock",  # torchrl's MCAdvantage
@@ -94,7 +94,9 @@ FOR_SUBCLASSES = {
 
 
 def private_modules(tree: ast.AST) -> Iterator[str]:
-    """Modules and names of other packages that are imported, or named in a string, and are private."""
+    """Return other packages' modules and names that are imported, or named in a string, and are
+    private.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -117,13 +119,15 @@ def private_modules(tree: ast.AST) -> Iterator[str]:
 
 
 def private_attributes(tree: ast.AST) -> set[str]:
-    """Private names that are read of, or set on, an object."""
+    """Return private names that are read from, or set on, an object."""
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
     return {node.attr for node in nodes if re.match("_[a-zA-Z]", node.attr)}
 
 
 def defined(tree: ast.AST) -> Iterator[str]:
-    """Names that a file of the package gives: of functions, classes, variables, and attributes of ``self``."""
+    """Return names that a file of the package defines: functions, classes, variables, and
+    attributes of ``self``.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
@@ -146,7 +150,9 @@ OWN = {
 def test_the_installed_library_has_the_private_name(name: str) -> None:
     module, _, path = name.partition(":")
     pytest.importorskip(module.partition(".")[0])
-    reduce(getattr, path.split("."), import_module(module))  # AttributeError says which is gone
+    reduce(
+        getattr, path.split("."), import_module(module)
+    )  # the AttributeError names the one that is gone
 
 
 @pytest.mark.parametrize("path", [path for path in TREES if path.startswith("compat/")])

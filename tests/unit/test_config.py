@@ -1,4 +1,4 @@
-"""The config: every rule with its message, the command lines that must compose, and that no key is dead."""
+"""The config: every rule with its message, and command lines that must compose."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_a_broken_rule_names_field_rule_value_and_fix(overrides: list[str], mess
         compose_config(*overrides)
 
 
-# What is typed after the script's name, and the message.
+# The arguments after the script's name, and the message.
 MISTAKES = {
     "optimizer.lr=abc": r"optimizer\.lr=abc must have the type float: for example, optimizer\.lr=1e-06",
     "-m optimizer.lr=1e-4,abc": r"optimizer\.lr=abc must have the type float",
@@ -276,7 +276,9 @@ json.dump([answers, "torch" in sys.modules], sys.stdout)
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, tuple[int, str]], bool]:
-    """The exit status of each of ``MISTAKES`` and what it printed, and whether one of them imported torch."""
+    """Return exit status and output of each of ``MISTAKES``, and whether any of them imported
+    torch.
+    """
     folder = tmp_path_factory.mktemp("mistakes")
     (folder / "theirs.yaml").write_text(
         "defaults: [grpo_arithmetic, _self_]\ntrain: {epochs: many}\n"
@@ -411,7 +413,9 @@ def test_geometry_is_derived_from_the_config() -> None:
 
 @pytest.mark.slow
 def test_the_estimator_of_a_kl_in_the_reward_is_one_that_constrains() -> None:
-    """k2 and k3 there have almost no gradient near the reference; whoever wants them says so."""
+    """k2 and k3 have almost no gradient near the reference in the reward; a user who wants them
+    must say so.
+    """
     assert compose_config().kl_estimator == "k3"
     assert compose_config("policy.kl_in_reward=true").kl_estimator == "k1"
     assert compose_config("policy.kl_in_reward=true", "policy.kl_estimator=k2").kl_estimator == "k2"
@@ -494,6 +498,6 @@ def test_a_key_of_a_preset_is_not_called_the_users(overrides: list[str], taken_b
         from_hydra(composed, overrides)
     assert f"sets {overrides[1].partition('=')[0]}=" not in str(error.value)
     key = taken_back.partition("=")[0]
-    with pytest.raises(ConfigError) as error:  # typed by the user, it is the user's
+    with pytest.raises(ConfigError) as error:  # typed by the user, so the user's
         from_hydra(composed, [*overrides, f"{key}={composed.policy[key.removeprefix('policy.')]}"])
     assert "undoes that" not in str(error.value)

@@ -1,4 +1,6 @@
-"""What the user sees: plain lines into a pipe, a bar on a terminal, and model text that is never interpreted."""
+"""The terminal output: plain lines into a pipe, a bar on a terminal, and model text that is never
+interpreted.
+"""
 
 from __future__ import annotations
 

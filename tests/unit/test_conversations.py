@@ -1,4 +1,6 @@
-"""Dialogs with tools and with further tries: token in, token out, in the environment and beside one forward pass."""
+"""Dialogs with tools and further attempts: token in, token out, in the environment and compared
+with one forward pass.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,7 @@ def test_results_come_back_as_tool_messages_and_the_last_turn_is_scored(
         True,
         False,
         False,
-    ]  # its call at the last turn is not made
+    ]  # the call in its last turn is not executed
     assert env.take_counts() == {"tools/calls": 0, "tools/errors": 0}
 
 
@@ -132,11 +134,11 @@ def test_a_wrong_answer_has_a_further_try_and_the_last_one_counts(
         True,
         False,
     ]
-    assert column(last, "truncated") == [False, False, False]  # the policy had all its tries
+    assert column(last, "truncated") == [False, False, False]  # the policy had all its attempts
 
 
 class Recording(EchoTask):
-    """Keeps what it was asked to judge."""
+    """Record the dialogs to judge."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -284,7 +286,7 @@ def test_arguments_that_are_nested_too_deeply_are_no_error_of_the_run(
 def test_a_template_that_leaves_tools_out_is_refused(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before a model is loaded, and in each request of an agent."""
+    """It is refused before a model is loaded, and in each request of an agent."""
     task = WithTools(EchoTask(), Toolbox([add]))
     monkeypatch.setattr(
         tokenizer, "chat_template", tokenizer.chat_template.replace("if tools", "if false")
@@ -304,7 +306,9 @@ def test_the_policy_sees_the_tools(tokenizer: PreTrainedTokenizerFast) -> None:
 
 @pytest.mark.slow
 def test_log_probs_of_a_dialog_are_those_of_one_forward_pass() -> None:
-    """Sampled by the engine turn by turn, with a user's turn between: token by token those of the whole sequence."""
+    """The engine samples turn by turn, with a user's turn in between; the log-probs are those of
+    the whole sequence.
+    """
     model = AutoModelForCausalLM.from_pretrained(starter_path(), dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(starter_path())
     engine = TransformersEngine(model)
@@ -324,7 +328,7 @@ def test_log_probs_of_a_dialog_are_those_of_one_forward_pass() -> None:
     between = tokens_between_turns(batch)
     assert all(
         tokens % len(again) == 0 for tokens in between
-    )  # nothing but the template's own tokens is masked
+    )  # only the template's own tokens are masked
     assert sum(1 + tokens // len(again) for tokens in between) > 24
     assert log_prob_gap(batch, model) < 1e-4
 
@@ -332,7 +336,7 @@ def test_log_probs_of_a_dialog_are_those_of_one_forward_pass() -> None:
 def test_each_response_is_scored_while_others_are_sampled(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Any
 ) -> None:
-    """The second response is made once the first one's scorer has begun."""
+    """The second response is sampled after the first one's scorer has started."""
 
     class Slow(EchoTask):
         def score(self, problem: Problem, responses: Sequence[str]) -> Score:

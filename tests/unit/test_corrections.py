@@ -1,4 +1,6 @@
-"""Corrections for the mismatch of sampling and training: every rule by hand in float64, and in the loss."""
+"""Corrections for the mismatch of sampling and training: every rule by hand in float64, and in the
+loss.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +93,7 @@ def test_what_is_outside_the_mask_decides_nothing(rule: Any) -> None:
 
 
 def test_tokens_against_their_advantage_stay_with_dppo() -> None:
-    """A positive advantage with a probability that fell far, and a negative one with one that rose."""
+    """Such tokens have a positive advantage and a probability that fell far, or the opposite."""
     sample, current = torch.tensor([[0.9, 0.1]]).log(), torch.tensor([[0.1, 0.9]]).log()
     advantage, mask = torch.tensor([[1.0, -1.0]]), torch.ones(1, 2, dtype=torch.bool)
     gap = F.Mismatch(current, current, sample, advantage, mask)
@@ -185,7 +187,7 @@ def batch_of(seed: int, lengths: tuple[int, ...] = (9, 9, 4, 12)) -> tuple[Tenso
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("proximal", ["behaviour", "recomputed"])
 def test_what_is_rejected_leaves_the_objective_alone(seed: int, proximal: Any) -> None:
-    """Value and gradient are those of an advantage of 0 there; the divisor and the KL term stay."""
+    """Value and gradient are those with an advantage of 0; the divisor and the KL term stay."""
     logits, batch = batch_of(seed)
     rejection = {"token_ratio": [0.6, 1.5], "geometric": 1.15, "off_policy": 0.15}
     settings: dict[str, Any] = {"proximal": proximal, "kl_to_ref_coeff": 0.3}
@@ -298,7 +300,9 @@ def test_presets_of_corrections(algo: str, rejection: Any, weight: tuple[Any, ..
 
 
 def test_dppo_does_not_clip_ratios() -> None:
-    """A ratio of 3 on a token of probability 0.03: 0.02 more than the sampling policy's, within 0.2."""
+    """A ratio of 3 on a token of probability 0.03 is 0.02 more than the sampling policy's, within
+    0.2.
+    """
     loss = make_loss(compose_config("algo=dppo_tv"), Table(make_batch(0)[0]))
     log_prob = torch.tensor([[math.log(0.03)]], dtype=torch.float64, requires_grad=True)
     ratio = loss.ratio(log_prob, torch.tensor([[math.log(0.01)]]), torch.ones(1, 1) > 0)

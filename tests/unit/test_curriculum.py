@@ -19,7 +19,7 @@ from torchrl_grpo.tasks.drawing import Drawing
 
 
 class Leveled(Task):
-    """Problems with levels, which are told by their names."""
+    """Problems with levels, which are in their names."""
 
     name = "leveled"
 
@@ -55,13 +55,11 @@ def test_a_level_is_drawn_alone_until_enough_responses_are_correct() -> None:
     assert drawing.metrics() == {"rollout/level": 2.0}
     assert [drawing.draw().index for _ in range(3)] == [3, 3, 3]
     drawing.record([(3, True)] * (WINDOW - 1))
-    assert drawing.metrics() == {
-        "rollout/level": 2.0
-    }  # what was known of the level before does not count
+    assert drawing.metrics() == {"rollout/level": 2.0}  # outcomes of the level before do not count
     drawing.record([(3, True)])
     assert {drawing.draw().index for _ in range(4)} == {0, 4}
     drawing.record([(0, True)] * WINDOW)
-    assert drawing.metrics() == {"rollout/level": 3.0}  # there is no further one
+    assert drawing.metrics() == {"rollout/level": 3.0}  # there is no next one
 
 
 def test_a_level_in_text_is_its_number_and_none_is_the_highest() -> None:
@@ -188,7 +186,7 @@ def test_an_epoch_draws_a_problem_as_often_as_its_pass_rate_says(
     drawing = pass_rate_drawing(4000, target)
     assert (
         len({drawing.draw().index for _ in range(4000)}) == 4000
-    )  # what is not known yet is always drawn
+    )  # problems without outcomes are always drawn
     drawing.record((index, number < right) for index in range(4000) for number in range(4))
     drawn = []
     while drawing.epoch < 2:

@@ -60,7 +60,7 @@ def test_values_of_a_csv_file_are_text_and_missing_ones_none(tmp_path: Path) -> 
 
 
 def test_values_of_a_jsonl_file_stay_as_they_are(tmp_path: Path) -> None:
-    """``datasets``' own reader makes dates, numbers and None-filled structures of these."""
+    """``datasets``' own reader makes dates, numbers and None-filled structures out of these."""
     rows = [
         {
             "prompt": "a",

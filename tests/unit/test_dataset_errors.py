@@ -1,4 +1,4 @@
-"""Files and rows that cannot serve as a data set are named by file and line, and refused."""
+"""Files and rows that cannot serve as a data set are refused with their file and line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def pythons_own_recursion_limit() -> Iterator[None]:
-    """Some packages raise it when they are imported."""
+    """Restore the default limit, because some packages raise it at import."""
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(1000)
     yield
@@ -147,7 +147,7 @@ def test_a_missing_file_proposes_one_that_is_there(tmp_path: Path) -> None:
 
 
 def test_an_unknown_split_on_the_hub_lists_those_there(tmp_path: Path) -> None:
-    """A folder stands in for the hub: ``datasets`` finds its splits in the same way."""
+    """A folder stands in for the hub: ``datasets`` finds its splits the same way."""
     write(tmp_path / "repo" / "train.jsonl", ROWS)
     hub = Hub(str(tmp_path / "repo"), None, None, "env.dataset=org/name", "use a file")
     assert len(hub.read("train", 7)) == 7 and hub.read("train", None).where(3).endswith(

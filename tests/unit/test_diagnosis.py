@@ -1,4 +1,6 @@
-"""What is said of a step: how far it went, where numbers that are not finite come from, what would save memory."""
+"""Diagnostics of a step: its size, the source of numbers that are not finite, and options that
+would save memory.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ def test_an_entry_that_is_not_finite_is_named_with_its_samples() -> None:
     for index, row in enumerate(batch.unbind(0)):
         row.set_non_tensor(keys.QUERY, f"problem \x1b{index}")
     batch[2].get(keys.REF_LOG_PROBS)[5] = math.nan
-    batch[0].get(keys.REF_LOG_PROBS)[0] = math.nan  # of the prompt: nothing reads it
+    batch[0].get(keys.REF_LOG_PROBS)[0] = math.nan  # part of the prompt: nothing reads it
     text = reason(make_trainer(max_nonfinite_steps=1), batch)
     assert (
         "entry next.ref_log_probs.full is not finite in 1 samples ('problem \\\\x1b2'), before any pass"
@@ -152,7 +154,9 @@ FORWARD = (3 * 64 + 2 * 32) * 4
 def scored_without_memory(
     monkeypatch: pytest.MonkeyPatch, rows: int, **settings: Any
 ) -> tuple[str, int]:
-    """What is said where scoring some rows of 8 tokens, of which 6 were sampled, has no memory; bytes of weights."""
+    """Return the message when scoring runs out of memory (rows of 8 tokens, 6 of them sampled), and
+    the bytes of the weights.
+    """
     scoring = KLScoring(TokenScorer(make_tiny_model()), **settings)
     monkeypatch.setattr(scoring.scorer, "score_layout", full)
     tokens = torch.arange(5, 5 + rows * 8).view(rows, 8)
@@ -206,7 +210,7 @@ def test_a_model_that_finds_no_room_is_named_with_its_role(monkeypatch: pytest.M
 
 
 def make_shape() -> tuple[Shape, int]:
-    """The shape of a model without weights, and how many numbers it has."""
+    """Return the shape of a model without weights, and its number of parameters."""
     config = Qwen2Config(
         vocab_size=100, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, tie_word_embeddings=True,
@@ -227,19 +231,19 @@ def test_savings_are_differences_of_the_peak_counted_by_hand() -> None:
     assert memory.activations == 3 * layer + passing
     assert (
         memory.peak == 3 * weights + 3 * layer + passing + head
-    )  # one pass: its gradients come as activations go
+    )  # one pass: its gradients are allocated while activations are freed
     found = savings(shape, setup)
     assert found["train.micro_batch_tokens=500"] == (3 * layer + passing) // 2 - weights
     in_16_bits = 1000 * (16 * 64 + 2 * (7 * 64 + 2 * 32 + 4 * 128))
     assert (
         found["train.mixed_precision=bf16"] == 3 * (layer - in_16_bits) - weights // 2
-    )  # that much are its copies
+    )  # bytes of their copies
     inputs = 3 * 1000 * 64 * 4
     assert found["train_model.gradient_checkpointing=true"] == 2 * layer - inputs
     assert found["optimizer.name=adamw_8bit"] == 3 * weights // 2
     attention, gated = 2 * 2 * 64 + 2 * (64 + 32), 3 * (64 + 128)
     adapters = 4 * 3 * 16 * (attention + gated)
-    norms = 3 * 1000 * 2 * 4 * 64  # what they keep for their weights
+    norms = 3 * 1000 * 2 * 4 * 64  # their memory for the weights
     assert found["train_model.lora.enabled=true"] == 2 * weights + head + norms - 3 * adapters
     gathered = head + (weights - head) // 3
     assert found["train_model.cpu_offload=true"] == 3 * weights - gathered
@@ -270,7 +274,7 @@ def test_knobs_that_are_on_or_cannot_be_turned_are_not_named() -> None:
     }
     alone = replace(
         tuned, sequences=1, small_states=False, ranks=2
-    )  # a pass has a sequence at least
+    )  # a pass has at least one sequence
     assert set(savings(shape, alone)) == {
         "train_model.num_devices=4", "train_model.cpu_offload=true", "optimizer.name=adamw_8bit",
     }  # fmt: skip
@@ -280,7 +284,9 @@ def test_knobs_that_are_on_or_cannot_be_turned_are_not_named() -> None:
 def test_a_second_pass_that_costs_more_than_it_saves_is_not_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With few tokens, the gradients that a further pass finds there are more than half of the activations."""
+    """With few tokens, gradients that exist during a second pass are more than half of the
+    activations.
+    """
     trainer = make_trainer()
     monkeypatch.setattr(trainer, "forward_backward", full)
     with pytest.raises(MemoryShortError) as raised:
@@ -310,7 +316,9 @@ def test_update_size_is_the_relative_norm_of_the_change() -> None:
 
 @pytest.mark.slow
 def test_the_gradient_noise_scale_is_found_from_adams_moments() -> None:
-    """Gradients of 8 sequences, each with a mean of 0.5 and a variance of 4 in each of 2,000 numbers."""
+    """Gradients of 8 sequences, each with a mean of 0.5 and a variance of 4 in each of 2,000
+    numbers.
+    """
     torch.manual_seed(0)
     weights = [torch.nn.Parameter(torch.ones(1000)), torch.nn.Parameter(torch.ones(40, 25))]
     optimizer = torch.optim.AdamW(weights, lr=1e-6)

@@ -28,7 +28,7 @@ EASY, MIXED, HARD, BROKEN = range(4)
 
 
 class Graded(Task):
-    """Problem 0 is always solved, 1 by responses that are empty, 2 never; the scorer of 3 raises."""
+    """Problem 0 is always solved, 1 by empty responses, 2 never; the scorer of 3 raises."""
 
     name = "graded"
 
@@ -49,7 +49,9 @@ def make_env(
 
 
 def play(env: LLMEnv) -> list[int]:
-    """Plays a rollout, the first member of each group with an empty response; returns the problem of each group."""
+    """Play a rollout in which each group's first member has an empty response; return the problem
+    of each group.
+    """
     data = env.reset()
     respond(env, data, [[END], [5, END]] * (env.batch_size[0] // 2))
     return [int(query[1:]) for query in data["query"][::2]]
@@ -66,7 +68,7 @@ def test_a_later_epoch_leaves_out_what_was_always_or_never_solved(
         MIXED,
         BROKEN,
         BROKEN,
-    ]  # an invalid reward tells nothing of the problem
+    ]  # an invalid reward says nothing about the problem
     assert env.drawing.skipped == {EASY, HARD}
     assert env.drawing.metrics() == {"rollout/problems_skipped": 2.0}
 
@@ -94,7 +96,9 @@ def test_where_nothing_would_be_left_all_are_drawn_again(
 
 
 def test_a_state_goes_on_with_the_same_problems(tokenizer: PreTrainedTokenizerFast) -> None:
-    """Taken inside of an epoch, whose outcomes must not change what it leaves out."""
+    """The state is saved inside an epoch, whose outcomes must not change the problems that it
+    leaves out.
+    """
     one, other = make_env(tokenizer, 1), make_env(tokenizer, 1)
     for _ in range(5):
         play(one)
@@ -109,7 +113,7 @@ def test_a_state_goes_on_with_the_same_problems(tokenizer: PreTrainedTokenizerFa
 
 
 def step(queue: TaskQueue, sampler: Sampler, version: int) -> list[tuple[int, int]]:
-    """Plays tasks until there is a batch, as samplers do; returns the groups that were played and their problems."""
+    """Play tasks until there is a batch, like samplers; return the groups and their problems."""
     played: list[tuple[int, int]] = []
     sampler.engine.policy_version = version
     while (taken := queue.take()) is None:
@@ -152,7 +156,7 @@ def test_samplers_play_what_the_driver_drew_and_outcomes_count_once(
     assert [group for group, _ in first] == list(range(8))
     assert Counter(problem for _, problem in first[:4]) == {kind: 1 for kind in range(4)}
     assert {problem for _, problem in first[4:]} == {MIXED, BROKEN}
-    queue.next_unplayed()  # drawn ahead: it is played again after a resume, and its responses count once
+    queue.next_unplayed()  # drawn ahead: a resumed run plays it again, and its responses count once
     state = queue.state_dict()
     queue = make_queue(make_env(tokenizer, 1), 4)
     queue.load_state_dict(state)

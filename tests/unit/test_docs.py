@@ -1,4 +1,6 @@
-"""The pages that list things list all of them: ``docs/config.md`` each config key, ``docs/metrics.md`` each metric."""
+"""Reference pages are complete: ``docs/config.md`` has each config key, ``docs/metrics.md`` each
+metric.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +115,7 @@ def test_the_pages_of_the_reference_are_up_to_date() -> None:
 
 
 def key_rows() -> dict[NestedKey, Any]:
-    """The rows of the table of ``docs/reference/batch.md`` by key."""
+    """Return the rows of the table of ``docs/reference/batch.md`` by key."""
     rows = load_tool("make_reference_docs").key_rows()
     return {ast.literal_eval(row.key.strip("`")): row for row in rows}
 

@@ -1,4 +1,4 @@
-"""The examples in the package's docstrings give what they show."""
+"""The examples in the package's docstrings print what they show."""
 
 from __future__ import annotations
 

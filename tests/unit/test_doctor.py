@@ -1,4 +1,4 @@
-"""A dry run: what it finds, what it leaves alone, and what it says that a run will take."""
+"""A dry run: the problems that it finds, the files that it leaves alone, and its forecast."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 def tried(
     capsys: pytest.CaptureFixture[str], folder: Path, *overrides: str
 ) -> tuple[bool, dict[str, list[str]]]:
-    """Whether a dry run passes, and its table: result and finding of each check."""
+    """Return whether a dry run passes, and its table: result and finding of each check."""
     passed = examine(compose_config(*SMALL, *overrides), folder)
     table = (
         capsys.readouterr().out.partition("Checks")[2].partition("Forecast for the whole run")[0]

@@ -34,7 +34,7 @@ def make_scorer(dtype: torch.dtype, padding: int | None, *, tied: bool = True) -
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
-    """Two groups of four with shared prompts of 20 tokens, of few different ones."""
+    """Return two groups of four with shared prompts of 20 tokens, with few distinct ones."""
     torch.manual_seed(1)
     tokens = torch.randint(0, 40, (8, 48))
     tokens[:, :20] = tokens[[0, 4]].repeat_interleave(4, 0)[:, :20]
@@ -66,7 +66,7 @@ def test_the_gradient_is_that_of_pytorch_to_the_last_bit(
 
 
 class Large(TorchDispatchMode):
-    """Notes operations that make a tensor as large as the weight of the embedding."""
+    """Record operations that return a tensor as large as the embedding's weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def test_a_tied_embedding_has_no_second_gradient_of_the_whole_vocabulary(
     with Large() as large:
         gradients(scorer, passes=1)
     assert sum("embedding_dense_backward" in name for name in large.made) == dense
-    assert sum("empty_like" in name for name in large.made) == 1  # the head's
+    assert sum("empty_like" in name for name in large.made) == 1  # the gradient of the head
 
 
 def test_adapters_leave_the_embedding_as_it_is() -> None:

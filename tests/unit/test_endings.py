@@ -1,4 +1,6 @@
-"""What ends a run by itself: one message, the exit status of an error, and files that say what was done."""
+"""Runs that end by themselves: one message, an error's exit status, and files that say what was
+done.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from torchrl_grpo.host.files import read_jsonl
 
 @pytest.mark.slow
 def test_a_scorer_that_always_fails_ends_the_run(tmp_path: Path) -> None:
-    """It was a normal end: every optimizer step was skipped, and exit status 0."""
+    """It once ended normally, with every optimizer step skipped and exit status 0."""
     (tmp_path / "broken.py").write_text("def score(response):\n    raise OSError('no judge')\n")
     said = r"3 optimizer steps in a row changed nothing, .* all rewards are invalid"
     with pytest.raises(NoSignalError, match=said) as ended:
@@ -111,7 +113,7 @@ def test_what_cannot_be_written_at_the_end_costs_no_checkpoint(
     monkeypatch.setattr(torchrl_logger, "warning", said.append)
 
     def at_third_sync(run_: Run) -> None:
-        """There, what ends the run comes, and its files cannot be written to from then on."""
+        """Raise the error there, and refuse writes to the run's files from then on."""
         publish: Callable[..., None] = run_.source.publish
 
         def with_end(*args: Any) -> None:
@@ -123,7 +125,7 @@ def test_what_cannot_be_written_at_the_end_costs_no_checkpoint(
 
         monkeypatch.setattr(run_.source, "publish", with_end)
 
-    (tmp_path / "report.html").mkdir()  # no more can the report be
+    (tmp_path / "report.html").mkdir()  # the report cannot be written either
     expected = (
         pytest.raises(OSError, match="Input/output")
         if ended_by is None

@@ -1,4 +1,4 @@
-"""The table of engines: an engine is one file and one entry, and nothing else asks for its name."""
+"""The table of engines: an engine is one file and one entry, and no other code compares its name."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 
 
 class Server(Engine):
-    """A third engine, which has another one do the work; several may call it at a time."""
+    """A third engine, which delegates to another one and supports concurrent calls."""
 
     concurrent = True
     refuses = ""
@@ -97,7 +97,7 @@ class Server(Engine):
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Registers the third engine, by an entry in the table alone."""
+    """Register the third engine by an entry in the table."""
     kind = EngineKind(
         f"{__name__}:Server",
         concurrent=True,
@@ -110,7 +110,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def compared(tree: ast.AST) -> set[str]:
-    """Texts that a file compares with."""
+    """Return the strings that a file compares with."""
     comparisons = [node for node in ast.walk(tree) if isinstance(node, ast.Compare)]
     sides = [side for node in comparisons for side in (node.left, *node.comparators)]
     sides += [
@@ -197,7 +197,7 @@ def test_a_third_engine_is_made_and_plays(server: str) -> None:
     assert task_geometry(blueprint.config, 2) == (
         1,
         2,
-    )  # single groups, because several may call it at a time
+    )  # single groups, because concurrent calls are supported
     engine = make_engine(blueprint, CPU)
     assert isinstance(engine, Server)
     assert (engine.request.seed, engine.request.on_cpu, engine.request.colocated) == (

@@ -99,7 +99,7 @@ def test_assigned_groups_are_those_that_a_reset_would_have_drawn(tokenizer):
     expected = env.reset()
     player = LLMEnv(EchoTask(5), tokenizer, num_envs=2, repeats=2, seed=8).with_rows(6)
     drawn = [other.drawing.draw() for _ in range(3)]
-    for _ in range(2):  # what was played may be played again
+    for _ in range(2):  # groups that were played may be played again
         player.assign(drawn)
         again = player.reset()
         assert again["query"] == expected["query"]

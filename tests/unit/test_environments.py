@@ -1,4 +1,6 @@
-"""Environments: classes as TRL's guides have them, text games, what failures cost, and that each one is closed."""
+"""Environments: classes as in TRL's guides, text games, the price of failures, and that each one is
+closed.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def noted(path: Path, **wanted: int) -> Counter[str]:
-    """What was noted; environments are closed in their own threads, so it waits for what is wanted."""
+    """Return the notes, waiting for the expected ones because environments are closed in their own
+    threads.
+    """
     end = time.monotonic() + 10
     while True:
         found = Counter(path.read_text().split() if path.exists() else ())
@@ -109,7 +113,7 @@ def test_trls_environment_that_makes_its_own_tasks_runs_as_it_is() -> None:
     ] and turn.score is None
     turn = play.turn(
         call("increment", step=1), last=True
-    )  # made too: the reward is what it comes to
+    )  # constructed too: the reward is its result
     assert turn.score == Score(1.0, True) and turn.messages[0]["content"] == str(target)
 
 
@@ -234,7 +238,7 @@ def test_a_step_whose_answer_finds_no_room_is_taken_once(path: Path) -> None:
     play = Play(task, problem(task))
     play.turn("1")
     play.said.pop()
-    assert play.turn("1", cut=True) == Turn(None, Score(1.0, True))  # as the environment asks again
+    assert play.turn("1", cut=True) == Turn(None, Score(1.0, True))  # the environment asks again
 
 
 @pytest.mark.parametrize("room", [200, 12])
@@ -389,11 +393,11 @@ def test_an_environment_is_closed_once_in_each_way_a_dialog_ends(path: Path, end
             pool.end("a")
         play(pool, dialog("b"))
         pool.end("b")
-    closed = 1 if end == "exit" else 2  # what is in a process that dies goes with it
+    closed = 1 if end == "exit" else 2  # the contents of a process that dies are lost with it
     assert noted(path, made=2, closed=closed) == {"made": 2, "closed": closed}
 
 
-# What is refused
+# Refusals
 
 
 class NoReset:

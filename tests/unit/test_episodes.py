@@ -1,4 +1,6 @@
-"""Tasks that keep something of a dialog: who is asked for what, where it is kept, and that it is closed once."""
+"""Stateful tasks: which process gets which request, where the state lives, and that it is closed
+once.
+"""
 
 from __future__ import annotations
 
@@ -115,7 +117,8 @@ def test_a_worker_that_dies_costs_its_own_dialogs_and_no_others(path: Path) -> N
         assert isinstance(again, Turn)
         for episode in episodes:
             pool.end(episode)
-    # What a process kept ended with it, and its successor is not asked to close what it never had.
+    # A process's state ends with it, and its successor is not asked to close a state that it never
+    # had.
     assert sorted(noted(path, "close")) == sorted([*after, "new"])
 
 
@@ -154,7 +157,7 @@ def test_a_dialog_is_closed_once_after_its_turns_and_when_the_pool_ends(path: Pa
         assert noted(path, "close") == ["a"]
         [late] = play(pool, dialog("a", "1", "1"))
         assert isinstance(late, Failure) and late.cause == "lost"
-        play(pool, dialog("b"))  # opened once more: the one that was given up is closed
+        play(pool, dialog("b"))  # opened once more: the abandoned one is closed
         assert noted(path, "close") == ["a", "b"]
         pool.end("a")
     assert noted(path, "close") == ["a", "b", "b", "bad", "c"]
@@ -199,7 +202,7 @@ def encode(tokenizer):
 
 
 def engine(encode, *orders: str) -> ScriptedEngine:
-    """Says the orders of a row, one for each turn; ``cut`` is cut off."""
+    """Return an engine that replies with the orders of a row, one per turn; ``cut`` is cut off."""
     turns: Counter[str] = Counter()
 
     def rule(prompt: torch.Tensor, copy: int) -> tuple[list[int], str]:
@@ -365,13 +368,13 @@ def test_rewards_of_turns_stand_at_their_tokens_and_sum_to_the_reward(tokenizer,
 
 
 def test_rewards_of_turns_are_exact_where_their_sum_is_rounded(tokenizer, encode, path):
-    """-0.1 and 100.8 make 100.7, which float32 has only by 1e-6."""
+    """-0.1 and 100.8 make 100.7, which float32 can only represent to 1e-6."""
     env = LLMEnv(KeepingTask(path), tokenizer, num_envs=1, repeats=1, max_turns=2)
     [row] = collect(env, engine(encode, "-0.1", "100.8")).unbind(0)
     assert row[keys.TURN_REWARDS][row[keys.TURN_REWARDS] != 0].tolist() == [-0.1, 100.8]
 
 
-# What wraps a task
+# Wrappers of a task
 
 
 def kinds(path: Path) -> list[Task]:

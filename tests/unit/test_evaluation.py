@@ -1,4 +1,4 @@
-"""Evaluation and what a batch is reported as."""
+"""Evaluation, and the metrics of a batch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from torchrl_grpo.tasks.with_tests import WithTests
 
 
 class CopyTask(Task):
-    """Right when the response is the query."""
+    """A task in which the response must be the query."""
 
     name = "copy"
 
@@ -50,7 +50,9 @@ class CopyTask(Task):
 
 
 class Scripted(Engine):
-    """Greedy copies digits below 3. Sampled, the j-th response to digit d copies when j < d. Draws are counted."""
+    """Greedy copies digits below 3. Sampled, the j-th response to digit d copies if j < d. Draws
+    are counted.
+    """
 
     def __init__(self) -> None:
         self.draws = 0
@@ -102,7 +104,9 @@ def test_each_response_of_an_evaluation_is_a_sign_of_progress(
 
 
 def test_pass_at_1_and_pass_at_k_by_hand(tokenizer: PreTrainedTokenizerFast) -> None:
-    """Greedy: digits 0, 1, 2 of 5. Of 4 samples digit d has d right, so only digit 0 has none: pass@4 = 4/5."""
+    """Greedy: digits 0, 1, 2 of 5. Of 4 samples, digit d has d right, so only digit 0 has none:
+    pass@4 = 4/5.
+    """
     engine = Scripted()
     engine.zero = tokenizer("0", add_special_tokens=False)["input_ids"][0]
     greedy = LLMEnv(CopyTask(), tokenizer, num_envs=5, repeats=1, split="test")
@@ -121,13 +125,13 @@ def test_pass_at_1_and_pass_at_k_by_hand(tokenizer: PreTrainedTokenizerFast) -> 
     ]
     few = Evaluator(engine, greedy, None, params=SamplingParams(4, stop_token_ids=(1,)), rows=2)
     assert few.evaluate(sampled=False)[1] == rows[:2]
-    assert engine.draws == 0  # its random state was put back
+    assert engine.draws == 0  # its random state was restored
     assert pass_at_k(4, 1, 4) == 1.0
     assert "eval/pass@4" not in evaluator.evaluate(sampled=False)[0]
 
 
 class PartlyScored(CopyTask):
-    """Fails to score each response to some queries, and the right responses to others."""
+    """Fail to score each response to some queries, and the right responses to others."""
 
     def __init__(self, never: str, wrong_only: str = "") -> None:
         super().__init__()
@@ -147,12 +151,12 @@ class PartlyScored(CopyTask):
             PartlyScored("02"),
             (1 / 3, 0.4),
             (1.0, 0.4),
-        ),  # left: digits 1, 3 and 4; copied: digit 1, and all of them
+        ),  # remaining: digits 1, 3 and 4; copied: digit 1, in all samples
         (
             PartlyScored("0", wrong_only="1"),
             (1 / 3, 0.4),
             (3 / 4, 5 / 20),
-        ),  # of digit 1 the 3 wrong samples are left
+        ),  # the 3 wrong samples of digit 1 remain
         (PartlyScored("01234"), (math.nan, 1.0), (math.nan, 1.0)),
     ],
 )
@@ -175,7 +179,9 @@ def test_invalid_rewards_count_neither_in_pass_at_1_nor_in_pass_at_k(
 
 
 def test_a_further_test_set_has_metrics_of_its_own(tokenizer: PreTrainedTokenizerFast) -> None:
-    """The test split's stay; of the further digits 0 and 1 both are copied greedily, and digit 1 alone when sampled."""
+    """The test split's metrics stay. Of the further digits 0 and 1, greedy copies both, and
+    sampling only digit 1.
+    """
     engine, task = Scripted(), WithTests(CopyTask(), {"more": CopyTask([0, 1])})
     engine.zero = tokenizer("0", add_special_tokens=False)["input_ids"][0]
     greedy = LLMEnv(task, tokenizer, num_envs=7, repeats=1, split="test")

@@ -1,4 +1,4 @@
-"""The examples, run by the command lines in their own docstrings."""
+"""The examples, run with the command lines in their own docstrings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EXAMPLES = ("my_data", "trl_reward", "verl_reward", "my_tasks", "my_tools", "my_
 
 
 def command_of(name: str) -> list[str]:
-    """The arguments of grpo.py in an example's docstring."""
+    """Return the arguments of grpo.py in an example's docstring."""
     doc = ast.get_docstring(ast.parse((ROOT / "examples" / f"{name}.py").read_text())) or ""
     start = doc.index("python sota/grpo/grpo.py")
     lines = []

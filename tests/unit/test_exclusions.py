@@ -1,4 +1,4 @@
-"""Settings that are fine alone, and together would train nothing, or something else than is asked for."""
+"""Settings that work alone, but together would train nothing, or something other than requested."""
 
 from __future__ import annotations
 

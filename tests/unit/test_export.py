@@ -1,4 +1,6 @@
-"""``python -m torchrl_grpo.export``: the model of a checkpoint is the one that the run would have written."""
+"""``python -m torchrl_grpo.export``: a checkpoint's model is the one that the run itself would
+export.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def assert_same(
 
 @pytest.mark.slow
 def test_export_prints_the_folder_and_nothing_else(lora_run: Path, tmp_path: Path) -> None:
-    """Not what torchao, PyTorch and transformers say when they are imported, nor their progress bars."""
+    """Messages that torchao, PyTorch and transformers print at import, and progress bars, must not
+    appear.
+    """
     command = [
         sys.executable,
         "-m",
@@ -61,7 +65,7 @@ def test_export_prints_the_folder_and_nothing_else(lora_run: Path, tmp_path: Pat
         str(tmp_path / "made"),
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
-    of_torch = "No CUDA runtime is found, using CUDA_HOME="  # its CUDA build, where there is a toolkit and no GPU
+    of_torch = "No CUDA runtime is found, using CUDA_HOME="  # PyTorch's CUDA build, where there is a toolkit and no GPU
     errors = [line for line in done.stderr.splitlines() if not line.startswith(of_torch)]
     assert (done.stdout, errors) == (f"{tmp_path / 'made'}\n", [])
 
@@ -83,7 +87,7 @@ def test_the_export_of_a_checkpoint_is_that_of_the_run(tmp_path: Path) -> None:
 def test_a_live_run_is_exported_from_its_next_checkpoint(
     after: int, lora_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It keeps one checkpoint, and writes the next one before or after this one is read."""
+    """The run keeps one checkpoint, and writes the next one before or after this one is read."""
     shutil.copytree(lora_run, tmp_path / "run")
     real, calls = torchrl_grpo.extras.export.export.read_checkpoint, list[Path]()
 
@@ -121,7 +125,7 @@ def test_models_are_written_beside_checkpoints(overrides: tuple[str, ...], tmp_p
     assert [path.name for path in models] == [
         "model",
         "model_000002",
-    ]  # the last step's is the run's own
+    ]  # the run exports its last step itself
     main(
         [
             str(at(tmp_path, 2)),
@@ -150,7 +154,7 @@ def test_the_card_names_base_data_accuracy_and_config(lora_run: Path, tmp_path: 
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A hub that huggingface_hub uses: the real client, over HTTP."""
+    """Yield a hub that huggingface_hub contacts: the real client, over HTTP."""
     with serving_hub() as served:
         monkeypatch.setattr(constants, "ENDPOINT", served.address)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -267,7 +271,7 @@ def test_a_large_model_is_written_file_by_file(
 def test_all_weights_are_gathered_when_the_first_file_finds_no_room(
     tiny_model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other ranks of a sharded model would wait for ever."""
+    """Otherwise the other ranks of a sharded model would wait forever."""
     gathered = list[str]()
 
     def named_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,4 +1,6 @@
-"""What a GPU would refuse, without one: parts on pretended devices, and CUDA's calls replaced at the border."""
+"""Errors that only a GPU would raise, found without one: parts on simulated devices, and CUDA's
+calls replaced.
+"""
 
 from __future__ import annotations
 
@@ -40,9 +42,9 @@ METRICS = ("train/loss", "train/grad_norm", "train/kl_k3_to_ref", "train/entropy
 
 
 def on(device: str, packs: bool) -> Any:
-    """The tiny model on a device, which packs its sequences or pads them."""
+    """Return the tiny model on a device, with packed or padded sequences."""
     model = make_tiny_model()
-    TokenScorer(model)  # looks whether it can be packed
+    TokenScorer(model)  # checks whether it can be packed
     model = model.to(device)
     model.tie_weights()  # a real device keeps them tied
     if not packs:
@@ -90,7 +92,7 @@ def test_reference_and_trainer_work_on_devices_of_their_own() -> None:
         metrics = make_trainer(on(FIRST, packs=True)).train_batch(
             lazy_stack(list(scored.unbind(0)))
         )
-    assert abs(metrics["train/kl_k3_to_ref"]) < 1e-5  # of a model to itself
+    assert abs(metrics["train/kl_k3_to_ref"]) < 1e-5  # a model of its own
 
 
 def test_a_pretended_device_notes_where_the_cpu_waits_for_it() -> None:
@@ -116,7 +118,9 @@ def test_a_pretended_device_notes_where_the_cpu_waits_for_it() -> None:
 
 @pytest.mark.slow
 def test_a_step_waits_for_its_device_twice_and_scoring_once_a_pass() -> None:
-    """A step reads loss and gradient norm, to know whether to go on, and at its end the metrics."""
+    """A step reads loss and gradient norm to decide whether to continue, and the metrics at its
+    end.
+    """
     with PretendedCuda() as cuda:
         trainer = make_trainer(on(FIRST, packs=True), micro_batch_tokens=30)
         batch = make_batch(repeats=4)
@@ -130,7 +134,7 @@ def test_a_step_waits_for_its_device_twice_and_scoring_once_a_pass() -> None:
 
 
 class Crossings(TorchDispatchMode):
-    """Notes the dtypes of each copy from a pretended device to the CPU, before and after it."""
+    """Record the dtypes of each copy from a simulated device to the CPU, before and after it."""
 
     def __enter__(self) -> Any:
         self.dtypes: list[tuple[torch.dtype, torch.dtype]] = []
@@ -166,7 +170,7 @@ def to_a_server(weights: dict[str, torch.Tensor], folder: Path) -> dict[str, tor
 
 @pytest.mark.parametrize("send", [to_objects, to_shared_memory, to_a_server])
 def test_weights_are_converted_before_they_leave_their_device(send: Any, tmp_path: Path) -> None:
-    """A copy between devices that converts is computed by the CPU, of twice the bytes."""
+    """The CPU would compute a converting copy between devices, on twice the bytes."""
     expected = {"norm": torch.randn(8), "embed": torch.randn(4, 8).T}
     with PretendedCuda():
         weights = {name: weight.to(FIRST) for name, weight in expected.items()}
@@ -177,7 +181,9 @@ def test_weights_are_converted_before_they_leave_their_device(send: Any, tmp_pat
 
 
 class FakeIpc:
-    """CUDA's calls for shared memory, in one process. Torch frees what was exported when its count is 0."""
+    """CUDA's calls for shared memory, in one process. Torch frees an exported tensor when its count
+    is 0.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.memory: dict[bytes, torch.Tensor] = {}
@@ -233,7 +239,7 @@ class FakeIpc:
         self.counts[counter] -= 1
 
     def received(self, updates: Iterable[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        """What vLLM's engine makes of update infos."""
+        """Return the weights that vLLM's engine reads from update infos."""
         got: dict[str, torch.Tensor] = {}
         for update in updates:
             info = ipc.opened(pickle.loads(pickle.dumps(update)))
@@ -256,7 +262,7 @@ def test_the_arguments_of_shared_memory_are_those_of_torch() -> None:
 
 
 def test_weights_are_exported_from_the_gpu_that_they_are_on() -> None:
-    """In one process on the second GPU, where torch's current device is the first."""
+    """One process uses the second GPU, while torch's current device is the first."""
     with FakeTensorMode():
         weight = torch.empty(3, device="cuda:1")
         [(_, read)] = ipc.on_gpu([("norm", weight)])
@@ -280,7 +286,7 @@ def test_what_an_engine_on_the_same_gpu_reads_is_counted_once(
         torch.equal(got[name], weight.bfloat16()) for name, weight in named_weights(models[2])
     )
     assert [(name, tuple(got[name].shape)) for name in got] == sent[2].layout
-    sender.release(1)  # nobody has read it
+    sender.release(1)  # not read yet
     sender.release(2)
     assert set(cuda.counts.values()) == {0}
     sender.close()

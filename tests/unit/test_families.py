@@ -1,4 +1,4 @@
-"""Families of models: each part gives the log-probs of the model's own logits, or refuses the model."""
+"""Model families: each part computes the log-probs of the model's own logits, or refuses the model."""
 
 from __future__ import annotations
 

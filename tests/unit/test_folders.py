@@ -1,4 +1,4 @@
-"""A run's folder: each start has one of its own, and one process at a time writes into it."""
+"""Run folders: each start gets its own, and only one process at a time writes into it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SHORT = ("--config-name", "grpo_arithmetic", *SMALL, steps(1))
 
 @pytest.fixture
 def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time that Hydra names folders after."""
+    """Return the time that Hydra uses in folder names."""
     from omegaconf import OmegaConf
 
     real = OmegaConf.register_new_resolver
@@ -85,7 +85,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.slow
 def test_a_live_run_is_not_gone_on_with_by_another_start(tmp_path: Path) -> None:
-    """It renamed the checkpoints of the run and cut its metrics."""
+    """The second run once renamed the first one's checkpoints and truncated its metrics."""
     config = compose_config(*SMALL, steps(3), "train.checkpoint_frequency=1")
     with closing(build(config, tmp_path)) as live:
         live.fit()
@@ -94,7 +94,7 @@ def test_a_live_run_is_not_gone_on_with_by_another_start(tmp_path: Path) -> None
             with pytest.raises(ConfigError, match=held_by(os.getpid())):
                 run(tmp_path, steps(4), f"train.resume={resume}")
         assert contents(tmp_path) == before
-        export([str(tmp_path), "--output", str(tmp_path / "model")])  # reading it is free
+        export([str(tmp_path), "--output", str(tmp_path / "model")])  # reading needs no lock
         assert (tmp_path / "model" / "config.json").exists()
         view = RunView(tmp_path, "live")
         view.refresh()
@@ -171,7 +171,7 @@ HOLDER = "import sys, time; from torchrl_grpo.host.folders import FolderLock; lo
 
 @pytest.fixture
 def holder(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts a process that holds the lock on ``tmp_path`` and has said so."""
+    """Start a process that holds the lock on ``tmp_path`` and has reported it."""
     started = []
 
     def start(then: str = "") -> subprocess.Popen[str]:
@@ -202,7 +202,7 @@ def test_the_lock_ends_with_a_process_that_is_killed(
 
 
 def has_open(pid: int, name: str) -> bool:
-    """Whether a process has a file of this name open."""
+    """Return whether a process has a file of this name open."""
     return any(os.readlink(file).endswith(name) for file in Path(f"/proc/{pid}/fd").iterdir())
 
 
@@ -220,7 +220,7 @@ CHILDREN = {
 def test_no_child_process_keeps_the_lock(
     kind: str, tmp_path: Path, holder: Callable[..., subprocess.Popen[str]]
 ) -> None:
-    """Such as reward workers, Ray's processes and vLLM's, which may outlive a run that is killed."""
+    """Reward workers, Ray's processes and vLLM's may outlive a run that is killed."""
     process = holder(f"{CHILDREN[kind]}open({str(tmp_path / 'child')!r}, 'w').write(str(child)); ")
     child = int((tmp_path / "child").read_text())
     try:
@@ -274,7 +274,7 @@ def test_without_flock_the_file_is_the_lock(
     for holder_text in (
         "elsewhere 7 77\n",
         "",
-    ):  # a host that cannot be asked, and one that died as it wrote
+    ):  # a host that cannot be queried, and one that died while writing
         (tmp_path / LOCK_FILE).write_text(holder_text)
         with pytest.raises(
             ConfigError, match=f"If that process has ended, remove {tmp_path / LOCK_FILE}"
@@ -282,7 +282,7 @@ def test_without_flock_the_file_is_the_lock(
             FolderLock(tmp_path)
     (tmp_path / LOCK_FILE).write_text(
         f"{os.uname().nodename} {os.getpid()} 1\n"
-    )  # the number is used again
+    )  # the process number is used again
     FolderLock(tmp_path).close()
 
 
@@ -317,7 +317,7 @@ def test_of_20_starts_at_once_one_gets_the_folder(tmp_path: Path) -> None:
 def at_step(
     made: Run, step: int, then: Callable[[], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Have something happen to a run's folder in the middle of a step."""
+    """Change a run's folder in the middle of a step."""
     publish: Callable[..., None] = made.source.publish
 
     def publish_then(*given: Any) -> None:
@@ -329,7 +329,7 @@ def at_step(
 
 
 def test_a_file_in_the_place_of_the_checkpoints_drops_no_rows(tmp_path: Path) -> None:
-    """The run started afresh: the rows of its steps were dropped, and then came a traceback."""
+    """The run once restarted: it dropped the rows of its steps, and then came a traceback."""
     (tmp_path / "checkpoints").write_text("mine")
     (tmp_path / "metrics.jsonl").write_text('{"step": 7}\n')
     with pytest.raises(
@@ -393,7 +393,7 @@ def test_a_last_checkpoint_that_cannot_be_written_is_one_line(
 
 @pytest.fixture
 def read_only(tmp_path: Path) -> Iterator[Path]:
-    """A file system that cannot be written to, where root may mount one."""
+    """A read-only file system, where root may mount one."""
     folder = tmp_path / "outputs"
     folder.mkdir()
     if subprocess.run(

@@ -1,4 +1,6 @@
-"""A run's folder that comes from others: nothing is written or read through a link that leads out of it."""
+"""Run folders from other people: nothing is written or read through a link that leads out of the
+folder.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def linked(whole: Path, tmp_path: Path, name: str) -> tuple[Path, Path]:
-    """Copy a run with one of its files elsewhere; return the folder and that file."""
+    """Copy a run and move one of its files elsewhere; return the folder and that file."""
     folder, outside = tmp_path / "run", tmp_path / "outside"
     shutil.copytree(whole, folder)
     file = folder / name

@@ -1,7 +1,7 @@
-"""Several ranks against one process: real processes, real gloo, real FSDP2.
+"""Several ranks compared with one process: real processes, real gloo, real FSDP2.
 
-Processes take seconds to start, so they are started once for each world size. They run every check, write what came out
-into files, and the tests compare that with one process.
+Processes take seconds to start, so each world size starts once. They run every check and write the
+results into files, and the tests compare these with one process.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def make_trainer(
         model: Any = make_tiny_model(tie_word_embeddings=tied).to(dtype)
     if lora:
         torch.manual_seed(1)
-        model = loading.add_lora(model, r=3, alpha=8)  # 3 rows: a rank of 4 holds none
+        model = loading.add_lora(model, r=3, alpha=8)  # 3 rows: a rank of 4 has none
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.05)
@@ -108,7 +108,7 @@ def three_steps(mesh: DeviceMesh | None, repeats: int = 1, **settings: Any) -> d
 
 
 def with_a_teacher(scorer: TokenScorer) -> GRPOLoss:
-    """The divergence over the vocabulary from a teacher with states of three numbers."""
+    """Return the divergence over the vocabulary from a teacher with states of three numbers."""
     head = torch.randn(
         scorer.model.config.vocab_size, 3, generator=torch.Generator().manual_seed(1)
     )
@@ -117,13 +117,15 @@ def with_a_teacher(scorer: TokenScorer) -> GRPOLoss:
 
 
 def with_likely_tokens(scorer: TokenScorer) -> GRPOLoss:
-    """The divergence from a teacher of which the most likely tokens are known."""
+    """Return the divergence from a teacher with known top tokens."""
     scorer.distill_from(Teacher(0.5))
     return GRPOLoss(scorer, teacher_coeff=0.5)
 
 
 def taught(mesh: DeviceMesh | None, loss: Callable[[TokenScorer], GRPOLoss]) -> dict[str, Any]:
-    """Two steps of groups with a demonstration, an advantage of each token, and a teacher's states."""
+    """Train two steps on groups with a demonstration, an advantage per token, and a teacher's
+    states.
+    """
     trainer = make_trainer(mesh, loss=loss, dtype=torch.float64)
     batch, generator = make_batch(LENGTHS, spread=0.3, repeats=3), torch.Generator().manual_seed(2)
     for number, row in enumerate(batch.unbind(0)):
@@ -132,7 +134,7 @@ def taught(mesh: DeviceMesh | None, loss: Callable[[TokenScorer], GRPOLoss]) -> 
         row.set(keys.ADVANTAGE, torch.randn(len(mask), generator=generator))
         shown = slice(
             0, 0 if number % 3 else 7 + 9 * number
-        )  # the last one is longer than all that was sampled
+        )  # the last one is longer than every sampled one
         tokens = torch.cat([row[keys.FULL][:3], torch.randint(5, 261, (100,), generator=generator)])
         row.set(keys.DEMONSTRATION, tokens[shown])
         row.set(keys.DEMONSTRATION_MASK, (torch.arange(103) > 2)[shown])
@@ -142,7 +144,9 @@ def taught(mesh: DeviceMesh | None, loss: Callable[[TokenScorer], GRPOLoss]) -> 
 
 
 def likely_tokens_of_a_teacher(mesh: DeviceMesh | None, **settings: Any) -> dict[str, Any]:
-    """A step in mixed precision from a teacher's most likely tokens, and what scorer and layers were called with."""
+    """Train a step in mixed precision on a teacher's top tokens; return the arguments of scorer and
+    layers too.
+    """
     trainer = make_trainer(
         mesh, dtype=torch.float32, loss=with_likely_tokens, micro_batch_tokens=10**6, **settings
     )
@@ -150,7 +154,7 @@ def likely_tokens_of_a_teacher(mesh: DeviceMesh | None, **settings: Any) -> dict
     for row in batch.unbind(0):
         count = int(row[keys.ASSISTANT_MASK].sum())
         log_probs = torch.randn(count, 2, generator=generator).log_softmax(-1) - 0.1
-        ids = torch.tensor([257.0, 259.0]).expand(count, 2)  # bfloat16 has neither
+        ids = torch.tensor([257.0, 259.0]).expand(count, 2)  # bfloat16 can represent neither
         row.set(keys.TEACHER_STATES, torch.cat([log_probs, ids], -1))
     scorer: Any = trainer.loss.actor_network
     score, ids, layouts = scorer._score, [], []
@@ -176,13 +180,13 @@ def likely_tokens_of_a_teacher(mesh: DeviceMesh | None, **settings: Any) -> dict
 
 
 def two_sequences(mesh: DeviceMesh | None) -> dict[str, Any]:
-    """Fewer sequences than 4 ranks."""
+    """Train fewer sequences than 4 ranks."""
     trainer = make_trainer(mesh, dtype=torch.float64)
     return {"metrics": [trainer.train_batch(make_batch((9, 5)))], "weights": weights(trainer)}
 
 
 def one_bad_sequence(mesh: DeviceMesh | None) -> dict[str, Any]:
-    """A step with NaN in a single sequence, then a good one."""
+    """Train a step with NaN in a single sequence, then a good one."""
     trainer, batch = (
         make_trainer(mesh, dtype=torch.float64, max_nonfinite_steps=2),
         make_batch(LENGTHS),
@@ -211,7 +215,7 @@ def one_bad_sequence(mesh: DeviceMesh | None) -> dict[str, Any]:
 
 
 def overflow(mesh: DeviceMesh | None) -> dict[str, Any]:
-    """Steps from a loss scale that is too large on."""
+    """Train steps that start with a loss scale that is too large."""
     trainer = make_trainer(mesh, autocast_dtype=torch.float16)
     trainer.scaler = torch.amp.GradScaler("cpu", init_scale=FIRST_SCALE)
     start = weights(trainer)
@@ -227,7 +231,7 @@ def overflow(mesh: DeviceMesh | None) -> dict[str, Any]:
 
 
 def adapters_off_first(mesh: DeviceMesh | None, **settings: Any) -> dict[str, Any]:
-    """The reference scores with the adapters off before the adapters are trained with gradients."""
+    """Score the reference with the adapters off before training the adapters."""
     trainer, batch = make_trainer(mesh, lora=True, **settings), make_batch(LENGTHS)
     batch = batch.exclude(keys.REF_LOG_PROBS)
     KLScoring(AdapterOffScorer(trainer.model), max_tokens=40)(batch)
@@ -237,7 +241,9 @@ def adapters_off_first(mesh: DeviceMesh | None, **settings: Any) -> dict[str, An
 
 
 def scored_first(mesh: DeviceMesh | None, *, lora: bool, **settings: Any) -> dict[str, Any]:
-    """The ranks share out what is scored before a step: with the policy itself, or with its adapters off."""
+    """Share scoring among the ranks before a step: with the policy itself, or with its adapters
+    off.
+    """
     trainer = make_trainer(mesh, lora=lora, **settings)
     batch = make_batch(LENGTHS, spread=0.3, repeats=3)
     key = keys.REF_LOG_PROBS if lora else keys.PROX_LOG_PROBS
@@ -260,7 +266,9 @@ def scored_first(mesh: DeviceMesh | None, *, lora: bool, **settings: Any) -> dic
 
 
 def averaged(mesh: DeviceMesh | None, **settings: Any) -> dict[str, Any]:
-    """Three steps, before each of which an average of the weights scores as reference and teacher."""
+    """Train three steps, before each of which an average of the weights scores as reference and
+    teacher.
+    """
     trainer, batch = make_trainer(mesh, **settings), make_batch(LENGTHS, spread=0.3)
     start, metrics, scored = weights(trainer), [], {}
     average = AverageScorer(trainer.model, decay=0.5)
@@ -277,7 +285,7 @@ def averaged(mesh: DeviceMesh | None, **settings: Any) -> dict[str, Any]:
 
 
 def recomputed_layers(mesh: DeviceMesh | None) -> int:
-    """How often an MLP starts in one micro-batch: twice when its layer is recomputed."""
+    """Return how often an MLP runs in one micro-batch: twice if its layer is recomputed."""
     trainer = make_trainer(mesh, checkpointing=True, micro_batch_tokens=10**6)
     calls = []
     loading.base_model_of(trainer.model).model.layers[0].mlp.register_forward_pre_hook(
@@ -288,7 +296,7 @@ def recomputed_layers(mesh: DeviceMesh | None) -> int:
 
 
 def share_of_memory(mesh: DeviceMesh) -> float:
-    """The part of all parameters and moments that lies on this rank between two steps."""
+    """Return this rank's share of all parameters and moments between two steps."""
     trainer = make_trainer(mesh)
     trainer.train_batch(make_batch(LENGTHS))
     held = [parameter for parameter in trainer.model.parameters() if isinstance(parameter, DTensor)]
@@ -300,7 +308,7 @@ def share_of_memory(mesh: DeviceMesh) -> float:
 
 
 def sent_in_bfloat16(mesh: DeviceMesh) -> dict[str, Any]:
-    """What goes to an engine that computes in bfloat16, and the dtypes in which ranks gather it."""
+    """Return the weights for an engine in bfloat16, and the dtypes in which ranks gather them."""
     trainer, dtypes, full_tensor = make_trainer(mesh), set[torch.dtype](), DTensor.full_tensor
     expected = weights(trainer)
 
@@ -316,7 +324,7 @@ def sent_in_bfloat16(mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def bfloat16(check: Callable[..., dict[str, Any]], mesh: DeviceMesh | None) -> dict[str, Any]:
-    """A check in mixed precision."""
+    """Run a check in mixed precision."""
     param_dtype = None if mesh is None else torch.bfloat16
     return check(mesh, param_dtype=param_dtype, autocast_dtype=torch.bfloat16)
 
@@ -351,9 +359,11 @@ COMPARED: dict[str, Callable[[DeviceMesh | None], Any]] = {
 
 
 def save_and_go_on(mesh: DeviceMesh | None, path: Path, *, lora: bool) -> dict[str, Any]:
-    """Two steps, a checkpoint, a third step; ranks write what was there before it after it.
+    """Train two steps, save a checkpoint, train a third step; ranks write their state before and
+    after it.
 
-    The reference is an average of the weights, which is part of the checkpoint."""
+    The reference is an average of the weights, which is part of the checkpoint.
+    """
     trainer = with_average(make_trainer(mesh, lora=lora))
     for _ in range(2):
         trainer.train_batch(of_average(trainer))
@@ -383,7 +393,7 @@ def saved_in(folder: Path) -> Path:
 
 
 def load_and_go_on(mesh: DeviceMesh | None, path: Path, *, lora: bool) -> dict[str, Any]:
-    """The third step of ``save_and_go_on`` by a new trainer."""
+    """Repeat the third step of ``save_and_go_on`` with a new trainer."""
     trainer = with_average(make_trainer(mesh, lora=lora))
     trainer.load_state_dict(read_checkpoint(saved_in(path))["trainer"], saved_in(path))
     at_save = weights(trainer)
@@ -397,7 +407,9 @@ def load_and_go_on(mesh: DeviceMesh | None, path: Path, *, lora: bool) -> dict[s
 
 
 def run_rank(rank: int, world_size: int, folder: str) -> None:
-    """What each process does: everything on 2 ranks, what depends on their number on 4 too."""
+    """Run all checks in a process of 2 ranks, and in one of 4 ranks those that depend on their
+    number.
+    """
     torch.set_num_threads(1)
     path = Path(folder)
     store = dist.FileStore(f"{folder}/meet_{world_size}", world_size)
@@ -422,7 +434,7 @@ def run_rank(rank: int, world_size: int, folder: str) -> None:
 
 
 def run_grid_rank(rank: int, world_size: int, folder: str) -> None:
-    """What each process of 2 x 2 does, where pairs split the layers between them."""
+    """Run the checks in a process of 2 x 2, where pairs split the layers between them."""
     torch.set_num_threads(1)
     path = Path(folder)
     store = dist.FileStore(f"{folder}/meet_grid", 4)
@@ -448,7 +460,9 @@ def run_grid_rank(rank: int, world_size: int, folder: str) -> None:
 
 
 def run_two_ranks(rank: int, world_size: int, folder: str) -> None:
-    """What each of two processes does: one group, and then a whole copy of the model on each."""
+    """Run the checks in one of two processes: as one group, and then with a whole copy of the model
+    each.
+    """
     run_rank(rank, world_size, folder)
     store = dist.FileStore(f"{folder}/meet_whole_copies", 2)
     mesh = init_mesh(rank, 2, store, device=CPU, timeout_s=600, replicas=2)
@@ -458,7 +472,7 @@ def run_two_ranks(rank: int, world_size: int, folder: str) -> None:
 
 
 def run_copies_rank(rank: int, world_size: int, folder: str) -> None:
-    """What each process of 2 x 2 does, where each pair shards a copy of the model."""
+    """Run the checks in a process of 2 x 2, where each pair shards a copy of the model."""
     torch.set_num_threads(1)
     path = Path(folder)
     store = dist.FileStore(f"{folder}/meet_copies", 4)
@@ -475,14 +489,16 @@ def run_copies_rank(rank: int, world_size: int, folder: str) -> None:
 
 
 def run_two_by_two(rank: int, world_size: int, folder: str) -> None:
-    """What each of four processes does: layers split over pairs, then a copy of the model for each pair."""
+    """Run the checks in one of four processes: layers split over pairs, then a copy of the model
+    for each pair.
+    """
     run_grid_rank(rank, world_size, folder)
     run_copies_rank(rank, world_size, folder)
 
 
 class _NoTokenizer:
     def save_pretrained(self, folder: os.PathLike[str]) -> None:
-        """Nothing to save."""
+        """Write nothing."""
 
 
 @pytest.fixture(scope="module")
@@ -492,7 +508,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def single(folder: Path) -> dict[str, Any]:
-    """What one process gives."""
+    """Return the results of one process."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in the ranks: ``make_batch`` computes
     out: dict[str, Any] = {
@@ -505,17 +521,17 @@ def single(folder: Path) -> dict[str, Any]:
 
 
 def start(run: Callable[..., None], world_size: int, folder: Path) -> None:
-    """One process imports, the ranks are its forks."""
+    """Start ranks: one process imports, and the ranks are its forks."""
     multiprocessing.set_forkserver_preload(
         ["torchrl_grpo.runtime", __name__]
-    )  # the first makes the imports quick
+    )  # the first process makes later imports fast
     multiprocessing.start_processes(
         run, (world_size, str(folder)), world_size, start_method="forkserver"
     )
 
 
 def given_by(name: str, world_size: int, folder: Path) -> list[dict[str, Any]]:
-    """What each rank of a group gave."""
+    """Return the results of each rank of a group."""
     return [torch.load(folder / f"rank_{name}_{rank}.pt") for rank in range(world_size)]
 
 
@@ -552,7 +568,7 @@ def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 
 
 def distance(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """Norm of the difference of all weights over the norm of all weights."""
+    """Return the norm of the difference of all weights over the norm of all weights."""
     assert list(got) == list(expected)
     pairs = [(got[name].double(), expected[name].double()) for name in expected]
     difference = sum((a - b).square().sum() for a, b in pairs)
@@ -560,7 +576,7 @@ def distance(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) ->
 
 
 def worst(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """Largest absolute difference of a weight."""
+    """Return the largest absolute difference of a weight."""
     return max(float((got[name] - expected[name]).detach().abs().max()) for name in expected)
 
 
@@ -581,11 +597,12 @@ def test_three_steps_on_several_ranks_are_those_of_one_process(
     ranks: list[dict[str, Any]],
     single: dict[str, Any],
 ) -> None:
-    """In float64 to rounding, so that the sums are exact; the metrics are float32 in both. A group of three sequences
-    may be on two ranks.
+    """In float64 to rounding, so that the sums are exact; the metrics are float32 in both. A group
+    of three sequences may be on two ranks.
 
-    Seen in float32: 5e-7 of the weights' norm, 2e-8 with LoRA. Adam makes the most of rounding in a gradient that
-    should be 0 (a bias of the keys has none but through the rotary embedding), so single weights may differ by more.
+    Observed in float32: 5e-7 of the weights' norm, 2e-8 with LoRA. Adam amplifies rounding in a
+    gradient that should be 0 (a bias of the keys has none except through the rotary embedding), so
+    single weights may differ by more.
     """
     expected = single[name]
     assert distance(ranks[0][name]["start"], expected["start"]) == 0
@@ -654,7 +671,7 @@ def test_ranks_share_out_what_is_scored_before_a_step(
         assert worst(rank[name]["scored"], ranks[0][name]["scored"]) == 0
         assert (
             worst(rank[name]["scored"], expected["scored"]) < 3e-6
-        )  # seen: 1.5e-6, where other sequences are beside
+        )  # observed: 1.5e-6, because batches differ
         assert len(rank[name]["computed"]) < len(expected["computed"])
         assert sum(rank[name]["computed"]) < 1.5 * sum(expected["computed"]) / len(ranks)
     assert sum(sum(rank[name]["computed"]) for rank in ranks) == sum(expected["computed"])
@@ -769,7 +786,7 @@ def test_a_checkpoint_goes_on_exactly_on_as_many_ranks(
 def test_a_checkpoint_goes_from_any_number_of_ranks_to_any(
     lora: bool, ranks: list[dict[str, Any]], single: dict[str, Any], folder: Path
 ) -> None:
-    """What is loaded is what was saved, bit for bit; the next step then differs by rounding."""
+    """Loading restores the saved state bit by bit; the next step then differs by rounding."""
     to_ranks, from_ranks = ranks[0][f"load_single_{lora}"], ranks[0][f"save_{lora}"]
     of_single = single[f"save_{lora}"]
     assert worst(to_ranks["at_save"], of_single["at_save"]) < 1e-7  # LoRA is merged part by part

@@ -1,4 +1,4 @@
-"""Two ranks that train on images against one process, where one rank has no image at all."""
+"""Two ranks that train on images compared with one process; one rank has no image at all."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def make_trainer(
 
 
 def make_batch(path: Path) -> TensorDictBase:
-    """Four sequences, of which the first one has an image."""
+    """Return four sequences, the first of which has an image."""
     tokenizer = loading.load_tokenizer(str(path))
     encoder = loading.load_image_encoder(str(path), loading.load_config(str(path)), tokenizer)
     chats, generator, rows = ChatEncoder(tokenizer, {}), torch.Generator().manual_seed(0), []
@@ -97,10 +97,12 @@ def make_batch(path: Path) -> TensorDictBase:
 
 
 def trained(path: Path, mesh: DeviceMesh | None, folder: Path, adapters: int = 0) -> dict[str, Any]:
-    """Two steps, a checkpoint, a third step, the same step from the checkpoint, and an export."""
+    """Train two steps, a checkpoint, a third step, the same step from the checkpoint, and an
+    export.
+    """
     batch, calls = make_batch(path), list[int]()
     trainer = make_trainer(path, mesh, calls, adapters)
-    if adapters:  # the reference model is the policy without them
+    if adapters:  # the reference model is the policy without adapters
         scoring = KLScoring(AdapterOffScorer(trainer.model), max_tokens=30)
         batch = scoring(batch.exclude(keys.REF_LOG_PROBS))
     calls.clear()
@@ -140,7 +142,7 @@ def weights(trainer: GRPOTrainer) -> list[tuple[str, torch.Tensor]]:
 
 
 def run_rank(rank: int, folder: str) -> None:
-    """What each process does."""
+    """Run the training in one process."""
     torch.set_num_threads(1)
     path = Path(folder)
     for family, replicas, adapters in CASES:

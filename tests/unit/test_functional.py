@@ -34,7 +34,9 @@ def test_masked_means_with_the_whole_count_add_up_over_parts() -> None:
 
 
 def test_group_advantage_by_hand() -> None:
-    """Group 7: rewards 1, 0, 0: mean 1/3, deviations 2/3, -1/3, -1/3, unbiased variance (4+1+1)/9/2 = 1/3."""
+    """Group 7: rewards 1, 0, 0: mean 1/3, deviations 2/3, -1/3, -1/3, unbiased variance (4+1+1)/9/2
+    = 1/3.
+    """
     advantage = F.group_advantage(
         torch.tensor([1.0, 0.0, 0.0]),
         torch.tensor([7, 7, 7]),
@@ -46,7 +48,7 @@ def test_group_advantage_by_hand() -> None:
 
 
 def test_equal_rewards_give_nothing_to_a_scale_of_their_group() -> None:
-    """Without a baseline they are not 0, and 1 / (0 + eps) would be a million."""
+    """Without a baseline the advantages are not 0, and 1 / (0 + eps) would be a million."""
     reward, group = torch.tensor([1.0, 1.0, 0.0, 2.0]), torch.tensor([0, 0, 1, 1])
     got = F.group_advantage(
         reward, group, torch.ones(4, dtype=torch.bool), mean="none", std="group"
@@ -132,7 +134,7 @@ def test_kl_estimators_by_hand() -> None:
 
 
 def test_k1_and_k3_are_unbiased_estimates_of_the_kl() -> None:
-    """Weighted with p over all outcomes, both sum to KL(p || q)."""
+    """Summed over all outcomes with weights p, both equal KL(p || q)."""
     torch.manual_seed(0)
     p, q = torch.randn(9).double().softmax(0), torch.randn(9).double().softmax(0)
     kl = (p * (p.log() - q.log())).sum()
@@ -227,7 +229,7 @@ def test_epsilon_is_added_to_the_standard_deviation() -> None:
 
 
 def test_advantages_of_large_rewards_are_computed_in_float64() -> None:
-    """In float32 the mean of these rewards is off by 2/3: 2^24 + 4/3 has no float32."""
+    """In float32 the mean of these rewards is off by 2/3, because 2^24 + 4/3 is not representable."""
     reward = torch.tensor([2.0**24, 2.0**24 + 2, 2.0**24 + 2])
     got = F.group_advantage(reward, torch.zeros(3), torch.ones(3) > 0, std="none")
     torch.testing.assert_close(got, torch.tensor([-4 / 3, 2 / 3, 2 / 3]))
@@ -268,7 +270,7 @@ def test_a_head_of_16_bits_gives_float32_as_wide_as_its_device_can():
         hidden.to("meta"),
         weight.to("meta"),
         bias.to("meta"),
-    )  # for a GPU; it has shapes and types
+    )  # for a GPU; it has shapes and dtypes
     with _Products() as products:
         got = F.head_logits(hidden, weight, bias)
     assert (got.dtype, got.shape) == (torch.float32, (3, 5))
@@ -276,7 +278,7 @@ def test_a_head_of_16_bits_gives_float32_as_wide_as_its_device_can():
 
 
 class _Products(TorchDispatchMode):
-    """Notes the dtypes that products of matrices come out in."""
+    """Record the output dtypes of matrix products."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""One game as a task, a text game, a class of tools, and an agent: the run cannot tell them apart."""
+"""One game as a task, a text game, a class of tools, and an agent: all of them give the same run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ Player = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
 @pytest.fixture(scope="module")
 def player() -> Player:
-    """The starter after a few steps on demonstrations: it mostly says one digit, and sometimes something else."""
+    """Return the starter after a few steps on demonstrations: it mostly says one digit, and
+    sometimes something else.
+    """
     from examples.my_games import GuessTask
 
     tokenizer = load_tokenizer(
@@ -65,7 +67,7 @@ def player() -> Player:
 def first_step(
     player: Player, form: str
 ) -> tuple[TensorDictBase, dict[str, Any], dict[str, torch.Tensor]]:
-    """The batch of a run's first step, the step's metrics, and the weights after it."""
+    """Return the batch of a run's first step, the step's metrics, and the weights after it."""
     model, tokenizer = player
     engine = TransformersEngine(model)
     engine.seed(3)

@@ -1,4 +1,4 @@
-"""The check of a CUDA device, with stages that need none."""
+"""The check of a CUDA device, with stages that don't need one."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def test_each_stage_is_recorded_whatever_becomes_of_the_others(tmp_path: Path) -
     assert (tmp_path / "log.txt").read_text().count("it ran") == 2
 
 
-@pytest.mark.slow  # a second until the limit
+@pytest.mark.slow  # a second until the time limit
 def test_a_stage_beyond_its_limit_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
     stages = [stage("hangs", HANGS, 1), stage("next", ENDS % 0)]
     Check(tmp_path, "cpu", 600, stages, {}).run()
     results = json.loads((tmp_path / "results.json").read_text())["stages"]
     assert results["hangs"]["status"] == "timed out"
     assert results["next"]["status"] == "passed"
-    if figures := results["hangs"].get("figures"):  # else it was killed before it had a child
+    if figures := results["hangs"].get("figures"):  # otherwise it was killed before it had a child
         assert alive([figures["child"]]) == []
 
 

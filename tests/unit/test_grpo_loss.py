@@ -17,7 +17,7 @@ from torchrl_grpo.objectives import CISPOLoss, GRPOLoss
 
 
 def plain_loop(logits: Tensor, rows: list[TensorDict], settings: dict) -> tuple[Tensor, Tensor]:
-    """The loss by scalar arithmetic, one token at a time."""
+    """Return the loss by scalar arithmetic, one token at a time."""
     logits = logits.clone().requires_grad_()
     low, high = settings["clip_epsilon"]
     counted = [row for row in rows if row["masks", "all_assistant_mask"].any()]
@@ -61,9 +61,10 @@ def test_value_and_gradient_equal_a_plain_loop(seed: int) -> None:
 
 
 def test_one_sequence_of_two_tokens_by_hand() -> None:
-    """Uniform current policy over 2 tokens (p = 1/2), advantage 1. Token 1 was sampled with p = 1/2 (ratio 1), token 2
-    with p = 1/4 (ratio 2, clipped at 1.2). Objective: (1 + 1.2) / 2 = 1.1. High clip fraction 1/2. Entropy ln 2.
-    Weights 1, 2: ESS = 1.5^2 / 2.5 = 0.9."""
+    """Uniform current policy over 2 tokens (p = 1/2), advantage 1. Token 1 was sampled with p = 1/2
+    (ratio 1), token 2 with p = 1/4 (ratio 2, clipped at 1.2). Objective: (1 + 1.2) / 2 = 1.1. High
+    clip fraction 1/2. Entropy ln 2. Weights 1, 2: ESS = 1.5^2 / 2.5 = 0.9.
+    """
     row = TensorDict(
         {
             ("tokens", "full"): torch.tensor([0, 1, 0]),
@@ -87,7 +88,9 @@ def test_one_sequence_of_two_tokens_by_hand() -> None:
 
 
 def test_ten_times_more_padding_changes_nothing() -> None:
-    """Metrics averaged over padding are a bug of the field: 10 times more of it gave a 10 times smaller KL."""
+    """Metrics averaged over padding are a known bug: 10 times more padding gave a 10 times smaller
+    KL.
+    """
     logits, rows = make_batch(0)
     expected = GRPOLoss(Table(logits), **SETTINGS)(lazy_stack(rows))
     wide_rows = []
@@ -145,12 +148,14 @@ def test_micro_batches_of_a_normalized_batch_add_up(split: tuple[int, ...]) -> N
             sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + value.detach()
     torch.testing.assert_close(parts.actor_network.logits.grad, whole.actor_network.logits.grad)
     for name, value in out.items():
-        if name != "ESS":  # not a sum: the trainer takes it from the two moments
+        if name != "ESS":  # not a sum: the trainer computes it from the two moments
             torch.testing.assert_close(sums[name], value.detach())
 
 
 def test_only_loss_entries_carry_a_gradient() -> None:
-    """Averaging the whole output scales the gradient by the number of metrics: they must not be differentiable."""
+    """Averaging the whole output would scale the gradient by the number of metrics if they were
+    differentiable.
+    """
     logits, rows = make_batch(4)
     out = GRPOLoss(Table(logits), **SETTINGS)(lazy_stack(rows))
     assert {name for name, value in out.items() if value.requires_grad} == {
@@ -218,7 +223,7 @@ def test_values_out_of_range_are_refused(settings: dict, message: str) -> None:
 
 
 def test_a_renamed_mask_is_what_the_scorer_scores(tiny_model) -> None:
-    """Tokens that only the renamed mask has are scored too, not taken to have log-prob 0."""
+    """Tokens that only the renamed mask includes are scored too, and don't get the log-prob 0."""
     tokens = torch.randint(5, 200, (1, 8), generator=torch.Generator().manual_seed(0))
     mine = torch.arange(8).unsqueeze(0) > 2
     batch = TensorDict(

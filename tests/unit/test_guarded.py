@@ -1,4 +1,4 @@
-"""A pytest of this suite that is killed leaves no process behind."""
+"""A pytest run of this suite that is killed leaves no process behind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FORKS = "import os, time; os.fork(); os.write(1, f'started {os.getpid()}\\n'.enc
 
 
 def start_processes() -> None:
-    """The test of the pytest that is killed."""
+    """Start processes; this is the test that the killed pytest runs."""
     subprocess.Popen([sys.executable, "-c", FORKS], start_new_session=True).wait()
 
 

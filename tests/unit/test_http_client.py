@@ -1,4 +1,4 @@
-"""The client of servers: TLS, and servers that mean harm."""
+"""The client of servers: TLS, and malicious servers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Answers(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[int]:
-    """A server with a certificate of its own, ``tmp_path/certificate``; its port."""
+    """Start a server with its own certificate, ``tmp_path/certificate``; return its port."""
     subject = ["-subj", "/CN=here", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2"]
     kind = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     files = ["-keyout", tmp_path / "key", "-out", tmp_path / "certificate"]
@@ -67,7 +67,7 @@ def test_a_private_authority_is_trusted_if_the_environment_names_it(
 
 
 class Harmful(BaseHTTPRequestHandler):
-    """Answers with the headers that it was sent, and with the status, header and value in the route."""
+    """Reply with the request's headers, and with the status, header and value in the route."""
 
     protocol_version = "HTTP/1.1"
     seen: ClassVar[list[str]] = []

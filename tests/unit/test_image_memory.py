@@ -1,4 +1,6 @@
-"""Memory of runs with images: each role's part of the image encoder, and what images add."""
+"""Memory of runs with images: each role's share of the image encoder, and the memory that images
+add.
+"""
 
 from __future__ import annotations
 
@@ -170,7 +172,7 @@ def test_a_trained_encoder_is_planned_on_one_training_device() -> None:
 
 
 def make_vision_model(trains: bool) -> Any:
-    """A random Idefics3 whose activations are larger than the rest."""
+    """Return a random Idefics3 whose activations dominate its memory."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 4}
     config = Idefics3Config(
@@ -188,7 +190,7 @@ def make_vision_model(trains: bool) -> Any:
 
 
 def make_image_batch(groups: int = 8, size: int = 2) -> Any:
-    """Groups whose prompts have an image each."""
+    """Return groups whose prompts have an image each."""
     generator, rows = torch.Generator().manual_seed(0), []
     tokens = torch.full((IMAGE_TOKENS,), IMAGE_ID)
     embeds = torch.ones(IMAGE_TOKENS, dtype=torch.bool)
@@ -213,7 +215,7 @@ def make_image_batch(groups: int = 8, size: int = 2) -> Any:
 
 
 def peak_of(function: Any) -> int:
-    """The most bytes that a function has allocated at a time, beyond what was there before."""
+    """Return the peak number of bytes that a function allocates beyond those that existed before."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         function()

@@ -56,7 +56,7 @@ ONE_FAMILY = pytest.mark.parametrize("kit", ["llava"], indirect=True)
 
 
 class Kit:
-    """A family's model, tokenizer and encoder."""
+    """Model, tokenizer and encoder of a family."""
 
     def __init__(self, path: Path) -> None:
         self.path = str(path)
@@ -78,7 +78,7 @@ class Kit:
         return prompt
 
     def logits(self, model: Any, tokens: Tensor, spans: Spans) -> Tensor:
-        """The logits of the model's own forward over one sequence, [T, V]."""
+        """Return the logits of the model's own forward over one sequence, [T, V]."""
         names = spans[0].image.inputs
         inputs = {n: torch.cat([span.image.inputs[n] for span in spans], self.axis) for n in names}
         kinds = torch.zeros_like(tokens)
@@ -105,8 +105,8 @@ def kit(
 
 
 def rows_of(kit: Kit) -> tuple[Tensor, Tensor, list[Spans]]:
-    """Two groups of two: the same text and equal ids, but other images; then two images, and an
-    image that is in both prompts.
+    """Return two groups of two with the same text and equal ids, but different images; then a
+    prompt with two images, and one with an image that is in both prompts.
     """
     a, b = picture(1), picture(4)
     prompts = [kit.prompt("Count?", [a]), kit.prompt("Count?", [b]), kit.prompt("Both", [b, a])]
@@ -123,7 +123,7 @@ def rows_of(kit: Kit) -> tuple[Tensor, Tensor, list[Spans]]:
 
 
 def own_scores(kit: Kit, model: Any, tokens: Tensor, mask: Tensor, images: list[Spans]) -> Tensor:
-    """The log-probs of the masked tokens by the model's own forward, a sequence at a time."""
+    """Return log-probs of the masked tokens by the model's own forward, one sequence at a time."""
     scores = torch.zeros(tokens.shape)
     for row, spans in enumerate(images):
         end = int(mask[row].nonzero().max()) + 1
@@ -167,7 +167,7 @@ def test_scores_and_gradients_are_those_of_the_models_own_forward(kit: Kit, pads
 
 def test_decoding_gives_the_log_probs_of_the_models_own_forward(kit: Kit) -> None:
     model = kit.model()
-    model.model.rope_deltas = torch.tensor([[7]])  # stale, of another caller
+    model.model.rope_deltas = torch.tensor([[7]])  # stale, from another caller
     engine = TransformersEngine(model)
     engine.seed(0)
     a, b = picture(1), picture(4, (60, 40))
@@ -179,7 +179,7 @@ def test_decoding_gives_the_log_probs_of_the_models_own_forward(kit: Kit) -> Non
     for prompt, completions in zip(prompts, answers, strict=False):
         for completion in completions:
             if model.config.image_token_id in completion.tokens:
-                continue  # the model's own forward would look for a further image
+                continue  # the model's own forward would expect another image
             checked += 1
             tokens = torch.cat([prompt.tokens, completion.tokens])
             logits = kit.logits(model, tokens, prompt.images).detach().log_softmax(-1)
@@ -231,7 +231,7 @@ def test_features_are_computed_once_until_the_weights_change(
 
 
 def test_features_follow_an_optimizer_that_counts_no_change(kit: Kit) -> None:
-    """A fused optimizer writes new weights without a new version of the tensor."""
+    """A fused optimizer writes new weights without increasing the tensor's version counter."""
     model = kit.model()
     scorer = TokenScorer(model)
     tokens, mask, images = rows_of(kit)
@@ -307,7 +307,7 @@ def test_a_template_that_drops_an_image_is_refused(kit: Kit) -> None:
 
 
 def write_data(folder: Path, count: int = 12) -> str:
-    """Rows with the same question and answers that only the picture tells."""
+    """Write rows with the same question, whose answers only the picture tells."""
     lines = []
     for number in range(count):
         (folder / f"{number}.png").write_bytes(picture(number).data)
@@ -416,7 +416,7 @@ def test_the_hash_of_the_split_includes_the_images(tmp_path: Path) -> None:
 
 
 def on_hub(monkeypatch: pytest.MonkeyPatch, data: Dataset) -> DatasetTask:
-    """A data set of the hub with these rows."""
+    """Return a data set on a simulated hub with these rows."""
     monkeypatch.setattr("datasets.load_dataset", lambda *args, **options: data)
     return DatasetTask("org/pictures", images_column="image")
 
@@ -672,7 +672,7 @@ def test_a_text_model_is_refused_for_images_of_later_problems(
 def test_the_pixels_that_are_kept_have_a_bound(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
     size = kit.encoder.encode(picture(20)).nbytes
     monkeypatch.setattr("torchrl_grpo.images.encoder.MOST_BYTES", 3 * size)
-    encoder = deepcopy(kit.encoder)  # with a new cache
+    encoder = deepcopy(kit.encoder)  # with an empty cache
     first = [encoder.encode(picture(i)) for i in range(6)]
     again = [encoder.encode(picture(i)) for i in range(6)]
     assert [a is b for a, b in zip(first, again, strict=True)] == [False] * 6
@@ -710,7 +710,7 @@ def test_a_template_that_writes_parts_alone_gets_parts(kit: Kit) -> None:
 
 
 class TwoTurns(Task):
-    """A task that replies once, whatever the policy says."""
+    """A task that replies once, whatever the response is."""
 
     name = "two_turns"
 
@@ -725,7 +725,9 @@ class TwoTurns(Task):
 
 
 def check_dialogs(kit: Kit, env: LLMEnv, images: int) -> None:
-    """Play an environment; the scorer must give the engine's log-probs, and spans their tokens."""
+    """Play an environment; the scorer must return the engine's log-probs, and the spans their
+    tokens.
+    """
     model = kit.model()
     params = SamplingParams(max_new_tokens=3, stop_token_ids=tuple(range(5, 261)))
     batch = RolloutCollector(env, GenerationPolicy(TransformersEngine(model), params)).rollout()

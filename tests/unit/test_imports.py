@@ -1,4 +1,6 @@
-"""The house's import rules, checked twice: by import-linter's contracts and by reading the syntax trees."""
+"""The project's import rules, checked twice: by import-linter's contracts and by parsing the source
+files.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +33,14 @@ FILES = sorted(p.relative_to(PACKAGE) for p in PACKAGE.rglob("*.py"))
 OWN = {
     "compat/ray.py": "ray",
     "weights/transfer_engine.py": "vllm",
-}  # each is imported where its package is there
+}  # each is imported only if its package is installed
 MODULES = [
     ".".join(("torchrl_grpo", *p.with_suffix("").parts)).removesuffix(".__init__")
     for p in FILES
     if p.as_posix() not in OWN
 ]
 
-# Which files may import a package, and whether only inside a function.
+# Files that may import a package, and whether only inside a function.
 RESTRICTED = {
     "vllm": (
         (
@@ -57,7 +59,9 @@ RESTRICTED = {
 
 
 def imports(tree: ast.AST, in_function: bool = False) -> Iterator[tuple[str, bool]]:
-    """Each top-level package that is imported, ``import_module("...")`` included, and whether a function does it."""
+    """Yield each top-level package that is imported, also by ``import_module("...")``, and whether
+    a function does it.
+    """
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name.partition(".")[0], in_function) for alias in node.names)
@@ -78,7 +82,7 @@ def imports(tree: ast.AST, in_function: bool = False) -> Iterator[tuple[str, boo
 
 
 def broken_rules(path: str, source: str) -> list[str]:
-    """What a file of the package imports although it may not."""
+    """Return the forbidden imports of a file of the package."""
     broken = []
     for package, in_function in imports(ast.parse(source)):
         if OWN.get(path) == package:
@@ -138,7 +142,7 @@ def test_the_check_sees_lazy_and_dynamic_imports(
     assert broken_rules(path, source) == ([broken] if broken else [])
 
 
-# Runs where an optional package is not installed: the path finder does not see it.
+# Simulates that an optional package is not installed: the path finder does not see it.
 HIDE = """
 import importlib, sys
 class Hide:
@@ -245,7 +249,7 @@ def test_the_contracts_hold() -> None:
             "surprise.py",
             "",
             "Imports run downward only",
-        ),  # a module that the contract gives no place
+        ),  # a module that the contract does not list
         (
             "tasks/base.py",
             "def f():\n    import vllm",

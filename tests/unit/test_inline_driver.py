@@ -1,4 +1,6 @@
-"""Rollouts in one thread: the order in which the parts work, the staleness check, resumes, errors and interrupts."""
+"""Rollouts in one thread: the order of the parts' work, the staleness check, resumes, errors and
+interrupts.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ from torchrl_grpo.weights import DirectSender, EitherHandle, WeightHandle
 
 
 class Recorder(Engine):
-    """Answers with one token, and writes down what is asked of it."""
+    """Answer with one token, and record the requests."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -62,7 +64,7 @@ class Recorder(Engine):
 
 
 class Refuses(Recorder):
-    """Takes weights in one way alone."""
+    """Accept weights in only one way."""
 
     def load(self, handle: WeightHandle, version: int) -> None:
         if isinstance(handle, EitherHandle):
@@ -71,7 +73,7 @@ class Refuses(Recorder):
 
 
 class Scoring:
-    """Stands for KLScoring."""
+    """Stand-in for KLScoring."""
 
     def __init__(self, calls: list[str]) -> None:
         self.calls = calls
@@ -230,7 +232,7 @@ def test_groups_that_an_asynchronous_run_drew_ahead_are_played_first(
     drawn = [next_task(tasks) for _ in range(6)]
     for number in (1, 4, 3):
         play(tasks, drawn[number])
-    assert tasks.take() is not None  # groups 1 and 4; 3 waits, and 0, 2 and 5 are being played
+    assert tasks.take() is not None  # groups 1 and 4; 3 waits, and 0, 2 and 5 are in progress
     state = tasks.state_dict() | {"engines": [None, {"policy_version": 1}]}
     queries = {progress.task.groups[0]: progress.task.drawn[0].problem.query for progress in drawn}
     source = make_source(tokenizer, Recorder(), state=state)
@@ -299,7 +301,7 @@ def test_a_batch_that_can_never_come_is_an_error_and_no_hang(
 
 
 class Failing(Recorder):
-    """Raises an error once, while it samples."""
+    """Raise an error once, while sampling."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__()
@@ -337,7 +339,7 @@ def test_an_error_arrives_as_the_part_raised_it_and_no_task_is_lost(
 def test_a_run_inside_an_event_loop_makes_none_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in a notebook, whose cells run inside the loop of its kernel."""
+    """A notebook's cells run inside the event loop of its kernel."""
 
     async def main() -> tuple[int, bool]:
         around = asyncio.get_running_loop()

@@ -1,4 +1,6 @@
-"""A signal at any moment of a run: it is saved, its files agree, and the exit status says what ended it."""
+"""A signal at any moment of a run: it saves, its files agree, and the exit status says why it
+ended.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ OPTIONS = (
 
 
 def send_at(run_: Run, moment: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sends this process a signal in the third step's ``moment``."""
+    """Send this process a signal at ``moment`` of the third step."""
     holders: dict[str, tuple[Any, str]] = {
         "wait for a batch": (run_.source, "next_batch"),
         "play": (run_.source.samplers[0].part, "play"),
@@ -154,7 +156,7 @@ def test_a_shield_ends_after_its_time() -> None:
 
 
 def test_a_signal_while_the_terminal_is_written_to_is_no_error() -> None:
-    """In Python's own stream that was a ``RuntimeError`` of a reentrant call."""
+    """Python's own stream raises a ``RuntimeError`` for a reentrant call."""
     code = """
 import sys
 from torchrl_grpo.host.interrupts import shielded, watched
@@ -167,7 +169,7 @@ with watched(), shielded():
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with subprocess.Popen([sys.executable, "-c", code], env=environment, **pipes) as process:
         assert process.stdout is not None and process.stdout.read(3) == b"now"
-        time.sleep(0.5)  # the pipe is full, and nobody reads
+        time.sleep(0.5)  # the pipe is full, and has no reader
         process.send_signal(signal.SIGTERM)
         time.sleep(0.2)
         _, shown = process.communicate(timeout=60)
@@ -177,7 +179,7 @@ with watched(), shielded():
 
 
 def test_a_signal_inside_torchs_writer_is_not_taken_for_an_error(tmp_path: Path) -> None:
-    """Without a shield, as in the save of a run that ends already."""
+    """There is no shield here, like during the save of a run that is already ending."""
     with pytest.raises(KeyboardInterrupt), watched():
         signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
         signal.setitimer(signal.ITIMER_REAL, 0.05)

@@ -29,7 +29,7 @@ PARAMS = SamplingParams(
 
 
 def rollout(params: SamplingParams = PARAMS) -> tuple[torch.nn.Module, lazy_stack]:
-    """A model, and a batch that an engine sampled with it: two groups of three."""
+    """Return a model, and a batch that an engine sampled with it: two groups of three."""
     model = make_tiny_model(seed=1)
     engine = TransformersEngine(model)
     engine.seed(0)
@@ -41,8 +41,8 @@ def rollout(params: SamplingParams = PARAMS) -> tuple[torch.nn.Module, lazy_stac
 
 @torch.no_grad()
 def log_probs_by_hand(model, row: TensorDict, params: SamplingParams) -> tuple[list, list]:
-    """Of a row's sampled tokens, from one pass over all of it: the log-probs of the truncated
-    distribution and the tokens that it keeps.
+    """Return log-probs of a row's sampled tokens under the truncated distribution, and the tokens
+    that it keeps, from one pass over the whole row.
     """
     full, mask = row[keys.FULL], row[keys.ASSISTANT_MASK]
     logits = model(input_ids=full[None]).logits[0].double() / params.temperature
@@ -77,7 +77,7 @@ def test_engine_and_trainer_have_the_log_probs_of_one_masked_pass():
         expected = torch.tensor(expected)
         torch.testing.assert_close(row[keys.LOG_PROBS][mask], expected, rtol=0, atol=1e-5)
         torch.testing.assert_close(trained[: len(mask)][mask], expected, rtol=0, atol=1e-5)
-    assert smaller  # rows with -1 were there
+    assert smaller  # rows with -1 existed
 
 
 def test_the_ratio_and_both_kls_of_the_first_step_are_1_and_0():
@@ -89,7 +89,7 @@ def test_the_ratio_and_both_kls_of_the_first_step_are_1_and_0():
     assert float(out["ratio_mean"]) == pytest.approx(1, abs=1e-5)
     for name in ("kl_k1_to_inference", "kl_k3_to_inference", "kl_k1_to_ref", "kl_k3_to_ref"):
         assert float(out[name]) == pytest.approx(0, abs=1e-5)
-    # What the trainer's whole distribution would give instead.
+    # The result of the trainer's full distribution would be different.
     whole = GRPOLoss(scorer)(batch.exclude(keys.KEPT))
     assert float(whole["ratio_mean"]) < 0.95
 
@@ -174,14 +174,14 @@ def test_a_response_that_is_cut_off_is_cut_with_its_kept_tokens():
 
 
 def test_tokens_with_a_probability_are_those_kept():
-    """vLLM's log-probs: of the sampled token, then of the most likely ones."""
+    """vLLM returns the log-prob of the sampled token, then those of the most likely ones."""
     inf = torch.inf
     ids = torch.tensor([[7, 4, 7, 2], [2, 4, 2, 9], [8, 1, 3, 5], [6, 6, 0, 1]], dtype=torch.int32)
     log_probs = torch.tensor(
         [[-1.0, -0.5, -1, -3], [-1, -0.5, -1, -inf], [-2, -1, -2, -2], [0.0, 0, -9999, -9999]]
     )
     kept, of_kept = kept_tokens(ids, log_probs)
-    # The third ties with the last one, whose place it takes.
+    # The third ties with the last one and replaces it.
     assert kept.tolist() == [[4, 7, 2], [4, 2, -1], [1, 3, 8], [6, -1, -1]]
     assert kept.dtype == torch.int32
     assert of_kept.tolist() == [

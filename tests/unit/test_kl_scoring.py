@@ -70,7 +70,7 @@ def test_scores_a_padded_batch_and_a_single_sequence() -> None:
 
 def test_a_replay_buffer_scores_what_is_written_once() -> None:
     model = make_tiny_model()
-    scorer = TokenScorer(model)  # which checks itself
+    scorer = TokenScorer(model)  # which has checks of its own
     calls = 0
 
     def count(*_: object) -> None:
@@ -111,7 +111,7 @@ def test_a_model_or_a_torchrl_wrapper_in_the_place_of_a_scorer_is_refused(
 
 
 class TwoTurns(ArithmeticTask):
-    """Asks once more after the first answer to a problem whose first digit is odd."""
+    """Ask a second time after the first response to a problem whose first digit is odd."""
 
     def next_turn(self, problem: Problem, responses: Sequence[str]) -> str | None:
         return "Sure?" if len(responses) == 1 and int(problem.query[0]) % 2 else None
@@ -122,7 +122,9 @@ class TwoTurns(ArithmeticTask):
 def test_in_an_environment_the_collector_keeps_each_steps_scores(
     task: ArithmeticTask, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    """Responses of different lengths, dialogs of different numbers of turns: as if the finished batch were scored."""
+    """Responses and dialogs have different lengths; the result must be as if the finished batch
+    were scored.
+    """
     model = make_tiny_model()
     engine = TransformersEngine(make_tiny_model(seed=1))
     engine.seed(0)

@@ -1,4 +1,4 @@
-"""The tests themselves: what they share lies in tests/support, and a name is no paragraph."""
+"""The tests themselves: shared code is in tests/support, and names are short."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FILES = [path for path in (ROOT / "tests").rglob("test_*.py") if "support" not i
 
 
 def test_no_test_module_imports_another() -> None:
-    """Nor does a script in a string."""
+    """A script in a string must not do it either."""
     pattern = re.compile(r"^\s*(?:from|import) (tests\.(?!support)\S+)", re.MULTILINE)
     texts = {path.name: path.read_text(encoding="utf-8") for path in FILES}
     assert {name: found for name, text in texts.items() if (found := pattern.findall(text))} == {}

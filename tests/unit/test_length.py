@@ -1,4 +1,6 @@
-"""How long a run is: in trajectories, in passes over the data, or none; and how many samples it keeps."""
+"""The length of a run: in trajectories, in passes over the data, or without limit; and the number
+of samples that it keeps.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ SMALL = (
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six problems to train on and three to test on."""
+    """Write six problems to train on and three to test on."""
     folder = tmp_path_factory.mktemp("data")
     for split, first, count in (("train", 1, 6), ("test", 7, 3)):
         rows = [
@@ -55,7 +57,7 @@ def fit(config: GRPOConfig, folder: Path, *, asynchronous: bool = False) -> list
 
 @pytest.fixture(scope="module")
 def epoch(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run over one pass."""
+    """Run one pass over the data."""
     folder = tmp_path_factory.mktemp("epoch")
     fit(
         config_of(
@@ -68,7 +70,7 @@ def epoch(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_an_epoch_has_each_problem_once_in_whole_batches(epoch: Path) -> None:
-    """24 trajectories: a batch of 16, and another that begins the next epoch."""
+    """24 trajectories are a batch of 16, and another that begins the next epoch."""
     rows = read_jsonl(epoch / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2]
     samples = [row for row in read_jsonl(epoch / "samples.jsonl") if row["split"] == "train"]

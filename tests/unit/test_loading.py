@@ -138,7 +138,7 @@ def test_an_added_token_without_an_embedding_is_refused_only_if_used(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     stray, config = copy.deepcopy(tokenizer), make_tiny_model().config
-    stray.add_tokens(["<image_soft_token>"], special_tokens=True)  # as Gemma 3's tokenizer has
+    stray.add_tokens(["<image_soft_token>"], special_tokens=True)  # like Gemma 3's tokenizer
     assert len(stray) == config.vocab_size + 1
     loading.check_vocabulary(config, stray, "gemma-3-1b")
     for change in ({"pad_token": "<image_soft_token>"}, {"chat_template": "<image_soft_token>0"}):
@@ -154,15 +154,13 @@ def test_stop_tokens_are_eos_generation_config_and_end_of_turn(
 ) -> None:
     assert loading.stop_token_ids(tokenizer) == (1,)
     other = copy.deepcopy(tokenizer)
-    other.eos_token = (
-        "<|pad|>"  # a base model's eos is often not what its template ends a turn with
-    )
+    other.eos_token = "<|pad|>"  # a base model's eos often differs from its template's end of turn
     assert loading.stop_token_ids(other) == (0, 1)
     assert loading.stop_token_ids(tokenizer, GenerationConfig(eos_token_id=[1, 7])) == (1, 7)
 
 
 def test_gradient_checkpointing_in_eval_mode_keeps_dropout_off() -> None:
-    """Hugging Face switches it off in eval mode; this counts how often a layer really runs."""
+    """Hugging Face disables checkpointing in eval mode; this counts how often a layer really runs."""
     tokens, mask = torch.randint(0, 261, (2, 8)), torch.ones(2, 8, dtype=torch.bool)
 
     def run(checkpointing: bool) -> tuple[int, dict[str, torch.Tensor]]:
@@ -188,7 +186,9 @@ def test_gradient_checkpointing_in_eval_mode_keeps_dropout_off() -> None:
 
 
 def test_gradient_checkpointing_keeps_dropout_off_in_the_layer_itself() -> None:
-    """OPT's layer calls ``dropout(training=self.training)``; its recomputation must give the same gradients too."""
+    """OPT's layer calls ``dropout(training=self.training)``, and its recomputation must give the
+    same gradients.
+    """
 
     def run(checkpointing: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         model = make_family("opt", dropout=0.5)
@@ -282,7 +282,7 @@ def test_a_tied_head_may_be_missing_and_other_parts_may_be_there(tmp_path: Path)
 
 
 def test_a_head_of_its_own_in_a_model_with_a_tied_head_is_refused(tmp_path: Path) -> None:
-    """Transformers would train it, and vLLM would never receive it."""
+    """Transformers would train such a head, and vLLM would never receive it."""
     make_tiny_model().save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     weights = load_file(file)
@@ -299,7 +299,9 @@ def test_a_head_of_its_own_in_a_model_with_a_tied_head_is_refused(tmp_path: Path
 def test_mistral_s_own_tokenizer_format_is_left_aside(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    """With mistral_common installed, transformers would take ``tekken.json`` for any Mistral model that has one."""
+    """With mistral_common installed, transformers would load ``tekken.json`` for any Mistral model
+    that has one.
+    """
     pytest.importorskip("mistral_common")
     tokenizer.save_pretrained(tmp_path)
     MistralConfig(vocab_size=261).save_pretrained(tmp_path)

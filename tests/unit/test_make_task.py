@@ -1,4 +1,4 @@
-"""From ``env.*`` to a task: built-in data sets, files, several with weights, and classes of one's own."""
+"""From ``env.*`` to a task: built-in data sets, files, several with weights, and custom classes."""
 
 from __future__ import annotations
 
@@ -261,7 +261,7 @@ def test_a_mixed_task_and_its_problems_can_be_pickled() -> None:
 
 
 class Fixed(Task):
-    """So many problems; ``next_turn`` answers with its name."""
+    """A task with this many problems, whose ``next_turn`` replies with its name."""
 
     def __init__(self, name: str, size: int) -> None:
         self.name, self.size = name, size
@@ -317,7 +317,7 @@ def test_each_data_set_answers_its_own_dialogs() -> None:
 
 
 class Short(Task):
-    """Says of a dialog what its problem and its responses tell."""
+    """Score a dialog by its problem and responses."""
 
     name = "short"
 
@@ -332,7 +332,7 @@ class Short(Task):
 
 
 class Long(Task):
-    """The same, of the whole dialog."""
+    """Score the same by the whole dialog."""
 
     name = "long"
 
@@ -347,7 +347,7 @@ class Long(Task):
 
 
 class Wrapped(WrappedTask):
-    """Another task, whose problems are put in its own words."""
+    """A wrapper of another task that rephrases its problems."""
 
     def messages(self, problem: Problem) -> list[Message]:
         return [{"role": "user", "content": "!"}]

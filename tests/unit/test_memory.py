@@ -1,4 +1,6 @@
-"""One count of memory: all who speak of it say the same, and what cannot fit is refused before anything is loaded."""
+"""One estimate of memory: all reports agree, and a run that cannot fit is refused before anything
+is loaded.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,7 @@ def test_all_who_speak_of_memory_say_the_same(
     trainer = parts.make_trainer(blueprint, torch.device("cpu"))
     monkeypatch.setattr(
         trainer, "train_step", full
-    )  # before a pass is made: the largest one that may come
+    )  # before the first pass: the largest possible one
     with pytest.raises(MemoryShortError) as raised:
         trainer.train_batch(TensorDict({}, [16]))
     assert in_words(memory.train.parts()) in str(raised.value)
@@ -113,7 +115,7 @@ def test_passes_are_as_large_as_the_budget_and_no_sequence_is_divided() -> None:
 
 
 def shared(monkeypatch: pytest.MonkeyPatch, total: int, *overrides: str) -> Blueprint:
-    """The blueprint of a run with vLLM whose roles share a GPU of so many bytes."""
+    """Return the blueprint of a vLLM run whose roles share a GPU with this many bytes."""
     monkeypatch.setattr(blueprint_module, "accelerators_in_use", lambda: {"cuda:0": (0, total)})
     monkeypatch.setattr(vllm_module, "require_vllm", lambda **_: None)
     gpu = torch.device("cuda:0")
@@ -128,7 +130,9 @@ def check(blueprint: Blueprint, *, sleeps: bool = True) -> None:
 def test_a_shared_gpu_without_room_for_the_moments_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Weights and moments (12 bytes a parameter), reference (4) and vLLM's 40% are there when the engine wakes."""
+    """Weights and moments (12 bytes a parameter), reference (4) and vLLM's 40% are present when the
+    engine wakes.
+    """
     total = STARTER * 16 * 10 // 6
     check(shared(monkeypatch, total + 100))
     blueprint = shared(monkeypatch, total - 100)
@@ -195,7 +199,9 @@ def test_a_run_asks_for_room_before_it_loads_anything(
 
 @pytest.mark.slow
 def test_offloading_on_one_device_changes_no_number(tmp_path: Path) -> None:
-    """On a CPU, where what rests lies anyway: the model is sharded over one rank, whose group the run leaves."""
+    """On a CPU nothing has to be moved: the model is sharded over one rank, whose process group the
+    run closes.
+    """
     rows = [
         run(tmp_path / way, steps(2), f"train_model.cpu_offload={way}") for way in ("false", "true")
     ]

@@ -1,4 +1,4 @@
-"""What a run writes down: strict JSON, and exact after a resume."""
+"""The files of a run: strict JSON, and exact after a resume."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_step_is_one_line_of_strict_json_with_null_for_non_finite(tmp_path: Pa
             "train/grad_norm": torch.tensor(torch.inf),
         }
         logger.log(7, values | {"rollout/sequences": torch.tensor(64), "eval/pass@1": 1.0})
-        # Read before close: each line is flushed.
+        # Read before close, because each line is flushed.
         lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     expected = {"step": 7, "train/loss": 0.25, "train/kl_k3": None, "train/grad_norm": None}
     assert [strict(line) for line in lines] == [
@@ -74,7 +74,7 @@ def test_samples_name_images_whose_thumbnails_are_written_once(tmp_path: Path) -
     assert sorted(paths) == sorted((tmp_path / "images").iterdir())
     assert [Image.open(path).size for path in paths] == [(128, 64), (32, 24)]
     assert Image.open(paths[0]).getpixel((0, 0)) == (255, 0, 0)
-    # A resumed run keeps what is there and writes what is missing.
+    # A resumed run keeps the existing rows and writes the missing ones.
     paths[0].write_bytes(b"kept")
     paths[1].unlink()
     with make_logger(tmp_path) as logger:
@@ -139,7 +139,7 @@ def test_tensorboard_has_the_same_numbers_and_forgets_truncated_steps(tmp_path: 
     with make_logger(tmp_path, tensorboard=True, config={"optimizer": {"lr": 0.5}}) as logger:
         for step in range(4):
             logger.log(step, {"train/loss": torch.tensor(float(step))})
-    time.sleep(1.1)  # TensorBoard goes by the second that is in the names of its files
+    time.sleep(1.1)  # TensorBoard orders files by the second in their names
     with make_logger(tmp_path, tensorboard=True) as logger:
         logger.truncate(2)
         logger.log(2, {"train/loss": 20.0})

@@ -1,4 +1,6 @@
-"""Configs of five other libraries as command lines of ours: each passes our own checks, and says what it cannot say."""
+"""Configs of five other libraries as command lines of ours: each passes our own checks, and names
+what it cannot express.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ from torchrl_grpo.extras.migrate.translation import Translation, translate
 
 
 def shown(folder: Path, name: str, text: str, *options: str) -> str:
-    """What the command prints about a file."""
+    """Return the output of the command for a file."""
     (folder / name).write_text(text)
     out = io.StringIO()
     main([str(folder / name), *options], out, 100)
@@ -36,12 +38,14 @@ def shown(folder: Path, name: str, text: str, *options: str) -> str:
 
 
 def words_of(printed: str) -> list[str]:
-    """The words of the printed command line, after ``python``."""
+    """Return the words of the printed command line, after ``python``."""
     return shlex.split(printed.partition("\n\n")[0].replace("\\\n", ""))[1:]
 
 
 def composed(printed: str) -> GRPOConfig:
-    """The config of a printed command line without what is to be set by hand, as its script checks it."""
+    """Return the composed config of a printed command line, except for keys to be set by hand, as
+    its script checks it.
+    """
     script, *overrides = words_of(printed)
     group = next(
         (
@@ -108,7 +112,7 @@ def test_a_published_config_becomes_a_command_line_that_passes(name: str, tmp_pa
 
 
 EXPECTED: dict[str, tuple[int, int, int, str, dict[str, Any]]] = {
-    # sequences in a batch, in an optimizer step, in a group; script; some of the keys
+    # sequences per batch, per optimizer step, per group; script; some of the keys
     "grpo_2048.py": (8, 8, 8, "grpo.py", {"train.total_epochs": 3, "train_model.lora.r": 8}),
     "nemo_gym.yaml": (
         256,
@@ -703,7 +707,7 @@ def test_a_file_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str])
 
 
 def marked(printed: str) -> list[str]:
-    """The keys of a printed command line that are to be set by hand."""
+    """Return the keys of a printed command line that have to be set by hand."""
     return [word.partition("=")[0] for word in words_of(printed)[1:] if SET_ME in word]
 
 
@@ -1056,7 +1060,7 @@ def test_a_file_that_tells_no_value_becomes_a_command_line_that_passes(name: str
 def test_each_choice_of_a_table_becomes_a_command_line_that_passes(name: str) -> None:
     seen = (
         read_table(TRL[-1]).rows if name in TRL[:-1] else {}
-    )  # rows of several tables are tried with one of them
+    )  # rows of several tables are tested with one of them
     rows = {key: row for key, row in read_table(name).rows.items() if seen.get(key) != row}
     chosen = {key: list(row.values) for key, row in rows.items() if row.values and not row.table}
     for number in range(max(map(len, chosen.values()))):

@@ -1,5 +1,6 @@
-"""The first step of a translated run: its loss and gradient are the peer's, on the same batch of the same model; for
-peers that are not installed, those of their formula, as a plain loop in float64."""
+"""The first step of a translated run has the peer's loss and gradient, on the same batch of the
+same model. Peers that are not installed are replaced by their formula, as a plain loop in float64.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ NOISE = torch.tensor([-0.5, -0.1, 0.1, 0.5])
 
 
 def make_batch() -> dict[str, Tensor]:
-    """Padded on the right: tokens [B, T], and what belongs to the response's tokens [B, Tr]."""
+    """Return a batch padded on the right: tokens [B, T], and entries of the response's tokens [B,
+    Tr].
+    """
     torch.manual_seed(0)
     mask = torch.arange(RESPONSE) < torch.tensor([7, 3, 5, 7, 1, 6, 4, 2])[:, None]
     prompts = torch.randint(2, 250, (SIZE // GROUP, PROMPT)).repeat_interleave(GROUP, 0)
@@ -50,7 +53,7 @@ def make_batch() -> dict[str, Tensor]:
 
 
 def ours(batch: dict[str, Tensor], advantage_shape: tuple[int, ...] = (1,)) -> TensorDict:
-    """The batch as a collector gives it, under TorchRL's keys."""
+    """Return the batch in the format of a collector, under TorchRL's keys."""
     rows = []
     for row in range(SIZE):
         end = PROMPT + int(batch["mask"][row].sum())
@@ -76,7 +79,7 @@ def gradient(loss: Tensor, model: torch.nn.Module) -> Tensor:
 
 
 def translated_loss(path: Path, model: torch.nn.Module) -> Any:
-    """The loss of the command line that is printed for a file."""
+    """Return the loss of the command line that is printed for a file."""
     return make_loss(translated_config(path), TokenScorer(model))
 
 
@@ -107,7 +110,7 @@ def test_the_first_loss_is_that_of_trl(settings: dict[str, Any], tmp_path: Path)
     trl = pytest.importorskip("trl")
     datasets = pytest.importorskip("datasets")
     transformers = pytest.importorskip("transformers")
-    # Two optimizer steps a batch: the ratio is to the log-probs from before the first.
+    # Two optimizer steps a batch: the ratio is to the log-probs from before the first one.
     settings = settings | {
         "num_generations": GROUP,
         "per_device_train_batch_size": SIZE,
@@ -121,7 +124,7 @@ def test_the_first_loss_is_that_of_trl(settings: dict[str, Any], tmp_path: Path)
 
     make_tiny_model().save_pretrained(
         tmp_path / "model"
-    )  # it loads the reference model by the name of the trained one
+    )  # it loads the reference model by the trained model's name
     other = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "model", dtype=torch.float32
     )
@@ -144,7 +147,9 @@ def test_the_first_loss_is_that_of_trl(settings: dict[str, Any], tmp_path: Path)
 
 @pytest.mark.slow
 def test_the_first_objective_is_that_of_torchrl(tmp_path: Path) -> None:
-    """Its KL and entropy are means over the prompt and padding too (docs/torchrl.md), so they are left out."""
+    """TorchRL's KL and entropy include prompt and padding (docs/torchrl.md), so they are not
+    compared.
+    """
     from torchrl.modules.llm import TransformersWrapper
     from torchrl.objectives.llm import GRPOLoss as TorchRLGRPOLoss
     from transformers import AutoTokenizer
@@ -220,7 +225,7 @@ class LogProbs(TensorDictModuleBase):
 
 
 def ragged(seed: int) -> TensorDict:
-    """Log-probs of the current, the proximal and the sampling policy, [B, T], in float64."""
+    """Return log-probs of the current, the proximal and the sampling policy, [B, T], in float64."""
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(3, SIZE, RESPONSE, generator=generator, dtype=torch.float64)
     length = torch.randint(1, RESPONSE + 1, (SIZE, 1), generator=generator)
@@ -244,7 +249,9 @@ def loop(
     level: str = "token",
     weight: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """A peer's loss: the ratio to the proximal policy, times a weight of the proximal over the sampling policy."""
+    """Return a peer's loss: the ratio to the proximal policy, times a weight of the proximal over
+    the sampling policy.
+    """
     rows = []
     for row in range(SIZE):
         tokens = [place for place in range(RESPONSE) if batch[keys.ASSISTANT_MASK][row, place]]

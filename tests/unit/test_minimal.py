@@ -1,4 +1,4 @@
-"""``sota/grpo/minimal.py`` is the trainer's algorithm."""
+"""``sota/grpo/minimal.py`` implements the trainer's algorithm."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def test_minimal_prints_the_losses_of_the_trainer(seed: int, tmp_path: Path) -> 
     ]
     losses = runpy.run_path(str(MINIMAL))["train"](steps=10, seed=seed)
     assert len(expected) == 10
-    # The two sum terms of order 1 in another order, and float32 rounds these to 1e-7; the losses are up to 2e-4.
+    # The two sum terms of order 1 in a different order, with float32 rounding of 1e-7; the losses
+    # are up to 2e-4.
     assert losses == pytest.approx(expected, rel=1e-4, abs=1e-7)
 
 

@@ -42,7 +42,7 @@ def test_the_best_of_a_group_may_be_the_only_valid_one() -> None:
 
 
 def test_the_baseline_of_opo_is_a_mean_over_tokens() -> None:
-    """(2 * 1 + 1 * 3 + 5 * 0) / 8 = 0.625; (1 * 2 + 3 * 2 + 4 * 0) / 8 = 1; equal rewards are 0."""
+    """(2 * 1 + 1 * 3 + 5 * 0) / 8 = 0.625; (1 * 2 + 3 * 2 + 4 * 0) / 8 = 1; equal rewards give 0."""
     length = torch.tensor([2, 1, 5, 1, 3, 4, 9, 2, 3])
     settings: dict[str, Any] = {"mean": "length_weighted", "std": "none"}
     got = F.group_advantage(REWARD, GROUP, VALID, length=length, **settings)
@@ -52,7 +52,7 @@ def test_the_baseline_of_opo_is_a_mean_over_tokens() -> None:
 
 
 def test_a_length_is_that_of_all_samples_of_a_trajectory() -> None:
-    """Two trajectories of 1 + 2 and 1 sampled tokens, with rewards 1 and 0: a baseline of 3/4."""
+    """Two trajectories of 1 + 2 and 1 sampled tokens, with rewards 1 and 0, have a baseline of 3/4."""
     mask = torch.tensor([[0, 1, 0], [0, 1, 1], [0, 0, 1]], dtype=torch.bool)
     done = torch.tensor([[False], [True], [True]])
     batch = TensorDict(

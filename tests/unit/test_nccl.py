@@ -1,4 +1,6 @@
-"""How trainer and engines agree on what nccl sends, with the library's own calls (vLLM's group) replaced."""
+"""Agreement of trainer and engines on an NCCL transfer, with the library's own calls (vLLM's group)
+replaced.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ def weights(version: int) -> dict[str, Tensor]:
 
 
 class Group:
-    """Stands for vLLM's communicator: keeps what rank 0 sends, once all have joined."""
+    """Stand-in for vLLM's communicator: records rank 0's messages once all ranks have joined."""
 
     def __init__(self) -> None:
         self.sent: list[dict[str, Tensor]] = []
@@ -62,7 +64,7 @@ def sender(group: Group) -> Iterator[NcclSender]:
 
 
 def another_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From here on this process is another engine's."""
+    """Make this process another engine's from here on."""
     monkeypatch.setattr(nccl, "_rounds", {})
 
 
@@ -149,7 +151,9 @@ def test_a_refusal_sends_all_that_follows_through_the_object_store(sender: NcclS
     ):
         got = dict(pickle.loads(pickle.dumps(sent)).weights())
         assert all(torch.equal(got[name], weight) for name, weight in weights(version).items())
-    with pytest.raises(TransferRefusedError, match="no such link"):  # who was given it meanwhile
+    with pytest.raises(
+        TransferRefusedError, match="no such link"
+    ):  # which was allocated to other data in the meantime
         second.init_info(3)
     both.close()
 
@@ -163,7 +167,7 @@ def test_strangers_are_given_nothing(sender: NcclSender) -> None:
 
 
 class Stream:
-    """Does what was asked of it when it is run, and not before."""
+    """A stream that runs its work when told to, not before."""
 
     def __init__(self) -> None:
         self.tasks: list[Callable[[], Any]] = []
@@ -182,7 +186,7 @@ class Stream:
 def test_each_stream_that_reads_a_part_waits_for_its_copy(
     group: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As vLLM's sender does, which takes turns with two streams."""
+    """vLLM's sender alternates between two streams."""
     streams, turn, got, users = [Stream(), Stream()], 0, dict[str, Tensor](), set[Stream]()
 
     def cuda(flat: Tensor, non_blocking: bool) -> Tensor:
@@ -193,7 +197,7 @@ def test_each_stream_that_reads_a_part_waits_for_its_copy(
     def read(name: str, weight: Tensor) -> None:
         got[name] = weight.clone()
 
-    # Of an offloaded learner on one device the weights are in host memory that is not pinned.
+    # The weights of an offloaded learner on one device are in host memory that is not pinned.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(Tensor, "cuda", cuda)
     monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: users.add(stream))

@@ -1,4 +1,4 @@
-"""A server of OpenEnv plays the dialogs: its tools, its rewards, and what its failures cost."""
+"""Dialogs that an OpenEnv server plays: its tools, its rewards, and the price of its failures."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def server() -> Iterator[str]:
 
 
 class Play:
-    """A dialog with the environments of a server, turn by turn."""
+    """A dialog with a server's environments, turn by turn."""
 
     def __init__(self, server: str, number: int = 4, prompt: str | None = None) -> None:
         self.task = make_task(

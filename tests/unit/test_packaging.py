@@ -1,4 +1,4 @@
-"""The wheel, the pinned requirements and the Makefile say the same and hold what they should."""
+"""The wheel, the pinned requirements and the Makefile agree and are complete."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ DISTRIBUTIONS = {
     "hydra": "hydra-core",
     "PIL": "pillow",
     "yaml": "pyyaml",
-}  # where the import has another name
+}  # packages whose import name differs
 
 
 def requirements(file: str) -> dict[str, Requirement]:
-    """A requirements file by distribution name, without options and comments."""
+    """Return the lines of a requirements file by distribution name, without options and comments."""
     lines = (
         line.split(" #")[0].strip()
         for line in (ROOT / file).read_text(encoding="utf-8").splitlines()
@@ -41,7 +41,7 @@ def requirements(file: str) -> dict[str, Requirement]:
 
 
 def pins(file: str) -> dict[str, str]:
-    """Name to version; fails where a line is no exact pin."""
+    """Return name to version; fail if a line is not an exact pin."""
     found = {}
     for name, requirement in requirements(file).items():
         (specifier,) = requirement.specifier
@@ -51,7 +51,9 @@ def pins(file: str) -> dict[str, str]:
 
 
 def declared(*extras: str) -> list[Requirement]:
-    """What pyproject.toml asks for: the core without arguments, else these extras (an extra of ours is expanded)."""
+    """Return pyproject.toml's requirements: the core's, or those of these extras (an extra of ours
+    is expanded).
+    """
     texts = (
         [text for extra in extras for text in PROJECT["optional-dependencies"][extra]]
         if extras
@@ -64,7 +66,7 @@ def declared(*extras: str) -> list[Requirement]:
 
 @pytest.fixture(scope="module")
 def wheel_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy, so that the checkout stays as it is, without the network."""
+    """Build the wheel without network from a copy, so that the checkout stays clean."""
     folder = tmp_path_factory.mktemp("wheel")
     ignore = shutil.ignore_patterns("__pycache__", "*.pyc")
     for name in ("torchrl_grpo", "config"):
@@ -83,7 +85,9 @@ def wheel(wheel_path: Path) -> zipfile.ZipFile:
 
 @pytest.fixture(scope="module")
 def installed(wheel_path: Path) -> Path:
-    """The folder that a user's pip put the wheel into. What it depends on is here already."""
+    """Return the folder into which a user's pip installed the wheel. Its dependencies are already
+    in our environment.
+    """
     folder = wheel_path.parent / "installed"
     pip(
         "install",
@@ -103,7 +107,7 @@ def pip(*arguments: str, cwd: Path) -> None:
 
 
 def use(installed: Path, *command: str, cwd: Path) -> str:
-    """What a command of the installed package prints in a folder of the user's."""
+    """Return the output of a command of the installed package in a user's folder."""
     environment = os.environ | {"PYTHONPATH": str(installed), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600
@@ -233,7 +237,7 @@ def test_the_installed_version_is_pyprojects() -> None:
 def test_pins_lie_within_the_declared_ranges(extras: tuple[str, ...], files: list[str]) -> None:
     pinned = {name: version for file in files for name, version in pins(file).items()}
     asked = {canonicalize_name(r.name): r for r in declared(*extras)}
-    if not extras:  # what `make install` brings
+    if not extras:  # `make install` installs these
         asked |= {canonicalize_name(r.name): r for r in declared("view")}
     assert set(pinned) - set(asked) <= {"setuptools"}
     for name, requirement in asked.items():
@@ -338,7 +342,7 @@ def test_every_package_that_is_imported_is_declared() -> None:
 def make(*arguments: str) -> list[str]:
     if shutil.which("make") is None:
         pytest.skip("make is not installed")
-    # A make that runs these tests hands its own variables down.
+    # A make that runs these tests would pass its own variables on.
     variables = {"PYTHON", "VENV", "PIP_ARGS", "TRAIN_ARGS", "PYTEST_ARGS"}
     env = {
         k: v

@@ -1,4 +1,4 @@
-"""Groups on their way from actor to actor."""
+"""Groups that are packed to be sent between actors."""
 
 from __future__ import annotations
 

@@ -40,7 +40,9 @@ GROUPS = st.lists(
 
 
 def of_groups(groups: list[tuple[int, list[int]]]) -> tuple[torch.Tensor, list[tuple[int, int]]]:
-    """Lengths and prompts of groups: the length of a prompt, and those of its responses."""
+    """Return lengths and prompts of groups from the length of each prompt and those of its
+    responses.
+    """
     prompts = [
         (number, prompt) for number, (prompt, responses) in enumerate(groups) for _ in responses
     ]
@@ -113,7 +115,7 @@ def test_slice_tokens_cuts_per_token_entries_only() -> None:
 
 
 def test_entries_of_each_token_are_cut_like_the_tokens_of_a_torchrl_batch() -> None:
-    """Row 0 has two tokens of padding on the left: its advantages go with the tokens that are left."""
+    """Row 0 has two tokens of padding on the left, and its advantages must be cut with them."""
     real = torch.tensor([[False, False, True, True, True, True], [True] * 6])
     batch = TensorDict(
         {

@@ -1,4 +1,5 @@
-"""All pages of the site: blocks of code are run or checked, tests that are named are there, links are well made.
+"""All pages of the docs: code blocks run or are checked, tests that they name exist, and links are
+well-formed.
 
 The tutorials' blocks run in ``test_tutorials.py``.
 """
@@ -58,7 +59,7 @@ OPTION = re.compile(r"--[a-z][a-z-]*")
 
 
 def values(override: Override) -> list[str]:
-    """The overrides that a sweep makes of one: of an interval its lower end."""
+    """Return the values that a sweep gives an override; an interval is reduced to its lower end."""
     if override.is_interval_sweep():
         return [f"{override.key_or_group}={override.value().start}"]
     if not override.is_sweep_override():
@@ -67,7 +68,7 @@ def values(override: Override) -> list[str]:
 
 
 def composed(words: list[str]) -> None:
-    """Composes and checks the config of a script's command line, of each job where it is a sweep."""
+    """Compose and check the config of a script's command line, or of each job of a sweep."""
     options, overrides = split_command_line(words)
     given = get_args_parser().parse_args(options)
     rest = [word for word in overrides if not word.startswith(("hydra.", "hydra/"))]
@@ -86,7 +87,7 @@ def composed(words: list[str]) -> None:
 
 
 def source(script: str) -> str:
-    """The text of a script of ours, or of the module that a command of ours starts."""
+    """Return the source of a script of ours, or of the module that a command of ours starts."""
     name = script.removeprefix("torchrl_grpo.")
     if name == script:
         return (ROOT / script).read_text(encoding="utf-8")
@@ -99,7 +100,7 @@ def source(script: str) -> str:
 
 
 def check(words: list[str]) -> None:
-    """That a command is one that there is, with options and overrides that it takes."""
+    """Check that a command exists and accepts these options and overrides."""
     if words[0] == "make":
         makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
         for word in words[1:]:
@@ -180,7 +181,7 @@ def test_the_yaml_of_a_page_is_a_config(page: str, tmp_path: Path) -> None:
 
 
 def test_every_test_that_a_page_names_is_there() -> None:
-    """With its module where it is given, and so is each file of the checkout."""
+    """Files of the checkout must exist too, and a test's module is checked if the page names it."""
     there: dict[str, set[str]] = {}
     for file in (ROOT / "tests").rglob("test_*.py"):
         nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
@@ -212,7 +213,7 @@ def test_every_config_key_that_a_page_names_is_there() -> None:
 
 
 def test_every_override_that_a_page_names_is_one_that_hydra_reads() -> None:
-    """As a shell hands it on, with all its quotes."""
+    """Overrides are parsed as a shell passes them on, with all quotes."""
     parser = OverridesParser.create()
     for page in OURS:
         text = re.sub(
@@ -226,7 +227,7 @@ def test_every_override_that_a_page_names_is_one_that_hydra_reads() -> None:
 
 
 def test_links_to_other_places_are_well_made_and_to_known_hosts() -> None:
-    """They are not followed: there may be no network."""
+    """Links are not followed, because there may be no network."""
     for page in (README, *PAGES):
         text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
         for link in re.findall(r"\bhttps?://[^\s)\]\"'`>]+", text):

@@ -1,4 +1,4 @@
-"""Roles onto devices."""
+"""Placement of roles on devices."""
 
 from __future__ import annotations
 

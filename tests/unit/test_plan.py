@@ -1,4 +1,4 @@
-"""The simulated loop against what can be computed by hand, and the plan against its own numbers."""
+"""The simulated loop compared with hand computations, and the plan with its own numbers."""
 
 from __future__ import annotations
 
@@ -106,7 +106,9 @@ def test_actors_that_share_cores_slow_each_other_down() -> None:
 
 
 def test_an_engine_that_waits_for_its_tasks_updates_between_them() -> None:
-    """Two tasks of 1 and 3 s in a batch: with keep the sampler is only held for the update, with wait it drains."""
+    """A batch has two tasks of 1 and 3 s. With keep, only the update interrupts the sampler; with
+    wait, it drains first.
+    """
     costs = Costs(sample=[1.0, 3.0], train=0.5, update=0.25)
     steps = {
         waits: Simulation(Loop(2, max_staleness=3, concurrent_tasks=2, waits=waits), costs)
@@ -114,7 +116,7 @@ def test_an_engine_that_waits_for_its_tasks_updates_between_them() -> None:
         .step_s
         for waits in (True, False)
     }
-    assert steps[False] == pytest.approx(2.0 + 0.25)  # two places, 4 s of work a batch
+    assert steps[False] == pytest.approx(2.0 + 0.25)  # two slots, 4 s of work a batch
     assert steps[True] > steps[False]
 
 
@@ -151,7 +153,7 @@ def test_known_models_have_the_parameters_that_their_names_say() -> None:
     for name, shape in SHAPES.items():
         billions = float(re.findall(r"-([\d.]+)b", name)[0])
         assert shape.parameters / 1e9 == pytest.approx(billions, rel=0.26), name
-    assert SHAPES["qwen2.5-0.5b"].parameters == 494_032_768  # as its model card says
+    assert SHAPES["qwen2.5-0.5b"].parameters == 494_032_768  # from its model card
     assert SHAPES["qwen3-30b-a3b"].active / 1e9 == pytest.approx(3.3, abs=0.1)
 
 
@@ -160,13 +162,15 @@ def test_stages_take_what_their_figures_say() -> None:
     tokens = 64 * (100 + 8 * 300)
     attention = p.layers * p.hidden * (100 + 150)
     a_token = 2 * (p.parameters + attention)
-    # Forward, backward (twice) and the layers once more, at 40% of 989 TFLOP/s; Adam moves 28 bytes a parameter.
+    # Forward, backward (twice) and recomputed layers at 40% of 989 TFLOP/s; Adam moves 28 bytes a
+    # parameter.
     seconds = 4 * a_token * tokens / (0.4 * 989e12) + 28 * p.parameters / 3.35e12
     assert WORK.train_s(gpu, 1) == pytest.approx(seconds)
     assert WORK.train_s(gpu, 8) == pytest.approx(seconds / 8)
     assert WORK.score_s(gpu, 64) == pytest.approx(a_token * tokens / (0.4 * 989e12))
     assert WORK.sync_s(gpu) == pytest.approx(2 * p.parameters / 5e9)
-    # One group, of which 300 / 533 of the rows are there on average: the weights are most of what is read.
+    # One group, of which 300 / 533 of the rows are active on average. Reading the weights
+    # dominates.
     kv = 2 * p.layers * p.kv_width * 2
     rows = 8 * 300 / (600 * 8 / 9)
     read = 2 * p.parameters + 100 * kv + rows * 150 * kv
@@ -190,7 +194,7 @@ def test_memory_is_weights_gradients_and_moments_over_the_ranks() -> None:
 
 @pytest.mark.slow
 def test_what_is_offloaded_takes_16_bytes_a_parameter_of_the_host() -> None:
-    """Of which 8, the weights and gradients, are pinned, and may be rounded up to twice as much."""
+    """Of these, 8 (weights and gradients) are pinned, and may be rounded up to twice as much."""
     work, count = replace(WORK, step=replace(WORK.step, offloads=True)), 7_615_616_512
     assert work.host_memory(1) == (16 * count, 24 * count)
     assert work.host_memory(4) == (4 * count, 6 * count)
@@ -283,7 +287,7 @@ def test_devices_in_turns_hold_a_step_or_an_engine() -> None:
     assert shard == work.shape.parameters * work.reference_number // 8
     assert SETTINGS.work.reference_memory(8) == work.shape.parameters * work.reference_number
     assert settings.memory_in_turns(8) == shard + train.peak
-    assert settings.has_reference is False  # on devices of its own
+    assert settings.has_reference is False  # with its own devices
     large = replace(work, step=replace(work.step, offloads=True), engine_number=40)
     assert (
         replace(settings, work=large).memory_in_turns(8)
@@ -305,6 +309,6 @@ def test_turns_take_as_long_as_sampling_and_training_one_after_the_other() -> No
     loop = replace(settings.loop(alone), max_staleness=0)
     assert (
         found.step_s < simulate(loop, settings.costs(alone, loop)).step_s
-    )  # where some wait for the others
-    assert settings.in_turns(7) is None  # which do not share 64 groups
+    )  # if some wait for the others
+    assert settings.in_turns(7) is None  # which cannot divide 64 groups
     assert replace(settings, work=replace(work, shape=SHAPES["qwen2.5-32b"])).in_turns(8) is None

@@ -1,4 +1,4 @@
-"""Packed sequences behind one copy of their prompt, against one forward pass for each sequence."""
+"""Sequences packed behind one copy of their prompt, compared with one forward pass per sequence."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ PROMPTS = (5, 5, 5, 5, 3, 3, 3, 7)
 
 
 def make_group(vocabulary: int = 128) -> tuple[Tensor, Tensor]:
-    """Groups of four, three (one of them without a response) and one; the third response is one token."""
+    """Return groups of four, three (one without a response) and one; the third response is one
+    token.
+    """
     tokens = torch.randint(
         5, vocabulary, (len(ENDS), max(ENDS)), generator=torch.Generator().manual_seed(0)
     )
@@ -40,7 +42,7 @@ def make_group(vocabulary: int = 128) -> tuple[Tensor, Tensor]:
 
 
 def one_by_one(model: nn.Module, tokens: Tensor, mask: Tensor) -> Tensor:
-    """Log-probs [B, T] from full logits, a sequence at a time."""
+    """Return log-probs [B, T] from full logits, one sequence at a time."""
     out = []
     for row, scored in zip(tokens, mask, strict=True):
         log_probs = model(input_ids=row[None], use_cache=False).logits[0, :-1].log_softmax(-1)
@@ -50,7 +52,7 @@ def one_by_one(model: nn.Module, tokens: Tensor, mask: Tensor) -> Tensor:
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """What backward left, as a copy, and nothing left for the next one."""
+    """Return a copy of the gradients, and clear them for the next backward pass."""
     out = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     return out
@@ -63,7 +65,7 @@ def test_a_row_holds_each_prompt_once_and_each_token_at_its_position() -> None:
         (5, 11, 3, 1),
         (3, 14, 4),
         (7, 10),
-    )  # lengths without the last token; one-token: none
+    )  # lengths without the last token; none for a sequence of one token
     assert layout.positions[0].tolist() == [
         *range(11),
         5,
@@ -130,7 +132,7 @@ def test_log_probs_and_gradients_are_those_of_single_sequences(name: str) -> Non
 
 
 def test_in_float64_packing_changes_nothing_but_rounding() -> None:
-    model = make_family("gpt2").double()  # the norms of the others compute in float32
+    model = make_family("gpt2").double()  # the other models' norms compute in float32
     tokens, mask = make_group()
     scores, _ = TokenScorer(model).score(tokens, mask)
     scores.sum().backward()
@@ -171,7 +173,7 @@ def test_a_changed_prompt_token_reaches_all_responses_behind_it() -> None:
 def trained(
     repeats: int, *, shared: bool, monkeypatch: pytest.MonkeyPatch, **settings: Any
 ) -> tuple[dict, dict]:
-    """The metrics of a step and the weights after it, with or without packing."""
+    """Return the metrics of a step and the weights after it, with or without packing."""
     model = settings.pop("model")
     trainer = make_trainer(model, **settings)
     if not shared:
@@ -231,7 +233,9 @@ def test_adapters_that_are_off_leave_the_base_models_packed_scores() -> None:
 
 
 def test_the_way_of_other_devices_gives_the_same_attention() -> None:
-    """With the keys that each sequence looks at, copied: what is used where heads of keys and values differ."""
+    """This attention copies the keys that each sequence attends to; it is used where heads of keys
+    and values differ.
+    """
     tokens, mask = make_group()
     layout = packed(tokens, mask)
     size = layout.tokens.shape[1]
@@ -277,7 +281,7 @@ def test_layers_share_their_masks_and_a_whole_sequence_needs_none(
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_gradients_of_repeated_picks_are_summed_in_order_and_in_float32(dtype: torch.dtype) -> None:
-    places = torch.tensor([0, 1, 2, 4, 1, 2, 3, 2, 1, 2])  # 5 is left out
+    places = torch.tensor([0, 1, 2, 4, 1, 2, 3, 2, 1, 2])  # 5 is excluded
     picks = GatherIndex(places)
     sums = picks._sums()
     assert [part.tolist() for part in sums] == [
@@ -296,7 +300,7 @@ def test_gradients_of_repeated_picks_are_summed_in_order_and_in_float32(dtype: t
         assert torch.equal(tensor.grad, exact.float().to(dtype))
         assert not torch.equal(
             tensor.grad, torch.zeros_like(tensor).index_add_(2, places, weight)
-        )  # rounds each sum
+        )  # each partial sum is rounded
 
 
 def test_nothing_to_pick_is_summed_to_zeros() -> None:
@@ -348,7 +352,7 @@ def test_a_model_that_cannot_be_packed_is_padded_and_says_so_once(
 ) -> None:
     model, (tokens, mask) = make_family(name), make_group()
     if name == "gptj":
-        model.set_attn_implementation("eager")  # all that it has in some versions of transformers
+        model.set_attn_implementation("eager")  # in some versions of transformers it has only this
     scorer = TokenScorer(model)
     for _ in range(2):
         scores, _ = scorer.score(tokens, mask)
@@ -425,7 +429,7 @@ def test_a_card_takes_the_attention_that_it_has(
     varlen: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On a card that is not there: shapes and devices alone."""
+    """The card is simulated: only shapes and devices are checked."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
     taken = []
@@ -436,7 +440,7 @@ def test_a_card_takes_the_attention_that_it_has(
         )
     layout = packed(*make_group())
     rows = layout.tokens.shape[1]
-    lengths = layout.keys.places, *layout.bounds  # made on the CPU, of values
+    lengths = layout.keys.places, *layout.bounds  # made on the CPU, with values
     with FakeTensorMode(allow_non_fake_inputs=True):
         query, key, value = (
             torch.empty(1, heads, rows, size, dtype=dtype, device="cuda:0") for heads in (4, 2, 2)
@@ -456,7 +460,8 @@ def test_a_card_takes_the_attention_that_it_has(
 def test_windows_of_a_card_are_those_of_other_devices(
     window: int | None, asks_for_gqa: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With PyTorch's kernel replaced by what Flash Attention documents: the keys from ``left`` before a query's own.
+    """PyTorch's kernel is replaced by the documented behavior of Flash Attention: ``left`` keys
+    before a query's own.
 
     The function around it has the signature of torch 2.13, or that of 2.11.
     """
@@ -510,7 +515,7 @@ def test_windows_of_a_card_are_those_of_other_devices(
 def test_packing_is_checked_once_in_the_precision_of_the_run(
     monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ) -> None:
-    """An attention whose kernel for mixed precision is missing, as it may be on a card."""
+    """An attention without a kernel for mixed precision, as on some cards, must be found."""
     asked, attention = [], prefix.attention
 
     def without_kernel(*args: Any, **kwargs: Any) -> Any:

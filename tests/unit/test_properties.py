@@ -1,7 +1,7 @@
-"""Properties of the pure functions that hold for every input, looked for with hypothesis.
+"""Properties of the pure functions that hold for every input, tested with hypothesis.
 
-``tests/unit/test_functional.py`` has their values by hand. Rewards are multiples of 1/8, so that a difference of two of
-them is either exactly 0 or far above rounding.
+``tests/unit/test_functional.py`` tests their values by hand. Rewards are multiples of 1/8, so that
+a difference of two of them is either exactly 0 or far above rounding.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def advantage(rows: list[tuple[float, int, bool]], **settings: Any) -> Tensor:
 
 @st.composite
 def masks(draw: Any, *, empty_rows: bool = True) -> Tensor:
-    """[N, T] bool with at least one True."""
+    """Draw masks [N, T] with at least one True."""
     rows, width = draw(st.integers(1, 4)), draw(st.integers(1, 5))
     least = 0 if empty_rows else 1
     row = st.lists(st.booleans(), min_size=width, max_size=width).filter(
@@ -55,7 +55,7 @@ def masks(draw: Any, *, empty_rows: bool = True) -> Tensor:
 
 
 def filled(mask: Tensor, data: Any, inside: Any = small, outside: Any = junk) -> Tensor:
-    """[N, T] float64 with other values outside of the mask."""
+    """Return [N, T] in float64 with other values outside of the mask."""
     values = [data.draw(inside if keep else outside) for keep in mask.flatten().tolist()]
     return torch.tensor(values, dtype=torch.float64).view(mask.shape)
 
@@ -79,7 +79,9 @@ def test_masked_mean_ignores_order_and_what_is_outside_the_mask(mask: Tensor, da
 
 @given(masks(), st.integers(1, 9))
 def test_token_weights_add_up(mask: Tensor, length: int) -> None:
-    """To 1 as a mean over sequences or tokens; as a sum by a constant, to the tokens of a sequence over it."""
+    """The sum is 1 for a mean over sequences or tokens, and the number of tokens over the constant
+    for a sum.
+    """
     sequences, tokens = int(mask.any(-1).sum()), int(mask.sum())
     sequence_mean, token_mean = F.token_weights(mask), F.token_weights(mask, "token_mean")
     constant = F.token_weights(mask, "constant", constant_length=length)
@@ -89,7 +91,7 @@ def test_token_weights_add_up(mask: Tensor, length: int) -> None:
     for weights in (sequence_mean, token_mean, constant):
         assert weights.shape == mask.shape and weights.dtype == torch.float32
         assert ((weights > 0) == mask).all()
-    # Each sequence has the same share, or each token has.
+    # Each sequence has the same weight, or each token has.
     assert sequence_mean.sum(-1)[mask.any(-1)].tolist() == pytest.approx(
         [1 / sequences] * sequences, rel=1e-5
     )
@@ -212,7 +214,7 @@ def test_advantages_over_the_batch_have_mean_0_and_std_1(rows: Any) -> None:
 def test_no_time_passes_on_tokens_that_were_not_sampled(
     mask: Tensor, gamma: float, lmbda: float, gap: int, data: Any
 ) -> None:
-    """Tokens of the environment between two sampled ones change no estimate, and what they hold does not matter."""
+    """Tokens of the environment between two sampled ones change no estimate, whatever their values."""
     reward, value = filled(mask, data), filled(mask, data)
     got = F.sampled_token_gae(reward, value, mask, gamma, lmbda)
     at = data.draw(st.integers(0, mask.shape[1]))
@@ -319,7 +321,8 @@ def test_the_clipped_surrogate_is_a_lower_bound_tight_in_the_range(
     assert clipped <= plain + 1e-12
     if 1 - low <= ratio <= 1 + high:
         assert clipped == plain
-    # It is tight too where the clip would make the objective larger, and a wider range never makes it smaller.
+    # It is also tight where the clip would make the objective larger, and a wider range never makes
+    # it smaller.
     if (value > 0 and ratio < 1 - low) or (value < 0 and ratio > 1 + high):
         assert clipped == plain
     assert clipped <= F.clipped_surrogate(r, a, low + lower, high + higher).item() + 1e-12
@@ -341,7 +344,7 @@ def test_dual_clip_bounds_the_objective_of_a_negative_advantage_alone(
 def test_cispos_gradient_is_its_bounded_weight_times_the_advantage(
     ratio: float, log_prob: float, value: float, low: float, high: float
 ) -> None:
-    """Everywhere, also where the weight is at a bound, and none of it through the ratio."""
+    """The gradient is the same if the weight is at a bound, and none of it goes through the ratio."""
     r, p = column([ratio]).requires_grad_(), column([log_prob]).requires_grad_()
     objective = F.cispo_objective(r, p, column([value]), low, high)
     through_ratio, through_log_prob = torch.autograd.grad(

@@ -1,4 +1,4 @@
-"""The tool ``python``: a process for each dialog, with its variables, in the sandbox."""
+"""The tool ``python``: a sandboxed process for each dialog, which keeps its variables."""
 
 from __future__ import annotations
 
@@ -138,7 +138,9 @@ def test_an_environment_beside_it_is_refused() -> None:
 
 
 def test_code_that_does_not_read_is_given_up_in_time(session: Session) -> None:
-    """A thread of the first call holds the interpreter's lock, and the pipe is smaller than the second."""
+    """A thread of the first call holds the interpreter's lock, and the pipe is smaller than the
+    second call.
+    """
     holds = "import ctypes, threading, time\ndef f():\n  time.sleep(0.3); ctypes.PyDLL(None).sleep(100000)\n"
     session.run(f"{holds}threading.Thread(target=f).start()")
     time.sleep(1)
@@ -150,7 +152,7 @@ def test_code_that_does_not_read_is_given_up_in_time(session: Session) -> None:
 
 
 def test_an_answer_in_drops_is_given_up_in_time(session: Session) -> None:
-    """The code writes to the pipe of its answers itself."""
+    """The code itself writes to the pipe of its results."""
     drops = "import os, time\nwhile True:\n  os.write(3, b'x'); time.sleep(0.05)"
     with pytest.raises(TimeoutError):
         session.run(drops)

@@ -37,7 +37,7 @@ def answered(text: str | None) -> list[str]:
     "names", [NAMES[::8], pytest.param(NAMES, marks=pytest.mark.nightly)], ids=len
 )
 def test_data_sets_draw_render_and_score_their_own_answers(names: Sequence[str]) -> None:
-    """And takes nothing for an answer without raising, in a scorer that has been sent to another process."""
+    """The scorer, pickled and unpickled, must reject None as a response without raising."""
     without, wrong = set(), dict[str, float]()
     for name in names:
         task = ReasoningGymTask(name, max_samples=2)
@@ -57,7 +57,7 @@ def test_data_sets_draw_render_and_score_their_own_answers(names: Sequence[str])
 
 
 def test_the_scorers_that_run_an_answer_as_python_are_the_known_ones() -> None:
-    """Those whose file evaluates something that it calls an answer."""
+    """Compare with the files that evaluate a variable that they call an answer."""
     runs = re.compile(r"(\beval|parse_expr|sympify)\((user_)?answer\b")
     found = {
         name
@@ -95,7 +95,7 @@ def test_an_answer_that_is_code_is_not_run(name: str, tmp_path: Path) -> None:
 
 
 def test_what_is_run_would_be_dangerous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the test above would show nothing."""
+    """Otherwise the test above would prove nothing."""
     monkeypatch.setattr("torchrl_grpo.integrations.reasoning_gym.is_harmless", lambda _: True)
     task = ReasoningGymTask("n_queens", max_samples=1)
     [problem] = task.problems("train")

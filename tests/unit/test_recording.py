@@ -1,4 +1,4 @@
-"""What a run writes to be looked at: whole groups token by token, and what each actor did when."""
+"""The records of a run: whole groups token by token, and a timeline of each actor."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_character_of_several_tokens_stands_at_the_last_of_them(
 
 
 def test_bytes_that_are_no_text_are_told_all_the_same(tokenizer: PreTrainedTokenizerFast) -> None:
-    [byte] = tokenizer.convert_tokens_to_ids(["ÿ"])  # 0xff, which no character begins with
+    [byte] = tokenizer.convert_tokens_to_ids(["ÿ"])  # 0xff, which no character starts with
     tokens = [byte] * 9 + tokens_of(tokenizer, "ok")
     texts = token_texts(tokenizer, tokens)
     assert "".join(texts) == tokenizer.decode(tokens) == "\ufffd" * 9 + "ok" and texts[-1] == "k"
@@ -66,7 +66,7 @@ def test_a_space_between_words_is_not_lost() -> None:
 def row_of(
     group: int, tokenizer: PreTrainedTokenizerFast, advantage: torch.Tensor
 ) -> TensorDictBase:
-    """A prompt of two tokens, two sampled ones, a tool's answer of one, and a sampled one."""
+    """Return a prompt of two tokens, two sampled ones, a tool's result of one, and a sampled one."""
     return TensorDict(
         {
             keys.FULL: torch.tensor([5, 6, *tokens_of(tokenizer, "abXc")]),
@@ -117,7 +117,7 @@ def test_a_row_has_its_tokens_and_where_it_is_from(
     assert with_scores["tokens"]["entropy"] == [0.25, 0.375, None, 0.625]
     assert with_scores["tokens"]["advantage"] == [0.25, 0.5, None, 0.75]
     [first, *_] = sample_rows(batch, "train", 1, tokenizer=tokenizer, scores=scores)
-    assert first["group"] == 4  # a group of which there are scores comes first
+    assert first["group"] == 4  # a scored group comes first
     [tested, _] = sample_rows(batch, "test", tokenizer=tokenizer)
     assert not {"group", "version", "staleness"} & tested.keys()
     with MetricsLogger(tmp_path, tensorboard=False, config={}) as logger:
@@ -147,7 +147,7 @@ def test_one_of_each_group_comes_first_and_rows_without_one_stay() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with two optimizer steps a batch, each in several micro-batches."""
+    """Return the folder of a run with two optimizer steps a batch, each in several micro-batches."""
     folder = tmp_path_factory.mktemp("run")
     run(
         folder, steps(3), "logging.sample_frequency=1", "logging.sample_rows=all", "train.optim_batch_size=8",
@@ -162,7 +162,9 @@ def numbers(rows: list[Row], name: str) -> list[float]:
 
 @pytest.mark.slow
 def test_the_trainers_numbers_are_those_of_its_first_pass(folder: Path) -> None:
-    """Two optimizer steps of 8: the first trains what its own weights sampled, the second not."""
+    """Of two optimizer steps of 8, the first trains sequences of its own weights, and the second
+    one does not.
+    """
     metrics = read_jsonl(folder / "metrics.jsonl")
     rows = [
         row
@@ -175,7 +177,7 @@ def test_the_trainers_numbers_are_those_of_its_first_pass(folder: Path) -> None:
         numbers(rows, name) for name in ("log_prob", "trainer", "reference")
     )
     assert len(sampled) == metrics[1]["rollout/tokens"] == sum(row["length"] for row in rows)
-    assert reference == pytest.approx(sampled, abs=2e-4)  # of the weights that sampled
+    assert reference == pytest.approx(sampled, abs=2e-4)  # of the sampling weights
     first, second = rows[:8], rows[8:]
     assert numbers(first, "trainer") == pytest.approx(numbers(first, "log_prob"), abs=2e-4)
     assert numbers(second, "trainer") != pytest.approx(numbers(second, "log_prob"), abs=2e-3)
@@ -200,7 +202,7 @@ def test_test_rows_have_tokens_too(folder: Path) -> None:
         assert row["tokens"].keys() == {"text", "log_prob"}
         assert "".join(row["tokens"]["text"]).startswith(
             row["response"]
-        )  # what ends it is a token too
+        )  # the end token counts too
 
 
 def test_the_learners_spans_follow_one_another_and_are_what_was_timed(folder: Path) -> None:

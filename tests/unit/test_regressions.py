@@ -56,8 +56,10 @@ def exact_model() -> torch.nn.Module:
 
 @functools.cache
 def token_batch(seed: int = 0, lengths: tuple[int, ...] = LENGTHS) -> TensorDictBase:
-    """Ragged sequences with 3 tokens of prompt. Log-ratios of the tiny model to the policy that sampled them are random
-    and well inside or well outside of the clip range, so that rounding clips no token."""
+    """Return ragged sequences with 3 prompt tokens. Log-ratios of the tiny model to the sampling
+    policy are random and well inside or well outside of the clip range, so that rounding clips no
+    token.
+    """
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for length in lengths:
@@ -83,7 +85,7 @@ def token_batch(seed: int = 0, lengths: tuple[int, ...] = LENGTHS) -> TensorDict
 
 
 def gradient(model: torch.nn.Module, loss: Tensor) -> Tensor:
-    """All gradients as one vector."""
+    """Return all gradients as one vector."""
     return parameters_to_vector(torch.autograd.grad(loss, tuple(model.parameters())))
 
 
@@ -91,7 +93,7 @@ def gradient(model: torch.nn.Module, loss: Tensor) -> Tensor:
 
 
 def test_kl_entropy_and_clip_fractions_average_sampled_tokens_alone() -> None:
-    """Not over prompts and padding, whose log-probs may be anything: here NaN, 5 and random logits."""
+    """Log-probs of prompts and padding may be anything: here NaN, 5 and random logits."""
     logits, rows = make_batch(0)
     kl_ref, kl_sample, entropy, low, high = [], [], [], [], []
     for index, row in enumerate(rows):
@@ -120,7 +122,9 @@ def test_kl_entropy_and_clip_fractions_average_sampled_tokens_alone() -> None:
 
 @pytest.mark.slow
 def test_a_sequence_alone_is_its_row_in_a_padded_batch() -> None:
-    """In float64 through a real model: log-probs, entropy, and the mean of the losses and gradients."""
+    """Compare log-probs, entropy, and the mean of losses and gradients, in float64 through a real
+    model.
+    """
     model = exact_model()
     scorer, batch = TokenScorer(model), token_batch()
     whole = scorer(batch.clone())
@@ -170,8 +174,9 @@ KINDS: dict[str, tuple[type[GRPOLoss], dict[str, Any]]] = {
 def test_reduced_precision_stays_within_its_bounds_of_float64(
     name: str, dtype: torch.dtype, value_bound: float, gradient_bound: float
 ) -> None:
-    """Weights in float32, the forward pass in ``dtype``: the loss, absolute, and the gradient, as the norm of the
-    difference over the norm. float32: 1e-6 and 1e-5. bfloat16: 0.02 and 0.05."""
+    """Weights in float32, the forward pass in ``dtype``: the loss, absolute, and the gradient, as
+    the norm of the difference over the norm. float32: 1e-6 and 1e-5. bfloat16: 0.02 and 0.05.
+    """
     kind, settings = KINDS[name]
     exact, model = exact_model(), make_tiny_model()
     for seed in range(3):
@@ -187,7 +192,7 @@ def test_reduced_precision_stays_within_its_bounds_of_float64(
         assert error.item() <= gradient_bound
 
 
-# Algorithms that are not what their name says
+# Algorithms that differ from their name
 
 WRITTEN = (keys.ADVANTAGE, keys.SHAPED_REWARD, keys.TOKEN_REWARD)
 """What the transforms of a preset make of the rewards."""
@@ -198,7 +203,9 @@ WRITTEN = (keys.ADVANTAGE, keys.SHAPED_REWARD, keys.TOKEN_REWARD)
 def test_dr_grpo_and_rloo_divide_by_no_standard_deviation_anywhere(
     algo: str, tmp_path: Path
 ) -> None:
-    """Ten times the rewards is ten times the gradient, from the preset's advantage through its loss; GRPO's stays."""
+    """Ten times the rewards is ten times the gradient, from the preset's advantage through its
+    loss; GRPO's stays.
+    """
     run = build(compose_config(*SMALL, f"algo={algo}", "policy.kl_coef=0"), tmp_path)
     try:
         run.source.publish(run.learner.weights(), 0)
@@ -221,8 +228,9 @@ def test_dr_grpo_and_rloo_divide_by_no_standard_deviation_anywhere(
 
 
 def test_cispos_default_bounds_leave_ordinary_weights_alone() -> None:
-    """With an upper bound of 0.2, or of 1.2, nearly every weight would be at it. Ratios up to 5 are weights as they
-    are, in the class and in the preset."""
+    """With an upper bound of 0.2, or of 1.2, nearly every weight would be at it. Ratios up to 5 are
+    not clipped, in the class and in the preset.
+    """
     ratios = [0.01, 0.5, 0.9, 1.0, 1.3, 2.0, 4.9]
     log_probs = [0.0, *(math.log(0.5 / ratio) for ratio in ratios)]
     row = TensorDict(
@@ -243,13 +251,14 @@ def test_cispos_default_bounds_leave_ordinary_weights_alone() -> None:
         assert weights.tolist() == pytest.approx(ratios, rel=1e-6)
 
 
-# What is counted and when
+# Counts and when they are taken
 
 
 @pytest.mark.slow
 def test_no_gradient_is_lost_or_left_over_between_optimizer_steps() -> None:
-    """7 sequences in optimizer steps of 3, 3 and 1, each of several micro-batches: the weights are those of three
-    steps by hand, each with the gradient of its own sequences alone."""
+    """7 sequences in optimizer steps of 3, 3 and 1, each of several micro-batches: the weights are
+    those of three steps by hand, each with the gradient of its own sequences only.
+    """
     model, by_hand = make_tiny_model().double(), make_tiny_model().double()
     loss, optimizer = (
         GRPOLoss(TokenScorer(model), **SETTINGS),
@@ -273,7 +282,9 @@ def test_no_gradient_is_lost_or_left_over_between_optimizer_steps() -> None:
 
 
 def test_truncation_is_what_was_recorded_not_the_longest_response() -> None:
-    """The longest response of the batch ended by itself and stays in the loss; a short one was cut and leaves it."""
+    """The longest response of the batch ended by itself and stays in the loss; a shorter one was
+    cut off and is excluded.
+    """
     model, rows = exact_model(), [row.clone() for row in token_batch().unbind(0)]
     rows[2][keys.TRUNCATED].fill_(True)
     assert rows[2][keys.FULL].numel() == min(LENGTHS)

@@ -1,4 +1,6 @@
-"""The report of a run: its numbers by hand, its safety against what models write, and what is left of a crashed run."""
+"""The report of a run: its numbers by hand, safety against text of models, and the report of a
+crashed run.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ VOID = {"meta", "br", "img"}
 
 
 class Page(HTMLParser):
-    """Collects the text of each tag, the tags and the attributes; fails on a tag that is not closed."""
+    """Collect the text of each tag, the tags and the attributes; fail if a tag is not closed."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -67,7 +69,7 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        if self.open and (data.strip() or "\n" not in data):  # else it only parts the tags
+        if self.open and (data.strip() or "\n" not in data):  # otherwise it only separates the tags
             self.texts.append((self.open[-1], data))
 
     def text(self) -> str:
@@ -79,7 +81,7 @@ def parse(path: Path) -> Page:
 
 
 def log_run(directory: Path, steps: int) -> None:
-    """A run of 0.5 s a step and one evaluation of 2 s before it and one after it."""
+    """Log a run of 0.5 s a step and one evaluation of 2 s before it and one after it."""
     with MetricsLogger(directory, tensorboard=False, config={}) as logger:
         logger.log(0, {"eval/pass@1": 0.25, "time/eval_s": 2.0})
         logger.log_samples(
@@ -112,7 +114,7 @@ def test_summary_equals_the_sums_by_hand(tmp_path: Path) -> None:
     assert summary.pop("wall_s") == pytest.approx(10 * 0.5 + 2 * 2.0)
     assert summary.pop("trained_tokens_per_s") == pytest.approx(
         1000 / 5.0
-    )  # 5 of the 9 s: not the evaluations'
+    )  # 5 of the 9 s: the evaluations don't count
     assert isinstance(summary["sequences"], int) and isinstance(summary["tokens"], int)
     assert summary == {
         "steps": 10,
@@ -176,7 +178,7 @@ def test_invalid_rewards_are_summed_up_by_cause(tmp_path: Path) -> None:
 def test_an_accuracy_stands_beside_its_invalid_rewards(
     last: dict[str, float], shown: str, outcome: float | None, tmp_path: Path
 ) -> None:
-    """Where most rewards are invalid it is no outcome of a sweep's job."""
+    """An accuracy of mostly invalid rewards must not rank a sweep's job."""
     with MetricsLogger(tmp_path, tensorboard=False, config={}) as logger:
         logger.log(0, {"eval/pass@1": 0.25, "eval/invalid_fraction": 0.0})
         logger.log(
@@ -197,7 +199,9 @@ def test_an_accuracy_stands_beside_its_invalid_rewards(
 
 
 def test_a_reward_that_never_reaches_1_is_named_where_the_accuracy_is(tmp_path: Path) -> None:
-    """Two data sets: the reward of one is a share of words and stays below 1, the other's is reached in training."""
+    """One data set's reward is a share of words and stays below 1; the other's reaches 1 in
+    training.
+    """
     tested = {"eval/pass@1": 0.0, "eval/pass@1/words": 0.0, "eval/pass@1/sums": 0.0}
     rewards = {
         "eval/reward_mean": 0.2,
@@ -314,7 +318,7 @@ def test_pictures_stand_beside_their_prompts(tmp_path: Path) -> None:
     with MetricsLogger(tmp_path, tensorboard=False, config={}) as logger:
         for split, images in (("test", files[:1]), ("train", files[1:])):
             logger.log_samples(1, [row | {"split": split, "images": images, "group": 1}] * 2)
-    (tmp_path / f"images/{files[2].hash[:16]}.png").unlink()  # as in a run without thumbnails
+    (tmp_path / f"images/{files[2].hash[:16]}.png").unlink()  # like in a run without thumbnails
     html = write_report(tmp_path).read_text(encoding="utf-8")
     Page(html)
     images = re.findall(r'<img src="data:image/png;base64,([^"]*)" alt="([^"]*)">', html)
@@ -450,7 +454,7 @@ def test_all_curves_of_three_data_sets_are_drawn_below_the_legend() -> None:
     assert axes.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1
     assert (
         axes.transData.transform((0, 1))[1] - axes.bbox.y0 > 70
-    )  # of 100 points in an inch: the plot has its room
+    )  # of 100 points in an inch: the plot has enough room
 
 
 def test_no_axis_zooms_into_rounding_noise() -> None:

@@ -1,4 +1,6 @@
-"""Going on from a checkpoint: the resumed run is the uninterrupted one, and what does not fit is refused first."""
+"""Resuming from a checkpoint: the run equals the uninterrupted one, and a mismatch is refused
+first.
+"""
 
 from __future__ import annotations
 
@@ -135,7 +137,9 @@ def test_the_moments_of_adamw_8bit_are_of_one_byte() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("adamw_8bit_run")
 def test_bfloat16_weights_move_by_less_than_their_rounding() -> None:
-    """From 1, where the next number in bfloat16 is 1 - 2**-8: by 2e-4 in each of 20 steps, on average."""
+    """The next number below 1 in bfloat16 is 1 - 2**-8; the weights move by 2e-4 in each of 20
+    steps, on average.
+    """
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
     optimizer = make_optimizer([weight], "adamw_8bit", lr=2e-4)
@@ -167,7 +171,7 @@ def test_rounding_draws_the_same_numbers_whatever_others_drew() -> None:
 
 @pytest.mark.slow
 def test_a_refreshed_reference_stays_when_the_run_goes_on_without(tmp_path: Path) -> None:
-    """It is not the base model again: the KL to it starts at 0."""
+    """It does not become the base model again; the KL to it starts at 0."""
     whole = run(
         tmp_path / "whole", steps(4), "ref_model.refresh_every=3", "train.checkpoint_frequency=3"
     )
@@ -200,7 +204,7 @@ def test_length_learning_rate_and_loss_may_change_on_resume(full_run: Path, tmp_
     assert [row["step"] for row in rows] == [6, 7]
     assert rows[1]["train/lr"] == pytest.approx(
         2e-3
-    )  # 24 optimizer steps were made: the warm-up is over
+    )  # 24 optimizer steps were made: the warm-up has ended
     [group, _] = state_in(at(tmp_path, 7))["trainer"]["optimizer"]["param_groups"]
     assert (group["lr"], group["initial_lr"], group["betas"]) == (2e-3, 2e-3, (0.5, 0.999))
     rows = run(
@@ -395,7 +399,7 @@ def test_the_latest_whole_checkpoint_of_a_folder_is_taken(full_run: Path, tmp_pa
 
 @pytest.mark.slow
 def test_groups_that_were_drawn_ahead_are_played_first(full_run: Path, tmp_path: Path) -> None:
-    """By a synchronous run too, and with as many groups as a batch does not divide."""
+    """The synchronous run resumes with a number of groups that is not a multiple of a batch."""
     source = state_in(at(full_run, 6))["source"]
     assert source["ahead"] == []
     ahead = [[20, 7], [22, 9], [25, 100], [26, 4], [29, 5]]

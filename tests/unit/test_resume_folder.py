@@ -1,4 +1,6 @@
-"""``train.resume`` and a run's folder: whose files they are, which config goes on, and what is refused at once."""
+"""``train.resume`` and a run's folder: who owns its files, which config applies, and what is
+refused at once.
+"""
 
 from __future__ import annotations
 
@@ -42,14 +44,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def killed(tmp_path: Path) -> Path:
-    """What a run leaves that was killed after step 5."""
+    """Return the folder of a run that was killed after step 5."""
     run(tmp_path, *TESTED, *SAVED, steps(5))
     at(tmp_path, 5).rename(tmp_path / "checkpoints" / "checkpoint_000005.tmp")
     return tmp_path
 
 
 def rows_of(folder: Path, name: str) -> list[dict[str, Any]]:
-    """The rows of a file without what is measured anew."""
+    """Return the rows of a file without measured times."""
     timed = ("time/", "throughput/", "memory/")
     rows = read_jsonl(folder / name)
     return [{key: value for key, value in row.items() if not key.startswith(timed)} for row in rows]
@@ -128,7 +130,7 @@ def test_auto_refuses_to_start_afresh_over_damaged_checkpoints(
 def test_lines_that_are_no_rows_are_left_out_when_a_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was a JSONDecodeError or a KeyError, each time that the run was started."""
+    """They once raised a JSONDecodeError or a KeyError each time that the run was resumed."""
     said: list[str] = []
     monkeypatch.setattr(torchrl_logger, "warning", said.append)
     run(tmp_path, *TESTED, *SAVED, steps(3))
@@ -166,7 +168,9 @@ def test_auto_writes_the_model_that_a_finished_run_lacks(tmp_path: Path) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
 def test_a_finished_run_writes_nothing_more_to_other_loggers(name: str, tmp_path: Path) -> None:
-    """Weights & Biases had another offline folder, TensorBoard another file."""
+    """Each restart once added another offline folder of Weights & Biases, and another file of
+    TensorBoard.
+    """
     pytest.importorskip(name)
     asked = "logging.tensorboard=true" if name == "tensorboard" else f"logging.{name}.mode=offline"
     run(tmp_path, asked, steps(1))
@@ -207,7 +211,7 @@ def test_the_saved_config_is_the_base_and_differences_are_shown(
     again = (f"train.resume={tmp_path / 'a'}", f"hydra.run.dir={tmp_path / 'b'}", steps(2))
     assert (
         run_here(SYNC, *again, "policy.kl_coef=0.25") == 0
-    )  # without the first one's --config-name
+    )  # without the --config-name of the first one
     shown = capsys.readouterr().out
     assert re.search(
         r"that differ.*policy\.kl_coef +0\.5 +0\.25.*train\.total_dialog_turns +16 +32", shown, re.S

@@ -1,4 +1,4 @@
-"""Reward functions: called in three forms, turned into parts and a score, awaited many at a time."""
+"""Reward functions: called in three forms, converted to parts and a score, awaited concurrently."""
 
 from __future__ import annotations
 
@@ -358,7 +358,7 @@ def test_async_rewards_of_many_dialogs_are_awaited_at_a_time() -> None:
     rewards = make_rewards([slow, {"fn": lambda response: 1, "name": "plain"}])
     start = time.perf_counter()
     scores = rewards.score_all([dialog("0.2")] * 50)
-    assert time.perf_counter() - start < 8  # one after the other: 10 s
+    assert time.perf_counter() - start < 8  # sequentially: 10 s
     assert scores == [Score(1.2, False, {"slow": 0.2, "plain": 1.0})] * 50
     assert rewards.asynchronous and not make_rewards("gsm8k").asynchronous
 

@@ -1,4 +1,4 @@
-"""Rewards that ask a model: a judge behind a real HTTP server, and a tiny sequence classifier."""
+"""Rewards that query a model: a judge behind a real HTTP server, and a tiny sequence classifier."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ Answer = tuple[int, str]
 
 
 class Judge:
-    """An OpenAI-compatible endpoint that answers as a rule says; it keeps the requests and counts those at a time."""
+    """An OpenAI-compatible endpoint that replies by a rule, and records requests and their
+    concurrency.
+    """
 
     def __init__(self, rule: Callable[[str, int], Answer]) -> None:
         self.rule, self.requests, self.keys, self.busy, self.most = rule, [], [], 0, 0  # type: ignore[var-annotated]
@@ -126,7 +128,7 @@ def test_a_reply_without_a_rating_on_the_scale_is_an_error(serve: Any, reply: st
 
 @pytest.mark.slow
 def test_a_reply_that_was_cut_off_is_no_rating(serve: Any) -> None:
-    """``Score: 1`` may have been going to be ``Score: 10``."""
+    """``Score: 1`` may have been the start of ``Score: 10``."""
     judge = serve(lambda question, number: (200, "Score: 1"))
     judge.cuts = True
     with pytest.raises(ValueError, match=r"judge judge-7b .*max_tokens=512"):
@@ -178,7 +180,7 @@ def test_a_judge_that_does_not_answer_is_an_error(
 
 
 class Flood(BaseHTTPRequestHandler):
-    """Sends the letter x without end, or a little that unpacks to a lot."""
+    """Send the letter x without end, or a small body that decompresses to a large one."""
 
     sent = 0
 
@@ -210,7 +212,7 @@ def test_a_judges_answer_is_read_up_to_a_limit(path: str, message: str) -> None:
         with pytest.raises(RuntimeError, match=message):
             make_rewards({"fn": "judge", "url": url, "model": "m"})(dialog())
         server.shutdown()
-    assert Flood.sent < 30_000_000  # what fits into buffers on the way, too
+    assert Flood.sent < 30_000_000  # including buffers on the way
 
 
 def test_a_judge_that_is_not_there_is_an_error() -> None:

@@ -1,4 +1,4 @@
-"""Parts of a reward: GDPO, where each is normalized on its own (arXiv 2601.05242), and what is logged of them."""
+"""Parts of a reward: GDPO, which normalizes each on its own (arXiv 2601.05242), and their metrics."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ EPS = 1e-6
 def batch_of(
     parts: Sequence[Parts], groups: Sequence[int], valid: Sequence[bool] = ()
 ) -> TensorDictBase:
-    """Ragged: sequence i has i + 1 tokens. The reward is the sum of the parts."""
+    """Return a ragged batch in which sequence i has i + 1 tokens. The reward is the sum of the
+    parts.
+    """
     rows = []
     for i, (row, group) in enumerate(zip(parts, groups, strict=True)):
         reward = torch.tensor([sum(value or 0.0 for value in row.values())])
@@ -64,7 +66,9 @@ def by_hand(
     weights: Mapping[str, float],
     valid: Sequence[bool],
 ) -> list[float]:
-    """GDPO in plain Python: every part by the mean and deviation of its group, summed, then by those of the batch."""
+    """Return GDPO in plain Python: each part standardized by its group, summed, then standardized
+    by the batch.
+    """
     sums = [0.0] * len(parts)
     for name, weight in weights.items():
         for group in set(groups):
@@ -90,7 +94,9 @@ def by_hand(
 
 
 def test_rewards_with_one_sum_and_other_parts_keep_different_advantages() -> None:
-    """The paper's example: GRPO gives (0, 1), (0, 2) of two responses the same advantage, GDPO does not."""
+    """The paper's example: GRPO gives (0, 1) and (0, 2) of two responses the same advantage, GDPO
+    does not.
+    """
     one, two = (
         [{"a": 0.0, "b": 0.0}, {"a": 0.0, "b": 1.0}],
         [{"a": 0.0, "b": 0.0}, {"a": 1.0, "b": 1.0}],
@@ -121,14 +127,16 @@ def test_gdpo_is_what_plain_python_computes(seed: int) -> None:
     valid = [rng.random() > 0.15 for _ in groups]
     got = advantages(batch_of(parts, groups, valid), 4, {**weights, "logged": 0.0})
     expected = by_hand(parts, groups, weights, valid)
-    # A response to which no part gives anything gets exactly 0, by hand what is left of the mean of the batch.
+    # A response to which every part gives nothing gets exactly 0; by hand, the mean of the batch
+    # leaves a remainder.
     assert got == pytest.approx(expected, abs=2e-6)
 
 
 def test_a_part_that_does_not_apply_or_not_vary_gives_nothing() -> None:
     parts = [{"a": 1.0, "b": None}, {"a": 1.0, "b": 5.0}, {"a": 1.0}, {"a": 1.0, "b": 3.0}]
     got = advantages(batch_of(parts, [0] * 4), 4, {})
-    # Only b tells them apart, and only for two: 1/sqrt(2) and -1/sqrt(2) beside two zeros, deviation 1/sqrt(3).
+    # Only b distinguishes them, and only two of them: 1/sqrt(2) and -1/sqrt(2) beside two zeros,
+    # deviation 1/sqrt(3).
     assert got == pytest.approx([0, (3 / 2) ** 0.5, 0, -((3 / 2) ** 0.5)], abs=1e-5)
     assert got[0] == got[2] == 0.0
     transform = GroupAdvantage(2, part_weights={})
@@ -150,7 +158,8 @@ def test_a_part_counts_by_its_weight_or_its_functions() -> None:
     logged = [row(math=1, math__correct=k, style__length=k, verl=2, verl__acc=k) for k in range(4)]
     assert advantages(batch_of(logged, [0] * 4), 4, weights) == [0.0] * 4
     counted = [row(math=k, style__tone=-2 * k) for k in range(4)]
-    # Both parts are the same normalized numbers z with opposite signs: 1 z - 0.5 z = 0.5 z, normalized z again.
+    # Both parts are the same standardized numbers z with opposite signs: 1 z - 0.5 z = 0.5 z,
+    # standardized z again.
     z = [(k - 1.5) / (5 / 3) ** 0.5 for k in range(4)]
     assert advantages(batch_of(counted, [0] * 4), 4, weights) == pytest.approx(z, abs=1e-5)
 
@@ -186,7 +195,9 @@ def test_gdpo_in_an_environment_is_that_of_the_batch(tokenizer: PreTrainedTokeni
     ]
     # Length and digit disagree in both groups: with equal weights they cancel, to exactly 0.
     assert column(out, "advantage") == advantages(batch_of(parts, [0, 0, 1, 1]), 2, {}) == [0.0] * 4
-    one = (3 / 4) ** 0.5  # of four numbers of one size, two of them negative, over their deviation
+    one = (
+        3 / 4
+    ) ** 0.5  # of four numbers of equal size, two of them negative, divided by their deviation
     weighted = advantages(batch_of(parts, [0, 0, 1, 1]), 2, {"digit": 2.0})
     assert weighted == pytest.approx([one, -one, -one, one], abs=1e-5)
 
@@ -310,7 +321,7 @@ def test_gdpo_refuses_what_works_on_the_sum(override: str, message: str) -> None
         compose_config("env.reward=math", "env.reward_combination=gdpo", override)
 
 
-# What is logged
+# Metrics
 
 
 def logged_batch() -> TensorDictBase:

@@ -1,4 +1,4 @@
-"""RewardPool: scorers that hang, crash and raise; and who shares its processes, and when they end."""
+"""RewardPool: scorers that hang, crash and raise; sharing of its processes, and their end."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_scores_come_in_order_and_what_hangs_crashes_or_raises_has_none() -> Non
 
 @pytest.mark.slow
 def test_an_error_on_one_line_has_the_place_in_the_file_of_the_scorer(tmp_path: Path) -> None:
-    """Not the one in ``json`` that raised, and not the package's own."""
+    """Neither the line in ``json`` that raised nor the package's own."""
     file = tmp_path / "strict.py"
     file.write_text(
         "import json\n\ndef parsed(response):\n    return json.loads(response)\n\n"
@@ -191,7 +191,7 @@ def test_a_worker_killed_while_it_waits_costs_only_a_restart(pool: RewardPool) -
 def test_a_worker_that_stopped_while_it_waits_holds_up_no_dialog(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What does not fit into the pipe was sent without end."""
+    """A message that doesn't fit into the pipe once blocked forever."""
     monkeypatch.setattr(slot, "_MAX_TRANSFER_S", 1)
     with RewardPool(ObedientTask(), 1, timeout_s=30) as pool:
         score(pool, "1")
@@ -307,14 +307,16 @@ if sys.argv[1] == "hang":
 def test_no_worker_outlives_a_parent_that_is_killed_or_never_closes(
     end: str, tmp_path: Path
 ) -> None:
-    """Nor does a second signal in the terminal matter: the workers are in groups of their own."""
+    """A second signal in the terminal doesn't matter either: the workers are in process groups of
+    their own.
+    """
     command = [sys.executable, "-c", SCRIPT, end, str(tmp_path / "pid")]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         assert len(pids) == 3 and psutil.pid_exists(
             pids[2]
-        )  # two workers, and what a scorer started
+        )  # two workers, and a process that a scorer started
         if end == "hang":
             assert all(os.getpgid(pid) == pid for pid in pids[:2])
             parent.send_signal(signal.SIGKILL)
@@ -372,7 +374,7 @@ def test_environments_of_one_task_log_a_failure_once_between_them(
     logged: list[str] = []
     monkeypatch.setattr(torchrl_logger, "error", logged.append)
     task = ObedientTask()
-    for _ in range(3):  # as for training, the greedy and the sampled evaluation
+    for _ in range(3):  # for training, the greedy and the sampled evaluation
         env = LLMEnv(task, tokenizer, num_envs=2, repeats=2)
         respond(env, env.reset(), [[*tokenizer("boom")["input_ids"], END]] * 2)
         assert env.take_counts() == {"rewards/invalid_exception": 2}
@@ -401,7 +403,7 @@ def test_a_replica_plays_on_while_a_unit_is_scored(
     make_env: Callable[..., LLMEnv], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     """The first unit's scorer ends when the second unit is through."""
-    pool = RewardPool(ObedientTask(), 3, timeout_s=30)  # the first task takes two
+    pool = RewardPool(ObedientTask(), 3, timeout_s=30)  # the first task needs two
     begun, through = tmp_path / "begun", tmp_path / "through"
     slow, fast = f"meet {begun} {through}", "3"
 
@@ -442,7 +444,7 @@ def test_a_replica_plays_on_while_a_unit_is_scored(
         report, group = first.result(timeout=30)
     assert pickle.loads(pickle.dumps(group))["next", "reward"].reshape(-1).tolist() == [1.0, 1.0]
     assert [group.group for group in (*report.groups, *through_report.groups)] == [0, 1]
-    assert report.engine is None  # what an engine's state is, is not known while others sample
+    assert report.engine is None  # an engine's state is undefined while other calls sample
     assert report.rewards == {RESTARTS: 0, TIMED_OUT: 0}
     actor.call("close")
     with pytest.raises(RuntimeError):
@@ -465,7 +467,5 @@ def test_a_turn_is_the_same_after_its_way_through_a_pipe() -> None:
         TurnLimits(7, ("END",), True),
         undelivered=True,
     )
-    assert all(
-        getattr(turn, one.name) != one.default for one in fields(Turn)
-    )  # none is forgotten here
+    assert all(getattr(turn, one.name) != one.default for one in fields(Turn))  # none is lost here
     assert decode(encode([turn], 5), 5, 1) == [turn]

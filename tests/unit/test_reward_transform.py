@@ -1,4 +1,6 @@
-"""RewardShaping: every option against plain loops over python floats, in a buffer, and what it refuses."""
+"""RewardShaping: every option compared with plain loops over Python floats, in a buffer, and its
+refusals.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def make_row(
 
 
 def random_rows(seed: int, count: int = 6, invalid: bool = True) -> list[TensorDict]:
-    """Ragged dialogs of one to three turns with rewards in the middle; one has nothing sampled, one is not valid."""
+    """Return ragged dialogs of one to three turns with intermediate rewards; one has no sampled
+    token, one is invalid.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def numbers(size: int) -> list[float]:
@@ -66,7 +70,7 @@ def random_rows(seed: int, count: int = 6, invalid: bool = True) -> list[TensorD
                 math.nan, mask, sample=numbers(size), ref=numbers(size), turns=turns, valid=False
             )
         else:
-            known = turns if i % 4 > 1 else None  # a single turn has none
+            known = turns if i % 4 > 1 else None  # a single turn has no intermediate reward
             row = make_row(
                 sum(turns), mask, sample=numbers(size), ref=numbers(size), turns=known, valid=True
             )
@@ -91,7 +95,7 @@ def by_loop(
     kl_coef: float = 0.0,
     kl_estimator: str = "k1",
 ) -> tuple[float, list[float]]:
-    """The shaped reward and the token rewards of one sequence, token by token."""
+    """Return the shaped reward and the token rewards of one sequence, token by token."""
     mask = row[keys.ASSISTANT_MASK].tolist()
     token = [0.0] * len(mask)
     if not row[keys.REWARD_VALID].item():
@@ -170,10 +174,11 @@ def test_each_option_is_what_a_plain_loop_computes(options: dict, seed: int) -> 
 
 
 def test_overlong_penalty_by_hand() -> None:
-    """At most 3 tokens, the last 2 of them the buffer (arXiv 2503.14476, equation 13); every reward is 1.
+    """At most 3 tokens, the last 2 of them the buffer (arXiv 2503.14476, equation 13); every reward
+    is 1.
 
-    1 token: 1 <= 3 - 2, no penalty, 1. 2 tokens: ((3 - 2) - 2) / 2 = -1/2, so 1/2. 3 tokens: ((3 - 2) - 3) / 2 = -1,
-    so 0. 4 tokens are more than 3: -1, so 0. The prompt's token does not count.
+    1 token: 1 <= 3 - 2, no penalty, 1. 2 tokens: ((3 - 2) - 2) / 2 = -1/2, so 1/2. 3 tokens: ((3 -
+    2) - 3) / 2 = -1, so 0. 4 tokens are more than 3: -1, so 0. The prompt's token does not count.
     """
     batch = lazy_stack([make_row(1.0, [0] + [1] * length) for length in (1, 2, 3, 4)])
     out = RewardShaping(overlong_buffer=2, max_response_tokens=3)(batch)
@@ -184,8 +189,8 @@ def test_overlong_penalty_by_hand() -> None:
 def test_kl_in_the_reward_by_hand() -> None:
     """Reward 1, two sampled tokens, kl_coef 0.5, k1 = log sample - log ref.
 
-    Token 1: -1 - (-3) = 2, so -0.5 * 2 = -1. Token 2: -2 - (-1) = -1, so 0.5, and the reward: 1.5. Together 0.5.
-    The prompt's token has no KL, whatever stands there.
+    Token 1: -1 - (-3) = 2, so -0.5 * 2 = -1. Token 2: -2 - (-1) = -1, so 0.5, and the reward: 1.5.
+    Together 0.5. The prompt's token has no KL, whatever its values.
     """
     out = RewardShaping(kl_coef=0.5)(
         lazy_stack([make_row(1.0, [0, 1, 1], sample=[9, -1, -2], ref=[math.nan, -3, -1])])
@@ -194,7 +199,9 @@ def test_kl_in_the_reward_by_hand() -> None:
 
 
 def test_turns_keep_their_rewards_and_the_clip_goes_to_the_last_token() -> None:
-    """Turns of 2 and 3: scaled 4 and 6, bias 1 makes 11, clipped to 8: the last token gets 6 + (8 - 10) = 4."""
+    """Turns of 2 and 3: scaled 4 and 6, bias 1 makes 11, clipped to 8: the last token gets 6 + (8 -
+    10) = 4.
+    """
     row = make_row(5.0, [0, 1, 0, 1, 1], turns=[0, 2, 0, 0, 3])
     out = RewardShaping(scale=2.0, bias=1.0, clip=(0.0, 8.0))(lazy_stack([row]))
     assert tokens(out) == [[0.0, 4.0, 0.0, 0.0, 4.0]] and shaped(out) == [8.0]
@@ -220,7 +227,7 @@ def test_an_invalid_reward_is_worth_nothing_whatever_it_is() -> None:
 @pytest.mark.parametrize("options", OPTIONS[-2:], ids=str)
 def test_padding_and_order_change_nothing(options: dict) -> None:
     rows = random_rows(7)
-    for row in rows:  # what is padded must be there everywhere
+    for row in rows:  # padded entries must exist in every row
         if not has(row, keys.TURN_REWARDS):
             turns = torch.zeros(row[keys.FULL].shape)
             turns[row[keys.ASSISTANT_MASK].nonzero().reshape(-1)[-1:]] = row[keys.REWARD]
@@ -273,14 +280,14 @@ def test_token_rewards_add_up_to_the_shaped_reward(data: st.DataObject) -> None:
         kl_coef=data.draw(st.floats(0, 2)),
         kl_estimator=data.draw(
             st.sampled_from(["k1", "k2"])
-        ),  # k3 grows to e^20, where float32 ends
+        ),  # k3 grows to e^20, beyond the precision of float32
     )(lazy_stack([row]))
     token = out[0][keys.TOKEN_REWARD]
     assert token.double().sum().item() == pytest.approx(shaped(out)[0], rel=1e-5, abs=1e-3)
     assert not token[~out[0][keys.ASSISTANT_MASK]].any()
 
 
-# In a replay buffer, and alone
+# In a replay buffer, and without one
 
 
 def test_a_buffer_shapes_once_before_the_advantage_on_a_copy() -> None:
@@ -321,7 +328,7 @@ def test_a_shaped_batch_and_a_single_sequence() -> None:
     for key in (
         keys.TOKEN_REWARD,
         keys.SHAPED_REWARD,
-    ):  # one of the two alone is not a shaped batch
+    ):  # one of the two without the other is not a shaped batch
         half = single.clone()
         del half["next", key[1]]
         out = RewardShaping(scale=4.0)(half)

@@ -1,4 +1,4 @@
-"""Numbers in text: which one is the answer, and when two of them are equal. The reward ``gsm8k``."""
+"""Numbers in text: finding the answer, and equality of two numbers. The reward ``gsm8k``."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_huge_numbers_are_compared_exactly() -> None:
     assert marked_number(f"#### {digits}") != marked_number(f"#### {digits[:-1]}4")
 
 
-# Response, answer, and whether it is right: in the modes strict, lenient and last_number.
+# Response, answer, and whether it is right in the modes strict, lenient and last_number.
 HARD = [
     ("#### 72", "72", "111"),
     ("48 + 24 = 72\n#### 72", "72", "111"),
@@ -240,7 +240,7 @@ HARD = [
     ("It is -24", "-24", "001"),
     ("She has 3/4 of it.", "0.75", "001"),
     ("10-4 leaves (6)", "6", "001"),
-    # Right-looking answers that are wrong.
+    # Wrong answers that look right.
     ("", "72", "000"),
     ("####", "72", "000"),
     ("#### 73", "72", "000"),
@@ -325,7 +325,7 @@ def test_all_8792_reference_answers_are_right_in_every_mode() -> None:
 
 @pytest.mark.skipif(not REAL_DATA.is_dir(), reason="GSM8K's files are not on this machine")
 def test_the_answer_before_the_right_one_is_wrong_for_every_real_problem() -> None:
-    """Each real solution, against its answer plus one, in every mode."""
+    """Each real solution is compared with its answer plus one, in every mode."""
     for line in (REAL_DATA / "test.jsonl").read_text(encoding="utf-8").splitlines():
         solution = json.loads(line)["answer"]
         other = str(int(solution.rpartition("####")[2].strip().replace(",", "")) + 1)

@@ -1,4 +1,4 @@
-"""The rewards that need no labels."""
+"""Rewards that need no labels."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""No built-in reward raises for a response, leaves its range or takes long.
+"""No built-in reward raises for a response, leaves its range or is slow.
 
-Those that ask a model or run a program are tested apart.
+Rewards that query a model or run a program have tests of their own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torchrl_grpo.rewards import BUILTINS
 pytest.importorskip("math_verify")
 pytest.importorskip("langdetect")
 
-# Each instruction once, with arguments, so that every check sees every text.
+# Each instruction once, with arguments, so that every check reads every text.
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "keywords:existence": {"keywords": ["good"]},
     "keywords:frequency": {"keyword": "a", "frequency": 2, "relation": "at least"},

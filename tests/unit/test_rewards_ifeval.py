@@ -23,7 +23,7 @@ REAL_DATA = published("ifeval") / "input_data.jsonl"
 FRENCH = "Le chat est sur la table et il regarde les oiseaux dans le jardin."
 ENGLISH = "the cat sits on the table and it looks at the birds in the garden"
 
-# Instruction, arguments, texts that follow it, texts that do not.
+# Instruction, arguments, texts that follow it, texts that don't.
 CASES: list[tuple[str, dict[str, Any], list[str], list[str]]] = [
     ("keywords:existence", {"keywords": ["cat", "C++"]},
      ["The cat writes C++.", "CAT c++", "concatenated c++11"], ["The cat.", "C++", "The cat writes CCC."]),

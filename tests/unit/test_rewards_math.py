@@ -56,7 +56,7 @@ def test_pairs_have_the_verdict_that_they_should() -> None:
 def test_a_thread_gives_the_verdicts_of_the_main_thread() -> None:
     assert threading.current_thread() is threading.main_thread()
     with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(verdicts, range(2))  # at the same time
+        first, second = pool.map(verdicts, range(2))  # concurrently
     assert first == second == [verdict for *_, verdict in PAIRS]
 
 
@@ -86,7 +86,7 @@ def cpu_s_of_ended_children() -> float:
 
 @pytest.fixture(scope="module")
 def short_limit() -> Iterator[None]:
-    """A comparison may take half a second of processor time."""
+    """Limit a comparison to half a second of processor time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(math_reward, "CPU_LIMIT_S", 0.5)
         patch.setattr(math_reward, "_judges", {})

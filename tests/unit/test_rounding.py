@@ -1,4 +1,6 @@
-"""Numbers as they are shown: terminal, report and page round alike, and differences are of the figures shown."""
+"""Displayed numbers: terminal, report and page round alike, and differences are those of the
+displayed figures.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ def test_a_difference_is_that_of_the_figures_that_are_shown() -> None:
     )
     assert (
         points(0.33749, 0.98251) == "+64.6 points"
-    )  # 98.3 - 33.7, although 64.502 lie between them
+    )  # 98.3 - 33.7, although the exact difference is 64.502
     assert (points(0.5, 0.5), points(0.5, 0.25)) == ("+0.0 points", "-25.0 points")
 
 

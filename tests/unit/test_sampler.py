@@ -1,4 +1,6 @@
-"""``Sampler``: tasks that carry their problems are played by anyone, in rounds of what the engine plays at a time."""
+"""``Sampler``: any sampler plays tasks that carry their problems, in rounds of the engine's
+capacity.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,7 @@ def test_a_pickled_task_gives_the_tokens_that_its_own_env_gives(
         ], key
     assert [row[keys.QUERY] for row in rows] == [row[keys.QUERY] for row in expected.unbind(0)]
     assert [group.group for group in report.groups] == [0, 1, 2]
-    assert other.state_dict() == before  # it drew nothing
+    assert other.state_dict() == before  # nothing was drawn
 
 
 @pytest.mark.slow
@@ -86,7 +88,7 @@ def test_with_a_seed_it_does_not_matter_which_sampler_plays_a_task(
     alone = played([[0, 1, 2, 3]])
     assert played([[0, 2], [1, 3]]) == played([[3], [2, 1, 0]]) == alone
     responses = [row[-8:] for rows in alone.values() for row in rows]
-    assert len({tuple(row) for row in responses}) == len(responses)  # each has draws of its own
+    assert len({tuple(row) for row in responses}) == len(responses)  # each has its own random draws
     assert played([[0, 1, 2, 3]], seed=4) != alone
 
 
@@ -121,7 +123,7 @@ def test_a_task_of_any_size_is_played_in_rounds(
 
 
 class RuleTask(EchoTask):
-    """The response ``a`` is right, ``b`` is not, and others have no valid reward."""
+    """A task in which the response ``a`` is right, ``b`` is wrong, and others have no valid reward."""
 
     def score(self, problem: Problem, responses: Sequence[str]) -> Score:
         return Score({"a": 1.0, "b": 0.5}[responses[-1]], responses[-1] == "a")

@@ -115,7 +115,7 @@ def test_files_of_pictures_are_named(tmp_path: Path) -> None:
 def test_before_stands_against_after(folder: Path) -> None:
     by_change = ("--compare", "--split", "test", "--sort", "change")
     text = printed(folder, *by_change, "--reverse")
-    assert titles(text) == ["1+1=", "2+2=", "say"]  # of an invalid reward there is no change
+    assert titles(text) == ["1+1=", "2+2=", "say"]  # an invalid reward has no change
     assert titles(printed(folder, *by_change)) == ["2+2=", "1+1=", "say"]
     row = next(line for line in text.splitlines() if "three!" in line)
     assert row.split() == ["three!", "two"]

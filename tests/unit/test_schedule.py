@@ -1,4 +1,4 @@
-"""The learning rate over a run: its values, and that a resumed run has those of the uninterrupted one."""
+"""The learning rate over a run: its values, and their equality in a resumed run."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def test_the_mean_score_is_that_of_autograd(bounds: Any, seed: int) -> None:
 
 @pytest.mark.parametrize("bounds", BOUNDS)
 def test_the_update_of_a_prefix_has_a_mean_of_0(bounds: Any) -> None:
-    """Over all tokens that its policy may sample there, whatever the weight."""
+    """The mean is over all tokens that its policy may sample there, whatever the weight."""
     data = random_head(0)
     hidden, weight = data["hidden"][:1].expand(6, 4), data["weight"].requires_grad_()
     kept = data["kept"][:1].expand(6, 6)
@@ -125,7 +125,7 @@ def test_the_update_of_a_prefix_has_a_mean_of_0(bounds: Any) -> None:
 
 
 def rollout() -> Any:
-    """A batch that another model sampled than the one that is trained: two groups of three."""
+    """Return a batch that another model sampled than the trained one: two groups of three."""
     engine = TransformersEngine(make_tiny_model(seed=1))
     engine.seed(0)
     params = SamplingParams(
@@ -153,7 +153,7 @@ def test_an_engine_lists_the_log_probs_of_what_it_kept() -> None:
 
 @pytest.mark.parametrize("bounds", BOUNDS)
 def test_the_loss_subtracts_the_mean_score_of_each_token(bounds: Any) -> None:
-    """Its gradient is that of A (w log p - sum of q w log p), as a plain loop makes it."""
+    """Its gradient is that of A (w log p - sum of q w log p), computed by a plain loop."""
     batch, model = rollout(), make_tiny_model(seed=1).double()
     generator = torch.Generator().manual_seed(0)
     for part in model.parameters():
@@ -205,7 +205,9 @@ def test_the_loss_subtracts_the_mean_score_of_each_token(bounds: Any) -> None:
 
 @pytest.mark.slow
 def test_a_run_centers_its_scores(tmp_path: Path) -> None:
-    """Of an engine in bfloat16; on an equal engine the mean score is 0 and its value the entropy."""
+    """The engine is in bfloat16; with an equal engine the mean score is 0 and its value the
+    entropy.
+    """
     words = (
         "policy.score_centering=true",
         "policy.proximal=recomputed",

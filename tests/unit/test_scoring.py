@@ -97,7 +97,7 @@ def test_padding_changes_nothing() -> None:
 
 
 def test_no_tensor_of_all_logits_is_ever_made() -> None:
-    """Counts the elements of every tensor that an operation returns, forward and backward."""
+    """Count the elements of every tensor that an operation returns, forward and backward."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     largest = 0
@@ -165,7 +165,7 @@ def test_a_layout_in_the_batch_is_used_for_its_own_tensors_alone(
     for rows in (
         torch.tensor([3, 0, 2, 1]),
         torch.tensor([1, 0]),
-    ):  # what a loss of one's own may give it
+    ):  # arguments that a custom loss may pass
         torch.testing.assert_close(
             scorer(batch[rows])[CUR_LOG_PROBS], expected[rows], rtol=1e-5, atol=1e-6
         )
@@ -256,7 +256,9 @@ def test_adapter_off_scorer_gives_the_base_models_scores() -> None:
 
 
 def test_in_16_bits_no_rounding_of_the_head_reaches_the_targets_logit():
-    """A logit of 10 in bfloat16 is off by 0.02 on average; what is left is what averages out in the normalizer."""
+    """A logit of 10 in bfloat16 is off by 0.02 on average; the remaining error averages out in the
+    normalizer.
+    """
     torch.manual_seed(0)
     hidden, weight, bias = (
         torch.randn(400, 64).bfloat16(),

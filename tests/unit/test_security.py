@@ -1,4 +1,4 @@
-"""Secrets are never written, and what others made (models, data, checkpoints, templates) runs nothing here."""
+"""Secrets are never written, and foreign models, data, checkpoints and templates run no code."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SCRIPT = (
 
 
 class Payload:
-    """Makes a file when it is unpickled."""
+    """Create a file when it is unpickled."""
 
     def __init__(self, canary: Path) -> None:
         self.canary = canary
@@ -58,7 +58,7 @@ class Payload:
 
 @pytest.fixture
 def canary(tmp_path: Path) -> Any:
-    """A path that must not exist at the end."""
+    """Return a path that must not exist at the end."""
     path = tmp_path / "canary"
     yield path
     assert not path.exists()
@@ -166,7 +166,7 @@ def test_code_in_a_model_folder_does_not_run_unless_asked_for(
         if what == "config.json"
         else nullcontext()
     )
-    with refused:  # a tokenizer's files are enough to make it without its class
+    with refused:  # a tokenizer's files are enough to load it without its class
         prepare(compose_config(f"model.name={folder}"))
 
 
@@ -204,7 +204,7 @@ def test_a_revision_pins_config_tokenizer_and_weights(
     assert model.source == "me/mine@v1"
     assert (
         Path(loading.resolve_name(model.source)).name == "b" * 40
-    )  # what trainer, tokenizer and engine are given
+    )  # arguments of trainer, tokenizer and engine
     got = loading.CheckpointModel(model.source, torch.float32)()
     expected = make_tiny_model(1)
     assert all(
@@ -261,7 +261,7 @@ def test_a_pickle_in_a_checkpoint_is_refused_and_not_unpickled(
 
 
 def with_options(config: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """A copy of a config with other options, by dotted name."""
+    """Return a copy of a config with other options, by dotted name."""
     config = copy.deepcopy(config)
     for name, value in options.items():
         *groups, last = name.split(".")
@@ -277,7 +277,7 @@ def resealed(finished: Path, folder: Path, config: Any) -> Path:
 
 
 def resumed_config(saved: Any, *overrides: str) -> GRPOConfig:
-    """The config of a run that goes on from a checkpoint with this one."""
+    """Return the config of a run that resumes a checkpoint with this one."""
     cfg = composed("grpo_arithmetic", ("train.resume=folder", *overrides))
     return from_hydra(cfg, overrides, lambda _: (Path("folder/checkpoint_000001"), saved))
 
@@ -502,7 +502,9 @@ def test_a_literal_dollar_on_the_command_line_is_taken_on_resume() -> None:
 
 
 def test_an_option_that_could_name_code_an_address_or_a_file_is_known() -> None:
-    """A new option of text, or of any type, must be sorted: either it is looked at, or it is only text."""
+    """Any new option that may hold text must be sorted: it is either checked, or known to be only
+    text.
+    """
     types = {name: str(item.type) for name, item in FIELDS.items()}
     free = {name for name, kind in types.items() if re.search("str|Any|dict|Dataset", kind)}
     free -= {name for name in free if "choices" in FIELDS[name].metadata}
@@ -540,7 +542,7 @@ def test_an_export_uses_no_code_or_file_that_a_checkpoint_names(
 
 
 def test_the_config_beside_the_state_is_not_used(finished: Path, tmp_path: Path) -> None:
-    """The manifest's config is the one that was looked at."""
+    """The manifest's config is the one that was checked."""
     config = state_in(finished)["config"]
     other = config | {"model": config["model"] | {"name": "/nowhere"}}
     hostile = changed(finished, tmp_path / "checkpoint_000001", config=other)
@@ -584,7 +586,9 @@ TEXT = {
 
 @pytest.mark.slow
 def test_nothing_unpickles_a_file() -> None:
-    """``torch.load`` reads weights alone; what is unpickled comes from the process that started a reward worker."""
+    """``torch.load`` reads weights only, and pickles come from the process that started a reward
+    worker.
+    """
     unpickling: list[str] = []
     for path in (ROOT / "torchrl_grpo").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):

@@ -1,4 +1,4 @@
-"""GMPO, VESPO and the unbiased KL: value and gradient against plain loops in float64."""
+"""GMPO, VESPO and the unbiased KL: value and gradient compared with plain loops in float64."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def gmpo(log_ratios: list[Tensor], log_probs: list[Tensor], advantage: float) ->
 
 
 def vespo(log_ratios: list[Tensor], log_probs: list[Tensor], advantage: float) -> Tensor:
-    """The mean over its tokens; the batch's average is over sequences here."""
+    """Return the mean over its tokens; the batch's average is over sequences here."""
     k, decay = (2.0, 3.0) if advantage >= 0 else (3.0, 2.0)
     weight = math.exp(sum(value.item() for value in log_ratios))
     gate = weight**k * math.exp(decay * (1 - weight))

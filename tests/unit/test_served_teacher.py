@@ -1,4 +1,6 @@
-"""A teacher on a server: its scores beside those of the same model here, what is refused, and what is lost."""
+"""A teacher on a server: its scores compared with those of the same model here, refusals, and
+failures.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ def stub() -> Iterator[SGLangStub]:
 
 
 def batch() -> TensorDictBase:
-    """Sequences of different lengths; one has two turns, and one was not sampled at all."""
+    """Return sequences of different lengths; one has two turns, and one has no sampled token."""
     rows = []
     for length, sampled in ((9, range(4, 9)), (14, [*range(5, 8), *range(10, 14)]), (6, ())):
         tokens = torch.randint(20, 90, (length,), generator=torch.Generator().manual_seed(length))

@@ -1,4 +1,6 @@
-"""The engine of servers, before stand-ins for SGLang's and vLLM's; tests/vllm/test_server.py has vLLM's own."""
+"""The engine of servers, with stand-ins for SGLang's and vLLM's; tests/vllm/test_server.py runs
+vLLM's own.
+"""
 
 from __future__ import annotations
 
@@ -361,7 +363,7 @@ def test_two_runs_that_share_a_folder_of_weights_do_not_meet_in_it(
     assert len(set(paths)) == 2 and list(tmp_path.iterdir()) == []
 
 
-# Answers that cannot be true
+# Impossible replies
 
 STOP, LIMIT, VOCABULARY = 1, 4, 261
 STRICT = SamplingParams(LIMIT, stop_token_ids=(STOP,))
@@ -369,7 +371,9 @@ HEAD = {"lm_head.weight": torch.zeros(VOCABULARY, 2)}
 
 
 class VLLMStub:
-    """vLLM's routes, in the place of SGLang's; ``change`` is applied to each answer of samples before it is sent."""
+    """vLLM's routes instead of SGLang's; ``change`` is applied to each reply with samples before it
+    is sent.
+    """
 
     def __init__(self) -> None:
         self.label, self.asked = "", 0
@@ -421,7 +425,7 @@ def engine_of_vllm(
 
 @pytest.fixture
 def vllm(engine_of_vllm: tuple[VLLMStub, ServerEngine]) -> SimpleNamespace:
-    """The stub, and an engine whose server was given versions 1 and 2."""
+    """Yield the stub, and an engine whose server received versions 1 and 2."""
     stub, engine = engine_of_vllm
     stub.asked, stub.change = 0, lambda answer: None
     engine.load_state_dict({"policy_version": 0})
@@ -431,7 +435,7 @@ def vllm(engine_of_vllm: tuple[VLLMStub, ServerEngine]) -> SimpleNamespace:
 
 
 def put(*path: str | int, value: Any) -> Callable[[dict], None]:
-    """A change of the second response."""
+    """Return a function that changes the second response."""
 
     def change(answer: dict) -> None:
         place = answer["choices"][1]
@@ -447,7 +451,7 @@ def log_probs(*values: Any) -> Callable[[dict], None]:
 
 
 def spans(*stated: tuple[Any, Any, Any]) -> Callable[[dict], None]:
-    """Spans of weight versions; a label of this engine's where the version is a number."""
+    """Return spans of weight versions; a number stands for this engine's label of that version."""
 
     def change(answer: dict) -> None:
         choice = answer["choices"][1]
@@ -556,7 +560,7 @@ def test_a_server_whose_answer_cannot_be_true_is_lost(lie: str, vllm: SimpleName
             [5, 6, 7, STOP],
             "stop",
             [2, 2, 2, 2],
-        ),  # SGLang looks at the length first
+        ),  # SGLang checks the length first
         (ends([STOP], "stop"), [STOP], "stop", [2]),
         (spans((2, 0, 1), (2, 1, 1), (2, 1, 3)), [5, 6, STOP], "stop", [2, 2, 2]),
         (log_probs(-1, 1e-6, -700.0), [5, 6, STOP], "stop", [2, 2, 2]),
@@ -642,7 +646,7 @@ SGLANG_LIES: dict[str, Callable[[dict], Any]] = {
 def sglang(
     http: SGLangStub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Iterator[SimpleNamespace]:
-    """What SGLang's routes answer, by route, and an engine."""
+    """Return the replies of SGLang's routes, and an engine."""
     first = [[-1.0, 5, None], [-1.0, STOP, None]]
     info = {
         "output_token_logprobs": first,

@@ -1,4 +1,6 @@
-"""One trajectory, several training samples: what counts once, what counts per token, and what stays together."""
+"""One trajectory, several training samples: what counts once, what counts per token, and what stays
+together.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from torchrl_grpo.transforms import GroupAdvantage, RewardShaping
 def row(
     trajectory: int | None, sampled: int, reward: float, *, done: bool = True, group: int = 0
 ) -> TensorDict:
-    """A sample of two prompt tokens and so many sampled ones."""
+    """Return a sample of two prompt tokens and this many sampled ones."""
     mask = torch.tensor([False] * 2 + [True] * sampled)
     out = TensorDict(
         {
@@ -47,7 +49,9 @@ def row(
 
 
 def compacting() -> TensorDictBase:
-    """A group of two: a trajectory of samples with 3 and 1 tokens and reward 1, and one of 2 tokens and reward 0."""
+    """Return a group of two: a trajectory of samples with 3 and 1 tokens and reward 1, and one of 2
+    tokens and reward 0.
+    """
     return lazy_stack([row(6, 3, 0.0, done=False), row(6, 1, 1.0), row(7, 2, 0.0)])
 
 
@@ -69,7 +73,7 @@ def test_trajectories_are_numbered_in_the_order_of_their_rows():
         # Two trajectories, of 3 + 1 and of 2 tokens: each token of the first is 1 / (2 * 4), of the second 1 / (2 * 2).
         ("sequence_mean", [1 / 8, 1 / 8, 1 / 4]),
         ("token_mean", [1 / 6, 1 / 6, 1 / 6]),
-        # By the constant 5, and over two trajectories.
+        # Divided by the constant 5, and by two trajectories.
         ("constant", [1 / 10, 1 / 10, 1 / 10]),
     ],
 )

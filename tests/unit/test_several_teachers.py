@@ -1,4 +1,4 @@
-"""Several teachers: each scores the data sets that it names, on devices of its own or shared ones."""
+"""Several teachers: each scores its own data sets, on devices of its own or shared ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torchrl_grpo.starter import starter_path
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two teachers with other weights than the starter's, and three data sets."""
+    """Write two teachers with different weights than the starter's, and three data sets."""
     path = tmp_path_factory.mktemp("teachers")
     for name, factor in (("a", 1.3), ("b", 0.7)):
         model = AutoModelForCausalLM.from_pretrained(starter_path())

@@ -1,4 +1,4 @@
-"""Supervised training: demonstrations as trajectories, their loss, and a run that goes on as if it had not stopped."""
+"""Supervised training: demonstrations as trajectories, their loss, and exact resuming."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def write(folder: Path, rows: list[dict]) -> Path:
 
 
 def turns(*texts: str) -> list[dict[str, str]]:
-    """A chat of user and assistant in turn."""
+    """Return a chat of user and assistant in alternation."""
     return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
 
 
@@ -138,7 +138,7 @@ def test_tokens_and_turns_are_those_of_the_template_itself(template: str, name: 
 
 
 def test_an_empty_thought_that_the_template_writes_is_learned() -> None:
-    """Qwen3's, which writes it in the last turn of a chat alone."""
+    """Qwen3's template writes it in the last turn of a chat only."""
     tokenizer = make_chat_tokenizer("qwen-3")
     chat = turns("1+1?", "2", "and 1 more?", "3")
     got = written(tokenizer, chat)
@@ -197,7 +197,9 @@ def test_control_tokens_are_tokens_where_the_assistant_says_them_alone(tokenizer
 
 @pytest.mark.parametrize("end", ["", "<|end|>"], ids=["none", "outside the markers"])
 def test_each_turn_has_a_token_that_ends_it(tokenizer, end: str) -> None:
-    """The end-of-sequence token where the template writes none; its own one also where the markers exclude it."""
+    """It is the end-of-sequence token if the template writes none, and the template's own even if
+    the markers exclude it.
+    """
     tokenizer.chat_template = (
         "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
         f"{end}{{% else %}}{{{{ m.content }}}}{{% endif %}}{{{{ '\n' }}}}{{% endfor %}}"
@@ -288,7 +290,7 @@ def test_a_row_without_a_demonstration_is_named(
 
 
 def demonstrations(path: Path, most: int = 100, **columns: str) -> TensorDictBase:
-    """All rows of a data set as the trainer gets them, with an advantage of 1."""
+    """Return all rows of a data set in the trainer's format, with an advantage of 1."""
     task = DatasetTask(
         str(path), **(columns or {"completion_column": "solution", "answer_column": "answer"})
     )
@@ -301,7 +303,9 @@ def demonstrations(path: Path, most: int = 100, **columns: str) -> TensorDictBas
 
 
 def test_the_loss_and_gradient_are_those_of_a_plain_cross_entropy(tmp_path: Path) -> None:
-    """In float64, over demonstrations of different lengths: the mean over all tokens of the assistant."""
+    """In float64, over demonstrations of different lengths: the mean over all tokens of the
+    assistant.
+    """
     rows = [{**row, "solution": row["solution"] * (1 + i % 3)} for i, row in enumerate(ROWS[:5])]
     batch = demonstrations(write(tmp_path, rows))
     model = make_tiny_model().double()
@@ -429,9 +433,10 @@ def test_the_loss_is_that_of_trls_sft_trainer_on_the_same_rows(tmp_path: Path) -
 def test_demonstrations_beside_a_step_add_their_weighted_loss(
     micro_batch_tokens: int, optim_batch_size: int, tmp_path: Path
 ) -> None:
-    """Loss and gradient are those of GRPO plus 0.3 of the supervised ones, each computed alone.
+    """Loss and gradient are those of GRPO plus 0.3 of the supervised ones, each computed
+    separately.
 
-    In float64, but for the norms of the model, which are float32.
+    Everything is in float64 except the norms of the model, which are float32.
     """
     sampled = make_batch(repeats=4).exclude(keys.REWARD_VALID)
     rows = [{**row, "solution": row["solution"] * (1 + 2 * i)} for i, row in enumerate(ROWS[:2])]
@@ -488,7 +493,7 @@ def test_demonstrations_beside_a_step_add_their_weighted_loss(
             found[name], expected[name] + 0.3 * parameter.grad, rtol=1e-4, atol=1e-7
         )
     torch.testing.assert_close(scores["trainer"][: len(of_alone["trainer"])], of_alone["trainer"])
-    assert none == {}  # a demonstration is no sample
+    assert none == {}  # a demonstration is not a sample
 
 
 def add_gradients(model: torch.nn.Module, into: dict[str, Tensor]) -> None:

@@ -1,4 +1,6 @@
-"""The task of shapes: pictures show what the problems say, splits share none, and the scorer is exact."""
+"""The task of shapes: pictures match their problems, splits share no problem, and the scorer is
+exact.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ def task() -> ShapesTask:
 
 
 def blobs(problem: Problem) -> list[int]:
-    """The number of connected areas of the question's color in each quarter, counted in pixels."""
+    """Return the number of connected areas of the question's color in each quarter, counted in
+    pixels.
+    """
     [image] = problem.images
     color = COLORS[problem.query.removesuffix("=?")]
     mask = (np.asarray(image.open()) == color).all(-1)
@@ -58,7 +62,7 @@ def test_splits_share_no_picture(task: ShapesTask) -> None:
     )
     assert (len(task.problems("train")), len(task.problems("test"))) == (4096, 512)
     assert len(test) > 1000
-    # Without shapes all pictures are the same, whatever the question.
+    # Without shapes all pictures are the same, whatever the question is.
     assert len(train & test) <= 1
 
 

@@ -1,4 +1,4 @@
-"""What a rank holds while a model is sharded: one layer at a time."""
+"""Memory of a rank while a model is sharded: one layer at a time."""
 
 from __future__ import annotations
 

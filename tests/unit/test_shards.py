@@ -1,4 +1,6 @@
-"""Checkpoints of several ranks on disk: whole or not there. Real processes over gloo, which a test starts once."""
+"""Checkpoints of several ranks on disk: complete or absent. Real processes over gloo, which a test
+starts once.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ pytestmark = pytest.mark.slow
 
 
 class Parts:
-    """What a saver asks of a trainer: here a single weight, which is its version."""
+    """A trainer as a saver sees it: a single weight, which is its version."""
 
     def __init__(self, rank: int, folder: Path, meet: str, columns: int = 4) -> None:
         torch.set_num_threads(1)
@@ -73,7 +75,7 @@ class Parts:
 
 
 def refused(work: Callable[[], None]) -> str:
-    """The name and the text of the error that a rank gets."""
+    """Return name and text of the error that a rank raises."""
     try:
         work()
     except (NonFiniteError, DiskFullError) as error:
@@ -82,7 +84,7 @@ def refused(work: Callable[[], None]) -> str:
 
 
 def save_much(rank: int, folder: str) -> None:
-    """What each rank does; what it is told goes into a file."""
+    """Run the saves of one rank, and write its errors into a file."""
     path = Path(folder)
     parts, told = Parts(rank, path, "meet"), dict[str, Any]()
     kept = Checkpointer(path / "kept", {"a": 1}, "last:2,best:1")
@@ -115,7 +117,7 @@ def save_much(rank: int, folder: str) -> None:
 
 
 def save_on(rank: int, folder: str, first: int) -> None:
-    """Saves until it is killed."""
+    """Save until the process is killed."""
     parts = Parts(rank, Path(folder), f"meet_{first}", columns=100_000)
     for version in range(first + 1, 10_000):
         parts.save(Checkpointer(Path(folder) / "killed", {}, "last:2"), version)
@@ -142,7 +144,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
 
 @pytest.fixture
 def whole(saved: SimpleNamespace, tmp_path: Path) -> Path:
-    """A copy of the checkpoints that were kept."""
+    """Return a copy of the retained checkpoints."""
     return Path(shutil.copytree(saved.folder / "kept", tmp_path / "checkpoints"))
 
 
@@ -239,7 +241,7 @@ def test_a_folder_with_a_link_or_a_pipe_is_refused(whole: Path) -> None:
 
 
 def test_weights_that_are_nan_in_a_folder_are_named_when_it_is_read(whole: Path) -> None:
-    """Whoever wrote them: the checksums are right."""
+    """The checksums are right, so only the weights reveal it."""
     path = changed(
         whole / "checkpoint_000005",
         whole / "checkpoint_000006",
@@ -271,7 +273,7 @@ def test_ranks_that_are_killed_in_a_save_leave_only_whole_folders(tmp_path: Path
             time.sleep(0.01)
         time.sleep(draw.random() / 5)
         for pid in context.pids():
-            with suppress(ProcessLookupError):  # it ended when the other one did
+            with suppress(ProcessLookupError):  # it ended together with the other one
                 os.kill(pid, signal.SIGKILL)
         with pytest.raises((ProcessExitedException, ProcessRaisedException)):
             while not context.join():
@@ -288,7 +290,9 @@ def test_ranks_that_are_killed_in_a_save_leave_only_whole_folders(tmp_path: Path
 
 
 class LateLearner:
-    """A learner whose checkpoints are written after ``save`` has returned; it says the steps that failed there."""
+    """A learner whose checkpoints are written after ``save`` has returned; it reports the steps
+    that failed.
+    """
 
     resumable = True
 
@@ -353,7 +357,7 @@ def test_a_write_that_fails_later_is_said_and_the_last_one_is_tried_again(
 
 
 def test_what_is_being_written_is_waited_for_when_a_run_is_interrupted(tmp_path: Path) -> None:
-    """Also inside a step, which is no state to save."""
+    """It is also awaited inside a step, whose state cannot be saved."""
     learner: Any = LateLearner(())
     rollouts: Any = SimpleNamespace(state_dict=dict)
     saver = Saver(

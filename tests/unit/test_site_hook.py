@@ -1,4 +1,4 @@
-"""What ``tools/site_hook.py`` makes of pages and docstrings for the documentation site."""
+"""The changes of ``tools/site_hook.py`` to pages and docstrings for the documentation site."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A tokenizer and a model of ten tokens, through a whole run; and prompts of which a tokenizer knows no character."""
+"""A tokenizer and a model of ten tokens, through a whole run; and prompts without any character
+that a tokenizer knows.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ SMALL = (
 
 
 def save(folder: Path, characters: str) -> str:
-    """A model and a tokenizer of these characters and an end."""
+    """Save a model and a tokenizer of these characters and an end token."""
     vocabulary = {text: number for number, text in enumerate(["<eos>", *characters])}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.decoder = decoders.Fuse()

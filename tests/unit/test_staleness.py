@@ -1,4 +1,4 @@
-"""The group buffer: the bound on staleness and on waiting groups, whatever the order in which groups arrive."""
+"""The group buffer: the bounds on staleness and on waiting groups, in any order of arrivals."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def test_a_straggler_is_awaited_if_the_next_batch_were_too_late_for_it() -> None
         buffer.admit(group)
     for group in (1, 2):
         buffer.finish(group, 0, group)
-    assert buffer.take() == [(1, 1), (2, 2)]  # group 0 is late: another one takes its place
+    assert buffer.take() == [(1, 1), (2, 2)]  # group 0 is late: another one replaces it
     buffer.publish(1)
     for group in (4, 5):
         buffer.admit(group)
         buffer.finish(group, 1, group)
     buffer.finish(3, 0, 3)
     assert buffer.waiting == 3
-    assert buffer.take() is None  # enough are there, but group 0 must not be left for version 2
+    assert buffer.take() is None  # there are enough, but group 0 must not be left for version 2
     buffer.finish(0, 0, 0)
     assert buffer.take() == [(0, 0), (3, 3)]
     assert buffer.staleness() == [1, 1]
@@ -74,7 +74,7 @@ def test_what_breaks_the_rules_is_refused_with_the_numbers() -> None:
     buffer = GroupBuffer(groups_per_batch=1, max_staleness=0)
     buffer.admit(0)
     buffer.finish(0, 0, None)
-    buffer.publish(3)  # nobody took the group meanwhile
+    buffer.publish(3)  # the group was not taken in the meantime
     with pytest.raises(RuntimeError, match=r"1 groups of version 2 .* version 3"):
         buffer.take()
     for arguments, field in (((0, 0), "groups_per_batch=0"), ((1, -1), "max_staleness=-1")):
@@ -86,7 +86,9 @@ def test_what_breaks_the_rules_is_refused_with_the_numbers() -> None:
 def test_no_order_of_events_breaks_the_bounds_or_stops_the_run(
     max_staleness: int, groups_per_batch: int, seed: int
 ) -> None:
-    """Stragglers and losses: each group is trained once, fresh enough, and the run always goes on."""
+    """With stragglers and losses, each group is trained once, fresh enough, and the run never
+    stalls.
+    """
     draw = random.Random(seed)
     buffer = GroupBuffer(groups_per_batch, max_staleness)
     flying: dict[int, int] = {}
@@ -117,7 +119,7 @@ def test_no_order_of_events_breaks_the_bounds_or_stops_the_run(
             assert max(buffer.staleness()) <= max_staleness
         assert buffer.pending + buffer.waiting + len(buffer.staleness()) <= buffer.capacity
     assert len(trained) == len(set(trained))
-    # Whatever state that left, finishing what is under way gives a batch.
+    # From any such state, finishing the tasks in progress gives a batch.
     if training:
         buffer.publish(published + 1)
     for group in list(flying):
@@ -129,11 +131,12 @@ def test_no_order_of_events_breaks_the_bounds_or_stops_the_run(
 
 
 class Simulated:
-    """A run without actors: tasks are played in any order, groups give their places back, actors and drivers are lost.
+    """A run without actors: tasks are played in any order, groups give up their slots, actors and
+    drivers die.
 
     Attributes:
         trained: groups, in the order in which batches took them.
-        released: groups that gave their places back.
+        released: groups that gave up their slots.
         problems: index of each group's problem, which never changes.
     """
 
@@ -152,7 +155,7 @@ class Simulated:
         self.queue = make_queue(max_staleness=max_staleness, **self.settings)
         self.playing: list[
             tuple[Progress, int]
-        ] = []  # with the version of the weights that it was begun by
+        ] = []  # with the version of the weights at its start
         self.training = False
         self.trained: list[int] = []
         self.released: list[int] = []
@@ -169,7 +172,9 @@ class Simulated:
         return True
 
     def finish(self) -> bool:
-        """By weights of the version that a task was begun by or, where they came in between, of a later one."""
+        """Finish a task with the weights of its first version or, if they arrived in between, of a
+        later one.
+        """
         if not self.playing:
             return False
         progress, begun = self.playing.pop(self.draw.randrange(len(self.playing)))
@@ -192,7 +197,7 @@ class Simulated:
         return True
 
     def train(self) -> bool:
-        """Takes a batch, or publishes the weights of the one that is in training."""
+        """Take a batch, or publish the weights of the one in training."""
         if self.training:
             self.training = False
             self.queue.buffer.publish(self.queue.buffer.version + 1)
@@ -215,7 +220,7 @@ class Simulated:
         return True
 
     def resume(self) -> bool:
-        """Goes on from where the latest batch was taken, in tasks of another size."""
+        """Resume from the latest batch, with tasks of another size."""
         version, state, trained, released = self.saved
         sizes = [
             size
@@ -253,7 +258,7 @@ def test_a_run_trains_each_group_once_whatever_is_lost_or_released(
         assert buffer.pending + buffer.waiting + len(buffer.staleness()) <= buffer.capacity
         everything = run.trained + run.released
         assert len(set(everything)) == len(everything)
-    # Whatever state that left, the run goes on to its end.
+    # From any such state, the run reaches its end.
     while run.queue.buffer.version < run.steps:
         assert run.train() or run.finish() or run.begin()
     assert len(run.trained) == tasks * task * run.steps

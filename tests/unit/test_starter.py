@@ -1,4 +1,6 @@
-"""The shipped starter: it loads, it is small, its tokenizer takes any text, and it is right as often as is stated."""
+"""The shipped starter: it loads, it is small, its tokenizer accepts any text, and its accuracy is
+the documented one.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def tool() -> ModuleType:
 
 
 def grade(model: Qwen2ForCausalLM, problems: Sequence[Problem], **sampling: object) -> Tensor:
-    """Which problems the model gets right, [B] bool; every prompt has the same length, so nothing is padded."""
+    """Return which problems the model solves, [B] bool; every prompt has the same length, so
+    nothing is padded.
+    """
     task = ArithmeticTask()
     chats = [task.messages(problem) for problem in problems]
     inputs = TOKENIZER.apply_chat_template(
@@ -63,7 +67,7 @@ def test_greedy_accuracy_on_the_test_split_leaves_much_to_learn(model: Qwen2ForC
 
 @pytest.mark.slow
 def test_half_of_all_groups_of_8_have_a_right_and_a_wrong_response(model: Qwen2ForCausalLM) -> None:
-    """Only a group whose rewards differ teaches GRPO anything."""
+    """GRPO only learns from groups whose rewards differ."""
     torch.manual_seed(0)
     problems = [problem for problem in ArithmeticTask().problems("train")[:64] for _ in range(8)]
     right = grade(model, problems, do_sample=True, top_k=0).view(64, 8).sum(1)
@@ -112,7 +116,7 @@ def test_every_text_round_trips_up_to_unicode_normal_form(text: str) -> None:
 def test_saved_and_loaded_again_the_tokenizer_is_the_same(
     tmp_path: Path, model: Qwen2ForCausalLM
 ) -> None:
-    """As in an export: the tokenizer beside the model's config, found by ``AutoTokenizer``."""
+    """``AutoTokenizer`` finds it beside the model's config, like in an export."""
     TOKENIZER.save_pretrained(tmp_path)
     model.config.save_pretrained(tmp_path)
     again = AutoTokenizer.from_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""What a command imports before its first step, and what it says meanwhile."""
+"""Imports of a command before its first step, and its output in the meantime."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchrl_grpo.config import ConfigError
 from torchrl_grpo.config.rules import check_script
 from torchrl_grpo.host import startup
 
-# Runs a script and prints what it has imported at its end or, if it gets there, at its first step.
+# Runs a script and prints its imports at its end or, if it gets there, at its first step.
 RUN = """
 import os, runpy, sys
 from torchrl_grpo.host import startup
@@ -129,7 +129,7 @@ class Terminal(io.StringIO):
         return True
 
     def screen(self) -> list[str]:
-        """The lines after all carriage returns."""
+        """Return the lines after all carriage returns."""
         lines = []
         for written in self.getvalue().split("\n"):
             line = ""

@@ -1,4 +1,6 @@
-"""Stop strings: the table of what tokens do to them, and the engine that ends responses by it."""
+"""Stop strings: the table of each token's effect on them, and the engine that ends responses with
+it.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from torchrl_grpo.generation.stops import StopStrings, completed_at, ending, tok
 
 
 def make_sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
-    """As Llama 2's: spaces are a sign of their own, and what is no token is written in bytes."""
+    """Return a tokenizer like Llama 2's: spaces are a special sign, and characters without a token
+    are written in bytes.
+    """
     tokens = [
         "<unk>",
         "<s>",
@@ -86,7 +90,7 @@ def test_a_response_ends_with_the_token_that_completes_a_string(strings):
             length = place + 1 if length is None and state == stop.end else length
         assert length == first_end(tokens, pieces, strings)
         assert stop.completed_at(tokens) == completed_at(strings, tokens, pieces) == length
-        assert (state == stop.end) == (length is not None)  # an end stays
+        assert (state == stop.end) == (length is not None)  # an end stays an end
         ends += length is not None
     assert ends > 10
 

@@ -1,4 +1,4 @@
-"""The page over a sweep: its numbers by hand, what is left of failed jobs, its safety."""
+"""The page of a sweep: its numbers by hand, its failed jobs, its safety."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def log_job(
 
 @pytest.fixture
 def sweep(tmp_path: Path) -> Path:
-    """2 learning rates with 2 seeds each; the last job failed before its first step."""
+    """Write 2 learning rates with 2 seeds each; the last job failed before its first step."""
     for number, (lr, seed, accuracy) in enumerate(
         [("1e-4", 0, 0.8), ("1e-4", 1, 0.9), ("1e-5", 0, 0.3)]
     ):
@@ -121,7 +121,7 @@ def test_seeds_make_one_curve_with_a_band(sweep: Path) -> None:
     assert (bands, "#f59e0b" in accuracy) == (
         ["#3b82f6"],
         True,
-    )  # that of the best setting; the other has one run
+    )  # of the best setting; the other one has one run
 
 
 def test_without_evaluations_the_reward_decides(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Sweeps as docs/sweeps.md has them: Hydra's own launcher, joblib, submitit on this machine, and Optuna."""
+"""Sweeps as in docs/sweeps.md: Hydra's own launcher, joblib, submitit on this machine, and Optuna."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ SHORT = (
 
 
 def words_of(part: str) -> list[str]:
-    """The one command of the page in which this is, from its first option on."""
+    """Return the words of the page's only command that contains this, from its first option on."""
     text = (ROOT / "docs" / "sweeps.md").read_text(encoding="utf-8")
     [line] = [line for line in re.findall(r"^python .*", text, re.MULTILINE) if part in line]
     return shlex.split(line)[2:]
 
 
 def run(part: str, folder: Path) -> str:
-    """What the command of the page prints, in a process of its own."""
+    """Return the output of the page's command, run in a process of its own."""
     done = subprocess.run(
         [sys.executable, str(SYNC), *last_of_each([*words_of(part), *SHORT])],
         cwd=folder, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, timeout=600,

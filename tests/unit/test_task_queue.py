@@ -1,4 +1,6 @@
-"""``TaskQueue``: which problems are drawn for which groups, dynamic sampling, and what a resumed run plays."""
+"""``TaskQueue``: which problems are drawn for which groups, dynamic sampling, and the tasks of a
+resumed run.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def test_groups_have_the_problems_of_an_epoch_in_its_order() -> None:
     assert drawn == [drawing.draw() for _ in range(3)]
     assert [one.group for one in drawn] == [0, 1, 2]
     assert [one.problem for one in drawn] == [drawing.problems[one.index] for one in drawn]
-    assert queue.next_unplayed() is None  # all places are taken
+    assert queue.next_unplayed() is None  # all slots are taken
 
 
 def test_no_more_groups_are_drawn_than_the_run_trains_on() -> None:
@@ -71,7 +73,7 @@ def test_a_lost_task_is_played_again_before_later_ones() -> None:
 def test_zero_variance_groups_are_dropped_and_others_drawn_for_them() -> None:
     queue = make_queue(most_played=30)
     varied = [group not in (0, 3) for group in range(8)].__getitem__
-    # Tasks: groups 0 to 2, then 3 in the place of 0, then 4 in the place of 3.
+    # Tasks: groups 0 to 2, then 3 in the slot of 0, then 4 in the slot of 3.
     groups, metrics = next_batch(queue, varied)
     assert groups == [1, 2, 4] and counts(metrics) == (5, 2, 0)
     groups, metrics = next_batch(queue, varied)
@@ -88,7 +90,7 @@ def test_a_used_up_budget_fills_the_batch_and_warns_once(monkeypatch: pytest.Mon
     warnings: list[str] = []
     monkeypatch.setattr("torchrl_grpo.runtime.tasks.torchrl_logger.warning", warnings.append)
     queue = make_queue(most_played=6)
-    # Groups 0 to 5 are played: 2 has variance, 4 and 5 are the last without.
+    # Groups 0 to 5 are played: 2 has variance, 4 and 5 are the last ones without.
     groups, metrics = next_batch(queue, varies(2))
     assert groups == [2, 4, 5] and counts(metrics) == (6, 3, 2)
     groups, metrics = next_batch(queue, varies(2))
@@ -135,7 +137,7 @@ def test_a_small_task_waits_while_more_places_may_be_given_back() -> None:
     play(queue, first, varies(0))
     assert (
         queue.buffer.room == 1 and queue.next_unplayed() is None
-    )  # the second task may give a place back too
+    )  # the second task may give up a slot too
     play(queue, second, varies(2))
     assert next_task(queue).task.groups == (4, 5)
     queue = make_queue(batch=4, task=2, most_played=40)
@@ -159,12 +161,14 @@ def test_a_task_all_of_whose_groups_gave_their_places_back_is_gone() -> None:
 
 
 def test_a_resumed_run_plays_what_no_batch_has_taken_and_then_goes_on() -> None:
-    """Groups that gave their places back are not played again."""
+    """Groups that gave up their slots are not played again."""
     queue = make_queue(batch=2, task=2, max_staleness=2, most_played=20)
     tasks = [next_task(queue) for _ in range(3)]
     play(queue, tasks[2])
     play(queue, tasks[0], varies(1))
-    assert queue.take() is not None  # groups 4 and 5: 1 waits, 2 and 3 are played, and 0 is gone
+    assert (
+        queue.take() is not None
+    )  # groups 4 and 5: 1 waits, 2 and 3 are in progress, and 0 is gone
     state = queue.state_dict()
     assert [group for group, _ in state["ahead"]] == [1, 2, 3]
     indices = {one.group: one.index for progress in tasks for one in progress.task.drawn}
@@ -182,7 +186,7 @@ def test_a_resumed_run_plays_what_no_batch_has_taken_and_then_goes_on() -> None:
 
 @pytest.mark.parametrize("task", [1, 2, 3, 6])
 def test_a_resumed_run_may_have_tasks_of_another_size(task: int) -> None:
-    """The number of samplers, or of turns that are taken, is not part of a checkpoint."""
+    """A checkpoint does not contain the number of samplers or of turns."""
     queue = make_queue(batch=6, task=2, max_staleness=1)
     for _ in range(6):
         next_task(queue)
@@ -234,7 +238,7 @@ def test_outcomes_count_once_for_groups_that_are_trained_or_dropped() -> None:
         taken += [group for group, _ in batch[0]]
         queue.buffer.publish(queue.buffer.version + 1)
     done = set(indices) - {group for group, _ in queue.state_dict()["ahead"]}
-    # An epoch has 100 problems, and fewer groups were played: each of those that are done counts once.
+    # An epoch has 100 problems, and fewer groups were played; each finished one counts once.
     assert len(set(taken)) == len(taken) == 30 < len(done) <= 100
     assert recorded(queue) == {indices[group]: outcomes(indices[group]) for group in done}
     resumed = make_queue(batch=2, task=1, max_staleness=1, version=15, most_played=30)

@@ -1,4 +1,6 @@
-"""A teacher: its divergence from the policy over the vocabulary, its say in the advantage, and a run with one."""
+"""A teacher: its divergence from the policy over the vocabulary, its part in the advantage, and a
+run with one.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ N, D, E, V = 5, 4, 3, 11
 
 
 def plain_divergence(p_logits: Tensor, q_logits: Tensor, beta: float) -> Tensor:
-    """One token at a time, one word after another, as arXiv 2306.13649 writes it."""
+    """Return the divergence one token at a time, one vocabulary entry after another, by the formula
+    of arXiv 2306.13649.
+    """
     out = []
     for p, q in zip(p_logits.softmax(-1), q_logits.softmax(-1), strict=True):
         total = torch.zeros((), dtype=torch.float64)
@@ -59,7 +63,7 @@ def random_heads(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 1.0])
 @pytest.mark.parametrize("most", [1, 80, 10_000])
 def test_divergence_and_gradient_equal_a_plain_loop(beta: float, most: int) -> None:
-    """In float64, whatever the width of a chunk: of 1, 4 and all 11 tokens of the vocabulary."""
+    """In float64, for chunks of 1, 4 and all 11 tokens of the vocabulary."""
     hidden, weight, bias, states, head = random_heads(0)
     scale = torch.arange(1.0, N + 1, dtype=torch.float64)
     p, q = (hidden @ weight.T + bias) / 0.7, states @ head.T / 0.7
@@ -141,7 +145,9 @@ def test_no_more_logits_are_held_than_the_bound(monkeypatch: pytest.MonkeyPatch)
 def test_the_loss_is_the_divergence_of_the_two_models_logits(
     top_k: int | None, packs: bool
 ) -> None:
-    """A Qwen2 policy and a Llama teacher, through the states that travel: value and gradients of plain logits."""
+    """A Qwen2 policy and a Llama teacher, through the states that are sent: value and gradients of
+    plain logits.
+    """
     student, teacher = make_tiny_model().double(), make_llama(1).double()
     prompt, rows = torch.arange(5, 9), []
     for length in (3, 6, 1):
@@ -189,7 +195,7 @@ def test_the_loss_is_the_divergence_of_the_two_models_logits(
 
 
 def test_each_sampled_token_has_the_credit_of_its_own_reverse_kl() -> None:
-    """``reward_coef A - coef (log p - log q)``, and 0 on tokens that were not sampled."""
+    """It is ``reward_coef A - coef (log p - log q)``, and 0 on tokens that were not sampled."""
     _, rows = make_batch(0, lengths=(6, 9))
     for number, row in enumerate(rows):
         row[keys.TEACHER_LOG_PROBS] = row[keys.LOG_PROBS] - torch.arange(len(row[keys.FULL]))
@@ -233,7 +239,7 @@ def test_a_run_scores_with_reference_and_teacher_and_trains(
     try:
         teacher = run.source.teachers[0].part.scoring.scorer.model
         with torch.no_grad():
-            teacher.get_input_embeddings().weight[20:60] *= 1.5  # another model than the policy
+            teacher.get_input_embeddings().weight[20:60] *= 1.5  # a different model than the policy
         run.fit()
         batch, row = run.learner._batch, run.logger.last_row
     finally:

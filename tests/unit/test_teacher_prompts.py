@@ -1,4 +1,6 @@
-"""A teacher that reads a prompt of its own: who writes it, what is scored, and what a step makes of it."""
+"""A teacher with a prompt of its own: how it is written, which tokens are scored, and the step that
+trains on it.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,7 @@ def make_env(files: Path) -> LLMEnv:
 
 
 def group(responses: list[tuple[str, float, bool]]) -> list[TensorDict]:
-    """Rows of a finished group: text, reward, and whether the reward is valid."""
+    """Return rows of a finished group: text, reward, and whether the reward is valid."""
     return [
         TensorDict(
             {
@@ -90,7 +92,7 @@ def group(responses: list[tuple[str, float, bool]]) -> list[TensorDict]:
 
 
 def written(files: Path, name: str, rows: list[TensorDict], longest: int = 200) -> list[str]:
-    """The prompts that a function writes for the rows of one group, as text."""
+    """Return the prompts that a function writes for the rows of one group, as text."""
     env = make_env(files)
     problem = env.prompts.problems[env.prompts.usable[0]]
     TeacherPrompts(env, name.replace("HERE", str(files / "prompts.py")), longest)(
@@ -122,7 +124,7 @@ def test_built_in_prompts_show_solution_response_or_feedback(files: Path) -> Non
     assert "1+1=?" in solution and "1*2=" in solution
     best = written(files, "best_response", group(RESPONSES))
     assert [bool(text) for text in best] == [False, True, True, True]
-    assert all("\n2\n" in text for text in best[1:])  # the invalid one is shown to nobody
+    assert all("\n2\n" in text for text in best[1:])  # the invalid one is not shown
     rows = group(RESPONSES)
     rows[1].set_non_tensor(keys.FEEDBACK, "3 is odd")
     feedback = written(files, "feedback", rows)
@@ -186,7 +188,7 @@ def test_settings_that_contradict_each_other_are_refused(
 
 
 def test_feedback_is_no_part_of_the_reward(files: Path) -> None:
-    """It reaches the score here and through a process of the pool."""
+    """Feedback reaches the score in this process and through a process of the pool."""
     rewards = make_rewards(f"{files / 'prompts.py'}:graded")
     problem = Problem("1+1=?", "2")
     dialog = Dialog(problem, ["3"])
@@ -203,7 +205,7 @@ def test_feedback_is_no_part_of_the_reward(files: Path) -> None:
 
 
 def prompted() -> TensorDictBase:
-    """Sequences that a teacher sees after longer, shorter and no prompts; one has two turns."""
+    """Return sequences that a teacher sees after longer, shorter and no prompts; one has two turns."""
     rows = []
     two_turns = [*range(5, 8), *range(10, 14)]
     for length, sampled, prompt in ((9, range(4, 9), 7), (14, two_turns, 2), (8, range(3, 8), 0)):
@@ -227,7 +229,7 @@ def prompted() -> TensorDictBase:
 
 
 def logits_of_view(model: torch.nn.Module, row: TensorDictBase) -> torch.Tensor:
-    """Logits [S, V] at the sampled tokens, after the teacher's prompt."""
+    """Return logits [S, V] at the sampled tokens, after the teacher's prompt."""
     tokens = torch.cat([row[keys.TEACHER_PROMPT], row[keys.RESPONSE]])
     mask = row[keys.ASSISTANT_MASK][-len(row[keys.RESPONSE]) :]
     start = len(row[keys.TEACHER_PROMPT]) - 1
@@ -250,7 +252,7 @@ def test_log_probs_are_those_after_the_teachers_prompt() -> None:
         expected = log_probs.gather(-1, row[keys.FULL][mask][:, None]).squeeze(-1)
         torch.testing.assert_close(found[mask].double(), expected, rtol=1e-6, atol=1e-6)
     again = batch.clone()
-    assert TeacherScoring(scoring)(again) is again  # scored already
+    assert TeacherScoring(scoring)(again) is again  # already scored
 
 
 def test_a_server_scores_the_teachers_prompt_too() -> None:
@@ -330,7 +332,9 @@ def test_the_loss_is_the_clipped_divergence_of_plain_logits(
 @pytest.mark.nightly
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 def test_the_loss_is_that_of_trls_self_distillation(alpha: float) -> None:
-    """The policy teaches itself: value and gradient of TRL's SDPO and SDFT over the vocabulary."""
+    """The policy teaches itself; value and gradient are those of TRL's SDPO and SDFT over the
+    vocabulary.
+    """
     trl = pytest.importorskip("trl.experimental.sdpo.loss_utils")
     model = make_tiny_model().double()
     vocabulary = model.config.vocab_size
@@ -379,7 +383,7 @@ def test_kl_metrics_leave_out_tokens_without_a_teacher() -> None:
 
 @pytest.mark.slow
 def test_a_run_counts_the_responses_without_a_teacher(files: Path) -> None:
-    """The starter gets some sums right, so that their groups have a response to show."""
+    """The starter solves some sums, so their groups have a response to show."""
     config = compose_config(
         *SMALL,
         "algo=distill",

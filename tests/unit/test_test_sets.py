@@ -59,7 +59,9 @@ def test_the_own_test_problems_keep_their_order(mixed: bool) -> None:
 
 @pytest.mark.slow
 def test_a_run_measures_each_test_set_and_the_own_split_or_none(tmp_path: Path) -> None:
-    """A file has no test split: as a test set it is tested whole, as the data to train on it has no test of its own."""
+    """A file has no test split: as a test set all of it is tested, as training data it has no test
+    of its own.
+    """
     train, small = write(tmp_path, "train.jsonl", 8), write(tmp_path, "small.jsonl", 3)
     sets = f"[{{dataset: {small}}},{{dataset: arithmetic, difficulty: 1, name: sums}}]"
     config = compose_config(

@@ -1,4 +1,4 @@
-"""A small model is computed on one thread of a CPU, in a loop of one's own as in a run."""
+"""A small model is computed on one CPU thread, in a handwritten loop as in a run."""
 
 from __future__ import annotations
 

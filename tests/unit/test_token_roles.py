@@ -1,4 +1,6 @@
-"""Rules over the whole batch for single tokens (Clip-Cov, KL-Cov, top entropies); coefficient of the entropy."""
+"""Rules over the whole batch for single tokens (Clip-Cov, KL-Cov, top entropies); coefficient of
+the entropy bonus.
+"""
 
 from __future__ import annotations
 
@@ -121,7 +123,9 @@ def test_the_penalty_of_kl_cov_by_hand() -> None:
 
 
 def apart(rows: list[Any], number: int) -> list[tuple[int, int]]:
-    """So many tokens of the largest covariance with the sampling log-probs, by a plain loop."""
+    """Return this many tokens of the largest covariance with the sampling log-probs, by a plain
+    loop.
+    """
     places = [
         (i, t) for i, row in enumerate(rows)
         for t in row["masks", "all_assistant_mask"].nonzero().flatten().tolist()
@@ -141,7 +145,7 @@ def test_losses_of_the_covariance_equal_plain_loops(kind: str, seed: int) -> Non
     count = sum(int(row["masks", "all_assistant_mask"].sum()) for row in rows)
     chosen = apart(rows, int(0.3 * count))
     if kind == "clip":
-        low = 1e-9 + max(  # just above the largest covariance that is not chosen
+        low = 1e-9 + max(  # just above the largest covariance that is not selected
             value for value in covariances(rows).values() if value not in
             [covariances(rows)[place] for place in chosen]
         )  # fmt: skip
@@ -210,7 +214,7 @@ def test_micro_batches_add_up_whatever_the_rule(kind: Any) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_token_of_low_entropy_leaves_the_objective_alone(seed: int) -> None:
-    """As one with an advantage of 0; the other terms and the divisor stay."""
+    """They act like tokens with an advantage of 0; the other terms and the divisor stay."""
     logits, batch = with_entropies(seed)
     settings: dict[str, Any] = {"proximal": "recomputed", "kl_to_ref_coeff": 0.3}
     loss = GRPOLoss(Table(logits.clone()), top_entropy_quantile=0.4, **settings)
@@ -258,7 +262,7 @@ def test_the_coefficient_follows_the_entropy_by_hand() -> None:
     for entropy in (0.9, 1.0, 0.5, math.nan, 1.1, 1.2, 1.3, 0.2):
         steps.append(control.applied)
         control.update(entropy)
-    # 0.03, 0.04 (bounded), 0.04; then 0.02, 0.0 and 0.0 (bounded), but nothing applies
+    # 0.03, 0.04 (bounded), 0.04; then 0.02, 0.0 and 0.0 (bounded), but it is not applied
     assert steps == pytest.approx([0, 0.03, 0.04, 0.04, 0.04, 0, 0, 0])
     assert control.applied == pytest.approx(0.02)
 
@@ -269,7 +273,7 @@ def test_a_trainer_applies_the_coefficient_and_resumes_with_it(tmp_path: Path) -
 
     first = trainer()
     metrics = [first.train_batch(make_sequences())["train/entropy_coef"] for _ in range(2)]
-    assert metrics == pytest.approx([0.0, 0.6])  # at first, no entropy is known
+    assert metrics == pytest.approx([0.0, 0.6])  # at first the entropy is unknown
     path = CheckpointWriter().start(Checkpointer(tmp_path, {}), first, {})
     other = trainer()
     other.load_state_dict(read_checkpoint(path)["trainer"], path)
@@ -280,7 +284,7 @@ def test_a_trainer_applies_the_coefficient_and_resumes_with_it(tmp_path: Path) -
 
 
 def test_a_batch_whose_steps_differ_in_the_bonus_reports_its_mean() -> None:
-    """It applies in the second of two steps."""
+    """It is applied in the second of two steps."""
     control = EntropyControl(0.0, target=100.0, delta=0.5)
     trainer = make_trainer(entropy_control=control, optim_batch_size=4)
     first = trainer.train_batch(make_sequences())
@@ -289,7 +293,7 @@ def test_a_batch_whose_steps_differ_in_the_bonus_reports_its_mean() -> None:
     assert parts == pytest.approx(first["train/loss"], rel=1e-4)
     assert first["train/loss_entropy"] < -0.1
     control.entropy, control.target = 0.0, 0.1
-    second = trainer.train_batch(make_sequences())  # now in the first one alone
+    second = trainer.train_batch(make_sequences())  # now only in the first one
     assert second["train/entropy_coef"] == pytest.approx(0.5)
     assert second["train/loss_entropy"] < 0
 

@@ -1,4 +1,4 @@
-"""Tools: calls as models write them, arguments that are checked, and what the policy is told."""
+"""Tools: parsing of calls, checks of arguments, and replies to the policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Weights & Biases, MLflow, Trackio, Prometheus: the real ones, and one clear line where one of them cannot start."""
+"""Weights & Biases, MLflow, Trackio, Prometheus: the real ones, and one clear line if one of them
+cannot start.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ def run(
 
 @pytest.fixture
 def no_wandb_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """No key in the environment, and a netrc file, at the path returned, that is not there yet."""
+    """Remove the key from the environment; return the path of a netrc file that does not exist yet."""
     for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
@@ -130,7 +132,7 @@ def test_an_mlflow_server_that_does_not_answer_is_one_line(
     pytest.importorskip("mlflow")
     monkeypatch.setattr(extra, "_MLFLOW_WAITS", {})
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # where nothing listens
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # a port without a listener
     message = (
         r"logging\.mlflow\.mode=online must be able to start a run, but mlflow reports .* "
         r"or set logging\.mlflow\.mode"
@@ -157,7 +159,7 @@ def test_a_wandb_server_that_does_not_answer_is_one_line(
         ):
             run(tmp_path, services("logging.wandb.mode=online"), [1])
     assert time.monotonic() - start < 60  # wandb's own limit is 90
-    wandb.teardown()  # its process, which other tests of this process would go on with
+    wandb.teardown()  # its process, which other tests of this process would reuse
 
 
 @pytest.mark.slow
@@ -179,7 +181,7 @@ def test_wandb_gets_numbers_tables_and_names_and_goes_on_with_its_id(
     assert {folder.parents[1] for folder in folders} == {tmp_path, tmp_path / "elsewhere"}
     assert all(
         run_id in folder.name for folder in folders
-    )  # "-1" behind it: begun in the same second
+    )  # "-1" follows it: both began in the same second
     logged = b"".join(file.read_bytes() for file in tmp_path.rglob("*.wandb"))
     assert all(word in logged for word in (b"train/loss", b"seeds", b"x1", b"torchrl-grpo"))
     tables = [json.loads(path.read_text()) for path in tmp_path.rglob("samples/*.table.json")]
@@ -225,7 +227,7 @@ def test_trackio_gets_numbers_and_tables_and_goes_on_in_its_run(
 ) -> None:
     monkeypatch.setenv(
         "TRACKIO_DIR", str(tmp_path / "trackio")
-    )  # read where it is imported, which only this test does
+    )  # read at import, which only this test does
     pytest.importorskip("trackio")
     asked = services(
         "logging.trackio.mode=offline", "logging.trackio.name=mine", "logging.trackio.project=ours"

@@ -1,4 +1,6 @@
-"""The trainer: gradients against one large batch, precision, its state, and steps that must not happen."""
+"""The trainer: gradients compared with one large batch, precision, its state, and steps that are
+skipped.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ def test_any_token_budget_gives_the_result_of_one_large_batch(micro_batch_tokens
 
 
 def test_the_gradient_is_that_of_the_sum_of_the_loss_entries() -> None:
-    """Not of their mean, and not of their mean together with the metrics."""
+    """Neither of their mean, nor of their mean together with the metrics."""
     model = make_tiny_model()
     trainer = make_trainer(
         model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), clip_grad_norm=math.inf
@@ -84,7 +86,7 @@ def test_sequences_with_an_invalid_reward_have_no_effect() -> None:
 
 
 def test_a_batch_in_which_no_token_counts_changes_nothing() -> None:
-    """Adam would go on by itself: it has the moments of the step before."""
+    """Adam would move by itself, because it has the moments of the step before."""
     trainer, batch = make_trainer(), make_batch()
     trainer.train_batch(batch)
     before = weights(trainer)
@@ -109,7 +111,7 @@ def test_steps_without_a_token_that_counts_end_the_run() -> None:
         make_batch(),
         batch,
         batch,
-    ):  # a good step in between: the count starts again
+    ):  # a good step in between resets the count
         trainer.train_step(one)
     with pytest.raises(
         NoSignalError,
@@ -158,7 +160,7 @@ def test_staleness_is_counted_from_the_version_that_sampled_each_token() -> None
 
 
 class RewardedLoss(GRPOLoss):
-    """A loss of one's own, which reads a number of each sequence and one of each token."""
+    """A custom loss, which reads a number of each sequence and one of each token."""
 
     @property
     def in_keys(self) -> list[Any]:
@@ -222,7 +224,7 @@ def test_mixed_precision_trains_close_to_full_precision(dtype: torch.dtype) -> N
 
 
 def test_the_loss_scaler_lives_as_long_as_the_trainer() -> None:
-    """A scaler that is made anew each step never learns its scale."""
+    """A scaler that is recreated each step never adapts its scale."""
     trainer = make_trainer(autocast_dtype=torch.float16)
     scaler = trainer.scaler
     scaler._growth_interval = 2
@@ -254,7 +256,7 @@ def test_a_non_finite_loss_changes_no_weight_and_stops_after_n_in_a_row() -> Non
     before = weights(trainer)
     trainer.train_step(bad)
     assert trainer.skipped_steps == 1
-    trainer.train_step(make_batch())  # a good step in between: the count starts again
+    trainer.train_step(make_batch())  # a good step in between resets the count
     changed = weights(trainer)
     assert any(not torch.equal(value, before[name]) for name, value in changed.items())
     trainer.train_step(bad)
@@ -278,7 +280,7 @@ def test_warmup_reaches_the_learning_rate_after_its_steps() -> None:
 
 
 def save(trainer: GRPOTrainer, folder: Path) -> tuple[dict[str, Any], Path]:
-    """Write a checkpoint; return what ``load_state_dict`` takes."""
+    """Write a checkpoint; return the argument of ``load_state_dict``."""
     path = CheckpointWriter().start(Checkpointer(folder, {}), trainer, {})
     return read_checkpoint(path)["trainer"], path
 

@@ -1,4 +1,4 @@
-"""The transformers engine against the models' own forward and ``generate``."""
+"""The transformers engine compared with the models' own forward and ``generate``."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def make_prompts(*lengths: int, vocab_size: int = 100) -> list[Tensor]:
 def reference_log_probs(
     model: PreTrainedModel, prompt: Tensor, tokens: Tensor, temperature: float = 1.0
 ) -> Tensor:
-    """[T, V]: what the model's own forward says of every token that could have followed."""
+    """Return the model's own log-probs [T, V] of every possible next token."""
     with torch.no_grad():
         logits = model(torch.cat((prompt, tokens)).unsqueeze(0)).logits[0, len(prompt) - 1 : -1]
     return (logits.double() / temperature).log_softmax(-1)
@@ -128,7 +128,7 @@ def largest_error(
 
 
 def same(left: list[list[Completion]], right: list[list[Completion]]) -> bool:
-    """Whether all tokens and log-probs are equal, bit for bit."""
+    """Return whether all tokens and log-probs are equal, bit for bit."""
     pairs = [(a, b) for x, y in zip(left, right, strict=True) for a, b in zip(x, y, strict=True)]
     return all(
         torch.equal(a.tokens, b.tokens) and torch.equal(a.log_probs, b.log_probs) for a, b in pairs
@@ -183,7 +183,7 @@ def test_log_probs_are_those_of_the_model_at_the_temperature(make, temperature):
     prompts = make_prompts(3, 11, 7)
     params = SamplingParams(30, temperature=temperature, stop_token_ids=tuple(range(8)))
     groups = TransformersEngine(model).generate(prompts, 6, params)
-    # Rows must have left at different times, for their absence to be tested as well.
+    # Rows must have left at different times, so that their absence is tested as well.
     assert len({len(completion.tokens) for group in groups for completion in group}) > 3
     assert largest_error(model, prompts, groups, temperature) < 1e-5
 
@@ -286,7 +286,7 @@ def test_prompts_computed_in_slices_give_what_one_forward_gives(tiny_model, monk
     prompts, params = make_prompts(2, 17, 9, 17, 5), SamplingParams(6, temperature=0)
     engine, empty_cache = TransformersEngine(tiny_model), FusedDecoder.empty_cache
     whole = engine.generate(prompts, 2, params)
-    # Memory that is not written must not be read: NaN would show.
+    # Uninitialized memory must not be read: NaN would show it.
     monkeypatch.setattr(
         FusedDecoder,
         "empty_cache",
@@ -375,7 +375,7 @@ def test_a_restored_state_continues_the_run_exactly(tiny_model):
 def test_groups_that_wait_for_room_are_sampled_as_all_at_once(make, monkeypatch):
     monkeypatch.setattr(fused_decoder, "_BLOCK", 5)
     empty_cache = FusedDecoder.empty_cache
-    # Memory that is not written must not be read: NaN would show.
+    # Uninitialized memory must not be read: NaN would show it.
     monkeypatch.setattr(
         FusedDecoder,
         "empty_cache",
@@ -423,12 +423,14 @@ def test_waiting_groups_take_finished_rows_places_within_the_cache(tiny_model, m
         prompts, 2, params, lambda i, number, done: told.append((i, number, len(added)))
     )
     assert added[0][0] == 0
-    assert all(before > 0 for before, _ in added[1:])  # the places of some rows, while others go on
+    assert all(
+        before > 0 for before, _ in added[1:]
+    )  # the slots of some rows, while others continue
     assert max(size for _, size in added) <= 100_000
     assert len({(i, number) for i, number, _ in told}) == len(told) == 24
     assert min(additions for _, _, additions in told) < len(
         added
-    )  # told before the last group was even begun
+    )  # reported before the last group had started
     assert all(len(group) == 2 for group in groups)
 
 

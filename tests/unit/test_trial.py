@@ -1,4 +1,4 @@
-"""The loop sends the first weights again where engine and trainer do not compute the same with them."""
+"""The loop sends the first weights again if engine and trainer disagree about them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchrl_grpo.loop import Schedule, fit
 
 
 class Learner:
-    """A trainer that differs from engines with these weights by so many nats."""
+    """A trainer whose log-probs differ by this many nats from those of engines with these weights."""
 
     version = 0
 
@@ -29,7 +29,7 @@ class Learner:
 
 
 class Rollouts:
-    """Two engines; one of them takes no weights in the fast way, and says nothing."""
+    """Two engines; one of them fails to receive weights by the fast path, silently."""
 
     def __init__(self) -> None:
         self.published: list[tuple[str, int]] = []

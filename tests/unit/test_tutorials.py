@@ -1,4 +1,4 @@
-"""The tutorials: every command and code block in them runs, but for the commands that need GPUs."""
+"""The tutorials: all of their commands and code blocks run, except for commands that need GPUs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHORT = (
 
 
 def run_block(block: Block, variables: dict[str, Any]) -> None:
-    """Runs Python and compares what it prints with the comments behind ``print(...)``."""
+    """Run Python code and compare its output with the comments after ``print(...)``."""
     with redirect_stdout(io.StringIO()) as printed:
         exec(block.text, variables)
     if expected := re.findall(r"^print\(.*\)  # (.*)$", block.text, re.MULTILINE):

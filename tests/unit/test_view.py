@@ -1,4 +1,6 @@
-"""``python -m torchrl_grpo.view``: what its server answers, and what it does not. In a browser: test_view_page.py."""
+"""``python -m torchrl_grpo.view``: its server's replies and refusals. test_view_page.py tests it in
+a browser.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ from torchrl_grpo.host.children import start_python
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The page on two ended runs, the second with another learning rate."""
+    """Serve the page on two ended runs, the second with another learning rate."""
     folder = tmp_path_factory.mktemp("runs")
     (folder / "secret.txt").write_text("secret")
     with served(
@@ -50,7 +52,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def ask(
     address: str, path: str = "", method: str = "GET", **headers: str
 ) -> tuple[int, str, dict[str, str]]:
-    """Status, text and headers; the path goes out as it is."""
+    """Return status, text and headers; the path is sent unchanged."""
     parts = urlsplit(address)
     connection = http.client.HTTPConnection(parts.netloc, timeout=300)
     connection.request(method, path if path.startswith("/") else parts.path + path, headers=headers)
@@ -389,7 +391,9 @@ def page_process() -> psutil.Process:
 
 
 def hurry(page: psutil.Process) -> None:
-    """Give the page, once it has lowest priority, that of any process: on a busy machine it would answer in minutes."""
+    """Give the page, once it has lowest priority, normal priority: a busy machine would take
+    minutes otherwise.
+    """
     until(lambda: page.nice() == 19)
     if sys.platform == "linux":
         with suppress(PermissionError):
@@ -405,7 +409,7 @@ def test_beside_a_run_it_has_lowest_priority_and_ends_with_it(tmp_path: Path) ->
         [address] = told
         page = page_process()
         until(lambda: page.nice() == 19)
-        if sys.platform == "linux":  # where memory runs out, the page goes first
+        if sys.platform == "linux":  # when memory runs out, the page is killed first
             assert os.sched_getscheduler(page.pid) == os.SCHED_IDLE
             assert Path(f"/proc/{page.pid}/oom_score_adj").read_text() == "1000\n"
         assert urlsplit(address).path.strip("/") not in " ".join(page.cmdline())
@@ -446,7 +450,9 @@ def test_a_connection_has_seconds_to_ask(address: str) -> None:
             deadline = time.monotonic() + 60
             with suppress(ConnectionResetError, BrokenPipeError):
                 while time.monotonic() < deadline:
-                    stranger.sendall(b"a" if sent else b"")  # a byte now and then wins no time
+                    stranger.sendall(
+                        b"a" if sent else b""
+                    )  # an occasional byte does not extend the limit
                     with suppress(TimeoutError):
                         if stranger.recv(4096) == b"":
                             return True

@@ -1,4 +1,4 @@
-"""What the page reads of a run's files, while they grow and are written anew."""
+"""The page's view of a run's files, while they grow and are rewritten."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def test_a_file_that_is_written_anew_empties_no_curve_while_it_is_read(
 ) -> None:
     read = Metrics(make_run(tmp_path / "run"))
     read.refresh()
-    (tmp_path / "run" / "metrics.jsonl").rename(tmp_path / "before")  # keeps its inode
+    (tmp_path / "run" / "metrics.jsonl").rename(tmp_path / "before")  # the inode stays the same
     append(tmp_path / "run", "metrics.jsonl", [{"step": 0, "rollout/reward_mean": 0.5}])
     seen: list[int] = []
     lines = Tail.lines
@@ -281,7 +281,7 @@ def test_a_config_that_cannot_be_read_is_named_and_hangs_nothing(
     config = view.config()
     assert config.pop("config").startswith(shown)
     assert set(config) == {"environment.python", "environment.packages.torch"}
-    assert time.monotonic() - start < 60  # what it would expand is 9**29 words
+    assert time.monotonic() - start < 60  # its expansion would have 9**29 words
 
 
 NOT_SHOWN = {
@@ -329,7 +329,7 @@ NOT_SHOWN = {
 
 
 def shown_of(view: RunView) -> str:
-    """Everything that the page asks for, as the server would send it."""
+    """Return everything that the page requests, as the server would send it."""
     view.refresh()
     status = view.status()
     del status["age"]

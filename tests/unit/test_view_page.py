@@ -1,4 +1,6 @@
-"""The page on runs in a real Chromium: it loads, filters, compares, grows with a run, and works by keyboard alone."""
+"""The page on runs in a real Chromium: it loads, filters, compares, grows with a run, and works
+with the keyboard alone.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]
 VIEWS = ("curves", "groups", "tokens?row=1", "timeline", "alarms", "config")
-FIRST_PAINT_S = 30.0  # 1 on a machine that does nothing else (benchmarks/bench_view.py): here, that it does not hang
+FIRST_PAINT_S = 30.0  # 1 on an idle machine (benchmarks/bench_view.py): here it must only not hang
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +70,7 @@ def context(browser: Browser) -> Iterator[BrowserContext]:
 
 @pytest.fixture
 def page(context: BrowserContext, address: str) -> Iterator[Page]:
-    """A page on which no script may fail, and nothing may be asked of another place."""
+    """Yield a page on which a failing script, or a request to another host, is an error."""
     page = context.new_page()
     page.set_default_timeout(15_000)
     wrong: list[str] = []
@@ -93,7 +95,7 @@ def show(page: Page, address: str, view: str) -> None:
 
 
 def marks(figure: Locator) -> list[list[str]]:
-    """Shape, color, and dashes or corners of each entry of a legend."""
+    """Return shape, color, and dashes or corners of each entry of a legend."""
     found: list[list[str]] = figure.locator(".legend svg > *").evaluate_all(
         """all => all.map(one => [one.tagName, one.getAttribute("stroke") ?? one.getAttribute("fill"),
             one.getAttribute("stroke-dasharray") ?? one.getAttribute("points") ?? ""])"""
@@ -187,7 +189,7 @@ def test_any_metric_is_found_shown_and_remembered(
     sequences = page.locator("figure", has_text="rollout/sequences")
     expect(sequences.locator("b").first).to_have_text("4")
     assert "panels=" in page.url
-    with served(*runs) as other:  # another port, as at the next start
+    with served(*runs) as other:  # another port, like at the next start
         again = context.new_page()
         show(again, other, "curves")
         expect(again.locator("figure", has_text="rollout/sequences")).to_be_visible()

@@ -1,4 +1,4 @@
-"""The vision starter: it loads, it is small, and it is right as often as is stated."""
+"""The vision starter: it loads, it is small, and its accuracy is the documented one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What vLLM refuses by a model's config and the platform is refused before anything starts."""
+"""Model configs and platforms that vLLM refuses are refused before anything starts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check(on_cpu: bool = True, model: dict[str, Any] | None = None, **settings: 
 
 
 def test_vllms_processes_are_spawned_and_never_forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which vLLM leaves to its default, ``fork``, where CUDA's driver is in use and torch's is not."""
+    """vLLM's own default is ``fork`` if CUDA's driver is initialized and torch's is not."""
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
     with vllm_module.starting_vllm(None):
         assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"

@@ -1,4 +1,4 @@
-"""How the vLLM engine sleeps and wakes on a device that it shares, with vLLM's calls replaced at the border."""
+"""Sleeping and waking of the vLLM engine on a device that it shares, with vLLM's calls replaced."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GIB = 2**30
 
 
 class Library:
-    """``vllm.LLM``, which writes down what is asked of it."""
+    """Stand-in for ``vllm.LLM`` that records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []

@@ -1,4 +1,6 @@
-"""What runs in vLLM's workers, without vLLM: the weights in shared memory, and the state of what draws."""
+"""The code of vLLM's workers, without vLLM: weights in shared memory, and the state of random
+generators.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +107,9 @@ def test_a_checksum_is_another_one_for_a_changed_moved_or_missing_byte(dtype: to
 
 
 class Worker(WeightSyncExtension):
-    """Stands for a worker of vLLM on CUDA: a request's seed is drawn from NumPy, its tokens from torch."""
+    """Stand-in for a vLLM worker on CUDA: a request's seed is drawn from NumPy, its tokens from
+    torch.
+    """
 
     device = torch.device("cpu")
 
@@ -150,7 +154,7 @@ def test_each_seed_has_its_own_request_seeds_and_repeats_them(engine: Engine) ->
     assert not set(first) & set(second) and not {seed for seed, _ in first} & {
         seed for seed, _ in second
     }
-    draws(2**40)  # NumPy takes 32 bits
+    draws(2**40)  # NumPy needs 32 bits
 
 
 def test_the_engine_s_state_repeats_the_request_seeds(engine: Engine) -> None:
@@ -180,7 +184,7 @@ def test_what_is_sampled_in_between_changes_no_request_seed(engine: Engine) -> N
 def test_weights_arrive_on_the_workers_device_in_any_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A trial receives them in a thread of its own, and CUDA's current device is a thread's."""
+    """A trial receives them in another thread, and CUDA's current device belongs to a thread."""
     here, calls = threading.local(), list[Any]()
     names = ("start_weight_update", "finish_weight_update")
     engine = SimpleNamespace(

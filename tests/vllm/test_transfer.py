@@ -1,4 +1,6 @@
-"""vLLM's weight transfer with real workers: a fast way beside the host's, which works, fails, hangs or lies."""
+"""vLLM's weight transfer with real workers: a fast path beside the host's that works, fails, hangs
+or corrupts weights.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ CONTEXT, ROUNDING = 256, 1e-4
 
 
 def make_model(seed: int = 0) -> torch.nn.Module:
-    """Head size 32: the smallest that vLLM runs on a CPU."""
+    """Return a model with head size 32, the smallest that vLLM runs on a CPU."""
     return make_tiny_model(seed, hidden_size=128, initializer_range=0.1)
 
 
@@ -50,14 +52,14 @@ def engine(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[V
 
 @pytest.fixture
 def fresh(engine: VLLMBase, monkeypatch: pytest.MonkeyPatch) -> VLLMBase:
-    """The engine as if it had taken no weights yet."""
+    """Make the engine look as if it had received no weights yet."""
     monkeypatch.setattr(vllm_module, "TRIAL_S", 60.0)
     engine._fast_works = engine._fast_failed = False
     return engine
 
 
 def off(engine: VLLMBase, model: torch.nn.Module) -> float:
-    """Largest difference to a model's log-probs."""
+    """Return the largest difference from a model's log-probs."""
     return mismatch(engine, response_log_probs(model), LONG_PROMPTS, PARAMS)[1]
 
 
@@ -101,7 +103,7 @@ def test_a_fast_way_that_goes_wrong_is_left_and_nothing_is_lost(
 ) -> None:
     if wrong == "hang":
         monkeypatch.setattr(vllm_module, "TRIAL_S", 1.0)
-    if wrong == "nothing":  # the weights that do not come are there already
+    if wrong == "nothing":  # the weights that don't arrive are already there
         fresh.update_weights(named_weights(make_model(4)), 3)
     model = make_model(4)
     with pytest.raises(TransferRefusedError, match=why):

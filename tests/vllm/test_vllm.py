@@ -1,4 +1,4 @@
-"""The real vLLM engine: what it samples, its log-probs after weight updates, and its end.
+"""The real vLLM engine: its samples, its log-probs after weight updates, and its shutdown.
 
 Two engines are started: one for the module, and one in a script of its own that is then killed.
 """
@@ -47,7 +47,7 @@ ROUNDING = 1e-4
 
 
 def make_model(seed: int = 0, **overrides: object) -> torch.nn.Module:
-    """Head size 32: the smallest that vLLM runs on a CPU."""
+    """Return a model with head size 32, the smallest that vLLM runs on a CPU."""
     return make_tiny_model(seed, **({"hidden_size": 128, "initializer_range": 0.1} | overrides))
 
 
@@ -99,7 +99,9 @@ class TestEngine:
         assert_stop_strings_end_responses(engine, LONG_PROMPTS)
 
     def test_log_probs_of_dialogs_with_tools_are_of_one_forward_pass(self, engine, tokenizer):
-        """Three turns; after each a tool or the user speaks, and the engine has the earlier ones in its cache."""
+        """Each of three turns is followed by a tool or the user, and the engine has the earlier
+        turns in its cache.
+        """
 
         def calls(text: str) -> list[ToolCall]:
             return [ToolCall("add", {"a": len(text), "b": 1})] if len(text) % 2 else []
@@ -114,7 +116,7 @@ class TestEngine:
         between = tokens_between_turns(batch)
         assert (
             len(set(between)) > 3 and max(between) > 30
-        )  # tools and users spoke, twice in some dialogs
+        )  # tools and users replied, twice in some dialogs
         assert log_prob_gap(batch, model) < ROUNDING
 
     def test_log_probs_of_an_agent_that_compacts_are_the_model_s(self, engine, tokenizer):
@@ -316,7 +318,7 @@ class TestEngine:
 
     def test_close_ends_every_process_and_may_be_called_again(
         self, engine
-    ):  # keep last: it closes the shared engine
+    ):  # must be the last test: it closes the shared engine
         assert worker_processes()
         engine.close()
         engine.close()

@@ -1,4 +1,6 @@
-"""vLLM's own arguments: which the engines are started with, and which a config may give."""
+"""vLLM's own arguments: the ones with which engines are started, and the ones that a config may
+set.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,8 @@ def test_an_engine_serves_what_is_sampled_and_own_arguments_reach_it(
         log_file=str(log),
     ) as engine:
         scheduler = engine._llm.vllm_config.scheduler_config  # type: ignore[attr-defined]
-        # vLLM's own for many requests at a time are 256 and 4,096 on a CPU; without a context they are 128 and 2,048.
+        # vLLM's own defaults for concurrent requests are 256 and 4,096 on a CPU, or 128 and 2,048
+        # without a context.
         assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == (300, 512)
         assert len(engine.generate([PROMPT], 8, PARAMS)[0]) == 8
     lines = log.read_text().splitlines()

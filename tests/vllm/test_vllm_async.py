@@ -1,6 +1,8 @@
-"""The real asynchronous vLLM engine: many callers, weights that change while it samples, and its end.
+"""The real asynchronous vLLM engine: many callers, weights that change while it samples, and its
+shutdown.
 
-One engine serves the module and is killed at its end; another is in a script of its own that is killed.
+One engine serves the module and is killed at its end; another is in a script of its own that is
+killed.
 """
 
 from __future__ import annotations
@@ -39,14 +41,14 @@ from torchrl_grpo.tasks import ArithmeticTask
 from torchrl_grpo.weights import Transfer, make_sender, named_weights
 from torchrl_grpo.weights.shared import SharedWeights
 
-ROUNDING = 1e-3  # 2e-4 was seen, while requests come and go; other weights give more than 0.1
+ROUNDING = 1e-3  # differences of 2e-4 were observed while requests come and go; other weights differ by more than 0.1
 
 
 def alive(pid: int) -> bool:
     try:
         return (
             psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-        )  # one that nobody waited for yet has ended
+        )  # a call that was not awaited yet has ended
     except psutil.NoSuchProcess:
         return False
 
@@ -96,7 +98,9 @@ def test_the_workers_load_what_is_sent_and_refuse_what_does_not_fit(engine):
 
 
 def test_an_engine_that_cannot_load_weights_is_lost_and_says_why():
-    """Their sender is gone. A new engine may get them, so that the run goes on: ``EngineDeadError`` says so."""
+    """The sender of the weights is dead. ``EngineDeadError`` lets the run continue, because a new
+    engine may get them.
+    """
     shared = SharedWeights(named_weights(make_model(1)), torch.float32)
     handle = shared.block
     shared.close()
@@ -152,7 +156,7 @@ def test_seed_and_state_repeat_the_draws_of_one_response_at_a_time(engine):
 
 
 def test_probes_and_evaluations_leave_the_draws_of_running_calls_alone(engine):
-    """To turn the generator back, or to seed it, would let the calls that are running draw the same numbers again."""
+    """Restoring or seeding the generator would let running calls draw the same numbers again."""
     tokenizer = AutoTokenizer.from_pretrained(starter_path())
     envs = [
         LLMEnv(ArithmeticTask(), tokenizer, num_envs=4, repeats=repeats, split="test")
@@ -189,7 +193,9 @@ def test_insecure_serialization_is_off_in_every_process(engine):
         assert "VLLM_ALLOW_INSECURE_SERIALIZATION" not in process.environ()
 
 
-def test_a_killed_scheduler_ends_every_call_and_leaves_no_process(engine, pool):  # keep last
+def test_a_killed_scheduler_ends_every_call_and_leaves_no_process(
+    engine, pool
+):  # must be the last test
     children = worker_processes()
     assert len(children) >= 2
     calls = start(engine, pool, LONG)

@@ -1,4 +1,6 @@
-"""The real vLLM with images: its log-probs are the trainer's, also after a sync of the image encoder."""
+"""The real vLLM with images: its log-probs are the trainer's, even after a sync of the image
+encoder.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +50,8 @@ def engine(request: pytest.FixtureRequest, path: str) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def prompts(path: str) -> list[Tensor | Prompt]:
-    """Two pictures with the same text, one in tiles, both in one prompt, one of them twice, and
-    none.
+    """Return prompts with two pictures and the same text, one in tiles, both in one prompt, one of
+    them twice, and none.
     """
     config, tokenizer = loading.load_config(path), loading.load_tokenizer(path)
     encoder = loading.load_image_encoder(path, config, tokenizer)
@@ -69,7 +71,9 @@ def load_model(path: str) -> Any:
 
 
 def gaps(engine: Engine, model: Any, prompts: Sequence[Tensor | Prompt]) -> list[float]:
-    """The largest difference between the engine's log-probs and the scorer's, for each prompt."""
+    """Return the largest difference between the engine's log-probs and the scorer's, for each
+    prompt.
+    """
     scorer = TokenScorer(model)
     largest = []
     for prompt, group in zip(

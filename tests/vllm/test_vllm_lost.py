@@ -1,4 +1,6 @@
-"""vLLM's worker killed or stopped while it samples: one message in a bounded time, and an engine that still closes."""
+"""vLLM's worker is killed or stopped while it samples: one message in a bounded time, and the
+engine still closes.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from torchrl_grpo.generation.vllm import VLLMEngine
 def test_a_lost_worker_is_one_message_in_time(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was a traceback of 70 lines, and no word in 100 s."""
+    """Without this the user saw a traceback of 70 lines, or nothing in 100 s."""
     monkeypatch.setenv("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "5")
     make_tiny_model(0, hidden_size=128, initializer_range=0.1).save_pretrained(tmp_path)
     before = set(worker_processes())
@@ -41,6 +43,6 @@ def test_a_lost_worker_is_one_message_in_time(
     assert time.monotonic() - start < 60
     assert isinstance(
         raised.value, RunLostError
-    )  # what a script shows without a traceback, with exit status 1
+    )  # a script's output without a traceback, with exit status 1
     engine.close()
     assert psutil.wait_procs(workers, timeout=30)[1] == []

@@ -28,7 +28,9 @@ SMALL = (
 
 
 def test_a_run_on_the_real_vllm_and_its_lora_export_loads_there(tmp_path: Path) -> None:
-    """Weights arrive after each step (the check would end the run), and vLLM loads the exported model as it is."""
+    """Weights arrive after each step (otherwise the check would end the run), and vLLM loads the
+    exported model unchanged.
+    """
     overrides = [
         "inference_model.backend=vllm",
         "inference_model.check_sync=true",
@@ -63,7 +65,7 @@ def test_a_run_on_the_real_vllm_and_its_lora_export_loads_there(tmp_path: Path) 
 def test_a_run_takes_a_fast_way_or_loses_nothing_by_it(
     wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As on a GPU that trainer and engine share, with files in the place of its memory."""
+    """Files stand in for the memory of a GPU that trainer and engine share."""
     transfers = pytest.importorskip("tests.support.transfers")
 
     class Files(LocalSender):

@@ -1,6 +1,7 @@
-"""vLLM's engines with asynchronous scheduling, which CUDA has by default and vLLM switches off on a CPU.
+"""vLLM's engines with asynchronous scheduling, which is the default on CUDA and off on a CPU.
 
-The next step is scheduled before the last one's tokens are known, so that stops, pauses and versions come a step late.
+A step is scheduled before the tokens of the one before are known, so stops, pauses and versions
+come a step late.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ SETTINGS: dict[str, Any] = {"max_model_len": CONTEXT, "enforce_eager": True, "kv
 
 @pytest.fixture(scope="module")
 def scheduled_ahead() -> Iterator[None]:
-    """Engines that start schedule asynchronously, on a CPU too."""
+    """Make engines schedule asynchronously, on a CPU too."""
     platform: Any = import_module("vllm.platforms.cpu").CpuPlatform
     check = platform.check_and_update_config.__func__
 

@@ -186,6 +186,10 @@ DEMONSTRATION_MASK = ("demonstration", "mask")
 """[T] bool. True on the demonstration's tokens that are trained. Written by the sampler; read by
 the trainer.
 """
+DEMONSTRATION_IMAGES = ("demonstration", "images")
+"""non-tensor tuple of ``ImageSpan``. The images among the demonstration's tokens; only with a
+vision-language model and problems with images. Written by the sampler; read by the trainer.
+"""
 IS_DEMONSTRATION = "is_demonstration"
 """[1] bool. True in rows that are demonstrations, with no token that the policy sampled. Written by
 the trainer; read by the loss.

@@ -27,13 +27,14 @@ from torchrl_grpo import keys
 from torchrl_grpo.assembly.blueprint import prepare
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.chat.template import ChatEncoder, TurnTemplate, render_chat
+from torchrl_grpo.collectors.demonstrations import ChatWriter, WrittenChat
 from torchrl_grpo.collectors.rollout import RolloutCollector
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.generation.transformers import TransformersEngine
-from torchrl_grpo.images import ImageFile, Prompt, Spans, place_images
+from torchrl_grpo.images import ImageFile, Prompt, Spans, place_images, prompt_text
 from torchrl_grpo.images.encoder import ImageEncoder
 from torchrl_grpo.images.families import language_model_of, vision_parameters
 from torchrl_grpo.images.features import (
@@ -501,6 +502,136 @@ def test_a_format_that_starts_a_program_is_refused() -> None:
         assert ImageFile(file.getvalue()).size
 
 
+def write_chats(folder: Path) -> str:
+    """Whole chats: pictures in the first message and, in every second chat, in a later one too."""
+    rows = []
+    for number in range(8):
+        files = [f"{number}.png", "wide.png"][: 1 + number % 2]
+        (folder / files[0]).write_bytes(picture(number).data)
+        parts = [{"type": "text", "text": "And here?"}, *[{"type": "image"}] * (number % 2)]
+        chat = [
+            {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Count?"}]},
+            {"role": "assistant", "content": [{"type": "text", "text": f"There are {number}."}]},
+            {"role": "user", "content": parts},
+            {"role": "assistant", "content": "More."},
+        ]
+        rows.append({"messages": chat, "images": files})
+    (folder / "wide.png").write_bytes(picture(3, (60, 40)).data)
+    (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return str(folder / "chats.jsonl")
+
+
+def chats_of(kit: Kit, folder: Path, most: int = 99, longest: int = 999) -> list[WrittenChat]:
+    """The chats as tokens; ``most`` and ``longest`` are limits of a turn and a chat."""
+    task = DatasetTask(write_chats(folder), messages_column="messages", images_column="images")
+    writer = ChatWriter(kit.tokenizer, [1], image_encoder=kit.encoder)
+    return [
+        writer(task.messages(problem), task.demonstration(problem), most=most, longest=longest)
+        for problem in task.problems("train")
+    ]
+
+
+def test_demonstrations_have_the_images_of_every_message(kit: Kit, tmp_path: Path) -> None:
+    for number, chat in enumerate(chats_of(kit, tmp_path)):
+        assert [span.image.file.size for span in chat.images] == [(32, 32), (60, 40)][
+            : 1 + number % 2
+        ]
+        for span in chat.images:
+            assert torch.equal(chat.tokens[span.offset : span.end], span.image.tokens)
+        decode = kit.tokenizer.decode
+        turns = [decode(chat.tokens[turn.start : turn.stop]) for turn in chat.turns]
+        assert turns == [f"There are {number}.<|end|>", "More.<|end|>"]
+        assert decode(chat.tokens[chat.learned]) == "".join(turns)
+        prompt = Prompt(chat.tokens[: chat.prompt], chat.images[:1])
+        text = re.sub(r"<\|vision_\w+\|>", "", prompt_text(prompt, decode))
+        assert text == "<|user|><image>Count?<|end|><|assistant|>"
+
+
+@ONE_FAMILY
+def test_a_demonstration_is_never_cut_inside_an_image(kit: Kit, tmp_path: Path) -> None:
+    [whole] = chats_of(kit, tmp_path)[1:2]
+    late = whole.images[1]
+    [cut] = chats_of(kit, tmp_path, longest=late.offset + 2)[1:2]
+    assert cut.cut and len(cut.tokens) == late.offset and cut.images == whole.images[:1]
+    assert torch.equal(cut.tokens, whole.tokens[: late.offset])
+
+
+@pytest.mark.parametrize("kit", ["idefics3", "qwen2_5_vl"], indirect=True)
+def test_supervised_training_learns_from_images(kit: Kit, tmp_path: Path) -> None:
+    chats = chats_of(kit, tmp_path)
+    arguments = (
+        "algo=sft",
+        f"model.name={kit.path}",
+        f"env.dataset={tmp_path / 'chats.jsonl'}",
+        "env.columns.messages=messages",
+        "env.columns.images=images",
+        "inference_model.max_new_tokens=99",
+        "env.num_envs=8",
+        "env.repeats=1",
+        "train.total_dialog_turns=8",
+    )
+    made = build(compose_config(*last_of_each([*SMALL, *arguments])), tmp_path / "run")
+    try:
+        made.fit()
+    finally:
+        made.close()
+    model, scores = kit.model(), list[Tensor]()
+    for chat in chats:
+        scored = kit.logits(model, chat.tokens, chat.images).log_softmax(-1)[:-1]
+        own = scored.gather(-1, chat.tokens[1:, None])[:, 0]
+        scores.append(own[chat.learned[1:]].detach())
+    [row] = [r for r in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "train/loss" in r]
+    assert row["train/loss"] == pytest.approx(-torch.cat(scores).mean().item(), rel=1e-5)
+    samples = read_jsonl(tmp_path / "run" / "samples.jsonl")
+    assert {len(sample["images"]) for sample in samples} <= {1, 2}
+    assert {sample["query"] for sample in samples} == {"<image>Count?"}
+
+
+@pytest.mark.parametrize("kit", ["idefics3", "qwen2_5_vl"], indirect=True)
+def test_a_run_learns_from_demonstrations_with_images_too(kit: Kit, tmp_path: Path) -> None:
+    more = ("policy.sft_coef=1", "env.columns.completion=demo", "train.total_dialog_turns=16")
+    arguments = last_of_each([*SMALL, *run_arguments(kit, tmp_path), *more])
+    path = tmp_path / "data.jsonl"
+    rows = list(map(json.loads, path.read_text().splitlines()))
+    rows = [{**row, "demo": f"There are {row['answer']}."} for row in rows]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    made = build(compose_config(*arguments), tmp_path / "run")
+    env, stops = made.blueprint.train_env, made.blueprint.params.stop_token_ids
+    try:
+        made.fit()
+    finally:
+        made.close()
+    writer = ChatWriter(kit.tokenizer, stops, image_encoder=kit.encoder)
+    model, scores = kit.model(), dict[str, Tensor]()
+    for problem in env.prompts.problems:
+        chat = writer(env.task.messages(problem), env.task.demonstration(problem), most=6)
+        scored = kit.logits(model, chat.tokens, chat.images).log_softmax(-1)[:-1]
+        own = scored.gather(-1, chat.tokens[1:, None])[:, 0]
+        scores[problem.images[0].hash] = own[chat.learned[1:]].detach()
+    [row] = [r for r in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "train/loss" in r]
+    samples = read_jsonl(tmp_path / "run" / "samples.jsonl")
+    of_groups = [scores[name] for name in {sample["images"][0] for sample in samples}]
+    assert row["train/loss_sft"] == pytest.approx(-torch.cat(of_groups).mean().item(), rel=1e-5)
+
+
+def test_images_out_of_place_in_a_demonstration_are_refused(tmp_path: Path) -> None:
+    path = Path(write_data(tmp_path, 1))
+    image = [{"type": "image"}, {"type": "text", "text": "Look"}]
+    for chat in (
+        [{"role": "assistant", "content": image}],
+        [
+            {"role": "assistant", "content": "1"},
+            {"role": "user", "content": image},
+            {"role": "assistant", "content": "2"},
+        ],
+    ):
+        row = {"question": "?", "answer": "1", "picture": "0.png", "demo": chat}
+        path.write_text(json.dumps(row))
+        task = DatasetTask(str(path), images_column="picture", completion_column="demo")
+        with pytest.raises(ValueError, match=r"data\.jsonl:1 .*'demo'.*env\.columns\.messages"):
+            task.problems("train")
+
+
 def test_reward_functions_get_the_images_in_each_form() -> None:
     seen: list[Any] = []
 
@@ -569,7 +700,6 @@ def test_lora_adapts_the_language_model_alone(kit: Kit) -> None:
             "inference_model.backend=server inference_model.address=[http://localhost:1]",
             "inference_model.backend=server",
         ),
-        ("algo=sft", "policy.demonstrations=true (algo=sft)"),
         ("train_model.cpu_offload=true", "train_model.cpu_offload"),
         ("train_model.num_devices=2 train_model.train_vision=true", "train_model.train_vision"),
         (

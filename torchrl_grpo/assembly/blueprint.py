@@ -279,8 +279,6 @@ def _images_refusal(config: GRPOConfig, ranks: int) -> str:
     others = " or ".join(engines_with("images"))
     unsupported = (
         (not ENGINES[backend].images, f"inference_model.backend={backend}", f"{others}"),
-        (config.policy.demonstrations, "policy.demonstrations=true (algo=sft)", "false"),
-        (config.policy.sft_coef, f"policy.sft_coef={config.policy.sft_coef}", "0"),
         (config.needs_teacher, "teacher.model or teachers", "null"),
         (config.env.agent, f"env.agent={config.env.agent}", "null"),
         (config.env.transforms, f"env.transforms={config.env.transforms}", "[]"),

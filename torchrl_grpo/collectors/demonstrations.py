@@ -18,6 +18,8 @@ from torchrl_grpo.chat.template import ChatEncoder, with_arguments
 from torchrl_grpo.collectors.rollout import RolloutCounts
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import Engine
+from torchrl_grpo.images import ImageSpan, images_in, images_of, text_of, tokens_of
+from torchrl_grpo.images.encoder import ImageEncoder
 from torchrl_grpo.tasks.base import Message, Problem
 from torchrl_grpo.tasks.drawing import Drawn
 
@@ -36,6 +38,7 @@ class WrittenChat(NamedTuple):
         turns: token range of each assistant turn after the prompt.
         learned: whether each token is in an assistant turn, [T] bool.
         cut: whether a turn or the chat was cut off at its limit.
+        images: the images among the tokens.
     """
 
     tokens: Tensor
@@ -43,6 +46,7 @@ class WrittenChat(NamedTuple):
     turns: list[range]
     learned: Tensor
     cut: bool
+    images: tuple[ImageSpan, ...] = ()
 
 
 class ChatWriter:
@@ -58,6 +62,7 @@ class ChatWriter:
         tokenizer: a fast tokenizer with a chat template.
         stop_token_ids: the tokens that end a turn.
         template_arguments: arguments for the chat template.
+        image_encoder: encodes the images of chats; None for models that read text alone.
 
     Example:
         >>> from transformers import AutoTokenizer
@@ -74,6 +79,7 @@ class ChatWriter:
         tokenizer: PreTrainedTokenizerBase,
         stop_token_ids: Collection[int],
         template_arguments: Mapping[str, Any] | None = None,
+        image_encoder: ImageEncoder | None = None,
     ) -> None:
         if not tokenizer.is_fast:
             raise ValueError(
@@ -83,6 +89,7 @@ class ChatWriter:
             )
         self.tokenizer = tokenizer
         self._stops = set(stop_token_ids)
+        self._image_encoder = image_encoder
         self._chats = ChatEncoder(tokenizer, template_arguments or {})
 
     def __call__(
@@ -113,6 +120,12 @@ class ChatWriter:
         shared = min(_common_length(before, tokens), turns[0].start)
         if not any(tokens[i] in self._stops for turn in turns for i in turn):
             tokens, turns = self._with_ends(tokens, turns)
+        images: tuple[ImageSpan, ...] = ()
+        if self._image_encoder is not None:
+            whole = self._image_encoder.expand(tokens, images_in([*prompt, *rest]))
+            tokens, images = tokens_of(whole).tolist(), images_of(whole)
+            shared = _moved(shared, images)
+            turns = [range(_moved(turn.start, images), _moved(turn.stop, images)) for turn in turns]
         end, cut = len(tokens), False
         for turn in turns:
             stop = next((i for i in reversed(turn) if tokens[i] in self._stops), turn.stop - 1)
@@ -120,14 +133,31 @@ class ChatWriter:
                 end, cut = turn.start + most, True
                 break
         if longest is not None and end > longest:
-            end, cut = longest, True
+            inside = (span.offset for span in images if span.offset < longest < span.end)
+            end, cut = next(inside, longest), True
         turns = [range(turn.start, min(turn.stop, end)) for turn in turns if turn.start < end]
         learned = torch.zeros(end, dtype=torch.bool)
         for turn in turns:
             learned[turn.start : turn.stop] = True
-        return WrittenChat(
-            torch.tensor(tokens[:end], dtype=torch.int64), shared, turns, learned, cut
-        )
+        images = tuple(span for span in images if span.end <= end)
+        written = torch.tensor(tokens[:end], dtype=torch.int64)
+        return WrittenChat(written, shared, turns, learned, cut, images)
+
+    def check(
+        self,
+        prompt: Sequence[Message],
+        rest: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        """Check a chat, without encoding its images.
+
+        Raises:
+            ValueError: see ``__call__``.
+        """
+        _, text, spans = self.render(prompt, rest, tools)
+        if self._image_encoder is not None:
+            ids, _ = self._chats.encode_spans(text, spans)
+            self._image_encoder.expanded_length(ids, images_in([*prompt, *rest]))
 
     def render(
         self,
@@ -203,6 +233,13 @@ class ChatWriter:
         return out + tokens[copied:], ended
 
 
+def _moved(index: int, images: Sequence[ImageSpan]) -> int:
+    """Return the index of a token once the tokens of images have replaced their placeholders."""
+    for span in images:
+        index += (span.length - 1) * (span.offset < index)
+    return index
+
+
 def _common_length(a: Sequence[Any], b: Sequence[Any]) -> int:
     """Return the length of the common prefix of two sequences."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(a))
@@ -233,6 +270,8 @@ def _check_written(rest: Sequence[Message], text: str, spans: Spans, start: int)
         for field in _LEARNED if is_assistant else ("content",):
             position = positions[is_assistant]
             value = message.get(field)
+            if field == "content" and value is not None:
+                value = text_of(value)
             if field == "tool_calls":
                 calls = [with_arguments(call, as_object=True) for call in value or ()]
                 functions = [call.get("function", call) for call in calls]
@@ -294,7 +333,12 @@ class Demonstrations:
         self.most = most
         self.longest = longest
         self.last = RolloutCounts()
-        self._write = ChatWriter(env.tokenizer, stop_token_ids, env.template_arguments)
+        self._write = self._writer(env, stop_token_ids)
+
+    @staticmethod
+    def _writer(env: LLMEnv, stop_token_ids: Collection[int]) -> ChatWriter:
+        encoder = env.prompts.image_encoder
+        return ChatWriter(env.tokenizer, stop_token_ids, env.template_arguments, encoder)
 
     @staticmethod
     def check(env: LLMEnv, stop_token_ids: Collection[int]) -> None:
@@ -304,11 +348,11 @@ class Demonstrations:
             ValueError: a problem has no demonstration, or the chat template leaves out a part of
                 it.
         """
-        writer = ChatWriter(env.tokenizer, stop_token_ids, env.template_arguments)
+        writer = Demonstrations._writer(env, stop_token_ids)
         for index in env.prompts.usable:
             problem, task = env.prompts.problems[index], env.task
             try:
-                writer.render(
+                writer.check(
                     task.messages(problem), task.demonstration(problem), task.tools_for(problem)
                 )
             except ValueError as error:
@@ -328,8 +372,9 @@ class Demonstrations:
     def give(self, drawn: Drawn, rows: Sequence[TensorDictBase]) -> None:
         """Write a problem's demonstration into the first of its sampled rows, in place.
 
-        The other rows get an empty demonstration. The keys are ``keys.DEMONSTRATION`` and
-        ``keys.DEMONSTRATION_MASK``.
+        The other rows get an empty demonstration. The keys are ``keys.DEMONSTRATION``,
+        ``keys.DEMONSTRATION_MASK`` and, for a model that reads images,
+        ``keys.DEMONSTRATION_IMAGES``.
 
         Raises:
             ValueError: the task has no demonstration of the problem.
@@ -339,6 +384,8 @@ class Demonstrations:
             part = slice(0, 0 if number else None)
             row.set(keys.DEMONSTRATION, chat.tokens[part])
             row.set(keys.DEMONSTRATION_MASK, chat.learned[part])
+            if self.env.has_images:
+                row.set(keys.DEMONSTRATION_IMAGES, NonTensorData(chat.images[part]))
 
     def _chat(self, problem: Problem) -> WrittenChat:
         task = self.env.task
@@ -384,6 +431,8 @@ class Demonstrations:
         )
         if drawn.problem.dataset:
             row.set(keys.DATASET, NonTensorData(drawn.problem.dataset))
+        if self.env.has_images:
+            row.set(keys.IMAGES, NonTensorData(chat.images))
         return row
 
     def take_counts(self) -> dict[str, float]:
@@ -404,7 +453,7 @@ def _with_others(chat: Sequence[Message], turns: Sequence[str]) -> str:
     lines, between, turn = list[str](), list[str](), iter(turns)
     for message in chat:
         if message["role"] != "assistant":
-            between.append(f"[{message['role']}] {message.get('content') or ''}")
+            between.append(f"[{message['role']}] {text_of(message.get('content') or '')}")
         elif (text := next(turn, None)) is not None:
             lines += [*between, text]
             between.clear()

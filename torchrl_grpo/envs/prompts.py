@@ -31,6 +31,7 @@ class Prompts:
     Attributes:
         problems: all problems of the split.
         usable: indices of the problems whose prompts are short enough.
+        image_encoder: encodes the images of problems; None for models that read text alone.
 
     Raises:
         ValueError: no problem is left, or the chat template leaves the task's tools out.
@@ -49,7 +50,7 @@ class Prompts:
         self.task = task
         self._chats = ChatEncoder(tokenizer, template_arguments)
         self.problems: Sequence[Problem] = task.problems(split)
-        self._image_encoder = image_encoder
+        self.image_encoder = image_encoder
         self._tokens: dict[int, Tensor] = {}
         self._latest: tuple[int, Tensor | Prompt] | None = None  # that of a group in progress
         self._warned = split != "train"  # warn about the training split only
@@ -77,10 +78,10 @@ class Prompts:
             return everything
         encoded = self._chats.encode([self._render(problem) for problem in self.problems])
         lengths = list(map(len, encoded))
-        if self._image_encoder is not None:
+        if self.image_encoder is not None:
             chats = map(self.task.messages, self.problems)
             lengths = [
-                self._image_encoder.expanded_length(ids, images_in(chat))
+                self.image_encoder.expanded_length(ids, images_in(chat))
                 for ids, chat in zip(encoded, chats, strict=True)
             ]
         return [i for i in everything if 1 <= lengths[i] <= most]
@@ -93,14 +94,14 @@ class Prompts:
     def with_images(self, ids: list[int], chat: Sequence[Message]) -> Tensor | Prompt:
         """Return the tokens of a chat with those of its images."""
         files = images_in(chat)
-        if self._image_encoder is None:
+        if self.image_encoder is None:
             if files:
                 raise ValueError(
                     "model.name must be a vision-language model for prompts with images, but it "
                     "reads text alone: use a Qwen2.5-VL model, for example."
                 )
             return torch.tensor(ids, dtype=torch.int64)
-        return self._image_encoder.expand(ids, files)
+        return self.image_encoder.expand(ids, files)
 
     def _render(self, problem: Problem) -> str:
         tools = list(self.task.tools_for(problem)) or None
@@ -149,7 +150,7 @@ class Prompts:
 
     def first_with_images(self) -> Prompt | None:
         """Return the prompt of the first problem with images; None without one."""
-        indices = self.usable if self._image_encoder is not None else []
+        indices = self.usable if self.image_encoder is not None else []
         problems = ((index, self.problems[index]) for index in indices)
         prompts = (self.of_problem(*entry) for entry in problems if entry[1].images)
         return next((prompt for prompt in prompts if isinstance(prompt, Prompt)), None)

@@ -379,7 +379,7 @@ class GRPOTrainer:
         if self.loss.sft_coeff:
             data = with_demonstrations(data, batch, names.mask)
         data = self.loss.normalize(data).cpu()
-        images = images_of_rows(batch)
+        images = images_of_rows(batch, demonstrations=self.loss.sft_coeff > 0)
         return data if images is None else data.set_non_tensor(keys.IMAGES, images)
 
     def _micro_batch(

@@ -94,15 +94,20 @@ def has(batch: TensorDictBase, key: NestedKey) -> bool:
     return all(part.get(key, None) is not None for part in parts)
 
 
-def images_of_rows(batch: TensorDictBase) -> list[Spans] | None:
-    """Return the images of each sequence of a batch; None if no sequence has any."""
+def images_of_rows(batch: TensorDictBase, *, demonstrations: bool = False) -> list[Spans] | None:
+    """Return the images of each sequence of a batch and of the demonstrations that its rows carry,
+    if these are trained on; None if there are no images.
+    """
     images = list(map(images_of_row, batch.unbind(0)))
+    if demonstrations:
+        rows = (batch[row] for row in demonstrations_in(batch))
+        images += [images_of_row(row, K.DEMONSTRATION_IMAGES) for row in rows]
     return images if any(images) else None
 
 
-def images_of_row(row: TensorDictBase) -> Spans:
+def images_of_row(row: TensorDictBase, key: NestedKey = K.IMAGES) -> Spans:
     """Return the images of a sequence."""
-    images = row.get(K.IMAGES, None)
+    images = row.get(key, None)
     return () if images is None else images.data
 
 

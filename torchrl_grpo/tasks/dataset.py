@@ -248,11 +248,13 @@ class DatasetTask(Task):
         if column is None:
             return super().demonstration(problem)
         value = problem.extra[column]
+        has_images = self.images_column is not None
         if not isinstance(value, list):
             value = [{"role": "assistant", "content": checked_text(problem.extra, column)}]
-        return checked_demonstration(
-            value[first_turn(value) :] if self.messages_column else value, column
-        )
+        elif self.messages_column:
+            value = self._with_images(problem) if has_images else value
+            value = value[first_turn(value) :]
+        return checked_demonstration(value, column, has_images=has_images)
 
     def tools_for(self, problem: Problem) -> Sequence[Mapping[str, Any]]:
         """Return the column ``tools`` of a row with a demonstration."""
@@ -278,13 +280,20 @@ class DatasetTask(Task):
         if self.prompt_column is not None:
             prompt = self._prompt(row) if self.prompt_column in row else text
             if isinstance(prompt, list):
-                has_images = self.images_column is not None
-                chat = checked_messages(prompt, self.prompt_column, has_images=has_images)
-                return place_images(chat, problem.images) if has_images else chat
+                if self.images_column is None:
+                    return checked_messages(prompt, self.prompt_column)
+                chat = self._with_images(problem)
+                return chat[: first_turn(chat)] if self.messages_column else chat
             if self.prompt_template is not None and filled:
                 text = fill_template(self.prompt_template, {**row, self.prompt_column: prompt})
         chat = [{"role": "user", "content": text}]
         return chat if self.images_column is None else place_images(chat, problem.images)
+
+    def _with_images(self, problem: Problem) -> list[Message]:
+        """Return the chat in a row, a prompt or a whole one, with its images."""
+        column = self.prompt_column or ""
+        chat = checked_messages(problem.extra[column], column, has_images=True)
+        return place_images(chat, problem.images)
 
     def _find_columns(self, names: Sequence[str]) -> None:
         """Find the columns of prompt and answer if the options do not name them. A template can

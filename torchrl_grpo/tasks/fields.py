@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from torchrl_grpo.images import ImageFile
+from torchrl_grpo.images import ImageFile, text_of
 from torchrl_grpo.tasks.base import Message
 from torchrl_grpo.tasks.sources import Files, Hub, Row
 
@@ -231,19 +231,33 @@ def checked_images(value: Any, column: str, source: Files | Hub) -> list[ImageFi
     return files
 
 
-def checked_demonstration(chat: Sequence[Any], column: str) -> list[Message]:
-    """Return the messages after a prompt; the first and the last must be the assistant's.
+def checked_demonstration(
+    chat: Sequence[Any], column: str, *, has_images: bool = False
+) -> list[Message]:
+    """Return the messages after a prompt; the first and the last must be the assistant's, which
+    have no images.
 
     Raises:
         ValueError: they are something else.
     """
-    messages = checked_messages(chat, column)
+    messages = checked_messages(chat, column, has_images=has_images)
     if not messages or {messages[0]["role"], messages[-1]["role"]} != {"assistant"}:
         raise ValueError(
             f"must have the assistant's reply to the prompt in the column {column!r}, beginning "
             f"and ending with a message of the assistant, but it has {list(chat[-1:])!r:.80}: fix "
             "the row, or remove it."
         )
+    for message in messages:
+        is_own, content = message["role"] == "assistant", message["content"]
+        parts = content if isinstance(content, list) else []
+        images = [part.get("image") for part in parts if part["type"] == "image"]
+        if images and (is_own or None in images):
+            raise ValueError(
+                f"must have images before the first reply in the column {column!r}, or in messages "
+                f"of whole chats (env.columns.messages) that are not the assistant's, but one of "
+                f"the {message['role']} has an image: move it."
+            )
+        message["content"] = text_of(content) if is_own else content
     return messages
 
 

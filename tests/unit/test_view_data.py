@@ -14,12 +14,12 @@ import pytest
 
 from tests.support.hostile import HOSTILE, SHOWN
 from tests.support.view_runs import append, group, make_run, metrics
+from torchrl_grpo.extras.run_files import open_inside
 from torchrl_grpo.extras.view.files import Tail
 from torchrl_grpo.extras.view.index import Criteria, Samples
 from torchrl_grpo.extras.view.runs import Metrics, RunView, curves
 from torchrl_grpo.extras.view.strip import strip_of
 from torchrl_grpo.extras.view.timeline import Timeline
-from torchrl_grpo.host.files import open_inside
 
 
 @pytest.mark.parametrize("link", ["outside", "folder", "itself"])

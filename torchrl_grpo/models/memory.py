@@ -291,15 +291,6 @@ def step_memory(shape: Shape, setup: StepSetup) -> StepMemory:
     return StepMemory(weights, copies, trained, moments, activations, peak)
 
 
-def host_memory(shape: Shape, setup: StepSetup) -> tuple[int, int]:
-    """Return the bytes of host memory of a rank's offloaded weights, gradients and moments, and the
-    maximum before torch 2.14, which rounds pinned weights and gradients up to powers of two.
-    """
-    memory = step_memory(shape, replace(setup, offloads=False))
-    pinned = memory.parameters + memory.gradients
-    return pinned + memory.moments, 2 * pinned + memory.moments
-
-
 def weight_bytes(shape: Shape, number: int, devices: int = 1) -> int:
     """Return the bytes of a model's weights, of ``number`` bytes each, on each of its devices."""
     return int(shape.parameters * number / devices)

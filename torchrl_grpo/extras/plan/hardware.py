@@ -24,7 +24,6 @@ from torchrl_grpo.models.memory import (
     StepSetup,
     frozen_parameters,
     group_cache_bytes,
-    host_memory,
     shape_of_config,
     shard_bytes,
     step_memory,
@@ -372,10 +371,12 @@ class Workload:
         return step_memory(self.shape, setup)
 
     def host_memory(self, ranks: int) -> tuple[int, int]:
-        """Return the host memory to which each of a number of training devices offloads; see
-        ``memory``.
+        """Return the bytes of host memory of a rank's offloaded weights, gradients and moments, and
+        the maximum before torch 2.14, which rounds pinned weights and gradients up to powers of two.
         """
-        return host_memory(self.shape, replace(self.step, ranks=ranks))
+        memory = step_memory(self.shape, replace(self.step, ranks=ranks, offloads=False))
+        pinned = memory.parameters + memory.gradients
+        return pinned + memory.moments, 2 * pinned + memory.moments
 
     def reference_memory(self, ranks: int) -> int:
         """Return the bytes of a separate reference model on one device, if the learner has a number

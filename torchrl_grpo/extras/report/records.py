@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from torchrl_grpo.host.files import load_yaml, read_inside
+from torchrl_grpo.extras.run_files import load_yaml, read_inside
 from torchrl_grpo.host.text import printable_lines
 
 OVERRIDES = ".hydra/overrides.yaml"

@@ -25,13 +25,8 @@ from torchrl_grpo.extras.report.records import (
     valid_reward,
 )
 from torchrl_grpo.extras.report.summary import STAGES, merge_steps, stage_seconds, summary_of
-from torchrl_grpo.host.files import (
-    ENVIRONMENT_FILE,
-    METRICS_FILE,
-    SAMPLES_FILE,
-    read_jsonl,
-    read_thumbnail,
-)
+from torchrl_grpo.extras.run_files import read_thumbnail
+from torchrl_grpo.host.files import ENVIRONMENT_FILE, METRICS_FILE, SAMPLES_FILE, read_jsonl
 from torchrl_grpo.host.folders import check_own_files
 from torchrl_grpo.host.text import (
     clip,

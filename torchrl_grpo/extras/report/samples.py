@@ -25,7 +25,8 @@ from rich.table import Table
 from rich.text import Text
 
 from torchrl_grpo.extras.report.records import passes, problem_of, valid_reward
-from torchrl_grpo.host.files import SAMPLES_FILE, read_jsonl, read_thumbnail, thumbnail_name
+from torchrl_grpo.extras.run_files import read_thumbnail
+from torchrl_grpo.host.files import SAMPLES_FILE, read_jsonl, thumbnail_name
 from torchrl_grpo.host.text import number, percent, printable_lines, reward_text
 
 Row = Mapping[str, Any]

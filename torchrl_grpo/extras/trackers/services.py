@@ -24,7 +24,7 @@ from torchrl.record.loggers.mlflow import MLFlowLogger
 from torchrl.record.loggers.trackio import TrackioLogger
 from torchrl.record.loggers.wandb import WandbLogger
 
-from torchrl_grpo.host.files import read_inside
+from torchrl_grpo.extras.run_files import read_inside
 from torchrl_grpo.host.trees import dotted
 from torchrl_grpo.reporting.trackers import Row, Tracker
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from torchrl_grpo.host.files import open_inside
+from torchrl_grpo.extras.run_files import open_inside
 
 
 def changed_at(folder: Path, name: str) -> float:

@@ -35,6 +35,7 @@ from torchrl_grpo.extras.report.panels import (
 )
 from torchrl_grpo.extras.report.records import run_title
 from torchrl_grpo.extras.report.summary import stage_seconds
+from torchrl_grpo.extras.run_files import load_yaml, read_inside
 from torchrl_grpo.extras.view.files import (
     Tail,
     changed_at,
@@ -43,14 +44,7 @@ from torchrl_grpo.extras.view.files import (
 from torchrl_grpo.extras.view.index import Criteria, Samples
 from torchrl_grpo.extras.view.strip import strip_of
 from torchrl_grpo.extras.view.timeline import Timeline
-from torchrl_grpo.host.files import (
-    ENVIRONMENT_FILE,
-    METRICS_FILE,
-    is_number,
-    is_step,
-    load_yaml,
-    read_inside,
-)
+from torchrl_grpo.host.files import ENVIRONMENT_FILE, METRICS_FILE, is_number, is_step
 from torchrl_grpo.host.text import clip, printable_lines, reward_text
 from torchrl_grpo.host.trees import dotted
 

@@ -23,9 +23,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from torchrl_grpo.extras.report.panels import ACTIVITY_COLORS, COLORS, SMOOTHING
 from torchrl_grpo.extras.report.records import run_names
+from torchrl_grpo.extras.run_files import read_thumbnail
 from torchrl_grpo.extras.view.index import Criteria
 from torchrl_grpo.extras.view.runs import MOST_POINTS, RunView, curves
-from torchrl_grpo.host.files import read_thumbnail
 
 Number = TypeVar("Number", int, float)
 

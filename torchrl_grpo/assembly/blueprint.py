@@ -476,11 +476,8 @@ def transformed(config: GRPOConfig, env: LLMEnv | None) -> Any:
     nodes = [(f"env.transforms[{index}]", node) for index, node in enumerate(config.env.transforms)]
     if env is None or not nodes:
         return env
-    # Imported here because it imports vLLM, if that is installed.
-    from torchrl_grpo.transforms.history import HistoryTransforms
-
     transforms = [make_component(name, node, Transform) for name, node in nodes]
-    return TransformedEnv(env, HistoryTransforms(*transforms))
+    return TransformedEnv(env, load_extra("history_transforms")(*transforms))
 
 
 def _make_plan(config: GRPOConfig, accelerators: Sequence[torch.device]) -> DevicePlan:

@@ -13,6 +13,7 @@ EXTRAS = {
     "check_service": "torchrl_grpo.extras.trackers.services:check_service",  # logging.wandb.mode=online, for example
     "dashboard": "torchrl_grpo.extras.view.start:page_beside",  # logging.page=true
     "dry_run": "torchrl_grpo.extras.doctor.doctor:examine",  # dry_run=true
+    "history_transforms": "torchrl_grpo.integrations.history:HistoryTransforms",  # env.transforms
     "model_card": "torchrl_grpo.extras.export.card:model_card",  # of an exported model
     "objective": "torchrl_grpo.extras.report.summary:objective",  # of a sweep
     "openenv": "torchrl_grpo.integrations.openenv:OpenEnvKind",  # env.environment=openenv:...

@@ -1,3 +1,3 @@
-"""Environments and protocols of other projects: OpenEnv, reasoning-gym, verifiers, OpenAI's and
-Anthropic's clients (``agents``), and the servers of vLLM and SGLang.
+"""Environments, graders and protocols of other projects: OpenEnv, reasoning-gym, verifiers, TorchRL's
+chat transforms, OpenAI's and Anthropic's clients (``agents``), and the servers of vLLM and SGLang.
 """

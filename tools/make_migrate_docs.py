@@ -134,12 +134,10 @@ def _section(table: Table) -> Iterator[str]:
         yield "- Further keys are those of `GRPOConfig` that are not about groups, rewards or its loss."
     yield ""
     here: dict[str, list[str]] = {}
-    nowhere = []
     for key, row in table.rows.items():
         if known.get(key) == row:
             continue
         if row.values is None and row.ours is None:
-            nowhere.append(f"`{key}`")
             continue
         cell = "the same name" if _ours(row) == f"`{key}`" else _ours(row)
         if differs := _differs(row):
@@ -148,7 +146,7 @@ def _section(table: Table) -> Iterator[str]:
         here.setdefault(cell, []).append(f"`{key}`{default}")
     yield f"| {table.title} (default) | here, and what differs |\n|---|---|"
     yield from (f"| {', '.join(names)} | {cell} |" for cell, names in here.items())
-    yield f"\nNot translated (the command says why, and what to do instead): {', '.join(nowhere)}.\n"
+    yield ""
 
 
 def _differs(row: Row) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torchrl_grpo import checks
@@ -123,17 +123,6 @@ class LoggingConfig:
         if self.prometheus.port is not None:
             services["prometheus"] = {**asdict(self.prometheus), "name": None}
         return services
-
-    @property
-    def files_alone(self) -> LoggingConfig:
-        """These settings with every service off."""
-        off: dict[str, Any] = {
-            "wandb": WandbConfig(),
-            "mlflow": MLflowConfig(),
-            "trackio": TrackioConfig(),
-            "prometheus": PrometheusConfig(),
-        }
-        return replace(self, page=False, tensorboard=False, **off)
 
     @property
     def train_rows(self) -> int | None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torchrl_grpo.compat.torchrl import set_weight_sync
 from torchrl_grpo.errors import NonFiniteError
 from torchrl_grpo.generation.base import Completion, Engine, SamplingParams
+from torchrl_grpo.host.extras import load_extra
 from torchrl_grpo.images import Prompt, Spans, images_of, tokens_of
 from torchrl_grpo.keys import (
     ASSISTANT_MASK,
@@ -140,9 +141,7 @@ class GenerationPolicy(TensorDictModuleBase):
         # A collector forgets schemes that were set before it was complete, so this is repeated.
         collector = self._collector and self._collector()
         if collector is not None:
-            from torchrl_grpo.weights.scheme import EngineWeightSyncScheme
-
-            set_weight_sync(collector, EngineWeightSyncScheme)
+            set_weight_sync(collector, load_extra("weight_sync_scheme"))
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write the response, its log-probs, masks and policy versions, and ``"length_stopped"``.

@@ -26,6 +26,7 @@ EXTRAS = {
     "summary": "torchrl_grpo.extras.report.ending:print_end",  # at the end of a run
     "sweep_report": "torchrl_grpo.extras.report.sweep_report:write_sweep",  # at the end of a multirun
     "verifiers": "torchrl_grpo.integrations.verifiers:make_task",  # env.task=verifiers:...
+    "weight_sync_scheme": "torchrl_grpo.integrations.weight_sync:EngineWeightSyncScheme",
 }
 """Functions and classes that a run calls, by the name that the core knows."""
 

@@ -21,13 +21,10 @@ from torchrl_grpo.rewards.gsm8k import ANSWER_MARKER, canonical_number, marked_n
 __all__ = ["ANSWER_MARKER", "BUILTINS", "canonical_number", "marked_number"]
 
 BUILTINS = {
-    **{
-        name: f"torchrl_grpo.rewards.{name}:{name}"
-        for name in ("countdown", "gsm8k", "reward_model")
-    },
+    **{name: f"torchrl_grpo.rewards.{name}:{name}" for name in ("countdown", "gsm8k")},
     **{
         name: f"torchrl_grpo.integrations.graders.{name}:{name}"
-        for name in ("code", "ifeval", "judge", "math")
+        for name in ("code", "ifeval", "judge", "math", "reward_model")
     },
     **{
         name: f"torchrl_grpo.rewards.heuristics:{name}"

@@ -26,6 +26,7 @@ from torchrl_grpo.assembly.blueprint import Blueprint, check_loggers, describe_m
 from torchrl_grpo.assembly.run import Run, build
 from torchrl_grpo.assembly.tasks import read_task
 from torchrl_grpo.config import GRPOConfig
+from torchrl_grpo.config.measuring import LoggingConfig
 from torchrl_grpo.extras.doctor.forecast import Forecast, Measured, forecast, memory_now
 from torchrl_grpo.extras.report.alarms import Alarms
 from torchrl_grpo.host import startup
@@ -291,7 +292,12 @@ def _parts(
     if resume == AUTO:
         checkpoint = newest(AUTO, directory, read_manifest)
         resume = None if checkpoint is None else str(checkpoint[0])
-    logging, optimizer = config.logging.files_alone, replace(config.optimizer, lr=_TINY_LR)
+    logging = LoggingConfig(
+        tensorboard=False,
+        sample_frequency=config.logging.sample_frequency,
+        sample_rows=config.logging.sample_rows,
+    )
+    optimizer = replace(config.optimizer, lr=_TINY_LR)
     trial = replace(
         config, logging=logging, optimizer=optimizer, train=replace(config.train, resume=resume)
     )

@@ -1,3 +1,4 @@
 """Graders of other projects' data and answers: tests of MBPP, HumanEval, APPS and LiveCodeBench
-(``code``), IFEval's instructions, math-verify's expressions, and a judge behind OpenAI's API.
+(``code``), IFEval's instructions, math-verify's expressions, a judge behind OpenAI's API, and a
+reward model of Hugging Face.
 """

@@ -138,6 +138,49 @@ def make_llava(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
     return folder
 
 
+def make_gemma3(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
+    """Save a Gemma3 whose images have 4 tokens, which attend to each other, and whose first layer
+    has a window.
+    """
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3Processor
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    tokens = ["<start_of_image>", "<image_soft_token>", "<end_of_image>"]
+    tokenizer = _copy(tokenizer, folder, tokens)
+    tokenizer.add_tokens(["\n\n", "\n\n\n"])
+    names = dict(zip(("boi_token", "image_token", "eoi_token"), tokens, strict=True))
+    tokenizer._set_model_specific_special_tokens(names)
+    tokenizer.chat_template = template("\n<start_of_image>")
+    size = {"height": 32, "width": 32}
+    images = Gemma3ImageProcessorPil(size=size)
+    Gemma3Processor(images, tokenizer, image_seq_length=4).save_pretrained(folder)
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 32,
+        "patch_size": 8,
+    }
+    text = {
+        "head_dim": 32,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "tie_word_embeddings": False,
+    }
+    config = Gemma3Config(
+        text_config={**TEXT, **text},
+        vision_config=vision,
+        mm_tokens_per_image=4,
+        image_token_index=tokenizer.convert_tokens_to_ids("<image_soft_token>"),
+        boi_token_index=tokenizer.convert_tokens_to_ids("<start_of_image>"),
+        eoi_token_index=tokenizer.convert_tokens_to_ids("<end_of_image>"),
+        tie_word_embeddings=False,
+    )
+    spread(Gemma3ForConditionalGeneration(config)).save_pretrained(folder)
+    return folder
+
+
 def make_qwen3_vl(folder: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
     """Save a Qwen3-VL, which adds features after its first layers."""
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
@@ -237,6 +280,7 @@ def _copy(tokenizer: Any, folder: Path, more: list[str]) -> Any:
 
 
 MAKERS = {
+    "gemma3": make_gemma3,
     "idefics3": make_idefics3,
     "llava": make_llava,
     "qwen2_5_vl": make_qwen2_5_vl,

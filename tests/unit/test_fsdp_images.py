@@ -35,6 +35,7 @@ CASES = (
     ("idefics3", 1, 0),
     ("idefics3", 2, 0),
     ("qwen2_5_vl", 1, 0),
+    ("gemma3", 1, 0),
     ("idefics3", 1, 3),
     ("qwen2_5_vl", 1, 3),
 )

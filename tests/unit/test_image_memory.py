@@ -45,7 +45,7 @@ def count(parameters: Any) -> int:
     return sum(parameter.numel() for parameter in parameters)
 
 
-@pytest.fixture(scope="module", params=["idefics3", "qwen2_5_vl", "llava"])
+@pytest.fixture(scope="module", params=["gemma3", "idefics3", "qwen2_5_vl"])
 def path(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,

@@ -39,6 +39,7 @@ from torchrl_grpo.images.encoder import ImageEncoder
 from torchrl_grpo.images.families import language_model_of, vision_parameters
 from torchrl_grpo.images.features import (
     ImageFeatures,
+    bidirectional_masks,
     grid_positions,
     has_grid,
     with_features,
@@ -80,13 +81,15 @@ class Kit:
 
     def logits(self, model: Any, tokens: Tensor, spans: Spans) -> Tensor:
         """Return the logits of the model's own forward over one sequence, [T, V]."""
-        names = spans[0].image.inputs
+        names = spans[0].image.inputs if spans else ()
         inputs = {n: torch.cat([span.image.inputs[n] for span in spans], self.axis) for n in names}
         kinds = torch.zeros_like(tokens)
         for span in spans:
             kinds[span.offset : span.end] = span.is_embed
         if self.config.model_type.startswith("qwen"):
             inputs["mm_token_type_ids"] = kinds[None]
+        if self.config.model_type == "gemma3":
+            inputs["token_type_ids"] = kinds[None]
         return model(input_ids=tokens[None], use_cache=False, **inputs).logits[0]
 
     @property
@@ -107,14 +110,16 @@ def kit(
 
 def rows_of(kit: Kit) -> tuple[Tensor, Tensor, list[Spans]]:
     """Return two groups of two with the same text and equal ids, but different images; then a
-    prompt with two images, and one with an image that is in both prompts.
+    prompt with two images, and one with an image that is in both prompts; and a group of text.
     """
     a, b = picture(1), picture(4)
     prompts = [kit.prompt("Count?", [a]), kit.prompt("Count?", [b]), kit.prompt("Both", [b, a])]
     assert torch.equal(prompts[0].tokens, prompts[1].tokens)
+    text = torch.tensor(kit.chats.tokens([{"role": "user", "content": "What is it?"}]))
+    prompts.append(Prompt(text, ()))
     generator = torch.Generator().manual_seed(3)
     rows, masks, images = [], [], []
-    for prompt, length in [(0, 5), (0, 3), (1, 4), (1, 6), (2, 5), (2, 2)]:
+    for prompt, length in [(0, 5), (0, 3), (1, 4), (1, 6), (2, 5), (2, 2), (3, 4), (3, 6)]:
         response = torch.randint(5, 261, (length,), generator=generator)
         rows.append(torch.cat([prompts[prompt].tokens, response]))
         masks.append(torch.arange(len(rows[-1])) >= len(prompts[prompt]))
@@ -153,6 +158,7 @@ def test_scores_and_gradients_are_those_of_the_models_own_forward(kit: Kit, pads
 
     scorer = TokenScorer(model)
     assert scorer.packs(tokens.shape[1])
+    assert scorer.packs(tokens.shape[1], images) != (kit.config.model_type == "gemma3")
     if pads:
         model.unpacked_because = "the test says so"
     scores, _ = scorer.score(tokens, mask, images)
@@ -220,7 +226,7 @@ def test_features_are_computed_once_until_the_weights_change(
     scorer = TokenScorer(model)
     tokens, mask, images = rows_of(kit)
     scorer.score(tokens, mask, images)
-    assert len(computed) == 2  # of six sequences with three prompts
+    assert len(computed) == 2  # of six sequences with images, with three prompts
     scorer.score(tokens, mask, images)
     load_weights(model, [(n, w.clone()) for n, w in named_weights(model)])
     scorer.score(tokens, mask, images)
@@ -266,6 +272,7 @@ def test_sampling_the_placeholder_itself_is_harmless(kit: Kit) -> None:
     [span] = prompt.images
     places = span.offset + span.is_embed.nonzero().squeeze(-1)
     inputs = with_features(embeddings, ImageFeatures(model)([span.image]), places)
+    inputs |= bidirectional_masks(model, embeddings, places)
     grid = grid_positions(model, tokens[0], prompt.images)[:, None] if has_grid(model) else None
     states = language_model_of(model)(**inputs, position_ids=grid, use_cache=False)[0]
     logits = model.get_output_embeddings()(states)[0]
@@ -869,7 +876,8 @@ def check_dialogs(kit: Kit, env: LLMEnv, images: int) -> None:
         assert mask.sum() >= 2 and (~mask)[int(mask.nonzero()[0]) :].sum() > 5
         assert len(spans) == images
         for span in spans:
-            assert torch.equal(tokens[span.offset : span.end], span.image.tokens)
+            own = tokens[span.offset : span.end] == kit.config.image_token_id
+            assert torch.equal(own, span.is_embed)
         scores = again[keys.CUR_LOG_PROBS][: len(tokens)][mask]
         torch.testing.assert_close(row[keys.LOG_PROBS][mask], scores, atol=2e-5, rtol=0)
 

@@ -19,7 +19,13 @@ from transformers import DynamicCache, PreTrainedModel
 
 from torchrl_grpo.images import Prompt, images_of, tokens_of
 from torchrl_grpo.images.families import family_of, language_model_of
-from torchrl_grpo.images.features import ImageFeatures, grid_positions, has_grid, with_features
+from torchrl_grpo.images.features import (
+    ImageFeatures,
+    bidirectional_masks,
+    grid_positions,
+    has_grid,
+    with_features,
+)
 
 
 class Batch(ABC):
@@ -122,6 +128,8 @@ class GenericDecoder(Decoder):
         embeddings = self.model.get_input_embeddings()(tokens)
         where = torch.cat(places).to(tokens.device)
         inputs = with_features(embeddings, self._image_features(spans), where)
+        mask, cache = kwargs["attention_mask"], kwargs["past_key_values"]
+        kwargs |= bidirectional_masks(self.model, embeddings, where, mask, cache)
         out = language_model_of(self.model)(**inputs, **kwargs, use_cache=True)
         logits: Tensor = self.model.get_output_embeddings()(out.last_hidden_state[:, -1])
         return logits

@@ -251,7 +251,7 @@ def check_parts(config: PretrainedConfig, name: str) -> None:
     """Raise ValueError for a model with other parts than language, unless vLLM takes their weights
     by our names.
     """
-    is_renamed = family_of(config) is None or config.model_type == "llava"
+    is_renamed = family_of(config) is None or config.model_type in ("gemma3", "llava")
     if config.get_text_config() is not config and is_renamed:
         raise ValueError(
             f"model.name={name} must be a text-only model with inference_model.backend=vllm, but "

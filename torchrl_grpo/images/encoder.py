@@ -111,16 +111,35 @@ class ImageEncoder:
         tokens, spans, last = list[int](), list[ImageSpan](), 0
         for place, file in zip(self._places(ids, len(files)), files, strict=True):
             image = self.encode(file)
-            tokens += ids[last:place]
-            spans.append(ImageSpan(len(tokens), image))
-            tokens += image.tokens.tolist()
+            self._append(tokens, ids[last:place])
+            self._append(tokens, image.tokens.tolist())
+            spans.append(ImageSpan(len(tokens) - len(image.tokens), image))
             last = place + 1
-        whole = torch.tensor([*tokens, *ids[last:]], dtype=torch.int64)
+        self._append(tokens, ids[last:])
+        whole = torch.tensor(tokens, dtype=torch.int64)
         return Prompt(whole, tuple(spans)) if spans else whole
 
+    def _append(self, tokens: list[int], more: Sequence[int]) -> None:
+        """Append tokens. Line breaks before and after the border are tokenized together."""
+        start, end = len(tokens), 0
+        while start and self._is_break(tokens[start - 1]):
+            start -= 1
+        while end < len(more) and self._is_break(more[end]):
+            end += 1
+        if start < len(tokens) and end:
+            tokenizer = self.processor.tokenizer
+            text = tokenizer.decode([*tokens[start:], *more[:end]])
+            more = [*tokenizer.encode(text, add_special_tokens=False), *more[end:]]
+            del tokens[start:]
+        tokens += more
+
+    def _is_break(self, token: int) -> bool:
+        text = self.processor.tokenizer.decode([token])
+        return text != "" and not text.strip("\n")
+
     def expanded_length(self, ids: Sequence[int], files: Sequence[ImageFile]) -> int:
-        """Return the length of ``expand``. Images of the same size have the same number of tokens,
-        so most are not encoded.
+        """Return the length of ``expand``, or a little more where line breaks are joined. Images of
+        the same size have the same number of tokens, so most are not encoded.
         """
         self._places(ids, len(files))
         for file in files:

@@ -17,14 +17,17 @@ class Family:
         language_model: attribute of the model's body that has the language model.
         placeholder: text that the chat template writes for an image.
         has_grid: whether positions have three axes (M-RoPE, arXiv 2409.12191).
+        is_bidirectional: whether the tokens of an image attend to each other, also to later ones.
     """
 
     language_model: str
     placeholder: str
     has_grid: bool = False
+    is_bidirectional: bool = False
 
 
 FAMILIES = {
+    "gemma3": Family("language_model", "<start_of_image>", is_bidirectional=True),
     "idefics3": Family("text_model", "<image>"),
     "llava": Family("language_model", "<image>"),
     "qwen2_5_vl": Family("language_model", "<|image_pad|>", has_grid=True),

@@ -98,6 +98,44 @@ def with_features(embeddings: Tensor, features: Sequence[Tensor], places: Tensor
     return inputs
 
 
+def bidirectional_masks(
+    base: Any,
+    embeddings: Tensor,
+    places: Tensor,
+    attention_mask: Tensor | None = None,
+    past_key_values: Any = None,
+) -> dict[str, Any]:
+    """Return the attention mask of a model in which the tokens of an image attend to each other;
+    empty for other models.
+
+    Args:
+        base: the model.
+        embeddings: [B, T, E], of the tokens.
+        places: [M] int64, flat indices of the images' tokens.
+        attention_mask: [B, T], 0 on padding.
+        past_key_values: an empty cache.
+    """
+    if not is_bidirectional(base):
+        return {}
+    kinds = torch.zeros_like(embeddings[..., 0], dtype=torch.int64)
+    masks = base.create_masks_for_generate(
+        config=base.config,
+        inputs_embeds=embeddings,
+        attention_mask=attention_mask,
+        past_key_values=past_key_values,
+        position_ids=None,
+        token_type_ids=kinds.flatten().index_fill(0, places, 1).view(kinds.shape),
+        is_first_iteration=True,
+    )
+    return {"attention_mask": masks}
+
+
+def is_bidirectional(base: Any) -> bool:
+    """Return whether the tokens of an image attend to each other in a model."""
+    family = family_of(base.config)
+    return family is not None and family.is_bidirectional
+
+
 def _joined(features: Tensor | Sequence[Tensor]) -> Tensor:
     """Return features as [M, D]; models return them by image or by tile."""
     whole = features if isinstance(features, Tensor) else torch.cat(tuple(features))

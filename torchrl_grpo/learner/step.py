@@ -337,9 +337,10 @@ class GRPOTrainer:
     def _prompts(self, data: TensorDict) -> list[Prompt] | None:
         """Return the prompts that sequences share; None if the model cannot share them."""
         scorer = self.loss.actor_network
-        if not isinstance(scorer, TokenScorer) or not scorer.packs(data.get(keys.FULL).shape[1]):
+        tokens, images = data.get(keys.FULL), _images(data)
+        if not isinstance(scorer, TokenScorer) or not scorer.packs(tokens.shape[1], images):
             return None
-        return shared_prompts(data.get(keys.FULL), data.get(scorer.mask_key), _images(data))
+        return shared_prompts(tokens, data.get(scorer.mask_key), images)
 
     def _prepare(self, batch: TensorDictBase) -> TensorDict:
         """Pad a batch, on the CPU, and compute the weight of each token within the whole batch."""

@@ -477,6 +477,8 @@ def _vision_shape(base: Any) -> Shape | None:
 def _patches(config: Any) -> tuple[int, int]:
     """Return the number of patches in a token of an image, and of levels of deep features."""
     vision = getattr(config, "vision_config", None)
+    if vision is not None and (count := getattr(config, "mm_tokens_per_image", None)):
+        return (vision.image_size // vision.patch_size) ** 2 // count, 0
     side = getattr(config, "scale_factor", getattr(vision, "spatial_merge_size", 1))
     return int(side) ** 2, len(getattr(vision, "deepstack_visual_indexes", ()))
 

@@ -31,8 +31,10 @@ from torchrl_grpo.images import Spans
 from torchrl_grpo.images.families import family_of, language_model_of
 from torchrl_grpo.images.features import (
     ImageFeatures,
+    bidirectional_masks,
     grid_positions,
     has_grid,
+    is_bidirectional,
     with_features,
 )
 from torchrl_grpo.models.divergence import Teacher, chunked_divergence, likely_tokens
@@ -151,9 +153,9 @@ class TokenScorer(TensorDictModuleBase):
         self.in_keys = [*self.in_keys, keys.KEPT, keys.KEPT_LOG_PROBS]
         self.out_keys = [*self.out_keys, keys.CENTERING]
 
-    def packs(self, longest: int) -> bool:
+    def packs(self, longest: int, images: Sequence[Spans] | None = None) -> bool:
         """Whether sequences of at most ``longest`` tokens are packed: without padding, and each prompt
-        computed once.
+        computed once. ``images`` are those of each sequence.
 
         Where not, a warning says why, once.
         """
@@ -162,6 +164,8 @@ class TokenScorer(TensorDictModuleBase):
         why = "it was sharded before a TokenScorer could check it" if why is None else why
         if (attention := attention_of(config)) != "sdpa":
             why = f"its attention is {attention}, not sdpa"
+        if is_bidirectional(base) and any(images or ()):
+            why = "the tokens of an image attend to each other"
         for name in WINDOWS:
             if (getattr(config, name, None) or math.inf) < longest:
                 why = f"some are longer than {name}={getattr(config, name)}"
@@ -210,7 +214,7 @@ class TokenScorer(TensorDictModuleBase):
         if images is not None and has_grid(self.base):
             each = zip(tokens_BT, images, strict=True)
             grid = torch.stack([grid_positions(self.base, *row) for row in each], 1)
-        if self.packs(tokens_BT.shape[1]):
+        if self.packs(tokens_BT.shape[1], images):
             layout = packed(tokens_BT, mask_BT, prompts, images, grid)
         else:
             layout = padded(tokens_BT, mask_BT, images, grid)
@@ -329,6 +333,7 @@ class TokenScorer(TensorDictModuleBase):
             embeddings = self.base.get_input_embeddings()(inputs.pop("input_ids"))
             picked = [pick(part, 0, layout.images.features) for part in features]
             inputs |= with_features(embeddings, picked, layout.images.places)
+            inputs |= bidirectional_masks(self.base, embeddings, layout.images.places)
         return language_model_of(self.base)(**inputs).last_hidden_state
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -456,7 +461,8 @@ def check_images(scorer: TokenScorer, prompt: ImagePrompt) -> None:
     tokens = prompt.tokens[None, : others[0].offset if others else len(prompt)]
     kinds = torch.zeros_like(tokens)
     kinds[0, first.offset : first.end] = first.is_embed
-    inputs = {"input_ids": tokens, "mm_token_type_ids": kinds, **first.image.inputs}
+    inputs = {"input_ids": tokens, **first.image.inputs}
+    inputs |= dict.fromkeys(("mm_token_type_ids", "token_type_ids"), kinds)
     accepted = inspect.signature(base.forward).parameters
     inputs = {name: value.to(device) for name, value in inputs.items() if name in accepted}
     with _evaluated(scorer.model), torch.autocast(device.type, enabled=False):

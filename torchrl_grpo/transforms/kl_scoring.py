@@ -138,7 +138,7 @@ class KLScoring(Transform):
         """
         device, of_tokens = compute_device(self.scorer.model), tokens.device
         tokens, mask, lengths = tokens.cpu(), mask.cpu(), lengths.cpu()
-        packs = self.scorer.packs(tokens.shape[1])
+        packs = self.scorer.packs(tokens.shape[1], images)
         prompts = shared_prompts(tokens, mask, images) if packs else None
         mesh = mesh_of(self.scorer.model)
         rank, world_size = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())

@@ -32,7 +32,7 @@ def make_loss(config: GRPOConfig, actor_network: TensorDictModuleBase) -> GRPOLo
     # recompute.
     needs_pass = config.optim_steps_per_batch > 1 or policy.top_entropy_quantile < 1
     once = policy.proximal == "recomputed" and not needs_pass
-    loss: GRPOLoss = make_component(
+    return make_component(
         "policy.loss",
         policy.loss,
         GRPOLoss,
@@ -60,7 +60,6 @@ def make_loss(config: GRPOConfig, actor_network: TensorDictModuleBase) -> GRPOLo
         teacher_clip=policy.teacher_clip,
         sft_coeff=policy.sft_coef,
     )
-    return loss
 
 
 def batch_transforms(

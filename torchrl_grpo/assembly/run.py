@@ -79,10 +79,7 @@ class Run:
         paths = {"report": report}
         for name in ("curves.png", "metrics.jsonl", "samples.jsonl"):
             paths[name.partition(".")[0]] = self.directory / name
-        summary: dict[str, Any] = load_extra("summary")(
-            self.console, self.directory, paths | outputs
-        )
-        return summary
+        return load_extra("summary")(self.console, self.directory, paths | outputs)
 
     def _train(self, checkpointer: Checkpointer) -> dict[str, Path]:
         """Train and export the model; return the paths of checkpoints and model."""
@@ -123,8 +120,7 @@ class Run:
     def _report(self) -> Path:
         """Return the path of the report or, if it cannot be written, of the metrics."""
         try:
-            report: Path = load_extra("report")(self.directory)
-            return report
+            return load_extra("report")(self.directory)
         except Exception as error:
             reason = "the disk is full" if is_full(error) else f"{type(error).__name__}: {error}"
             torchrl_logger.warning(f"No report could be written in {self.directory} ({reason}).")

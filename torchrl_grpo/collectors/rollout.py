@@ -167,8 +167,7 @@ class RolloutCollector(BaseCollector):
     @property
     def base_env(self) -> LLMEnv:
         """The environment without its transforms."""
-        env: Any = _base_env(self.env)
-        return env
+        return _base_env(self.env)
 
     @property
     def transforms(self) -> ModuleList:

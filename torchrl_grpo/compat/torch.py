@@ -53,8 +53,7 @@ def packs_linear(weight: Tensor) -> bool:
 
 def pack_linear(weight: Tensor, rows: int) -> Tensor:
     """Return a weight, [out, in], in oneDNN's layout for inputs of about this many rows."""
-    packed: Tensor = _mkldnn._reorder_linear_weight(weight, rows)
-    return packed
+    return _mkldnn._reorder_linear_weight(weight, rows)
 
 
 def packed_linear(

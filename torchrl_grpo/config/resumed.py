@@ -167,8 +167,7 @@ def _without(saved: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]
             if f"{prefix}{key}" not in names
         }
 
-    remaining: dict[str, Any] = pruned(saved, "")
-    return remaining
+    return pruned(saved, "")
 
 
 def check_options(saved: Mapping[str, Any], here: Mapping[str, Any], path: Path) -> None:

@@ -117,8 +117,7 @@ class EnvConfig(DataConfig):
     @property
     def own_task(self) -> str | None:
         """The class of a task, or verifiers:NAME; None where the task is a data set."""
-        own: str | None = self.task if isinstance(self.task, str) else self.task.get("_target_")
-        return own
+        return self.task if isinstance(self.task, str) else self.task.get("_target_")
 
     @property
     def player(self) -> str | None:

@@ -131,8 +131,7 @@ class GenericDecoder(Decoder):
         mask, cache = kwargs["attention_mask"], kwargs["past_key_values"]
         kwargs |= bidirectional_masks(self.model, embeddings, where, mask, cache)
         out = language_model_of(self.model)(**inputs, **kwargs, use_cache=True)
-        logits: Tensor = self.model.get_output_embeddings()(out.last_hidden_state[:, -1])
-        return logits
+        return self.model.get_output_embeddings()(out.last_hidden_state[:, -1])
 
     def forward(
         self, tokens: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache

@@ -33,5 +33,4 @@ EXTRAS = {
 
 def load_extra(name: str) -> Callable[..., Any]:
     """Import a function or class of ``EXTRAS``."""
-    function: Callable[..., Any] = pkgutil.resolve_name(EXTRAS[name])
-    return function
+    return pkgutil.resolve_name(EXTRAS[name])

@@ -15,15 +15,6 @@ _ALL_DIGITS = Context(prec=400)
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 """Lone surrogates (halves of a character): JSON can contain them, but no tokenizer accepts them."""
 MISSING = "-"
-_INVALID_CAUSES = {
-    "exception": "raised an exception",
-    "not_finite": "not finite",
-    "none": "no reward applies",
-    "timeout": "timed out",
-    "crash": "crashed the worker",
-    "lost": "lost with its worker",
-    "import": "imported a missing package",
-}
 
 
 def replace_lone_surrogates(text: str) -> str:
@@ -91,15 +82,6 @@ def accuracy(metrics: Mapping[str, Any], name: str, decoding: str = "") -> str:
         notes.append(f"mean reward {number(reward)}")
     words = [percent(metrics[name]), decoding, f"({', '.join(notes)})" if notes else ""]
     return " ".join(filter(None, words))
-
-
-def invalid_cause(cause: str) -> str:
-    """Describe why a reward is invalid, from the end of its metric's name.
-
-    >>> invalid_cause("not_finite"), invalid_cause("exception")
-    ('not finite', 'raised an exception')
-    """
-    return _INVALID_CAUSES.get(cause, cause.replace("_", " "))
 
 
 def decoding(name: str) -> str:

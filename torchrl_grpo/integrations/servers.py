@@ -309,8 +309,7 @@ class VLLM(Server):
 
     def greet(self) -> None:
         def read(answer: Any) -> int:
-            size: int = entry(int, answer, "data", 0, "max_model_len")
-            return size
+            return entry(int, answer, "data", 0, "max_model_len")
 
         self.max_model_len = self.ask("GET", "/v1/models", "name its model", read=read)
         if self.role == "engine":

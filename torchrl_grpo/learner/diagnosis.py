@@ -124,8 +124,7 @@ def _rows(value: Tensor, counts: Tensor) -> list[int]:
         return []
     counts = counts if value.shape == counts.shape else counts.any(-1, keepdim=True)
     wrong = ~value.isfinite().reshape(len(value), -1) & counts
-    rows: list[int] = wrong.any(-1).nonzero().flatten().tolist()
-    return rows
+    return wrong.any(-1).nonzero().flatten().tolist()
 
 
 def _named(rows: Sequence[int], queries: Sequence[str] | None) -> str:

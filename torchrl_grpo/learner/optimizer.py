@@ -47,10 +47,7 @@ def make_optimizer(
         return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
     from torchrl_grpo.compat.torchao import AdamW8bit
 
-    optimizer: torch.optim.Optimizer = AdamW8bit(
-        groups, lr=lr, betas=betas, eps=eps, bf16_stochastic_round=True
-    )
-    return optimizer
+    return AdamW8bit(groups, lr=lr, betas=betas, eps=eps, bf16_stochastic_round=True)
 
 
 @dataclass

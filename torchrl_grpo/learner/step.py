@@ -597,8 +597,7 @@ class _Pass:
 
 def _images(data: TensorDict) -> list[Spans] | None:
     """Return the images of each sequence of a prepared batch."""
-    images: list[Spans] | None = data.get_non_tensor(keys.IMAGES, None)
-    return images
+    return data.get_non_tensor(keys.IMAGES, None)
 
 
 def _finite_mean(values: Sequence[float]) -> float:

@@ -459,8 +459,7 @@ def exact_floats(moment: Any) -> Tensor:
     values = moment.qmap.clone()
     if moment.signed:
         values[values.argmin()] = -1.0
-    floats: Tensor = type(moment)(moment.codes, moment.scale, values, moment.signed).dequantize()
-    return floats
+    return type(moment)(moment.codes, moment.scale, values, moment.signed).dequantize()
 
 
 def load_parts(

@@ -215,8 +215,7 @@ def _train(cfg: DictConfig, hydra_config: HydraConf, asynchronous: bool) -> floa
         closing(build(config, directory, asynchronous=asynchronous, task=task)) as run,
     ):
         summary = run.fit()
-    objective: float | None = load_extra("objective")(summary)
-    return objective
+    return load_extra("objective")(summary)
 
 
 @contextmanager

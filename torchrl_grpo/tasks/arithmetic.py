@@ -21,11 +21,11 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
+from typing import ClassVar
 
 from torchrl_grpo.tasks.base import Message, Problem, Score, Split
 from torchrl_grpo.tasks.generated import SPLIT_SIZES, GeneratedTask, split_by_hash
 
-MAX_DIFFICULTY = 10
 INSTRUCTION = " #### n"
 
 _DRAWS_PER_PROBLEM = 20
@@ -63,7 +63,39 @@ def final_answer(response: str) -> str | None:
     return f"-{digits}" if match[1].startswith("-") and digits != "0" else digits
 
 
-class ArithmeticTask(GeneratedTask):
+class FinalAnswerTask(GeneratedTask):
+    """Generated problems whose answer is an integer at the end of a response.
+
+    Attributes:
+        max_difficulty: largest difficulty, from 1.
+        hint: what the problems of difficulty 2 are, for the error about another one.
+
+    Args:
+        difficulty: of the problems.
+        seed: decides which problems are drawn and in what order, but not their split.
+
+    Raises:
+        ValueError: ``difficulty`` is out of range.
+    """
+
+    max_difficulty: ClassVar[int]
+    hint: ClassVar[str]
+
+    def __init__(self, difficulty: int = 2, seed: int = 0) -> None:
+        if not 1 <= difficulty <= self.max_difficulty:
+            raise ValueError(
+                f"difficulty must be from 1 to {self.max_difficulty}, got {difficulty}: use 2 for "
+                f"{self.hint}."
+            )
+        super().__init__(difficulty, seed)
+
+    def score(self, problem: Problem, responses: Sequence[str]) -> Score:
+        """Return 1.0 if the last response ends with ``####`` and the answer, else 0.0."""
+        correct = final_answer(responses[-1]) == problem.answer
+        return Score(reward=float(correct), correct=correct)
+
+
+class ArithmeticTask(FinalAnswerTask):
     """Sums and differences, drawn by a seeded generator.
 
     ``problems`` returns up to 4096 train and 512 test problems (all that exist, if a difficulty has
@@ -82,25 +114,12 @@ class ArithmeticTask(GeneratedTask):
     """
 
     name = "arithmetic"
-
-    def __init__(self, difficulty: int = 2, seed: int = 0) -> None:
-        if not 1 <= difficulty <= MAX_DIFFICULTY:
-            raise ValueError(
-                f"difficulty must be from 1 to {MAX_DIFFICULTY}, got {difficulty}: use 2 for sums "
-                "of two-digit numbers."
-            )
-        super().__init__()
-        self.difficulty = difficulty
-        self.seed = seed
+    hint = "sums of two-digit numbers"
+    max_difficulty = 10
 
     def messages(self, problem: Problem) -> list[Message]:
         """Return one user message: the query and the answer format."""
         return [{"role": "user", "content": problem.query + INSTRUCTION}]
-
-    def score(self, problem: Problem, responses: Sequence[str]) -> Score:
-        """Return 1.0 if the last response ends with ``####`` and the answer, else 0.0."""
-        correct = final_answer(responses[-1]) == problem.answer
-        return Score(reward=float(correct), correct=correct)
 
     def draw(self, split: Split) -> list[Problem]:
         digits = max(self.difficulty - 1, 1) if self.difficulty != 2 else 2

@@ -158,6 +158,16 @@ class Turn:
     undelivered: bool = False
 
 
+def check_split(split: str) -> None:
+    """Refuse a split other than ``"train"`` and ``"test"``.
+
+    Raises:
+        ValueError: it is another one.
+    """
+    if split not in ("train", "test"):
+        raise ValueError(f"split must be 'train' or 'test', got {split!r}: use one of the two.")
+
+
 def harmless(error: BaseException) -> Exception:
     """Return an error, converted to a ``RuntimeError`` if it would end the process or its event
     loop.

@@ -66,11 +66,9 @@ class CountdownTask(GeneratedTask):
                 f"largest and largest_target must be at least 2, got {largest} and "
                 f"{largest_target}: use 20 and 100."
             )
-        super().__init__()
-        self.difficulty = difficulty
+        super().__init__(difficulty, seed)
         self.largest = largest
         self.largest_target = largest_target
-        self.seed = seed
 
     def score(self, problem: Problem, responses: Sequence[str]) -> Score:
         """Return 1.0 if the last response's expression is right, else 0.0."""

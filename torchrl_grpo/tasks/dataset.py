@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from torchrl_grpo.images import ImageFile, place_images, text_of
-from torchrl_grpo.tasks.base import Message, Problem, ProblemSequence, Split, Task
+from torchrl_grpo.tasks.base import Message, Problem, ProblemSequence, Split, Task, check_split
 from torchrl_grpo.tasks.fields import (
     checked_chat,
     checked_demonstration,
@@ -185,8 +185,7 @@ class DatasetTask(Task):
             ValueError: the data is missing, a row is malformed, or the split has no problems or
                 some of the other split's.
         """
-        if split not in ("train", "test"):
-            raise ValueError(f"split must be 'train' or 'test', got {split!r}: use one of the two.")
+        check_split(split)
         if split not in self._problems:
             self._problems[split] = Rows(self._select(split), self)
             if len(self._problems) == 2:

@@ -6,7 +6,7 @@ import hashlib
 from abc import abstractmethod
 from collections.abc import Sequence
 
-from torchrl_grpo.tasks.base import Problem, Split, Task
+from torchrl_grpo.tasks.base import Problem, Split, Task, check_split
 
 SPLIT_SIZES: dict[Split, int] = {"train": 4096, "test": 512}
 
@@ -20,9 +20,16 @@ def split_by_hash(problem: str) -> Split:
 
 
 class GeneratedTask(Task):
-    """A task that draws its problems once, at their first use."""
+    """A task that draws its problems once, at their first use.
 
-    def __init__(self) -> None:
+    Args:
+        difficulty: of the problems.
+        seed: decides which problems are drawn and in what order, but not their split.
+    """
+
+    def __init__(self, difficulty: int, seed: int) -> None:
+        self.difficulty = difficulty
+        self.seed = seed
         self._problems: dict[Split, list[Problem]] = {}
 
     def problems(self, split: Split) -> Sequence[Problem]:
@@ -32,8 +39,7 @@ class GeneratedTask(Task):
         Raises:
             ValueError: ``split`` is neither ``"train"`` nor ``"test"``.
         """
-        if split not in SPLIT_SIZES:
-            raise ValueError(f"split must be 'train' or 'test', got {split!r}: use one of the two.")
+        check_split(split)
         if split not in self._problems:
             self._problems[split] = self.draw(split)
         return self._problems[split]

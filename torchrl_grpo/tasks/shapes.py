@@ -14,9 +14,9 @@ import random
 from collections.abc import Sequence
 
 from torchrl_grpo.images import ImageFile
-from torchrl_grpo.tasks.arithmetic import INSTRUCTION, final_answer
-from torchrl_grpo.tasks.base import Message, Problem, Score, Split
-from torchrl_grpo.tasks.generated import SPLIT_SIZES, GeneratedTask, split_by_hash
+from torchrl_grpo.tasks.arithmetic import INSTRUCTION, FinalAnswerTask
+from torchrl_grpo.tasks.base import Message, Problem, Split
+from torchrl_grpo.tasks.generated import SPLIT_SIZES, split_by_hash
 
 SIZE = 32
 """Width and height of a picture in pixels."""
@@ -27,13 +27,12 @@ COLORS = {
     "yellow": (230, 210, 40),
 }
 KINDS = ("circle", "square", "triangle")
-MAX_DIFFICULTY = 3
 
 _GRID = 4
 _CELL = SIZE // _GRID
 
 
-class ShapesTask(GeneratedTask):
+class ShapesTask(FinalAnswerTask):
     """Pictures of colored shapes, drawn by a seeded generator.
 
     ``problems`` returns 4096 train and 512 test problems. ``Problem.extra["quadrants"]`` has the
@@ -53,27 +52,14 @@ class ShapesTask(GeneratedTask):
     """
 
     name = "shapes"
-
-    def __init__(self, difficulty: int = 2, seed: int = 0) -> None:
-        if not 1 <= difficulty <= MAX_DIFFICULTY:
-            raise ValueError(
-                f"difficulty must be from 1 to {MAX_DIFFICULTY}, got {difficulty}: use 2 for up "
-                "to 6 shapes of a color."
-            )
-        super().__init__()
-        self.difficulty = difficulty
-        self.seed = seed
+    hint = "up to 6 shapes of a color"
+    max_difficulty = 3
 
     def messages(self, problem: Problem) -> list[Message]:
         """Return one user message: the question, the answer format, and then the picture."""
         text = {"type": "text", "text": problem.query + INSTRUCTION}
         pictures = ({"type": "image", "image": image} for image in problem.images)
         return [{"role": "user", "content": [text, *pictures]}]
-
-    def score(self, problem: Problem, responses: Sequence[str]) -> Score:
-        """Return 1.0 if the last response ends with ``####`` and the answer, else 0.0."""
-        correct = final_answer(responses[-1]) == problem.answer
-        return Score(reward=float(correct), correct=correct)
 
     def draw(self, split: Split) -> list[Problem]:
         # A string seeds Random through SHA-512, so the stream is the same in every process.

@@ -264,8 +264,7 @@ class GroupAdvantage(Transform):
             self._modules["queue"] = GroupQueue(
                 self.repeats, trajectory_return=trajectory_return, **self._candidates
             )
-        queue: Any = self._modules["queue"]
-        return queue
+        return self._modules["queue"]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         name = f"{prefix}queue._extra_state"

@@ -24,8 +24,7 @@ def reward_parts(
     Raises:
         KeyError: the batch has no reward parts.
     """
-    parts: list[dict[str, float | None]] = entry(batch, key).reshape(-1).tolist()
-    return parts
+    return entry(batch, key).reshape(-1).tolist()
 
 
 def decoupled_advantage(

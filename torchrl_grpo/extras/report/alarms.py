@@ -13,7 +13,6 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
-from torchrl_grpo.host.text import invalid_cause
 from torchrl_grpo.reporting.signal import Signal, finite, no_signal
 
 Row = Mapping[str, Any]
@@ -37,6 +36,16 @@ _PENALTIES = tuple(f"train/loss_{name}" for name in ("kl_to_ref", "kl_to_inferen
 """Terms of the loss that need no reward."""
 MOSTLY_INVALID = 0.5
 """Share of invalid rewards above which the accuracy of valid rewards is ignored."""
+
+_INVALID_CAUSES = {
+    "exception": "raised an exception",
+    "not_finite": "not finite",
+    "none": "no reward applies",
+    "timeout": "timed out",
+    "crash": "crashed the worker",
+    "lost": "lost with its worker",
+    "import": "imported a missing package",
+}
 
 
 @dataclass
@@ -218,6 +227,15 @@ def _invalid_rewards(rows: Sequence[Row], steps: int) -> NamedTexts:
         "the log has the first error of each kind; call the reward function yourself on a row of "
         "samples.jsonl",
     )
+
+
+def invalid_cause(cause: str) -> str:
+    """Describe why a reward is invalid, from the end of its metric's name.
+
+    >>> invalid_cause("not_finite"), invalid_cause("exception")
+    ('not finite', 'raised an exception')
+    """
+    return _INVALID_CAUSES.get(cause, cause.replace("_", " "))
 
 
 def _parts(rows: Sequence[Row], first: Sequence[Row]) -> NamedTexts:

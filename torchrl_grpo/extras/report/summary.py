@@ -8,9 +8,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from torchrl_grpo.extras.report.alarms import MOSTLY_INVALID, alarms_of
+from torchrl_grpo.extras.report.alarms import MOSTLY_INVALID, alarms_of, invalid_cause
 from torchrl_grpo.host.files import METRICS_FILE, read_jsonl
-from torchrl_grpo.host.text import accuracy, invalid_cause, number
+from torchrl_grpo.host.text import accuracy, number
 
 STAGES = ("generate", "reward", "reference", "train", "sync", "eval", "other", "wait")
 """The stages of a step, whose seconds are logged as ``time/<stage>_s``."""

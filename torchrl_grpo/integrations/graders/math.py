@@ -166,8 +166,7 @@ class _Judge:
                     if not connection.poll(_MAX_WAIT_S):
                         self.end()
                         raise _undecided_error("no CPU time", "timeout")
-                    verdict: bool | None = json.loads(connection.recv_bytes())
-                    return verdict
+                    return json.loads(connection.recv_bytes())
                 except (EOFError, OSError):
                     if self.end() == -signal.SIGPROF:
                         reason = f"it took more than {CPU_LIMIT_S:g} s"

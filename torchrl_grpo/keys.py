@@ -54,6 +54,11 @@ TEACHER_PROMPT = ("teacher", "prompt")
 """[Tq] int64. The prompt that the teacher reads in place of the policy's; empty if it is to score
 nothing. Written by ``TeacherPrompts``; read by ``TeacherScoring``.
 """
+TEACHER_IMAGES = ("teacher", "images")
+"""non-tensor tuple of ``ImageSpan``. The images among that prompt's tokens; only with a
+vision-language model and problems with images. Written by ``TeacherPrompts``; read by
+``TeacherScoring``.
+"""
 TEACHER_VALID = "teacher_valid"
 """[1] bool. False if no teacher scored the sequence. Written by ``TeacherScoring``; read by
 ``TeacherAdvantage``, the loss, metrics.

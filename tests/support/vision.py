@@ -40,9 +40,9 @@ def template(image: str) -> str:
     )
 
 
-def spread(model: Any) -> Any:
+def spread(model: Any, seed: int = 0) -> Any:
     """Scale the weights of a tiny model so that its images matter."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:

@@ -9,12 +9,14 @@ import re
 import shutil
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset, Features, Image, LargeList, List, Value
+from tensordict import lazy_stack
 from torch import Tensor
 from torchrl.envs.utils import check_env_specs
 from transformers import AutoModelForImageTextToText, PreTrainedTokenizerBase
@@ -22,13 +24,14 @@ from transformers import AutoModelForImageTextToText, PreTrainedTokenizerBase
 from tests.support.configs import compose_config, last_of_each
 from tests.support.pictures import picture
 from tests.support.runs import SMALL
-from tests.support.vision import MAKERS, retie
+from tests.support.vision import MAKERS, retie, spread
 from torchrl_grpo import keys
 from torchrl_grpo.assembly.blueprint import prepare
 from torchrl_grpo.assembly.run import build
 from torchrl_grpo.chat.template import ChatEncoder, TurnTemplate, render_chat
 from torchrl_grpo.collectors.demonstrations import ChatWriter, WrittenChat
 from torchrl_grpo.collectors.rollout import RolloutCollector
+from torchrl_grpo.collectors.teacher_prompts import TeacherPrompts
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.generation.base import SamplingParams
@@ -50,7 +53,10 @@ from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.reporting.metrics import read_jsonl
 from torchrl_grpo.tasks.base import Dialog, Problem, Score, Task
 from torchrl_grpo.tasks.dataset import DatasetTask
+from torchrl_grpo.tasks.drawing import Drawn
 from torchrl_grpo.tasks.with_rewards import make_rewards
+from torchrl_grpo.transforms.kl_scoring import KLScoring
+from torchrl_grpo.transforms.teacher import TeacherScoring
 from torchrl_grpo.weights import load_weights, named_weights
 
 CPU = torch.device("cpu")
@@ -621,6 +627,71 @@ def test_a_run_learns_from_demonstrations_with_images_too(kit: Kit, tmp_path: Pa
     assert row["train/loss_sft"] == pytest.approx(-torch.cat(of_groups).mean().item(), rel=1e-5)
 
 
+HINT = """
+def hint(messages, answer):
+    last = messages[-1]
+    text = {"type": "text", "text": f"It is {answer}."}
+    return [*messages[:-1], {**last, "content": [text, *last["content"]]}]
+"""
+
+
+def test_a_teacher_scores_the_images_after_a_prompt_of_its_own(kit: Kit, tmp_path: Path) -> None:
+    (tmp_path / "hint.py").write_text(HINT)
+    task = TwoTurns()
+    env = LLMEnv(task, kit.tokenizer, num_envs=4, repeats=2, max_turns=2, image_encoder=kit.encoder)
+    params = SamplingParams(max_new_tokens=3, stop_token_ids=tuple(range(5, 261)))
+    policy = GenerationPolicy(TransformersEngine(kit.model()), params)
+    batch = RolloutCollector(env, policy).rollout()
+    write = TeacherPrompts(env, f"{tmp_path / 'hint.py'}:hint", 999)
+    teacher = spread(kit.model(), seed=1)
+    scoring = KLScoring(TokenScorer(teacher), out_key=keys.TEACHER_LOG_PROBS)
+    for number, row in enumerate(batch.unbind(0)):
+        problem = task.problems("train")[0]
+        [span] = row[keys.IMAGES]
+        drawn = Drawn(number, 0, replace(problem, images=(span.image.file,)))
+        plain = TeacherScoring(scoring)(lazy_stack([row.clone()]))[0]
+        write(drawn, [row])
+        prompted = TeacherScoring(scoring)(lazy_stack([row]))[0]
+        for scored, prompt, spans in (
+            (plain, row[keys.FULL][: -len(row[keys.RESPONSE])], row[keys.IMAGES]),
+            (prompted, row[keys.TEACHER_PROMPT], row[keys.TEACHER_IMAGES]),
+        ):
+            tokens = torch.cat([prompt, row[keys.RESPONSE]])
+            logits = kit.logits(teacher, tokens, spans).detach().log_softmax(-1)
+            expected = logits[:-1].gather(-1, tokens[1:, None])[len(prompt) - 1 :, 0]
+            mask = row[keys.ASSISTANT_MASK][-len(expected) :]
+            found = scored[keys.TEACHER_LOG_PROBS][-len(expected) :]
+            torch.testing.assert_close(found[mask], expected[mask], atol=2e-5, rtol=0)
+        assert prompted[keys.TEACHER_IMAGES][0].offset > span.offset
+
+
+@pytest.mark.parametrize("kit", ["idefics3"], indirect=True)
+@pytest.mark.parametrize(
+    "more",
+    [
+        "teacher.model={path}",
+        "teacher.model={path} policy.teacher_divergence=reverse",
+        "teacher.model={path} policy.teacher_divergence=jsd policy.teacher_top_k=320",
+        "teacher.model=policy teacher.weights=ema policy.teacher_divergence=jsd "
+        "policy.teacher_top_k=320",
+    ],
+)
+def test_a_teacher_with_the_policys_weights_agrees_on_images(
+    kit: Kit, tmp_path: Path, more: str
+) -> None:
+    teacher = more.format(path=kit.path).split()
+    arguments = run_arguments(kit, tmp_path, "policy.teacher_coef=0.5", *teacher)
+    one_step = [*SMALL, *arguments, "train.total_dialog_turns=16"]
+    made = build(compose_config(*last_of_each(one_step)), tmp_path / "run")
+    try:
+        made.fit()
+    finally:
+        made.close()
+    [row] = [r for r in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "train/loss" in r]
+    name = "loss_teacher" if "divergence" in more else "kl_k1_to_teacher"
+    assert abs(row[f"train/{name}"]) < 1e-6
+
+
 def test_images_out_of_place_in_a_demonstration_are_refused(tmp_path: Path) -> None:
     path = Path(write_data(tmp_path, 1))
     image = [{"type": "image"}, {"type": "text", "text": "Look"}]
@@ -713,13 +784,22 @@ def test_lora_adapts_the_language_model_alone(kit: Kit) -> None:
             "train_model.num_devices=2 train_model.tensor_parallel_size=2",
             "train_model.tensor_parallel_size",
         ),
-        ("teacher.model={path}", "teacher.model"),
+        ("policy.teacher_coef=1 teacher.model=starter", "teacher.model=starter"),
+        ("policy.teacher_coef=1 teacher.model={other}", "teacher.model"),
+        (
+            "policy.teacher_coef=1 teacher.model={path} teacher.address=[http://localhost:1]",
+            "teacher.address",
+        ),
     ],
 )
 def test_what_images_do_not_work_with_is_refused(
     kit: Kit, tmp_path: Path, override: str, key: str
 ) -> None:
-    arguments = run_arguments(kit, tmp_path, *override.format(path=kit.path).split())
+    other = Path(shutil.copytree(kit.path, tmp_path / "other"))
+    for file in other.glob("*processor_config.json"):
+        file.write_text(file.read_text().replace('"image_std": [\n', '"image_std": [\n1'))
+    override = override.format(path=kit.path, other=other)
+    arguments = run_arguments(kit, tmp_path, *override.split())
     with pytest.raises(ConfigError, match=re.escape(key)):
         prepare(compose_config(*SMALL, *arguments))
 

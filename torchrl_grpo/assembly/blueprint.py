@@ -186,6 +186,7 @@ def prepare(
         image_encoder = None
         if request.has_images:
             image_encoder = loading.load_image_encoder(config.model.source, model_config, tokenizer)
+            _check_teachers_images(config, image_encoder)
         reward_pool = _make_reward_pool(config.env, task)
         make_env = partial(
             LLMEnv,
@@ -269,7 +270,8 @@ def _may_have_images(
             raise ConfigError(refusal)
         return True
     # Most tools return text. An image that cannot be read is an error for the policy.
-    return bool(config.env.tools) and family_of(model_config) is not None and not refusal
+    may_show = bool(config.env.tools) and family_of(model_config) is not None
+    return may_show and not refusal and not config.needs_teacher
 
 
 def _images_refusal(config: GRPOConfig, ranks: int) -> str:
@@ -279,7 +281,7 @@ def _images_refusal(config: GRPOConfig, ranks: int) -> str:
     others = " or ".join(engines_with("images"))
     unsupported = (
         (not ENGINES[backend].images, f"inference_model.backend={backend}", f"{others}"),
-        (config.needs_teacher, "teacher.model or teachers", "null"),
+        (config.teacher_addresses, "teacher.address", "[]"),
         (config.env.agent, f"env.agent={config.env.agent}", "null"),
         (config.env.transforms, f"env.transforms={config.env.transforms}", "[]"),
         (ranks > 1 and train.train_vision, "train_model.train_vision=true", "false"),
@@ -424,6 +426,24 @@ def check_teacher(config: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> Sha
     return loading.config_shape(
         teacher_config, config.model.attn_implementation, trust_remote_code=remote_code
     )
+
+
+def _check_teachers_images(config: GRPOConfig, encoder: ImageEncoder) -> None:
+    """Check that the teachers read images as the policy does.
+
+    Raises:
+        ValueError: one reads none, or prepares them differently.
+    """
+    tokenizer, remote_code = encoder.processor.tokenizer, config.model.trust_remote_code
+    for name in {config.of_teacher(i).teacher_source or "" for i in range(config.num_teachers)}:
+        with naming_teacher():
+            teacher_config = loading.load_config(name, trust_remote_code=remote_code)
+            teacher_encoder = loading.load_image_encoder(name, teacher_config, tokenizer)
+        if not encoder.equals(teacher_encoder):
+            raise ValueError(
+                f"teacher.model={name} must prepare images as model.name={config.model.name} does, "
+                "but its processor writes other tokens or pixels: use a teacher with the same one."
+            )
 
 
 def _check_served_teacher(config: GRPOConfig, longest: int) -> None:

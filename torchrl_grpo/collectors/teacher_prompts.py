@@ -10,12 +10,12 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import NonTensorData, TensorDictBase
 from torch import Tensor
 
 from torchrl_grpo import keys
 from torchrl_grpo.envs import LLMEnv
-from torchrl_grpo.images import text_tokens
+from torchrl_grpo.images import Prompt, images_of, tokens_of
 from torchrl_grpo.rewards.functions import load_function
 from torchrl_grpo.tasks.base import Message, Problem
 from torchrl_grpo.tasks.drawing import Drawn
@@ -23,6 +23,8 @@ from torchrl_grpo.tasks.drawing import Drawn
 BUILTINS = {name: f"{__name__}:with_{name}" for name in ("solution", "best_response", "feedback")}
 """Functions that ``teacher.prompt`` names without a file."""
 _AGAIN = "Now answer the question yourself."
+_NOTHING = torch.zeros(0, dtype=torch.int64)
+"""Prompt for a response that the teacher does not score."""
 
 
 def with_solution(messages: list[Message], completion: str) -> list[Message]:
@@ -137,8 +139,10 @@ class TeacherPrompts:
             }
             prompt = self._tokens(drawn.problem, arguments)
             if len(prompt) + len(row.get(keys.RESPONSE)) > self.longest:
-                prompt = prompt[:0]
-            row.set(keys.TEACHER_PROMPT, prompt)
+                prompt = _NOTHING
+            row.set(keys.TEACHER_PROMPT, tokens_of(prompt))
+            if self.env.has_images:
+                row.set(keys.TEACHER_IMAGES, NonTensorData(images_of(prompt)))
 
     def _arguments(self, problem: Problem) -> dict[str, Any]:
         """Return the arguments that the problem gives, new ones, as a function may change them."""
@@ -155,8 +159,8 @@ class TeacherPrompts:
             "completion": completion,
         }
 
-    def _tokens(self, problem: Problem, arguments: Mapping[str, Any]) -> Tensor:
-        """Return the teacher's prompt, [Tq] int64; empty if the function returns None."""
+    def _tokens(self, problem: Problem, arguments: Mapping[str, Any]) -> Tensor | Prompt:
+        """Return the teacher's prompt; empty if the function returns None."""
         taken = {
             name: value
             for name, value in arguments.items()
@@ -165,9 +169,9 @@ class TeacherPrompts:
         try:
             messages = self._function(**taken)
             if messages is None:
-                return torch.zeros(0, dtype=torch.int64)
+                return _NOTHING
             tools = [dict(tool) for tool in self.env.task.tools_for(problem)]
-            return text_tokens(self.env.prompts.of_chat(messages, tools))
+            return self.env.prompts.of_chat(messages, tools)
         except Exception as error:  # a user's function may raise anything
             raise ValueError(
                 f"teacher.prompt={self.name} must return messages for the chat template, or None, "

@@ -69,6 +69,14 @@ class ImageEncoder:
         """
         return cls(load_image_processor(path, config, tokenizer), config)
 
+    def equals(self, other: ImageEncoder) -> bool:
+        """Return whether another encoder prepares images in the same way."""
+        from PIL import Image
+
+        file = ImageFile.of(Image.new("RGB", (64, 48)))
+        own, others = self.encode(file), other.encode(file)
+        return own == others and torch.equal(own.tokens, others.tokens)
+
     def encode(self, file: ImageFile) -> EncodedImage:
         """Return an image as the model reads it.
 

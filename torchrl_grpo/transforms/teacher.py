@@ -5,16 +5,17 @@ advantage.
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase, lazy_stack
+from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 from torchrl.envs import Transform
 
 from torchrl_grpo import keys
 from torchrl_grpo.functional import kl_k1
-from torchrl_grpo.models.packing import has, pad
+from torchrl_grpo.models.packing import has, images_of_row, pad
 from torchrl_grpo.models.prefix import Layout
 from torchrl_grpo.models.scoring import TokenScorer
 from torchrl_grpo.transforms.kl_scoring import KLScoring
@@ -123,6 +124,14 @@ def _as_teacher_sees(row: TensorDictBase) -> TensorDict | None:
             ),
         }
     )
+    own = images_of_row(row)
+    start = len(full) - len(response)
+    before = [span for span in own if span.offset < start]
+    if row.get(keys.TEACHER_IMAGES, None) is not None:
+        before = list(images_of_row(row, keys.TEACHER_IMAGES))
+    moved = len(prompt) - start
+    later = [replace(span, offset=span.offset + moved) for span in own if span.offset >= start]
+    view.set(keys.IMAGES, NonTensorData((*before, *later)))
     kept = row.get(keys.KEPT, None)
     return view if kept is None else view.set(keys.KEPT, kept)
 

@@ -48,10 +48,6 @@ HOSTS = {"arxiv.org", "download.pytorch.org", "github.com"}
 OF_OTHERS = {"localhost", "FIRST_MACHINE"}
 NOT_KEYS = {"train.jsonl"}
 """A file."""
-OF_TORCHRL = {
-    "test_failure_missing_entries", "test_grpo_token_mean_expands_token_mask", "test_kl_mask_threshold",
-    "test_ray_mc_advantage",
-}  # fmt: skip
 README = "../README"
 OURS = [README, *(page for page in PAGES if page != "migrate")]
 """The pages whose names are ours; the tables of the other one are checked in ``test_migrate.py``."""
@@ -193,7 +189,7 @@ def test_every_test_that_a_page_names_is_there() -> None:
         for module, name in re.findall(r"`(\w+/test_\w+\.py)::(\w+)`", text):
             assert name in there[module], (page, name)
         for name in re.findall(r"`(test_\w+_\w+_\w+)`", text):
-            assert name in everywhere or name in OF_TORCHRL, (page, name)
+            assert name in everywhere, (page, name)
         for path in re.findall(
             r"`((?:tests|benchmarks|tools|examples|torchrl_grpo|sota)/[\w./-]+\.\w+)`", text
         ):

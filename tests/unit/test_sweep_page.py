@@ -96,6 +96,12 @@ def test_a_key_whose_values_have_one_run_each_explains_nothing(tmp_path: Path) -
     assert influence(read_jobs(tmp_path), "algo").share is None
 
 
+def test_runs_that_differ_in_their_seed_alone_are_one_setting(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        log_job(tmp_path / str(seed), [f"seed={seed}"], 0.5)
+    assert re.search(r"Runs 2 1 setting\b", text_of(write_sweep(tmp_path)))
+
+
 def test_the_page_has_the_best_setting_and_each_run(sweep: Path) -> None:
     text = text_of(write_sweep(sweep))
     assert "Best greedy test accuracy 85.0% optimizer.lr=1e-4" in text

@@ -582,6 +582,7 @@ def test_pictures_stand_above_the_prompt(browser: Browser, tmp_path: Path) -> No
             expect(images).to_have_count(len(widths))
             for image, width in zip(images.all(), widths, strict=True):
                 expect(image).to_have_js_property("naturalWidth", width)
+                assert image.bounding_box()["height"] > 70  # also a picture of a few pixels
             alts = [image.get_attribute("alt") for image in images.all()]
             assert alts == [f"image {at + 1} of {len(widths)}" for at in range(len(widths))]
         show(page, address, "tokens?row=7")  # without the thumbnail that is missing

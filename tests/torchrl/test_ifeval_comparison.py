@@ -1,4 +1,4 @@
-"""Our IFEval checks against TorchRL's, on made-up responses: each difference is one that benchmarks/README.md explains."""
+"""Our IFEval checks against TorchRL's, on made-up responses; benchmarks/README.md explains each difference."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Sequence
 from typing import Any
 
@@ -102,3 +103,35 @@ def task_of(name: str) -> tuple[Task, int]:
         return WithEnvironment(SeedsTask(4), {"": kind}), 6
     game = {"game": Gallery, "screen": Screen}[name]
     return WithEnvironment(SeedsTask(4), {"": Kind(game)}), 5 if name == "game" else 3
+
+
+def url(file: ImageFile) -> str:
+    return f"data:image/png;base64,{b64encode(file.data).decode()}"
+
+
+def see(*shows: str | ImageFile, role: str = "user", **more: Any) -> dict[str, Any]:
+    """A message of texts and images."""
+    parts: list[dict[str, Any]] = [
+        {"type": "text", "text": show}
+        if isinstance(show, str)
+        else {"type": "image_url", "image_url": {"url": url(show), "detail": "low"}}
+        for show in shows
+    ]
+    return {"role": role, "content": parts, **more}
+
+
+async def shows_pictures(client: Any, problem: dict[str, Any]) -> float:
+    """An agent that shows pictures as a user and as a tool, and then another one with the same
+    texts.
+    """
+
+    async def ask(chat: list[Any]) -> dict[str, Any]:
+        answer = await client.chat.completions.create(model="policy", messages=chat)
+        return {"role": "assistant", "content": answer.choices[0].message.content}
+
+    chat = [see("Look: ", picture(1))]
+    chat += [await ask(chat), see(picture(2), role="tool", tool_call_id="a")]
+    chat += [await ask(chat), {"role": "user", "content": "again"}]
+    await ask(chat)
+    await ask([see("Look: ", picture(5)), *chat[1:3]])
+    return 1.0

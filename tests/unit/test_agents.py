@@ -31,7 +31,7 @@ from torchrl_grpo.integrations.agents.protocol import (
 )
 from torchrl_grpo.integrations.agents.server import MAX_BODY_BYTES, Receiver, Server
 from torchrl_grpo.integrations.agents.task import _Episode
-from torchrl_grpo.tasks.base import Dialog, Score, Turn, TurnLimits
+from torchrl_grpo.tasks.base import Dialog, Problem, Score, Turn, TurnLimits
 
 openai = pytest.importorskip("openai")
 
@@ -237,7 +237,7 @@ def test_wishes_reach_the_run_and_a_stop_string_is_not_told():
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "messages[0].content must be text",
+            "messages[0].content must have images as data URLs",
         ),
         (
             {"messages": [{"role": "assistant", "tool_calls": 1}]},
@@ -426,7 +426,7 @@ def test_the_server_refuses_strangers_and_what_is_no_http():
         say("POST", "/v1/embeddings", b"{}", Authorization=key)
         say("GET", "/v1/chat/completions", Authorization=key)
         say("POST", "/v1/chat/completions", b"no json", Authorization=key)
-        say("POST", "/v1/chat/completions", b"x" * 2**19, Authorization=key)
+        say("POST", "/v1/chat/completions", b"x" * 2**22, Authorization=key)
         host = b" HTTP/1.1\r\nHost: a\r\n"
         answer = raw(b"HEAD /" + host + b"\r\n")
         assert answer.startswith(b"HTTP/1.1 401") and answer.endswith(b"\r\n\r\n")
@@ -567,7 +567,7 @@ def test_an_agent_interrupts_no_run(kind):
 
 
 def test_a_request_that_comes_while_its_episode_is_closed_is_refused():
-    episode = _Episode()
+    episode = _Episode(Dialog(Problem("?", None), []))
     episode.close()
     refusal = episode.submit(parse_request(TEXT, b'{"prompt": "a"}')).answer.exception(timeout=1)
     assert isinstance(refusal, BadRequest) and refusal.status == 401

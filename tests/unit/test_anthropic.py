@@ -110,7 +110,7 @@ def test_tool_calls_and_their_results_continue_the_tokens(streams):
         ({"messages": []}, "messages=[] must be a list with at least one message"),
         (
             {"messages": [user([{"type": "image", "source": {}}])]},
-            "messages[0].content must be text",
+            "messages[0].content must have images as data URLs",
         ),
         (
             {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},

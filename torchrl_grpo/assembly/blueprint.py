@@ -243,7 +243,8 @@ def _has_images(config: GRPOConfig, task: Task, model_config: PretrainedConfig) 
     vision-language model plays an environment or a task of the user's whose replies may show some.
     """
     own = config.env.own_task is not None
-    replies = config.env.environment is not None or (own and task.multi_turn)
+    replies = own and task.multi_turn and config.env.player is None
+    replies = replies or config.env.environment is not None
     if replies and family_of(model_config) is not None:
         return True
     data = [config.env, *(config.env.datasets or ()), *(config.evaluation.datasets or ())]
@@ -259,7 +260,8 @@ def _has_images(config: GRPOConfig, task: Task, model_config: PretrainedConfig) 
 def _may_have_images(
     config: GRPOConfig, task: Task, model_config: PretrainedConfig, plan: DevicePlan
 ) -> bool:
-    """Return whether to prepare for images in prompts: in some there are, or tools may show them.
+    """Return whether to prepare for images in prompts: some have images, or tools or agents may
+    show them.
 
     Raises:
         ConfigError: there are images, but the config has something that does not work with them.
@@ -269,9 +271,10 @@ def _may_have_images(
         if refusal:
             raise ConfigError(refusal)
         return True
-    # Most tools return text. An image that cannot be read is an error for the policy.
-    may_show = bool(config.env.tools) and family_of(model_config) is not None
-    return may_show and not refusal and not config.needs_teacher
+    # Most show text. An image that cannot be read is an error for the policy, or for the agent.
+    shows = bool(config.env.tools) or config.env.player is not None
+    shows = shows and family_of(model_config) is not None
+    return shows and not refusal and not config.needs_teacher
 
 
 def _images_refusal(config: GRPOConfig, ranks: int) -> str:
@@ -282,7 +285,6 @@ def _images_refusal(config: GRPOConfig, ranks: int) -> str:
     unsupported = (
         (not ENGINES[backend].images, f"inference_model.backend={backend}", f"{others}"),
         (config.teacher_addresses, "teacher.address", "[]"),
-        (config.env.agent, f"env.agent={config.env.agent}", "null"),
         (config.env.transforms, f"env.transforms={config.env.transforms}", "[]"),
         (ranks > 1 and train.train_vision, "train_model.train_vision=true", "false"),
         (tensor > 1, f"train_model.tensor_parallel_size={tensor}", "1"),

@@ -309,6 +309,7 @@ class LLMEnv(EnvBase):
                 last=False,
                 episode=row.episode,
                 takes_tools=self._takes_tools,
+                image_roles=self._image_roles,
             )
             for row in rows
         ]
@@ -332,6 +333,11 @@ class LLMEnv(EnvBase):
         except ValueError:
             return False
         return True
+
+    @cached_property
+    def _image_roles(self) -> tuple[str, ...]:
+        """Return the roles in whose messages the model reads images."""
+        return tuple(role for role in ("user", "tool") if self.prompts.reads_images(role))
 
     def _accept_opening(self, row: DialogState, turn: Turn) -> Failure | None:
         """Accept a row's first prompt, or return why it is invalid."""

@@ -11,9 +11,10 @@ from torchrl import torchrl_logger
 from transformers import PreTrainedTokenizerBase
 
 from torchrl_grpo.chat.template import ChatEncoder, check_tools
-from torchrl_grpo.images import Prompt, images_in
+from torchrl_grpo.images import ImageFile, Prompt, images_in
 from torchrl_grpo.images.encoder import ImageEncoder
 from torchrl_grpo.tasks.base import Message, Problem, Split, Task
+from torchrl_grpo.tools import tool_message
 
 
 class Prompts:
@@ -102,6 +103,23 @@ class Prompts:
                 )
             return torch.tensor(ids, dtype=torch.int64)
         return self.image_encoder.expand(ids, files)
+
+    def reads_images(self, role: str) -> bool:
+        """Return whether the model reads images in a role's messages, and the chat template writes
+        them.
+        """
+        if self.image_encoder is None:
+            return False
+        content = [{"type": "image", "image": ImageFile(b"")}]
+        chat: list[Message] = [{"role": "user", "content": content}]
+        if role == "tool":
+            turns = ({"role": kind, "content": "?"} for kind in ("user", "assistant"))
+            chat = [*turns, tool_message("?", content)]
+        try:
+            self.image_encoder.places(self._chats.tokens(chat), 1)
+        except ValueError:
+            return False
+        return True
 
     def _render(self, problem: Problem) -> str:
         tools = list(self.task.tools_for(problem)) or None

@@ -75,6 +75,11 @@ class ImageFile:
         )
         return (height, width) if turned else (width, height)
 
+    @property
+    def media_type(self) -> str:
+        """Media type, such as ``image/png``."""
+        return str(self._read(lambda image: image.get_format_mimetype()))
+
     def _read(self, read: Callable[[Any], Any]) -> Any:
         from PIL import Image
 

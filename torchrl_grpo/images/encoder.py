@@ -117,7 +117,7 @@ class ImageEncoder:
             ValueError: the chat template wrote another number of placeholders.
         """
         tokens, spans, last = list[int](), list[ImageSpan](), 0
-        for place, file in zip(self._places(ids, len(files)), files, strict=True):
+        for place, file in zip(self.places(ids, len(files)), files, strict=True):
             image = self.encode(file)
             self._append(tokens, ids[last:place])
             self._append(tokens, image.tokens.tolist())
@@ -149,14 +149,18 @@ class ImageEncoder:
         """Return the length of ``expand``, or a little more where line breaks are joined. Images of
         the same size have the same number of tokens, so most are not encoded.
         """
-        self._places(ids, len(files))
+        self.places(ids, len(files))
         for file in files:
             if file.size not in self._lengths:
                 self._lengths[file.size] = len(self.encode(file).tokens)
         return len(ids) + sum(self._lengths[file.size] - 1 for file in files)
 
-    def _places(self, ids: Sequence[int], count: int) -> list[int]:
-        """Return where the placeholders are."""
+    def places(self, ids: Sequence[int], count: int) -> list[int]:
+        """Return where the placeholders are.
+
+        Raises:
+            ValueError: there is another number of them.
+        """
         places = [i for i, token in enumerate(ids) if token == self._placeholder_id]
         if len(places) != count:
             raise ValueError(

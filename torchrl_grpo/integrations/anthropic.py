@@ -63,19 +63,31 @@ def _messages(message: Any) -> Iterator[Any]:
         if block.get("type") == "tool_use"
     ]
     other_blocks = [
-        block
+        _part(block)
         for block in content
         if block.get("type") not in ("tool_use", "tool_result", *_THOUGHTS)
     ]
     for block in content:
         if block.get("type") == "tool_result":
+            result = block.get("content")
             yield {
                 "role": "tool",
                 "tool_call_id": block.get("tool_use_id"),
-                "content": block.get("content"),
+                "content": list(map(_part, result)) if isinstance(result, list) else result,
             }
     if other_blocks or calls or not content:
         yield {"role": message.get("role"), "content": other_blocks, "tool_calls": calls}
+
+
+def _part(block: Any) -> Any:
+    """Return an image in OpenAI's form; other blocks are unchanged."""
+    source = block.get("source") if isinstance(block, dict) else None
+    if not isinstance(source, dict) or block.get("type") != "image":
+        return block
+    url = source.get("url")
+    if isinstance(source.get("data"), str):
+        url = f"data:{source.get('media_type')};base64,{source['data']}"
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def _tool(tool: Any) -> Any:

@@ -92,6 +92,7 @@ class Dialog:
         log_probs: text and log-prob of each token of the latest turn, if the task requested them.
         environment: object that plays the dialog, if there is one; it does not leave its process.
         takes_tools: at the opening, whether the chat template writes tools.
+        image_roles: at the opening, the roles whose messages may show the model images.
         prefill: the beginning of the policy's turn that is part of the prompt, such as ``<think>``
             or an empty thought.
     """
@@ -108,6 +109,7 @@ class Dialog:
     log_probs: Sequence[tuple[str, float]] = ()
     environment: Any = None
     takes_tools: bool = True
+    image_roles: Sequence[str] = ()
     prefill: str = ""
 
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import math
+from base64 import b64decode, b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, TypeVar
 
 from torchrl_grpo.host.text import replace_lone_surrogates
+from torchrl_grpo.images import ImageFile, text_of
 from torchrl_grpo.integrations import anthropic
 from torchrl_grpo.tasks.base import Dialog, Message, TurnLimits
 from torchrl_grpo.tools.toolbox import Parser, ToolCall
@@ -24,6 +26,8 @@ PATHS = (CHAT, TEXT, ANTHROPIC)
 MODEL = "policy"
 T = TypeVar("T")
 
+IMAGE_ROLES = ("user", "tool")
+"""Roles whose messages may have images."""
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MAX_STOPS = 4
 _MAX_STOP_BYTES = 256
@@ -32,7 +36,9 @@ _MAX_DEPTH = 100
 recurse.
 """
 _MAX_CHARACTERS = 500_000
-"""Maximum size of a chat and its tools as JSON, because a worker's answers are limited."""
+"""Maximum size of a chat and its tools as JSON, without images, because a worker's answers are
+limited.
+"""
 _FIXED = {
     "n": (1, "send one request per answer"),
     "best_of": (1, "leave it out"),
@@ -129,7 +135,7 @@ def parse_request(path: str, body: bytes) -> Request:
         _messages(fields, message_names) if chat else [{("role"): "", "content": _prompt(fields)}]
     )
     tools = _tools(fields) if chat else []
-    if (size := len(json.dumps([messages, tools]))) > _MAX_CHARACTERS:
+    if (size := len(json.dumps([messages, tools], default=lambda image: ""))) > _MAX_CHARACTERS:
         raise BadRequest(
             f"messages and tools must have at most {_MAX_CHARACTERS:,} characters as JSON, but "
             f"they have {size:,}: send a shorter chat.",
@@ -215,12 +221,9 @@ def _message(value: Any, field: str) -> Message:
     role = "system" if role == "developer" else role
     content = value.get("content")
     if isinstance(content, list):
-        if not all(_is_text_part(part) for part in content):
-            raise BadRequest(
-                f"{field}.content must be text, but it has other parts: leave them out.", field
-            )
-        content = "".join(part["text"] for part in content)
-    if not isinstance(content, str) and not (content is None and role in ("assistant", "tool")):
+        content = _content(content, role, f"{field}.content")
+    is_absent = content is None and role in ("assistant", "tool")
+    if not (isinstance(content, str | list) or is_absent):
         raise BadRequest(f"{field}.content={content!s:.60} must be text: send a string.", field)
     if value.get("function_call") is not None:
         raise BadRequest(f"{field}.function_call must be left out: use tool_calls.", field)
@@ -244,12 +247,54 @@ def _message(value: Any, field: str) -> Message:
     return message
 
 
-def _is_text_part(part: Any) -> bool:
-    return (
-        isinstance(part, dict)
-        and part.get("type", "text") == "text"
-        and isinstance(part.get("text"), str)
-    )
+def _content(parts: Sequence[Any], role: str, field: str) -> str | list[dict[str, Any]]:
+    """Return the parts of a content as text or, with images, as texts and images."""
+    content: list[dict[str, Any]] = []
+    for part in parts:
+        kind = part.get("type", "text") if isinstance(part, dict) else None
+        if kind == "text" and isinstance(part.get("text"), str):
+            content.append({"type": "text", "text": part["text"]})
+        elif kind == "image_url" and role in IMAGE_ROLES:
+            content.append({"type": "image", "image": _image(part.get("image_url"), field)})
+        else:
+            raise BadRequest(
+                f"{field} must be texts and, in messages of the roles {' and '.join(IMAGE_ROLES)}, "
+                f"images, but it has {part!s:.60}: leave other parts out.",
+                field,
+            )
+    has_images = any(part["type"] == "image" for part in content)
+    return content if has_images else text_of(content)
+
+
+def _image(value: Any, field: str) -> ImageFile:
+    """Return the image of a data URL; its episode checks that it can be read, once."""
+    url = value.get("url") if isinstance(value, dict) else value
+    head, _, data = url.partition(",") if isinstance(url, str) else ("", "", "")
+    if not (head.startswith("data:image/") and head.endswith(";base64")):
+        raise BadRequest(
+            f"{field} must have images as data URLs, but it has {url!s:.60}: send the image itself "
+            "as data:image/png;base64,..., because no URL is fetched.",
+            field,
+        )
+    try:
+        return ImageFile(b64decode(data, validate=True))
+    except ValueError as error:
+        raise BadRequest(f"{field} must have images in base64: {error}", field) from error
+
+
+def with_data_urls(value: Any) -> Any:
+    """Return a nested value with its images as a request has them: parts of messages as
+    ``image_url``, and others as data URLs.
+    """
+    if isinstance(value, ImageFile):
+        return f"data:{value.media_type};base64,{b64encode(value.data).decode()}"
+    if isinstance(value, list):
+        return [with_data_urls(entry) for entry in value]
+    if not isinstance(value, Mapping):
+        return value
+    if isinstance(value.get("image"), ImageFile) and value.get("type") == "image":
+        return {"type": "image_url", "image_url": {"url": with_data_urls(value["image"])}}
+    return {name: with_data_urls(entry) for name, entry in value.items()}
 
 
 def _call(value: Any, field: str) -> dict[str, Any]:

@@ -29,12 +29,16 @@ from torchrl_grpo.integrations.agents.protocol import (
 )
 
 _MAX_HEAD_BYTES = 2**16
-MAX_BODY_BYTES = 2**18
-"""Maximum size of a request, because a worker's answers are limited too."""
+MAX_BODY_BYTES = 7 * 2**19
+"""Maximum size of a request, because a worker's answers (``MAX_TURN_BYTES``) are limited too."""
+_MAX_STRANGER_BYTES = 2**18
+"""Maximum size of a request without a key."""
 _MAX_STRANGERS = 256
 """Maximum number of connections without a key, because any user of the machine can open some, and
 file descriptors are limited.
 """
+_DISCARD_S = 2.0
+"""Seconds that a refused client may go on sending."""
 _IDLE_S = 600.0
 """Seconds that a connection may be idle between two requests, or within one."""
 
@@ -128,9 +132,10 @@ class Server:
         with suppress(ConnectionError, TimeoutError, h11.LocalProtocolError):
             while client.may_continue():
                 try:
-                    request, body = await client.receive()
+                    request, body = await client.receive(self._most_bytes)
                 except BadRequest as refusal:  # the beginning of the next request is unknown
                     client.send_json(refusal.status, refusal.body(), [("Connection", "close")])
+                    await client.discard()
                     break
                 path = request.target.decode("latin-1").partition("?")[0]
                 try:
@@ -143,6 +148,14 @@ class Server:
             writer.close()
             await writer.wait_closed()
 
+    def _episode(self, head: h11.Request) -> Receiver | None:
+        headers = {name.decode(): value.decode("latin-1") for name, value in head.headers}
+        return next(filter(None, map(self._find, _keys(headers))), None)
+
+    def _most_bytes(self, head: h11.Request) -> int:
+        """Return the maximum size of a request's body."""
+        return _MAX_STRANGER_BYTES if self._episode(head) is None else MAX_BODY_BYTES
+
     async def _answer(self, client: _Client, head: h11.Request, path: str, body: bytes) -> None:
         """Answer a request.
 
@@ -150,8 +163,7 @@ class Server:
             BadRequest: it is refused.
             ConnectionError: the client left before the answer.
         """
-        headers = {name.decode(): value.decode("latin-1") for name, value in head.headers}
-        episode = next(filter(None, map(self._find, _keys(headers))), None)
+        episode = self._episode(head)
         if episode is None:
             raise BadRequest(
                 "the API key must be that of an episode in progress, but it is not: use "
@@ -199,19 +211,22 @@ class _Client:
             self._http.start_next_cycle()
         return self._http.our_state is h11.IDLE
 
-    async def receive(self) -> tuple[h11.Request, bytes]:
+    async def receive(self, most_bytes: Callable[[h11.Request], int]) -> tuple[h11.Request, bytes]:
         """Return the next request and its body.
+
+        Args:
+            most_bytes: function that returns the maximum size of a request's body.
 
         Raises:
             BadRequest: it is not HTTP, or it is too long.
             ConnectionError: there is no request.
             TimeoutError: the client does not continue.
         """
-        body = bytearray()
+        body, most = bytearray(), 0
         try:
             while not isinstance(event := self._http.next_event(), h11.EndOfMessage):
                 if isinstance(event, h11.Request):
-                    request = event
+                    request, most = event, most_bytes(event)
                 elif isinstance(event, h11.Data):
                     body += event.data
                 elif event is h11.NEED_DATA:
@@ -221,9 +236,9 @@ class _Client:
                     self._http.receive_data(chunk)
                 else:
                     raise ConnectionResetError
-                if len(body) > MAX_BODY_BYTES:
+                if len(body) > most:
                     raise BadRequest(
-                        f"a request must have at most {MAX_BODY_BYTES:,} bytes, but it has more: "
+                        f"a request must have at most {most:,} bytes, but it has more: "
                         "send a shorter chat.",
                         status=413,
                         code="context_length_exceeded",
@@ -234,6 +249,16 @@ class _Client:
                 status=error.error_status_hint,
             ) from error
         return request, bytes(body)
+
+    async def discard(self) -> None:
+        """End the answers, and read what the client is still sending: otherwise it may lose the
+        last answer.
+        """
+        with suppress(OSError):  # the client has left, or the time is over
+            self.writer.write_eof()
+            async with asyncio.timeout(_DISCARD_S):
+                while await self._reader.read(_MAX_HEAD_BYTES):
+                    pass
 
     def send_json(
         self, status: int, body: Any, headers: list[tuple[str, str]] | None = None

@@ -18,8 +18,15 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from torchrl_grpo.errors import InvalidRewardError
+from torchrl_grpo.images import images_in
 from torchrl_grpo.integrations.agents.programs import Program, load_program
-from torchrl_grpo.integrations.agents.protocol import TEXT, Answer, BadRequest, Request
+from torchrl_grpo.integrations.agents.protocol import (
+    TEXT,
+    Answer,
+    BadRequest,
+    Request,
+    with_data_urls,
+)
 from torchrl_grpo.integrations.agents.server import PendingRequest, Server
 from torchrl_grpo.tasks.base import (
     Dialog,
@@ -55,7 +62,7 @@ class _Episode:
     """One episode of a problem: the agent's requests in order, and its end.
 
     Args:
-        takes_tools: whether the chat template writes tools.
+        opening: the dialog before its first turn.
 
     Attributes:
         answer_count: number of the policy's turns that answered a request.
@@ -65,8 +72,8 @@ class _Episode:
         result: the agent's result, once it has ended.
     """
 
-    def __init__(self, takes_tools: bool = True) -> None:
-        self.takes_tools = takes_tools
+    def __init__(self, opening: Dialog) -> None:
+        self._opening = opening
         self.key = secrets.token_urlsafe(24)
         self.answer_count = 0
         self.delivered: list[int] = []
@@ -88,9 +95,17 @@ class _Episode:
         """Queue a request; called in the server's thread.
 
         Raises:
-            BadRequest: it has tools, which the prompt would not show.
+            BadRequest: it has tools or images, which the prompt would not show.
         """
-        if request.tools and not self.takes_tools:
+        roles = {m["role"] for m in request.messages if images_in([m])}
+        if unread := roles.difference(self._opening.image_roles):
+            raise BadRequest(
+                "messages must have no images in messages of the role "
+                f"{' and '.join(sorted(unread))}, because the model, or its chat template, does "
+                "not read them: describe them in text, or use a vision-language model.",
+                "messages",
+            )
+        if request.tools and not self._opening.takes_tools:
             raise BadRequest(
                 "tools must be left out, because the model's chat template does not write them: "
                 "describe them in the prompt, or use a model or a model.chat_template that writes "
@@ -121,9 +136,11 @@ class _Episode:
     def turn(self, pending: PendingRequest) -> Turn:
         """Return a request as messages to the policy: those that continue a sample, or a whole
         chat.
+
+        Raises:
+            BadRequest: one of their images is broken.
         """
         request = pending.request
-        self._pending = pending
         chat = list(request.messages)
         candidates = [(len(self._samples), chat)]
         for number, sample in enumerate(self._samples):
@@ -132,7 +149,13 @@ class _Episode:
                 candidates.append((number, new_messages))
         # Continue the sample with the fewest new messages, the latest one if there are several.
         # Begin a new sample only if the chat continues none.
-        self._sample, messages = min(candidates[1:] or candidates, key=lambda c: (len(c[1]), -c[0]))
+        number, messages = min(candidates[1:] or candidates, key=lambda c: (len(c[1]), -c[0]))
+        try:
+            for image in images_in(messages):
+                image.open()
+        except ValueError as error:
+            raise BadRequest(f"messages must have readable images: {error}", "messages") from error
+        self._pending, self._sample = pending, number
         self._is_new_sample = self._sample == len(self._samples)
         if self._is_new_sample:
             self._samples.append(_Sample(chat, request.tools, request.path))
@@ -320,7 +343,7 @@ class WithAgent(WrappedTask):
     def _start(self, dialog: Dialog) -> None:
         if self._server is None:
             self._server = Server(self._keys.get)
-        episode = _Episode(dialog.takes_tools)
+        episode = _Episode(dialog)
         self._episodes[dialog.episode] = self._keys[episode.key] = episode
         result, episode.end = self.program.start(
             self._problem(dialog.problem), self._server.url, episode.key
@@ -328,12 +351,14 @@ class WithAgent(WrappedTask):
         result.add_done_callback(episode.submit_result)
 
     def _problem(self, problem: Problem) -> dict[str, Any]:
-        return {
-            **problem.extra,
-            "prompt": problem.query,
-            "messages": self.task.messages(problem),
-            "answer": problem.answer,
-        }
+        return with_data_urls(
+            {
+                **problem.extra,
+                "prompt": problem.query,
+                "messages": self.task.messages(problem),
+                "answer": problem.answer,
+            }
+        )
 
     def _outcome(self, dialog: Dialog, *, deadline: float, timeout_s: float | None) -> Turn:
         """Return the agent's next request, or its score."""
@@ -351,7 +376,12 @@ class WithAgent(WrappedTask):
                 if event.delivered.done():  # the client has left
                     continue
                 if episode.refusal is None:
-                    return replace(episode.turn(event), undelivered=undelivered)
+                    try:
+                        turn = episode.turn(event)
+                    except BadRequest as refusal:
+                        event.answer.set_exception(refusal)
+                        continue
+                    return replace(turn, undelivered=undelivered)
                 episode.refuse(episode.refusal, event)
         except TimeoutError:
             raise InvalidRewardError(

@@ -256,7 +256,7 @@ def padded(use: Use) -> Use:
 
     @functools.wraps(use)
     def use_padded(*args: Any, **limit: int) -> Step:
-        TokenScorer.packs = lambda self, longest: False  # type: ignore[method-assign]
+        TokenScorer.packs = lambda self, *_: False  # type: ignore[method-assign]
         return use(*args, **limit)
 
     return use_padded

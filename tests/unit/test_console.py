@@ -14,7 +14,8 @@ from torchrl import torchrl_logger
 from tests.support.hostile import HOSTILE, SHOWN
 from torchrl_grpo.extras.report.ending import print_summary
 from torchrl_grpo.host import startup
-from torchrl_grpo.reporting.console import Console, clip, duration, printable
+from torchrl_grpo.host.text import clip, duration, printable
+from torchrl_grpo.reporting.console import Console
 
 METRICS = {
     "rollout/reward_mean": 0.5,

@@ -20,11 +20,11 @@ from tests.support.datasets import ROWS, error_of, write
 from tests.support.published import published
 from torchrl_grpo.assembly.blueprint import prepare
 from torchrl_grpo.config import ConfigError
+from torchrl_grpo.integrations.graders.ifeval_task import IFEvalTask
+from torchrl_grpo.integrations.graders.math_task import MathTask, last_boxed
 from torchrl_grpo.tasks.base import Problem
 from torchrl_grpo.tasks.dataset import DatasetTask
 from torchrl_grpo.tasks.fields import fill_template
-from torchrl_grpo.tasks.ifeval import IFEvalTask
-from torchrl_grpo.tasks.math import MathTask, last_boxed
 
 IFEVAL = published("ifeval")
 

@@ -113,7 +113,7 @@ def test_a_missing_package_is_one_clear_line(monkeypatch: pytest.MonkeyPatch, na
 
 
 def test_a_missing_tensorboard_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trackers, "_is_installed", lambda package: False)
+    monkeypatch.setattr(trackers, "find_spec", lambda package: None)
     with pytest.raises(ValueError, match=r"logging\.tensorboard=true .*tensorboard"):
         check_logging(tensorboard=True, services={})
 

@@ -14,6 +14,8 @@ EXTRAS = {
     "dashboard": "torchrl_grpo.extras.view.start:page_beside",  # logging.page=true
     "dry_run": "torchrl_grpo.extras.doctor.doctor:examine",  # dry_run=true
     "history_transforms": "torchrl_grpo.integrations.history:HistoryTransforms",  # env.transforms
+    "ifeval_task": "torchrl_grpo.integrations.graders.ifeval_task:IFEvalTask",
+    "math_task": "torchrl_grpo.integrations.graders.math_task:MathTask",
     "model_card": "torchrl_grpo.extras.export.card:model_card",  # of an exported model
     "objective": "torchrl_grpo.extras.report.summary:objective",  # of a sweep
     "openenv": "torchrl_grpo.integrations.openenv:OpenEnvKind",  # env.environment=openenv:...

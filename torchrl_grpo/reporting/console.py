@@ -42,8 +42,6 @@ from torchrl_grpo.host.text import (
     size,
 )
 
-__all__ = ["Console", "clip", "duration", "printable"]
-
 _MAX_SAMPLE_LENGTH = 160
 _BLANK_LINES = re.compile(r"\n\s*\n")
 _WIDE = 80  # columns for the wide bar
@@ -303,15 +301,13 @@ _FURTHER = {
 
 def _join(metrics: Mapping[str, float], names: Mapping[str, str], separator: str) -> str:
     values = {
-        label: _metric(name, metrics[name]) for label, name in names.items() if name in metrics
+        label: (percent if name.endswith("accuracy") else number)(metrics[name])
+        for label, name in names.items()
+        if name in metrics
     }
     if invalid := metrics.get("rollout/invalid"):
         values["accuracy"] += f" ({percent(invalid / metrics['rollout/sequences'])} invalid)"
     return separator.join(f"{label} {value}" for label, value in values.items())
-
-
-def _metric(name: str, value: float | None) -> str:
-    return percent(value) if name.endswith("accuracy") else number(value)
 
 
 def _cell(name: str, value: Any) -> str:
@@ -341,9 +337,10 @@ def one_of_each(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     [1, 3, 2]
     """
     counts = Counter[Any]()
-    order = []
-    for position, row in enumerate(rows):
-        group = row.get("group", f"row {position}")  # older runs have no group
-        order.append((counts[group], position))
+
+    def occurrence(row: Mapping[str, Any]) -> int:
+        group = row.get("group", id(row))
         counts[group] += 1
-    return [rows[position] for _, position in sorted(order)]
+        return counts[group]
+
+    return sorted(rows, key=occurrence)

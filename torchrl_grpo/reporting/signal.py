@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,17 +34,11 @@ class Signal:
         self.steps_without_reward = self.steps if was_without_reward and all_invalid else 0
 
 
-def finite(row: Mapping[str, Any], name: str) -> float | None:
-    """Return a number of a row; None if it is not finite, as in the file."""
-    value = row.get(name)
-    return None if value is None or not math.isfinite(value) else float(value)
-
-
 def no_signal(row: Mapping[str, Any]) -> bool:
     """Return whether a step had nothing to learn: no advantages, and neither a teacher nor
     demonstrations in the loss.
     """
-    return finite(row, "rollout/zero_variance_groups") == 1 and not {
+    return row.get("rollout/zero_variance_groups") == 1 and not {
         "train/loss_teacher",
         "train/loss_sft",
     } & {*row}

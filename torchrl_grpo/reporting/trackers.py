@@ -5,8 +5,8 @@ They show what the run's own files contain.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -87,12 +87,12 @@ def check_logging(
     Raises:
         ValueError: a package, a key or an address is missing.
     """
-    if page and not all(map(_is_installed, ("starlette", "uvicorn"))):
+    if page and not (find_spec("starlette") and find_spec("uvicorn")):
         raise ValueError(
             "logging.page=true needs the extra view, which is not installed: "
             '`pip install "torchrl_grpo[view]"`, or set logging.page=false.'
         )
-    if tensorboard and not _is_installed("tensorboard"):
+    if tensorboard and find_spec("tensorboard") is None:
         raise ValueError(
             "logging.tensorboard=true needs the package tensorboard, which is not installed: "
             "`pip install tensorboard`, or set logging.tensorboard=false."
@@ -128,7 +128,3 @@ def start_trackers(
             tracker.close()
         raise
     return trackers
-
-
-def _is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None

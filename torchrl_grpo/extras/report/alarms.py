@@ -6,6 +6,7 @@ heavy. docs/troubleshooting.md has a row for each name.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
-from torchrl_grpo.reporting.signal import Signal, finite, no_signal
+from torchrl_grpo.reporting.signal import Signal, no_signal
 
 Row = Mapping[str, Any]
 NamedTexts = Iterator[tuple[str, str]]
@@ -129,6 +130,12 @@ def alarms_of(rows: Iterable[Row], *, ended: bool = True) -> list[Alarm]:
 def _is_demonstrations(row: Row) -> bool:
     """Return whether a step trained only on demonstrations, which have no reward."""
     return "train/loss" in row and "rollout/reward_mean" not in row
+
+
+def finite(row: Row, name: str) -> float | None:
+    """Return a number of a row; None if it is not finite, as in the file."""
+    value = row.get(name)
+    return None if value is None or not math.isfinite(value) else float(value)
 
 
 def _mean(rows: Sequence[Row], name: str, steps: int) -> float | None:

@@ -27,6 +27,7 @@ _ALGORITHMS = [
     "sft",
 ]
 _LOSS = "policy.loss._target_=torchrl_grpo.objectives."
+_IMAGES = ("model.name=vision_starter", "env.dataset=shapes")
 _TEACHER = ("policy.teacher_coef=0.1", "teacher.model=DATA/teacher")
 
 # Options by factor and name; each factor's first option is its default. DATA stands for the data
@@ -58,6 +59,8 @@ FACTORS: dict[str, dict[str, tuple[str, ...]]] = {
             f"{{dataset: DATA/two.jsonl, weight: 0.3, {_FILE}, reward: OTHER}}]",
         ),
         "countdown": ("env.dataset=countdown", "env.difficulty=2"),
+        "images": _IMAGES,
+        "vision": (*_IMAGES, "train_model.train_vision=true"),
     },
     "dialog": {
         "single": (),
@@ -231,7 +234,7 @@ algo:reinforce_pp  reward:gdpo advantage:leave_one_out,length_weighted,second_be
           credit:per_turn dialog:agent,compact
 algo:rloo  reward:gdpo credit:per_turn
 dialog:agent,compact  credit:per_turn advantage:token sft:on check:exact
-dialog:game  data:!arithmetic sft:on check:exact draw:curriculum
+dialog:game  data:!arithmetic sft:on check:exact draw:curriculum tests:sets
 dialog:rows  data:!file sft:on check:exact
 dialog:tools,retry  check:exact
 teacher:prompted  dialog:game,rows,agent,compact
@@ -246,6 +249,9 @@ engine:server  samplers:two stop:on
 engine:bfloat16  check:sync
 kept:some  algo:sft engine:server sft:on teacher:reverse,top_k
 data:countdown  truncated:masked
+data:images,vision  dialog:tools,agent,compact train:split,offload engine:server
+          teacher:sampled,reverse,top_k,prompted
+data:vision  train:two,copies lora:on
 draw:curriculum  data:!file,two
 """
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tests.support.runs import differences, state_of
 from torchrl_grpo.config import GRPOConfig
@@ -51,7 +51,9 @@ def problems_of(
         yield from (
             f"step {row['step']}: {text}" for text in _of_step(row, own, config, bound, groups)
         )
-    exported = AutoModelForCausalLM.from_pretrained(folder / "checkpoints" / "model")
+    reads_images = config.model.name == "vision_starter"
+    auto_class = AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
+    exported = auto_class.from_pretrained(folder / "checkpoints" / "model")
     if not all(parameter.isfinite().all() for parameter in exported.parameters()):
         yield "the exported model is not finite"
 

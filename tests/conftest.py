@@ -175,7 +175,8 @@ def run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
     """
     from tests.support.configs import last_of_each
 
-    handlers, level = logging.root.handlers[:], logging.root.level
+    handlers = logging.root.handlers[:]
+    level = logging.root.level
 
     def run_here(script: Path, *arguments: str) -> int:
         monkeypatch.chdir(tmp_path)

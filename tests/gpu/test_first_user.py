@@ -107,15 +107,18 @@ def run(
     monkeypatch.setattr(logging.getLogger("torchrl"), "propagate", True)
 
     def run(name: str, *overrides: str, asynchronous: bool = False) -> list[dict[str, Any]]:
-        start, cuda = time.monotonic(), torch.cuda.is_available()
+        start = time.monotonic()
+        cuda = torch.cuda.is_available()
         if cuda:
             torch.cuda.reset_peak_memory_stats()
-        given = (f"model.name={model}", f"env.dataset_path={data}", *BATCH, *COMMON, *overrides)
-        made = build(compose_config(*given, name="grpo_gsm8k"), tmp_path, asynchronous=asynchronous)
+        options = (f"model.name={model}", f"env.dataset_path={data}", *BATCH, *COMMON, *overrides)
+        training_run = build(
+            compose_config(*options, name="grpo_gsm8k"), tmp_path, asynchronous=asynchronous
+        )
         try:
-            made.fit()
+            training_run.fit()
         finally:
-            made.close()
+            training_run.close()
         rows = read_jsonl(tmp_path / "metrics.jsonl")
         gib = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
         table.append((name, time.monotonic() - start, rows[-1]["time/step_s"], gib))

@@ -36,7 +36,8 @@ needs_vllm = pytest.mark.skipif(not _has_vllm, reason="vllm is not installed")
 
 def test_one_step_on_cuda_equals_one_on_the_cpu() -> None:
     on_cpu, on_cuda = make_trainer(), make_trainer(make_tiny_model().cuda())
-    expected, got = on_cpu.train_batch(make_batch()), on_cuda.train_batch(make_batch())
+    expected = on_cpu.train_batch(make_batch())
+    got = on_cuda.train_batch(make_batch())
     assert got["train/loss"] == pytest.approx(expected["train/loss"], abs=1e-4)
     assert got["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=1e-3)
 
@@ -45,7 +46,8 @@ def test_one_step_on_cuda_equals_one_on_the_cpu() -> None:
 def test_mixed_precision_on_cuda_is_close_to_float32(dtype: torch.dtype) -> None:
     full = make_trainer(make_tiny_model().cuda())
     mixed = make_trainer(make_tiny_model().cuda(), autocast_dtype=dtype)
-    expected, got = full.train_batch(make_batch()), mixed.train_batch(make_batch())
+    expected = full.train_batch(make_batch())
+    got = mixed.train_batch(make_batch())
     assert got["train/loss"] == pytest.approx(expected["train/loss"], abs=0.02)
     assert got["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=0.05)
 
@@ -100,10 +102,8 @@ def test_packed_gradients_in_16_bits_are_as_close_as_padded_ones(
 
 
 def test_a_step_on_cuda_waits_for_it_twice() -> None:
-    trainer, batch = (
-        make_trainer(make_tiny_model().cuda(), micro_batch_tokens=30),
-        make_batch(repeats=4),
-    )
+    trainer = make_trainer(make_tiny_model().cuda(), micro_batch_tokens=30)
+    batch = make_batch(repeats=4)
     trainer.train_step(batch)  # load the kernels
     torch.cuda.set_sync_debug_mode("warn")
     try:
@@ -201,7 +201,8 @@ def test_each_stream_that_reads_a_part_waits_for_its_copy() -> None:
     source = iter(
         _Kept([(flat.pin_memory(), part) for flat, part in in_parts(expected.items(), None)])
     )
-    streams, got = [torch.cuda.Stream() for _ in range(2)], list[Any]()
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    got = list[Any]()
     for turn in range(len(expected)):
         with torch.cuda.stream(streams[turn % 2]):
             if turn == 0:
@@ -215,10 +216,11 @@ def test_each_stream_that_reads_a_part_waits_for_its_copy() -> None:
 
 def test_a_weight_on_its_way_to_the_host_is_converted_by_the_gpu() -> None:
     weight = torch.randn(1000, 300, device="cuda").T
-    on_its_way, kept = staged(weight, torch.bfloat16), on_host(weight, torch.bfloat16)
-    assert on_its_way.is_pinned() and not kept.is_pinned()
+    on_its_way = staged(weight, torch.bfloat16)
+    converted_there = on_host(weight, torch.bfloat16)
+    assert on_its_way.is_pinned() and not converted_there.is_pinned()
     assert torch.equal(on_its_way, weight.bfloat16().cpu())
-    assert torch.equal(kept, on_its_way) and kept.is_contiguous()
+    assert torch.equal(converted_there, on_its_way) and converted_there.is_contiguous()
 
 
 def received(infos: Sequence[dict[str, Any]], path: Path) -> None:
@@ -255,7 +257,8 @@ def test_another_process_reads_the_weights_through_cuda_ipc(tmp_path: Path) -> N
 
 
 def test_the_memory_of_a_version_that_nobody_read_is_given_back() -> None:
-    model, sender = make_tiny_model().cuda(), IpcSender(torch.bfloat16, "127.0.0.1")
+    model = make_tiny_model().cuda()
+    sender = IpcSender(torch.bfloat16, "127.0.0.1")
     before = torch.cuda.memory_allocated()
     for version in range(3):
         sender.pack(named_weights(model), version)

@@ -99,11 +99,11 @@ def play(options: Options, folder: Path, data: Path) -> list[str]:
 
     def one(name: str, first: int, *more: str) -> list[str]:
         config = compose_config(*common, *texts, *more)
-        made = build(config, folder / name, asynchronous=asynchronous)
+        training_run = build(config, folder / name, asynchronous=asynchronous)
         try:
-            made.fit()
+            training_run.fit()
         finally:
-            made.close()
+            training_run.close()
         return list(
             problems_of(folder / name, config, STEPS, first, staleness_bound(config, asynchronous))
         )
@@ -139,21 +139,24 @@ def main() -> int:
     parser.add_argument("--local", action="store_true")
     parser.add_argument("--only", type=int, nargs="*")
     parser.add_argument("--folder", type=Path)
-    asked = parser.parse_args()
-    folder: Path = asked.folder or Path(tempfile.mkdtemp(prefix="pairs-"))
+    arguments = parser.parse_args()
+    folder: Path = arguments.folder or Path(tempfile.mkdtemp(prefix="pairs-"))
     data = folder / "data"
     data.mkdir(parents=True, exist_ok=True)
     write_data(data)
-    runs = covering_array(asked.seed)
-    numbers = asked.only or [
-        number for number, run in enumerate(runs) if is_local(run) or not asked.local
+    runs = covering_array(arguments.seed)
+    numbers = arguments.only or [
+        number for number, run in enumerate(runs) if is_local(run) or not arguments.local
     ]
-    numbers = numbers[: asked.first]
+    numbers = numbers[: arguments.first]
     if not all(is_local(runs[number]) for number in numbers):
         forks.start()
-    covered, wrong, start = set[frozenset[tuple[str, str]]](), 0, time.monotonic()
+    covered = set[frozenset[tuple[str, str]]]()
+    wrong = 0
+    start = time.monotonic()
     for number in numbers:
-        own, began = folder / f"{number:03d}", time.monotonic()
+        own = folder / f"{number:03d}"
+        began = time.monotonic()
         own.mkdir(exist_ok=True)
         process = multiprocessing.get_context("fork").Process(
             target=_in_process, args=(runs[number], own, data)

@@ -264,7 +264,8 @@ def _named(text: str) -> tuple[str, set[str]]:
 
 
 def _excluded_pairs() -> set[frozenset[tuple[str, str]]]:
-    pairs, first = set(), ""
+    pairs = set()
+    first = ""
     for line in _EXCLUDED.strip().splitlines():
         words = line.split()
         first = words.pop(0) if not line.startswith(" ") else first
@@ -292,12 +293,14 @@ def all_pairs() -> set[frozenset[tuple[str, str]]]:
 
 def covering_array(seed: int, tries: int = 30) -> list[Options]:
     """Return runs in which every pair of options occurs; the first runs cover the most new pairs."""
-    rng, missing, runs = random.Random(seed), all_pairs(), []
+    rng = random.Random(seed)
+    missing = all_pairs()
+    runs = []
     while missing:
-        made = [run for _ in range(tries) if (run := _run(rng, missing)) is not None]
-        if not made:
+        candidates = [run for _ in range(tries) if (run := _run(rng, missing)) is not None]
+        if not candidates:
             break
-        runs.append(max(made, key=lambda run: len(pairs_of(run) & missing)))
+        runs.append(max(candidates, key=lambda run: len(pairs_of(run) & missing)))
         missing -= pairs_of(runs[-1])
     assert not missing, f"no run can have {sorted(map(sorted, missing))}"
     return runs
@@ -317,7 +320,8 @@ def _run(rng: random.Random, missing: set[frozenset[tuple[str, str]]]) -> Option
                 choices[name] = len(pairs & missing)
         if not choices:
             return None
-        best, default = max(choices.values()), next(iter(FACTORS[factor]))
+        best = max(choices.values())
+        default = next(iter(FACTORS[factor]))
         cheap = factor in _OF_PROCESSES and choices.get(default, 0) >= best - 1
         run[factor] = default if cheap else max(choices, key=choices.__getitem__)
     return run
@@ -336,7 +340,8 @@ def overrides_of(options: Options, data: str, server: str) -> list[str]:
     """Return the command-line overrides of a run."""
     values = {factor: list(FACTORS[factor][name]) for factor, name in options.items()}
     reward, *combination = values.pop("reward")
-    algo, preset_in_reward = options["algo"], options["algo"] in ("rloo", "reinforce_pp")
+    algo = options["algo"]
+    preset_in_reward = options["algo"] in ("rloo", "reinforce_pp")
     texts = [*values.pop("algo"), *(text for own in values.values() for text in own), *combination]
     if algo == "distill":
         texts = [text for text in texts if not text.startswith("policy.teacher_coef")]

@@ -51,9 +51,13 @@ def failing(response: str, prompt: str, answer: Any = None) -> float:
 def of_trl(
     prompts: Sequence[Any], completions: Sequence[Any], answer: Any = None, **_: Any
 ) -> list[float]:
-    texts = [one if isinstance(one, str) else one[-1]["content"] for one in completions]
+    texts = [
+        completion if isinstance(completion, str) else completion[-1]["content"]
+        for completion in completions
+    ]
     return [
-        right(text, one) for text, one in zip(texts, answer or [None] * len(texts), strict=True)
+        right(text, completion)
+        for text, completion in zip(texts, answer or [None] * len(texts), strict=True)
     ]
 
 

@@ -42,9 +42,9 @@ def problems_of(
     if numbers != list(range(first, steps + 1)):
         yield f"rows of steps {numbers}"
     trainer = state_of(checkpoints_in(folder / "checkpoints")[0])["trainer"]
-    made = trainer["optim_steps"] + trainer["skipped_steps"]
-    if made != config.optim_steps_per_batch * steps:
-        yield f"{made} optimizer steps"
+    step_count = trainer["optim_steps"] + trainer["skipped_steps"]
+    if step_count != config.optim_steps_per_batch * steps:
+        yield f"{step_count} optimizer steps"
     groups = set[int]()
     for row in rows:
         own = [sample for sample in samples if sample["step"] == row["step"]]
@@ -87,30 +87,33 @@ def _of_step(
     skipped = (row.get("train/skipped_steps") or 0) > 0
     if nulls and not skipped:
         yield f"{nulls} are null"
-    yield from _of_tests(row, [one for one in samples if one["split"] == "test"], config)
+    yield from _of_tests(row, [sample for sample in samples if sample["split"] == "test"], config)
     if "rollout/sequences" not in row:
         return
-    train = [one for one in samples if one["split"] == "train"]
+    train = [sample for sample in samples if sample["split"] == "train"]
     if row["rollout/sequences"] != config.dialog_turns_per_batch:
         yield f"{row['rollout/sequences']} sequences"
     if len(train) != row.get("rollout/samples", row["rollout/sequences"]):
         yield f"{len(train)} rows of samples"
-    if sum(one["length"] for one in train) != row["rollout/tokens"]:
+    if sum(sample["length"] for sample in train) != row["rollout/tokens"]:
         yield "the tokens of the samples are not those of the batch"
     by_group = defaultdict(list)
-    for one in train:
-        by_group[one["group"]].append(one)
+    for sample in train:
+        by_group[sample["group"]].append(sample)
     if again := seen & by_group.keys():
         yield f"groups {sorted(again)} were trained before"
     seen |= by_group.keys()
-    for one in train:
-        if one["staleness"] > bound or one["version"] + one["staleness"] != row["step"] - 1:
-            yield f"staleness {one['staleness']} of version {one['version']}"
+    for sample in train:
+        if (
+            sample["staleness"] > bound
+            or sample["version"] + sample["staleness"] != row["step"] - 1
+        ):
+            yield f"staleness {sample['staleness']} of version {sample['version']}"
             break
     parts = [value for name, value in row.items() if name.startswith("train/loss_")]
     if not skipped and not _close(sum(parts), row["train/loss"]):
         yield f"the loss {row['train/loss']} is not the sum of its parts {parts}"
-    if config.policy.demonstrations or any("sample" in one for one in train):
+    if config.policy.demonstrations or any("sample" in sample for sample in train):
         return
     if sizes := {len(group) for group in by_group.values()} - {config.env.repeats}:
         yield f"groups of {sizes}"
@@ -138,26 +141,26 @@ def _of_tests(row: Row, samples: Sequence[Row], config: GRPOConfig) -> Iterator[
     further = [entry.name for entry in config.evaluation.datasets or []]
     for suffix, names in (("", None), *((f"/{name}", name) for name in further)):
         own = [
-            one
-            for one in samples
-            if (one.get("dataset") == names if names else one.get("dataset") not in further)
+            sample
+            for sample in samples
+            if (sample.get("dataset") == names if names else sample.get("dataset") not in further)
         ]
-        valid = [one["correct"] for one in own if one["valid"]]
+        valid = [sample["correct"] for sample in own if sample["valid"]]
         measured = row.get(f"eval/pass@1{suffix}")
-        counted = valid and not any("sample" in one for one in own)
+        counted = valid and not any("sample" in sample for sample in own)
         if counted and not _close(measured, fmean(valid)):
             yield f"eval/pass@1{suffix} is {measured}, of the samples {fmean(valid)}"
 
 
 def _of_rewards(row: Row, train: Sequence[Row]) -> Iterator[str]:
-    valid = [one for one in train if one["valid"]]
+    valid = [sample for sample in train if sample["valid"]]
     expected = {
         "invalid": len(train) - len(valid),
-        "truncated": fmean(one["finish_reason"] == "length" for one in train),
+        "truncated": fmean(sample["finish_reason"] == "length" for sample in train),
     }
     if valid:
-        expected |= {"reward_mean": fmean(one["reward"] for one in valid)}
-        expected |= {"accuracy": fmean(one["correct"] for one in valid)}
+        expected |= {"reward_mean": fmean(sample["reward"] for sample in valid)}
+        expected |= {"accuracy": fmean(sample["correct"] for sample in valid)}
     for name, value in expected.items():
         if not _close(row[f"rollout/{name}"], value):
             yield f"rollout/{name} is {row[f'rollout/{name}']}, of the samples {value}"

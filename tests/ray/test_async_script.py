@@ -33,11 +33,11 @@ DEVICES = [f"{role}.num_devices=2" for role in ("train_model", "inference_model"
 
 
 def run(folder: Path, *overrides: str, asynchronous: bool) -> list[dict[str, Any]]:
-    made = build(compose_config(*SMALL, *overrides), folder, asynchronous=asynchronous)
+    training_run = build(compose_config(*SMALL, *overrides), folder, asynchronous=asynchronous)
     try:
-        made.fit()
+        training_run.fit()
     finally:
-        made.close()
+        training_run.close()
     return rows_of(folder)
 
 
@@ -169,7 +169,9 @@ def test_a_killed_learner_ends_the_script_and_leaves_no_process(tmp_path: Path) 
     ) as running:  # fmt: skip
         running.wait(lambda: len(rows_of(tmp_path)) > 3)
         rank = [
-            one for one in running.family if one.is_running() and "LearnerActor" in one.cmdline()[0]
+            process
+            for process in running.family
+            if process.is_running() and "LearnerActor" in process.cmdline()[0]
         ][-1]
         rank.kill()
         running.wait(timeout_s=300)
@@ -189,7 +191,7 @@ def test_a_killed_learner_ends_the_script_and_leaves_no_process(tmp_path: Path) 
 
 
 @pytest.mark.nightly
-def test_a_killed_ray_ends_the_script_with_a_word(tmp_path: Path) -> None:
+def test_a_killed_raylet_ends_the_script_with_a_message(tmp_path: Path) -> None:
     """Without the watch, the script ended with Ray's own text after 13 to 61 s, and without a
     command to resume.
     """
@@ -198,17 +200,19 @@ def test_a_killed_ray_ends_the_script_with_a_word(tmp_path: Path) -> None:
         "train.checkpoint_frequency=1",
     ) as running:  # fmt: skip
         running.wait(lambda: len(rows_of(tmp_path)) > 3)
-        [process] = [one for one in running.family if one.is_running() and one.name() == "raylet"]
+        [process] = [
+            member for member in running.family if member.is_running() and member.name() == "raylet"
+        ]
         start = time.monotonic()
         process.kill()
         running.wait(timeout_s=120)
         seconds = time.monotonic() - start
     assert running.process.returncode == 1, running.printed()
     what = rf"Ray's raylet \(process {process.pid}\) has ended, and the run with it"
-    found = re.search(
+    match = re.search(
         rf"^error: {what}: continue with train\.resume=(\S+)\.$", running.printed(), re.M
     )
-    assert found and Path(found[1]).exists(), running.printed()
+    assert match and Path(match[1]).exists(), running.printed()
     assert seconds < 60
     assert "Traceback" not in running.printed()
     assert running.left() == []
@@ -294,6 +298,6 @@ def test_without_ray_the_message_says_what_to_install(
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     assert run_here(ASYNC, "--config-name", "grpo_arithmetic") == 2
-    shown = capfd.readouterr().err
-    assert 'ray is not installed: pip install "torchrl_grpo[ray]"' in shown
-    assert "Traceback" not in shown
+    stderr = capfd.readouterr().err
+    assert 'ray is not installed: pip install "torchrl_grpo[ray]"' in stderr
+    assert "Traceback" not in stderr

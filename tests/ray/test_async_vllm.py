@@ -53,25 +53,25 @@ def test_a_killed_vllm_sampler_comes_back_and_loses_no_group(
         "policy.kl_coef=0", f"train.total_dialog_turns={16 * steps}", "evaluation.num_prompts=0",
         "env.max_prompt_tokens=64", "optimizer.lr=1e-4",
     )  # fmt: skip
-    made = build(config, tmp_path, asynchronous=True)
+    training_run = build(config, tmp_path, asynchronous=True)
     trained = list[int]()
-    real = made.learner.train_groups
+    real = training_run.learner.train_groups
 
     def train(*groups: Any) -> dict[str, float]:
-        if made.learner.version in (2, 5):
-            sampler = psutil.Process(made.source.pids()["sampler 0"])
+        if training_run.learner.version in (2, 5):
+            sampler = psutil.Process(training_run.source.pids()["sampler 0"])
             [engine] = [p for p in sampler.children() if "EngineCore" in p.name()]
-            (sampler if made.learner.version == 2 else engine).kill()
+            (sampler if training_run.learner.version == 2 else engine).kill()
         trained.extend(group[0]["group_id"].item() for group in ray.get(list(groups)))
         return real(*groups)
 
-    made.learner.train_groups = train  # type: ignore[method-assign]
+    training_run.learner.train_groups = train  # type: ignore[method-assign]
     try:
         family = worker_processes()
-        made.fit()
+        training_run.fit()
         family += worker_processes()
     finally:
-        made.close()
+        training_run.close()
     rows = rows_of(tmp_path)
     assert sorted(trained) == list(range(4 * steps))
     assert rows[-1]["workers/restarts_rollout"] == 2

@@ -43,7 +43,8 @@ def test_a_cluster_has_a_place_for_each_process_and_leaves_nothing(
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("RAY_ADDRESS", "192.0.2.1:6379")  # a cluster that was already there
     monkeypatch.delenv(forks.ADDRESS, raising=False)
-    before, previous = set(below()), signal.signal(signal.SIGTERM, lambda *_: ended())
+    before = set(below())
+    previous = signal.signal(signal.SIGTERM, lambda *_: ended())
     handler = signal.getsignal(signal.SIGTERM)
     cluster = start()
     try:
@@ -85,7 +86,9 @@ def test_a_cluster_has_a_place_for_each_process_and_leaves_nothing(
 def test_two_runs_have_a_cluster_each_also_where_ray_starts_slowly(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    addresses, init, tries = set(), ray.init, []
+    addresses = set()
+    init = ray.init
+    tries = []
 
     def slow_once(**options: Any) -> Any:
         tries.append(options)
@@ -234,7 +237,7 @@ with orderly_exit():
 """
 
 
-def test_a_run_that_is_told_to_end_leaves_no_process_and_folder() -> None:
+def test_a_terminated_run_leaves_no_process_and_no_folder() -> None:
     """The signal goes to the script alone. ``test_async_script`` tests Ctrl-C, which all processes
     receive.
     """
@@ -251,7 +254,9 @@ def test_a_run_that_is_told_to_end_leaves_no_process_and_folder() -> None:
         pids = below(driver.pid)
         assert [path.name[:4] for path in folder.glob("ray*")] == ["ray-"]
         # Two workers with a process each, and Ray's own processes, of which Python 3.13 has fewer.
-        lines = [command_line(one) for one in psutil.Process(driver.pid).children(recursive=True)]
+        lines = [
+            command_line(child) for child in psutil.Process(driver.pid).children(recursive=True)
+        ]
         assert len([line for line in lines if line not in ("", forks.SERVER)]) >= 6
         driver.terminate()
         assert driver.wait(300) == 143
@@ -275,7 +280,7 @@ with orderly_exit():
 """
 
 
-def test_a_killed_store_of_ray_ends_a_watched_script_with_a_word() -> None:
+def test_a_killed_object_store_ends_a_watched_script_with_a_message() -> None:
     """test_async_script.py kills the run itself and the raylet."""
     with forks.Popen(
         [sys.executable, "-c", WATCHED], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

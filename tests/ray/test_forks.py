@@ -59,9 +59,9 @@ def test_an_error_is_a_traceback_and_a_kill_is_seen() -> None:
         with forks.Popen(
             [sys.executable, "-c", code], stderr=subprocess.PIPE, text=True
         ) as process:
-            _, said = process.communicate(timeout=60)
+            _, stderr = process.communicate(timeout=60)
         assert process.returncode == status
-        assert ("ZeroDivisionError" in said) == (status == 1)
+        assert ("ZeroDivisionError" in stderr) == (status == 1)
 
 
 def test_its_own_processes_are_its_children(tmp_path: Path) -> None:

@@ -82,9 +82,9 @@ def test_a_job_on_two_nodes_trains_over_ray_symmetric_run(folder: Path) -> None:
 def cluster(folder: Path, env: dict[str, str]) -> Iterator[tuple[str, int]]:
     """Yield the job address and the process of a cluster with its own ports and folder."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(4)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
+    ports = [sock.getsockname()[1] for sock in sockets]
+    for sock in sockets:
+        sock.close()
     names = ("port", "ray-client-server-port", "dashboard-agent-listen-port", "dashboard-port")
     own = [f"--{name}={port}" for name, port in zip(names, ports, strict=True)]
     size = [

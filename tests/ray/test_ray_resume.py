@@ -58,11 +58,13 @@ def test_a_run_moves_from_one_process_to_several_ranks_and_back(
         differences(state_of(at(tmp_path / "again", 6)), state_of(at(tmp_path / "ranks", 6))) == []
     )
     main([str(at(tmp_path / "ranks", 6))])
-    made, model = (
+    training_run, model = (
         tmp_path / "ranks" / "checkpoints" / name for name in ("checkpoint_000006_model", "model")
     )
-    assert {path.name for path in made.iterdir()} == {path.name for path in model.iterdir()}
-    assert (made / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
+    assert {path.name for path in training_run.iterdir()} == {path.name for path in model.iterdir()}
+    assert (training_run / "model.safetensors").read_bytes() == (
+        model / "model.safetensors"
+    ).read_bytes()
     back = run(tmp_path / "back", *LORA, steps(6), f"train.resume={at(tmp_path / 'ranks', 4)}")
     for got in (ranks[1:], back[1:]):
         for row, numbers_there in zip(numbers(got, 4), expected[-len(got) :], strict=True):
@@ -127,30 +129,31 @@ def train(
     trained: list[int] = []
     fixed = ["policy.kl_coef=0", "inference_model.exact=true"]
     fixed += ["train.max_staleness=2"] if asynchronous else []
-    made = build(
+    training_run = build(
         compose_config(*SMALL, steps(10), *fixed, *overrides), folder, asynchronous=asynchronous
     )
-    real = made.learner.train_groups
+    real = training_run.learner.train_groups
 
     def train_groups(*groups: Any) -> dict[str, float]:
-        if made.learner.version == stop_at:
+        if training_run.learner.version == stop_at:
             raise KeyboardInterrupt
         while (
             stop_at is not None
-            and made.source.state_dict()["drawing"]["next_group"] < 4 * made.learner.version + 12
+            and training_run.source.state_dict()["drawing"]["next_group"]
+            < 4 * training_run.learner.version + 12
         ):
             time.sleep(0.05)  # until as many groups are drawn ahead as the staleness bound allows
         held = ray.get(list(groups)) if asynchronous else groups
         trained.extend(group[0]["group_id"].item() for group in held)
         return real(*groups)
 
-    made.learner.train_groups = train_groups  # type: ignore[method-assign]
+    training_run.learner.train_groups = train_groups  # type: ignore[method-assign]
     try:
-        made.fit()
+        training_run.fit()
     except KeyboardInterrupt:
         assert stop_at is not None
     finally:
-        made.close()
+        training_run.close()
     return trained
 
 

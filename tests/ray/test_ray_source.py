@@ -159,7 +159,7 @@ def ray_cluster() -> Iterator[cluster.Cluster]:
 def source_of(
     ray_cluster: cluster.Cluster, tokenizer: PreTrainedTokenizerFast
 ) -> Iterator[Callable[..., Rollouts]]:
-    made: list[Rollouts] = []
+    sources: list[Rollouts] = []
 
     def make(
         *,
@@ -202,7 +202,7 @@ def source_of(
             ],
             **settings,
         )
-        made.append(source)
+        sources.append(source)
         if state is not None:
             source.load_state_dict(state)
         source.start()
@@ -210,7 +210,7 @@ def source_of(
         return source
 
     yield make
-    for source in made:
+    for source in sources:
         source.close()
 
 
@@ -437,10 +437,10 @@ class Refusing(CountingEngine):
     """Refuse the weights of one version."""
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        given = dict(weights)
-        if "refused" in given:
+        received = dict(weights)
+        if "refused" in received:
             raise TransferRefusedError("no such link")
-        super().update_weights(given.items(), version)
+        super().update_weights(received.items(), version)
 
 
 def refused_weights(version: int) -> Any:
@@ -546,7 +546,8 @@ def test_engines_sleep_in_the_learners_turn_and_none_starts_then(
     source_of: Callable[..., Rollouts], tmp_path: Path
 ) -> None:
     """Engines are killed before the learner's turn and during it."""
-    steps, calls = 4, tmp_path / "calls.txt"
+    steps = 4
+    calls = tmp_path / "calls.txt"
     source = source_of(
         samplers=3, total_groups=steps * BATCH, max_staleness=0, pause_s=0.1, turns=True,
         engine=partial(sleeper, tmp_path),
@@ -916,7 +917,7 @@ def test_a_unit_that_every_reference_actor_dies_of_ends_the_run(
 
 
 @pytest.mark.parametrize(
-    ("full", "said"),
+    ("full", "message"),
     [
         (
             {"engine": FullEngine},
@@ -929,11 +930,11 @@ def test_a_unit_that_every_reference_actor_dies_of_ends_the_run(
     ],
 )
 def test_an_actor_without_memory_ends_the_run_with_what_would_save_some(
-    source_of: Callable[..., Rollouts], full: dict[str, Any], said: str
+    source_of: Callable[..., Rollouts], full: dict[str, Any], message: str
 ) -> None:
     source = source_of(total_groups=BATCH, **full)
     source.publish(weights_of(0), 0)
-    with pytest.raises(MemoryShortError, match=said) as raised:
+    with pytest.raises(MemoryShortError, match=message) as raised:
         source.next_batch()
     assert "\n" not in str(raised.value)
     assert not any(worker.restarts for worker in (*source.samplers, *source.references))
@@ -984,24 +985,24 @@ class Answer:
 def test_time_with_nothing_to_do_does_not_count_as_dead() -> None:
     """Otherwise a second loss after a long pause would count the pause as downtime."""
 
-    async def lose_it(worker: RayWorker, asked: bool) -> None:
+    async def lose_it(worker: RayWorker, was_called: bool) -> None:
         worker.actor, worker.ready = SimpleNamespace(call=Answer()), True
         worker._lost = asyncio.get_running_loop().create_future()
-        if asked:
+        if was_called:
             question = asyncio.create_task(worker.call("load weights", "update"))
             await asyncio.sleep(0.01)
         worker.lose(RuntimeError("gone"))
-        if asked:
+        if was_called:
             with pytest.raises(ActorLostError, match="gone"):
                 await question
 
     worker = on_ray("sampler 0", lambda: None, 60.0)
     worker.kill = lambda: setattr(worker, "actor", None)  # type: ignore[method-assign]
-    asyncio.run(lose_it(worker, asked=False))
+    asyncio.run(lose_it(worker, was_called=False))
     first = worker.alive_at
-    asyncio.run(lose_it(worker, asked=True))
+    asyncio.run(lose_it(worker, was_called=True))
     assert worker.alive_at == first
-    asyncio.run(lose_it(worker, asked=False))
+    asyncio.run(lose_it(worker, was_called=False))
     assert worker.alive_at > first
 
 

@@ -24,7 +24,7 @@ ray = pytest.importorskip("ray")
 pytest.importorskip("httpx")
 
 
-def test_each_group_is_trained_once_whatever_becomes_of_the_servers(tmp_path: Path) -> None:
+def test_each_group_is_trained_once_whatever_happens_to_the_servers(tmp_path: Path) -> None:
     first, second = (SGLangStub(str(starter_path())) for _ in range(2))
 
     def update_by_others() -> None:
@@ -45,24 +45,24 @@ def test_each_group_is_trained_once_whatever_becomes_of_the_servers(tmp_path: Pa
         f"inference_model.address=[{first.address},{second.address}]",
         "train.max_staleness=2",
     )
-    made = build(config, tmp_path, asynchronous=True)
+    training_run = build(config, tmp_path, asynchronous=True)
     trained: list[int] = []
     sampled: list[Any] = []
-    real = made.learner.train_groups
+    real = training_run.learner.train_groups
 
     def train_groups(*groups: Any) -> dict[str, float]:
         for group in ray.get(list(groups)):
             trained.append(group[0]["group_id"].item())
             sampled.extend(group.unbind(0))
         metrics = real(*groups)
-        happens.pop(made.learner.version, lambda: None)()
+        happens.pop(training_run.learner.version, lambda: None)()
         return metrics
 
-    made.learner.train_groups = train_groups  # type: ignore[method-assign]
+    training_run.learner.train_groups = train_groups  # type: ignore[method-assign]
     try:
-        made.fit()
+        training_run.fit()
     finally:
-        made.close()
+        training_run.close()
     rows = [row for row in read_jsonl(tmp_path / "metrics.jsonl") if "train/loss" in row]
     assert sorted(trained) == list(range(9 * config.groups_per_batch))
     assert not happens and rows[-1]["workers/restarts_rollout"] >= 3
@@ -72,16 +72,16 @@ def test_each_group_is_trained_once_whatever_becomes_of_the_servers(tmp_path: Pa
         server.stop()
 
 
-def _check_log_probs(sampled: Sequence[Any], given: Mapping[int, Mapping[str, Any]]) -> None:
+def _check_log_probs(sampled: Sequence[Any], weights: Mapping[int, Mapping[str, Any]]) -> None:
     """Check each response against the weights of its stated version, most of which are not the
     first.
     """
-    stated = [int(one["policy_version"]) for one in sampled]
+    stated = [int(sequence["policy_version"]) for sequence in sampled]
     assert len(set(stated)) >= 4
     for version in set(stated):
         model = AutoModelForCausalLM.from_pretrained(starter_path()).float().eval()
-        model.load_state_dict(given.get(version, {}), strict=False)
-        rows = [one for one, its in zip(sampled, stated, strict=True) if its == version]
+        model.load_state_dict(weights.get(version, {}), strict=False)
+        rows = [sequence for sequence, its in zip(sampled, stated, strict=True) if its == version]
         tokens = [row["tokens", "full"] for row in rows]
         starts = [row["tokens", "prompt"].numel() for row in rows]
         wanted = response_log_probs(model)(tokens, starts)

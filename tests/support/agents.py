@@ -47,18 +47,19 @@ def played(
         timeout_s: time limit of each turn.
         episode: key of the episode.
     """
-    dialog, asked = Dialog(problem, [], last=False, episode=episode), list[Turn]()
+    dialog = Dialog(problem, [], last=False, episode=episode)
+    turns_taken = list[Turn]()
     while True:
         turn = task.advance([dialog], timeout_s)[0]
         if isinstance(turn, Exception) or turn.score is not None:
             task.close(episode)
-            return asked, turn
-        asked.append(turn)
-        said = say(turn)
+            return turns_taken, turn
+        turns_taken.append(turn)
+        reply = say(turn)
         new = (
-            said
-            if isinstance(said, Dialog)
-            else Dialog(problem, [said], tokens=list(range(len(said))), raw=said)
+            reply
+            if isinstance(reply, Dialog)
+            else Dialog(problem, [reply], tokens=list(range(len(reply))), raw=reply)
         )
         responses: Sequence[str] = [*dialog.responses, *new.responses]
         dialog = replace(new, responses=responses, last=len(responses) >= turns, episode=episode)

@@ -42,7 +42,8 @@ def make_rows() -> list[TensorDictBase]:
 
 def make_transform(kind: str) -> Transform:
     """Return the transform that the buffer's process builds."""
-    advantage, scoring = GroupAdvantage(2, std="none"), KLScoring(TokenScorer(make_tiny_model()))
+    advantage = GroupAdvantage(2, std="none")
+    scoring = KLScoring(TokenScorer(make_tiny_model()))
     # On writing, a Compose applies its transforms from last to first.
     orders = {"advantage": advantage, "scored first": Compose(advantage, scoring)}
     return (orders | {"scored last": Compose(scoring, advantage)})[kind]
@@ -84,12 +85,14 @@ def fill_and_sample(buffer: ReplayBuffer, scored: bool) -> None:
     """Extend a buffer piece by piece: a group is written when its last member arrives, and not
     before.
     """
-    rows, sizes = make_rows(), []
+    rows = make_rows()
+    sizes = []
     for piece in PIECES:
         buffer.extend(lazy_stack(rows[piece]))
         sizes.append(len(buffer))
     assert sizes == [0, 4, 8]
-    expected, stored = expected_rows(scored), by_length(buffer[:])
+    expected = expected_rows(scored)
+    stored = by_length(buffer[:])
     assert [row[keys.GROUP_ID].item() for row in stored.values()] == [0, 0, 2, 2, 1, 1, 3, 3]
     samples = [buffer.sample() for _ in range(2)]
     assert sorted(length for sample in samples for length in by_length(sample)) == sorted(expected)

@@ -232,7 +232,8 @@ def _backend(family: Family) -> Tokenizer:
             [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
         )
         backend.decoder = decoders.ByteLevel()
-        first, alphabet = [], pre_tokenizers.ByteLevel.alphabet()
+        first = []
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
     else:
         spaces = normalizers.Replace(" ", "\u2581")
         prefix = [normalizers.Prepend("\u2581")] if family.kind == "pieces" else []

@@ -47,8 +47,8 @@ class Block(NamedTuple):
 def blocks(page: str) -> list[Block]:
     text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
     return [
-        Block(*found)
-        for found in re.findall(r'^```(\w*)(?: title="([^"]+)")?\n(.*?)^```$', text, re.M | re.S)
+        Block(*match)
+        for match in re.findall(r'^```(\w*)(?: title="([^"]+)")?\n(.*?)^```$', text, re.M | re.S)
     ]
 
 
@@ -93,12 +93,12 @@ def script_lines() -> list[tuple[str, str, list[str]]]:
         if file.suffix == ".ipynb":
             text = "\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"])
         text = re.sub(r"\\+\n[#\s]*", " ", text).replace("{sys.executable}", "python")
-        found = re.findall(r"(?:python|\$\(PY\)) sota/grpo/(grpo(?:-async)?)\.py([^`\n]*)", text)
-        found += re.findall(r"^(grpo(?:-async)?)((?: [-a-z_'\"].*)?)$", text, re.MULTILINE)
+        matches = re.findall(r"(?:python|\$\(PY\)) sota/grpo/(grpo(?:-async)?)\.py([^`\n]*)", text)
+        matches += re.findall(r"^(grpo(?:-async)?)((?: [-a-z_'\"].*)?)$", text, re.MULTILINE)
         if file.name == "README.md":  # a row of its tables is added to a command line
             rows = re.findall(r"^\|[^|]*\| `([^`|]*)`", text, re.MULTILINE)
-            found += [("grpo", row) for row in rows if re.match(r"--|'?[a-z_.]+=", row)]
-        for script, rest in found:
+            matches += [("grpo", row) for row in rows if re.match(r"--|'?[a-z_.]+=", row)]
+        for script, rest in matches:
             for pattern, instead in _PLACEHOLDERS:
                 rest = re.sub(pattern, instead, rest)
             lines.append(

@@ -213,7 +213,8 @@ def with_adapters(name: str) -> float:
 
 def with_checkpointing(name: str) -> float:
     """Return the distance of the scorer if layers are recomputed in the backward pass."""
-    model, sequences = make_family(name), random_sequences()
+    model = make_family(name)
+    sequences = random_sequences()
     expected = own_log_probs(model, sequences)
     enable_gradient_checkpointing(model)
     return distance(scored(model, sequences), expected)
@@ -238,13 +239,13 @@ def in_vllm(name: str) -> float:
         make_family(name).save_pretrained(folder)
         engine = VLLMEngine(folder, max_model_len=CONTEXT, enforce_eager=True, kv_cache_gib=0.25)
     with engine:
-        found = []
+        distances = []
         for version, model in enumerate(
             (make_family(name, seed=1), make_adapters(make_family(name))), start=1
         ):
             engine.update_weights(named_weights(model), version)
-            found.append(engine_distance(engine, model))
-        return max(found)
+            distances.append(engine_distance(engine, model))
+        return max(distances)
 
 
 MEASURES: dict[str, Callable[[str], float]] = {

@@ -45,7 +45,9 @@ ADDRESS = "TORCHRL_GRPO_TEST_FORKS"
 """Environment variable with the server's address; without it a Ray starts new interpreters, see ``ray_worker.py``."""
 WITH_VLLM = "TORCHRL_GRPO_TEST_WITH_VLLM"
 """Environment variable: what is started, and workers of a Ray, have imported vLLM too."""
-_MOST_BYTES, _MOST_FILES, _LONGEST_START_S = 2**20, 64, 120
+_MOST_BYTES = 2**20
+_MOST_FILES = 64
+_LONGEST_START_S = 120
 _OUT_OF_THE_WAY = 512  # requests never use this file descriptor or a higher one
 _FIRST = "TORCHRL_GRPO_TEST_FIRST"
 """The environment variable that comes first. It stays in its place, before which Ray looks for the command line."""
@@ -94,9 +96,9 @@ class Popen(subprocess.Popen[str]):
         files = {target: target if file == -1 else file for target, file in wanted} | {
             file: file for file in pass_fds
         }
-        arguments = [os.fspath(one) for one in args[1:]]
+        arguments = [os.fspath(argument) for argument in args[1:]]
         env = os.environ if env is None else env
-        vllm = WITH_VLLM in env or any(one.endswith("=vllm") for one in arguments)
+        vllm = WITH_VLLM in env or any(argument.endswith("=vllm") for argument in arguments)
         self.pid = _fork(arguments, env, cwd, files, start_new_session, vllm)
         self._child_created = True
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
@@ -181,7 +183,7 @@ def _patch() -> None:
         if _own is None or _own[0] != os.getpid() or "--multiprocessing-fork" not in args:
             return real(path, args, passfds)
         files = {file: file for file in (0, 1, 2, *passfds)}
-        arguments = [os.fsdecode(one) for one in args[1:]]
+        arguments = [os.fsdecode(argument) for argument in args[1:]]
         return _fork(arguments, os.environ, None, files, False, bool(sys.modules.get("vllm")))
 
     def start_with_forks(folder: str) -> None:
@@ -292,10 +294,10 @@ def _be_new(request: dict[str, Any], files: list[int]) -> None:
         os.setsid()
     elif request.get("group"):
         os.setpgid(0, 0)
-    kept = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, _OUT_OF_THE_WAY) for file in files]
+    duplicates = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, _OUT_OF_THE_WAY) for file in files]
     for file in files:
         os.close(file)
-    for file, target in zip(kept, request["files"], strict=True):
+    for file, target in zip(duplicates, request["files"], strict=True):
         os.dup2(file, target)
         os.close(file)
     for name in os.environ.keys() - {_FIRST}:
@@ -308,7 +310,8 @@ def _be_new(request: dict[str, Any], files: list[int]) -> None:
         }
     )
     os.chdir(request["cwd"])
-    own, address = os.getpid(), _new_address()
+    own = os.getpid()
+    address = _new_address()
     if os.fork() == 0:
         for target in request["files"]:
             if target > 2:

@@ -14,7 +14,8 @@ def go_on_guarded() -> None:
 
     This process waits and exits with the grandchild's status. It must not have threads yet.
     """
-    pid, group = os.getpid(), os.getpgrp()
+    pid = os.getpid()
+    group = os.getpgrp()
     if guard := os.fork():
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the grandchild
         status = os.waitstatus_to_exitcode(os.waitpid(guard, 0)[1])

@@ -26,12 +26,12 @@ class Hub:
 
     def answer(self, path: str, body: bytes) -> dict[str, Any]:
         if path == "/api/repos/create":
-            asked = json.loads(body)
-            name = "/".join(filter(None, (asked.get("organization"), asked["name"])))
+            request = json.loads(body)
+            name = "/".join(filter(None, (request.get("organization"), request["name"])))
             self.models.setdefault(name, {})
             return {"url": f"{self.address}/{name}"}
-        if found := re.fullmatch(r"/api/models/(.+)/preupload/main", path):
-            names = [one["path"] for one in json.loads(body)["files"]]
+        if match := re.fullmatch(r"/api/models/(.+)/preupload/main", path):
+            names = [file["path"] for file in json.loads(body)["files"]]
             return {
                 "files": [
                     {
@@ -46,21 +46,21 @@ class Hub:
             return {
                 "transfer": "basic",
                 "objects": [
-                    {**one, "actions": {"upload": {"href": f"{self.address}/blobs/{one['oid']}"}}}
-                    for one in json.loads(body)["objects"]
+                    {**file, "actions": {"upload": {"href": f"{self.address}/blobs/{file['oid']}"}}}
+                    for file in json.loads(body)["objects"]
                 ],
             }
         if path.startswith("/blobs/"):
             self.blobs[path.removeprefix("/blobs/")] = body
-        if found := re.fullmatch(r"/api/models/(.+)/commit/main", path):
-            files = self.models[found[1]]
+        if match := re.fullmatch(r"/api/models/(.+)/commit/main", path):
+            files = self.models[match[1]]
             for line in map(json.loads, body.splitlines()):
                 value = line["value"]
                 if line["key"] == "file":
                     files[value["path"]] = base64.b64decode(value["content"])
                 elif line["key"] == "lfsFile":
                     files[value["path"]] = self.blobs[value["oid"]]
-            return {"commitUrl": f"{self.address}/{found[1]}/commit/abc", "commitOid": "abc"}
+            return {"commitUrl": f"{self.address}/{match[1]}/commit/abc", "commitOid": "abc"}
         return {}
 
 
@@ -75,12 +75,12 @@ def serving_hub() -> Iterator[Hub]:
             body = self._body()
             is_known = self.headers.get("Authorization") == f"Bearer {TOKEN}"
             allowed = is_known or self.path.startswith("/blobs/")
-            made = (
+            is_repository = (
                 hub.answer(self.path, body)
                 if allowed
                 else {"error": "Invalid username or password."}
             )
-            text = json.dumps(made).encode()
+            text = json.dumps(is_repository).encode()
             self.send_response(200 if allowed else 401)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(text)))

@@ -51,18 +51,18 @@ class KeepingTask(Task):
     def turn(self, dialog: Dialog) -> Turn:
         if not dialog.responses:
             return Turn(self.open(dialog), None)
-        said, rewards = dialog.responses[-1], self.kept[dialog.episode]
-        if said == "exit":
+        response, rewards = dialog.responses[-1], self.kept[dialog.episode]
+        if response == "exit":
             os._exit(3)
-        if said == "hang":
+        if response == "hang":
             time.sleep(1000)
-        if said == "boom":
+        if response == "boom":
             raise KeyError("boom")
         reward = None
-        if dialog.finish_reason == "stop" and said != "stop":
-            reward = float(said)
+        if dialog.finish_reason == "stop" and response != "stop":
+            reward = float(response)
             rewards.append(reward)
-        over = dialog.finish_reason == "length" or said == "stop"
+        over = dialog.finish_reason == "length" or response == "stop"
         score = Score(sum(rewards), sum(rewards) >= 1) if over or dialog.last else None
         return Turn(
             None if over else [{"role": "user", "content": f"{os.getpid()}"}], score, {}, reward

@@ -63,8 +63,8 @@ class Actions(Environment):
     def step(
         self, action: GuessAction, timeout_s: float | None = None, **_: Any
     ) -> GuessObservation:
-        said = self.game.play(action.number)
-        return GuessObservation(said=said, reward=self.game.reward, done=said == "right")
+        reply = self.game.play(action.number)
+        return GuessObservation(said=reply, reward=self.game.reward, done=reply == "right")
 
     @property
     def state(self) -> State:
@@ -95,10 +95,10 @@ class Tools(MCPEnvironment):
         self.game.start(seed)
         return Observation(metadata={"note": "no text"})
 
-    def _rewarded(self, seen: Observation) -> Observation:
-        if isinstance(seen, CallToolObservation) and seen.error is None:
-            seen.reward, seen.done = self.game.reward, self.game.reward == 1.0
-        return seen
+    def _rewarded(self, observation: Observation) -> Observation:
+        if isinstance(observation, CallToolObservation) and observation.error is None:
+            observation.reward, observation.done = self.game.reward, self.game.reward == 1.0
+        return observation
 
     def step(self, action: Action, timeout_s: float | None = None, **kwargs: Any) -> Observation:
         return self._rewarded(super().step(action, timeout_s, **kwargs))

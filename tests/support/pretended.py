@@ -38,12 +38,12 @@ class OnDevice(torch.Tensor):
 
     @staticmethod
     def __new__(cls, real: torch.Tensor, device: torch.device) -> Any:
-        made = torch.Tensor._make_wrapper_subclass(
+        tensor = torch.Tensor._make_wrapper_subclass(
             cls, real.shape, strides=real.stride(), storage_offset=real.storage_offset(), dtype=real.dtype,
             device=device, requires_grad=real.requires_grad,
         )  # fmt: skip
-        made.held = real.detach()
-        return made
+        tensor.held = real.detach()
+        return tensor
 
     def __repr__(self, **_: Any) -> str:
         return f"OnDevice({self.held!r}, {self.device})"

@@ -18,8 +18,8 @@ def worker_processes() -> list[psutil.Process]:
     tests) keep until we exit.
     """
     others = f"resource_tracker|forkserver|wandb|graders.math|^{forks.SERVER}$"
-    lines = [(one, command_line(one)) for one in psutil.Process().children(recursive=True)]
-    return [one for one, line in lines if line and not re.search(others, line)]
+    lines = [(child, command_line(child)) for child in psutil.Process().children(recursive=True)]
+    return [child for child, line in lines if line and not re.search(others, line)]
 
 
 def command_line(process: psutil.Process) -> str:

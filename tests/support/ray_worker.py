@@ -13,13 +13,14 @@ from importlib.util import find_spec
 
 
 def main() -> None:
-    context, arguments = {}, []
-    for one in sys.argv[1:]:
-        name, _, value = one.partition("=")
+    context = {}
+    arguments = []
+    for argument in sys.argv[1:]:
+        name, _, value = argument.partition("=")
         if name == "--serialized-runtime-env-context":
             context = json.loads(value)
         elif name != "--language":
-            arguments.append(one)
+            arguments.append(argument)
     environment = dict(os.environ)
     environment |= {
         key: os.path.expandvars(value) for key, value in (context.get("env_vars") or {}).items()
@@ -32,11 +33,9 @@ def main() -> None:
     }
     request["group"] = os.getpgrp() == os.getpid()  # Ray ends it together with the worker
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-        address, deadline, there = (
-            os.environ.get("TORCHRL_GRPO_TEST_FORKS"),
-            time.monotonic() + 30,
-            False,
-        )
+        address = os.environ.get("TORCHRL_GRPO_TEST_FORKS")
+        deadline = time.monotonic() + 30
+        there = False
         while address and not there and time.monotonic() < deadline:  # it imports
             there = connection.connect_ex(f"\0{address}") == 0
             time.sleep(0 if there else 0.05)

@@ -27,33 +27,33 @@ def run(
     config = compose_config(
         *settings, "train.total_dialog_turns=64", "logging.tensorboard=false", *overrides
     )
-    made = build(config, folder, asynchronous=asynchronous)
-    real = made.learner.train_groups
+    training_run = build(config, folder, asynchronous=asynchronous)
+    real = training_run.learner.train_groups
 
     def train_groups(*groups: Any) -> dict[str, float]:
-        if made.learner.version == 2 and kill is not None:
-            for pid in kill(made):
+        if training_run.learner.version == 2 and kill is not None:
+            for pid in kill(training_run):
                 os.kill(pid, signal.SIGKILL)
         return real(*groups)
 
-    made.learner.train_groups = train_groups  # type: ignore[method-assign]
+    training_run.learner.train_groups = train_groups  # type: ignore[method-assign]
     try:
-        made.fit()
+        training_run.fit()
     finally:
-        made.close()
-    assert not [one for one in worker_processes() if "reward_pool" in command_line(one)]
+        training_run.close()
+    assert not [process for process in worker_processes() if "reward_pool" in command_line(process)]
     return read_jsonl(folder / "metrics.jsonl")
 
 
 def own_workers(process: psutil.Process) -> list[int]:
-    found = [one.pid for one in process.children() if "reward_pool" in command_line(one)]
-    assert len(found) == 2
-    return found
+    workers = [child.pid for child in process.children() if "reward_pool" in command_line(child)]
+    assert len(workers) == 2
+    return workers
 
 
 def assert_killed_reward_workers_change_no_number(tmp_path: Path, asynchronous: bool) -> None:
-    def kill(made: Any) -> list[int]:
-        pid = made.source.pids()["sampler 0"] if asynchronous else os.getpid()
+    def kill(training_run: Any) -> list[int]:
+        pid = training_run.source.pids()["sampler 0"] if asynchronous else os.getpid()
         return own_workers(psutil.Process(pid))
 
     options = ["env.reward_workers=2"]

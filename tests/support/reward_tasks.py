@@ -41,14 +41,14 @@ class WithCause(Exception):
 
 def sockets() -> list[int]:
     """Return the open sockets of this process."""
-    found = []
+    names = []
     for name in os.listdir("/proc/self/fd"):
         try:
             if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                found.append(int(name))
+                names.append(int(name))
         except OSError:  # the one that lists the folder
             pass
-    return found
+    return names
 
 
 def framed(data: bytes) -> bytes:
@@ -114,9 +114,9 @@ class ObedientTask(Task):
             os._exit(0)
         elif order == "memory":
             resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))
-            taken = []
+            blocks = []
             while True:
-                taken.append(bytearray(10**7))
+                blocks.append(bytearray(10**7))
         elif order == "close":
             for number in sockets():
                 os.close(number)

@@ -47,11 +47,11 @@ NUMBERS = (
 
 def run(folder: Path, *overrides: str) -> list[dict[str, Any]]:
     """Run a config in this process or on Ray; return its metrics, one row per step."""
-    made = build(compose_config(*SMALL, *overrides), folder)
+    training_run = build(compose_config(*SMALL, *overrides), folder)
     try:
-        made.fit()
+        training_run.fit()
     finally:
-        made.close()
+        training_run.close()
     return read_jsonl(folder / "metrics.jsonl")
 
 

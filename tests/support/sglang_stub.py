@@ -80,8 +80,8 @@ class SGLangStub:
             def answer(self, body: Any) -> None:
                 stub.seen.append((self.path, body))
                 stub.keys.append(self.headers["authorization"])
-                status, said = stub.respond(self.path, body)
-                data = said if isinstance(said, bytes) else json.dumps(said).encode()
+                status, reply = stub.respond(self.path, body)
+                data = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
                 self.send_response(status)
                 self.send_header("content-length", str(len(data)))
                 self.end_headers()
@@ -143,10 +143,10 @@ class SGLangStub:
 
     def _generate(self, body: Any) -> tuple[int, Any]:
         time.sleep(self.slow_s)
-        prompt, asked = body["input_ids"], body["sampling_params"]
+        prompt, options = body["input_ids"], body["sampling_params"]
         if max(prompt) >= self.vocabulary:
             return 400, {"error": {"message": "out of vocabulary"}}
-        temperature = asked["temperature"]
+        temperature = options["temperature"]
         if "logprob_start_len" in body:
             return self._score(prompt, body["logprob_start_len"], body["top_logprobs_num"])
         if "top_logprobs_num" in body:
@@ -163,12 +163,12 @@ class SGLangStub:
                 "meta_info": {"output_token_logprobs": top[:1], "output_top_logprobs": [top]}
             }
         params = SamplingParams(
-            asked["max_new_tokens"],
+            options["max_new_tokens"],
             temperature=temperature,
-            stop_token_ids=tuple(asked["stop_token_ids"]),
+            stop_token_ids=tuple(options["stop_token_ids"]),
         )
         with self._one:
-            [made] = self.engine.generate([torch.tensor(prompt)], asked["n"], params)
+            [completions] = self.engine.generate([torch.tensor(prompt)], options["n"], params)
             label = "others-1" if self.foreign > 0 else self.label
         reason = "abort" if self.aborts > 0 else ""
         self.aborts -= 1
@@ -179,17 +179,19 @@ class SGLangStub:
                 "meta_info": {
                     "output_token_logprobs": [
                         [x, i, None]
-                        for x, i in zip(one.log_probs.tolist(), one.tokens.tolist(), strict=True)
+                        for x, i in zip(
+                            completion.log_probs.tolist(), completion.tokens.tolist(), strict=True
+                        )
                     ],
-                    "finish_reason": {"type": reason or one.finish_reason},
+                    "finish_reason": {"type": reason or completion.finish_reason},
                     "weight_version": label,
                 }
             }
-            for one in made
+            for completion in completions
         ]
         if self.lies >= 0:
             answers.pop()
-        return 200, answers if asked["n"] > 1 else answers[0]
+        return 200, answers if options["n"] > 1 else answers[0]
 
     def _score(self, prompt: list[int], start: int, top_k: int) -> tuple[int, Any]:
         self.hangs.wait()
@@ -202,8 +204,8 @@ class SGLangStub:
         log_probs = logits if self.raw else logits.log_softmax(-1)
         ids = zip(known[0, start + 1 :], prompt[start + 1 :], strict=True)
         own = [
-            [row[token].item(), given, None]
-            for row, (token, given) in zip(log_probs, ids, strict=True)
+            [row[token].item(), token_id, None]
+            for row, (token, token_id) in zip(log_probs, ids, strict=True)
         ]
         likely = [
             [

@@ -72,10 +72,10 @@ def assert_stop_strings_end_responses(
         ([pieces[longer][:1].decode(), "é"], True),
     ):
         ends_there = replace(params, stop=StopStrings(strings, tokenizer))
-        told = []
+        reports = []
         engine.seed(0)
         groups = engine.generate(
-            prompts, 8, ends_there, on_finished=lambda *what, told=told: told.append(what)
+            prompts, 8, ends_there, on_finished=lambda *what, reports=reports: reports.append(what)
         )
         ended, beyond = 0, 0
         for done in (done for group in groups for done in group):
@@ -87,7 +87,7 @@ def assert_stop_strings_end_responses(
             assert len(done.log_probs) == len(tokens)
             ended += end is not None
             beyond += end is not None and not pieces[tokens[-1]].endswith(strings[0].encode())
-        assert len(told) == len(rows)
+        assert len(reports) == len(rows)
         if repeats:
             assert (ended > len(rows) // 2 and beyond > 0) if many else ended > 0
     # The tokens up to the stop string are those of a run without it.

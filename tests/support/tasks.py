@@ -88,13 +88,13 @@ def next_batch(
     outcomes: Callable[[int], tuple[bool, ...]] = lambda index: (),
 ) -> tuple[list[int], dict[str, float]]:
     """Play tasks until there is a batch and publish its weights; return the groups and the metrics."""
-    taken = None
+    batch = None
     for _ in range(1000):  # fail instead of hanging if the queue draws without end
-        if (taken := queue.take()) is not None:
+        if (batch := queue.take()) is not None:
             break
         play(queue, next_task(queue), varied, outcomes)
-    assert taken is not None
-    groups, metrics = taken
+    assert batch is not None
+    groups, metrics = batch
     assert all(group == data for group, data in groups)
     queue.buffer.publish(queue.buffer.version + 1)
     return [group for group, _ in groups], metrics

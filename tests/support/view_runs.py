@@ -35,13 +35,16 @@ def metrics(step: int, reward: float = 0.5) -> dict[str, Any]:
 
 def tokens(text: str) -> dict[str, list[Any]]:
     """Return a token for each character; the policy did not sample those in brackets."""
-    given, inside = [], False
+    in_brackets = []
+    inside = False
     for letter in text:
         inside = inside or letter == "["
-        given.append(inside)
+        in_brackets.append(inside)
         inside = inside and letter != "]"
-    log_probs = [None if one else -0.25 for one in given]
-    trainer = [None if one else -0.25 + 0.01 * at for at, one in enumerate(given)]
+    log_probs = [None if is_outside else -0.25 for is_outside in in_brackets]
+    trainer = [
+        None if is_outside else -0.25 + 0.01 * at for at, is_outside in enumerate(in_brackets)
+    ]
     return {
         "text": list(text),
         "log_prob": log_probs,
@@ -142,11 +145,11 @@ def served(*folders: Path) -> Iterator[str]:
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
-        found = re.fullmatch(
+        match = re.fullmatch(
             r"Run dashboard: (http://127\.0\.0\.1:\d+/[\w-]{43}/)\n", process.stdout.readline()
         )
-        assert found is not None
-        yield found[1]
+        assert match is not None
+        yield match[1]
     finally:
         process.terminate()
         process.wait(timeout=30)

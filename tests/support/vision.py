@@ -267,8 +267,8 @@ def retie(folder: Path, top: bool, text: bool, *, has_head: bool) -> Path:
     config["text_config"]["tie_word_embeddings"] = text
     (folder / "config.json").write_text(json.dumps(config))
     weights = load_file(folder / "model.safetensors")
-    kept = {name: w for name, w in weights.items() if has_head or "lm_head" not in name}
-    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    state = {name: w for name, w in weights.items() if has_head or "lm_head" not in name}
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
     return folder
 
 

@@ -162,9 +162,9 @@ def test_torchrls_attributes_and_constructors_are_there(tokenizer):
     assert next(iter(ours))["advantage"].shape == (4, 1)
     with pytest.raises(RuntimeError, match="postproc"):
         ours.set_postproc(GroupAdvantage(2))
-    for given in ({}, {"policy": make_policy(), "policy_factory": make_policy}):
+    for parts in ({}, {"policy": make_policy(), "policy_factory": make_policy}):
         with pytest.raises(TypeError, match="one of policy and policy_factory"):
-            RolloutCollector(make_env(tokenizer), **given)
+            RolloutCollector(make_env(tokenizer), **parts)
 
 
 def test_weights_come_in_every_form_of_torchrls_collectors(tokenizer, tiny_model):
@@ -217,7 +217,8 @@ def test_the_version_can_be_raised_alone_and_the_draws_go_on(tokenizer, tiny_mod
 
     collector = make()
     collector.increment_version()
-    raised, plain = collector.rollout(), make().rollout()
+    raised = collector.rollout()
+    plain = make().rollout()
     assert collector.policy_version == 1 and raised["policy_version"].unique().tolist() == [1]
     for one, other in zip(raised.unbind(0), plain.unbind(0), strict=True):
         assert one["tokens", "full"].tolist() == other["tokens", "full"].tolist()

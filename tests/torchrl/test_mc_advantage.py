@@ -184,7 +184,7 @@ def test_a_selector_may_read_the_whole_trajectories():
         def select(
             self, candidates: TensorDict, *, group_size: int, keep_return_bounds: Any = None
         ) -> list[int]:
-            scores = [one["score"][0] for one in candidates["trajectories"].unbind(0)]
+            scores = [trajectory["score"][0] for trajectory in candidates["trajectories"].unbind(0)]
             return torch.stack(scores).topk(group_size).indices.tolist()
 
     sizes = {"candidate_group_size": 3, "candidate_selection_min_size": 3}
@@ -247,7 +247,8 @@ def test_a_state_loads_whether_or_not_anything_waited(waits: bool):
 @pytest.mark.slow
 def test_members_from_several_processes_complete_a_group():
     context = multiprocessing.get_context("fork")
-    transform, results = GroupAdvantage(2).share_memory_(), context.Queue()
+    transform = GroupAdvantage(2).share_memory_()
+    results = context.Queue()
     processes = [
         context.Process(target=write, args=(transform, reward, results)) for reward in (0.0, 1.0)
     ]

@@ -50,6 +50,6 @@ def test_torchrls_loss_of_a_batch_that_ours_scored_equals_our_k3() -> None:
     out = ours(batch)
     torch.testing.assert_close(out["loss_kl_to_ref"], expected, rtol=1e-4, atol=1e-5)
     assert out["kl_k3_to_teacher"] > 1 and out["loss_objective"] == 0
-    found = torch.autograd.grad(out["loss_kl_to_ref"], list(student.parameters()))
-    for one, other in zip(found, wanted, strict=True):
+    grads = torch.autograd.grad(out["loss_kl_to_ref"], list(student.parameters()))
+    for one, other in zip(grads, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)

@@ -224,7 +224,8 @@ def test_in_keys_can_be_set_until_keys_are_renamed():
 def test_the_tokens_may_have_another_key(wrapped: bool):
     """TorchRL calls it with ``set_keys(action=...)``."""
     model = make_tiny_model()
-    tokens, mask = torch.arange(5, 13).expand(2, 8), (torch.arange(8) > 3).expand(2, 8)
+    tokens = torch.arange(5, 13).expand(2, 8)
+    mask = (torch.arange(8) > 3).expand(2, 8)
     entries = {
         ("tokens", "full"): tokens,
         ("masks", "all_assistant_mask"): mask,
@@ -247,7 +248,8 @@ def test_the_tokens_may_have_another_key(wrapped: bool):
 
 
 def test_a_single_sequence_is_refused_with_advice_that_works(tiny_model):
-    tokens, mask = torch.arange(5, 13).expand(2, 8), (torch.arange(8) > 3).expand(2, 8)
+    tokens = torch.arange(5, 13).expand(2, 8)
+    mask = (torch.arange(8) > 3).expand(2, 8)
     entries = {
         ("tokens", "full"): tokens,
         ("masks", "all_assistant_mask"): mask,

@@ -111,7 +111,8 @@ def by_hand(model: PreTrainedModel, batch: TensorDictBase, clip: float = 0.2) ->
     """
     values = []
     for row in batch.unbind(0):
-        tokens, start = row[keys.FULL], row[keys.PROMPT].numel()
+        tokens = row[keys.FULL]
+        start = row[keys.PROMPT].numel()
         log_p = model(tokens[None]).logits[0, start - 1 : -1].log_softmax(-1)
         ratio = (log_p.gather(-1, tokens[start:, None])[:, 0] - row[keys.LOG_PROBS][start:]).exp()
         advantage = row["advantage"].item()

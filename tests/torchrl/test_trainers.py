@@ -70,7 +70,8 @@ class Logger:
 def reference_losses(tokenizer: Any, model: Any) -> tuple[list[float], Any]:
     """Return the losses of a handwritten loop."""
     collector = make_collector(tokenizer, model, postproc=GroupAdvantage(2))
-    loss, losses = GRPOLoss(TokenScorer(model)), []
+    loss = GRPOLoss(TokenScorer(model))
+    losses = []
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for batch in collector:
         out = loss(batch)

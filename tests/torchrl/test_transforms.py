@@ -86,8 +86,8 @@ def play(
     """Play a rollout; ``turns`` maps a copy and its prompt as text to the response."""
 
     def rule(prompt: torch.Tensor, copy_number: int) -> tuple[list[int], str]:
-        said = turns(copy_number, tokenizer.decode(prompt.tolist()))
-        return [*ids(tokenizer, said), END], "stop"
+        text = turns(copy_number, tokenizer.decode(prompt.tolist()))
+        return [*ids(tokenizer, text), END], "stop"
 
     engine = ScriptedEngine(rule)
     return RolloutCollector(env, GenerationPolicy(engine, SamplingParams(256))).rollout(), engine
@@ -277,9 +277,9 @@ def test_a_tools_result_comes_in_place_of_the_tasks_answer(tokenizer: Any) -> No
     ]
     assert ends[0].endswith(f"{CALL}<|end|><|tool|>{RESULT}<|end|><|assistant|>")
     assert ends[1].endswith("<|end|><|user|>again?<|end|><|assistant|>")
-    said = data["next", "history"].prompt
-    assert [message.role for message in said[0].unbind(0)][-3:] == ["user", "assistant", "tool"]
-    assert [message.content for message in said[1].unbind(0)][-1] == "again?"
+    history = data["next", "history"].prompt
+    assert [message.role for message in history[0].unbind(0)][-3:] == ["user", "assistant", "tool"]
+    assert [message.content for message in history[1].unbind(0)][-1] == "again?"
 
 
 @pytest.mark.slow
@@ -288,13 +288,13 @@ def test_ifeval_scores_answers_by_the_columns_of_the_problem(tokenizer: Any) -> 
     env = make_env(
         tokenizer, IfEvalScorer(), task=Problems(Problem("No commas.", None, extra)), max_turns=1
     )
-    said = ["<answer>none here</answer>", "<answer>one, here</answer>"]
-    batch, _ = play(env, tokenizer, lambda copy, prompt: said[copy])
+    responses = ["<answer>none here</answer>", "<answer>one, here</answer>"]
+    batch, _ = play(env, tokenizer, lambda copy, prompt: responses[copy])
     assert batch[keys.REWARD].shape == (2, 1)
     assert batch[keys.REWARD].flatten().tolist() == pytest.approx([1.1, 0.1])
     assert batch[keys.TERMINATED].all()
     start = "<|user|>No commas.<|end|><|assistant|>"
-    for row, text in zip(batch.unbind(0), said, strict=True):
+    for row, text in zip(batch.unbind(0), responses, strict=True):
         check_tokens(tokenizer, row, (start, False), (f"{text}<|end|>", True))
     strict = [
         row["next", "ifeval_score"].prompt_level_strict_acc.tolist() for row in batch.unbind(0)

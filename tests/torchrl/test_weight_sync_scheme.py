@@ -133,7 +133,8 @@ def test_a_copied_policy_samples_what_the_original_does(tokenizer, clone):
     other = clone(policy)
     assert other.engine is not policy.engine and torch.equal(head(other), head(policy))
     data = make_env(tokenizer).reset()
-    one, two = policy(data.clone()), other(data.clone())
+    one = policy(data.clone())
+    two = other(data.clone())
     for row, copied in zip(one.unbind(0), two.unbind(0), strict=True):
         assert row["tokens", "full"].tolist() == copied["tokens", "full"].tolist()
     assert two["policy_version"].unique().tolist() == [7]

@@ -131,7 +131,8 @@ def test_a_batch_that_is_padded_on_the_left_scores_as_the_ragged_one(tokenizer, 
             for row in batch.unbind(0)
         ]
     )
-    scoring, loss = KLScoring(TokenScorer(tiny_model)), GRPOLoss(TokenScorer(tiny_model))
+    scoring = KLScoring(TokenScorer(tiny_model))
+    loss = GRPOLoss(TokenScorer(tiny_model))
     scores = scoring(padded)["next", "ref_log_probs", "full"]
     for score, row in zip(scores, scoring(batch).unbind(0), strict=True):
         expected = row["next", "ref_log_probs", "full"]
@@ -188,5 +189,7 @@ def test_a_transform_that_is_appended_inverted_writes_what_is_extended(tokenizer
     for sample in (buffer[:], buffer.sample()):
         assert len(buffer) == len(sample) == 4
         for row in sample.unbind(0):
-            same = [one for one in expected.unbind(0) if one["query"] == row["query"]]
-            assert any(torch.equal(row[key], one[key]) for one in same)
+            same = [
+                candidate for candidate in expected.unbind(0) if candidate["query"] == row["query"]
+            ]
+            assert any(torch.equal(row[key], candidate[key]) for candidate in same)

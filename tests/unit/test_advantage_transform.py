@@ -450,10 +450,8 @@ def test_estimates_by_hand_skip_what_was_not_sampled():
 
     Last token: 3 - 4 = -1. First: 1 + 0.5 * 4 - 2 = 1, and 0.5 * 0.5 * (-1) from the last: 0.75.
     """
-    reward, value = (
-        torch.tensor([[1.0, 9, 3, 9]]).double(),
-        torch.tensor([[2.0, math.nan, 4, 9]]).double(),
-    )
+    reward = torch.tensor([[1.0, 9, 3, 9]]).double()
+    value = torch.tensor([[2.0, math.nan, 4, 9]]).double()
     mask = torch.tensor([[True, False, True, False]])
     assert sampled_token_gae(reward, value, mask, 0.5, 0.5).tolist() == [[0.75, 0, -1, 0]]
     assert sampled_token_gae(reward[:0], value[:0], mask[:0], 0.5, 0.5).shape == (0, 4)
@@ -725,15 +723,15 @@ def turn_row(
 
 def turns_of(row: TensorDict) -> list[list[int]]:
     """Return the positions of each turn's tokens."""
-    found: list[list[int]] = []
+    turns: list[list[int]] = []
     before = False
     for place, sampled in enumerate(row[keys.ASSISTANT_MASK].tolist()):
         if sampled and not before:
-            found.append([])
+            turns.append([])
         if sampled:
-            found[-1].append(place)
+            turns[-1].append(place)
         before = sampled
-    return found
+    return turns
 
 
 def turn_advantages_by_loop(

@@ -88,14 +88,14 @@ def check_log_probs(starter: Any, batch: TensorDictBase) -> None:
 
 @pytest.mark.slow
 def test_a_compacting_agent_s_log_probs_are_those_of_a_forward_pass(starter):
-    said: list[str] = []
+    replies: list[str] = []
 
     async def play(client, problem):
         async def ask(messages, **wishes):
             answer = await client.chat.completions.create(
                 model="policy", messages=messages, **wishes
             )
-            said.append(answer.choices[0].message.content)
+            replies.append(answer.choices[0].message.content)
             return answer.choices[0].message
 
         chat = [{"role": "user", "content": problem["prompt"]}]
@@ -103,7 +103,7 @@ def test_a_compacting_agent_s_log_probs_are_those_of_a_forward_pass(starter):
         chat += [await ask(chat, max_tokens=3), {"role": "user", "content": "and again"}]
         await ask([{"role": "user", "content": "a word of the dialog so far"}], stop="#")
         await ask(chat)
-        return len(said) % 2
+        return len(replies) % 2
 
     batch = collector(starter, agent_task(play)).rollout()
     assert len(batch) == 16
@@ -114,7 +114,7 @@ def test_a_compacting_agent_s_log_probs_are_those_of_a_forward_pass(starter):
     # that the agent returned to.
     assert [int(row[keys.DONE]) for row in batch.unbind(0)] == [0, 1] * 8
     assert sorted("".join(texts)) == sorted(
-        "".join(said) + "#" * sum(text.endswith("#") for text in texts[::2])
+        "".join(replies) + "#" * sum(text.endswith("#") for text in texts[::2])
     )
     assert all(len(tokens) <= 12 + 3 + 12 for tokens in sampled[1::2])
     assert all("#" not in text[:-1] for text in texts[::2])
@@ -142,7 +142,11 @@ def retrying(task: ArithmeticTask):
             answer = await client.chat.completions.create(model="policy", messages=chat)
             message, reason = answer.choices[0].message, answer.choices[0].finish_reason
             right = task.score(
-                next(one for one in task.problems("train") if one.query == problem["prompt"]),
+                next(
+                    candidate
+                    for candidate in task.problems("train")
+                    if candidate.query == problem["prompt"]
+                ),
                 [message.content],
             ).correct
             if right or reason == "length":
@@ -161,8 +165,8 @@ class Number:
         return f"{self.number - 17}+17=?"
 
     def step(self, response):
-        said = re.findall(r"\d+", response)
-        guess = int(said[-1][:9]) if said else -1
+        numbers = re.findall(r"\d+", response)
+        guess = int(numbers[-1][:9]) if numbers else -1
         done = guess == self.number
         return (
             "higher" if guess < self.number else "lower",
@@ -173,15 +177,16 @@ class Number:
 
 async def guessing(client, problem):
     """Play the same game as an agent."""
-    game, total = Number(), 0.0
+    game = Number()
+    total = 0.0
     chat = [{"role": "user", "content": game.reset(problem["seed"])}]
     for _ in range(3):
         answer = await client.chat.completions.create(model="policy", messages=chat)
-        said, reward, done = game.step(answer.choices[0].message.content)
+        reply, reward, done = game.step(answer.choices[0].message.content)
         total += reward
         if done:
             break
-        chat += [answer.choices[0].message, {"role": "user", "content": said}]
+        chat += [answer.choices[0].message, {"role": "user", "content": reply}]
     return total
 
 
@@ -441,7 +446,7 @@ def test_a_scorer_sees_the_answers_that_reached_the_agent(starter):
 
 
 @pytest.mark.slow
-def test_stop_strings_of_an_agent_s_own_leave_nothing_behind(starter):
+def test_stop_strings_of_an_agent_leave_nothing_behind(starter):
     async def play(client, problem):
         wants = {"model": "policy", "messages": problem["messages"]}
         answer = await client.chat.completions.create(**wants)
@@ -453,7 +458,7 @@ def test_stop_strings_of_an_agent_s_own_leave_nothing_behind(starter):
 
     played = collector(starter, agent_task(play))
     assert played.rollout()[keys.REWARD].sum() == 8
-    assert [one for one in gc.get_objects() if isinstance(one, StopStrings)] == []
+    assert [item for item in gc.get_objects() if isinstance(item, StopStrings)] == []
 
 
 def test_a_chat_that_no_template_can_take_costs_its_own_dialog(starter):
@@ -490,10 +495,8 @@ def test_a_turn_that_an_agent_s_own_limit_cuts_is_truncated(starter, limit):
     batch = collector(starter, agent_task(play), tokens=14).rollout()
     cut = batch[keys.TRUNCATED].reshape(-1).float()
     assert torch.equal(cut, batch[keys.REWARD].reshape(-1))
-    metrics, rows = (
-        rollout_metrics(batch.set(keys.ADVANTAGE, torch.zeros(8, 1))),
-        sample_rows(batch, "train"),
-    )
+    metrics = rollout_metrics(batch.set(keys.ADVANTAGE, torch.zeros(8, 1)))
+    rows = sample_rows(batch, "train")
     assert metrics["rollout/truncated"] == reasons.count("length") / 8
     assert sorted(row["finish_reason"] for row in rows) == sorted(reasons)
     assert limit is None or reasons == ["length"] * 8

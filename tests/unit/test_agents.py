@@ -63,22 +63,22 @@ def test_an_agent_plays_a_problem_and_says_its_reward():
         assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (0, 3)
         return 0.25 if answer.choices[0].message.content == "two" else 0.0
 
-    asked, end = played(agent_task(play), lambda turn: "two")
-    assert asked == [Turn(chat("1+1=?"), None, tools=[])]
+    turns, end = played(agent_task(play), lambda turn: "two")
+    assert turns == [Turn(chat("1+1=?"), None, tools=[])]
     assert end == Turn(None, own_score(0.25))
 
 
 def test_a_request_that_continues_an_answer_asks_with_what_is_new():
     async def play(client, problem):
-        said = chat("a")
+        reply = chat("a")
         for text in ("b", "c"):
-            answer = await client.chat.completions.create(model="any", messages=said)
-            said += [answer.choices[0].message, {"role": "user", "content": text}]
-        await client.chat.completions.create(model="any", messages=said)
+            answer = await client.chat.completions.create(model="any", messages=reply)
+            reply += [answer.choices[0].message, {"role": "user", "content": text}]
+        await client.chat.completions.create(model="any", messages=reply)
         return 1
 
-    asked, end = played(agent_task(play), lambda turn: "yes")
-    assert [(turn.sample, turn.messages) for turn in asked] == [
+    turns, end = played(agent_task(play), lambda turn: "yes")
+    assert [(turn.sample, turn.messages) for turn in turns] == [
         (0, chat("a")),
         (0, chat("b")),
         (0, chat("c")),
@@ -101,27 +101,27 @@ def test_compacting_and_sub_agents_begin_samples_and_an_old_one_goes_on():
         return 1
 
     answers = count()
-    asked, _ = played(agent_task(play), lambda turn: f"answer {next(answers)}")
-    assert [turn.sample for turn in asked] == [0, 1, 0, 2, 3]
-    assert asked[2].messages == chat("b")
-    assert asked[4].messages == [*chat("a", "other words", "b", "answer 2", "c")]
+    turns, _ = played(agent_task(play), lambda turn: f"answer {next(answers)}")
+    assert [turn.sample for turn in turns] == [0, 1, 0, 2, 3]
+    assert turns[2].messages == chat("b")
+    assert turns[4].messages == [*chat("a", "other words", "b", "answer 2", "c")]
 
 
 def test_tool_calls_come_back_and_continue_the_tokens():
     async def play(client, problem):
-        said = chat("a")
-        answer = await client.chat.completions.create(model="any", messages=said, tools=[ADD])
+        reply = chat("a")
+        answer = await client.chat.completions.create(model="any", messages=reply, tools=[ADD])
         choice = answer.choices[0]
         assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Adding.")
         [call] = choice.message.tool_calls
         assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1})
-        said += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "2"}]
-        await client.chat.completions.create(model="any", messages=said, tools=[ADD])
+        reply += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "2"}]
+        await client.chat.completions.create(model="any", messages=reply, tools=[ADD])
         return 1
 
-    asked, end = played(agent_task(play), lambda turn: f"Adding. {CALL}")
-    assert [list(turn.tools) for turn in asked] == [[ADD], [ADD]]
-    assert asked[1] == Turn(
+    turns, end = played(agent_task(play), lambda turn: f"Adding. {CALL}")
+    assert [list(turn.tools) for turn in turns] == [[ADD], [ADD]]
+    assert turns[1] == Turn(
         [{"role": "tool", "content": "2", "tool_call_id": "call00000"}], None, tools=[ADD]
     )
     assert end.score == own_score(1.0)
@@ -149,8 +149,8 @@ def test_a_call_that_no_later_request_could_say_is_text(arguments):
         )
         return float((message.content, message.tool_calls) == (text, None))
 
-    asked, end = played(agent_task(play), lambda turn: text)
-    assert (asked[1].sample, asked[1].messages) == (0, chat("b"))
+    turns, end = played(agent_task(play), lambda turn: text)
+    assert (turns[1].sample, turns[1].messages) == (0, chat("b"))
     assert end.score == own_score(1.0)
 
 
@@ -168,7 +168,10 @@ def test_a_stream_has_the_same_text_calls_and_usage():
         stream = await client.chat.completions.create(
             **wants, stream_options={"include_usage": True}
         )
-        text, names, reason, usage = "", [], None, None
+        text = ""
+        names = []
+        reason = None
+        usage = None
         async for chunk in stream:
             usage = chunk.usage or usage
             for choice in chunk.choices:
@@ -185,10 +188,10 @@ def test_a_stream_has_the_same_text_calls_and_usage():
         assert "".join([chunk.choices[0].text async for chunk in plain]) == " 3"
         return 1
 
-    said = iter([f"Adding. {CALL}", " 3"])
-    asked, end = played(agent_task(play), lambda turn: next(said))
+    replies = iter([f"Adding. {CALL}", " 3"])
+    turns, end = played(agent_task(play), lambda turn: next(replies))
     assert end.score == own_score(1.0)
-    assert asked[1].messages == [{"role": "", "content": "1, 2,"}]
+    assert turns[1].messages == [{"role": "", "content": "1, 2,"}]
 
 
 def test_a_completion_continues_the_text_before_it():
@@ -198,15 +201,15 @@ def test_a_completion_continues_the_text_before_it():
         await client.completions.create(model="any", prompt="1, 3,")
         return 1
 
-    asked, _ = played(agent_task(play), lambda turn: " 2,")
-    assert [(turn.sample, turn.messages[0]["content"]) for turn in asked] == [
+    turns, _ = played(agent_task(play), lambda turn: " 2,")
+    assert [(turn.sample, turn.messages[0]["content"]) for turn in turns] == [
         (0, "1,"),
         (0, " 3,"),
         (1, "1, 3,"),
     ]
 
 
-def test_wishes_reach_the_run_and_a_stop_string_is_not_told():
+def test_request_limits_apply_and_the_stop_string_is_cut_off():
     async def play(client, problem):
         answer = await client.chat.completions.create(
             model="any",
@@ -220,14 +223,16 @@ def test_wishes_reach_the_run_and_a_stop_string_is_not_told():
         assert (one.token, one.logprob) == ("two END", -0.5)
         return 1
 
-    told = Dialog(PROBLEM, ["two END"], tokens=[3], log_probs=[("two END", -0.5)], prompt_tokens=5)
-    [turn], end = played(agent_task(play), lambda turn: told)
+    dialog = Dialog(
+        PROBLEM, ["two END"], tokens=[3], log_probs=[("two END", -0.5)], prompt_tokens=5
+    )
+    [turn], end = played(agent_task(play), lambda turn: dialog)
     assert turn.limits == TurnLimits(7, ("END", "\n"), True)
     assert end.score == own_score(1.0)
 
 
 @pytest.mark.parametrize(
-    "wrong, said",
+    "wrong, message",
     [
         ({"n": 2}, "n=2 must be 1: send one request per answer."),
         ({"messages": []}, "messages=[] must be a list with at least one message: send a message."),
@@ -295,26 +300,26 @@ def test_wishes_reach_the_run_and_a_stop_string_is_not_told():
         ),
     ],
 )
-def test_what_cannot_be_honored_is_an_error_with_a_fix(wrong, said):
+def test_unsupported_request_fields_are_errors_with_a_fix(wrong, message):
     async def play(client, problem):
         wants = {"model": "any", "messages": chat("a")} | wrong
         with pytest.raises(openai.BadRequestError) as error:
             await client.post("/chat/completions", body=wants, cast_to=object)
-        assert error.value.body["message"].startswith(said)
+        assert error.value.body["message"].startswith(message)
         assert error.value.body["type"] == "invalid_request_error"
         await client.chat.completions.create(model="any", messages=chat("a"))
         return 1
 
-    asked, end = played(agent_task(play), lambda turn: "yes")
-    assert len(asked) == 1  # an agent continues after a bad request
+    turns, end = played(agent_task(play), lambda turn: "yes")
+    assert len(turns) == 1  # an agent continues after a bad request
     assert end.score == own_score(1.0)
 
 
 def test_half_of_a_surrogate_pair_is_replaced_and_a_whole_one_kept():
     wants = rb'{"prompt": "\ud83d\ude00 \ud83d", "stop": "\udc00", "messages": [{"role": "user", "content": "\ud83d"}]}'
-    text, said = parse_request(TEXT, wants), parse_request(CHAT, wants)
+    text, chat_request = parse_request(TEXT, wants), parse_request(CHAT, wants)
     assert text.messages[0]["content"] == "\U0001f600 \ufffd" and text.limits.stop == ("\ufffd",)
-    assert said.messages == [{"role": "user", "content": "\ufffd"}]
+    assert chat_request.messages == [{"role": "user", "content": "\ufffd"}]
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT, ANTHROPIC])
@@ -457,8 +462,8 @@ def test_requests_at_the_same_time_are_answered_in_turn():
 
         return float(await asyncio.gather(ask("a"), ask("b"), ask("c")) == ["A", "B", "C"])
 
-    asked, end = played(agent_task(play), lambda turn: turn.messages[0]["content"].upper())
-    assert sorted(turn.messages[0]["content"] for turn in asked) == ["a", "b", "c"]
+    turns, end = played(agent_task(play), lambda turn: turn.messages[0]["content"].upper())
+    assert sorted(turn.messages[0]["content"] for turn in turns) == ["a", "b", "c"]
     assert end.score == own_score(1.0)
 
 
@@ -473,12 +478,12 @@ def test_without_a_reward_of_its_own_an_agent_is_scored_by_the_task():
 
 def test_an_agent_that_asks_too_often_is_refused_and_truncated():
     async def play(client, problem):
-        said = 0
+        replies = 0
         with pytest.raises(openai.BadRequestError, match=r"env\.max_turns=2 requests"):
             for _ in range(5):
                 await client.chat.completions.create(model="any", messages=chat("a"))
-                said += 1
-        return said / 4
+                replies += 1
+        return replies / 4
 
     _, end = played(agent_task(play), lambda turn: "yes", turns=2)
     assert end == Turn([], own_score(0.5))  # messages: it would have continued
@@ -491,8 +496,8 @@ def test_a_chat_without_room_is_refused_and_scored_by_the_task():
 
     task = agent_task(play, "gsm8k")
     first = task.advance([Dialog(PROBLEM, [], last=False, episode="0")], 20)[0]
-    said = Dialog(PROBLEM, ["#### 2"], last=False, episode="0")
-    second = task.advance([said], 20)[0]
+    dialog = Dialog(PROBLEM, ["#### 2"], last=False, episode="0")
+    second = task.advance([dialog], 20)[0]
     no_room = task.advance(
         [Dialog(PROBLEM, ["#### 2"], finish_reason="length", last=False, episode="0")], 20
     )[0]
@@ -501,7 +506,7 @@ def test_a_chat_without_room_is_refused_and_scored_by_the_task():
 
 
 @pytest.mark.parametrize(
-    "case, kind, said",
+    "case, kind, message",
     [
         ("raises", ZeroDivisionError, "division by zero"),
         ("exits", RuntimeError, "exit"),
@@ -523,7 +528,7 @@ def test_a_chat_without_room_is_refused_and_scored_by_the_task():
         ),
     ],
 )
-def test_what_an_agent_does_wrong_costs_its_own_dialog_alone(case, kind, said):
+def test_an_agents_mistake_costs_only_its_own_dialog(case, kind, message):
     async def play(client, problem):
         if case == "never asks":
             return 1
@@ -540,17 +545,18 @@ def test_what_an_agent_does_wrong_costs_its_own_dialog_alone(case, kind, said):
             return "good"
         return 1
 
-    task, texts = agent_task(play), ["right", "wrong", "right"]
+    task = agent_task(play)
+    texts = ["right", "wrong", "right"]
     dialogs = [Dialog(PROBLEM, [], last=False, episode=str(i)) for i in range(3)]
     opened = task.advance(dialogs, 20)
     if case == "never asks":
-        assert all(isinstance(turn, kind) and said in str(turn) for turn in opened)
+        assert all(isinstance(turn, kind) and message in str(turn) for turn in opened)
         return
     dialogs = [Dialog(PROBLEM, [text], last=False, episode=str(i)) for i, text in enumerate(texts)]
     ends = task.advance(dialogs, 0.5)
     assert [end.score.reward for end in (ends[0], ends[2])] == [1, 1]
     assert isinstance(ends[1], kind), ends[1]
-    assert said in str(ends[1])
+    assert message in str(ends[1])
 
 
 @pytest.mark.parametrize(
@@ -620,8 +626,8 @@ def test_a_command_gets_the_endpoint_and_prints_its_reward(tmp_path, monkeypatch
     monkeypatch.setenv("no_proxy", "a.example")
     code = "assert urllib.request.proxy_bypass('a.example'); print(0.5 * (ask(problem['prompt']) == problem['answer']))"
     program = command(tmp_path, code)
-    asked, end = played(agent_task(program), lambda turn: "2")
-    assert asked[0].messages == chat("1+1=?")
+    turns, end = played(agent_task(program), lambda turn: "2")
+    assert turns[0].messages == chat("1+1=?")
     assert end.score == own_score(0.5)
 
 
@@ -701,15 +707,16 @@ def test_a_command_is_killed_with_all_that_it_started(tmp_path, ending):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a guard needs Linux")
 @pytest.mark.parametrize(
-    "code, said", [("os.kill(os.getpid(), 9)", "exited with -9"), ("sys.exit(3)", "exited with 3")]
+    "code, message",
+    [("os.kill(os.getpid(), 9)", "exited with -9"), ("sys.exit(3)", "exited with 3")],
 )
-def test_a_command_has_the_exit_status_that_it_would_have_alone(tmp_path, code, said):
+def test_a_command_has_the_exit_status_that_it_would_have_alone(tmp_path, code, message):
     _, end = played(agent_task(command(tmp_path, f"ask('a'); {code}")), lambda turn: "2")
-    assert said in str(end)
+    assert message in str(end)
 
 
 @pytest.mark.parametrize(
-    "spec, said",
+    "spec, message",
     [
         ("no_such_file.py:play", "env.agent=no_such_file.py:play must name a file that exists"),
         ("no_such_command_anywhere", "there is no command 'no_such_command_anywhere'"),
@@ -719,8 +726,8 @@ def test_a_command_has_the_exit_status_that_it_would_have_alone(tmp_path, code, 
         ),
     ],
 )
-def test_an_agent_that_cannot_be_started_is_refused(spec, said):
-    with pytest.raises(ValueError, match=said):
+def test_an_agent_that_cannot_be_started_is_refused(spec, message):
+    with pytest.raises(ValueError, match=message):
         load_program(spec)
 
 
@@ -744,14 +751,14 @@ def test_scorers_that_wait_are_asked_for_all_agents_at_a_time() -> None:
     task = agent_task(play, slow)
     opening = [Dialog(PROBLEM, [], last=False, episode=str(number)) for number in range(8)]
     task.advance(opening, 20)
-    said = [replace(one, responses=[str(number)]) for number, one in enumerate(opening)]
+    dialogs = [replace(dialog, responses=[str(number)]) for number, dialog in enumerate(opening)]
     start = time.monotonic()
-    late, *others = task.advance(said, 3)
+    late, *others = task.advance(dialogs, 3)
     assert time.monotonic() - start < 20  # sequentially it would be 8 limits
     assert isinstance(late, InvalidRewardError) and late.cause == "timeout"
     assert [turn.score for turn in others] == [Score(1.0, True, {"slow": 1.0})] * 7
-    for one in opening:
-        task.close(one.episode)
+    for dialog in opening:
+        task.close(dialog.episode)
 
 
 def test_a_completion_goes_on_after_the_stop_string_that_its_tokens_have() -> None:
@@ -764,8 +771,8 @@ def test_a_completion_goes_on_after_the_stop_string_that_its_tokens_have() -> No
             text += answer.choices[0].text + "END and"
         return 1
 
-    asked, _ = played(agent_task(play), lambda turn: "yesEND")
-    assert [(turn.sample, turn.messages[0]["content"]) for turn in asked] == [
+    turns, _ = played(agent_task(play), lambda turn: "yesEND")
+    assert [(turn.sample, turn.messages[0]["content"]) for turn in turns] == [
         (0, "Q: "),
         (0, " and"),
     ]

@@ -55,11 +55,11 @@ def rows(count: int, bad: dict[str, Any], start: int = 6) -> list[dict[str, Any]
     """Return healthy rows with overrides from step ``start`` on; an override may be a function of
     the step.
     """
-    made = []
+    result = []
     for step in range(1, count + 1):
         changed = {name: value(step) if callable(value) else value for name, value in bad.items()}
-        made.append({"step": step} | HEALTHY | (changed if step >= start else {}))
-    return made
+        result.append({"step": step} | HEALTHY | (changed if step >= start else {}))
+    return result
 
 
 PROVOKED: dict[str, tuple[dict[str, float | Callable[[int], float] | None], int, str]] = {
@@ -134,10 +134,10 @@ PROVOKED: dict[str, tuple[dict[str, float | Callable[[int], float] | None], int,
 @pytest.mark.parametrize("name", PROVOKED)
 def test_an_alarm_comes_once_when_its_sign_has_lasted_long_enough(name: str) -> None:
     bad, first, text = PROVOKED[name]
-    found = alarms_of(rows(40, bad))
-    assert [(alarm.name, alarm.first, alarm.last) for alarm in found] == [(name, first, 40)]
-    assert re.search(text, found[0].text), found[0].text
-    assert "\n" not in found[0].text and len(found[0].text) < 340
+    alarms = alarms_of(rows(40, bad))
+    assert [(alarm.name, alarm.first, alarm.last) for alarm in alarms] == [(name, first, 40)]
+    assert re.search(text, alarms[0].text), alarms[0].text
+    assert "\n" not in alarms[0].text and len(alarms[0].text) < 340
 
 
 def test_every_rule_has_its_section_on_the_page() -> None:
@@ -203,9 +203,9 @@ def test_a_run_that_never_had_a_signal_says_so_at_its_end() -> None:
 @pytest.mark.parametrize("count", [1, 5, 20])
 def test_mostly_invalid_rewards_are_called_that_not_solved_problems(count: int) -> None:
     few = EQUAL | {"rollout/sequences": 160.0, "rollout/invalid": 155.0, "rollout/accuracy": 1.0}
-    found = alarms_of(rows(count, few | {"rollout/reward_mean": 1.0}, start=1))
-    assert [alarm.name for alarm in found] == ["invalid_rewards"]
-    assert found[0].text.startswith("97% of the rewards are invalid")
+    alarms = alarms_of(rows(count, few | {"rollout/reward_mean": 1.0}, start=1))
+    assert [alarm.name for alarm in alarms] == ["invalid_rewards"]
+    assert alarms[0].text.startswith("97% of the rewards are invalid")
 
 
 def test_console_and_report_show_alarms_and_that_there_are_none(tmp_path: Path) -> None:
@@ -265,7 +265,7 @@ def test_a_run_without_rewards_says_so_and_ends_if_asked(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("planned", "made", "message"),
+    ("planned", "step_count", "message"),
     [
         (
             3,
@@ -276,7 +276,7 @@ def test_a_run_without_rewards_says_so_and_ends_if_asked(
     ],
 )
 def test_a_run_whose_rewards_are_never_valid_ends_with_an_error(
-    planned: int, made: int, message: str, tmp_path: Path
+    planned: int, step_count: int, message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "broken.py").write_text(
         "def score(response):\n    raise KeyError('no such column')\n"
@@ -284,7 +284,7 @@ def test_a_run_whose_rewards_are_never_valid_ends_with_an_error(
     with pytest.raises(NoSignalError, match=message):
         run(tmp_path / "run", f"env.reward={tmp_path}/broken.py:score", steps(planned))
     written = read_jsonl(tmp_path / "run" / "metrics.jsonl")
-    assert [row["step"] for row in written] == list(range(made + 1))
+    assert [row["step"] for row in written] == list(range(step_count + 1))
     assert all(row["rollout/invalid"] == row["rollout/sequences"] for row in written[1:])
 
 

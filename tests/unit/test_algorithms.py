@@ -522,7 +522,9 @@ def test_equal_rewards_give_exactly_zero_whatever_the_baseline(mean: Any, std: A
 
 def test_leave_one_out_equals_the_mean_of_the_others_by_loop() -> None:
     torch.manual_seed(0)
-    reward, group, valid = torch.randn(20), torch.randint(0, 4, (20,)), torch.rand(20) > 0.2
+    reward = torch.randn(20)
+    group = torch.randint(0, 4, (20,))
+    valid = torch.rand(20) > 0.2
     got = F.group_advantage(reward, group, valid, mean="leave_one_out", std="none")
     for i in range(20):
         others = [
@@ -735,7 +737,8 @@ def test_each_preset_is_what_its_name_says_and_trains(name: str, tmp_path: Path)
         if setting in expected:
             assert getattr(loss, setting) == expected[setting]
     transforms = dict(run.learner.transforms)
-    advantage, shaping = transforms["advantage"], transforms.get("shaping")
+    advantage = transforms["advantage"]
+    shaping = transforms.get("shaping")
     assert (advantage.mean, advantage.std) == expected["advantage"]
     assert (advantage.level, advantage.gamma, advantage.lmbda) == (expected["level"], 1.0, 1.0)
     # Ten rollouts of 16 dialogs are 40 groups of 4.
@@ -854,7 +857,7 @@ def test_options_that_exclude_each_other_are_refused(overrides: list[str], messa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["my_algorithm.", "examples/my_algorithm.py:"])
-def test_a_loss_and_an_advantage_of_ones_own_by_name(
+def test_a_custom_loss_and_advantage_are_found_by_name(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
@@ -1132,12 +1135,12 @@ def advantages_by_loop(kind: str, rows: list[TensorDict]) -> list[list[float]]:
     if kind == "nonzero":
         share = sum(r != 0 for r in rewards) / len(rewards)
         return [[(r - sum(groups[i // 4]) / 4) / share] for i, r in enumerate(rewards)]
-    made = (
+    advantages = (
         leave_one_out(groups)
         if kind == "leave_one_out_kl"
         else standardized(groups, kind != "centered")
     )
-    return [values for group in made for values in group]
+    return [values for group in advantages for values in group]
 
 
 @pytest.mark.parametrize("name", SPECIFICATIONS)
@@ -1212,7 +1215,7 @@ def test_by_default_tokens_are_weighed_by_their_ratio_to_the_engine(
     torch.testing.assert_close(loss.actor_network.logits.grad, gradient, rtol=1e-9, atol=1e-12)
 
 
-def test_specifications_are_there_for_every_preset() -> None:
+def test_every_preset_has_a_specification() -> None:
     """Specifications of sft and distill, which have no group, are in test_sft.py and
     test_teacher.py, those of whole sequences in test_sequence_losses.py, and those that select
     tokens of a batch in test_token_roles.py.
@@ -1247,7 +1250,8 @@ def test_staleness_may_be_that_of_each_token() -> None:
         places = row["masks", "all_assistant_mask"].nonzero().flatten().tolist()
         for t in places:
             cur = logits[int(row["row"]), t].log_softmax(0)[row["tokens", "full"][t]]
-            sample, d = row["log_probs", "full"][t], t % 3
+            sample = row["log_probs", "full"][t]
+            d = t % 3
             ratio = torch.exp(cur - (sample + d * cur) / (d + 1))
             loss -= clip(0.2, 0.2)(ratio, cur, row["advantage"][0]) / len(places) / len(rows)
     torch.testing.assert_close(got.detach(), loss)
@@ -1270,7 +1274,8 @@ def test_cispos_clip_fractions_count_the_weights_at_a_bound() -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_non_finite_reward_is_an_error_unless_marked_invalid(value: float) -> None:
-    reward, group = torch.tensor([1.0, 0.0, value, 0.0]), torch.zeros(4, dtype=torch.int64)
+    reward = torch.tensor([1.0, 0.0, value, 0.0])
+    group = torch.zeros(4, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"reward has 1 .*: mark them as invalid"):
         F.group_advantage(reward, group, torch.ones(4, dtype=torch.bool))
     got = F.group_advantage(reward, group, torch.tensor([True, True, False, True]), std="none")

@@ -58,8 +58,8 @@ def test_a_message_is_a_turn_of_the_policy():
         assert (answer.usage.input_tokens, answer.usage.output_tokens) == (5, 2)
         return 1
 
-    told = Dialog(PROBLEM, ["two END\n"], tokens=[3, 4], prompt_tokens=5)
-    [turn], end = played(agent_task(play), lambda turn: told)
+    dialog = Dialog(PROBLEM, ["two END\n"], tokens=[3, 4], prompt_tokens=5)
+    [turn], end = played(agent_task(play), lambda turn: dialog)
     assert turn == Turn(
         [{"role": "system", "content": "Be short."}, user("a")], None, tools=[], limits=turn.limits
     )
@@ -70,8 +70,13 @@ def test_a_message_is_a_turn_of_the_policy():
 @pytest.mark.parametrize("streams", [False, True])
 def test_tool_calls_and_their_results_continue_the_tokens(streams):
     async def play(client, problem):
-        said = [user([{"type": "text", "text": "a"}])]
-        wants: dict[str, Any] = {"model": "any", "max_tokens": 9, "messages": said, "tools": [ADD]}
+        messages = [user([{"type": "text", "text": "a"}])]
+        wants: dict[str, Any] = {
+            "model": "any",
+            "max_tokens": 9,
+            "messages": messages,
+            "tools": [ADD],
+        }
         async with of(client) as claude:
             if streams:
                 async with claude.messages.stream(**wants) as stream:
@@ -89,15 +94,15 @@ def test_tool_calls_and_their_results_continue_the_tokens(streams):
                 },
                 {"type": "text", "text": "Go on."},
             ]
-            said += [{"role": "assistant", "content": answer.content}, user(results)]
+            messages += [{"role": "assistant", "content": answer.content}, user(results)]
             last = await claude.messages.create(**wants)
         assert (last.stop_reason, last.content[0].text) == ("end_turn", "done")
         return 1
 
     answers = iter([f"Adding. {CALL}", "done"])
-    asked, end = played(agent_task(play), lambda turn: next(answers))
-    assert [(turn.sample, list(turn.tools)) for turn in asked] == [(0, [OURS]), (0, [OURS])]
-    assert asked[1].messages == [
+    turns, end = played(agent_task(play), lambda turn: next(answers))
+    assert [(turn.sample, list(turn.tools)) for turn in turns] == [(0, [OURS]), (0, [OURS])]
+    assert turns[1].messages == [
         {"role": "tool", "content": "2", "tool_call_id": "call00000"},
         user("Go on."),
     ]
@@ -105,7 +110,7 @@ def test_tool_calls_and_their_results_continue_the_tokens(streams):
 
 
 @pytest.mark.parametrize(
-    "wrong, said",
+    "wrong, message",
     [
         ({"messages": []}, "messages=[] must be a list with at least one message"),
         (
@@ -137,7 +142,7 @@ def test_tool_calls_and_their_results_continue_the_tokens(streams):
         ({"tool_choice": {"type": "any"}}, "tool_choice=any must be auto or none"),
     ],
 )
-def test_what_cannot_be_honored_is_an_error_in_anthropic_s_form(wrong, said):
+def test_unsupported_request_fields_are_errors_in_anthropics_format(wrong, message):
     async def play(client, problem):
         async with of(client) as claude:
             wants = {"model": "any", "max_tokens": 9, "messages": [user("a")]}
@@ -147,7 +152,7 @@ def test_what_cannot_be_honored_is_an_error_in_anthropic_s_form(wrong, said):
                 "error",
                 "invalid_request_error",
             )
-            assert error.value.body["error"]["message"].startswith(said)
+            assert error.value.body["error"]["message"].startswith(message)
             await claude.messages.create(**wants)
         return 1
 

@@ -136,7 +136,8 @@ def test_a_written_integer_is_read_back(n: int, before: str, zeros: int) -> None
 
 
 def test_scores_are_exact() -> None:
-    task, problem = ArithmeticTask(), Problem("27+58=?", "85")
+    task = ArithmeticTask()
+    problem = Problem("27+58=?", "85")
     assert task.score(problem, ["7+8=15, 2+5+1=8 #### 85"]) == Score(1.0, True)
     assert task.score(problem, ["7+8=15, 2+5=7 #### 75"]) == Score(0.0, False)
     assert task.score(problem, ["85"]) == Score(0.0, False)

@@ -54,17 +54,17 @@ def test_it_scores_with_the_average_and_leaves_the_weights_alone(lora: bool) -> 
     }
     for name, value in expected.items():
         torch.testing.assert_close(scorer.average[name], value)
-    found = scorer.score(TOKENS, MASK)[0]
+    log_probs = scorer.score(TOKENS, MASK)[0]
     states = scorer.teacher_states(scorer.layout(TOKENS, MASK), top_k=2)
     for name, value in trained(model).items():
         assert torch.equal(value, versions[4][name])
     plain = TokenScorer(model)
-    assert (plain.score(TOKENS, MASK)[0] - found).abs().max() > 1e-4
+    assert (plain.score(TOKENS, MASK)[0] - log_probs).abs().max() > 1e-4
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name in expected:
                 parameter.copy_(expected[name])
-    torch.testing.assert_close(plain.score(TOKENS, MASK)[0].detach(), found.detach())
+    torch.testing.assert_close(plain.score(TOKENS, MASK)[0].detach(), log_probs.detach())
     wanted = plain.teacher_states(plain.layout(TOKENS, MASK), top_k=2)
     torch.testing.assert_close(wanted.detach(), states.detach())
 
@@ -144,8 +144,8 @@ def test_a_policy_that_teaches_itself_scores_with_its_own_weights(
                 if name in latest:
                     parameter.copy_(latest[name])
         expected = logits.log_softmax(-1).gather(-1, row[keys.RESPONSE][:, None]).squeeze(-1)
-        found = row[keys.TEACHER_LOG_PROBS][-len(expected) :]
-        worst.append((found - expected).abs().max().item())
+        log_probs = row[keys.TEACHER_LOG_PROBS][-len(expected) :]
+        worst.append((log_probs - expected).abs().max().item())
         metrics = train(batch)
         latest = trained(model)
         average = {name: 0.5 * value + 0.5 * latest[name] for name, value in average.items()}

@@ -39,7 +39,8 @@ def kinds(name: str) -> set[Any]:
 
 def bad_values(name: str) -> Iterator[tuple[str, Any]]:
     """Return invalid values of a key, with the kind of mistake."""
-    item, kind = FIELDS[name], kinds(name)
+    item = FIELDS[name]
+    kind = kinds(name)
     limits = item.metadata.get("limits", {})
     if not kind & {Any, dict}:
         yield "type", {"a": {"b": 1}} if kind & {str} else "nonsense"
@@ -64,10 +65,10 @@ def bad_values(name: str) -> Iterator[tuple[str, Any]]:
 
 def tree(*settings: tuple[str, Any]) -> Any:
     """Return a config of the arithmetic task with some keys set."""
-    made = OmegaConf.create({"env": {"dataset": "arithmetic"}})
+    config = OmegaConf.create({"env": {"dataset": "arithmetic"}})
     for name, value in settings:
-        OmegaConf.update(made, name, value, force_add=True)
-    return made
+        OmegaConf.update(config, name, value, force_add=True)
+    return config
 
 
 VALUES = [(name, kind, value) for name in FIELDS for kind, value in bad_values(name)]
@@ -82,14 +83,14 @@ def test_every_key_refuses_what_it_cannot_have_and_says_so() -> None:
             failed.append((name, kind, "accepted"))
         except ConfigError as error:
             now = "env.max_turns" if name == "env.max_steps" else name
-            said = str(error)
+            message = str(error)
             if (
-                not (now in said or name in said)
-                or "must" not in said
-                or ": " not in said
-                or len(said) > 1000
+                not (now in message or name in message)
+                or "must" not in message
+                or ": " not in message
+                or len(message) > 1000
             ):
-                failed.append((name, kind, said[:300]))
+                failed.append((name, kind, message[:300]))
         except Exception as error:
             failed.append((name, kind, f"{type(error).__name__}: {error}"[:200]))
     assert failed == []
@@ -101,20 +102,20 @@ def test_a_value_that_a_limit_suggests_is_within_it() -> None:
         outside = re.compile(
             rf"{re.escape(name)}=.* must be (at least|above|at most|below) .*: for example, .*=(.*)\."
         )
-        found = outside.fullmatch(
+        match = outside.fullmatch(
             said_to((name, float("nan") if float in kinds(name) else -(2**40)))
         )
-        if found is None:  # the key has another name, or a rule of its own
+        if match is None:  # the key has another name, or a rule of its own
             continue
         try:
-            from_hydra(tree((name, yaml.safe_load(found[2]))))
+            from_hydra(tree((name, yaml.safe_load(match[2]))))
         except ConfigError as error:
             assert not outside.fullmatch(str(error)), error
 
 
 def test_every_missing_value_is_refused_by_name() -> None:
-    said = said_to(("optimizer.lr", "???"), ("env.system_prompt", "???"))
-    assert said.startswith("env.system_prompt=???, optimizer.lr=??? must have a value, ")
+    message = said_to(("optimizer.lr", "???"), ("env.system_prompt", "???"))
+    assert message.startswith("env.system_prompt=???, optimizer.lr=??? must have a value, ")
 
 
 def said_to(*settings: tuple[str, Any]) -> str:
@@ -130,12 +131,14 @@ MISSPELT = [
 
 @pytest.mark.slow
 def test_every_misspelt_key_is_named_with_the_one_that_is_meant() -> None:
-    said = {name: said_to((name, 1)) for name in MISSPELT}
+    messages = {name: said_to((name, 1)) for name in MISSPELT}
     assert [
-        name for name in MISSPELT if "names a config key that does not exist: " not in said[name]
+        name
+        for name in MISSPELT
+        if "names a config key that does not exist: " not in messages[name]
     ] == []
     # The few others have no other key with letters like theirs.
-    assert sum("did you mean " in text for text in said.values()) / len(said) > 0.97
+    assert sum("did you mean " in text for text in messages.values()) / len(messages) > 0.97
 
 
 # Keys that contradict each other, and the message.
@@ -255,13 +258,13 @@ def test_a_broken_chat_template_is_one_message(template: str) -> None:
         config = compose_config()
         config.model.chat_template = template
         prepare(config)
-    said = str(refused.value)
+    message = str(refused.value)
     assert (
-        said.startswith("model.chat_template=")
-        and "must write a chat of the roles ['user', 'assistant']" in said
+        message.startswith("model.chat_template=")
+        and "must write a chat of the roles ['user', 'assistant']" in message
     )
-    assert BROKEN_TEMPLATES[template] in said and "\n" not in said and "\x1b" not in said
-    assert said.endswith("fix it, or leave it out, if it is not the tokenizer's own.")
+    assert BROKEN_TEMPLATES[template] in message and "\n" not in message and "\x1b" not in message
+    assert message.endswith("fix it, or leave it out, if it is not the tokenizer's own.")
 
 
 def test_over_800_bad_inputs_are_tried() -> None:

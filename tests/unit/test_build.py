@@ -224,20 +224,23 @@ def test_long_prompts_are_dropped_and_counted(tmp_path: Path) -> None:
 def test_the_plan_table_lists_the_devices_and_what_one_of_them_holds() -> None:
     def table(plan: DevicePlan, *overrides: str) -> list[tuple[str, str, float]]:
         blueprint = dataclasses.replace(prepare(compose_config(*SMALL, *overrides)), plan=plan)
-        roles, count = blueprint.memory.roles(), blueprint.shape.parameters
+        roles = blueprint.memory.roles()
+        count = blueprint.shape.parameters
         rows = plan_rows(blueprint)
         held = {
-            role.partition(" ")[0]: one.parts()["weights"] / count for role, one in roles.items()
+            role.partition(" ")[0]: memory.parts()["weights"] / count
+            for role, memory in roles.items()
         }
         assert [row["memory per device"] for row in rows][: len(roles)] == [
-            one.peak for one in roles.values()
+            memory.peak for memory in roles.values()
         ]
         return [
             (row["role"], row["devices"], held.get(row["role"].partition(" (")[0], 0))
             for row in rows
         ]
 
-    cpu, gpu = torch.device("cpu"), [torch.device("cuda", index) for index in range(8)]
+    cpu = torch.device("cpu")
+    gpu = [torch.device("cuda", index) for index in range(8)]
     plan = DevicePlan((cpu,), ((cpu,),), (cpu,), colocated=False)
     assert table(plan) == [
         ("train", "cpu", 4),

@@ -9,6 +9,7 @@ import math
 import os
 import random
 import re
+import runpy
 import shutil
 import signal
 import struct
@@ -65,7 +66,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def found(folder: Path) -> Resume:
+def resume_in(folder: Path) -> Resume:
     config = compose_config(*SMALL, steps(9), f"train.resume={folder}")
     resume = find_resume(config, plain(config))
     assert resume is not None
@@ -74,14 +75,16 @@ def found(folder: Path) -> Resume:
 
 @pytest.mark.slow
 def test_each_of_200_flipped_bits_and_4_kib_of_zeros_is_found(saved: Path, tmp_path: Path) -> None:
-    path, draw = Path(shutil.copytree(at(saved, 2), at(tmp_path, 2))), random.Random(0)
+    path = Path(shutil.copytree(at(saved, 2), at(tmp_path, 2)))
+    draw = random.Random(0)
     files = sorted(path.iterdir())
     [shard] = path.glob("*.safetensors")
     assert [file.name for file in files] == ["manifest.json", shard.name, "state.pt"]
     accepted = 0
     for number in range(200):
         file = files[number % len(files)]
-        place, bit = draw.randrange(file.stat().st_size), 1 << draw.randrange(8)
+        place = draw.randrange(file.stat().st_size)
+        bit = 1 << draw.randrange(8)
         _flip(file, place, bit)
         accepted += _is_accepted(path)
         _flip(file, place, bit)
@@ -107,9 +110,12 @@ def test_each_flipped_bit_of_a_manifest_is_found_before_the_rest_is_read(
     """The config of a resumed run comes from there, and a manifest with one other digit in a
     learning rate still parses.
     """
-    path, draw = Path(shutil.copytree(at(saved, 2), at(tmp_path, 2))), random.Random(0)
-    file, manifest = path / "manifest.json", read_manifest(path)
-    whole, accepted = file.read_bytes(), 0
+    path = Path(shutil.copytree(at(saved, 2), at(tmp_path, 2)))
+    draw = random.Random(0)
+    file = path / "manifest.json"
+    manifest = read_manifest(path)
+    whole = file.read_bytes()
+    accepted = 0
     start, end = whole.rindex(b'{"step"'), whole.rindex(b', "sha256"')
     for place in [whole.rindex(b'"lr": ') + 6, *draw.sample(range(start, end), 100)]:
         _flip(file, place, 1)
@@ -128,12 +134,12 @@ def test_what_is_only_named_like_a_checkpoint_is_passed_over(saved: Path, tmp_pa
     for step, manifest in enumerate(({}, {"config": 3}), start=9):
         at(tmp_path, step).mkdir()
         write_manifest(at(tmp_path, step), manifest, {})
-    assert found(tmp_path).step == 1
-    given = OmegaConf.structured(compose_config(*SMALL, f"train.resume={tmp_path}"))
+    assert resume_in(tmp_path).step == 1
+    user_config = OmegaConf.structured(compose_config(*SMALL, f"train.resume={tmp_path}"))
     path, config = saved_config(str(tmp_path), tmp_path / "new") or (tmp_path, {})
     assert (
         path == at(tmp_path, 1)
-        and on_saved_config(given, [], path, config).train.total_dialog_turns == 32
+        and on_saved_config(user_config, [], path, config).train.total_dialog_turns == 32
     )
 
 
@@ -162,8 +168,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(
     [shard] = at(tmp_path, 2).glob("*.safetensors")
     _flip(shard, 400_000, 1)
     with pytest.raises(ConfigError, match=r"checkpoint_000002 is damaged: shard-.* checksum"):
-        found(at(tmp_path, 2))
-    resume = found(tmp_path)
+        resume_in(at(tmp_path, 2))
+    resume = resume_in(tmp_path)
     assert (resume.step, resume.path) == (1, at(tmp_path, 1))
 
 
@@ -176,7 +182,7 @@ def test_a_weight_that_is_nan_is_named_before_anything_is_loaded(
     model[name][0, 0] = torch.nan
     path = changed(at(saved, 2), at(tmp_path, 2), {f"weights/{name}": model[name]})
     with pytest.raises(ConfigError, match=rf"weights/{name} .*not finite"):
-        found(path)
+        resume_in(path)
 
 
 @pytest.mark.slow
@@ -192,7 +198,7 @@ def test_what_is_unpacked_to_any_size_is_refused_unread(saved: Path, tmp_path: P
     (path / "state.pt").write_bytes(packed.getvalue())
     reseal(path)
     with pytest.raises(ConfigError, match="compressed"):
-        found(path)
+        resume_in(path)
 
 
 @pytest.mark.slow
@@ -202,7 +208,7 @@ def test_a_manifest_of_any_length_is_refused_unread(tmp_path: Path) -> None:
     with (folder / "manifest.json").open("wb") as file:
         file.truncate(2**36)
     with pytest.raises(ConfigError, match=r"manifest\.json of \d+ bytes"):
-        found(folder)
+        resume_in(folder)
 
 
 def test_a_pickle_is_refused_unread_and_without_advice_to_trust_it(
@@ -218,7 +224,7 @@ def test_a_pickle_is_refused_unread_and_without_advice_to_trust_it(
     with pytest.raises(
         ConfigError, match=r"cannot be read \(UnpicklingError: Weights only load failed\)"
     ):
-        found(path)
+        resume_in(path)
     assert not (tmp_path / "canary").exists()
 
 
@@ -230,14 +236,20 @@ def test_a_file_of_an_older_version_is_refused_with_its_conversion(
     old = tmp_path / "checkpoints" / "checkpoint_000002.pt"
     old.parent.mkdir()
     torch.save({"step": 2}, old)
-    asked = resume if resume == "auto" else str(tmp_path / resume)
+    value = resume if resume == "auto" else str(tmp_path / resume)
     with pytest.raises(ConfigError, match=rf"train\.resume=.*convert_checkpoint\.py {old}"):
-        saved_config(asked, tmp_path)
+        saved_config(value, tmp_path)
 
 
-def test_a_file_of_an_older_version_is_converted(saved: Path, tmp_path: Path) -> None:
+def test_a_file_of_an_older_version_is_converted(
+    saved: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     old = tmp_path / "checkpoint_000002.pt"
-    state, manifest = whole_state_of(at(saved, 2)), read_manifest(at(saved, 2))
+    state = whole_state_of(at(saved, 2))
+    manifest = read_manifest(at(saved, 2))
     del manifest["files"]
     text = json.dumps(manifest | {"sha256": ""}).encode()
     with old.open("wb") as file:
@@ -246,19 +258,22 @@ def test_a_file_of_an_older_version_is_converted(saved: Path, tmp_path: Path) ->
     digest = hashlib.sha256(old.read_bytes()).digest()
     with old.open("ab") as file:
         file.write(digest + b"grpo-ck1")
-    command = [sys.executable, str(ROOT / "tools" / "convert_checkpoint.py"), str(old)]
-    folder = Path(subprocess.check_output(command, text=True).strip())
+    tool = str(ROOT / "tools" / "convert_checkpoint.py")
+    monkeypatch.setattr(sys, "argv", [tool, str(old)])
+    runpy.run_path(tool, run_name="__main__")
+    folder = Path(capsys.readouterr().out.strip())
     assert differences(whole_state_of(folder), state) == []
-    assert found(folder).step == 2
+    assert resume_in(folder).step == 2
     with old.open("r+b") as file:
         file.seek(100_000)
         file.write(b"x")
-    damaged = subprocess.run(command, capture_output=True, text=True)
-    assert damaged.returncode == 1 and "damaged" in damaged.stderr
+    with pytest.raises(SystemExit, match="damaged"):
+        runpy.run_path(tool, run_name="__main__")
 
 
 def test_the_manifest_says_what_is_inside_without_torch(saved: Path) -> None:
-    manifest, state = read_manifest(at(saved, 2)), read_checkpoint(at(saved, 2))
+    manifest = read_manifest(at(saved, 2))
+    state = read_checkpoint(at(saved, 2))
     assert manifest["step"] == state["step"] == 2
     assert manifest["config"] == state["config"]
 
@@ -289,9 +304,9 @@ def checkpointer(folder: Path, keep: str | None = None) -> Checkpointer:
     return Checkpointer(folder, {}, keep)
 
 
-def save(made: Checkpointer, step: int, accuracy: float | None = None, floats: int = 1000) -> None:
-    made.metrics = {} if accuracy is None else {"eval/pass@1": accuracy}
-    save_weight(made, step, torch.full((floats,), float(step)))
+def save(saver: Checkpointer, step: int, accuracy: float | None = None, floats: int = 1000) -> None:
+    saver.metrics = {} if accuracy is None else {"eval/pass@1": accuracy}
+    save_weight(saver, step, torch.full((floats,), float(step)))
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -305,20 +320,20 @@ def steps_in(folder: Path) -> list[int]:
 def test_the_newest_and_the_best_checkpoints_are_kept(
     keep: str | None, expected: list[int] | None, tmp_path: Path
 ) -> None:
-    made = checkpointer(tmp_path, keep)
+    saver = checkpointer(tmp_path, keep)
     for step, accuracy in enumerate([0.5, 0.9, 0.7, None, 0.1], start=1):
-        save(made, step, accuracy)
+        save(saver, step, accuracy)
     assert steps_in(tmp_path) == (expected or [1, 2, 3, 4, 5])
 
 
 def test_an_evaluation_with_mostly_invalid_rewards_is_not_the_best(tmp_path: Path) -> None:
     """One of 400 problems had a valid reward, for a correct response, so pass@1 was 100%."""
-    made = checkpointer(tmp_path, "last:1,best:1")
+    saver = checkpointer(tmp_path, "last:1,best:1")
     for step, (accuracy, invalid) in enumerate(
         [(0.7, 0.5), (1.0, 399 / 400), (math.nan, 1.0), (0.9, 0.51)], start=1
     ):
-        made.metrics = {"eval/pass@1": accuracy, "eval/invalid_fraction": invalid}
-        save_weight(made, step, torch.zeros(3))
+        saver.metrics = {"eval/pass@1": accuracy, "eval/invalid_fraction": invalid}
+        save_weight(saver, step, torch.zeros(3))
     assert steps_in(tmp_path) == [1, 4]
 
 
@@ -329,11 +344,11 @@ def test_a_model_card_has_no_accuracy_that_no_valid_reward_stands_behind() -> No
 
 def test_checkpoints_that_were_set_aside_stay_when_others_are(tmp_path: Path) -> None:
     """The second move once overwrote the checkpoints of the first."""
-    made = checkpointer(tmp_path)
+    saver = checkpointer(tmp_path)
     for content in (1, 2, 3):
-        made.begin(1)
-        save_weight(made, 2, torch.full((3,), float(content)))
-    made.begin(1)
+        saver.begin(1)
+        save_weight(saver, 2, torch.full((3,), float(content)))
+    saver.begin(1)
     aside = ["checkpoint_000002.old", "checkpoint_000002.old-2", "checkpoint_000002.old-3"]
     assert sorted(path.name for path in tmp_path.iterdir()) == aside
     assert [whole_state_of(tmp_path / name)["trainer"]["model"]["weight"][0] for name in aside] == [
@@ -341,28 +356,28 @@ def test_checkpoints_that_were_set_aside_stay_when_others_are(tmp_path: Path) ->
         2,
         3,
     ]
-    assert made.latest() is None
+    assert saver.latest() is None
 
 
 def test_by_default_the_newest_three_checkpoints_stay(tmp_path: Path) -> None:
-    made = checkpointer(tmp_path, compose_config().train.keep_checkpoints)
+    saver = checkpointer(tmp_path, compose_config().train.keep_checkpoints)
     for step in range(1, 6):
-        save(made, step)
+        save(saver, step)
     assert steps_in(tmp_path) == [3, 4, 5]
 
 
 def test_a_save_that_fails_leaves_the_one_before_and_no_staging_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = checkpointer(tmp_path, "last:1")
-    save(made, 1)
+    saver = checkpointer(tmp_path, "last:1")
+    save(saver, 1)
 
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(DiskFullError, match=r"no room for checkpoint_000002 in"):
-        save(made, 2)
+        save(saver, 2)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint_000001"]
     assert steps_in(tmp_path) == [1]
 
@@ -402,39 +417,39 @@ def test_a_full_disk_leaves_the_run_alive_and_the_one_before_valid(
     """The disk is full after the second step and has room again before the fourth; 4 checkpoints
     take 5 MB each.
     """
-    said: list[str] = []
-    monkeypatch.setattr(torchrl_logger, "warning", said.append)
+    messages: list[str] = []
+    monkeypatch.setattr(torchrl_logger, "warning", messages.append)
     filler = small_disk / "filler"
-    made = build(
+    training_run = build(
         compose_config(
             *SMALL, steps(4), "train.checkpoint_frequency=1", "train.keep_checkpoints=last:1"
         ),
         small_disk / "run",
     )
-    real = made.learner.train_groups
+    real = training_run.learner.train_groups
 
     def train_groups(*groups: Any) -> dict[str, float]:
-        if made.learner.version == 1:
+        if training_run.learner.version == 1:
             free = shutil.disk_usage(small_disk).free
             filler.write_bytes(bytes(free))
-        if made.learner.version == 3:
+        if training_run.learner.version == 3:
             filler.unlink()
         return real(*groups)
 
-    made.learner.train_groups = train_groups  # type: ignore[method-assign, assignment]
+    training_run.learner.train_groups = train_groups  # type: ignore[method-assign, assignment]
     try:
-        made.fit()
+        training_run.fit()
     finally:
-        made.close()
+        training_run.close()
     run_folder = small_disk / "run"
     assert [row["step"] for row in read_jsonl(run_folder / "metrics.jsonl")] == [0, 1, 2, 3, 4]
-    unsaved = [line for line in said if "was not saved" in line]
+    unsaved = [line for line in messages if "was not saved" in line]
     assert len(unsaved) == 2
     assert re.match(
         r"Step 2 was not saved, the latest checkpoint is checkpoint_000001: there is no room",
         unsaved[0],
     )
-    assert sum("metrics.jsonl: its lines wait" in line for line in said) == 1
+    assert sum("metrics.jsonl: its lines wait" in line for line in messages) == 1
     assert steps_in(run_folder / "checkpoints") == [4]
     assert not list(run_folder.rglob("*.tmp"))
 
@@ -453,12 +468,12 @@ def test_a_run_on_a_full_disk_is_one_line(
         )
         == 1
     )
-    said = capfd.readouterr().err
+    stderr = capfd.readouterr().err
     assert (
         "error: the disk is full, so a file of the run cannot be written: free some space, or use"
-        in said
+        in stderr
     )
-    assert "Traceback" not in said
+    assert "Traceback" not in stderr
 
 
 @pytest.mark.slow
@@ -468,9 +483,9 @@ def test_lines_that_are_dropped_from_a_full_disk_stay_whole(small_disk: Path) ->
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     with (
         pytest.raises(OSError, match="No space left"),
-        MetricsLogger(small_disk, tensorboard=False, config={}) as made,
+        MetricsLogger(small_disk, tensorboard=False, config={}) as logger,
     ):
-        made.truncate(39_999)
+        logger.truncate(39_999)
     assert not list(small_disk.glob("*.tmp"))
     assert read_jsonl(path) == rows
 
@@ -494,7 +509,8 @@ def test_a_model_that_finds_no_room_is_one_line(
 def test_20_kills_in_a_save_leave_only_whole_checkpoints(tmp_path: Path) -> None:
     """Each child saves until it is killed, and the next one reads its checkpoints at startup."""
     draw = random.Random(0)
-    newest, parts = [0], 0
+    newest = [0]
+    parts = 0
     for _ in range(20):
         checkpointer = Checkpointer(tmp_path, {}, "last:2")
         checkpointer.begin(newest[-1])

@@ -24,9 +24,9 @@ from torchrl_grpo.runtime.placement import DevicePlan
 
 
 def test_any_number_of_cpu_processes_fits_on_two_cores() -> None:
-    bundles, taken = allocations(SPREAD, [2.0])
+    bundles, shares = allocations(SPREAD, [2.0])
     assert bundles == [{"CPU": 0.25}] * 6
-    assert taken["reference"] == [
+    assert shares["reference"] == [
         ActorAllocation(4, (torch.device("cpu"),), 0.25, 0),
         ActorAllocation(5, (torch.device("cpu"),), 0.25, 0),
     ]
@@ -36,65 +36,65 @@ def test_any_number_of_cpu_processes_fits_on_two_cores() -> None:
 
 def test_a_tensor_parallel_replica_is_one_bundle() -> None:
     plan = DevicePlan(gpus(0, 1), (gpus(2, 3), gpus(4, 5)), gpus(6), colocated=False)
-    bundles, taken = allocations(plan, [16.0])
+    bundles, shares = allocations(plan, [16.0])
     one, two = {"CPU": 1.0, "GPU": 1.0}, {"CPU": 2.0, "GPU": 2.0}
     assert bundles == [one, one, two, two, one]
-    assert taken["inference"] == [
+    assert shares["inference"] == [
         ActorAllocation(2, gpus(2, 3), 2.0, 2),
         ActorAllocation(3, gpus(4, 5), 2.0, 2),
     ]
 
 
 def test_processes_that_share_a_gpu_share_a_bundle() -> None:
-    bundles, taken = allocations(DevicePlan(gpus(0), (gpus(1),), gpus(0), colocated=False), [8.0])
+    bundles, shares = allocations(DevicePlan(gpus(0), (gpus(1),), gpus(0), colocated=False), [8.0])
     assert bundles == [{"CPU": 2.0, "GPU": 1.0}, {"CPU": 1.0, "GPU": 1.0}]
-    assert taken["train"] == taken["reference"] == [ActorAllocation(0, gpus(0), 1.0, 0.5)]
-    bundles, taken = allocations(DevicePlan(gpus(0), (gpus(0),), gpus(0), colocated=True), [8.0])
+    assert shares["train"] == shares["reference"] == [ActorAllocation(0, gpus(0), 1.0, 0.5)]
+    bundles, shares = allocations(DevicePlan(gpus(0), (gpus(0),), gpus(0), colocated=True), [8.0])
     assert bundles == [{"CPU": 3.0, "GPU": 1.0}]
-    assert taken["inference"][0].num_gpus == 0.3333
+    assert shares["inference"][0].num_gpus == 0.3333
 
 
 def test_roles_that_take_turns_on_several_gpus_share_a_bundle_for_each() -> None:
-    bundles, taken = allocations(
+    bundles, shares = allocations(
         DevicePlan(gpus(0, 1), (gpus(0), gpus(1)), gpus(0), colocated=True), [8.0]
     )
     assert bundles == [{"CPU": 3.0, "GPU": 1.0}, {"CPU": 2.0, "GPU": 1.0}]
     assert (
-        taken["train"]
-        == taken["inference"]
+        shares["train"]
+        == shares["inference"]
         == [ActorAllocation(0, gpus(0), 1.0, 0.3333), ActorAllocation(1, gpus(1), 1.0, 0.5)]
     )
-    bundles, taken = allocations(
+    bundles, shares = allocations(
         DevicePlan(gpus(0, 1, 2, 3), (gpus(0, 2), gpus(3, 1)), (), colocated=True), [8.0]
     )
     assert bundles == [{"CPU": 4.0, "GPU": 2.0}, {"CPU": 4.0, "GPU": 2.0}]
-    assert [allocation.bundle for allocation in taken["train"]] == [0, 1, 0, 1]
-    assert taken["inference"] == [
+    assert [allocation.bundle for allocation in shares["train"]] == [0, 1, 0, 1]
+    assert shares["inference"] == [
         ActorAllocation(0, gpus(0, 2), 2.0, 1),
         ActorAllocation(1, gpus(3, 1), 2.0, 1),
     ]
-    bundles, taken = allocations(
+    bundles, shares = allocations(
         DevicePlan(gpus(0, 1, 2), (gpus(0, 2),), gpus(1, 2), colocated=True), [8.0]
     )
     assert bundles == [
         {"CPU": 5.0, "GPU": 2.0},
         {"CPU": 2.0, "GPU": 1.0},
     ]  # joined through an engine
-    assert [allocation.bundle for allocation in taken["train"]] == [0, 1, 0]
-    assert [allocation.num_gpus for allocation in taken["inference"]] == [0.6666]
+    assert [allocation.bundle for allocation in shares["train"]] == [0, 1, 0]
+    assert [allocation.num_gpus for allocation in shares["inference"]] == [0.6666]
 
 
 def test_what_works_on_servers_takes_no_gpu_and_shares_no_bundle() -> None:
     cpu = torch.device("cpu")
-    bundles, taken = allocations(
+    bundles, shares = allocations(
         DevicePlan(gpus(0), ((cpu,), (cpu,)), (), colocated=False, teacher=(cpu,)), [8.0]
     )
     assert bundles == [{"CPU": 1.0, "GPU": 1.0}, {"CPU": 1.0}, {"CPU": 1.0}, {"CPU": 1.0}]
-    assert taken["inference"] == [
+    assert shares["inference"] == [
         ActorAllocation(1, (cpu,), 1.0, 0),
         ActorAllocation(2, (cpu,), 1.0, 0),
     ]
-    assert taken["teacher"] == [ActorAllocation(3, (cpu,), 1.0, 0)]
+    assert shares["teacher"] == [ActorAllocation(3, (cpu,), 1.0, 0)]
 
 
 def test_a_process_is_pinned_to_the_plans_devices_among_the_visible_ones(
@@ -194,27 +194,27 @@ def test_folders_of_killed_runs_are_removed_by_the_next_one(
 
 def test_ranks_that_compute_layers_together_are_one_bundle() -> None:
     plan = DevicePlan(gpus(0, 1, 2, 3), (gpus(4),), gpus(0), colocated=False)
-    bundles, taken = allocations(plan, [16.0], tensor_parallel_size=2)
+    bundles, shares = allocations(plan, [16.0], tensor_parallel_size=2)
     assert bundles == [{"CPU": 3.0, "GPU": 2.0}, {"CPU": 2.0, "GPU": 2.0}, {"CPU": 1.0, "GPU": 1.0}]
-    assert [allocation.bundle for allocation in taken["train"]] == [0, 0, 1, 1]
-    assert [allocation.num_gpus for allocation in taken["train"]] == [0.5, 1, 1, 1]
-    assert taken["reference"] == [ActorAllocation(0, gpus(0), 1.0, 0.5)]
+    assert [allocation.bundle for allocation in shares["train"]] == [0, 0, 1, 1]
+    assert [allocation.num_gpus for allocation in shares["train"]] == [0.5, 1, 1, 1]
+    assert shares["reference"] == [ActorAllocation(0, gpus(0), 1.0, 0.5)]
     cpu = torch.device("cpu")
-    bundles, taken = allocations(
+    bundles, shares = allocations(
         DevicePlan((cpu,) * 4, ((cpu,),), (), colocated=False), [8.0], tensor_parallel_size=2
     )
     assert bundles == [{"CPU": 2.0}, {"CPU": 2.0}, {"CPU": 1.0}]
-    assert [allocation.bundle for allocation in taken["train"]] == [0, 0, 1, 1]
+    assert [allocation.bundle for allocation in shares["train"]] == [0, 0, 1, 1]
 
 
 def test_the_ranks_of_a_machine_follow_each_other() -> None:
     plan = DevicePlan(gpus(0, 1, 2, 3, 4, 5), (gpus(6),), (), colocated=False)
-    _, taken = allocations(plan, [16.0])
-    got = by_machine(taken["train"], ["b", "a", "c", "b", "a", "c", "a"])
+    _, shares = allocations(plan, [16.0])
+    got = by_machine(shares["train"], ["b", "a", "c", "b", "a", "c", "a"])
     assert [allocation.bundle for allocation in got] == [0, 3, 1, 4, 2, 5]
-    _, taken = allocations(plan, [16.0], tensor_parallel_size=2)
+    _, shares = allocations(plan, [16.0], tensor_parallel_size=2)
     assert [
-        allocation.bundle for allocation in by_machine(taken["train"], ["b", "a", "b", "a"])
+        allocation.bundle for allocation in by_machine(shares["train"], ["b", "a", "b", "a"])
     ] == [0, 0, 2, 2, 1, 1]
 
 
@@ -231,9 +231,9 @@ def test_the_object_store_takes_what_the_memory_and_dev_shm_allow(
     memory: float, shared: float, store: float, warned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     utils = pytest.importorskip("ray._private.utils")
-    said: list[str] = []
+    messages: list[str] = []
     monkeypatch.setattr(utils, "estimate_available_memory", lambda: int(memory * 1e9))
     monkeypatch.setattr(utils, "get_shared_memory_bytes", lambda: int(shared * 1e9))
-    monkeypatch.setattr(cluster_module.torchrl_logger, "warning", said.append)
+    monkeypatch.setattr(cluster_module.torchrl_logger, "warning", messages.append)
     assert cluster_module.object_store_memory() == pytest.approx(store * 1e9)
-    assert bool(said) == warned
+    assert bool(messages) == warned

@@ -84,7 +84,7 @@ def fenced(program: str) -> str:
         ),  # verl's column reward_model
     ],
 )
-def test_a_right_program_passes_and_one_that_is_wrong_does_not(
+def test_a_correct_program_passes_and_a_wrong_one_fails(
     answer: Any, more: dict[str, str], program: str
 ) -> None:
     assert code(fenced(program), answer, **more) == 1.0
@@ -110,8 +110,8 @@ def test_a_fraction_counts_tests_after_one_that_hangs_or_exits() -> None:
 
 def test_what_a_test_expects_is_not_in_the_program_s_process() -> None:
     looks = "import gc, sys\nfound = [x for x in gc.get_objects() if isinstance(x, list) and x == [3, 7]]\n"
-    told = f"{looks}def add(a, b):\n    return 3 if a == 1 else (7 if found else 0)\n"
-    assert code(told, CALL, metric="fraction") == 0.5
+    program = f"{looks}def add(a, b):\n    return 3 if a == 1 else (7 if found else 0)\n"
+    assert code(program, CALL, metric="fraction") == 0.5
 
 
 UNNAMED = {"input": "1\n2", "output": "3", "testtype": "functional"}
@@ -214,7 +214,7 @@ except OSError:
 
 @pytest.mark.slow
 def test_what_a_program_may_use_is_limited(tmp_path: Path) -> None:
-    before = {one.pid for one in psutil.process_iter()}
+    before = {process.pid for process in psutil.process_iter()}
     start = time.monotonic()
     limits = Limits(seconds=1.0, processes=31)  # tells its processes from those of other tests
     assert run_python("import time\ntime.sleep(100)", limits=limits).status is None
@@ -231,8 +231,8 @@ def test_what_a_program_may_use_is_limited(tmp_path: Path) -> None:
     run_python(detached, limits=limits)
     assert time.monotonic() - start < 60
     time.sleep(0.5)
-    new = [one for one in psutil.process_iter(["cmdline"]) if one.pid not in before]
-    left = [one for one in new if '"NPROC": 31' in str(one.info["cmdline"])]
+    new = [process for process in psutil.process_iter(["cmdline"]) if process.pid not in before]
+    left = [process for process in new if '"NPROC": 31' in str(process.info["cmdline"])]
     assert isolation() == "limits" or left == []
 
 

@@ -45,13 +45,13 @@ if __name__ == "__main__":
 """
 
 
-def lines(given: str, expected: str) -> dict[str, list[str]]:
-    return {"inputs": [given], "outputs": [expected]}
+def lines(stdin: str, expected: str) -> dict[str, list[str]]:
+    return {"inputs": [stdin], "outputs": [expected]}
 
 
-def live(given: str, expected: str) -> list[dict[str, str]]:
+def live(stdin: str, expected: str) -> list[dict[str, str]]:
     """Return a test in LiveCodeBench's format."""
-    return [{"input": given, "output": expected, "testtype": "stdin"}]
+    return [{"input": stdin, "output": expected, "testtype": "stdin"}]
 
 
 RIGHT: dict[str, tuple[str, Any, dict[str, Any]]] = {

@@ -114,7 +114,8 @@ def test_engine_versions_are_kept_and_the_oldest_is_the_sequences():
     engine = copies_of(
         lambda prompt, copy: ([20, 21, 22], "length") if copy else ([9, END], "stop")
     )
-    plain, reported = engine.generate, iter([[3, 4], [4, 4, 5]])
+    plain = engine.generate
+    reported = iter([[3, 4], [4, 4, 5]])
 
     def generate(prompts, n, params):
         groups = plain(prompts, n, params)

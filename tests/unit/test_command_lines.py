@@ -36,9 +36,9 @@ OPTIONS = (
 def split(words: list[str]) -> tuple[dict[str, Any], list[str]]:
     """Return the options that Hydra parses, and the overrides."""
     options, overrides = split_command_line(words)
-    given = vars(get_args_parser().parse_args([*overrides, *options]))
-    assert given.pop("overrides") == overrides
-    return given, overrides
+    parsed = vars(get_args_parser().parse_args([*overrides, *options]))
+    assert parsed.pop("overrides") == overrides
+    return parsed, overrides
 
 
 def places(overrides: list[str], option: tuple[str, ...]) -> Iterator[list[str]]:
@@ -103,7 +103,7 @@ def in_this_process(
 @pytest.mark.parametrize(
     "line", [line for line, words in LINES.items() if "--multirun" not in words]
 )
-def test_a_shown_line_composes(
+def test_a_printed_command_line_composes(
     line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -134,7 +134,7 @@ def test_a_sweep_runs_each_job_wherever_multirun_stands(
 
 
 @pytest.mark.slow
-def test_a_run_records_no_override_that_nobody_gave(
+def test_a_run_records_only_overrides_of_the_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -179,7 +179,7 @@ def test_private_names_of_libraries_are_in_compat_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "found"),
+    ("source", "expected"),
     [
         ("import ray._private.node", ["ray._private.node"]),
         ("from torchrl._utils import logger", ["torchrl._utils.logger"]),
@@ -191,8 +191,8 @@ def test_private_names_of_libraries_are_in_compat_alone() -> None:
         ),
     ],
 )
-def test_the_check_sees_private_modules(source: str, found: list[str]) -> None:
-    assert list(private_modules(ast.parse(source))) == found
+def test_the_check_sees_private_modules(source: str, expected: list[str]) -> None:
+    assert list(private_modules(ast.parse(source))) == expected
 
 
 def test_norms_are_those_of_each_tensor() -> None:
@@ -240,7 +240,9 @@ def test_a_packed_weight_multiplies_as_the_weight_does() -> None:
     weight = torch.randn(48, 32, generator=torch.Generator().manual_seed(0))
     if not packs_linear(weight):
         pytest.skip("needs a build with oneDNN")
-    x, bias, residual = weight[:4], weight[:, 0].contiguous(), torch.ones(4, 48)
+    x = weight[:4]
+    bias = weight[:, 0].contiguous()
+    residual = torch.ones(4, 48)
     packed = pack_linear(weight, 4)
     torch.testing.assert_close(packed_linear(x, packed, bias), x @ weight.T + bias)
     torch.testing.assert_close(packed_linear(x, packed, bias, residual), x @ weight.T + bias + 1)
@@ -252,8 +254,8 @@ def test_attention_is_named_as_it_was_asked_for() -> None:
 
 
 def test_hydras_options_are_parsed_beside_overrides() -> None:
-    given = options_parser().parse_args(["--cfg", "job", "seed=1"])
-    assert (given.cfg, given.overrides) == ("job", ["seed=1"])
+    parsed = options_parser().parse_args(["--cfg", "job", "seed=1"])
+    assert (parsed.cfg, parsed.overrides) == ("job", ["seed=1"])
 
 
 @pytest.mark.parametrize("shared", [False, True])

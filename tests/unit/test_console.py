@@ -92,7 +92,7 @@ def test_an_evaluation_alone_ends_with_its_accuracy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("done", "total", "evaluates", "said"),
+    ("done", "total", "evaluates", "message"),
     [
         (0, 8, True, "evaluating 400 problems before the first step"),
         (0, 8, False, "running the first rollout"),
@@ -100,15 +100,15 @@ def test_an_evaluation_alone_ends_with_its_accuracy() -> None:
         (0, 0, True, "evaluating 400 problems"),
     ],
 )
-def test_what_takes_long_before_the_first_step_is_said(
-    done: int, total: int, evaluates: bool, said: str, monkeypatch: pytest.MonkeyPatch
+def test_slow_work_before_the_first_step_is_announced(
+    done: int, total: int, evaluates: bool, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []
     monkeypatch.setattr(startup, "say", lines.append)
     console = Console(file=io.StringIO())
     console.problems(8, 400, "1+1=")
     console.start(done, total, evaluates=evaluates)
-    assert lines == [said]
+    assert lines == [message]
 
 
 def test_a_resumed_run_whose_last_step_is_done_says_so() -> None:
@@ -317,12 +317,12 @@ def test_the_bar_is_one_line_at_any_width(width: int) -> None:
         console.start(0, 128_000)
         for step in range(980, 984):
             console.step(step, METRICS, 128 * step, 128_000)
-    shown = re.split("[\r\n]", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue()).rstrip())[-1]
+    bar = re.split("[\r\n]", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue()).rstrip())[-1]
     assert "\x1b[1A" not in file.getvalue()  # the way up to the first of several lines
-    assert 0 < len(shown) <= width
+    assert 0 < len(bar) <= width
     if width >= 60:
-        assert "step 983 " in shown and "reward 0.5 accuracy 25.0%" in shown
-        assert ("125,824/128,000" if width >= 80 else "(98%)") in shown
+        assert "step 983 " in bar and "reward 0.5 accuracy 25.0%" in bar
+        assert ("125,824/128,000" if width >= 80 else "(98%)") in bar
 
 
 def test_hostile_text_does_nothing_to_a_terminal() -> None:

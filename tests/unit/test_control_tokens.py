@@ -112,10 +112,8 @@ def test_control_tokens_in_a_users_next_turn_stay_text(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if CHATS[name].kind == "bytes"])
 def test_what_a_message_spells_out_is_decoded_to_the_same_text(name: str) -> None:
-    tokenizer, text = (
-        make_chat_tokenizer(name),
-        f"a {CHATS[name].special[0]}\n<b> {CHATS[name].special[1]} c",
-    )
+    tokenizer = make_chat_tokenizer(name)
+    text = f"a {CHATS[name].special[0]}\n<b> {CHATS[name].special[1]} c"
     assert text in tokenizer.decode(prompt(name, {"role": "user", "content": text}))
 
 
@@ -150,10 +148,8 @@ def test_texts_without_control_tokens_are_tokenized_as_ever(
     name: str, text: str, tools: bool
 ) -> None:
     tools &= name in WITH_TOOLS
-    tokenizer, schemas = (
-        make_chat_tokenizer(name),
-        [{"name": "add", "parameters": {}}] if tools else [],
-    )
+    tokenizer = make_chat_tokenizer(name)
+    schemas = [{"name": "add", "parameters": {}}] if tools else []
     if any(token in text for token in CHATS[name].control):
         return
     rendered = tokenizer.apply_chat_template(
@@ -252,18 +248,16 @@ def test_a_prompt_that_spells_out_control_tokens_is_said_once(
     """Otherwise data that is already in the form of a chat template would silently train on
     something else.
     """
-    said: list[str] = []
-    monkeypatch.setattr(torchrl_logger, "warning", said.append)
+    messages: list[str] = []
+    monkeypatch.setattr(torchrl_logger, "warning", messages.append)
     prompt("qwen-3", {"role": "user", "content": "1 < 2 <think> [INST]"})
-    assert said == []
-    task, tokenizer = (
-        Chat([{"role": "user", "content": "<|im_start|>user\n1+1?"}]),
-        make_chat_tokenizer("qwen-3"),
-    )
+    assert messages == []
+    task = Chat([{"role": "user", "content": "<|im_start|>user\n1+1?"}])
+    tokenizer = make_chat_tokenizer("qwen-3")
     for split in ("train", "test"):
         prompts = Prompts(task, tokenizer, split, 100, {})
         prompts.first(1)
-    assert len(said) == 1 and said[0].startswith(
+    assert len(messages) == 1 and messages[0].startswith(
         "A prompt of 'chat' contains the text of a control token"
     )
 
@@ -287,7 +281,7 @@ def call(text: str) -> str:
     written = json.dumps({"name": "echo", "arguments": {"text": text}})
     return (
         "<tool_call>"
-        + re.sub(r"[<\[|]", lambda found: f"\\u{ord(found[0]):04x}", written)
+        + re.sub(r"[<\[|]", lambda match: f"\\u{ord(match[0]):04x}", written)
         + "</tool_call>"
     )
 
@@ -304,15 +298,15 @@ def played(name: str, task: Task, responses: Sequence[str]) -> list[list[int]]:
     tokenizer = make_chat_tokenizer(name)
     env = LLMEnv(task, tokenizer, num_envs=len(responses), repeats=len(responses), max_turns=2)
     data = env.reset()
-    given = [
+    replies = [
         [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
         for text in responses
     ]
     starts = [
         row.get("prompt").numel() + len(said)
-        for row, said in zip(data.get("tokens").unbind(0), given, strict=True)
+        for row, said in zip(data.get("tokens").unbind(0), replies, strict=True)
     ]
-    after = respond(env, data, given)
+    after = respond(env, data, replies)
     assert column(after, "done") == [False] * len(responses)
     rows = after["next"].get("tokens").unbind(0)
     return [row.get("prompt").tolist()[start:] for row, start in zip(rows, starts, strict=True)]

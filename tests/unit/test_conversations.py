@@ -61,12 +61,12 @@ def test_results_come_back_as_tool_messages_and_the_last_turn_is_scored(
         query,
         f"{call('add', a=1, b=1)} and {call('add', a=4, b=4)}",
     ]
-    said = [[*encode(text), END] for text in texts]
-    after = respond(env, data, said)
+    responses = [[*encode(text), END] for text in texts]
+    after = respond(env, data, responses)
     assert column(after, "done") == [False, False, True, False]
-    for row, told in ((0, ["5"]), (1, ["error: add needs the argument 'b'"]), (3, ["2", "8"])):
-        between = "".join(turn("tool", text) for text in told) + "<|assistant|>"
-        assert prompts(after["next"])[row] == [*first, *said[row], *encode(between)]
+    for row, results in ((0, ["5"]), (1, ["error: add needs the argument 'b'"]), (3, ["2", "8"])):
+        between = "".join(turn("tool", text) for text in results) + "<|assistant|>"
+        assert prompts(after["next"])[row] == [*first, *responses[row], *encode(between)]
     counts = env.take_counts()
     assert (counts["tools/calls"], counts["tools/errors"]) == (4, 1) and counts["tools/seconds"] > 0
 
@@ -99,15 +99,15 @@ def test_a_tool_that_hangs_or_ends_its_process_is_told_to_the_policy(
         env = LLMEnv(task, tokenizer, num_envs=2, repeats=2, max_turns=2, reward_pool=pool)
         data = env.reset()
         first = prompts(data)[0]
-        said = [[*encode(call(name, a=1)), END] for name in ("hang", "leave")]
-        after = respond(env, data, said)
+        responses = [[*encode(call(name, a=1)), END] for name in ("hang", "leave")]
+        after = respond(env, data, responses)
         assert column(after, "reward_valid") == [True, True] and column(after, "done") == [
             False,
             False,
         ]
         for row, why in enumerate(("it took longer than 1 s", "its process ended")):
-            told = encode(turn("tool", f"error: {why}") + "<|assistant|>")
-            assert prompts(after["next"])[row] == [*first, *said[row], *told]
+            result = encode(turn("tool", f"error: {why}") + "<|assistant|>")
+            assert prompts(after["next"])[row] == [*first, *responses[row], *result]
         counts = env.take_counts()
         assert (counts["tools/calls"], counts["tools/errors"]) == (2, 2)
 

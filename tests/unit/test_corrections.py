@@ -94,8 +94,10 @@ def test_what_is_outside_the_mask_decides_nothing(rule: Any) -> None:
 
 def test_tokens_against_their_advantage_stay_with_dppo() -> None:
     """Such tokens have a positive advantage and a probability that fell far, or the opposite."""
-    sample, current = torch.tensor([[0.9, 0.1]]).log(), torch.tensor([[0.1, 0.9]]).log()
-    advantage, mask = torch.tensor([[1.0, -1.0]]), torch.ones(1, 2, dtype=torch.bool)
+    sample = torch.tensor([[0.9, 0.1]]).log()
+    current = torch.tensor([[0.1, 0.9]]).log()
+    advantage = torch.tensor([[1.0, -1.0]])
+    mask = torch.ones(1, 2, dtype=torch.bool)
     gap = F.Mismatch(current, current, sample, advantage, mask)
     assert not F.reject_dppo_tv(gap, 0.01, 0.01).any()
     assert not F.reject_dppo_kl(gap, 0.01, 0.01).any()
@@ -105,7 +107,8 @@ def test_tokens_against_their_advantage_stay_with_dppo() -> None:
 
 
 def test_what_is_at_a_bound_and_an_advantage_of_0_are_kept() -> None:
-    sample, current = torch.tensor([[0.5]]).log(), torch.zeros(1, 1)
+    sample = torch.tensor([[0.5]]).log()
+    current = torch.zeros(1, 1)
     one, mask = torch.ones(1, 1), torch.ones(1, 1, dtype=torch.bool)
     gap = F.Mismatch(sample, current, sample, one, mask)
     assert not F.reject_token_ratio(gap, 1.0, 1.0).any()
@@ -203,7 +206,8 @@ def test_what_is_rejected_leaves_the_objective_alone(seed: int, proximal: Any) -
     recomputed = batch.get(("prox_log_probs", "full"), as_padded_tensor=True)
     trainer = current if proximal == "behaviour" else recomputed
     advantage = batch["advantage"].expand_as(current).clone()
-    removed, rejected = 0, torch.zeros_like(mask)
+    removed = 0
+    rejected = torch.zeros_like(mask)
     for row in range(len(batch)):
         places = mask[row].nonzero().flatten().tolist()
         gaps = {t: (trainer[row, t] - sample[row, t]).item() for t in places}

@@ -113,15 +113,15 @@ def test_problems_without_levels_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         (["env.curriculum=0"], r"env\.curriculum=0"),
         (["env.curriculum=1.5"], r"env\.curriculum=1\.5"),
         (["env.curriculum=0.5", "env.difficulty_filter=[0.1,0.9]"], "exclude each other"),
     ],
 )
-def test_bad_values_are_refused(overrides: list[str], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_bad_values_are_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         compose_config(*SMALL, *overrides)
 
 
@@ -152,7 +152,8 @@ def test_a_run_climbs_and_goes_on_from_a_checkpoint_at_its_level(
     )
     resume = (f"train.resume={tmp_path / 'half' / 'checkpoints'}", "train.total_dialog_turns=384")
     assert run_here(SYNC, *common, *resume, f"hydra.run.dir={tmp_path / 'rest'}") == 0
-    whole, rest = rows_of(tmp_path / "whole")[1:], rows_of(tmp_path / "rest")
+    whole = rows_of(tmp_path / "whole")[1:]
+    rest = rows_of(tmp_path / "rest")
     assert [row["rollout/level"] for row in whole] == [0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 2]
     for name in ("rollout/level", "rollout/response_length", "rollout/prompt_length"):
         assert [row.get(name) for row in rest if row["step"] > 9] == [
@@ -201,7 +202,7 @@ def test_drawing_by_pass_rate_goes_on_after_a_restart_as_it_would_have() -> None
     again.load_state_dict(drawing.state_dict())
     expected = [drawing.draw() for _ in range(100)]
     assert [again.draw() for _ in range(100)] == expected
-    assert len({one.index for one in expected}) < 50 and drawing.epoch > 3
+    assert len({group.index for group in expected}) < 50 and drawing.epoch > 3
 
 
 def test_pass_rate_and_difficulty_filter_work_together() -> None:

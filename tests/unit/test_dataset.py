@@ -125,10 +125,10 @@ def test_max_samples_takes_the_first_rows_of_each_split(tmp_path: Path) -> None:
 
 
 def test_hub_name_config_and_revision_reach_load_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    calls = []
 
     def load_dataset(*args: str, **options: str) -> Dataset:
-        asked.append((args, options))
+        calls.append((args, options))
         if options["split"] == "test":
             raise ValueError("Unknown split \"test\". Should be one of ['train'].")
         return Dataset.from_list(ROWS)
@@ -136,7 +136,7 @@ def test_hub_name_config_and_revision_reach_load_dataset(monkeypatch: pytest.Mon
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     task = DatasetTask("org/name", dataset_config="main", revision="v1")
     assert len(task.problems("train")) == 40 and task.name == "name"
-    assert asked == [(("org/name", "main"), {"split": "train", "revision": "v1"})]
+    assert calls == [(("org/name", "main"), {"split": "train", "revision": "v1"})]
     assert (
         "Should be one of ['train']: set env.test_split=NAME or env.test_fraction=0.1"
         in error_of(task, "test")
@@ -302,22 +302,22 @@ def test_without_a_test_split_the_error_says_what_to_set(tmp_path: Path) -> None
 @pytest.mark.slow
 def test_a_run_that_evaluates_nothing_needs_no_test_split(tmp_path: Path) -> None:
     path = write(tmp_path / "data.jsonl", ROWS)
-    given = (f"env.dataset={path}", "env.reward=math", "evaluation.k=0")
-    made = prepare(compose_config(*given, "evaluation.num_prompts=0"))
-    assert made.greedy_env is None and made.train_env.num_problems == len(ROWS)
+    overrides = (f"env.dataset={path}", "env.reward=math", "evaluation.k=0")
+    blueprint = prepare(compose_config(*overrides, "evaluation.num_prompts=0"))
+    assert blueprint.greedy_env is None and blueprint.train_env.num_problems == len(ROWS)
     with pytest.raises(
         ConfigError, match=r"set env\.test_split=NAME .* or evaluation\.num_prompts=0"
     ):
-        prepare(compose_config(*given))
+        prepare(compose_config(*overrides))
 
 
 def test_an_unknown_split_lists_those_there(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", ROWS)
     write(tmp_path / "dev.jsonl", ROWS)
-    told = error_of(DatasetTask(str(tmp_path), train_split="tran", test_split="dev"))
+    message = error_of(DatasetTask(str(tmp_path), train_split="tran", test_split="dev"))
     assert (
         "with the split 'tran', but tran.jsonl is missing (found: ['dev.jsonl', 'train.jsonl'])"
-        in told
+        in message
     )
 
 
@@ -350,10 +350,10 @@ def test_rows_without_an_answer_are_counted(
 
 def test_a_fraction_that_leaves_a_split_empty_is_an_error(tmp_path: Path) -> None:
     task = DatasetTask(write(tmp_path / "data.jsonl", ROWS[:1]), test_fraction=0.5)
-    told = [error_of(task, split) for split in ("train", "test") if not _has(task, split)]
+    messages = [error_of(task, split) for split in ("train", "test") if not _has(task, split)]
     assert (
-        len(told) == 1
-        and "env.test_fraction=0.5 must leave problems in both splits, but the " in told[0]
+        len(messages) == 1
+        and "env.test_fraction=0.5 must leave problems in both splits, but the " in messages[0]
     )
 
 
@@ -523,5 +523,5 @@ def test_ifeval_splits_its_541_prompts_or_tests_on_all() -> None:
 
 
 def test_ifeval_without_its_file_names_it(tmp_path: Path) -> None:
-    told = error_of(IFEvalTask(str(tmp_path)))
-    assert "must be a folder with input_data.jsonl" in told
+    message = error_of(IFEvalTask(str(tmp_path)))
+    assert "must be a folder with input_data.jsonl" in message

@@ -67,8 +67,8 @@ def test_a_row_that_cannot_serve_is_named_by_file_and_line(
 ) -> None:
     path = tmp_path / "data.jsonl"
     path.write_bytes(b'{"prompt": "a"}\n\n' + line + b"\n")
-    told = error_of(DatasetTask(str(path)))
-    assert told.startswith(f"{path}:3 must ") and message in told
+    error = error_of(DatasetTask(str(path)))
+    assert error.startswith(f"{path}:3 must ") and message in error
 
 
 @pytest.mark.parametrize(
@@ -137,9 +137,9 @@ def test_a_null_prompt_in_parquet_is_named_by_its_row(tmp_path: Path) -> None:
 def test_a_missing_file_proposes_one_that_is_there(tmp_path: Path) -> None:
     write(tmp_path / "data.jsonl", ROWS)
     path = str(tmp_path / "dat.jsonl")
-    told = error_of(DatasetTask(path))
+    message = error_of(DatasetTask(path))
     assert (
-        told
+        message
         == f"env.dataset={path} must be a file or folder that exists, but it does not: did you mean "
         + (f"{tmp_path / 'data.jsonl'}?")
     )

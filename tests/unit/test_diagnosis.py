@@ -49,7 +49,8 @@ def test_an_entry_that_is_not_finite_is_named_with_its_samples() -> None:
 
 @pytest.mark.slow
 def test_the_first_module_that_is_not_finite_is_named_with_its_samples() -> None:
-    model, batch = make_tiny_model(), make_batch()
+    model = make_tiny_model()
+    batch = make_batch()
     broken = model.model.layers[1].mlp.gate_proj
     wanted = int(batch[3].get(keys.FULL)[4])
 
@@ -90,16 +91,17 @@ def test_a_weight_that_is_not_finite_is_named() -> None:
 
 
 def test_only_the_first_bad_step_in_a_row_is_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    calls = []
     monkeypatch.setattr(
         "torchrl_grpo.learner.step.where_not_finite",
-        lambda *args, **more: asked.append(0) or "the reason",
+        lambda *args, **more: calls.append(0) or "the reason",
     )
-    trainer, bad = make_trainer(max_nonfinite_steps=9), make_batch()
+    trainer = make_trainer(max_nonfinite_steps=9)
+    bad = make_batch()
     bad[0].get(keys.ADVANTAGE).fill_(math.nan)
     for batch in (bad, bad, make_batch(), bad):
         trainer.train_step(batch)
-    assert len(asked) == 2
+    assert len(calls) == 2
 
 
 def test_running_out_of_memory_is_one_message_with_what_each_knob_saves(
@@ -169,8 +171,8 @@ def scored_without_memory(
 
 
 def test_scoring_without_memory_says_what_each_knob_saves(monkeypatch: pytest.MonkeyPatch) -> None:
-    said, weights = scored_without_memory(monkeypatch, 30)
-    assert said == (
+    message, weights = scored_without_memory(monkeypatch, 30)
+    assert message == (
         f"Scoring with the reference model ran out of memory (CUDA out of memory). On each device it holds about "
         f"{size(weights)} of weights and {size(240 * FORWARD)} of activations, besides other allocations. Options "
         f"that save memory: train.micro_batch_tokens=120 (about {size(120 * FORWARD)}), train.mixed_precision=bf16 "
@@ -182,8 +184,8 @@ def test_scoring_without_memory_says_what_each_knob_saves(monkeypatch: pytest.Mo
 def test_exact_rescoring_without_memory_names_only_knobs_it_reads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    said, weights = scored_without_memory(monkeypatch, 1, out_key=keys.LOG_PROBS)
-    assert said == (
+    message, weights = scored_without_memory(monkeypatch, 1, out_key=keys.LOG_PROBS)
+    assert message == (
         "Rescoring the sampled responses (inference_model.exact=true) ran out of memory (CUDA out of memory). "
         f"On each device it holds about {size(weights)} of weights and {size(8 * FORWARD)} of activations, besides "
         f"other allocations. Options that save memory: inference_model.exact=false (about {size(8 * FORWARD)}), "
@@ -195,11 +197,15 @@ def test_exact_rescoring_without_memory_names_only_knobs_it_reads(
 def test_the_proximal_policy_without_memory_is_not_called_the_reference(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    said, _ = scored_without_memory(monkeypatch, 30, out_key=keys.PROX_LOG_PROBS)
-    assert said.startswith(
+    message, _ = scored_without_memory(monkeypatch, 30, out_key=keys.PROX_LOG_PROBS)
+    assert message.startswith(
         "Scoring with the policy as it is before the step (policy.proximal=recomputed) ran out"
     )
-    assert "train.micro_batch_tokens=120" in said and "ref_model" not in said and "lora" not in said
+    assert (
+        "train.micro_batch_tokens=120" in message
+        and "ref_model" not in message
+        and "lora" not in message
+    )
 
 
 def test_a_model_that_finds_no_room_is_named_with_its_role(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,22 +238,22 @@ def test_savings_are_differences_of_the_peak_counted_by_hand() -> None:
     assert (
         memory.peak == 3 * weights + 3 * layer + passing + head
     )  # one pass: its gradients are allocated while activations are freed
-    found = savings(shape, setup)
-    assert found["train.micro_batch_tokens=500"] == (3 * layer + passing) // 2 - weights
+    by_knob = savings(shape, setup)
+    assert by_knob["train.micro_batch_tokens=500"] == (3 * layer + passing) // 2 - weights
     in_16_bits = 1000 * (16 * 64 + 2 * (7 * 64 + 2 * 32 + 4 * 128))
     assert (
-        found["train.mixed_precision=bf16"] == 3 * (layer - in_16_bits) - weights // 2
+        by_knob["train.mixed_precision=bf16"] == 3 * (layer - in_16_bits) - weights // 2
     )  # bytes of their copies
     inputs = 3 * 1000 * 64 * 4
-    assert found["train_model.gradient_checkpointing=true"] == 2 * layer - inputs
-    assert found["optimizer.name=adamw_8bit"] == 3 * weights // 2
+    assert by_knob["train_model.gradient_checkpointing=true"] == 2 * layer - inputs
+    assert by_knob["optimizer.name=adamw_8bit"] == 3 * weights // 2
     attention, gated = 2 * 2 * 64 + 2 * (64 + 32), 3 * (64 + 128)
     adapters = 4 * 3 * 16 * (attention + gated)
     norms = 3 * 1000 * 2 * 4 * 64  # their memory for the weights
-    assert found["train_model.lora.enabled=true"] == 2 * weights + head + norms - 3 * adapters
+    assert by_knob["train_model.lora.enabled=true"] == 2 * weights + head + norms - 3 * adapters
     gathered = head + (weights - head) // 3
-    assert found["train_model.cpu_offload=true"] == 3 * weights - gathered
-    assert "train_model.num_devices=2" in found
+    assert by_knob["train_model.cpu_offload=true"] == 3 * weights - gathered
+    assert "train_model.num_devices=2" in by_knob
 
 
 def test_moments_of_one_byte_are_two_bytes_a_weight() -> None:
@@ -322,13 +328,14 @@ def test_the_gradient_noise_scale_is_found_from_adams_moments() -> None:
     torch.manual_seed(0)
     weights = [torch.nn.Parameter(torch.ones(1000)), torch.nn.Parameter(torch.ones(40, 25))]
     optimizer = torch.optim.AdamW(weights, lr=1e-6)
-    measures, found = StepMeasures(weights), []
+    measures = StepMeasures(weights)
+    estimates = []
     for step in range(1, 301):
         before = measures.before()
         for weight in weights:
             weight.grad = 0.5 + 2.0 * torch.randn_like(weight) / 8**0.5
         optimizer.step()
-        found.append(measures.after(before, optimizer, step, 8).get("grad_noise_scale"))
-    assert found[0] is None and float(found[-1]) == pytest.approx(4 / 0.5**2, rel=0.15)
+        estimates.append(measures.after(before, optimizer, step, 8).get("grad_noise_scale"))
+    assert estimates[0] is None and float(estimates[-1]) == pytest.approx(4 / 0.5**2, rel=0.15)
     plain = torch.optim.SGD(weights, lr=1e-6)
     assert set(measures.after(measures.before(), plain, 300, 8)) == {"update_size"}

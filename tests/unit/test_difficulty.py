@@ -116,7 +116,7 @@ def step(queue: TaskQueue, sampler: Sampler, version: int) -> list[tuple[int, in
     """Play tasks until there is a batch, like samplers; return the groups and their problems."""
     played: list[tuple[int, int]] = []
     sampler.engine.policy_version = version
-    while (taken := queue.take()) is None:
+    while (batch := queue.take()) is None:
         progress = next_task(queue)
         report, data = sampler.play(progress.task)
         played += [(one.group, one.index) for one in progress.task.drawn]
@@ -125,7 +125,7 @@ def step(queue: TaskQueue, sampler: Sampler, version: int) -> list[tuple[int, in
         ]
         queue.played(progress, report, data)
         queue.finish(progress)
-    assert "rollout/problems_skipped" in taken[1]
+    assert "rollout/problems_skipped" in batch[1]
     queue.buffer.publish(version + 1)
     return played
 

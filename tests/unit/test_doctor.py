@@ -188,8 +188,8 @@ def test_a_forecast_equals_the_sums_by_hand() -> None:
     measured = Measured(start_s=5, steps_s=[9, 0.5, 0.7, 0.6], greedy_s=2, sampled_s=7, report_s=3)
     measured.checkpoint_bytes, measured.model_bytes, measured.memory = 10**8, 10**7, {"cpu": 10**9}
     measured.prompt_tokens, measured.response_tokens = 8, 12
-    found = forecast(config, measured)
-    assert found.seconds == pytest.approx(
+    figures = forecast(config, measured)
+    assert figures.seconds == pytest.approx(
         {
             "start": 5,
             "steps": 60,
@@ -200,11 +200,11 @@ def test_a_forecast_equals_the_sums_by_hand() -> None:
         }
     )
     samples = 2 * 16 + 11 * 20  # at steps 50 and 100; and the evaluations
-    assert found.disk_bytes == 3 * 10**8 + 10**7 + 100 * 2300 + 450_000 + samples * 500
-    assert found.longest_s == pytest.approx(
+    assert figures.disk_bytes == 3 * 10**8 + 10**7 + 100 * 2300 + 450_000 + samples * 500
+    assert figures.longest_s == pytest.approx(
         104.55 + (40 / 20 - 1) * 92
     )  # 8 + 32 tokens in place of 8 + 12
-    assert found.rows()[0]["estimate"] == "1:45" and found.memory == {"cpu": 10**9}
+    assert figures.rows()[0]["estimate"] == "1:45" and figures.memory == {"cpu": 10**9}
 
 
 def test_memory_is_the_peak_of_this_process_and_its_children() -> None:

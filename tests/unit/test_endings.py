@@ -28,8 +28,8 @@ from torchrl_grpo.host.files import read_jsonl
 def test_a_scorer_that_always_fails_ends_the_run(tmp_path: Path) -> None:
     """It once ended normally, with every optimizer step skipped and exit status 0."""
     (tmp_path / "broken.py").write_text("def score(response):\n    raise OSError('no judge')\n")
-    said = r"3 optimizer steps in a row changed nothing, .* all rewards are invalid"
-    with pytest.raises(NoSignalError, match=said) as ended:
+    message = r"3 optimizer steps in a row changed nothing, .* all rewards are invalid"
+    with pytest.raises(NoSignalError, match=message) as ended:
         run(
             tmp_path / "run",
             f"env.reward={tmp_path}/broken.py:score",
@@ -67,12 +67,12 @@ def test_a_run_whose_stacks_cannot_be_written_ends_all_the_same(
     with pytest.raises(SystemExit) as ended, orderly_exit():
         run(tmp_path / "run", slow, steps(5), "train.stall_timeout_s=3")
     assert ended.value.code == STALLED_STATUS
-    said = capfd.readouterr().err
+    stderr = capfd.readouterr().err
     assert (
         "error: no progress for 3 s (train.stall_timeout_s); current task: sample and score the batch of step 3"
-        in said
+        in stderr
     )
-    assert "Its stacks could not be written (IsADirectoryError" in said
+    assert "Its stacks could not be written (IsADirectoryError" in stderr
     check_whole(at(tmp_path / "run", 2))
 
 
@@ -109,8 +109,8 @@ def fail(*_: Any, **__: Any) -> None:
 def test_what_cannot_be_written_at_the_end_costs_no_checkpoint(
     ended_by: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(torchrl_logger, "warning", said.append)
+    messages: list[str] = []
+    monkeypatch.setattr(torchrl_logger, "warning", messages.append)
 
     def at_third_sync(run_: Run) -> None:
         """Raise the error there, and refuse writes to the run's files from then on."""
@@ -134,17 +134,19 @@ def test_what_cannot_be_written_at_the_end_costs_no_checkpoint(
     with (
         expected as ended,
         orderly_exit(),
-        closing(build(compose_config(*SMALL, steps(5)), tmp_path)) as made,
+        closing(build(compose_config(*SMALL, steps(5)), tmp_path)) as training_run,
     ):
-        at_third_sync(made)
-        made.fit()
+        at_third_sync(training_run)
+        training_run.fit()
     assert ended_by is None or ended.value.args == (128 + ended_by,)
     check_whole(at(tmp_path, 3))
-    assert said.count("Step 3 is only partly logged (OSError: [Errno 5] Input/output error).") == 1
+    assert (
+        messages.count("Step 3 is only partly logged (OSError: [Errno 5] Input/output error).") == 1
+    )
     assert (
         sum(
             line.startswith(f"No report could be written in {tmp_path} (IsADirectoryError")
-            for line in said
+            for line in messages
         )
         == 1
     )
@@ -154,23 +156,23 @@ def test_what_cannot_be_written_at_the_end_costs_no_checkpoint(
 def test_time_that_is_over_before_the_first_step_names_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(torchrl_logger, "warning", said.append)
+    messages: list[str] = []
+    monkeypatch.setattr(torchrl_logger, "warning", messages.append)
     run(tmp_path / "a", steps(2), "train.time_limit=0.001")
-    assert said == ["train.time_limit=0.001 ended the run after step 0."]
+    assert messages == ["train.time_limit=0.001 ended the run after step 0."]
     run(tmp_path / "b", steps(2))
     run(tmp_path / "c", steps(4), f"train.resume={tmp_path / 'b'}", "train.time_limit=0.001")
     newest = at(tmp_path / "b", 2)
     assert (
-        said[-1]
+        messages[-1]
         == f"train.time_limit=0.001 ended the run after step 2. Resume with train.resume={newest}"
     )
 
 
 def test_a_report_that_cannot_be_written_is_no_failure(tmp_path: Path) -> None:
     (tmp_path / "report.html").mkdir()
-    with closing(build(compose_config(*SMALL, steps(2)), tmp_path)) as made:
-        assert made.fit()["steps"] == 2
+    with closing(build(compose_config(*SMALL, steps(2)), tmp_path)) as training_run:
+        assert training_run.fit()["steps"] == 2
     check_whole(at(tmp_path, 2))
 
 
@@ -186,8 +188,12 @@ def test_a_signal_in_the_save_of_a_run_that_failed_waits_for_it(
         real(file)
 
     failed = pytest.raises(SystemExit, match="143")
-    with failed, orderly_exit(), closing(build(compose_config(*SMALL, steps(5)), tmp_path)) as made:
-        monkeypatch.setattr(made.logger, "log_samples", fail)
+    with (
+        failed,
+        orderly_exit(),
+        closing(build(compose_config(*SMALL, steps(5)), tmp_path)) as training_run,
+    ):
+        monkeypatch.setattr(training_run.logger, "log_samples", fail)
         monkeypatch.setattr(os, "fsync", with_signal)
-        made.fit()
+        training_run.fit()
     check_whole(at(tmp_path, 1))

@@ -134,9 +134,9 @@ def test_nothing_compares_the_names_of_engines() -> None:
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_each_entry_leads_to_an_engine_that_a_run_can_make(name: str) -> None:
-    made = engine_class(name)
-    assert issubclass(made, Engine)
-    assert made.make.__func__ is not Engine.make.__func__  # type: ignore[attr-defined]
+    engine_type = engine_class(name)
+    assert issubclass(engine_type, Engine)
+    assert engine_type.make.__func__ is not Engine.make.__func__  # type: ignore[attr-defined]
     assert set(ENGINES[name].weight_transfers) <= set(typing.get_args(checks.WeightTransfer))
 
 
@@ -232,8 +232,8 @@ def test_a_run_of_a_third_engine_equals_that_of_the_one_behind_it(
         "train/kl_k3_to_inference",
         "rollout/reward_mean",
     ):
-        expected, found = ([row[name] for row in one if name in row] for one in rows)
-        assert len(expected) == 2 and found == expected, name
+        expected, actual = ([row[name] for row in run_rows if name in row] for run_rows in rows)
+        assert len(expected) == 2 and actual == expected, name
 
 
 def test_an_engine_without_make_says_what_to_override(

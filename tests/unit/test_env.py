@@ -271,7 +271,8 @@ def test_the_user_turn_of_a_template_that_ends_turns_with_a_newline(tokenizer, e
     try:
         env = LLMEnv(TwoTurnTask(), tokenizer, num_envs=1, repeats=1, max_turns=2)
         data = env.reset()
-        first, response = prompts(data)[0], [*encode("x"), END]
+        first = prompts(data)[0]
+        response = [*encode("x"), END]
         after = respond(env, data, [response])
     finally:
         tokenizer.chat_template = original

@@ -37,15 +37,15 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "said"
 
 
-def noted(path: Path, **wanted: int) -> Counter[str]:
+def noted(path: Path, **expected: int) -> Counter[str]:
     """Return the notes, waiting for the expected ones because environments are closed in their own
     threads.
     """
     end = time.monotonic() + 10
     while True:
-        found = Counter(path.read_text().split() if path.exists() else ())
-        if found == wanted or time.monotonic() > end:
-            return found
+        counts = Counter(path.read_text().split() if path.exists() else ())
+        if counts == expected or time.monotonic() > end:
+            return counts
         time.sleep(0.01)
 
 
@@ -86,8 +86,8 @@ def task_of(kind: type, **options: Any) -> WithEnvironment:
 
 
 def problem(task: Any, number: int = 0) -> Problem:
-    found: Problem = task.problems("train")[number]
-    return found
+    result: Problem = task.problems("train")[number]
+    return result
 
 
 # TRL's contract
@@ -311,7 +311,7 @@ def test_a_coroutine_that_blocks_its_loop_costs_its_own_dialog_alone() -> None:
             return await super().step(response)
 
     task = task_of(Blocks)
-    advance(task, [dialog(one) for one in "abc"])
+    advance(task, [dialog(query) for query in "abc"])
     turns = advance(task, [dialog("a", "block"), dialog("b", "1"), dialog("c", "2")], 1.0)
     blocked.set()
     assert isinstance(turns[0], Failure) and turns[0].cause == "timeout"
@@ -321,15 +321,15 @@ def test_a_coroutine_that_blocks_its_loop_costs_its_own_dialog_alone() -> None:
 def test_environments_start_side_by_side_and_fail_alone(path: Path) -> None:
     task = task_of(games.StartsWithOthers)
     dialogs = [
-        Dialog(one, [], task.messages(one), last=False, episode=str(i))
-        for i, one in enumerate(task.problems("train"))
+        Dialog(question, [], task.messages(question), last=False, episode=str(i))
+        for i, question in enumerate(task.problems("train"))
     ]
     turns = task.advance(dialogs)
     assert [isinstance(turn, OSError) for turn in turns] == [
         bool(number % 2) for number in range(8)
     ]
-    for one in dialogs:
-        task.close(one.episode)
+    for item in dialogs:
+        task.close(item.episode)
     assert noted(path, made=8, closed=8) == {"made": 8, "closed": 8}
 
 
@@ -507,10 +507,10 @@ def test_an_environment_on_the_command_line_replaces_the_data_set() -> None:
         "grpo_arithmetic", [f"env.environment={TRL}:IncrementEnv", "env.reward_timeout_s=5"]
     )
     assert config.env.dataset is None
-    kept = compose(
+    unchanged = compose(
         "grpo_arithmetic", [f"env.environment={TRL}:IncrementEnv", "env.dataset=arithmetic"]
     )
-    assert kept.env.dataset == "arithmetic"
+    assert unchanged.env.dataset == "arithmetic"
 
 
 def test_functions_of_environments_are_told_by_their_arguments() -> None:

@@ -73,8 +73,8 @@ def test_turns_of_a_dialog_stay_with_the_worker_that_opened_it(path: Path) -> No
         assert [turn.messages[-1]["content"] for turn in opened if isinstance(turn, Turn)] == [
             "begin"
         ] * 6
-        for said in (["1"], ["1", "2"]):
-            turns = play(pool, *[dialog(episode, *said) for episode in reversed(episodes)])
+        for responses in (["1"], ["1", "2"]):
+            turns = play(pool, *[dialog(episode, *responses) for episode in reversed(episodes)])
             assert sorted(Counter(pids(turns)).values()) == [3, 3]
         scored = play(pool, *[dialog(episode, "1", "2", "4", last=True) for episode in episodes])
         assert [turn.score for turn in scored if isinstance(turn, Turn)] == [Score(7.0, True)] * 6
@@ -273,11 +273,11 @@ def test_a_dialog_that_is_given_up_is_closed(tokenizer, encode, path, end):
 def test_a_prompt_is_what_the_opening_says_and_equal_ones_share_a_request(tokenizer, encode, path):
     task = KeepingTask(path)
     env = LLMEnv(task, tokenizer, num_envs=4, repeats=4, max_turns=2)
-    asked = engine(encode, "stop")
-    batch = collect(env, asked)
+    scripted = engine(encode, "stop")
+    batch = collect(env, scripted)
     [query] = set(batch["query"])
     prompt = encode(f"<|user|>{query}<|end|><|user|>begin<|end|><|assistant|>")
-    assert asked.calls == [([prompt], 4)]
+    assert scripted.calls == [([prompt], 4)]
     assert [row.get(keys.PROMPT).tolist() for row in batch.unbind(0)] == [prompt] * 4
 
 
@@ -312,15 +312,15 @@ def test_a_dialog_that_does_not_open_is_invalid_and_not_sampled(tokenizer, encod
     env = LLMEnv(
         KeepingTask(path, queries), tokenizer, num_envs=2 * len(queries), repeats=2, max_turns=3
     )
-    asked = engine(encode, "1", "1", "stop")
-    batch = collect(env, asked)
+    scripted = engine(encode, "1", "1", "stop")
+    batch = collect(env, scripted)
     bad = torch.tensor([query == "bad" for query in batch["query"]])
     assert torch.equal(batch["reward_valid"].squeeze(-1), ~bad)
     assert batch["next", "reward"].squeeze(-1)[bad].tolist() == [0.0, 0.0]
     lengths = [row.get(keys.RESPONSE).numel() for row in batch.unbind(0)]
     assert [length == 0 for length in lengths] == bad.tolist()
     assert all(
-        "bad" not in tokenizer.decode(prompt) for prompts, _ in asked.calls for prompt in prompts
+        "bad" not in tokenizer.decode(prompt) for prompts, _ in scripted.calls for prompt in prompts
     )
     assert batch.unbind(0)[int(bad.nonzero()[0])]["reward_error"].startswith(
         "ValueError: no such game"

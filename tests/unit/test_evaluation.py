@@ -88,8 +88,8 @@ class Scripted(Engine):
 def test_each_response_of_an_evaluation_is_a_sign_of_progress(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    noted: list[str] = []
-    monkeypatch.setattr(stalls, "note", noted.append)
+    notes: list[str] = []
+    monkeypatch.setattr(stalls, "note", notes.append)
     for pool in (None, RewardPool(ArithmeticTask(), 1, timeout_s=30)):
         greedy = LLMEnv(
             ArithmeticTask(), tokenizer, num_envs=3, repeats=1, split="test", reward_pool=pool
@@ -99,7 +99,7 @@ def test_each_response_of_an_evaluation_is_a_sign_of_progress(
         if pool is not None:
             pool.close()
     assert (
-        noted == [f"evaluating 3 problems, {count} responses received" for count in (1, 2, 3)] * 2
+        notes == [f"evaluating 3 problems, {count} responses received" for count in (1, 2, 3)] * 2
     )
 
 
@@ -182,7 +182,8 @@ def test_a_further_test_set_has_metrics_of_its_own(tokenizer: PreTrainedTokenize
     """The test split's metrics stay. Of the further digits 0 and 1, greedy copies both, and
     sampling only digit 1.
     """
-    engine, task = Scripted(), WithTests(CopyTask(), {"more": CopyTask([0, 1])})
+    engine = Scripted()
+    task = WithTests(CopyTask(), {"more": CopyTask([0, 1])})
     engine.zero = tokenizer("0", add_special_tokens=False)["input_ids"][0]
     greedy = LLMEnv(task, tokenizer, num_envs=7, repeats=1, split="test")
     sampled = LLMEnv(task, tokenizer, num_envs=28, repeats=4, split="test")
@@ -299,12 +300,12 @@ def test_what_pass_at_k_leaves_out_is_not_left_out_in_training(tmp_path: Path) -
         "evaluation.top_k=5",
         "evaluation.min_p=0.1",
     )
-    with closing(build(compose_config(*SMALL, *cut, steps(1)), tmp_path)) as made:
-        sampler = made.source.samplers[0].part
+    with closing(build(compose_config(*SMALL, *cut, steps(1)), tmp_path)) as training_run:
+        sampler = training_run.source.samplers[0].part
         drawn = [sampler.evaluator._sampling_policy.params, sampler._take(1).policy.params]
         assert [(params.top_p, params.top_k, params.min_p) for params in drawn] == [
             (0.9, 5, 0.1),
             (1.0, 0, 0.0),
         ]
-        made.fit()
+        training_run.fit()
     assert {"eval/pass@1", "eval/pass@2"} <= read_jsonl(tmp_path / "metrics.jsonl")[-1].keys()

@@ -84,7 +84,7 @@ class Kept(Task):
         return Score(0.0, False)
 
 
-def test_a_task_that_sets_opens_is_told_of_is_stateful() -> None:
+def test_a_task_that_sets_opens_is_pointed_to_is_stateful() -> None:
     with pytest.raises(ValueError, match=r"Old\.opens .*is_stateful"):
         type("Old", (Kept,), {"opens": True})
     with pytest.raises(ValueError, match=r"Kept\.opens .*is_stateful"):

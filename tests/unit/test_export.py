@@ -74,11 +74,11 @@ def test_export_prints_the_folder_and_nothing_else(lora_run: Path, tmp_path: Pat
 def test_the_export_of_a_checkpoint_is_that_of_the_run(tmp_path: Path) -> None:
     run(tmp_path, steps(1))
     main([str(tmp_path)])
-    made = tmp_path / "checkpoints" / "checkpoint_000001_model"
-    assert_same(weights(made), weights(tmp_path / "checkpoints" / "model"))
-    assert AutoTokenizer.from_pretrained(made).chat_template
-    assert {path.name for path in made.iterdir()} == {
-        path.name for path in (made.parent / "model").iterdir()
+    exported = tmp_path / "checkpoints" / "checkpoint_000001_model"
+    assert_same(weights(exported), weights(tmp_path / "checkpoints" / "model"))
+    assert AutoTokenizer.from_pretrained(exported).chat_template
+    assert {path.name for path in exported.iterdir()} == {
+        path.name for path in (exported.parent / "model").iterdir()
     }
 
 
@@ -89,14 +89,15 @@ def test_a_live_run_is_exported_from_its_next_checkpoint(
 ) -> None:
     """The run keeps one checkpoint, and writes the next one before or after this one is read."""
     shutil.copytree(lora_run, tmp_path / "run")
-    real, calls = torchrl_grpo.extras.export.export.read_checkpoint, list[Path]()
+    real = torchrl_grpo.extras.export.export.read_checkpoint
+    calls = list[Path]()
 
     def read_checkpoint(path: Path) -> dict[str, Any]:
         calls.append(path)
-        found = real(path) if after and len(calls) == 1 else {}
+        content = real(path) if after and len(calls) == 1 else {}
         if len(calls) == 1:
             path.rename(at(tmp_path / "run", 2))
-        return found or real(path)
+        return content or real(path)
 
     monkeypatch.setattr(torchrl_grpo.extras.export.export, "read_checkpoint", read_checkpoint)
     main([str(tmp_path / "run"), "--output", str(tmp_path / "model")])
@@ -193,7 +194,7 @@ def test_a_card_names_what_the_hub_has() -> None:
     metrics = {"eval/pass@1": 0.5, "eval/pass@8": math.nan, "eval/reward_mean": 0.5}
     card = ModelCard(model_card(config, 3, metrics, adapters=True))
     assert (card.data.base_model, card.data.datasets) == ("Qwen/Qwen2.5-0.5B", ["openai/gsm8k"])
-    assert [(one.metric_name, one.metric_value) for one in card.data.eval_results] == [
+    assert [(result.metric_name, result.metric_value) for result in card.data.eval_results] == [
         ("pass@1", 0.5)
     ]
     assert '{"role": "system", "content": "Say \\"so\\"."}' in card.text
@@ -209,9 +210,9 @@ def test_the_example_of_a_card_runs(
     text = Path("README.md").read_text()
     code = text.partition("```python\n")[2].partition("```")[0]
     assert len(code.splitlines()) <= 6
-    shown: list[str] = []
-    exec(code.replace("512", "4").replace("25?", "25=?"), {"print": shown.append})
-    assert len(shown) == 1
+    lines: list[str] = []
+    exec(code.replace("512", "4").replace("25?", "25=?"), {"print": lines.append})
+    assert len(lines) == 1
 
 
 def test_a_push_without_rights_is_refused_before_the_export(

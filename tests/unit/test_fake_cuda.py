@@ -224,10 +224,10 @@ class FakeIpc:
         )
 
     def rebuild(self, *arguments: Any) -> torch.Tensor:
-        given = inspect.signature(rebuild_cuda_tensor).bind(*arguments).arguments
-        counter = given["ref_counter_handle"]
+        by_name = inspect.signature(rebuild_cuda_tensor).bind(*arguments).arguments
+        counter = by_name["ref_counter_handle"]
         flat = self.memory[counter]
-        assert (given["tensor_size"], given["dtype"], given["storage_device"]) == (
+        assert (by_name["tensor_size"], by_name["dtype"], by_name["storage_device"]) == (
             flat.size(),
             flat.dtype,
             0,
@@ -296,7 +296,8 @@ def test_what_an_engine_on_the_same_gpu_reads_is_counted_once(
 def test_an_engine_in_the_trainers_process_gets_a_part_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    cuda, model = FakeIpc(monkeypatch), make_tiny_model()
+    cuda = FakeIpc(monkeypatch)
+    model = make_tiny_model()
     monkeypatch.setattr(handle, "PART_BYTES", 20_000)
     sender = LocalSender(torch.bfloat16)
     both = sender.handle(lambda: named_weights(model))

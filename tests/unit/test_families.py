@@ -93,10 +93,8 @@ OF_EACH_KIND = (
     ],
 )
 def test_log_probs_are_the_model_s_own_or_refused(name: str, what: str) -> None:
-    refused, parts = (
-        REFUSED.get(name, {}),
-        {"engine": ["engine"], "LoRA": ["LoRA", "scorer", "engine"]},
-    )
+    refused = REFUSED.get(name, {})
+    parts = {"engine": ["engine"], "LoRA": ["LoRA", "scorer", "engine"]}
     message = next((refused[part] for part in parts.get(what, ["scorer"]) if part in refused), None)
     if message is None:
         assert MEASURES[what](name) < ROUNDING
@@ -111,7 +109,8 @@ def test_log_probs_are_the_model_s_own_or_refused(name: str, what: str) -> None:
 def test_weights_are_sent_under_the_names_of_the_checkpoint(name: str, tmp_path: Path) -> None:
     model = make_family(name)
     model.save_pretrained(tmp_path)
-    expected, sent = load_file(tmp_path / "model.safetensors"), dict(named_weights(model))
+    expected = load_file(tmp_path / "model.safetensors")
+    sent = dict(named_weights(model))
     assert sent.keys() == expected.keys()
     assert all(torch.equal(sent[key], expected[key]) for key in sent)
     copy = make_family(name, seed=1)
@@ -122,7 +121,8 @@ def test_weights_are_sent_under_the_names_of_the_checkpoint(name: str, tmp_path:
 
 
 def test_a_missing_expert_leaves_the_model_as_it_was() -> None:
-    model, weights = make_family("mixtral"), dict(named_weights(make_family("mixtral", seed=1)))
+    model = make_family("mixtral")
+    weights = dict(named_weights(make_family("mixtral", seed=1)))
     weights.pop("model.layers.1.block_sparse_moe.experts.2.w1.weight")
     before = [parameter.clone() for parameter in model.parameters()]
     with pytest.raises(

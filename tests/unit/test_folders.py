@@ -64,11 +64,11 @@ def test_sweeps_in_the_same_second_have_folders_of_their_own(
     run_here: Callable[..., int], tmp_path: Path
 ) -> None:
     assert [run_here(SYNC, "--multirun", *SHORT) for _ in range(2)] == [0, 0]
-    found = sorted(
+    sweeps = sorted(
         path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("metrics.jsonl")
     )
     day = "multirun/12-00-00"
-    assert found == [f"{day}/12-00-00-2/0/metrics.jsonl", f"{day}/12-00-00/0/metrics.jsonl"]
+    assert sweeps == [f"{day}/12-00-00-2/0/metrics.jsonl", f"{day}/12-00-00/0/metrics.jsonl"]
     assert (tmp_path / day / "12-00-00-2" / "sweep.html").exists()
 
 
@@ -106,11 +106,11 @@ def test_a_live_run_is_not_gone_on_with_by_another_start(tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("refused", ["train.max_staleness=1", "env.dataset=nowhere.jsonl"])
-@pytest.mark.parametrize("given", [(), ("hydra.run.dir=some/where",)])
+@pytest.mark.parametrize("options", [(), ("hydra.run.dir=some/where",)])
 def test_a_refused_start_leaves_no_folder(
-    refused: str, given: tuple[str, ...], run_here: Callable[..., int], tmp_path: Path
+    refused: str, options: tuple[str, ...], run_here: Callable[..., int], tmp_path: Path
 ) -> None:
-    assert run_here(SYNC, *SHORT, refused, *given) == 2
+    assert run_here(SYNC, *SHORT, refused, *options) == 2
     assert list(tmp_path.iterdir()) == []
 
 
@@ -121,8 +121,8 @@ def test_a_refused_start_leaves_the_folders_that_were_there(
 ) -> None:
     folder = tmp_path / "outputs" / "12-00-00" / "12-00-00"
     folder.mkdir(parents=True)
-    for given in ((), (f"hydra.run.dir={folder}",)):
-        assert run_here(SYNC, *SHORT, "train.max_staleness=1", *given) == 2
+    for options in ((), (f"hydra.run.dir={folder}",)):
+        assert run_here(SYNC, *SHORT, "train.max_staleness=1", *options) == 2
         assert list(folder.parent.iterdir()) == [folder]
 
 
@@ -152,8 +152,8 @@ def test_a_refused_start_changes_no_file_of_the_live_run(
             == 0
         )
         assert contents(folder) == before
-    said = capfd.readouterr().err
-    assert re.search(f"error: {held_by(os.getpid())}", said) and "Traceback" not in said
+    stderr = capfd.readouterr().err
+    assert re.search(f"error: {held_by(os.getpid())}", stderr) and "Traceback" not in stderr
 
 
 @pytest.mark.slow
@@ -306,26 +306,26 @@ def test_of_20_starts_at_once_one_gets_the_folder(tmp_path: Path) -> None:
         for _ in range(20)
     ]
     try:
-        said = [process.stdout.readline() for process in started if process.stdout is not None]
+        lines = [process.stdout.readline() for process in started if process.stdout is not None]
     finally:
         for process in started:
             process.kill()
             process.wait()
-    assert sorted(said) == ["held\n", *(19 * ["refused\n"])]
+    assert sorted(lines) == ["held\n", *(19 * ["refused\n"])]
 
 
 def at_step(
-    made: Run, step: int, then: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+    training_run: Run, step: int, then: Callable[[], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Change a run's folder in the middle of a step."""
-    publish: Callable[..., None] = made.source.publish
+    publish: Callable[..., None] = training_run.source.publish
 
-    def publish_then(*given: Any) -> None:
-        publish(*given)
-        if made.learner.version == step:
+    def publish_then(*args: Any) -> None:
+        publish(*args)
+        if training_run.learner.version == step:
             then()
 
-    monkeypatch.setattr(made.source, "publish", publish_then)
+    monkeypatch.setattr(training_run.source, "publish", publish_then)
 
 
 def test_a_file_in_the_place_of_the_checkpoints_drops_no_rows(tmp_path: Path) -> None:
@@ -344,8 +344,8 @@ def test_a_file_in_the_place_of_the_checkpoints_drops_no_rows(tmp_path: Path) ->
 def test_checkpoints_that_cannot_be_written_cost_one_line_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(torchrl_logger, "warning", said.append)
+    messages: list[str] = []
+    monkeypatch.setattr(torchrl_logger, "warning", messages.append)
     checkpoints = tmp_path / "checkpoints"
 
     def block() -> None:
@@ -355,11 +355,11 @@ def test_checkpoints_that_cannot_be_written_cost_one_line_each(
     config = compose_config(
         *SMALL, steps(4), "train.checkpoint_frequency=1", "train.export_frequency=1"
     )
-    with closing(build(config, tmp_path)) as made:
-        at_step(made, 2, block, monkeypatch)
-        at_step(made, 4, checkpoints.unlink, monkeypatch)
-        made.fit()
-    unsaved = [line for line in said if "was not" in line]
+    with closing(build(config, tmp_path)) as training_run:
+        at_step(training_run, 2, block, monkeypatch)
+        at_step(training_run, 4, checkpoints.unlink, monkeypatch)
+        training_run.fit()
+    unsaved = [line for line in messages if "was not" in line]
     why = f"cannot be written in {checkpoints} ("
     assert [line.partition(":")[0] for line in unsaved] == [
         f"{kind} {step} was not {what}"
@@ -385,10 +385,10 @@ def test_a_last_checkpoint_that_cannot_be_written_is_one_line(
         pytest.raises(
             NotSavedError, match=r"checkpoint_000002 cannot be written in .* \(File exists\)"
         ),
-        closing(build(compose_config(*SMALL, steps(2)), tmp_path)) as made,
+        closing(build(compose_config(*SMALL, steps(2)), tmp_path)) as training_run,
     ):
-        at_step(made, 2, block, monkeypatch)
-        made.fit()
+        at_step(training_run, 2, block, monkeypatch)
+        training_run.fit()
 
 
 @pytest.fixture

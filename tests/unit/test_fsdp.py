@@ -87,10 +87,10 @@ def make_trainer(
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.01, fused=True)
     defaults = {"optim_batch_size": len(LENGTHS), "micro_batch_tokens": 30, "clip_grad_norm": 0.5}
-    made = (
+    trainer = (
         GRPOLoss(scorer, kl_to_ref_coeff=0.1, entropy_coeff=0.01) if loss is None else loss(scorer)
     )
-    return GRPOTrainer(made, model, optimizer, **(defaults | settings))
+    return GRPOTrainer(trainer, model, optimizer, **(defaults | settings))
 
 
 def weights(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
@@ -98,10 +98,8 @@ def weights(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
 
 
 def three_steps(mesh: DeviceMesh | None, repeats: int = 1, **settings: Any) -> dict[str, Any]:
-    trainer, batch = (
-        make_trainer(mesh, **settings),
-        make_batch(LENGTHS, spread=0.3, repeats=repeats),
-    )
+    trainer = make_trainer(mesh, **settings)
+    batch = make_batch(LENGTHS, spread=0.3, repeats=repeats)
     start = weights(trainer)
     metrics = [trainer.train_batch(batch) for _ in range(3)]
     return {"start": start, "metrics": metrics, "weights": weights(trainer)}
@@ -127,17 +125,18 @@ def taught(mesh: DeviceMesh | None, loss: Callable[[TokenScorer], GRPOLoss]) -> 
     states.
     """
     trainer = make_trainer(mesh, loss=loss, dtype=torch.float64)
-    batch, generator = make_batch(LENGTHS, spread=0.3, repeats=3), torch.Generator().manual_seed(2)
+    batch = make_batch(LENGTHS, spread=0.3, repeats=3)
+    generator = torch.Generator().manual_seed(2)
     for number, row in enumerate(batch.unbind(0)):
         mask = row[keys.ASSISTANT_MASK]
         row.set(keys.TEACHER_STATES, torch.randn(int(mask.sum()), 3, generator=generator).double())
         row.set(keys.ADVANTAGE, torch.randn(len(mask), generator=generator))
-        shown = slice(
+        columns = slice(
             0, 0 if number % 3 else 7 + 9 * number
         )  # the last one is longer than every sampled one
         tokens = torch.cat([row[keys.FULL][:3], torch.randint(5, 261, (100,), generator=generator)])
-        row.set(keys.DEMONSTRATION, tokens[shown])
-        row.set(keys.DEMONSTRATION_MASK, (torch.arange(103) > 2)[shown])
+        row.set(keys.DEMONSTRATION, tokens[columns])
+        row.set(keys.DEMONSTRATION_MASK, (torch.arange(103) > 2)[columns])
     start = weights(trainer)
     metrics = [trainer.train_batch(batch) for _ in range(2)]
     return {"start": start, "metrics": metrics, "weights": weights(trainer)}
@@ -150,14 +149,17 @@ def likely_tokens_of_a_teacher(mesh: DeviceMesh | None, **settings: Any) -> dict
     trainer = make_trainer(
         mesh, dtype=torch.float32, loss=with_likely_tokens, micro_batch_tokens=10**6, **settings
     )
-    batch, generator = make_batch(LENGTHS, spread=0.3), torch.Generator().manual_seed(2)
+    batch = make_batch(LENGTHS, spread=0.3)
+    generator = torch.Generator().manual_seed(2)
     for row in batch.unbind(0):
         count = int(row[keys.ASSISTANT_MASK].sum())
         log_probs = torch.randn(count, 2, generator=generator).log_softmax(-1) - 0.1
         ids = torch.tensor([257.0, 259.0]).expand(count, 2)  # bfloat16 can represent neither
         row.set(keys.TEACHER_STATES, torch.cat([log_probs, ids], -1))
     scorer: Any = trainer.loss.actor_network
-    score, ids, layouts = scorer._score, [], []
+    score = scorer._score
+    ids = []
+    layouts = []
 
     def spy(layout: Layout, numel: int, states: torch.Tensor, *more: Any) -> Any:
         ids.append(states[:, 2:])
@@ -187,10 +189,8 @@ def two_sequences(mesh: DeviceMesh | None) -> dict[str, Any]:
 
 def one_bad_sequence(mesh: DeviceMesh | None) -> dict[str, Any]:
     """Train a step with NaN in a single sequence, then a good one."""
-    trainer, batch = (
-        make_trainer(mesh, dtype=torch.float64, max_nonfinite_steps=2),
-        make_batch(LENGTHS),
-    )
+    trainer = make_trainer(mesh, dtype=torch.float64, max_nonfinite_steps=2)
+    batch = make_batch(LENGTHS)
     bad = batch.clone()
     bad[4].get(keys.ADVANTAGE).fill_(math.nan)
     start = weights(trainer)
@@ -232,7 +232,8 @@ def overflow(mesh: DeviceMesh | None) -> dict[str, Any]:
 
 def adapters_off_first(mesh: DeviceMesh | None, **settings: Any) -> dict[str, Any]:
     """Score the reference with the adapters off before training the adapters."""
-    trainer, batch = make_trainer(mesh, lora=True, **settings), make_batch(LENGTHS)
+    trainer = make_trainer(mesh, lora=True, **settings)
+    batch = make_batch(LENGTHS)
     batch = batch.exclude(keys.REF_LOG_PROBS)
     KLScoring(AdapterOffScorer(trainer.model), max_tokens=40)(batch)
     metrics = trainer.train_batch(batch)
@@ -269,8 +270,11 @@ def averaged(mesh: DeviceMesh | None, **settings: Any) -> dict[str, Any]:
     """Train three steps, before each of which an average of the weights scores as reference and
     teacher.
     """
-    trainer, batch = make_trainer(mesh, **settings), make_batch(LENGTHS, spread=0.3)
-    start, metrics, scored = weights(trainer), [], {}
+    trainer = make_trainer(mesh, **settings)
+    batch = make_batch(LENGTHS, spread=0.3)
+    start = weights(trainer)
+    metrics = []
+    scored = {}
     average = AverageScorer(trainer.model, decay=0.5)
     trainer.averages = {"reference": average}
     for step in range(3):
@@ -309,7 +313,9 @@ def share_of_memory(mesh: DeviceMesh) -> float:
 
 def sent_in_bfloat16(mesh: DeviceMesh) -> dict[str, Any]:
     """Return the weights for an engine in bfloat16, and the dtypes in which ranks gather them."""
-    trainer, dtypes, full_tensor = make_trainer(mesh), set[torch.dtype](), DTensor.full_tensor
+    trainer = make_trainer(mesh)
+    dtypes = set[torch.dtype]()
+    full_tensor = DTensor.full_tensor
     expected = weights(trainer)
 
     def noted(tensor: DTensor) -> torch.Tensor:
@@ -367,7 +373,8 @@ def save_and_go_on(mesh: DeviceMesh | None, path: Path, *, lora: bool) -> dict[s
     trainer = with_average(make_trainer(mesh, lora=lora))
     for _ in range(2):
         trainer.train_batch(of_average(trainer))
-    writer, trained = CheckpointWriter(), threading.Event()
+    writer = CheckpointWriter()
+    trained = threading.Event()
     writer._thread.submit(trained.wait)
     writer.start(Checkpointer(path, {}), trainer, {})
     at_save = weights(trainer)

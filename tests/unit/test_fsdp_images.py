@@ -72,7 +72,9 @@ def make_batch(path: Path) -> TensorDictBase:
     """Return four sequences, the first of which has an image."""
     tokenizer = loading.load_tokenizer(str(path))
     encoder = loading.load_image_encoder(str(path), loading.load_config(str(path)), tokenizer)
-    chats, generator, rows = ChatEncoder(tokenizer, {}), torch.Generator().manual_seed(0), []
+    chats = ChatEncoder(tokenizer, {})
+    generator = torch.Generator().manual_seed(0)
+    rows = []
     for number in range(4):
         files = [] if number else [picture(1)]
         chat = place_images([{"role": "user", "content": "How many?"}], files)
@@ -101,7 +103,8 @@ def trained(path: Path, mesh: DeviceMesh | None, folder: Path, adapters: int = 0
     """Train two steps, a checkpoint, a third step, the same step from the checkpoint, and an
     export.
     """
-    batch, calls = make_batch(path), list[int]()
+    batch = make_batch(path)
+    calls = list[int]()
     trainer = make_trainer(path, mesh, calls, adapters)
     if adapters:  # the reference model is the policy without adapters
         scoring = KLScoring(AdapterOffScorer(trainer.model), max_tokens=30)
@@ -109,13 +112,15 @@ def trained(path: Path, mesh: DeviceMesh | None, folder: Path, adapters: int = 0
     calls.clear()
     start = weights(trainer)
     metrics = [trainer.train_batch(batch) for _ in range(2)]
-    checkpointer, writer = Checkpointer(folder, {}), CheckpointWriter()
+    checkpointer = Checkpointer(folder, {})
+    writer = CheckpointWriter()
     writer.start(checkpointer, trainer, {})
     writer.finish()
     metrics.append(trainer.train_batch(batch))
     if mesh is not None:
         dist.barrier()
-    again, saved = make_trainer(path, mesh, [], adapters), checkpointer.path(2)
+    again = make_trainer(path, mesh, [], adapters)
+    saved = checkpointer.path(2)
     again.load_state_dict(read_checkpoint(saved)["trainer"], saved)
     resumed = [again.train_batch(batch)]
     export_model(trainer.model, loading.load_tokenizer(str(path)), folder / "model", "")

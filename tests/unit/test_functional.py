@@ -26,7 +26,8 @@ def test_masked_mean_of_nothing_is_zero() -> None:
 
 
 def test_masked_means_with_the_whole_count_add_up_over_parts() -> None:
-    values, mask = torch.randn(8, 5, dtype=torch.float64), torch.rand(8, 5) > 0.4
+    values = torch.randn(8, 5, dtype=torch.float64)
+    mask = torch.rand(8, 5) > 0.4
     parts = sum(
         F.masked_mean(values[i : i + 2], mask[i : i + 2], mask.sum()) for i in range(0, 8, 2)
     )
@@ -127,7 +128,8 @@ def test_group_advantage_equals_a_plain_loop_in_any_order(
 
 def test_kl_estimators_by_hand() -> None:
     """p = 0.5, q = 0.25: k1 = ln 2; k2 = (ln 2)^2 / 2; k3 = 1/2 - 1 + ln 2."""
-    log_p, log_q = torch.tensor(0.5).log(), torch.tensor(0.25).log()
+    log_p = torch.tensor(0.5).log()
+    log_q = torch.tensor(0.25).log()
     torch.testing.assert_close(F.kl_k1(log_p, log_q), torch.tensor(math.log(2)))
     torch.testing.assert_close(F.kl_k2(log_p, log_q), torch.tensor(math.log(2) ** 2 / 2))
     torch.testing.assert_close(F.kl_k3(log_p, log_q), torch.tensor(0.5 - 1 + math.log(2)))
@@ -188,7 +190,8 @@ def test_token_weights_are_the_mean_over_sequences_of_token_means() -> None:
 
 
 def test_effective_sample_size_of_equal_and_of_single_weights() -> None:
-    equal, single = torch.full((8,), 3.0), torch.tensor([1.0, 0, 0, 0, 0, 0, 0, 0])
+    equal = torch.full((8,), 3.0)
+    single = torch.tensor([1.0, 0, 0, 0, 0, 0, 0, 0])
     assert F.effective_sample_size(equal.mean(), equal.square().mean()).item() == pytest.approx(1.0)
     assert F.effective_sample_size(single.mean(), single.square().mean()).item() == pytest.approx(
         1 / 8
@@ -244,7 +247,9 @@ def test_dynamic_lengths_of_int_type_do_not_round_the_overlong_penalty() -> None
 
 def test_absurd_log_ratios_are_clamped_on_both_sides() -> None:
     far = torch.tensor([[100.0, -100.0]], dtype=torch.float64)
-    zero, mask, most = torch.zeros_like(far), torch.ones(1, 2, dtype=torch.bool), F.MAX_LOG_RATIO
+    zero = torch.zeros_like(far)
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    most = F.MAX_LOG_RATIO
     k3 = F.kl_k3(zero, far).tolist()[0]
     assert k3 == pytest.approx([math.exp(most) - 1 - most, math.exp(-most) - 1 + most])
     weight = F.behaviour_weight(far, mask, "truncate", "token", math.inf).tolist()[0]

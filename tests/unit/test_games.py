@@ -47,9 +47,11 @@ def player() -> Player:
         str(starter_path()), chat_template=f"{ROOT}/examples/tool_as_user.jinja"
     )
     model = AutoModelForCausalLM.from_pretrained(starter_path())
-    optimizer, task = torch.optim.AdamW(model.parameters(), lr=3e-3), GuessTask()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    task = GuessTask()
     chats = [
-        [*task.messages(one), *task.demonstration(one)] for one in task.problems("train")[:640]
+        [*task.messages(problem), *task.demonstration(problem)]
+        for problem in task.problems("train")[:640]
     ]
     texts = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats]
     for first in range(0, len(texts), 16):

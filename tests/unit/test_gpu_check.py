@@ -80,11 +80,11 @@ def test_a_second_call_begins_with_what_has_not_run() -> None:
 
 
 def test_the_files_of_all_stages_exist() -> None:
-    for one in STAGES:
-        _, module, *others = one.arguments
+    for stage in STAGES:
+        _, module, *others = stage.arguments
         files = [text for text in others if text.endswith(".py")]
         if module != "pytest":
             files.append(f"tools/{module.replace('.', '/')}.py")
         assert files
         assert all((ROOT / file).is_file() for file in files)
-    assert sum(one.limit_s for one in STAGES) < 25 * 60
+    assert sum(stage.limit_s for stage in STAGES) < 25 * 60

@@ -174,10 +174,10 @@ def test_empty_split_is_an_error(folder: Path) -> None:
 
 def test_without_a_path_the_hub_data_set_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
-    asked = []
+    calls = []
 
     def load_dataset(*args: str, split: str) -> object:
-        asked.append((*args, split))
+        calls.append((*args, split))
         return datasets.Dataset.from_list([GOOD_ROW])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
@@ -186,7 +186,7 @@ def test_without_a_path_the_hub_data_set_is_asked_for(monkeypatch: pytest.Monkey
         Problem(query="How much is 48 + 24?", answer="72", extra=GOOD_ROW)
     ]
     assert task.problems("test")[0].answer == "72"  # read once, then kept
-    assert asked == [("openai/gsm8k", "main", "test")]
+    assert calls == [("openai/gsm8k", "main", "test")]
 
 
 @pytest.mark.slow

@@ -56,14 +56,14 @@ def server(tmp_path: Path) -> Iterator[int]:
 def test_a_private_authority_is_trusted_if_the_environment_names_it(
     proxies: bool, server: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def asked() -> object:
+    def request() -> object:
         client = HttpClient(f"https://127.0.0.1:{server}", key_variable="NO_KEY", proxies=proxies)
         return wait_for_result(client.request("GET", "/", timeout_s=10, largest=10))
 
     with pytest.raises(NoAnswerError, match="CERTIFICATE_VERIFY_FAILED"):
-        asked()
+        request()
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "certificate"))
-    assert asked() == []
+    assert request() == []
 
 
 class Harmful(BaseHTTPRequestHandler):
@@ -109,7 +109,7 @@ def test_the_key_follows_no_redirection(
     assert len(Harmful.seen) == 1 and error.value.status == status
 
 
-def test_a_key_that_the_server_repeats_is_not_shown(
+def test_a_key_that_the_server_echoes_is_not_shown(
     harmful: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("A_KEY", "secret-key")

@@ -56,7 +56,8 @@ def path(
 
 def test_a_frozen_encoder_is_whole_on_each_rank_and_has_no_gradients(path: Path) -> None:
     model = load(path)
-    shape, everything = loading.shape_of(model), count(model.parameters())
+    shape = loading.shape_of(model)
+    everything = count(model.parameters())
     encoder = count(parameter for _, parameter in vision_parameters(model))
     language = everything - encoder
     assert shape.vision is not None and shape.vision.parameters == encoder > 0
@@ -112,14 +113,14 @@ def blueprint() -> Blueprint:
 
 
 @pytest.mark.slow
-def test_all_who_speak_of_memory_count_images(blueprint: Blueprint) -> None:
+def test_all_memory_reports_include_images(blueprint: Blueprint) -> None:
     memory, config = blueprint.memory, blueprint.config
     prompt = max(blueprint.train_env.prompts.first(100), key=len)
     [span] = images_of(prompt)
     features = span.image.num_features
     assert len(prompt) > features > 0
-    asked = [f"--prompt-tokens={len(prompt)}", f"--response-tokens={config.max_response_tokens}"]
-    work = settings_of(config, parse(asked)).work
+    options = [f"--prompt-tokens={len(prompt)}", f"--response-tokens={config.max_response_tokens}"]
+    work = settings_of(config, parse(options)).work
     assert work.shape == blueprint.shape
     assert work.train_memory(1) == memory.train
     assert memory.reference is not None
@@ -132,8 +133,8 @@ def test_all_who_speak_of_memory_count_images(blueprint: Blueprint) -> None:
     rows = {row["resource"]: row["details"] for row in doctor.memory_rows(blueprint)}
     assert in_words(memory.images) in rows["memory of images"]
     large = replace(blueprint.shape, features=2**30)
-    kept = image_memory(config, large, Images(1.0, 2.0**30, 10), ranks=2, samplers=1)
-    assert kept == {"pixels": 2**30, "features": 4 * 2**30}
+    cached = image_memory(config, large, Images(1.0, 2.0**30, 10), ranks=2, samplers=1)
+    assert cached == {"pixels": 2**30, "features": 4 * 2**30}
 
 
 @pytest.mark.slow
@@ -150,9 +151,10 @@ def test_vllm_keeps_features_of_a_batch_or_of_the_largest_prompt() -> None:
 
 def test_the_plan_counts_the_work_of_the_encoder_once_per_image() -> None:
     options = ["--config-name=grpo_gsm8k", "model.name=Qwen/Qwen2.5-VL-3B-Instruct"]
-    asked = [parse([*options, "--prompt-tokens=300", f"--image-tokens={n}"]) for n in (1, 257)]
-    few, many = (settings_of(compose_config(*a.overrides), a).work for a in asked)
-    gpu, groups = GPUS["h100"], few.groups
+    plans = [parse([*options, "--prompt-tokens=300", f"--image-tokens={n}"]) for n in (1, 257)]
+    few, many = (settings_of(compose_config(*a.overrides), a).work for a in plans)
+    gpu = GPUS["h100"]
+    groups = few.groups
     assert few.shape.vision is not None
     added = groups * 256 * 4 * 2 * few.shape.vision.parameters / (0.4 * gpu.rate(few.step.number))
     assert many.train_s(gpu, 1) - few.train_s(gpu, 1) == pytest.approx(added)
@@ -164,8 +166,8 @@ def test_the_plan_counts_the_work_of_the_encoder_once_per_image() -> None:
 
 def test_a_trained_encoder_is_planned_on_one_training_device() -> None:
     options = ["--devices=4", "model.name=Qwen/Qwen2.5-VL-3B-Instruct"]
-    asked = parse([*options, "train_model.train_vision=true"])
-    settings = settings_of(compose_config(*asked.overrides), asked)
+    plan_options = parse([*options, "train_model.train_vision=true"])
+    settings = settings_of(compose_config(*plan_options.overrides), plan_options)
     assert {split.train for split in candidates(settings, 4)} <= {1}
     small = replace(settings, work=replace(settings.work, shape=SHAPES["qwen3-vl-2b"]))
     assert {split.train for split in candidates(small, 4)} == {1}
@@ -191,7 +193,8 @@ def make_vision_model(trains: bool) -> Any:
 
 def make_image_batch(groups: int = 8, size: int = 2) -> Any:
     """Return groups whose prompts have an image each."""
-    generator, rows = torch.Generator().manual_seed(0), []
+    generator = torch.Generator().manual_seed(0)
+    rows = []
     tokens = torch.full((IMAGE_TOKENS,), IMAGE_ID)
     embeds = torch.ones(IMAGE_TOKENS, dtype=torch.bool)
     for group in range(groups):

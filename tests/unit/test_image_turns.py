@@ -145,7 +145,8 @@ def test_an_image_for_a_model_without_images_is_an_error_for_the_policy(kit: Kit
 
 
 def test_a_tool_returns_images_in_every_form() -> None:
-    image, file = draw(1), picture(1)
+    image = draw(1)
+    file = picture(1)
     see = {"type": "text", "text": "x" * 9000}
     values: dict[str, Any] = {
         "pil": image,

@@ -148,9 +148,9 @@ def own_scores(kit: Kit, model: Any, tokens: Tensor, mask: Tensor, images: list[
 
 
 def gradients(model: Any) -> dict[str, Tensor]:
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    return found
+    return grads
 
 
 @pytest.mark.parametrize("pads", [False, True], ids=["packed", "padded"])
@@ -202,7 +202,8 @@ def test_decoding_gives_the_log_probs_of_the_models_own_forward(kit: Kit) -> Non
 
 
 def test_a_weight_sync_of_the_image_encoder_makes_new_features(kit: Kit) -> None:
-    engine, trained = TransformersEngine(kit.model()), kit.model()
+    engine = TransformersEngine(kit.model())
+    trained = kit.model()
     prompt = kit.prompt("Count?", [picture(1)])
     params = SamplingParams(max_new_tokens=4)
     engine.generate([prompt], 1, params)
@@ -357,12 +358,12 @@ def run_arguments(kit: Kit, folder: Path, *more: str) -> tuple[str, ...]:
 )
 def test_a_run_trains_on_images(kit: Kit, tmp_path: Path, trains: bool) -> None:
     arguments = run_arguments(kit, tmp_path, f"train_model.train_vision={str(trains).lower()}")
-    made = build(compose_config(*SMALL, *arguments), tmp_path / "run")
+    training_run = build(compose_config(*SMALL, *arguments), tmp_path / "run")
     try:
-        made.fit()
-        model = made.learner.trainer.model
+        training_run.fit()
+        model = training_run.learner.trainer.model
     finally:
-        made.close()
+        training_run.close()
     rows = [r for r in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "train/loss" in r]
     assert [math.isfinite(row["train/loss"]) for row in rows] == [True, True]
     assert rows[0]["train/kl_k3_to_ref"] < 1e-6
@@ -408,8 +409,8 @@ def test_images_of_a_data_set_come_in_every_form(tmp_path: Path) -> None:
         ["image", "Look"],
     ]
     for content, expected in zip(contents, ([a, b], [a, b], [a]), strict=True):
-        found = [part["image"].open().tobytes() for part in content if part["type"] == "image"]
-        assert found == [file.open().tobytes() for file in expected]
+        pixels = [part["image"].open().tobytes() for part in content if part["type"] == "image"]
+        assert pixels == [file.open().tobytes() for file in expected]
 
 
 def test_images_of_a_parquet_file_are_not_encoded_again(tmp_path: Path) -> None:
@@ -588,7 +589,8 @@ def test_supervised_training_learns_from_images(kit: Kit, tmp_path: Path) -> Non
         made.fit()
     finally:
         made.close()
-    model, scores = kit.model(), list[Tensor]()
+    model = kit.model()
+    scores = list[Tensor]()
     for chat in chats:
         scored = kit.logits(model, chat.tokens, chat.images).log_softmax(-1)[:-1]
         own = scored.gather(-1, chat.tokens[1:, None])[:, 0]
@@ -615,7 +617,8 @@ def test_a_run_learns_from_demonstrations_with_images_too(kit: Kit, tmp_path: Pa
     finally:
         made.close()
     writer = ChatWriter(kit.tokenizer, stops, image_encoder=kit.encoder)
-    model, scores = kit.model(), dict[str, Tensor]()
+    model = kit.model()
+    scores = dict[str, Tensor]()
     for problem in env.prompts.problems:
         chat = writer(env.task.messages(problem), env.task.demonstration(problem), most=6)
         scored = kit.logits(model, chat.tokens, chat.images).log_softmax(-1)[:-1]
@@ -854,11 +857,11 @@ def test_images_of_later_problems_of_a_task_are_read(kit: Kit, tmp_path: Path) -
             "torchrl_grpo.assembly.parts.check_images",
             lambda scorer, prompt: checked.append(len(prompt.images)),
         )
-        made = build(compose_config(*SMALL, *arguments), tmp_path / "run")
+        training_run = build(compose_config(*SMALL, *arguments), tmp_path / "run")
     try:
-        made.fit()
+        training_run.fit()
     finally:
-        made.close()
+        training_run.close()
     assert checked == [1]
     samples = read_jsonl(tmp_path / "run" / "samples.jsonl")
     assert {sample["query"].startswith("<image>") for sample in samples} == {True, False}

@@ -329,8 +329,8 @@ def test_an_error_arrives_as_the_part_raised_it_and_no_task_is_lost(
         source.next_batch()
     assert raised.value is error
     assert traceback.extract_tb(error.__traceback__)[-1].name == "generate"
-    said = "".join(traceback.format_exception(error))
-    assert "During handling" not in said and "direct cause" not in said
+    message = "".join(traceback.format_exception(error))
+    assert "During handling" not in message and "direct cause" not in message
     assert [group for group, _ in source.state_dict()["ahead"]] == [0, 1]
     assert [row["group_id"].item() for row in rows_of(source.next_batch())] == [0, 0, 1, 1]
 
@@ -348,9 +348,9 @@ def test_a_run_inside_an_event_loop_makes_none_of_its_own(
         )
         with closing(
             build(compose_config(*SMALL, "evaluation.num_prompts=0", steps(1)), tmp_path)
-        ) as made:
-            made.fit()
-        return made.learner.version, asyncio.get_running_loop() is around
+        ) as training_run:
+            training_run.fit()
+        return training_run.learner.version, asyncio.get_running_loop() is around
 
     assert asyncio.run(main()) == (1, True)
 

@@ -54,7 +54,7 @@ def send_at(run_: Run, moment: str, number: int, monkeypatch: pytest.MonkeyPatch
     real = getattr(holder, name)
 
     def with_signal(*args: Any, **kwargs: Any) -> Any:
-        given = real(*args, **kwargs)
+        result = real(*args, **kwargs)
         if run_.learner.version >= {
             "save": 4,
             "export": 4,
@@ -64,7 +64,7 @@ def send_at(run_: Run, moment: str, number: int, monkeypatch: pytest.MonkeyPatch
         }.get(moment, 3):
             monkeypatch.setattr(holder, name, real)
             os.kill(os.getpid(), number)
-        return given
+        return result
 
     monkeypatch.setattr(holder, name, with_signal)
 
@@ -86,11 +86,11 @@ def test_a_signal_at_any_moment_saves_and_leaves_files_that_agree(
     number: int, moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(SystemExit) as ended, orderly_exit():
-        made = build(compose_config(*SMALL, *OPTIONS, steps(4)), tmp_path)
-        with closing(made):
-            send_at(made, moment, number, monkeypatch)
+        training_run = build(compose_config(*SMALL, *OPTIONS, steps(4)), tmp_path)
+        with closing(training_run):
+            send_at(training_run, moment, number, monkeypatch)
             start = time.monotonic()
-            made.fit()
+            training_run.fit()
     assert ended.value.code == 128 + number
     assert time.monotonic() - start < 300
     [newest, *_] = checkpoints_in(tmp_path / "checkpoints")
@@ -115,9 +115,13 @@ def test_the_evaluation_or_batch_that_a_signal_cut_short_is_made_up_for(
     moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = compose_config(*SMALL, *OPTIONS, steps(4))
-    with pytest.raises(SystemExit), orderly_exit(), closing(build(config, tmp_path)) as made:
-        send_at(made, moment, signal.SIGTERM, monkeypatch)
-        made.fit()
+    with (
+        pytest.raises(SystemExit),
+        orderly_exit(),
+        closing(build(config, tmp_path)) as training_run,
+    ):
+        send_at(training_run, moment, signal.SIGTERM, monkeypatch)
+        training_run.fit()
     rows = run(tmp_path, *OPTIONS, steps(4), "train.resume=auto")
     whole = run(tmp_path / "whole", *OPTIONS, steps(4))
     merged: dict[int, dict[str, Any]] = {}
@@ -172,10 +176,10 @@ with watched(), shielded():
         time.sleep(0.5)  # the pipe is full, and has no reader
         process.send_signal(signal.SIGTERM)
         time.sleep(0.2)
-        _, shown = process.communicate(timeout=60)
+        _, stderr = process.communicate(timeout=60)
     assert process.returncode == 143
-    assert shown.count(b"ending after this step") == 1 and shown.count(b"x") == 1_000_000
-    assert b"reentrant" not in shown
+    assert stderr.count(b"ending after this step") == 1 and stderr.count(b"x") == 1_000_000
+    assert b"reentrant" not in stderr
 
 
 def test_a_signal_inside_torchs_writer_is_not_taken_for_an_error(tmp_path: Path) -> None:
@@ -200,9 +204,9 @@ def test_ctrl_c_while_the_script_imports_gives_no_traceback(tmp_path: Path) -> N
         assert process.stderr is not None
         assert any("hydra." in line for line in process.stderr)
         process.send_signal(signal.SIGINT)
-        _, shown = process.communicate(timeout=60)
+        _, stderr = process.communicate(timeout=60)
     assert process.returncode == -signal.SIGINT
-    assert "Traceback" not in shown
+    assert "Traceback" not in stderr
 
 
 @pytest.mark.slow

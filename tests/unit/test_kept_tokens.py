@@ -51,7 +51,8 @@ def log_probs_by_hand(model, row: TensorDict, params: SamplingParams) -> tuple[l
         probs = logits[place - 1].softmax(-1)
         order = probs.argsort(descending=True)[: params.top_k].tolist()
         order = [token for token in order if probs[token] >= params.min_p * probs.max()]
-        mass, kept = 0.0, []
+        mass = 0.0
+        kept = []
         total = sum(float(probs[token]) for token in order)
         for token in order:
             if mass < params.top_p:
@@ -102,7 +103,9 @@ def test_values_and_gradients_of_kept_tokens_are_those_of_masked_logits(bias, mo
     def random(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
 
-    hidden, weight, bias_V = random(11, 6), random(40, 6), random(40) if bias else None
+    hidden = random(11, 6)
+    weight = random(40, 6)
+    bias_V = random(40) if bias else None
     kept = torch.stack([torch.randperm(40, generator=generator)[:5] for _ in range(11)]).int()
     targets = kept[torch.arange(11), torch.arange(11) % 3].long()
     kept[::2, 3:] = -1

@@ -153,7 +153,8 @@ def test_autocast_is_the_trainers() -> None:
 
 
 def test_other_weights_become_the_reference_and_bad_ones_are_refused() -> None:
-    scoring, other = KLScoring(TokenScorer(make_tiny_model())), make_tiny_model()
+    scoring = KLScoring(TokenScorer(make_tiny_model()))
+    other = make_tiny_model()
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.mul_(1.1)

@@ -14,7 +14,9 @@ def test_no_test_module_imports_another() -> None:
     """A script in a string must not do it either."""
     pattern = re.compile(r"^\s*(?:from|import) (tests\.(?!support)\S+)", re.MULTILINE)
     texts = {path.name: path.read_text(encoding="utf-8") for path in FILES}
-    assert {name: found for name, text in texts.items() if (found := pattern.findall(text))} == {}
+    assert {
+        name: matches for name, text in texts.items() if (matches := pattern.findall(text))
+    } == {}
 
 
 def test_names_of_tests_are_under_70_characters() -> None:

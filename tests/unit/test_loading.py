@@ -73,15 +73,15 @@ def test_parameters_are_counted_without_weights() -> None:
 def test_missing_pad_token_and_template_are_filled_in_and_said(
     tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(loading.torchrl_logger, "info", said.append)
-    monkeypatch.setattr(loading.torchrl_logger, "warning", said.append)
+    messages: list[str] = []
+    monkeypatch.setattr(loading.torchrl_logger, "info", messages.append)
+    monkeypatch.setattr(loading.torchrl_logger, "warning", messages.append)
     bare = copy.deepcopy(tokenizer)
     bare.pad_token, bare.chat_template = None, None
     ready = loading.prepare_tokenizer(bare, "bare")
-    assert len(said) == 2
-    assert "no pad token: using '<|end|>'" in said[0]
-    assert "no chat template: prompts are the plain text" in said[1]
+    assert len(messages) == 2
+    assert "no pad token: using '<|end|>'" in messages[0]
+    assert "no chat template: prompts are the plain text" in messages[1]
     assert ready.pad_token_id == ready.eos_token_id
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
     assert (
@@ -107,8 +107,8 @@ def test_a_given_template_is_used_and_a_file_is_read(
 ) -> None:
     template = "{{ messages[0]['content'] }}!"
     (tmp_path / "chat.jinja").write_text(template)
-    for given in (template, str(tmp_path / "chat.jinja")):
-        ready = loading.prepare_tokenizer(copy.deepcopy(tokenizer), "x", given)
+    for value in (template, str(tmp_path / "chat.jinja")):
+        ready = loading.prepare_tokenizer(copy.deepcopy(tokenizer), "x", value)
         assert (
             ready.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi!"
         )
@@ -137,7 +137,8 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tokenizer: PreTrainedToken
 def test_an_added_token_without_an_embedding_is_refused_only_if_used(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
-    stray, config = copy.deepcopy(tokenizer), make_tiny_model().config
+    stray = copy.deepcopy(tokenizer)
+    config = make_tiny_model().config
     stray.add_tokens(["<image_soft_token>"], special_tokens=True)  # like Gemma 3's tokenizer
     assert len(stray) == config.vocab_size + 1
     loading.check_vocabulary(config, stray, "gemma-3-1b")
@@ -161,7 +162,8 @@ def test_stop_tokens_are_eos_generation_config_and_end_of_turn(
 
 def test_gradient_checkpointing_in_eval_mode_keeps_dropout_off() -> None:
     """Hugging Face disables checkpointing in eval mode; this counts how often a layer really runs."""
-    tokens, mask = torch.randint(0, 261, (2, 8)), torch.ones(2, 8, dtype=torch.bool)
+    tokens = torch.randint(0, 261, (2, 8))
+    mask = torch.ones(2, 8, dtype=torch.bool)
 
     def run(checkpointing: bool) -> tuple[int, dict[str, torch.Tensor]]:
         model = make_tiny_model(attention_dropout=0.5)
@@ -194,7 +196,8 @@ def test_gradient_checkpointing_keeps_dropout_off_in_the_layer_itself() -> None:
         model = make_family("opt", dropout=0.5)
         if checkpointing:
             assert loading.enable_gradient_checkpointing(model) == 2
-        scorer, tokens = TokenScorer(model), torch.arange(3, 33).view(2, 15)
+        scorer = TokenScorer(model)
+        tokens = torch.arange(3, 33).view(2, 15)
         scores, _ = scorer.score(tokens, torch.ones_like(tokens, dtype=torch.bool))
         scores.sum().backward()
         again, _ = scorer.score(tokens, torch.ones_like(tokens, dtype=torch.bool))
@@ -215,7 +218,8 @@ def test_gradient_checkpointing_works_with_lora() -> None:
     model = loading.add_lora(make_tiny_model(attention_dropout=0.5), r=2, alpha=4)
     assert loading.enable_gradient_checkpointing(model) == 2
     scorer = TokenScorer(model)
-    tokens, mask = torch.randint(0, 261, (2, 8)), torch.ones(2, 8, dtype=torch.bool)
+    tokens = torch.randint(0, 261, (2, 8))
+    mask = torch.ones(2, 8, dtype=torch.bool)
     first, _ = scorer.score(tokens, mask)
     first.sum().backward()
     gradients = [parameter.grad for name, parameter in model.named_parameters() if "lora_B" in name]

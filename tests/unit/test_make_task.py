@@ -61,12 +61,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def made(*overrides: str) -> Task:
+def make_task_of(*overrides: str) -> Task:
     return make_task(compose_config(*overrides).env)
 
 
 def test_a_task_in_a_file_runs_where_the_file_is_not(folder: Path) -> None:
-    task = made("env.dataset=null", "env.task._target_=my_own_tasks.py:MyTask", "+env.task.level=3")
+    task = make_task_of(
+        "env.dataset=null", "env.task._target_=my_own_tasks.py:MyTask", "+env.task.level=3"
+    )
     sent = cloudpickle.dumps([task])
     (folder / "my_own_tasks.py").unlink()
     code = (
@@ -84,7 +86,7 @@ def score(task: Task, problem: Problem, response: str) -> Score:
 @pytest.mark.slow
 @pytest.mark.usefixtures("folder")
 def test_a_file_and_a_function_make_a_task() -> None:
-    task = made(
+    task = make_task_of(
         "env.dataset=a.jsonl",
         "env.columns.prompt=q",
         "env.test_fraction=0.2",
@@ -160,20 +162,22 @@ def test_a_file_and_a_function_make_a_task() -> None:
 )
 def test_what_cannot_serve_is_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        made(*overrides)
+        make_task_of(*overrides)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("folder")
-def test_a_class_of_ones_own_is_a_task_with_its_arguments() -> None:
-    task = made("env.task._target_=my_own_tasks.MyTask", "+env.task.level=3")
+def test_a_custom_class_is_a_task_with_its_arguments() -> None:
+    task = make_task_of("env.task._target_=my_own_tasks.MyTask", "+env.task.level=3")
     assert task.problems("test") == [Problem("test 3", "x")]
-    rewarded = made("env.task._target_=my_own_tasks.MyTask", "env.reward=my_rewards.py:exact_match")
+    rewarded = make_task_of(
+        "env.task._target_=my_own_tasks.MyTask", "env.reward=my_rewards.py:exact_match"
+    )
     assert score(rewarded, task.problems("train")[0], "x").parts["exact_match/short"] == 1.0
 
 
 def test_built_in_names_make_their_tasks() -> None:
-    assert isinstance(made("env.difficulty=3"), ArithmeticTask)
+    assert isinstance(make_task_of("env.difficulty=3"), ArithmeticTask)
     countdown = make_task(compose_config(name="grpo_countdown").env)
     problem = countdown.problems("test")[0]
     assert (
@@ -188,11 +192,11 @@ def test_gsm8k_takes_a_reward_template_and_columns(folder: Path) -> None:
         row = {"question": f"{n}+1?", "answer": f"#### {n + 1}"}
         (folder / f"{split}.jsonl").write_text(json.dumps(row) + "\n")
     path = f"env.dataset_path={folder}"
-    plain = made("env.dataset=gsm8k", path)
+    plain = make_task_of("env.dataset=gsm8k", path)
     assert (
         isinstance(plain, GSM8KTask) and score(plain, plain.problems("train")[0], "#### 2").correct
     )
-    task = made(
+    task = make_task_of(
         "env.dataset=gsm8k",
         path,
         "env.reward={fn: gsm8k, mode: lenient}",
@@ -236,7 +240,7 @@ MIX = (
 @pytest.mark.slow
 @pytest.mark.usefixtures("folder")
 def test_several_data_sets_are_each_put_and_scored_their_own_way() -> None:
-    task = made(MIX)
+    task = make_task_of(MIX)
     problems = task.problems("train")
     first, last = problems[0], problems[-1]
     assert (first.dataset, last.dataset) == ("a", "arithmetic") and task.name == "a+arithmetic"
@@ -252,7 +256,7 @@ def test_several_data_sets_are_each_put_and_scored_their_own_way() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("folder")
 def test_a_mixed_task_and_its_problems_can_be_pickled() -> None:
-    task = made(MIX)
+    task = make_task_of(MIX)
     problems = task.problems("train")
     assert list(pickle.loads(pickle.dumps(problems))) == list(problems)
     assert (
@@ -358,7 +362,7 @@ class Wrapped(WrappedTask):
 )
 def test_a_task_may_go_by_the_responses_or_by_the_whole_dialog(task: Task) -> None:
     problem = Problem("?", "yes")
-    asked = [{"role": "user", "content": "again"}]
+    messages = [{"role": "user", "content": "again"}]
     dialogs = [
         Dialog(problem, ["yes"], last=False),
         Dialog(problem, ["maybe"], last=False),
@@ -368,8 +372,8 @@ def test_a_task_may_go_by_the_responses_or_by_the_whole_dialog(task: Task) -> No
     wrong = Score(0.0, False)
     expected = [
         Turn(None, Score(1.0, True)),
-        Turn(asked, None),
-        Turn(asked, wrong),
+        Turn(messages, None),
+        Turn(messages, wrong),
         Turn(None, wrong),
     ]
     assert task.advance(dialogs) == expected and task.multi_turn
@@ -385,8 +389,10 @@ def test_data_sets_beside_each_other_await_many_rewards_at_a_time() -> None:
 
     waiting = 0
     task = MixedTask([WithRewards(Short(), make_rewards(all_there)), Long()], [1, 1], ["a", "b"])
-    said = [("a", "1"), ("b", "yes"), ("a", "2"), ("a", "3")]
-    dialogs = [Dialog(Problem("?", "yes", dataset=name), [response]) for name, response in said]
+    responses = [("a", "1"), ("b", "yes"), ("a", "2"), ("a", "3")]
+    dialogs = [
+        Dialog(Problem("?", "yes", dataset=name), [response]) for name, response in responses
+    ]
     turns = task.advance(dialogs, timeout_s=20)
     assert [turn.score.reward for turn in turns] == [1.0, 1.0, 2.0, 3.0]  # type: ignore[union-attr]
 

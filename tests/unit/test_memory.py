@@ -57,9 +57,7 @@ def full(*_: Any, **__: Any) -> None:
     ],
     ids=["full", "lora", "bf16", "checkpointing"],
 )
-def test_all_who_speak_of_memory_say_the_same(
-    job: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_memory_reports_agree(job: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     config = compose_config(*SMALL, "train.micro_batch_tokens=100", *job)
     blueprint = prepare(config)
     memory = blueprint.memory
@@ -68,14 +66,18 @@ def test_all_who_speak_of_memory_say_the_same(
     assert rows["train"] == memory.train.peak and rows["inference"] == memory.engine.peak
     assert rows["reference"] == (memory.reference.peak if memory.reference else 0)
 
-    said = {row["resource"]: row["details"] for row in doctor.memory_rows(blueprint)}
+    details = {row["resource"]: row["details"] for row in doctor.memory_rows(blueprint)}
     for role, held in memory.roles().items():
-        assert in_words(held.parts()) in said[f"memory of {role}"]
-    assert "KV cache" in said["memory of inference"] and " 0 bytes" not in " ".join(said.values())
+        assert in_words(held.parts()) in details[f"memory of {role}"]
+    assert "KV cache" in details["memory of inference"] and " 0 bytes" not in " ".join(
+        details.values()
+    )
 
     prompt = max(map(len, blueprint.train_env.prompts.first(100)))
-    asked = parse([f"--prompt-tokens={prompt}", f"--response-tokens={config.max_response_tokens}"])
-    settings = settings_of(config, asked)
+    options = parse(
+        [f"--prompt-tokens={prompt}", f"--response-tokens={config.max_response_tokens}"]
+    )
+    settings = settings_of(config, options)
     work = settings.work
     assert work.shape == blueprint.shape
     assert work.train_memory(1) == memory.train
@@ -107,8 +109,8 @@ def test_full_training_takes_four_numbers_a_parameter_and_a_16_bit_copy() -> Non
 def test_passes_are_as_large_as_the_budget_and_no_sequence_is_divided() -> None:
     setup = StepSetup(100, 8, passes=1, number=4)
     of = [
-        (made.tokens, made.passes)
-        for made in (setup.of_batch(*sizes) for sizes in ((60, 20), (250, 20), (250, 120)))
+        (step.tokens, step.passes)
+        for step in (setup.of_batch(*sizes) for sizes in ((60, 20), (250, 20), (250, 120)))
     ]
     assert of == [(60, 1), (100, 3), (120, 3)]
     assert dataclasses.replace(setup, ranks=4).of_batch(250, 20).tokens == 63

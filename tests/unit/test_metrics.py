@@ -70,7 +70,7 @@ def test_samples_name_images_whose_thumbnails_are_written_once(tmp_path: Path) -
     samples = read_jsonl(tmp_path / "samples.jsonl")
     hashes = [file.hash for file in files]
     assert [sample.get("images") for sample in samples] == [hashes, hashes, None]
-    paths = [tmp_path / f"images/{one[:16]}.png" for one in hashes]
+    paths = [tmp_path / f"images/{digest[:16]}.png" for digest in hashes]
     assert sorted(paths) == sorted((tmp_path / "images").iterdir())
     assert [Image.open(path).size for path in paths] == [(128, 64), (32, 24)]
     assert Image.open(paths[0]).getpixel((0, 0)) == (255, 0, 0)

@@ -29,7 +29,7 @@ from torchrl_grpo.extras.migrate.tables import BASE, NAMES, SET_ME, TRL, read_ta
 from torchrl_grpo.extras.migrate.translation import Translation, translate
 
 
-def shown(folder: Path, name: str, text: str, *options: str) -> str:
+def output_of(folder: Path, name: str, text: str, *options: str) -> str:
     """Return the output of the command for a file."""
     (folder / name).write_text(text)
     out = io.StringIO()
@@ -95,7 +95,7 @@ def verl(folder: Path, *words: str) -> Translation:
 
 @pytest.mark.parametrize("name", peer_configs.PUBLISHED)
 def test_a_published_config_becomes_a_command_line_that_passes(name: str, tmp_path: Path) -> None:
-    printed = shown(tmp_path, name, peer_configs.PUBLISHED[name])
+    printed = output_of(tmp_path, name, peer_configs.PUBLISHED[name])
     config = composed(printed)
     wanted = translated(tmp_path, name, peer_configs.PUBLISHED[name]).overrides
     wanted = {key: value for key, value in wanted.items() if value != SET_ME}
@@ -211,7 +211,7 @@ def test_batches_count_sequences_whatever_the_file_counts(name: str, tmp_path: P
     table = next(
         part for part in vars(peer_configs).values() if isinstance(part, dict) and name in part
     )
-    printed = shown(tmp_path, name, table[name])
+    printed = output_of(tmp_path, name, table[name])
     config, (batch, step, group, script, some) = composed(printed), EXPECTED[name]
     values = {key: value for key, _, value in leaves(config)}
     assert (config.dialog_turns_per_batch, config.optim_batch_size, config.env.repeats) == (
@@ -277,10 +277,10 @@ def test_a_batch_of_trl_is_per_device_times_accumulation_times_devices(tmp_path:
 )
 def test_a_loss_of_trl_has_our_aggregation(loss: str, keys: dict[str, Any], tmp_path: Path) -> None:
     ours = trl(tmp_path, f"loss_type: {loss}", "beta: 0.04")
-    found = {
+    aggregations = {
         key: ours[key] for key in ours if key in ("policy.aggregation", "policy.loss._target_")
     }
-    assert (found, ours["policy.kl_coef"]) == (keys, 0.04)
+    assert (aggregations, ours["policy.kl_coef"]) == (keys, 0.04)
 
 
 def test_the_bound_of_cispo_is_that_of_the_ratio(tmp_path: Path) -> None:
@@ -290,13 +290,13 @@ def test_the_bound_of_cispo_is_that_of_the_ratio(tmp_path: Path) -> None:
 
 
 def test_a_loss_without_counterpart_is_named(tmp_path: Path) -> None:
-    made = translated(
+    translation = translated(
         tmp_path,
         "trl.yaml",
         "num_generations: 8\nloss_type: mystical\nrepetition_penalty: 2\nmystery: 1\n",
     )
-    assert made.lacks["loss_type"].startswith("mystical has no equivalent among grpo, dapo")
-    assert ("repetition_penalty" in made.lacks, made.unknown) == (True, ["mystery"])
+    assert translation.lacks["loss_type"].startswith("mystical has no equivalent among grpo, dapo")
+    assert ("repetition_penalty" in translation.lacks, translation.unknown) == (True, ["mystery"])
 
 
 def test_the_kl_of_trl_is_told_apart_from_ours_only_where_there_is_one(tmp_path: Path) -> None:
@@ -305,25 +305,25 @@ def test_the_kl_of_trl_is_told_apart_from_ours_only_where_there_is_one(tmp_path:
         "beta: 0.1",
         "beta: 0.1\nuse_bias_correction_kl: false",
     )
-    made = [
+    translations = [
         translated(tmp_path, "trl.yaml", f"num_generations: 8\n{text}\n").overrides
         for text in texts
     ]
-    got = [overrides.get("policy.kl_bias_correction") for overrides in made]
+    got = [overrides.get("policy.kl_bias_correction") for overrides in translations]
     assert got == [None, True, None]
 
 
 def test_masks_of_verl_trl_and_prime_rl_are_our_rejections(tmp_path: Path) -> None:
     correction = "algorithm.rollout_correction."
     words = f"{correction}rollout_rs=seq_mean_k1,token_k3,seq_sum_k1,seq_max_k2"
-    made = verl(tmp_path, words, f"{correction}rollout_rs_threshold=0.5_4,0.1,2,3")
-    got = {key: value for key, value in made.overrides.items() if "rejection" in key}
+    translation = verl(tmp_path, words, f"{correction}rollout_rs_threshold=0.5_4,0.1,2,3")
+    got = {key: value for key, value in translation.overrides.items() if "rejection" in key}
     assert got == {
         "+policy.rejection.token_k3": 0.1,
         "+policy.rejection.sequence_ratio": [0.5, 2.0],
         "+policy.rejection.geometric": [0.25, 2.0],
     }
-    assert "policy.rejection of seq_max_k2" in made.lacks
+    assert "policy.rejection of seq_max_k2" in translation.lacks
     assert trl(tmp_path, "off_policy_mask_threshold: 0.5")["+policy.rejection.off_policy"] == 0.5
     bounds = ("use_vllm: true", "vllm_importance_sampling_clip_min: 0.5")
     assert trl(tmp_path, *bounds)["policy.behaviour_floor"] == 0.5
@@ -333,14 +333,14 @@ def test_vespo_and_gmpo_are_our_losses(tmp_path: Path) -> None:
     ours = trl(tmp_path, "loss_type: vespo", "vespo_k_pos: 1.5")
     assert ours["policy.loss._target_"] == "torchrl_grpo.objectives.VESPOLoss"
     assert ours["+policy.loss.k_positive"] == 1.5
-    made = verl(tmp_path, "actor_rollout_ref.actor.policy_loss.loss_mode=geo_mean").overrides
-    assert made["policy.loss._target_"] == "torchrl_grpo.objectives.GMPOLoss"
+    overrides = verl(tmp_path, "actor_rollout_ref.actor.policy_loss.loss_mode=geo_mean").overrides
+    assert overrides["policy.loss._target_"] == "torchrl_grpo.objectives.GMPOLoss"
 
 
 def test_truncated_sampling_is_kept(tmp_path: Path) -> None:
-    def sampling(made: Translation) -> dict[str, Any]:
+    def sampling(translation: Translation) -> dict[str, Any]:
         names = ("top_k", "top_p", "min_p")
-        return {key: value for key, value in made.overrides.items() if key.endswith(names)}
+        return {key: value for key, value in translation.overrides.items() if key.endswith(names)}
 
     both = translated(tmp_path, "trl.yaml", "num_generations: 8\ntop_p: 0.9\ntop_k: 30\n")
     assert sampling(both) == {"inference_model.top_k": 30, "inference_model.top_p": 0.9}
@@ -352,8 +352,10 @@ def test_truncated_sampling_is_kept(tmp_path: Path) -> None:
     rollout = "actor_rollout_ref.rollout."
     tested = ("val_kwargs.n=4", "val_kwargs.top_p=0.7", "val_kwargs.top_k=20", "top_p=0.8")
     files = "data.train_files=a/train.parquet data.val_files=a/test.parquet"
-    made = verl(tmp_path, files, *(f"{rollout}{word}" for word in tested), "trainer.test_freq=5")
-    assert sampling(made) == {
+    translation = verl(
+        tmp_path, files, *(f"{rollout}{word}" for word in tested), "trainer.test_freq=5"
+    )
+    assert sampling(translation) == {
         "inference_model.top_k": 100,
         "inference_model.top_p": 0.8,
         "evaluation.top_k": 20,
@@ -365,8 +367,10 @@ def test_truncated_sampling_is_kept(tmp_path: Path) -> None:
 
 def test_entropies_of_trl_are_ours(tmp_path: Path) -> None:
     words = ("use_adaptive_entropy: true", "entropy_coef: 0.01", "entropy_coef_delta: 0.002")
-    made = trl(tmp_path, *words, "top_entropy_quantile: 0.2", "entropy_coef_max: 0.5")
-    got = {key.removeprefix("policy."): value for key, value in made.items() if "entropy" in key}
+    translation = trl(tmp_path, *words, "top_entropy_quantile: 0.2", "entropy_coef_max: 0.5")
+    got = {
+        key.removeprefix("policy."): value for key, value in translation.items() if "entropy" in key
+    }
     assert got == {
         "top_entropy_quantile": 0.2,
         "entropy_coef": 0.01,
@@ -374,31 +378,31 @@ def test_entropies_of_trl_are_ours(tmp_path: Path) -> None:
         "entropy_coef_delta": 0.002,
         "entropy_coef_max": 0.5,
     }
-    assert made["policy.proximal"] == "recomputed"
+    assert translation["policy.proximal"] == "recomputed"
     assert "policy.entropy_target" not in trl(tmp_path, "entropy_target: 0.5")
 
 
 def test_covariances_and_opo_of_verl_are_ours(tmp_path: Path) -> None:
     loss = "actor_rollout_ref.actor.policy_loss."
     words = ("clip_cov_ratio=0.001", "clip_cov_lb=2.0", "kl_cov_ratio=0.5")
-    made = verl(tmp_path, f"{loss}loss_mode=clip_cov", *(f"{loss}{word}" for word in words))
-    got = {key: value for key, value in made.overrides.items() if "policy.loss." in key}
+    translation = verl(tmp_path, f"{loss}loss_mode=clip_cov", *(f"{loss}{word}" for word in words))
+    got = {key: value for key, value in translation.overrides.items() if "policy.loss." in key}
     assert got == {
         "policy.loss._target_": "torchrl_grpo.objectives.ClipCovLoss",
         "+policy.loss.covariance_share": 0.001,
         "+policy.loss.covariance_low": 2.0,
     }
-    assert "policy.dual_clip" not in made.overrides
-    made = verl(tmp_path, f"{loss}loss_mode=kl_cov", *(f"{loss}{word}" for word in words))
-    got = {key: value for key, value in made.overrides.items() if "policy.loss." in key}
+    assert "policy.dual_clip" not in translation.overrides
+    translation = verl(tmp_path, f"{loss}loss_mode=kl_cov", *(f"{loss}{word}" for word in words))
+    got = {key: value for key, value in translation.overrides.items() if "policy.loss." in key}
     assert got == {
         "policy.loss._target_": "torchrl_grpo.objectives.KLCovLoss",
         "+policy.loss.covariance_share": 0.5,
         "+policy.loss.penalty": 0.1,  # verl's default
     }
-    made = verl(tmp_path, "algorithm.adv_estimator=opo")
-    assert made.overrides["policy.advantage_mean"] == "length_weighted"
-    assert made.overrides["policy.advantage_std"] == "none"
+    translation = verl(tmp_path, "algorithm.adv_estimator=opo")
+    assert translation.overrides["policy.advantage_mean"] == "length_weighted"
+    assert translation.overrides["policy.advantage_std"] == "none"
 
 
 @pytest.mark.parametrize(
@@ -406,11 +410,11 @@ def test_covariances_and_opo_of_verl_are_ours(tmp_path: Path) -> None:
 )
 def test_estimators_of_verl_have_our_names(type_: str, estimator: str, tmp_path: Path) -> None:
     actor = "actor_rollout_ref.actor."
-    made = verl(
+    translation = verl(
         tmp_path, f"{actor}use_kl_loss=True {actor}kl_loss_coef=0.01 {actor}kl_loss_type={type_}"
     )
     config = compose_config(
-        *(f"{k}={v}" for k, v in made.overrides.items() if k.startswith("policy."))
+        *(f"{k}={v}" for k, v in translation.overrides.items() if k.startswith("policy."))
     )
     assert (config.policy.kl_coef, config.kl_estimator, config.policy.kl_in_reward) == (
         0.01,
@@ -420,9 +424,12 @@ def test_estimators_of_verl_have_our_names(type_: str, estimator: str, tmp_path:
 
 
 def test_verls_kl_in_the_reward_is_ours_in_the_reward(tmp_path: Path) -> None:
-    made = verl(tmp_path, "algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.02")
-    assert (made.overrides["policy.kl_coef"], made.overrides["policy.kl_in_reward"]) == (0.02, True)
-    assert "one KL" not in str(made.differs)
+    translation = verl(tmp_path, "algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.02")
+    assert (
+        translation.overrides["policy.kl_coef"],
+        translation.overrides["policy.kl_in_reward"],
+    ) == (0.02, True)
+    assert "one KL" not in str(translation.differs)
     both = verl(
         tmp_path, "algorithm.use_kl_in_reward=True actor_rollout_ref.actor.use_kl_loss=True"
     )
@@ -444,10 +451,10 @@ custom_reward_function: {path: my rewards.py, name: score}
 algorithm: {adv_estimator: grpo}
 trainer: {n_gpus_per_node: 1}
 """
-    made = translated(tmp_path, "verl.yaml", text)
+    translation = translated(tmp_path, "verl.yaml", text)
     ending = ("loss_agg_mode", "rollout.temperature", "tensor_model_parallel_size")
-    assert [key for key in made.lacks if key.endswith(ending)] == list(made.lacks)
-    config = composed(shown(tmp_path, "verl.yaml", text))
+    assert [key for key in translation.lacks if key.endswith(ending)] == list(translation.lacks)
+    config = composed(output_of(tmp_path, "verl.yaml", text))
     assert (config.policy.aggregation, config.inference_model.temperature) == ("token_mean", 1.0)
     assert (config.inference_model.backend, config.inference_model.tensor_parallel_size) == (
         "vllm",
@@ -468,8 +475,8 @@ def test_the_names_that_a_run_has_in_wandb_are_kept(tmp_path: Path) -> None:
     text = 'max_steps = 2\n[orchestrator]\nbatch_size = 64\n[wandb]\nname = "one"\n'
     text += 'entity = "us"\ngroup = "seeds"\ntags = ["a", "b"]\n'
     ours = translated(tmp_path, "rl.toml", text).overrides
-    kept = {"mode": "online", "name": "one", "entity": "us", "group": "seeds", "tags": ["a", "b"]}
-    assert {name: ours[f"logging.wandb.{name}"] for name in kept} == kept
+    names = {"mode": "online", "name": "one", "entity": "us", "group": "seeds", "tags": ["a", "b"]}
+    assert {name: ours[f"logging.wandb.{name}"] for name in names} == names
 
 
 def test_shell_variables_sums_arrays_and_branches_are_read() -> None:
@@ -501,13 +508,16 @@ def test_rewards_of_a_script_are_named_with_their_weights(tmp_path: Path) -> Non
         "GRPOTrainer(model='m', reward_funcs=[right, think_format_reward], train_dataset=data,\n"
         "    args=GRPOConfig(num_generations=8, reward_weights=[1.0, 0.5]))\n"
     )
-    made = translated(tmp_path, "train.py", text)
-    assert made.overrides["env.reward"] == [
+    translation = translated(tmp_path, "train.py", text)
+    assert translation.overrides["env.reward"] == [
         "train.py:right",
         {"fn": "trl.rewards:think_format_reward", "weight": 0.5},
     ]
-    assert (made.overrides["env.dataset"], made.overrides["model.name"]) == ("gsm8k", "m")
-    assert composed(shown(tmp_path, "train.py", text)).env.reward[1]["weight"] == 0.5
+    assert (translation.overrides["env.dataset"], translation.overrides["model.name"]) == (
+        "gsm8k",
+        "m",
+    )
+    assert composed(output_of(tmp_path, "train.py", text)).env.reward[1]["weight"] == 0.5
 
 
 def test_a_fully_asynchronous_run_of_verl_has_the_batch_between_two_syncs(tmp_path: Path) -> None:
@@ -520,15 +530,15 @@ def test_a_fully_asynchronous_run_of_verl_has_the_batch_between_two_syncs(tmp_pa
         "async_training.use_rollout_log_probs=True algorithm.adv_estimator=grpo data.train_files=a/train.parquet "
         "data.val_files=a/test.parquet"
     )
-    made = translated(tmp_path, "async.sh", words)
+    translation = translated(tmp_path, "async.sh", words)
     wanted = {
         "env.num_envs": 32 * 2 * 4 * 16, "train.optim_batch_size": 32 * 16, "train.max_staleness": 1,
         "train.total_dialog_turns": 51_200 * 16, "train_model.num_devices": 8, "inference_model.num_devices": 16,
         "evaluation.frequency": 10, "policy.proximal": None,
     }  # fmt: skip
-    assert {key: made.overrides.get(key) for key in wanted} == wanted
-    assert made.asynchronous and "async_training.partial_rollout" in made.lacks
-    composed(report(made, 100))
+    assert {key: translation.overrides.get(key) for key in wanted} == wanted
+    assert translation.asynchronous and "async_training.partial_rollout" in translation.lacks
+    composed(report(translation, 100))
 
 
 @pytest.mark.parametrize(
@@ -545,9 +555,9 @@ def test_a_fully_asynchronous_run_of_verl_has_the_batch_between_two_syncs(tmp_pa
 def test_several_values_where_we_have_one_are_said(
     name: str, text: str, key: str, tmp_path: Path
 ) -> None:
-    made = translated(tmp_path, name, text)
-    assert key in made.lacks
-    composed(report(made, 100))
+    translation = translated(tmp_path, name, text)
+    assert key in translation.lacks
+    composed(report(translation, 100))
 
 
 @pytest.mark.parametrize(
@@ -635,18 +645,18 @@ def test_libraries_that_are_not_read_are_named(
 
 
 def test_a_squared_log_ratio_is_twice_our_k2(tmp_path: Path) -> None:
-    made = translated(
+    translation = translated(
         tmp_path, "rl.toml", "[orchestrator]\ngroup_size = 4\n[trainer.loss]\nkl_tau = 0.25\n"
     )
-    assert made.overrides["policy.kl_to_behaviour_coef"] == 0.5
-    assert made.overrides["policy.kl_estimator"] == "k2"
+    assert translation.overrides["policy.kl_to_behaviour_coef"] == 0.5
+    assert translation.overrides["policy.kl_estimator"] == "k2"
 
 
 def test_staleness_decides_the_script(tmp_path: Path) -> None:
     for bound, asynchronous in ((0, False), (4, True)):
         text = f"[orchestrator]\ngroup_size = 4\nmax_off_policy_steps = {bound}\n"
-        made = translated(tmp_path, "rl.toml", text)
-        assert (made.asynchronous, made.overrides.get("train.max_staleness")) == (
+        translation = translated(tmp_path, "rl.toml", text)
+        assert (translation.asynchronous, translation.overrides.get("train.max_staleness")) == (
             asynchronous,
             bound or None,
         )
@@ -687,7 +697,7 @@ def test_a_file_that_cannot_be_read_is_refused_in_one_line(
     name: str, text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        shown(tmp_path, name, text)
+        output_of(tmp_path, name, text)
     error = capsys.readouterr().err
     assert (
         ended.value.code == 2
@@ -697,7 +707,7 @@ def test_a_file_that_cannot_be_read_is_refused_in_one_line(
     )
 
 
-def test_a_file_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["nowhere.yaml"])
     assert (ended.value.code, capsys.readouterr().err) == (
@@ -717,17 +727,17 @@ def test_a_value_that_the_file_does_not_tell_is_to_be_set_in_the_command(tmp_pat
         "config = GRPOConfig(learning_rate=args.lr, num_generations=args.group, **more)\n"
         "GRPOTrainer(model=args.model, reward_funcs=lambda completions: [1.0], args=config, train_dataset=rows)\n"
     )
-    printed = shown(tmp_path, "train.py", text)
+    printed = output_of(tmp_path, "train.py", text)
     assert marked(printed) == [
         "model.name", "env.dataset", "env.reward", "env.num_envs", "env.repeats", "optimizer.lr",
     ]  # fmt: skip
-    made = translated(tmp_path, "train.py", text)
+    translation = translated(tmp_path, "train.py", text)
     assert (
-        made.unset["optimizer.lr"]
+        translation.unset["optimizer.lr"]
         == "learning_rate is args.lr, which only running the file would reveal"
     )
-    assert made.unset["model.name"].startswith("model_name_or_path is args.model")
-    assert made.unset["**more"].startswith("may set any of their keys")
+    assert translation.unset["model.name"].startswith("model_name_or_path is args.model")
+    assert translation.unset["**more"].startswith("may set any of their keys")
 
 
 def test_what_is_set_on_a_config_later_counts(tmp_path: Path) -> None:
@@ -736,15 +746,15 @@ def test_what_is_set_on_a_config_later_counts(tmp_path: Path) -> None:
         "config.learning_rate = 2e-6\ntrainer = GRPOTrainer('m', len, config)\ntrainer.args.temperature = 0.7\n"
         "if big:\n    config.max_completion_length = 4096\n"
     )
-    made = translated(tmp_path, "train.py", text)
+    translation = translated(tmp_path, "train.py", text)
     wanted = {
         "optimizer.lr": 2e-6,
         "policy.kl_coef": 0.04,
         "inference_model.temperature": 0.7,
         "model.name": "m",
     }
-    assert {key: made.overrides[key] for key in wanted} == wanted
-    assert made.overrides["inference_model.max_new_tokens"] == SET_ME
+    assert {key: translation.overrides[key] for key in wanted} == wanted
+    assert translation.overrides["inference_model.max_new_tokens"] == SET_ME
 
 
 @pytest.mark.parametrize(
@@ -791,9 +801,11 @@ def test_the_data_set_of_the_trainer_is_taken_of_several(tmp_path: Path) -> None
         "test = load_dataset('other/data', split='test')\n"
         "GRPOTrainer('m', len, GRPOConfig(num_generations=8), train_dataset=train, eval_dataset=test)\n"
     )
-    made = translated(tmp_path, "train.py", text)
-    assert made.overrides["env.dataset"] == "rows.jsonl"
-    assert made.lacks["train_dataset"].startswith("the script changes the rows (map, filter, ...)")
+    translation = translated(tmp_path, "train.py", text)
+    assert translation.overrides["env.dataset"] == "rows.jsonl"
+    assert translation.lacks["train_dataset"].startswith(
+        "the script changes the rows (map, filter, ...)"
+    )
     unclear = "load_dataset('a', split='train')\nload_dataset('b', split='train')\nGRPOConfig(num_generations=8)\n"
     assert translated(tmp_path, "train.py", unclear).overrides["env.dataset"] == SET_ME
 
@@ -841,7 +853,7 @@ def test_rewards_that_a_name_alone_does_not_make_are_to_be_set(tmp_path: Path) -
 def test_prompts_of_open_r1_keep_their_system_message_and_column(tmp_path: Path) -> None:
     message = 'Answer in \\boxed{} like "$x$":\nfirst\\'
     text = "num_generations: 8\nmodel_name_or_path: m\ndataset_name: d\ndataset_prompt_column: problem\n"
-    printed = shown(
+    printed = output_of(
         tmp_path,
         "r1.yaml",
         text + f"reward_funcs: accuracy\nsystem_prompt: {json.dumps(message)}\n",
@@ -852,22 +864,24 @@ def test_prompts_of_open_r1_keep_their_system_message_and_column(tmp_path: Path)
 
 def test_named_distillations_of_prime_rl_are_read(tmp_path: Path) -> None:
     text = "[orchestrator.algo]\ntype = 'opd'\nteacher = {name = 't', base_url = 'http://x:1/v1'}\n"
-    made = translated(tmp_path, "opd.toml", f"{text}[orchestrator]\ngroup_size = 4\n")
+    translation = translated(tmp_path, "opd.toml", f"{text}[orchestrator]\ngroup_size = 4\n")
     wanted = {"algo": "distill", "teacher.model": "t", "teacher.address": ["http://x:1/v1"]}
-    assert {key: made.overrides.get(key) for key in wanted} == wanted
-    made = translated(tmp_path, "opsd.toml", "[orchestrator.algo]\ntype = 'opsd'\ndemo_key = 'd'\n")
+    assert {key: translation.overrides.get(key) for key in wanted} == wanted
+    translation = translated(
+        tmp_path, "opsd.toml", "[orchestrator.algo]\ntype = 'opsd'\ndemo_key = 'd'\n"
+    )
     wanted = {"algo": "distill", "teacher.model": "policy", "teacher.prompt": "solution"}
-    assert {key: made.overrides.get(key) for key in wanted} == wanted
-    assert made.overrides["env.columns.completion"] == "d"
-    composed(report(made, 100))
+    assert {key: translation.overrides.get(key) for key in wanted} == wanted
+    assert translation.overrides["env.columns.completion"] == "d"
+    composed(report(translation, 100))
 
 
 def test_a_reference_that_trl_mixes_is_a_moving_average(tmp_path: Path) -> None:
     text = "{model_name_or_path: m, num_generations: 8, beta: 0.1, sync_ref_model: true, ref_model_sync_steps: 4}"
-    made = translated(tmp_path, "mixed.yaml", text)
-    assert made.overrides["ref_model.decay"] == 0.4
-    assert made.overrides["ref_model.refresh_every"] == 4
-    composed(report(made, 100))
+    translation = translated(tmp_path, "mixed.yaml", text)
+    assert translation.overrides["ref_model.decay"] == 0.4
+    assert translation.overrides["ref_model.refresh_every"] == 4
+    composed(report(translation, 100))
 
 
 def test_engine_settings_of_prime_rl_are_kept(tmp_path: Path) -> None:
@@ -924,21 +938,21 @@ def test_bounds_on_stale_tokens_of_areal_are_kept(
     text = (
         f"{{gconfig: {{n_samples: 4}}, actor: {{path: m, use_decoupled_loss: true, {settings}}}}}"
     )
-    found = translated(tmp_path, "areal.yaml", text).overrides
+    overrides = translated(tmp_path, "areal.yaml", text).overrides
     assert {
-        key: value for key, value in found.items() if key.startswith("policy.behaviour")
+        key: value for key, value in overrides.items() if key.startswith("policy.behaviour")
     } == ours
 
 
 def test_sapo_of_areal_and_verl_is_our_sapo(tmp_path: Path) -> None:
     text = "{gconfig: {n_samples: 4}, actor: {path: m, use_sapo_loss: true, sapo_tau_neg: 1.2}}"
     actor = "actor_rollout_ref.actor."
-    for made in (
+    for translation in (
         translated(tmp_path, "areal.yaml", text),
         verl(tmp_path, f"{actor}policy_loss.loss_mode=sapo {actor}tau_pos=1.0 {actor}tau_neg=1.2"),
     ):
         names = ("policy.loss._target_", "+policy.loss.tau_positive", "+policy.loss.tau_negative")
-        assert [made.overrides[name] for name in names] == [
+        assert [translation.overrides[name] for name in names] == [
             "torchrl_grpo.objectives.SAPOLoss",
             1.0,
             1.2,
@@ -947,9 +961,9 @@ def test_sapo_of_areal_and_verl_is_our_sapo(tmp_path: Path) -> None:
 
 def test_m2po_of_areal_leaves_the_clip_to_be_set(tmp_path: Path) -> None:
     text = "{gconfig: {n_samples: 4}, actor: {path: m, eps_clip: 0.0, m2_threshold: 0.04}}"
-    made = translated(tmp_path, "areal.yaml", text)
-    assert made.overrides["policy.clip_epsilon"] == SET_ME
-    assert "second moment" in made.unset["policy.clip_epsilon"]
+    translation = translated(tmp_path, "areal.yaml", text)
+    assert translation.overrides["policy.clip_epsilon"] == SET_ME
+    assert "second moment" in translation.unset["policy.clip_epsilon"]
 
 
 @pytest.mark.parametrize(
@@ -1018,15 +1032,15 @@ def test_an_overlong_penalty_beside_other_arguments_is_kept(tmp_path: Path) -> N
     words = (
         f"{keys}overlong_buffer_cfg.enable=True {keys}overlong_buffer_cfg.len=128 {keys}strict=True"
     )
-    made = verl(tmp_path, words, "data.max_response_length=512")
-    assert made.overrides["policy.overlong_buffer"] == 0.25
-    assert "reward_model.reward_kwargs" in made.lacks
+    translation = verl(tmp_path, words, "data.max_response_length=512")
+    assert translation.overrides["policy.overlong_buffer"] == 0.25
+    assert "reward_model.reward_kwargs" in translation.lacks
 
 
 def test_arguments_of_a_reward_function_of_verl_are_its_options(tmp_path: Path) -> None:
     words = "custom_reward_function.path=r.py custom_reward_function.reward_kwargs.scale=2"
-    made = verl(tmp_path, "data.train_files=a/train.parquet", words)
-    assert made.overrides["env.reward"] == [{"fn": "r.py:compute_score", "scale": 2}]
+    translation = verl(tmp_path, "data.train_files=a/train.parquet", words)
+    assert translation.overrides["env.reward"] == [{"fn": "r.py:compute_score", "scale": 2}]
 
 
 def test_references_of_a_yaml_are_followed_to_their_defaults(tmp_path: Path) -> None:
@@ -1045,14 +1059,19 @@ def test_references_of_a_yaml_are_followed_to_their_defaults(tmp_path: Path) -> 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_file_that_tells_no_value_becomes_a_command_line_that_passes(name: str) -> None:
     rows = [key for key, row in read_table(name).rows.items() if not row.table]
-    made = translate(
+    translation = translate(
         Settings(read_table(name), {key: Unknown(f"${{{key}}}") for key in rows}), "file"
     )
-    composed(report(made, 100))
-    told = " ".join(
-        [*made.unset.values(), *made.lacks.values(), *made.lacks, *map(str, made.ignored.values())]
+    composed(report(translation, 100))
+    notes = " ".join(
+        [
+            *translation.unset.values(),
+            *translation.lacks.values(),
+            *translation.lacks,
+            *map(str, translation.ignored.values()),
+        ]
     )
-    assert [key for key in rows if key not in told] == []
+    assert [key for key in rows if key not in notes] == []
 
 
 @pytest.mark.slow
@@ -1066,7 +1085,7 @@ def test_each_choice_of_a_table_becomes_a_command_line_that_passes(name: str) ->
     for number in range(max(map(len, chosen.values()))):
         values = {key: several[number % len(several)] for key, several in chosen.items()}
         settings = {
-            key: {"true": True, "false": False}.get(one, one) for key, one in values.items()
+            key: {"true": True, "false": False}.get(text, text) for key, text in values.items()
         }
         composed(report(translate(Settings(read_table(name), settings), "file"), 100))
 
@@ -1219,16 +1238,16 @@ DISTILLED = {"algo": "distill", "model.name": "m", "teacher.model": "t", "env.re
 def test_other_trainers_of_trl_are_read(
     name: str, text: str, wanted: dict[str, Any], tmp_path: Path
 ) -> None:
-    made = translated(tmp_path, name, text)
-    assert {key: made.overrides.get(key) for key in wanted} == wanted
-    assert made.asynchronous == (name == "async.py")
-    composed(report(made, 100))
+    translation = translated(tmp_path, name, text)
+    assert {key: translation.overrides.get(key) for key in wanted} == wanted
+    assert translation.asynchronous == (name == "async.py")
+    composed(report(translation, 100))
 
 
-def test_a_mixture_of_read_and_sampled_responses_is_said_to_be_none_here(tmp_path: Path) -> None:
-    made = translated(tmp_path, "gkd.py", "GKDTrainer('m', 't', args=GKDConfig())")
-    assert made.overrides["algo"] == "distill"
-    assert made.lacks["lmbda"].startswith(
+def test_a_mixture_of_read_and_sampled_responses_is_not_supported(tmp_path: Path) -> None:
+    translation = translated(tmp_path, "gkd.py", "GKDTrainer('m', 't', args=GKDConfig())")
+    assert translation.overrides["algo"] == "distill"
+    assert translation.lacks["lmbda"].startswith(
         "0.5 has no equivalent among 1, 0; our own default is used: a run "
     )
 
@@ -1255,7 +1274,7 @@ def test_the_fields_are_those_of_the_installed_trl(name: str) -> None:
         if hasattr(module, named)
     )
     classes = (config, trl.ModelConfig, trl.ScriptArguments)
-    fields = {item.name for one in classes for item in dataclasses.fields(one)}
+    fields = {item.name for config_class in classes for item in dataclasses.fields(config_class)}
     assert fields == set((trl_fields.SHARED + own).split())
 
 

@@ -155,7 +155,9 @@ def test_the_first_objective_is_that_of_torchrl(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     (tmp_path / "rl.yaml").write_text(TORCHRL["grpo_gsm8k.yaml"])
-    batch, model, other = make_batch(), make_tiny_model(), make_tiny_model()
+    batch = make_batch()
+    model = make_tiny_model()
+    other = make_tiny_model()
     loss = translated_loss(tmp_path / "rl.yaml", model)(ours(batch))["loss_objective"]
     tokenizer = AutoTokenizer.from_pretrained(starter_path())
     actor = TransformersWrapper(
@@ -229,7 +231,8 @@ def ragged(seed: int) -> TensorDict:
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(3, SIZE, RESPONSE, generator=generator, dtype=torch.float64)
     length = torch.randint(1, RESPONSE + 1, (SIZE, 1), generator=generator)
-    current, proximal = -noise[0].abs(), -noise[0].abs() + 0.6 * noise[1]
+    current = -noise[0].abs()
+    proximal = -noise[0].abs() + 0.6 * noise[1]
     return TensorDict(
         {
             keys.FULL: torch.zeros(SIZE, RESPONSE, dtype=torch.long), "current": current, keys.PROX_LOG_PROBS: proximal,
@@ -391,12 +394,12 @@ def test_a_sum_that_verl_does_not_divide_by_its_sequences_is_said(tmp_path: Path
 
 def of_group(score: Tensor, leave_one_out: bool, scaled: bool) -> list[float]:
     values = []
-    for index, one in enumerate(score.tolist()):
+    for index, value in enumerate(score.tolist()):
         group = score[index // GROUP * GROUP :][:GROUP].tolist()
-        baseline = (sum(group) - one) / (GROUP - 1) if leave_one_out else sum(group) / GROUP
+        baseline = (sum(group) - value) / (GROUP - 1) if leave_one_out else sum(group) / GROUP
         mean = sum(group) / GROUP
         deviation = (sum((other - mean) ** 2 for other in group) / (GROUP - 1)) ** 0.5
-        values.append((one - baseline) / (deviation + 1e-6 if scaled else 1.0))
+        values.append((value - baseline) / (deviation + 1e-6 if scaled else 1.0))
     return values
 
 

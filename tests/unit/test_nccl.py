@@ -74,10 +74,10 @@ def test_a_version_is_sent_once_to_engines_that_ask_together(
     rounds: list[dict[Any, int]] = [{}, {}]
     for version in range(3):
         sent = sender.pack(weights(version).items(), version)
-        given: NcclWeights = pickle.loads(pickle.dumps(sent))
+        handle: NcclWeights = pickle.loads(pickle.dumps(sent))
         for engine, workers in enumerate((2, 1)):
             monkeypatch.setattr(nccl, "_rounds", rounds[engine])
-            init = given.init_info(workers)
+            init = handle.init_info(workers)
             if version:
                 assert init is None
             else:  # the trainer is rank 0, and each engine's workers follow one another
@@ -86,12 +86,12 @@ def test_a_version_is_sent_once_to_engines_that_ask_together(
                     and (init["rank_offset"], init["world_size"]) == ((1, 4), (3, 4))[engine]
                 )
         assert group.came.acquire(timeout=30)
-        [update] = given.updates()
+        [update] = handle.updates()
         shapes = zip(update["names"], update["shapes"], strict=True)
         assert {name: tuple(shape) for name, shape in shapes} == {
             n: tuple(w.shape) for n, w in weights(version).items()
         }
-        assert dict(given.layout) == {
+        assert dict(handle.layout) == {
             name: tuple(weight.shape) for name, weight in weights(version).items()
         }
         sender.release(version - 1)
@@ -104,24 +104,24 @@ def test_a_version_is_sent_once_to_engines_that_ask_together(
     assert group.destroyed.is_set()
 
 
-def test_who_cannot_join_is_refused_and_nobody_waits_for_it(
+def test_an_engine_that_cannot_join_is_refused_and_not_awaited(
     sender: NcclSender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = sender.pack(weights(0).items(), 0)
-    given.init_info(3)
+    handle = sender.pack(weights(0).items(), 0)
+    handle.init_info(3)
     another_engine(monkeypatch)
     with pytest.raises(TransferRefusedError, match="engine was replaced"):
-        given.init_info(1)
+        handle.init_info(1)
 
 
 def test_engines_that_ask_for_two_versions_in_a_round_are_told(
     sender: NcclSender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given, later = (sender.pack(weights(version).items(), version) for version in (0, 1))
-    given.init_info(1)
+    handle, later_handle = (sender.pack(weights(version).items(), version) for version in (0, 1))
+    handle.init_info(1)
     another_engine(monkeypatch)
     with pytest.raises(TransferRefusedError, match=r"version 0, .* 1"):
-        later.init_info(2)
+        later_handle.init_info(2)
 
 
 def test_a_trainer_that_cannot_send_closes_the_group(
@@ -131,8 +131,8 @@ def test_a_trainer_that_cannot_send_closes_the_group(
         raise RuntimeError("unhandled system error\nmore")
 
     monkeypatch.setattr(nccl, "_send", fails)
-    given = sender.pack(weights(0).items(), 0)
-    given.init_info(3)
+    handle = sender.pack(weights(0).items(), 0)
+    handle.init_info(3)
     assert group.destroyed.wait(30)
     with pytest.raises(TransferRefusedError, match=r"^nccl .*: unhandled system error$"):
         sender.pack(weights(1).items(), 1).init_info(3)
@@ -158,11 +158,11 @@ def test_a_refusal_sends_all_that_follows_through_the_object_store(sender: NcclS
     both.close()
 
 
-def test_strangers_are_given_nothing(sender: NcclSender) -> None:
-    given = sender.pack(weights(0).items(), 0)
-    assert given.meeting.secret not in repr(given) and given.group_id not in repr(given)
-    stranger = nccl.Meeting(HOST, given.meeting.port, "guess").connect()
-    given.init_info(1)
+def test_strangers_get_nothing(sender: NcclSender) -> None:
+    handle = sender.pack(weights(0).items(), 0)
+    assert handle.meeting.secret not in repr(handle) and handle.group_id not in repr(handle)
+    stranger = nccl.Meeting(HOST, handle.meeting.port, "guess").connect()
+    handle.init_info(1)
     assert not stranger.check(["workers"]) and not stranger.check(["round/0"])
 
 
@@ -187,7 +187,10 @@ def test_each_stream_that_reads_a_part_waits_for_its_copy(
     group: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM's sender alternates between two streams."""
-    streams, turn, got, users = [Stream(), Stream()], 0, dict[str, Tensor](), set[Stream]()
+    streams = [Stream(), Stream()]
+    turn = 0
+    got = dict[str, Tensor]()
+    users = set[Stream]()
 
     def cuda(flat: Tensor, non_blocking: bool) -> Tensor:
         copy = torch.full_like(flat, torch.nan)

@@ -61,13 +61,13 @@ def call(tool: str, **arguments: Any) -> str:
     return f"<tool_call>{json.dumps({'name': tool, 'arguments': arguments})}</tool_call>"
 
 
-def said(turn: Turn) -> list[str]:
+def replies(turn: Turn) -> list[str]:
     return [message["content"] for message in turn.messages or ()]
 
 
 def test_an_action_is_a_tool_and_its_rewards_add_up(server: str) -> None:
     play = Play(f"{server}/actions")
-    assert said(play.opened) == ["Guess 1-7."]
+    assert replies(play.opened) == ["Guess 1-7."]
     assert play.opened.tools == [
         {
             "type": "function",
@@ -89,9 +89,9 @@ def test_an_action_is_a_tool_and_its_rewards_add_up(server: str) -> None:
         }
     ]
     first = play.turn(call("step", number=2))
-    assert (said(first), first.reward, first.score) == (["higher"], -0.25, None)
+    assert (replies(first), first.reward, first.score) == (["higher"], -0.25, None)
     wrong = play.turn(call("step", number="two"))
-    assert "must be of the type integer" in said(wrong)[0] and wrong.reward is None
+    assert "must be of the type integer" in replies(wrong)[0] and wrong.reward is None
     end = play.turn(call("step", number=4) + call("step", number=5))
     assert (end.messages, end.reward, end.score) == (None, 1.0, Score(0.75, False))
     play.task.close("e")
@@ -99,13 +99,13 @@ def test_an_action_is_a_tool_and_its_rewards_add_up(server: str) -> None:
 
 def test_an_mcp_tool_is_a_tool_with_the_reward_of_its_step(server: str) -> None:
     play = Play(f"{server}/tools", prompt="Guess.")
-    assert said(play.opened) == ["Guess."]
+    assert replies(play.opened) == ["Guess."]
     tool, _ = play.opened.tools
     assert tool["function"]["name"] == "guess" and tool["function"]["parameters"]["required"] == [
         "number"
     ]
     first = play.turn(call("guess", number=6))
-    assert (said(first), first.reward) == (["lower"], -0.25)
+    assert (replies(first), first.reward) == (["lower"], -0.25)
     assert play.turn("I give up.").score == Score(-0.25, False)
     play.task.close("e")
 
@@ -125,7 +125,7 @@ def test_a_step_that_fails_and_a_server_that_dies_are_invalid_and_no_zero(server
     failed = play.turn(call("step", number=500))
     assert isinstance(failed, RuntimeError) and "EXECUTION_ERROR: the game is broken" in str(failed)
     play.task.close("e")
-    assert said(other.turn(call("step", number=5))) == ["lower"]
+    assert replies(other.turn(call("step", number=5))) == ["lower"]
     lost = other.turn(call("step", number=9))
     assert isinstance(lost, Exception) and "ConnectionClosed" in type(lost).__name__
     other.task.close("e")

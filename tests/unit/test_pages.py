@@ -66,19 +66,19 @@ def values(override: Override) -> list[str]:
 def composed(words: list[str]) -> None:
     """Compose and check the config of a script's command line, or of each job of a sweep."""
     options, overrides = split_command_line(words)
-    given = get_args_parser().parse_args(options)
+    parsed = get_args_parser().parse_args(options)
     rest = [word for word in overrides if not word.startswith(("hydra.", "hydra/"))]
     jobs: Iterable[Sequence[str]] = [rest]
-    if given.multirun:
+    if parsed.multirun:
         jobs = product(*map(values, OverridesParser.create().parse_overrides(rest)))
     for job in jobs:
         check_command_line(job)
-        name = given.config_name or "grpo_gsm8k"
-        if given.config_dir is None:
+        name = parsed.config_name or "grpo_gsm8k"
+        if parsed.config_dir is None:
             from_hydra(hydra_config(name, tuple(job)))
             continue
         register()
-        with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / given.config_dir)):
+        with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / parsed.config_dir)):
             from_hydra(compose(name, [*job, f"hydra.searchpath=[file://{ROOT / 'config'}]"]))
 
 

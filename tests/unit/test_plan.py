@@ -178,7 +178,8 @@ def test_stages_take_what_their_figures_say() -> None:
 
 
 def test_memory_is_weights_gradients_and_moments_over_the_ranks() -> None:
-    count, head = 7_615_616_512, 3584 * 152_064
+    count = 7_615_616_512
+    head = 3584 * 152_064
     norms, attention, gates = 2 * 4 * 2 * 3584, 2 * (7 * 3584 + 2 * 512), 2 * 4 * 18_944
     inputs, backward = 28 * 3584 * 4, 4 * 2 * (18_944 + 3584)
     activations = 16_384 * (inputs + norms + attention + gates + backward)
@@ -195,7 +196,8 @@ def test_memory_is_weights_gradients_and_moments_over_the_ranks() -> None:
 @pytest.mark.slow
 def test_what_is_offloaded_takes_16_bytes_a_parameter_of_the_host() -> None:
     """Of these, 8 (weights and gradients) are pinned, and may be rounded up to twice as much."""
-    work, count = replace(WORK, step=replace(WORK.step, offloads=True)), 7_615_616_512
+    work = replace(WORK, step=replace(WORK.step, offloads=True))
+    count = 7_615_616_512
     assert work.host_memory(1) == (16 * count, 24 * count)
     assert work.host_memory(4) == (4 * count, 6 * count)
     frozen = replace(work, step=replace(work.step, adapters=16))
@@ -208,7 +210,8 @@ def test_what_is_offloaded_takes_16_bytes_a_parameter_of_the_host() -> None:
 
 
 def test_offloaded_gradients_go_to_the_host_each_pass_unless_they_fit() -> None:
-    gpu, count = GPUS["h100"], SHAPES["qwen2.5-7b"].parameters
+    gpu = GPUS["h100"]
+    count = SHAPES["qwen2.5-7b"].parameters
     offloads = replace(WORK, step=replace(WORK.step, offloads=True))
     passes = math.ceil(64 * (100 + 8 * 300) / 16_384)
     needs = offloads.train_memory(1).peak + 4 * count
@@ -282,7 +285,8 @@ def test_a_plan_is_made_without_torch() -> None:
 
 def test_devices_in_turns_hold_a_step_or_an_engine() -> None:
     work = replace(SETTINGS.work, shards_reference=True)
-    settings, train = replace(SETTINGS, work=work), work.train_memory(8)
+    settings = replace(SETTINGS, work=work)
+    train = work.train_memory(8)
     shard = work.reference_memory(8)
     assert shard == work.shape.parameters * work.reference_number // 8
     assert SETTINGS.work.reference_memory(8) == work.shape.parameters * work.reference_number
@@ -300,15 +304,15 @@ def test_devices_in_turns_hold_a_step_or_an_engine() -> None:
 def test_turns_take_as_long_as_sampling_and_training_one_after_the_other() -> None:
     work = replace(SETTINGS.work, scores=False, groups=64)
     settings = replace(SETTINGS, work=work, rows=64 * work.group_size)
-    found = settings.in_turns(8)
-    assert found is not None
+    figures = settings.in_turns(8)
+    assert figures is not None
     split = Split(8, 0, 8)
     costs = settings.costs(split, settings.loop(split))
-    assert found.step_s > costs.train + costs.publish + costs.update
+    assert figures.step_s > costs.train + costs.publish + costs.update
     alone = best_splits(settings, 8)[0].split
     loop = replace(settings.loop(alone), max_staleness=0)
     assert (
-        found.step_s < simulate(loop, settings.costs(alone, loop)).step_s
+        figures.step_s < simulate(loop, settings.costs(alone, loop)).step_s
     )  # if some wait for the others
     assert settings.in_turns(7) is None  # which cannot divide 64 groups
     assert replace(settings, work=replace(work, shape=SHAPES["qwen2.5-32b"])).in_turns(8) is None

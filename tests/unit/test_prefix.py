@@ -253,7 +253,8 @@ def test_the_way_of_other_devices_gives_the_same_attention() -> None:
 def test_layers_share_their_masks_and_a_whole_sequence_needs_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    layout, given = packed(*make_group()), []
+    layout = packed(*make_group())
+    masks = []
 
     def noted(
         q: Tensor,
@@ -264,14 +265,14 @@ def test_layers_share_their_masks_and_a_whole_sequence_needs_none(
         is_causal: bool,
         **named: Any,
     ) -> Tensor:
-        given.append((mask, is_causal))
+        masks.append((mask, is_causal))
         return v[:, :, -q.shape[2] :]
 
     monkeypatch.setattr(prefix, "scaled_dot_product_attention", noted)
     for _ in range(2):
         query, key = (torch.randn(1, 4, sum(part), 8) for part in layout.lengths)
         prefix._each_sequence(query, key, key, layout, 14, 1.0, 0.0)
-    first, second = given[:6], given[6:]
+    first, second = masks[:6], masks[6:]
     assert [(mask is None, causal) for mask, causal in first] == [
         (at in (0, 3, 5),) * 2 for at in range(6)
     ]
@@ -314,7 +315,7 @@ def test_what_goes_to_a_gpu_is_pinned_and_not_waited_for(monkeypatch: pytest.Mon
     calls: list[Any] = []
     monkeypatch.setattr(Tensor, "pin_memory", lambda self: (calls.append("pinned"), self)[1])
     monkeypatch.setattr(
-        Tensor, "to", lambda self, *given, **named: (calls.append((*given, named)), self)[1]
+        Tensor, "to", lambda self, *args, **named: (calls.append((*args, named)), self)[1]
     )
     for device in (torch.device("cuda", 1), torch.device("cpu")):
         prefix.send(torch.ones(2), device)
@@ -432,11 +433,11 @@ def test_a_card_takes_the_attention_that_it_has(
     """The card is simulated: only shapes and devices are checked."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
-    taken = []
+    calls = []
     for name in ("_flash_on_cuda", "_each_sequence"):
         way = getattr(prefix, name)
         monkeypatch.setattr(
-            prefix, name, lambda *given, name=name, way=way: (taken.append(name), way(*given))[1]
+            prefix, name, lambda *args, name=name, way=way: (calls.append(name), way(*args))[1]
         )
     layout = packed(*make_group())
     rows = layout.tokens.shape[1]
@@ -451,7 +452,7 @@ def test_a_card_takes_the_attention_that_it_has(
         on_card = [torch.empty_like(part, device="cuda:0") for part in lengths]
         vars(there).update(keys=GatherIndex(on_card[0]), bounds=tuple(on_card[1:]))
         out, _ = prefix.attention(nn.Identity(), query, key, value, None, layout=there)
-    assert taken == ["_flash_on_cuda" if varlen else "_each_sequence"]
+    assert calls == ["_flash_on_cuda" if varlen else "_each_sequence"]
     assert (out.shape, out.dtype) == ((1, rows, 4, size), dtype)
 
 
@@ -516,11 +517,12 @@ def test_packing_is_checked_once_in_the_precision_of_the_run(
     monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ) -> None:
     """An attention without a kernel for mixed precision, as on some cards, must be found."""
-    asked, attention = [], prefix.attention
+    calls = []
+    attention = prefix.attention
 
     def without_kernel(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("layout") is not None and torch.is_autocast_enabled("cpu"):
-            asked.append(torch.get_autocast_dtype("cpu"))
+            calls.append(torch.get_autocast_dtype("cpu"))
             raise RuntimeError("no kernel for this")
         return attention(*args, **kwargs)
 
@@ -530,7 +532,7 @@ def test_packing_is_checked_once_in_the_precision_of_the_run(
     got = make_trainer(model, autocast_dtype=torch.bfloat16).train_batch(make_batch(repeats=4))
     for _ in range(2):
         KLScoring(TokenScorer(make_tiny_model()), autocast_dtype=torch.bfloat16)
-    assert asked == [torch.bfloat16] * 3  # one for each model
+    assert calls == [torch.bfloat16] * 3  # one for each model
     assert model.unpacked_because == "RuntimeError: no kernel for this"
     assert got["train/token_efficiency"] < 1
     assert make_trainer().train_batch(make_batch(repeats=4))["train/token_efficiency"] > 1
@@ -548,7 +550,8 @@ def test_packing_leaves_a_models_own_forward_and_config_as_they_are() -> None:
 
 
 def test_reference_and_proximal_scoring_compute_a_prompt_once() -> None:
-    model, seen = make_tiny_model(), []
+    model = make_tiny_model()
+    seen = []
     scoring_ = KLScoring(TokenScorer(model))
     model.model.layers[0].mlp.register_forward_pre_hook(
         lambda _, args: seen.append(args[0].shape[1])
@@ -561,20 +564,19 @@ def test_reference_and_proximal_scoring_compute_a_prompt_once() -> None:
 def test_a_step_and_scoring_lay_out_all_passes_before_the_first_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model, events = make_tiny_model(), []
-    trainer, scoring_ = (
-        make_trainer(model, micro_batch_tokens=30),
-        KLScoring(TokenScorer(model), max_tokens=30),
-    )
+    model = make_tiny_model()
+    events = []
+    trainer = make_trainer(model, micro_batch_tokens=30)
+    scoring_ = KLScoring(TokenScorer(model), max_tokens=30)
     model.model.register_forward_pre_hook(lambda *_: events.append("pass"))
 
-    def noted(module: Any, name: str) -> None:
+    def record(module: Any, name: str) -> None:
         function = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *given: (events.append(name), function(*given))[1])
+        monkeypatch.setattr(module, name, lambda *args: (events.append(name), function(*args))[1])
 
-    noted(scoring, "packed")
+    record(scoring, "packed")
     for module in (prefix, step, kl_scoring):
-        noted(module, "shared_prompts")
+        record(module, "shared_prompts")
     trainer.train_step(make_batch(repeats=4))
     assert events == ["shared_prompts", *["packed"] * 3, *["pass"] * 3]
     events.clear()

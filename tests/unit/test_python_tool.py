@@ -23,9 +23,9 @@ TOOLS = ("env.tools=[python]", "env.max_turns=4")
 
 @pytest.fixture
 def session() -> Iterator[Session]:
-    made = Session(Limits(seconds=3))
-    yield made
-    made.close()
+    python_session = Session(Limits(seconds=3))
+    yield python_session
+    python_session.close()
 
 
 def made_task(*overrides: str) -> Task:
@@ -37,7 +37,7 @@ def call(code: str) -> str:
     return f"<tool_call>{json.dumps({'name': 'python', 'arguments': {'code': code}})}</tool_call>"
 
 
-def said(task: Task, episode: str, *texts: str, last: bool = False) -> Dialog:
+def dialog_of(task: Task, episode: str, *texts: str, last: bool = False) -> Dialog:
     problem = task.problems("train")[0]
     raw = texts[-1] if texts else ""
     return Dialog(problem, list(texts), task.messages(problem), raw=raw, last=last, episode=episode)
@@ -60,9 +60,9 @@ def said(task: Task, episode: str, *texts: str, last: bool = False) -> Dialog:
         ("import sys; sys.stderr.write('seen')", "seen4"),
     ],
 )
-def test_code_says_what_a_notebook_says(session: Session, code: str, answer: str) -> None:
-    found = session.run(code)
-    assert found.startswith(answer) if answer.startswith("Traceback") else found == answer
+def test_code_prints_what_a_notebook_prints(session: Session, code: str, answer: str) -> None:
+    output = session.run(code)
+    assert output.startswith(answer) if answer.startswith("Traceback") else output == answer
 
 
 def test_variables_stay_from_call_to_call(session: Session) -> None:
@@ -102,10 +102,12 @@ def test_each_dialog_has_variables_of_its_own() -> None:
     task = made_task()
     assert isinstance(task, WithEnvironment)
     assert [schema["function"]["name"] for schema in task.tools] == ["python"]
-    task.advance([said(task, "a"), said(task, "b")])
-    first = [said(task, name, call(f"x = {number}")) for name, number in (("a", 1), ("b", 2))]
+    task.advance([dialog_of(task, "a"), dialog_of(task, "b")])
+    first = [dialog_of(task, name, call(f"x = {number}")) for name, number in (("a", 1), ("b", 2))]
     task.advance(first)
-    turns = task.advance([said(task, name, call("x = 0"), call("x + 40")) for name in ("a", "b")])
+    turns = task.advance(
+        [dialog_of(task, name, call("x = 0"), call("x + 40")) for name in ("a", "b")]
+    )
     assert [turn.messages[0]["content"] for turn in turns] == ["41", "42"]  # type: ignore[union-attr, index]
     for name in ("a", "b"):
         task.close(name)
@@ -114,8 +116,8 @@ def test_each_dialog_has_variables_of_its_own() -> None:
 def test_the_data_sets_own_scorer_judges_the_last_turn() -> None:
     task = made_task()
     problem = task.problems("train")[0]
-    task.advance([said(task, "a")])
-    [turn] = task.advance([said(task, "a", call("1"), f"#### {problem.answer}")])
+    task.advance([dialog_of(task, "a")])
+    [turn] = task.advance([dialog_of(task, "a", call("1"), f"#### {problem.answer}")])
     assert turn.score is not None and turn.score.correct and turn.messages is None  # type: ignore[union-attr]
     task.close("a")
 
@@ -125,9 +127,9 @@ def test_it_runs_in_a_reward_worker_beside_functions() -> None:
     task = made_task("env.tools=[python,examples/my_tools.py:calculator]")
     assert {schema["function"]["name"] for schema in task.tools} == {"python", "calculator"}
     with RewardPool(task, 1, timeout_s=30) as pool:
-        pool.submit(said(task, "a")).result()
-        pool.submit(said(task, "a", call("x = 6"))).result()
-        turn = pool.submit(said(task, "a", call(""), call("x * 7"))).result()
+        pool.submit(dialog_of(task, "a")).result()
+        pool.submit(dialog_of(task, "a", call("x = 6"))).result()
+        turn = pool.submit(dialog_of(task, "a", call(""), call("x * 7"))).result()
         assert turn.messages[0]["content"] == "42"  # type: ignore[union-attr]
         pool.end("a")
 

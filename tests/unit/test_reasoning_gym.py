@@ -38,7 +38,8 @@ def answered(text: str | None) -> list[str]:
 )
 def test_data_sets_draw_render_and_score_their_own_answers(names: Sequence[str]) -> None:
     """The scorer, pickled and unpickled, must reject None as a response without raising."""
-    without, wrong = set(), dict[str, float]()
+    without = set()
+    wrong = dict[str, float]()
     for name in names:
         task = ReasoningGymTask(name, max_samples=2)
         [problem, *_] = task.problems("train")
@@ -59,12 +60,12 @@ def test_data_sets_draw_render_and_score_their_own_answers(names: Sequence[str])
 def test_the_scorers_that_run_an_answer_as_python_are_the_known_ones() -> None:
     """Compare with the files that evaluate a variable that they call an answer."""
     runs = re.compile(r"(\beval|parse_expr|sympify)\((user_)?answer\b")
-    found = {
+    names = {
         name
         for name in NAMES
         if runs.search(Path(inspect.getfile(reasoning_gym.factory.DATASETS[name][0])).read_text())
     }
-    assert found - {"propositional_logic"} == EVALUATED  # that has a parser of its own
+    assert names - {"propositional_logic"} == EVALUATED  # that has a parser of its own
 
 
 HOSTILE = [
@@ -89,8 +90,8 @@ def test_an_answer_that_is_code_is_not_run(name: str, tmp_path: Path) -> None:
     task = ReasoningGymTask(name, max_samples=1)
     [problem] = task.problems("train")
     for answer in HOSTILE:
-        said = answered(answer.format(file=tmp_path / "touched"))
-        assert not task.score(problem, said).correct
+        message = answered(answer.format(file=tmp_path / "touched"))
+        assert not task.score(problem, message).correct
         assert not (tmp_path / "touched").exists(), answer
 
 
@@ -118,11 +119,13 @@ def test_the_splits_share_no_question_and_are_the_same_in_every_process() -> Non
     )
     train, test = first.problems("train"), first.problems("test")
     assert (len(train), len(test)) == (40, 10)
-    assert not {one.query for one in train} & {one.query for one in test}
-    assert len({one.query for one in train}) == 40
+    assert not {problem.query for problem in train} & {problem.query for problem in test}
+    assert len({problem.query for problem in train}) == 40
     assert list(again.problems("train")) == list(train)
     other = ReasoningGymTask("chain_sum", options={"max_digits": 1, "seed": 1}, max_samples=40)
-    assert {one.query for one in other.problems("train")} != {one.query for one in train}
+    assert {problem.query for problem in other.problems("train")} != {
+        problem.query for problem in train
+    }
 
 
 def test_a_question_of_two_levels_is_one_problem() -> None:
@@ -138,9 +141,13 @@ def test_a_question_of_two_levels_is_one_problem() -> None:
 def test_levels_have_an_equal_share_and_set_the_arguments() -> None:
     task = ReasoningGymTask("chain_sum", options={"levels": [0, 2, 5]}, max_samples=30)
     train = task.problems("train")
-    assert [one.extra["level"] for one in train] == [0] * 10 + [2] * 10 + [5] * 10
+    assert [problem.extra["level"] for problem in train] == [0] * 10 + [2] * 10 + [5] * 10
     most = [
-        max(one.extra["metadata"]["num_terms"] for one in train if one.extra["level"] == at)
+        max(
+            problem.extra["metadata"]["num_terms"]
+            for problem in train
+            if problem.extra["level"] == at
+        )
         for at in (0, 5)
     ]
     assert most[0] == 2 < most[1] <= 7
@@ -166,7 +173,7 @@ def test_a_scorer_takes_the_last_tag_or_the_whole_response() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dataset", "options", "said"),
+    ("dataset", "options", "message"),
     [
         ("chain_sun", {}, "must be one of the .* use reasoning_gym:chain_sum"),
         ("composite", {}, "use env.datasets for several"),
@@ -192,15 +199,15 @@ def test_a_scorer_takes_the_last_tag_or_the_whole_response() -> None:
         ),
     ],
 )
-def test_what_the_library_does_not_take_is_said(
-    dataset: str, options: dict[str, Any], said: str
+def test_options_that_the_library_rejects_are_reported(
+    dataset: str, options: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         ReasoningGymTask(dataset, options=options)
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     [
         (
             "env.difficulty=3",
@@ -210,8 +217,8 @@ def test_what_the_library_does_not_take_is_said(
         ("env.dataset_options=3", "must be arguments by name"),
     ],
 )
-def test_keys_that_nothing_reads_are_refused(override: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_keys_that_nothing_reads_are_refused(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         compose_config(*SMALL, "env.difficulty=2", "env.dataset=reasoning_gym:chain_sum", override)
     with pytest.raises(
         ConfigError, match=r"dataset_options=.* set env\.dataset=reasoning_gym:chain_sum"
@@ -268,7 +275,7 @@ def test_several_train_through_reward_workers_and_resume_equal(
         row["train/loss"] for row in whole if row["step"] > 2
     ]
     samples = [json.loads(line) for line in (tmp_path / "whole" / "samples.jsonl").open()]
-    assert {one["dataset"] for one in samples} == {"chain_sum", "legs"}
+    assert {sample["dataset"] for sample in samples} == {"chain_sum", "legs"}
     assert whole[-1]["rollout/invalid"] == 0
 
 

@@ -28,8 +28,8 @@ Row = dict[str, Any]
 
 
 def tokens_of(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
-    found: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return found
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
 
 
 def test_a_character_of_several_tokens_stands_at_the_last_of_them(
@@ -135,8 +135,8 @@ def test_rows_are_rounded_up_to_whole_groups(
     batch = lazy_stack(
         [row_of(group, tokenizer, torch.zeros(1)) for group in (4, 4, 4, 2, 2, 2, 9, 9, 9)]
     )
-    found = [row["group"] for row in sample_rows(batch, "train", most)]
-    assert found == (groups if most else [group for group in groups for _ in range(3)])
+    group_ids = [row["group"] for row in sample_rows(batch, "train", most)]
+    assert group_ids == (groups if most else [group for group in groups for _ in range(3)])
 
 
 def test_one_of_each_group_comes_first_and_rows_without_one_stay() -> None:
@@ -235,7 +235,8 @@ def test_the_learners_spans_follow_one_another_and_are_what_was_timed(folder: Pa
 def test_a_clock_that_is_set_back_makes_no_span_negative(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, readings = time.time, itertools.count()
+    real = time.time
+    readings = itertools.count()
     monkeypatch.setattr(time, "time", lambda: real() - 100 * next(readings))
     run(tmp_path, steps(2))
     spans = read_jsonl(tmp_path / "timeline.jsonl")

@@ -103,7 +103,8 @@ def test_kl_entropy_and_clip_fractions_average_sampled_tokens_alone() -> None:
         for t in mask.nonzero().flatten().tolist():
             log_p = logits[int(row["row"]), t].log_softmax(0)
             cur = log_p[row["tokens", "full"][t]].item()
-            ratio, advantage = math.exp(cur - sample[t].item()), row["advantage"].item()
+            ratio = math.exp(cur - sample[t].item())
+            advantage = row["advantage"].item()
             kl_ref.append(math.exp(ref[t].item() - cur) - 1 - (ref[t].item() - cur))
             kl_sample.append(cur - sample[t].item())
             entropy.append(-(log_p.exp() * log_p).sum().item())
@@ -126,7 +127,8 @@ def test_a_sequence_alone_is_its_row_in_a_padded_batch() -> None:
     model.
     """
     model = exact_model()
-    scorer, batch = TokenScorer(model), token_batch()
+    scorer = TokenScorer(model)
+    batch = token_batch()
     whole = scorer(batch.clone())
     width = max(LENGTHS)
     for length, row, log_probs, entropy in zip(
@@ -178,7 +180,8 @@ def test_reduced_precision_stays_within_its_bounds_of_float64(
     the norm of the difference over the norm. float32: 1e-6 and 1e-5. bfloat16: 0.02 and 0.05.
     """
     kind, settings = KINDS[name]
-    exact, model = exact_model(), make_tiny_model()
+    exact = exact_model()
+    model = make_tiny_model()
     for seed in range(3):
         batch = token_batch(seed)
         expected = total(kind(TokenScorer(exact), **settings)(batch))
@@ -260,10 +263,8 @@ def test_no_gradient_is_lost_or_left_over_between_optimizer_steps() -> None:
     those of three steps by hand, each with the gradient of its own sequences only.
     """
     model, by_hand = make_tiny_model().double(), make_tiny_model().double()
-    loss, optimizer = (
-        GRPOLoss(TokenScorer(model), **SETTINGS),
-        torch.optim.SGD(model.parameters(), lr=0.1),
-    )
+    loss = GRPOLoss(TokenScorer(model), **SETTINGS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = GRPOTrainer(
         loss, model, optimizer, optim_batch_size=3, micro_batch_tokens=15, clip_grad_norm=math.inf
     )
@@ -285,7 +286,8 @@ def test_truncation_is_what_was_recorded_not_the_longest_response() -> None:
     """The longest response of the batch ended by itself and stays in the loss; a shorter one was
     cut off and is excluded.
     """
-    model, rows = exact_model(), [row.clone() for row in token_batch().unbind(0)]
+    model = exact_model()
+    rows = [row.clone() for row in token_batch().unbind(0)]
     rows[2][keys.TRUNCATED].fill_(True)
     assert rows[2][keys.FULL].numel() == min(LENGTHS)
     expected = total(GRPOLoss(TokenScorer(model))(lazy_stack(rows[:2] + rows[3:])))

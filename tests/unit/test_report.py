@@ -156,7 +156,7 @@ def test_invalid_rewards_are_summed_up_by_cause(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("last", "shown", "outcome"),
+    ("last", "text", "outcome"),
     [
         (
             {"eval/pass@1": None, "eval/invalid_fraction": 1.0},
@@ -176,7 +176,7 @@ def test_invalid_rewards_are_summed_up_by_cause(tmp_path: Path) -> None:
     ],
 )
 def test_an_accuracy_stands_beside_its_invalid_rewards(
-    last: dict[str, float], shown: str, outcome: float | None, tmp_path: Path
+    last: dict[str, float], text: str, outcome: float | None, tmp_path: Path
 ) -> None:
     """An accuracy of mostly invalid rewards must not rank a sweep's job."""
     with MetricsLogger(tmp_path, tensorboard=False, config={}) as logger:
@@ -186,7 +186,7 @@ def test_an_accuracy_stands_beside_its_invalid_rewards(
             {"rollout/reward_mean": 0.5}
             | {name: value or math.nan for name, value in last.items()},
         )
-    assert shown in parse(write_report(tmp_path)).text().replace("\n", "")
+    assert text in parse(write_report(tmp_path)).text().replace("\n", "")
     summary = summarize(tmp_path)
     assert objective(summary) == outcome
     file = io.StringIO()
@@ -194,7 +194,7 @@ def test_an_accuracy_stands_beside_its_invalid_rewards(
     assert (
         file.getvalue()
         .splitlines()[1]
-        .startswith(f"test accuracy (greedy) {shown[:14].replace('→', '->')}")
+        .startswith(f"test accuracy (greedy) {text[:14].replace('→', '->')}")
     )
 
 
@@ -291,8 +291,8 @@ def test_puzzling_figures_have_a_sentence_and_throughput_matches_the_card(tmp_pa
         logger.log(3, {"throughput/trained_tokens_per_s": 200.0})
     page = parse(write_report(tmp_path))
     notes = [text for tag, text in page.texts if tag == "p"]
-    shown = [text for tag, text in page.texts if tag == "figcaption"]
-    assert [panel.note for panel in PANELS if panel.note and panel.title in shown] == notes[
+    captions = [text for tag, text in page.texts if tag == "figcaption"]
+    assert [panel.note for panel in PANELS if panel.note and panel.title in captions] == notes[
         1:
     ]  # the first is the run's name
     assert "Trained tokens/s200300 tokens, excluding evaluation" in page.text()
@@ -496,9 +496,9 @@ def test_a_series_with_few_values_is_drawn_as_markers() -> None:
     records[0]["eval/pass@8"] = records[-1]["eval/pass@8"] = 1.0
     accuracy = next(panel for panel in PANELS if panel.title == "Accuracy")
     (axes,) = panel_figure(accuracy, records).axes
-    found = {line.get_label(): (line.get_linestyle(), line.get_marker()) for line in axes.lines}
-    assert found["test pass@8 (sampled)"] == ("None", "o")
-    assert found["train accuracy (sampled)"] == ("-", "None")
+    styles = {line.get_label(): (line.get_linestyle(), line.get_marker()) for line in axes.lines}
+    assert styles["test pass@8 (sampled)"] == ("None", "o")
+    assert styles["train accuracy (sampled)"] == ("-", "None")
 
 
 def test_curves_png_names_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -577,8 +577,8 @@ def test_long_responses_keep_their_start_and_their_end(tmp_path: Path) -> None:
     }
     with MetricsLogger(tmp_path, tensorboard=False, config={}) as logger:
         logger.log_samples(1, [row])
-    shown = re.search("START.*END", parse(write_report(tmp_path)).text())
-    assert shown is not None and len(shown.group()) == 2000
+    match = re.search("START.*END", parse(write_report(tmp_path)).text())
+    assert match is not None and len(match.group()) == 2000
 
 
 @pytest.mark.slow

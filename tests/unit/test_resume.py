@@ -188,8 +188,8 @@ def test_a_checkpoint_whose_reference_is_lost_is_refused(full_run: Path, tmp_pat
     with pytest.raises(ConfigError, match=r"step 4, .* step 6 .*: use"):
         resume_of(path)
     path = changed(at(full_run, 6), at(tmp_path, 6), source=source | {"reference_version": 6})
-    found = resume_of(path)
-    assert found is not None and found.reference_version == 6
+    checkpoint = resume_of(path)
+    assert checkpoint is not None and checkpoint.reference_version == 6
 
 
 @pytest.mark.slow
@@ -393,8 +393,8 @@ def test_the_latest_whole_checkpoint_of_a_folder_is_taken(full_run: Path, tmp_pa
     shard.write_bytes(shard.read_bytes()[:100_000])
     (tmp_path / "checkpoints" / "checkpoint_000008.tmp").touch()
     for folder in (tmp_path, tmp_path / "checkpoints"):
-        found = resume_of(folder)
-        assert found is not None and (found.step, found.path) == (6, at(tmp_path, 6))
+        checkpoint = resume_of(folder)
+        assert checkpoint is not None and (checkpoint.step, checkpoint.path) == (6, at(tmp_path, 6))
 
 
 @pytest.mark.slow

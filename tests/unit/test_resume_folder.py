@@ -113,13 +113,13 @@ def test_auto_refuses_to_start_afresh_over_damaged_checkpoints(
         run_here(SYNC, "train.resume=auto", f"hydra.run.dir={folder}", "hydra.output_subdir=null")
         == 2
     )
-    said = capfd.readouterr().err
+    stderr = capfd.readouterr().err
     assert (
         f"error: train.resume=auto must find a checkpoint that is whole, but of those in {folder}/checkpoints"
-        in said
+        in stderr
     )
-    assert "checkpoint_000008 is damaged: state.pt" in said and "Nothing is thrown" in said
-    assert "to start afresh use another hydra.run.dir, or move that folder away." in said
+    assert "checkpoint_000008 is damaged: state.pt" in stderr and "Nothing is thrown" in stderr
+    assert "to start afresh use another hydra.run.dir, or move that folder away." in stderr
     assert {path: path.read_bytes() for path in before} == before
     (folder / "checkpoints").rename(folder / "damaged")
     run(folder, *TESTED, *SAVED, steps(1), "train.resume=auto")
@@ -131,8 +131,8 @@ def test_lines_that_are_no_rows_are_left_out_when_a_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They once raised a JSONDecodeError or a KeyError each time that the run was resumed."""
-    said: list[str] = []
-    monkeypatch.setattr(torchrl_logger, "warning", said.append)
+    messages: list[str] = []
+    monkeypatch.setattr(torchrl_logger, "warning", messages.append)
     run(tmp_path, *TESTED, *SAVED, steps(3))
     torn = {
         "metrics.jsonl": '{"step": 2, "train/lo',
@@ -147,12 +147,12 @@ def test_lines_that_are_no_rows_are_left_out_when_a_run_goes_on(
     for name in torn:
         rows = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
         assert all(isinstance(row["step"], int) for row in rows)
-        told = [
+        warnings = [
             line
-            for line in said
+            for line in messages
             if line.startswith(f"{tmp_path / name} has 2 lines that are not rows of a run")
         ]
-        assert len(told) == 1 and "the first is line 2" in told[0]
+        assert len(warnings) == 1 and "the first is line 2" in warnings[0]
 
 
 @pytest.mark.slow
@@ -172,17 +172,19 @@ def test_a_finished_run_writes_nothing_more_to_other_loggers(name: str, tmp_path
     TensorBoard.
     """
     pytest.importorskip(name)
-    asked = "logging.tensorboard=true" if name == "tensorboard" else f"logging.{name}.mode=offline"
-    run(tmp_path, asked, steps(1))
+    override = (
+        "logging.tensorboard=true" if name == "tensorboard" else f"logging.{name}.mode=offline"
+    )
+    run(tmp_path, override, steps(1))
 
     def written() -> dict[Path, int]:
         return {path: path.stat().st_mtime_ns for path in (tmp_path / name).rglob("*")}
 
     before = written()
-    run(tmp_path, asked, steps(1), "train.resume=auto")
+    run(tmp_path, override, steps(1), "train.resume=auto")
     assert written().keys() == before.keys()
     before = written()
-    run(tmp_path, asked, steps(2), "train.resume=auto")
+    run(tmp_path, override, steps(2), "train.resume=auto")
     assert written() != before
 
 
@@ -212,9 +214,11 @@ def test_the_saved_config_is_the_base_and_differences_are_shown(
     assert (
         run_here(SYNC, *again, "policy.kl_coef=0.25") == 0
     )  # without the --config-name of the first one
-    shown = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert re.search(
-        r"that differ.*policy\.kl_coef +0\.5 +0\.25.*train\.total_dialog_turns +16 +32", shown, re.S
+        r"that differ.*policy\.kl_coef +0\.5 +0\.25.*train\.total_dialog_turns +16 +32",
+        output,
+        re.S,
     )
     before, now = (
         read_manifest(at(tmp_path / folder, step))["config"]

@@ -309,12 +309,12 @@ def test_a_function_of_verl_may_return_a_number_and_take_options() -> None:
 
 @pytest.mark.parametrize("name", ["solution_str", "model_output", "predict_str"])
 def test_a_function_of_verl_may_give_the_response_another_name(name: str) -> None:
-    made: dict[str, Any] = {}
+    namespace: dict[str, Any] = {}
     exec(
         f"def compute_score({name}, ground_truth, timeout_score=0): return {name} == ground_truth",
-        made,
+        namespace,
     )
-    rewards = make_rewards(made["compute_score"])
+    rewards = make_rewards(namespace["compute_score"])
     rewards.check([])
     row = {"reward_model": {"style": "rule", "ground_truth": "43"}}
     assert [rewards(dialog()).reward, rewards(dialog(**row)).reward] == [1.0, 0.0]
@@ -341,9 +341,9 @@ def test_a_function_that_makes_a_reward_is_refused_before_a_run(options: dict[st
         match=r"reward get_punishment must take .*: if it returns",
     ):
         make_rewards({"fn": get_punishment, **options}).check(["prompt", "solution"])
-    made = make_rewards({"fn": get_punishment(100), "name": "made"})
-    made.check(["prompt", "solution"])
-    assert made(dialog()).reward == 0.0
+    reward = make_rewards({"fn": get_punishment(100), "name": "made"})
+    reward.check(["prompt", "solution"])
+    assert reward(dialog()).reward == 0.0
 
 
 # Asynchronous

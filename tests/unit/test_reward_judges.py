@@ -71,14 +71,14 @@ class Judge:
 
 @pytest.fixture
 def serve() -> Iterator[Callable[[Callable[[str, int], Answer]], Judge]]:
-    made: list[Judge] = []
+    judges: list[Judge] = []
 
     def start(rule: Callable[[str, int], Answer]) -> Judge:
-        made.append(Judge(rule))
-        return made[-1]
+        judges.append(Judge(rule))
+        return judges[-1]
 
     yield start
-    for judge in made:
+    for judge in judges:
         judge.server.shutdown()
         judge.server.server_close()
 
@@ -102,17 +102,17 @@ def test_a_judge_rates_on_its_scale(serve: Any, monkeypatch: pytest.MonkeyPatch)
     assert (path, body["model"], body["max_tokens"], body["temperature"]) == (
         "/v1/chat/completions", "judge-7b", 99, 0.0,
     )  # fmt: skip
-    asked = body["messages"][0]["content"]
-    assert "from 2 (worst) to 12 (best)" in asked and "6*7=?" in asked and "It is 42." in asked
+    prompt = body["messages"][0]["content"]
+    assert "from 2 (worst) to 12 (best)" in prompt and "6*7=?" in prompt and "It is 42." in prompt
     assert judge.keys == ["Bearer secret"]
 
 
-def test_a_template_of_ones_own_is_filled_in_once(serve: Any) -> None:
+def test_a_custom_template_is_filled_in_once(serve: Any) -> None:
     judge = serve(lambda question, number: (200, "10"))
     template = 'Right is {answer}, this says {response}. Answer as {"score": n}.'
     assert rewards_of(judge, template=template)(dialog("{answer} {prompt}")).reward == 1.0
-    asked = judge.requests[0][1]["messages"][0]["content"]
-    assert asked == 'Right is 42, this says {answer} {prompt}. Answer as {"score": n}.'
+    prompt = judge.requests[0][1]["messages"][0]["content"]
+    assert prompt == 'Right is 42, this says {answer} {prompt}. Answer as {"score": n}.'
     assert "{response}" in TEMPLATE and judge.keys == [None]
 
 
@@ -215,7 +215,7 @@ def test_a_judges_answer_is_read_up_to_a_limit(path: str, message: str) -> None:
     assert Flood.sent < 30_000_000  # including buffers on the way
 
 
-def test_a_judge_that_is_not_there_is_an_error() -> None:
+def test_an_unreachable_judge_is_an_error() -> None:
     rewards = make_rewards(
         {"fn": "judge", "url": "http://127.0.0.1:9/v1", "model": "m", "retries": 0}
     )

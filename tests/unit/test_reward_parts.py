@@ -83,7 +83,8 @@ def by_hand(
                 for i, value in zip(of_group, values, strict=True):
                     sums[i] += weight * (value - mean) / (std + EPS)  # type: ignore[operator]
     counted = [total for total, good in zip(sums, valid, strict=True) if good]
-    mean, std = statistics.mean(counted), statistics.stdev(counted)
+    mean = statistics.mean(counted)
+    std = statistics.stdev(counted)
     return [
         (total - mean) / (std + EPS) if good else 0.0
         for total, good in zip(sums, valid, strict=True)
@@ -251,15 +252,15 @@ def test_the_config_gives_gdpo_the_weights_of_each_data_set(two_files: Path) -> 
     own = "[{fn: gsm8k, weight: 0.9}, {fn: number, weight: 0.1}]"
     overrides = ["env.dataset=arithmetic", "env.reward_combination=gdpo"]
 
-    def made(*more: str) -> Any:
+    def transform_of(*more: str) -> Any:
         config = compose_config(*overrides, *more)
         task = make_task(config.env, tests=config.evaluation.datasets or ())
         return dict(batch_transforms(config, task.part_weights))["advantage"].part_weights
 
     single = {"gsm8k": 0.9, "number": 0.1}
-    assert made(f"env.reward={own}") == single
+    assert transform_of(f"env.reward={own}") == single
     assert (
-        made(
+        transform_of(
             f"env.reward={own}",
             "evaluation.datasets=[{dataset: arithmetic, name: t, reward: number}]",
         )
@@ -269,7 +270,7 @@ def test_the_config_gives_gdpo_the_weights_of_each_data_set(two_files: Path) -> 
         f"env.datasets=[{{dataset: {two_files}/one.jsonl, {columns}, reward: {own}}}, "
         f"{{dataset: {two_files}/two.jsonl, {columns}, reward: {{fn: gsm8k, weight: 0.3}}}}]"
     )
-    assert made("env.dataset=null", sets) == {"one": single, "two": {"gsm8k": 0.3}}
+    assert transform_of("env.dataset=null", sets) == {"one": single, "two": {"gsm8k": 0.3}}
     config = compose_config(f"env.reward={own}")
     assert dict(batch_transforms(config))["advantage"].part_weights is None
 

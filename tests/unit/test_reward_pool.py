@@ -40,8 +40,8 @@ from torchrl_grpo.tasks.with_rewards import WithRewards, make_rewards
 
 @pytest.fixture
 def pool() -> Iterator[RewardPool]:
-    with RewardPool(ObedientTask(), 2, timeout_s=30) as made:
-        yield made
+    with RewardPool(ObedientTask(), 2, timeout_s=30) as workers:
+        yield workers
 
 
 def score(pool: RewardPool, *orders: str) -> list[Score | Failure | None]:
@@ -151,7 +151,7 @@ def test_a_cause_is_a_known_word_of_an_invalid_reward_error(pool: RewardPool) ->
         "unpicklable",
     )
     failures = score(pool, *orders)
-    assert [one.cause for one in failures if isinstance(one, Failure)] == [
+    assert [failure.cause for failure in failures if isinstance(failure, Failure)] == [
         "exception", "exception", "not_finite", "exception", "exception",
     ]  # fmt: skip
     assert pool.take_counts() == {RESTARTS: 0, TIMED_OUT: 0}
@@ -159,19 +159,19 @@ def test_a_cause_is_a_known_word_of_an_invalid_reward_error(pool: RewardPool) ->
 
 @pytest.mark.slow
 def test_an_error_of_any_length_is_a_few_thousand_characters(pool: RewardPool) -> None:
-    [one] = score(pool, "long")
-    assert isinstance(one, Failure) and len(one.text) == 4000
-    assert "raise ValueError" in one.text and " ... " in one.text
+    [failure] = score(pool, "long")
+    assert isinstance(failure, Failure) and len(failure.text) == 4000
+    assert "raise ValueError" in failure.text and " ... " in failure.text
     direct = Failure.of(ValueError("x" * 10_000_000))
     assert len(direct.text) < 4100 and direct.text.startswith("ValueError: xxx")
 
 
 def test_parts_that_are_no_numbers_are_an_error_of_the_task(pool: RewardPool) -> None:
-    [one] = score(pool, "part")
+    [failure] = score(pool, "part")
     assert (
-        isinstance(one, Failure)
-        and "must be a finite number" in one.text
-        and "type lock" in one.text
+        isinstance(failure, Failure)
+        and "must be a finite number" in failure.text
+        and "type lock" in failure.text
     )
 
 
@@ -243,8 +243,8 @@ def test_close_ends_busy_workers_and_what_they_started(pool: RewardPool, tmp_pat
 @pytest.mark.parametrize("end", ["close", "hang", "exit"])
 def test_a_daemon_that_a_scorer_started_ends_with_its_worker(end: str, tmp_path: Path) -> None:
     with RewardPool(ObedientTask(), 1, timeout_s=1.0) as pool:
-        [said] = score(pool, f"daemon {tmp_path / 'pid'} {end}")
-        assert isinstance(said, Score) == (end == "close")
+        [result] = score(pool, f"daemon {tmp_path / 'pid'} {end}")
+        assert isinstance(result, Score) == (end == "close")
         daemon = int((tmp_path / "pid").read_text())
         assert psutil.pid_exists(daemon) == (end == "close")  # the guard ends last
     assert all_gone([daemon])
@@ -405,13 +405,15 @@ def test_a_replica_plays_on_while_a_unit_is_scored(
     """The first unit's scorer ends when the second unit is through."""
     pool = RewardPool(ObedientTask(), 3, timeout_s=30)  # the first task needs two
     begun, through = tmp_path / "begun", tmp_path / "through"
-    slow, fast = f"meet {begun} {through}", "3"
+    slow = f"meet {begun} {through}"
+    fast = "3"
 
     def rule(prompt: Any, copy_number: int) -> tuple[list[int], str]:
         return [*tokenizer(fast if begun.exists() else slow)["input_ids"], END], "stop"
 
     def parts() -> Sampler:
-        engine, params = ScriptedEngine(rule), SamplingParams(64)
+        engine = ScriptedEngine(rule)
+        params = SamplingParams(64)
         env = make_env(pool, 2)
         policy = GenerationPolicy(engine, params)
         return Sampler(
@@ -467,5 +469,7 @@ def test_a_turn_is_the_same_after_its_way_through_a_pipe() -> None:
         TurnLimits(7, ("END",), True),
         undelivered=True,
     )
-    assert all(getattr(turn, one.name) != one.default for one in fields(Turn))  # none is lost here
+    assert all(
+        getattr(turn, field.name) != field.default for field in fields(Turn)
+    )  # none is lost here
     assert decode(encode([turn], 5), 5, 1) == [turn]

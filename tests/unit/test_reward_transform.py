@@ -243,7 +243,8 @@ def test_padding_and_order_change_nothing(options: dict) -> None:
     out = RewardShaping(**options)(padded)
     assert out is padded and out[keys.TOKEN_REWARD].shape == (7, 40)
     for i, row in enumerate(alone):
-        expected, width = row[keys.TOKEN_REWARD], len(row[keys.TOKEN_REWARD])
+        expected = row[keys.TOKEN_REWARD]
+        width = len(row[keys.TOKEN_REWARD])
         assert torch.equal(out[keys.TOKEN_REWARD][i, :width], expected)
         assert not out[keys.TOKEN_REWARD][i, width:].any()
         assert torch.equal(backwards[len(rows) - 1 - i][keys.TOKEN_REWARD], expected)

@@ -60,5 +60,5 @@ def test_the_page_shows_the_same_digits_as_the_terminal() -> None:
         return [shares.map(percent), numbers.map(number), [number(null), percent(null), percent(NaN)]];
     }"""
     with chromium() as browser:
-        found = browser.new_page().evaluate(script, [source, thousandths, numbers])
-    assert found == [list(map(percent, thousandths)), list(map(number, numbers)), ["-", "-", "-"]]
+        texts = browser.new_page().evaluate(script, [source, thousandths, numbers])
+    assert texts == [list(map(percent, thousandths)), list(map(number, numbers)), ["-", "-", "-"]]

@@ -63,7 +63,7 @@ def heads(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "found"),
+    ("arguments", "expected"),
     [
         ([], range(7)),
         (["--step", "0", "1"], range(4)),
@@ -80,14 +80,14 @@ def heads(text: str) -> list[str]:
         (["--sort", "step", "--reverse", "--limit", "1"], [6]),
     ],
 )
-def test_filters_sorting_and_limit(arguments: list[str], found: list[int], folder: Path) -> None:
+def test_filters_sorting_and_limit(arguments: list[str], expected: list[int], folder: Path) -> None:
     text = printed(folder, *arguments)
-    responses = [ROWS[i]["response"].split("\n")[0] for i in found]
+    responses = [ROWS[i]["response"].split("\n")[0] for i in expected]
     lines = [line.strip() for line in text.splitlines()]
     assert [
         line for line in lines if line in {row["response"].split("\n")[0] for row in ROWS}
     ] == responses
-    assert len(heads(text)) == len(list(found))
+    assert len(heads(text)) == len(list(expected))
 
 
 def test_a_sample_is_shown_with_what_it_earned(folder: Path) -> None:

@@ -109,7 +109,8 @@ def test_the_mean_score_is_that_of_autograd(bounds: Any, seed: int) -> None:
 def test_the_update_of_a_prefix_has_a_mean_of_0(bounds: Any) -> None:
     """The mean is over all tokens that its policy may sample there, whatever the weight."""
     data = random_head(0)
-    hidden, weight = data["hidden"][:1].expand(6, 4), data["weight"].requires_grad_()
+    hidden = data["hidden"][:1].expand(6, 4)
+    weight = data["weight"].requires_grad_()
     kept = data["kept"][:1].expand(6, 6)
     near = (hidden[0] @ weight[kept[0].long()].T).detach() + data["slope"][0, :6]
     sample = near.log_softmax(-1).expand(6, 6)
@@ -117,7 +118,8 @@ def test_the_update_of_a_prefix_has_a_mean_of_0(bounds: Any) -> None:
     log_prob, _, centered = chunked_log_probs(
         hidden, weight, kept[0].long(), kept_NK=kept, sample_NK=sample, centering=centering
     )
-    q, log_ratio = sample[0].exp(), (log_prob.detach() - sample[0])[:, None]
+    q = sample[0].exp()
+    log_ratio = (log_prob.detach() - sample[0])[:, None]
     own = F.behaviour_weight(log_ratio, torch.ones(6, 1) > 0, level="token", **bounds)[:, 0]
     (plain,) = torch.autograd.grad((q * own * log_prob).sum(), weight, retain_graph=True)
     (whole,) = torch.autograd.grad((q * (own * log_prob - centered)).sum(), weight)
@@ -154,7 +156,8 @@ def test_an_engine_lists_the_log_probs_of_what_it_kept() -> None:
 @pytest.mark.parametrize("bounds", BOUNDS)
 def test_the_loss_subtracts_the_mean_score_of_each_token(bounds: Any) -> None:
     """Its gradient is that of A (w log p - sum of q w log p), computed by a plain loop."""
-    batch, model = rollout(), make_tiny_model(seed=1).double()
+    batch = rollout()
+    model = make_tiny_model(seed=1).double()
     generator = torch.Generator().manual_seed(0)
     for part in model.parameters():
         noise = torch.randn(part.shape, generator=generator, dtype=part.dtype)
@@ -175,11 +178,13 @@ def test_the_loss_subtracts_the_mean_score_of_each_token(bounds: Any) -> None:
     got = {name: part.grad.clone() for name, part in model.named_parameters()}
     model.zero_grad()
 
-    total, rejected = torch.zeros((), dtype=torch.float64), 0
+    total = torch.zeros((), dtype=torch.float64)
+    rejected = 0
     for row in batch.unbind(0):
         places = row[keys.ASSISTANT_MASK].nonzero().flatten().tolist()
         logits = model(input_ids=row[keys.FULL][None]).logits[0] / 0.7
-        sequence, gaps = torch.zeros((), dtype=torch.float64), []
+        sequence = torch.zeros((), dtype=torch.float64)
+        gaps = []
         for number, t in enumerate(places):
             ids = [token for token in row[keys.KEPT][number].tolist() if token >= 0]
             log_p = logits[t - 1, ids].log_softmax(-1)

@@ -111,7 +111,8 @@ def test_no_tensor_of_all_logits_is_ever_made() -> None:
                     largest = max(largest, value.numel())
             return out
 
-    vocabulary, scored = 5000, 4 * 39
+    vocabulary = 5000
+    scored = 4 * 39
     model = make_tiny_model(vocab_size=vocabulary)
     tokens = torch.randint(0, vocabulary, (4, 40))
     with Watch():
@@ -153,15 +154,15 @@ def test_a_layout_in_the_batch_is_used_for_its_own_tensors_alone(
     batch = TensorDict({FULL: tokens, ASSISTANT_MASK: mask}, [4])
     expected = scorer(batch.copy())[CUR_LOG_PROBS]
     batch.set_non_tensor(LAYOUT, scorer.layout(tokens, mask))
-    made = []
+    layouts = []
     layout = scorer.layout
 
     def noting(*args: Any, **kwargs: Any) -> Layout:
-        made.append(len(args[0]))
+        layouts.append(len(args[0]))
         return layout(*args, **kwargs)
 
     monkeypatch.setattr(scorer, "layout", noting)
-    assert torch.equal(scorer(batch.copy())[CUR_LOG_PROBS], expected) and made == []
+    assert torch.equal(scorer(batch.copy())[CUR_LOG_PROBS], expected) and layouts == []
     for rows in (
         torch.tensor([3, 0, 2, 1]),
         torch.tensor([1, 0]),
@@ -176,7 +177,7 @@ def test_a_layout_in_the_batch_is_used_for_its_own_tensors_alone(
         rtol=1e-5,
         atol=1e-6,
     )
-    assert made == [4, 2, 4]
+    assert layouts == [4, 2, 4]
 
 
 def test_a_head_with_bias_and_another_architecture() -> None:
@@ -226,7 +227,8 @@ def test_a_model_that_sees_later_tokens_is_refused() -> None:
 def test_the_check_of_a_scorer_leaves_model_and_draws_as_they_are(dtype: torch.dtype) -> None:
     model = make_tiny_model(attention_dropout=0.5).to(dtype).train()
     model.model.layers[1].eval()
-    training, state = [module.training for module in model.modules()], torch.get_rng_state()
+    training = [module.training for module in model.modules()]
+    state = torch.get_rng_state()
     TokenScorer(model, temperature=0.7)
     assert [module.training for module in model.modules()] == training
     assert torch.equal(torch.get_rng_state(), state)
@@ -260,11 +262,9 @@ def test_in_16_bits_no_rounding_of_the_head_reaches_the_targets_logit():
     normalizer.
     """
     torch.manual_seed(0)
-    hidden, weight, bias = (
-        torch.randn(400, 64).bfloat16(),
-        (0.5 * torch.randn(1000, 64)).bfloat16(),
-        torch.randn(1000).bfloat16(),
-    )
+    hidden = torch.randn(400, 64).bfloat16()
+    weight = (0.5 * torch.randn(1000, 64)).bfloat16()
+    bias = torch.randn(1000).bfloat16()
     targets = (hidden.float() @ weight.float().T + bias).softmax(-1).multinomial(1).squeeze(-1)
     wide = [x.double().requires_grad_() for x in (hidden, weight, bias)]
     exact, entropy = chunked_log_probs(wide[0], wide[1], targets, bias_V=wide[2], temperature=0.8)
@@ -275,7 +275,8 @@ def test_in_16_bits_no_rounding_of_the_head_reaches_the_targets_logit():
         own[0], own[1], targets, bias_V=own[2], temperature=0.8, max_chunk_elements=400 * 130
     )
     assert got.dtype == torch.float32 and got.max() < 1e-6
-    error, before = (got - exact).abs(), (plain - exact).abs()
+    error = (got - exact).abs()
+    before = (plain - exact).abs()
     assert error.mean() < 0.7 * before.mean() and before.mean() > 3e-3
     assert (got_entropy - entropy).abs().mean() < 0.02
     for out, inputs in (

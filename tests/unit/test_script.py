@@ -45,9 +45,9 @@ def run(
 @pytest.mark.slow
 @pytest.mark.parametrize("script", [SYNC, ASYNC])
 def test_help_and_cfg_work_without_cuda(script: Path, tmp_path: Path) -> None:
-    shown = run(script, "--help", cwd=tmp_path)
-    assert shown.returncode == 0, shown.stderr
-    assert "num_envs" in shown.stdout
+    result = run(script, "--help", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "num_envs" in result.stdout
     composed = run(script, "--cfg", "job", *DEVICES, cwd=tmp_path, VLLM_USE_V1="0")
     assert composed.returncode == 0, composed.stderr
     assert "num_devices: 2" in composed.stdout
@@ -105,8 +105,8 @@ def test_an_error_of_the_plan_is_one_line_too(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     assert run_here(SYNC, *arguments, "inference_model.backend=transformers") == 2
-    shown = capfd.readouterr().err
-    assert message in shown and "Traceback" not in shown
+    stderr = capfd.readouterr().err
+    assert message in stderr and "Traceback" not in stderr
     assert not list(tmp_path.rglob("checkpoints"))
 
 

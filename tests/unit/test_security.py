@@ -153,14 +153,14 @@ def test_code_in_a_model_folder_does_not_run_unless_asked_for(
 ) -> None:
     folder = starter_copy(tmp_path / "model")
     (folder / "evil.py").write_text(f"import os\nos.mkdir({str(canary)!r})\nclass Evil: ...\n")
-    given = json.loads((folder / what).read_text())
-    given |= {"model_type": "evil"} if what == "config.json" else {"tokenizer_class": "Evil"}
+    config = json.loads((folder / what).read_text())
+    config |= {"model_type": "evil"} if what == "config.json" else {"tokenizer_class": "Evil"}
     classes = {
         "AutoConfig": "evil.Evil",
         "AutoModelForCausalLM": "evil.Evil",
         "AutoTokenizer": ["evil.Evil", None],
     }
-    (folder / what).write_text(json.dumps(given | {"auto_map": classes}))
+    (folder / what).write_text(json.dumps(config | {"auto_map": classes}))
     refused = (
         pytest.raises(ConfigError, match="could not be loaded")
         if what == "config.json"
@@ -192,7 +192,8 @@ def test_a_hostile_chat_template_is_refused(template: str, canary: Path) -> None
 def test_a_revision_pins_config_tokenizer_and_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hub, commits = tmp_path / "hub", {"main": "a" * 40, "v1": "b" * 40}
+    hub = tmp_path / "hub"
+    commits = {"main": "a" * 40, "v1": "b" * 40}
     for number, (branch, commit) in enumerate(commits.items()):
         repository = hub / "models--me--mine"
         folder = starter_copy(repository / "snapshots" / commit, "*.safetensors*", "config.json")
@@ -444,7 +445,7 @@ def test_a_refusal_has_no_control_characters_of_a_checkpoint(
         },
     ],
 )  # fmt: skip
-def test_a_folder_of_somebody_else_runs_nothing(
+def test_a_foreign_folder_runs_nothing(
     options: dict[str, Any],
     finished: Path,
     tmp_path: Path,
@@ -463,7 +464,7 @@ def test_a_folder_of_somebody_else_runs_nothing(
 
 
 @pytest.mark.slow
-def test_a_folder_of_somebody_else_gets_no_key(
+def test_a_foreign_folder_gets_no_key(
     finished: Path, tmp_path: Path, run_here: Callable[..., int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "secretword")
@@ -556,12 +557,12 @@ def test_an_export_runs_no_code_of_the_base_model_by_itself(
 ) -> None:
     folder = starter_copy(tmp_path / "model")
     (folder / "evil.py").write_text(f"import os\nos.mkdir({str(canary)!r})\n")
-    given = json.loads((folder / "config.json").read_text())
-    given |= {
+    model_config = json.loads((folder / "config.json").read_text())
+    model_config |= {
         "model_type": "evil",
         "auto_map": {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"},
     }
-    (folder / "config.json").write_text(json.dumps(given))
+    (folder / "config.json").write_text(json.dumps(model_config))
     config = state_in(finished)["config"]
     config["model"] |= {"name": str(folder), "trust_remote_code": True}
     hostile = changed(finished, tmp_path / "checkpoint_000001", config=config)

@@ -61,8 +61,8 @@ def test_log_probs_are_those_of_the_teacher_in_this_process(stub: SGLangStub) ->
         torch.testing.assert_close(
             served[keys.TEACHER_LOG_PROBS], mine[keys.TEACHER_LOG_PROBS], rtol=0, atol=1e-5
         )
-    asked = [body for route, body in stub.seen if route == "/generate"]
-    assert sorted((len(body["input_ids"]), body["logprob_start_len"]) for body in asked) == [
+    bodies = [body for route, body in stub.seen if route == "/generate"]
+    assert sorted((len(body["input_ids"]), body["logprob_start_len"]) for body in bodies) == [
         (9, 3),
         (14, 4),
     ]
@@ -93,7 +93,8 @@ def test_an_overloaded_server_is_asked_again(
     stub: SGLangStub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_client, "_MAX_PAUSE_S", 0)
-    teacher, one = ServedTeacher(stub.address), batch()[:1]
+    teacher = ServedTeacher(stub.address)
+    one = batch()[:1]
     stub.busy = 1
     assert bool(teacher(one)[0][keys.TEACHER_LOG_PROBS][4:].lt(0).all())
     assert [route for route, _ in stub.seen].count("/generate") == 2
@@ -278,10 +279,10 @@ def test_a_server_that_cannot_be_the_teacher_is_refused(
         ),
     ],
 )
-def test_what_is_no_such_server_is_refused(answers: dict, message: str, stub: SGLangStub) -> None:
+def test_a_server_of_another_kind_is_refused(answers: dict, message: str, stub: SGLangStub) -> None:
     def respond(route: str, body: object) -> tuple[int, object]:
-        said = answers.get(route, b"<html>")
-        return (404, {}) if said is None else (200, said)
+        reply = answers.get(route, b"<html>")
+        return (404, {}) if reply is None else (200, reply)
 
     stub.respond = respond
     with pytest.raises(ValueError, match=message):

@@ -104,17 +104,17 @@ def test_new_weights_come_through_the_folder_with_their_version(
 def test_a_file_of_weights_is_never_seen_half_written(
     engine: ServerEngine, stub: SGLangStub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = []
+    reads = []
 
     def respond(route: str, body: dict) -> tuple[int, dict]:
         if route == "/update_weights_from_disk":
-            found.extend(path.name for path in Path(body["model_path"]).iterdir())
+            reads.extend(path.name for path in Path(body["model_path"]).iterdir())
         return old(route, body)
 
     old = stub.respond
     monkeypatch.setattr(stub, "respond", respond)
     engine.update_weights(named_weights(moved()), 1)
-    assert found == ["model.safetensors"]
+    assert reads == ["model.safetensors"]
     routes = [route for route, _ in stub.seen]
     assert routes[-3:] == ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
 
@@ -176,12 +176,14 @@ def test_a_stop_string_ends_a_response_with_the_token_that_completes_it(
 
 @pytest.mark.slow
 def test_each_response_is_told_when_its_prompt_is_done(engine: ServerEngine) -> None:
-    told = []
-    made = engine.generate(PROMPTS, 2, PARAMS, on_finished=lambda *what: told.append(what))
-    assert sorted((request, number) for request, number, _ in told) == [
+    reports = []
+    completions = engine.generate(
+        PROMPTS, 2, PARAMS, on_finished=lambda *what: reports.append(what)
+    )
+    assert sorted((request, number) for request, number, _ in reports) == [
         (i, j) for i in range(len(PROMPTS)) for j in (0, 1)
     ]
-    assert all(done is made[request][number] for request, number, done in told)
+    assert all(done is completions[request][number] for request, number, done in reports)
 
 
 def test_without_a_folder_the_server_keeps_its_weights(stub: SGLangStub) -> None:
@@ -298,10 +300,10 @@ def test_a_server_that_does_not_answer_is_refused_before_weights_load() -> None:
 
 
 def test_a_server_has_no_say_in_the_distribution() -> None:
-    asked = SampleRequest([1], 1, 2, 3, SamplingParams(4), 9, None, 0).sampling()
+    request = SampleRequest([1], 1, 2, 3, SamplingParams(4), 9, None, 0).sampling()
     neutral = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
-    assert neutral.items() <= asked.items()
-    assert (asked["temperature"], asked["top_p"], asked["min_p"]) == (1, 1, 0)
+    assert neutral.items() <= request.items()
+    assert (request["temperature"], request["top_p"], request["min_p"]) == (1, 1, 0)
 
 
 def test_log_probs_of_temperature_1_are_refused(stub: SGLangStub) -> None:
@@ -414,7 +416,8 @@ def http() -> Iterator[SGLangStub]:
 def engine_of_vllm(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[VLLMStub, ServerEngine]]:
-    http, stub = SGLangStub(str(starter_path())), VLLMStub()
+    http = SGLangStub(str(starter_path()))
+    stub = VLLMStub()
     http.respond = stub.respond  # type: ignore[method-assign]
     with ServerEngine(
         http.address, folder=tmp_path_factory.mktemp("weights"), starts_within_s=1

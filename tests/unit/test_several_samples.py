@@ -115,8 +115,10 @@ def test_a_loss_alone_and_micro_batches_weigh_as_the_whole_batch():
     others = [keys.ADVANTAGE, keys.TRAJECTORY, keys.IS_DEMONSTRATION, "row"]
     batch = pad_batch(lazy_stack(rows), dict.fromkeys(ragged, 0), others)
     loss = GRPOLoss(losses.Table(logits), sft_coeff=0.5)
-    alone, normalized = loss(batch.clone()), loss.normalize(batch.clone())
-    whole, parts = loss(normalized.clone()), [loss(part) for part in normalized.split(2)]
+    alone = loss(batch.clone())
+    normalized = loss.normalize(batch.clone())
+    whole = loss(normalized.clone())
+    parts = [loss(part) for part in normalized.split(2)]
     for name in ("loss_objective", "loss_sft", "kl_k1_to_teacher", "entropy"):
         assert whole[name].abs() > 1e-3
         torch.testing.assert_close(alone[name], whole[name])
@@ -171,7 +173,7 @@ def test_all_samples_of_a_trajectory_get_its_advantage():
 def test_an_advantage_of_tokens_sees_the_reward_across_samples():
     batch = RewardShaping()(compacting())
     GroupAdvantage(2, mean="none", std="none", level="token", gamma=0.5)(batch)
-    got = [one.get(keys.ADVANTAGE).tolist() for one in batch.unbind(0)]
+    got = [sample.get(keys.ADVANTAGE).tolist() for sample in batch.unbind(0)]
     assert got == [[0, 0, 0.125, 0.25, 0.5], [0, 0, 1.0], [0, 0, 0, 0]]
 
 
@@ -179,7 +181,11 @@ def test_bias_clip_and_penalty_are_those_of_a_trajectory():
     shaped = RewardShaping(scale=2, bias=1, overlong_buffer=4, max_response_tokens=6)(compacting())
     # 2 * 1 + 1 and a penalty of 4 tokens: (6 - 4 - 4) / 4; the other trajectory has bias alone.
     assert shaped[keys.SHAPED_REWARD].reshape(-1).tolist() == [0, 2.5, 1]
-    assert [float(one.get(keys.TOKEN_REWARD).sum()) for one in shaped.unbind(0)] == [0, 2.5, 1]
+    assert [float(sample.get(keys.TOKEN_REWARD).sum()) for sample in shaped.unbind(0)] == [
+        0,
+        2.5,
+        1,
+    ]
 
 
 def test_metrics_count_a_trajectory_once():
@@ -204,7 +210,10 @@ def test_metrics_count_a_trajectory_once():
 
 def test_rows_of_samples_have_their_number_and_the_trajectory_s_reward():
     rows = sample_rows(GroupAdvantage(2, std="none")(compacting()), "train")
-    assert [(one.get("sample"), one["reward"], one["length"]) for one in rows] == [
+    assert [
+        (sample_row.get("sample"), sample_row["reward"], sample_row["length"])
+        for sample_row in rows
+    ] == [
         (0, 1, 3),
         (1, 1, 1),
         (None, 0, 2),
@@ -220,4 +229,4 @@ def test_a_sample_without_a_reward_is_no_variance():
 def test_a_group_of_several_samples_travels_as_it_is():
     there = pickle.loads(pickle.dumps(PackedGroup(compacting())))
     assert trajectories_of(there).tolist() == [0, 0, 1]
-    assert [one.get(keys.DONE).item() for one in there.unbind(0)] == [False, True, True]
+    assert [sample.get(keys.DONE).item() for sample in there.unbind(0)] == [False, True, True]

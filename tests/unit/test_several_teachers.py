@@ -83,15 +83,16 @@ def test_each_teacher_scores_its_own_data_sets(
                 logits = models[name](sequence[keys.FULL][None]).logits[0, :-1]
             tokens = sequence[keys.FULL][1:, None]
             expected = logits.log_softmax(-1).gather(-1, tokens)[:, 0]
-            found = sequence[keys.TEACHER_LOG_PROBS]
-            torch.testing.assert_close(found[mask], expected[mask[1:]], rtol=1e-4, atol=1e-4)
+            log_probs = sequence[keys.TEACHER_LOG_PROBS]
+            torch.testing.assert_close(log_probs[mask], expected[mask[1:]], rtol=1e-4, atol=1e-4)
     assert seen == {"math", "code", "rest"}
     share = 1 - batch[keys.TEACHER_VALID].float().mean().item()
     assert row["rollout/without_teacher"] == pytest.approx(share)
 
 
 def test_teachers_share_devices_or_have_their_own(folder: Path) -> None:
-    cpu, gpus = torch.device("cpu"), [torch.device("cuda", index) for index in range(4)]
+    cpu = torch.device("cpu")
+    gpus = [torch.device("cuda", index) for index in range(4)]
     plan = DevicePlan((cpu,), ((cpu,),), (), False, (cpu,))
     shared = plan.with_teachers(2)
     assert shared.teacher == (cpu, cpu) and not shared.distributed

@@ -123,7 +123,8 @@ def written(
 @pytest.mark.parametrize("name", CHATS)
 @pytest.mark.parametrize("template", [MARKED, UNMARKED], ids=["marked", "unmarked"])
 def test_tokens_and_turns_are_those_of_the_template_itself(template: str, name: str) -> None:
-    marked, chat = chat_tokenizer(), CHATS[name]
+    marked = chat_tokenizer()
+    chat = CHATS[name]
     tools = [ADD] if name == "calls" else None
     expected = marked.apply_chat_template(
         chat, tools=tools, return_assistant_tokens_mask=True, return_dict=True
@@ -314,7 +315,8 @@ def test_the_loss_and_gradient_are_those_of_a_plain_cross_entropy(tmp_path: Path
     out["loss_objective"].backward()
     got = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
-    parts, count = [], 0
+    parts = []
+    count = 0
     for row in batch.unbind(0):
         labels = torch.where(row[keys.ASSISTANT_MASK], row[keys.FULL], -100)[1:]
         logits = model(input_ids=row[keys.FULL][None]).logits[0, :-1]
@@ -440,20 +442,20 @@ def test_demonstrations_beside_a_step_add_their_weighted_loss(
     """
     sampled = make_batch(repeats=4).exclude(keys.REWARD_VALID)
     rows = [{**row, "solution": row["solution"] * (1 + 2 * i)} for i, row in enumerate(ROWS[:2])]
-    shown = demonstrations(write(tmp_path, rows))
-    given = sampled.clone()
-    for number, row in enumerate(given.unbind(0)):
-        one = shown[number // 4]
+    examples = demonstrations(write(tmp_path, rows))
+    with_examples = sampled.clone()
+    for number, row in enumerate(with_examples.unbind(0)):
+        example = examples[number // 4]
         own = slice(0, 0) if number % 4 else slice(None)  # the first of each group has it
-        row.set(keys.DEMONSTRATION, one[keys.FULL][own])
-        row.set(keys.DEMONSTRATION_MASK, one[keys.ASSISTANT_MASK][own])
+        row.set(keys.DEMONSTRATION, example[keys.FULL][own])
+        row.set(keys.DEMONSTRATION_MASK, example[keys.ASSISTANT_MASK][own])
     settings = {
         "optim_batch_size": optim_batch_size,
         "micro_batch_tokens": micro_batch_tokens,
         "clip_grad_norm": math.inf,
     }
     metrics = []
-    for coefficient, batch in ((0.3, given), (0.0, sampled)):
+    for coefficient, batch in ((0.3, with_examples), (0.0, sampled)):
         model = make_tiny_model().double()
         trainer = make_trainer(
             model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), **settings
@@ -466,9 +468,9 @@ def test_demonstrations_beside_a_step_add_their_weighted_loss(
         metrics.append(
             (trainer.train_batch(batch), gradients, trainer.scores.of(4), trainer.scores.of(8))
         )
-    (got, found, scores, none), (alone, expected, of_alone, _) = metrics
+    (got, actual, scores, none), (alone, expected, of_alone, _) = metrics
     model = make_tiny_model().double()
-    parts = [shown] if optim_batch_size == 8 else [shown[:1], shown[1:]]
+    parts = [examples] if optim_batch_size == 8 else [examples[:1], examples[1:]]
     losses = [
         DemonstrationLoss(TokenScorer(model), aggregation="token_mean")(part)["loss_objective"]
         for part in parts
@@ -490,7 +492,7 @@ def test_demonstrations_beside_a_step_add_their_weighted_loss(
     )
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(
-            found[name], expected[name] + 0.3 * parameter.grad, rtol=1e-4, atol=1e-7
+            actual[name], expected[name] + 0.3 * parameter.grad, rtol=1e-4, atol=1e-7
         )
     torch.testing.assert_close(scores["trainer"][: len(of_alone["trainer"])], of_alone["trainer"])
     assert none == {}  # a demonstration is not a sample
@@ -502,10 +504,10 @@ def add_gradients(model: torch.nn.Module, into: dict[str, Tensor]) -> None:
 
 
 def test_a_bad_demonstration_is_named_and_one_alone_makes_no_step(tmp_path: Path) -> None:
-    shown = demonstrations(write(tmp_path, ROWS[:1]))[0]
+    example = demonstrations(write(tmp_path, ROWS[:1]))[0]
     batch = make_batch()
-    batch.set(keys.DEMONSTRATION, shown[keys.FULL].expand(8, -1).contiguous())
-    batch.set(keys.DEMONSTRATION_MASK, shown[keys.ASSISTANT_MASK].expand(8, -1).contiguous())
+    batch.set(keys.DEMONSTRATION, example[keys.FULL].expand(8, -1).contiguous())
+    batch.set(keys.DEMONSTRATION_MASK, example[keys.ASSISTANT_MASK].expand(8, -1).contiguous())
     for number, row in enumerate(batch.unbind(0)):
         row.set(keys.QUERY, NonTensorData(f"question {number}"))
     assert queries_of(batch) == [f"question {number}" for number in range(8)] * 2
@@ -584,9 +586,9 @@ def test_curves_of_several_runs_have_the_loss_of_demonstrations_alone(tmp_path: 
     views = {number: RunView(tmp_path / name, name) for number, name in enumerate(kinds)}
     for view in views.values():
         view.refresh()
-    found = {one["title"]: one["curves"] for one in curves(views)["panels"]}
-    assert [curve["run"] for curve in found["Loss"]] == [0] and [
-        curve["run"] for curve in found["Reward"]
+    panels = {panel["title"]: panel["curves"] for panel in curves(views)["panels"]}
+    assert [curve["run"] for curve in panels["Loss"]] == [0] and [
+        curve["run"] for curve in panels["Reward"]
     ] == [1]
 
 
@@ -594,14 +596,14 @@ def test_curves_of_several_runs_have_the_loss_of_demonstrations_alone(tmp_path: 
 def test_demonstrations_can_join_a_run_that_goes_on(tmp_path: Path) -> None:
     data = (f"env.dataset={write(tmp_path, ROWS)}", "env.columns.answer=answer", "env.reward=gsm8k")
     run(tmp_path / "alone", *data, steps(1), "evaluation.num_prompts=0")
-    shown = (
+    options = (
         *data,
         "evaluation.num_prompts=0",
         f"train.resume={tmp_path / 'alone'}",
         "env.columns.completion=solution",
         "policy.sft_coef=0.5",
     )
-    assert run(tmp_path / "beside", *shown, steps(2))[-1]["train/loss_sft"] > 0
+    assert run(tmp_path / "beside", *options, steps(2))[-1]["train/loss_sft"] > 0
 
 
 @pytest.mark.slow

@@ -90,7 +90,8 @@ def test_message_has_the_answer_format_and_then_the_picture(task: ShapesTask) ->
 
 
 def test_scores_are_exact() -> None:
-    task, problem = ShapesTask(), Problem("red=?", "4")
+    task = ShapesTask()
+    problem = Problem("red=?", "4")
     assert task.score(problem, ["1+0+2+1=4 #### 4"]) == Score(1.0, True)
     assert task.score(problem, ["1+0+2=3 #### 3"]) == Score(0.0, False)
     assert task.score(problem, ["4"]) == Score(0.0, False)

@@ -39,7 +39,8 @@ def test_no_parameter_outlives_the_sharding_of_its_layer(
     model = make_tiny_model()
     TokenScorer(model)
     before = {name: value.detach().clone() for name, value in model.named_parameters()}
-    sharded, alive = 0, list[str]()
+    sharded = 0
+    alive = list[str]()
     fully_shard = sharding.fully_shard
 
     def watched(module: Any, **options: Any) -> Any:

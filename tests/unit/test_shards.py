@@ -86,13 +86,15 @@ def refused(work: Callable[[], None]) -> str:
 def save_much(rank: int, folder: str) -> None:
     """Run the saves of one rank, and write its errors into a file."""
     path = Path(folder)
-    parts, told = Parts(rank, path, "meet"), dict[str, Any]()
-    kept = Checkpointer(path / "kept", {"a": 1}, "last:2,best:1")
+    parts = Parts(rank, path, "meet")
+    errors = dict[str, Any]()
+    rotating = Checkpointer(path / "kept", {"a": 1}, "last:2,best:1")
     for version, accuracy in enumerate((0.5, 0.9, 0.1, 0.2, 0.3), start=1):
-        kept.metrics = {"eval/pass@1": accuracy}
-        parts.save(kept, version, {"drawn": version})
+        rotating.metrics = {"eval/pass@1": accuracy}
+        parts.save(rotating, version, {"drawn": version})
         parts.saver.finish()
-    full, real = Checkpointer(path / "full", {}, "last:1"), os.fsync
+    full = Checkpointer(path / "full", {}, "last:1")
+    real = os.fsync
 
     def no_room(file: int) -> None:
         raise OSError(28, "No space left on device")
@@ -102,17 +104,17 @@ def save_much(rank: int, folder: str) -> None:
     if rank == 1:
         os.fsync = no_room
     parts.save(full, 2)
-    told["full"] = refused(parts.saver.finish)
-    told["left"] = sorted(path.name for path in full.directory.iterdir())
-    told["again"] = refused(parts.saver.finish)
+    errors["full"] = refused(parts.saver.finish)
+    errors["left"] = sorted(path.name for path in full.directory.iterdir())
+    errors["again"] = refused(parts.saver.finish)
     os.fsync = real
     parts.save(full, 3)
     parts.saver.finish()
     with torch.no_grad():
         if rank == 1:
             parts.weight.to_local()[0, 0] = torch.nan
-    told["nan"] = refused(lambda: parts.saver.start(full, parts, {}))  # type: ignore[arg-type]
-    torch.save(told, path / f"told_{rank}.pt")
+    errors["nan"] = refused(lambda: parts.saver.start(full, parts, {}))  # type: ignore[arg-type]
+    torch.save(errors, path / f"told_{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -124,11 +126,9 @@ def save_on(rank: int, folder: str, first: int) -> None:
         parts.saver.finish()
 
 
-def start(work: Callable[..., None], *given: Any) -> Any:
+def start(work: Callable[..., None], *args: Any) -> Any:
     multiprocessing.set_forkserver_preload(["torchrl_grpo.runtime", __name__])
-    return multiprocessing.start_processes(
-        work, given, RANKS, join=False, start_method="forkserver"
-    )
+    return multiprocessing.start_processes(work, args, RANKS, join=False, start_method="forkserver")
 
 
 @pytest.fixture(scope="module")
@@ -149,16 +149,17 @@ def whole(saved: SimpleNamespace, tmp_path: Path) -> Path:
 
 
 def test_the_newest_and_the_best_folders_are_kept_and_whole(saved: SimpleNamespace) -> None:
-    found = checkpoints_in(saved.folder / "kept")
-    assert [path.name for path in found] == [
+    checkpoints = checkpoints_in(saved.folder / "kept")
+    assert [path.name for path in checkpoints] == [
         "checkpoint_000005",
         "checkpoint_000004",
         "checkpoint_000002",
     ]
     assert len(list((saved.folder / "kept").iterdir())) == 3
-    for path in found:
+    for path in checkpoints:
         step = step_of(path)
-        manifest, state = read_manifest(path), read_checkpoint(path)
+        manifest = read_manifest(path)
+        state = read_checkpoint(path)
         assert (manifest["step"], manifest["config"], state["step"]) == (step, {"a": 1}, step)
         assert state["source"] == {"drawn": step} and state["trainer"]["version"] == step
         [weight] = whole_state_of(path)["trainer"]["model"].values()
@@ -166,12 +167,12 @@ def test_the_newest_and_the_best_folders_are_kept_and_whole(saved: SimpleNamespa
 
 
 def test_a_rank_without_room_fails_the_save_on_all_ranks(saved: SimpleNamespace) -> None:
-    for told in saved.told:
+    for errors in saved.told:
         assert (
-            told["full"]
+            errors["full"]
             == f"DiskFullError: there is no room for checkpoint_000002 in {saved.folder / 'full'}"
         )
-        assert told["again"] == "nothing"
+        assert errors["again"] == "nothing"
     assert saved.told[0]["left"] == ["checkpoint_000001"]
     [path] = checkpoints_in(saved.folder / "full")
     check_whole(path)
@@ -179,13 +180,14 @@ def test_a_rank_without_room_fails_the_save_on_all_ranks(saved: SimpleNamespace)
 
 
 def test_a_weight_that_one_rank_has_as_nan_is_saved_by_none(saved: SimpleNamespace) -> None:
-    for told in saved.told:
-        assert told["nan"] == "NonFiniteError: weights/0.weight has values that are not finite"
+    for errors in saved.told:
+        assert errors["nan"] == "NonFiniteError: weights/0.weight has values that are not finite"
     assert len(list((saved.folder / "full").iterdir())) == 1
 
 
 def test_a_flipped_bit_of_any_file_of_a_folder_is_found(whole: Path) -> None:
-    path, draw = whole / "checkpoint_000005", random.Random(0)
+    path = whole / "checkpoint_000005"
+    draw = random.Random(0)
     names = sorted(file.name for file in path.iterdir())
     assert len(names) == RANKS + 2
     for name in names:
@@ -261,7 +263,9 @@ def test_later_folders_are_set_aside_and_unfinished_ones_removed(whole: Path) ->
 
 
 def test_ranks_that_are_killed_in_a_save_leave_only_whole_folders(tmp_path: Path) -> None:
-    draw, reached, parts = random.Random(0), [0], 0
+    draw = random.Random(0)
+    reached = [0]
+    parts = 0
     folder = tmp_path / "killed"
     for _ in range(3):
         Checkpointer(folder, {}).begin(reached[-1])
@@ -332,8 +336,8 @@ def test_a_write_that_fails_later_is_said_and_the_last_one_is_tried_again(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(torchrl_logger, "warning", said.append)
+    messages: list[str] = []
+    monkeypatch.setattr(torchrl_logger, "warning", messages.append)
     learner: Any = LateLearner(failing)
     rollouts: Any = SimpleNamespace(state_dict=dict)
     saver = Saver(
@@ -350,7 +354,7 @@ def test_a_write_that_fails_later_is_said_and_the_last_one_is_tried_again(
     with pytest.raises(NotSavedError) if failing == (4, 4) else nullcontext():
         saver.ended(4)
     assert learner.written == written
-    assert said == [
+    assert messages == [
         f"Step {step} was not saved, there is no earlier checkpoint: its folder is gone."
         for step in unsaved
     ]

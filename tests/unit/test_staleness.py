@@ -166,8 +166,8 @@ class Simulated:
         progress = self.queue.next_unplayed()
         if progress is None:
             return False
-        for one in progress.task.drawn:
-            assert self.problems.setdefault(one.group, one.index) == one.index
+        for group in progress.task.drawn:
+            assert self.problems.setdefault(group.group, group.index) == group.index
         self.playing.append((progress, self.queue.buffer.version))
         return True
 
@@ -202,10 +202,10 @@ class Simulated:
             self.training = False
             self.queue.buffer.publish(self.queue.buffer.version + 1)
             return True
-        taken = self.queue.take()
-        if taken is None:
+        batch = self.queue.take()
+        if batch is None:
             return False
-        groups, metrics = taken
+        groups, metrics = batch
         assert len(groups) == self.settings["batch"]
         assert metrics["staleness/max"] <= self.max_staleness
         assert metrics["rollout/groups_zero_variance"] <= self.settings["most_played"] - len(groups)

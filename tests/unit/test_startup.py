@@ -79,9 +79,9 @@ def imported(folder: Path, *arguments: str) -> set[str]:
     ids=" ".join,
 )
 def test_help_and_mistakes_are_answered_without_torch(arguments: list[str], tmp_path: Path) -> None:
-    found = imported(tmp_path, *arguments)
-    assert "hydra" in found
-    assert not found & HEAVY
+    modules = imported(tmp_path, *arguments)
+    assert "hydra" in modules
+    assert not modules & HEAVY
 
 
 @pytest.mark.slow
@@ -108,20 +108,20 @@ def test_mistakes_in_the_data_are_answered_without_torch(mistake: str, tmp_path:
     (tmp_path / "d.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n' * 4)
     (tmp_path / "mine.py").write_text("def score(response, answer):\n    return 1.0\n")
     keys = ["env.dataset=d.jsonl", "env.columns.answer=answer", "env.reward=mine.py:score"]
-    kept = [key for key in keys if key.partition("=")[0] != mistake.partition("=")[0]]
-    found = imported(tmp_path, "--config-name", "grpo_arithmetic", *kept, mistake)
-    assert "datasets" in found
-    assert not found & {"torch", "torchrl", "tensordict", "transformers"}
+    remaining = [key for key in keys if key.partition("=")[0] != mistake.partition("=")[0]]
+    modules = imported(tmp_path, "--config-name", "grpo_arithmetic", *remaining, mistake)
+    assert "datasets" in modules
+    assert not modules & {"torch", "torchrl", "tensordict", "transformers"}
 
 
 @pytest.mark.slow
 def test_the_first_step_needs_no_package_that_the_run_does_not_use(tmp_path: Path) -> None:
-    found = imported(
+    modules = imported(
         tmp_path, "--config-name", "grpo_arithmetic", "env.num_envs=16", "env.repeats=4",
         "train.total_dialog_turns=32", "evaluation.num_prompts=4", "evaluation.k=2",
     )  # fmt: skip
-    assert found > {"torch", "torchrl", "transformers", "tensorboard"}
-    assert not found & UNUSED
+    assert modules > {"torch", "torchrl", "transformers", "tensorboard"}
+    assert not modules & UNUSED
 
 
 class Terminal(io.StringIO):
@@ -173,9 +173,9 @@ def test_without_a_terminal_a_silence_has_few_lines(
         startup.say("loading")
     finally:
         startup.end()
-    said = [line.partition("] ")[2] for line in capsys.readouterr().out.splitlines()]
-    assert said[0] == "importing" and said[-1] == "loading"
-    assert set(said[1:-1]) == {"still importing"} and 1 <= len(said[1:-1]) <= 2
+    messages = [line.partition("] ")[2] for line in capsys.readouterr().out.splitlines()]
+    assert messages[0] == "importing" and messages[-1] == "loading"
+    assert set(messages[1:-1]) == {"still importing"} and 1 <= len(messages[1:-1]) <= 2
 
 
 def test_quick_imports_put_everything_back() -> None:

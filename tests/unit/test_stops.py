@@ -75,7 +75,8 @@ def test_tokens_stand_for_their_bytes():
 )
 def test_a_response_ends_with_the_token_that_completes_a_string(strings):
     tokenizer, pieces = make_merged_tokenizer()
-    stop, draw = StopStrings(strings, tokenizer), random.Random(0)
+    stop = StopStrings(strings, tokenizer)
+    draw = random.Random(0)
     alphabet = {byte for string in strings for byte in string.encode()}
     likely = [i for i, piece in enumerate(pieces) if set(piece) <= alphabet] + [
         pieces.index(b"a"),
@@ -131,10 +132,8 @@ def test_until_its_end_a_response_is_drawn_as_without_stop_strings():
         TransformersEngine(make_tiny_model(initializer_range=0.05)),
         make_merged_tokenizer(),
     )
-    prompts, params = (
-        [torch.arange(20, 30), torch.arange(40, 47)],
-        SamplingParams(32, temperature=0.9),
-    )
+    prompts = [torch.arange(20, 30), torch.arange(40, 47)]
+    params = SamplingParams(32, temperature=0.9)
     engine.seed(1)
     free = engine.generate(prompts, 16, params)
     engine.seed(1)

@@ -81,9 +81,9 @@ def test_many_numbers_are_compared_in_three_ranges(tmp_path: Path) -> None:
             [f"optimizer.lr=0.0001000{number}"],
             [0.1, 0.1, 0.1, 0.1, 0.7, 0.7][number],
         )
-    found = influence(read_jobs(tmp_path), "optimizer.lr")
-    assert found.share == pytest.approx(1.0) and found.by_chance == pytest.approx(0.4)
-    assert [(count, mean) for _, count, mean in found.levels] == [
+    ranges = influence(read_jobs(tmp_path), "optimizer.lr")
+    assert ranges.share == pytest.approx(1.0) and ranges.by_chance == pytest.approx(0.4)
+    assert [(count, mean) for _, count, mean in ranges.levels] == [
         (2, 0.1),
         (2, 0.1),
         (2, pytest.approx(0.7)),

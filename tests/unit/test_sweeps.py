@@ -63,14 +63,16 @@ def test_a_job_that_fails_leaves_the_others(
         == 2
     )
     assert [path.name for path in jobs_in(tmp_path)] == ["1"]
-    shown = capfd.readouterr()
-    assert "sweep/0 failed: env.num_envs=16 must be a multiple of env.repeats=3" in shown.out
-    assert "error: env.num_envs=16 must be a multiple of env.repeats=3" in shown.err
+    captured = capfd.readouterr()
+    assert "sweep/0 failed: env.num_envs=16 must be a multiple of env.repeats=3" in captured.out
+    assert "error: env.num_envs=16 must be a multiple of env.repeats=3" in captured.err
     assert "no step" in (tmp_path / "sweep" / "sweep.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
+@pytest.mark.parametrize(
+    "launcher", ["joblib", pytest.param("submitit_local", marks=pytest.mark.nightly)]
+)
 def test_jobs_side_by_side_print_into_their_folders(launcher: str, tmp_path: Path) -> None:
     pytest.importorskip(f"hydra_plugins.hydra_{launcher.partition('_')[0]}_launcher")
     printed = run(launcher, tmp_path)

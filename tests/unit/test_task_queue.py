@@ -24,11 +24,12 @@ def varies(*groups: int) -> Callable[[int], bool]:
 
 
 def test_groups_have_the_problems_of_an_epoch_in_its_order() -> None:
-    queue, drawing = make_queue(task=1), make_drawing()
+    queue = make_queue(task=1)
+    drawing = make_drawing()
     drawn = [next_task(queue).task.drawn[0] for _ in range(3)]
     assert drawn == [drawing.draw() for _ in range(3)]
-    assert [one.group for one in drawn] == [0, 1, 2]
-    assert [one.problem for one in drawn] == [drawing.problems[one.index] for one in drawn]
+    assert [group.group for group in drawn] == [0, 1, 2]
+    assert [group.problem for group in drawn] == [drawing.problems[group.index] for group in drawn]
     assert queue.next_unplayed() is None  # all slots are taken
 
 
@@ -217,10 +218,10 @@ def test_outcomes_count_once_for_groups_that_are_trained_or_dropped() -> None:
         return OUTCOMES[index % 3]
 
     def recorded(queue: TaskQueue) -> dict[int, tuple[bool, ...]]:
-        found: dict[int, list[bool]] = {}
+        outcomes_of: dict[int, list[bool]] = {}
         for index, correct, count in queue.state_dict()["drawing"].get("outcomes", []):
-            found.setdefault(index, []).extend([bool(correct)] * count)
-        return {index: tuple(sorted(values, reverse=True)) for index, values in found.items()}
+            outcomes_of.setdefault(index, []).extend([bool(correct)] * count)
+        return {index: tuple(sorted(values, reverse=True)) for index, values in outcomes_of.items()}
 
     queue = make_queue(batch=2, task=1, max_staleness=1, most_played=30)
     queue._drawing.difficulty_filter = (0.05, 0.95)
@@ -229,17 +230,17 @@ def test_outcomes_count_once_for_groups_that_are_trained_or_dropped() -> None:
     def varied(group: int) -> bool:
         return indices[group] % 3 == 1
 
-    taken: list[int] = []
+    group_ids: list[int] = []
     for _ in range(15):
         while (batch := queue.take()) is None:
             progress = next_task(queue)
             indices |= {one.group: one.index for one in progress.task.drawn}
             play(queue, progress, varied, outcomes)
-        taken += [group for group, _ in batch[0]]
+        group_ids += [group for group, _ in batch[0]]
         queue.buffer.publish(queue.buffer.version + 1)
     done = set(indices) - {group for group, _ in queue.state_dict()["ahead"]}
     # An epoch has 100 problems, and fewer groups were played; each finished one counts once.
-    assert len(set(taken)) == len(taken) == 30 < len(done) <= 100
+    assert len(set(group_ids)) == len(group_ids) == 30 < len(done) <= 100
     assert recorded(queue) == {indices[group]: outcomes(indices[group]) for group in done}
     resumed = make_queue(batch=2, task=1, max_staleness=1, version=15, most_played=30)
     resumed._drawing.difficulty_filter = (0.05, 0.95)

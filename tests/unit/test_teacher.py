@@ -78,9 +78,9 @@ def test_divergence_and_gradient_equal_a_plain_loop(beta: float, most: int) -> N
         temperature=0.7,
         max_chunk_elements=most,
     )
-    found = torch.autograd.grad((scale * got).sum(), (hidden, weight, bias))
+    grads = torch.autograd.grad((scale * got).sum(), (hidden, weight, bias))
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-13)
-    for one, other in zip(found, wanted, strict=True):
+    for one, other in zip(grads, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
 
 
@@ -125,12 +125,12 @@ def test_no_more_logits_are_held_than_the_bound(monkeypatch: pytest.MonkeyPatch)
     sizes = []
     plain = divergence_module.head_logits
 
-    def noted(*given: Tensor | None) -> Tensor:
-        logits = plain(*given)  # type: ignore[arg-type]
+    def record(*args: Tensor | None) -> Tensor:
+        logits = plain(*args)  # type: ignore[arg-type]
         sizes.append(logits.numel())
         return logits
 
-    monkeypatch.setattr(divergence_module, "head_logits", noted)
+    monkeypatch.setattr(divergence_module, "head_logits", record)
     hidden, weight, _, states, head = random_heads(4)
     chunked_divergence(
         hidden, weight, states, Teacher(0.5, head), max_chunk_elements=80
@@ -148,8 +148,10 @@ def test_the_loss_is_the_divergence_of_the_two_models_logits(
     """A Qwen2 policy and a Llama teacher, through the states that are sent: value and gradients of
     plain logits.
     """
-    student, teacher = make_tiny_model().double(), make_llama(1).double()
-    prompt, rows = torch.arange(5, 9), []
+    student = make_tiny_model().double()
+    teacher = make_llama(1).double()
+    prompt = torch.arange(5, 9)
+    rows = []
     for length in (3, 6, 1):
         full = torch.cat([prompt, torch.arange(20, 20 + length)])
         mask = torch.arange(len(full)) >= len(prompt)
@@ -256,9 +258,9 @@ def test_a_run_scores_with_reference_and_teacher_and_trains(
                 .log_softmax(-1)
                 .gather(-1, tokens[1:, None])[:, 0]
             )
-            found = sequence[keys.TEACHER_LOG_PROBS]
-            torch.testing.assert_close(found[mask], expected[mask[1:]], rtol=1e-4, atol=1e-4)
-            apart = sequence[keys.LOG_PROBS] - found
+            log_probs = sequence[keys.TEACHER_LOG_PROBS]
+            torch.testing.assert_close(log_probs[mask], expected[mask[1:]], rtol=1e-4, atol=1e-4)
+            apart = sequence[keys.LOG_PROBS] - log_probs
             rest = (sequence[keys.ADVANTAGE] + 0.5 * apart)[
                 mask
             ]  # the group's advantage, the same for all tokens

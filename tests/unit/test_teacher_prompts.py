@@ -243,14 +243,14 @@ def test_log_probs_are_those_after_the_teachers_prompt() -> None:
     batch = TeacherScoring(scoring)(prompted())
     assert batch[keys.TEACHER_VALID].tolist() == [[True], [True], [False]]
     for row in batch.unbind(0):
-        mask, found = row[keys.ASSISTANT_MASK], row[keys.TEACHER_LOG_PROBS]
-        assert len(found) == len(mask) and not found[~mask].any()
+        mask, teacher_log_probs = row[keys.ASSISTANT_MASK], row[keys.TEACHER_LOG_PROBS]
+        assert len(teacher_log_probs) == len(mask) and not teacher_log_probs[~mask].any()
         if not row[keys.TEACHER_VALID]:
-            assert not found.any()
+            assert not teacher_log_probs.any()
             continue
         log_probs = logits_of_view(model, row).log_softmax(-1)
         expected = log_probs.gather(-1, row[keys.FULL][mask][:, None]).squeeze(-1)
-        torch.testing.assert_close(found[mask].double(), expected, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(teacher_log_probs[mask].double(), expected, rtol=1e-6, atol=1e-6)
     again = batch.clone()
     assert TeacherScoring(scoring)(again) is again  # already scored
 
@@ -292,7 +292,8 @@ def test_the_loss_is_the_clipped_divergence_of_plain_logits(
     beta: float, clip: float | None
 ) -> None:
     """Value and gradient of a plain loop over the tokens, in float64."""
-    student, teacher = make_tiny_model().double(), make_llama(1).double()
+    student = make_tiny_model().double()
+    teacher = make_llama(1).double()
     states = TeacherStates(TokenScorer(teacher))
     batch = TeacherScoring(states, teacher.config.hidden_size)(prompted())
     batch.set(keys.ADVANTAGE, torch.zeros(3, 1))
@@ -306,11 +307,13 @@ def test_the_loss_is_the_clipped_divergence_of_plain_logits(
     )
     out = loss(padded)
     out["loss_teacher"].backward()
-    found = {name: parameter.grad.clone() for name, parameter in student.named_parameters()}
+    grads = {name: parameter.grad.clone() for name, parameter in student.named_parameters()}
     student.zero_grad()
-    total, count = torch.zeros((), dtype=torch.float64), 0
+    total = torch.zeros((), dtype=torch.float64)
+    count = 0
     for row in batch.unbind(0):
-        start, mask = len(row[keys.FULL]) - len(row[keys.RESPONSE]), row[keys.ASSISTANT_MASK]
+        start = len(row[keys.FULL]) - len(row[keys.RESPONSE])
+        mask = row[keys.ASSISTANT_MASK]
         count += int(mask.sum())
         if not row[keys.TEACHER_VALID]:
             continue
@@ -326,7 +329,7 @@ def test_the_loss_is_the_clipped_divergence_of_plain_logits(
     expected.backward()
     torch.testing.assert_close(out["loss_teacher"], expected, rtol=1e-5, atol=1e-7)
     for name, parameter in student.named_parameters():
-        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.nightly
@@ -350,12 +353,13 @@ def test_the_loss_is_that_of_trls_self_distillation(alpha: float) -> None:
     )
     out = GRPOLoss(scorer, teacher_coeff=1.0)(padded)
     out["loss_teacher"].backward()
-    found = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    grads = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
     rows = []
     for row in batch.unbind(0):
         if row[keys.TEACHER_VALID]:
-            start, mask = len(row[keys.FULL]) - len(row[keys.RESPONSE]), row[keys.ASSISTANT_MASK]
+            start = len(row[keys.FULL]) - len(row[keys.RESPONSE])
+            mask = row[keys.ASSISTANT_MASK]
             logits = model(row[keys.FULL][None]).logits[0, start - 1 : -1][mask[start:]]
             tokens = trl.compute_full_logit_self_distillation_loss(
                 logits[None], logits_of_view(model, row)[None], distillation_alpha=alpha
@@ -365,7 +369,7 @@ def test_the_loss_is_that_of_trls_self_distillation(alpha: float) -> None:
     expected.backward()
     torch.testing.assert_close(out["loss_teacher"], expected, rtol=1e-6, atol=1e-7)
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-5, atol=1e-7)
 
 
 def test_kl_metrics_leave_out_tokens_without_a_teacher() -> None:
@@ -401,7 +405,8 @@ def test_a_run_counts_the_responses_without_a_teacher(files: Path) -> None:
         run.close()
     assert batch is not None
     valid = batch[keys.TEACHER_VALID].reshape(-1)
-    group_ids, correct = batch[keys.GROUP_ID].reshape(-1), batch[keys.CORRECT].reshape(-1)
+    group_ids = batch[keys.GROUP_ID].reshape(-1)
+    correct = batch[keys.CORRECT].reshape(-1)
     for index in range(len(batch)):
         others = (group_ids == group_ids[index]) & (torch.arange(len(batch)) != index)
         assert bool(valid[index]) == bool(correct[others].any())

@@ -92,7 +92,7 @@ def test_a_batch_without_tokens_has_none_to_treat_apart() -> None:
 
 
 @pytest.mark.parametrize(
-    ("share", "kept"),
+    ("share", "expected"),
     [
         (1.0, [0.5, 1.0, 2.0, 3.0, 3.0]),
         (0.75, [1.0, 2.0, 3.0, 3.0]),  # the quantile 1/4 is the second of five
@@ -102,10 +102,10 @@ def test_a_batch_without_tokens_has_none_to_treat_apart() -> None:
         (1e-9, [3.0, 3.0]),
     ],
 )
-def test_top_entropies_by_hand(share: float, kept: list[float]) -> None:
+def test_top_entropies_by_hand(share: float, expected: list[float]) -> None:
     entropy = torch.tensor([[3.0, 0.5, math.nan], [1.0, 3.0, 2.0], [9.0, 9.0, 9.0]])
     out = F.top_entropy_tokens(entropy, MASK, share)
-    assert sorted(entropy[out].tolist()) == kept
+    assert sorted(entropy[out].tolist()) == expected
     assert not (out & ~MASK).any()
 
 
@@ -161,7 +161,8 @@ def test_losses_of_the_covariance_equal_plain_loops(kind: str, seed: int) -> Non
     expected = torch.zeros((), dtype=torch.float64)
     for i, row in enumerate(rows):
         places = row["masks", "all_assistant_mask"].nonzero().flatten().tolist()
-        log_p, a = logits[i].log_softmax(-1), row["advantage"].item()
+        log_p = logits[i].log_softmax(-1)
+        a = row["advantage"].item()
         for t in places:
             gap = log_p[t, int(row["tokens", "full"][t])] - row["log_probs", "full"][t]
             ratio = gap.exp()
@@ -223,8 +224,8 @@ def test_a_token_of_low_entropy_leaves_the_objective_alone(seed: int) -> None:
     mask = batch["masks", "all_assistant_mask"]
     bound = batch[keys.PROX_ENTROPY][mask].quantile(0.6)
     plain = GRPOLoss(Table(logits.clone()), **settings)
-    kept = batch[keys.PROX_ENTROPY] >= bound
-    batch["advantage"] = torch.where(kept, batch["advantage"], 0.0)
+    is_selected = batch[keys.PROX_ENTROPY] >= bound
+    batch["advantage"] = torch.where(is_selected, batch["advantage"], 0.0)
     expected = plain(batch)
     total(expected).backward()
     torch.testing.assert_close(total(out), total(expected))
@@ -245,7 +246,7 @@ def test_entropies_are_those_of_the_policy_before_the_batch(micro_batch_tokens: 
     assert len(seen) == 2
     for data in seen:
         mask = data[keys.ASSISTANT_MASK]
-        log_probs, entropy = (one.detach() for one in before.score(data[keys.FULL], mask))
+        log_probs, entropy = (tensor.detach() for tensor in before.score(data[keys.FULL], mask))
         torch.testing.assert_close(data[keys.PROX_ENTROPY], entropy, rtol=0, atol=1e-5)
         torch.testing.assert_close(data[keys.PROX_LOG_PROBS], log_probs, rtol=0, atol=1e-5)
         roles = data[keys.TOKEN_ROLES]

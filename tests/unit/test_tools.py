@@ -104,7 +104,7 @@ def test_a_call_that_cannot_be_read_says_why(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments", "told", "well"),
+    ("name", "arguments", "reply", "well"),
     [
         ("add", {"a": 1, "b": 2}, "3", True),
         ("add", {"a": 1}, "1", True),
@@ -125,9 +125,9 @@ def test_a_call_that_cannot_be_read_says_why(text: str) -> None:
     ],
 )
 def test_the_policy_is_told_the_result_or_what_is_wrong(
-    name: str, arguments: Any, told: str, well: bool
+    name: str, arguments: Any, reply: str, well: bool
 ) -> None:
-    assert Toolbox([add, shout, broken, leaves]).run(ToolCall(name, arguments)) == (told, well)
+    assert Toolbox([add, shout, broken, leaves]).run(ToolCall(name, arguments)) == (reply, well)
 
 
 def pick(
@@ -170,8 +170,8 @@ def pick(
 def test_arguments_are_of_their_types_also_optional_nested_and_listed(
     argument: str, value: Any, wanted: str
 ) -> None:
-    told = f"error: the argument {argument} of pick must be {wanted}" if wanted else "picked"
-    assert Toolbox([pick]).run(ToolCall("pick", {argument: value})) == (told, not wanted)
+    reply = f"error: the argument {argument} of pick must be {wanted}" if wanted else "picked"
+    assert Toolbox([pick]).run(ToolCall("pick", {argument: value})) == (reply, not wanted)
 
 
 def test_an_argument_of_a_servers_schema_may_be_any_of_several() -> None:

@@ -42,11 +42,14 @@ def services(*overrides: str) -> dict[str, dict[str, Any]]:
 
 
 def run(
-    folder: Path, asked: dict[str, dict[str, Any]], steps: Sequence[int], before: Path | None = None
+    folder: Path,
+    settings: dict[str, dict[str, Any]],
+    steps: Sequence[int],
+    before: Path | None = None,
 ) -> None:
     config = {"optimizer": {"lr": 0.5 / len(steps)}}
     with MetricsLogger(
-        folder, tensorboard=False, services=asked, config=config, resumed_from=before
+        folder, tensorboard=False, services=settings, config=config, resumed_from=before
     ) as logger:
         for step in steps:
             logger.log(
@@ -69,14 +72,14 @@ def no_wandb_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def test_none_of_them_is_on_unless_it_is_asked_for() -> None:
     assert services() == {}
-    asked = services(
+    configured = services(
         "logging.mlflow.mode=offline", "logging.wandb.mode=online", "logging.wandb.tags=[a,b]"
     )
-    assert {name: settings["mode"] for name, settings in asked.items()} == {
+    assert {name: settings["mode"] for name, settings in configured.items()} == {
         "wandb": "online",
         "mlflow": "offline",
     }
-    assert asked["wandb"]["tags"] == ["a", "b"]
+    assert configured["wandb"]["tags"] == ["a", "b"]
 
 
 def test_online_without_a_key_fails_before_anything_is_written(
@@ -167,16 +170,16 @@ def test_wandb_gets_numbers_tables_and_names_and_goes_on_with_its_id(
     tmp_path: Path, no_wandb_key: Path
 ) -> None:
     pytest.importorskip("wandb")
-    asked = services(
+    settings = services(
         "logging.wandb.mode=offline",
         "logging.wandb.entity=us",
         "logging.wandb.group=seeds",
         "logging.wandb.tags=[x1]",
     )
-    run(tmp_path, asked, [1])
+    run(tmp_path, settings, [1])
     run_id = (tmp_path / "wandb" / "run_id").read_text().strip()
-    run(tmp_path, asked, [2])
-    run(tmp_path / "elsewhere", asked, [3], before=tmp_path)
+    run(tmp_path, settings, [2])
+    run(tmp_path / "elsewhere", settings, [3], before=tmp_path)
     folders = sorted(tmp_path.rglob("wandb/offline-run-*"))
     assert {folder.parents[1] for folder in folders} == {tmp_path, tmp_path / "elsewhere"}
     assert all(
@@ -194,28 +197,28 @@ def test_wandb_gets_numbers_tables_and_names_and_goes_on_with_its_id(
 @pytest.mark.slow
 def test_mlflow_gets_numbers_tables_and_names_and_goes_on_in_its_run(tmp_path: Path) -> None:
     mlflow = pytest.importorskip("mlflow")
-    asked = services(
+    settings = services(
         "logging.mlflow.mode=offline", "logging.mlflow.name=mine", "logging.mlflow.group=seeds"
     )
-    run(tmp_path / "a", asked, [1])
-    run(tmp_path / "b", asked, [2], before=tmp_path / "a")
-    run(tmp_path / "c", asked, [3, 4], before=tmp_path / "b")
+    run(tmp_path / "a", settings, [1])
+    run(tmp_path / "b", settings, [2], before=tmp_path / "a")
+    run(tmp_path / "c", settings, [3, 4], before=tmp_path / "b")
     assert (
         not (tmp_path / "c" / "mlflow" / "mlflow.db").exists() and "MLFLOW_RUN_ID" not in os.environ
     )
     client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/a/mlflow/mlflow.db")
-    [found] = client.search_runs([client.get_experiment_by_name("torchrl-grpo").experiment_id])
+    [stored] = client.search_runs([client.get_experiment_by_name("torchrl-grpo").experiment_id])
     assert (
-        found.info.run_name == "mine"
-        and found.info.status == "FINISHED"
-        and found.data.tags["group"] == "seeds"
+        stored.info.run_name == "mine"
+        and stored.info.status == "FINISHED"
+        and stored.data.tags["group"] == "seeds"
     )
-    assert found.data.params == {"optimizer.lr": "0.5"}
-    history = client.get_metric_history(found.info.run_id, "train/loss")
+    assert stored.data.params == {"optimizer.lr": "0.5"}
+    history = client.get_metric_history(stored.info.run_id, "train/loss")
     assert [(point.step, point.value) for point in history] == [
         (step, 1 / step) for step in (1, 2, 3, 4)
     ]
-    assert found.data.metrics.keys() == {"train/loss", "eval/pass_at_1"}
+    assert stored.data.metrics.keys() == {"train/loss", "eval/pass_at_1"}
     tables = sorted((tmp_path / "a" / "mlflow" / "artifacts").rglob("samples/*.json"))
     assert [path.name for path in tables] == [f"train_{step:06d}.json" for step in (1, 2, 3, 4)]
     assert json.loads(tables[0].read_text())["data"][1] == [7, "1+1=", "3", 0.0, False, 2]
@@ -229,12 +232,12 @@ def test_trackio_gets_numbers_and_tables_and_goes_on_in_its_run(
         "TRACKIO_DIR", str(tmp_path / "trackio")
     )  # read at import, which only this test does
     pytest.importorskip("trackio")
-    asked = services(
+    settings = services(
         "logging.trackio.mode=offline", "logging.trackio.name=mine", "logging.trackio.project=ours"
     )
-    run(tmp_path / "a", asked, [1])
-    run(tmp_path / "b", asked, [2], before=tmp_path / "a")
-    run(tmp_path / "c", asked, [1])  # another run of the same name
+    run(tmp_path / "a", settings, [1])
+    run(tmp_path / "b", settings, [2], before=tmp_path / "a")
+    run(tmp_path / "c", settings, [1])  # another run of the same name
     names = [(tmp_path / name / "trackio" / "run_id").read_text().strip() for name in "abc"]
     assert names[0] == names[1] != names[2] and all(name.startswith("mine-") for name in names)
     with closing(sqlite3.connect(tmp_path / "trackio" / "ours.db")) as database:
@@ -264,10 +267,11 @@ def free_port() -> int:
 def test_prometheus_reads_the_latest_metrics_until_the_run_ends(tmp_path: Path) -> None:
     parser = pytest.importorskip("prometheus_client.parser")
     port = free_port()
-    asked = services(f"logging.prometheus.port={port}")
-    folder, url = tmp_path / "my run", f"http://127.0.0.1:{port}/metrics"
+    settings = services(f"logging.prometheus.port={port}")
+    folder = tmp_path / "my run"
+    url = f"http://127.0.0.1:{port}/metrics"
     for _ in range(2):  # the second run finds the port free again
-        with MetricsLogger(folder, tensorboard=False, services=asked, config={}) as logger:
+        with MetricsLogger(folder, tensorboard=False, services=settings, config={}) as logger:
             logger.log(1, {"train/loss": 0.5, "eval/pass@1": 0.25})
             logger.log(2, {"train/loss": float("nan")})
             with urllib.request.urlopen(url, timeout=30) as answer:
@@ -276,7 +280,9 @@ def test_prometheus_reads_the_latest_metrics_until_the_run_ends(tmp_path: Path) 
         values = {family.name: family.samples[0].value for family in families}
         assert values.pop("grpo_train_loss") != 0.5
         assert values == {"grpo_eval_pass_1": 0.25, "grpo_step": 2}
-        assert {one.labels["run"] for family in families for one in family.samples} == {"my run"}
+        assert {metric.labels["run"] for family in families for metric in family.samples} == {
+            "my run"
+        }
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(url, timeout=30)
 
@@ -284,9 +290,9 @@ def test_prometheus_reads_the_latest_metrics_until_the_run_ends(tmp_path: Path) 
 def test_idle_connections_use_up_no_files_and_prometheus_still_reads(tmp_path: Path) -> None:
     pytest.importorskip("prometheus_client")
     port = free_port()
-    asked = services(f"logging.prometheus.port={port}")
+    settings = services(f"logging.prometheus.port={port}")
     with (
-        MetricsLogger(tmp_path, tensorboard=False, services=asked, config={}) as logger,
+        MetricsLogger(tmp_path, tensorboard=False, services=settings, config={}) as logger,
         ExitStack() as stack,
     ):
         logger.log(1, {"train/loss": 0.5})
@@ -303,9 +309,9 @@ def test_a_port_that_is_in_use_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("prometheus_client")
     with closing(socket.create_server(("127.0.0.1", 0))) as listener:
         port = listener.getsockname()[1]
-        asked = services(f"logging.prometheus.port={port}")
+        settings = services(f"logging.prometheus.port={port}")
         with pytest.raises(ValueError, match=rf"logging\.prometheus\.port={port} must be free"):
-            MetricsLogger(tmp_path, tensorboard=False, services=asked, config={})
+            MetricsLogger(tmp_path, tensorboard=False, services=settings, config={})
 
 
 def test_prometheus_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

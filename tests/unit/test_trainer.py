@@ -87,7 +87,8 @@ def test_sequences_with_an_invalid_reward_have_no_effect() -> None:
 
 def test_a_batch_in_which_no_token_counts_changes_nothing() -> None:
     """Adam would move by itself, because it has the moments of the step before."""
-    trainer, batch = make_trainer(), make_batch()
+    trainer = make_trainer()
+    batch = make_batch()
     trainer.train_batch(batch)
     before = weights(trainer)
     for row in batch.unbind(0):
@@ -102,7 +103,8 @@ def test_a_batch_in_which_no_token_counts_changes_nothing() -> None:
 
 
 def test_steps_without_a_token_that_counts_end_the_run() -> None:
-    trainer, batch = make_trainer(max_nonfinite_steps=3), make_batch()
+    trainer = make_trainer(max_nonfinite_steps=3)
+    batch = make_batch()
     for row in batch.unbind(0):
         row[keys.REWARD_VALID] = torch.tensor([False])
     for one in (
@@ -121,7 +123,8 @@ def test_steps_without_a_token_that_counts_end_the_run() -> None:
 
 
 def test_a_batch_whose_responses_are_all_masked_is_not_called_invalid() -> None:
-    trainer, batch = make_trainer(max_nonfinite_steps=1), make_batch()
+    trainer = make_trainer(max_nonfinite_steps=1)
+    batch = make_batch()
     trainer.loss.mask_truncated = True
     for row in batch.unbind(0):
         row[keys.TRUNCATED] = torch.tensor([True])
@@ -133,7 +136,10 @@ def test_a_batch_whose_responses_are_all_masked_is_not_called_invalid() -> None:
 
 
 def test_mask_truncated_treats_truncated_sequences_as_invalid() -> None:
-    batch, invalid, masking, plain = make_batch(), make_batch(), make_trainer(), make_trainer()
+    batch = make_batch()
+    invalid = make_batch()
+    masking = make_trainer()
+    plain = make_trainer()
     for index, (row, other) in enumerate(zip(batch.unbind(0), invalid.unbind(0), strict=True)):
         row[keys.TRUNCATED] = torch.tensor([index == 3])
         other[keys.REWARD_VALID] = torch.tensor([index != 3])
@@ -144,7 +150,8 @@ def test_mask_truncated_treats_truncated_sequences_as_invalid() -> None:
 
 
 def test_staleness_is_counted_from_the_version_that_sampled_each_token() -> None:
-    batch, trainer = make_batch(), make_trainer()
+    batch = make_batch()
+    trainer = make_trainer()
     trainer.version, trainer.loss.proximal = 3, "interpolated"
     for row in batch.unbind(0):
         row[keys.POLICY_VERSIONS] = torch.arange(len(row[keys.FULL])) % 4
@@ -172,7 +179,7 @@ class RewardedLoss(GRPOLoss):
         return out.set("seen", share.sum().detach())
 
 
-def test_a_loss_of_ones_own_gets_what_else_it_reads() -> None:
+def test_a_custom_loss_gets_the_extra_entries_it_reads() -> None:
     batch = make_batch()
     for index, row in enumerate(batch.unbind(0)):
         row["next", "reward"] = torch.tensor([float(index)])
@@ -216,7 +223,8 @@ def test_training_moves_probability_from_bad_to_good_sequences() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_mixed_precision_trains_close_to_full_precision(dtype: torch.dtype) -> None:
     full, mixed = make_trainer(), make_trainer(autocast_dtype=dtype)
-    expected, got = full.train_batch(make_batch()), mixed.train_batch(make_batch())
+    expected = full.train_batch(make_batch())
+    got = mixed.train_batch(make_batch())
     assert mixed.scaler.is_enabled() == (dtype == torch.float16)
     assert got["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=0.05)
     assert got["train/loss"] == pytest.approx(expected["train/loss"], abs=0.02)
@@ -363,7 +371,7 @@ def test_the_ratio_to_the_recomputed_policy_is_1_to_the_last_bit(
     )  # so that each step is a first one
     seen: list[torch.Tensor] = []
     ratio = trainer.loss.ratio
-    trainer.loss.ratio = lambda *given: (seen.append(ratio(*given)), seen[-1])[1]  # type: ignore[method-assign]
+    trainer.loss.ratio = lambda *args: (seen.append(ratio(*args)), seen[-1])[1]  # type: ignore[method-assign]
     trainer.train_batch(make_batch())
     assert sum(len(values) for values in seen) == 8
     assert all((values == 1).all() for values in seen)

@@ -191,7 +191,9 @@ def test_log_probs_are_those_of_the_model_at_the_temperature(make, temperature):
 @pytest.mark.parametrize("make", FUSED)
 def test_packed_weights_give_the_models_log_probs_after_an_update_too(make, monkeypatch):
     monkeypatch.setattr(fused_decoder, "_LEAST", 1)
-    model, prompts, params = build(make), make_prompts(5, 9, 3), SamplingParams(12)
+    model = build(make)
+    prompts = make_prompts(5, 9, 3)
+    params = SamplingParams(12)
     engine = TransformersEngine(model)
     assert isinstance(engine.decoder, FusedDecoder)
     assert largest_error(model, prompts, engine.generate(prompts, 4, params), 1.0) < 1e-5
@@ -207,7 +209,8 @@ def test_packed_weights_give_the_models_log_probs_after_an_update_too(make, monk
 @pytest.mark.parametrize("least", [1, 2**20])
 def test_a_packed_linear_layer_adds_bias_and_residual(dtype, tolerance, rows, least, monkeypatch):
     monkeypatch.setattr(fused_decoder, "_LEAST", least)
-    weight, bias = torch.randn(48, 32, dtype=dtype) / 8, torch.randn(48, dtype=dtype)
+    weight = torch.randn(48, 32, dtype=dtype) / 8
+    bias = torch.randn(48, dtype=dtype)
     x, residual = torch.randn(rows, 32, dtype=dtype), torch.randn(rows, 48, dtype=dtype)
     for some_bias in (None, bias):
         linear = PackedLinear(weight, some_bias, [weight])
@@ -259,15 +262,15 @@ def test_filtered_log_probs_are_renormalized_over_what_is_kept(tiny_model, top_k
             ordered, index = ordered[: top_k or None], index[: top_k or None]
             ordered = ordered / ordered.sum()
             count = int((ordered.cumsum(0) < top_p).sum()) + 1
-            kept = dict(
+            probs_left = dict(
                 zip(
                     index[:count].tolist(),
                     (ordered[:count] / ordered[:count].sum()).tolist(),
                     strict=True,
                 )
             )
-            assert int(token) in kept
-            assert log_prob.exp().item() == pytest.approx(kept[int(token)], abs=1e-5)
+            assert int(token) in probs_left
+            assert log_prob.exp().item() == pytest.approx(probs_left[int(token)], abs=1e-5)
 
 
 def test_ragged_prompts_give_what_each_gives_alone(tiny_model):
@@ -283,8 +286,10 @@ def test_ragged_prompts_give_what_each_gives_alone(tiny_model):
 
 
 def test_prompts_computed_in_slices_give_what_one_forward_gives(tiny_model, monkeypatch):
-    prompts, params = make_prompts(2, 17, 9, 17, 5), SamplingParams(6, temperature=0)
-    engine, empty_cache = TransformersEngine(tiny_model), FusedDecoder.empty_cache
+    prompts = make_prompts(2, 17, 9, 17, 5)
+    params = SamplingParams(6, temperature=0)
+    engine = TransformersEngine(tiny_model)
+    empty_cache = FusedDecoder.empty_cache
     whole = engine.generate(prompts, 2, params)
     # Uninitialized memory must not be read: NaN would show it.
     monkeypatch.setattr(
@@ -344,7 +349,8 @@ def test_first_tokens_follow_the_models_distribution(tiny_model):
 
 
 def test_equal_seeds_reproduce_a_run_and_others_do_not(tiny_model):
-    prompts, params = make_prompts(4, 9), SamplingParams(12)
+    prompts = make_prompts(4, 9)
+    params = SamplingParams(12)
     runs = []
     for seed in (7, 7, 8):
         engine = TransformersEngine(tiny_model)
@@ -356,7 +362,8 @@ def test_equal_seeds_reproduce_a_run_and_others_do_not(tiny_model):
 
 
 def test_a_restored_state_continues_the_run_exactly(tiny_model):
-    prompts, params = make_prompts(4, 9), SamplingParams(12)
+    prompts = make_prompts(4, 9)
+    params = SamplingParams(12)
     engine = TransformersEngine(tiny_model)
     engine.seed(7)
     engine.generate(prompts, 4, params)
@@ -382,10 +389,8 @@ def test_groups_that_wait_for_room_are_sampled_as_all_at_once(make, monkeypatch)
         lambda *args: tuple(cache.fill_(torch.nan) for cache in empty_cache(*args)),
     )
     model = build(make)
-    prompts, params = (
-        make_prompts(4, 9, 2, 12, 6, 9, 3),
-        SamplingParams(20, stop_token_ids=tuple(range(12))),
-    )
+    prompts = make_prompts(4, 9, 2, 12, 6, 9, 3)
+    params = SamplingParams(20, stop_token_ids=tuple(range(12)))
     whole = TransformersEngine(model)
     refilled = TransformersEngine(model, kv_cache_bytes=2 * whole.decoder.cache_bytes(12, 4, 20))
     results = []
@@ -399,13 +404,14 @@ def test_groups_that_wait_for_room_are_sampled_as_all_at_once(make, monkeypatch)
 
 
 def test_waiting_groups_take_finished_rows_places_within_the_cache(tiny_model, monkeypatch):
-    prompts, params = (
-        make_prompts(*[8] * 12),
-        SamplingParams(40, stop_token_ids=tuple(range(2, 12))),
-    )
+    prompts = make_prompts(*[8] * 12)
+    params = SamplingParams(40, stop_token_ids=tuple(range(2, 12)))
     engine = TransformersEngine(tiny_model, kv_cache_bytes=100_000)
-    added, told, batch_type = [], [], type(engine.decoder.start(1))
-    add, row_bytes = batch_type.add, engine.decoder.cache_bytes(0, 1, 40)
+    added = []
+    reports = []
+    batch_type = type(engine.decoder.start(1))
+    add = batch_type.add
+    row_bytes = engine.decoder.cache_bytes(0, 1, 40)
     prompt_bytes = engine.decoder.cache_bytes(8, 0, 40)
 
     def watch(self, more, n):
@@ -420,29 +426,31 @@ def test_waiting_groups_take_finished_rows_places_within_the_cache(tiny_model, m
 
     monkeypatch.setattr(batch_type, "add", watch)
     groups = engine.generate(
-        prompts, 2, params, lambda i, number, done: told.append((i, number, len(added)))
+        prompts, 2, params, lambda i, number, done: reports.append((i, number, len(added)))
     )
     assert added[0][0] == 0
     assert all(
         before > 0 for before, _ in added[1:]
     )  # the slots of some rows, while others continue
     assert max(size for _, size in added) <= 100_000
-    assert len({(i, number) for i, number, _ in told}) == len(told) == 24
-    assert min(additions for _, _, additions in told) < len(
+    assert len({(i, number) for i, number, _ in reports}) == len(reports) == 24
+    assert min(additions for _, _, additions in reports) < len(
         added
     )  # reported before the last group had started
     assert all(len(group) == 2 for group in groups)
 
 
 def test_a_stop_token_ends_a_response_and_is_counted_in(tiny_model):
-    prompts, stops = make_prompts(4, 9), tuple(range(2, 20))
+    prompts = make_prompts(4, 9)
+    stops = tuple(range(2, 20))
     groups = TransformersEngine(tiny_model).generate(
         prompts, 8, SamplingParams(15, stop_token_ids=stops)
     )
     reasons = set()
     for completion in itertools.chain(*groups):
         reasons.add(completion.finish_reason)
-        body, last = completion.tokens[:-1].tolist(), int(completion.tokens[-1])
+        body = completion.tokens[:-1].tolist()
+        last = int(completion.tokens[-1])
         assert not set(body) & set(stops)
         assert (last in stops) == (completion.finish_reason == "stop")
         assert len(completion.log_probs) == len(completion.tokens)
@@ -474,7 +482,8 @@ def test_a_response_ends_with_the_context(make):
 
 
 def test_bad_requests_name_field_value_and_fix(tiny_model):
-    engine, params = TransformersEngine(tiny_model), SamplingParams(4)
+    engine = TransformersEngine(tiny_model)
+    params = SamplingParams(4)
     with pytest.raises(ValueError, match=r"prompts\[1\] .*1 to 511 .* got 512: drop or shorten"):
         engine.generate(make_prompts(4, 512), 2, params)
     with pytest.raises(ValueError, match=r"prompts\[0\] .*1 to 511 .* got 0"):
@@ -517,7 +526,8 @@ def test_new_weights_give_the_new_models_responses(make):
     with torch.no_grad():
         for parameter in new.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
-    prompts, params = make_prompts(4, 9), SamplingParams(8)
+    prompts = make_prompts(4, 9)
+    params = SamplingParams(8)
     engine, fresh = TransformersEngine(old), TransformersEngine(new)
     engine.seed(2)
     before = engine.generate(prompts, 2, params)
@@ -572,7 +582,8 @@ def broken(weights: list[tuple[str, Tensor]]):
     ],
 )
 def test_a_failed_update_leaves_all_as_it_was(tiny_model, spoil, error, message):
-    prompts, params = make_prompts(4, 9), SamplingParams(8)
+    prompts = make_prompts(4, 9)
+    params = SamplingParams(8)
     engine = TransformersEngine(tiny_model)
     engine.update_weights(tiny_model.named_parameters(), version=4)
     engine.seed(1)
@@ -585,7 +596,8 @@ def test_a_failed_update_leaves_all_as_it_was(tiny_model, spoil, error, message)
 
 
 def test_training_the_model_does_not_touch_the_engine(tiny_model):
-    prompts, params = make_prompts(4), SamplingParams(8)
+    prompts = make_prompts(4)
+    params = SamplingParams(8)
     engine = TransformersEngine(tiny_model)
     engine.seed(1)
     before = engine.generate(prompts, 2, params)

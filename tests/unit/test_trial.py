@@ -56,7 +56,8 @@ class Rollouts:
 def test_weights_on_trial_are_sent_again_where_log_probs_differ(
     differences: dict[str, float], tolerance: float | None, published: list[str]
 ) -> None:
-    learner, rollouts = Learner(differences), Rollouts()
+    learner = Learner(differences)
+    rollouts = Rollouts()
     fit(cast(Any, learner), cast(Any, rollouts), Schedule(0, verify_tolerance=tolerance))
     assert rollouts.published == [(handle, 0) for handle in published]
     assert len(learner.reasons) == len(published) - 1

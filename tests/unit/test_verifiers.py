@@ -40,7 +40,7 @@ def environments() -> Iterator[None]:
         yield
 
 
-def made(name: str, max_turns: int = 4, **options: Any) -> Task:
+def make_task_of(name: str, max_turns: int = 4, **options: Any) -> Task:
     return make_task(
         EnvConfig(task=f"verifiers:{name}", dataset_options=options, max_turns=max_turns)
     )
@@ -52,12 +52,12 @@ def user(*texts: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def sums() -> Task:
-    return made("lucky_sums", taskset={"count": 30})
+    return make_task_of("lucky_sums", taskset={"count": 30})
 
 
 @pytest.fixture(scope="module")
 def game() -> Task:
-    return made("warmer", 3)
+    return make_task_of("warmer", 3)
 
 
 def sum_of(task: Task, number: int) -> Problem:
@@ -80,7 +80,7 @@ def test_tasks_are_problems_of_two_splits_that_share_none(sums):
         f"{n}+1=" for n in range(30)
     ]
     assert 1 <= len(test) < len(train)
-    later = made("lucky_sums", taskset={"count": 30, "start": 1}).problems(
+    later = make_task_of("lucky_sums", taskset={"count": 30, "start": 1}).problems(
         "train"
     )  # each at a different place
     assert [problem.query for problem in later] == [query for query in train if query != "0+1="]
@@ -94,7 +94,7 @@ def test_endless_tasks_are_cut_off(game):
     assert [len(few.problems(split)) for split in ("train", "test")] == [10, 3]
     assert few.problems("train") == game.problems("train")[:10]
     with pytest.raises(ValueError, match=r"both splits, .*split"):
-        one = made("warmer", taskset={"games": 1})  # the same one, endlessly
+        one = make_task_of("warmer", taskset={"games": 1})  # the same one, endlessly
         assert one.problems("train") and one.problems("test")
 
 
@@ -102,15 +102,15 @@ def test_endless_tasks_are_cut_off(game):
     "answer, reward", [("4", 1 + 0.25), ("5", 0.25), ("12", 0.125), (" 4\n", 1.25)]
 )
 def test_the_reward_is_the_weighted_sum_of_the_environment(sums, answer, reward):
-    asked, end = played(sums, lambda turn: answer, problem=sum_of(sums, 3))
-    assert asked == [Turn(sums.messages(sum_of(sums, 3)), None, tools=[])]
+    turns, end = played(sums, lambda turn: answer, problem=sum_of(sums, 3))
+    assert turns == [Turn(sums.messages(sum_of(sums, 3)), None, tools=[])]
     assert end == Turn(None, own_score(reward))
 
 
 def test_turns_of_a_game_continue_one_sample(game):
     guesses = iter("358")
-    asked, end = played(game, lambda turn: next(guesses), problem=game_of(game, 5))
-    assert [(turn.sample, turn.messages) for turn in asked] == [
+    turns, end = played(game, lambda turn: next(guesses), problem=game_of(game, 5))
+    assert [(turn.sample, turn.messages) for turn in turns] == [
         (0, user("Guess 0-9.")),
         (0, user("higher")),
     ]
@@ -118,8 +118,8 @@ def test_turns_of_a_game_continue_one_sample(game):
 
 
 def test_the_last_turn_ends_a_game_without_its_reward(game):
-    asked, end = played(game, lambda turn: "1", problem=game_of(game, 5), turns=3)
-    assert len(asked) == 3
+    turns_taken, end = played(game, lambda turn: "1", problem=game_of(game, 5), turns=3)
+    assert len(turns_taken) == 3
     assert end == Turn(None, own_score(0.0))
 
 
@@ -186,24 +186,24 @@ def scales() -> Iterator[str]:
 
 
 def test_tools_of_an_environment_are_called_by_the_policy(scales):
-    task = made("weighed", taskset={"task": {"scales": {"url": scales}}})
+    task = make_task_of("weighed", taskset={"task": {"scales": {"url": scales}}})
     call = '<tool_call>\n{"name": "weigh", "arguments": {"thing": "bear"}}\n</tool_call>'
     answers = iter([call, "4 kg"])
-    asked, end = played(task, lambda turn: next(answers), problem=task.problems("train")[0])
-    [schema] = asked[0].tools
+    turns, end = played(task, lambda turn: next(answers), problem=task.problems("train")[0])
+    [schema] = turns[0].tools
     assert (schema["function"]["name"], schema["function"]["description"]) == (
         "weigh",
         "Weigh a thing.",
     )
-    assert [(message["role"], message["content"]) for message in asked[1].messages] == [
+    assert [(message["role"], message["content"]) for message in turns[1].messages] == [
         ("tool", "4 kg")
     ]
-    assert (asked[1].sample, end.score) == (0, own_score(1.0))
+    assert (turns[1].sample, end.score) == (0, own_score(1.0))
 
 
 def test_an_environment_that_blocks_costs_its_own_episode(monkeypatch):
     monkeypatch.setattr(ours, "_RESPONSE_TIMEOUT_S", 0.2)
-    task = made("lucky_sums", taskset={"count": 30})
+    task = make_task_of("lucky_sums", taskset={"count": 30})
     problem = sum_of(task, 3)
     played(task, lambda turn: "4", problem=problem)
     goes_on = threading.Event()
@@ -214,7 +214,7 @@ def test_an_environment_that_blocks_costs_its_own_episode(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name, options, said",
+    "name, options, message",
     [
         ("no_such_env", {}, "env.task=verifiers:no_such_env must be an installed environment"),
         ("json", {}, "env.task=verifiers:json must be an environment of verifiers 0.4"),
@@ -228,9 +228,9 @@ def test_an_environment_that_blocks_costs_its_own_episode(monkeypatch):
         ("lucky_sums", {"taskset": {"count": 0}}, "must have tasks for both splits"),
     ],
 )
-def test_what_cannot_be_played_is_an_error_with_a_fix(name, options, said):
-    with pytest.raises(ValueError, match=said):
-        made(name, **options)
+def test_unsupported_environments_are_errors_with_a_fix(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        make_task_of(name, **options)
 
 
 def test_without_verifiers_the_error_says_how_to_install_it(monkeypatch):
@@ -238,7 +238,7 @@ def test_without_verifiers_the_error_says_how_to_install_it(monkeypatch):
     with pytest.raises(
         ValueError, match=r"needs verifiers 0\.4, .* pip install \"torchrl_grpo\[verifiers\]\""
     ):
-        made("lucky_sums")
+        make_task_of("lucky_sums")
 
 
 @pytest.mark.slow
@@ -253,9 +253,9 @@ def test_a_run_from_the_command_line_trains_on_one(run_here, tmp_path: Path):
         0 < row["rollout/reward_mean"] <= 1.25 for row in rows if "rollout/reward_mean" in row
     )
     samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").open()]
-    for one in samples:
-        short = 0.25 / max(1, len(one["response"].strip()))
-        assert one["reward"] in (pytest.approx(short), pytest.approx(1 + short))
+    for sample in samples:
+        short = 0.25 / max(1, len(sample["response"].strip()))
+        assert sample["reward"] in (pytest.approx(short), pytest.approx(1 + short))
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
@@ -267,7 +267,8 @@ def test_what_an_environment_raises_stops_no_loop(kind):
     async def fail() -> None:
         raise kind
 
-    loop, closed = asyncio.new_event_loop(), asyncio.Event()
+    loop = asyncio.new_event_loop()
+    closed = asyncio.Event()
     thread = threading.Thread(target=ours._run, args=(loop, host()))
     thread.start()
     failed = asyncio.run_coroutine_threadsafe(fail(), loop)

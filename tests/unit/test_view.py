@@ -100,12 +100,12 @@ def test_the_page_only_reads(address: str, method: str) -> None:
 
 def test_it_listens_on_loopback_alone(address: str) -> None:
     port = urlsplit(address).port
-    found = [
+    addresses = [
         one.laddr.ip
         for one in psutil.net_connections("tcp")
         if one.laddr.port == port and one.status == "LISTEN"
     ]
-    assert found == ["127.0.0.1"]
+    assert addresses == ["127.0.0.1"]
 
 
 def test_a_page_runs_no_script_but_its_own(address: str) -> None:
@@ -295,8 +295,8 @@ def test_groups_are_ordered_by_the_spread_of_their_rewards(tmp_path: Path) -> No
         )
     view = RunView(run, "run")
     view.refresh()
-    found = view.groups(Criteria(split="train"), 0, 10, by_spread=True)
-    assert [rows[0]["query"] for rows in found["groups"]] == ["1", "3", "4", "2"]
+    page = view.groups(Criteria(split="train"), 0, 10, by_spread=True)
+    assert [rows[0]["query"] for rows in page["groups"]] == ["1", "3", "4", "2"]
     newest = view.groups(Criteria(split="train"), 0, 10)
     assert [rows[0]["query"] for rows in newest["groups"]] == ["4", "3", "2", "1"]
 
@@ -325,12 +325,12 @@ def test_what_cannot_be_answered_is_told(address: str, path: str, error: str) ->
 
 
 def test_a_response_has_its_tokens_and_its_group(address: str) -> None:
-    found = api(address, "response?row=2")
-    assert (found["response"], found["group"]) == ("#### 2", [1, 2])
-    assert found["tokens"]["values"]["ratio"] == [
+    response = api(address, "response?row=2")
+    assert (response["response"], response["group"]) == ("#### 2", [1, 2])
+    assert response["tokens"]["values"]["ratio"] == [
         pytest.approx(math.exp(0.01 * at)) for at in range(6)
     ]
-    assert found["tokens"]["values"]["advantage"] == [1.0] * 6
+    assert response["tokens"]["values"]["advantage"] == [1.0] * 6
     assert api(address, "response?row=0")["tokens"] is None
 
 
@@ -345,8 +345,8 @@ def test_thumbnails_are_those_of_the_run_alone(tmp_path: Path) -> None:
     rows = group(4, "<image>?", ["1", "2"], images=[64 * "a"])
     append(runs[0], "samples.jsonl", rows)
     with served(*runs) as address:
-        [found, *_] = api(address, "groups")["groups"]
-        assert [row["images"] for row in found] == [[64 * "a"]] * 2
+        [first_group, *_] = api(address, "groups")["groups"]
+        assert [row["images"] for row in first_group] == [[64 * "a"]] * 2
         assert api(address, "response?row=7")["images"] == [64 * "a"]
         status, text, headers = ask(address, f"image/0/{64 * 'a'}")
         assert (status, text, headers["content-type"]) == (200, "a picture", "image/png")
@@ -403,10 +403,10 @@ def hurry(page: psutil.Process) -> None:
 
 @pytest.mark.slow
 def test_beside_a_run_it_has_lowest_priority_and_ends_with_it(tmp_path: Path) -> None:
-    told: list[str] = []
+    messages: list[str] = []
     warnings: list[str] = []
-    with page_beside(make_run(tmp_path / "run"), told.append, warnings.append):
-        [address] = told
+    with page_beside(make_run(tmp_path / "run"), messages.append, warnings.append):
+        [address] = messages
         page = page_process()
         until(lambda: page.nice() == 19)
         if sys.platform == "linux":  # when memory runs out, the page is killed first
@@ -422,13 +422,13 @@ def test_beside_a_run_it_has_lowest_priority_and_ends_with_it(tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="sets another process' limits")
 def test_strangers_use_up_no_connections_and_shut_no_reader_out(tmp_path: Path) -> None:
-    told: list[str] = []
+    messages: list[str] = []
     warnings: list[str] = []
     with (
-        page_beside(make_run(tmp_path / "run"), told.append, warnings.append),
+        page_beside(make_run(tmp_path / "run"), messages.append, warnings.append),
         ExitStack() as strangers,
     ):
-        [address] = told
+        [address] = messages
         page = page_process()
         hurry(page)
         assert api(address, "status")[0]["step"] == 3
@@ -459,13 +459,13 @@ def test_a_connection_has_seconds_to_ask(address: str) -> None:
                 return False
         return True
 
-    asked = [
+    connections = [
         b"",
         b"GET / HTTP/1.1\r\n",
         b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 999\r\n\r\n",
     ]
-    with ThreadPoolExecutor(len(asked)) as pool:
-        assert list(pool.map(is_closed, asked)) == [True] * len(asked)
+    with ThreadPoolExecutor(len(connections)) as pool:
+        assert list(pool.map(is_closed, connections)) == [True] * len(connections)
 
 
 @pytest.mark.slow

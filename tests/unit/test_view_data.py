@@ -72,13 +72,17 @@ def test_alarms_are_those_of_the_report(tmp_path: Path) -> None:
 
 
 def test_numbers_of_tokens_by_hand() -> None:
-    text, given = ["a", "[", "]", "b"], None
+    text = ["a", "[", "]", "b"]
+    log_prob = None
     tokens = {
         "text": text,
-        "log_prob": [-1.0, given, given, -2.0],
-        "trainer": [-0.5, given, given, -2.0],
+        "log_prob": [-1.0, log_prob, log_prob, -2.0],
+        "trainer": [-0.5, log_prob, log_prob, -2.0],
     }
-    tokens |= {"reference": [-0.5, given, given, -1.0], "entropy": [0.1, given, given, 0.2]}
+    tokens |= {
+        "reference": [-0.5, log_prob, log_prob, -1.0],
+        "entropy": [0.1, log_prob, log_prob, 0.2],
+    }
     strip = strip_of({"tokens": tokens, "advantage": -0.5})
     assert strip is not None
     assert strip["sampled"] == [True, False, False, True]
@@ -108,9 +112,9 @@ def test_what_a_model_wrote_is_shown_as_text(tmp_path: Path) -> None:
     append(run, "samples.jsonl", group(9, HOSTILE, [HOSTILE]))
     view = RunView(run, "run")
     view.refresh()
-    found = view.response(7)
-    assert found is not None
-    assert found["query"] == found["response"] == SHOWN
+    response = view.response(7)
+    assert response is not None
+    assert response["query"] == response["response"] == SHOWN
 
 
 def test_rows_of_older_runs_have_groups_of_equal_prompts(tmp_path: Path) -> None:
@@ -145,10 +149,10 @@ def test_a_resumed_run_is_read_again(tmp_path: Path) -> None:
     view.metrics.refresh()
     before = view.samples.index
     for name in ("samples.jsonl", "metrics.jsonl"):
-        kept = [
+        rows = [
             line for line in (run / name).read_text().splitlines() if json.loads(line)["step"] < 2
         ]
-        (run / "new").write_text("".join(f"{line}\n" for line in kept))
+        (run / "new").write_text("".join(f"{line}\n" for line in rows))
         (run / "new").replace(run / name)
     view.samples.refresh()
     view.metrics.refresh()
@@ -260,7 +264,7 @@ BOMB = "a0: &a0 [x, x]\n" + "".join(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("text", "shown"),
+    ("text", "expected"),
     [
         (BOMB, "not shown: it has aliases"),
         (BOMB + "model: {name: *a29}\nenv: {dataset: x}\n", "not shown: it has aliases"),
@@ -271,7 +275,7 @@ BOMB = "a0: &a0 [x, x]\n" + "".join(
     ],
 )
 def test_a_config_that_cannot_be_read_is_named_and_hangs_nothing(
-    tmp_path: Path, text: str, shown: str
+    tmp_path: Path, text: str, expected: str
 ) -> None:
     run = make_run(tmp_path / "run")
     (run / ".hydra" / "config.yaml").write_text(text)
@@ -279,7 +283,7 @@ def test_a_config_that_cannot_be_read_is_named_and_hangs_nothing(
     view = RunView(run, "run")
     assert view.title() == "GRPO run"
     config = view.config()
-    assert config.pop("config").startswith(shown)
+    assert config.pop("config").startswith(expected)
     assert set(config) == {"environment.python", "environment.packages.torch"}
     assert time.monotonic() - start < 60  # its expansion would have 9**29 words
 
@@ -358,8 +362,8 @@ def test_a_line_that_no_run_writes_is_left_out(tmp_path: Path, name: str, line: 
         )
     view = RunView(run, "run")
     assert shown_of(view) == shown_of(RunView(clean, "run"))
-    found = view.response(8)
-    assert found is not None and (found["response"], found["step"]) == ("10", 5)
+    response = view.response(8)
+    assert response is not None and (response["response"], response["step"]) == ("10", 5)
 
 
 @pytest.mark.parametrize(
@@ -378,9 +382,9 @@ def test_numbers_of_tokens_that_no_run_writes_are_left_out(
     append(run, "samples.jsonl", [row | {"tokens": tokens} for row in group(4, "4+4=", ["8"])])
     view = RunView(run, "run")
     view.refresh()
-    found = json.loads(json.dumps(view.response(7), allow_nan=False))
-    assert (found["response"], found["tokens"]["text"]) == ("8", ["1"])
-    assert set(found["tokens"]["values"]) <= {"advantage", "ratio"}
+    response = json.loads(json.dumps(view.response(7), allow_nan=False))
+    assert (response["response"], response["tokens"]["text"]) == ("8", ["1"])
+    assert set(response["tokens"]["values"]) <= {"advantage", "ratio"}
 
 
 @pytest.mark.parametrize(
@@ -398,9 +402,9 @@ def test_a_response_whose_tokens_cannot_be_read_is_shown_without_them(
         )
     view = RunView(run, "run")
     view.refresh()
-    found = view.response(7)
-    assert found is not None
-    assert (found["step"], found["response"], found["tokens"]) == (4, "8", None)
+    response = view.response(7)
+    assert response is not None
+    assert (response["step"], response["response"], response["tokens"]) == (4, "8", None)
 
 
 @pytest.mark.slow

@@ -96,11 +96,11 @@ def show(page: Page, address: str, view: str) -> None:
 
 def marks(figure: Locator) -> list[list[str]]:
     """Return shape, color, and dashes or corners of each entry of a legend."""
-    found: list[list[str]] = figure.locator(".legend svg > *").evaluate_all(
+    entries: list[list[str]] = figure.locator(".legend svg > *").evaluate_all(
         """all => all.map(one => [one.tagName, one.getAttribute("stroke") ?? one.getAttribute("fill"),
             one.getAttribute("stroke-dasharray") ?? one.getAttribute("points") ?? ""])"""
     )
-    return found
+    return entries
 
 
 def queries(page: Page) -> list[str]:
@@ -157,8 +157,8 @@ def test_a_cursor_tells_the_values_of_a_step_in_all_panels(page: Page, address: 
     accuracy = page.get_by_role("slider", name="Accuracy").get_attribute("aria-valuetext") or ""
     assert "test pass@1 (greedy) 25.0% (step 0)" in accuracy  # the last value before
     entropy.hover(position={"x": 200, "y": 60})
-    [told] = set(page.locator(".plot .at").all_inner_texts())
-    assert re.fullmatch(r"step \d+", told)
+    [step_text] = set(page.locator(".plot .at").all_inner_texts())
+    assert re.fullmatch(r"step \d+", step_text)
     page.mouse.move(0, 0)
     expect(page.locator(".plot .at").first).to_have_text("")
 
@@ -319,9 +319,9 @@ def test_tokens_are_walked_through_by_keyboard(page: Page, address: str) -> None
     page.get_by_role("listbox").focus()
     page.keyboard.press("End")
     page.keyboard.press("ArrowLeft")
-    told = page.locator(".readout").inner_text()
+    readout = page.locator(".readout").inner_text()
     assert re.fullmatch(
-        r'" " token 5 of 6: log-prob -0\.25 \(77\.9%\), ratio to the trainer 1\.04, .*', told
+        r'" " token 5 of 6: log-prob -0\.25 \(77\.9%\), ratio to the trainer 1\.04, .*', readout
     )
     page.locator(".token").first.hover()
     assert page.locator(".readout").inner_text().startswith('"#" token 1 of 6')
@@ -378,9 +378,9 @@ def test_kinds_of_spans_have_colors_apart_and_are_explained(
         show(page, address, "timeline")
         expect(page.locator("main")).to_contain_text("One lane per actor")
         legend = page.locator("main > div > .legend li")
-        told = dict(text.split(": ") for text in legend.all_inner_texts())
-        assert set(told) == set(kinds)
-        assert told["score"] == "computes rewards or reference log-probs"
+        explanations = dict(text.split(": ") for text in legend.all_inner_texts())
+        assert set(explanations) == set(kinds)
+        assert explanations["score"] == "computes rewards or reference log-probs"
         fills = page.locator(".legend rect").evaluate_all(
             "all => all.map(one => one.getAttribute('fill'))"
         )
@@ -410,8 +410,8 @@ def test_the_axis_of_the_timeline_has_round_times_in_one_unit(
     )
     with served(run) as address, browser.new_page() as page:
         show(page, address, "timeline")
-        shown = page.locator(".lanes text[text-anchor]").all_text_contents()
-    assert shown[: len(texts)] == texts
+        labels = page.locator(".lanes text[text-anchor]").all_text_contents()
+    assert labels[: len(texts)] == texts
 
 
 def test_the_times_of_the_timeline_do_not_overlap(browser: Browser, tmp_path: Path) -> None:
@@ -475,9 +475,9 @@ def test_a_run_that_is_being_read_is_not_called_one_without_steps(
     with served(make_run(tmp_path / "run")) as address, browser.new_page() as page:
 
         def reading(route: Route) -> None:
-            found = route.fetch().json()
+            runs = route.fetch().json()
             route.fulfill(
-                json=[one | {"reading": True, "versions": {"metrics": 0}} for one in found]
+                json=[one | {"reading": True, "versions": {"metrics": 0}} for one in runs]
             )
 
         page.route("**/api/status", reading)

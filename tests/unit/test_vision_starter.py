@@ -107,9 +107,9 @@ def test_the_example_of_an_exported_models_card_runs(
     card = ModelCard.load("README.md")
     assert card.data.pipeline_tag == "image-text-to-text"
     code = card.text.partition("```python\n")[2].partition("```")[0]
-    shown: list[str] = []
-    exec(code.replace("512", "4"), {"print": shown.append})
-    assert len(shown) == 1
+    lines: list[str] = []
+    exec(code.replace("512", "4"), {"print": lines.append})
+    assert len(lines) == 1
 
 
 def test_auto_classes_load_it_and_see_what_the_encoder_sees(

@@ -50,7 +50,8 @@ class Once(TransferHandle):
 
 
 def make_engine() -> tuple[VLLMEngine, Library]:
-    engine, library = VLLMEngine.__new__(VLLMEngine), Library()
+    engine = VLLMEngine.__new__(VLLMEngine)
+    library = Library()
     engine._llm, engine._enable_sleep, engine._asleep, engine._latest = library, True, [], None
     engine._device, engine._share = torch.device("cuda:0"), 0.4
     engine._num_workers, engine._dtype = 1, torch.float32
@@ -118,7 +119,7 @@ def test_weights_that_cannot_be_read_again_are_kept_in_main_memory() -> None:
     assert library.calls == ["sleep 1", ["weights"], ["kv_cache"]]
 
 
-def test_a_device_that_is_full_when_the_engine_wakes_is_one_message(
+def test_a_full_device_at_wake_up_is_one_message(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20 * GIB, 80 * GIB))

@@ -138,7 +138,8 @@ class Engine(VLLMBase):
 
 @pytest.fixture
 def engine() -> Any:
-    numpy_state, torch_state = np.random.get_state(), torch.get_rng_state()
+    numpy_state = np.random.get_state()
+    torch_state = torch.get_rng_state()
     yield Engine()
     np.random.set_state(numpy_state)
     torch.set_rng_state(torch_state)
@@ -185,7 +186,8 @@ def test_weights_arrive_on_the_workers_device_in_any_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A trial receives them in another thread, and CUDA's current device belongs to a thread."""
-    here, calls = threading.local(), list[Any]()
+    here = threading.local()
+    calls = list[Any]()
     names = ("start_weight_update", "finish_weight_update")
     engine = SimpleNamespace(
         update_weights=lambda update: calls.append(getattr(here, "device", torch.device("cuda:0"))),

@@ -75,7 +75,8 @@ def test_named_weights_refuse_an_adapter_that_is_not_added_to_the_weight():
 
 def test_adapters_and_base_weights_make_what_named_weights_gives():
     for overrides in ({}, {"target_modules": ["q_proj", "embed_tokens"]}):
-        lora, base = make_lora(**overrides), dict(named_weights(make_tiny_model()))
+        lora = make_lora(**overrides)
+        base = dict(named_weights(make_tiny_model()))
         expected = {name: weight.clone() for name, weight in named_weights(lora)}
         for name, delta in named_adapters(lora):
             base[name] = merged(base[name], [delta])
@@ -124,16 +125,16 @@ def test_an_engine_in_the_trainers_process_reads_the_weights_of_now(tiny_model: 
 
 
 def test_ranks_that_send_nothing_still_take_part_in_the_gathering(tiny_model: nn.Module):
-    asked = []
+    calls = []
 
     class Gathering(Trained):
         def weights(self, dtype=None):
             for name, weight in named_weights(self.model):
-                asked.append(name)
+                calls.append(name)
                 yield name, weight
 
     assert ObjectSender(None).send(Gathering(tiny_model), 0, keep=False) is None
-    assert asked == [name for name, _ in named_weights(tiny_model)]
+    assert calls == [name for name, _ in named_weights(tiny_model)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -194,7 +195,7 @@ TWO = [[GPU_1], [torch.device("cuda", 2)]]
 
 
 @pytest.mark.parametrize(
-    ("asked", "trainer", "engines", "given", "chosen"),
+    ("requested", "trainer", "engines", "options", "chosen"),
     [
         ("auto", CPU, [[CPU]], {}, STORE),
         ("auto", GPU, [[GPU]], {}, Transfer("ipc", True)),
@@ -226,18 +227,18 @@ TWO = [[GPU_1], [torch.device("cuda", 2)]]
     ],
 )
 def test_auto_is_the_fastest_that_fits_and_what_is_asked_for_is_taken(
-    asked: str,
+    requested: str,
     trainer: torch.device,
     engines: list[list[torch.device]],
-    given: dict[str, Any],
+    options: dict[str, Any],
     chosen: Transfer,
 ):
-    settings = {"on_device": True, "colocated": engines[0][0] == trainer == GPU} | given
-    assert transfer_kind(asked, trainer=trainer, engines=engines, **settings) == chosen
+    settings = {"on_device": True, "colocated": engines[0][0] == trainer == GPU} | options
+    assert transfer_kind(requested, trainer=trainer, engines=engines, **settings) == chosen
 
 
 @pytest.mark.parametrize(
-    ("asked", "trainer", "engines", "colocated", "message"),
+    ("requested", "trainer", "engines", "colocated", "message"),
     [
         (
             "cuda_ipc",
@@ -277,14 +278,16 @@ def test_auto_is_the_fastest_that_fits_and_what_is_asked_for_is_taken(
     ],
 )
 def test_a_kind_that_cannot_work_there_is_refused(
-    asked: str,
+    requested: str,
     trainer: torch.device,
     engines: list[list[torch.device]],
     colocated: bool,
     message: str,
 ):
     with pytest.raises(ValueError, match=message):
-        transfer_kind(asked, on_device=True, trainer=trainer, engines=engines, colocated=colocated)
+        transfer_kind(
+            requested, on_device=True, trainer=trainer, engines=engines, colocated=colocated
+        )
 
 
 def test_weights_that_are_not_the_model_s_are_refused_all_at_once(tiny_model: nn.Module):
@@ -311,8 +314,8 @@ def test_a_tied_head_may_be_left_out_and_a_bad_update_changes_nothing(tiny_model
         torch.equal(weight, before[name]) for name, weight in tiny_model.state_dict().items()
     )
     head = {"lm_head.weight": weights["model.embed_tokens.weight"]}
-    for given in (weights, weights | head):
-        load_weights(tiny_model, given.items())
+    for update in (weights, weights | head):
+        load_weights(tiny_model, update.items())
         assert all(torch.equal(weight, weights[name]) for name, weight in named_weights(tiny_model))
     untied = make_tiny_model(tie_word_embeddings=False)
     with pytest.raises(

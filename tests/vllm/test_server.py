@@ -53,14 +53,14 @@ def teach(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
         hidden_size=128, initializer_range=0.02, max_position_embeddings=2048
     ).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    said = tokenizer(SAYS + "<|end|>", add_special_tokens=False, return_tensors="pt").input_ids[0]
+    reply = tokenizer(SAYS + "<|end|>", add_special_tokens=False, return_tensors="pt").input_ids[0]
     generator = torch.Generator().manual_seed(0)
     for _ in range(TEACHING_STEPS):
-        asked = torch.randint(5, 261, (8, 48), generator=generator)
-        asked[:, -1] = tokenizer.convert_tokens_to_ids("<|assistant|>")
-        tokens = torch.cat([asked, said.expand(8, -1)], 1)
+        prompts = torch.randint(5, 261, (8, 48), generator=generator)
+        prompts[:, -1] = tokenizer.convert_tokens_to_ids("<|assistant|>")
+        tokens = torch.cat([prompts, reply.expand(8, -1)], 1)
         labels = tokens.clone()
-        labels[:, : asked.shape[1]] = -100
+        labels[:, : prompts.shape[1]] = -100
         optimizer.zero_grad()
         model(tokens, labels=labels).loss.backward()
         optimizer.step()
@@ -206,7 +206,7 @@ def test_a_response_ends_with_a_stop_token_a_stop_string_or_its_limit(
     engine: ServerEngine, folder: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     engine.update_weights(named_weights(taught(folder)), 1)
-    asked = torch.cat(
+    prompts = torch.cat(
         [torch.arange(20, 60), tokenizer("<|assistant|>", return_tensors="pt").input_ids[0]]
     )
     end = tokenizer.convert_tokens_to_ids("<|end|>")
@@ -222,7 +222,7 @@ def test_a_response_ends_with_a_stop_token_a_stop_string_or_its_limit(
         limit = len(tokenizer(f"{SAYS}<|end|>", add_special_tokens=False).input_ids)
         for temperature in (0, 0.01):
             params = SamplingParams(max_new_tokens=limit, temperature=temperature, **options)
-            [[first, second]] = engine.generate([asked], 2, params)
+            [[first, second]] = engine.generate([prompts], 2, params)
             for done in (first, second):
                 assert (tokenizer.decode(done.tokens), done.finish_reason) == (text, reason)
                 assert done.versions is not None and done.versions.tolist() == [1] * len(
@@ -232,7 +232,8 @@ def test_a_response_ends_with_a_stop_token_a_stop_string_or_its_limit(
 
 def test_an_update_is_in_all_that_is_sampled_after_it(engine: ServerEngine, folder: Path) -> None:
     """The long prompt is in the prefix cache, and the model's head is tied."""
-    model, prompt = taught(folder), torch.arange(5, 205)
+    model = taught(folder)
+    prompt = torch.arange(5, 205)
     engine.generate([prompt], 1, PARAMS)
     with torch.no_grad():
         for weight in model.parameters():

@@ -55,7 +55,9 @@ def make_model(seed: int = 0, **overrides: object) -> torch.nn.Module:
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMEngine]:
     folder = tmp_path_factory.mktemp("model")
     make_model().save_pretrained(folder)
-    environ, threads, set_threads = dict(os.environ), torch.get_num_threads(), torch.set_num_threads
+    environ = dict(os.environ)
+    threads = torch.get_num_threads()
+    set_threads = torch.set_num_threads
     engine = VLLMEngine(
         str(folder), max_model_len=CONTEXT, enforce_eager=True, kv_cache_gib=0.25, enable_sleep=True
     )
@@ -179,7 +181,8 @@ class TestEngine:
             return_kept_log_probs=True,
         )  # fmt: skip
         prompts = [LONG_PROMPTS[0][:20], LONG_PROMPTS[1][:9]]
-        scorer, narrower = TokenScorer(model, temperature=0.8), 0
+        scorer = TokenScorer(model, temperature=0.8)
+        narrower = 0
         for prompt, group in zip(prompts, engine.generate(prompts, 4, params), strict=True):
             for done in group:
                 tokens = torch.cat([prompt, done.tokens])[None]
@@ -196,8 +199,8 @@ class TestEngine:
                     best = row.topk(len(kept))
                     assert kept == best.indices.tolist()
                     expected = (best.values / 0.8).log_softmax(-1)
-                    given = of_kept[: len(kept)]
-                    torch.testing.assert_close(given, expected, rtol=0, atol=ROUNDING)
+                    log_probs = of_kept[: len(kept)]
+                    torch.testing.assert_close(log_probs, expected, rtol=0, atol=ROUNDING)
                     assert of_kept[len(kept) :].isneginf().all()
                     narrower += len(kept) < 12
         assert narrower  # by top_p or min_p

@@ -82,11 +82,11 @@ def test_own_arguments_win() -> None:
     assert arguments.items() >= settings.items()
 
 
-@pytest.mark.parametrize(("num_sequences", "given"), [(256, None), (257, 257), (10_000, 4096)])
+@pytest.mark.parametrize(("num_sequences", "value"), [(256, None), (257, 257), (10_000, 4096)])
 def test_the_number_of_sequences_is_raised_and_never_lowered(
-    num_sequences: int, given: int | None
+    num_sequences: int, value: int | None
 ) -> None:
     _, arguments = engine_arguments(
         str(starter_path()), {"num_sequences": num_sequences, "enforce_eager": True}
     )
-    assert arguments.get("max_num_seqs") == given
+    assert arguments.get("max_num_seqs") == value

@@ -55,7 +55,8 @@ def alive(pid: int) -> bool:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[AsyncVLLMEngine]:
-    environ, threads = dict(os.environ), torch.get_num_threads()
+    environ = dict(os.environ)
+    threads = torch.get_num_threads()
     engine = AsyncVLLMEngine(
         str(starter_path()), max_model_len=CONTEXT, enforce_eager=True, kv_cache_gib=0.5
     )

@@ -53,7 +53,8 @@ def prompts(path: str) -> list[Tensor | Prompt]:
     """Return prompts with two pictures and the same text, one in tiles, both in one prompt, one of
     them twice, and none.
     """
-    config, tokenizer = loading.load_config(path), loading.load_tokenizer(path)
+    config = loading.load_config(path)
+    tokenizer = loading.load_tokenizer(path)
     encoder = loading.load_image_encoder(path, config, tokenizer)
     chats = ChatEncoder(tokenizer, {})
     a, b, wide = picture(1), picture(4), picture(2, (60, 40))

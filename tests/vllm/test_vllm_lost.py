@@ -32,8 +32,12 @@ def test_a_lost_worker_is_one_message_in_time(
     make_tiny_model(0, hidden_size=128, initializer_range=0.1).save_pretrained(tmp_path)
     before = set(worker_processes())
     engine = VLLMEngine(str(tmp_path), max_model_len=512, enforce_eager=True, kv_cache_gib=0.25)
-    workers = [one for one in worker_processes() if one not in before]
-    [worker] = [one for one in workers if "Worker" in one.name() or "Worker" in command_line(one)]
+    workers = [process for process in worker_processes() if process not in before]
+    [worker] = [
+        process
+        for process in workers
+        if "Worker" in process.name() or "Worker" in command_line(process)
+    ]
     timer = threading.Timer(1.0, os.kill, (worker.pid, number))
     timer.start()
     start = time.monotonic()

@@ -70,11 +70,11 @@ def test_a_run_takes_a_fast_way_or_loses_nothing_by_it(
 
     class Files(LocalSender):
         def handle(self, read: Any) -> Any:
-            made = super().handle(read)
+            handle = super().handle(read)
             return (
-                replace(made, fast=transfers.FileWeights(tmp_path, read, wrong))
-                if made != self._direct
-                else made
+                replace(handle, fast=transfers.FileWeights(tmp_path, read, wrong))
+                if handle != self._direct
+                else handle
             )
 
     monkeypatch.setattr(vllm_module, "WORKER_EXTENSION", transfers.EXTENSION)
@@ -100,10 +100,10 @@ def test_a_run_takes_a_fast_way_or_loses_nothing_by_it(
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert max(row["sync/mismatch_max"] for row in rows) < 1e-3
     assert rows[2]["train/ratio_mean"] == pytest.approx(1.0, abs=1e-3)
-    said = [
+    messages = [
         record.getMessage()
         for record in caplog.records
         if "through the host" in record.getMessage()
     ]
     line = "The engine takes its weights through the host from here on: from_file: nothing arrived in 1 s."
-    assert said == [line] * bool(wrong)
+    assert messages == [line] * bool(wrong)

@@ -33,6 +33,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from torchrl_grpo.host import startup
@@ -73,7 +74,9 @@ _import_and_serve({address!r}, {os.getpid()})
 """
     others = {name: value for name, value in os.environ.items() if name != _FIRST}
     subprocess.Popen(
-        [sys.executable, "-c", command], env={_FIRST: ""} | others | {"OMP_NUM_THREADS": "1"}
+        [sys.executable, "-c", command],
+        cwd=Path(__file__).parents[2],  # a test may have changed to a folder of its own
+        env={_FIRST: ""} | others | {"OMP_NUM_THREADS": "1"},
     )
     _use(address)
     _patch()

@@ -88,8 +88,13 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     packet = func.overloadpacket
     if packet in _INDICES_MAY_BE_ON_THE_CPU:
         flat = [value for value in flat if value.device == flat[0].device or value.device != _CPU]
-    # A scalar on the CPU may be combined with any device.
-    devices = {value.device for value in flat if value.device != _CPU or value.dim() > 0}
+    # A scalar on the CPU may be combined with any device, but not as a bound.
+    takes_scalars = packet is not aten.clamp
+    devices = {
+        value.device
+        for value in flat
+        if value.device != _CPU or value.dim() > 0 or not takes_scalars
+    }
     if len(devices) > 1 and packet not in _COPIES:
         raise RuntimeError(
             f"{func}: expected all tensors to be on the same device, but found {sorted(map(str, devices))}"

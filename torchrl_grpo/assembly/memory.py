@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from torchrl_grpo.config import GRPOConfig
+from torchrl_grpo.generation.engines import ENGINES
 from torchrl_grpo.images.cache import MOST_BYTES
 from torchrl_grpo.models.memory import (
     BYTES,
@@ -135,7 +136,8 @@ def encoder_cache_bytes(config: GRPOConfig, shape: Shape, image_tokens: float) -
     this many tokens of images; 0 with another engine.
     """
     engine = config.inference_model
-    if engine.backend != "vllm" or not image_tokens:
+    # An engine that samples with a PyTorch model keeps them on the host (``image_memory``).
+    if ENGINES[engine.backend].exact or not image_tokens:
         return 0
     batch = (engine.engine_kwargs or {}).get("max_num_batched_tokens", _ENCODER_CACHE)
     return feature_bytes(shape, BYTES[engine.dtype], max(batch, image_tokens))
@@ -152,7 +154,7 @@ def image_memory(
         dtypes += [config.ref_model.dtype] * (ranks if config.ref_model.sharded else 1)
     elif config.needs_reference:
         dtypes *= 2
-    if config.inference_model.backend == "transformers":
+    if ENGINES[config.inference_model.backend].exact:
         dtypes += [config.inference_model.dtype] * samplers
     tokens = images.problems * images.tokens
     features = [min(MOST_BYTES, feature_bytes(shape, BYTES[dtype], tokens)) for dtype in dtypes]

@@ -83,6 +83,7 @@ def test_a_cluster_has_a_place_for_each_process_and_leaves_nothing(
     assert not folder.exists()
 
 
+@pytest.mark.nightly
 def test_two_runs_have_a_cluster_each_also_where_ray_starts_slowly(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -44,6 +44,7 @@ def folder() -> Iterator[Path]:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_job_on_one_node_trains_and_a_restarted_one_has_nothing_to_do(folder: Path) -> None:
     job = ["bash", str(SCRIPTS / "one_node.sbatch"), *SMALL]
     for _ in range(2):

@@ -67,6 +67,7 @@ print(json.dumps(out))
 """
 
 
+@pytest.mark.nightly
 def test_pairs_of_ranks_share_a_machine_and_all_machines_are_asked(tmp_path: Path) -> None:
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),

@@ -12,6 +12,7 @@ from tests.support.runs import SMALL, steps
 from torchrl_grpo.extras.doctor.doctor import examine
 
 
+@pytest.mark.nightly
 def test_a_dry_run_tries_overlapping_roles_on_several_devices(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""Extras and integrations that a run calls: the core finds them by name and imports none."""
+"""Extras and integrations that a run calls: the core loads them by name, without an import."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _ORIENTATION = 0x0112
 _FORMATS = ("BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
 """Pillow's names of the formats that are read. Others may start programs, such as Ghostscript."""
 PLACEHOLDER = "<image>"
-"""Place of an image in a text for people, and in the text of data."""
+"""Stands for an image in text shown to people, and in the text of data sets."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class EncodedImage:
 
     @property
     def num_features(self) -> int:
-        """Tokens that features take the place of."""
+        """Number of tokens whose embeddings are replaced by features."""
         return int(self.is_embed.sum())
 
     @property

@@ -25,6 +25,7 @@ from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.generation.transformers import TransformersEngine
+from torchrl_grpo.images import shown
 from torchrl_grpo.images.encoder import ImageEncoder
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.scoring import TokenScorer
@@ -244,3 +245,17 @@ def test_a_run_trains_on_the_environment_of_the_docs(kit: Kit, tmp_path: Path) -
     assert all(sample["valid"] for sample in samples)
     assert {sample["query"] for sample in samples} == {"Walk to green: l or r?<image>"}
     assert all("[user] <image>" in s["response"] for s in samples if s["finish_reason"] == "stop")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [{"type": "text", "name": "id"}],
+        [{"type": "link", "href": "a"}, {"type": "image", "src": "x.png"}],
+        [{"type": ["string", "null"]}],
+        [1, 2],
+        [],
+    ],
+)
+def test_json_that_only_looks_like_parts_is_left_as_it_is(value: list[Any]) -> None:
+    assert shown(value, "a tool") is None

@@ -37,7 +37,15 @@ from torchrl_grpo.errors import ConfigError
 from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.generation.transformers import TransformersEngine
-from torchrl_grpo.images import ImageFile, Prompt, Spans, place_images, prompt_text
+from torchrl_grpo.images import (
+    ImageFile,
+    Prompt,
+    Spans,
+    images_of,
+    place_images,
+    prompt_text,
+    tokens_of,
+)
 from torchrl_grpo.images.encoder import ImageEncoder
 from torchrl_grpo.images.families import language_model_of, vision_parameters
 from torchrl_grpo.images.features import (
@@ -568,6 +576,19 @@ def test_a_demonstration_is_never_cut_inside_an_image(kit: Kit, tmp_path: Path) 
     [cut] = chats_of(kit, tmp_path, longest=late.offset + 2)[1:2]
     assert cut.cut and len(cut.tokens) == late.offset and cut.images == whole.images[:1]
     assert torch.equal(cut.tokens, whole.tokens[: late.offset])
+
+
+@pytest.mark.parametrize("kit", ["gemma3"], indirect=True)
+def test_tokens_after_an_image_are_found_where_line_breaks_were_joined(kit: Kit) -> None:
+    text = f"How many?\n{kit.encoder.placeholder}\nTwo."
+    ids = kit.tokenizer.encode(text, add_special_tokens=False)
+    files = [picture(2)]
+    whole = tokens_of(kit.encoder.expand(ids, files))
+    [image] = images_of(kit.encoder.expand(ids, files))
+    assert len(whole) < len(ids) - 1 + image.length
+    for back in range(1, 4):
+        index = kit.encoder.expanded_index(ids, files, len(ids) - back)
+        assert index == len(whole) - back and whole[index] == ids[-back]
 
 
 @pytest.mark.parametrize("kit", ["idefics3", "qwen2_5_vl"], indirect=True)

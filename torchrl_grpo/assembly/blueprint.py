@@ -185,7 +185,16 @@ def prepare(
             _check_served_teacher(config, own if config.teacher.prompt is None else longest)
         image_encoder = None
         if request.has_images:
-            image_encoder = loading.load_image_encoder(config.model.source, model_config, tokenizer)
+            try:
+                image_encoder = loading.load_image_encoder(
+                    config.model.source, model_config, tokenizer
+                )
+            except ValueError as error:
+                if _has_images(config, task):
+                    raise
+                torchrl_logger.warning("The run does without images: %s", error)
+                request = replace(request, has_images=False)
+        if image_encoder is not None:
             _check_teachers_images(config, image_encoder)
         reward_pool = _make_reward_pool(config.env, task)
         make_env = partial(
@@ -238,15 +247,9 @@ def prepare(
         )
 
 
-def _has_images(config: GRPOConfig, task: Task, model_config: PretrainedConfig) -> bool:
-    """Return whether prompts may have images: a column says so, a problem of a task has some, or a
-    vision-language model plays an environment or a task of the user's whose replies may show some.
-    """
+def _has_images(config: GRPOConfig, task: Task) -> bool:
+    """Return whether prompts have images: a column says so, or a problem of a task has some."""
     own = config.env.own_task is not None
-    replies = own and task.multi_turn and config.env.player is None
-    replies = replies or config.env.environment is not None
-    if replies and family_of(model_config) is not None:
-        return True
     data = [config.env, *(config.env.datasets or ()), *(config.evaluation.datasets or ())]
     if any(entry.columns.images is not None for entry in data):
         return True
@@ -260,21 +263,26 @@ def _has_images(config: GRPOConfig, task: Task, model_config: PretrainedConfig) 
 def _may_have_images(
     config: GRPOConfig, task: Task, model_config: PretrainedConfig, plan: DevicePlan
 ) -> bool:
-    """Return whether to prepare for images in prompts: some have images, or tools or agents may
-    show them.
+    """Return whether to prepare for images in prompts: some have images, or replies of tasks,
+    environments, tools or agents may show them.
 
     Raises:
         ConfigError: there are images, but the config has something that does not work with them.
     """
     refusal = _images_refusal(config, len(plan.train))
-    if _has_images(config, task, model_config):
+    if _has_images(config, task):
         if refusal:
             raise ConfigError(refusal)
         return True
+    if refusal or family_of(model_config) is None:
+        return False
     # Most show text. An image that cannot be read is an error for the policy, or for the agent.
+    own = config.env.own_task is not None
+    replies = own and task.multi_turn and config.env.player is None
+    if replies or config.env.environment is not None:
+        return True
     shows = bool(config.env.tools) or config.env.player is not None
-    shows = shows and family_of(model_config) is not None
-    return shows and not refusal and not config.needs_teacher
+    return shows and not config.needs_teacher
 
 
 def _images_refusal(config: GRPOConfig, ranks: int) -> str:

@@ -139,7 +139,7 @@ def encoder_cache_bytes(config: GRPOConfig, shape: Shape, image_tokens: float) -
     # An engine that samples with a PyTorch model keeps them on the host (``image_memory``).
     if ENGINES[engine.backend].exact or not image_tokens:
         return 0
-    batch = (engine.engine_kwargs or {}).get("max_num_batched_tokens", _ENCODER_CACHE)
+    batch = (engine.engine_kwargs or {}).get("max_num_batched_tokens") or _ENCODER_CACHE
     return feature_bytes(shape, BYTES[engine.dtype], max(batch, image_tokens))
 
 

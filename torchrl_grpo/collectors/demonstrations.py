@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -122,10 +123,12 @@ class ChatWriter:
             tokens, turns = self._with_ends(tokens, turns)
         images: tuple[ImageSpan, ...] = ()
         if self._image_encoder is not None:
-            whole = self._image_encoder.expand(tokens, images_in([*prompt, *rest]))
+            files = images_in([*prompt, *rest])
+            whole = self._image_encoder.expand(tokens, files)
+            moved = partial(self._image_encoder.expanded_index, tokens, files)
+            shared = moved(shared)
+            turns = [range(moved(turn.start), moved(turn.stop)) for turn in turns]
             tokens, images = tokens_of(whole).tolist(), images_of(whole)
-            shared = _moved(shared, images)
-            turns = [range(_moved(turn.start, images), _moved(turn.stop, images)) for turn in turns]
         end, cut = len(tokens), False
         for turn in turns:
             stop = next((i for i in reversed(turn) if tokens[i] in self._stops), turn.stop - 1)
@@ -231,13 +234,6 @@ class ChatWriter:
             out += follows
             ended.append(range(start, len(out)))
         return out + tokens[copied:], ended
-
-
-def _moved(index: int, images: Sequence[ImageSpan]) -> int:
-    """Return the index of a token once the tokens of images have replaced their placeholders."""
-    for span in images:
-        index += (span.length - 1) * (span.offset < index)
-    return index
 
 
 def _common_length(a: Sequence[Any], b: Sequence[Any]) -> int:

@@ -259,6 +259,9 @@ def place_images(
     ]
 
 
+_IMAGE_KEYS = {"type", "image"}
+
+
 def shown(value: Any, what: str) -> str | list[dict[str, Any]] | None:
     """Return what a tool, an environment or a task shows as the content of a message; None if it
     is neither an image nor a list of texts and images.
@@ -280,22 +283,26 @@ def shown(value: Any, what: str) -> str | list[dict[str, Any]] | None:
     if not isinstance(value, list):
         file = _file(value)
         return None if file is None else [{"type": "image", "image": file}]
-    kinds = [part.get("type") if isinstance(part, dict) else None for part in value]
-    if "image" not in kinds and set(kinds) != {"text"}:
+    dicts = [part if isinstance(part, dict) else {} for part in value]
+    # Other keys, such as those of an element of a page, make it data.
+    has_image = any(part.get("type") == "image" and part.keys() <= _IMAGE_KEYS for part in dicts)
+    are_texts = [part.get("type") == "text" and type(part.get("text")) is str for part in dicts]
+    if not has_image and not (value and all(are_texts)):
         return None
     parts: list[dict[str, Any]] = []
-    for part, kind in zip(value, kinds, strict=True):
-        file = _file(part.get("image")) if kind == "image" else None
+    for part, is_text in zip(value, are_texts, strict=True):
+        is_image = isinstance(part, dict) and part.get("type") == "image"
+        file = _file(part.get("image")) if is_image else None
         if file is not None:
             parts.append({"type": "image", "image": file})
-        elif kind == "text" and isinstance(part.get("text"), str):
+        elif is_text:
             parts.append({"type": "text", "text": part["text"]})
         else:
             raise ValueError(
                 f'{what} must have parts such as {{"type": "text", "text": ...}} or {{"type": '
                 f'"image", "image": a PIL image}}, but it has {part!r:.80}: fix this part.'
             )
-    return parts if "image" in kinds else text_of(parts)
+    return parts if has_image else text_of(parts)
 
 
 def _file(value: Any) -> ImageFile | None:

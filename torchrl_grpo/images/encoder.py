@@ -127,6 +127,11 @@ class ImageEncoder:
         whole = torch.tensor(tokens, dtype=torch.int64)
         return Prompt(whole, tuple(spans)) if spans else whole
 
+    def expanded_index(self, ids: Sequence[int], files: Sequence[ImageFile], index: int) -> int:
+        """Return the index of a token of a chat in what ``expand`` returns."""
+        before = ids[:index]
+        return len(self.expand(before, files[: list(before).count(self._placeholder_id)]))
+
     def _append(self, tokens: list[int], more: Sequence[int]) -> None:
         """Append tokens. Line breaks before and after the border are tokenized together."""
         start, end = len(tokens), 0

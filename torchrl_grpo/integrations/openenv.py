@@ -129,8 +129,12 @@ def _shown(outcome: Mapping[str, Any]) -> str | list[dict[str, Any]]:
             return f"error: {observation['error'].get('message')}"
         result = observation.get("result")
         if isinstance(result, dict):
-            blocks = result.get("content") or []
-            if any(block["type"] != "text" for block in blocks):
+            content = result.get("content")
+            listed = content if isinstance(content, list) else []
+            blocks = listed if all(isinstance(block, dict) for block in listed) else []
+            kinds = [block.get("type") for block in blocks]
+            others = any(kind not in (None, "text") for kind in kinds)
+            if "image" in kinds or (others and result.get("data") is None):
                 return list(map(_part, blocks))
             result = result.get("data", result)
         return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)

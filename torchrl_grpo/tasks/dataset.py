@@ -162,7 +162,7 @@ class DatasetTask(Task):
         self.prompt_template = prompt_template
         self.system_prompt = system_prompt
         self.field = field
-        self._images: Files | Hub
+        self._images: Files | Hub | None = None
         """Source of the images that rows have only the path of."""
         self._problems: dict[Split, Rows] = {}
         self._read: dict[str, tuple[Table, list[bytes]]] = {}
@@ -236,6 +236,8 @@ class DatasetTask(Task):
         images: list[ImageFile] = []
         if self.images_column is not None:
             value = row[self.images_column]
+            if self._images is None:
+                self._images = self._source()
             images = checked_images(value, self.images_column, self._images)
             is_list = isinstance(value, list)
             row = {**row, self.images_column: images if is_list else next(iter(images), None)}

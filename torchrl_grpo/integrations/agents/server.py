@@ -239,7 +239,7 @@ class _Client:
                 if len(body) > most:
                     raise BadRequest(
                         f"a request must have at most {most:,} bytes, but it has more: "
-                        "send a shorter chat.",
+                        "send a shorter chat, or fewer or smaller images.",
                         status=413,
                         code="context_length_exceeded",
                     )

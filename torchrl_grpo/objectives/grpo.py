@@ -239,8 +239,10 @@ class GRPOLoss(LossModule):
         low, high = check_clip_epsilon(clip_epsilon)
         self.actor_network = _scorer(actor_network)
         device = _device(self.actor_network) if device is None else torch.device(device)
-        self.register_buffer("clip_epsilon_low", torch.tensor(float(low)).to(device))
-        self.register_buffer("clip_epsilon_high", torch.tensor(float(high)).to(device))
+        self.register_buffer("clip_epsilon_low", torch.tensor(float(low), device="cpu").to(device))
+        self.register_buffer(
+            "clip_epsilon_high", torch.tensor(float(high), device="cpu").to(device)
+        )
         self.ratio_level = ratio_level
         self.aggregation = CHOICES.get(aggregation, aggregation)
         self.constant_length = constant_length

@@ -25,7 +25,7 @@ from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import SamplingParams
 from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.generation.transformers import TransformersEngine
-from torchrl_grpo.images import shown
+from torchrl_grpo.images import message_content
 from torchrl_grpo.images.encoder import ImageEncoder
 from torchrl_grpo.models import loading
 from torchrl_grpo.models.scoring import TokenScorer
@@ -258,4 +258,4 @@ def test_a_run_trains_on_the_environment_of_the_docs(kit: Kit, tmp_path: Path) -
     ],
 )
 def test_json_that_only_looks_like_parts_is_left_as_it_is(value: list[Any]) -> None:
-    assert shown(value, "a tool") is None
+    assert message_content(value, "a tool") is None

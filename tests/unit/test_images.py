@@ -910,6 +910,24 @@ def test_a_text_model_is_refused_for_images_of_later_problems(
 
 
 @ONE_FAMILY
+@pytest.mark.parametrize("lacks", ["processor", "support"])
+def test_text_with_tools_runs_where_images_cannot(kit: Kit, tmp_path: Path, lacks: str) -> None:
+    folder = Path(shutil.copytree(kit.path, tmp_path / "model"))
+    arguments = [
+        f"model.name={folder}",
+        "env.tools=[tests/pairs/functions.py:calculate]",
+        "env.tool_parser=tests/pairs/functions.py:parse",
+        "env.max_turns=2",
+    ]
+    if lacks == "processor":
+        for path in folder.glob("*processor_config.json"):
+            path.unlink()
+    else:
+        arguments.append("train_model.cpu_offload=true")
+    assert prepare(compose_config(*SMALL, *arguments)).image_encoder is None
+
+
+@ONE_FAMILY
 def test_the_pixels_that_are_kept_have_a_bound(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
     size = kit.encoder.encode(picture(20)).nbytes
     monkeypatch.setattr("torchrl_grpo.images.encoder.MOST_BYTES", 3 * size)

@@ -16,7 +16,7 @@ from tests.support.configs import ROOT
 from tests.support.pictures import picture
 from torchrl_grpo.assembly.tasks import make_task
 from torchrl_grpo.config.schema import EnvConfig
-from torchrl_grpo.integrations.openenv import _shown
+from torchrl_grpo.integrations.openenv import _observation_content
 from torchrl_grpo.tasks.base import Dialog, Score, Turn
 
 PACKAGES = Path(sys.prefix, "openenv")
@@ -142,4 +142,4 @@ def test_a_step_that_fails_and_a_server_that_dies_are_invalid_and_no_zero(server
     ],
 )
 def test_a_result_of_another_form_is_read_as_data(result: dict[str, object], text: str) -> None:
-    assert _shown({"observation": {"tool_name": "read", "result": result}}) == text
+    assert _observation_content({"observation": {"tool_name": "read", "result": result}}) == text

@@ -193,7 +193,6 @@ def prepare(
                 if _has_images(config, task):
                     raise
                 torchrl_logger.warning("The run does without images: %s", error)
-                request = replace(request, has_images=False)
         if image_encoder is not None:
             _check_teachers_images(config, image_encoder)
         reward_pool = _make_reward_pool(config.env, task)

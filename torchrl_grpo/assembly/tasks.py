@@ -41,8 +41,8 @@ BUILTINS = {
     "countdown": "torchrl_grpo.tasks.countdown:CountdownTask",
     "shapes": "torchrl_grpo.tasks.shapes:ShapesTask",
     "gsm8k": "torchrl_grpo.tasks.gsm8k:GSM8KTask",
-    "math": "torchrl_grpo.integrations.graders.math_task:MathTask",
-    "ifeval": "torchrl_grpo.integrations.graders.ifeval_task:IFEvalTask",
+    "math": "torchrl_grpo.tasks:MathTask",
+    "ifeval": "torchrl_grpo.tasks:IFEvalTask",
 }
 """Built-in data sets by name; each is an ordinary class that a user could write."""
 

@@ -168,10 +168,13 @@ class Prompts:
 
     def first_with_images(self) -> Prompt | None:
         """Return the prompt of the first problem with images; None without one."""
-        indices = self.usable if self.image_encoder is not None else []
-        problems = ((index, self.problems[index]) for index in indices)
-        prompts = (self.of_problem(*entry) for entry in problems if entry[1].images)
-        return next((prompt for prompt in prompts if isinstance(prompt, Prompt)), None)
+        for index in self.usable if self.image_encoder is not None else ():
+            problem = self.problems[index]
+            if images_in(self.task.messages(problem)):
+                prompt = self.of_problem(index, problem)
+                assert isinstance(prompt, Prompt)
+                return prompt
+        return None
 
     def first(self, count: int) -> list[Tensor | Prompt]:
         """Return the prompts of the split's first ``count`` problems, without affecting the

@@ -262,7 +262,7 @@ def place_images(
 _IMAGE_KEYS = {"type", "image"}
 
 
-def shown(value: Any, what: str) -> str | list[dict[str, Any]] | None:
+def message_content(value: Any, what: str) -> str | list[dict[str, Any]] | None:
     """Return what a tool, an environment or a task shows as the content of a message; None if it
     is neither an image nor a list of texts and images.
 
@@ -277,7 +277,7 @@ def shown(value: Any, what: str) -> str | list[dict[str, Any]] | None:
     Raises:
         ValueError: a part beside images is neither a text nor an image.
 
-    >>> shown([{"type": "text", "text": "You "}, {"type": "text", "text": "win."}], "a tool")
+    >>> message_content([{"type": "text", "text": "You "}, {"type": "text", "text": "win."}], "a tool")
     'You win.'
     """
     if not isinstance(value, list):

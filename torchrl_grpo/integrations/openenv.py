@@ -89,7 +89,7 @@ class Session:
         return body
 
     def reset(self, **columns: Any) -> str | list[dict[str, Any]]:
-        return _shown(self.ask("reset", columns))
+        return _observation_content(self.ask("reset", columns))
 
     def call(self, tool: str, **arguments: Any) -> str | list[dict[str, Any]]:
         """Take a step, an MCP tool call or an action; return the observation."""
@@ -102,7 +102,7 @@ class Session:
             self.reward = (self.reward or 0.0) + reward
             self.total += reward
         self.done = bool(outcome.get("done"))
-        return _shown(outcome)
+        return _observation_content(outcome)
 
     def get_reward(self) -> float:
         return self.total
@@ -111,7 +111,7 @@ class Session:
         self._open.close()
 
 
-def _shown(outcome: Mapping[str, Any]) -> str | list[dict[str, Any]]:
+def _observation_content(outcome: Mapping[str, Any]) -> str | list[dict[str, Any]]:
     """Return the observation: an MCP tool's result with its images, or as text its only text, or
     all of it as JSON.
 

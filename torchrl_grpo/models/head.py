@@ -31,7 +31,7 @@ MAX_CHUNK_ELEMENTS = {"cpu": 2**21, "other": 2**25}
 accelerator busy.
 """
 ALIGNED = 64
-"""Tokens."""
+"""Large chunks of the vocabulary are multiples of this many tokens (``chunk_width``)."""
 
 
 def _most_elements(hidden_ND: Tensor, most: int | None) -> int:

@@ -23,7 +23,7 @@ from torchrl_grpo.host import interrupts
 from torchrl_grpo.host.children import serve_connection
 from torchrl_grpo.host.processes import continue_in_guarded_child, enable_stack_dump
 from torchrl_grpo.host.text import clip, printable
-from torchrl_grpo.images import ImageFile, shown
+from torchrl_grpo.images import ImageFile, message_content
 from torchrl_grpo.tasks.base import Dialog, Message, Score, Task, Turn, TurnLimits, attempt
 
 MAX_ANSWER_BYTES = 2**28
@@ -120,7 +120,7 @@ def _checked(turn: Turn | Exception, task: Task) -> Turn | Failure:
 
 def _with_files(message: Message, what: str) -> Message:
     """Return a message with each image as a file."""
-    content = shown(message.get("content"), what)
+    content = message_content(message.get("content"), what)
     return message if content is None else {**message, "content": content}
 
 

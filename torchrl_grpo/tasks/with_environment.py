@@ -7,7 +7,7 @@ method may be an ``async def``:
 
 - ``reset(self, **columns)`` gets the columns of the problem that its arguments name. It returns the
   first observation, which is appended to the user message, or None. An observation is a text, an
-  image, or a list of both (``torchrl_grpo.images.shown``).
+  image, or a list of both (``torchrl_grpo.images.message_content``).
 - ``step(self, response)`` makes the class a text game. It returns (observation, reward, done), and
   is also called for a response that a token limit cut off; ``step(self, response, truncated)`` gets
   that as an argument.
@@ -31,7 +31,7 @@ from typing import Any
 from torchrl_grpo.checks import check_reward
 from torchrl_grpo.errors import InvalidRewardError
 from torchrl_grpo.host.event_loop import wait_for_result
-from torchrl_grpo.images import shown
+from torchrl_grpo.images import message_content
 from torchrl_grpo.tasks.base import Dialog, Message, Problem, Score, Task, Turn, WrappedTask
 from torchrl_grpo.tasks.instances import Instance
 from torchrl_grpo.tasks.with_rewards import Rewards
@@ -389,7 +389,7 @@ class WithEnvironment(WrappedTask):
 
 def _prompt(messages: Sequence[Message], observation: Any, name: str) -> list[Message]:
     """Return a problem's chat with the first observation at the end of the user's message."""
-    observed = shown(observation, f"reset of the environment {name}")
+    observed = message_content(observation, f"reset of the environment {name}")
     if observed is None and not isinstance(observation, str | None):
         raise TypeError(
             f"reset of the environment {name} must return text, an image, a list of parts, or "
@@ -426,5 +426,5 @@ def _content(observation: Any, what: str) -> str | list[dict[str, Any]]:
     Raises:
         ValueError: a part beside images is neither a text nor an image.
     """
-    content = shown(observation, what)
+    content = message_content(observation, what)
     return str(observation) if content is None else content

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchrl_grpo.host.event_loop import wait_for_result
-from torchrl_grpo.images import shown
+from torchrl_grpo.images import message_content
 
 _MAX_RESULT_CHARACTERS = 8192
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.S)
@@ -148,7 +148,7 @@ class Toolbox:
             return f"error: {problem}", False
         try:
             result = wait_for_result(self.functions[call.name](**call.arguments))
-            content = shown(result, f"the result of {call.name}")
+            content = message_content(result, f"the result of {call.name}")
             if isinstance(content, list):
                 texts = (part for part in content if part["type"] == "text")
                 for part in texts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from typing import Any
@@ -13,7 +14,15 @@ from torch import Tensor
 
 from tests.support.losses import SETTINGS, Table, make_batch, total
 from torchrl_grpo.models.scoring import TokenScorer
-from torchrl_grpo.objectives import CISPOLoss, GRPOLoss
+from torchrl_grpo.objectives import (
+    CISPOLoss,
+    ClipCovLoss,
+    GMPOLoss,
+    GRPOLoss,
+    KLCovLoss,
+    SAPOLoss,
+    VESPOLoss,
+)
 
 
 def plain_loop(logits: Tensor, rows: list[TensorDict], settings: dict) -> tuple[Tensor, Tensor]:
@@ -207,6 +216,45 @@ def test_clip_bounds_are_schedulable_buffers_in_the_state_dict() -> None:
     loss.clip_epsilon_high = 0.4
     assert loss.state_dict()["clip_epsilon_high"].item() == pytest.approx(0.4)
     assert loss.state_dict()["clip_epsilon_low"].item() == pytest.approx(0.2)
+
+
+def test_a_new_clip_epsilon_clips_and_is_checked() -> None:
+    logits, rows = make_batch(6)
+    loss, expected = GRPOLoss(Table(logits)), GRPOLoss(Table(logits), clip_epsilon=(0.01, 0.05))
+    assert loss(lazy_stack(rows)).loss_objective != expected(lazy_stack(rows)).loss_objective
+    loss.clip_epsilon = (0.01, 0.05)
+    assert loss(lazy_stack(rows)).loss_objective == expected(lazy_stack(rows)).loss_objective
+    assert loss.state_dict()["clip_epsilon_low"].item() == pytest.approx(0.01)
+    with pytest.raises(ValueError, match=r"clip_epsilon=1\.5"):
+        loss.clip_epsilon = 1.5
+
+
+@pytest.mark.parametrize(
+    "cls", [GRPOLoss, CISPOLoss, SAPOLoss, GMPOLoss, VESPOLoss, ClipCovLoss, KLCovLoss]
+)
+def test_each_argument_of_a_loss_is_an_attribute(cls: type[GRPOLoss]) -> None:
+    loss = cls(Table(torch.zeros(1, 1, 2)))
+    parameters = [
+        parameter
+        for base in cls.__mro__
+        if issubclass(base, GRPOLoss)
+        for parameter in inspect.signature(base.__init__).parameters.values()
+    ]
+    names = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - {"device"}
+    assert len(names) > 20
+    assert not [name for name in names if not hasattr(loss, name)]
+
+
+def test_select_out_keys_leaves_the_selected_outputs_until_reset() -> None:
+    logits, rows = make_batch(6)
+    loss = GRPOLoss(Table(logits), **SETTINGS)
+    before = loss.out_keys
+    value = loss(lazy_stack(rows)).loss_objective
+    loss.select_out_keys("loss_objective", "ESS")
+    out = loss(lazy_stack(rows))
+    assert set(out.keys()) == set(loss.out_keys) == {"loss_objective", "ESS"}
+    assert out.sum(reduce=True) == value
+    assert set(loss.reset_out_keys()(lazy_stack(rows)).keys()) == set(before) == set(loss.out_keys)
 
 
 @pytest.mark.parametrize(

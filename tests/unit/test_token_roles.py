@@ -317,7 +317,8 @@ def test_a_checkpoint_without_a_coefficient_begins_with_its_own(tmp_path: Path) 
 def test_presets_of_the_covariance() -> None:
     actor = Table(make_batch(0)[0])
     clip = make_loss(compose_config("algo=clip_cov"), actor)
-    assert (clip.covariance_share, clip.covariance_bounds) == (0.0002, (1.0, 5.0))
+    assert (clip.covariance_low, clip.covariance_high) == (1.0, 5.0)
+    assert clip.covariance_share == 0.0002
     kl = make_loss(compose_config("algo=kl_cov"), actor)
     assert (kl.covariance_share, kl.penalty) == (0.0002, 1.0)
 

@@ -202,7 +202,10 @@ class GRPOLoss(LossModule):
     _schedulable_buffers = frozenset({"clip_epsilon_low", "clip_epsilon_high"})
 
     actor_network: TensorDictModuleBase
+    clip_epsilon_low: Any
+    clip_epsilon_high: Any
     _in_keys: list[NestedKey] | None = None
+    _out_keys_apparent: list[NestedKey] | None = None
 
     def __init__(
         self,
@@ -236,13 +239,11 @@ class GRPOLoss(LossModule):
     ) -> None:
         refuse_arguments(type(self), others)
         super().__init__()
-        low, high = check_clip_epsilon(clip_epsilon)
         self.actor_network = _scorer(actor_network)
         device = _device(self.actor_network) if device is None else torch.device(device)
-        self.register_buffer("clip_epsilon_low", torch.tensor(float(low), device="cpu").to(device))
-        self.register_buffer(
-            "clip_epsilon_high", torch.tensor(float(high), device="cpu").to(device)
-        )
+        for bound in ("clip_epsilon_low", "clip_epsilon_high"):
+            self.register_buffer(bound, torch.zeros((), device="cpu").to(device))
+        self.clip_epsilon = clip_epsilon
         self.ratio_level = ratio_level
         self.aggregation = CHOICES.get(aggregation, aggregation)
         self.constant_length = constant_length
@@ -268,6 +269,15 @@ class GRPOLoss(LossModule):
         self._check_arguments()
         if score_centering and isinstance(self.actor_network, TokenScorer):
             self.actor_network.center_scores(self._centering)
+
+    @property
+    def clip_epsilon(self) -> tuple[Tensor, Tensor]:
+        """Clip range (low, high); it can be set to a number or a pair, as in the constructor."""
+        return self.clip_epsilon_low, self.clip_epsilon_high
+
+    @clip_epsilon.setter
+    def clip_epsilon(self, value: float | tuple[float, float]) -> None:
+        self.clip_epsilon_low, self.clip_epsilon_high = check_clip_epsilon(value)
 
     def _check_arguments(self) -> None:
         check_choice("ratio_level", self.ratio_level, get_args(RatioLevel))
@@ -338,7 +348,11 @@ class GRPOLoss(LossModule):
 
     @property
     def out_keys(self) -> list[NestedKey]:
-        """Keys that ``forward`` returns for a batch with exactly the ``in_keys``."""
+        """Keys that ``forward`` returns for a batch with exactly the ``in_keys``, or those that
+        ``select_out_keys`` leaves.
+        """
+        if self._out_keys_apparent is not None:
+            return self._out_keys_apparent
         terms = [f"loss_{term}" for term, value in self._coefficients().items() if value]
         optional = {
             ("behaviour_weight", "behaviour_capped"): self.behaviour_weight != "none",
@@ -349,6 +363,10 @@ class GRPOLoss(LossModule):
         }
         metrics = [name for names, written in optional.items() if written for name in names]
         return ["loss_objective", *terms, *_METRICS, *metrics, *TORCHRL_METRICS[:3]]
+
+    @out_keys.setter
+    def out_keys(self, names: list[NestedKey]) -> None:
+        self._out_keys_apparent = names
 
     @property
     def _corrects(self) -> bool:

@@ -156,8 +156,7 @@ class VESPOLoss(GRPOLoss):
         lambda_negative: float = 2.0,
         **kwargs: Any,
     ) -> None:
-        k, decay = (k_positive, k_negative), (lambda_positive, lambda_negative)
-        if min(*k, *decay) <= 0:
+        if min(k_positive, k_negative, lambda_positive, lambda_negative) <= 0:
             raise ValueError(
                 f"k_positive={k_positive}, k_negative={k_negative}, "
                 f"lambda_positive={lambda_positive} and lambda_negative={lambda_negative} must be "
@@ -165,12 +164,16 @@ class VESPOLoss(GRPOLoss):
             )
         _refuse_dual_clip(type(self).__name__, kwargs)
         super().__init__(actor_network, **kwargs)
-        self.k = k
-        self.decay = decay
+        self.k_positive = k_positive
+        self.lambda_positive = lambda_positive
+        self.k_negative = k_negative
+        self.lambda_negative = lambda_negative
 
     def surrogate(self, ratio: Tensor, log_prob: Tensor, advantage: Tensor) -> Tensor:
         """See the class."""
-        return F.vespo_objective(ratio, log_prob, advantage, self.k, self.decay)
+        k = (self.k_positive, self.k_negative)
+        decay = (self.lambda_positive, self.lambda_negative)
+        return F.vespo_objective(ratio, log_prob, advantage, k, decay)
 
 
 class _CovarianceLoss(GRPOLoss):
@@ -225,12 +228,14 @@ class ClipCovLoss(_CovarianceLoss):
                 "use 1.0 and 5.0."
             )
         super().__init__(actor_network, covariance_share=covariance_share, **kwargs)
-        self.covariance_bounds = (covariance_low, covariance_high)
+        self.covariance_low = covariance_low
+        self.covariance_high = covariance_high
 
     def token_roles(self, batch: TensorDictBase, mask: Tensor) -> Tensor:
         """See ``GRPOLoss``."""
         of_batch = self._of_covariance(batch, mask)
-        out = F.clip_cov_tokens(*of_batch, mask, self.covariance_share, self.covariance_bounds)
+        bounds = (self.covariance_low, self.covariance_high)
+        out = F.clip_cov_tokens(*of_batch, mask, self.covariance_share, bounds)
         return super().token_roles(batch, mask) & ~out
 
 

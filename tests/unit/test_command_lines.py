@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +236,67 @@ def test_what_is_no_override_is_one_line(
     assert capsys.readouterr().err == f"\nerror: {message}\n"
 
 
+@pytest.mark.parametrize(
+    ("words", "use"),
+    [
+        ("--train.total_steps 3", "use train.total_steps=3."),
+        ("--learning_rate=-1", "use optimizer.lr=-1."),
+        ("seed=1 --dry-run", "use dry_run=true."),
+        ("--bf16 seed=1", "use train.mixed_precision=VALUE."),
+        ("--total_step 3", "did you mean train.total_steps=3?"),
+        ("--multi-run seed=1,2", "did you mean --multirun?"),
+        ("train.total_steps = 3", "use train.total_steps=3."),
+        ("train.total_steps= 3", "use train.total_steps=3."),
+        ("train.total_steps =3", "use train.total_steps=3."),
+        ("train.total_steps: 3", "use train.total_steps=3."),
+        ("num_generations 8", "use env.repeats=8."),
+        ("--config grpo_arithmetic", "use --config-name=grpo_arithmetic."),
+        ("--config=conf/my.yaml", "use --config-dir=conf --config-name=my."),
+        ("grpo_arithmetic.yaml", "use --config-name=grpo_arithmetic."),
+        ("policy.clip_epsilon=0.2,0.28", "use 'policy.clip_epsilon=[0.2,0.28]', or --multirun"),
+        ("env.system_prompt=Yes,no", "use 'env.system_prompt=\"Yes,no\"', or --multirun"),
+        ("optimizer.lr=1e-4,1e-5", "--multirun for a run with each."),
+        ("--config-name", "--config-name"),
+        ("--no-such-option", "--hydra-help"),
+    ],
+)
+def test_a_slip_is_one_line_with_what_to_write(
+    words: str, use: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert in_this_process(monkeypatch, main, *words.split()) == 2
+    message = capsys.readouterr().err.removeprefix("\nerror: ")
+    assert use in message
+    assert message.count("\n") == 1
+
+
+def test_version_is_ours(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert in_this_process(monkeypatch, main, "--version") == 0
+    assert capsys.readouterr().out.startswith(f"torchrl_grpo {version('torchrl_grpo')} (Hydra ")
+
+
+@pytest.mark.parametrize(
+    ("size", "rank", "refused"),
+    [
+        ("WORLD_SIZE", "LOCAL_RANK", True),
+        ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", True),
+        ("WORLD_SIZE", "OTHER", False),
+    ],
+)
+def test_a_launcher_of_several_processes_is_refused(
+    size: str,
+    rank: str,
+    refused: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv(size, "4")
+    monkeypatch.setenv(rank, "0")
+    assert in_this_process(monkeypatch, lambda: None) == 2 * refused
+    assert ("use python with train_model.num_devices=4." in capsys.readouterr().err) == refused
+
+
 def test_a_working_directory_that_was_removed_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -253,7 +315,7 @@ def test_a_script_as_a_module_does_what_the_script_does(tmp_path: Path) -> None:
     refused = subprocess.run(
         [*command, "--bogus=1"], cwd=tmp_path, capture_output=True, text=True, timeout=120
     )
-    assert refused.returncode == 2 and "unrecognized arguments: --bogus=1" in refused.stderr
+    assert refused.returncode == 2 and "error: --bogus=1 must be" in refused.stderr
     shown = subprocess.run(
         [*command, "seed=5", "--cfg", "job"],
         cwd=tmp_path,

@@ -14,7 +14,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -189,8 +189,8 @@ def split_command_line(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     Hydra's parser accepts overrides only in one contiguous block, before or after its options.
 
     Raises:
-        ConfigError: two options exclude each other.
-        SystemExit: an option has an invalid value.
+        ConfigError: a word is no option, or two options exclude each other.
+        SystemExit: the version was printed.
     """
     words = [
         "--info=all"
@@ -198,7 +198,13 @@ def split_command_line(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         else word  # otherwise the override would be its value
         for word, following in zip(arguments, [*arguments[1:], ""], strict=False)
     ]
-    parsed, _ = options_parser().parse_known_intermixed_args(words)
+
+    def refuse(problem: str) -> NoReturn:
+        raise ConfigError(load_extra("explain_words")(words, problem))
+
+    parsed, unknown = options_parser(refuse).parse_known_intermixed_args(words)
+    if unknown:
+        refuse(f"unknown: {' '.join(unknown)}")
     modes = [
         f"--{name}"
         for name in ("run", "multirun", "cfg", "info", "shell-completion")
@@ -308,14 +314,8 @@ def check_command_line(arguments: Sequence[str]) -> list[str]:
 
 def _check_form(overrides: Sequence[str]) -> None:
     """Refuse an argument that is not an override: Hydra would print its grammar, or a traceback."""
-    for text, following in zip(overrides, [*overrides[1:], "VALUE"], strict=False):
-        if text.startswith("~") or (text.partition("=")[0] and "=" in text):
-            continue
-        if (Path(CONFIG_FILES) / f"{text}.yaml").is_file():
-            use = f"--config-name={text}"
-        else:
-            use = f"{text or 'KEY'}={following}" if "=" not in text + following else "KEY=VALUE"
-        raise ConfigError(f"{text or repr(text)} must be an override, KEY=VALUE: use {use}.")
+    if not all(text.startswith("~") or "=" in text[1:] for text in overrides):
+        raise ConfigError(load_extra("explain_words")(overrides))
 
 
 def _check_folder(name: str, folder: Path) -> None:
@@ -338,6 +338,8 @@ def _explain(error: Exception, arguments: Sequence[str]) -> str:
         return _unknown_choice(str(error.missing_cfg_file), error.options)
     if isinstance(error, OverrideParseException):
         return _unreadable(error)
+    if "Ambiguous value" in str(error):
+        return str(load_extra("explain_words")(arguments, str(error)))
     cause = (
         error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error.__context__
     )

@@ -9,10 +9,12 @@ from typing import Any
 EXTRAS = {
     "agent": "torchrl_grpo.integrations.agents:with_agent",  # env.agent
     "alarms": "torchrl_grpo.extras.report.alarms:Alarms",  # of each step
+    "check_launcher": "torchrl_grpo.extras.hints.words:check_launcher",
     "check_served_teacher": "torchrl_grpo.integrations.served_teacher:ServedTeacher.check",
     "check_service": "torchrl_grpo.extras.trackers.services:check_service",  # logging.wandb.mode=online, for example
     "dashboard": "torchrl_grpo.extras.view.start:page_beside",  # logging.page=true
     "dry_run": "torchrl_grpo.extras.doctor.doctor:examine",  # dry_run=true
+    "explain_words": "torchrl_grpo.extras.hints.words:explain_words",  # in the error for a command line
     "history_transforms": "torchrl_grpo.integrations.history:HistoryTransforms",  # env.transforms
     "ifeval_task": "torchrl_grpo.integrations.graders.ifeval_task:IFEvalTask",
     "math_task": "torchrl_grpo.integrations.graders.math_task:MathTask",

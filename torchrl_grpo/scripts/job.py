@@ -118,6 +118,7 @@ def command(main: Callable[[], object]) -> None:
     Sweep.new_folders = ()
     with orderly_exit():
         _check_working_directory()
+        load_extra("check_launcher")()
         options, overrides = split_command_line(sys.argv[1:])
         sys.argv[1:] = [*overrides, *check_command_line(overrides), *options]
         try:

@@ -46,9 +46,9 @@ TEACHER_LOG_PROBS = ("next", "teacher_log_probs", "full")
 ``KLScoring``; read by the loss, ``TeacherAdvantage``.
 """
 TEACHER_STATES = ("next", "teacher_states")
-"""[S, E] or [S, 2 K] float32. For each of the S sampled tokens, the input of the teacher's LM head,
-or its K largest log-probs followed by their ids. Written by ``TeacherStates``; read by
-``TokenScorer``.
+"""[S, E] or [S, 2 K + 1] float32. For each of the S sampled tokens, the input of the teacher's LM
+head, or its K largest log-probs, their ids and, unless from a server, the log-prob of all others.
+Written by ``TeacherStates``; read by ``TokenScorer``.
 """
 TEACHER_PROMPT = ("teacher", "prompt")
 """[Tq] int64. The prompt that the teacher reads in place of the policy's; empty if it is to score

@@ -78,7 +78,7 @@ def test_likely_tokens_are_those_of_the_teacher_in_this_process(stub: SGLangStub
     ]
     for mine, served in zip(here.unbind(0), there.unbind(0), strict=True):
         torch.testing.assert_close(
-            served[keys.TEACHER_STATES], mine[keys.TEACHER_STATES], rtol=0, atol=1e-5
+            served[keys.TEACHER_STATES], mine[keys.TEACHER_STATES][:, :6], rtol=0, atol=1e-5
         )
 
 

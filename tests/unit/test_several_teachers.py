@@ -74,7 +74,7 @@ def test_each_teacher_scores_its_own_data_sets(
         seen.add(name)
         assert bool(sequence[keys.TEACHER_VALID]) == (name != "rest")
         if top_k is not None:
-            assert sequence[keys.TEACHER_STATES].shape == (int(mask.sum()), 2 * top_k)
+            assert sequence[keys.TEACHER_STATES].shape == (int(mask.sum()), 2 * top_k + 1)
             assert bool(sequence[keys.TEACHER_STATES].any()) == (name != "rest")
         elif name == "rest":
             assert not sequence[keys.ADVANTAGE].any()

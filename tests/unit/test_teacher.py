@@ -96,20 +96,36 @@ def test_the_jensen_shannon_divergence_tends_to_both_kls() -> None:
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
-def test_the_likely_tokens_are_kept_and_the_others_share_the_rest(beta: float) -> None:
+@pytest.mark.parametrize("mine", [V, V // 2])
+def test_the_likely_tokens_are_kept_and_the_others_share_the_rest(beta: float, mine: int) -> None:
     hidden, weight, _, states, head = random_heads(2)
-    for k in (3, V):
+    weight = weight[:mine]
+    for k in (3, 8, V):
         likely = likely_tokens(states, head, k).double()
-        q = torch.zeros(N, V, dtype=torch.float64)
+        q = torch.zeros(N, mine, dtype=torch.float64)
         for row in range(N):
             full = (head @ states[row]).softmax(0)
             best = full.argsort(descending=True)[:k]
-            q[row] = (1 - full[best].sum()) / max(1, V - k)
-            q[row, best] = full[best]
+            inside = best[best < mine]
+            q[row] = (1 - full[best].sum()) / max(1, mine - len(inside))
+            q[row, inside] = full[inside]
+        q /= q.sum(-1, keepdim=True)  # tokens that the policy lacks have no share
         got = chunked_divergence(hidden, weight, likely, Teacher(beta), max_chunk_elements=80)
         torch.testing.assert_close(
             got, plain_divergence(hidden @ weight.T, q.log(), beta), rtol=1e-5, atol=1e-5
         )
+
+
+@pytest.mark.parametrize("rest", [1e-3, 1e-8, 1e-12])
+def test_a_small_rest_does_not_cancel(rest: float) -> None:
+    """A teacher that is nearly certain of two tokens; the other eight share what is left."""
+    q = torch.tensor([[0.6, 0.4 - rest, *[rest / 8] * 8]], dtype=torch.float64)
+    likely = likely_tokens(q.log().float(), torch.eye(10), 2)
+    [log_q] = Teacher(1.0).chunks(likely, 10, 10, 1.0)
+    torch.testing.assert_close(log_q.double(), q.log(), rtol=1e-6, atol=1e-6)
+    # A server does not say the rest: it is known as well as the rounding of its log-probs allows.
+    [log_q] = Teacher(1.0).chunks(likely[:, :4], 10, 10, 1.0)
+    torch.testing.assert_close(log_q.exp().double(), q, rtol=1e-6, atol=2e-8)
 
 
 def test_rows_that_one_head_alone_has_are_left_out() -> None:

@@ -264,10 +264,10 @@ def test_a_server_scores_the_teachers_prompt_too() -> None:
         stub.hangs.set()
         stub.stop()
     model = AutoModelForCausalLM.from_pretrained(starter_path()).float().eval()
-    here = TeacherScoring(TeacherStates(TokenScorer(model), top_k=3), 6)(prompted())
+    here = TeacherScoring(TeacherStates(TokenScorer(model), top_k=3), 7)(prompted())
     for served, mine in zip(there.unbind(0), here.unbind(0), strict=True):
         states = mine[keys.TEACHER_STATES]
-        torch.testing.assert_close(served[keys.TEACHER_STATES], states, rtol=0, atol=1e-5)
+        torch.testing.assert_close(served[keys.TEACHER_STATES], states[:, :6], rtol=0, atol=1e-5)
         assert states.any() == mine[keys.TEACHER_VALID]
 
 
@@ -342,7 +342,7 @@ def test_the_loss_is_that_of_trls_self_distillation(alpha: float) -> None:
     model = make_tiny_model().double()
     vocabulary = model.config.vocab_size
     states = TeacherStates(TokenScorer(model), top_k=vocabulary)
-    batch = TeacherScoring(states, 2 * vocabulary)(prompted())
+    batch = TeacherScoring(states, 2 * vocabulary + 1)(prompted())
     batch.set(keys.ADVANTAGE, torch.zeros(3, 1))
     scorer = TokenScorer(model)
     scorer.distill_from(Teacher(alpha))

@@ -342,7 +342,7 @@ def make_teacher(
         vocabulary = blueprint.model_config.get_text_config().vocab_size
         address, top_k = config.teacher.address[number // different], config.policy.teacher_top_k
         served = load_extra("served_teacher")(address, top_k=top_k, vocabulary=vocabulary)
-        return Reference(_teacher_scoring(config, served, datasets=datasets))
+        return Reference(_teacher_scoring(config, served, 2 * (top_k or 0), datasets))
     scorer = _load_scorer(config, "teacher", device or own_device())
     return Reference(_local_teacher(config, scorer, datasets), makes_room=blueprint.sleeps)
 
@@ -352,24 +352,24 @@ def _local_teacher(
 ) -> Transform:
     """Return the transform with which a model in this process scores as the teacher."""
     scoring: KLScoring
+    top_k = config.policy.teacher_top_k
     if config.teacher_in_loss:
-        scoring = TeacherStates(scorer, top_k=config.policy.teacher_top_k, **_passes(config))
+        scoring = TeacherStates(scorer, top_k=top_k, **_passes(config))
     else:
         scoring = KLScoring(scorer, out_key=keys.TEACHER_LOG_PROBS, **_passes(config))
-    width: int = scorer.base.get_output_embeddings().in_features
+    width = scorer.base.get_output_embeddings().in_features if top_k is None else 2 * top_k + 1
     return _teacher_scoring(config, scoring, width, datasets)
 
 
 def _teacher_scoring(
     config: GRPOConfig,
     scoring: Transform,
-    hidden: int = 0,
-    datasets: Sequence[str] | None = None,
+    width: int,
+    datasets: Sequence[str] | None,
 ) -> Transform:
     """Return a teacher's transform, with a prompt or data sets of its own if the config has any."""
     if config.teacher.prompt is None and datasets is None:
         return scoring
-    width = 2 * (config.policy.teacher_top_k or 0) or hidden
     return TeacherScoring(scoring, width if config.teacher_in_loss else 0, datasets)
 
 

@@ -36,8 +36,9 @@ class Teacher:
             2306.13649, section 2). It is bounded, and not the limit of the two: they are it over
             beta, and over 1 - beta.
         weight_VE: the teacher's LM head; a state is then what goes into it, [E]. None takes a state
-            for the log-probs of the teacher's K most likely tokens and their ids, [2 K]: what is
-            left of its probability is shared out evenly among the other tokens.
+            for the log-probs of the teacher's K most likely tokens, their ids, and the log of the
+            probability of all others, [2 K + 1], which is shared out evenly among these. A server
+            does not say the latter: of [2 K], it is 1 less the sum, as exactly as rounding allows.
         bias_V: of that head.
     """
 
@@ -52,24 +53,30 @@ class Teacher:
         or wider.
 
         Args:
-            states: [N, E] or [N, 2 K].
+            states: [N, E] or [N, 2 K + 1].
             vocabulary: tokens over which they are normalized, the first ones.
             width: tokens in a part.
             temperature: divides the logits of a head; the most likely tokens have it in their
                 log-probs.
         """
         if self.weight_VE is None:
-            log_probs, tokens = states.chunk(2, -1)
-            inside = tokens.long() < vocabulary
-            rest = (1 - torch.where(inside, log_probs.exp(), 0.0).sum(-1, keepdim=True)).clamp(
-                min=1e-9
-            )
-            rest = rest.log() - math.log(max(1, vocabulary - log_probs.shape[1]))
+            k = states.shape[-1] // 2
+            log_probs, tokens, rest = states[:, :k], states[:, k : 2 * k].long(), states[:, 2 * k :]
+            if not rest.shape[-1]:
+                # In float64, because the sum may round to 1.
+                total = log_probs.double().logsumexp(-1, keepdim=True)
+                rest = (-total.expm1()).clamp(min=1e-9).log().to(log_probs.dtype)
+            rest = rest.clamp(min=-100)  # no -inf, even with a teacher of K tokens
+            inside = tokens < vocabulary
+            parts = torch.cat([log_probs.where(inside, -math.inf), rest], -1)
+            total = parts.logsumexp(-1, keepdim=True)
+            log_probs = log_probs - total
+            rest = rest - total - (vocabulary - inside.sum(-1, keepdim=True)).log()
             for start in range(0, vocabulary, width):
                 size = min(width, vocabulary - start)
                 # One more column takes the tokens of other parts.
-                place = torch.where(inside, tokens.long() - start, size)
-                place = torch.where((place < 0) | (place > size), size, place)
+                place = tokens - start
+                place = place.where((place >= 0) & (place < size), size)
                 yield rest.expand(-1, size + 1).scatter(-1, place, log_probs)[:, :size]
             return
         weight = self.weight_VE[:vocabulary]
@@ -183,7 +190,7 @@ def chunked_divergence(
     Args:
         hidden_ND: [N, D], the state from which the policy predicts each token.
         weight_VD: [V, D], the policy's LM head; under autocast both are cast to its dtype.
-        states: [N, E] or [N, 2 K], the teacher's, see ``Teacher``; no gradient flows to them.
+        states: [N, E] or [N, 2 K + 1], the teacher's, see ``Teacher``; no gradient flows to them.
         teacher: the divergence, and the teacher's head.
         bias_V: [V] or None, of the policy's head.
         temperature: the logits of both are divided by it; more than 0.
@@ -214,7 +221,8 @@ def likely_tokens(
     bias_V: Tensor | None = None,
     temperature: float = 1.0,
 ) -> Tensor:
-    """Return the largest log-probs at each token and then the ids that have them, [N, 2 K] float32.
+    """Return the largest log-probs at each token, the ids that have them, and the log of the
+    probability of all others, [N, 2 K + 1] float32.
 
     An id is exact in float32 up to 16,777,216.
 
@@ -226,14 +234,16 @@ def likely_tokens(
         temperature: the logits are divided by it; more than 0.
     """
     width = chunk_width(hidden_NE, len(weight_VE), arrays=_ARRAYS)
-    normalizers, likely_logits, likely_ids = [], [], []
+    likely_logits, likely_ids, others = [], [], []
     for number, logits in enumerate(_logits(hidden_NE, weight_VE, bias_V, width, temperature)):
         best, place = logits.topk(min(k, logits.shape[1]), -1)
-        normalizers.append(logits.logsumexp(-1))
         likely_logits.append(best)
         likely_ids.append(place + number * width)
+        others.append(logits.scatter_(-1, place, -math.inf).logsumexp(-1, keepdim=True))
     candidates = torch.cat(likely_logits, -1)
     best, place = candidates.topk(min(k, candidates.shape[1]), -1)
     tokens = torch.cat(likely_ids, -1).gather(-1, place)
-    lse_N = torch.stack(normalizers).logsumexp(0)
-    return torch.cat([best - lse_N[:, None], tokens], -1).float()
+    unlikely = candidates.scatter(-1, place, -math.inf)
+    rest = torch.cat([unlikely, *others], -1).logsumexp(-1, keepdim=True)
+    lse = torch.cat([best, rest], -1).logsumexp(-1, keepdim=True)
+    return torch.cat([best - lse, tokens, rest - lse], -1).float()

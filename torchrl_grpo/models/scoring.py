@@ -259,7 +259,7 @@ class TokenScorer(TensorDictModuleBase):
             top_k: how many of the most likely tokens; None gives what goes into the LM head.
 
         Returns:
-            [B, T, E] in the type of the model, or [B, T, 2 K] float32; 0 on tokens that are not
+            [B, T, E] in the type of the model, or [B, T, 2 K + 1] float32; 0 on tokens that are not
             scored.
         """
         shape = layout.source[0].shape
@@ -269,7 +269,7 @@ class TokenScorer(TensorDictModuleBase):
         return zeros.index_put((layout.places,), states).unflatten(0, shape)
 
     def _states(self, layout: Layout, top_k: int | None) -> Tensor:
-        """Return ``teacher_states`` of the scored tokens alone, [N, E] or [N, 2 K]."""
+        """Return ``teacher_states`` of the scored tokens alone, [N, E] or [N, 2 K + 1]."""
         states, weight = self._hidden(layout)
         if top_k is None:
             return states

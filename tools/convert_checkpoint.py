@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from torchrl_grpo.host.checkpoint_files import STATE, sizes_and_sha256, write_manifest
+from torchrl_grpo.learner.checkpoint import check_stored
 from torchrl_grpo.learner.parts import write_parts
 from torchrl_grpo.models.sharding import WEIGHTS, exact_floats
 
@@ -52,6 +53,7 @@ def convert(path: Path) -> Path:
     manifest = read_manifest(path)
     if manifest["config"]["optimizer"]["name"] == "adamw_8bit":
         import torchao.optim  # noqa: F401  allows torch.load to read its types
+    check_stored(path)
     state = torch.load(path, map_location="cpu", weights_only=True)
     trainer = state["trainer"]
     tensors = {WEIGHTS + name: weight for name, weight in trainer.pop("model").items()}
@@ -78,7 +80,7 @@ def main() -> None:
     for path in parser.parse_args().files:
         try:
             print(convert(path))
-        except (ValueError, OSError, struct.error) as error:
+        except (ValueError, OSError, RuntimeError, struct.error) as error:
             sys.exit(f"error: {error}")
 
 

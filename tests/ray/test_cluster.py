@@ -253,7 +253,7 @@ def test_a_terminated_run_leaves_no_process_and_no_folder() -> None:
     try:
         assert driver.stdout and "ready" in driver.stdout.readline()
         pids = below(driver.pid)
-        assert [path.name[:4] for path in folder.glob("ray*")] == ["ray-"]
+        assert [path.name[:9] for path in folder.glob("*ray*")] == ["grpo-ray-"]
         # Two workers with a process each, and Ray's own processes, of which Python 3.13 has fewer.
         lines = [
             command_line(child) for child in psutil.Process(driver.pid).children(recursive=True)

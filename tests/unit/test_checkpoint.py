@@ -185,19 +185,53 @@ def test_a_weight_that_is_nan_is_named_before_anything_is_loaded(
         resume_in(path)
 
 
+class Zeros:
+    """Pickled as a call that makes zeros."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return bytearray, (2**20,)
+
+
+def rewritten(file: Path, kind: str) -> None:
+    """Rewrite a state so that torch makes more of it than the file has."""
+    state = torch.load(file, weights_only=True)
+    if kind == "unknown key":
+        torch.save(state | {"bomb": torch.zeros(3)}, file)
+    elif kind == "zeros":
+        torch.save(state | {"step": Zeros()}, file)
+    elif kind == "legacy format":
+        torch.save(state, file, _use_new_zipfile_serialization=False)
+    else:
+        packed = io.BytesIO()
+        method = zipfile.ZIP_STORED if kind == "overlapping" else zipfile.ZIP_DEFLATED
+        with zipfile.ZipFile(file) as members, zipfile.ZipFile(packed, "w", method) as other:
+            for name in members.namelist():
+                other.writestr(name, members.read(name))
+            first, second, *_ = (entry for entry in other.infolist() if "/data/" in entry.filename)
+            if kind == "overlapping":
+                second.header_offset = first.header_offset
+        data = packed.getvalue()
+        if kind == "shifted":  # zipfile reads the second directory, which says "not compressed"
+            directory = data[other.start_dir : -22]
+            method_8 = rb"(PK\x01\x02.{6})\x08"
+            stored = re.sub(method_8, lambda match: match[1] + b"\0", directory, flags=re.S)
+            data = data[:-22] + stored + data[-22:]
+        file.write_bytes(data)
+
+
 @pytest.mark.slow
-def test_what_is_unpacked_to_any_size_is_refused_unread(saved: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kind", ["compressed", "shifted", "overlapping", "zeros", "legacy format", "unknown key"]
+)
+def test_a_state_that_is_more_than_its_file_is_refused(
+    kind: str, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = changed(at(saved, 2), at(tmp_path, 2))
-    packed = io.BytesIO()
-    with (
-        zipfile.ZipFile(path / "state.pt") as members,
-        zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as other,
-    ):
-        for name in members.namelist():
-            other.writestr(name, members.read(name))
-    (path / "state.pt").write_bytes(packed.getvalue())
+    rewritten(path / "state.pt", kind)
     reseal(path)
-    with pytest.raises(ConfigError, match="compressed"):
+    if kind != "unknown key":  # refused unread
+        monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("it was read"))
+    with pytest.raises(ConfigError, match=rf"train\.resume={path}.* checkpoint_000002 "):
         resume_in(path)
 
 
@@ -252,12 +286,16 @@ def test_a_file_of_an_older_version_is_converted(
     manifest = read_manifest(at(saved, 2))
     del manifest["files"]
     text = json.dumps(manifest | {"sha256": ""}).encode()
-    with old.open("wb") as file:
-        torch.save(state, file)
-        file.write(text + struct.pack("<Q", len(text)))
-    digest = hashlib.sha256(old.read_bytes()).digest()
-    with old.open("ab") as file:
-        file.write(digest + b"grpo-ck1")
+
+    def write(state: dict[str, Any]) -> None:
+        with old.open("wb") as file:
+            torch.save(state, file)
+            file.write(text + struct.pack("<Q", len(text)))
+        digest = hashlib.sha256(old.read_bytes()).digest()
+        with old.open("ab") as file:
+            file.write(digest + b"grpo-ck1")
+
+    write(state)
     tool = str(ROOT / "tools" / "convert_checkpoint.py")
     monkeypatch.setattr(sys, "argv", [tool, str(old)])
     runpy.run_path(tool, run_name="__main__")
@@ -268,6 +306,9 @@ def test_a_file_of_an_older_version_is_converted(
         file.seek(100_000)
         file.write(b"x")
     with pytest.raises(SystemExit, match="damaged"):
+        runpy.run_path(tool, run_name="__main__")
+    write(state | {"step": Zeros()})
+    with pytest.raises(SystemExit, match="bytearray"):
         runpy.run_path(tool, run_name="__main__")
 
 

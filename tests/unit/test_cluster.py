@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -170,24 +171,34 @@ def test_nothing_switches_on_vllms_insecure_serialization() -> None:
     ] == []
 
 
-def test_folders_of_killed_runs_are_removed_by_the_next_one(
+def test_only_our_folders_of_killed_runs_are_removed_by_the_next_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = Path(tempfile.mkdtemp(prefix="g", dir="/tmp"))
     try:
         monkeypatch.setattr(tempfile, "tempdir", str(folder))
-        killed, other = folder / "ray-killed", folder / "ray-of-someone-else"
-        for path in (killed, other):
+        killed = Path(cluster_module.short_folder().name).parent  # its lock is released here
+        pipe, link, results, others = (
+            folder / f"grpo-ray-{name}" for name in ("pipe", "link", "results", "others")
+        )
+        for path in (pipe, results, others, folder / "ray-results"):
             path.mkdir()
-        (killed / "lock").touch()
+        link.symlink_to(results)
+        os.mkfifo(pipe / "lock")
+        (results / "lock").touch()
+        (folder / "ray-results" / "lock").write_bytes(b"")
+        shutil.copyfile(killed / "lock", folder / "mark")
+        (others / "lock").symlink_to(folder / "mark")
+        left = sorted(path for path in folder.iterdir() if path != killed)
         first = cluster_module.short_folder()
         second = cluster_module.short_folder()  # of another run at the same time
         assert sorted(folder.iterdir()) == sorted(
-            [other, *(Path(lock.name).parent for lock in (first, second))]
+            [*left, *(Path(lock.name).parent for lock in (first, second))]
         )
         for lock in (first, second):
             cluster_module.remove_folder(lock)
-        assert list(folder.iterdir()) == [other]
+        assert sorted(folder.iterdir()) == left
+        assert (results / "lock").exists()
     finally:
         shutil.rmtree(folder)
 

@@ -22,6 +22,9 @@ value."""
 
 _mkldnn: Any = torch.ops.mkldnn
 
+FileReader: Any = torch._C.PyTorchFileReader
+"""The reader of ``torch.load``: its view of a zip file's records is the only one that counts."""
+
 
 def norms(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return the 2-norm of each tensor, computed together."""

@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import shutil
-import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -247,18 +246,6 @@ def check_whole(path: Path) -> None:
                 f"{path.name} is damaged: {name} does not have the checksum that it was "
                 "written with"
             )
-
-
-def check_stored(path: Path) -> None:
-    """Check that the file of a state is not compressed, because it might unpack to any size.
-
-    Raises:
-        ValueError: it is compressed.
-        BadZipFile: it is not a file of ``torch.save``.
-    """
-    with zipfile.ZipFile(path / STATE) as members:
-        if any(member.compress_type != zipfile.ZIP_STORED for member in members.infolist()):
-            raise ValueError("its state is compressed")
 
 
 def _with_digest(manifest: dict[str, Any]) -> bytes:

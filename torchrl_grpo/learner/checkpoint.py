@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import pickletools
 import random
 import shutil
 from collections.abc import Iterable, Mapping
@@ -16,10 +17,10 @@ from torchrl import torchrl_logger
 from transformers import PreTrainedTokenizerBase
 
 from torchrl_grpo.checks import check_keep
+from torchrl_grpo.compat.torch import FileReader
 from torchrl_grpo.errors import ConfigError, DiskFullError, NonFiniteError, NotSavedError
 from torchrl_grpo.host.checkpoint_files import (
     STATE,
-    check_stored,
     check_whole,
     checkpoints_in,
     read_manifest,
@@ -216,7 +217,7 @@ def read_checkpoint(path: Path, *, trusted: bool = False) -> dict[str, Any]:
     config = read_manifest(path)["config"]
     try:
         if not trusted:
-            check_stored(path)
+            check_stored(path / STATE)
         state = torch.load(path / STATE, map_location="cpu", weights_only=True)
     except Exception as error:  # a foreign file may raise anything
         # The rest of torch's message advises trusting the file.
@@ -224,7 +225,7 @@ def read_checkpoint(path: Path, *, trusted: bool = False) -> dict[str, Any]:
         raise ValueError(
             f"{path.name} cannot be read ({type(error).__name__}: {reason:.200})"
         ) from error
-    if not isinstance(state, dict) or not state.keys() >= _ENTRIES:
+    if not isinstance(state, dict) or state.keys() != _ENTRIES:
         raise ValueError(f"{path.name} does not contain a checkpoint")
     if not trusted:
         try:
@@ -237,6 +238,30 @@ def read_checkpoint(path: Path, *, trusted: bool = False) -> dict[str, Any]:
                 f"({type(error).__name__}: {error!s:.200})"
             ) from error
     return state | {"config": config}  # the config that was checked with this run's config
+
+
+def check_stored(path: Path) -> None:
+    """Check that a file of ``torch.save`` takes no more memory than its size when it is read.
+
+    Raises:
+        ValueError: its records are compressed or overlap, or its pickle makes zeros of any length.
+        RuntimeError: it is not a file of ``torch.save``.
+    """
+    reader = FileReader(str(path))
+    records = [
+        (reader.get_record_offset(name), reader.get_record_size(name))
+        for name in reader.get_all_records()
+    ]
+    end = 4  # torch.load takes a file for a zip file by these bytes
+    with path.open("rb") as file:
+        whole = file.read(end) == b"PK\3\4"
+    for start, length in [*sorted(records), (path.stat().st_size, 0)]:
+        whole = whole and end <= start
+        end = start + length
+    pickled = reader.get_record("data.pkl") if whole else b""
+    operations = pickletools.genops(pickled)
+    if not whole or any(str(name).endswith("bytearray") for _, name, _ in operations):
+        raise ValueError("its state has compressed or overlapping parts, or a bytearray")
 
 
 def set_aside(path: Path) -> Path:

@@ -13,6 +13,7 @@ import os
 import shutil
 import signal
 import socket
+import stat
 import struct
 import sys
 import tempfile
@@ -39,6 +40,8 @@ _STACKS_TIMEOUT_S = 30.0
 _POLL_S = 0.1
 _CRASHES = [-number for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS)]
 _SIOCGIFADDR = 0x8915  # Linux's ioctl code for the address of a network interface
+_FOLDER = "grpo-ray-"
+_MARK = "folder of a torchrl_grpo run's Ray cluster\n"
 MIN_RAY = (2, 59)
 """First version that requires a token by default. In earlier versions anyone who could reach the
 ports of a local cluster could run code.
@@ -589,17 +592,26 @@ def _unreachable(address: str | None, error: Exception) -> ValueError:
 def short_folder() -> IO[str]:
     """Return a locked file in a new folder for Ray's sockets.
 
-    A socket's path can have 107 bytes, of which Ray uses 65. Folders whose lock is free belong to
-    killed processes and are removed.
+    A socket's path can have 107 bytes, of which Ray uses 65. Our own folders whose lock is free
+    belong to killed processes and are removed.
     """
     default = Path(tempfile.gettempdir())
-    parent = default if len(os.fsencode(default)) < 28 else Path("/tmp")
-    for lock_path in parent.glob("ray-*/lock"):
-        with suppress(OSError), lock_path.open() as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(lock_path.parent, ignore_errors=True)
-    lock = (Path(tempfile.mkdtemp(prefix="ray-", dir=parent)) / "lock").open("w")
+    parent = default if len(os.fsencode(default)) < 107 - 65 - len(_FOLDER) - 10 else Path("/tmp")
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # others may have put anything there
+    for path in parent.glob(f"{_FOLDER}*/lock"):
+        with (
+            suppress(OSError),
+            open(path, "rb", opener=lambda path, _: os.open(path, flags)) as old,
+        ):
+            status = os.fstat(old.fileno())
+            if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
+                fcntl.flock(old, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if old.read() == _MARK.encode():
+                    shutil.rmtree(path.parent, ignore_errors=True)
+    lock = (Path(tempfile.mkdtemp(prefix=_FOLDER, dir=parent)) / "lock").open("w")
     fcntl.flock(lock, fcntl.LOCK_EX)
+    lock.write(_MARK)
+    lock.flush()
     return lock
 
 

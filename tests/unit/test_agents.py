@@ -719,6 +719,7 @@ def test_a_command_has_the_exit_status_that_it_would_have_alone(tmp_path, code, 
     "spec, message",
     [
         ("no_such_file.py:play", "env.agent=no_such_file.py:play must name a file that exists"),
+        ("no_such_file.py", "env.agent=no_such_file.py must name a file that exists"),
         ("no_such_command_anywhere", "there is no command 'no_such_command_anywhere'"),
         (
             "torchrl_grpo.integrations.agents.programs:load_program",

@@ -142,6 +142,7 @@ def test_a_file_and_a_function_make_a_task() -> None:
             ["env.task._target_=my_own_tasks.py:YourTask"],
             r"env\.task\._target_=my_own_tasks\.py:YourTask must name a class .*use one of \['MyTask'\]",
         ),
+        (["env.task._target_=my_own_tasks.py"], r"must name a class .*use one of \['MyTask'\]"),
         (
             ["env.task._target_=my_own_tasks.py:MyTask", "+env.task.lvl=3"],
             r"env\.task=\{'_target_': 'my_own_tasks\.py:MyTask', 'lvl': 3\} .*: leave out env\.task\.lvl",

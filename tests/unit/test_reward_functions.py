@@ -107,6 +107,25 @@ def test_an_answer_that_no_problem_has_is_refused_before_a_run(
             rewards.check(columns, has_answer=False)
 
 
+@pytest.mark.parametrize(
+    ("function", "columns", "has_answer", "fix"),
+    [
+        (lambda completion, reference: 1, [], True, "rename completion to response and reference to answer"),
+        (lambda response, label: 1, ["label_text"], True, "rename label to answer"),
+        (lambda response, solutoin: 1, ["solution"], True, "rename solutoin to solution"),
+        (lambda response, answer: 1, ["Final_Answer"], False, r"env\.columns\.answer=Final_Answer"),
+        (lambda completions, answer: [1], ["target_value"], False, r"env\.columns\.answer=target_value"),
+        (lambda completion, mood: 1, [], True, "rename completion to response"),
+        (lambda response, mood: 1, [], True, "set it as an option"),
+    ],
+)  # fmt: skip
+def test_a_missing_argument_says_what_to_rename_or_to_name(
+    function: Any, columns: list[str], has_answer: bool, fix: str
+) -> None:
+    with pytest.raises(ValueError, match=fix):
+        make_rewards({"fn": function, "name": "f"}).check(columns, has_answer=has_answer)
+
+
 def test_options_that_a_function_has_not_are_refused() -> None:
     with pytest.raises(ValueError, match=r"reward gsm8k .* has no mood: did you mean mode\?"):
         make_rewards({"fn": "gsm8k", "mood": "lenient"})

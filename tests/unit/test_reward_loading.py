@@ -85,12 +85,16 @@ def test_an_edited_file_is_loaded_again_and_an_unchanged_one_is_not(tmp_path: Pa
 @pytest.mark.parametrize(
     ("name", "source", "message"),
     [
-        ("gsm9k", "", "env.reward=gsm9k must be a built-in name .*gsm8k.*, file.py:function or package"),
+        ("gsm9k", "", "env.reward=gsm9k must be a built-in name .*gsm8k.*, file.py:function or .* did you mean gsm8k"),
+        ("rew", "", r"env.reward=rew must be .*package.module:function: use one of them"),
+        ("{}", "def good(response): ...\nclass Bad: ...", r"must name a function in .*py.*: use one of \['good'\]"),
+        ("{}:", "def good(response): ...", r"must name a function in .*mine.py.*: use one of \['good'\]"),
+        ("nothing.py", "", r"must name a file that exists, but there is no .*/nothing.py: fix the path"),
         ("nothing.py:f", "", r"must name a file that exists, but there is no .*/nothing.py: fix the path"),
         ("{}:f", "def good(response): ...\nclass Bad: ...\ndef _no(): ...", r"which has no 'f': use one of \['good'\]"),
         ("{}:N", "N = 3", r"must name a function in .*mine.py, but it is not .*: use one of those defined there"),
         ("{}:f", "x = 1\nimport no_such_package", r"raised ModuleNotFoundError: No module.* at .*mine.py:2: fix it"),
-        ("{}:f", "def f(:", "raised SyntaxError"),
+        ("{}:f", "x = 1\ndef f(:", "raised SyntaxError: .* at .*mine.py:2: fix it"),
         ("{}:f", "import sys\nsys.exit(3)", "raised SystemExit: 3 at .*mine.py:2"),
         ("{}:f", "open('/no/such/file')", "raised FileNotFoundError: .*/no/such/file.* at .*mine.py:1: fix it"),
         ("no_such_package.module:f", "", "No module named 'no_such_package': put its folder on PYTHONPATH, or"),

@@ -19,7 +19,7 @@ def make_component(
         ValueError: the file has no such class, or cannot be imported.
     """
     name = str(node.get("_target_"))
-    if ":" in name:
+    if ":" in name or name.endswith(".py"):
         loaded = load_class(name, f"{field}._target_")
         node = {**node, "_target_": getattr(loaded, "__wrapped__", loaded)}
     return components.make_component(field, node, base, name, *args, **settings)

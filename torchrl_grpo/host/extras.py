@@ -14,6 +14,7 @@ EXTRAS = {
     "check_service": "torchrl_grpo.extras.trackers.services:check_service",  # logging.wandb.mode=online, for example
     "dashboard": "torchrl_grpo.extras.view.start:page_beside",  # logging.page=true
     "dry_run": "torchrl_grpo.extras.doctor.doctor:examine",  # dry_run=true
+    "explain_arguments": "torchrl_grpo.extras.hints.arguments:explain_arguments",  # of a reward
     "explain_words": "torchrl_grpo.extras.hints.words:explain_words",  # in the error for a command line
     "history_transforms": "torchrl_grpo.integrations.history:HistoryTransforms",  # env.transforms
     "ifeval_task": "torchrl_grpo.integrations.graders.ifeval_task:IFEvalTask",

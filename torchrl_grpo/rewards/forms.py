@@ -155,17 +155,18 @@ class RewardFunction:
         facts = facts | (dict.fromkeys(IMAGES) if has_images else {})
         arguments = self.form.arguments(facts, dict.fromkeys(columns))[0]
         known = {name for name, value in arguments.items() if value not in (_ABSENT, [_ABSENT])}
-        if not self._takes_rest and not (self._names - set(self.options)) & known:
+        missing = sorted(self._needed - set(self.options) - known)
+        hint = load_extra("explain_arguments")(missing, sorted(known)) if missing else ""
+        if not hint and not self._takes_rest and not (self._names - set(self.options)) & known:
             raise ValueError(
                 f"reward {self.name} must take something of a response, such as `response` or "
                 f"`completions`, but its parameters are {sorted(self._names)}: if it returns a "
                 f"reward function, call it in a file of your own, `my_{self.name} = "
                 f"{self.name}(...)`, and use file.py:my_{self.name}."
             )
-        missing = sorted(self._needed - set(self.options) - known)
         if missing:
             verb = "is" if len(missing) == 1 else "are"
-            fix = f"set it as an option, {{fn: ..., {missing[0]}: ...}}"
+            fix = hint or f"set it as an option, {{fn: ..., {missing[0]}: ...}}"
             if missing[0] in IMAGES:
                 fix = "name the column of the images as env.columns.images"
             raise ValueError(

@@ -8,6 +8,7 @@ there.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import hashlib
 import importlib
@@ -60,12 +61,15 @@ def load_class(name: str, field: str) -> Callable[..., Any]:
 def _load(
     full: str, name: str, field: str, builtins: Mapping[str, str], kind: str
 ) -> Callable[..., Any]:
-    place, colon, function = full.rpartition(":")
-    if not (colon and place and function):
+    place, _, function = full.rpartition(":")
+    if full.endswith(".py"):
+        place, function = full, ""
+    if not place or not (function or place.endswith(".py")):
+        close = difflib.get_close_matches(name, builtins, 1)
+        fix = f"did you mean {close[0]}?" if close else "use one of them."
         known = f"a built-in name ({', '.join(sorted(builtins))}), " if builtins else ""
         raise ValueError(
-            f"{field}={name} must be {known}file.py:{kind} or package.module:{kind}: use one of "
-            "them."
+            f"{field}={name} must be {known}file.py:{kind} or package.module:{kind}: {fix}"
         )
     path = Path(place).expanduser().resolve() if place.endswith(".py") else None
     if path is not None and not path.is_file():
@@ -88,7 +92,7 @@ def _load(
             and getattr(other, "__module__", None) == module.__name__
             and not key.startswith("_")
         ]
-        problem = f"which has no {function!r}"
+        problem = f"which has no {function!r}" if function else "after a colon"
         if hasattr(module, function):
             problem = f"but it is not a {kind}"
         raise ValueError(
@@ -124,8 +128,8 @@ def _import_error(field: str, name: str, place: str, error: BaseException) -> Va
     missing = False
     if isinstance(error, ModuleNotFoundError) and error.name:
         missing = f"{place}.".startswith(f"{error.name}.")
-    has_place = missing or isinstance(error, SyntaxError)
-    where = "" if has_place else f" at {last.filename}:{last.lineno}"
+    spot: Any = error if isinstance(error, SyntaxError) else last
+    where = "" if missing else f" at {spot.filename}:{spot.lineno}"
     fix = "fix it"
     if missing:
         fix = "put its folder on PYTHONPATH, or use the file, path/to/file.py:function"

@@ -74,7 +74,7 @@ def _entry(spec: SingleReward, field: str) -> RewardEntry:
             "1}."
         )
     default = fn if isinstance(fn, str) else getattr(fn, "__name__", type(fn).__name__)
-    default = default.rpartition(":")[2]
+    default = default.rpartition(":")[2].rpartition("/")[2]
     name = options.pop("name", default)
     weight = options.pop("weight", 1.0)
     if not isinstance(name, str) or not name or "/" in name:

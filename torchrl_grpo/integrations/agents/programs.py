@@ -64,7 +64,7 @@ def load_program(spec: str) -> Program:
         ValueError: there is no such function or command, or it is not an agent.
     """
     words = shlex.split(spec)
-    if len(words) == 1 and ":" in spec:
+    if len(words) == 1 and (":" in spec or spec.endswith(".py")):
         return Function(load_function(spec, "env.agent", {}), f"env.agent={spec}")
     if not words or shutil.which(words[0]) is None:
         raise ValueError(

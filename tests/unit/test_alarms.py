@@ -190,14 +190,36 @@ def test_an_alarm_comes_again_only_after_it_had_gone() -> None:
 
 
 def test_a_run_that_never_had_a_signal_says_so_at_its_end() -> None:
-    bad = {"rollout/reward_mean": 0.0, "rollout/truncated": 1.0} | EQUAL
+    bad = {"rollout/reward_mean": 0.0, "rollout/truncated": 0.9} | EQUAL
     assert alarms_of(rows(2, bad, start=1), ended=False) == []
     [alarm] = alarms_of(rows(2, bad, start=1))
     assert (
         alarm.name == "zero_rewards"
         and "over 2 steps" in alarm.text
-        and "100% were truncated" in alarm.text
+        and "90% were truncated" in alarm.text
     )
+
+
+def test_a_run_with_invalid_rewards_is_not_called_solved() -> None:
+    right_or_none = EQUAL | {"rollout/accuracy": 1.0, "rollout/reward_mean": 1.0}
+    for invalid in (1.0, 28.0):
+        alarms = alarms_of(rows(20, right_or_none | {"rollout/invalid": invalid}, start=1))
+        assert "no_signal" in {alarm.name for alarm in alarms}
+        assert not any("solved" in alarm.text for alarm in alarms)
+
+
+def test_rewards_of_none_are_an_alarm_at_once() -> None:
+    some = {"rollout/invalid": 28.0, "rewards/invalid_none": 28.0}
+    [alarm] = alarms_of(rows(2, some, start=1))
+    assert (alarm.name, alarm.first) == ("invalid_rewards", 1) and "return 0.0" in alarm.text
+    some["rewards/invalid_none"] = 0.0
+    assert alarms_of(rows(2, some, start=1)) == []
+
+
+def test_a_step_whose_responses_are_all_cut_off_is_an_alarm() -> None:
+    [alarm] = alarms_of(rows(1, {"rollout/truncated": 1.0}, start=1))
+    assert (alarm.name, alarm.first) == ("truncated", 1)
+    assert "inference_model.max_new_tokens" in alarm.text
 
 
 @pytest.mark.parametrize("count", [1, 5, 20])
@@ -265,23 +287,25 @@ def test_a_run_without_rewards_says_so_and_ends_if_asked(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("planned", "step_count", "message"),
+    ("body", "planned", "step_count", "message"),
     [
-        (
-            3,
-            3,
-            r"env\.reward must return valid .* in the 3 steps .* first error: KeyError: 'no such column'",
-        ),
-        (9, 4, "5 optimizer steps in a row changed nothing, .* all rewards are invalid"),
+        ("raise KeyError('no such column')", 3, 1, "up to step 1.* first error: KeyError: 'no such col"),
+        ("return None", 3, 1, "up to step 1.* return 0.0"),
+        ("return [None, 'text'][next(calls) % 2]", 2, 2, "up to step 2"),
+        ("return [None, 'text'][next(calls) % 2]", 9, 4, None),
     ],
-)
+)  # fmt: skip
 def test_a_run_whose_rewards_are_never_valid_ends_with_an_error(
-    planned: int, step_count: int, message: str, tmp_path: Path
+    body: str, planned: int, step_count: int, message: str | None, tmp_path: Path
 ) -> None:
+    """At the first step, if all fail alike."""
     (tmp_path / "broken.py").write_text(
-        "def score(response):\n    raise KeyError('no such column')\n"
+        f"import itertools\ncalls = itertools.count()\ndef score(response):\n    {body}\n"
     )
-    with pytest.raises(NoSignalError, match=message):
+    expected = f"env.reward must return valid rewards.*{message}"
+    if message is None:
+        expected = "5 optimizer steps in a row changed nothing, .* all rewards are invalid"
+    with pytest.raises(NoSignalError, match=expected):
         run(tmp_path / "run", f"env.reward={tmp_path}/broken.py:score", steps(planned))
     written = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in written] == list(range(step_count + 1))

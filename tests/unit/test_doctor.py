@@ -17,7 +17,7 @@ from torchrl_grpo.extras.doctor.doctor import examine
 from torchrl_grpo.extras.doctor.forecast import Measured, forecast, memory_now
 from torchrl_grpo.models import loading
 
-NAMES = ["versions", "devices", "logging", "model", "data", "parts"]
+NAMES = ["versions", "devices", "logging", "model", "data", "scoring", "parts"]
 PLAYED = ["sync", "rollout", "train", "reward", "mismatch", "steps"]
 
 
@@ -74,7 +74,7 @@ def test_what_follows_a_failure_is_skipped_and_the_rest_is_tried(
         and "env.columns.prompt=question" in table["data"][1]
     )
     assert [table[name][0] for name in ("devices", "model", "disk")] == ["ok"] * 3
-    assert table["parts"] == ["skipped", "see data"] and "rollout" not in table
+    assert table["parts"] == ["skipped", "needs scoring"] and "rollout" not in table
 
 
 @pytest.mark.slow
@@ -94,14 +94,19 @@ def test_a_dry_run_tries_the_revision_that_a_run_would_load(
 def test_a_scorer_that_fails_and_one_that_gives_nothing_are_told_apart(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], wide: None
 ) -> None:
-    text = "def broken(response):\n    raise OSError('no judge')\n\ndef nothing(response):\n    return 0.0\n"
-    (tmp_path / "rewards.py").write_text(text)
-    passed, table = tried(capsys, tmp_path, f"env.reward={tmp_path}/rewards.py:broken", steps(4))
-    assert (
-        not passed
-        and table["reward"][0] == "FAILED"
-        and "100% of the rewards are invalid" in table["reward"][1]
+    (tmp_path / "rewards.py").write_text(
+        "def broken(response): raise OSError('no judge')\n"
+        "def never(response): return None\n"
+        "def right(response, answer): return 1.0 if response == answer else None\n"
+        "def long(response): return float(len(response)) if response != 'I do not know.' else 1 / 0\n"
+        "def nothing(response): return 0.0\n"
     )
+    for name, problem in {"broken": "no judge", "never": "return 0.0", "long": "division"}.items():
+        passed, table = tried(capsys, tmp_path, f"env.reward={tmp_path}/rewards.py:{name}")
+        assert not passed and table["scoring"][0] == "FAILED" and problem in table["scoring"][1]
+        assert table["parts"] == ["skipped", "needs scoring"]
+    passed, table = tried(capsys, tmp_path, f"env.reward={tmp_path}/rewards.py:right", steps(4))
+    assert table["scoring"][0] == "warning" and "return 0.0" in table["scoring"][1]
     passed, table = tried(capsys, tmp_path, f"env.reward={tmp_path}/rewards.py:nothing", steps(4))
     assert passed and table["reward"][0] == "warning" and "all rewards were 0" in table["reward"][1]
 

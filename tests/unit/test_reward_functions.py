@@ -168,7 +168,7 @@ def test_a_result_becomes_parts(result: Any, expected: dict[str, float | None]) 
         (torch.ones(2), "is of type Tensor"),
         ([1.0], "is of type list"),
         ({"a": 1.0, "b": {}}, "reward f/b must be .* type dict"),
-        (None, r"one reward must apply to a response, but none of \['f'\] did"),
+        (None, r"one of the rewards \['f'\] must be a number .*: return 0\.0 where"),
         ({"correct": True}, r"none of \['f/correct'\] did"),
         ({}, r"none of \[\] did"),
     ],

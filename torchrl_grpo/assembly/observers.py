@@ -133,7 +133,7 @@ class Recorder(Observer):
 
 
 class Limits(Observer):
-    """Ends a run that learns nothing, after it was saved.
+    """Ends a run that learns nothing, after it was saved, or whose rewards all fail alike.
 
     Args:
         signal: counts the steps that were recorded.
@@ -152,6 +152,8 @@ class Limits(Observer):
         self._limit = max_steps_without_signal
 
     def checked(self, step: int) -> None:
+        if self._signal.fails_alike:
+            self.ended(step)
         steps = self._signal.steps_without_signal
         if self._limit is not None and steps >= self._limit and self._schedule.left(step):
             raise NoSignalError(
@@ -162,12 +164,11 @@ class Limits(Observer):
 
     def ended(self, step: int) -> None:
         """Raise an error if no reward of the run was valid."""
-        steps = self._signal.steps_without_reward
-        if steps:
+        if self._signal.steps_without_reward:
             raise NoSignalError(
-                f"env.reward must return valid rewards, but all were invalid in the {steps} steps "
-                "of the run. Call the reward function by hand with a row of samples.jsonl. The "
-                f"first error: {self._signal.reward_error or 'in the log above'}"
+                f"env.reward must return valid rewards, but all were invalid up to step {step}. "
+                "Call the reward function by hand with a row of samples.jsonl. The first error: "
+                f"{self._signal.reward_error or 'in the log above'}"
             )
 
 

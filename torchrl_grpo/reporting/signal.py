@@ -14,6 +14,7 @@ class Signal:
         steps_without_signal: number of consecutive steps, up to the latest, in which the rewards of
             every group were equal or invalid.
         steps_without_reward: number of steps of the run if all rewards so far were invalid, else 0.
+        fails_alike: whether the first step had no valid reward, and all are invalid for one cause.
         reward_error: the first error of a reward among the samples; empty without one.
     """
 
@@ -21,6 +22,7 @@ class Signal:
         self.steps = 0
         self.steps_without_signal = 0
         self.steps_without_reward = 0
+        self.fails_alike = False
         self.reward_error = ""
 
     def take(self, row: Mapping[str, Any]) -> None:
@@ -32,6 +34,8 @@ class Signal:
         self.steps += 1
         self.steps_without_signal = self.steps_without_signal + 1 if no_signal(row) else 0
         self.steps_without_reward = self.steps if was_without_reward and all_invalid else 0
+        causes = [name for name in row if name.startswith("rewards/invalid_")]
+        self.fails_alike = self.steps_without_reward == 1 == len(causes)
 
 
 def no_signal(row: Mapping[str, Any]) -> bool:

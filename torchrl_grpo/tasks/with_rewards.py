@@ -171,8 +171,8 @@ class Rewards:
         ]
         if not terms:
             raise InvalidRewardError(
-                f"one reward must apply to a response, but none of {list(parts)} did: return a "
-                "number in one of them, with a weight that is not 0.",
+                f"one of the rewards {list(parts)} must be a number with a weight that is not 0: "
+                "return 0.0 where a response is wrong, because None leaves a reward out.",
                 "none",
             )
         texts = map(RewardFunction.feedback, results)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -39,6 +39,8 @@ from torchrl_grpo.learner.checkpoint import room_at
 from torchrl_grpo.loop import check_mismatch
 from torchrl_grpo.models import loading
 from torchrl_grpo.reporting.console import Console, one_of_each
+from torchrl_grpo.reward_pool import Failure, RewardPool
+from torchrl_grpo.tasks.base import Dialog, Problem, Task
 
 OK, WARNING, FAILS, SKIPPED = "ok", "warning", "FAILED", "skipped"
 
@@ -138,13 +140,17 @@ def examine(
     checks.run("devices", _devices)
     checks.run("logging", lambda _: check_loggers(config))
     checks.run("model", partial(_model, config))
-    checks.run("data", partial(_data, config))
+    tasks: list[Task] = []
+    checks.run("data", partial(_data, config, tasks))
+    checks.run("scoring", partial(_scoring, config, tasks), "data")
     expected: Forecast | None = None
     computed: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="dry_run_") as folder:
         runs: list[Run] = []
         checks.run(
-            "parts", partial(_parts, config, directory, Path(folder), asynchronous, runs, measured)
+            "parts",
+            partial(_parts, config, directory, Path(folder), asynchronous, tasks, runs, measured),
+            "scoring",
         )
         for run in runs:
             with closing(run):
@@ -255,9 +261,10 @@ def _model(config: GRPOConfig, check: Check) -> None:
         check.warn("no chat template: set model.chat_template, unless this is a base model")
 
 
-def _data(config: GRPOConfig, check: Check) -> None:
+def _data(config: GRPOConfig, tasks: list[Task], check: Check) -> None:
     """Check columns and rewards without a model, and look for problems that are in both splits."""
     task = read_task(config)
+    tasks.append(task)
     train = task.problems("train")
     check.details = f"{len(train):,} training problems"
     if not config.evaluation.num_prompts:
@@ -277,11 +284,48 @@ def _data(config: GRPOConfig, check: Check) -> None:
         )
 
 
+def _scoring(config: GRPOConfig, tasks: Sequence[Task], check: Check) -> None:
+    """Score made-up responses to a problem of each data set, before a model loads."""
+    [task] = tasks
+    if task.is_stateful or not config.scores:
+        check.details = "not tried: the run has no scorer, or an environment or agent"
+        return
+    problems: dict[str, Problem] = {}
+    train = task.problems("train")
+    for problem in train if config.env.datasets else train[:1]:
+        problems.setdefault(problem.dataset, problem)
+    dialogs = [
+        Dialog(
+            problem,
+            [response],
+            [*task.messages(problem), {"role": "assistant", "content": response}],
+            raw=response,
+        )
+        for problem in problems.values()
+        for response in dict.fromkeys((f"{problem.answer}", "I do not know."))
+    ]
+    start = time.perf_counter()
+    with RewardPool(task, 1, timeout_s=config.env.reward_timeout_s) as pool:
+        turns = [future.result() for future in pool.submit_all(dialogs)]
+    check.details = f"{len(dialogs)} made-up responses in {time.perf_counter() - start:.2f} s"
+    without = 0
+    for dialog, turn in zip(dialogs, turns, strict=True):
+        if not isinstance(turn, Failure):
+            continue
+        what = f"for the response {dialog.responses[-1]!r:.40} to {dialog.problem.query!r:.80}"
+        text = f"env.reward must return a reward, but {what} there was none: {turn.line}"
+        without += 1
+        if turn.cause != "none" or without == len(dialogs):
+            raise ValueError(text)
+        check.warn(text)
+
+
 def _parts(
     config: GRPOConfig,
     directory: Path,
     folder: Path,
     asynchronous: bool,
+    tasks: Sequence[Task],
     runs: list[Run],
     measured: Measured,
     check: Check,
@@ -301,7 +345,7 @@ def _parts(
     trial = replace(
         config, logging=logging, optimizer=optimizer, train=replace(config.train, resume=resume)
     )
-    run = build(trial, folder, asynchronous=asynchronous)
+    run = build(trial, folder, asynchronous=asynchronous, task=tasks[0])
     runs.append(run)
     measured.start_s += time.perf_counter() - start
     measured.steps_done = run.learner.version

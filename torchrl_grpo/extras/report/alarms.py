@@ -38,6 +38,7 @@ _PENALTIES = tuple(f"train/loss_{name}" for name in ("kl_to_ref", "kl_to_inferen
 MOSTLY_INVALID = 0.5
 """Share of invalid rewards above which the accuracy of valid rewards is ignored."""
 
+_NONE = "rewards/invalid_none"
 _INVALID_CAUSES = {
     "exception": "raised an exception",
     "not_finite": "not finite",
@@ -199,7 +200,9 @@ def _without_signal(rows: Sequence[Row], steps: int) -> NamedTexts:
             "torchrl_grpo.samples DIR), and check that the prompt has the model's training format "
             f"and asks for the format that the reward expects{hint}",
         )
-    elif (finite(last, "rollout/accuracy") or 0.0) >= _SOLVED:
+    elif (finite(last, "rollout/accuracy") or 0.0) >= _SOLVED and not any(
+        _invalid_shares(rows, steps)
+    ):
         yield (
             "no_signal",
             f"all rewards of each group were equal over {when}, because the problems are solved: "
@@ -220,6 +223,8 @@ def _invalid(rows: Sequence[Row], first: Sequence[Row]) -> NamedTexts:
         yield from _invalid_rewards(rows, 1)
     elif len(shares) == _FEW and fmean(shares) >= _INVALID:
         yield from _invalid_rewards(rows, _FEW)
+    elif shares[-1] >= _INVALID and finite(rows[-1], _NONE):
+        yield from _invalid_rewards(rows, 1)
 
 
 def _invalid_rewards(rows: Sequence[Row], steps: int) -> NamedTexts:
@@ -228,11 +233,16 @@ def _invalid_rewards(rows: Sequence[Row], steps: int) -> NamedTexts:
     ]
     why = f" ({', '.join(map(invalid_cause, causes))})" if causes else ""
     share = _share(fmean(_invalid_shares(rows, steps)))
+    fix = (
+        "the log has the first error of each kind; call the reward function yourself on a row of "
+        "samples.jsonl"
+    )
+    if finite(rows[-1], _NONE):
+        fix = "if the reward function returned None for a wrong response, return 0.0 there"
     yield (
         "invalid_rewards",
         f"{share} of the rewards are invalid{why}, and their responses are left out of training: "
-        "the log has the first error of each kind; call the reward function yourself on a row of "
-        "samples.jsonl",
+        f"{fix}",
     )
 
 
@@ -330,24 +340,33 @@ def _entropy(rows: Sequence[Row], first: Sequence[Row]) -> NamedTexts:
 
 
 def _truncation(rows: Sequence[Row], first: Sequence[Row]) -> NamedTexts:
-    truncated = _mean(rows, "rollout/truncated", _FEW)
-    if truncated is not None and truncated > _TRUNCATED:
+    truncated, when = _cut_share(rows)
+    if truncated > _TRUNCATED:
         yield (
             "truncated",
-            f"{_share(truncated)} of the responses were truncated over {_FEW} steps: raise "
+            f"{_share(truncated)} of the responses were truncated {when}: raise "
             f"{_limits(rows[-1])}, or check that the model ends its turn (chat template, stop "
             "tokens); policy.overlong_buffer=0.2 teaches it",
         )
 
 
 def _cut_demonstrations(rows: Sequence[Row], first: Sequence[Row]) -> NamedTexts:
-    cut = _mean(rows, "rollout/truncated", _FEW)
-    if cut is not None and cut > _TRUNCATED:
+    cut, when = _cut_share(rows)
+    if cut > _TRUNCATED:
         yield (
             "truncated",
-            f"{_share(cut)} of the demonstrations were cut over {_FEW} steps, so their ends are not "
-            "learned: raise inference_model.max_new_tokens and inference_model.max_model_len",
+            f"{_share(cut)} of the demonstrations were cut {when}, so their ends are not learned: "
+            "raise inference_model.max_new_tokens and inference_model.max_model_len",
         )
+
+
+def _cut_share(rows: Sequence[Row]) -> tuple[float, str]:
+    """Return the share of truncated responses, over several steps or, if all were, in the latest,
+    and when that was.
+    """
+    if finite(rows[-1], "rollout/truncated") == 1:
+        return 1.0, f"at step {rows[-1]['step']}"
+    return _mean(rows, "rollout/truncated", _FEW) or 0.0, f"over {_FEW} steps"
 
 
 def _truncation_pays(rows: Sequence[Row], first: Sequence[Row]) -> NamedTexts:

@@ -49,6 +49,7 @@ from torchrl_grpo.models.sharding import (
     compute_device,
     mesh_of,
     num_replicas,
+    sum_gradients,
 )
 from torchrl_grpo.objectives.grpo import GRPOLoss
 from torchrl_grpo.objectives.output import LARGEST_RATIO, TORCHRL_METRICS, accumulate
@@ -67,10 +68,10 @@ class GRPOTrainer:
     ``version`` counts trained batches, and is the engines' ``policy_version``. ``scores`` has the
     per-token results of the passes over the latest batch.
 
-    With a model that ``shard_model`` has spread over several ranks, every rank has a trainer, gets
-    the same whole batch and computes its share of it. Losses, metrics and weights are the same as
-    with one process. ``train_batch``, ``train_step``, ``weights`` and ``state_dict`` are then
-    collective: all ranks call them in the same order.
+    With a model that ``shard_model`` or FSDP2 by hand has spread over several ranks, every rank has
+    a trainer, gets the same whole batch and computes its share of it. Losses, metrics and weights
+    are the same as with one process. ``train_batch``, ``train_step``, ``weights`` and
+    ``state_dict`` are then collective: all ranks call them in the same order.
 
     Args:
         loss: a loss with the policy as its actor network.
@@ -112,6 +113,7 @@ class GRPOTrainer:
         entropy_control: EntropyControl | None = None,
         averages: Mapping[str, AverageScorer] | None = None,
     ) -> None:
+        sum_gradients(model)
         self.entropy_control = entropy_control
         self.loss = loss
         self.model = model

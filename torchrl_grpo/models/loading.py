@@ -15,6 +15,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from safetensors import SafetensorError
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torchrl import torchrl_logger
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -52,7 +53,9 @@ FALLBACK_CHAT_TEMPLATE = (
 
 
 def base_model_of(model: Any) -> Any:
-    """Return the Hugging Face model itself, without peft's wrapper."""
+    """Return the Hugging Face model itself, without peft's wrapper and that of DDP."""
+    if isinstance(model, DistributedDataParallel):
+        model = model.module
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 

@@ -20,6 +20,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torchrl import torchrl_logger
 
 from torchrl_grpo import keys
@@ -248,7 +249,7 @@ class TokenScorer(TensorDictModuleBase):
             None if values is None else _of_scored(layout, values)
             for values in (states, kept, sample)
         ]
-        scores = call_gathered(self.base, self._score, layout, shape.numel(), *of_tokens)
+        scores = call_gathered(self.model, self._score, layout, shape.numel(), *of_tokens)
         return tuple(values.view(shape) for values in scores)
 
     def teacher_states(self, layout: Layout, top_k: int | None = None) -> Tensor:
@@ -264,7 +265,7 @@ class TokenScorer(TensorDictModuleBase):
         """
         shape = layout.source[0].shape
         layout = layout.to(compute_device(self.model))
-        states: Tensor = call_gathered(self.base, self._states, layout, top_k)
+        states: Tensor = call_gathered(self.model, self._states, layout, top_k)
         zeros = states.new_zeros(shape.numel(), states.shape[1])
         return zeros.index_put((layout.places,), states).unflatten(0, shape)
 
@@ -317,6 +318,12 @@ class TokenScorer(TensorDictModuleBase):
         """
         base = self.base
         head = base.get_output_embeddings()
+        if isinstance(head.weight, DTensor):
+            raise ValueError(
+                "the weight of the LM head (lm_head, or the embedding that it is tied to) must be "
+                "sharded together with the whole model: call fully_shard on layers and on the "
+                "model, and not on embedding or head."
+            )
         if layout.once is None or layout.place is None:
             hidden, weight = self._last_states(layout), head.weight
         else:

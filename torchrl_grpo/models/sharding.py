@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from torchrl_grpo.checks import check_heads
@@ -211,26 +212,20 @@ def shard_model(
         if filled and dist.get_rank() == 0
         else {}
     )
-    over = mesh["replicate", "shard"] if _replicates(mesh) else mesh["shard"]
+    copied = "replicate" in (mesh.mesh_dim_names or ())
+    over = mesh["replicate", "shard"] if copied else mesh["shard"]
     known = type(base)
     for module in [*layers, base]:
-        sharded = fully_shard(
+        fully_shard(
             module, mesh=over, mp_policy=mixed, offload_policy=offload, ignored_params=whole
         )
-        sharded.set_gradient_divide_factor(
-            1.0
-        )  # sum, because the loss is normalized over the batch of all ranks
-        sharded.set_force_sum_reduction_for_comms(
-            True
-        )  # the factor alone would need an operation that gloo lacks
+    sum_gradients(model)
     device = torch.device("cpu" if cpu_offload else mesh.device_type)
     # Transformers finds the names of a checkpoint's weights by these, which fully_shard changes.
     type(base).__name__, type(base).__module__ = known.__name__, known.__module__
     for parameter in whole:
         if not parameter.is_meta:
             parameter.data = parameter.data.to(device)
-    base.call_gathered = lambda function, *args: function(*args)
-    register_fsdp_forward_method(base, "call_gathered")
     if filled:
         _fill(model, tensors, device, mesh)
     checked = [
@@ -239,6 +234,26 @@ def shard_model(
     dist.broadcast_object_list(checked, 0, device=torch.device(mesh.device_type))
     base.unpacked_because = checked[0]
     return model
+
+
+def sum_gradients(model: nn.Module) -> None:
+    """Have FSDP2 sum gradients over the ranks instead of averaging them, because the trainer
+    normalizes the loss over the batch of all ranks.
+
+    Raises:
+        ValueError: the model is in a ``DistributedDataParallel``, which always averages.
+    """
+    if isinstance(model, DistributedDataParallel):
+        raise ValueError(
+            "model=DistributedDataParallel must be the model itself, because the trainer divides "
+            "each batch among the ranks: shard it with fully_shard or shard_model, or train the "
+            "loss in a loop of your own."
+        )
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            # The factor alone would need an operation that gloo lacks.
+            module.set_force_sum_reduction_for_comms(True)
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -303,52 +318,80 @@ def _split_layers(base: Any, mesh: DeviceMesh, *, adapters: bool) -> None:
     apply_tensor_parallelism(base, mesh, plan)
 
 
-def call_gathered(base: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
-    """Call ``function(*args)`` as if it were the forward of a model that may be sharded.
+def call_gathered(model: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
+    """Call ``function(*args)`` as if it were the forward of a model that may be sharded, with FSDP2
+    by ``shard_model`` or by hand, or be in a ``DistributedDataParallel``.
 
     The function may use the parameters of the model outside of layers (such as the weight of the LM
     head), and the gradients of its results reach them.
 
     Args:
-        base: the Hugging Face model, without peft's wrapper.
+        model: the Hugging Face model, or a wrapper around it (peft, ``DistributedDataParallel``).
         function: function that returns tensors.
-        args: tensors.
+        args: its arguments, which a cast of the model's inputs does not reach.
     """
-    if not isinstance(base, FSDPModule):
-        return function(*args)
-    method: Any = base.call_gathered
-    out = method(function, *args)
+    call = partial(function, *args)
+    if isinstance(model, DistributedDataParallel):
+        return _call_as_forward(model, call)
+    root: nn.Module = model if isinstance(model, FSDPModule) else base_model_of(model)
+    if not isinstance(root, FSDPModule):
+        return call()
+    if not hasattr(root, "call_gathered"):
+        root.call_gathered = lambda function: function()  # type: ignore[assignment]
+        register_fsdp_forward_method(root, "call_gathered")
+    out = root.call_gathered(call)  # type: ignore[operator]
     if not torch.is_grad_enabled():
-        base.reshard()  # with gradients, backward does it
+        root.reshard()  # with gradients, backward does it
     return out
 
 
+def _call_as_forward(model: DistributedDataParallel, call: Callable[[], Any]) -> Any:
+    """Call a function in the place of the wrapped model's forward, because gradients are reduced
+    only after the wrapper's own.
+    """
+    whole = model.module
+    forward = whole.forward
+
+    def run() -> Any:
+        whole.forward = forward
+        return call()
+
+    whole.forward = run
+    return model()
+
+
 def mesh_of(model: nn.Module) -> DeviceMesh | None:
-    """Return the ranks that hold a sharded model and get different data; None if not sharded."""
-    mesh = _mesh(model)
-    if mesh is None:
+    """Return the ranks that hold a sharded model and get different data, from its parameters,
+    whatever the names of their mesh; None if not sharded.
+
+    In FSDP2's meshes the copies of HSDP come first, and a tensor-parallel dimension comes last.
+    """
+    part = _first_part(model)
+    if part is None:
         return None
-    return _all_ranks(mesh.device_type) if _replicates(mesh) else mesh["shard"]
+    mesh = part.device_mesh
+    if _replicates(part):
+        return _all_ranks(mesh.device_type)
+    return mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[0]]  # type: ignore[index]
 
 
 def num_replicas(model: nn.Module) -> int:
     """Return the number of sharded copies of a model that its ranks hold."""
-    mesh = _mesh(model)
-    return mesh["replicate"].size() if mesh is not None and _replicates(mesh) else 1
+    part = _first_part(model)
+    return part.device_mesh.size(0) if part is not None and _replicates(part) else 1
 
 
-def _mesh(model: nn.Module) -> DeviceMesh | None:
-    """Return the mesh of a model's first sharded parameter, before which an image encoder's come;
-    None if not sharded.
+def _first_part(model: nn.Module) -> DTensor | None:
+    """Return a model's first sharded parameter, before which an image encoder's come; None if not
+    sharded.
     """
-    if not isinstance(base_model_of(model), FSDPModule):
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):
         return None
-    sharded = (p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
-    return next(sharded, None)
+    return next((p for p in model.parameters() if isinstance(p, DTensor)), None)
 
 
-def _replicates(mesh: DeviceMesh) -> bool:
-    return "replicate" in (mesh.mesh_dim_names or ())
+def _replicates(part: DTensor) -> bool:
+    return part.placements[0].is_replicate()
 
 
 def is_shared(model: nn.Module) -> bool:

@@ -22,11 +22,11 @@ from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase, TransformedEnv
 
 from torchrl_grpo import keys
-from torchrl_grpo.compat.torchrl import refuse_arguments
 from torchrl_grpo.envs import LLMEnv
 from torchrl_grpo.generation.base import Completion, cut_off
 from torchrl_grpo.generation.policy import GenerationPolicy
 from torchrl_grpo.generation.stops import completed_at, token_bytes
+from torchrl_grpo.host.extras import load_extra
 from torchrl_grpo.tasks.drawing import Drawn
 
 
@@ -125,7 +125,7 @@ class RolloutCollector(BaseCollector):
         yield_only_last_steps: bool | None = None,
         **others: Any,
     ) -> None:
-        refuse_arguments(type(self), others)
+        load_extra("refuse_arguments")(type(self), others)
         super().__init__()
         if (policy is None) == (policy_factory is None):
             raise TypeError(

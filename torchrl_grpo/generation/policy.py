@@ -16,7 +16,6 @@ from tensordict import NestedKey, TensorDict, TensorDictBase, lazy_stack
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
-from torchrl_grpo.compat.torchrl import set_weight_sync
 from torchrl_grpo.errors import NonFiniteError
 from torchrl_grpo.generation.base import Completion, Engine, SamplingParams
 from torchrl_grpo.host.extras import load_extra
@@ -141,7 +140,7 @@ class GenerationPolicy(TensorDictModuleBase):
         # A collector forgets schemes that were set before it was complete, so this is repeated.
         collector = self._collector and self._collector()
         if collector is not None:
-            set_weight_sync(collector, load_extra("weight_sync_scheme"))
+            load_extra("set_weight_sync")(collector)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write the response, its log-probs, masks and policy versions, and ``"length_stopped"``.

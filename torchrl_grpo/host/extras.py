@@ -23,15 +23,16 @@ EXTRAS = {
     "objective": "torchrl_grpo.extras.report.summary:objective",  # of a sweep
     "openenv": "torchrl_grpo.integrations.openenv:OpenEnvKind",  # env.environment=openenv:...
     "reasoning_gym": "torchrl_grpo.integrations.reasoning_gym:ReasoningGymTask",
+    "refuse_arguments": "torchrl_grpo.integrations.torchrl_arguments:refuse_arguments",
     "report": "torchrl_grpo.extras.report.report:write_report",  # at the end of a run
     "reward_form": "torchrl_grpo.integrations.reward_forms:reward_form",  # of TRL and verl
     "same_as": "torchrl_grpo.extras.peers:same_as",  # in the error for an unknown key
     "served_teacher": "torchrl_grpo.integrations.served_teacher:ServedTeacher",  # teacher.address
+    "set_weight_sync": "torchrl_grpo.integrations.weight_sync:set_weight_sync",
     "start_service": "torchrl_grpo.extras.trackers.services:start_service",
     "summary": "torchrl_grpo.extras.report.ending:print_end",  # at the end of a run
     "sweep_report": "torchrl_grpo.extras.report.sweep_report:write_sweep",  # at the end of a multirun
     "verifiers": "torchrl_grpo.integrations.verifiers:make_task",  # env.task=verifiers:...
-    "weight_sync_scheme": "torchrl_grpo.integrations.weight_sync:EngineWeightSyncScheme",
 }
 """Functions and classes that a run calls, by the name that the core knows."""
 

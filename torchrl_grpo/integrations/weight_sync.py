@@ -17,6 +17,15 @@ from torchrl.weight_update import MultiProcessWeightSyncScheme
 from torchrl_grpo.weights.named import weights_of
 
 
+def set_weight_sync(collector: Any) -> None:
+    """Give a collector a scheme that brings weights to its policy, if it has no way yet."""
+    ways = ("_weight_sync_schemes", "_weight_updater", "_receiver_schemes")
+    if not any(getattr(collector, way, None) for way in ways):
+        scheme = EngineWeightSyncScheme()
+        scheme.init_on_sender(model_id="policy", context=collector)
+        collector._weight_sync_schemes = {"policy": scheme}
+
+
 class EngineWeightSyncScheme(MultiProcessWeightSyncScheme):
     """Scheme that sends weights to the engine of a collector's ``GenerationPolicy``, in the
     collector's process or, with ``MultiSyncCollector`` and similar ones, in each worker. If an

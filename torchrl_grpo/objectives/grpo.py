@@ -30,7 +30,8 @@ from torchrl_grpo.checks import (
     check_score_centering,
     check_top_entropy,
 )
-from torchrl_grpo.compat.torchrl import CHOICES, check_choice, refuse_arguments
+from torchrl_grpo.compat.torchrl import CHOICES, check_choice
+from torchrl_grpo.host.extras import load_extra
 from torchrl_grpo.models.packing import entry, has, pad, trajectories_of
 from torchrl_grpo.models.scoring import TokenScorer, WrapperScorer
 from torchrl_grpo.models.sharding import compute_device
@@ -237,7 +238,7 @@ class GRPOLoss(LossModule):
         device: torch.device | str | int | None = None,
         **others: Any,
     ) -> None:
-        refuse_arguments(type(self), others)
+        load_extra("refuse_arguments")(type(self), others)
         super().__init__()
         self.actor_network = _scorer(actor_network)
         device = _device(self.actor_network) if device is None else torch.device(device)

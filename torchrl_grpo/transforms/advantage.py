@@ -22,8 +22,9 @@ from torchrl_grpo.checks import (
     check_group_size,
     check_level,
 )
-from torchrl_grpo.compat.torchrl import check_choice, refuse_arguments
+from torchrl_grpo.compat.torchrl import check_choice
 from torchrl_grpo.functional import group_advantage, token_advantage, turn_advantage
+from torchrl_grpo.host.extras import load_extra
 from torchrl_grpo.models.packing import entry, has, last_rows, pad
 from torchrl_grpo.rewards.spec import PartWeights
 from torchrl_grpo.transforms.parts import decoupled_advantage, reward_parts
@@ -53,12 +54,6 @@ _KEYS_OF_TOKENS: dict[str, list[NestedKey]] = {
     "token": [keys.ASSISTANT_MASK, keys.STATE_VALUE],
 }
 _REDUCTIONS = {"sum": "sum", "max": "amax", "mean": "mean"}
-_CANDIDATES = (
-    "keep_return_bounds",
-    "candidate_group_size",
-    "candidate_selection_min_size",
-    "candidate_selector",
-)
 
 
 class GroupAdvantage(Transform):
@@ -194,7 +189,7 @@ class GroupAdvantage(Transform):
         rewards_key: NestedKey | None = None,
         **candidates: Any,
     ) -> None:
-        refuse_arguments(type(self), candidates, _CANDIDATES)
+        load_extra("refuse_arguments")(type(self), candidates)
         repeats = grpo_size if repeats is None else repeats
         if repeats is None:
             raise TypeError("GroupAdvantage needs repeats, the size of a group: use repeats=8.")

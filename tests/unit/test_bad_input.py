@@ -151,7 +151,6 @@ PAIRS = {
     "env.reward_timeout_s=5": "must be left out with env.reward_workers=0",
     "train_model.lora.r=8": "must be left out with train_model.lora.enabled=false",
     "train_model.lora.enabled=true train_model.train_vision=true": "adapts the language model alone",
-    "train_model.lora.enabled=true train_model.lora.target_modules=[lm_head]": "must leave out lm_head",
     "train_model.num_devices=2 train_model.devices=[0,1]": "exclude each other",
     "inference_model.num_devices=2 inference_model.devices=[0,1]": "exclude each other",
     "ref_model.num_devices=2 ref_model.devices=[0,1]": "exclude each other",

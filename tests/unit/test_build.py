@@ -276,6 +276,15 @@ def test_vllm_use_v1_is_answered_in_one_line(monkeypatch: pytest.MonkeyPatch) ->
     ]
 
 
+def test_adapters_of_a_tied_embedding_are_refused_before_weights_load() -> None:
+    lora = ["train_model.lora.enabled=true", "train_model.lora.target_modules=[embed_tokens]"]
+    config = compose_config(*SMALL, *lora)
+    with pytest.raises(
+        ConfigError, match=r"train_model\.lora\.target_modules=.* use \[all-linear\]"
+    ):
+        prepare(config)
+
+
 @pytest.mark.usefixtures("curves")
 def test_a_run_trains_evaluates_checkpoints_exports_and_reports(tmp_path: Path) -> None:
     config = compose_config(

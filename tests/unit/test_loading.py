@@ -6,11 +6,18 @@ import copy
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GenerationConfig, MistralConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    GenerationConfig,
+    MistralConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from tests.support.families import make_family
 from tests.support.models import make_tiny_model
@@ -119,6 +126,43 @@ def test_adapters_of_modules_that_are_not_there_are_refused() -> None:
         ValueError, match=r"target_modules=\['foo'\] must name .*: use \[all-linear\]"
     ):
         loading.add_lora(make_tiny_model(), r=2, alpha=4, target_modules=["foo"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "target"),
+    [
+        ("qwen2", "embed_tokens"),  # tied to the head
+        ("qwen2", "lm_head"),
+        ("gpt2", "wte"),
+        ("zamba2", "q_proj"),  # of blocks that share their weights
+        ("mamba", "in_proj"),  # read past its forward
+    ],
+)
+def test_adapters_that_a_user_of_the_weight_would_ignore_are_refused(
+    kind: str, target: str
+) -> None:
+    sizes = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2}
+    more: dict[str, dict[str, Any]] = {
+        "qwen2": {"num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": True},
+        "gpt2": {"n_head": 2},
+        "zamba2": {
+            "layers_block_type": ["hybrid", "hybrid", "mamba"],
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "n_mamba_heads": 2,
+            "num_mem_blocks": 1,
+        },
+        "mamba": {},
+    }
+    config = AutoConfig.for_model(kind, **sizes | more[kind])
+    with pytest.raises(ValueError, match=r"train_model\.lora\.target_modules=.*users"):
+        loading.config_shape(config, "eager", r=2, alpha=4, target_modules=[target])
+
+
+def test_adapters_of_an_embedding_that_is_not_tied_are_accepted() -> None:
+    config = AutoConfig.for_model("qwen2", vocab_size=40, hidden_size=32, num_hidden_layers=1)
+    count = loading.config_shape(config, r=2, alpha=4, target_modules=["embed_tokens"]).adapted
+    assert count == 40 + 32
 
 
 def test_a_tokenizer_without_end_of_sequence_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -223,7 +223,10 @@ def prepare(
         greedy_env, sampled_env = _make_test_envs(config, task, partial(make_env, split="test"))
         model = config.model
         shape = loading.config_shape(
-            model_config, model.attn_implementation, trust_remote_code=model.trust_remote_code
+            model_config,
+            model.attn_implementation,
+            trust_remote_code=model.trust_remote_code,
+            **config.train_model.lora.options,
         )
         return Blueprint(
             config=config,

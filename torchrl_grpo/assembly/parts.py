@@ -188,13 +188,8 @@ def make_model(config: GRPOConfig, device: torch.device) -> nn.Module:
     model = _load(config, "train_model", device)
     if not config.train_model.train_vision:
         loading.freeze_vision(model)
-    lora = config.train_model.lora
-    if not lora.enabled:
-        return model
-    targets: str | list[str] = (
-        "all-linear" if lora.target_modules == ["all-linear"] else lora.target_modules
-    )
-    return loading.add_lora(model, r=lora.r, alpha=lora.alpha, target_modules=targets)
+    lora = config.train_model.lora.options
+    return loading.add_lora(model, **lora) if lora else model
 
 
 def make_sampler(

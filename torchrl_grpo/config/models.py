@@ -46,8 +46,17 @@ class LoraConfig:
     """Scale: the adapters' output is multiplied by alpha / r."""
     target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
     """Modules that get adapters: [all-linear] (all but the LM head), or names such as
-    [q_proj,v_proj].
+    [q_proj,v_proj]; none whose weight is the LM head's, such as a tied embedding.
     """
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of ``loading.add_lora``; none without adapters."""
+        if not self.enabled:
+            return {}
+        names = self.target_modules
+        targets = names[0] if names == ["all-linear"] else names
+        return {"r": self.r, "alpha": self.alpha, "target_modules": targets}
 
 
 @dataclass

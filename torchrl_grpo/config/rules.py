@@ -1148,13 +1148,6 @@ RULES = (
         "train_model.lora.enabled",
     ),
     Rule(
-        "train_model.lora.target_modules",
-        "must leave out lm_head, because its logits are never materialized",
-        "use [all-linear], for example, which is everything but the head",
-        "train_model.lora.enabled",
-        lambda names: "lm_head" in names,
-    ),
-    Rule(
         "inference_model.stop",
         f"must be non-empty strings of at most {MAX_STOP_BYTES} bytes in total",
         "for example, inference_model.stop=['</answer>']",

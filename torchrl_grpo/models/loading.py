@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -487,14 +488,25 @@ def _patches(config: Any) -> tuple[int, int]:
 
 
 def config_shape(
-    config: PretrainedConfig, attn_implementation: str = "sdpa", *, trust_remote_code: bool = False
+    config: PretrainedConfig,
+    attn_implementation: str = "sdpa",
+    *,
+    trust_remote_code: bool = False,
+    **lora: Any,
 ) -> Shape:
     """Return the shape of a config's causal LM, counted without allocating it.
 
+    Args:
+        config: of the model.
+        attn_implementation: attention, by Transformers' name.
+        trust_remote_code: whether the repository's own code may run.
+        **lora: arguments of ``add_lora``, for a model with adapters.
+
     Raises:
-        ValueError: the attention is not available here.
+        ValueError: the attention is not available here, or ``add_lora`` refuses the model.
     """
-    return shape_of(_shapes(config, attn_implementation, trust_remote_code))
+    model = _shapes(config, attn_implementation, trust_remote_code)
+    return shape_of(add_lora(model, **lora) if lora else model)
 
 
 def _shapes(
@@ -523,8 +535,7 @@ def add_lora(
     trained, without dropout. The image encoder of a vision-language model gets none.
 
     Raises:
-        ValueError: the model has no such modules, or does not use their weights through their
-            forward.
+        ValueError: the model has no such modules, or ``check_adapters`` refuses one.
     """
     from peft import LoraConfig, get_peft_model  # slow to import, and only LoRA runs need it
 
@@ -537,12 +548,7 @@ def add_lora(
     )
     try:
         adapted = get_peft_model(model, config).eval()
-        for name, _ in adapted.named_modules():
-            if ".lora_A." in name and "mamba" in name:
-                raise ValueError(
-                    f"{name.partition('.lora_A')[0]} is part of a Mamba layer, which would ignore "
-                    "it"
-                )
+        check_adapters(adapted)
     except ValueError as error:
         others = (
             "[q_proj,k_proj,v_proj,o_proj]" if target_modules == "all-linear" else "[all-linear]"
@@ -552,6 +558,26 @@ def add_lora(
             f"can have adapters ({error}): use {others}, or train_model.lora.enabled=false."
         ) from error
     return adapted
+
+
+def check_adapters(model: nn.Module) -> None:
+    """Refuse adapters that something would ignore which computes with their weight.
+
+    Args:
+        model: a peft model; others have no adapters.
+
+    Raises:
+        ValueError: an adapter is on the LM head, on a weight that several modules share (an
+            embedding that is tied to the head), or in a Mamba layer.
+    """
+    head = base_model_of(model).get_output_embeddings()
+    users = Counter(weight for _, weight in model.named_parameters(remove_duplicate=False))
+    for name, module in model.named_modules():
+        weight = getattr(getattr(module, "base_layer", None), "weight", None)
+        if weight is not None and (module is head or users[weight] > 1 or "mamba" in name):
+            raise ValueError(
+                f"the weight of {name} has other users, or is not used through its forward"
+            )
 
 
 def _vision_modules(model: PreTrainedModel) -> list[str] | None:

@@ -40,7 +40,7 @@ from torchrl_grpo.images.features import (
 )
 from torchrl_grpo.models.divergence import Teacher, chunked_divergence, likely_tokens
 from torchrl_grpo.models.head import Centering, chunked_log_probs, tied_embedding, tied_rows
-from torchrl_grpo.models.loading import base_model_of
+from torchrl_grpo.models.loading import base_model_of, check_adapters
 from torchrl_grpo.models.packing import (
     has,
     images_of_rows,
@@ -115,6 +115,7 @@ class TokenScorer(TensorDictModuleBase):
             raise ValueError(
                 f"temperature must be at least {MIN_TEMPERATURE}, got {temperature}: use 1.0."
             )
+        check_adapters(model)
         self.model: Any = model
         self.tokens_key: NestedKey = keys.FULL
         self.mask_key: NestedKey = keys.ASSISTANT_MASK
